@@ -1,0 +1,18 @@
+"""A chunk's slots, the capture session, replay and the decision of every step."""
+
+from chunkgraph.engine.chunk import Chunk
+from chunkgraph.engine.counters import Counters
+from chunkgraph.engine.decision import Agree, EagerReason, StepMode
+from chunkgraph.engine.engine import CaptureOptions, ChunkGraphs
+from chunkgraph.engine.session import CaptureReport
+
+__all__ = [
+    "Agree",
+    "CaptureOptions",
+    "CaptureReport",
+    "Chunk",
+    "ChunkGraphs",
+    "Counters",
+    "EagerReason",
+    "StepMode",
+]

@@ -1,0 +1,45 @@
+"""What the engine captures: one model chunk, seen from outside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["Chunk"]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A model chunk: its forward and the state around it.
+
+    Attributes:
+        forward: the eager forward to capture. Arguments and result are trees (tuples, lists,
+            dicts) of tensors and plain values.
+        parameters: whose gradients the chunk produces. A gradient goes to ``param.main_grad`` if
+            the parameter has that attribute, else to ``param.grad``.
+        label: names the chunk in errors, for example ``rank 0 chunk 1``.
+        buffers: tensors the forward updates in place; put back after a capture session.
+        before_forward: host work before every replayed forward.
+        after_backward: host work after every replayed backward (gradient-ready signals).
+    """
+
+    forward: Callable[..., Any]
+    parameters: tuple[nn.Parameter, ...]
+    label: str
+    buffers: tuple[torch.Tensor, ...] = ()
+    before_forward: Callable[[], None] | None = None
+    after_backward: Callable[[], None] | None = None
+
+    @staticmethod
+    def from_module(module: nn.Module, label: str) -> Chunk:
+        """A chunk that calls ``module`` with all of its trainable parameters and its buffers."""
+        return Chunk(
+            forward=module,
+            parameters=tuple(p for p in module.parameters() if p.requires_grad),
+            label=label,
+            buffers=tuple(module.buffers()),
+        )

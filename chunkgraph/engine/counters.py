@@ -1,0 +1,52 @@
+"""What happened so far, in numbers that tests and tables can rely on."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+__all__ = ["Counters"]
+
+
+@dataclass
+class Counters:
+    """Totals since the engine was made.
+
+    Attributes:
+        captures: graph pairs (one forward, one backward) captured.
+        capture_sessions: sessions that succeeded.
+        replays: replayed forwards, one a microbatch and chunk.
+        backward_replays: replayed backwards.
+        replayed_steps: steps that ran by replay.
+        fallbacks: eager steps by reason.
+    """
+
+    captures: int = 0
+    capture_sessions: int = 0
+    replays: int = 0
+    backward_replays: int = 0
+    replayed_steps: int = 0
+    fallbacks: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def num_fallbacks(self) -> int:
+        """Eager steps, whatever the reason."""
+        return self.fallbacks.total()
+
+    @contextmanager
+    def expect(self, **changes: int) -> Iterator[None]:
+        """Assert by how much counters change inside the block: ``with counters.expect(captures=0)``.
+
+        Raises:
+            AssertionError: naming each counter with its expected and its actual change.
+        """
+        before = {name: getattr(self, name) for name in changes}
+        yield
+        wrong = [
+            f"{name}: expected {change:+d}, got {getattr(self, name) - before[name]:+d}"
+            for name, change in changes.items()
+            if getattr(self, name) - before[name] != change
+        ]
+        assert not wrong, "; ".join(wrong)

@@ -1,0 +1,54 @@
+"""Replay or eager: decided once a step, on the host, alike on all ranks.
+
+A rank that fell back alone, or in the middle of a step, would leave the others waiting in a
+collective; so only whole steps fall back, and the ranks agree on the largest reason before the
+step starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import Enum, IntEnum
+
+__all__ = ["Agree", "EagerReason", "StepMode", "agree_alone"]
+
+Agree = Callable[[Sequence[int]], list[int]]
+"""Element-wise maximum over all ranks of the job, on the host; the same list on every rank."""
+
+
+class EagerReason(IntEnum):
+    """Why a step runs eagerly; the largest over the ranks counts for all of them."""
+
+    NONE = 0
+    CAPTURE_WARMUP = 1
+    RELEASED = 2
+    SHAPES_DIFFER = 3
+    REQUESTED = 4
+    FORWARD_ONLY = 5
+    CAPTURE_FAILED = 6
+
+    @property
+    def text(self) -> str:
+        """The reason as counted and printed, for example ``capture warmup``."""
+        return {
+            EagerReason.NONE: "none",
+            EagerReason.CAPTURE_WARMUP: "capture warmup",
+            EagerReason.RELEASED: "released",
+            EagerReason.SHAPES_DIFFER: "input shapes differ",
+            EagerReason.REQUESTED: "requested",
+            EagerReason.FORWARD_ONLY: "forward only",
+            EagerReason.CAPTURE_FAILED: "capture failed",
+        }[self]
+
+
+class StepMode(Enum):
+    """How the callables run."""
+
+    OUTSIDE = "outside a step"
+    EAGER = "eager"
+    REPLAY = "replay"
+
+
+def agree_alone(values: Sequence[int]) -> list[int]:
+    """Agreement in a job of one process."""
+    return list(values)

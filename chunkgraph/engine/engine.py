@@ -1,0 +1,396 @@
+"""`ChunkGraphs`: the graphs of one rank, called like the modules they stand for."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from chunkgraph.engine.chunk import Chunk
+from chunkgraph.engine.counters import Counters
+from chunkgraph.engine.decision import Agree, EagerReason, StepMode, agree_alone
+from chunkgraph.engine.replay import SlotReplay
+from chunkgraph.engine.session import CapturedRank, CaptureReport, SessionSettings, capture_session
+from chunkgraph.engine.signature import Call, detached, flatten_call, unflatten
+from chunkgraph.engine.slot import Slot
+from chunkgraph.errors import CaptureError, ChunkGraphError, SlotError
+from chunkgraph.graphs import CUDABackend, GraphBackend, RecorderBackend
+from chunkgraph.memory import MemoryPlan, Poison
+from chunkgraph.slots import SlotMachine
+
+__all__ = ["CaptureOptions", "ChunkGraphs"]
+
+_SHAPE_UNKNOWN = object()
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaptureOptions:
+    """How and when to capture.
+
+    Attributes:
+        num_warmup_steps: eager training steps before the capture session.
+        num_warmup_passes: eager passes over each chunk on the capture stream, in the session.
+            None: 1 on a GPU, 0 on the CPU recorder.
+        memory_plan: which pools the graphs use; see `chunkgraph.memory.plan`.
+        poison: fill scratch and freed slots with NaN around every replay (debugging; slow).
+        on_failure: what follows a failed capture once the model is back in order: ``raise`` the
+            error, or train on eagerly (``eager``) after one warning.
+    """
+
+    num_warmup_steps: int = 1
+    num_warmup_passes: int | None = None
+    memory_plan: MemoryPlan = "shared_backward"
+    poison: bool = False
+    on_failure: Literal["raise", "eager"] = "raise"
+
+
+class ChunkGraphs:
+    """Captures the model chunks of one rank and replays them inside steps.
+
+    Call ``callables[c]`` where the schedule called chunk ``c``, inside ``with graphs.step(...)``.
+    The first ``num_warmup_steps`` steps run eagerly; then all slots are captured at a step
+    boundary, and every later step replays them for any number of microbatches. Alternatively
+    `capture` does it at once from sample inputs.
+
+    Args:
+        chunks: modules, or `Chunk` values, of this rank in the order of their model chunk index.
+        num_slots: for each chunk, the most microbatches it ever has in flight
+            (`chunkgraph.slots.plan_slots`).
+        options: see `CaptureOptions`.
+        backend: default: CUDA graphs or the CPU recorder, by where the parameters are.
+        agree: makes all ranks of the job decide alike; see `decision.Agree`. Needed when there is
+            more than one process.
+        capture_scope: entered around capture warmup and captures.
+        preserve: puts host-side state back after the session.
+        generators: random generators that the chunks draw from, besides the default one.
+        progress: called with (graphs captured, all graphs) during a session.
+
+    Attributes:
+        callables: one for each chunk.
+        counters: what happened so far.
+        report: of the last capture session, or None.
+        mode: how the callables run at the moment.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[nn.Module | Chunk],
+        num_slots: Sequence[int],
+        *,
+        options: CaptureOptions | None = None,
+        backend: GraphBackend | None = None,
+        agree: Agree | None = None,
+        capture_scope: Callable[[], AbstractContextManager[object]] = nullcontext,
+        preserve: Callable[[], AbstractContextManager[object]] = nullcontext,
+        generators: Callable[[], Sequence[torch.Generator]] = tuple,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        if len(chunks) != len(num_slots) or not chunks:
+            raise ValueError(
+                f"got {len(chunks)} chunks and {len(num_slots)} slot counts; give one count for each chunk"
+            )
+        if min(num_slots) < 1:
+            raise ValueError(f"every chunk needs at least one slot, got {list(num_slots)}")
+        self.options = options or CaptureOptions()
+        self.counters = Counters()
+        self.mode = StepMode.OUTSIDE
+        self._chunks = tuple(
+            c if isinstance(c, Chunk) else Chunk.from_module(c, f"chunk {i}") for i, c in enumerate(chunks)
+        )
+        self._num_slots = tuple(num_slots)
+        self._backend = backend or _default_backend(self._chunks)
+        self._agree = agree or agree_alone
+        passes = self.options.num_warmup_passes
+        if passes is None:
+            passes = 0 if self._backend.name == "recorder" else 1
+        self._settings = SessionSettings(
+            memory_plan=self.options.memory_plan,
+            num_passes=passes,
+            scope=capture_scope,
+            preserve=preserve,
+            generators=generators,
+            progress=progress,
+        )
+        self._machine = SlotMachine(self._num_slots, label=_rank_label(self._chunks))
+        self._anchor = torch.zeros((), device=self._backend.device, requires_grad=True)
+        self._captured: CapturedRank | None = None
+        self._poison: Poison | None = None
+        self._failure: CaptureError | None = None
+        self._was_released = False
+        self._num_eager_steps = 0
+        self._samples: list[Call | None] = [None] * len(self._chunks)
+        self._sample_key: Hashable = _SHAPE_UNKNOWN
+        self._captured_key: Hashable = _SHAPE_UNKNOWN
+        self.callables = tuple(functools.partial(self._run, c) for c in range(len(self._chunks)))
+
+    @property
+    def report(self) -> CaptureReport | None:
+        """What the last capture session made, or None before it and after `release`."""
+        return self._captured.report if self._captured else None
+
+    @property
+    def failure(self) -> CaptureError | None:
+        """Why the last capture session failed, if it did."""
+        return self._failure
+
+    # -- steps ---------------------------------------------------------------------------------
+
+    @contextmanager
+    def step(
+        self,
+        num_microbatches: int | None = None,
+        *,
+        forward_only: bool = False,
+        shape_key: Hashable = None,
+        eager: bool = False,
+    ) -> Iterator[StepMode]:
+        """One call of the schedule. All ranks enter it together.
+
+        On entry all ranks agree whether to capture (when warmup is done) and whether this step
+        replays or runs eagerly; nothing in the step changes that.
+
+        Args:
+            num_microbatches: of this step; only shown in errors.
+            forward_only: an evaluation step; runs eagerly.
+            shape_key: whatever fixes the input shapes, for example (sequence length, microbatch
+                size). A step whose key differs from the captured one runs eagerly as a whole.
+            eager: ask for an eager step.
+
+        Yields:
+            How the step runs.
+
+        Raises:
+            CaptureError: the session failed and ``on_failure`` is ``raise``.
+            SlotError: a microbatch was forwarded but not run backward when the step ended.
+            ReplayMismatchError: a call did not fit what was captured.
+        """
+        if self.mode is not StepMode.OUTSIDE:
+            raise SlotError("A step was begun inside a step; end the first one before.")
+        reason = self._decide(forward_only=forward_only, shape_key=shape_key, eager=eager)
+        if reason is EagerReason.NONE:
+            with self._replaying(num_microbatches):
+                yield self.mode
+        else:
+            with self._running_eagerly(reason, shape_key):
+                yield self.mode
+
+    def _decide(self, *, forward_only: bool, shape_key: Hashable, eager: bool) -> EagerReason:
+        """Agree with the other ranks on this step, capturing first if all of them are ready."""
+        own = EagerReason.NONE
+        if forward_only:
+            own = EagerReason.FORWARD_ONLY
+        elif self._failure is not None:
+            own = EagerReason.CAPTURE_FAILED
+        elif eager:
+            own = EagerReason.REQUESTED
+        elif self._captured is not None:
+            if shape_key != self._captured_key:
+                own = EagerReason.SHAPES_DIFFER
+        elif not self._is_ready_to_capture(shape_key):
+            own = EagerReason.RELEASED if self._was_released else EagerReason.CAPTURE_WARMUP
+        has_no_graphs = self._captured is None
+        reason, some_without = self._agree([own, int(has_no_graphs)])
+        if reason == EagerReason.NONE and some_without:
+            self._capture_together([s for s in self._samples if s is not None], self._sample_key)
+            reason = EagerReason.CAPTURE_FAILED if self._failure else EagerReason.NONE
+        return EagerReason(reason)
+
+    def _is_ready_to_capture(self, shape_key: Hashable) -> bool:
+        return (
+            self._num_eager_steps >= self.options.num_warmup_steps
+            and all(sample is not None for sample in self._samples)
+            and shape_key == self._sample_key
+        )
+
+    @contextmanager
+    def _replaying(self, num_microbatches: int | None) -> Iterator[None]:
+        assert self._captured is not None
+        for sinks in self._captured.sinks:
+            sinks.begin_step()
+        self._machine.begin_step()
+        self.mode = StepMode.REPLAY
+        try:
+            yield
+            self._machine.end_step()
+        except BaseException:
+            self._machine.abort_step()
+            raise
+        finally:
+            self.mode = StepMode.OUTSIDE
+        self.counters.replayed_steps += 1
+
+    @contextmanager
+    def _running_eagerly(self, reason: EagerReason, shape_key: Hashable) -> Iterator[None]:
+        self.mode = StepMode.EAGER
+        wants_samples = self._captured is None and reason in (
+            EagerReason.CAPTURE_WARMUP,
+            EagerReason.RELEASED,
+        )
+        if wants_samples:
+            self._samples = [None] * len(self._chunks)
+            self._sample_key = shape_key
+        self._records_samples = wants_samples
+        try:
+            yield
+        finally:
+            self.mode = StepMode.OUTSIDE
+            self._records_samples = False
+        self.counters.fallbacks[reason.text] += 1
+        self._num_eager_steps += wants_samples
+
+    _records_samples = False
+
+    # -- capture -------------------------------------------------------------------------------
+
+    def capture(self, samples: Sequence[Any]) -> CaptureReport:
+        """Capture now, from given inputs. All ranks call it together, outside a step.
+
+        Args:
+            samples: for each chunk its arguments: a tuple of positional ones, a dict of keyword
+                ones, or a single tensor. Tensors must have the shapes, dtypes, devices and
+                ``requires_grad`` of real calls; their values are copied.
+
+        Returns:
+            What was made.
+
+        Raises:
+            CaptureError: the chunk of this or another rank could not be captured; the callables
+                run eagerly.
+        """
+        if self.mode is not StepMode.OUTSIDE:
+            raise SlotError("capture() was called inside a step; capture between steps.")
+        if self._captured is not None:
+            raise CaptureError("The chunks are captured already; call release() before capturing again.")
+        if len(samples) != len(self._chunks):
+            raise ValueError(f"got {len(samples)} samples for {len(self._chunks)} chunks")
+        self._failure = None
+        self._capture_together([_sample_call(s) for s in samples], None, must_raise=True)
+        assert self._captured is not None
+        return self._captured.report
+
+    def _capture_together(
+        self, samples: Sequence[Call], shape_key: Hashable, *, must_raise: bool = False
+    ) -> None:
+        own: ChunkGraphError | None = None
+        try:
+            captured = capture_session(
+                self._chunks, self._num_slots, samples, self._backend, self._settings
+            )
+        except ChunkGraphError as error:
+            own = error
+        self._samples = [None] * len(self._chunks)
+        (some_failed,) = self._agree([int(own is not None)])
+        if not some_failed:
+            self._captured = captured
+            self._captured_key = shape_key
+            self._poison = Poison(captured.pools.scratch) if self.options.poison else None
+            self.counters.captures += captured.report.num_graphs // 2
+            self.counters.capture_sessions += 1
+            return
+        if own is None:
+            for slot in (s for slots in captured.slots for s in slots):
+                slot.release()
+            own = CaptureError(
+                f"{_rank_label(self._chunks)}: captured, but another rank could not; all ranks "
+                "dropped their graphs. The failing rank's own message tells the cause."
+            )
+        self._failure = own if isinstance(own, CaptureError) else CaptureError(str(own))
+        if must_raise or self.options.on_failure == "raise":
+            raise own
+        warnings.warn(f"{own}\nTraining goes on eagerly on all ranks.", stacklevel=4)
+
+    def release(self) -> None:
+        """Drop graphs, pools and static buffers; steps run eagerly until the next capture.
+
+        The next steps count as warmup again, so that a new session follows by itself.
+        """
+        if self.mode is not StepMode.OUTSIDE:
+            raise SlotError("release() was called inside a step; release between steps.")
+        if self._captured is not None:
+            self._backend.synchronize()
+            for slot in (s for slots in self._captured.slots for s in slots):
+                slot.release()
+            self._was_released = True
+        self._captured = None
+        self._poison = None
+        self._failure = None
+        self._num_eager_steps = 0
+
+    # -- calls ---------------------------------------------------------------------------------
+
+    def _run(self, c: int, *args: Any, **kwargs: Any) -> Any:
+        if self.mode is StepMode.REPLAY and torch.is_grad_enabled():
+            return self._replay(c, flatten_call(args, kwargs))
+        if self.mode is StepMode.OUTSIDE and torch.is_grad_enabled():
+            raise SlotError(
+                f"{self._chunks[c].label} was called outside a step. Wrap the call of the schedule "
+                "in `with graphs.step(num_microbatches):`, or disable gradients to evaluate."
+            )
+        if self._records_samples and self._samples[c] is None:
+            call = flatten_call(args, kwargs)
+            self._samples[c] = Call(detached(call.leaves), call.spec)
+        return self._chunks[c].forward(*args, **kwargs)
+
+    def _replay(self, c: int, call: Call) -> Any:
+        captured = self._captured
+        assert captured is not None
+        captured.signatures[c].check(call)
+        slot = captured.slots[c][self._machine.acquire_forward(c, None)]
+        tensors = SlotReplay.apply(self, slot, self._anchor, *call.tensors)
+        given = iter(tensors)
+        leaves = [next(given) if isinstance(x, torch.Tensor) else x for x in slot.outputs]
+        return unflatten(leaves, slot.output_spec)
+
+    def replay_forward(self, slot: Slot, tensors: tuple[torch.Tensor, ...]) -> None:
+        """Load inputs and replay. Called by `SlotReplay`."""
+        before = self._chunks[slot.chunk].before_forward
+        if before is not None:
+            before()
+        if self._poison is not None:
+            self._poison.before_replay()
+        slot.load_inputs(tensors)
+        slot.forward_graph.replay()
+        self.counters.replays += 1
+
+    def replay_backward(self, slot: Slot, grads: tuple[torch.Tensor | None, ...]) -> None:
+        """Load output gradients, replay, free the slot. Called by `SlotReplay`."""
+        self._machine.begin_backward(slot.chunk, slot.index)
+        if self._poison is not None:
+            self._poison.before_replay()
+        slot.load_output_grads(grads)
+        assert slot.backward_graph is not None
+        slot.backward_graph.replay()
+        if self._poison is not None:
+            self._poison.after_backward(slot.pool)
+        self._machine.release(slot.chunk, slot.index)
+        self.counters.backward_replays += 1
+        after = self._chunks[slot.chunk].after_backward
+        if after is not None:
+            after()
+
+
+def _default_backend(chunks: Sequence[Chunk]) -> GraphBackend:
+    devices = {p.device for chunk in chunks for p in chunk.parameters}
+    if len(devices) != 1:
+        raise ValueError(
+            f"the chunks' parameters are on {sorted(map(str, devices)) or 'no device'}; "
+            "put all of them on one device or pass a backend"
+        )
+    device = devices.pop()
+    return CUDABackend(device) if device.type == "cuda" else RecorderBackend()
+
+
+def _rank_label(chunks: Sequence[Chunk]) -> str:
+    return chunks[0].label.split(" chunk")[0]
+
+
+def _sample_call(sample: Any) -> Call:
+    if isinstance(sample, dict):
+        return flatten_call((), sample)
+    return flatten_call(sample if isinstance(sample, tuple) else (sample,), {})

@@ -1,0 +1,119 @@
+"""Gradients: accumulated inside the backward graph, each as soon as it is ready.
+
+A parameter's sink is ``param.main_grad`` where its owner (Megatron's DDP) made one, else a fixed
+buffer that the engine binds to ``param.grad`` at the start of a step. During the capture of a
+backward a tensor hook on every parameter adds the gradient to the sink and drops it, so that no
+two weight gradients are alive at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from chunkgraph.errors import ReplayMismatchError
+
+__all__ = ["GradientSinks"]
+
+
+class GradientSinks:
+    """The fixed gradient buffers of one chunk's parameters.
+
+    Args:
+        parameters: the chunk's trainable parameters.
+        label: names the chunk in errors.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], label: str) -> None:
+        self.parameters = tuple(parameters)
+        self._label = label
+        self._sinks: list[torch.Tensor] = []
+        self._own: list[int] = []
+        for index, parameter in enumerate(self.parameters):
+            main_grad = getattr(parameter, "main_grad", None)
+            if main_grad is None:
+                self._own.append(index)
+                main_grad = torch.empty_like(parameter, requires_grad=False)
+            self._sinks.append(main_grad)
+        self._received = [False] * len(self.parameters)
+        self._addresses = self._current_addresses()
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Inside, a gradient that autograd computes for a parameter is added to its sink.
+
+        The value autograd goes on with is a zero of the right shape that takes no memory.
+        """
+        handles = [p.register_hook(self._hook(i)) for i, p in enumerate(self.parameters)]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @contextmanager
+    def preserved(self) -> Iterator[None]:
+        """Put sinks and the flag of fused accumulation back on exit (eager work inside)."""
+        saved = [sink.clone() for sink in self._sinks]
+        flags = [getattr(p, "grad_added_to_main_grad", None) for p in self.parameters]
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for sink, value in zip(self._sinks, saved, strict=True):
+                    sink.copy_(value)
+            for parameter, flag in zip(self.parameters, flags, strict=True):
+                if flag is not None:
+                    parameter.grad_added_to_main_grad = flag  # type: ignore[attr-defined]
+
+    def begin_step(self) -> None:
+        """Check addresses and bind ``param.grad``. Once a step, not per microbatch.
+
+        Raises:
+            ReplayMismatchError: a parameter or its gradient buffer was replaced since capture.
+        """
+        if self._current_addresses() != self._addresses:
+            index = next(
+                i for i, now in enumerate(self._current_addresses()) if now != self._addresses[i]
+            )
+            raise ReplayMismatchError(
+                f"{self._label}: parameter {index} (shape {tuple(self.parameters[index].shape)}) or "
+                "its main_grad was moved to other memory after capture; the graphs would use the "
+                "old one. Update it in place (copy_), or release the graphs and capture again."
+            )
+        with torch.no_grad():
+            for index in self._own:
+                if self._received[index]:
+                    self._bind(index)
+
+    def _bind(self, index: int) -> None:
+        parameter, sink = self.parameters[index], self._sinks[index]
+        if parameter.grad is sink:
+            return
+        if parameter.grad is None:
+            # The one value x with x + g equal to g in every bit, also where g is -0.0.
+            sink.fill_(-0.0)
+        else:
+            sink.copy_(parameter.grad)
+        parameter.grad = sink
+
+    def _hook(self, index: int):  # type: ignore[no-untyped-def]
+        parameter, sink = self.parameters[index], self._sinks[index]
+
+        def accumulate(gradient: torch.Tensor) -> torch.Tensor:
+            self._received[index] = True
+            if not getattr(parameter, "grad_added_to_main_grad", False):
+                with torch.no_grad():
+                    sink.add_(gradient)
+            return torch.zeros((), dtype=gradient.dtype, device=gradient.device).expand(gradient.shape)
+
+        return accumulate
+
+    def _current_addresses(self) -> list[tuple[int, int]]:
+        return [
+            (p.data_ptr(), getattr(p, "main_grad", sink).data_ptr())
+            for p, sink in zip(self.parameters, self._sinks, strict=True)
+        ]

@@ -1,0 +1,64 @@
+"""A replayed microbatch as one node of autograd.
+
+Parameters do not pass through the node: their gradients are accumulated inside the backward
+graph, so that the host cost does not grow with their number.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from chunkgraph.engine.slot import Slot
+
+__all__ = ["SlotReplay", "SlotRunner"]
+
+class SlotRunner(Protocol):
+    """What the node needs of the engine."""
+
+    def replay_forward(self, slot: Slot, tensors: tuple[torch.Tensor, ...]) -> None:
+        """Load inputs and replay the forward."""
+
+    def replay_backward(self, slot: Slot, grads: tuple[torch.Tensor | None, ...]) -> None:
+        """Load output gradients, replay the backward and free the slot."""
+
+class SlotReplay(torch.autograd.Function):
+    """Forward and backward of one microbatch in one slot."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, runner: SlotRunner, slot: Slot, anchor: torch.Tensor, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """Replay the forward.
+
+        Args:
+            ctx: carries runner and slot to the backward.
+            runner: the engine.
+            slot: an acquired slot.
+            anchor: requires grad, so that the backward runs even when no input does.
+            *tensors: the call's tensor arguments.
+
+        Returns:
+            Fresh aliases of the slot's static outputs. A caller may rebind their ``.data``
+            (Megatron frees sent outputs so) without touching the static memory.
+        """
+        runner.replay_forward(slot, tensors)
+        ctx.runner, ctx.slot = runner, slot
+        ctx.set_materialize_grads(False)
+        outputs = [leaf.detach() for leaf in slot.outputs if isinstance(leaf, torch.Tensor)]
+        frozen = [out for i, out in enumerate(outputs) if i not in slot.differentiable]
+        ctx.mark_non_differentiable(*frozen)
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+        """Replay the backward.
+
+        The returned input gradients stay referenced by the slot, so that AccumulateGrad copies
+        them instead of keeping memory that the next backward overwrites.
+        """
+        ctx.runner.replay_backward(ctx.slot, grads)
+        return (None, None, None, *ctx.slot.input_grads)

@@ -1,0 +1,316 @@
+"""The capture session: all slots of all chunks of a rank, at one step boundary.
+
+Order: capture warmup on the capture stream; every forward, each in its slot's pool; every
+backward; the proof; only then are the saved tensors let go. Gradients, buffers and random state
+are as if the session had not happened. A session that fails leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from chunkgraph.engine.chunk import Chunk
+from chunkgraph.engine.gradients import GradientSinks
+from chunkgraph.engine.signature import Call, Signature, flatten, unflatten
+from chunkgraph.engine.slot import Slot
+from chunkgraph.errors import CaptureError
+from chunkgraph.graphs import AddressRanges, Graph, GraphBackend, Pool
+from chunkgraph.memory import MemoryPlan, PoolPlan, SlotFootprint, prove_disjoint
+
+__all__ = ["CaptureReport", "CapturedRank", "SessionSettings", "capture_session"]
+
+
+@dataclass(frozen=True)
+class SessionSettings:
+    """How a session captures; see `CaptureOptions` and `ChunkGraphs` for the fields."""
+
+    memory_plan: MemoryPlan = "shared_backward"
+    num_passes: int = 1
+    prove: bool = True
+    scope: Callable[[], AbstractContextManager[object]] = nullcontext
+    preserve: Callable[[], AbstractContextManager[object]] = nullcontext
+    generators: Callable[[], Sequence[torch.Generator]] = tuple
+    progress: Callable[[int, int], None] | None = None
+
+
+@dataclass(frozen=True)
+class CaptureReport:
+    """What a session made.
+
+    Attributes:
+        num_slots: per chunk.
+        num_graphs: forward and backward graphs together.
+        slot_bytes: reserved by the slots' own pools.
+        scratch_bytes: reserved by the pool shared by all backwards.
+        static_bytes: inputs and gradients outside the pools.
+        duration_ms: wall time of the session on this rank.
+    """
+
+    num_slots: tuple[int, ...]
+    num_graphs: int
+    slot_bytes: int
+    scratch_bytes: int
+    static_bytes: int
+    duration_ms: float
+
+
+@dataclass(frozen=True)
+class CapturedRank:
+    """The result of a session: slots by chunk, with what replays need."""
+
+    slots: tuple[tuple[Slot, ...], ...]
+    signatures: tuple[Signature, ...]
+    sinks: tuple[GradientSinks, ...]
+    pools: PoolPlan
+    report: CaptureReport
+
+
+@dataclass
+class _Forward:
+    """A captured forward whose autograd graph is still alive."""
+
+    chunk_index: int
+    index: int
+    label: str
+    inputs: list[torch.Tensor]
+    leaves: list[Any]
+    spec: Any
+    graph: Graph
+    pool: Pool
+    live: AddressRanges
+    grads: list[torch.Tensor] = field(default_factory=list)
+    input_grads: list[torch.Tensor | None] = field(default_factory=list)
+    backward: Graph | None = None
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
+
+    @property
+    def differentiable(self) -> tuple[int, ...]:
+        return tuple(i for i, t in enumerate(self.tensors) if t.requires_grad)
+
+
+def capture_session(
+    chunks: Sequence[Chunk],
+    num_slots: Sequence[int],
+    samples: Sequence[Call],
+    backend: GraphBackend,
+    settings: SessionSettings,
+) -> CapturedRank:
+    """Capture ``num_slots[c]`` slots of every chunk ``c`` from its sample call.
+
+    Args:
+        chunks: the chunks of this rank.
+        num_slots: how many slots each needs.
+        samples: one call's arguments for each chunk, as an eager microbatch had them.
+        backend: makes the graphs.
+        settings: see `SessionSettings`.
+
+    Raises:
+        CaptureError: a chunk cannot be captured; no graph, pool or buffer is left.
+        MemoryPlanError: the proof failed; likewise.
+    """
+    start = time.perf_counter()
+    pools = PoolPlan(settings.memory_plan, backend, chunks[0].label.split(" chunk")[0])
+    sinks = tuple(GradientSinks(chunk.parameters, chunk.label) for chunk in chunks)
+    forwards: list[_Forward] = []
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(settings.preserve())
+            stack.enter_context(backend.preserve_random_state())
+            stack.enter_context(_preserved([b for chunk in chunks for b in chunk.buffers]))
+            stack.enter_context(_collector_paused())
+            stack.enter_context(settings.scope())
+            for chunk, sample, sink in zip(chunks, samples, sinks, strict=True):
+                _warm_up(chunk, sample, sink, backend, settings.num_passes)
+            total = 2 * sum(num_slots)
+            for c, (chunk, sample) in enumerate(zip(chunks, samples, strict=True)):
+                for s in range(num_slots[c]):
+                    forwards.append(_capture_forward(c, s, chunk, sample, backend, pools, settings))
+                    _report_progress(settings, len(forwards), total)
+            for number, forward in enumerate(forwards, start=len(forwards) + 1):
+                _capture_backward(forward, sinks[forward.chunk_index], backend, pools, settings)
+                _report_progress(settings, number, total)
+            if settings.prove:
+                prove_disjoint([_footprint(f, backend) for f in forwards])
+    except BaseException:
+        for forward in forwards:
+            forward.graph.release()
+            if forward.backward is not None:
+                forward.backward.release()
+        raise
+    backend.synchronize()
+    slots = tuple(
+        tuple(_slot(f) for f in forwards if f.chunk_index == c) for c in range(len(chunks))
+    )
+    signatures = tuple(Signature(s, c.label) for s, c in zip(samples, chunks, strict=True))
+    report = CaptureReport(
+        num_slots=tuple(num_slots),
+        num_graphs=2 * len(forwards),
+        slot_bytes=sum(pool.reserved_bytes for pool in pools.slot_pools),
+        scratch_bytes=pools.scratch.reserved_bytes if pools.scratch else 0,
+        static_bytes=sum(_num_bytes([*f.inputs, *f.grads]) for f in forwards),
+        duration_ms=(time.perf_counter() - start) * 1e3,
+    )
+    return CapturedRank(slots, signatures, sinks, pools, report)
+
+
+def _warm_up(
+    chunk: Chunk, sample: Call, sinks: GradientSinks, backend: GraphBackend, num_passes: int
+) -> None:
+    """Eager passes on the capture stream: libraries make handles and choose algorithms there."""
+    with sinks.preserved() if num_passes else nullcontext(), backend.on_capture_stream():
+        for _ in range(num_passes):
+            inputs = [_static_like(t) for t in sample.tensors]
+            leaves = flatten(_call(chunk, sample, inputs))[0]
+            outputs = [t for t in leaves if isinstance(t, torch.Tensor) and t.requires_grad]
+            wanted = [*(t for t in inputs if t.requires_grad), *chunk.parameters]
+            torch.autograd.grad(outputs, wanted, [torch.ones_like(t) for t in outputs], allow_unused=True)
+
+
+def _capture_forward(
+    c: int,
+    s: int,
+    chunk: Chunk,
+    sample: Call,
+    backend: GraphBackend,
+    pools: PoolPlan,
+    settings: SessionSettings,
+) -> _Forward:
+    label = f"{chunk.label} slot {s}"
+    inputs = [_static_like(t) for t in sample.tensors]
+    pool = pools.forward_pool(label)
+    before = pool.live()
+    with (
+        torch.enable_grad(),
+        backend.capture(f"{label} forward", pool, settings.generators()) as graph,
+    ):
+        result = _call(chunk, sample, inputs)
+    leaves, spec = flatten(result)
+    forward = _Forward(c, s, label, inputs, leaves, spec, graph, pool, _minus(pool.live(), before))
+    if not forward.differentiable:
+        graph.release()
+        raise CaptureError(
+            f"{chunk.label}: no output of its forward requires grad, so there is no backward to "
+            "capture. Capture only chunks that train; run the others eagerly."
+        )
+    return forward
+
+
+def _capture_backward(
+    forward: _Forward,
+    sinks: GradientSinks,
+    backend: GraphBackend,
+    pools: PoolPlan,
+    settings: SessionSettings,
+) -> None:
+    outputs = [forward.tensors[i] for i in forward.differentiable]
+    forward.grads = [torch.zeros_like(t, requires_grad=False) for t in outputs]
+    wanted = [t for t in forward.inputs if t.requires_grad]
+    label = f"{forward.label} backward"
+    pool = pools.backward_pool(forward.pool)
+    with sinks.accumulating(), backend.capture(label, pool, settings.generators()) as graph:
+        got = torch.autograd.grad(
+            outputs,
+            [*wanted, *sinks.parameters],
+            forward.grads,
+            retain_graph=True,  # saved tensors stay referenced until the session has ended
+            allow_unused=True,
+        )
+    forward.backward = graph
+    given = iter(got)
+    forward.input_grads = [next(given) if t.requires_grad else None for t in forward.inputs]
+
+
+def _slot(forward: _Forward) -> Slot:
+    assert forward.backward is not None
+    return Slot(
+        chunk=forward.chunk_index,
+        index=forward.index,
+        label=forward.label,
+        inputs=tuple(t.detach() for t in forward.inputs),
+        outputs=tuple(t.detach() if isinstance(t, torch.Tensor) else t for t in forward.leaves),
+        output_spec=forward.spec,
+        differentiable=forward.differentiable,
+        output_grads=tuple(forward.grads),
+        input_grads=tuple(forward.input_grads),
+        forward_graph=forward.graph,
+        backward_graph=forward.backward,
+        pool=forward.pool,
+    )
+
+
+def _footprint(forward: _Forward, backend: GraphBackend) -> SlotFootprint:
+    assert forward.backward is not None
+    live = forward.live
+    for tensor in (*forward.inputs, *forward.grads):
+        live = live | backend.raw(tensor)
+    graphs = (forward.graph, forward.backward)
+    return SlotFootprint(forward.label, live, {g.label: g.writes() for g in graphs})
+
+
+def _call(chunk: Chunk, sample: Call, inputs: Sequence[torch.Tensor]) -> Any:
+    given = iter(inputs)
+    leaves = [next(given) if isinstance(x, torch.Tensor) else x for x in sample.leaves]
+    args, kwargs = unflatten(leaves, sample.spec)
+    with torch.enable_grad():
+        return chunk.forward(*args, **kwargs)
+
+
+def _static_like(tensor: torch.Tensor) -> torch.Tensor:
+    static = torch.empty_like(tensor, requires_grad=False)
+    static.copy_(tensor.detach())
+    return static.requires_grad_(tensor.requires_grad)
+
+
+def _minus(after: AddressRanges, before: AddressRanges) -> AddressRanges:
+    """Addresses in ``after`` that are not in ``before``."""
+    left: list[tuple[int, int]] = []
+    for r in after:
+        start = r.start
+        for b in AddressRanges([r]) & before:
+            left.append((start, b.start))
+            start = b.end
+        left.append((start, r.end))
+    return AddressRanges(left)
+
+
+def _num_bytes(tensors: Sequence[torch.Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def _report_progress(settings: SessionSettings, done: int, total: int) -> None:
+    if settings.progress is not None:
+        settings.progress(done, total)
+
+
+@contextmanager
+def _preserved(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    saved = [t.detach().clone() for t in tensors]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, value in zip(tensors, saved, strict=True):
+                tensor.copy_(value)
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """A collection inside a capture may free CUDA objects, which a capture does not allow."""
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

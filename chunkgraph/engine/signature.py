@@ -1,0 +1,122 @@
+"""Trees of arguments, flattened; what must stay equal from capture to replay.
+
+The only place that imports torch's pytree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_flatten_with_path, tree_map, tree_unflatten
+
+from chunkgraph.errors import ReplayMismatchError
+
+__all__ = ["Call", "Signature", "detached", "flatten", "flatten_call", "unflatten"]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call's arguments, flattened."""
+
+    leaves: list[Any]
+    spec: TreeSpec
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensor leaves, in order."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
+
+
+def flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
+    """Leaves and structure of a tree."""
+    return tree_flatten(tree)
+
+
+def unflatten(leaves: Sequence[Any], spec: TreeSpec) -> Any:
+    """The tree with these leaves."""
+    return tree_unflatten(leaves, spec)
+
+
+def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    """Flatten positional and keyword arguments of a call."""
+    leaves, spec = tree_flatten((args, kwargs))
+    return Call(leaves, spec)
+
+
+def detached(tree: Any) -> Any:
+    """The same tree with tensors on the same storage, cut from autograd; grad flags are kept."""
+
+    def cut(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        return leaf.detach().requires_grad_(leaf.requires_grad)
+
+    return tree_map(cut, tree)
+
+
+class Signature:
+    """What a chunk was captured with: structure, shapes, dtypes, devices and plain values.
+
+    A call is compared with one prepared key; the differences are worked out only when it fails.
+
+    Args:
+        call: the captured call.
+        label: names the chunk in errors.
+    """
+
+    def __init__(self, call: Call, label: str) -> None:
+        self._label = label
+        self._spec = call.spec
+        self._key = _key(call.leaves)
+
+    def check(self, call: Call) -> None:
+        """Compare a call with the captured one.
+
+        Raises:
+            ReplayMismatchError: listing every difference with its path.
+        """
+        if call.spec == self._spec and _key(call.leaves) == self._key:
+            return
+        raise ReplayMismatchError(
+            f"{self._label} was called with arguments that differ from those it was captured "
+            f"with:\n{self._differences(call)}\n"
+            "  To do: keep shapes, dtypes and options constant (pad to a fixed size), announce the "
+            "change before the step so that the whole step runs eagerly (`step(shape_key=...)` or "
+            "`step(eager=True)`), or release the graphs and capture again."
+        )
+
+    def _differences(self, call: Call) -> str:
+        if call.spec != self._spec:
+            return f"  structure: captured {self._spec}\n             called   {call.spec}"
+        paths = [path for path, _ in tree_flatten_with_path(unflatten(call.leaves, call.spec))[0]]
+        return "\n".join(
+            f"  {_path(path)}: captured {_show(was)}, called {_show(now)}"
+            for path, was, now in zip(paths, self._key, _key(call.leaves), strict=True)
+            if was != now
+        )
+
+
+def _key(leaves: Sequence[Any]) -> list[Any]:
+    return [
+        (leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, torch.Tensor) else leaf
+        for leaf in leaves
+    ]
+
+
+def _show(key: Any) -> str:
+    if isinstance(key, tuple) and len(key) == 3 and isinstance(key[0], torch.Size):
+        return f"{tuple(key[0])} {key[1]} on {key[2]}"
+    return repr(key)
+
+
+def _path(path: Sequence[Any]) -> str:
+    """``(args, kwargs)`` indexed by ``path``, written as the caller would."""
+    root, *rest = (getattr(p, "idx", getattr(p, "key", p)) for p in path)
+    if root == 0:
+        head = f"argument {rest[0]}"
+    else:
+        head = f"argument {rest[0]!r}"
+    return head + "".join(f"[{p!r}]" for p in rest[1:])

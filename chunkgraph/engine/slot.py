@@ -1,0 +1,67 @@
+"""One slot: a chunk's static buffers and the forward and backward graph on them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import TreeSpec
+
+from chunkgraph.graphs import Graph, Pool
+
+__all__ = ["Slot"]
+
+
+@dataclass(eq=False)
+class Slot:
+    """A captured slot. All tensors are fixed in memory until the slot is released.
+
+    Attributes:
+        chunk: index of the chunk on its rank.
+        index: number of the slot in its chunk.
+        inputs: static inputs, one for each tensor argument; a replay reads them.
+        outputs: leaves of the result. Tensors are valid from this slot's forward replay to its
+            next one.
+        output_spec: structure of the result.
+        differentiable: which tensors among ``outputs`` take a gradient, by position among tensors.
+        output_grads: static gradients of those; the backward replay reads them.
+        input_grads: gradients of ``inputs`` (None where there is none); valid until the next
+            replay of any backward.
+        pool: where the forward's memory lies.
+    """
+
+    chunk: int
+    index: int
+    label: str
+    inputs: tuple[torch.Tensor, ...]
+    outputs: tuple[Any, ...]
+    output_spec: TreeSpec
+    differentiable: tuple[int, ...]
+    output_grads: tuple[torch.Tensor, ...]
+    input_grads: tuple[torch.Tensor | None, ...]
+    forward_graph: Graph
+    backward_graph: Graph | None
+    pool: Pool
+
+    def load_inputs(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Copy a call's tensors into the static inputs (those that are not there already)."""
+        for static, given in zip(self.inputs, tensors, strict=True):
+            if static.data_ptr() != given.data_ptr():
+                static.copy_(given)
+
+    def load_output_grads(self, grads: Sequence[torch.Tensor | None]) -> None:
+        """Copy the gradients of the differentiable outputs; a missing one is zero."""
+        for static, position in zip(self.output_grads, self.differentiable, strict=True):
+            given = grads[position]
+            if given is None:
+                static.zero_()
+            elif static.data_ptr() != given.data_ptr():
+                static.copy_(given)
+
+    def release(self) -> None:
+        """Drop the graphs; the buffers go with the slot."""
+        self.forward_graph.release()
+        if self.backward_graph is not None:
+            self.backward_graph.release()

@@ -1,0 +1,20 @@
+"""Capture and replay of one callable: CUDA graphs, and a CPU recorder with the same contract."""
+
+from chunkgraph.graphs.contract import Graph, GraphBackend, Pool
+from chunkgraph.graphs.cuda import CUDABackend
+from chunkgraph.graphs.location import SourceLocation, location_of
+from chunkgraph.graphs.ranges import AddressRange, AddressRanges
+from chunkgraph.graphs.recorder import RecorderBackend, host_call
+
+__all__ = [
+    "AddressRange",
+    "AddressRanges",
+    "CUDABackend",
+    "Graph",
+    "GraphBackend",
+    "Pool",
+    "RecorderBackend",
+    "SourceLocation",
+    "host_call",
+    "location_of",
+]

@@ -1,0 +1,182 @@
+"""CUDA graphs: `torch.cuda.CUDAGraph` behind the contract.
+
+Captures use mode ``thread_local`` (the watchdog thread of NCCL may query events meanwhile) and
+one stream for all, since the caching allocator reuses a freed block only on the stream it came
+from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from chunkgraph.errors import CaptureError, ChunkGraphError
+from chunkgraph.graphs.failure import capture_failure
+from chunkgraph.graphs.ranges import AddressRanges
+
+__all__ = ["CUDABackend"]
+
+
+class CUDAPool:
+    """A private pool of the caching allocator."""
+
+    def __init__(self, label: str, device: torch.device) -> None:
+        self.label = label
+        self.device = device
+        self.handle = torch.cuda.graph_pool_handle()
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes of the pool's segments."""
+        return self.reserved().num_bytes
+
+    @property
+    def num_allocations(self) -> int:
+        """Number of segments: memory taken from the device so far."""
+        return len(self._segments())
+
+    def live(self) -> AddressRanges:
+        """Addresses of allocated blocks, from the allocator's snapshot."""
+        found: list[tuple[int, int]] = []
+        for segment in self._segments():
+            address = segment["address"]
+            for block in segment["blocks"]:
+                if block["state"] != "inactive":
+                    found.append((address, address + block["size"]))
+                address += block["size"]
+        return AddressRanges(found)
+
+    def reserved(self) -> AddressRanges:
+        """Addresses of the pool's segments, from the allocator's snapshot."""
+        return AddressRanges((s["address"], s["address"] + s["total_size"]) for s in self._segments())
+
+    def poison(self) -> None:
+        """Fill all segments with 0xFF bytes on the current stream."""
+        for area in self.reserved():
+            view = torch.as_tensor(_RawBytes(area.start, area.end - area.start), device=self.device)
+            view.fill_(0xFF)
+
+    def _segments(self) -> list[dict]:  # type: ignore[type-arg]
+        wanted = tuple(self.handle)
+        return [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == wanted]
+
+
+class _RawBytes:
+    """Device bytes for `torch.as_tensor`, which makes a view and takes no ownership."""
+
+    def __init__(self, start: int, num_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (start, False),
+            "version": 3,
+        }
+
+
+class CUDAGraphHandle:
+    """A captured CUDA graph and the pool that it writes."""
+
+    def __init__(self, label: str, pool: CUDAPool) -> None:
+        self.label = label
+        self.pool = pool
+        self.graph: torch.cuda.CUDAGraph | None = torch.cuda.CUDAGraph()
+
+    def replay(self) -> None:
+        """Launch on the current stream; the host does not wait."""
+        if self.graph is None:
+            raise CaptureError(f"{self.label} was released or never captured; it cannot be replayed.")
+        self.graph.replay()
+
+    def writes(self) -> AddressRanges:
+        """All of the pool: which part a kernel writes is not to be read from a CUDA graph."""
+        return self.pool.reserved()
+
+    def release(self) -> None:
+        """Destroy the graph; its pool is freed with the last graph on it."""
+        if self.graph is not None:
+            self.graph.reset()
+            self.graph = None
+
+
+class CUDABackend:
+    """Graphs on one CUDA device.
+
+    Args:
+        device: the device whose current context captures run in.
+    """
+
+    name = "cuda"
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self.device = device or torch.device("cuda", torch.cuda.current_device())
+        self.stream = torch.cuda.Stream(self.device)
+
+    def new_pool(self, label: str) -> CUDAPool:
+        """A new private pool."""
+        return CUDAPool(label, self.device)
+
+    @contextmanager
+    def capture(
+        self, label: str, pool: CUDAPool, generators: Sequence[torch.Generator] = ()
+    ) -> Iterator[CUDAGraphHandle]:
+        """Stream-capture the block. See `GraphBackend.capture`."""
+        handle = CUDAGraphHandle(label, pool)
+        graph = handle.graph
+        assert graph is not None
+        for generator in generators:
+            graph.register_generator_state(generator)
+        self.synchronize()
+        with torch.cuda.stream(self.stream):
+            graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
+            try:
+                yield handle
+            except BaseException as error:
+                self._abandon(handle)
+                if isinstance(error, ChunkGraphError) or not isinstance(error, Exception):
+                    raise
+                raise capture_failure(label, error) from error
+            try:
+                graph.capture_end()
+            except Exception as error:
+                handle.graph = None
+                raise capture_failure(label, error) from error
+
+    def _abandon(self, handle: CUDAGraphHandle) -> None:
+        """End a capture that failed; the error it reports is the consequence, not the cause."""
+        graph, handle.graph = handle.graph, None
+        assert graph is not None
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            pass
+        del graph
+
+    @contextmanager
+    def on_capture_stream(self) -> Iterator[None]:
+        """Run on the capture stream, ordered after and before the current stream's work."""
+        current = torch.cuda.current_stream(self.device)
+        self.stream.wait_stream(current)
+        with torch.cuda.stream(self.stream):
+            yield
+        current.wait_stream(self.stream)
+
+    @contextmanager
+    def preserve_random_state(self) -> Iterator[None]:
+        """Put the device's default generator state back on exit."""
+        state = torch.cuda.get_rng_state(self.device)
+        try:
+            yield
+        finally:
+            torch.cuda.set_rng_state(state, self.device)
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        torch.cuda.synchronize(self.device)
+
+    def raw(self, tensor: torch.Tensor) -> AddressRanges:
+        """The addresses of the storage behind ``tensor``."""
+        storage = tensor.untyped_storage()
+        return AddressRanges([(storage.data_ptr(), storage.data_ptr() + storage.nbytes())])
+

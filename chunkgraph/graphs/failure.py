@@ -1,0 +1,20 @@
+"""One way of saying that a capture failed."""
+
+from __future__ import annotations
+
+from chunkgraph.errors import CaptureError
+from chunkgraph.graphs.location import location_of
+
+__all__ = ["capture_failure"]
+
+
+def capture_failure(label: str, error: Exception) -> CaptureError:
+    """The error for a capture that ``error`` ended; names the user's line if there is one."""
+    where = location_of(error)
+    place = f"\n  at {where}" if where else ""
+    first_line = next(iter(str(error).splitlines()), "")
+    return CaptureError(
+        f"Capturing {label} failed: {type(error).__name__}: {first_line}{place}\n"
+        "  To do: move the line out of the chunk or replace it by work that stays on the device "
+        "(no host reads, no data-dependent shapes, no synchronisation)."
+    )

@@ -1,0 +1,105 @@
+"""What a CUDA graph cannot hold, told before it runs and with the line that did it.
+
+On a GPU such an operator ends the capture with an error code that names neither operator nor
+line; the recorder refuses the same operators by name. Decided from torch's own operator tags
+(``data_dependent_output``, ``dynamic_output_shape``) and, for what never reaches the dispatcher,
+from the called tensor method.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch._ops import OpOverload
+from torch.overrides import TorchFunctionMode, resolve_name
+
+from chunkgraph.errors import IllegalOperationError
+from chunkgraph.graphs.location import current_location
+
+__all__ = ["HostReadGuard", "check_operator", "illegal_operation"]
+
+_aten = torch.ops.aten
+
+# Tagged as dynamic, but static for the arguments checked below.
+_INDEXING = {_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default}
+_HOST_READS: dict[Any, str] = {
+    torch.Tensor.cpu: "copies a tensor to the host",
+    torch.Tensor.numpy: "copies a tensor to the host",
+    torch.Tensor.tolist: "reads a tensor on the host",
+    torch.Tensor.item: "reads a tensor on the host",
+    torch.Tensor.__bool__: "reads a tensor on the host (in an `if` or `while`)",
+    torch.Tensor.__int__: "reads a tensor on the host",
+    torch.Tensor.__float__: "reads a tensor on the host",
+    torch.Tensor.__index__: "reads a tensor on the host",
+    torch.Tensor.__contains__: "reads a tensor on the host",
+}
+
+
+def illegal_operation(what: str, why: str, label: str) -> IllegalOperationError:
+    """The error for an operator that a graph cannot hold, with the user's file and line."""
+    where = current_location()
+    node = torch._C._current_autograd_node()
+    place = f"\n  at {where}" if where else ""
+    if node is not None:
+        place += f"\n  in the backward of {node.name()}"
+    return IllegalOperationError(
+        f"{what} {why}, which a graph cannot hold; capturing {label}.{place}\n"
+        "  To do: keep the value on the device (torch.where, masks of fixed shape), move the line "
+        "out of the chunk, or compute it on the host before the step."
+    )
+
+
+def check_operator(
+    func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], label: str
+) -> None:
+    """Refuse ``func`` if its result or its shape depends on values in device memory.
+
+    Raises:
+        IllegalOperationError: with operator, reason, file and line.
+    """
+    if func in _INDEXING:
+        indices = cast("Sequence[torch.Tensor | None]", args[1])
+        if any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices):
+            raise illegal_operation(
+                str(func), "indexes with a mask: its shape depends on values", label
+            )
+        return
+    if func is _aten.repeat_interleave.Tensor and kwargs.get("output_size") is not None:
+        return
+    if torch.Tag.data_dependent_output in func.tags:
+        raise illegal_operation(str(func), "reads device values on the host", label)
+    if torch.Tag.dynamic_output_shape in func.tags:
+        raise illegal_operation(str(func), "has an output shape that depends on values", label)
+    if func is _aten.lift_fresh.default and cast("torch.Tensor", args[0]).dim() > 0:
+        raise illegal_operation(
+            "torch.tensor(...)", "copies host data to the device inside the chunk", label
+        )
+
+
+class HostReadGuard(TorchFunctionMode):
+    """Refuses tensor methods that reach the host without passing the dispatcher."""
+
+    def __init__(self, label: str) -> None:
+        super().__init__()
+        self.label = label
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        why = _HOST_READS.get(func)
+        if why is not None:
+            raise illegal_operation(resolve_name(func) or str(func), why, self.label)
+        # Only the literal: a `torch.device` is as often the device of another tensor of the chunk.
+        if func is torch.Tensor.to and "cpu" in _names(args[1:], kwargs):
+            raise illegal_operation("torch.Tensor.to('cpu')", "copies a tensor to the host", self.label)
+        return func(*args, **(kwargs or {}))
+
+
+def _names(args: Sequence[Any], kwargs: dict[str, Any] | None) -> list[str]:
+    return [a for a in (*args, *(kwargs or {}).values()) if isinstance(a, str)]

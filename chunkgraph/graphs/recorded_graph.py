@@ -1,0 +1,167 @@
+"""Replays the recorder's log on the recorded addresses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_map
+
+from chunkgraph.errors import CaptureError, ReplayMismatchError
+from chunkgraph.graphs.ranges import AddressRanges
+from chunkgraph.graphs.recording import (
+    External,
+    HostCall,
+    Operation,
+    TensorRef,
+    owner_of,
+    span,
+    storages_written,
+)
+from chunkgraph.graphs.simulated_pool import SimulatedPool
+
+__all__ = ["RecordedGraph"]
+
+_copy = torch.ops.aten.copy_.default
+_Step = Callable[[], None]
+
+
+class RecordedGraph:
+    """A finished recording. Made by `RecorderBackend.capture`, which calls `finish`."""
+
+    def __init__(self, label: str) -> None:
+        self.label = label
+        self._steps: list[_Step] | None = None
+        self._externals: list[External] = []
+        self._writes = AddressRanges()
+
+    @property
+    def num_operations(self) -> int:
+        """Operators and host calls in one replay."""
+        return len(self._steps or ())
+
+    def finish(
+        self,
+        log: Sequence[Operation | HostCall],
+        externals: list[External],
+        pools: tuple[SimulatedPool, ...],
+    ) -> None:
+        """Turn the log into steps bound to addresses.
+
+        Raises:
+            CaptureError: the capture used external memory that is gone already.
+        """
+        binding = _Binding(pools)
+        writes: list[tuple[int, int]] = []
+        steps: list[_Step] = []
+        for entry in log:
+            if isinstance(entry, HostCall):
+                steps.append(entry.call)
+                continue
+            args, kwargs = tree_map(binding.bind, (entry.args, entry.kwargs))
+            results = [None if r is None else binding.bind(r) for r in entry.results]
+            writes.extend(span(r) for r in entry.results if r is not None)
+            writes.extend(span(t) for t in storages_written(entry.func, args, kwargs))
+            steps.append(_operation_step(entry, args, kwargs, results))
+        self._steps = steps
+        self._externals = [e for e in externals if e.constant is None or not e.alive.expired()]
+        self._writes = AddressRanges(writes)
+
+    def replay(self) -> None:
+        """Run the log. See `Graph.replay`.
+
+        Raises:
+            ReplayMismatchError: memory the graph reads or writes was freed or moved.
+        """
+        if self._steps is None:
+            raise CaptureError(f"{self.label} was released or never captured; it cannot be replayed.")
+        for external in self._externals:
+            if external.alive.expired():
+                raise ReplayMismatchError(
+                    f"{self.label} uses memory that has been freed since capture: {external.first_use}. "
+                    "Update parameters and buffers in place (copy_), or release the graphs and "
+                    "capture again after replacing them."
+                )
+        with torch.no_grad(), _disable_current_modes(), torch._C.DisableTorchFunction():
+            for step in self._steps:
+                step()
+
+    def writes(self) -> AddressRanges:
+        """Exactly the addresses that a replay writes."""
+        return self._writes
+
+    def release(self) -> None:
+        """Forget the log and the pools' memory."""
+        self._steps = None
+        self._externals = []
+
+
+class _Binding:
+    """Makes tensors on recorded addresses; one storage for each distinct piece of memory."""
+
+    def __init__(self, pools: tuple[SimulatedPool, ...]) -> None:
+        self._pools = pools
+        self._storages: dict[tuple[int, int, int], torch.UntypedStorage] = {}
+
+    def bind(self, ref: Any) -> Any:
+        if not isinstance(ref, TensorRef):
+            return ref
+        external = ref.external
+        if external is not None and external.alive.expired():
+            if external.constant is None:
+                raise CaptureError(
+                    f"Memory that {external.first_use} used was freed before the capture ended. "
+                    "A graph remembers addresses: keep such a tensor alive outside the chunk."
+                )
+            return external.constant  # a host scalar: part of the kernel's arguments
+        key = (id(external), ref.start, ref.num_bytes)
+        if key not in self._storages:
+            self._storages[key] = self._storage(ref)
+        return ref.tensor(self._storages[key])
+
+    def _storage(self, ref: TensorRef) -> torch.UntypedStorage:
+        if ref.num_bytes == 0:
+            return torch.UntypedStorage(0)
+        if ref.external is not None:
+            return ref.external.alias()
+        pool = owner_of(self._pools, ref.start)
+        assert pool is not None, f"untracked memory at {ref.start:#x}"
+        return pool.alias(ref.start, ref.num_bytes)
+
+
+def _operation_step(
+    entry: Operation, args: Any, kwargs: Any, results: Sequence[torch.Tensor | None]
+) -> _Step:
+    func = entry.func
+    if func.namespace == "c10d":
+        return lambda: _wait(func(*args, **kwargs))
+    if all(r is None for r in results):  # in place: the operator itself writes
+
+        def run_in_place() -> None:
+            func(*args, **kwargs)
+
+        return run_in_place
+    if len(results) == 1:
+        (target,) = results
+
+        def run_single() -> None:
+            _copy(target, func(*args, **kwargs))
+
+        return run_single
+
+    def run() -> None:
+        made = [t for t in tree_flatten(func(*args, **kwargs))[0] if isinstance(t, torch.Tensor)]
+        for target, value in zip(results, made, strict=True):
+            if target is not None:
+                _copy(target, value)
+
+    return run
+
+
+def _wait(out: Any) -> None:
+    """Wait for the work object of a collective."""
+    for item in out if isinstance(out, (list, tuple)) else (out,):
+        if isinstance(item, torch.ScriptObject):
+            torch._C._distributed_c10d.Work.unbox(item).wait()

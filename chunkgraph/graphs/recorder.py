@@ -1,0 +1,219 @@
+"""The CPU recorder: captures real CPU operators and replays them on the same addresses.
+
+In a capture every operator runs and is logged; its fresh results are moved into the simulated
+pool. A replay runs the log again and writes each result where the capture put it. Stale inputs,
+slots reused too early, shared pools and forgotten state then fail as they do on a GPU. It is no
+performance model, and streams, NCCL and the real allocator are not modelled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
+from torch.utils._pytree import tree_flatten, tree_map
+
+from chunkgraph.errors import ChunkGraphError
+from chunkgraph.graphs.failure import capture_failure
+from chunkgraph.graphs.legality import HostReadGuard, check_operator
+from chunkgraph.graphs.location import current_location
+from chunkgraph.graphs.ranges import AddressRanges
+from chunkgraph.graphs.recorded_graph import RecordedGraph
+from chunkgraph.graphs.recording import (
+    External,
+    HostCall,
+    Operation,
+    TensorRef,
+    owner_of,
+    storages_written,
+)
+from chunkgraph.graphs.simulated_pool import SimulatedPool
+
+__all__ = ["RecorderBackend", "host_call"]
+
+_UNDEFINED_CONTENTS = ("aten::empty", "aten::new_empty")
+
+
+def host_call(call: Callable[[], None]) -> None:
+    """Run ``call`` now and, inside a recorder capture, again in every replay at this point.
+
+    For host state that a CUDA graph carries on the device, such as the current state of a
+    graph-safe random generator. On a GPU nothing is recorded.
+
+    Args:
+        call: takes and returns nothing; must not run torch operators that belong to the graph.
+    """
+    recording = next(
+        (m for m in reversed(_get_current_dispatch_mode_stack()) if isinstance(m, _RecordingMode)), None
+    )
+    if recording is None:
+        call()
+    else:
+        recording.host_call(call)
+
+
+class RecorderBackend:
+    """Graphs on the CPU. See the module's text for what it shows and what it cannot."""
+
+    name = "recorder"
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        self._pools: list[SimulatedPool] = []
+
+    def new_pool(self, label: str) -> SimulatedPool:
+        """An empty simulated pool."""
+        pool = SimulatedPool(label)
+        self._pools.append(pool)
+        return pool
+
+    @contextmanager
+    def capture(
+        self, label: str, pool: SimulatedPool, generators: Sequence[torch.Generator] = ()
+    ) -> Iterator[RecordedGraph]:
+        """Log what runs inside the block. See `GraphBackend.capture`."""
+        states = [(g, g.get_state()) for g in (torch.default_generator, *generators)]
+        graph = RecordedGraph(label)
+        mode = _RecordingMode(label, pool, tuple(self._pools))
+        try:
+            with HostReadGuard(label), mode:
+                yield graph
+            graph.finish(mode.log, mode.externals, tuple(self._pools))
+        except ChunkGraphError:
+            raise
+        except Exception as error:
+            raise capture_failure(label, error) from error
+        finally:
+            mode.restore()
+            for generator, state in states:
+                generator.set_state(state)
+
+    @contextmanager
+    def on_capture_stream(self) -> Iterator[None]:
+        """There is one stream."""
+        yield
+
+    @contextmanager
+    def preserve_random_state(self) -> Iterator[None]:
+        """Put the default CPU generator's state back on exit."""
+        state = torch.get_rng_state()
+        try:
+            yield
+        finally:
+            torch.set_rng_state(state)
+
+    def synchronize(self) -> None:
+        """Nothing runs asynchronously."""
+
+    def raw(self, tensor: torch.Tensor) -> AddressRanges:
+        """The addresses of the storage behind ``tensor``."""
+        storage = tensor.untyped_storage()
+        return AddressRanges([(storage.data_ptr(), storage.data_ptr() + storage.nbytes())])
+
+
+class _RecordingMode(TorchDispatchMode):
+    """Sees every operator below autograd, forward and backward (both run in this thread)."""
+
+    def __init__(self, label: str, pool: SimulatedPool, pools: tuple[SimulatedPool, ...]) -> None:
+        super().__init__()
+        self.label = label
+        self.pool = pool
+        self.pools = pools
+        self.log: list[Operation | HostCall] = []
+        self.externals: list[External] = []
+        self._now: dict[int, External] = {}  # by address; one address can serve several in turn
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        check_operator(func, args, kwargs, self.label)
+        written = storages_written(func, args, kwargs)
+        given = [a for a in tree_flatten((args, kwargs))[0] if isinstance(a, torch.Tensor)]
+        for tensor in given:
+            self._meet(tensor, func)
+        for tensor in written:
+            self._save(tensor)
+        refs = tree_map(self._ref, (args, kwargs))
+        out = func(*args, **kwargs)
+        known = {t.untyped_storage().data_ptr() for t in given}
+        results = self._place(out, known)
+        if any(r is not None for r in results) or written:
+            fresh_only = func._schema.name.startswith(_UNDEFINED_CONTENTS)
+            if not fresh_only:
+                self.log.append(Operation(func, refs[0], refs[1], results, current_location()))
+        return out
+
+    def host_call(self, call: Callable[[], None]) -> None:
+        self.log.append(HostCall(call))
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            call()
+
+    def restore(self) -> None:
+        """Give external memory the bytes it had before the capture."""
+        for external in self.externals:
+            if external.saved is not None and not external.alive.expired():
+                torch.empty(0, dtype=torch.uint8).set_(external.alias()).copy_(external.saved)
+
+    def _meet(self, tensor: torch.Tensor, func: OpOverload) -> None:
+        storage = tensor.untyped_storage()
+        start = storage.data_ptr()
+        if storage.nbytes() == 0:
+            return
+        known = self._now.get(start)
+        if known is not None and not known.alive.expired():
+            return
+        if owner_of(self.pools, start) is not None:
+            return
+        where = current_location()
+        external = External(
+            start=start,
+            num_bytes=storage.nbytes(),
+            alive=StorageWeakRef(storage),
+            first_use=f"{func} of {tuple(tensor.shape)} {tensor.dtype}" + (f" at {where}" if where else ""),
+            constant=tensor.detach().clone() if tensor.dim() == 0 else None,
+        )
+        self._now[start] = external
+        self.externals.append(external)
+
+    def _save(self, tensor: torch.Tensor) -> None:
+        external = self._now.get(tensor.untyped_storage().data_ptr())
+        if external is not None and external.saved is None:
+            external.saved = torch.empty(0, dtype=torch.uint8).set_(external.alias()).clone()
+
+    def _place(self, out: Any, known: set[int]) -> tuple[TensorRef | None, ...]:
+        """Move fresh results into the pool; say where each result is to be written by a replay."""
+        moved: dict[int, torch.UntypedStorage] = {}
+        results: list[TensorRef | None] = []
+        for tensor in tree_flatten(out)[0]:
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            storage = tensor.untyped_storage()
+            start = storage.data_ptr()
+            if storage.nbytes() == 0 or start in known:
+                results.append(None)
+                continue
+            if start not in moved:
+                moved[start] = self.pool.allocate(storage.nbytes())
+                moved[start].copy_(storage)
+            tensor.set_(moved[start], tensor.storage_offset(), tensor.size(), tensor.stride())
+            results.append(TensorRef.of(tensor))
+        return tuple(results)
+
+    def _ref(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        return TensorRef.of(value, self._now.get(value.untyped_storage().data_ptr()))

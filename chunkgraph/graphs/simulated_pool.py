@@ -1,0 +1,129 @@
+"""A caching allocator in miniature, so that addresses on a CPU behave as in a CUDA graph pool.
+
+Sizes are rounded to 512 bytes, blocks are cut from segments by best fit, freed blocks merge with
+free neighbours and serve later allocations; segments are never given back. These are the traits
+that make a shared pool unsafe, so that a plan which corrupts on a GPU corrupts here too. Not
+modelled: streams, size classes of the real allocator, fragmentation limits.
+"""
+
+from __future__ import annotations
+
+import weakref
+from bisect import insort
+
+import numpy as np
+import torch
+
+from chunkgraph.graphs.ranges import AddressRanges
+
+__all__ = ["SimulatedPool"]
+
+ROUND_BYTES = 512
+SEGMENT_BYTES = 1 << 20
+PAGE_BYTES = 4096
+
+
+class SimulatedPool:
+    """One pool of segments with a best-fit free list.
+
+    Args:
+        label: names the pool in errors.
+    """
+
+    def __init__(self, label: str) -> None:
+        self.label = label
+        self.num_allocations = 0
+        self._segments: list[tuple[int, np.ndarray]] = []
+        self._free: list[tuple[int, int]] = []  # (num_bytes, start), sorted: best fit first
+        self._used: dict[int, int] = {}  # start -> num_bytes
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes of all segments."""
+        return sum(segment.nbytes for _, segment in self._segments)
+
+    def allocate(self, num_bytes: int) -> torch.UntypedStorage:
+        """A storage inside the pool; its block is free again when the last tensor on it dies.
+
+        Args:
+            num_bytes: size, at least 1.
+
+        Returns:
+            A CPU storage of exactly ``num_bytes`` bytes with undefined contents.
+        """
+        size = -(-num_bytes // ROUND_BYTES) * ROUND_BYTES
+        start = self._take(size)
+        self.num_allocations += 1
+        owner = self._bytes_at(start, num_bytes)
+        storage = torch.frombuffer(owner, dtype=torch.uint8).untyped_storage()
+        # The storage keeps `owner` alive, so its end is exactly the end of the storage.
+        weakref.finalize(owner, self._release, start).atexit = False
+        return storage
+
+    def alias(self, start: int, num_bytes: int) -> torch.UntypedStorage:
+        """A storage on the same bytes that does not keep the block in use.
+
+        It keeps the segment itself alive, as a CUDA graph keeps its pool.
+        """
+        return torch.frombuffer(
+            self._bytes_at(start, num_bytes), dtype=torch.uint8
+        ).untyped_storage()
+
+    def owns(self, address: int) -> bool:
+        """Whether ``address`` lies in one of the pool's segments."""
+        return any(base <= address < base + seg.nbytes for base, seg in self._segments)
+
+    def live(self) -> AddressRanges:
+        """Addresses of the blocks in use now (rounded sizes)."""
+        return AddressRanges((start, start + size) for start, size in self._used.items())
+
+    def reserved(self) -> AddressRanges:
+        """Addresses of all segments."""
+        return AddressRanges((base, base + seg.nbytes) for base, seg in self._segments)
+
+    def poison(self) -> None:
+        """Fill every segment with 0xFF bytes: NaN in every floating dtype, -1 in integers."""
+        for _, segment in self._segments:
+            segment.fill(0xFF)
+
+    def _segment_of(self, address: int) -> tuple[int, np.ndarray]:
+        return next((b, seg) for b, seg in self._segments if b <= address < b + seg.nbytes)
+
+    def _bytes_at(self, start: int, num_bytes: int) -> np.ndarray:
+        base, segment = self._segment_of(start)
+        return segment[start - base : start - base + num_bytes]
+
+    def _take(self, size: int) -> int:
+        for index, (free_size, start) in enumerate(self._free):
+            if free_size >= size:
+                del self._free[index]
+                break
+        else:
+            free_size, start = self._new_segment(size)
+        if free_size > size:
+            insort(self._free, (free_size - size, start + size))
+        self._used[start] = size
+        return start
+
+    def _new_segment(self, size: int) -> tuple[int, int]:
+        num_bytes = -(-size // SEGMENT_BYTES) * SEGMENT_BYTES
+        raw = np.empty(num_bytes + PAGE_BYTES, dtype=np.uint8)
+        # Page alignment: vectorised kernels must see the alignment that eager memory has.
+        shift = -raw.ctypes.data % PAGE_BYTES
+        segment = raw[shift : shift + num_bytes]
+        self._segments.append((segment.ctypes.data, segment))
+        return num_bytes, segment.ctypes.data
+
+    def _release(self, start: int) -> None:
+        size = self._used.pop(start)
+        base, segment = self._segment_of(start)
+        end_of_segment = base + segment.nbytes
+        end = start + size
+        for free_size, free_start in list(self._free):
+            if free_start + free_size == start and free_start >= base:
+                self._free.remove((free_size, free_start))
+                start = free_start
+            elif free_start == end and end < end_of_segment:
+                self._free.remove((free_size, free_start))
+                end += free_size
+        insort(self._free, (end - start, start))

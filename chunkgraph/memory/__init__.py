@@ -1,0 +1,7 @@
+"""Pools by plan, the proof that slots do not overwrite each other, and poison mode."""
+
+from chunkgraph.memory.plan import MemoryPlan, PoolPlan
+from chunkgraph.memory.poison import Poison
+from chunkgraph.memory.proof import SlotFootprint, find_conflicts, prove_disjoint
+
+__all__ = ["MemoryPlan", "Poison", "PoolPlan", "SlotFootprint", "find_conflicts", "prove_disjoint"]

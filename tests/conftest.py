@@ -1,0 +1,49 @@
+"""What every room's tests share: hypothesis without deadlines, and skips that give a reason."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import hypothesis
+import pytest
+
+# A shared machine stalls now and then: a deadline would test the machine.
+hypothesis.settings.register_profile("chunkgraph", deadline=None, print_blob=True)
+hypothesis.settings.load_profile("chunkgraph")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what this machine cannot run; with CHUNKGRAPH_REQUIRE_GPU=1 a missing GPU fails."""
+    num_gpus: int | None = None
+    for item in items:
+        if item.get_closest_marker("megatron") and not _has_megatron():
+            item.add_marker(pytest.mark.skip(reason="megatron-core is not installed"))
+        needed = 2 if item.get_closest_marker("multigpu") else 1
+        if item.get_closest_marker("multigpu") or item.get_closest_marker("gpu"):
+            if num_gpus is None:
+                num_gpus = _count_gpus()
+            if num_gpus < needed and os.environ.get("CHUNKGRAPH_REQUIRE_GPU") != "1":
+                reason = f"needs {needed} CUDA GPU(s), found {num_gpus}"
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _count_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def _has_megatron() -> bool:
+    try:
+        return importlib.util.find_spec("megatron.core") is not None
+    except ModuleNotFoundError:
+        return False
+
+
+@pytest.fixture(params=["recorder", pytest.param("cuda", marks=pytest.mark.gpu)])
+def backend(request: pytest.FixtureRequest) -> object:
+    """Each implementation of the graph contract in turn; CUDA graphs where there is a GPU."""
+    from chunkgraph.graphs import CUDABackend, RecorderBackend
+
+    return RecorderBackend() if request.param == "recorder" else CUDABackend()

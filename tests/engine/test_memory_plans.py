@@ -1,0 +1,83 @@
+"""One pool for everything gives wrong numbers; the proof says so before a replay does."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from chunkgraph.errors import MemoryPlanError
+from chunkgraph.graphs import GraphBackend
+from chunkgraph.schedules import megatron_schedule
+
+COUNTS = [3, 5, 2, 7]
+
+
+def attached(make_pipeline: Callable[..., Any], backend: GraphBackend, **options: Any) -> Any:
+    pipeline = make_pipeline(2)
+    pipeline.attach([(2,), (1,)], backend, **options)
+    return pipeline
+
+
+def schedules() -> list[Any]:
+    return [megatron_schedule(2, 1, m, None) for m in COUNTS]
+
+
+def test_a_naive_shared_pool_is_caught_by_the_proof(
+    make_pipeline: Callable[..., Any], backend: GraphBackend
+) -> None:
+    pipeline = attached(make_pipeline, backend, memory_plan="one_pool")
+    with pytest.raises(MemoryPlanError, match=r"(?s)replaying chunk 0 slot \d (for|back)ward overwrites.*still reads"):
+        pipeline.train(schedules(), seed=1)
+
+
+def test_a_naive_shared_pool_gives_wrong_numbers(
+    make_pipeline: Callable[..., Any], backend: GraphBackend
+) -> None:
+    pipeline = attached(make_pipeline, backend, memory_plan="one_pool")
+    for graphs in pipeline.graphs:
+        graphs._settings = dataclasses.replace(graphs._settings, prove=False)
+    eager = make_pipeline(2).train(schedules(), seed=1)
+    assert not pipeline.train(schedules(), seed=1).equals(eager)
+
+
+@pytest.mark.parametrize("plan", ["shared_backward", "pool_per_slot"])
+def test_the_other_plans_are_proved_and_right(
+    make_pipeline: Callable[..., Any], backend: GraphBackend, plan: str
+) -> None:
+    pipeline = attached(make_pipeline, backend, memory_plan=plan)
+    assert pipeline.train(schedules(), seed=1).equals(make_pipeline(2).train(schedules(), seed=1))
+
+
+def test_all_backwards_share_one_scratch_pool(
+    make_pipeline: Callable[..., Any], backend: GraphBackend
+) -> None:
+    reports = {}
+    for plan in ("shared_backward", "pool_per_slot"):
+        pipeline = make_pipeline(1)
+        pipeline.attach([(4,)], backend, memory_plan=plan)
+        pipeline.train([megatron_schedule(1, 1, m, None) for m in (1, 1)], seed=1)
+        reports[plan] = pipeline.graphs[0].report
+    assert reports["shared_backward"].scratch_bytes > 0
+    assert reports["pool_per_slot"].scratch_bytes == 0
+    assert reports["shared_backward"].num_graphs == reports["pool_per_slot"].num_graphs == 8
+
+
+def test_poison_shows_a_slot_that_is_reused_too_early(
+    make_pipeline: Callable[..., Any], backend: GraphBackend
+) -> None:
+    """Freed slots hold NaN: whoever still reads the output of a finished microbatch sees it."""
+    pipeline = attached(make_pipeline, backend, poison=True)
+    pipeline.train(schedules()[:1], seed=1)
+    graphs = pipeline.graphs[1]
+    import torch
+
+    x = torch.randn(3, 8, device=backend.device, requires_grad=True)
+    with pipeline.graphs[0].step(1, eager=True), graphs.step(1):
+        y = graphs.callables[0](x)
+        assert y.isfinite().all()
+        y.sum().backward()
+        assert y.isnan().all()
+        assert x.grad is not None and x.grad.isfinite().all()

@@ -1,0 +1,214 @@
+"""What every graph backend must do; runs against the CPU recorder and, on a GPU, CUDA graphs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from chunkgraph.errors import CaptureError
+from chunkgraph.graphs import GraphBackend
+
+
+def make_module(backend: GraphBackend, dropout: float = 0.0) -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [nn.Linear(16, 32), nn.GELU(), nn.Dropout(dropout), nn.LayerNorm(32), nn.Linear(32, 16)]
+    module = nn.Sequential(*layers).to(backend.device)
+    with backend.on_capture_stream():  # libraries make their handles outside the captures
+        x = torch.randn(4, 16, device=backend.device, requires_grad=True)
+        torch.autograd.grad(module(x).sum(), [x, *module.parameters()])
+    backend.synchronize()
+    return module
+
+
+def new_input(backend: GraphBackend) -> torch.Tensor:
+    return torch.randn(4, 16, device=backend.device)
+
+
+def test_replay_computes_from_current_inputs_into_fixed_memory(backend: GraphBackend) -> None:
+    module, x = make_module(backend), new_input(backend)
+    with torch.no_grad(), backend.capture("forward", backend.new_pool("slot")) as graph:
+        y = module(x)
+    address = y.data_ptr()
+    for _ in range(3):
+        x.copy_(new_input(backend))
+        graph.replay()
+        with torch.no_grad():
+            expected = module(x)
+        assert torch.equal(y, expected)
+        assert y.data_ptr() == address
+
+
+def test_backward_is_captured_from_the_forwards_saved_tensors(backend: GraphBackend) -> None:
+    module = make_module(backend)
+    x, g = new_input(backend).requires_grad_(), new_input(backend)
+    parameters = list(module.parameters())
+    sums = [torch.zeros_like(p) for p in parameters]
+    with backend.capture("forward", backend.new_pool("slot")) as forward:
+        y = module(x)
+    with backend.capture("backward", backend.new_pool("scratch")) as backward:
+        dx, *grads = torch.autograd.grad(y, [x, *parameters], g, retain_graph=True)
+        for total, grad in zip(sums, grads, strict=True):
+            total.add_(grad)
+    expected = [torch.zeros_like(p) for p in parameters]
+    for _ in range(3):
+        x.detach().copy_(new_input(backend))
+        g.copy_(new_input(backend))
+        forward.replay()
+        backward.replay()
+        leaf = x.detach().clone().requires_grad_()
+        dx_eager, *grads = torch.autograd.grad(module(leaf), [leaf, *parameters], g)
+        for total, grad in zip(expected, grads, strict=True):
+            total.add_(grad)
+        assert torch.equal(dx, dx_eager)
+    for total, want in zip(sums, expected, strict=True):
+        assert torch.equal(total, want)
+
+
+def test_capture_leaves_external_memory_as_it_was(backend: GraphBackend) -> None:
+    counter = torch.full((3,), 5.0, device=backend.device)
+    with backend.capture("count", backend.new_pool("pool")) as graph:
+        counter.add_(1)
+    assert counter.tolist() == [5.0] * 3
+    graph.replay()
+    graph.replay()
+    assert counter.tolist() == [7.0] * 3
+
+
+def test_capture_leaves_the_random_state_and_replays_draw_like_eager(backend: GraphBackend) -> None:
+    module, x = make_module(backend, dropout=0.4), new_input(backend)
+    torch.manual_seed(3)
+    expected = [module(x).detach() for _ in range(3)]
+    torch.manual_seed(3)
+    with torch.no_grad(), backend.capture("dropout", backend.new_pool("slot")) as graph:
+        y = module(x)
+    got = []
+    for _ in range(3):
+        graph.replay()
+        got.append(y.clone())
+    assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+    assert not torch.equal(got[0], got[1])
+
+
+def test_writes_cover_results_and_stay_inside_pool_and_targets(backend: GraphBackend) -> None:
+    module, x = make_module(backend), new_input(backend)
+    pool = backend.new_pool("slot")
+    with torch.no_grad(), backend.capture("forward", pool) as graph:
+        y = module(x)
+    assert graph.writes() & backend.raw(y)
+    assert not graph.writes() & backend.raw(x)
+    assert (graph.writes() & pool.reserved()) == graph.writes()
+    assert (pool.live() & backend.raw(y)).num_bytes > 0
+    assert pool.reserved_bytes >= pool.live().num_bytes
+
+
+def test_a_replay_allocates_nothing(backend: GraphBackend) -> None:
+    module, x = make_module(backend), new_input(backend)
+    pool = backend.new_pool("slot")
+    with torch.no_grad(), backend.capture("forward", pool) as graph:
+        module(x)
+    graph.replay()
+    before = (pool.num_allocations, pool.reserved_bytes, device_allocations(backend))
+    for _ in range(5):
+        graph.replay()
+    assert (pool.num_allocations, pool.reserved_bytes, device_allocations(backend)) == before
+
+
+def device_allocations(backend: GraphBackend) -> int:
+    """Allocations on the GPU so far; the CPU has no such count (pools count theirs)."""
+    if backend.device.type != "cuda":
+        return 0
+    return int(torch.cuda.memory_stats()["allocation.all.allocated"])
+
+
+def test_freed_memory_serves_later_captures_of_the_same_pool_only(backend: GraphBackend) -> None:
+    x = torch.randn(64, 64, device=backend.device)
+    shared, other = backend.new_pool("shared"), backend.new_pool("other")
+    with backend.capture("first", shared) as first:
+        y = x + 1
+    freed = backend.raw(y)
+    del y
+    with backend.capture("second", shared) as second:
+        z = x + 2
+    with backend.capture("third", other) as third:
+        w = x + 3
+    assert backend.raw(z) & freed
+    assert not backend.raw(w) & freed
+    first.replay(), second.replay(), third.replay()
+    assert torch.equal(z, x + 2) and torch.equal(w, x + 3)
+
+
+def test_poison_fills_the_pool_with_nan(backend: GraphBackend) -> None:
+    x = torch.ones(8, device=backend.device)
+    pool = backend.new_pool("slot")
+    with backend.capture("add", pool) as graph:
+        y = x + 1
+    graph.replay()
+    assert y.tolist() == [2.0] * 8
+    pool.poison()
+    assert y.isnan().all()
+    graph.replay()
+    assert y.tolist() == [2.0] * 8
+
+
+def reads_item(x: torch.Tensor) -> torch.Tensor:
+    return x * x.sum().item()
+
+
+def copies_to_host(x: torch.Tensor) -> torch.Tensor:
+    return x.cpu() + 1
+
+
+def asks_for_nonzero(x: torch.Tensor) -> torch.Tensor:
+    return x.nonzero()
+
+
+def selects_by_mask(x: torch.Tensor) -> torch.Tensor:
+    return x[x > 0]
+
+
+def branches_on_a_value(x: torch.Tensor) -> torch.Tensor:
+    return x if x.sum() > 0 else -x
+
+
+@pytest.mark.parametrize(
+    "illegal", [reads_item, copies_to_host, asks_for_nonzero, selects_by_mask, branches_on_a_value]
+)
+def test_illegal_work_is_refused_with_file_and_line(backend: GraphBackend, illegal) -> None:  # type: ignore[no-untyped-def]
+    module, x = make_module(backend, dropout=0.5), new_input(backend)
+    with (
+        pytest.raises(CaptureError) as raised,
+        backend.capture("chunk 0 slot 0 forward", backend.new_pool("slot")),
+    ):
+        illegal(module(x))
+    message = str(raised.value)
+    line = illegal.__code__.co_firstlineno + 1
+    assert f"{__file__}:{line}" in message
+    assert "chunk 0 slot 0 forward" in message
+    # What failed leaves nothing behind: eager work, randomness and new captures go on.
+    assert module(x).sum().isfinite()
+    with torch.no_grad(), backend.capture("again", backend.new_pool("slot")) as graph:
+        y = module(x)
+    torch.manual_seed(1)
+    graph.replay()
+    torch.manual_seed(1)
+    assert torch.equal(y, module(x))
+
+
+def test_a_user_error_in_the_chunk_is_named_with_its_line(backend: GraphBackend) -> None:
+    with (
+        pytest.raises(CaptureError, match=r"RuntimeError.*\n.*test_contract\.py:\d+") as raised,
+        backend.capture("chunk", backend.new_pool("slot")),
+    ):
+        torch.ones(2, 3, device=backend.device) @ torch.ones(2, 3, device=backend.device)
+    assert raised.value.__cause__ is not None
+
+
+def test_a_released_graph_refuses_to_replay(backend: GraphBackend) -> None:
+    x = torch.ones(8, device=backend.device)
+    with backend.capture("add", backend.new_pool("slot")) as graph:
+        x + 1
+    graph.release()
+    with pytest.raises(CaptureError, match="add was released"):
+        graph.replay()
+    graph.release()  # twice is fine

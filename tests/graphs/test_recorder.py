@@ -1,0 +1,111 @@
+"""What only the recorder can show: exact addresses, freed memory, host calls, collectives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from chunkgraph.errors import IllegalOperationError, ReplayMismatchError
+from chunkgraph.graphs import AddressRanges, RecorderBackend, host_call
+
+
+def test_writes_are_exact_for_views_in_place_and_results() -> None:
+    backend = RecorderBackend()
+    target = torch.zeros(4, 8)
+    with backend.capture("mixed", backend.new_pool("pool")) as graph:
+        y = target.sum(1)
+        target[1, 2:4].add_(1)
+    first = target.data_ptr() + (8 + 2) * 4
+    expected = AddressRanges([(first, first + 8)]) | AddressRanges([(y.data_ptr(), y.data_ptr() + 16)])
+    assert graph.writes() == expected
+
+
+def test_freed_external_memory_is_an_error_and_names_the_operator() -> None:
+    backend = RecorderBackend()
+    weight = nn.Parameter(torch.ones(4))
+    with torch.no_grad(), backend.capture("scale", backend.new_pool("pool")) as graph:
+        weight * 2
+    weight.data = torch.ones(4)  # rebinding instead of copying in place
+    with pytest.raises(ReplayMismatchError, match=r"aten\.mul.*test_recorder\.py"):
+        graph.replay()
+
+
+def test_host_scalars_are_constants_of_the_graph() -> None:
+    backend = RecorderBackend()
+    x = torch.ones(4)
+    with backend.capture("scalars", backend.new_pool("pool")) as graph:
+        y = x * torch.tensor(3.0) + torch.tensor(4.0)
+    x.fill_(2)
+    graph.replay()
+    assert y.tolist() == [10.0] * 4
+
+
+def test_host_data_entering_the_chunk_is_refused() -> None:
+    backend = RecorderBackend()
+    with (
+        pytest.raises(IllegalOperationError, match="copies host data"),
+        backend.capture("lists", backend.new_pool("pool")),
+    ):
+        torch.tensor([1.0, 2.0])
+
+
+def test_an_illegal_operator_inside_a_custom_backward_is_found() -> None:
+    class Syncs(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):  # type: ignore[no-untyped-def]
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):  # type: ignore[no-untyped-def]
+            return grad * grad.sum().item()
+
+    backend = RecorderBackend()
+    x = torch.ones(4, requires_grad=True)
+    with backend.capture("forward", backend.new_pool("pool")):
+        y = Syncs.apply(x)
+    with (
+        pytest.raises(IllegalOperationError, match=r"(?s)grad\.sum\(\)\.item\(\).*SyncsBackward"),
+        backend.capture("backward", backend.new_pool("pool")),
+    ):
+        torch.autograd.grad(y, x, torch.ones(4))
+
+
+def test_host_calls_run_again_in_every_replay_in_order() -> None:
+    backend = RecorderBackend()
+    seen: list[float] = []
+    x = torch.zeros(1)
+    host_call(lambda: seen.append(-1))  # outside a capture: just runs
+    with backend.capture("calls", backend.new_pool("pool")) as graph:
+        x.add_(1)
+        host_call(lambda: seen.append(x.item()))
+        x.add_(1)
+    assert seen == [-1, 1.0]
+    graph.replay()
+    graph.replay()
+    assert seen == [-1, 1.0, 1.0, 3.0]
+
+
+def test_integer_indexing_and_sized_repeat_are_legal() -> None:
+    backend = RecorderBackend()
+    x, index = torch.arange(6.0), torch.tensor([5, 0, 2])
+    repeats = torch.tensor([1, 2, 0])
+    with backend.capture("index", backend.new_pool("pool")) as graph:
+        y = x[index]
+        z = torch.repeat_interleave(index, repeats, output_size=3)
+    index.copy_(torch.tensor([1, 1, 4]))
+    graph.replay()
+    assert y.tolist() == [1.0, 1.0, 4.0]
+    assert z.tolist() == [1, 1, 1]
+
+
+def test_results_with_several_tensors_and_shared_storage() -> None:
+    backend = RecorderBackend()
+    x = torch.randn(4, 6)
+    with backend.capture("several", backend.new_pool("pool")) as graph:
+        values, indices = x.max(dim=1)
+        left, right = (x + 1).split(3, dim=1)
+    x.copy_(torch.randn(4, 6))
+    graph.replay()
+    assert torch.equal(values, x.max(dim=1).values) and torch.equal(indices, x.max(dim=1).indices)
+    assert torch.equal(torch.cat([left, right], 1), x + 1)

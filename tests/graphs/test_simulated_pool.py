@@ -1,0 +1,58 @@
+"""The simulated caching allocator: disjoint blocks, reuse, merging, alignment."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chunkgraph.graphs.ranges import AddressRanges
+from chunkgraph.graphs.simulated_pool import SimulatedPool
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 200_000)), max_size=40))
+def test_live_blocks_never_overlap_and_everything_is_given_back(plan: list[tuple[bool, int]]) -> None:
+    pool = SimulatedPool("pool")
+    held: list[torch.UntypedStorage] = []
+    for allocate, number in plan:
+        if allocate or not held:
+            held.append(pool.allocate(number))
+        else:
+            del held[number % len(held)]
+        spans = [(s.data_ptr(), s.data_ptr() + s.nbytes()) for s in held]
+        assert sum(end - start for start, end in spans) == AddressRanges(spans).num_bytes
+        assert (AddressRanges(spans) & pool.live()) == AddressRanges(spans)
+        assert all(start % 512 == 0 for start, _ in spans)
+    reserved = pool.reserved_bytes
+    held.clear()
+    assert not pool.live()
+    # Merged again: everything that is reserved can be had in one piece per segment.
+    for segment in pool.reserved():
+        pool.allocate(min(segment.end - segment.start, 1 << 20))
+    assert pool.reserved_bytes == reserved
+
+
+def test_a_freed_block_is_reused_and_an_alias_does_not_hold_it() -> None:
+    pool = SimulatedPool("pool")
+    storage = pool.allocate(1000)
+    start = storage.data_ptr()
+    alias = pool.alias(start, 1000)
+    del storage
+    assert not pool.live()
+    assert pool.allocate(800).data_ptr() == start
+    assert alias.data_ptr() == start
+
+
+@given(*[st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), max_size=6)] * 2)
+def test_address_ranges_behave_like_sets(a: list[tuple[int, int]], b: list[tuple[int, int]]) -> None:
+    def points(pairs: list[tuple[int, int]]) -> set[int]:
+        return {p for start, end in pairs for p in range(start, end)}
+
+    def members(ranges: AddressRanges) -> set[int]:
+        return {p for r in ranges for p in range(r.start, r.end)}
+
+    first, second = AddressRanges(a), AddressRanges(b)
+    assert members(first & second) == points(a) & points(b)
+    assert members(first | second) == points(a) | points(b)
+    assert first.num_bytes == len(points(a))
+    assert bool(first & second) == bool(points(a) & points(b))
