@@ -127,7 +127,8 @@ def capture_session(
             stack.enter_context(settings.preserve())
             stack.enter_context(backend.preserve_random_state())
             stack.enter_context(_preserved([b for chunk in chunks for b in chunk.buffers]))
-            stack.enter_context(_collector_paused())
+            if backend.device.type == "cuda":
+                stack.enter_context(_collector_paused())
             stack.enter_context(settings.scope())
             for chunk, sample, sink in zip(chunks, samples, sinks, strict=True):
                 _warm_up(chunk, sample, sink, backend, settings.num_passes)

@@ -1,0 +1,221 @@
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+WORKERS = Path(__file__).parent / "workers"
+CONFIG = str(ROOT / "configs" / "gpt_pp2_vpp2_cpu.yaml")
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": f"{WORKERS}{os.pathsep}{ROOT}", "COLUMNS": "80"}
+
+
+def chunkgraph(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command itself, as a user calls it."""
+    return subprocess.run(
+        [sys.executable, "-m", "chunkgraph.cli", *arguments],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def train(behaviour: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """``chunkgraph train`` with workers that behave in a given way."""
+    return subprocess.run(
+        [
+            *(sys.executable, str(WORKERS / "driver.py")),
+            *(f"stub_workers:{behaviour}", "train", CONFIG, *arguments),
+        ],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_help_and_version() -> None:
+    result = chunkgraph("--help")
+    assert result.returncode == 0
+    assert "plan" in result.stdout
+    assert "train" in result.stdout
+    assert chunkgraph("--version").stdout == "chunkgraph 0.1.0\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "required: COMMAND"),
+        (["fly"], "invalid choice: 'fly'"),
+        (["train"], "required: CONFIG"),
+        (["train", CONFIG, "--fast"], "unrecognized arguments: --fast"),
+        (["train", CONFIG, "--debug", "stray"], "unrecognized arguments: stray"),
+        (["train", "none.yaml"], "error: none.yaml: cannot read the configuration file"),
+        (["train", CONFIG, "model.num_layer=4"], "Did you mean 'num_layers'?"),
+        (["train", CONFIG, "--debug", "model.num_layers=6"], "not divisible by 4 stages"),
+        (["train", CONFIG, "train.num_microbatches=[3]"], "The nearest legal count is 2 or 4."),
+        (["train", CONFIG, "model.layer_spec=transformer_engine"], "runs on GPUs only"),
+        (["train", CONFIG, "data.path=none.txt"], "data.path: cannot read 'none.txt'"),
+        (["train", CONFIG, "model.seq_length=1000000"], "fewer than the 1000001"),
+        (["train", CONFIG, "--json", "none/x.json"], "does not exist"),
+        (["train", CONFIG, "--run-dir", str(ROOT)], "the folder is not empty"),
+    ],
+)
+def test_bad_usage_ends_with_2_and_one_message(arguments: list[str], message: str) -> None:
+    result = chunkgraph(*arguments)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr or "--debug" in arguments
+    assert result.stdout == ""
+
+
+def test_a_gpu_run_without_gpus_is_refused() -> None:
+    result = train("succeed", "device=cuda", "pipeline.data_parallel_size=64")
+    assert result.returncode == 2
+    assert "needs 128 GPU(s)" in result.stderr
+
+
+def test_missing_megatron_is_named_with_its_command() -> None:
+    code = (
+        "import sys; sys.modules['megatron'] = None; from chunkgraph.cli.__main__ import main; "
+        f"sys.exit(main(['train', {CONFIG!r}]))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert result.returncode == 2
+    assert "megatron-core is not installed" in result.stderr
+    assert "pip install 'chunkgraph[megatron]'" in result.stderr
+    assert "starting" not in result.stderr
+
+
+def has_megatron() -> bool:
+    try:
+        return importlib.util.find_spec("megatron.core") is not None
+    except ModuleNotFoundError:
+        return False
+
+
+@pytest.mark.skipif(not has_megatron(), reason="the command insists on megatron-core")
+class TestTrain:
+    """With stand-in workers, which need no Megatron themselves."""
+
+    def test_success(self, tmp_path: Path) -> None:
+        table = tmp_path / "table.json"
+        run_dir = tmp_path / "run"
+        result = train(
+            "succeed", "--json", str(table), "run.timeout_s=50", "--run-dir", str(run_dir)
+        )
+        assert result.returncode == 0, result.stderr
+        assert "chunk graphs: step 6/6  4 microbatches, loss 5.500000" in result.stderr
+        assert "hello from [rank 1]" in result.stderr
+        assert "parameters after the run: equal (10 compared, all ranks)" in result.stdout
+        assert "step 0 ran eagerly: capture warmup" in result.stdout
+        assert result.stdout.count("equal") == 7
+        assert result.stdout.endswith("OK\n")
+        assert max(map(len, result.stdout.splitlines())) <= 80
+        content = json.loads(table.read_text())
+        assert content["ok"] is True
+        assert content["config"]["run"]["timeout_s"] == 50
+        assert content["steps"][0]["loss_chunk_hex"] == (5.123456789).hex()
+        assert {"config.yaml", "rank0.json"} <= {path.name for path in run_dir.iterdir()}
+        assert [path.name for path in tmp_path.iterdir() if path.name.endswith(".tmp")] == []
+
+    @pytest.mark.parametrize(
+        ("behaviour", "message"),
+        [
+            ("differ", "step 5: the losses differ: 5.123456789 captured, 5.123456788 eager"),
+            ("parameters_differ", "the parameters after the run differ from the eager run's"),
+            ("capture_again", "2 slot(s) were captured after the first session"),
+        ],
+    )
+    def test_a_broken_promise_ends_with_1(
+        self, tmp_path: Path, behaviour: str, message: str
+    ) -> None:
+        table = tmp_path / "table.json"
+        result = train(behaviour, "--json", str(table))
+        assert result.returncode == 1
+        assert "FAILED: 1 problem(s)" in result.stdout
+        assert message in " ".join(result.stdout.split())
+        assert json.loads(table.read_text())["ok"] is False
+
+    def test_a_failed_run_ends_with_1_and_writes_nothing(self, tmp_path: Path) -> None:
+        table = tmp_path / "table.json"
+        result = train("fail", "--json", str(table))
+        assert result.returncode == 1
+        assert "error: Rank 1 failed: model.py:12: .item()" in result.stderr
+        assert "Traceback" not in result.stderr
+        assert list(tmp_path.iterdir()) == []
+
+    def test_missing_results_are_a_failed_run(self) -> None:
+        result = train("write_no_results")
+        assert result.returncode == 1
+        assert "rank0.json" in result.stderr
+
+    def test_tensorboard_scalars_are_written(self, tmp_path: Path) -> None:
+        pytest.importorskip("tensorboard")
+        result = train("succeed", f"train.tensorboard_dir={tmp_path / 'tb'}")
+        assert result.returncode == 0, result.stderr
+        [events] = (tmp_path / "tb").iterdir()
+        content = events.read_bytes()
+        assert b"loss/chunk" in content
+        assert b"graphs/num_replays" in content
+
+    @pytest.mark.parametrize(
+        ("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)]
+    )
+    def test_no_worker_outlives_the_command(
+        self, tmp_path: Path, signum: signal.Signals, code: int, has_ended: Callable[[int], bool]
+    ) -> None:
+        command = subprocess.Popen(
+            [
+                *(sys.executable, str(WORKERS / "driver.py"), "stub_workers:hang"),
+                *("train", CONFIG, "--run-dir", str(tmp_path)),
+            ],
+            env=environment(),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            pids = worker_pids(tmp_path)
+            command.send_signal(signum)
+            _, errors = command.communicate(timeout=20)
+        finally:
+            command.kill()
+        assert command.returncode == code
+        assert "Traceback" not in errors
+        if signum is signal.SIGINT:
+            assert errors.count("interrupted: the run was stopped") == 1
+        assert all(has_ended(pid) for pid in pids)
+
+
+def worker_pids(run_dir: Path, within_s: float = 60.0) -> list[int]:
+    """Process ids of both workers, once they have started."""
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        texts = [path.read_text() for path in run_dir.glob("pid*")]
+        if len(texts) == 2 and all(texts):
+            return [int(text) for text in texts]
+        time.sleep(0.05)
+    pytest.fail("the workers did not start")

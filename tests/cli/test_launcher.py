@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from chunkgraph.cli.launcher import Launcher, LaunchSpec
+from chunkgraph.config import load_config, to_yaml
+from chunkgraph.errors import ConfigError, WorkerError
+
+ROOT = Path(__file__).parents[2]
+WORKERS = Path(__file__).parent / "workers"
+
+pytestmark = pytest.mark.timeout(90)
+
+
+class Launched:
+    """A run of two stand-in workers, and what it showed."""
+
+    def __init__(self, run_dir: Path, has_ended: Callable[[int], bool]) -> None:
+        self.run_dir = run_dir
+        self.has_ended = has_ended
+        self.events: list[Any] = []
+        self.on_progress: Callable[[Any], None] = self.events.append
+        self.lines: list[str] = []
+
+    def run(self, behaviour: str, **changes: Any) -> None:
+        config = load_config(ROOT / "configs" / "gpt_pp2_vpp2_cpu.yaml")
+        config_path = self.run_dir / "config.yaml"
+        config_path.write_text(to_yaml(config))
+        spec: dict[str, Any] = {
+            "target": f"stub_workers:{behaviour}",
+            "config_path": config_path,
+            "run_dir": self.run_dir,
+            "num_workers": 2,
+            "stall_timeout_s": 60.0,
+        }
+        launcher = Launcher(
+            LaunchSpec(**{**spec, **changes}),
+            on_progress=self.on_progress,
+            on_output=self.lines.append,
+        )
+        launcher.run()
+
+    def workers_are_gone(self) -> bool:
+        pids = [int(path.read_text()) for path in self.run_dir.glob("pid*")]
+        assert pids, "no worker said who it was"
+        return all(self.has_ended(pid) for pid in pids)
+
+
+@pytest.fixture
+def launched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_ended: Callable[[int], bool]
+) -> Launched:
+    monkeypatch.setenv("PYTHONPATH", f"{WORKERS}{os.pathsep}{ROOT}")
+    return Launched(tmp_path, has_ended)
+
+
+def test_progress_and_output_are_passed_on(launched: Launched) -> None:
+    launched.run("succeed")
+    assert [event["phase"] for event in launched.events] == ["eager"] * 6 + ["chunk"] * 6
+    assert sorted(launched.lines) == ["hello from [rank 0]", "hello from [rank 1]"]
+    assert launched.workers_are_gone()
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "error", "message"),
+    [
+        ("fail", WorkerError, "Rank 1 failed: model.py:12: .item() waits for the device."),
+        ("crash", WorkerError, "Rank 1 failed: ZeroDivisionError: one\ntwo"),
+        ("refuse", ConfigError, "failed: model.layer_spec: cannot import nowhere."),
+        ("exit_silently", WorkerError, "ended with exit code 7 and left no message"),
+        ("no_such_function", WorkerError, "no_such_function"),
+    ],
+)
+def test_a_failing_worker_is_explained_in_one_message(
+    launched: Launched, behaviour: str, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error) as caught:
+        launched.run(behaviour)
+    assert message in str(caught.value)
+    assert "Traceback" not in str(caught.value)
+    assert launched.lines == []
+
+
+def test_debug_adds_the_traceback(launched: Launched) -> None:
+    with pytest.raises(WorkerError, match="Traceback"):
+        launched.run("crash", debug=True)
+
+
+def test_a_killed_worker_is_named_with_its_signal(launched: Launched) -> None:
+    with pytest.raises(WorkerError) as caught:
+        launched.run("be_killed")
+    message = str(caught.value)
+    assert "Rank 1 was killed by signal 9 (SIGKILL)" in message
+    assert "finished step 0 of the eager run" in message
+    assert launched.workers_are_gone()
+
+
+def test_a_silent_run_is_ended(launched: Launched) -> None:
+    start = time.monotonic()
+    with pytest.raises(WorkerError, match="reported nothing for 2 s"):
+        launched.run("hang", stall_timeout_s=2.0)
+    assert time.monotonic() - start < 60
+    assert launched.workers_are_gone()
+
+
+def test_an_exception_on_the_way_leaves_no_worker(launched: Launched) -> None:
+    def interrupt(event: object) -> None:
+        raise KeyboardInterrupt
+
+    launched.on_progress = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        launched.run("hang")
+    assert launched.workers_are_gone()

@@ -1,0 +1,248 @@
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chunkgraph.config import Config, config_from_mapping, load_config, to_mapping, to_yaml
+from chunkgraph.errors import ConfigError, TopologyError
+
+ROOT = Path(__file__).parents[2]
+SHIPPED = sorted((ROOT / "configs").glob("*.yaml"))
+
+SMALL: dict[str, Any] = {
+    "model": {
+        "num_layers": 8,
+        "hidden_size": 64,
+        "ffn_hidden_size": 128,
+        "num_attention_heads": 4,
+        "seq_length": 32,
+    },
+    "pipeline": {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
+    "train": {"num_microbatches": [4, 6]},
+}
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    path = tmp_path / "small.yaml"
+    path.write_text(yaml.safe_dump(SMALL))
+    return path
+
+
+def test_there_are_shipped_configs() -> None:
+    assert "gpt_pp2_vpp2_cpu.yaml" in {path.name for path in SHIPPED}
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_shipped_config_loads_states_every_key_and_is_named_as_its_file(path: Path) -> None:
+    config = load_config(path)
+    assert config.name == path.stem
+    assert yaml.safe_load(path.read_text()) == to_mapping(config)
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_shipped_config_has_a_comment_above_every_key(path: Path) -> None:
+    lines = path.read_text().splitlines()
+    for before, line in itertools.pairwise(lines):
+        key = line.strip().partition(":")
+        if line.strip() and not line.strip().startswith("#") and key[2]:
+            assert before.strip().startswith("#"), f"no comment above {line.strip()!r}"
+
+
+def test_overrides_replace_values_and_are_read_as_yaml(small: Path) -> None:
+    overrides = ["train.num_microbatches=[2,8]", "train.lr=1e-4", "data.path=a=b.txt", "name=n"]
+    config = load_config(small, [*overrides, "run.debug=true", "train.lr=2e-4"])
+    assert config.train.num_microbatches == (2, 8)
+    assert config.train.lr == 2e-4
+    assert config.data.path == "a=b.txt"
+    assert config.name == "n"
+    assert config.run.debug is True
+
+
+def test_defaults_and_derived_sizes(small: Path) -> None:
+    config = load_config(small, ["pipeline.data_parallel_size=3"])
+    assert config.pipeline.num_model_chunks == 2
+    assert config.pipeline.microbatch_group_size == 2
+    assert config.pipeline.world_size == 6
+    assert load_config(SHIPPED[0]).pipeline.num_model_chunks >= 1
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        (
+            "model.num_layer=4",
+            ["model.num_layer", "Did you mean 'num_layers'?", "Known keys: attention_dropout,"],
+        ),
+        ("modl.num_layers=4", ["modl", "the top level", "Did you mean 'model'?"]),
+        ("zzz=4", ["zzz: unknown key", "Known keys: capture, data, device"]),
+        ("name.first=x", ["name is a single value"]),
+        ("model.num_layers=eight", ["model.num_layers", "a whole number", "'eight' (text)"]),
+        ("model.num_layers=4.0", ["model.num_layers", "a whole number", "4.0 (number)"]),
+        ("model.num_layers=true", ["model.num_layers", "True (truth value)"]),
+        ("model.swiglu=1", ["model.swiglu", "true or false", "1 (whole number)"]),
+        ("train.lr=fast", ["train.lr", "a number"]),
+        ("train.num_microbatches=4", ["train.num_microbatches", "a list of whole numbers"]),
+        ("train.num_microbatches=[4, x]", ["train.num_microbatches[1]", "'x' (text)"]),
+        ("device=gpu", ["device", "one of cpu, cuda, auto"]),
+        ("device=cud", ["Did you mean 'cuda'?"]),
+        ("model=3", ["model: expected a section"]),
+        ("model.num_layers=null", ["model.num_layers", "nothing (null)"]),
+        ("train.lr", ["section.key=value"]),
+        ("=3", ["section.key=value"]),
+        ("train.lr=[", ["not valid YAML"]),
+    ],
+)
+def test_bad_override_says_which_and_why(small: Path, override: str, parts: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(small, [override])
+    message = str(caught.value)
+    for part in [f"override {override!r}", *parts]:
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    ("override", "error", "parts"),
+    [
+        ("model.num_layers=6", TopologyError, ["num_layers (6)", "4 stages", "4 or 8"]),
+        ("model.num_layers=3", TopologyError, ["num_layers (3)", "Set model.num_layers to 4,"]),
+        ("model.num_layers=0", ConfigError, ["model.num_layers is 0", "greater than 0"]),
+        ("model.hidden_size=66", ConfigError, ["hidden_size (66)", "num_attention_heads (4)"]),
+        ("model.hidden_size=68", ConfigError, ["rope", "17"]),
+        ("model.vocab_size=200", ConfigError, ["vocab_size is 200", "257"]),
+        ("model.hidden_dropout=1.0", ConfigError, ["hidden_dropout is 1.0", "less than 1"]),
+        ("model.hidden_dropout=.nan", ConfigError, ["hidden_dropout is nan"]),
+        ("model.layer_spec=te", ConfigError, ["'te'", "package.module:function"]),
+        ("train.num_microbatches=[4,3]", TopologyError, ["num_microbatches[1] is 3", "2 or 4"]),
+        ("train.num_microbatches=[1]", TopologyError, ["smaller than a microbatch group of 2"]),
+        ("train.num_microbatches=[0]", ConfigError, ["num_microbatches[0] is 0"]),
+        ("train.num_microbatches=[]", ConfigError, ["is empty"]),
+        ("train.lr=.inf", ConfigError, ["train.lr is inf"]),
+        ("train.seed=-1", ConfigError, ["train.seed is -1"]),
+        ("train.overlap_grad_reduce=true", ConfigError, ["use_ddp is false"]),
+        ("pipeline.pipeline_model_parallel_size=1", TopologyError, ["no pipeline to interleave"]),
+        ("pipeline.tensor_model_parallel_size=3", TopologyError, ["num_attention_heads (4)"]),
+        ("pipeline.microbatch_group_size_per_vp_stage=1", TopologyError, ["(1) is smaller than"]),
+        ("run.timeout_s=0", ConfigError, ["run.timeout_s is 0"]),
+    ],
+)
+def test_values_that_do_not_go_together(
+    small: Path, override: str, error: type[Exception], parts: list[str]
+) -> None:
+    with pytest.raises(error) as caught:
+        load_config(small, ["train.use_ddp=false", override])
+    message = str(caught.value)
+    for part in [str(small), *parts]:
+        assert part in message
+
+
+def test_group_tails_are_legal_from_the_pipeline_size_on(small: Path) -> None:
+    overrides = ["pipeline.microbatch_group_size_per_vp_stage=3"]
+    assert load_config(small, [*overrides, "train.num_microbatches=[3,5,6]"])
+    with pytest.raises(TopologyError, match="last group of 1"):
+        load_config(small, [*overrides, "train.num_microbatches=[4]"])
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("", ["expected sections", "nothing (null)"]),
+        ("[1, 2]", ["expected sections"]),
+        ("model: {num_layers: 1\n", ["line", "not valid YAML"]),
+        ("a: 1\na: 2\n", ["line 2", "'a' is written twice"]),
+        ("train: {num_microbatches: [1]}", ["model is missing and has no default"]),
+        ("model: {num_layers: 1}\ntrain: {num_microbatches: [1]}", ["model.hidden_size is miss"]),
+        ("model: {numlayers: 1}", ["model.numlayers", "Did you mean 'num_layers'?"]),
+        ("name: 3\nmodel: 4\ntrain: 5", ["model: expected a section", "4 (whole number)"]),
+        ("? [a]\n: 1", ["line 1", "not valid YAML: found unhashable key"]),
+    ],
+)
+def test_bad_file_is_named_with_the_place(tmp_path: Path, text: str, parts: list[str]) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    for part in [str(path), *parts]:
+        assert part in str(caught.value)
+
+
+def test_unreadable_files(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"missing\.yaml: cannot read.*No such file"):
+        load_config(tmp_path / "missing.yaml")
+    binary = tmp_path / "binary.yaml"
+    binary.write_bytes(b"name: \xff")
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        load_config(binary)
+
+
+def test_config_is_frozen_and_keyword_only(small: Path) -> None:
+    config = load_config(small)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.name = "other"  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        Config(config.model, config.train)  # type: ignore[misc]
+
+
+def test_checks_hold_for_configs_made_in_python(small: Path) -> None:
+    config = load_config(small)
+    model = dataclasses.replace(config.model, num_layers=5)
+    with pytest.raises(TopologyError):
+        dataclasses.replace(config, model=model)
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> Config:
+    pp = draw(st.integers(1, 4))
+    vpp = draw(st.sampled_from([None, 1, 2, 3])) if pp > 1 else draw(st.sampled_from([None, 1]))
+    tp = draw(st.sampled_from([1, 2]))
+    group = draw(st.none() | st.integers(pp, pp + 3))
+    heads = 2 * draw(st.integers(1, 3))
+    use_ddp = draw(st.booleans())
+    ratios = st.floats(0, 1, exclude_max=True)
+    positive = st.floats(min_value=0, max_value=1e9, exclude_min=True)
+    texts = st.text(max_size=8)
+    counts = st.lists(st.integers(1, 4).map(lambda k: k * (group or pp)), min_size=1, max_size=4)
+    return config_from_mapping(
+        {
+            "name": draw(texts),
+            "device": draw(st.sampled_from(["cpu", "cuda", "auto"])),
+            "model": {
+                "num_layers": pp * (vpp or 1) * draw(st.integers(1, 3)),
+                "hidden_size": heads * 2 * draw(st.integers(1, 8)),
+                "ffn_hidden_size": 2 * draw(st.integers(1, 64)),
+                "num_attention_heads": heads,
+                "seq_length": draw(st.integers(1, 4096)),
+                "hidden_dropout": draw(ratios),
+                "attention_dropout": draw(ratios),
+                "layer_spec": draw(st.sampled_from(["auto", "local", "my.own_module:spec"])),
+            },
+            "pipeline": {
+                "pipeline_model_parallel_size": pp,
+                "virtual_pipeline_model_parallel_size": vpp,
+                "microbatch_group_size_per_vp_stage": group,
+                "tensor_model_parallel_size": tp,
+            },
+            "train": {
+                "num_microbatches": draw(counts),
+                "lr": draw(positive),
+                "use_ddp": use_ddp,
+                "overlap_grad_reduce": use_ddp and draw(st.booleans()),
+            },
+            "data": {"path": draw(st.none() | texts)},
+            "run": {"timeout_s": draw(positive)},
+        }
+    )
+
+
+@given(configs())
+def test_yaml_round_trip(config: Config) -> None:
+    text = to_yaml(config)
+    assert config_from_mapping(yaml.safe_load(text)) == config
+    assert to_yaml(config_from_mapping(yaml.safe_load(text))) == text

@@ -1,0 +1,351 @@
+"""Capture sessions: nothing changes by them, failures leave a working model, release and again."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs, StepMode
+from chunkgraph.errors import CaptureError, ReplayMismatchError, SlotError
+from chunkgraph.graphs import GraphBackend, RecorderBackend
+from chunkgraph.schedules import megatron_schedule
+
+
+class Tower(nn.Module):
+    """A small chunk; ``syncs`` makes it read the device from the host."""
+
+    def __init__(self, *, syncs: bool = False) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.dropout = nn.Dropout(0.1)
+        self.register_buffer("num_calls", torch.zeros(()))
+        self.syncs = syncs
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        self.num_calls += 1
+        h = self.linear(self.dropout(x))
+        if self.syncs and h.abs().max().item() > 1e9:
+            h = h / 2
+        return h * scale
+
+
+SYNC_LINE = Tower.forward.__code__.co_firstlineno + 3
+
+
+def sample(backend: GraphBackend, rows: int = 4) -> torch.Tensor:
+    return torch.randn(rows, 8, device=backend.device, requires_grad=True)
+
+
+def towers(backend: GraphBackend, *syncs: bool) -> list[Tower]:
+    torch.manual_seed(4)
+    return [Tower(syncs=s).to(backend.device) for s in syncs]
+
+
+def train_microbatch(call: Callable[..., Any], x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    y = call(x, **kwargs)
+    y.square().sum().backward()
+    return y.detach().clone()
+
+
+def random_states(backend: GraphBackend) -> list[torch.Tensor]:
+    states = [torch.get_rng_state()]
+    if backend.device.type == "cuda":
+        states.append(torch.cuda.get_rng_state())
+    return states
+
+
+def test_a_session_changes_no_gradient_buffer_or_random_state(backend: GraphBackend) -> None:
+    modules = towers(backend, False, False)
+    x = sample(backend)
+    for module in modules:
+        train_microbatch(module, x)
+    grads = [p.grad.clone() for m in modules for p in m.parameters()]
+    calls = [m.num_calls.item() for m in modules]
+    states = random_states(backend)
+    graphs = ChunkGraphs(modules, [3, 2], backend=backend)
+    report = graphs.capture([(x,), (x,)])
+    assert report.num_graphs == 10 and report.num_slots == (3, 2)
+    assert all(torch.equal(a, b) for a, b in zip(states, random_states(backend), strict=True))
+    assert calls == [m.num_calls.item() for m in modules]
+    after = [p.grad for m in modules for p in m.parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(grads, after, strict=True))
+    # Gradients that were there are kept and added to, as autograd does.
+    with graphs.step(1):
+        train_microbatch(graphs.callables[0], x)
+    assert not torch.equal(modules[0].linear.weight.grad, grads[0])
+    assert modules[0].num_calls.item() == calls[0] + 1
+
+
+def test_a_session_that_fails_half_way_leaves_a_working_eager_model(backend: GraphBackend) -> None:
+    modules = towers(backend, False, True)
+    x = sample(backend)
+    expected = [train_microbatch(m, x) for m in towers(backend, False, True)]
+    states = random_states(backend)
+    graphs = ChunkGraphs(modules, [2, 2], backend=backend)
+    with pytest.raises(CaptureError) as raised:
+        graphs.capture([(x,), (x,)])
+    message = str(raised.value)
+    assert f"{__file__}:{SYNC_LINE}" in message and "chunk 1 slot 0" in message
+    assert graphs.counters.captures == 0 and graphs.report is None
+    for before, now in zip(states, random_states(backend), strict=True):
+        assert torch.equal(before, now)
+    torch.manual_seed(4)
+    [nn.Linear(8, 8) for _ in range(2)]  # the draws that `towers` makes before `expected`
+    with graphs.step(1) as mode:
+        assert mode is StepMode.EAGER
+        got = [train_microbatch(call, x) for call in graphs.callables]
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    assert dict(graphs.counters.fallbacks) == {"capture failed": 1}
+    modules[1].syncs = False  # mended: capturing works now
+    graphs.capture([(x,), (x,)])
+    with graphs.step(1) as mode:
+        assert mode is StepMode.REPLAY
+        train_microbatch(graphs.callables[1], x)
+
+
+def test_on_failure_eager_warns_once_and_trains_on() -> None:
+    backend = RecorderBackend()
+    graphs = ChunkGraphs(
+        towers(backend, True), [2], backend=backend, options=CaptureOptions(on_failure="eager")
+    )
+    with graphs.step(1):
+        train_microbatch(graphs.callables[0], sample(backend))
+    with pytest.warns(UserWarning, match=rf"(?s)test_capture\.py:{SYNC_LINE}.*eagerly") as caught:
+        for _ in range(3):
+            with graphs.step(1) as mode:
+                assert mode is StepMode.EAGER
+                train_microbatch(graphs.callables[0], sample(backend))
+    assert len(caught) == 1
+    assert dict(graphs.counters.fallbacks) == {"capture warmup": 1, "capture failed": 3}
+
+
+def test_release_and_capture_again(make_pipeline: Callable[..., Any], backend: GraphBackend) -> None:
+    schedules = [megatron_schedule(2, 1, m, None) for m in (2, 3, 4)]
+    eager, graphed = make_pipeline(2), make_pipeline(2)
+    graphed.attach([(2,), (1,)], backend)
+    for seed in (1, 2):
+        assert graphed.train(schedules, seed).equals(eager.train(schedules, seed))
+        for graphs in graphed.graphs:
+            assert graphs.report is not None
+            graphs.release()
+            assert graphs.report is None
+    counters = graphed.graphs[0].counters
+    assert (counters.capture_sessions, counters.captures) == (2, 4)
+    assert dict(counters.fallbacks) == {"capture warmup": 1, "released": 1}
+
+
+@pytest.mark.parametrize(
+    ("call", "difference"),
+    [
+        (lambda c, x: c(x[:2]), r"argument 0: captured \(4, 8\) torch.float32 on \S+, called \(2, 8\)"),
+        (lambda c, x: c(x.double()), r"captured \(4, 8\) torch.float32 on \S+, called \(4, 8\) torch.float64"),
+        (lambda c, x: c(x, scale=2.0), "structure"),
+        (lambda c, x: c(x, 1.0), "structure"),
+    ],
+)
+def test_changed_arguments_are_refused_with_their_difference(
+    backend: GraphBackend, call: Callable[..., Any], difference: str
+) -> None:
+    graphs = ChunkGraphs(towers(backend, False), [2], backend=backend)
+    x = sample(backend)
+    graphs.capture([(x,)])
+    with pytest.raises(ReplayMismatchError, match=difference), graphs.step(1):
+        call(graphs.callables[0], x)
+    with graphs.step(1):  # the failed step left no slot in use
+        train_microbatch(graphs.callables[0], x)
+
+
+def test_changed_plain_values_are_refused(backend: GraphBackend) -> None:
+    graphs = ChunkGraphs(towers(backend, False), [1], backend=backend)
+    graphs.capture([{"x": sample(backend), "scale": 1.0}])
+    with pytest.raises(ReplayMismatchError, match=r"argument 'scale': captured 1.0, called 2.0"), graphs.step(1):
+        graphs.callables[0](x=sample(backend), scale=2.0)
+
+
+def test_an_announced_change_of_shape_runs_the_whole_step_eagerly(backend: GraphBackend) -> None:
+    graphs = ChunkGraphs(towers(backend, False), [2], backend=backend)
+    for rows, mode in ((4, StepMode.EAGER), (4, StepMode.REPLAY), (6, StepMode.EAGER), (4, StepMode.REPLAY)):
+        with graphs.step(1, shape_key=rows) as now:
+            train_microbatch(graphs.callables[0], sample(backend, rows))
+        assert now is mode
+    assert dict(graphs.counters.fallbacks) == {"capture warmup": 1, "input shapes differ": 1}
+
+
+def test_misuse_of_slots_and_steps(backend: GraphBackend) -> None:
+    graphs = ChunkGraphs(towers(backend, False), [2], backend=backend)
+    x = sample(backend)
+    graphs.capture([(x,)])
+    call = graphs.callables[0]
+    with pytest.raises(SlotError, match="outside a step"):
+        call(x)
+    with pytest.raises(SlotError, match="slots"), graphs.step(3):
+        for _ in range(3):
+            call(x)
+    with pytest.raises(SlotError, match="still in use"), graphs.step(1):
+        call(x)
+    with pytest.raises(SlotError, match="inside a step"), graphs.step(1), graphs.step(1):
+        pass
+    with pytest.raises(SlotError), graphs.step(1):
+        y = call(x).sum()
+        y.backward(retain_graph=True)
+        y.backward()
+    with torch.no_grad():
+        assert call(x).isfinite().all()  # evaluation needs no step
+    with graphs.step(2):
+        train_microbatch(call, x)
+
+
+def test_moved_parameters_are_noticed_before_the_step(backend: GraphBackend) -> None:
+    (module,) = towers(backend, False)
+    graphs = ChunkGraphs([module], [1], backend=backend)
+    graphs.capture([(sample(backend),)])
+    module.linear.weight.data = module.linear.weight.data.clone()
+    with pytest.raises(ReplayMismatchError, match=r"parameter 0 .*moved"), graphs.step(1):
+        pass
+
+
+def test_outputs_survive_megatrons_way_of_freeing_them(backend: GraphBackend) -> None:
+    graphs = ChunkGraphs(towers(backend, False), [1], backend=backend)
+    x = sample(backend)
+    graphs.capture([(x,)])
+    for _ in range(2):
+        with graphs.step(1):
+            y = graphs.callables[0](x)
+            assert y._base is None
+            seed = torch.ones_like(y)
+            y.data = torch.empty(1, device=y.device)
+            torch.autograd.Variable._execution_engine.run_backward(
+                (y,), (seed,), False, False, (), allow_unreachable=True, accumulate_grad=True
+            )
+
+
+def test_input_gradients_are_copies_that_later_replays_do_not_touch(backend: GraphBackend) -> None:
+    graphs = ChunkGraphs(towers(backend, False), [1], backend=backend)
+    x = sample(backend)
+    graphs.capture([(x,)])
+    with graphs.step(2):
+        train_microbatch(graphs.callables[0], x)
+        kept, x.grad = x.grad, None
+        before = kept.clone()
+        train_microbatch(graphs.callables[0], sample(backend))
+    assert torch.equal(kept, before)
+
+
+def test_structured_results_and_unused_gradients(backend: GraphBackend) -> None:
+    class Several(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> dict[str, Any]:
+            hidden = self.used(x)
+            return {"hidden": hidden, "aux": [hidden.sum(), mask], "note": "plain"}
+
+    module = Several().to(backend.device)
+    graphs = ChunkGraphs([module], [2], backend=backend)
+    x, mask = sample(backend), torch.ones(4, dtype=torch.bool, device=backend.device)
+    graphs.capture([(x, mask)])
+    with graphs.step(1):
+        out = graphs.callables[0](x, ~mask)
+        assert out["note"] == "plain" and not out["aux"][1].any() and not out["aux"][1].requires_grad
+        out["hidden"].sum().backward()  # no gradient for aux
+    leaf = x.detach().requires_grad_()
+    module.used(leaf).sum().backward()
+    assert torch.equal(x.grad, leaf.grad)
+    assert module.unused.weight.grad is None
+
+
+def test_hooks_run_around_replays_and_forward_only_steps_are_counted() -> None:
+    backend = RecorderBackend()
+    (module,) = towers(backend, False)
+    seen: list[str] = []
+    chunk = Chunk(
+        forward=module,
+        parameters=tuple(module.parameters()),
+        label="rank 3 chunk 0",
+        buffers=tuple(module.buffers()),
+        before_forward=lambda: seen.append("before"),
+        after_backward=lambda: seen.append("after"),
+    )
+    graphs = ChunkGraphs([chunk], [1], backend=backend)
+    with graphs.step(1):
+        train_microbatch(graphs.callables[0], sample(backend))
+    assert seen == []
+    with graphs.step(2):
+        for _ in range(2):
+            train_microbatch(graphs.callables[0], sample(backend))
+    assert seen == ["before", "after"] * 2
+    with graphs.step(1, forward_only=True), torch.no_grad():
+        graphs.callables[0](sample(backend))
+    with graphs.step(1, eager=True):
+        train_microbatch(graphs.callables[0], sample(backend))
+    assert dict(graphs.counters.fallbacks) == {"capture warmup": 1, "forward only": 1, "requested": 1}
+
+
+class Together:
+    """Ranks as threads: agreement by a barrier, as the collective would."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.barrier = threading.Barrier(num_ranks, timeout=20)
+        self.values: list[Sequence[int]] = [()] * num_ranks
+
+    def agree(self, rank: int) -> Callable[[Sequence[int]], list[int]]:
+        def all_reduce(values: Sequence[int]) -> list[int]:
+            self.values[rank] = values
+            self.barrier.wait()
+            result = [max(column) for column in zip(*self.values, strict=True)]
+            self.barrier.wait()
+            return result
+
+        return all_reduce
+
+
+@pytest.mark.parametrize("failing", [None, 0, 1])
+def test_all_ranks_take_every_decision_alike(failing: int | None) -> None:
+    together = Together(2)
+    modes: list[list[StepMode]] = [[], []]
+    errors: list[str] = ["", ""]
+    fallbacks: list[dict[str, int]] = [{}, {}]
+
+    def rank_main(rank: int) -> None:
+        backend = RecorderBackend()
+        module = Tower(syncs=rank == failing)
+        module.dropout.p = 0.0
+        graphs = ChunkGraphs(
+            [Chunk.from_module(module, f"rank {rank} chunk 0")],
+            [2],
+            backend=backend,
+            agree=together.agree(rank),
+            options=CaptureOptions(num_warmup_steps=1 + rank),  # rank 1 is ready a step later
+        )
+        for wants_eager in (False, False, False, rank == 1, False):
+            try:
+                with graphs.step(1, eager=wants_eager) as mode:
+                    modes[rank].append(mode)
+                    train_microbatch(graphs.callables[0], sample(backend))
+            except CaptureError as error:
+                errors[rank] = str(error)
+        fallbacks[rank] = dict(graphs.counters.fallbacks)
+
+    threads = [threading.Thread(target=rank_main, args=(r,), daemon=True) for r in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+        assert not thread.is_alive()
+    eager, replay = StepMode.EAGER, StepMode.REPLAY
+    assert modes[0] == modes[1]
+    assert fallbacks[0] == fallbacks[1]
+    if failing is None:
+        assert modes[0] == [eager, eager, replay, eager, replay]
+        assert fallbacks[0] == {"capture warmup": 2, "requested": 1}
+    else:
+        assert modes[0] == [eager] * 4  # the step that could not capture raised on both ranks
+        assert f"{__file__}:{SYNC_LINE}" in errors[failing]
+        assert "another rank" in errors[1 - failing]
+        assert fallbacks[0] == {"capture warmup": 2, "capture failed": 2}

@@ -1,0 +1,43 @@
+"""One rank of several jobs, one after the other: ``python run_cases.py CASES.json FOLDER``.
+
+Saves the import of Megatron for every job but the first.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+from chunkgraph.config import config_from_mapping
+from chunkgraph.megatron.processes import training_process
+from chunkgraph.megatron.training import train
+from chunkgraph.megatron.worker import die_with_parent
+
+
+def run_case(case: dict[str, Any]) -> dict[str, Any]:
+    """Results of one job."""
+    os.environ["MASTER_PORT"] = str(case["port"])
+    config = config_from_mapping(case["config"])
+    with training_process(config) as device:
+        return train(config, device, ddp_options=case.get("ddp_options"))
+
+
+def main(cases_path: str, folder: str) -> None:
+    """Run every case; rank 0 writes NAME.json for each."""
+    die_with_parent()
+    warnings.simplefilter("ignore")
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    for case in json.loads(Path(cases_path).read_text(encoding="utf-8")):
+        results = run_case(case)
+        if os.environ["RANK"] == "0":
+            text = json.dumps(results)
+            (Path(folder) / f"{case['name']}.json").write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2])

@@ -1,0 +1,162 @@
+"""Whole jobs: chunk graphs against eager training, to the last bit, in every topology."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.megatron, pytest.mark.timeout(150)]
+
+_DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+
+
+def _pipeline(pp: int = 1, vpp: int | None = None, **others: int) -> dict[str, Any]:
+    return {
+        "pipeline_model_parallel_size": pp,
+        "virtual_pipeline_model_parallel_size": vpp,
+        **others,
+    }
+
+
+def _check(
+    results: dict[str, dict[str, Any]],
+    cases: dict[str, dict[str, Any]],
+    slots: dict[str, list[list[int]]],
+) -> None:
+    """Everything equal, captured once, replayed for every later microbatch."""
+    for name, result in results.items():
+        config = cases[name]["config"]
+        counts = config["train"]["num_microbatches"]
+        num_warmup = config.get("capture", {}).get("num_warmup_steps", 1)
+        num_chunks = len(slots[name][0])
+        steps = result["steps"]
+        assert [s["num_microbatches"] for s in steps] == counts, name
+        assert len({s["loss_chunk_hex"] for s in steps}) == len(counts), f"{name}: nothing trained"
+        assert all(s["grad_norm_chunk"] > 0 for s in steps), name
+        wrong = [s for s in steps if not (s["loss_equal"] and s["grad_norm_equal"])]
+        assert not wrong, f"{name}: {wrong}"
+        assert result["different_parameters"] == {}, name
+        assert result["parameters_equal"] is True, name
+        assert result["num_parameters_compared"] > 10_000, name
+        assert result["slots_per_chunk"] == slots[name], name
+        assert result["capture_sessions"] == 1, name
+        assert result["captures_after_first_session"] == 0, name
+        assert result["num_graphs"] == 2 * sum(map(sum, slots[name])), name
+        for index, step in enumerate(steps):
+            warm = index < num_warmup
+            captures = sum(slots[name][0]) if index == num_warmup else 0
+            assert step["captures"] == captures, f"{name} step {index}"
+            replays = 0 if warm else num_chunks * counts[index]
+            assert step["replays"] == replays, f"{name} step {index}"
+            fallbacks = {"capture warmup": 1} if warm else {}
+            assert step["fallbacks"] == fallbacks, f"{name} step {index}"
+
+
+def test_one_rank(run_cases: Callable[..., Any], make_config: Callable[..., Any]) -> None:
+    """PP 1: dropout with DDP; no DDP with two warmup steps and poison; tied embedding."""
+    cases = {
+        "ddp": {"config": make_config(model=_DROPOUT, train={"num_microbatches": [2, 5, 1, 3]})},
+        "no_ddp": {
+            "config": make_config(
+                model={"swiglu": True, "normalization": "RMSNorm"},
+                train={"num_microbatches": [1, 2, 4, 1], "use_ddp": False, "clip_grad": 0.0},
+                capture={"num_warmup_steps": 2, "poison": True},
+            )
+        },
+        "tied": {
+            "config": make_config(
+                model={
+                    "untie_embeddings_and_output_weights": False,
+                    "position_embedding_type": "learned_absolute",
+                },
+                capture={"memory_plan": "pool_per_slot"},
+            )
+        },
+    }
+    _check(run_cases(cases, 1), cases, {name: [[1]] for name in cases})
+
+
+def test_two_ranks(run_cases: Callable[..., Any], make_config: Callable[..., Any]) -> None:
+    """PP 2, PP 2 x VPP 2 (with group tails), TP 2, DP 2 with all of DDP's overlap."""
+    overlap = {"overlap_grad_reduce": True, "use_distributed_optimizer": True}
+    cases = {
+        "pp2": {
+            "config": make_config(
+                model={**_DROPOUT, "untie_embeddings_and_output_weights": False},
+                pipeline=_pipeline(2),
+                train={"num_microbatches": [2, 1, 5, 2, 3, 1]},
+            )
+        },
+        "pp2_no_ddp": {
+            "config": make_config(
+                model=_DROPOUT,
+                pipeline=_pipeline(2),
+                train={"num_microbatches": [3, 4, 1, 2], "use_ddp": False},
+            )
+        },
+        "pp2_vpp2": {
+            "config": make_config(
+                model={**_DROPOUT, "num_layers": 8},
+                pipeline=_pipeline(2, 2),
+                train={"num_microbatches": [4, 2, 8, 4, 6], "overlap_grad_reduce": True},
+            )
+        },
+        "pp2_vpp2_tails": {
+            "config": make_config(
+                pipeline=_pipeline(2, 2, microbatch_group_size_per_vp_stage=3),
+                train={"num_microbatches": [5, 3, 8, 11, 6]},
+                capture={"poison": True},
+            )
+        },
+        "tp2": {"config": make_config(model=_DROPOUT, pipeline=_pipeline(tensor_model_parallel_size=2))},
+        "dp2": {
+            "config": make_config(
+                model=_DROPOUT,
+                pipeline=_pipeline(data_parallel_size=2),
+                train={"num_microbatches": [2, 1, 3, 2], **overlap},
+            ),
+            # Small buckets: several of them, dispatched while the backward runs.
+            "ddp_options": {"bucket_size": 8000, "overlap_param_gather": True},
+        },
+    }
+    slots = {
+        "pp2": [[2], [1]],
+        "pp2_no_ddp": [[2], [1]],
+        "pp2_vpp2": [[4, 2], [3, 1]],
+        "pp2_vpp2_tails": [[6, 3], [4, 2]],
+        "tp2": [[1], [1]],
+        "dp2": [[1], [1]],
+    }
+    _check(run_cases(cases, 2), cases, slots)
+
+
+def test_four_ranks(run_cases: Callable[..., Any], make_config: Callable[..., Any]) -> None:
+    """PP 4 x VPP 2, and DP 2 x PP 2 x VPP 2 with overlapped reduction."""
+    cases = {
+        "pp4_vpp2": {
+            "config": make_config(
+                model={**_DROPOUT, "num_layers": 8},
+                pipeline=_pipeline(4, 2),
+                train={"num_microbatches": [8, 4, 12, 8]},
+            )
+        },
+        "dp2_pp2_vpp2": {
+            "config": make_config(
+                model=_DROPOUT,
+                pipeline=_pipeline(2, 2, data_parallel_size=2),
+                train={
+                    "num_microbatches": [2, 6, 4],
+                    "overlap_grad_reduce": True,
+                    "use_distributed_optimizer": True,
+                },
+            ),
+            "ddp_options": {"bucket_size": 8000, "overlap_param_gather": True},
+        },
+    }
+    slots = {
+        "pp4_vpp2": [[8, 4], [8, 4], [7, 3], [5, 1]],
+        "dp2_pp2_vpp2": [[4, 2], [4, 2], [3, 1], [3, 1]],
+    }
+    _check(run_cases(cases, 4), cases, slots)

@@ -1,0 +1,119 @@
+"""The worker's files, exit codes and messages."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.megatron, pytest.mark.timeout(100)]
+
+RunWorker = Callable[..., tuple[list[int], Path]]
+MakeConfig = Callable[..., dict[str, Any]]
+
+
+def _line_of(marker: str) -> int:
+    text = (Path(__file__).parent / "user_specs.py").read_text(encoding="utf-8")
+    return next(i for i, line in enumerate(text.splitlines(), start=1) if marker in line)
+
+
+def test_results_and_progress(run_worker: RunWorker, make_config: MakeConfig) -> None:
+    """Rank 0 alone leaves results and progress; nothing temporary stays."""
+    config = make_config(pipeline={"pipeline_model_parallel_size": 2})
+    codes, folder = run_worker(config, 2)
+    assert codes == [0, 0], (folder / "log0.txt").read_text()
+    result = json.loads((folder / "rank0.json").read_text(encoding="utf-8"))
+    assert result["parameters_equal"] is True
+    assert {"torch", "megatron_core"} <= result["versions"].keys()
+    for step in result["steps"]:
+        assert float.fromhex(step["loss_chunk_hex"]) == step["loss_chunk"]
+    lines = [json.loads(line) for line in (folder / "progress.jsonl").read_text().splitlines()]
+    counts = config["train"]["num_microbatches"]
+    for phase in ("eager", "chunk"):
+        seen = [x["num_microbatches"] for x in lines if (x["phase"], x["event"]) == (phase, "step")]
+        assert seen == counts
+    captures = [(x["phase"], x["step"]) for x in lines if x["event"] == "capture"]
+    assert captures == [("chunk", 1)]
+    left = {p.name for p in folder.iterdir()}
+    assert left == {"config.yaml", "log0.txt", "log1.txt", "rank0.json", "progress.jsonl"}
+
+
+def test_layer_that_reads_on_the_host(run_worker: RunWorker, make_config: MakeConfig) -> None:
+    """The run fails on every rank with the operator, the file and the line of the user's layer."""
+    config = make_config(
+        model={"layer_spec": "user_specs:watchful"}, pipeline={"pipeline_model_parallel_size": 2}
+    )
+    codes, folder = run_worker(config, 2)
+    assert codes == [1, 1]
+    assert not (folder / "rank0.json").exists()
+    line = _line_of("the line that the error must name")
+    for rank in range(2):
+        text = (folder / f"error_rank{rank}.txt").read_text(encoding="utf-8")
+        message, _, rest = text.partition("\n\n")
+        assert re.search(rf"user_specs\.py:{line}\b", message), message
+        assert "item" in message, message
+        assert f"rank {rank}, pipeline stage {rank}, chunk 0" in message, message
+        assert "Traceback" not in message
+        assert "Traceback" in rest
+
+
+def test_failed_capture_may_train_on_eagerly(
+    run_worker: RunWorker, make_config: MakeConfig
+) -> None:
+    """With ``on_failure: eager`` the model goes on, as equal to eager training as ever."""
+    config = make_config(
+        model={"layer_spec": "user_specs:watchful", "hidden_dropout": 0.1, "attention_dropout": 0.1},
+        capture={"on_failure": "eager"},
+    )
+    codes, folder = run_worker(config, 1)
+    assert codes == [0], (folder / "log0.txt").read_text()
+    result = json.loads((folder / "rank0.json").read_text(encoding="utf-8"))
+    assert all(s["loss_equal"] and s["grad_norm_equal"] for s in result["steps"])
+    assert result["parameters_equal"] is True
+    assert result["capture_sessions"] == 0
+    reasons = [s["fallbacks"] for s in result["steps"]]
+    assert reasons == [{"capture warmup": 1}, {"capture failed": 1}, {"capture failed": 1}]
+    assert "user_specs.py" in (folder / "log0.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("sections", "num_ranks", "words"),
+    [
+        ({"model": {"layer_spec": "user_specs:missing"}}, 1, ["user_specs:missing", "layer_spec"]),
+        ({"pipeline": {"pipeline_model_parallel_size": 2}}, 1, ["needs 2 processes", "WORLD_SIZE"]),
+        ({"model": {"num_layer": 3}}, 1, ["num_layer"]),
+    ],
+    ids=["unknown layer spec", "wrong number of processes", "unknown key"],
+)
+def test_bad_usage(
+    run_worker: RunWorker,
+    make_config: MakeConfig,
+    sections: dict[str, Any],
+    num_ranks: int,
+    words: list[str],
+) -> None:
+    """Exit code 2 and one message."""
+    codes, folder = run_worker(make_config(**sections), num_ranks)
+    assert codes == [2] * num_ranks
+    message = (folder / "error_rank0.txt").read_text(encoding="utf-8").partition("\n\n")[0]
+    for word in words:
+        assert word in message
+
+
+def test_a_rank_that_fails_ends_the_others(
+    run_worker: RunWorker, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    """A rank whose peer fails ends by itself, and says that it was not the cause."""
+    config = make_config(
+        model={"layer_spec": "user_specs:fails_on_last_rank"},
+        pipeline={"pipeline_model_parallel_size": 2},
+        run={"timeout_s": 20},
+    )
+    codes, folder = run_worker(config, 2, timeout_s=60)
+    assert codes == [1, 1]
+    assert "told to fail" in (folder / "error_rank1.txt").read_text().partition("\n\n")[0]
+    assert "another rank" in (folder / "error_rank0.txt").read_text().partition("\n\n")[0]

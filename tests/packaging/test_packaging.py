@@ -1,0 +1,154 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def python(code: str, cwd: Path, path: Path) -> subprocess.CompletedProcess[str]:
+    """Run code that sees ``path`` and not this repository's own checkout by accident."""
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_every_package_is_listed() -> None:
+    found = {"chunkgraph"}
+    for init in sorted((ROOT / "chunkgraph").rglob("__init__.py")):
+        found.add(".".join(init.parent.relative_to(ROOT).parts))
+    found.add("chunkgraph.schedules")  # rglob follows no links
+    assert set(PYPROJECT["tool"]["setuptools"]["packages"]) == found
+
+
+def test_version_is_stated_once() -> None:
+    import chunkgraph
+
+    assert chunkgraph.__version__ == PYPROJECT["project"]["version"]
+    assert f"## [{chunkgraph.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_schedules_is_a_link_into_the_top_level() -> None:
+    link = ROOT / "chunkgraph" / "schedules"
+    assert link.is_symlink()
+    assert os.readlink(link) == "../schedules"
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    # A copy, because building leaves build/ and *.egg-info behind.
+    source = folder / "source"
+    source.mkdir()
+    for name in ("chunkgraph", "schedules", "pyproject.toml", "LICENSE"):
+        (source / name).symlink_to(ROOT / name)
+    (source / "README.md").write_text("chunkgraph")
+    code = (
+        "from setuptools.build_meta import build_wheel; "
+        f"print(build_wheel({str(folder)!r}, config_settings=None))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=source,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    return folder / result.stdout.split()[-1]
+
+
+def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert {name.partition("/")[0] for name in names} == {
+        "chunkgraph",
+        f"chunkgraph-{PYPROJECT['project']['version']}.dist-info",
+    }
+    assert wheel.name.endswith("-py3-none-any.whl")
+    for needed in (
+        "chunkgraph/py.typed",
+        "chunkgraph/schedules/__init__.py",
+        "chunkgraph/schedules/one_f_one_b.py",
+        "chunkgraph/data/persuasion.txt",
+        "chunkgraph/data/SOURCES.md",
+        "chunkgraph/cli/__main__.py",
+    ):
+        assert needed in names
+    modules = {
+        path.relative_to(ROOT).as_posix()
+        for room in (ROOT / "chunkgraph").iterdir()
+        for path in room.glob("*.py")
+    }
+    assert modules <= names
+
+
+def test_wheel_works_beside_a_users_own_schedules(wheel: Path, tmp_path: Path) -> None:
+    installed = tmp_path / "site"
+    zipfile.ZipFile(wheel).extractall(installed)
+    (tmp_path / "schedules.py").write_text("mine = True\n")
+    code = (
+        "import chunkgraph.schedules as s, chunkgraph, schedules; "
+        "from chunkgraph.data import PackedText; "
+        "PackedText.from_file(None, seq_length=8, seed=0); "
+        "assert schedules.mine; print(chunkgraph.__file__); s.build_schedule"
+    )
+    result = python(code, tmp_path, installed)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith(str(installed))
+
+
+def test_bare_checkout_works(tmp_path: Path) -> None:
+    code = "import chunkgraph.schedules, chunkgraph.config; print(chunkgraph.schedules.__name__)"
+    result = python(code, tmp_path, ROOT)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == "chunkgraph.schedules\n"
+
+
+LIGHT = (
+    "chunkgraph",
+    "chunkgraph.errors",
+    "chunkgraph._text",
+    "chunkgraph.schedules",
+    "chunkgraph.slots",
+    "chunkgraph.config",
+    "chunkgraph.data",
+    "chunkgraph.cli.plan",
+    "chunkgraph.cli.train",
+    "chunkgraph.cli.launcher",
+    "chunkgraph.cli.__main__",
+)
+
+
+@pytest.mark.parametrize("module", LIGHT)
+def test_light_modules_import_no_torch(module: str, tmp_path: Path) -> None:
+    code = f"import sys, {module}; sys.exit('torch' in sys.modules or 'megatron' in sys.modules)"
+    result = python(code, tmp_path, ROOT)
+    assert result.returncode == 0, result.stderr
+
+
+def test_the_torch_check_can_fail(tmp_path: Path) -> None:
+    code = "import sys, chunkgraph; chunkgraph.ChunkGraphs; sys.exit('torch' in sys.modules)"
+    result = python(code, tmp_path, ROOT)
+    assert result.returncode == 1, result.stderr
+
+
+def test_unknown_public_name_is_an_attribute_error() -> None:
+    import chunkgraph
+
+    assert set(dir(chunkgraph)) == set(chunkgraph.__all__)
+    with pytest.raises(AttributeError, match="Nothing"):
+        _ = chunkgraph.Nothing

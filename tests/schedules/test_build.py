@@ -1,0 +1,167 @@
+"""The order of every schedule, legality, names, CSV."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from chunkgraph.errors import ConfigError, ScheduleError, TopologyError
+from chunkgraph.schedules import (
+    Schedule,
+    build_schedule,
+    legal_counts,
+    list_schedules,
+    megatron_schedule,
+    nearest_legal_counts,
+    validate,
+)
+
+
+@st.composite
+def schedules(draw):
+    name = draw(st.sampled_from(list_schedules()))
+    if name != "interleaved":
+        return build_schedule(
+            name,
+            num_ranks=draw(st.integers(1, 6)),
+            num_microbatches=draw(st.integers(1, 14)),
+        )
+    num_ranks, num_chunks = draw(st.integers(2, 5)), draw(st.integers(2, 4))
+    group_size = draw(st.integers(num_ranks, 2 * num_ranks + 1))
+    counts = legal_counts(
+        3 * group_size, num_ranks=num_ranks, num_chunks=num_chunks, group_size=group_size
+    )
+    return build_schedule(
+        name,
+        num_ranks=num_ranks,
+        num_chunks=num_chunks,
+        group_size=group_size,
+        num_microbatches=draw(st.sampled_from(counts)),
+    )
+
+
+def rows(schedule):
+    return [" ".join(map(str, actions)) for actions in schedule.actions]
+
+
+def test_gpipe_order():
+    built = build_schedule("gpipe", num_ranks=2, num_microbatches=3)
+    assert rows(built) == ["0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1F1 1F2 1B0 1B1 1B2"]
+
+
+def test_1f1b_order():
+    built = build_schedule("1f1b", num_ranks=3, num_microbatches=4)
+    assert rows(built) == [
+        "0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3",
+        "1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3",
+        "2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3",
+    ]
+
+
+def test_one_rank_is_no_pipelining():
+    assert rows(megatron_schedule(1, 1, 3)) == ["0F0 0B0 0F1 0B1 0F2 0B2"]
+
+
+def test_interleaved_order_with_a_tail_group():
+    # Megatron's own worked example: PP 2, group size 3, 5 microbatches, VP 2.
+    built = megatron_schedule(2, 2, 5, 3)
+    assert [str(action) for action in built.actions[1] if action.op.value == "F"] == [
+        "1F0", "1F1", "1F2", "3F0", "3F1", "3F2", "1F3", "1F4", "3F3", "3F4",
+    ]  # fmt: skip
+    assert rows(built)[0].startswith("0F0 0F1 0F2 2F0 2F1 2F2 2B0 0F3 2B1")
+
+
+def test_zero_bubble_order():
+    built = build_schedule("zb-h1", num_ranks=2, num_microbatches=3)
+    assert rows(built) == [
+        "0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2",
+        "1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2",
+    ]
+
+
+@settings(deadline=None, max_examples=150)
+@given(schedules())
+def test_every_schedule_is_valid_with_and_without_communication(built):
+    validate(built)
+    with_communication = built.with_communication()
+    validate(with_communication)
+    assert with_communication.with_communication() == with_communication
+    for rank in range(built.num_ranks):
+        assert with_communication.compute_actions(rank) == built.actions[rank]
+
+
+@settings(deadline=None, max_examples=80)
+@given(schedules(), st.booleans())
+def test_csv_round_trip(built, communicates):
+    built = built.with_communication() if communicates else built
+    text = built.to_csv()
+    assert len(text.splitlines()) == built.num_ranks
+    assert Schedule.from_csv(text, name=built.name, group_size=built.group_size) == built
+
+
+def test_communication_is_put_around_what_needs_it():
+    built = build_schedule("1f1b", num_ranks=2, num_microbatches=1).with_communication()
+    assert rows(built) == [
+        "0F0 0SEND_F0 0RECV_B0 0B0",
+        "1RECV_F0 1F0 1B0 1SEND_B0",
+    ]
+    assert not build_schedule("gpipe", num_ranks=1, num_microbatches=2).has_communication
+
+
+def test_csv_names_the_bad_cell_and_skips_bubbles():
+    with pytest.raises(ScheduleError, match="row 2, cell 2: 'nonsense'"):
+        Schedule.from_csv("0F0,0B0\n1F0,nonsense\n")
+    with pytest.raises(ScheduleError, match="empty"):
+        Schedule.from_csv("\n")
+    read = Schedule.from_csv("0F0,,,0B0\n,1F0,1B0,\n")
+    assert rows(read) == ["0F0 0B0", "1F0 1B0"]
+
+
+def test_iterates_rank_by_rank():
+    built = build_schedule("1f1b", num_ranks=2, num_microbatches=1)
+    assert [(rank, str(action)) for rank, action in built] == [
+        (0, "0F0"), (0, "0B0"), (1, "1F0"), (1, "1B0"),
+    ]  # fmt: skip
+
+
+def test_unknown_name_lists_and_suggests():
+    with pytest.raises(ConfigError, match=r"1f1b, interleaved, gpipe, zb-h1.*'interleaved'"):
+        build_schedule("interleave", num_ranks=2, num_microbatches=2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((4, 2, 9, None), r"9 .*num_ranks 4, num_chunks 2.*group size 4.*leaves 1.*8 or 12"),
+        ((4, 2, 3, None), r"3 .*smaller than one group.*nearest legal: 4"),
+        ((2, 2, 6, 5), r"leaves 1 .*nearest legal: 5 or 7"),
+        ((4, 2, 8, 3), r"group size is 3.*at least the pipeline size 4"),
+        ((1, 2, 4, None), r"virtual pipeline size of 2 needs a pipeline size of at least 2"),
+        ((2, 1, 0, None), r"0 is below 1.*nearest legal: 1"),
+        ((0, 1, 1, None), r"num_ranks is 0"),
+        ((2, 0, 1, None), r"num_chunks is 0"),
+    ],
+)
+def test_impossible_topologies_are_refused(arguments, message):
+    with pytest.raises(TopologyError, match=message):
+        megatron_schedule(*arguments)
+
+
+def test_chunks_must_fit_the_schedule():
+    with pytest.raises(TopologyError, match="one model chunk on each rank"):
+        build_schedule("gpipe", num_ranks=2, num_microbatches=2, num_chunks=2)
+    with pytest.raises(TopologyError, match="at least 2 model chunks"):
+        build_schedule("interleaved", num_ranks=2, num_microbatches=2)
+
+
+def test_nearest_counts_are_legal_and_nothing_legal_lies_between():
+    for num_ranks in (2, 3, 4):
+        for group_size in range(num_ranks, 2 * num_ranks + 2):
+            sizes = {"num_ranks": num_ranks, "num_chunks": 2, "group_size": group_size}
+            every = legal_counts(8 * group_size, **sizes)
+            for count in range(5 * group_size):
+                nearest = nearest_legal_counts(count, **sizes)
+                below = [c for c in every if c < count]
+                above = [c for c in every if c > count]
+                assert nearest == (*below[-1:], above[0])

@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import itertools
+import xml.etree.ElementTree as ET
+
+import pytest
+
+from chunkgraph.schedules import CostModel, build_schedule, draw_svg, draw_text, simulate
+from chunkgraph.schedules.draw_svg import COLOURS
+from chunkgraph.slots import assign_slots
+
+SVG = "{http://www.w3.org/2000/svg}"
+CASES = [
+    build_schedule("interleaved", num_ranks=4, num_chunks=2, num_microbatches=12),
+    build_schedule("zb-h1", num_ranks=3, num_microbatches=11),
+    build_schedule("1f1b", num_ranks=12, num_microbatches=3),
+    build_schedule("gpipe", num_ranks=1, num_microbatches=1),
+]
+
+
+@pytest.fixture(params=CASES, ids=lambda built: built.name)
+def built(request):
+    return request.param
+
+
+def test_text_of_a_small_schedule():
+    built = build_schedule("1f1b", num_ranks=2, num_microbatches=2)
+    assert draw_text(simulate(built), slots=assign_slots(built)).splitlines() == [
+        "time 0 to 9",
+        "rank 0 |F0/0 F1/1           B0/0-----      B1/1-----",
+        "rank 1 |     F0/0 B0/0----- F1/0 B1/0-----",
+        "",
+        "F3/0: forward of microbatch 3, slot 0; B: backward",
+    ]
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_text_fits_the_width_and_keeps_every_action(built, width):
+    text = draw_text(simulate(built), slots=assign_slots(built), width=width)
+    assert max(map(len, text.splitlines()[:-1])) <= width
+    joined = dict.fromkeys(range(built.num_ranks), "")
+    for line in text.splitlines():
+        if line.startswith("rank"):
+            label, _, body = line.partition("|")
+            joined[int(label.split()[1])] += body + " " * (width - len(line))
+    for rank, actions in enumerate(built.actions):
+        words = joined[rank].replace("-", " ").split()
+        shown = [word for word in words if word[0] in "FBIW"]
+        assert len(shown) == len(actions)
+
+
+def test_text_of_one_rank(built):
+    text = draw_text(simulate(built), ranks=[built.num_ranks - 1])
+    assert {line.split("|")[0].strip() for line in text.splitlines() if "|" in line} == {
+        f"rank {built.num_ranks - 1}"
+    }
+
+
+def test_text_with_uneven_costs_is_to_scale():
+    built = build_schedule("1f1b", num_ranks=1, num_microbatches=1)
+    text = draw_text(simulate(built, CostModel(forward_ms=0.5, backward_ms=1.5)))
+    row = text.splitlines()[1]
+    assert row == "rank 0 |F0 B0" + "-" * 6
+
+
+def test_svg_holds_every_action_inside_the_picture_without_overlap(built):
+    root = ET.fromstring(draw_svg(simulate(built), slots=assign_slots(built)))
+    width, height = float(root.get("width")), float(root.get("height"))
+    fills = set(COLOURS.values())
+    boxes = []
+    for rect in root.iter(f"{SVG}rect"):
+        if rect.get("fill") in fills and rect.get("height") != "12":
+            x, y = float(rect.get("x")), float(rect.get("y"))
+            boxes.append((y, x, x + float(rect.get("width")), rect.get("fill")))
+            assert x >= 0
+            assert x + float(rect.get("width")) <= width
+            assert y + float(rect.get("height")) <= height
+    boxes.sort()
+    for (row, _, end, _), (next_row, start, _, _) in itertools.pairwise(boxes):
+        assert row != next_row or start >= end - 0.11
+    # A box that is cut between panels is drawn in two parts, its number once.
+    num_actions = sum(map(len, built.actions))
+    assert len(boxes) >= num_actions
+    numbers = [text.text for text in root.iter(f"{SVG}text") if text.get("font-size") == "12"]
+    assert len(numbers) == num_actions
+    used = {COLOURS[action.op] for _, action in built}
+    assert {box[3] for box in boxes} == used
+
+
+def test_svg_names_ranks_title_slots_and_chunks():
+    built = CASES[0]
+    texts = [
+        text.text
+        for text in ET.fromstring(draw_svg(simulate(built), slots=assign_slots(built))).iter(
+            f"{SVG}text"
+        )
+    ]
+    assert "interleaved: 4 ranks, 2 chunks each, 12 microbatches" in texts
+    assert {"rank 0", "rank 3", "c1 s0", "F: forward", "B: backward"} <= set(texts)
+    titled = draw_svg(simulate(built), title="a < b & c")
+    assert ET.fromstring(titled).find(f"{SVG}title").text == "a < b & c"
+
+
+def test_svg_stays_within_the_asked_width(built):
+    root = ET.fromstring(draw_svg(simulate(built), slots=assign_slots(built), max_width_px=700))
+    assert float(root.get("width")) <= 700
+
+
+def test_colours_differ():
+    assert len(set(COLOURS.values())) == len(COLOURS)

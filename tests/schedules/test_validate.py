@@ -1,0 +1,211 @@
+"""Broken schedules are refused, with a picture of the place."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+
+from chunkgraph.errors import ScheduleError
+from chunkgraph.schedules import Action, Op, Schedule, build_schedule, simulate, validate
+
+CASES = {
+    "gpipe": build_schedule("gpipe", num_ranks=3, num_microbatches=4),
+    "1f1b": build_schedule("1f1b", num_ranks=3, num_microbatches=5),
+    "interleaved": build_schedule(
+        "interleaved", num_ranks=2, num_chunks=2, num_microbatches=5, group_size=3
+    ),
+    "zb-h1": build_schedule("zb-h1", num_ranks=3, num_microbatches=4),
+}
+CASES |= {f"{name}+comm": built.with_communication() for name, built in CASES.items()}
+
+
+@pytest.fixture(params=CASES, ids=str)
+def built(request):
+    return CASES[request.param]
+
+
+def edited(built, edit):
+    actions = [list(row) for row in built.actions]
+    edit(actions)
+    return dataclasses.replace(built, actions=tuple(map(tuple, actions)))
+
+
+def places(built):
+    return [(rank, at) for rank, row in enumerate(built.actions) for at in range(len(row))]
+
+
+def test_dropping_any_action_is_caught(built):
+    for rank, at in places(built):
+        broken = edited(built, lambda rows, rank=rank, at=at: rows[rank].pop(at))
+        with pytest.raises(ScheduleError, match="->"):
+            validate(broken)
+
+
+def test_repeating_any_action_is_caught(built):
+    for rank, at in places(built):
+        action = built.actions[rank][at]
+        broken = edited(built, lambda rows, r=rank, a=action: rows[r].append(a))
+        with pytest.raises(ScheduleError, match=f"{action} runs twice"):
+            validate(broken)
+
+
+def test_moving_any_action_to_another_rank_is_caught(built):
+    for rank, at in places(built):
+
+        def move(rows, rank=rank, at=at):
+            rows[(rank + 1) % len(rows)].append(rows[rank].pop(at))
+
+        with pytest.raises(ScheduleError, match=f"belongs on rank {rank}"):
+            validate(edited(built, move))
+
+
+def test_swapping_forward_and_backward_is_caught(built):
+    for rank, row in enumerate(built.actions):
+        for at, action in enumerate(row):
+            if action.op is Op.F:
+                other = next(
+                    i
+                    for i, a in enumerate(row)
+                    if a.op.gives_input_grad
+                    and (a.stage, a.microbatch) == (action.stage, action.microbatch)
+                )
+
+                def swap(rows, rank=rank, at=at, other=other):
+                    rows[rank][at], rows[rank][other] = rows[rank][other], rows[rank][at]
+
+                with pytest.raises(ScheduleError, match="runs before"):
+                    validate(edited(built, swap))
+
+
+def can_run(built):
+    """A slow, separate check: repeatedly run any action whose inputs exist and messages match."""
+    done, at, channels = set(), [0] * built.num_ranks, {}
+    last = built.num_stages - 1
+    talks = built.has_communication
+
+    def ready(action):
+        s, m = action.stage, action.microbatch
+        grad_above = {Action(op, s + 1, m) for op in (Op.B, Op.I)}
+        own_grad = {Action(op, s, m) for op in (Op.B, Op.I)}
+        if action.op is Op.F:
+            source = Action(Op.RECV_F if talks else Op.F, s if talks else s - 1, m)
+            return s == 0 or source in done
+        if action.op.gives_input_grad:
+            source = {Action(Op.RECV_B, s, m)} if talks else grad_above
+            return Action(Op.F, s, m) in done and (s == last or bool(source & done))
+        if action.op in (Op.W, Op.SEND_B):
+            return bool(own_grad & done)
+        if action.op is Op.SEND_F:
+            return Action(Op.F, s, m) in done
+        forward = action.op is Op.RECV_F
+        queue = channels.get((forward, built.rank_of(s - 1 if forward else s + 1)), [])
+        return bool(queue) and queue[0] == (s, m)
+
+    moved = True
+    while moved:
+        moved = False
+        for rank, row in enumerate(built.actions):
+            while at[rank] < len(row) and ready(row[at[rank]]):
+                action = row[at[rank]]
+                if action.op in (Op.SEND_F, Op.SEND_B):
+                    forward = action.op is Op.SEND_F
+                    to = (action.stage + (1 if forward else -1), action.microbatch)
+                    channels.setdefault((forward, rank), []).append(to)
+                if action.op in (Op.RECV_F, Op.RECV_B):
+                    forward = action.op is Op.RECV_F
+                    sender = built.rank_of(action.stage + (-1 if forward else 1))
+                    channels[forward, sender].pop(0)
+                done.add(action)
+                at[rank] += 1
+                moved = True
+    return all(i == len(row) for i, row in zip(at, built.actions, strict=True))
+
+
+def test_random_reorderings_are_judged_as_a_separate_check_judges_them(built):
+    rng = random.Random(7)
+    verdicts = set()
+    for _ in range(150):
+
+        def shuffle(rows):
+            for _ in range(rng.randint(1, 3)):
+                row = rng.choice(rows)
+                i = rng.randrange(len(row) - 1)
+                j = min(len(row) - 1, i + rng.randint(1, 3))
+                row[i], row[j] = row[j], row[i]
+
+        changed = edited(built, shuffle)
+        expected = can_run(changed)
+        try:
+            validate(changed)
+        except ScheduleError:
+            accepted = False
+        else:
+            accepted = True
+        assert accepted == expected, changed.to_csv()
+        verdicts.add(accepted)
+    assert False in verdicts
+
+
+def test_error_shows_the_place_with_an_arrow():
+    def swap(rows):
+        rows[1][0], rows[1][1] = rows[1][1], rows[1][0]
+
+    built = edited(build_schedule("1f1b", num_ranks=2, num_microbatches=2), swap)
+    with pytest.raises(ScheduleError) as caught:
+        validate(built)
+    text = str(caught.value)
+    assert "rank 1, position 0: 1B0 runs before 1F0" in text
+    assert "rank 0" in text
+    assert "-> 1B0" in text
+
+
+def test_deadlock_names_every_waiting_rank():
+    # Each rank alone is in order; together they wait in a ring.
+    built = Schedule.from_csv("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n")
+    with pytest.raises(ScheduleError, match="deadlock") as caught:
+        validate(built)
+    assert "rank 0 at 0B0 (position 1) waits for the input grad of stage 1" in str(caught.value)
+    assert "rank 1 at 1F1 (position 0) waits for the output of stage 0" in str(caught.value)
+
+
+def test_messages_received_out_of_order():
+    built = Schedule.from_csv(
+        "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n"
+        "1RECV_F1,1RECV_F0,1F0,1B0,1SEND_B0,1F1,1B1,1SEND_B1\n"
+    )
+    with pytest.raises(ScheduleError, match=r"1RECV_F1 is received out of order.*for 1RECV_F0"):
+        validate(built)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0F0,0B0,0I0,0W0", "must be one B, or one I and one W, but is B and I and W"),
+        ("0F0,0I0", "but is I"),
+        ("0F0", "but is none"),
+        ("0B0", "there is no F"),
+        ("0F0,0SEND_F0,0B0", "SEND_F has no stage at its other end"),
+    ],
+)
+def test_incomplete_work(text, message):
+    with pytest.raises(ScheduleError, match=message):
+        validate(Schedule.from_csv(text))
+
+
+def test_rows_and_ranges():
+    built = build_schedule("1f1b", num_ranks=2, num_microbatches=2)
+    with pytest.raises(ScheduleError, match="1 rows of actions for 2 ranks"):
+        validate(dataclasses.replace(built, actions=built.actions[:1]))
+    with pytest.raises(ScheduleError, match=r"microbatch outside 0\.\.0"):
+        validate(dataclasses.replace(built, num_microbatches=1))
+    with pytest.raises(ScheduleError, match=r"microbatch 2: there is no F"):
+        validate(dataclasses.replace(built, num_microbatches=3))
+    with pytest.raises(ScheduleError, match=r"stage outside 0\.\.1"):
+        validate(edited(built, lambda rows: rows[0].append(Action(Op.F, 2, 0))))
+
+
+def test_simulation_refuses_a_broken_schedule():
+    with pytest.raises(ScheduleError, match="runs before"):
+        simulate(Schedule.from_csv("0B0,0F0"))
