@@ -37,7 +37,7 @@ class Counters:
 
     @contextmanager
     def expect(self, **changes: int) -> Iterator[None]:
-        """Assert by how much counters change inside the block: ``with counters.expect(captures=0)``.
+        """Assert how much counters change in the block: ``with counters.expect(captures=0)``.
 
         Raises:
             AssertionError: naming each counter with its expected and its actual change.

@@ -93,7 +93,8 @@ class ChunkGraphs:
     ) -> None:
         if len(chunks) != len(num_slots) or not chunks:
             raise ValueError(
-                f"got {len(chunks)} chunks and {len(num_slots)} slot counts; give one count for each chunk"
+                f"got {len(chunks)} chunks and {len(num_slots)} slot counts; "
+                "give one count for each chunk"
             )
         if min(num_slots) < 1:
             raise ValueError(f"every chunk needs at least one slot, got {list(num_slots)}")
@@ -101,7 +102,8 @@ class ChunkGraphs:
         self.counters = Counters()
         self.mode = StepMode.OUTSIDE
         self._chunks = tuple(
-            c if isinstance(c, Chunk) else Chunk.from_module(c, f"chunk {i}") for i, c in enumerate(chunks)
+            c if isinstance(c, Chunk) else Chunk.from_module(c, f"chunk {i}")
+            for i, c in enumerate(chunks)
         )
         self._num_slots = tuple(num_slots)
         self._backend = backend or _default_backend(self._chunks)
@@ -218,8 +220,10 @@ class ChunkGraphs:
         try:
             yield
             self._machine.end_step()
-        except BaseException:
+        except BaseException as error:
             self._machine.abort_step()
+            if isinstance(error, ChunkGraphError) and num_microbatches is not None:
+                error.add_note(f"The step had {num_microbatches} microbatches.")
             raise
         finally:
             self.mode = StepMode.OUTSIDE
@@ -266,7 +270,9 @@ class ChunkGraphs:
         if self.mode is not StepMode.OUTSIDE:
             raise SlotError("capture() was called inside a step; capture between steps.")
         if self._captured is not None:
-            raise CaptureError("The chunks are captured already; call release() before capturing again.")
+            raise CaptureError(
+                "The chunks are captured already; call release() before capturing again."
+            )
         if len(samples) != len(self._chunks):
             raise ValueError(f"got {len(samples)} samples for {len(self._chunks)} chunks")
         self._failure = None
@@ -383,7 +389,8 @@ def _default_backend(chunks: Sequence[Chunk]) -> GraphBackend:
             "put all of them on one device or pass a backend"
         )
     device = devices.pop()
-    return CUDABackend(device) if device.type == "cuda" else RecorderBackend()
+    backend: GraphBackend = CUDABackend(device) if device.type == "cuda" else RecorderBackend()
+    return backend
 
 
 def _rank_label(chunks: Sequence[Chunk]) -> str:

@@ -80,9 +80,10 @@ class GradientSinks:
                 i for i, now in enumerate(self._current_addresses()) if now != self._addresses[i]
             )
             raise ReplayMismatchError(
-                f"{self._label}: parameter {index} (shape {tuple(self.parameters[index].shape)}) or "
-                "its main_grad was moved to other memory after capture; the graphs would use the "
-                "old one. Update it in place (copy_), or release the graphs and capture again."
+                f"{self._label}: parameter {index} "
+                f"(shape {tuple(self.parameters[index].shape)}) or its main_grad was moved to "
+                "other memory after capture; the graphs would use the old one. Update it in place "
+                "(copy_), or release the graphs and capture again."
             )
         with torch.no_grad():
             for index in self._own:
@@ -108,7 +109,9 @@ class GradientSinks:
             if not getattr(parameter, "grad_added_to_main_grad", False):
                 with torch.no_grad():
                     sink.add_(gradient)
-            return torch.zeros((), dtype=gradient.dtype, device=gradient.device).expand(gradient.shape)
+            return torch.zeros((), dtype=gradient.dtype, device=gradient.device).expand(
+                gradient.shape
+            )
 
         return accumulate
 

@@ -15,6 +15,7 @@ from chunkgraph.engine.slot import Slot
 
 __all__ = ["SlotReplay", "SlotRunner"]
 
+
 class SlotRunner(Protocol):
     """What the node needs of the engine."""
 
@@ -24,12 +25,13 @@ class SlotRunner(Protocol):
     def replay_backward(self, slot: Slot, grads: tuple[torch.Tensor | None, ...]) -> None:
         """Load output gradients, replay the backward and free the slot."""
 
+
 class SlotReplay(torch.autograd.Function):
     """Forward and backward of one microbatch in one slot."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, runner: SlotRunner, slot: Slot, anchor: torch.Tensor, *tensors: torch.Tensor
+    def forward(
+        ctx: Any, runner: SlotRunner, slot: Slot, _anchor: torch.Tensor, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         """Replay the forward.
 
@@ -37,7 +39,7 @@ class SlotReplay(torch.autograd.Function):
             ctx: carries runner and slot to the backward.
             runner: the engine.
             slot: an acquired slot.
-            anchor: requires grad, so that the backward runs even when no input does.
+            _anchor: requires grad, so that the backward runs even when no input does.
             *tensors: the call's tensor arguments.
 
         Returns:

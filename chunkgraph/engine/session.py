@@ -174,7 +174,9 @@ def _warm_up(
             leaves = flatten(_call(chunk, sample, inputs))[0]
             outputs = [t for t in leaves if isinstance(t, torch.Tensor) and t.requires_grad]
             wanted = [*(t for t in inputs if t.requires_grad), *chunk.parameters]
-            torch.autograd.grad(outputs, wanted, [torch.ones_like(t) for t in outputs], allow_unused=True)
+            torch.autograd.grad(
+                outputs, wanted, [torch.ones_like(t) for t in outputs], allow_unused=True
+            )
 
 
 def _capture_forward(

@@ -10,7 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_flatten_with_path, tree_map, tree_unflatten
+from torch.utils._pytree import (
+    TreeSpec,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_map,
+    tree_unflatten,
+)
 
 from chunkgraph.errors import ReplayMismatchError
 
@@ -115,8 +121,5 @@ def _show(key: Any) -> str:
 def _path(path: Sequence[Any]) -> str:
     """``(args, kwargs)`` indexed by ``path``, written as the caller would."""
     root, *rest = (getattr(p, "idx", getattr(p, "key", p)) for p in path)
-    if root == 0:
-        head = f"argument {rest[0]}"
-    else:
-        head = f"argument {rest[0]!r}"
+    head = f"argument {rest[0]}" if root == 0 else f"argument {rest[0]!r}"
     return head + "".join(f"[{p!r}]" for p in rest[1:])

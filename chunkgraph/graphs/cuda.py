@@ -7,12 +7,14 @@ from.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
 from chunkgraph.errors import CaptureError, ChunkGraphError
+from chunkgraph.graphs.contract import Pool
 from chunkgraph.graphs.failure import capture_failure
 from chunkgraph.graphs.ranges import AddressRanges
 
@@ -50,7 +52,9 @@ class CUDAPool:
 
     def reserved(self) -> AddressRanges:
         """Addresses of the pool's segments, from the allocator's snapshot."""
-        return AddressRanges((s["address"], s["address"] + s["total_size"]) for s in self._segments())
+        return AddressRanges(
+            (s["address"], s["address"] + s["total_size"]) for s in self._segments()
+        )
 
     def poison(self) -> None:
         """Fill all segments with 0xFF bytes on the current stream."""
@@ -58,7 +62,7 @@ class CUDAPool:
             view = torch.as_tensor(_RawBytes(area.start, area.end - area.start), device=self.device)
             view.fill_(0xFF)
 
-    def _segments(self) -> list[dict]:  # type: ignore[type-arg]
+    def _segments(self) -> list[dict]:
         wanted = tuple(self.handle)
         return [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == wanted]
 
@@ -86,7 +90,9 @@ class CUDAGraphHandle:
     def replay(self) -> None:
         """Launch on the current stream; the host does not wait."""
         if self.graph is None:
-            raise CaptureError(f"{self.label} was released or never captured; it cannot be replayed.")
+            raise CaptureError(
+                f"{self.label} was released or never captured; it cannot be replayed."
+            )
         self.graph.replay()
 
     def writes(self) -> AddressRanges:
@@ -112,6 +118,7 @@ class CUDABackend:
     def __init__(self, device: torch.device | None = None) -> None:
         self.device = device or torch.device("cuda", torch.cuda.current_device())
         self.stream = torch.cuda.Stream(self.device)
+        self._token = torch.zeros(1, device=self.device)
 
     def new_pool(self, label: str) -> CUDAPool:
         """A new private pool."""
@@ -119,9 +126,10 @@ class CUDABackend:
 
     @contextmanager
     def capture(
-        self, label: str, pool: CUDAPool, generators: Sequence[torch.Generator] = ()
+        self, label: str, pool: Pool, generators: Sequence[torch.Generator] = ()
     ) -> Iterator[CUDAGraphHandle]:
         """Stream-capture the block. See `GraphBackend.capture`."""
+        assert isinstance(pool, CUDAPool)
         handle = CUDAGraphHandle(label, pool)
         graph = handle.graph
         assert graph is not None
@@ -133,25 +141,39 @@ class CUDABackend:
             try:
                 yield handle
             except BaseException as error:
-                self._abandon(handle)
+                self._abandon(handle, generators)
                 if isinstance(error, ChunkGraphError) or not isinstance(error, Exception):
                     raise
                 raise capture_failure(label, error) from error
             try:
                 graph.capture_end()
             except Exception as error:
-                handle.graph = None
+                self._abandon(handle, generators)
                 raise capture_failure(label, error) from error
 
-    def _abandon(self, handle: CUDAGraphHandle) -> None:
-        """End a capture that failed; the error it reports is the consequence, not the cause."""
+    def _abandon(self, handle: CUDAGraphHandle, generators: Sequence[torch.Generator]) -> None:
+        """End a capture that failed; the error it reports is the consequence, not the cause.
+
+        An invalidated capture leaves the random generators marked as capturing. Only the end of a
+        sound capture clears the mark, so a small one follows.
+        """
         graph, handle.graph = handle.graph, None
         assert graph is not None
-        try:
+        with contextlib.suppress(RuntimeError):
             graph.capture_end()
-        except RuntimeError:
-            pass
         del graph
+        # torch 2.11 leaves the allocator recording into the pool, and the pool in use for ever.
+        # Where torch has ended the recording itself, the first call says so and both are skipped.
+        with contextlib.suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(self.device.index, handle.pool.handle)
+            torch._C._cuda_releasePool(self.device.index, handle.pool.handle)
+        cleanup = torch.cuda.CUDAGraph()
+        for generator in generators:
+            cleanup.register_generator_state(generator)
+        cleanup.capture_begin(capture_error_mode="thread_local")
+        self._token.add_(0)
+        cleanup.capture_end()
+        cleanup.reset()
 
     @contextmanager
     def on_capture_stream(self) -> Iterator[None]:
@@ -179,4 +201,3 @@ class CUDABackend:
         """The addresses of the storage behind ``tensor``."""
         storage = tensor.untyped_storage()
         return AddressRanges([(storage.data_ptr(), storage.data_ptr() + storage.nbytes())])
-

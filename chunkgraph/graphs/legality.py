@@ -97,7 +97,9 @@ class HostReadGuard(TorchFunctionMode):
             raise illegal_operation(resolve_name(func) or str(func), why, self.label)
         # Only the literal: a `torch.device` is as often the device of another tensor of the chunk.
         if func is torch.Tensor.to and "cpu" in _names(args[1:], kwargs):
-            raise illegal_operation("torch.Tensor.to('cpu')", "copies a tensor to the host", self.label)
+            raise illegal_operation(
+                "torch.Tensor.to('cpu')", "copies a tensor to the host", self.label
+            )
         return func(*args, **(kwargs or {}))
 
 

@@ -76,11 +76,14 @@ class RecordedGraph:
             ReplayMismatchError: memory the graph reads or writes was freed or moved.
         """
         if self._steps is None:
-            raise CaptureError(f"{self.label} was released or never captured; it cannot be replayed.")
+            raise CaptureError(
+                f"{self.label} was released or never captured; it cannot be replayed."
+            )
         for external in self._externals:
             if external.alive.expired():
                 raise ReplayMismatchError(
-                    f"{self.label} uses memory that has been freed since capture: {external.first_use}. "
+                    f"{self.label} uses memory that has been freed since capture: "
+                    f"{external.first_use}. "
                     "Update parameters and buffers in place (copy_), or release the graphs and "
                     "capture again after replacing them."
                 )

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_flatten, tree_map
 
 from chunkgraph.errors import ChunkGraphError
+from chunkgraph.graphs.contract import Pool
 from chunkgraph.graphs.failure import capture_failure
 from chunkgraph.graphs.legality import HostReadGuard, check_operator
 from chunkgraph.graphs.location import current_location
@@ -53,7 +54,8 @@ def host_call(call: Callable[[], None]) -> None:
         call: takes and returns nothing; must not run torch operators that belong to the graph.
     """
     recording = next(
-        (m for m in reversed(_get_current_dispatch_mode_stack()) if isinstance(m, _RecordingMode)), None
+        (m for m in reversed(_get_current_dispatch_mode_stack()) if isinstance(m, _RecordingMode)),
+        None,
     )
     if recording is None:
         call()
@@ -78,9 +80,10 @@ class RecorderBackend:
 
     @contextmanager
     def capture(
-        self, label: str, pool: SimulatedPool, generators: Sequence[torch.Generator] = ()
+        self, label: str, pool: Pool, generators: Sequence[torch.Generator] = ()
     ) -> Iterator[RecordedGraph]:
         """Log what runs inside the block. See `GraphBackend.capture`."""
+        assert isinstance(pool, SimulatedPool)
         states = [(g, g.get_state()) for g in (torch.default_generator, *generators)]
         graph = RecordedGraph(label)
         mode = _RecordingMode(label, pool, tuple(self._pools))
@@ -183,7 +186,8 @@ class _RecordingMode(TorchDispatchMode):
             start=start,
             num_bytes=storage.nbytes(),
             alive=StorageWeakRef(storage),
-            first_use=f"{func} of {tuple(tensor.shape)} {tensor.dtype}" + (f" at {where}" if where else ""),
+            first_use=f"{func} of {tuple(tensor.shape)} {tensor.dtype}"
+            + (f" at {where}" if where else ""),
             constant=tensor.detach().clone() if tensor.dim() == 0 else None,
         )
         self._now[start] = external

@@ -69,7 +69,7 @@ class TensorRef:
         return TensorRef(
             start=storage.data_ptr(),
             num_bytes=storage.nbytes(),
-            offset=tensor.storage_offset(),
+            offset=int(tensor.storage_offset()),
             shape=tuple(tensor.shape),
             stride=tuple(tensor.stride()),
             dtype=tensor.dtype,
@@ -111,7 +111,9 @@ class HostCall:
     call: Callable[[], None]
 
 
-def storages_written(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+def storages_written(
+    func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
+) -> list[torch.Tensor]:
     """The argument tensors that ``func`` writes, by its schema; for collectives, all of them."""
     collective = func.namespace == "c10d"
     written: list[torch.Tensor] = []

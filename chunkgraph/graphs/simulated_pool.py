@@ -94,12 +94,8 @@ class SimulatedPool:
         return segment[start - base : start - base + num_bytes]
 
     def _take(self, size: int) -> int:
-        for index, (free_size, start) in enumerate(self._free):
-            if free_size >= size:
-                del self._free[index]
-                break
-        else:
-            free_size, start = self._new_segment(size)
+        index = next((i for i, (free, _) in enumerate(self._free) if free >= size), None)
+        free_size, start = self._new_segment(size) if index is None else self._free.pop(index)
         if free_size > size:
             insort(self._free, (free_size - size, start + size))
         self._used[start] = size

@@ -62,7 +62,8 @@ def prove_disjoint(slots: Sequence[SlotFootprint]) -> None:
     )
     more = f"\n  and {len(conflicts) - 5} more" if len(conflicts) > 5 else ""
     raise MemoryPlanError(
-        f"The captured graphs share memory that is in use: {len(conflicts)} conflicts.\n{shown}{more}\n"
+        f"The captured graphs share memory that is in use: {len(conflicts)} conflicts.\n"
+        f"{shown}{more}\n"
         "  Replays would give wrong numbers, so the graphs were dropped. "
         "Use memory_plan 'shared_backward' or 'pool_per_slot'."
     )

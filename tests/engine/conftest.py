@@ -49,14 +49,17 @@ class Run:
     def equals(self, other: Run) -> bool:
         mine, theirs = self.tensors(), other.tensors()
         return len(mine) == len(theirs) and all(
-            torch.equal(a.view(torch.int32), b.view(torch.int32)) for a, b in zip(mine, theirs, strict=True)
+            torch.equal(a.view(torch.int32), b.view(torch.int32))
+            for a, b in zip(mine, theirs, strict=True)
         )
 
 
 class Pipeline:
     """``num_ranks * num_chunks`` stages of one model, all in this process."""
 
-    def __init__(self, num_ranks: int, num_chunks: int, device: torch.device, *, main_grad: bool) -> None:
+    def __init__(
+        self, num_ranks: int, num_chunks: int, device: torch.device, *, main_grad: bool
+    ) -> None:
         torch.manual_seed(11)
         self.num_ranks, self.num_chunks, self.device = num_ranks, num_chunks, device
         self.stages = [Stage().to(device) for _ in range(num_ranks * num_chunks)]
@@ -69,7 +72,9 @@ class Pipeline:
         self.graphs: list[ChunkGraphs] = []
         self.calls: list[Callable[..., Any]] = list(self.stages)
 
-    def attach(self, num_slots: Sequence[Sequence[int]], backend: GraphBackend, **options: Any) -> None:
+    def attach(
+        self, num_slots: Sequence[Sequence[int]], backend: GraphBackend, **options: Any
+    ) -> None:
         for rank in range(self.num_ranks):
             chunks = [self.stages[c * self.num_ranks + rank] for c in range(self.num_chunks)]
             graphs = ChunkGraphs(
@@ -113,7 +118,11 @@ class Pipeline:
         outputs: dict[tuple[int, int], torch.Tensor] = {}
         received: dict[tuple[int, int], torch.Tensor] = {}
         while any(todo):
-            ready = [r for r, actions in enumerate(todo) if actions and _is_ready(actions[0], last, inputs, received)]
+            ready = [
+                r
+                for r, actions in enumerate(todo)
+                if actions and _is_ready(actions[0], last, inputs, received)
+            ]
             action = todo[order.choice(ready)].pop(0)
             key, stage = (action.stage, action.microbatch), action.stage
             if action.op is Op.F:
@@ -165,5 +174,3 @@ def make_pipeline(backend: GraphBackend) -> Callable[..., Pipeline]:
 def new_backend(backend: GraphBackend) -> Callable[[], GraphBackend]:
     """Backends of the parametrised kind, one for each pipeline of a property test."""
     return RecorderBackend if backend.name == "recorder" else CUDABackend
-
-

@@ -31,11 +31,16 @@ def runs(draw: st.DrawFn) -> tuple[int, int, int, list[int], int]:
 
 
 def schedules_of(num_ranks: int, num_chunks: int, group: int, counts: list[int]) -> list[Any]:
-    return [megatron_schedule(num_ranks, num_chunks, m, group if num_chunks > 1 else None) for m in counts]
+    return [
+        megatron_schedule(num_ranks, num_chunks, m, group if num_chunks > 1 else None)
+        for m in counts
+    ]
 
 
 @settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(run=runs(), main_grad=st.booleans(), plan=st.sampled_from(["shared_backward", "pool_per_slot"]))
+@given(
+    run=runs(), main_grad=st.booleans(), plan=st.sampled_from(["shared_backward", "pool_per_slot"])
+)
 def test_random_schedules_and_counts_equal_eager(
     make_pipeline: Callable[..., Any],
     new_backend: Callable[[], GraphBackend],
@@ -80,5 +85,7 @@ def test_the_oracle_notices_a_wrong_bit(make_pipeline: Callable[..., Any]) -> No
     schedules = schedules_of(2, 1, 2, [3, 2])
     one, two = make_pipeline(2), make_pipeline(2)
     with torch.no_grad():
-        two.stages[1].first.bias[0] = torch.nextafter(two.stages[1].first.bias[0], torch.tensor(9.0))
+        two.stages[1].first.bias[0] = (
+            two.stages[1].first.bias[0].nextafter(torch.full_like(two.stages[1].first.bias[0], 9.0))
+        )
     assert not one.train(schedules, seed=1).equals(two.train(schedules, seed=1))

@@ -52,6 +52,18 @@ def train_microbatch(call: Callable[..., Any], x: torch.Tensor, **kwargs: Any) -
     return y.detach().clone()
 
 
+def train_steps(graphs: ChunkGraphs, backend: GraphBackend, num_steps: int) -> None:
+    for _ in range(num_steps):
+        with graphs.step(1) as mode:
+            assert mode is StepMode.EAGER
+            train_microbatch(graphs.callables[0], sample(backend))
+
+
+def backward_twice(loss: torch.Tensor) -> None:
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
 def random_states(backend: GraphBackend) -> list[torch.Tensor]:
     states = [torch.get_rng_state()]
     if backend.device.type == "cuda":
@@ -69,7 +81,8 @@ def test_a_session_changes_no_gradient_buffer_or_random_state(backend: GraphBack
     states = random_states(backend)
     graphs = ChunkGraphs(modules, [3, 2], backend=backend)
     report = graphs.capture([(x,), (x,)])
-    assert report.num_graphs == 10 and report.num_slots == (3, 2)
+    assert report.num_graphs == 10
+    assert report.num_slots == (3, 2)
     assert all(torch.equal(a, b) for a, b in zip(states, random_states(backend), strict=True))
     assert calls == [m.num_calls.item() for m in modules]
     after = [p.grad for m in modules for p in m.parameters()]
@@ -90,8 +103,10 @@ def test_a_session_that_fails_half_way_leaves_a_working_eager_model(backend: Gra
     with pytest.raises(CaptureError) as raised:
         graphs.capture([(x,), (x,)])
     message = str(raised.value)
-    assert f"{__file__}:{SYNC_LINE}" in message and "chunk 1 slot 0" in message
-    assert graphs.counters.captures == 0 and graphs.report is None
+    assert f"{__file__}:{SYNC_LINE}" in message
+    assert "chunk 1 slot 0" in message
+    assert graphs.counters.captures == 0
+    assert graphs.report is None
     for before, now in zip(states, random_states(backend), strict=True):
         assert torch.equal(before, now)
     torch.manual_seed(4)
@@ -116,15 +131,14 @@ def test_on_failure_eager_warns_once_and_trains_on() -> None:
     with graphs.step(1):
         train_microbatch(graphs.callables[0], sample(backend))
     with pytest.warns(UserWarning, match=rf"(?s)test_capture\.py:{SYNC_LINE}.*eagerly") as caught:
-        for _ in range(3):
-            with graphs.step(1) as mode:
-                assert mode is StepMode.EAGER
-                train_microbatch(graphs.callables[0], sample(backend))
+        train_steps(graphs, backend, num_steps=3)
     assert len(caught) == 1
     assert dict(graphs.counters.fallbacks) == {"capture warmup": 1, "capture failed": 3}
 
 
-def test_release_and_capture_again(make_pipeline: Callable[..., Any], backend: GraphBackend) -> None:
+def test_release_and_capture_again(
+    make_pipeline: Callable[..., Any], backend: GraphBackend
+) -> None:
     schedules = [megatron_schedule(2, 1, m, None) for m in (2, 3, 4)]
     eager, graphed = make_pipeline(2), make_pipeline(2)
     graphed.attach([(2,), (1,)], backend)
@@ -142,8 +156,14 @@ def test_release_and_capture_again(make_pipeline: Callable[..., Any], backend: G
 @pytest.mark.parametrize(
     ("call", "difference"),
     [
-        (lambda c, x: c(x[:2]), r"argument 0: captured \(4, 8\) torch.float32 on \S+, called \(2, 8\)"),
-        (lambda c, x: c(x.double()), r"captured \(4, 8\) torch.float32 on \S+, called \(4, 8\) torch.float64"),
+        (
+            lambda c, x: c(x[:2]),
+            r"argument 0: captured \(4, 8\) torch.float32 on \S+, called \(2, 8\)",
+        ),
+        (
+            lambda c, x: c(x.double()),
+            r"captured \(4, 8\) torch.float32 on \S+, called \(4, 8\) torch.float64",
+        ),
         (lambda c, x: c(x, scale=2.0), "structure"),
         (lambda c, x: c(x, 1.0), "structure"),
     ],
@@ -163,13 +183,21 @@ def test_changed_arguments_are_refused_with_their_difference(
 def test_changed_plain_values_are_refused(backend: GraphBackend) -> None:
     graphs = ChunkGraphs(towers(backend, False), [1], backend=backend)
     graphs.capture([{"x": sample(backend), "scale": 1.0}])
-    with pytest.raises(ReplayMismatchError, match=r"argument 'scale': captured 1.0, called 2.0"), graphs.step(1):
+    with (
+        pytest.raises(ReplayMismatchError, match=r"argument 'scale': captured 1.0, called 2.0"),
+        graphs.step(1),
+    ):
         graphs.callables[0](x=sample(backend), scale=2.0)
 
 
 def test_an_announced_change_of_shape_runs_the_whole_step_eagerly(backend: GraphBackend) -> None:
     graphs = ChunkGraphs(towers(backend, False), [2], backend=backend)
-    for rows, mode in ((4, StepMode.EAGER), (4, StepMode.REPLAY), (6, StepMode.EAGER), (4, StepMode.REPLAY)):
+    for rows, mode in (
+        (4, StepMode.EAGER),
+        (4, StepMode.REPLAY),
+        (6, StepMode.EAGER),
+        (4, StepMode.REPLAY),
+    ):
         with graphs.step(1, shape_key=rows) as now:
             train_microbatch(graphs.callables[0], sample(backend, rows))
         assert now is mode
@@ -184,16 +212,13 @@ def test_misuse_of_slots_and_steps(backend: GraphBackend) -> None:
     with pytest.raises(SlotError, match="outside a step"):
         call(x)
     with pytest.raises(SlotError, match="slots"), graphs.step(3):
-        for _ in range(3):
-            call(x)
+        [call(x) for _ in range(3)]
     with pytest.raises(SlotError, match="still in use"), graphs.step(1):
         call(x)
     with pytest.raises(SlotError, match="inside a step"), graphs.step(1), graphs.step(1):
         pass
-    with pytest.raises(SlotError), graphs.step(1):
-        y = call(x).sum()
-        y.backward(retain_graph=True)
-        y.backward()
+    with pytest.raises(SlotError, match="only once"), graphs.step(1):
+        backward_twice(call(x).sum())
     with torch.no_grad():
         assert call(x).isfinite().all()  # evaluation needs no step
     with graphs.step(2):
@@ -252,7 +277,9 @@ def test_structured_results_and_unused_gradients(backend: GraphBackend) -> None:
     graphs.capture([(x, mask)])
     with graphs.step(1):
         out = graphs.callables[0](x, ~mask)
-        assert out["note"] == "plain" and not out["aux"][1].any() and not out["aux"][1].requires_grad
+        assert out["note"] == "plain"
+        assert not out["aux"][1].any()
+        assert not out["aux"][1].requires_grad
         out["hidden"].sum().backward()  # no gradient for aux
     leaf = x.detach().requires_grad_()
     module.used(leaf).sum().backward()
@@ -284,7 +311,11 @@ def test_hooks_run_around_replays_and_forward_only_steps_are_counted() -> None:
         graphs.callables[0](sample(backend))
     with graphs.step(1, eager=True):
         train_microbatch(graphs.callables[0], sample(backend))
-    assert dict(graphs.counters.fallbacks) == {"capture warmup": 1, "forward only": 1, "requested": 1}
+    assert dict(graphs.counters.fallbacks) == {
+        "capture warmup": 1,
+        "forward only": 1,
+        "requested": 1,
+    }
 
 
 class Together:

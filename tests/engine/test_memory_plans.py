@@ -29,7 +29,10 @@ def test_a_naive_shared_pool_is_caught_by_the_proof(
     make_pipeline: Callable[..., Any], backend: GraphBackend
 ) -> None:
     pipeline = attached(make_pipeline, backend, memory_plan="one_pool")
-    with pytest.raises(MemoryPlanError, match=r"(?s)replaying chunk 0 slot \d (for|back)ward overwrites.*still reads"):
+    with pytest.raises(
+        MemoryPlanError,
+        match=r"(?s)replaying chunk 0 slot \d (for|back)ward overwrites.*still reads",
+    ):
         pipeline.train(schedules(), seed=1)
 
 
@@ -80,4 +83,5 @@ def test_poison_shows_a_slot_that_is_reused_too_early(
         assert y.isfinite().all()
         y.sum().backward()
         assert y.isnan().all()
-        assert x.grad is not None and x.grad.isfinite().all()
+        assert x.grad is not None
+        assert x.grad.isfinite().all()

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from torch import nn
 
 from chunkgraph.errors import CaptureError
-from chunkgraph.graphs import GraphBackend
+from chunkgraph.graphs import CUDABackend, GraphBackend
 
 
 def make_module(backend: GraphBackend, dropout: float = 0.0) -> nn.Sequential:
     torch.manual_seed(0)
-    layers = [nn.Linear(16, 32), nn.GELU(), nn.Dropout(dropout), nn.LayerNorm(32), nn.Linear(32, 16)]
+    layers = [
+        nn.Linear(16, 32),
+        nn.GELU(),
+        nn.Dropout(dropout),
+        nn.LayerNorm(32),
+        nn.Linear(32, 16),
+    ]
     module = nn.Sequential(*layers).to(backend.device)
     with backend.on_capture_stream():  # libraries make their handles outside the captures
         x = torch.randn(4, 16, device=backend.device, requires_grad=True)
@@ -135,7 +143,8 @@ def test_freed_memory_serves_later_captures_of_the_same_pool_only(backend: Graph
     assert backend.raw(z) & freed
     assert not backend.raw(w) & freed
     first.replay(), second.replay(), third.replay()
-    assert torch.equal(z, x + 2) and torch.equal(w, x + 3)
+    assert torch.equal(z, x + 2)
+    assert torch.equal(w, x + 3)
 
 
 def test_poison_fills_the_pool_with_nan(backend: GraphBackend) -> None:
@@ -193,6 +202,20 @@ def test_illegal_work_is_refused_with_file_and_line(backend: GraphBackend, illeg
     graph.replay()
     torch.manual_seed(1)
     assert torch.equal(y, module(x))
+
+
+@pytest.mark.gpu
+def test_a_failed_capture_on_a_gpu_keeps_no_memory() -> None:
+    backend = CUDABackend()
+    x = torch.ones(1 << 20, device=backend.device)
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    for _ in range(2):
+        with pytest.raises(CaptureError), backend.capture("chunk", backend.new_pool("slot")):
+            (x.expand(16, -1) + 1).sum().item()
+    gc.collect()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() <= before
 
 
 def test_a_user_error_in_the_chunk_is_named_with_its_line(backend: GraphBackend) -> None:

@@ -17,7 +17,9 @@ def test_writes_are_exact_for_views_in_place_and_results() -> None:
         y = target.sum(1)
         target[1, 2:4].add_(1)
     first = target.data_ptr() + (8 + 2) * 4
-    expected = AddressRanges([(first, first + 8)]) | AddressRanges([(y.data_ptr(), y.data_ptr() + 16)])
+    expected = AddressRanges([(first, first + 8)]) | AddressRanges(
+        [(y.data_ptr(), y.data_ptr() + 16)]
+    )
     assert graph.writes() == expected
 
 
@@ -107,5 +109,6 @@ def test_results_with_several_tensors_and_shared_storage() -> None:
         left, right = (x + 1).split(3, dim=1)
     x.copy_(torch.randn(4, 6))
     graph.replay()
-    assert torch.equal(values, x.max(dim=1).values) and torch.equal(indices, x.max(dim=1).indices)
+    assert torch.equal(values, x.max(dim=1).values)
+    assert torch.equal(indices, x.max(dim=1).indices)
     assert torch.equal(torch.cat([left, right], 1), x + 1)

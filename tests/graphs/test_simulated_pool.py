@@ -11,7 +11,9 @@ from chunkgraph.graphs.simulated_pool import SimulatedPool
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 200_000)), max_size=40))
-def test_live_blocks_never_overlap_and_everything_is_given_back(plan: list[tuple[bool, int]]) -> None:
+def test_live_blocks_never_overlap_and_everything_is_given_back(
+    plan: list[tuple[bool, int]],
+) -> None:
     pool = SimulatedPool("pool")
     held: list[torch.UntypedStorage] = []
     for allocate, number in plan:
@@ -44,7 +46,9 @@ def test_a_freed_block_is_reused_and_an_alias_does_not_hold_it() -> None:
 
 
 @given(*[st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), max_size=6)] * 2)
-def test_address_ranges_behave_like_sets(a: list[tuple[int, int]], b: list[tuple[int, int]]) -> None:
+def test_address_ranges_behave_like_sets(
+    a: list[tuple[int, int]], b: list[tuple[int, int]]
+) -> None:
     def points(pairs: list[tuple[int, int]]) -> set[int]:
         return {p for start, end in pairs for p in range(start, end)}
 

@@ -23,6 +23,12 @@ if importlib.util.find_spec("megatron") is None:
     collect_ignore_glob = ["test_*.py"]
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Megatron warns of every optional package that is missing and of its own deprecations."""
+    for module in (r"megatron\..*", r"torch\.jit\..*"):
+        config.addinivalue_line("filterwarnings", f"ignore:::{module}")
+
+
 def free_port() -> int:
     """A TCP port that nobody listens on now."""
     with socket.socket() as probe:

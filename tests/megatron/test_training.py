@@ -110,7 +110,9 @@ def test_two_ranks(run_cases: Callable[..., Any], make_config: Callable[..., Any
                 capture={"poison": True},
             )
         },
-        "tp2": {"config": make_config(model=_DROPOUT, pipeline=_pipeline(tensor_model_parallel_size=2))},
+        "tp2": {
+            "config": make_config(model=_DROPOUT, pipeline=_pipeline(tensor_model_parallel_size=2))
+        },
         "dp2": {
             "config": make_config(
                 model=_DROPOUT,

@@ -66,7 +66,11 @@ def test_failed_capture_may_train_on_eagerly(
 ) -> None:
     """With ``on_failure: eager`` the model goes on, as equal to eager training as ever."""
     config = make_config(
-        model={"layer_spec": "user_specs:watchful", "hidden_dropout": 0.1, "attention_dropout": 0.1},
+        model={
+            "layer_spec": "user_specs:watchful",
+            "hidden_dropout": 0.1,
+            "attention_dropout": 0.1,
+        },
         capture={"on_failure": "eager"},
     )
     codes, folder = run_worker(config, 1)

@@ -48,6 +48,10 @@ def test_a_slots_own_graphs_may_write_what_it_reads() -> None:
 
 def test_the_error_names_graph_slot_and_addresses() -> None:
     reader = SlotFootprint("chunk 0 slot 0", AddressRanges([(0x1000, 0x1200)]), {})
-    writer = SlotFootprint("chunk 0 slot 1", AddressRanges(), {"slot 1 forward": AddressRanges([(0x1100, 0x2000)])})
-    with pytest.raises(MemoryPlanError, match=r"slot 1 forward overwrites 256 bytes that chunk 0 slot 0.*0x1100"):
+    writer = SlotFootprint(
+        "chunk 0 slot 1", AddressRanges(), {"slot 1 forward": AddressRanges([(0x1100, 0x2000)])}
+    )
+    with pytest.raises(
+        MemoryPlanError, match=r"slot 1 forward overwrites 256 bytes that chunk 0 slot 0.*0x1100"
+    ):
         prove_disjoint([reader, writer])

@@ -1,0 +1,1 @@
+"""The command line: ``chunkgraph plan`` and ``chunkgraph train``."""

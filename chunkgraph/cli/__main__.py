@@ -1,0 +1,82 @@
+"""The ``chunkgraph`` command: parses, runs one subcommand, and turns errors into exit codes.
+
+Exit codes: 0 done, 1 the run failed, 2 bad usage or configuration, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+
+from chunkgraph import __version__
+from chunkgraph.cli import plan, train
+from chunkgraph.errors import ChunkGraphError, ConfigError, MissingDependencyError
+
+__all__ = ["main"]
+
+_COMMANDS = {"plan": plan.run, "train": train.run}
+
+_EXIT_FAILED = 1
+_EXIT_USAGE = 2
+_EXIT_INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        argv: Arguments after the program's name; None takes the process's own.
+
+    Returns:
+        The exit code.
+    """
+    args = _parse(sys.argv[1:] if argv is None else list(argv))
+    signal.signal(signal.SIGTERM, _exit_on_sigterm)
+    try:
+        return _COMMANDS[args.command](args)
+    except ChunkGraphError as error:
+        if getattr(args, "debug", False):
+            traceback.print_exc()
+        print(f"error: {error}", file=sys.stderr)
+        is_usage = isinstance(error, (ConfigError, MissingDependencyError))
+        return _EXIT_USAGE if is_usage else _EXIT_FAILED
+    except KeyboardInterrupt:
+        print("interrupted: the run was stopped and its processes ended.", file=sys.stderr)
+        return _EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output left (`chunkgraph plan | head`); nothing more can be said to it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _EXIT_FAILED
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="chunkgraph",
+        description="Pipeline model chunks captured once as graphs, replayed for any number of "
+        "microbatches.",
+    )
+    parser.add_argument("--version", action="version", version=f"chunkgraph {__version__}")
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    plan.add_parser(subparsers)
+    train.add_parser(subparsers)
+    args, rest = parser.parse_known_args(argv)
+    # argparse takes positionals in one run only; overrides may also stand after an option.
+    overrides = [item for item in rest if "=" in item and not item.startswith("-")]
+    if hasattr(args, "overrides") and len(overrides) == len(rest):
+        args.overrides = [*args.overrides, *rest]
+    elif rest:
+        subparsers.choices[args.command].error(f"unrecognized arguments: {' '.join(rest)}")
+    return args
+
+
+def _exit_on_sigterm(signum: int, _frame: object) -> None:
+    """Leave through the ``finally`` blocks, which end the worker processes."""
+    raise SystemExit(128 + signum)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

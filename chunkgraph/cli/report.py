@@ -1,0 +1,134 @@
+"""The closing table of a training run, in 80 columns, as JSON and as TensorBoard scalars."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from chunkgraph.cli.results import RunResults, StepResult, find_failures
+from chunkgraph.config import Config, to_mapping
+
+__all__ = ["print_report", "write_json", "write_tensorboard"]
+
+_WIDTH = 80
+
+
+def print_report(config: Config, results: RunResults, console: Console | None = None) -> list[str]:
+    """Print the table and what follows from it.
+
+    Returns:
+        What broke the promise of the run; empty when nothing did.
+    """
+    console = console or Console(width=_WIDTH, highlight=False)
+    failures = find_failures(config, results)
+    console.print(_table(results))
+    console.print()
+    for line in _notes(config, results):
+        console.print(line, markup=False)
+    if failures:
+        console.print(f"FAILED: {len(failures)} problem(s)", style="bold red")
+        for failure in failures:
+            console.print(f"  {failure}", markup=False)
+    else:
+        console.print("OK", style="bold green")
+    return failures
+
+
+def write_json(path: Path, config: Config, results: RunResults, failures: list[str]) -> None:
+    """Write configuration, results and verdict; the file appears whole or not at all."""
+    content = {
+        "ok": not failures,
+        "failures": failures,
+        "config": to_mapping(config),
+        **results.raw,
+    }
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_tensorboard(folder: Path, results: RunResults) -> None:
+    """Write a scalar for each step: losses, gradient norms, times, captures and replays."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(log_dir=str(folder)) as writer:
+        for step in results.steps:
+            scalars = {
+                "loss/chunk": step.loss_chunk,
+                "loss/eager": step.loss_eager,
+                "grad_norm/chunk": step.grad_norm_chunk,
+                "grad_norm/eager": step.grad_norm_eager,
+                "step_ms/chunk": step.step_ms_chunk,
+                "step_ms/eager": step.step_ms_eager,
+                "graphs/num_captures": step.captures,
+                "graphs/num_replays": step.replays,
+                "graphs/num_fallbacks": sum(step.fallbacks.values()),
+                "num_microbatches": step.num_microbatches,
+            }
+            for name, value in scalars.items():
+                if value is not None:
+                    writer.add_scalar(name, value, step.step)
+
+
+def _table(results: RunResults) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)
+    for heading in (
+        *("step", "micro-\nbatches", "loss\nchunk", "loss\neager", "norm\nchunk", "norm\neager"),
+        *("to the\nlast bit", "cap-\ntures", "re-\nplays", "eager\nfall-\nbacks"),
+    ):
+        table.add_column(heading, justify="right", no_wrap=True, min_width=5)
+    for step in results.steps:
+        table.add_row(
+            str(step.step),
+            str(step.num_microbatches),
+            _number(step.loss_chunk),
+            _number(step.loss_eager),
+            _number(step.grad_norm_chunk),
+            _number(step.grad_norm_eager),
+            _verdict(step),
+            str(step.captures),
+            str(step.replays),
+            str(sum(step.fallbacks.values()) or "-"),
+        )
+    return table
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.6g}"
+
+
+def _verdict(step: StepResult) -> str:
+    if step.is_equal is None:
+        return "-"
+    return "[green]equal[/]" if step.is_equal else "[bold red]DIFFERS[/]"
+
+
+def _notes(config: Config, results: RunResults) -> list[str]:
+    lines = [
+        f"step {step.step} ran eagerly: {reason}"
+        for step in results.steps
+        for reason in step.fallbacks
+    ]
+    if config.train.compare == "eager":
+        verdict = {True: "equal", False: "NOT EQUAL", None: "not compared"}
+        lines.append(
+            f"parameters after the run: {verdict[results.parameters_equal]} "
+            f"({results.num_parameters_compared:,} compared, all ranks)"
+        )
+    slots = "; ".join(
+        f"rank {rank} {list(slots)}" for rank, slots in enumerate(results.slots_per_chunk)
+    )
+    lines.append(
+        f"graphs: {results.num_graphs} from {results.capture_sessions} capture session(s), "
+        f"{results.captures_after_first_session} captured later; slots per chunk: {slots}"
+    )
+    if config.capture.enabled and not results.capture_sessions:
+        lines.append("note: nothing was captured; see the reasons above")
+    return lines

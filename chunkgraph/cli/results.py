@@ -1,0 +1,144 @@
+"""What rank 0 of a training run found, and whether it is what was promised."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from chunkgraph.config import Config
+from chunkgraph.errors import WorkerError
+
+__all__ = ["RunResults", "StepResult", "find_failures", "read_results"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """One step; values of the eager run are None where there was none."""
+
+    step: int
+    """Step, from 0."""
+    num_microbatches: int
+    """Microbatches of the step."""
+    loss_chunk: float
+    """Mean loss of the run with captured chunks."""
+    loss_eager: float | None = None
+    """Mean loss of the eager run."""
+    grad_norm_chunk: float
+    """Gradient norm before clipping, with captured chunks."""
+    grad_norm_eager: float | None = None
+    """Gradient norm before clipping, eager."""
+    loss_equal: bool | None = None
+    """Whether the losses agree to the last bit."""
+    grad_norm_equal: bool | None = None
+    """Whether the gradient norms agree to the last bit."""
+    captures: int
+    """Slots captured in this step, on rank 0."""
+    replays: int
+    """Forwards replayed in this step, on rank 0."""
+    fallbacks: Mapping[str, int]
+    """Reasons for which the step ran eagerly, with the number of steps they account for."""
+    step_ms_chunk: float
+    """Time of the step with captured chunks, in ms."""
+    step_ms_eager: float | None = None
+    """Time of the eager step, in ms."""
+
+    @property
+    def is_equal(self) -> bool | None:
+        """Whether loss and gradient norm agree to the last bit; None if not compared."""
+        if self.loss_equal is None or self.grad_norm_equal is None:
+            return None
+        return self.loss_equal and self.grad_norm_equal
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResults:
+    """A whole run."""
+
+    steps: Sequence[StepResult]
+    """The steps, in order."""
+    raw: Mapping[str, Any]
+    """Everything rank 0 wrote, for ``--json``."""
+    parameters_equal: bool | None
+    """Whether every parameter agrees to the last bit after the run, on all ranks."""
+    num_parameters_compared: int
+    """Parameters compared, all ranks together."""
+    capture_sessions: int
+    """Sessions in which anything was captured."""
+    captures_after_first_session: int
+    """Slots captured later; must be 0."""
+    slots_per_chunk: Sequence[Sequence[int]]
+    """Slots of each chunk, for each rank."""
+    num_graphs: int
+    """Graphs held, all ranks together."""
+
+
+def read_results(path: Path) -> RunResults:
+    """Read what rank 0 wrote.
+
+    Raises:
+        WorkerError: The file is missing or incomplete, though every worker ended well.
+    """
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        names = {item.name for item in fields(StepResult)}
+        steps = [
+            StepResult(**{key: value for key, value in step.items() if key in names})
+            for step in raw["steps"]
+        ]
+        return RunResults(
+            steps=steps,
+            raw=raw,
+            parameters_equal=raw["parameters_equal"],
+            num_parameters_compared=raw["num_parameters_compared"],
+            capture_sessions=raw["capture_sessions"],
+            captures_after_first_session=raw["captures_after_first_session"],
+            slots_per_chunk=raw["slots_per_chunk"],
+            num_graphs=raw["num_graphs"],
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        msg = (
+            f"The workers ended without an error, but the results of rank 0 ({path.name}) are "
+            f"missing or incomplete: {type(error).__name__}: {error}. Run again with --debug."
+        )
+        raise WorkerError(msg) from None
+
+
+def find_failures(config: Config, results: RunResults) -> list[str]:
+    """Everything that breaks the promise of a run; empty when it was kept."""
+    failures: list[str] = []
+    if len(results.steps) != len(config.train.num_microbatches):
+        failures.append(
+            f"{len(config.train.num_microbatches)} steps were asked for, "
+            f"{len(results.steps)} were run"
+        )
+    must_compare = config.train.compare == "eager"
+    for step in results.steps:
+        if not (math.isfinite(step.loss_chunk) and math.isfinite(step.grad_norm_chunk)):
+            failures.append(f"step {step.step}: the loss or gradient norm is not a finite number")
+        if must_compare and step.is_equal is None:
+            failures.append(f"step {step.step}: was not compared with eager")
+        if step.loss_equal is False:
+            failures.append(
+                f"step {step.step}: the losses differ: "
+                f"{step.loss_chunk!r} captured, {step.loss_eager!r} eager"
+            )
+        if step.grad_norm_equal is False:
+            failures.append(
+                f"step {step.step}: the gradient norms differ: "
+                f"{step.grad_norm_chunk!r} captured, {step.grad_norm_eager!r} eager"
+            )
+    if must_compare and not results.parameters_equal:
+        failures.append(
+            "the parameters after the run differ from the eager run's"
+            if results.parameters_equal is False
+            else "the parameters after the run were not compared"
+        )
+    if results.captures_after_first_session:
+        failures.append(
+            f"{results.captures_after_first_session} slot(s) were captured after the first session"
+        )
+    return failures

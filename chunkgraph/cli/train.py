@@ -1,0 +1,184 @@
+"""``chunkgraph train``: check everything that can be checked, start the workers, report."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import importlib.util
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from chunkgraph.config import Config, load_config, to_yaml
+from chunkgraph.data import PackedText
+from chunkgraph.errors import ConfigError, MissingDependencyError
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
+
+__all__ = ["add_parser", "run"]
+
+_WORKER = "chunkgraph.megatron.worker:main"
+
+# A rank's own limit on collectives fires first and explains more than a silence does.
+_STALL_GRACE_S = 15.0
+
+
+def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the subcommand's arguments."""
+    parser = subparsers.add_parser(
+        "train",
+        help="train a Megatron-core GPT with captured chunks, and compare with eager",
+        description="Train a Megatron-core GPT with captured chunks. With train.compare: eager the "
+        "same steps are trained eagerly too and compared to the last bit. Exit code 1 if anything "
+        "differs, or if anything is captured after the first session.",
+    )
+    parser.add_argument("config", metavar="CONFIG", help="YAML file, such as those in configs/")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="section.key=value",
+        help="settings that replace the file's, such as train.num_microbatches=[4,6]",
+    )
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write the results to FILE")
+    parser.add_argument(
+        "--run-dir",
+        metavar="DIR",
+        type=Path,
+        help="keep the resolved config, progress and results in DIR (empty or new)",
+    )
+    parser.add_argument(
+        "--debug", action="store_true", help="show tracebacks, and set run.debug=true"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the subcommand; returns the exit code."""
+    overrides = [*args.overrides, "run.debug=true"] if args.debug else args.overrides
+    config = _resolve_device(load_config(args.config, overrides))
+    _check_packages(config)
+    PackedText.from_file(
+        config.data.path, seq_length=config.model.seq_length, seed=config.train.seed
+    )
+    if args.json is not None and not args.json.resolve().parent.is_dir():
+        msg = f"--json {args.json}: the folder {args.json.resolve().parent} does not exist."
+        raise ConfigError(msg)
+    with _run_folder(args.run_dir) as run_dir:
+        return _train(config, run_dir, args.json)
+
+
+def _train(config: Config, run_dir: Path, json_path: Path | None) -> int:
+    from chunkgraph.cli.launcher import Launcher, LaunchSpec
+    from chunkgraph.cli.progress import TrainProgress
+    from chunkgraph.cli.report import print_report, write_json, write_tensorboard
+    from chunkgraph.cli.results import read_results
+
+    config_path = run_dir / "config.yaml"
+    config_path.write_text(to_yaml(config), encoding="utf-8")
+    spec = LaunchSpec(
+        target=_WORKER,
+        config_path=config_path,
+        run_dir=run_dir,
+        num_workers=config.pipeline.world_size,
+        stall_timeout_s=config.run.timeout_s + _STALL_GRACE_S,
+        environment=_environment(config),
+        debug=config.run.debug,
+    )
+    with TrainProgress(config) as progress:
+        Launcher(spec, on_progress=progress.update, on_output=progress.print).run()
+    results = read_results(run_dir / "rank0.json")
+    failures = print_report(config, results)
+    if json_path is not None:
+        write_json(json_path, config, results, failures)
+    if config.train.tensorboard_dir is not None:
+        write_tensorboard(Path(config.train.tensorboard_dir), results)
+    return 1 if failures else 0
+
+
+def _resolve_device(config: Config) -> Config:
+    """Decide between CPU and GPU; torch is asked only where the answer is open."""
+    if config.device == "cpu":
+        num_gpus = 0
+    else:
+        import torch
+
+        num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    device = config.device
+    if device == "auto":
+        device = "cuda" if num_gpus else "cpu"
+    world_size = config.pipeline.world_size
+    if device == "cuda" and num_gpus < world_size:
+        msg = (
+            f"device is cuda and the run needs {world_size} GPU(s), one for each rank, but torch "
+            f"sees {num_gpus} here. Set device=cpu, or lower the sizes in the pipeline section."
+        )
+        raise ConfigError(msg)
+    if device == "cpu" and config.model.layer_spec == "transformer_engine":
+        msg = (
+            "model.layer_spec is transformer_engine, which runs on GPUs only, but device is cpu. "
+            "Set model.layer_spec=local, or device=cuda."
+        )
+        raise ConfigError(msg)
+    return dataclasses.replace(config, device=device)
+
+
+def _check_packages(config: Config) -> None:
+    """Find missing optional packages before any process is started."""
+    needed = [("megatron.core", "megatron-core", "megatron", "to train")]
+    uses_te = config.model.layer_spec == "transformer_engine" or (
+        config.model.layer_spec == "auto" and config.device == "cuda"
+    )
+    if uses_te:
+        needed.append(
+            ("transformer_engine", "Transformer Engine", "te", "for the layers of a GPU run")
+        )
+    if config.train.tensorboard_dir is not None:
+        needed.append(("tensorboard", "tensorboard", "tensorboard", "for train.tensorboard_dir"))
+    for module, package, extra, purpose in needed:
+        if not _is_installed(module):
+            msg = (
+                f"{package} is not installed; it is needed {purpose}. "
+                f"Install it with: pip install 'chunkgraph[{extra}]'"
+            )
+            raise MissingDependencyError(msg)
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # the parent package is missing
+        return False
+
+
+def _environment(config: Config) -> dict[str, str]:
+    """Variables that must be set before a worker starts; the user's own take precedence."""
+    environment = {"OMP_NUM_THREADS": "1"}
+    if config.device == "cpu":
+        environment["GLOO_SOCKET_IFNAME"] = "lo"  # all ranks are on this machine
+    if config.train.deterministic:
+        environment["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+        environment["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
+    if not config.run.debug:
+        environment["PYTHONWARNINGS"] = "ignore"  # Megatron's import alone prints a page
+    return environment
+
+
+@contextlib.contextmanager
+def _run_folder(path: Path | None) -> Iterator[Path]:
+    """The folder of the run: the user's, or one that is gone afterwards."""
+    if path is None:
+        with tempfile.TemporaryDirectory(prefix="chunkgraph-", ignore_cleanup_errors=True) as made:
+            yield Path(made)
+        return
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        is_used = any(path.iterdir())
+    except OSError as error:
+        msg = f"--run-dir {path}: {error.strerror or error}."
+        raise ConfigError(msg) from None
+    if is_used:
+        msg = f"--run-dir {path}: the folder is not empty; name a new one."
+        raise ConfigError(msg)
+    yield path

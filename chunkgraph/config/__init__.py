@@ -1,0 +1,32 @@
+"""The settings of a training run: frozen dataclasses, read from YAML and written back.
+
+``load_config`` reads a file and applies ``section.key=value`` overrides; every value is checked
+when it is read, and the sections are checked against each other when the whole is built.
+"""
+
+from __future__ import annotations
+
+from chunkgraph.config.loader import config_from_mapping, load_config, to_mapping, to_yaml
+from chunkgraph.config.sections import (
+    CaptureConfig,
+    Config,
+    DataConfig,
+    ModelConfig,
+    PipelineConfig,
+    RunConfig,
+    TrainConfig,
+)
+
+__all__ = [
+    "CaptureConfig",
+    "Config",
+    "DataConfig",
+    "ModelConfig",
+    "PipelineConfig",
+    "RunConfig",
+    "TrainConfig",
+    "config_from_mapping",
+    "load_config",
+    "to_mapping",
+    "to_yaml",
+]

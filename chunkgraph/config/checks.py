@@ -1,0 +1,184 @@
+"""What a configuration must satisfy beyond the type of each value."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from chunkgraph.data.vocabulary import NUM_TOKENS
+from chunkgraph.errors import ConfigError, TopologyError
+from chunkgraph.schedules import is_legal_count, nearest_legal_counts
+
+if TYPE_CHECKING:
+    from chunkgraph.config.sections import Config
+
+__all__ = ["check_config"]
+
+
+def check_config(config: Config) -> None:
+    """Check ranges, then what sections demand of each other.
+
+    Raises:
+        ConfigError: A value is out of range, or two settings cannot go together.
+        TopologyError: The sizes cannot form a pipeline.
+    """
+    _check_ranges(config)
+    _check_model(config)
+    _check_pipeline(config)
+    _check_microbatches(config)
+    _check_train(config)
+
+
+def _check_ranges(config: Config) -> None:
+    model, pipeline, train = config.model, config.pipeline, config.train
+    positive: dict[str, float | None] = {
+        "model.num_layers": model.num_layers,
+        "model.hidden_size": model.hidden_size,
+        "model.ffn_hidden_size": model.ffn_hidden_size,
+        "model.num_attention_heads": model.num_attention_heads,
+        "model.seq_length": model.seq_length,
+        "pipeline.pipeline_model_parallel_size": pipeline.pipeline_model_parallel_size,
+        "pipeline.virtual_pipeline_model_parallel_size": (
+            pipeline.virtual_pipeline_model_parallel_size
+        ),
+        "pipeline.microbatch_group_size_per_vp_stage": pipeline.microbatch_group_size_per_vp_stage,
+        "pipeline.tensor_model_parallel_size": pipeline.tensor_model_parallel_size,
+        "pipeline.data_parallel_size": pipeline.data_parallel_size,
+        "train.micro_batch_size": train.micro_batch_size,
+        "train.lr": train.lr,
+        "run.timeout_s": config.run.timeout_s,
+    }
+    for step, count in enumerate(train.num_microbatches):
+        positive[f"train.num_microbatches[{step}]"] = count
+    for path, value in positive.items():
+        if value is not None and not (value > 0 and math.isfinite(value)):
+            msg = f"{path} is {value}; it must be greater than 0."
+            raise ConfigError(msg)
+    not_negative: dict[str, float] = {
+        "train.clip_grad": train.clip_grad,
+        "train.seed": train.seed,
+        "capture.num_warmup_steps": config.capture.num_warmup_steps,
+    }
+    for path, value in not_negative.items():
+        if not (value >= 0 and math.isfinite(value)):
+            msg = f"{path} is {value}; it must be 0 or greater."
+            raise ConfigError(msg)
+    for path, value in {
+        "model.hidden_dropout": model.hidden_dropout,
+        "model.attention_dropout": model.attention_dropout,
+    }.items():
+        if not 0 <= value < 1:
+            msg = f"{path} is {value}; it is a probability, at least 0 and less than 1."
+            raise ConfigError(msg)
+    if not train.num_microbatches:
+        msg = "train.num_microbatches is empty; give one number for each step, such as [4, 6, 8]."
+        raise ConfigError(msg)
+
+
+def _check_model(config: Config) -> None:
+    model = config.model
+    if model.hidden_size % model.num_attention_heads:
+        msg = (
+            f"model.hidden_size ({model.hidden_size}) is not divisible by "
+            f"model.num_attention_heads ({model.num_attention_heads}); every head has the same "
+            "width. Change one of them."
+        )
+        raise ConfigError(msg)
+    head_size = model.hidden_size // model.num_attention_heads
+    if model.position_embedding_type == "rope" and head_size % 2:
+        msg = (
+            f"model.position_embedding_type rope turns pairs of elements, but a head has "
+            f"{head_size} (model.hidden_size / model.num_attention_heads). Make that even, or use "
+            "learned_absolute."
+        )
+        raise ConfigError(msg)
+    if model.vocab_size < NUM_TOKENS:
+        msg = (
+            f"model.vocab_size is {model.vocab_size}, but the text has {NUM_TOKENS} tokens "
+            f"(256 bytes and the end of a document). Set it to {NUM_TOKENS} or more."
+        )
+        raise ConfigError(msg)
+    spec = model.layer_spec
+    if spec not in {"auto", "local", "transformer_engine"}:
+        module, colon, function = spec.partition(":")
+        parts = [*module.split("."), function]
+        if not colon or not all(part.isidentifier() for part in parts):
+            msg = (
+                f"model.layer_spec is {spec!r}; expected auto, local, transformer_engine or "
+                "package.module:function."
+            )
+            raise ConfigError(msg)
+
+
+def _check_pipeline(config: Config) -> None:
+    model, pipeline = config.model, config.pipeline
+    pp, tp = pipeline.pipeline_model_parallel_size, pipeline.tensor_model_parallel_size
+    vpp = pipeline.num_model_chunks
+    if vpp > 1 and pp == 1:
+        msg = (
+            f"pipeline.virtual_pipeline_model_parallel_size is {vpp}, but "
+            "pipeline.pipeline_model_parallel_size is 1: there is no pipeline to interleave. "
+            "Set the former to null, or the latter to 2 or more."
+        )
+        raise TopologyError(msg)
+    num_stages = pp * vpp
+    if model.num_layers % num_stages:
+        below = model.num_layers // num_stages * num_stages
+        nearest = f"{below} or {below + num_stages}" if below else str(num_stages)
+        msg = (
+            f"model.num_layers ({model.num_layers}) is not divisible by {num_stages} stages "
+            f"(pipeline_model_parallel_size {pp} x {vpp} model chunks each). "
+            f"Set model.num_layers to {nearest}, or change the pipeline."
+        )
+        raise TopologyError(msg)
+    for path, size in {
+        "model.num_attention_heads": model.num_attention_heads,
+        "model.ffn_hidden_size": model.ffn_hidden_size,
+        "model.vocab_size": model.vocab_size,
+    }.items():
+        if size % tp:
+            msg = (
+                f"{path} ({size}) is not divisible by pipeline.tensor_model_parallel_size ({tp}); "
+                "every rank holds an equal share. Change one of them."
+            )
+            raise TopologyError(msg)
+
+
+def _check_microbatches(config: Config) -> None:
+    pipeline = config.pipeline
+    if pipeline.num_model_chunks == 1:
+        return
+    pp, group = pipeline.pipeline_model_parallel_size, pipeline.microbatch_group_size
+    if group < pp:
+        msg = (
+            f"pipeline.microbatch_group_size_per_vp_stage ({group}) is smaller than "
+            f"pipeline.pipeline_model_parallel_size ({pp}); an interleaved pipeline would wait for "
+            f"itself. Set it to {pp} or more, or to null."
+        )
+        raise TopologyError(msg)
+    sizes = {"num_ranks": pp, "num_chunks": pipeline.num_model_chunks, "group_size": group}
+    for step, count in enumerate(config.train.num_microbatches):
+        if not is_legal_count(count, **sizes):
+            reason = (
+                f"is smaller than a microbatch group of {group}"
+                if count < group
+                else f"leaves a last group of {count % group}, smaller than the pipeline size {pp}"
+            )
+            nearest = " or ".join(map(str, nearest_legal_counts(count, **sizes)))
+            msg = (
+                f"train.num_microbatches[{step}] is {count}, which {reason}: no interleaved "
+                f"schedule of {pipeline.num_model_chunks} model chunks exists for it. "
+                f"The nearest legal count is {nearest}."
+            )
+            raise TopologyError(msg)
+
+
+def _check_train(config: Config) -> None:
+    train = config.train
+    for path, wanted in {
+        "train.overlap_grad_reduce": train.overlap_grad_reduce,
+        "train.use_distributed_optimizer": train.use_distributed_optimizer,
+    }.items():
+        if wanted and not train.use_ddp:
+            msg = f"{path} is true, but it is a part of DDP and train.use_ddp is false."
+            raise ConfigError(msg)

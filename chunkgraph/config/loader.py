@@ -1,0 +1,258 @@
+"""YAML and overrides into a Config, and back; every error names file and dotted path."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import MISSING, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import yaml
+
+from chunkgraph._text import did_you_mean, name_list
+from chunkgraph.config.sections import Config
+from chunkgraph.errors import ConfigError
+
+__all__ = ["config_from_mapping", "load_config", "to_mapping", "to_yaml"]
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a configuration file.
+
+    Args:
+        path: YAML file.
+        overrides: ``section.key=value`` strings, applied in order; a value is read as YAML, so
+            that ``train.num_microbatches=[4,6]`` gives a list and ``run.debug=true`` a truth value.
+
+    Raises:
+        ConfigError: The file cannot be read, a key is unknown, a value has the wrong type, or
+            values do not go together (TopologyError where they cannot form a pipeline).
+    """
+    raw = _read_yaml(Path(path))
+    for override in overrides:
+        _apply_override(raw, override)
+    return config_from_mapping(raw, source=str(path))
+
+
+def config_from_mapping(raw: Mapping[str, object], *, source: str = "config") -> Config:
+    """Build a Config from nested plain values; ``source`` names their origin in errors."""
+    try:
+        config = _build(Config, raw, "")
+    except ConfigError as error:
+        message = f"{source}: {error}"
+        raise type(error)(message) from None
+    assert isinstance(config, Config)
+    return config
+
+
+def to_mapping(config: Config) -> dict[str, Any]:
+    """The resolved configuration as nested plain values (lists, not tuples)."""
+    mapping = _plain(config)
+    assert isinstance(mapping, dict)
+    return mapping
+
+
+def to_yaml(config: Config) -> str:
+    """The resolved configuration as YAML that ``load_config`` reads back to an equal value."""
+    return yaml.safe_dump(to_mapping(config), sort_keys=False, default_flow_style=None)
+
+
+class _Loader(yaml.SafeLoader):
+    """A safe loader that refuses a key written twice, where YAML would keep the last one."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[str] = set()
+        for key_node, _ in node.value:
+            if not isinstance(key_node, yaml.ScalarNode):
+                continue  # refused by the base class
+            if key_node.value in seen:
+                msg = f"the key {key_node.value!r} is written twice"
+                raise yaml.MarkedYAMLError(problem=msg, problem_mark=key_node.start_mark)
+            seen.add(key_node.value)
+        return super().construct_mapping(node, deep)
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        msg = f"{path}: cannot read the configuration file: {error.strerror or error}."
+        raise ConfigError(msg) from None
+    except UnicodeDecodeError as error:
+        msg = f"{path}: the configuration file is not UTF-8 text (byte {error.start})."
+        raise ConfigError(msg) from None
+    try:
+        raw = yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        msg = f"{path}{_yaml_problem(error)}"
+        raise ConfigError(msg) from None
+    if not isinstance(raw, dict):
+        msg = (
+            f"{path}: expected sections such as 'model:' and 'train:', "
+            f"got {_describe(raw)}. Start from a file in configs/."
+        )
+        raise ConfigError(msg)
+    return raw
+
+
+def _yaml_problem(error: yaml.YAMLError) -> str:
+    mark = getattr(error, "problem_mark", None)
+    where = f", line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
+    problem = getattr(error, "problem", None) or " ".join(str(error).split())
+    return f"{where}: not valid YAML: {problem}."
+
+
+def _apply_override(raw: dict[str, Any], override: str) -> None:
+    where = f"override {override!r}"
+    key, equals, text = override.partition("=")
+    key = key.strip()
+    if not equals or not key:
+        msg = f"{where}: expected section.key=value, such as train.lr=0.001."
+        raise ConfigError(msg)
+    try:
+        value = yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        msg = f"{where}{_yaml_problem(error)}"
+        raise ConfigError(msg) from None
+    try:
+        _convert(_type_at(key), value, key)
+    except ConfigError as error:
+        msg = f"{where}: {error}"
+        raise type(error)(msg) from None
+    target = raw
+    *sections, name = key.split(".")
+    for section in sections:
+        if not isinstance(target.get(section), dict):
+            target[section] = {}
+        target = target[section]
+    target[name] = value
+
+
+def _type_at(dotted: str) -> Any:
+    """The declared type of the field at a dotted path."""
+    hint: Any = Config
+    walked: list[str] = []
+    for part in dotted.split("."):
+        if not is_dataclass(hint):
+            msg = f"{'.'.join(walked)} is a single value and has no key {part!r}."
+            raise ConfigError(msg)
+        hints = get_type_hints(hint)
+        if part not in hints:
+            raise ConfigError(_unknown_key(part, ".".join(walked), hints))
+        hint = hints[part]
+        walked.append(part)
+    return hint
+
+
+def _build(cls: type[Any], raw: object, path: str) -> object:
+    if not isinstance(raw, Mapping):
+        msg = (
+            f"{path}: expected a section with keys {name_list(_names(cls))}; got {_describe(raw)}."
+        )
+        raise ConfigError(msg)
+    hints = get_type_hints(cls)
+    for key in raw:
+        if key not in hints:
+            raise ConfigError(_unknown_key(str(key), path, hints))
+    values: dict[str, object] = {}
+    for item in fields(cls):
+        dotted = f"{path}.{item.name}" if path else item.name
+        if item.name in raw:
+            values[item.name] = _convert(hints[item.name], raw[item.name], dotted)
+        elif item.default is MISSING and item.default_factory is MISSING:
+            msg = f"{dotted} is missing and has no default; expected {_expected(hints[item.name])}."
+            raise ConfigError(msg)
+    built: object = cls(**values)
+    return built
+
+
+def _convert(hint: Any, value: Any, path: str) -> object:
+    """``value`` as the declared type; YAML's plain numbers are the only ones widened."""
+    if is_dataclass(hint):
+        assert isinstance(hint, type)
+        return _build(hint, value, path)
+    if get_origin(hint) in {Union, types.UnionType}:
+        inner = [arm for arm in get_args(hint) if arm is not type(None)]
+        return None if value is None else _convert(inner[0], value, path)
+    if get_origin(hint) is Literal:
+        if isinstance(value, str) and value in get_args(hint):
+            return value
+        hinted = did_you_mean(value, get_args(hint)) if isinstance(value, str) else ""
+        msg = f"{path}: expected {_expected(hint)}; got {_describe(value)}.{hinted}"
+        raise ConfigError(msg)
+    if get_origin(hint) is tuple and isinstance(value, (list, tuple)):
+        element = get_args(hint)[0]
+        return tuple(_convert(element, item, f"{path}[{i}]") for i, item in enumerate(value))
+    if hint is float:
+        number = _as_float(value)
+        if number is not None:
+            return number
+    elif type(value) is hint:  # exactly: a truth value is no whole number
+        return value
+    msg = f"{path}: expected {_expected(hint)}; got {_describe(value)}."
+    raise ConfigError(msg)
+
+
+def _as_float(value: object) -> float | None:
+    """A number as float; YAML 1.1 reads ``1e-3``, without a dot, as text."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        return None
+    try:
+        return float(value)
+    except (ValueError, OverflowError):
+        return None
+
+
+def _unknown_key(key: str, path: str, known: Mapping[str, object]) -> str:
+    section = f"section {path!r}" if path else "the top level"
+    dotted = f"{path}.{key}" if path else key
+    return (
+        f"{dotted}: unknown key {key!r} in {section}.{did_you_mean(key, known)} "
+        f"Known keys: {name_list(known)}."
+    )
+
+
+def _names(cls: type[Any]) -> list[str]:
+    return [item.name for item in fields(cls)]
+
+
+def _expected(hint: Any) -> str:
+    if is_dataclass(hint):
+        assert isinstance(hint, type)
+        return f"a section with keys {name_list(_names(hint))}"
+    if get_origin(hint) in {Union, types.UnionType}:
+        inner = [arm for arm in get_args(hint) if arm is not type(None)]
+        return f"{_expected(inner[0])} or null"
+    if get_origin(hint) is Literal:
+        return "one of " + ", ".join(str(choice) for choice in get_args(hint))
+    if get_origin(hint) is tuple:
+        return "a list of whole numbers, such as [4, 6, 8]"
+    return {
+        int: "a whole number",
+        float: "a number",
+        bool: "true or false",
+        str: "text",
+    }[hint]
+
+
+def _describe(value: object) -> str:
+    kinds = {
+        bool: "truth value",
+        int: "whole number",
+        float: "number",
+        str: "text",
+        list: "list",
+        dict: "section",
+    }
+    if value is None:
+        return "nothing (null)"
+    return f"{value!r} ({kinds.get(type(value), type(value).__name__)})"
+
+
+def _plain(value: object) -> object:
+    if is_dataclass(value):
+        return {item.name: _plain(getattr(value, item.name)) for item in fields(value)}
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return value

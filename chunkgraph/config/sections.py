@@ -1,0 +1,187 @@
+"""The sections of a configuration, with Megatron's names where the meaning is Megatron's.
+
+A docstring under each field says what it is and in which unit. Sizes are counts of the thing named
+unless another unit is given.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+__all__ = [
+    "CaptureConfig",
+    "Config",
+    "DataConfig",
+    "ModelConfig",
+    "PipelineConfig",
+    "RunConfig",
+    "TrainConfig",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The GPT model that is trained."""
+
+    num_layers: int
+    """Transformer layers of the whole model, all stages together."""
+    hidden_size: int
+    """Width of the residual stream, in elements."""
+    ffn_hidden_size: int
+    """Width of the feed-forward layer, in elements."""
+    num_attention_heads: int
+    """Attention heads of each layer, all tensor-parallel ranks together."""
+    seq_length: int
+    """Tokens of each packed sequence."""
+    vocab_size: int = 264
+    """Rows of the embedding: 256 bytes and the end of a document, rounded up to a multiple of 8."""
+    position_embedding_type: Literal["rope", "learned_absolute", "none"] = "rope"
+    """How a token learns its position."""
+    normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
+    """Normalization in front of attention and feed-forward."""
+    swiglu: bool = False
+    """Gated SiLU in the feed-forward layer instead of GELU."""
+    hidden_dropout: float = 0.0
+    """Probability that an element of a layer's output is dropped."""
+    attention_dropout: float = 0.0
+    """Probability that an attention weight is dropped."""
+    untie_embeddings_and_output_weights: bool = True
+    """Whether the output layer has weights of its own."""
+    params_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of parameters and activations; gradients accumulate in float32."""
+    layer_spec: str = "auto"
+    """``local``, ``transformer_engine``, ``auto`` (the former on a CPU, the latter on a GPU), or
+    ``package.module:function`` that returns a Megatron module spec."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineConfig:
+    """How the model is spread over ranks."""
+
+    pipeline_model_parallel_size: int = 1
+    """Ranks that share the layers between them."""
+    virtual_pipeline_model_parallel_size: int | None = None
+    """Model chunks on each rank; null means 1."""
+    microbatch_group_size_per_vp_stage: int | None = None
+    """Microbatches that pass through a chunk before the next chunk's turn; null means the pipeline
+    size, which is Megatron's own default."""
+    tensor_model_parallel_size: int = 1
+    """Ranks that share each layer between them."""
+    data_parallel_size: int = 1
+    """Copies of the whole model, each with data of its own."""
+
+    @property
+    def num_model_chunks(self) -> int:
+        """Model chunks on each rank."""
+        return self.virtual_pipeline_model_parallel_size or 1
+
+    @property
+    def microbatch_group_size(self) -> int:
+        """Microbatches in a group, with the default applied."""
+        return self.microbatch_group_size_per_vp_stage or self.pipeline_model_parallel_size
+
+    @property
+    def world_size(self) -> int:
+        """Processes of the run."""
+        return (
+            self.pipeline_model_parallel_size
+            * self.tensor_model_parallel_size
+            * self.data_parallel_size
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """The steps of the run."""
+
+    num_microbatches: tuple[int, ...]
+    """Microbatches of each step, for each data-parallel rank; the list's length is the number of
+    steps."""
+    micro_batch_size: int = 1
+    """Sequences in a microbatch."""
+    seed: int = 1234
+    """Seed of the initial weights, the dropout and the order of the data."""
+    lr: float = 1e-3
+    """Adam's learning rate."""
+    clip_grad: float = 1.0
+    """Largest gradient norm; larger gradients are scaled down to it. 0 turns it off."""
+    compare: Literal["eager", "none"] = "eager"
+    """Whether the same steps are also trained eagerly and compared to the last bit."""
+    use_ddp: bool = True
+    """Whether chunks are wrapped in Megatron's DistributedDataParallel."""
+    overlap_grad_reduce: bool = False
+    """Whether DDP reduces gradients while the backward pass runs."""
+    use_distributed_optimizer: bool = False
+    """Whether the optimizer's state is spread over the data-parallel ranks."""
+    tensorboard_dir: str | None = None
+    """Folder for TensorBoard scalars; null writes none."""
+    deterministic: bool = True
+    """Whether only kernels are used that repeat to the last bit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """The text."""
+
+    path: str | None = None
+    """Text file, read as bytes, documents separated by blank lines; null is the text
+    shipped with the package."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaptureConfig:
+    """How the chunks are captured."""
+
+    enabled: bool = True
+    """Whether chunks are captured at all; false trains eagerly through the same code."""
+    num_warmup_steps: int = 1
+    """Eager training steps before the capture session."""
+    memory_plan: Literal["shared_backward", "pool_per_slot"] = "shared_backward"
+    """Where graphs keep their memory: all backwards in one scratch pool, or a pool per slot."""
+    poison: bool = False
+    """Whether freed slots and scratch are filled with NaN, to expose a read of stale memory."""
+    on_failure: Literal["raise", "eager"] = "raise"
+    """What a failed capture does once the model has been put back in order."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """The processes of the run."""
+
+    timeout_s: float = 120.0
+    """Longest time a collective, or a worker that reports nothing, may take, in seconds."""
+    debug: bool = False
+    """Whether errors show tracebacks and addresses are checked at every replay."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Everything that decides what a run computes.
+
+    Raises:
+        ConfigError: A value is out of range, or two values cannot go together.
+        TopologyError: The sizes cannot form a pipeline.
+    """
+
+    model: ModelConfig
+    """The model."""
+    train: TrainConfig
+    """The steps."""
+    name: str = "chunkgraph"
+    """Name of the run, for headings and folders."""
+    device: Literal["cpu", "cuda", "auto"] = "auto"
+    """Where to train; ``auto`` is ``cuda`` where there is a GPU."""
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    """The ranks."""
+    data: DataConfig = field(default_factory=DataConfig)
+    """The text."""
+    capture: CaptureConfig = field(default_factory=CaptureConfig)
+    """The graphs."""
+    run: RunConfig = field(default_factory=RunConfig)
+    """The processes."""
+
+    def __post_init__(self) -> None:
+        from chunkgraph.config.checks import check_config
+
+        check_config(self)

@@ -1,0 +1,16 @@
+"""Real text as packed training sequences: numpy only, and the same for every run of a seed."""
+
+from __future__ import annotations
+
+from chunkgraph.data.packed import PackedBatch, PackedText
+from chunkgraph.data.text import read_documents, shipped_text
+from chunkgraph.data.vocabulary import END_OF_DOCUMENT, NUM_TOKENS
+
+__all__ = [
+    "END_OF_DOCUMENT",
+    "NUM_TOKENS",
+    "PackedBatch",
+    "PackedText",
+    "read_documents",
+    "shipped_text",
+]

@@ -1,0 +1,47 @@
+"""Text files as lists of documents."""
+
+from __future__ import annotations
+
+import re
+from importlib import resources
+from pathlib import Path
+
+from chunkgraph.errors import ConfigError
+
+__all__ = ["read_documents", "shipped_text"]
+
+_SHIPPED = "persuasion.txt"
+
+
+def shipped_text() -> bytes:
+    """The text in the package; SOURCES.md beside it says what it is and why it may be there."""
+    return resources.files("chunkgraph.data").joinpath(_SHIPPED).read_bytes()
+
+
+def read_documents(path: str | Path | None = None) -> list[bytes]:
+    """The documents of a text: what stands between blank lines, without the blank lines.
+
+    Args:
+        path: Text file, read as bytes; None is the shipped text.
+
+    Raises:
+        ConfigError: The file cannot be read or holds nothing.
+    """
+    if path is None:
+        text = shipped_text()
+    else:
+        try:
+            text = Path(path).read_bytes()
+        except OSError as error:
+            msg = (
+                f"data.path: cannot read {str(path)!r}: {error.strerror or error}. Name a text "
+                "file, or set data.path to null for the text that is shipped."
+            )
+            raise ConfigError(msg) from None
+    paragraphs = re.split(rb"\n[ \t]*(?:\n[ \t]*)+", text.replace(b"\r\n", b"\n"))
+    documents = [paragraph.strip(b"\n") for paragraph in paragraphs]
+    documents = [document for document in documents if document.strip()]
+    if not documents:
+        msg = f"data.path: {str(path)!r} holds no text."
+        raise ConfigError(msg)
+    return documents

@@ -1,0 +1,270 @@
+"""The training loop: Megatron's schedule, DDP and optimizer, eagerly or with chunk graphs."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from chunkgraph.config import Config
+from chunkgraph.data import PackedText
+from chunkgraph.engine import CaptureOptions
+from chunkgraph.megatron.compat import import_megatron
+from chunkgraph.megatron.model import build_model
+from chunkgraph.megatron.optimizer import build_optimizer, zero_gradients
+from chunkgraph.megatron.plugin import MegatronChunkGraphs, attach
+from chunkgraph.megatron.processes import seed_everything
+
+__all__ = ["StepRecord", "TrainingRun", "run_training"]
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One training step of this rank.
+
+    Attributes:
+        step: from 0.
+        num_microbatches: for each data-parallel rank.
+        loss: mean over microbatches and data-parallel ranks, the same on every rank.
+        grad_norm: before clipping, over all stages.
+        captures: graph pairs captured at this step's start, on this rank.
+        replays: forward graphs replayed, on this rank.
+        fallbacks: reason of an eager step -> 1.
+        step_ms: wall time of schedule and optimizer, in ms.
+    """
+
+    step: int
+    num_microbatches: int
+    loss: float
+    grad_norm: float
+    captures: int
+    replays: int
+    fallbacks: dict[str, int]
+    step_ms: float
+
+
+@dataclass
+class TrainingRun:
+    """What a run of all steps left behind on this rank.
+
+    Attributes:
+        steps: one record for each step.
+        parameters: final parameters on the CPU, named ``chunk index.parameter name``.
+        num_slots: slots of each chunk; empty for an eager run.
+        capture_sessions: sessions in which graphs were captured.
+        captures_after_first_session: graph pairs captured in any later session.
+    """
+
+    steps: list[StepRecord] = field(default_factory=list)
+    parameters: dict[str, torch.Tensor] = field(default_factory=dict)
+    num_slots: tuple[int, ...] = ()
+    capture_sessions: int = 0
+    captures_after_first_session: int = 0
+
+    @property
+    def num_graphs(self) -> int:
+        """Graphs captured on this rank, forward and backward."""
+        return 2 * sum(record.captures for record in self.steps)
+
+
+def run_training(
+    config: Config,
+    device: torch.device,
+    *,
+    use_graphs: bool,
+    ddp_options: Mapping[str, Any] | None = None,
+    on_step: Callable[[StepRecord], None] = lambda record: None,
+) -> TrainingRun:
+    """Build the model from the seed, train every step of ``config``, and take it all down.
+
+    Args:
+        config: the run.
+        device: this rank's device; process groups must be set up.
+        use_graphs: attach chunk graphs, or leave the model as Megatron made it.
+        ddp_options: further fields of Megatron's DistributedDataParallelConfig.
+        on_step: called after every step.
+    """
+    seed_everything(config.train.seed)
+    chunks = build_model(config, device, ddp_options)
+    optimizer = build_optimizer(config, chunks)
+    text = PackedText.from_file(
+        config.data.path, seq_length=config.model.seq_length, seed=config.train.seed
+    )
+    forward_backward = import_megatron(
+        "megatron.core.pipeline_parallel"
+    ).get_forward_backward_func()
+    graphs: MegatronChunkGraphs | None = None
+    run = TrainingRun()
+    try:
+        if use_graphs:
+            graphs = attach(chunks, options=_capture_options(config))
+            run.num_slots = graphs.num_slots
+            forward_backward = graphs.wrap_forward_backward(forward_backward)
+        counted = _Counted(graphs)
+        for step, num_microbatches in enumerate(config.train.num_microbatches):
+            _synchronize(device)
+            started = time.perf_counter()
+            zero_gradients(chunks, optimizer)
+            losses = forward_backward(
+                forward_step_func=_forward_step,
+                data_iterator=[
+                    _microbatches(config, text, step, num_microbatches, device) for _ in chunks
+                ],
+                model=chunks,
+                num_microbatches=num_microbatches,
+                seq_length=config.model.seq_length,
+                micro_batch_size=config.train.micro_batch_size,
+                forward_only=False,
+            )
+            _, grad_norm, _ = optimizer.step()
+            _synchronize(device)
+            record = StepRecord(
+                step=step,
+                num_microbatches=num_microbatches,
+                loss=_shared_loss(losses, device),
+                grad_norm=0.0 if grad_norm is None else float(grad_norm),
+                step_ms=(time.perf_counter() - started) * 1e3,
+                **counted.since_last(),
+            )
+            run.steps.append(record)
+            on_step(record)
+        _finish_parameter_gather(chunks)
+        run.capture_sessions = counted.capture_sessions
+        run.captures_after_first_session = counted.captures_after_first_session
+        run.parameters = {
+            f"{index}.{name}": parameter.detach().to("cpu", copy=True)
+            for index, chunk in enumerate(chunks)
+            for name, parameter in chunk.named_parameters()
+        }
+    finally:
+        if graphs is not None:
+            graphs.detach()
+    return run
+
+
+def _capture_options(config: Config) -> CaptureOptions:
+    return CaptureOptions(
+        num_warmup_steps=config.capture.num_warmup_steps,
+        poison=config.capture.poison,
+        on_failure=config.capture.on_failure,
+        memory_plan=config.capture.memory_plan,
+    )
+
+
+class _Counted:
+    """The engine's counters, step by step."""
+
+    def __init__(self, graphs: MegatronChunkGraphs | None) -> None:
+        self._graphs = graphs
+        self._last = self._read()
+        self.captures_after_first_session = 0
+
+    @property
+    def capture_sessions(self) -> int:
+        return self._last[0]
+
+    def since_last(self) -> dict[str, Any]:
+        before, self._last = self._last, self._read()
+        captures = self._last[1] - before[1]
+        if before[0] >= 1:
+            self.captures_after_first_session += captures
+        return {
+            "captures": captures,
+            "replays": self._last[2] - before[2],
+            "fallbacks": dict(self._last[3] - before[3]),
+        }
+
+    def _read(self) -> tuple[int, int, int, Counter[str]]:
+        if self._graphs is None:
+            return 0, 0, 0, Counter()
+        counters = self._graphs.counters
+        return (
+            counters.capture_sessions,
+            counters.captures,
+            counters.replays,
+            Counter(counters.fallbacks),
+        )
+
+
+def _microbatches(
+    config: Config, text: PackedText, step: int, num_microbatches: int, device: torch.device
+) -> Iterator[dict[str, torch.Tensor]]:
+    """The step's microbatches for this data-parallel rank; every chunk draws its own copy."""
+    state = import_megatron("megatron.core.parallel_state")
+    dp_rank = state.get_data_parallel_rank()
+    masked = _wants_mask(config, device)
+    for microbatch in range(num_microbatches):
+        batch = text.batch(step, microbatch, config.train.micro_batch_size, dp_rank)
+        arrays = {
+            "tokens": batch.tokens,
+            "labels": batch.labels,
+            "loss_mask": batch.loss_mask,
+            "position_ids": batch.position_ids,
+        }
+        if masked:
+            arrays["attention_mask"] = batch.attention_mask()
+        yield {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
+
+
+def _wants_mask(config: Config, device: torch.device) -> bool:
+    """Transformer Engine's causal attention takes no mask: documents of a sequence see each other."""
+    spec = config.model.layer_spec
+    return spec != "transformer_engine" and not (spec == "auto" and device.type == "cuda")
+
+
+def _forward_step(
+    data: Iterator[dict[str, torch.Tensor]], chunk: nn.Module
+) -> tuple[torch.Tensor, Callable[[torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor]]]]:
+    batch = next(data)
+    output = chunk(
+        input_ids=batch["tokens"],
+        position_ids=batch["position_ids"],
+        attention_mask=batch.get("attention_mask"),
+        labels=batch["labels"],
+    )
+    return output, partial(_masked_mean, batch["loss_mask"])
+
+
+def _masked_mean(
+    loss_mask: torch.Tensor, losses: torch.Tensor
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Mean loss over the labels that count; ``losses`` and ``loss_mask`` are [b, s]."""
+    loss = (losses.float() * loss_mask).sum() / loss_mask.sum().clamp(min=1.0)
+    return loss, {"lm loss": loss.detach().clone()}
+
+
+def _shared_loss(losses: list[dict[str, torch.Tensor]], device: torch.device) -> float:
+    """Mean over microbatches and data-parallel ranks, from the last stage to every rank."""
+    state = import_megatron("megatron.core.parallel_state")
+    loss = torch.zeros((), dtype=torch.float32, device=device)
+    if losses:
+        loss = torch.stack([entry["lm loss"] for entry in losses]).mean()
+        group = state.get_data_parallel_group()
+        if group.size() > 1:
+            dist.all_reduce(loss, group=group)
+            loss /= group.size()
+    if state.get_pipeline_model_parallel_world_size() > 1:
+        source = state.get_pipeline_model_parallel_last_rank()
+        dist.broadcast(loss, source, group=state.get_pipeline_model_parallel_group())
+    return float(loss)
+
+
+def _finish_parameter_gather(chunks: list[nn.Module]) -> None:
+    """With overlapped gathering, the last step's parameters would be gathered by the next step."""
+    for chunk in chunks:
+        if getattr(chunk, "use_forward_hook", False):
+            chunk.disable_forward_pre_hook()  # type: ignore[operator]
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        with contextlib.suppress(RuntimeError):
+            torch.cuda.synchronize(device)

@@ -1,0 +1,188 @@
+"""Megatron-core's GPTModel, in as many chunks as this rank holds, from a configuration."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from chunkgraph.config import Config
+from chunkgraph.errors import ConfigError, MissingDependencyError
+from chunkgraph.megatron.compat import import_megatron
+
+__all__ = ["build_model", "layer_spec"]
+
+
+def build_model(
+    config: Config, device: torch.device, ddp_options: Mapping[str, Any] | None = None
+) -> list[nn.Module]:
+    """This rank's model chunks, wrapped in DDP where asked, in training mode.
+
+    Megatron's config, shared by all chunks, is at ``chunks[0].config``.
+
+    Args:
+        config: the run; model parallel groups must be set up and random numbers seeded.
+        device: where parameters go.
+        ddp_options: further fields of Megatron's DistributedDataParallelConfig.
+    """
+    gpt_model = import_megatron("megatron.core.models.gpt").GPTModel
+    transformer_config = _transformer_config(config, device)
+    spec = layer_spec(config, device)
+    state = import_megatron("megatron.core.parallel_state")
+    rank = state.get_pipeline_model_parallel_rank()
+    num_chunks = config.pipeline.num_model_chunks
+    last_rank = config.pipeline.pipeline_model_parallel_size - 1
+    chunks: list[nn.Module] = []
+    for index in range(num_chunks):
+        chunk = gpt_model(
+            config=transformer_config,
+            transformer_layer_spec=spec,
+            vocab_size=config.model.vocab_size,
+            max_sequence_length=config.model.seq_length,
+            pre_process=rank == 0 and index == 0,
+            post_process=rank == last_rank and index == num_chunks - 1,
+            position_embedding_type=config.model.position_embedding_type,
+            share_embeddings_and_output_weights=(
+                not config.model.untie_embeddings_and_output_weights
+            ),
+            vp_stage=index if num_chunks > 1 else None,
+        )
+        chunks.append(chunk.to(device))
+    if config.model.params_dtype == "bfloat16":
+        half = import_megatron("megatron.core.transformer.module").Float16Module
+        chunks = [half(transformer_config, chunk) for chunk in chunks]
+    chunks = _wrap_for_data_parallel(config, transformer_config, chunks, ddp_options or {})
+    for chunk in chunks:
+        chunk.train()
+    return chunks
+
+
+def layer_spec(config: Config, device: torch.device) -> Any:
+    """The spec of a transformer layer that ``model.layer_spec`` names.
+
+    Raises:
+        ConfigError: the user's function cannot be found.
+        MissingDependencyError: Transformer Engine is asked for and not installed.
+    """
+    name = config.model.layer_spec
+    if name == "auto":
+        name = "local" if device.type == "cpu" else "transformer_engine"
+    if name not in {"local", "transformer_engine"}:
+        return _user_spec(name)
+    specs = import_megatron("megatron.core.models.gpt.gpt_layer_specs")
+    if name == "transformer_engine":
+        try:
+            importlib.import_module("transformer_engine.pytorch")
+        except ImportError as error:
+            raise MissingDependencyError(
+                "model.layer_spec is transformer_engine, which cannot be imported "
+                f"({error}). Install chunkgraph[te], or set model.layer_spec=local."
+            ) from error
+        return specs.get_gpt_layer_with_transformer_engine_spec()
+    make = specs.get_gpt_layer_local_spec
+    parameters = inspect.signature(make).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    if "normalization" in parameters or takes_any:
+        return make(normalization=config.model.normalization)
+    return make()
+
+
+def _user_spec(name: str) -> Any:
+    module_name, _, function_name = name.partition(":")
+    try:
+        function = getattr(importlib.import_module(module_name), function_name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"model.layer_spec is {name}, but {error}. Give package.module:function, importable "
+            "where the workers run, that returns a Megatron module spec."
+        ) from error
+    return function()
+
+
+def _transformer_config(config: Config, device: torch.device) -> Any:
+    transformer_config = import_megatron("megatron.core.transformer.transformer_config")
+    model, pipeline = config.model, config.pipeline
+    dtype = torch.bfloat16 if model.params_dtype == "bfloat16" else torch.float32
+    on_cpu = device.type == "cpu"
+    interleaved = pipeline.num_model_chunks > 1
+    wanted: dict[str, Any] = {
+        "num_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "ffn_hidden_size": model.ffn_hidden_size,
+        "num_attention_heads": model.num_attention_heads,
+        "hidden_dropout": model.hidden_dropout,
+        "attention_dropout": model.attention_dropout,
+        "normalization": model.normalization,
+        "gated_linear_unit": model.swiglu,
+        "activation_func": functional.silu if model.swiglu else functional.gelu,
+        "add_bias_linear": not model.swiglu,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype is torch.bfloat16,
+        "use_cpu_initialization": on_cpu,
+        "tensor_model_parallel_size": pipeline.tensor_model_parallel_size,
+        "pipeline_model_parallel_size": pipeline.pipeline_model_parallel_size,
+        "virtual_pipeline_model_parallel_size": pipeline.num_model_chunks if interleaved else None,
+        "deallocate_pipeline_outputs": True,
+        # Gloo has no batched sends; plain ones are the same on the wire.
+        "batch_p2p_comm": not on_cpu,
+        "deterministic_mode": config.train.deterministic,
+    }
+    if interleaved:
+        wanted["microbatch_group_size_per_vp_stage"] = pipeline.microbatch_group_size
+    return transformer_config.TransformerConfig(**wanted)
+
+
+def _wrap_for_data_parallel(
+    config: Config, transformer_config: Any, chunks: list[nn.Module], options: Mapping[str, Any]
+) -> list[nn.Module]:
+    distributed = import_megatron("megatron.core.distributed")
+    train = config.train
+    ddp_config = distributed.DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=train.overlap_grad_reduce,
+        use_distributed_optimizer=train.use_distributed_optimizer,
+        **options,
+    )
+    if not train.use_ddp:
+        _check_without_ddp(config)
+        for chunk in chunks:
+            # Megatron's optimizer asks every chunk for it, wrapped or not.
+            chunk.ddp_config = ddp_config  # type: ignore[assignment]
+        return chunks
+    wrapped: list[nn.Module] = [
+        distributed.DistributedDataParallel(
+            config=transformer_config,
+            ddp_config=ddp_config,
+            module=chunk,
+            # Only the first chunk's reduction is on the critical path.
+            disable_bucketing=index > 0,
+        )
+        for index, chunk in enumerate(chunks)
+    ]
+    if train.overlap_grad_reduce:
+        no_sync: list[Any] = [chunk.no_sync for chunk in wrapped]
+        transformer_config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+    transformer_config.finalize_model_grads_func = distributed.finalize_model_grads
+    return wrapped
+
+
+def _check_without_ddp(config: Config) -> None:
+    if config.pipeline.data_parallel_size > 1:
+        raise ConfigError(
+            "train.use_ddp is false, but pipeline.data_parallel_size is "
+            f"{config.pipeline.data_parallel_size}: nothing would reduce the gradients. Set "
+            "train.use_ddp=true."
+        )
+    split = config.pipeline.pipeline_model_parallel_size > 1
+    if split and not config.model.untie_embeddings_and_output_weights:
+        raise ConfigError(
+            "train.use_ddp is false and the embedding is tied across pipeline stages: nothing would "
+            "add their gradients. Set train.use_ddp=true or "
+            "model.untie_embeddings_and_output_weights=true."
+        )

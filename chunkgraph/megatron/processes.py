@@ -1,0 +1,111 @@
+"""Process groups, device, seeds and determinism of one training process."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from chunkgraph.config import Config
+from chunkgraph.errors import ConfigError, TopologyError
+from chunkgraph.megatron import compat
+from chunkgraph.megatron.cpu_host import cpu_host
+
+__all__ = ["choose_device", "seed_everything", "training_process"]
+
+
+def choose_device(config: Config) -> torch.device:
+    """The device of this process, by ``config.device`` and LOCAL_RANK.
+
+    Raises:
+        ConfigError: a GPU is asked for and this process has none.
+    """
+    num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if config.device == "cpu" or (config.device == "auto" and num_devices == 0):
+        return torch.device("cpu")
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if local_rank >= num_devices:
+        raise ConfigError(
+            f"device is {config.device}, but local rank {local_rank} finds {num_devices} GPUs. "
+            "Use fewer processes on this machine, or device=cpu."
+        )
+    return torch.device("cuda", local_rank)
+
+
+@contextmanager
+def training_process(config: Config) -> Iterator[torch.device]:
+    """Set up what one rank trains with, and take it down again.
+
+    Inside the block: the device, process groups (gloo on a CPU, NCCL on a GPU; collectives end
+    after ``run.timeout_s``), Megatron's model parallel groups, and on a CPU the host stand-ins.
+    Graphs must be gone before the block ends.
+
+    Raises:
+        TopologyError: the number of processes is not what the configuration needs.
+        ConfigError: no such device.
+    """
+    device = choose_device(config)
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size != config.pipeline.world_size:
+        raise TopologyError(
+            f"The configuration needs {config.pipeline.world_size} processes (pipeline "
+            f"{config.pipeline.pipeline_model_parallel_size} x tensor "
+            f"{config.pipeline.tensor_model_parallel_size} x data "
+            f"{config.pipeline.data_parallel_size}), but WORLD_SIZE is {world_size}."
+        )
+    with ExitStack() as stack:
+        if device.type == "cpu":
+            stack.enter_context(cpu_host())
+            torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
+        else:
+            torch.cuda.set_device(device)
+        if config.train.deterministic:
+            _use_deterministic_kernels(device)
+        dist.init_process_group(
+            "gloo" if device.type == "cpu" else "nccl",
+            timeout=timedelta(seconds=config.run.timeout_s),
+        )
+        stack.callback(dist.destroy_process_group)
+        state = compat.import_megatron("megatron.core.parallel_state")
+        virtual = config.pipeline.num_model_chunks
+        state.initialize_model_parallel(
+            tensor_model_parallel_size=config.pipeline.tensor_model_parallel_size,
+            pipeline_model_parallel_size=config.pipeline.pipeline_model_parallel_size,
+            virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
+            distributed_timeout_minutes=math.ceil(config.run.timeout_s / 60),
+        )
+        stack.callback(state.destroy_model_parallel)
+        yield device
+
+
+def seed_everything(seed: int, *, graph_safe: bool = True) -> None:
+    """Start all random numbers of this rank from ``seed``; pipeline ranks differ.
+
+    Args:
+        seed: the run's seed.
+        graph_safe: use a tracker whose states graphs can switch.
+    """
+    state = compat.import_megatron("megatron.core.parallel_state")
+    seed += 100 * state.get_pipeline_model_parallel_rank()
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    compat.seed_model_parallel(seed, graph_safe=graph_safe)
+
+
+def _use_deterministic_kernels(device: torch.device) -> None:
+    # Transformer Engine and cuBLAS read these when they first run.
+    os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    if device.type == "cuda":
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        # Filling fresh memory would only add kernels; nothing reads it.
+        torch.utils.deterministic.fill_uninitialized_memory = False
+        torch.backends.cudnn.benchmark = False

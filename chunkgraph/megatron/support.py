@@ -1,0 +1,103 @@
+"""What the plug-in cannot capture, refused by name when it is attached."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from chunkgraph.errors import ConfigError
+from chunkgraph.megatron import compat
+
+__all__ = ["refuse_unsupported"]
+
+
+@dataclass(frozen=True)
+class _Refusal:
+    """A setting of Megatron's config that a chunk graph cannot honour.
+
+    Attributes:
+        field: name in TransformerConfig; a release without it is fine.
+        wanted: whether the value asks for the feature.
+        why: what would go wrong.
+    """
+
+    field: str
+    wanted: Callable[[Any], bool]
+    why: str
+
+
+_REFUSALS = (
+    _Refusal("num_moe_experts", bool, "expert routing sizes depend on the tokens"),
+    _Refusal("mtp_num_layers", bool, "multi-token prediction shares layers across chunks"),
+    _Refusal("recompute_granularity", lambda v: v is not None, "a graph cannot re-run the forward"),
+    _Refusal("cpu_offloading", bool, "its queues are Python state that a replay does not advance"),
+    _Refusal(
+        "fine_grained_activation_offloading",
+        bool,
+        "its queues are Python state that a replay does not advance",
+    ),
+    _Refusal(
+        "overlap_moe_expert_parallel_comm", bool, "its schedule does not call the block's forward"
+    ),
+    _Refusal("delay_wgrad_compute", bool, "weight gradients would be computed outside the graph"),
+    _Refusal(
+        "hybrid_context_parallel", bool, "its schedule changes the process group between forwards"
+    ),
+    _Refusal("variable_seq_lengths", bool, "a graph has fixed shapes"),
+    _Refusal("moe_hybridep_pad_uneven_dispatch_inputs", bool, "it reads token counts on the host"),
+    _Refusal(
+        "cuda_graph_impl",
+        lambda v: v not in (None, "none"),
+        "Megatron would capture the same layers again",
+    ),
+    _Refusal("enable_cuda_graph", bool, "Megatron would capture the same layers again"),
+    _Refusal("external_cuda_graph", bool, "another graph owner would capture the same layers"),
+)
+
+
+def refuse_unsupported(
+    config: Any, model_chunks: Sequence[nn.Module], device: torch.device
+) -> None:
+    """Check Megatron's settings before anything is attached.
+
+    Args:
+        config: Megatron's TransformerConfig.
+        model_chunks: the chunks as the schedule gets them, wrappers included.
+        device: where the parameters are.
+
+    Raises:
+        ConfigError: naming every setting that cannot be captured.
+    """
+    found = [
+        f"{refusal.field}={getattr(config, refusal.field)!r}: {refusal.why}"
+        for refusal in _REFUSALS
+        if refusal.wanted(getattr(config, refusal.field, None))
+    ]
+    recipe = getattr(config, "fp8_recipe", None)
+    if getattr(config, "fp8", None) and str(getattr(recipe, "value", recipe)) == "delayed":
+        found.append(
+            "fp8_recipe='delayed': its amax reduction crosses the chunk; use tensorwise, "
+            "blockwise or mxfp8"
+        )
+    if any(compat.is_fully_sharded(chunk) for chunk in model_chunks):
+        found.append("FSDP: parameters move, and a graph remembers their addresses")
+    dropout = max(
+        getattr(config, "hidden_dropout", 0.0) or 0.0,
+        getattr(config, "attention_dropout", 0.0) or 0.0,
+    )
+    if dropout > 0 and not compat.rng_is_graph_safe():
+        found.append(
+            f"dropout {dropout} with an RNG tracker that is not graph-safe: every replay would draw "
+            "the same mask; seed with model_parallel_cuda_manual_seed(seed, te_rng_tracker=True) or "
+            f"use_cudagraphable_rng=True (parameters are on {device})"
+        )
+    if found:
+        raise ConfigError(
+            "Chunk graphs cannot hold this model:\n  - "
+            + "\n  - ".join(found)
+            + "\nTurn these off, or train without chunk graphs."
+        )

@@ -1,0 +1,87 @@
+"""Where this rank stands in Megatron's pipeline, and how all ranks agree on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from chunkgraph.errors import ConfigError
+from chunkgraph.megatron import compat
+from chunkgraph.slots import plan_slots
+
+__all__ = ["PipelinePlace", "agree_by_maximum"]
+
+
+@dataclass(frozen=True)
+class PipelinePlace:
+    """This rank's place in the pipeline.
+
+    Attributes:
+        rank: global rank.
+        pipeline_rank: rank in the pipeline-parallel group.
+        pipeline_size: ranks of that group.
+        num_chunks: model chunks on this rank.
+        group_size: microbatches that pass a chunk before the next chunk's turn.
+    """
+
+    rank: int
+    pipeline_rank: int
+    pipeline_size: int
+    num_chunks: int
+    group_size: int
+
+    @classmethod
+    def current(cls, num_chunks: int, config: Any) -> PipelinePlace:
+        """Read Megatron's parallel state.
+
+        Raises:
+            ConfigError: the model parallel groups are not set up.
+        """
+        state = compat.import_megatron("megatron.core.parallel_state")
+        if not state.model_parallel_is_initialized():
+            raise ConfigError(
+                "Megatron's model parallel groups are not set up. Call "
+                "parallel_state.initialize_model_parallel() before attach()."
+            )
+        size = state.get_pipeline_model_parallel_world_size()
+        return cls(
+            rank=dist.get_rank(),
+            pipeline_rank=state.get_pipeline_model_parallel_rank(),
+            pipeline_size=size,
+            num_chunks=num_chunks,
+            group_size=getattr(config, "microbatch_group_size_per_vp_stage", None) or size,
+        )
+
+    def label(self, chunk: int) -> str:
+        """Names a chunk of this rank in errors."""
+        stage = chunk * self.pipeline_size + self.pipeline_rank
+        return f"rank {self.rank}, pipeline stage {stage}, chunk {chunk}"
+
+    def num_slots(self) -> tuple[int, ...]:
+        """Slots of each chunk that are enough for any number of microbatches."""
+        plan = plan_slots(
+            self.pipeline_size, self.num_chunks, self.group_size, rank=self.pipeline_rank
+        )
+        return plan.slots_per_chunk
+
+
+def agree_by_maximum() -> Callable[[Sequence[int]], list[int]] | None:
+    """Element-wise maximum over all ranks, on the host; None for a single process.
+
+    Makes a gloo group of its own, so every rank must call it in the same order as its other
+    process groups.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    group = dist.new_group(backend="gloo")
+
+    def agree(values: Sequence[int]) -> list[int]:
+        tensor = torch.tensor(list(values), dtype=torch.int64, device=torch.device("cpu"))
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
+        return [int(value) for value in tensor]
+
+    return agree

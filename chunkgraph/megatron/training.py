@@ -1,0 +1,175 @@
+"""Train with chunk graphs and, for comparison, eagerly: the same steps from the same seed."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from chunkgraph.config import Config
+from chunkgraph.megatron.compat import versions
+from chunkgraph.megatron.loop import StepRecord, TrainingRun, run_training
+
+__all__ = ["Comparison", "compare_runs", "same_bits", "train"]
+
+OnStep = Callable[[str, StepRecord], None]
+"""Called with ``eager`` or ``chunk`` and the step's record."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two runs of one rank, to the last bit.
+
+    Attributes:
+        losses: whether each step's loss is equal.
+        grad_norms: whether each step's gradient norm is equal.
+        different_parameters: names of parameters that differ after the run.
+        num_parameters: elements compared.
+    """
+
+    losses: tuple[bool, ...]
+    grad_norms: tuple[bool, ...]
+    different_parameters: tuple[str, ...]
+    num_parameters: int
+
+
+def train(
+    config: Config,
+    device: torch.device,
+    *,
+    ddp_options: Mapping[str, Any] | None = None,
+    on_step: OnStep = lambda phase, record: None,
+) -> dict[str, Any]:
+    """Run ``config`` on this rank, with its eager twin where ``train.compare`` is ``eager``.
+
+    Args:
+        config: the run.
+        device: this rank's device; process groups must be set up.
+        ddp_options: further fields of Megatron's DistributedDataParallelConfig.
+        on_step: called after every step of either run.
+
+    Returns:
+        The whole job's results as plain values for JSON, the same on every rank.
+    """
+    eager: TrainingRun | None = None
+    if config.train.compare == "eager":
+        eager = run_training(
+            config,
+            device,
+            use_graphs=False,
+            ddp_options=ddp_options,
+            on_step=lambda record: on_step("eager", record),
+        )
+        _forget_model(device)
+    chunk = run_training(
+        config,
+        device,
+        use_graphs=config.capture.enabled,
+        ddp_options=ddp_options,
+        on_step=lambda record: on_step("chunk", record),
+    )
+    comparison = compare_runs(eager, chunk) if eager is not None else None
+    return _report(chunk, eager, _gather(_of_rank(chunk, comparison)))
+
+
+def compare_runs(eager: TrainingRun, chunk: TrainingRun) -> Comparison:
+    """Compare two runs of the same steps on this rank, bit for bit."""
+    assert eager.parameters.keys() == chunk.parameters.keys()
+    pairs = list(zip(eager.steps, chunk.steps, strict=True))
+    return Comparison(
+        losses=tuple(a.loss.hex() == b.loss.hex() for a, b in pairs),
+        grad_norms=tuple(a.grad_norm.hex() == b.grad_norm.hex() for a, b in pairs),
+        different_parameters=tuple(
+            name
+            for name, value in eager.parameters.items()
+            if not same_bits(value, chunk.parameters[name])
+        ),
+        num_parameters=sum(value.numel() for value in eager.parameters.values()),
+    )
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors hold the same bytes (so NaNs equal themselves, and 0.0 is not -0.0)."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    a, b = a.contiguous().view(-1), b.contiguous().view(-1)
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def _forget_model(device: torch.device) -> None:
+    """Modules and hooks form cycles; collect them so that the second run has the memory."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _of_rank(chunk: TrainingRun, comparison: Comparison | None) -> dict[str, Any]:
+    return {
+        "num_slots": list(chunk.num_slots),
+        "num_graphs": chunk.num_graphs,
+        "captures_after_first_session": chunk.captures_after_first_session,
+        "comparison": comparison,
+    }
+
+
+def _gather(mine: dict[str, Any]) -> list[dict[str, Any]]:
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [mine]
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, mine)
+    return ranks
+
+
+def _report(
+    chunk: TrainingRun, eager: TrainingRun | None, ranks: list[dict[str, Any]]
+) -> dict[str, Any]:
+    comparisons: list[Comparison] = [r["comparison"] for r in ranks if r["comparison"] is not None]
+    compared = bool(comparisons)
+    return {
+        "versions": versions(),
+        "steps": [
+            _step(index, record, eager, comparisons) for index, record in enumerate(chunk.steps)
+        ],
+        "parameters_equal": (
+            not any(c.different_parameters for c in comparisons) if compared else None
+        ),
+        "different_parameters": {
+            f"rank {rank}": list(c.different_parameters)
+            for rank, c in enumerate(comparisons)
+            if c.different_parameters
+        },
+        "num_parameters_compared": sum(c.num_parameters for c in comparisons),
+        "capture_sessions": chunk.capture_sessions,
+        "captures_after_first_session": max(r["captures_after_first_session"] for r in ranks),
+        "slots_per_chunk": [r["num_slots"] for r in ranks],
+        "num_graphs": sum(r["num_graphs"] for r in ranks),
+    }
+
+
+def _step(
+    index: int, record: StepRecord, eager: TrainingRun | None, comparisons: list[Comparison]
+) -> dict[str, Any]:
+    twin = eager.steps[index] if eager is not None else None
+    return {
+        "step": record.step,
+        "num_microbatches": record.num_microbatches,
+        "loss_chunk": record.loss,
+        "loss_eager": twin.loss if twin else None,
+        "grad_norm_chunk": record.grad_norm,
+        "grad_norm_eager": twin.grad_norm if twin else None,
+        "loss_chunk_hex": record.loss.hex(),
+        "loss_eager_hex": twin.loss.hex() if twin else None,
+        "grad_norm_chunk_hex": record.grad_norm.hex(),
+        "grad_norm_eager_hex": twin.grad_norm.hex() if twin else None,
+        "loss_equal": all(c.losses[index] for c in comparisons) if twin else None,
+        "grad_norm_equal": all(c.grad_norms[index] for c in comparisons) if twin else None,
+        "captures": record.captures,
+        "replays": record.replays,
+        "fallbacks": record.fallbacks,
+        "step_ms_chunk": record.step_ms,
+        "step_ms_eager": twin.step_ms if twin else None,
+    }

@@ -1,0 +1,131 @@
+"""One training process: ``python -m chunkgraph.megatron.worker CONFIG RUN_DIR``.
+
+Started once for each rank, with RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT set as
+torchrun sets them. Leaves in the run folder:
+
+* ``rank0.json``: the results, by rank 0, whole or not at all;
+* ``progress.jsonl``: a line for each step and capture, by rank 0;
+* ``error_rank{r}.txt``: when rank r fails, one clear message, an empty line, the traceback.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import os
+import signal
+import sys
+import traceback
+import warnings
+from pathlib import Path
+from typing import Any
+
+from chunkgraph.errors import ChunkGraphError, ConfigError, MissingDependencyError
+
+__all__ = ["die_with_parent", "main"]
+
+_EXIT_FAILED = 1
+_EXIT_USAGE = 2
+_PR_SET_PDEATHSIG = 1
+_LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out")
+
+
+def main(config_path: str, run_dir: str) -> int:
+    """Train by the configuration file; returns the exit code (0, 1 failed, 2 bad usage)."""
+    rank = int(os.environ.get("RANK", "0"))
+    folder = Path(run_dir)
+    try:
+        die_with_parent()
+        results = _train(config_path, folder if rank == 0 else None)
+        if rank == 0:
+            _write_whole(folder / "rank0.json", json.dumps(results, indent=1) + "\n")
+    except Exception as error:
+        text = f"{_message(error, rank)}\n\n{traceback.format_exc()}"
+        _write_whole(folder / f"error_rank{rank}.txt", text)
+        print(text, file=sys.stderr, flush=True)
+        usage = isinstance(error, (ConfigError, MissingDependencyError))
+        return _EXIT_USAGE if usage else _EXIT_FAILED
+    return 0
+
+
+def die_with_parent() -> None:
+    """Ask Linux to kill this process when the one that started it ends; elsewhere do nothing."""
+    if sys.platform != "linux":
+        return
+    parent = os.getppid()
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it ended before the call
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _train(config_path: str, folder: Path | None) -> dict[str, Any]:
+    # Imported here: a bad configuration needs no torch, and an import that fails is reported.
+    from chunkgraph.config import load_config
+
+    config = load_config(config_path)
+    if not config.run.debug:
+        _keep_quiet()
+    from chunkgraph.megatron.loop import StepRecord
+    from chunkgraph.megatron.processes import training_process
+    from chunkgraph.megatron.training import train
+
+    def on_step(phase: str, record: StepRecord) -> None:
+        if folder is None:
+            return
+        line = {
+            "phase": phase,
+            "step": record.step,
+            "num_steps": len(config.train.num_microbatches),
+            "loss": record.loss,
+            "num_microbatches": record.num_microbatches,
+        }
+        events = ["capture", "step"] if record.captures else ["step"]
+        with (folder / "progress.jsonl").open("a", encoding="utf-8") as file:
+            for event in events:
+                file.write(json.dumps({**line, "event": event}) + "\n")
+
+    with training_process(config) as device:
+        return train(config, device, on_step=on_step)
+
+
+def _keep_quiet() -> None:
+    """Drop what every rank would print about packages and torch calls that no user can change."""
+    warnings.filterwarnings("ignore", module=r"(megatron|transformer_engine|torch\.distributed)\b")
+    warnings.filterwarnings(
+        "ignore", message=r"The \.grad attribute of a Tensor that is not a leaf"
+    )
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+
+
+def _message(error: Exception, rank: int) -> str:
+    text = str(error).strip() or type(error).__name__
+    if isinstance(error, ChunkGraphError):
+        return text if text.lower().startswith("rank") else f"Rank {rank}: {text}"
+    first = text.splitlines()[0]
+    if any(sign in text for sign in _LOST_PEER):
+        return (
+            f"Rank {rank} stopped because another rank ended or did not answer in time "
+            f"({first}). The cause is in that rank's error file or log."
+        )
+    return f"Rank {rank} failed: {type(error).__name__}: {first}"
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Write through a temporary file, so that nobody reads half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        print("usage: python -m chunkgraph.megatron.worker CONFIG RUN_DIR", file=sys.stderr)
+        raise SystemExit(_EXIT_USAGE)
+    code = main(sys.argv[1], sys.argv[2])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Interpreter shutdown would wait for threads of groups whose peers may be gone.
+    os._exit(code)

@@ -1,0 +1,27 @@
+"""Slots: how many a rank needs (pure), what they cost (estimated), who holds them (at run time).
+
+Needs no torch.
+"""
+
+from __future__ import annotations
+
+from .estimate import MemoryEstimate, ModelSizes, estimate_memory
+from .lifetime import InFlight, Lifetime, assign_slots, in_flight, lifetimes
+from .machine import SlotMachine, SlotState
+from .plan import SlotPlan, plan_all_ranks, plan_slots
+
+__all__ = [
+    "InFlight",
+    "Lifetime",
+    "MemoryEstimate",
+    "ModelSizes",
+    "SlotMachine",
+    "SlotPlan",
+    "SlotState",
+    "assign_slots",
+    "estimate_memory",
+    "in_flight",
+    "lifetimes",
+    "plan_all_ranks",
+    "plan_slots",
+]

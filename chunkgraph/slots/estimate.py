@@ -1,0 +1,158 @@
+"""Memory of a plan, estimated from the sizes of a transformer.
+
+Activations follow Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer
+Models", section 4: a layer saves ``s b h (34 + 5 a s / h)`` bytes in 16-bit without recomputation,
+and with tensor parallel size t ``s b h (10 + 24 / t + 5 a s / (h t))``. Term by term, with e bytes
+per element (e = 2 and ffn = 4 h give the paper's numbers):
+
+- not split by t: two norm inputs, the inputs of attention and MLP, 4 e h; two dropout masks, 2 h;
+- split by t: queries, keys, values and the input of the output projection, 4 e h (the paper's
+  multi-head attention; fewer key-value heads save less); the two MLP middles, 2 e ffn;
+- attention scores, split by t: softmax, its dropout mask and its dropped output, (2 e + 1) a s.
+  Flash attention keeps none of the three, only one 4-byte log-sum-exp per head and token.
+
+An estimate for choosing sizes, not a measurement.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from chunkgraph.errors import ConfigError, TopologyError
+
+from .plan import SlotPlan
+
+__all__ = ["MemoryEstimate", "ModelSizes", "estimate_memory"]
+
+_LOG_SUM_EXP_BYTES = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSizes:
+    """What the estimate needs to know of a model.
+
+    Attributes:
+        num_layers: Transformer layers of the whole model, spread evenly over all stages.
+        hidden_size: Width h.
+        ffn_hidden_size: Middle width of the MLP.
+        num_attention_heads: Heads a.
+        seq_length: Tokens s of one sequence.
+        micro_batch_size: Sequences b in one microbatch.
+        vocab_size: Rows of the embedding.
+        bytes_per_element: Bytes e of an activation and of a parameter.
+        gradient_bytes_per_element: Bytes of an accumulated gradient; Megatron accumulates in fp32.
+        tensor_parallel_size: Size t, without sequence parallelism.
+        has_flash_attention: Attention scores are not saved.
+        has_gated_mlp: The MLP has a gate, a third matrix (SwiGLU).
+        has_tied_embeddings: The output layer shares the embedding's weights; they are held once on
+            a rank, but still by the first and by the last.
+    """
+
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_attention_heads: int
+    seq_length: int
+    micro_batch_size: int
+    vocab_size: int
+    bytes_per_element: int = 2
+    gradient_bytes_per_element: int = 4
+    tensor_parallel_size: int = 1
+    has_flash_attention: bool = True
+    has_gated_mlp: bool = False
+    has_tied_embeddings: bool = False
+
+    def __post_init__(self) -> None:
+        for name in self.__dataclass_fields__:
+            value = getattr(self, name)
+            if not isinstance(value, bool) and value < 1:
+                raise ConfigError(f"model: {name} is {value}, but must be at least 1")
+
+    @property
+    def hidden_bytes(self) -> int:
+        """One hidden-state tensor of one microbatch."""
+        tokens = self.seq_length * self.micro_batch_size
+        return tokens * self.hidden_size * self.bytes_per_element
+
+    @property
+    def layer_activation_bytes(self) -> int:
+        """What one layer saves for its backward, for one microbatch."""
+        tokens = self.seq_length * self.micro_batch_size
+        hidden, element = self.hidden_size, self.bytes_per_element
+        whole = hidden * (4 * element + 2)
+        num_middles = 3 if self.has_gated_mlp else 2
+        split = 4 * element * hidden + num_middles * element * self.ffn_hidden_size
+        if self.has_flash_attention:
+            split += _LOG_SUM_EXP_BYTES * self.num_attention_heads
+        else:
+            split += (2 * element + 1) * self.num_attention_heads * self.seq_length
+        return tokens * whole + -(-tokens * split // self.tensor_parallel_size)
+
+    @property
+    def num_layer_parameters(self) -> int:
+        """Parameters of one layer on one tensor-parallel rank; biases and norms left out."""
+        num_mlp_matrices = 3 if self.has_gated_mlp else 2
+        attention = 4 * self.hidden_size * self.hidden_size
+        mlp = num_mlp_matrices * self.hidden_size * self.ffn_hidden_size
+        return -(-(attention + mlp) // self.tensor_parallel_size)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryEstimate:
+    """Estimated bytes on one rank. Optimizer state is not in it.
+
+    Attributes:
+        slot_bytes_per_chunk: Per chunk, one of its slots: saved activations, input and output.
+        slot_bytes: All slots of all chunks.
+        scratch_bytes: What is dead at the end of every graph, shared by all of them.
+        parameter_bytes: Weights, the embedding on the first rank and the output layer on the last.
+        gradient_bytes: Accumulated gradients of these weights.
+    """
+
+    slot_bytes_per_chunk: tuple[int, ...]
+    slot_bytes: int
+    scratch_bytes: int
+    parameter_bytes: int
+    gradient_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """All of the above."""
+        return self.slot_bytes + self.scratch_bytes + self.parameter_bytes + self.gradient_bytes
+
+
+def estimate_memory(plan: SlotPlan, model: ModelSizes) -> MemoryEstimate:
+    """Estimate the memory one rank needs for a plan.
+
+    Assumes: no recomputation, no sequence or context parallelism, dense layers. A slot also holds
+    its chunk's output (the input counts as saved by the first norm).
+    Scratch is taken as the gradients of one layer's activations and weights, a rough figure.
+    Embedding, output layer and loss run outside the slots; their activations are not counted.
+
+    Raises:
+        TopologyError: The layers cannot be spread evenly over the stages.
+    """
+    num_stages = plan.num_ranks * plan.num_chunks
+    if model.num_layers % num_stages:
+        raise TopologyError(
+            f"{model.num_layers} layers cannot be spread evenly over {num_stages} stages "
+            f"({plan.num_ranks} ranks x {plan.num_chunks} chunks): choose a multiple of "
+            f"{num_stages} layers, or other sizes"
+        )
+    layers_per_chunk = model.num_layers // num_stages
+    chunk_bytes = layers_per_chunk * model.layer_activation_bytes + model.hidden_bytes
+    embedding = -(-model.vocab_size * model.hidden_size // model.tensor_parallel_size)
+    num_embeddings = (plan.rank == 0) + (plan.rank == plan.num_ranks - 1)
+    if model.has_tied_embeddings:
+        num_embeddings = min(num_embeddings, 1)
+    num_parameters = (
+        layers_per_chunk * plan.num_chunks * model.num_layer_parameters + num_embeddings * embedding
+    )
+    return MemoryEstimate(
+        slot_bytes_per_chunk=(chunk_bytes,) * plan.num_chunks,
+        slot_bytes=plan.num_slots * chunk_bytes,
+        scratch_bytes=model.layer_activation_bytes
+        + model.num_layer_parameters * model.bytes_per_element,
+        parameter_bytes=num_parameters * model.bytes_per_element,
+        gradient_bytes=num_parameters * model.gradient_bytes_per_element,
+    )

@@ -1,0 +1,262 @@
+"""The slots of one rank while a step runs: who may use which, now.
+
+A slot goes FREE -> FORWARD_DONE -> BACKWARD -> FREE. Anything else is refused, because a graph
+replayed into a slot that is in use gives wrong numbers without any other sign.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import NoReturn
+
+from chunkgraph.errors import SlotError
+from chunkgraph.schedules import Schedule
+
+from .report import Event, describe_misuse
+
+__all__ = ["SlotMachine", "SlotState"]
+
+
+class SlotState(Enum):
+    """What a slot is doing."""
+
+    FREE = "free"
+    FORWARD_DONE = "forward done, waits for its backward"
+    BACKWARD = "in backward"
+
+
+class SlotMachine:
+    """Hands out and takes back the slots of one rank's model chunks.
+
+    A step is ``begin_step``, then any legal order of ``acquire_forward``, ``begin_backward`` and
+    ``release``, then ``end_step``; after an exception ``abort_step`` instead. Every call costs a
+    few list operations, however many slots there are. Not safe for use by several threads.
+
+    Args:
+        num_slots: Slots of each chunk.
+        label: Whose slots they are, such as ``rank 1``, for messages.
+        schedule: If given, messages also show where in it the rank was; see ``begin_step``.
+        rank: The rank in ``schedule``.
+    """
+
+    def __init__(
+        self,
+        num_slots: Sequence[int],
+        label: str,
+        schedule: Schedule | None = None,
+        rank: int = 0,
+    ) -> None:
+        if not num_slots or min(num_slots) < 1:
+            raise SlotError(f"{label}: every chunk needs at least one slot, got {list(num_slots)}")
+        self._num_slots = tuple(num_slots)
+        self._label = label
+        self._schedule = schedule
+        self._rank = rank
+        self._in_step = False
+        self._events: list[Event] = []
+        self._reset()
+
+    @property
+    def num_slots(self) -> tuple[int, ...]:
+        """Slots of each chunk."""
+        return self._num_slots
+
+    @property
+    def label(self) -> str:
+        """Whose slots they are."""
+        return self._label
+
+    @property
+    def in_step(self) -> bool:
+        """Whether a step is running."""
+        return self._in_step
+
+    @property
+    def num_busy(self) -> int:
+        """Slots in use, all chunks together."""
+        every = zip(self._free, self._num_slots, strict=True)
+        return sum(count - free.bit_count() for free, count in every)
+
+    def state(self, chunk: int, slot: int) -> SlotState:
+        """What a slot is doing."""
+        self._check_place("state", chunk, None, slot)
+        return self._states[chunk][slot]
+
+    def microbatch(self, chunk: int, slot: int) -> int | None:
+        """The microbatch a slot holds, None if it is free."""
+        self._check_place("state", chunk, None, slot)
+        is_free = self._states[chunk][slot] is SlotState.FREE
+        return None if is_free else self._microbatches[chunk][slot]
+
+    def begin_step(self, schedule: Schedule | None = None) -> None:
+        """Start a step.
+
+        Args:
+            schedule: The schedule of this step, for messages only; it stays for later steps.
+
+        Raises:
+            SlotError: A step is running already.
+        """
+        if self._in_step:
+            self._refuse(
+                "begin step", None, None, None, "a step is already running",
+                "call end_step() after the schedule returns, abort_step() after an exception",
+            )  # fmt: skip
+        if schedule is not None:
+            self._schedule = schedule
+        self._events.clear()
+        self._num_forwards = [0] * len(self._num_slots)
+        self._in_step = True
+
+    def acquire_forward(self, chunk: int, microbatch: int | None = None) -> int:
+        """Take the lowest free slot of a chunk for a forward.
+
+        Args:
+            chunk: Index of the model chunk.
+            microbatch: For messages; None counts the chunk's forwards in this step.
+
+        Returns:
+            The slot number.
+
+        Raises:
+            SlotError: Outside a step, unknown chunk, or no slot is free.
+        """
+        self._check_in_step("forward", chunk, microbatch, None)
+        self._check_place("forward", chunk, microbatch, None)
+        if microbatch is None:
+            microbatch = self._num_forwards[chunk]
+        free = self._free[chunk]
+        if not free:
+            self._refuse(
+                "forward", chunk, microbatch, None,
+                f"all {self._num_slots[chunk]} slots of chunk {chunk} are in use",
+                "plan the slots for the schedule that really runs (chunkgraph plan), or check that "
+                "every forward is followed by its backward",
+            )  # fmt: skip
+        lowest = free & -free
+        slot = lowest.bit_length() - 1
+        self._free[chunk] = free ^ lowest
+        self._states[chunk][slot] = SlotState.FORWARD_DONE
+        self._microbatches[chunk][slot] = microbatch
+        self._num_forwards[chunk] += 1
+        self._events.append(("forward", chunk, microbatch, slot))
+        return slot
+
+    def begin_backward(self, chunk: int, slot: int) -> None:
+        """Mark that the backward of what a slot holds starts.
+
+        Raises:
+            SlotError: Outside a step, unknown chunk or slot, or the slot holds no finished forward.
+        """
+        self._check_in_step("backward", chunk, None, slot)
+        self._check_place("backward", chunk, None, slot)
+        state = self._states[chunk][slot]
+        if state is not SlotState.FORWARD_DONE:
+            if state is SlotState.FREE:
+                what, advice = "is free, there is nothing to run backward", (
+                    "run the forward first, and each backward only once (retain_graph does not "
+                    "work with slots)"
+                )  # fmt: skip
+            else:
+                what, advice = "is in backward already", "run each backward only once"
+            self._refuse("backward", chunk, None, slot, f"slot {slot} {what}", advice)
+        self._states[chunk][slot] = SlotState.BACKWARD
+        self._events.append(("backward", chunk, self._microbatches[chunk][slot], slot))
+
+    def release(self, chunk: int, slot: int) -> None:
+        """Free a slot after its backward (after W where the backward is split).
+
+        Raises:
+            SlotError: Outside a step, unknown chunk or slot, or the slot is not in backward.
+        """
+        self._check_in_step("release", chunk, None, slot)
+        self._check_place("release", chunk, None, slot)
+        state = self._states[chunk][slot]
+        if state is not SlotState.BACKWARD:
+            if state is SlotState.FREE:
+                what, advice = "is free already", "release each slot once"
+            else:
+                what, advice = "still waits for its backward", "call begin_backward() first"
+            self._refuse("release", chunk, None, slot, f"slot {slot} {what}", advice)
+        self._states[chunk][slot] = SlotState.FREE
+        self._free[chunk] |= 1 << slot
+        self._events.append(("release", chunk, self._microbatches[chunk][slot], slot))
+
+    def end_step(self) -> None:
+        """End a step.
+
+        Raises:
+            SlotError: Outside a step, or a slot is still in use; the step then stays open.
+        """
+        self._check_in_step("end step", None, None, None)
+        if busy := self.num_busy:
+            self._refuse(
+                "end step", None, None, None, f"{busy} slots are still in use",
+                "run a backward for every forward before the step ends; for forward-only "
+                "evaluation use the eager model; after an exception call abort_step()",
+            )  # fmt: skip
+        self._in_step = False
+
+    def abort_step(self) -> None:
+        """Free everything after an exception, whatever the state; also fine outside a step."""
+        self._reset()
+        self._in_step = False
+
+    def _reset(self) -> None:
+        # Bit s of a chunk's number is set while its slot s is free.
+        self._free = [(1 << count) - 1 for count in self._num_slots]
+        self._states = [[SlotState.FREE] * count for count in self._num_slots]
+        self._microbatches = [[-1] * count for count in self._num_slots]
+        self._num_forwards = [0] * len(self._num_slots)
+
+    def _check_in_step(
+        self, what: str, chunk: int | None, microbatch: int | None, slot: int | None
+    ) -> None:
+        if not self._in_step:
+            self._refuse(
+                what, chunk, microbatch, slot, "no step is running",
+                "call begin_step() before the schedule runs",
+            )  # fmt: skip
+
+    def _check_place(self, what: str, chunk: int, microbatch: int | None, slot: int | None) -> None:
+        if not 0 <= chunk < len(self._num_slots):
+            self._refuse(
+                what, chunk, microbatch, slot,
+                f"there is no chunk {chunk}, only 0..{len(self._num_slots) - 1}",
+                "pass the index of the model chunk on this rank, not its global stage",
+            )  # fmt: skip
+        if slot is not None and not 0 <= slot < self._num_slots[chunk]:
+            self._refuse(
+                what, chunk, microbatch, slot,
+                f"chunk {chunk} has no slot {slot}, only 0..{self._num_slots[chunk] - 1}",
+                "pass the slot that acquire_forward() returned",
+            )  # fmt: skip
+
+    def _refuse(
+        self,
+        what: str,
+        chunk: int | None,
+        microbatch: int | None,
+        slot: int | None,
+        problem: str,
+        advice: str,
+    ) -> NoReturn:
+        busy = [
+            (number, index, self._microbatches[number][index], state.value)
+            for number, states in enumerate(self._states)
+            for index, state in enumerate(states)
+            if state is not SlotState.FREE
+        ]
+        raise SlotError(
+            describe_misuse(
+                label=self._label,
+                call=(what, chunk, microbatch, slot),
+                problem=problem,
+                advice=advice,
+                busy=busy,
+                events=self._events,
+                schedule=self._schedule,
+                rank=self._rank,
+            )
+        )

@@ -1,0 +1,54 @@
+"""Pipeline schedules as plain values: build, validate, simulate, draw, read and write.
+
+Needs no torch. To add a schedule, write one file with ``rank_actions(shape, rank)`` (see
+``one_f_one_b.py``) and list it in ``registry.py``.
+"""
+
+from __future__ import annotations
+
+from .action import Action, Op
+from .draw_svg import draw_svg
+from .draw_text import draw_text, text_panels
+from .legality import check_shape, check_sizes, is_legal_count, legal_counts, nearest_legal_counts
+from .placement import chunk_of, rank_of, stage_of
+from .registry import (
+    ScheduleFamily,
+    build_schedule,
+    get_family,
+    list_schedules,
+    megatron_schedule,
+    megatron_schedule_name,
+)
+from .schedule import Schedule
+from .shape import PipelineShape
+from .simulate import CostModel, Simulation, Span, simulate
+from .validate import validate
+
+__all__ = [
+    "Action",
+    "CostModel",
+    "Op",
+    "PipelineShape",
+    "Schedule",
+    "ScheduleFamily",
+    "Simulation",
+    "Span",
+    "build_schedule",
+    "check_shape",
+    "check_sizes",
+    "chunk_of",
+    "draw_svg",
+    "draw_text",
+    "get_family",
+    "is_legal_count",
+    "legal_counts",
+    "list_schedules",
+    "megatron_schedule",
+    "megatron_schedule_name",
+    "nearest_legal_counts",
+    "rank_of",
+    "simulate",
+    "stage_of",
+    "text_panels",
+    "validate",
+]

@@ -1,0 +1,100 @@
+"""One thing a rank does for one microbatch of one stage.
+
+An action prints as stage, operation, microbatch, the way ``torch.distributed.pipelining`` prints
+it: ``2F0`` is the forward of microbatch 0 on stage 2, ``3SEND_B1`` sends the gradient of
+microbatch 1 away from stage 3.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import Enum
+
+from chunkgraph.errors import ScheduleError
+
+__all__ = ["Action", "Op"]
+
+
+class Op(Enum):
+    """What is done. The value is the text form."""
+
+    F = "F"
+    """Forward."""
+    B = "B"
+    """Whole backward: gradients of the input and of the weights."""
+    I = "I"  # noqa: E741  (the name torch and the zero bubble paper use)
+    """Backward, gradient of the input only."""
+    W = "W"
+    """Backward, gradient of the weights only."""
+    SEND_F = "SEND_F"
+    """Send a forward output to the next stage."""
+    RECV_F = "RECV_F"
+    """Receive a forward input from the previous stage."""
+    SEND_B = "SEND_B"
+    """Send an input gradient to the previous stage."""
+    RECV_B = "RECV_B"
+    """Receive an output gradient from the next stage."""
+
+    @property
+    def is_compute(self) -> bool:
+        """True for F, B, I and W."""
+        return self in _COMPUTE
+
+    @property
+    def is_communication(self) -> bool:
+        """True for the sends and receives."""
+        return self not in _COMPUTE
+
+    @property
+    def gives_input_grad(self) -> bool:
+        """True for the operations the previous stage waits for: B and I."""
+        return self is Op.B or self is Op.I
+
+    @property
+    def ends_lifetime(self) -> bool:
+        """True where saved activations are no longer needed: B, and W but not I."""
+        return self is Op.B or self is Op.W
+
+
+_COMPUTE = frozenset({Op.F, Op.B, Op.I, Op.W})
+_PATTERN = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|F|B|I|W)(\d+)", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One operation on one (stage, microbatch).
+
+    Attributes:
+        op: What is done.
+        stage: Global stage number, ``chunk * num_ranks + rank``.
+        microbatch: Microbatch number within the step, from 0.
+    """
+
+    op: Op
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.op.value}{self.microbatch}"
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """Read the text form back.
+
+        Args:
+            text: Such as ``2F0``; blanks around it are ignored.
+
+        Raises:
+            ScheduleError: The text is not an action.
+        """
+        match = _PATTERN.fullmatch(text.strip())
+        if match is None:
+            operations = ", ".join(op.value for op in Op)
+            raise ScheduleError(
+                f"{text.strip()!r} is not an action: expected <stage><operation><microbatch> with "
+                f"an operation out of {operations}, for example '2F0' (forward of microbatch 0 on "
+                "stage 2)"
+            )
+        stage, op, microbatch = match.groups()
+        return cls(Op(op), int(stage), int(microbatch))

@@ -1,0 +1,174 @@
+"""Draw a simulated schedule as text: time to the right, a row per rank, wrapped to the width."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from .action import Action, Op
+from .simulate import Simulation
+
+__all__ = ["Cell", "Panel", "draw_text", "legend", "text_panels"]
+
+_MIN_WIDTH = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A run of characters: an action, a part of one, or a bubble.
+
+    Attributes:
+        text: Exactly what to print, padded to its length of time.
+        op: The operation, None for a bubble.
+    """
+
+    text: str
+    op: Op | None
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """A stretch of time that fits the width.
+
+    Attributes:
+        start_ms: Simulated time of the left edge.
+        end_ms: Simulated time of the right edge.
+        rows: Per drawn rank, its number and its cells from left to right.
+    """
+
+    start_ms: float
+    end_ms: float
+    rows: tuple[tuple[int, tuple[Cell, ...]], ...]
+
+
+def label(
+    action: Action, num_ranks: int, num_chunks: int, slots: Mapping[tuple[int, int], int] | None
+) -> str:
+    """Text of one action: ``F3.1/0`` is the forward of microbatch 3 on chunk 1 in slot 0."""
+    chunk = f".{action.stage // num_ranks}" if num_chunks > 1 else ""
+    slot = "" if slots is None else f"/{slots[action.stage, action.microbatch]}"
+    return f"{action.op.value}{action.microbatch}{chunk}{slot}"
+
+
+def legend(num_chunks: int, *, has_slots: bool, has_split_backward: bool) -> str:
+    """One line that says how to read a cell."""
+    example = "F3" + (".1" if num_chunks > 1 else "") + ("/0" if has_slots else "")
+    words = "forward of microbatch 3"
+    words += ", chunk 1" if num_chunks > 1 else ""
+    words += ", slot 0" if has_slots else ""
+    others = "I/W: input/weight grad" if has_split_backward else "B: backward"
+    return f"{example}: {words}; {others}"
+
+
+def text_panels(
+    simulation: Simulation,
+    *,
+    slots: Mapping[tuple[int, int], int] | None = None,
+    width: int = 80,
+    ranks: Sequence[int] | None = None,
+) -> tuple[Panel, ...]:
+    """Cut a timeline into panels of cells.
+
+    The shortest kind of action is just wide enough for its label; all others are to scale.
+
+    Args:
+        simulation: The timeline.
+        slots: Slot of every (stage, microbatch), left out of the labels if None.
+        width: Characters per line, row label included; below 40 counts as 40.
+        ranks: Ranks to draw, default all.
+    """
+    schedule, costs = simulation.schedule, simulation.costs
+    shown = range(schedule.num_ranks) if ranks is None else ranks
+    labels = {
+        action: label(action, schedule.num_ranks, schedule.num_chunks, slots)
+        for rank in shown
+        for action in schedule.compute_actions(rank)
+    }
+    if not labels:
+        return ()
+    ops = {action.op for action in labels}
+    # The last character of every action is a gap, so that neighbours stay apart without colour.
+    unit_chars = 1 + max(map(len, labels.values()))
+    unit_ms = min(costs.duration_ms(op) for op in ops)
+    num_columns = max(width, _MIN_WIDTH) - len(_row_label(max(shown)))
+    num_columns = max(unit_chars, num_columns - num_columns % unit_chars)
+    total = _column(simulation.makespan_ms, unit_ms, unit_chars)
+
+    lines = {rank: _line(simulation, rank, labels, unit_ms, unit_chars) for rank in shown}
+    panels = []
+    for left in range(0, total, num_columns):
+        right = min(left + num_columns, total)
+        panels.append(
+            Panel(
+                start_ms=left / unit_chars * unit_ms,
+                end_ms=right / unit_chars * unit_ms,
+                rows=tuple((rank, _cut(lines[rank], left, right)) for rank in shown),
+            )
+        )
+    return tuple(panels)
+
+
+def draw_text(
+    simulation: Simulation,
+    *,
+    slots: Mapping[tuple[int, int], int] | None = None,
+    width: int = 80,
+    ranks: Sequence[int] | None = None,
+) -> str:
+    """Draw a timeline as plain text. Arguments as for ``text_panels``."""
+    schedule = simulation.schedule
+    shown = range(schedule.num_ranks) if ranks is None else ranks
+    blocks = []
+    for panel in text_panels(simulation, slots=slots, width=width, ranks=ranks):
+        lines = [f"time {panel.start_ms:g} to {panel.end_ms:g}"]
+        for rank, cells in panel.rows:
+            body = "".join(cell.text for cell in cells)
+            lines.append(f"{_row_label(rank, max(shown))}{body}".rstrip())
+        blocks.append("\n".join(lines))
+    has_split_backward = any(action.op is Op.I for _, action in schedule)
+    how_to_read = legend(
+        schedule.num_chunks, has_slots=slots is not None, has_split_backward=has_split_backward
+    )
+    return "\n\n".join([*blocks, how_to_read])
+
+
+def _row_label(rank: int, largest: int | None = None) -> str:
+    digits = len(str(rank if largest is None else largest))
+    return f"rank {rank:>{digits}} |"
+
+
+def _column(time_ms: float, unit_ms: float, unit_chars: int) -> int:
+    return round(time_ms / unit_ms * unit_chars)
+
+
+def _line(
+    simulation: Simulation,
+    rank: int,
+    labels: Mapping[Action, str],
+    unit_ms: float,
+    unit_chars: int,
+) -> list[tuple[str, Op | None]]:
+    """One character and its operation per column."""
+    line: list[tuple[str, Op | None]] = []
+    for span in simulation.spans[rank]:
+        start = _column(span.start_ms, unit_ms, unit_chars)
+        end = _column(span.end_ms, unit_ms, unit_chars)
+        line.extend([(" ", None)] * (start - len(line)))
+        text = f"{labels[span.action]:-<{end - start - 1}} "
+        line.extend((character, span.action.op) for character in text)
+    total = _column(simulation.makespan_ms, unit_ms, unit_chars)
+    return line + [(" ", None)] * (total - len(line))
+
+
+def _cut(line: Sequence[tuple[str, Op | None]], left: int, right: int) -> tuple[Cell, ...]:
+    """Group the columns of a panel into cells; the gap character ends a cell."""
+    cells: list[Cell] = []
+    text = ""
+    for column in range(left, right):
+        character, op = line[column]
+        text += character
+        is_end = column + 1 == right or line[column + 1][1] is not op
+        if is_end or (op is not None and character == " "):
+            cells.append(Cell(text, op))
+            text = ""
+    return tuple(cells)

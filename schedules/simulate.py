@@ -1,0 +1,146 @@
+"""Run a schedule against a clock that costs nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from chunkgraph.errors import ScheduleError
+
+from .action import Action, Op
+from .events import Event, event_of, events_needed
+from .schedule import Schedule
+from .validate import validate
+
+__all__ = ["CostModel", "Simulation", "Span", "simulate"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CostModel:
+    """How long one action on one model chunk takes, in milliseconds.
+
+    The defaults count in forwards: a backward is two of them, half for each of its gradients.
+    """
+
+    forward_ms: float = 1.0
+    """F."""
+    backward_ms: float = 2.0
+    """B."""
+    input_grad_ms: float = 1.0
+    """I."""
+    weight_grad_ms: float = 1.0
+    """W."""
+    send_ms: float = 0.0
+    """From the end of an action to its tensor being on another rank."""
+
+    def __post_init__(self) -> None:
+        for op in (Op.F, Op.B, Op.I, Op.W):
+            if not self.duration_ms(op) > 0:
+                raise ScheduleError(
+                    f"cost of {op.value} is {self.duration_ms(op)} ms, but must be above 0"
+                )
+        if not self.send_ms >= 0:
+            raise ScheduleError(f"send_ms is {self.send_ms}, but must not be negative")
+
+    def duration_ms(self, op: Op) -> float:
+        """Time of a compute operation; communication takes no time of a rank."""
+        match op:
+            case Op.F:
+                return self.forward_ms
+            case Op.B:
+                return self.backward_ms
+            case Op.I:
+                return self.input_grad_ms
+            case Op.W:
+                return self.weight_grad_ms
+            case _:
+                return 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One compute action in simulated time."""
+
+    action: Action
+    start_ms: float
+    end_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """The timeline of a schedule.
+
+    Attributes:
+        schedule: What was run.
+        costs: With which costs.
+        spans: Per rank, its compute actions in order.
+    """
+
+    schedule: Schedule
+    costs: CostModel
+    spans: tuple[tuple[Span, ...], ...]
+
+    @property
+    def makespan_ms(self) -> float:
+        """From the start of the first action to the end of the last, over all ranks."""
+        return max((spans[-1].end_ms for spans in self.spans if spans), default=0.0)
+
+    def busy_ms(self, rank: int) -> float:
+        """Time a rank computes."""
+        return sum(span.end_ms - span.start_ms for span in self.spans[rank])
+
+    def bubble_ratio(self, rank: int) -> float:
+        """The idle share of a rank: ``1 - busy / makespan``, from 0 to 1.
+
+        The Megatron-LM papers divide the idle time by the busy time instead.
+        """
+        return 1.0 - self.busy_ms(rank) / self.makespan_ms if self.makespan_ms else 0.0
+
+    def peak_in_flight(self, rank: int) -> int:
+        """Most microbatches, all chunks together, forwarded and not yet released at once."""
+        peak = current = 0
+        for span in self.spans[rank]:
+            if span.action.op is Op.F:
+                current += 1
+                peak = max(peak, current)
+            elif span.action.op.ends_lifetime:
+                current -= 1
+        return peak
+
+
+def simulate(schedule: Schedule, costs: CostModel | None = None) -> Simulation:
+    """Give every compute action a start and an end.
+
+    Each rank runs its actions in order, each as soon as the rank is free and its inputs are there.
+    A tensor reaches another rank ``send_ms`` after the action that made it.
+
+    Not modelled: bandwidth and contention, the time a send or receive takes of either rank, sends
+    that wait for their receives (sends and receives written in the schedule are left out), chunks
+    of different cost, embedding, loss and optimizer, data-parallel communication, and the host.
+
+    Args:
+        schedule: A valid schedule.
+        costs: Time of each operation, default ``CostModel()``.
+
+    Raises:
+        ScheduleError: The schedule is not valid.
+    """
+    validate(schedule)
+    costs = CostModel() if costs is None else costs
+    rows = [schedule.compute_actions(rank) for rank in range(schedule.num_ranks)]
+    spans: list[list[Span]] = [[] for _ in rows]
+    end_ms: dict[Event, float] = {}
+    # Valid schedules always move: some unfinished rank has all the inputs of its next action.
+    while any(len(done) < len(row) for done, row in zip(spans, rows, strict=True)):
+        for rank, row in enumerate(rows):
+            for action in row[len(spans[rank]) :]:
+                needed = events_needed(action, schedule, has_communication=False)
+                if any(event not in end_ms for event in needed):
+                    break
+                start = spans[rank][-1].end_ms if spans[rank] else 0.0
+                for event in needed:
+                    is_local = schedule.rank_of(event[1]) == rank
+                    start = max(start, end_ms[event] + (0.0 if is_local else costs.send_ms))
+                span = Span(action, start, start + costs.duration_ms(action.op))
+                spans[rank].append(span)
+                end_ms[event_of(action)] = span.end_ms
+    return Simulation(schedule, costs, tuple(tuple(done) for done in spans))

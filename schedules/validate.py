@@ -1,0 +1,177 @@
+"""Check that a schedule can run and does all the work, once.
+
+Rules, in the order they are checked: rows and places make sense; every (stage, microbatch) has one
+F and either one B or one I with one W, and with communication every message has one send and one
+receive; on each rank nothing runs before what it needs; the sends of a channel are received in the
+order they are sent; no rank waits for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from chunkgraph.errors import ScheduleError
+
+from .action import Action, Op
+from .events import Event, event_of, events_needed
+from .neighbourhood import neighbourhood
+from .schedule import Schedule
+
+__all__ = ["validate"]
+
+
+def validate(schedule: Schedule) -> None:
+    """Check a schedule, with or without communication actions.
+
+    Raises:
+        ScheduleError: A rule is broken. The message names the rank and the action, and shows the
+            actions around it with an arrow.
+    """
+    _check_places(schedule)
+    _check_each_once(schedule)
+    has_communication = schedule.has_communication
+    _check_order_on_ranks(schedule, has_communication)
+    if has_communication:
+        _check_channels(schedule)
+    _check_no_deadlock(schedule, has_communication)
+
+
+def _fail(schedule: Schedule, rank: int, position: int, problem: str) -> ScheduleError:
+    where = f"rank {rank}, position {position}"
+    grid = neighbourhood(schedule, rank, position)
+    return ScheduleError(f"schedule {schedule.name!r}, {where}: {problem}\n{grid}")
+
+
+def _placed(schedule: Schedule) -> Iterator[tuple[int, int, Action]]:
+    for rank, actions in enumerate(schedule.actions):
+        for position, action in enumerate(actions):
+            yield rank, position, action
+
+
+def _check_places(schedule: Schedule) -> None:
+    if len(schedule.actions) != schedule.num_ranks:
+        raise ScheduleError(
+            f"schedule {schedule.name!r} has {len(schedule.actions)} rows of actions for "
+            f"{schedule.num_ranks} ranks: give one row per rank"
+        )
+    for rank, position, action in _placed(schedule):
+        if not 0 <= action.stage < schedule.num_stages:
+            problem = f"{action} is on a stage outside 0..{schedule.num_stages - 1}"
+        elif not 0 <= action.microbatch < schedule.num_microbatches:
+            problem = f"{action} is on a microbatch outside 0..{schedule.num_microbatches - 1}"
+        elif schedule.rank_of(action.stage) != rank:
+            problem = f"{action} belongs on rank {schedule.rank_of(action.stage)}"
+        else:
+            continue
+        raise _fail(schedule, rank, position, problem)
+
+
+def _check_each_once(schedule: Schedule) -> None:
+    place: dict[Action, tuple[int, int]] = {}
+    for rank, position, action in _placed(schedule):
+        if action in place:
+            problem = f"{action} runs twice, first at position {place[action][1]}"
+            raise _fail(schedule, rank, position, problem)
+        place[action] = (rank, position)
+    has_communication = schedule.has_communication
+    for stage in range(schedule.num_stages):
+        for microbatch in range(schedule.num_microbatches):
+            present = {op for op in Op if Action(op, stage, microbatch) in place}
+            lack = _work_problem(schedule, stage, present, has_communication)
+            if lack is not None:
+                # The arrow goes to what there is of this microbatch, else to the rank's end.
+                rank = schedule.rank_of(stage)
+                places = [place[Action(op, stage, microbatch)] for op in present]
+                rank, position = max(places, default=(rank, len(schedule.actions[rank])))
+                which = f"stage {stage}, microbatch {microbatch}"
+                raise _fail(schedule, rank, position, f"{which}: {lack}")
+
+
+def _work_problem(
+    schedule: Schedule, stage: int, present: set[Op], has_communication: bool
+) -> str | None:
+    if Op.F not in present:
+        return "there is no F"
+    backward = {op.value for op in present & {Op.B, Op.I, Op.W}}
+    if backward not in ({"B"}, {"I", "W"}):
+        found = " and ".join(sorted(backward)) or "none"
+        return f"its backward must be one B, or one I and one W, but is {found}"
+    if not has_communication:
+        return None
+    expected = set()
+    if schedule.num_ranks > 1 and stage > 0:
+        expected |= {Op.RECV_F, Op.SEND_B}
+    if schedule.num_ranks > 1 and stage < schedule.num_stages - 1:
+        expected |= {Op.SEND_F, Op.RECV_B}
+    actual = {op for op in present if op.is_communication}
+    if missing := expected - actual:
+        return f"missing {', '.join(sorted(op.value for op in missing))}"
+    if extra := actual - expected:
+        return f"{', '.join(sorted(op.value for op in extra))} has no stage at its other end"
+    return None
+
+
+def _check_order_on_ranks(schedule: Schedule, has_communication: bool) -> None:
+    for rank, actions in enumerate(schedule.actions):
+        made_at: dict[Event, int] = {event_of(action): at for at, action in enumerate(actions)}
+        for position, action in enumerate(actions):
+            for event in events_needed(action, schedule, has_communication=has_communication):
+                at = made_at.get(event, -1)
+                if at > position:
+                    problem = f"{action} runs before {actions[at]}, which it needs"
+                    raise _fail(schedule, rank, position, problem)
+
+
+def _check_channels(schedule: Schedule) -> None:
+    """Sends of one direction between two ranks must be received in the order they are sent."""
+    for sender in range(schedule.num_ranks):
+        for send, receive, step in ((Op.SEND_F, Op.RECV_F, 1), (Op.SEND_B, Op.RECV_B, -1)):
+            receiver = (sender + step) % schedule.num_ranks
+            sent = [
+                Action(receive, action.stage + step, action.microbatch)
+                for action in schedule.actions[sender]
+                if action.op is send
+            ]
+            received = [
+                (position, action)
+                for position, action in enumerate(schedule.actions[receiver])
+                if action.op is receive
+            ]
+            for expected, (position, action) in zip(sent, received, strict=True):
+                if action != expected:
+                    problem = (
+                        f"{action} is received out of order: the next message rank {sender} "
+                        f"sends here is for {expected}"
+                    )
+                    raise _fail(schedule, receiver, position, problem)
+
+
+def _check_no_deadlock(schedule: Schedule, has_communication: bool) -> None:
+    done: set[Event] = set()
+    position = [0] * schedule.num_ranks
+    is_moving = True
+    while is_moving:
+        is_moving = False
+        for rank, actions in enumerate(schedule.actions):
+            while position[rank] < len(actions):
+                action = actions[position[rank]]
+                needed = events_needed(action, schedule, has_communication=has_communication)
+                if not done.issuperset(needed):
+                    break
+                done.add(event_of(action))
+                position[rank] += 1
+                is_moving = True
+    stuck = {rank: at for rank, at in enumerate(position) if at < len(schedule.actions[rank])}
+    if not stuck:
+        return
+    waits = []
+    for rank, at in sorted(stuck.items()):
+        action = schedule.actions[rank][at]
+        needed = events_needed(action, schedule, has_communication=has_communication)
+        what, stage, microbatch = next(event for event in needed if event not in done)
+        waits.append(
+            f"rank {rank} at {action} (position {at}) waits for the {what} of stage {stage}, "
+            f"microbatch {microbatch}"
+        )
+    rank = min(stuck, key=lambda rank: stuck[rank])
+    raise _fail(schedule, rank, stuck[rank], "deadlock: " + "; ".join(waits))

@@ -1,0 +1,202 @@
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+from chunkgraph.cli import plan
+from chunkgraph.errors import ConfigError, TopologyError
+
+REPOSITORY = Path(__file__).parents[2]
+CONFIG = """\
+model:
+  {num_layers: 8, hidden_size: 64, ffn_hidden_size: 256, num_attention_heads: 4, seq_length: 32}
+pipeline: {pipeline_model_parallel_size: 2, virtual_pipeline_model_parallel_size: 2}
+train: {num_microbatches: [4, 6, 2]}
+"""
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text(CONFIG)
+    return str(path)
+
+
+@pytest.fixture
+def run(capsys):
+    def call(*arguments):
+        parser = argparse.ArgumentParser(prog="chunkgraph")
+        plan.add_parser(parser.add_subparsers(dest="command", required=True))
+        assert plan.run(parser.parse_args(["plan", *map(str, arguments)])) == 0
+        return capsys.readouterr().out
+
+    return call
+
+
+def test_json_has_one_object_per_rank(run):
+    rows = json.loads(run("--pp", 8, "--vpp", 4, "--group-size", 8, "--json"))
+    assert [row["rank"] for row in rows] == list(range(8))
+    assert set(rows[0]) == {
+        "rank", "slots_per_chunk", "num_graphs", "peak_in_flight", "bubble_ratio",
+    }  # fmt: skip
+    assert rows[0]["slots_per_chunk"] == [16, 16, 8, 8]
+    assert rows[7]["slots_per_chunk"] == [16, 9, 8, 1]
+    assert (rows[0]["num_graphs"], rows[0]["peak_in_flight"]) == (96, 39)
+
+
+def test_json_of_one_rank_is_a_list_of_one(run):
+    rows = json.loads(run("--pp", 4, "--num-microbatches", 6, "--rank", 1, "--json"))
+    # Idle 3 (F + B) of 9 (F + B).
+    expected = {"rank": 1, "slots_per_chunk": [3], "num_graphs": 6, "peak_in_flight": 3}
+    assert rows == [{**expected, "bubble_ratio": pytest.approx(1 / 3, abs=1e-6)}]
+
+
+def test_config_adds_memory(run, config):
+    rows = json.loads(run(config, "--json"))
+    assert [row["slots_per_chunk"] for row in rows] == [[4, 2], [3, 1]]
+    for row, num_slots in zip(rows, (6, 4), strict=True):
+        assert row["slot_bytes"] == num_slots * row["slot_bytes_per_chunk"][0] > 0
+        assert row["scratch_bytes"] > 0
+        assert row["gradient_bytes"] == row["parameter_bytes"]  # float32 model
+
+
+def test_overrides_apply(run, config):
+    wider = json.loads(run(config, "model.hidden_size=128", "--json"))
+    assert wider[0]["slot_bytes"] > json.loads(run(config, "--json"))[0]["slot_bytes"]
+
+
+def test_table_and_grid(run, config):
+    out = run(config)
+    assert "slots for any legal number of microbatches" in out
+    assert "One step of 6 microbatches (the largest of the config)" in out
+    assert "estimated" in out
+    assert "rank 0 |F0.0/0" in out
+    assert "F3.1/0: forward of microbatch 3, chunk 1, slot 0" in out
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_grid_of_one_rank(run):
+    out = run("--pp", 2, "--rank", 1)
+    assert "rank 1 |" in out
+    assert "rank 0 |" not in out
+
+
+def test_long_grids_are_cut_unless_asked_for(run):
+    arguments = ("--pp", 4, "--vpp", 2, "--num-microbatches", 64)
+    assert "more panels: --full prints them" in run(*arguments)
+    full = run(*arguments, "--full")
+    assert "more panels" not in full
+    assert "B63.0/" in full
+
+
+def test_gpipe_states_its_limit(run):
+    out = run("--pp", 2, "--schedule", "gpipe", "--num-microbatches", 3)
+    assert "gpipe: slots for up to 3 microbatches" in out
+
+
+def test_zero_bubble(run):
+    out = run("--pp", 2, "--schedule", "zb-h1")
+    assert "I/W: input/weight grad" in out
+
+
+def test_svg_is_written_whole(run, tmp_path):
+    path = tmp_path / "plan.svg"
+    out = run("--pp", 2, "--vpp", 2, "--svg", path, "--json")
+    json.loads(out)
+    root = ET.fromstring(path.read_text())
+    assert "interleaved: 2 ranks, 2 chunks each, 4 microbatches" in "".join(root.itertext())
+    assert [entry.name for entry in tmp_path.iterdir()] == ["plan.svg"]
+    run("--pp", 4, "--svg", path)
+    assert "4 ranks" in path.read_text()
+
+
+@pytest.mark.parametrize("place", ["missing/plan.svg", "."])
+def test_svg_that_cannot_be_written(run, tmp_path, place):
+    with pytest.raises(ConfigError, match="cannot write the picture"):
+        run("--pp", 2, "--svg", tmp_path / place)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), r"give a CONFIG or --pp, for example: chunkgraph plan --pp 4"),
+        (("train.lr=1",), "is an override, but there is no CONFIG"),
+        (("--pp", 2, "--rank", 2), r"--rank 2 is outside 0\.\.1"),
+        (("nowhere.yaml",), "nowhere.yaml"),
+    ],
+)
+def test_bad_usage(run, arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        run(*arguments)
+
+
+@pytest.mark.parametrize("flag", ["--pp", "--vpp", "--group-size"])
+def test_config_and_sizes_do_not_go_together(run, config, flag):
+    with pytest.raises(ConfigError, match=f"{flag} does not go with a CONFIG"):
+        run(config, flag, 4)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--pp", 4, "--vpp", 2, "--num-microbatches", 9),
+        ("--pp", 1, "--vpp", 2),
+        ("--pp", 0),
+        ("--pp", 4, "--vpp", 2, "--group-size", 2),
+        ("--pp", 2, "--num-microbatches", 0),
+        ("--pp", 2, "--vpp", 2, "--schedule", "gpipe"),
+    ],
+)
+def test_impossible_sizes(run, arguments):
+    with pytest.raises(TopologyError):
+        run(*arguments)
+
+
+def test_json_help_says_it_is_a_list(capsys):
+    parser = argparse.ArgumentParser()
+    plan.add_parser(parser.add_subparsers())
+    with pytest.raises(SystemExit):
+        parser.parse_args(["plan", "--help"])
+    assert "--json prints a list with one object per rank" in capsys.readouterr().out
+
+
+def test_command_without_torch(config):
+    """The whole command, with torch made impossible to import."""
+    code = (
+        "import sys\n"
+        "for name in ('torch', 'megatron', 'transformer_engine', 'matplotlib'):\n"
+        "    sys.modules[name] = None\n"
+        "from chunkgraph.cli.__main__ import main\n"
+        f"sys.exit(main(['plan', {config!r}, 'train.num_microbatches=[4]']))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=REPOSITORY,
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "slots for any legal number of microbatches" in done.stdout
+
+
+def test_usage_error_exits_with_2():
+    done = subprocess.run(
+        [sys.executable, "-m", "chunkgraph.cli.__main__", "plan"],
+        cwd=REPOSITORY,
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2
+    assert "for example: chunkgraph plan --pp 4" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,129 @@
+"""The one module of private names, against the installed Megatron."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from chunkgraph.errors import ConfigError, MissingDependencyError
+from chunkgraph.megatron import compat
+
+pytestmark = [pytest.mark.megatron, pytest.mark.timeout(60)]
+
+
+def test_capture_flag_is_set_inside_only(one_rank: torch.device) -> None:
+    from megatron.core.transformer.cuda_graphs import is_graph_capturing
+
+    assert not is_graph_capturing()
+    with pytest.raises(ZeroDivisionError), compat.capture_flag():
+        assert is_graph_capturing()
+        raise ZeroDivisionError
+    assert not is_graph_capturing()
+
+
+def test_only_the_hooks_of_ddp_are_called_and_the_list_is_read_anew(one_rank: torch.device) -> None:
+    called: list[str] = []
+    module = nn.Linear(2, 2)
+
+    def gather(module: nn.Module, args: tuple[()]) -> None:
+        called.append("gather")
+
+    gather.__module__ = compat._DDP
+
+    def foreign(module: nn.Module, args: tuple[()]) -> None:
+        called.append("foreign")
+
+    module.register_forward_pre_hook(foreign)
+    compat.call_parameter_gather_hooks([module])
+    assert called == []
+    handle = module.register_forward_pre_hook(gather)
+    compat.call_parameter_gather_hooks([module, module])
+    handle.remove()
+    compat.call_parameter_gather_hooks([module])
+    assert called == ["gather", "gather"]
+
+
+def test_the_hooks_of_this_release_are_recognised(one_rank: torch.device) -> None:
+    """DDP's own pre-hook comes from the module the plug-in looks for."""
+    from megatron.core.distributed import DistributedDataParallel
+
+    hook = DistributedDataParallel._make_forward_pre_hook(SimpleNamespace())
+    assert hook.__module__ == compat._DDP
+
+
+@pytest.mark.parametrize("takes_force", [True, False])
+def test_grad_ready_signature_is_detected(one_rank: torch.device, takes_force: bool) -> None:
+    calls: list[tuple[Any, ...]] = []
+
+    class WithForce:
+        def register_grad_ready(self, param: Any, force_all_reduce: bool = False) -> None:
+            calls.append((param, force_all_reduce))
+
+    class Without:
+        def register_grad_ready(self, param: Any) -> None:
+            calls.append((param,))
+
+    parameter, other = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+    ddp: Any = nn.Module()
+    ddp.ddp_config = SimpleNamespace(overlap_grad_reduce=True)
+    ddp.param_to_bucket_group = {parameter: WithForce() if takes_force else Without()}
+    ddp.force_all_reduce = True
+    signal = compat.grad_ready_signal(ddp, [parameter, other])
+    assert signal is not None
+    signal()
+    assert calls == [(parameter, True) if takes_force else (parameter,)]
+
+
+def test_no_signal_without_overlap_and_a_clear_error_without_buckets() -> None:
+    ddp: Any = nn.Module()
+    ddp.ddp_config = SimpleNamespace(overlap_grad_reduce=False)
+    ddp.param_to_bucket_group = {}
+    assert compat.grad_ready_signal(ddp, []) is None
+    with pytest.raises(ConfigError, match="gradient buckets"):
+        compat.grad_ready_signal(nn.Module(), [])
+
+
+def test_a_name_that_a_release_moved_is_told(one_rank: torch.device) -> None:
+    with pytest.raises(ConfigError, match="no_such_name"):
+        compat._private("megatron.core.transformer.cuda_graphs", "no_such_name")
+    with pytest.raises(MissingDependencyError, match="no_such_room"):
+        compat.import_megatron("megatron.core.no_such_room")
+
+
+def test_patches_are_undone_in_full() -> None:
+    target = SimpleNamespace(kept=1)
+    undo = compat.patch_attributes(target, {"kept": 2, "added": 3})
+    assert (target.kept, target.added) == (2, 3)
+    undo()
+    assert vars(target) == {"kept": 1}
+
+
+def test_the_schedules_import_without_triton() -> None:
+    """Nothing is stubbed for torch or any other module."""
+    code = """
+import importlib.util, sys
+from chunkgraph.megatron.cpu_host import cpu_host
+with cpu_host():
+    import megatron.core.pipeline_parallel.schedules
+    import megatron.core.transformer.moe.moe_layer
+assert importlib.util.find_spec("triton") is None or "triton" not in sys.meta_path
+assert "triton" not in sys.modules or importlib.util.find_spec("triton") is not None
+print("ok")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=False
+    )
+    assert done.stdout.strip().endswith("ok"), done.stderr[-2000:]
+
+
+def test_versions_are_those_of_the_distributions(one_rank: torch.device) -> None:
+    found = compat.versions()
+    assert found["torch"] == torch.__version__
+    assert "+" not in found["megatron_core"]
+    assert found["megatron_core"][0].isdigit()

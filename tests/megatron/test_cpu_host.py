@@ -1,0 +1,152 @@
+"""The CPU host: what it maps, that it undoes all of it, and random numbers that graphs repeat."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from chunkgraph.graphs import RecorderBackend
+from chunkgraph.megatron.cpu_host import CpuHost, cpu_host
+
+pytestmark = [pytest.mark.megatron, pytest.mark.timeout(60)]
+
+_RANDOM = "megatron.core.tensor_parallel.random"
+
+
+@pytest.fixture
+def host() -> Iterator[CpuHost]:
+    with cpu_host() as host:
+        yield host
+
+
+@pytest.fixture
+def tracker(host: CpuHost):  # type: ignore[no-untyped-def]
+    random = importlib.import_module(_RANDOM)
+    tracker = random.get_cuda_rng_tracker()
+    torch.cuda.manual_seed(11)
+    tracker.add("model-parallel-rng", 22)
+    tracker.add("other", 33)
+    return tracker
+
+
+def test_cuda_means_cpu(host: CpuHost) -> None:
+    assert torch.zeros(2, device="cuda").device.type == "cpu"
+    assert torch.empty(2, device=torch.device("cuda", 0)).device.type == "cpu"
+    assert torch.zeros(1, device=torch.cuda.current_device()).device.type == "cpu"
+    tensor = torch.ones(2)
+    assert tensor.cuda() is tensor
+    assert tensor.to("cuda").device.type == "cpu"
+    assert torch.zeros(2, pin_memory=True).device.type == "cpu"
+    assert tensor.type() == "torch.cuda.FloatTensor"
+    assert tensor.type(torch.float64).dtype == torch.float64
+    with torch.cuda.stream(torch.cuda.Stream()):
+        event = torch.cuda.Event()
+        event.record()
+    torch.cuda.current_stream().wait_event(event)
+    assert not torch.cuda.is_available()
+
+
+def test_everything_is_undone() -> None:
+    random = importlib.import_module(_RANDOM)
+    before = dict(torch.cuda.__dict__), dict(random.__dict__)
+    with cpu_host() as host:
+        assert host.installed
+        assert torch.cuda.__dict__ != before[0]
+    assert (dict(torch.cuda.__dict__), dict(random.__dict__)) == before
+    assert not host.installed
+    with pytest.raises((AssertionError, RuntimeError)):
+        torch.zeros(1, device="cuda")
+
+
+def test_installing_twice_is_the_same_as_once() -> None:
+    host = CpuHost().install()
+    assert host.install() is host
+    host.remove()
+    host.remove()
+    assert torch.ones(1).type() == "torch.FloatTensor"
+
+
+def test_an_error_inside_is_undone_too(host: CpuHost) -> None:
+    host.remove()
+    with pytest.raises(ZeroDivisionError), cpu_host() as inner:
+        assert inner.rng is not None
+        inner.rng.switch_to(inner.rng.clone_current())
+        raise ZeroDivisionError
+    assert torch.ones(1).type() == "torch.FloatTensor"
+
+
+def test_forks_draw_from_their_own_sequence(tracker) -> None:  # type: ignore[no-untyped-def]
+    expected = torch.rand(6, generator=torch.Generator().manual_seed(22))
+    outer = torch.rand(4, generator=torch.Generator().manual_seed(11))
+    got, around = [], [torch.rand(2)]
+    for _ in range(3):
+        with tracker.fork():
+            got.append(torch.rand(2))
+            with tracker.fork("other"):
+                torch.rand(5)
+    around.append(torch.rand(2))
+    assert torch.equal(torch.cat(got), expected)
+    assert torch.equal(torch.cat(around), outer)
+    with pytest.raises(KeyError, match="missing"), tracker.fork("missing"):
+        pass
+
+
+def test_a_fork_that_fails_switches_back(host: CpuHost, tracker) -> None:  # type: ignore[no-untyped-def]
+    assert host.rng is not None
+    with pytest.raises(ZeroDivisionError), tracker.fork():
+        raise ZeroDivisionError
+    assert host.rng.current is host.rng.default
+
+
+def test_states_can_be_read_and_set_live_or_not(host: CpuHost) -> None:
+    assert host.rng is not None
+    other = host.rng.clone_current().manual_seed(5)
+    kept = other.get_state()
+    host.rng.switch_to(other)
+    first = torch.rand(3)
+    other.set_state(kept)
+    assert torch.equal(torch.rand(3), first)
+    host.rng.switch_to(host.rng.default)
+    other.set_state(kept)
+    host.rng.switch_to(other)
+    assert torch.equal(torch.rand(3), first)
+
+
+def _noisy(tracker, x: torch.Tensor) -> torch.Tensor:  # type: ignore[no-untyped-def]
+    """Dropout from three sequences, as a transformer layer has it."""
+    with tracker.fork():
+        x = torch.dropout(x, 0.5, train=True)
+    x = torch.dropout(x, 0.5, train=True) + 1
+    with tracker.fork("other"):
+        return torch.dropout(x, 0.5, train=True)
+
+
+def test_replays_draw_what_eager_calls_would(host: CpuHost, tracker) -> None:  # type: ignore[no-untyped-def]
+    from chunkgraph.megatron.compat import preserve_rng
+
+    x = torch.ones(64)
+    with preserve_rng():
+        expected = [_noisy(tracker, x) for _ in range(6)]
+    assert not torch.equal(expected[0], expected[1])
+    backend = RecorderBackend()
+    pool = backend.new_pool("p")
+    with preserve_rng(), backend.capture("noisy", pool) as graph:
+        out = _noisy(tracker, x)
+    got = [_noisy(tracker, x)]
+    for _ in range(4):
+        graph.replay()
+        got.append(out.clone())
+    got.append(_noisy(tracker, x))  # eager and replayed draws mix
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+def test_preserving_random_state_covers_every_sequence(tracker) -> None:  # type: ignore[no-untyped-def]
+    from chunkgraph.megatron.compat import preserve_rng
+
+    x = torch.ones(32)
+    with preserve_rng():
+        first = _noisy(tracker, x)
+    assert torch.equal(_noisy(tracker, x), first)

@@ -1,0 +1,274 @@
+"""Attaching to a model in this process: what is refused, what is put back, when it stays eager."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from chunkgraph.config import Config, config_from_mapping
+from chunkgraph.errors import ConfigError, SlotError
+
+pytestmark = [pytest.mark.megatron, pytest.mark.timeout(60)]
+
+MakeConfig = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def config(make_config: MakeConfig) -> Config:
+    return config_from_mapping(make_config(model={"hidden_dropout": 0.1}))
+
+
+@pytest.fixture
+def chunks(one_rank: torch.device, config: Config) -> Iterator[list[nn.Module]]:
+    from chunkgraph.megatron.model import build_model
+    from chunkgraph.megatron.processes import seed_everything
+
+    seed_everything(config.train.seed)
+    yield build_model(config, one_rank)
+
+
+def _block(chunks: list[nn.Module]) -> Any:
+    return next(
+        m for m in chunks[0].modules() if hasattr(m, "set_input_tensor") and hasattr(m, "layers")
+    )
+
+
+def _inputs(requires_grad: bool = True) -> dict[str, Any]:
+    mask = torch.triu(torch.ones(1, 1, 16, 16, dtype=torch.bool), diagonal=1)
+    hidden = torch.randn(16, 2, 32, generator=torch.Generator().manual_seed(1))
+    return {"hidden_states": hidden.requires_grad_(requires_grad), "attention_mask": mask}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("num_moe_experts", 4),
+        ("mtp_num_layers", 1),
+        ("recompute_granularity", "full"),
+        ("recompute_granularity", "selective"),
+        ("cpu_offloading", True),
+        ("fine_grained_activation_offloading", True),
+        ("overlap_moe_expert_parallel_comm", True),
+        ("delay_wgrad_compute", True),
+        ("hybrid_context_parallel", True),
+        ("variable_seq_lengths", True),
+        ("cuda_graph_impl", "local"),
+    ],
+)
+def test_unsupported_settings_are_refused_by_name(
+    chunks: list[nn.Module], name: str, value: object
+) -> None:
+    from chunkgraph.megatron.plugin import attach
+
+    setattr(chunks[0].config, name, value)
+    with pytest.raises(ConfigError, match=rf"{name}={value!r}"):
+        attach(chunks)
+    assert "forward" not in _block(chunks).__dict__
+
+
+def test_delayed_fp8_is_refused_and_other_recipes_are_not(chunks: list[nn.Module]) -> None:
+    from chunkgraph.megatron.plugin import attach
+
+    chunks[0].config.fp8, chunks[0].config.fp8_recipe = "e4m3", "delayed"
+    with pytest.raises(ConfigError, match="fp8_recipe='delayed'"):
+        attach(chunks)
+    chunks[0].config.fp8_recipe = "tensorwise"
+    attach(chunks).detach()
+
+
+def test_several_refusals_are_told_at_once(chunks: list[nn.Module]) -> None:
+    from chunkgraph.megatron.plugin import attach
+
+    chunks[0].config.cpu_offloading = True
+    chunks[0].config.num_moe_experts = 2
+    with pytest.raises(ConfigError, match=r"(?s)num_moe_experts.*cpu_offloading"):
+        attach(chunks)
+
+
+def test_fully_sharded_parameters_are_refused(chunks: list[nn.Module]) -> None:
+    from chunkgraph.megatron.plugin import attach
+
+    class FullyShardedDataParallel(nn.Module):
+        def __init__(self, module: nn.Module) -> None:
+            super().__init__()
+            self.module = module
+
+    with pytest.raises(ConfigError, match="FSDP"):
+        attach([FullyShardedDataParallel(chunks[0])])
+
+
+def test_dropout_needs_a_graph_safe_tracker(
+    chunks: list[nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    from chunkgraph.megatron.plugin import attach
+
+    monkeypatch.setattr(get_cuda_rng_tracker(), "use_cudagraphable_rng", False)
+    with pytest.raises(ConfigError, match="graph-safe"):
+        attach(chunks)
+    chunks[0].config.hidden_dropout = 0.0
+    attach(chunks).detach()
+
+
+def test_other_modules_are_refused(one_rank: torch.device) -> None:
+    from chunkgraph.megatron.plugin import attach
+
+    with pytest.raises(ConfigError, match="not a Megatron-core model"):
+        attach([nn.Linear(2, 2)])
+    with pytest.raises(ConfigError, match="no model chunk"):
+        attach([])
+
+
+def test_attach_twice_is_refused_and_detach_puts_all_back(chunks: list[nn.Module]) -> None:
+    from chunkgraph.megatron.plugin import attach
+
+    block = _block(chunks)
+    before = dict(block.__dict__)
+    names = list(chunks[0].state_dict())
+    for _ in range(2):
+        graphs = attach(chunks)
+        assert list(chunks[0].state_dict()) == names
+        with pytest.raises(ConfigError, match="detach"):
+            attach(chunks)
+        graphs.detach()
+        assert block.__dict__.keys() == before.keys()
+        assert block.forward.__func__ is type(block).forward
+
+
+def test_training_outside_a_step_names_the_chunk(chunks: list[nn.Module]) -> None:
+    from chunkgraph.megatron.plugin import attach
+
+    graphs = attach(chunks)
+    try:
+        with pytest.raises(SlotError, match="rank 0, pipeline stage 0, chunk 0"):
+            _block(chunks)(**_inputs())
+    finally:
+        graphs.detach()
+
+
+def test_evaluation_and_no_grad_run_eagerly_anywhere(chunks: list[nn.Module]) -> None:
+    from chunkgraph.megatron.plugin import attach
+
+    block = _block(chunks)
+    block.eval()
+    expected = block(**_inputs())
+    graphs = attach(chunks)
+    try:
+        assert torch.equal(block(**_inputs()), expected)
+        block.train()
+        with torch.no_grad():
+            block(**_inputs(requires_grad=False))
+        assert graphs.counters.replays == 0
+    finally:
+        graphs.detach()
+
+
+def _reductions(
+    config: Config, device: torch.device, *, use_graphs: bool
+) -> list[tuple[int, int, int]]:
+    """For each step: gradient-ready signals of last microbatches, reductions started by them, all."""
+    from megatron.core.distributed import param_and_grad_buffer
+
+    from chunkgraph.megatron.loop import run_training
+
+    group_class = param_and_grad_buffer._ParamAndGradBucketGroup
+    register, start = group_class.register_grad_ready, group_class.start_grad_sync
+    steps: list[tuple[int, int, int]] = []
+    now = {"ready": 0, "early": 0, "all": 0}
+    inside = [False]
+
+    def counting_register(self: Any, *args: Any, **kwargs: Any) -> Any:
+        now["ready"] += self.is_last_microbatch
+        inside[0] = True
+        try:
+            return register(self, *args, **kwargs)
+        finally:
+            inside[0] = False
+
+    def counting_start(self: Any, *args: Any, **kwargs: Any) -> Any:
+        now["all"] += 1
+        now["early"] += inside[0]
+        return start(self, *args, **kwargs)
+
+    def next_step(record: object) -> None:
+        steps.append((now["ready"], now["early"], now["all"]))
+        now.update(ready=0, early=0, all=0)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(group_class, "register_grad_ready", counting_register)
+        patch.setattr(group_class, "start_grad_sync", counting_start)
+        options = {"bucket_size": 4000}
+        run_training(config, device, use_graphs=use_graphs, ddp_options=options, on_step=next_step)
+    return steps
+
+
+def test_gradient_ready_signals_are_those_of_eager_training(
+    one_rank: torch.device, make_config: MakeConfig
+) -> None:
+    train = {"num_microbatches": [2, 3, 1, 2], "overlap_grad_reduce": True}
+    config = config_from_mapping(make_config(train=train))
+    eager = _reductions(config, one_rank, use_graphs=False)
+    chunk = _reductions(config, one_rank, use_graphs=True)
+    assert chunk == eager
+    num_ready, num_early, num_all = chunk[-1]
+    assert num_ready > 20  # each parameter once, in the last microbatch alone
+    assert num_early == num_all > 2  # several buckets, all of them reduced during the backward
+
+
+def test_a_schedule_is_wrapped_with_its_keywords(chunks: list[nn.Module]) -> None:
+    """Evaluation steps are counted as such, and the schedule's result comes back."""
+    from chunkgraph.megatron.plugin import attach
+
+    graphs = attach(chunks)
+    try:
+        seen: list[dict[str, Any]] = []
+
+        def schedule(**kwargs: Any) -> str:
+            seen.append(kwargs)
+            return "losses"
+
+        keywords = {"num_microbatches": 3, "seq_length": 16, "forward_only": True}
+        assert graphs.wrap_forward_backward(schedule)(**keywords) == "losses"
+        assert seen == [keywords]
+        assert graphs.counters.fallbacks == {"forward only": 1}
+    finally:
+        graphs.detach()
+
+
+def test_another_sequence_length_runs_eagerly_and_equal(
+    one_rank: torch.device, config: Config, chunks: list[nn.Module]
+) -> None:
+    """A step of other shapes between replayed ones falls back as a whole."""
+    from chunkgraph.megatron.plugin import attach
+
+    block = _block(chunks)
+
+    def schedule(**kwargs: Any) -> torch.Tensor:
+        length = kwargs["seq_length"]
+        hidden = torch.ones(length, 2, 32, requires_grad=True)
+        mask = torch.triu(torch.ones(1, 1, length, length, dtype=torch.bool), diagonal=1)
+        out = block(hidden_states=hidden, attention_mask=mask)
+        out.sum().backward()
+        return out.detach().clone()
+
+    torch.manual_seed(3)
+    keywords = [{"num_microbatches": 1, "seq_length": n} for n in (16, 16, 8, 16)]
+    state = torch.get_rng_state()
+    expected = [schedule(**k) for k in keywords]
+    graphs = attach(chunks)
+    try:
+        torch.set_rng_state(state)
+        wrapped = graphs.wrap_forward_backward(schedule)
+        got = [wrapped(**k) for k in keywords]
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+        assert graphs.counters.fallbacks == {"capture warmup": 1, "input shapes differ": 1}
+        assert graphs.counters.replays == 2
+        with graphs.counters.expect(captures=0, capture_sessions=0):
+            wrapped(**keywords[0])
+    finally:
+        graphs.detach()

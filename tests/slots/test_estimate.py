@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from chunkgraph.errors import ConfigError, TopologyError
+from chunkgraph.slots import ModelSizes, estimate_memory, plan_slots
+
+# GPT-3's layer, as in the paper: s 2048, b 1, h 12288, a 96, ffn 4 h, 16-bit.
+GPT3 = ModelSizes(
+    num_layers=96,
+    hidden_size=12288,
+    ffn_hidden_size=4 * 12288,
+    num_attention_heads=96,
+    seq_length=2048,
+    micro_batch_size=1,
+    vocab_size=51200,
+    has_flash_attention=False,
+)
+SBH = 2048 * 12288
+
+
+def test_layer_bytes_are_the_papers():
+    # Korthikanti et al. 2022: s b h (34 + 5 a s / h), here 34 + 80.
+    assert GPT3.layer_activation_bytes == SBH * (34 + 80)
+    # With tensor parallel size 8: s b h (10 + 24 / 8 + 80 / 8).
+    split = dataclasses.replace(GPT3, tensor_parallel_size=8)
+    assert split.layer_activation_bytes == SBH * (10 + 3 + 10)
+
+
+def test_flash_attention_keeps_no_scores():
+    flash = dataclasses.replace(GPT3, has_flash_attention=True)
+    assert flash.layer_activation_bytes == SBH * 34 + 4 * 96 * 2048
+
+
+def test_bytes_of_a_rank():
+    plan = plan_slots(4, 2, rank=0)
+    estimate = estimate_memory(plan, GPT3)
+    one_slot = 12 * SBH * 114 + 2 * SBH
+    layer = 12 * 12288**2
+    assert estimate.slot_bytes_per_chunk == (one_slot, one_slot)
+    assert estimate.slot_bytes == (8 + 4) * one_slot
+    assert estimate.scratch_bytes == SBH * 114 + 2 * layer
+    assert estimate.parameter_bytes == 2 * (24 * layer + 51200 * 12288)
+    assert estimate.gradient_bytes == 2 * estimate.parameter_bytes
+    assert estimate.total_bytes == (
+        estimate.slot_bytes
+        + estimate.scratch_bytes
+        + estimate.parameter_bytes
+        + estimate.gradient_bytes
+    )
+
+
+def test_embeddings_are_on_the_first_and_last_rank():
+    embedding = 2 * 51200 * 12288
+    middle = estimate_memory(plan_slots(4, rank=1), GPT3).parameter_bytes
+    for rank in (0, 3):
+        found = estimate_memory(plan_slots(4, rank=rank), GPT3).parameter_bytes
+        assert found == middle + embedding
+    alone = estimate_memory(plan_slots(1, rank=0), GPT3).parameter_bytes
+    assert alone == 4 * middle + 2 * embedding
+    tied = dataclasses.replace(GPT3, has_tied_embeddings=True)
+    assert estimate_memory(plan_slots(1, rank=0), tied).parameter_bytes == alone - embedding
+
+
+def test_a_gate_adds_a_matrix():
+    gated = dataclasses.replace(GPT3, has_gated_mlp=True)
+    assert gated.num_layer_parameters - GPT3.num_layer_parameters == 4 * 12288**2
+    assert gated.layer_activation_bytes - GPT3.layer_activation_bytes == 2 * 4 * SBH
+
+
+def test_layers_must_divide():
+    with pytest.raises(TopologyError, match=r"96 layers .* 10 stages \(5 ranks x 2 chunks\)"):
+        estimate_memory(plan_slots(5, 2, rank=0), GPT3)
+
+
+def test_sizes_must_be_positive():
+    with pytest.raises(ConfigError, match="hidden_size is 0"):
+        dataclasses.replace(GPT3, hidden_size=0)

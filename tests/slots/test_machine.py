@@ -1,0 +1,299 @@
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chunkgraph.errors import SlotError
+from chunkgraph.schedules import Op, build_schedule, legal_counts, list_schedules
+from chunkgraph.slots import SlotMachine, SlotState, assign_slots, plan_slots
+
+
+@pytest.fixture
+def machine():
+    return SlotMachine([2, 1], "rank 3")
+
+
+@pytest.fixture
+def running(machine):
+    machine.begin_step()
+    return machine
+
+
+def test_a_slot_goes_round(running):
+    assert running.state(0, 0) is SlotState.FREE
+    slot = running.acquire_forward(0, microbatch=5)
+    assert slot == 0
+    assert running.state(0, 0) is SlotState.FORWARD_DONE
+    assert running.microbatch(0, 0) == 5
+    running.begin_backward(0, slot)
+    assert running.state(0, 0) is SlotState.BACKWARD
+    assert running.num_busy == 1
+    running.release(0, slot)
+    assert running.state(0, 0) is SlotState.FREE
+    assert running.microbatch(0, 0) is None
+    running.end_step()
+    assert not running.in_step
+
+
+def test_the_lowest_free_slot_comes_first():
+    machine = SlotMachine([70], "rank 0")
+    machine.begin_step()
+    assert [machine.acquire_forward(0) for _ in range(70)] == list(range(70))
+    for slot in (65, 3, 40):
+        machine.begin_backward(0, slot)
+        machine.release(0, slot)
+    assert [machine.acquire_forward(0) for _ in range(3)] == [3, 40, 65]
+
+
+def test_microbatches_are_counted_per_chunk_when_not_given(running):
+    running.acquire_forward(0)
+    running.acquire_forward(1)
+    running.acquire_forward(0)
+    assert [running.microbatch(0, 0), running.microbatch(1, 0), running.microbatch(0, 1)] == [
+        0, 0, 1,
+    ]  # fmt: skip
+
+
+def refused(call, *parts):
+    with pytest.raises(SlotError) as caught:
+        call()
+    text = str(caught.value)
+    for part in ("rank 3", "What to do:", "  -> ", *parts):
+        assert part in text, text
+    return text
+
+
+def test_no_free_slot(running):
+    running.acquire_forward(1, 0)
+    text = refused(
+        lambda: running.acquire_forward(1, 4),
+        "forward chunk 1 microbatch 4",
+        "all 1 slots of chunk 1 are in use",
+        "chunk 1 slot 0: microbatch 0, forward done, waits for its backward",
+    )
+    accepted, arrow = text.splitlines()[-2:]
+    assert accepted.strip() == "forward chunk 1 microbatch 0 slot 0"
+    assert arrow == "  -> forward chunk 1 microbatch 4"
+
+
+def test_backward_of_a_free_slot(running):
+    refused(lambda: running.begin_backward(0, 1), "slot 1 is free", "No slot is in use.")
+
+
+def test_backward_twice(running):
+    running.acquire_forward(0)
+    running.begin_backward(0, 0)
+    refused(lambda: running.begin_backward(0, 0), "in backward already")
+
+
+def test_release_twice(running):
+    running.acquire_forward(0)
+    running.begin_backward(0, 0)
+    running.release(0, 0)
+    refused(lambda: running.release(0, 0), "free already", "release chunk 0 microbatch 0 slot 0")
+
+
+def test_release_before_backward(running):
+    running.acquire_forward(0)
+    refused(lambda: running.release(0, 0), "still waits for its backward")
+
+
+def test_step_ended_with_slots_in_use(running):
+    running.acquire_forward(0, 7)
+    refused(running.end_step, "1 slots are still in use", "microbatch 7", "-> end step")
+    assert running.in_step
+    running.begin_backward(0, 0)
+    running.release(0, 0)
+    running.end_step()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda m: m.acquire_forward(0),
+        lambda m: m.begin_backward(0, 0),
+        lambda m: m.release(0, 0),
+        lambda m: m.end_step(),
+    ],
+)
+def test_outside_a_step(machine, call):
+    refused(lambda: call(machine), "no step is running", "begin_step()")
+
+
+def test_step_within_a_step(running):
+    refused(running.begin_step, "already running", "abort_step()")
+
+
+@pytest.mark.parametrize("chunk", [2, -1])
+def test_unknown_chunk(running, chunk):
+    refused(lambda: running.acquire_forward(chunk), f"no chunk {chunk}, only 0..1")
+    refused(lambda: running.begin_backward(chunk, 0), f"no chunk {chunk}")
+
+
+@pytest.mark.parametrize("slot", [1, -1])
+def test_unknown_slot(running, slot):
+    refused(lambda: running.release(1, slot), f"chunk 1 has no slot {slot}, only 0..0")
+    refused(lambda: running.state(1, slot), "has no slot")
+
+
+def test_a_refused_call_changes_nothing(running):
+    running.acquire_forward(1)
+    for call in (
+        lambda: running.acquire_forward(1),
+        lambda: running.release(1, 0),
+        lambda: running.begin_backward(0, 0),
+    ):
+        with pytest.raises(SlotError):
+            call()
+    running.begin_backward(1, 0)
+    running.release(1, 0)
+    running.end_step()
+
+
+def test_abort_frees_everything_and_the_next_step_starts_clean(running):
+    running.acquire_forward(0)
+    running.acquire_forward(1)
+    running.begin_backward(0, 0)
+    running.abort_step()
+    assert running.num_busy == 0
+    assert not running.in_step
+    running.abort_step()
+    running.begin_step()
+    assert running.acquire_forward(0) == 0
+    assert running.microbatch(0, 0) == 0
+
+
+@pytest.mark.parametrize("num_slots", [[], [0], [2, -1]])
+def test_every_chunk_needs_a_slot(num_slots):
+    with pytest.raises(SlotError, match="at least one slot"):
+        SlotMachine(num_slots, "rank 0")
+
+
+def test_message_shows_the_place_in_the_schedule():
+    built = build_schedule("interleaved", num_ranks=2, num_chunks=2, num_microbatches=4)
+    machine = SlotMachine([1, 1], "rank 3", built, rank=1)
+    machine.begin_step()
+    machine.acquire_forward(0, 0)
+    # The schedule goes on with microbatch 1 of chunk 0, for which there is no slot.
+    refused(lambda: machine.acquire_forward(0, 1), "'interleaved' of this rank: 1F0 -> 1F1 <- 3F0")
+
+
+def test_message_of_a_long_step_stays_short():
+    machine = SlotMachine([1], "rank 3")
+    machine.begin_step()
+    for _ in range(500):
+        slot = machine.acquire_forward(0)
+        machine.begin_backward(0, slot)
+        machine.release(0, slot)
+    text = refused(lambda: machine.release(0, 0), "... 1488 earlier")
+    assert len(text.splitlines()) < 25
+
+
+@st.composite
+def steps(draw):
+    """A rank of a family, and microbatch counts of some steps in any order."""
+    name = draw(st.sampled_from(list_schedules()))
+    num_chunks = draw(st.integers(2, 4)) if name == "interleaved" else 1
+    num_ranks = draw(st.integers(2 if num_chunks > 1 else 1, 5))
+    group_size = draw(st.integers(num_ranks, 2 * num_ranks)) if num_chunks > 1 else None
+    sizes = {"num_ranks": num_ranks, "num_chunks": num_chunks, "group_size": group_size}
+    counts = legal_counts(4 * (group_size or num_ranks), **sizes)
+    chosen = draw(st.lists(st.sampled_from(counts), min_size=1, max_size=4))
+    return name, sizes, draw(st.integers(0, num_ranks - 1)), chosen
+
+
+def drive(machine, built, rank):
+    """Run one step; gives the slot of every (stage, microbatch)."""
+    taken = {}
+    machine.begin_step(built)
+    for action in built.actions[rank]:
+        chunk, key = built.chunk_of(action.stage), (action.stage, action.microbatch)
+        if action.op is Op.F:
+            taken[key] = machine.acquire_forward(chunk, action.microbatch)
+        if action.op.gives_input_grad:
+            machine.begin_backward(chunk, taken[key])
+        if action.op.ends_lifetime:
+            machine.release(chunk, taken[key])
+    machine.end_step()
+    return taken
+
+
+@given(steps())
+def test_planned_slots_carry_every_legal_step(case):
+    name, sizes, rank, counts = case
+    plan = plan_slots(**sizes, rank=rank, schedule=name, max_num_microbatches=max(counts))
+    machine = SlotMachine(plan.slots_per_chunk, f"rank {rank}")
+    for count in counts:
+        built = build_schedule(name, **sizes, num_microbatches=count)
+        taken = drive(machine, built, rank)
+        expected = assign_slots(built)
+        assert taken == {key: expected[key] for key in taken}
+
+
+@given(steps(), st.randoms(use_true_random=False))
+def test_one_slot_less_is_not_enough(case, rng):
+    name, sizes, rank, _ = case
+    most = 4 * (sizes["group_size"] or sizes["num_ranks"]) - 1
+    most = max(legal_counts(most, **sizes))
+    plan = plan_slots(**sizes, rank=rank, schedule=name, max_num_microbatches=most)
+    chunk = rng.randrange(len(plan.slots_per_chunk))
+    slots = list(plan.slots_per_chunk)
+    if slots[chunk] == 1:
+        return
+    slots[chunk] -= 1
+    machine = SlotMachine(slots, "rank 0")
+
+    def drive_all():
+        for count in legal_counts(most, **sizes):
+            drive(machine, build_schedule(name, **sizes, num_microbatches=count), rank)
+
+    with pytest.raises(SlotError, match="are in use"):
+        drive_all()
+
+
+@given(st.integers(0, 2**32))
+def test_random_calls_agree_with_a_simple_model(seed):
+    rng = random.Random(seed)
+    counts = [rng.randint(1, 3) for _ in range(rng.randint(1, 3))]
+    machine = SlotMachine(counts, "rank 3")
+    machine.begin_step()
+    model: dict[tuple[int, int], str] = {}
+    for _ in range(60):
+        chunk = rng.randrange(len(counts))
+        slot = rng.randrange(counts[chunk])
+        what = rng.choice(["forward", "backward", "release"])
+        free = [s for s in range(counts[chunk]) if (chunk, s) not in model]
+        if what == "forward" and free:
+            assert machine.acquire_forward(chunk) == free[0]
+            model[chunk, free[0]] = "held"
+        elif what == "forward":
+            refused(lambda c=chunk: machine.acquire_forward(c))
+        elif what == "backward" and model.get((chunk, slot)) == "held":
+            machine.begin_backward(chunk, slot)
+            model[chunk, slot] = "backward"
+        elif what == "backward":
+            refused(lambda c=chunk, s=slot: machine.begin_backward(c, s))
+        elif model.get((chunk, slot)) == "backward":
+            machine.release(chunk, slot)
+            del model[chunk, slot]
+        else:
+            refused(lambda c=chunk, s=slot: machine.release(c, s))
+        assert machine.num_busy == len(model)
+
+
+def test_a_microbatch_costs_little_host_time():
+    machine = SlotMachine([64], "rank 0")
+    machine.begin_step()
+    for _ in range(32):
+        machine.acquire_forward(0)
+    start = time.perf_counter()
+    for _ in range(1000):
+        slot = machine.acquire_forward(0)
+        machine.begin_backward(0, slot)
+        machine.release(0, slot)
+    # Some microseconds each; the limit leaves room for a busy machine.
+    assert time.perf_counter() - start < 0.1

@@ -1,0 +1,207 @@
+from __future__ import annotations
+
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from chunkgraph.errors import ConfigError, TopologyError
+from chunkgraph.schedules import Op, build_schedule, legal_counts, megatron_schedule, simulate
+from chunkgraph.slots import (
+    Lifetime,
+    assign_slots,
+    in_flight,
+    lifetimes,
+    plan_all_ranks,
+    plan_slots,
+)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rank", "slots"),
+    [
+        ((8, 4, 8), 0, (16, 16, 8, 8)),
+        ((8, 4, 8), 7, (16, 9, 8, 1)),
+        ((2, 2), 0, (4, 2)),
+        ((2, 2), 1, (3, 1)),
+        ((4, 2), 0, (8, 4)),
+        ((4, 2), 3, (5, 1)),
+        ((8, 4, 16), 0, (32, 31, 16, 15)),
+        ((8, 4, 16), 7, (32, 24, 16, 12)),
+    ],
+)
+def test_known_interleaved_plans(sizes, rank, slots):
+    plan = plan_slots(*sizes, rank=rank)
+    assert plan.slots_per_chunk == slots
+    assert plan.num_slots == sum(slots)
+    assert plan.num_graphs == 2 * sum(slots)
+    assert plan.max_num_microbatches is None
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 5, 8])
+def test_1f1b_needs_one_slot_less_on_each_further_rank(num_ranks):
+    plans = plan_all_ranks(num_ranks)
+    assert [plan.slots_per_chunk for plan in plans] == [(num_ranks - r,) for r in range(num_ranks)]
+    assert [plan.peak_in_flight for plan in plans] == [num_ranks - r for r in range(num_ranks)]
+
+
+def test_peak_of_all_chunks_together_is_below_the_sum():
+    plans = plan_all_ranks(8, 4, 8)
+    assert (plans[0].num_slots, plans[0].peak_in_flight) == (48, 39)
+    assert (plans[7].num_slots, plans[7].peak_in_flight) == (34, 25)
+
+
+def brute_force(num_ranks, num_chunks, group_size, counts, rank):
+    """Peaks per chunk and together, counted over whole schedules without the planner's code."""
+    peaks, together = [0] * num_chunks, 0
+    for count in counts:
+        open_now = set()
+        for action in megatron_schedule(num_ranks, num_chunks, count, group_size).actions[rank]:
+            key = (action.stage // num_ranks, action.microbatch)
+            if action.op is Op.F:
+                open_now.add(key)
+            else:
+                open_now.remove(key)
+            together = max(together, len(open_now))
+            for chunk in range(num_chunks):
+                peaks[chunk] = max(peaks[chunk], sum(c == chunk for c, _ in open_now))
+    return tuple(peaks), together
+
+
+# 5 G is beyond what the planner looks at, and holds every kind of tail several times over.
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 5, 6])
+def test_interleaved_plan_is_exactly_what_brute_force_needs(num_ranks):
+    for num_chunks in (2, 3, 4):
+        # The many schedules of large groups are left to small pipelines, to keep this short.
+        largest = 3 * num_ranks if num_ranks < 4 else num_ranks + 3
+        for group_size in {num_ranks, num_ranks + 1, largest}:
+            sizes = {"num_ranks": num_ranks, "num_chunks": num_chunks, "group_size": group_size}
+            counts = legal_counts(5 * group_size, **sizes)
+            assert counts[-1] == 5 * group_size
+            for rank in range(num_ranks):
+                plan = plan_slots(**sizes, rank=rank)
+                assert (plan.slots_per_chunk, plan.peak_in_flight) == brute_force(
+                    **sizes, counts=counts, rank=rank
+                ), (sizes, rank)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 6])
+def test_1f1b_plan_is_exactly_what_brute_force_needs(num_ranks):
+    for rank in range(num_ranks):
+        plan = plan_slots(num_ranks, rank=rank)
+        expected = brute_force(num_ranks, 1, None, range(1, 5 * num_ranks + 1), rank)
+        assert (plan.slots_per_chunk, plan.peak_in_flight) == expected
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4, 6])
+def test_zero_bubble_needs_no_more_than_the_fullest_rank_of_1f1b(num_ranks):
+    for rank in range(num_ranks):
+        plan = plan_slots(num_ranks, rank=rank, schedule="zb-h1")
+        peaks = [
+            simulate(
+                build_schedule("zb-h1", num_ranks=num_ranks, num_microbatches=count)
+            ).peak_in_flight(rank)
+            for count in range(1, 4 * num_ranks + 1)
+        ]
+        assert plan.slots_per_chunk == (max(peaks),) == (num_ranks,)
+
+
+def test_gpipe_needs_a_largest_count():
+    with pytest.raises(ConfigError, match="max_num_microbatches"):
+        plan_slots(4, rank=0, schedule="gpipe")
+    plan = plan_slots(4, rank=2, schedule="gpipe", max_num_microbatches=7)
+    assert plan.slots_per_chunk == (7,)
+    assert plan.covers(7)
+    assert not plan.covers(8)
+
+
+def test_a_promise_saves_slots_and_is_remembered():
+    free = plan_slots(8, 4, 8, rank=0)
+    capped = plan_slots(8, 4, 8, rank=0, max_num_microbatches=8)
+    assert capped.slots_per_chunk == (8, 8, 8, 8)
+    assert capped.num_slots < free.num_slots
+    assert capped.covers(8)
+    assert not capped.covers(16)
+    assert free.covers(1600)
+    assert not free.covers(12)
+    assert plan_slots(4, rank=0, max_num_microbatches=2).slots_per_chunk == (2,)
+    assert plan_slots(4, rank=0, max_num_microbatches=200) != plan_slots(4, rank=0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_ranks": 2, "rank": 2}, r"rank 2 is outside 0\.\.1"),
+        ({"num_ranks": 2, "rank": -1}, r"outside"),
+        ({"num_ranks": 1, "num_chunks": 2, "rank": 0}, "pipeline size of at least 2"),
+        ({"num_ranks": 4, "num_chunks": 2, "group_size": 3, "rank": 0}, "group size is 3"),
+        (
+            {"num_ranks": 4, "num_chunks": 2, "rank": 0, "max_num_microbatches": 3},
+            "no legal microbatch count up to 3; the smallest is 4",
+        ),
+    ],
+)
+def test_bad_plans_are_refused(arguments, message):
+    with pytest.raises(TopologyError, match=message):
+        plan_slots(**arguments)
+
+
+def test_planning_is_fast():
+    start = time.perf_counter()
+    plan_slots(16, 4, 23, rank=3)
+    assert time.perf_counter() - start < 1.0
+
+
+@st.composite
+def topologies(draw):
+    num_ranks, num_chunks = draw(st.integers(1, 6)), draw(st.integers(1, 4))
+    if num_ranks == 1:
+        num_chunks = 1
+    group_size = draw(st.integers(num_ranks, 3 * num_ranks)) if num_chunks > 1 else None
+    sizes = {"num_ranks": num_ranks, "num_chunks": num_chunks, "group_size": group_size}
+    counts = legal_counts(7 * (group_size or num_ranks), **sizes)
+    return sizes, draw(st.sampled_from(counts))
+
+
+@settings(max_examples=60)
+@given(topologies())
+def test_no_legal_step_exceeds_the_plan(case):
+    sizes, count = case
+    built = megatron_schedule(**sizes, num_microbatches=count)
+    slots = assign_slots(built)
+    for rank in range(sizes["num_ranks"]):
+        plan = plan_slots(**sizes, rank=rank)
+        found = in_flight(
+            built.actions[rank], num_ranks=sizes["num_ranks"], num_chunks=sizes["num_chunks"]
+        )
+        used = [0] * sizes["num_chunks"]
+        for (stage, _), slot in slots.items():
+            if built.rank_of(stage) == rank:
+                used[built.chunk_of(stage)] = max(used[built.chunk_of(stage)], slot + 1)
+        # Lowest-free assignment uses exactly as many slots as are in flight, which the plan has.
+        assert tuple(used) == found.per_chunk
+        assert all(a <= b for a, b in zip(found.per_chunk, plan.slots_per_chunk, strict=True))
+        assert found.together <= plan.peak_in_flight <= plan.num_slots
+        assert found.together == simulate(built).peak_in_flight(rank)
+
+
+def test_lifetimes_end_at_the_weight_gradient():
+    built = build_schedule("zb-h1", num_ranks=2, num_microbatches=2)
+    # Rank 1 runs F0 I0 F1 I1 W0 W1.
+    assert lifetimes(built, 1) == (Lifetime(0, 0, 0, 4), Lifetime(0, 1, 2, 5))
+    plain = build_schedule("1f1b", num_ranks=2, num_microbatches=2)
+    assert lifetimes(plain, 1) == (Lifetime(0, 0, 0, 1), Lifetime(0, 1, 2, 3))
+
+
+@given(topologies())
+def test_slots_are_never_shared_by_overlapping_lifetimes(case):
+    sizes, count = case
+    built = megatron_schedule(**sizes, num_microbatches=count)
+    slots = assign_slots(built)
+    for rank in range(sizes["num_ranks"]):
+        last_release: dict[tuple[int, int], int] = {}
+        for life in lifetimes(built, rank):
+            place = (life.chunk, slots[built.stage_of(rank, life.chunk), life.microbatch])
+            assert life.forward > last_release.get(place, -1)
+            last_release[place] = life.release
