@@ -77,6 +77,7 @@ class Signature:
         self._label = label
         self._spec = call.spec
         self._key = _key(call.leaves)
+        self._frozen = tuple(i for i, t in enumerate(call.tensors) if not t.requires_grad)
 
     def check(self, call: Call) -> None:
         """Compare a call with the captured one.
@@ -85,6 +86,7 @@ class Signature:
             ReplayMismatchError: listing every difference with its path.
         """
         if call.spec == self._spec and _key(call.leaves) == self._key:
+            self._check_gradients(call)
             return
         raise ReplayMismatchError(
             f"{self._label} was called with arguments that differ from those it was captured "
@@ -93,6 +95,17 @@ class Signature:
             "change before the step so that the whole step runs eagerly (`step(shape_key=...)` or "
             "`step(eager=True)`), or release the graphs and capture again."
         )
+
+    def _check_gradients(self, call: Call) -> None:
+        """A gradient that was not captured would be missing without a word."""
+        tensors = call.tensors
+        wrong = [i for i in self._frozen if tensors[i].requires_grad]
+        if wrong:
+            raise ReplayMismatchError(
+                f"{self._label}: tensor argument {wrong[0]} (shape {tuple(tensors[wrong[0]].shape)}) "
+                "requires grad, but the sample it was captured with did not, so its gradient is not "
+                "in the graph. Capture from a sample that requires grad, or detach the argument."
+            )
 
     def _differences(self, call: Call) -> str:
         if call.spec != self._spec:

@@ -131,7 +131,7 @@ class TestTrain:
         assert "chunk graphs: step 6/6  4 microbatches, loss 5.500000" in result.stderr
         assert "hello from [rank 1]" in result.stderr
         assert "parameters after the run: equal (10 compared, all ranks)" in result.stdout
-        assert "step 0 ran eagerly: capture warmup" in result.stdout
+        assert "step 1 ran eagerly: capture warmup" in result.stdout
         assert result.stdout.count("equal") == 7
         assert result.stdout.endswith("OK\n")
         assert max(map(len, result.stdout.splitlines())) <= 80
@@ -145,7 +145,7 @@ class TestTrain:
     @pytest.mark.parametrize(
         ("behaviour", "message"),
         [
-            ("differ", "step 5: the losses differ: 5.123456789 captured, 5.123456788 eager"),
+            ("differ", "step 6: the losses differ: 5.123456789 captured, 5.123456788 eager"),
             ("parameters_differ", "the parameters after the run differ from the eager run's"),
             ("capture_again", "2 slot(s) were captured after the first session"),
         ],

@@ -190,6 +190,15 @@ def test_changed_plain_values_are_refused(backend: GraphBackend) -> None:
         graphs.callables[0](x=sample(backend), scale=2.0)
 
 
+def test_a_gradient_that_was_not_captured_is_refused(backend: GraphBackend) -> None:
+    graphs = ChunkGraphs(towers(backend, False), [1], backend=backend)
+    graphs.capture([(sample(backend).detach(),)])
+    with graphs.step(1):
+        train_microbatch(graphs.callables[0], sample(backend).detach())
+    with pytest.raises(ReplayMismatchError, match="tensor argument 0 .*requires grad"), graphs.step(1):
+        graphs.callables[0](sample(backend))
+
+
 def test_an_announced_change_of_shape_runs_the_whole_step_eagerly(backend: GraphBackend) -> None:
     graphs = ChunkGraphs(towers(backend, False), [2], backend=backend)
     for rows, mode in (

@@ -80,7 +80,7 @@ def wait_for_ranks(processes: Sequence[subprocess.Popen[bytes]], timeout_s: floa
 
 @pytest.fixture
 def run_worker(tmp_path: Path) -> Callable[..., tuple[list[int], Path]]:
-    """Run ``chunkgraph.megatron.worker`` on a configuration; gives exit codes and the run folder."""
+    """Run ``chunkgraph.megatron.worker`` on a configuration; exit codes and the run folder."""
 
     def run(
         config: dict[str, Any], num_ranks: int, timeout_s: float = 60.0
@@ -109,7 +109,7 @@ def run_cases(tmp_path: Path) -> Callable[..., dict[str, dict[str, Any]]]:
             start_ranks(arguments, num_ranks, tmp_path, listed[0]["port"]), timeout_s
         )
         logs = "\n".join(
-            f"--- rank {rank}: exit code {code}\n{(tmp_path / f'log{rank}.txt').read_text()[-3000:]}"
+            f"--- rank {rank}: {code}\n{(tmp_path / f'log{rank}.txt').read_text()[-3000:]}"
             for rank, code in enumerate(codes)
         )
         assert not any(codes), logs

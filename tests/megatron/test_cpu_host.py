@@ -71,10 +71,15 @@ def test_installing_twice_is_the_same_as_once() -> None:
 
 def test_an_error_inside_is_undone_too(host: CpuHost) -> None:
     host.remove()
-    with pytest.raises(ZeroDivisionError), cpu_host() as inner:
-        assert inner.rng is not None
-        inner.rng.switch_to(inner.rng.clone_current())
-        raise ZeroDivisionError
+
+    def fail() -> None:
+        with cpu_host() as inner:
+            assert inner.rng is not None
+            inner.rng.switch_to(inner.rng.clone_current())
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
     assert torch.ones(1).type() == "torch.FloatTensor"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,12 +23,12 @@ def config(make_config: MakeConfig) -> Config:
 
 
 @pytest.fixture
-def chunks(one_rank: torch.device, config: Config) -> Iterator[list[nn.Module]]:
+def chunks(one_rank: torch.device, config: Config) -> list[nn.Module]:
     from chunkgraph.megatron.model import build_model
     from chunkgraph.megatron.processes import seed_everything
 
     seed_everything(config.train.seed)
-    yield build_model(config, one_rank)
+    return build_model(config, one_rank)
 
 
 def _block(chunks: list[nn.Module]) -> Any:
@@ -171,7 +171,7 @@ def test_evaluation_and_no_grad_run_eagerly_anywhere(chunks: list[nn.Module]) ->
 def _reductions(
     config: Config, device: torch.device, *, use_graphs: bool
 ) -> list[tuple[int, int, int]]:
-    """For each step: gradient-ready signals of last microbatches, reductions started by them, all."""
+    """For each step: ready signals of last microbatches, reductions that they started, all."""
     from megatron.core.distributed import param_and_grad_buffer
 
     from chunkgraph.megatron.loop import run_training

@@ -1,0 +1,24 @@
+"""The README's code runs as it stands and does what it says."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+README = Path(__file__).resolve().parents[2] / "README.md"
+
+
+def test_the_example_runs_and_counts_as_it_says(tmp_path: Path) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    script = tmp_path / "example.py"
+    script.write_text(code)
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, timeout=120, check=True
+    )
+    captures, replays = re.search(r"(\d+) captures, (\d+) replays, no fallbacks", code).groups()
+    assert f"captures={captures}," in done.stdout
+    assert f" replays={replays}," in done.stdout
+    assert "fallbacks=Counter()" in done.stdout
+    assert len([line for line in code.splitlines() if line.strip()]) <= 25
