@@ -56,7 +56,9 @@ def _write_error(path: Path, error: Exception) -> None:
     # One paragraph: the blank line ends the message.
     message = "\n".join(line for line in message.splitlines() if line.strip())
     temporary = path.with_suffix(".tmp")
-    temporary.write_text(f"{message}\n\n{''.join(traceback.format_exception(error))}")
+    temporary.write_text(
+        f"{message}\n\n{''.join(traceback.format_exception(error))}", encoding="utf-8"
+    )
     temporary.replace(path)
 
 

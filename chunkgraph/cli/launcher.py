@@ -99,6 +99,8 @@ class Launcher:
         finally:
             stop(process)
             reader.join(timeout=2.0)
+            if process.stdout is not None and not reader.is_alive():
+                process.stdout.close()
         if process.returncode != 0:
             raise self._failure(process.returncode)
 
@@ -196,7 +198,7 @@ def _exit_codes(run_dir: Path) -> dict[int, int]:
 def _describe(event: Mapping[str, Any]) -> str:
     if "step" in event and "phase" in event:
         what = "captured before" if event.get("event") == "capture" else "finished"
-        return f"they {what} step {event['step']} of the {event['phase']} run"
+        return f"they {what} step {event['step'] + 1} of the {event['phase']} run"
     return "they were starting up"
 
 

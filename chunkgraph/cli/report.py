@@ -86,7 +86,7 @@ def _table(results: RunResults) -> Table:
         table.add_column(heading, justify="right", no_wrap=True, min_width=5)
     for step in results.steps:
         table.add_row(
-            str(step.step),
+            str(step.step + 1),
             str(step.num_microbatches),
             _number(step.loss_chunk),
             _number(step.loss_eager),
@@ -112,7 +112,7 @@ def _verdict(step: StepResult) -> str:
 
 def _notes(config: Config, results: RunResults) -> list[str]:
     lines = [
-        f"step {step.step} ran eagerly: {reason}"
+        f"step {step.step + 1} ran eagerly: {reason}"
         for step in results.steps
         for reason in step.fallbacks
     ]

@@ -117,18 +117,19 @@ def find_failures(config: Config, results: RunResults) -> list[str]:
         )
     must_compare = config.train.compare == "eager"
     for step in results.steps:
+        where = f"step {step.step + 1}"
         if not (math.isfinite(step.loss_chunk) and math.isfinite(step.grad_norm_chunk)):
-            failures.append(f"step {step.step}: the loss or gradient norm is not a finite number")
+            failures.append(f"{where}: the loss or gradient norm is not a finite number")
         if must_compare and step.is_equal is None:
-            failures.append(f"step {step.step}: was not compared with eager")
+            failures.append(f"{where}: was not compared with eager")
         if step.loss_equal is False:
             failures.append(
-                f"step {step.step}: the losses differ: "
+                f"{where}: the losses differ: "
                 f"{step.loss_chunk!r} captured, {step.loss_eager!r} eager"
             )
         if step.grad_norm_equal is False:
             failures.append(
-                f"step {step.step}: the gradient norms differ: "
+                f"{where}: the gradient norms differ: "
                 f"{step.grad_norm_chunk!r} captured, {step.grad_norm_eager!r} eager"
             )
     if must_compare and not results.parameters_equal:

@@ -101,10 +101,11 @@ class Signature:
         tensors = call.tensors
         wrong = [i for i in self._frozen if tensors[i].requires_grad]
         if wrong:
+            shape = tuple(tensors[wrong[0]].shape)
             raise ReplayMismatchError(
-                f"{self._label}: tensor argument {wrong[0]} (shape {tuple(tensors[wrong[0]].shape)}) "
-                "requires grad, but the sample it was captured with did not, so its gradient is not "
-                "in the graph. Capture from a sample that requires grad, or detach the argument."
+                f"{self._label}: tensor argument {wrong[0]} (shape {shape}) requires grad, but the "
+                "sample it was captured with did not, so its gradient is not in the graph. "
+                "Capture from a sample that requires grad, or detach the argument."
             )
 
     def _differences(self, call: Call) -> str:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -86,7 +86,7 @@ class _Stream:
     def query(self) -> bool:
         return True
 
-    def __enter__(self) -> _Stream:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -111,7 +111,7 @@ class _Event:
     def query(self) -> bool:
         return True
 
-    def elapsed_time(self, other: object) -> float:
+    def elapsed_time(self, _other: object) -> float:
         return 0.0
 
 
@@ -177,7 +177,7 @@ def _cuda_stubs() -> dict[str, Any]:
     """A new function for every name: torch's compiler refuses one object under two names."""
 
     def nothing() -> Callable[..., None]:
-        return lambda *args, **kwargs: None
+        return lambda *_, **__: None
 
     return {
         "current_device": lambda: _CPU,
@@ -185,18 +185,18 @@ def _cuda_stubs() -> dict[str, Any]:
         "synchronize": nothing(),
         "empty_cache": nothing(),
         "ipc_collect": nothing(),
-        "current_stream": lambda device=None: _Stream(),
-        "default_stream": lambda device=None: _Stream(),
+        "current_stream": lambda *_, **__: _Stream(),
+        "default_stream": lambda *_, **__: _Stream(),
         "set_stream": nothing(),
         "Stream": _Stream,
-        "stream": lambda stream=None: _Stream(),
+        "stream": lambda *_, **__: _Stream(),
         "Event": _Event,
         "is_current_stream_capturing": lambda: False,
         # Not torch.manual_seed, which calls the second of these.
         "manual_seed": lambda seed: torch.default_generator.manual_seed(int(seed)),
         "manual_seed_all": lambda seed: torch.default_generator.manual_seed(int(seed)),
-        "get_rng_state": lambda device=None: torch.get_rng_state(),
-        "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
+        "get_rng_state": lambda *_, **__: torch.get_rng_state(),
+        "set_rng_state": lambda state, *_, **__: torch.set_rng_state(state),
     }
 
 

@@ -81,7 +81,7 @@ def run_training(
     *,
     use_graphs: bool,
     ddp_options: Mapping[str, Any] | None = None,
-    on_step: Callable[[StepRecord], None] = lambda record: None,
+    on_step: Callable[[StepRecord], None] = lambda _: None,
 ) -> TrainingRun:
     """Build the model from the seed, train every step of ``config``, and take it all down.
 
@@ -215,7 +215,10 @@ def _microbatches(
 
 
 def _wants_mask(config: Config, device: torch.device) -> bool:
-    """Transformer Engine's causal attention takes no mask: documents of a sequence see each other."""
+    """Whether attention gets a mask that keeps documents of one sequence apart.
+
+    Transformer Engine's causal kernel takes none.
+    """
     spec = config.model.layer_spec
     return spec != "transformer_engine" and not (spec == "auto" and device.type == "cuda")
 

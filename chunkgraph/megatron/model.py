@@ -153,7 +153,7 @@ def _wrap_for_data_parallel(
         _check_without_ddp(config)
         for chunk in chunks:
             # Megatron's optimizer asks every chunk for it, wrapped or not.
-            chunk.ddp_config = ddp_config  # type: ignore[assignment]
+            chunk.ddp_config = ddp_config
         return chunks
     wrapped: list[nn.Module] = [
         distributed.DistributedDataParallel(
@@ -182,7 +182,7 @@ def _check_without_ddp(config: Config) -> None:
     split = config.pipeline.pipeline_model_parallel_size > 1
     if split and not config.model.untie_embeddings_and_output_weights:
         raise ConfigError(
-            "train.use_ddp is false and the embedding is tied across pipeline stages: nothing would "
-            "add their gradients. Set train.use_ddp=true or "
+            "train.use_ddp is false and the embedding is tied across pipeline stages: nothing "
+            "would add their gradients. Set train.use_ddp=true or "
             "model.untie_embeddings_and_output_weights=true."
         )

@@ -28,7 +28,8 @@ def build_optimizer(config: Config, chunks: list[nn.Module]) -> Any:
         ),
         chunks,
     )
-    chunks[0].config.grad_scale_func = optimizer.scale_loss
+    transformer_config: Any = chunks[0].config
+    transformer_config.grad_scale_func = optimizer.scale_loss
     return optimizer
 
 

@@ -184,7 +184,10 @@ class _AttachedBlock:
         self.block.__dict__.pop("forward", None)
 
     def _run(self, hidden_states: torch.Tensor, **arguments: Any) -> Any:
-        """The block's own forward, from its input alone: stages after the first read an attribute."""
+        """The block's own forward, from its input alone.
+
+        Stages after the first read it from an attribute, which is put back.
+        """
         block = self.block
         if block.pre_process:
             return self._eager(block, hidden_states=hidden_states, **arguments)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 import os
-import random
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -63,6 +61,7 @@ def training_process(config: Config) -> Iterator[torch.device]:
     with ExitStack() as stack:
         if device.type == "cpu":
             stack.enter_context(cpu_host())
+            stack.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
         else:
             torch.cuda.set_device(device)
@@ -94,8 +93,6 @@ def seed_everything(seed: int, *, graph_safe: bool = True) -> None:
     """
     state = compat.import_megatron("megatron.core.parallel_state")
     seed += 100 * state.get_pipeline_model_parallel_rank()
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
     compat.seed_model_parallel(seed, graph_safe=graph_safe)
 
@@ -107,5 +104,5 @@ def _use_deterministic_kernels(device: torch.device) -> None:
     if device.type == "cuda":
         torch.use_deterministic_algorithms(True, warn_only=True)
         # Filling fresh memory would only add kernels; nothing reads it.
-        torch.utils.deterministic.fill_uninitialized_memory = False
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         torch.backends.cudnn.benchmark = False

@@ -91,9 +91,9 @@ def refuse_unsupported(
     )
     if dropout > 0 and not compat.rng_is_graph_safe():
         found.append(
-            f"dropout {dropout} with an RNG tracker that is not graph-safe: every replay would draw "
-            "the same mask; seed with model_parallel_cuda_manual_seed(seed, te_rng_tracker=True) or "
-            f"use_cudagraphable_rng=True (parameters are on {device})"
+            f"dropout {dropout} with an RNG tracker that is not graph-safe: every replay would "
+            "draw the same mask; seed with model_parallel_cuda_manual_seed(seed, "
+            f"te_rng_tracker=True) or use_cudagraphable_rng=True (parameters are on {device})"
         )
     if found:
         raise ConfigError(

@@ -42,7 +42,7 @@ def train(
     device: torch.device,
     *,
     ddp_options: Mapping[str, Any] | None = None,
-    on_step: OnStep = lambda phase, record: None,
+    on_step: OnStep = lambda *_: None,
 ) -> dict[str, Any]:
     """Run ``config`` on this rank, with its eager twin where ``train.compare`` is ``eager``.
 

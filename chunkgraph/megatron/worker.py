@@ -40,10 +40,10 @@ def main(config_path: str, run_dir: str) -> int:
         results = _train(config_path, folder if rank == 0 else None)
         if rank == 0:
             _write_whole(folder / "rank0.json", json.dumps(results, indent=1) + "\n")
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - the outermost frame: everything is reported
         text = f"{_message(error, rank)}\n\n{traceback.format_exc()}"
         _write_whole(folder / f"error_rank{rank}.txt", text)
-        print(text, file=sys.stderr, flush=True)
+        sys.stderr.write(f"{text}\n")
         usage = isinstance(error, (ConfigError, MissingDependencyError))
         return _EXIT_USAGE if usage else _EXIT_FAILED
     return 0
@@ -122,7 +122,7 @@ def _write_whole(path: Path, text: str) -> None:
 
 if __name__ == "__main__":
     if len(sys.argv) != 3:
-        print("usage: python -m chunkgraph.megatron.worker CONFIG RUN_DIR", file=sys.stderr)
+        sys.stderr.write("usage: python -m chunkgraph.megatron.worker CONFIG RUN_DIR\n")
         raise SystemExit(_EXIT_USAGE)
     code = main(sys.argv[1], sys.argv[2])
     sys.stdout.flush()

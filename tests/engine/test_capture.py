@@ -195,7 +195,10 @@ def test_a_gradient_that_was_not_captured_is_refused(backend: GraphBackend) -> N
     graphs.capture([(sample(backend).detach(),)])
     with graphs.step(1):
         train_microbatch(graphs.callables[0], sample(backend).detach())
-    with pytest.raises(ReplayMismatchError, match="tensor argument 0 .*requires grad"), graphs.step(1):
+    with (
+        pytest.raises(ReplayMismatchError, match=r"tensor argument 0 .*requires grad"),
+        graphs.step(1),
+    ):
         graphs.callables[0](sample(backend))
 
 

@@ -1,0 +1,87 @@
+# Both `make train` and `make test` do all set-up: they make .venv, install what is needed and leave
+# a stamp, so that a second run installs nothing and a broken first try is taken up again.
+
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-print-directory --no-builtin-rules
+
+# Python 3.11 or newer.
+PYTHON ?= python3
+# What pip is asked for when an environment has no torch yet.
+TORCH ?= torch==2.13.0
+# The second Megatron-core that the tests marked `megatron` run against.
+MCORE ?= 0.19.2
+# Processes of the test run.
+JOBS ?= 2
+CONFIG ?= configs/gpt_pp2_vpp2_cpu.yaml
+
+VENV := .venv
+VENV_MCORE := .venv-mcore-0.19
+PIP_QUIET := -m pip --disable-pip-version-check -qq
+
+.PHONY: help train test test-gpu lint clean
+.DEFAULT_GOAL := help
+
+help: ## Show this
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|' \
+	  || grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST)
+	@echo "  Variables: PYTHON=$(PYTHON) TORCH=$(TORCH) MCORE=$(MCORE) JOBS=$(JOBS) CONFIG=$(CONFIG)"
+
+train: $(VENV)/.installed ## Train a tiny GPT through a pipeline on this machine's CPU, and compare with eager
+	@$(VENV)/bin/chunkgraph train $(CONFIG)
+
+test: ## Lint, types, import contracts, and every test that needs no GPU
+	@$(MAKE) -j2 $(VENV)/.installed $(VENV_MCORE)/.installed
+	@$(MAKE) lint
+	@echo "== tests (megatron-core of $(VENV))"
+	@$(VENV)/bin/python -m pytest -q -n $(JOBS)
+	@echo "== tests marked megatron (megatron-core $(MCORE))"
+	@$(VENV_MCORE)/bin/python -m pytest -q -n $(JOBS) -m megatron
+
+test-gpu: $(VENV)/.installed ## The tests that need GPUs; fails where there is none
+	@CHUNKGRAPH_REQUIRE_GPU=1 $(VENV)/bin/python -m pytest -m "gpu or multigpu"
+
+lint: $(VENV)/.installed ## ruff, mypy and import-linter
+	@echo "== ruff"
+	@$(VENV)/bin/ruff check --quiet .
+	@$(VENV)/bin/ruff format --quiet --check .
+	@echo "== mypy"
+	@$(VENV)/bin/mypy
+	@echo "== import contracts"
+	@$(VENV)/bin/lint-imports --no-logo
+
+clean: ## Remove the environments, caches and build output
+	@rm -rf $(VENV) $(VENV_MCORE) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache \
+	  .hypothesis .import_linter_cache
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# $(call make_venv,folder): a folder whose pip works, and torch in it.
+define make_venv
+if ! $(1)/bin/python -m pip --version >/dev/null 2>&1; then \
+  $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+    || { echo "error: $(PYTHON) is missing or older than 3.11; name another: make PYTHON=python3.12"; exit 2; }; \
+  echo "== $(1): making the environment"; \
+  $(PYTHON) -m venv --clear $(1) \
+    || { echo "error: no environment could be made; on Debian: apt install python3-venv"; exit 2; }; \
+fi
+if ! $(1)/bin/python -c 'import torch; torch.ones(1)' >/dev/null 2>&1; then \
+  echo "== $(1): installing $(TORCH) (about a minute)"; \
+  : "--force-reinstall mends what an interrupted installation left"; \
+  $(1)/bin/python $(PIP_QUIET) install --force-reinstall $(TORCH); \
+fi
+endef
+
+$(VENV)/.installed: pyproject.toml
+	@$(call make_venv,$(VENV))
+	@echo "== $(VENV): installing chunkgraph[megatron,dev,plot]"
+	@$(VENV)/bin/python $(PIP_QUIET) install -e '.[megatron,dev,plot]'
+	@touch $@
+
+$(VENV_MCORE)/.installed: pyproject.toml
+	@$(call make_venv,$(VENV_MCORE))
+	@echo "== $(VENV_MCORE): installing chunkgraph[test] and megatron-core $(MCORE)"
+	@$(VENV_MCORE)/bin/python $(PIP_QUIET) install -e '.[test]'
+	@# Its metadata asks for Python 3.12; megatron.core itself runs on 3.11.
+	@$(VENV_MCORE)/bin/python $(PIP_QUIET) install --no-deps --ignore-requires-python megatron-core==$(MCORE)
+	@touch $@

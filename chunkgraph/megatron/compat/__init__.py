@@ -1,0 +1,52 @@
+"""Every private name of Megatron-core that chunkgraph touches, and every patch, in one place.
+
+Features are detected, never versions: each helper looks for the name it needs and says clearly
+what is missing when a release has moved it. Nothing here imports Megatron at import time, so that
+:mod:`chunkgraph.megatron.cpu_host` can prepare a machine without CUDA or triton first.
+"""
+
+from __future__ import annotations
+
+from chunkgraph.megatron.compat.access import (
+    import_megatron,
+    patch_attributes,
+    private_names,
+    versions,
+)
+from chunkgraph.megatron.compat.capture import capture_flag
+from chunkgraph.megatron.compat.data_parallel import (
+    DDP_MODULE,
+    call_parameter_gather_hooks,
+    grad_ready_signal,
+    is_fully_sharded,
+    unwrap_ddp,
+)
+from chunkgraph.megatron.compat.random_state import (
+    HostGenerator,
+    graph_safe_generators,
+    patch_rng,
+    preserve_rng,
+    rng_is_graph_safe,
+    seed_model_parallel,
+)
+from chunkgraph.megatron.compat.triton_stub import TritonStubFinder
+
+__all__ = [
+    "DDP_MODULE",
+    "HostGenerator",
+    "TritonStubFinder",
+    "call_parameter_gather_hooks",
+    "capture_flag",
+    "grad_ready_signal",
+    "graph_safe_generators",
+    "import_megatron",
+    "is_fully_sharded",
+    "patch_attributes",
+    "patch_rng",
+    "preserve_rng",
+    "private_names",
+    "rng_is_graph_safe",
+    "seed_model_parallel",
+    "unwrap_ddp",
+    "versions",
+]

@@ -1,0 +1,91 @@
+"""Reaching into Megatron-core: imports, private names, versions and patches that can be undone."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.metadata
+import sys
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from chunkgraph.errors import ConfigError, MissingDependencyError
+
+__all__ = ["import_megatron", "patch_attributes", "private_names", "versions"]
+
+_MISSING = object()
+
+
+def import_megatron(name: str = "megatron.core") -> ModuleType:
+    """Import a Megatron module, with advice when the package is not installed."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and error.name.split(".")[0] == "megatron":
+            raise MissingDependencyError(
+                f"{name} cannot be imported: {error}. Install megatron-core, for example with "
+                "pip install 'chunkgraph[megatron]'."
+            ) from error
+        if error.name == "triton":
+            raise MissingDependencyError(
+                f"{name} imports triton, which this torch does not ship. Enter "
+                "chunkgraph.megatron.cpu_host.cpu_host() before Megatron is imported, or install "
+                "triton."
+            ) from error
+        raise
+
+
+def versions() -> dict[str, str]:
+    """Versions of what the run stands on, for reports."""
+    found = {
+        "python": sys.version.split()[0],
+        "torch": str(torch.__version__),
+        # Its own __version__ carries the commit of whatever repository it is run in.
+        "megatron_core": _distribution_version("megatron-core"),
+    }
+    with contextlib.suppress(ImportError):
+        found["transformer_engine"] = str(importlib.import_module("transformer_engine").__version__)
+    return found
+
+
+def _distribution_version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def private_names(module_name: str, *names: str) -> tuple[Any, ...]:
+    """Names of a Megatron module that no release promises to keep.
+
+    Raises:
+        ConfigError: the installed release has moved one of them.
+    """
+    module = import_megatron(module_name)
+    missing = [name for name in names if not hasattr(module, name)]
+    if missing:
+        raise ConfigError(
+            f"{module_name} of megatron-core {versions()['megatron_core']} has no "
+            f"{', '.join(missing)}, which chunkgraph needs. Versions 0.16 to 0.19 have it; use one "
+            "of them, or report the release."
+        )
+    return tuple(getattr(module, name) for name in names)
+
+
+def patch_attributes(target: object, replacements: Mapping[str, Any]) -> Callable[[], None]:
+    """Set attributes on ``target`` and return a function that puts the old ones back."""
+    saved = {name: getattr(target, name, _MISSING) for name in replacements}
+    for name, value in replacements.items():
+        setattr(target, name, value)
+
+    def undo() -> None:
+        for name, value in saved.items():
+            if value is _MISSING:
+                delattr(target, name)
+            else:
+                setattr(target, name, value)
+
+    return undo

@@ -1,0 +1,158 @@
+"""Megatron's RNG tracker: seeds, generators for graphs, and its stand-in on a CPU host."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+
+from chunkgraph.megatron.compat.access import import_megatron, patch_attributes, private_names
+
+__all__ = [
+    "HostGenerator",
+    "graph_safe_generators",
+    "patch_rng",
+    "preserve_rng",
+    "rng_is_graph_safe",
+    "seed_model_parallel",
+]
+
+_RANDOM = "megatron.core.tensor_parallel.random"
+
+
+class HostGenerator(Protocol):
+    """What the CPU host offers in place of the CUDA default generator and its states."""
+
+    current: Any
+
+    def clone_current(self) -> Any:
+        """A new state object that starts where the current one is."""
+
+    def switch_to(self, state: Any) -> None:
+        """Make ``state`` the live one; repeated at every replay when captured."""
+
+
+def patch_rng(host: HostGenerator) -> Callable[[], None]:
+    """Point Megatron's RNG tracker at the CPU generator; return a function that undoes it.
+
+    The tracker then holds state objects, as it does with graph-safe CUDA generators, and every
+    switch between them goes through ``host.switch_to``. Megatron's own ``fork`` also compares the
+    CPU generator before and after, reading a tensor's value; here both are the same generator, and
+    no graph could hold the read, so the tracker gets a ``fork`` without it.
+    """
+    module = import_megatron(_RANDOM)
+    base, default_name = private_names(
+        _RANDOM, "CudaRNGStatesTracker", "_MODEL_PARALLEL_RNG_TRACKER_NAME"
+    )
+    private_names(_RANDOM, "_get_cuda_rng_state", "_set_cuda_rng_state", "initialize_rng_tracker")
+
+    class HostRngStatesTracker(base):  # type: ignore[misc,valid-type]
+        """Megatron's tracker on the CPU generator, always graph-safe."""
+
+        _current_state_name: str
+
+        def __init__(self, *_: Any, is_inference_rng_tracker: bool = False, **__: Any) -> None:
+            super().__init__(
+                use_cudagraphable_rng=False, is_inference_rng_tracker=is_inference_rng_tracker
+            )
+            self.use_cudagraphable_rng = True
+
+        @contextlib.contextmanager
+        def fork(self, name: str = default_name) -> Iterator[None]:
+            if name not in self.states_:
+                raise KeyError(f"RNG state {name} is not added to the tracker")
+            outer_name, outer = self._current_state_name, host.current
+            host.switch_to(self.states_[name])
+            self._current_state_name = name
+            try:
+                yield
+            finally:
+                host.switch_to(outer)
+                self._current_state_name = outer_name
+
+    def get_state(*_: Any, clone: bool = False, graph_safe: bool = False, **__: Any) -> Any:
+        if not graph_safe:
+            return torch.get_rng_state()
+        return host.clone_current() if clone else host.current
+
+    def set_state(state: Any, *_: Any, **__: Any) -> None:
+        if isinstance(state, torch.Tensor):
+            torch.set_rng_state(state)
+        else:
+            host.switch_to(state)
+
+    return patch_attributes(
+        module,
+        {
+            "CudaRNGStatesTracker": HostRngStatesTracker,
+            "_get_cuda_rng_state": get_state,
+            "_set_cuda_rng_state": set_state,
+            # A tracker made before the patch would hold states of the wrong kind.
+            "_CUDA_RNG_STATE_TRACKER": None,
+            "_CUDA_RNG_STATE_TRACKER_INITIALIZED": False,
+        },
+    )
+
+
+def seed_model_parallel(seed: int, *, graph_safe: bool = True) -> None:
+    """Seed Megatron's tracker; with ``graph_safe``, one whose states graphs can switch.
+
+    Transformer Engine's tracker is used where it is installed, since its modules expect it.
+    """
+    (manual_seed,) = private_names(_RANDOM, "model_parallel_cuda_manual_seed")
+    accepted = inspect.signature(manual_seed).parameters
+    wanted: dict[str, bool] = {}
+    if graph_safe:
+        engine = importlib.util.find_spec("transformer_engine") is not None
+        wanted["te_rng_tracker" if engine else "use_cudagraphable_rng"] = True
+    manual_seed(seed, **{name: value for name, value in wanted.items() if name in accepted})
+
+
+def _tracker() -> Any:
+    (get_tracker,) = private_names(_RANDOM, "get_cuda_rng_tracker")
+    return get_tracker()
+
+
+def rng_is_graph_safe() -> bool:
+    """Whether the tracker's states are generators whose switch a graph can hold."""
+    module = import_megatron(_RANDOM)
+    tracker = _tracker()
+    probe = getattr(module, "is_graph_safe_cuda_rng_tracker", None)
+    if probe is not None:
+        return bool(probe(tracker))
+    return bool(getattr(tracker, "use_cudagraphable_rng", False))
+
+
+def graph_safe_generators() -> list[torch.Generator]:
+    """The tracker's generators, to be registered with every CUDA graph (none on a CPU host)."""
+    (get_all,) = private_names(_RANDOM, "get_all_rng_states")
+    states = get_all() or {}
+    return [state for state in states.values() if isinstance(state, torch.Generator)]
+
+
+@contextlib.contextmanager
+def preserve_rng() -> Iterator[None]:
+    """Put the default generators and every state of Megatron's tracker back on exit."""
+    tracker = _tracker()
+    states = tracker.get_states() if tracker.is_initialized() else {}
+    saved = {
+        name: state.clone() if isinstance(state, torch.Tensor) else state.get_state()
+        for name, state in states.items()
+    }
+    cuda = torch.cuda.is_available()
+    host_state, device_state = torch.get_rng_state(), torch.cuda.get_rng_state() if cuda else None
+    try:
+        yield
+    finally:
+        for name, state in states.items():
+            if not isinstance(state, torch.Tensor):
+                state.set_state(saved[name])
+        if states and all(isinstance(state, torch.Tensor) for state in states.values()):
+            tracker.set_states(saved)
+        torch.set_rng_state(host_state)
+        if device_state is not None:
+            torch.cuda.set_rng_state(device_state)
