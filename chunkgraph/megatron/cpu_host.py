@@ -9,7 +9,7 @@ What it does, all of it undone on exit:
 
 * ``device="cuda"`` in factories, ``.to("cuda")``, ``.cuda()`` and pinned memory mean the CPU;
 * ``torch.cuda`` streams and events do nothing, ``torch.cuda`` random-number calls go to the CPU
-  generator, ``torch.cuda.is_available()`` stays false;
+  generator, and ``torch.cuda.is_available()`` is false even where there is a GPU;
 * Megatron's RNG tracker switches states of the CPU generator in a way that a graph can repeat;
 * modules that import triton unconditionally load without it.
 
@@ -180,6 +180,8 @@ def _cuda_stubs() -> dict[str, Any]:
         return lambda *_, **__: None
 
     return {
+        "is_available": lambda: False,
+        "device_count": lambda: 0,
         "current_device": lambda: _CPU,
         "set_device": nothing(),
         "synchronize": nothing(),

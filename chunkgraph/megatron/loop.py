@@ -92,7 +92,7 @@ def run_training(
         ddp_options: further fields of Megatron's DistributedDataParallelConfig.
         on_step: called after every step.
     """
-    seed_everything(config.train.seed)
+    seed_everything(config.train.seed, device)
     chunks = build_model(config, device, ddp_options)
     optimizer = build_optimizer(config, chunks)
     text = PackedText.from_file(

@@ -13,7 +13,6 @@ A block's instance gets a ``forward`` of its own; nothing of Megatron is replace
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -145,7 +144,6 @@ class _AttachedBlock:
         self.ddp = compat.unwrap_ddp(model_chunk)
         self.parameters = tuple(p for p in self.block.parameters() if p.requires_grad)
         self._eager = type(self.block).forward
-        self._signature = inspect.signature(self._eager)
         self._modules = tuple(self.block.modules())
 
     def chunk(self) -> Chunk:
@@ -170,12 +168,10 @@ class _AttachedBlock:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not (block.training and torch.is_grad_enabled()):
                 return self._eager(block, *args, **kwargs)
-            arguments = self._signature.bind(block, *args, **kwargs).arguments
-            del arguments["self"]
-            hidden = arguments.pop("hidden_states", None)
+            hidden, *others = args or (kwargs.pop("hidden_states"),)
             if not block.pre_process:
                 hidden = block.input_tensor
-            return call(_unwrapped(hidden), **arguments)
+            return call(_unwrapped(hidden), *others, **kwargs)
 
         block.forward = forward
 
@@ -183,18 +179,18 @@ class _AttachedBlock:
         """Give the block the forward of its class back."""
         self.block.__dict__.pop("forward", None)
 
-    def _run(self, hidden_states: torch.Tensor, **arguments: Any) -> Any:
+    def _run(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """The block's own forward, from its input alone.
 
         Stages after the first read it from an attribute, which is put back.
         """
         block = self.block
         if block.pre_process:
-            return self._eager(block, hidden_states=hidden_states, **arguments)
+            return self._eager(block, hidden_states, *args, **kwargs)
         given = block.input_tensor
         block.input_tensor = hidden_states
         try:
-            return self._eager(block, hidden_states=hidden_states, **arguments)
+            return self._eager(block, hidden_states, *args, **kwargs)
         finally:
             block.input_tensor = given
 

@@ -84,17 +84,17 @@ def training_process(config: Config) -> Iterator[torch.device]:
         yield device
 
 
-def seed_everything(seed: int, *, graph_safe: bool = True) -> None:
-    """Start all random numbers of this rank from ``seed``; pipeline ranks differ.
+def seed_everything(seed: int, device: torch.device) -> None:
+    """Start torch's and Megatron's random numbers from ``seed``; pipeline ranks differ.
 
     Args:
         seed: the run's seed.
-        graph_safe: use a tracker whose states graphs can switch.
+        device: this rank's device.
     """
     state = compat.import_megatron("megatron.core.parallel_state")
     seed += 100 * state.get_pipeline_model_parallel_rank()
     torch.manual_seed(seed)
-    compat.seed_model_parallel(seed, graph_safe=graph_safe)
+    compat.seed_model_parallel(seed, device)
 
 
 def _use_deterministic_kernels(device: torch.device) -> None:

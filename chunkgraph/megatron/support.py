@@ -30,7 +30,12 @@ class _Refusal:
     why: str
 
 
+_QUANTIZED_WEIGHTS = (
+    "whether the cached quantized weights are renewed is Python state, frozen in a replay"
+)
 _REFUSALS = (
+    _Refusal("fp8", bool, _QUANTIZED_WEIGHTS),
+    _Refusal("fp4", bool, _QUANTIZED_WEIGHTS),
     _Refusal("num_moe_experts", bool, "expert routing sizes depend on the tokens"),
     _Refusal("mtp_num_layers", bool, "multi-token prediction shares layers across chunks"),
     _Refusal("recompute_granularity", lambda v: v is not None, "a graph cannot re-run the forward"),
@@ -79,10 +84,7 @@ def refuse_unsupported(
     ]
     recipe = getattr(config, "fp8_recipe", None)
     if getattr(config, "fp8", None) and str(getattr(recipe, "value", recipe)) == "delayed":
-        found.append(
-            "fp8_recipe='delayed': its amax reduction crosses the chunk; use tensorwise, "
-            "blockwise or mxfp8"
-        )
+        found.append("fp8_recipe='delayed': its amax reduction crosses the chunk")
     if any(compat.is_fully_sharded(chunk) for chunk in model_chunks):
         found.append("FSDP: parameters move, and a graph remembers their addresses")
     dropout = max(

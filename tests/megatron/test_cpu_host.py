@@ -57,8 +57,9 @@ def test_everything_is_undone() -> None:
         assert torch.cuda.__dict__ != before[0]
     assert (dict(torch.cuda.__dict__), dict(random.__dict__)) == before
     assert not host.installed
-    with pytest.raises((AssertionError, RuntimeError)):
-        torch.zeros(1, device="cuda")
+    if not torch.cuda.is_available():
+        with pytest.raises((AssertionError, RuntimeError)):
+            torch.zeros(1, device="cuda")
 
 
 def test_installing_twice_is_the_same_as_once() -> None:

@@ -27,7 +27,7 @@ def chunks(one_rank: torch.device, config: Config) -> list[nn.Module]:
     from chunkgraph.megatron.model import build_model
     from chunkgraph.megatron.processes import seed_everything
 
-    seed_everything(config.train.seed)
+    seed_everything(config.train.seed, one_rank)
     return build_model(config, one_rank)
 
 
@@ -46,6 +46,7 @@ def _inputs(requires_grad: bool = True) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
+        ("fp4", "e2m1"),
         ("num_moe_experts", 4),
         ("mtp_num_layers", 1),
         ("recompute_granularity", "full"),
@@ -70,14 +71,16 @@ def test_unsupported_settings_are_refused_by_name(
     assert "forward" not in _block(chunks).__dict__
 
 
-def test_delayed_fp8_is_refused_and_other_recipes_are_not(chunks: list[nn.Module]) -> None:
+def test_delayed_fp8_is_refused_for_a_reason_of_its_own(chunks: list[nn.Module]) -> None:
     from chunkgraph.megatron.plugin import attach
 
-    chunks[0].config.fp8, chunks[0].config.fp8_recipe = "e4m3", "delayed"
+    chunks[0].config.fp8, chunks[0].config.fp8_recipe = "e4m3", "tensorwise"
+    with pytest.raises(ConfigError, match="fp8='e4m3'") as caught:
+        attach(chunks)
+    assert "delayed" not in str(caught.value)
+    chunks[0].config.fp8_recipe = "delayed"
     with pytest.raises(ConfigError, match="fp8_recipe='delayed'"):
         attach(chunks)
-    chunks[0].config.fp8_recipe = "tensorwise"
-    attach(chunks).detach()
 
 
 def test_several_refusals_are_told_at_once(chunks: list[nn.Module]) -> None:
@@ -270,5 +273,33 @@ def test_another_sequence_length_runs_eagerly_and_equal(
         assert graphs.counters.replays == 2
         with graphs.counters.expect(captures=0, capture_sessions=0):
             wrapped(**keywords[0])
+    finally:
+        graphs.detach()
+
+
+def test_a_later_stage_reads_its_input_and_keeps_it(chunks: list[nn.Module]) -> None:
+    """Neither capture nor replay leaves a static buffer in the block."""
+    from chunkgraph.megatron.plugin import attach
+
+    given = _inputs()
+    block = _block(chunks)
+    block.pre_process = False
+    graphs = attach(chunks)
+
+    def schedule(**_: Any) -> torch.Tensor:
+        torch.manual_seed(5)  # the same dropout in every step
+        received = given["hidden_states"].detach().clone().requires_grad_()
+        block.set_input_tensor(received)
+        out = block(hidden_states=None, attention_mask=given["attention_mask"])
+        out.sum().backward()
+        assert block.input_tensor is received
+        assert received.grad is not None
+        return out.detach().clone()
+
+    try:
+        wrapped = graphs.wrap_forward_backward(schedule)
+        first, *others = [wrapped(num_microbatches=1) for _ in range(3)]
+        assert graphs.counters.replays == 2
+        assert all(torch.equal(out, first) for out in others)
     finally:
         graphs.detach()

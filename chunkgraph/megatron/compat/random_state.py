@@ -98,18 +98,16 @@ def patch_rng(host: HostGenerator) -> Callable[[], None]:
     )
 
 
-def seed_model_parallel(seed: int, *, graph_safe: bool = True) -> None:
-    """Seed Megatron's tracker; with ``graph_safe``, one whose states graphs can switch.
+def seed_model_parallel(seed: int, device: torch.device) -> None:
+    """Seed Megatron's tracker, of a kind whose states graphs can switch.
 
-    Transformer Engine's tracker is used where it is installed, since its modules expect it.
+    On a GPU that is Transformer Engine's where it is installed, since its modules expect it.
     """
     (manual_seed,) = private_names(_RANDOM, "model_parallel_cuda_manual_seed")
     accepted = inspect.signature(manual_seed).parameters
-    wanted: dict[str, bool] = {}
-    if graph_safe:
-        engine = importlib.util.find_spec("transformer_engine") is not None
-        wanted["te_rng_tracker" if engine else "use_cudagraphable_rng"] = True
-    manual_seed(seed, **{name: value for name, value in wanted.items() if name in accepted})
+    engine = importlib.util.find_spec("transformer_engine") is not None
+    wanted = "te_rng_tracker" if engine and device.type == "cuda" else "use_cudagraphable_rng"
+    manual_seed(seed, **({wanted: True} if wanted in accepted else {}))
 
 
 def _tracker() -> Any:
