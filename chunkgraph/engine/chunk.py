@@ -22,6 +22,8 @@ class Chunk:
         parameters: whose gradients the chunk produces. A gradient goes to ``param.main_grad`` if
             the parameter has that attribute, else to ``param.grad``.
         label: names the chunk in errors, for example ``rank 0 chunk 1``.
+        module: holds the parameters; during a capture it holds aliases of them. None: the forward
+            is captured with the parameters themselves, which must not be in a DDP wrapper.
         buffers: tensors the forward updates in place; put back after a capture session.
         before_forward: host work before every replayed forward.
         after_backward: host work after every replayed backward (gradient-ready signals).
@@ -30,6 +32,7 @@ class Chunk:
     forward: Callable[..., Any]
     parameters: tuple[nn.Parameter, ...]
     label: str
+    module: nn.Module | None = None
     buffers: tuple[torch.Tensor, ...] = ()
     before_forward: Callable[[], None] | None = None
     after_backward: Callable[[], None] | None = None
@@ -41,5 +44,6 @@ class Chunk:
             forward=module,
             parameters=tuple(p for p in module.parameters() if p.requires_grad),
             label=label,
+            module=module,
             buffers=tuple(module.buffers()),
         )

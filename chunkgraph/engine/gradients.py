@@ -8,7 +8,7 @@ two weight gradients are alive at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -42,12 +42,13 @@ class GradientSinks:
         self._addresses = self._current_addresses()
 
     @contextmanager
-    def accumulating(self) -> Iterator[None]:
-        """Inside, a gradient that autograd computes for a parameter is added to its sink.
+    def accumulating(self, leaves: Sequence[nn.Parameter]) -> Iterator[None]:
+        """Inside, a gradient that autograd computes for a leaf is added to its parameter's sink.
 
-        The value autograd goes on with is a zero of the right shape that takes no memory.
+        ``leaves`` stand for the parameters, in order (see `ParameterAliases`). The value autograd
+        goes on with is a zero of the right shape that takes no memory.
         """
-        handles = [p.register_hook(self._hook(i)) for i, p in enumerate(self.parameters)]
+        handles = [leaf.register_hook(self._hook(i, leaf)) for i, leaf in enumerate(leaves)]
         try:
             yield
         finally:
@@ -56,18 +57,14 @@ class GradientSinks:
 
     @contextmanager
     def preserved(self) -> Iterator[None]:
-        """Put sinks and the flag of fused accumulation back on exit (eager work inside)."""
+        """Put the sinks back on exit: fused accumulation writes them in eager work inside."""
         saved = [sink.clone() for sink in self._sinks]
-        flags = [getattr(p, "grad_added_to_main_grad", None) for p in self.parameters]
         try:
             yield
         finally:
             with torch.no_grad():
                 for sink, value in zip(self._sinks, saved, strict=True):
                     sink.copy_(value)
-            for parameter, flag in zip(self.parameters, flags, strict=True):
-                if flag is not None:
-                    parameter.grad_added_to_main_grad = flag  # type: ignore[attr-defined]
 
     def begin_step(self) -> None:
         """Check addresses and bind ``param.grad``. Once a step, not per microbatch.
@@ -101,12 +98,12 @@ class GradientSinks:
             sink.copy_(parameter.grad)
         parameter.grad = sink
 
-    def _hook(self, index: int):  # type: ignore[no-untyped-def]
-        parameter, sink = self.parameters[index], self._sinks[index]
+    def _hook(self, index: int, leaf: nn.Parameter) -> Callable[[torch.Tensor], torch.Tensor]:
+        sink = self._sinks[index]
 
         def accumulate(gradient: torch.Tensor) -> torch.Tensor:
             self._received[index] = True
-            if not getattr(parameter, "grad_added_to_main_grad", False):
+            if not getattr(leaf, "grad_added_to_main_grad", False):
                 with torch.no_grad():
                     sink.add_(gradient)
             return torch.zeros((), dtype=gradient.dtype, device=gradient.device).expand(

@@ -15,7 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
+from chunkgraph.engine.aliases import ParameterAliases
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.gradients import GradientSinks
 from chunkgraph.engine.signature import Call, Signature, flatten, unflatten
@@ -121,6 +123,7 @@ def capture_session(
     start = time.perf_counter()
     pools = PoolPlan(settings.memory_plan, backend, chunks[0].label.split(" chunk")[0])
     sinks = tuple(GradientSinks(chunk.parameters, chunk.label) for chunk in chunks)
+    aliases = tuple(ParameterAliases(chunk.module, chunk.parameters) for chunk in chunks)
     forwards: list[_Forward] = []
     try:
         with ExitStack() as stack:
@@ -130,15 +133,20 @@ def capture_session(
             if backend.device.type == "cuda":
                 stack.enter_context(_collector_paused())
             stack.enter_context(settings.scope())
-            for chunk, sample, sink in zip(chunks, samples, sinks, strict=True):
-                _warm_up(chunk, sample, sink, backend, settings.num_passes)
+            for alias in aliases:
+                stack.enter_context(alias.in_place())
+            for c, (chunk, sample) in enumerate(zip(chunks, samples, strict=True)):
+                leaves = aliases[c].leaves
+                _warm_up(chunk, sample, sinks[c], leaves, backend, settings.num_passes)
             total = 2 * sum(num_slots)
             for c, (chunk, sample) in enumerate(zip(chunks, samples, strict=True)):
                 for s in range(num_slots[c]):
                     forwards.append(_capture_forward(c, s, chunk, sample, backend, pools, settings))
                     _report_progress(settings, len(forwards), total)
             for number, forward in enumerate(forwards, start=len(forwards) + 1):
-                _capture_backward(forward, sinks[forward.chunk_index], backend, pools, settings)
+                c = forward.chunk_index
+                leaves = aliases[c].leaves
+                _capture_backward(forward, sinks[c], leaves, backend, pools, settings)
                 _report_progress(settings, number, total)
             if settings.prove:
                 prove_disjoint([_footprint(f, backend) for f in forwards])
@@ -165,15 +173,20 @@ def capture_session(
 
 
 def _warm_up(
-    chunk: Chunk, sample: Call, sinks: GradientSinks, backend: GraphBackend, num_passes: int
+    chunk: Chunk,
+    sample: Call,
+    sinks: GradientSinks,
+    leaves: Sequence[torch.Tensor],
+    backend: GraphBackend,
+    num_passes: int,
 ) -> None:
     """Eager passes on the capture stream: libraries make handles and choose algorithms there."""
     with sinks.preserved() if num_passes else nullcontext(), backend.on_capture_stream():
         for _ in range(num_passes):
             inputs = [_static_like(t) for t in sample.tensors]
-            leaves = flatten(_call(chunk, sample, inputs))[0]
-            outputs = [t for t in leaves if isinstance(t, torch.Tensor) and t.requires_grad]
-            wanted = [*(t for t in inputs if t.requires_grad), *chunk.parameters]
+            results = flatten(_call(chunk, sample, inputs))[0]
+            outputs = [t for t in results if isinstance(t, torch.Tensor) and t.requires_grad]
+            wanted = [*(t for t in inputs if t.requires_grad), *leaves]
             torch.autograd.grad(
                 outputs, wanted, [torch.ones_like(t) for t in outputs], allow_unused=True
             )
@@ -211,6 +224,7 @@ def _capture_forward(
 def _capture_backward(
     forward: _Forward,
     sinks: GradientSinks,
+    leaves: Sequence[nn.Parameter],
     backend: GraphBackend,
     pools: PoolPlan,
     settings: SessionSettings,
@@ -220,10 +234,10 @@ def _capture_backward(
     wanted = [t for t in forward.inputs if t.requires_grad]
     label = f"{forward.label} backward"
     pool = pools.backward_pool(forward.pool)
-    with sinks.accumulating(), backend.capture(label, pool, settings.generators()) as graph:
+    with sinks.accumulating(leaves), backend.capture(label, pool, settings.generators()) as graph:
         got = torch.autograd.grad(
             outputs,
-            [*wanted, *sinks.parameters],
+            [*wanted, *leaves],
             forward.grads,
             retain_graph=True,  # saved tensors stay referenced until the session has ended
             allow_unused=True,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -269,5 +268,4 @@ def _finish_parameter_gather(chunks: list[nn.Module]) -> None:
 
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
-        with contextlib.suppress(RuntimeError):
-            torch.cuda.synchronize(device)
+        torch.cuda.synchronize(device)

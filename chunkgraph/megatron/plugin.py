@@ -156,6 +156,7 @@ class _AttachedBlock:
             forward=self._run,
             parameters=self.parameters,
             label=self.label,
+            module=self.block,
             buffers=tuple(self.block.buffers()),
             before_forward=before,
             after_backward=after,

@@ -85,6 +85,17 @@ def refuse_unsupported(
     recipe = getattr(config, "fp8_recipe", None)
     if getattr(config, "fp8", None) and str(getattr(recipe, "value", recipe)) == "delayed":
         found.append("fp8_recipe='delayed': its amax reduction crosses the chunk")
+    if (
+        len(model_chunks) > 1
+        and getattr(config, "pipeline_model_parallel_size", 1) == 2
+        and getattr(config, "batch_p2p_comm", False)
+        and not getattr(config, "overlap_p2p_comm", False)
+    ):
+        found.append(
+            "batch_p2p_comm without overlap_p2p_comm in an interleaved pipeline of 2 ranks: each "
+            "batch has two sends between the same ranks, and activations and gradients get "
+            "swapped (with or without chunk graphs); set overlap_p2p_comm=True"
+        )
     if any(compat.is_fully_sharded(chunk) for chunk in model_chunks):
         found.append("FSDP: parameters move, and a graph remembers their addresses")
     dropout = max(

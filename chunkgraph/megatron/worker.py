@@ -43,7 +43,6 @@ def main(config_path: str, run_dir: str) -> int:
     except Exception as error:  # noqa: BLE001 - the outermost frame: everything is reported
         text = f"{_message(error, rank)}\n\n{traceback.format_exc()}"
         _write_whole(folder / f"error_rank{rank}.txt", text)
-        sys.stderr.write(f"{text}\n")
         usage = isinstance(error, (ConfigError, MissingDependencyError))
         return _EXIT_USAGE if usage else _EXIT_FAILED
     return 0
@@ -125,6 +124,9 @@ if __name__ == "__main__":
         sys.stderr.write("usage: python -m chunkgraph.megatron.worker CONFIG RUN_DIR\n")
         raise SystemExit(_EXIT_USAGE)
     code = main(sys.argv[1], sys.argv[2])
+    report = Path(sys.argv[2]) / f"error_rank{os.environ.get('RANK', '0')}.txt"
+    if code and report.exists():
+        sys.stderr.write(report.read_text(encoding="utf-8"))
     sys.stdout.flush()
     sys.stderr.flush()
     # Interpreter shutdown would wait for threads of groups whose peers may be gone.

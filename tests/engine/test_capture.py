@@ -246,6 +246,30 @@ def test_moved_parameters_are_noticed_before_the_step(backend: GraphBackend) -> 
         pass
 
 
+def test_accumulators_that_ddp_keeps_from_another_stream_do_not_disturb(
+    backend: GraphBackend,
+) -> None:
+    (module,) = towers(backend, False)
+    kept = [p.expand_as(p).grad_fn.next_functions[0][0] for p in module.parameters()]
+    hooked: list[torch.Tensor] = []
+    for node in kept:
+        node.register_hook(lambda *_: hooked.append(_))
+    graphs = ChunkGraphs([module], [2], backend=backend)
+    x = sample(backend)
+    before = dict(module.named_parameters())
+    graphs.capture([(x,)])
+    assert all(p is before[name] for name, p in module.named_parameters())
+    with graphs.step(1):
+        torch.manual_seed(5)
+        train_microbatch(graphs.callables[0], x)
+    assert not hooked
+    replayed, module.linear.weight.grad = module.linear.weight.grad.clone(), None
+    torch.manual_seed(5)
+    train_microbatch(module, x)
+    assert torch.equal(replayed, module.linear.weight.grad)
+    assert len(hooked) == len(kept)
+
+
 def test_outputs_survive_megatrons_way_of_freeing_them(backend: GraphBackend) -> None:
     graphs = ChunkGraphs(towers(backend, False), [1], backend=backend)
     x = sample(backend)

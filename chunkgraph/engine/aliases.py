@@ -1,0 +1,56 @@
+"""Stand-in leaves for parameters during a capture.
+
+Autograd runs the node that accumulates a parameter's gradient on the stream where the node was
+made. DDP keeps these nodes alive from its construction, on another stream than the one that
+captures; a capture that reaches one is invalid. So a chunk is captured with fresh leaves on the
+same memory in the place of its parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from torch import nn
+
+__all__ = ["ParameterAliases"]
+
+
+class ParameterAliases:
+    """Fresh leaves on the memory of ``parameters``.
+
+    Args:
+        module: whose parameters are replaced; None: the parameters themselves are used.
+        parameters: trainable parameters of ``module``.
+    """
+
+    def __init__(self, module: nn.Module | None, parameters: Sequence[nn.Parameter]) -> None:
+        self._module = module
+        self.leaves = tuple(parameters) if module is None else tuple(map(_alias, parameters))
+        self._by_parameter = dict(zip(map(id, parameters), self.leaves, strict=True))
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Inside, the module holds the leaves instead of its parameters."""
+        if self._module is None:
+            yield
+            return
+        replaced: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
+        for submodule in self._module.modules():
+            for name, parameter in submodule._parameters.items():
+                if parameter is not None and id(parameter) in self._by_parameter:
+                    replaced.append((submodule._parameters, name, parameter))
+        try:
+            for holder, name, parameter in replaced:
+                holder[name] = self._by_parameter[id(parameter)]
+            yield
+        finally:
+            for holder, name, parameter in replaced:
+                holder[name] = parameter
+
+
+def _alias(parameter: nn.Parameter) -> nn.Parameter:
+    alias = nn.Parameter(parameter.detach(), requires_grad=True)
+    # main_grad and the marks that Megatron and Transformer Engine leave on parameters.
+    alias.__dict__.update(parameter.__dict__)
+    return alias
