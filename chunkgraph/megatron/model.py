@@ -129,7 +129,7 @@ def _transformer_config(config: Config, device: torch.device) -> Any:
         "pipeline_model_parallel_size": pipeline.pipeline_model_parallel_size,
         "virtual_pipeline_model_parallel_size": pipeline.num_model_chunks if interleaved else None,
         "deallocate_pipeline_outputs": True,
-        # Megatron's own defaults on a GPU. Batched sends of the interleaved schedule pair up wrongly
+        # Megatron's own defaults on a GPU. Batched sends of an interleaved schedule pair up wrongly
         # between two ranks that are each other's previous and next. Gloo has no batched sends, and
         # its sends read a buffer after Megatron has freed it when they overlap.
         "overlap_p2p_comm": interleaved and not on_cpu,

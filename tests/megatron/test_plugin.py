@@ -104,6 +104,17 @@ def test_fully_sharded_parameters_are_refused(chunks: list[nn.Module]) -> None:
         attach([FullyShardedDataParallel(chunks[0])])
 
 
+def test_swapped_messages_between_two_ranks_are_refused(chunks: list[nn.Module]) -> None:
+    from chunkgraph.megatron.support import refuse_unsupported
+
+    config = chunks[0].config
+    config.pipeline_model_parallel_size, config.batch_p2p_comm = 2, True
+    with pytest.raises(ConfigError, match="overlap_p2p_comm=True"):
+        refuse_unsupported(config, [chunks[0], chunks[0]], torch.device("cpu"))
+    config.overlap_p2p_comm = True
+    refuse_unsupported(config, [chunks[0], chunks[0]], torch.device("cpu"))
+
+
 def test_dropout_needs_a_graph_safe_tracker(
     chunks: list[nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:

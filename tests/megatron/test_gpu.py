@@ -1,0 +1,86 @@
+"""`chunkgraph train` on real GPUs: NCCL, Transformer Engine, bfloat16; equal to eager."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CONFIG = Path(__file__).resolve().parents[2] / "configs" / "gpt_pp2_gpu.yaml"
+SMALL = ["model.num_layers=8", "model.hidden_size=512", "model.ffn_hidden_size=1024"]
+ONE = pytest.mark.gpu
+TWO = pytest.mark.multigpu
+
+
+@pytest.mark.megatron
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    ("settings", "counts"),
+    [
+        pytest.param(["pipeline.pipeline_model_parallel_size=1"], [3, 1, 5], marks=ONE, id="pp1"),
+        pytest.param([], [4, 1, 2, 7], marks=TWO, id="pp2"),
+        pytest.param(
+            ["pipeline.virtual_pipeline_model_parallel_size=2", "capture.poison=true"],
+            [4, 2, 12, 6],
+            marks=TWO,
+            id="pp2-vpp2-poison",
+        ),
+        pytest.param(
+            ["model.hidden_dropout=0.1", "model.attention_dropout=0.1"],
+            [2, 5, 3],
+            marks=TWO,
+            id="pp2-dropout",
+        ),
+        pytest.param(
+            ["train.overlap_grad_reduce=true", "capture.memory_plan=pool_per_slot"],
+            [2, 5, 3],
+            marks=TWO,
+            id="pp2-overlap-pool-per-slot",
+        ),
+        pytest.param(["train.use_ddp=false"], [2, 5, 3], marks=TWO, id="pp2-without-ddp"),
+        pytest.param(
+            [
+                "pipeline.pipeline_model_parallel_size=1",
+                "pipeline.data_parallel_size=2",
+                "train.overlap_grad_reduce=true",
+                "train.use_distributed_optimizer=true",
+            ],
+            [2, 5, 3],
+            marks=TWO,
+            id="dp2-distributed-optimizer",
+        ),
+        pytest.param(
+            ["pipeline.pipeline_model_parallel_size=1", "pipeline.tensor_model_parallel_size=2"],
+            [2, 5, 3],
+            marks=TWO,
+            id="tp2",
+        ),
+    ],
+)
+def test_training_on_gpus_equals_eager(
+    settings: list[str], counts: list[int], tmp_path: Path
+) -> None:
+    if importlib.util.find_spec("transformer_engine") is None:
+        pytest.skip("Transformer Engine is not installed")
+    table = tmp_path / "table.json"
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "chunkgraph.cli", "train", CONFIG, *SMALL, *settings),
+            *(f"train.num_microbatches={counts}", "--json", table, "--debug"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=380,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    results = json.loads(table.read_text())
+    assert all(s["loss_equal"] and s["grad_norm_equal"] for s in results["steps"])
+    assert results["parameters_equal"]
+    assert results["captures_after_first_session"] == 0
+    assert [bool(s["replays"]) for s in results["steps"]] == [False] + [True] * (len(counts) - 1)
+    assert results["steps"][0]["fallbacks"] == {"capture warmup": 1}
