@@ -4,12 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-__all__ = ["Chunk"]
+__all__ = ["Chunk", "GradientMarker"]
+
+
+class GradientMarker(Protocol):
+    """Follows one slot's backward from its capture into its replays.
+
+    With it, work that waits for a gradient (a bucket's reduction) can start before the backward
+    has ended: `accumulated` may record an external event into the graph that is being captured,
+    and `replayed` lets another stream wait for it.
+    """
+
+    def accumulated(self, index: int) -> None:
+        """In the capture: the gradient of ``parameters[index]`` has just been accumulated."""
+
+    def replayed(self) -> None:
+        """A replay of the backward has been launched on the current stream."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +41,11 @@ class Chunk:
             is captured with the parameters themselves, which must not be in a DDP wrapper.
         buffers: tensors the forward updates in place; put back after a capture session.
         before_forward: host work before every replayed forward.
-        after_backward: host work after every replayed backward (gradient-ready signals).
+        after_backward: host work after every replayed backward.
+        new_marker: makes what watches the gradients of one slot's backward; see `GradientMarker`.
+        keeps_input_grads: whether the caller may still use an input gradient when the next
+            backward of this rank runs. True copies it once on the way out; False hands out the
+            slot's own memory, valid until the next replay of any backward.
     """
 
     forward: Callable[..., Any]
@@ -36,6 +55,8 @@ class Chunk:
     buffers: tuple[torch.Tensor, ...] = ()
     before_forward: Callable[[], None] | None = None
     after_backward: Callable[[], None] | None = None
+    new_marker: Callable[[], GradientMarker] | None = None
+    keeps_input_grads: bool = True
 
     @staticmethod
     def from_module(module: nn.Module, label: str) -> Chunk:

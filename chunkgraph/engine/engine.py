@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -17,10 +18,10 @@ from chunkgraph.engine.counters import Counters
 from chunkgraph.engine.decision import Agree, EagerReason, StepMode, agree_alone
 from chunkgraph.engine.replay import SlotReplay
 from chunkgraph.engine.session import CapturedRank, CaptureReport, SessionSettings, capture_session
-from chunkgraph.engine.signature import Call, detached, flatten_call, unflatten
+from chunkgraph.engine.signature import Call, detached, flatten_call
 from chunkgraph.engine.slot import Slot
 from chunkgraph.errors import CaptureError, ChunkGraphError, SlotError
-from chunkgraph.graphs import CUDABackend, GraphBackend, RecorderBackend
+from chunkgraph.graphs import CUDABackend, GraphBackend, RecorderBackend, capture_failure
 from chunkgraph.memory import MemoryPlan, Poison
 from chunkgraph.slots import SlotMachine
 
@@ -120,12 +121,15 @@ class ChunkGraphs:
             progress=progress,
         )
         self._machine = SlotMachine(self._num_slots, label=_rank_label(self._chunks))
+        self._reserved: tuple[deque[Slot], ...] = ()
+        self._awaiting_grads: tuple[deque[Slot], ...] = ()
         self._anchor = torch.zeros((), device=self._backend.device, requires_grad=True)
         self._captured: CapturedRank | None = None
         self._poison: Poison | None = None
         self._failure: CaptureError | None = None
         self._was_released = False
         self._num_eager_steps = 0
+        self._records_samples = False
         self._samples: list[Call | None] = [None] * len(self._chunks)
         self._sample_key: Hashable = _SHAPE_UNKNOWN
         self._captured_key: Hashable = _SHAPE_UNKNOWN
@@ -216,6 +220,8 @@ class ChunkGraphs:
         for sinks in self._captured.sinks:
             sinks.begin_step()
         self._machine.begin_step()
+        self._reserved = tuple(deque[Slot]() for _ in self._chunks)
+        self._awaiting_grads = tuple(deque[Slot]() for _ in self._chunks)
         self.mode = StepMode.REPLAY
         try:
             yield
@@ -247,8 +253,6 @@ class ChunkGraphs:
             self._records_samples = False
         self.counters.fallbacks[reason.text] += 1
         self._num_eager_steps += wants_samples
-
-    _records_samples = False
 
     # -- capture -------------------------------------------------------------------------------
 
@@ -290,6 +294,10 @@ class ChunkGraphs:
             )
         except ChunkGraphError as error:
             own = error
+        except Exception as error:  # noqa: BLE001
+            # Whatever it was, the other ranks are about to ask how the session went.
+            own = capture_failure(_rank_label(self._chunks), error)
+            own.__cause__ = error
         self._samples = [None] * len(self._chunks)
         (some_failed,) = self._agree([int(own is not None)])
         if not some_failed:
@@ -332,7 +340,7 @@ class ChunkGraphs:
 
     def _run(self, c: int, *args: Any, **kwargs: Any) -> Any:
         if self.mode is StepMode.REPLAY and torch.is_grad_enabled():
-            return self._replay(c, flatten_call(args, kwargs))
+            return self._replay(c, args, kwargs)
         if self.mode is StepMode.OUTSIDE and torch.is_grad_enabled():
             raise SlotError(
                 f"{self._chunks[c].label} was called outside a step. Wrap the call of the schedule "
@@ -343,15 +351,56 @@ class ChunkGraphs:
             self._samples[c] = Call(detached(call.leaves), call.spec)
         return self._chunks[c].forward(*args, **kwargs)
 
-    def _replay(self, c: int, call: Call) -> Any:
+    def _replay(self, c: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         captured = self._captured
         assert captured is not None
-        captured.signatures[c].check(call)
-        slot = captured.slots[c][self._machine.acquire_forward(c, None)]
-        tensors = SlotReplay.apply(self, slot, self._anchor, *call.tensors)
-        given = iter(tensors)
-        leaves = [next(given) if isinstance(x, torch.Tensor) else x for x in slot.outputs]
-        return unflatten(leaves, slot.output_spec)
+        tensors = captured.signatures[c].tensors_of(args, kwargs)
+        reserved = self._reserved[c]
+        slot = reserved.popleft() if reserved else self._acquire(c)
+        self._awaiting_grads[c].append(slot)
+        outputs = SlotReplay.apply(self, slot, self._anchor, *tensors)
+        return slot.result(outputs)
+
+    def _acquire(self, c: int) -> Slot:
+        assert self._captured is not None
+        return self._captured.slots[c][self._machine.acquire_forward(c)]
+
+    def reserve_input(self, c: int, index: int = 0) -> torch.Tensor | None:
+        """The memory that the next forward of chunk ``c`` reads, to receive into it.
+
+        The next call of the chunk takes the same slot; given this tensor it copies nothing.
+
+        Args:
+            c: index of the chunk.
+            index: which of the call's tensors, in order.
+
+        Returns:
+            A leaf on the slot's static input, with the captured shape, dtype and grad flag; None
+            outside a replayed step or when no slot is free (receive elsewhere; it is copied).
+        """
+        if self.mode is not StepMode.REPLAY or not self._machine.num_free(c):
+            return None
+        slot = self._acquire(c)
+        self._reserved[c].append(slot)
+        wants_grad = slot.input_grads[index] is not None
+        return slot.inputs[index].detach().requires_grad_(wants_grad)
+
+    def reserve_output_grad(self, c: int, index: int = 0) -> torch.Tensor | None:
+        """The memory that the next backward of chunk ``c`` reads, to receive into it.
+
+        Only for schedules that run a chunk's backwards in the order of its forwards.
+
+        Args:
+            c: index of the chunk.
+            index: which of the chunk's differentiable outputs.
+
+        Returns:
+            The static gradient; None when no forward of the chunk waits for one.
+        """
+        waiting = self._awaiting_grads[c]
+        if self.mode is not StepMode.REPLAY or not waiting:
+            return None
+        return waiting.popleft().output_grads[index]
 
     def replay_forward(self, slot: Slot, tensors: tuple[torch.Tensor, ...]) -> None:
         """Load inputs and replay. Called by `SlotReplay`."""
@@ -367,11 +416,16 @@ class ChunkGraphs:
     def replay_backward(self, slot: Slot, grads: tuple[torch.Tensor | None, ...]) -> None:
         """Load output gradients, replay, free the slot. Called by `SlotReplay`."""
         self._machine.begin_backward(slot.chunk, slot.index)
+        waiting = self._awaiting_grads[slot.chunk]
+        if slot in waiting:
+            waiting.remove(slot)
         if self._poison is not None:
             self._poison.before_replay()
         slot.load_output_grads(grads)
         assert slot.backward_graph is not None
         slot.backward_graph.replay()
+        if slot.marker is not None:
+            slot.marker.replayed()
         if self._poison is not None:
             self._poison.after_backward(slot.pool)
         self._machine.release(slot.chunk, slot.index)

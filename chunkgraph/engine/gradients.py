@@ -14,6 +14,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from chunkgraph.engine.chunk import GradientMarker
 from chunkgraph.errors import ReplayMismatchError
 
 __all__ = ["GradientSinks"]
@@ -42,13 +43,15 @@ class GradientSinks:
         self._addresses = self._current_addresses()
 
     @contextmanager
-    def accumulating(self, leaves: Sequence[nn.Parameter]) -> Iterator[None]:
+    def accumulating(
+        self, leaves: Sequence[nn.Parameter], marker: GradientMarker | None = None
+    ) -> Iterator[None]:
         """Inside, a gradient that autograd computes for a leaf is added to its parameter's sink.
 
         ``leaves`` stand for the parameters, in order (see `ParameterAliases`). The value autograd
         goes on with is a zero of the right shape that takes no memory.
         """
-        handles = [leaf.register_hook(self._hook(i, leaf)) for i, leaf in enumerate(leaves)]
+        handles = [leaf.register_hook(self._hook(i, leaf, marker)) for i, leaf in enumerate(leaves)]
         try:
             yield
         finally:
@@ -98,7 +101,9 @@ class GradientSinks:
             sink.copy_(parameter.grad)
         parameter.grad = sink
 
-    def _hook(self, index: int, leaf: nn.Parameter) -> Callable[[torch.Tensor], torch.Tensor]:
+    def _hook(
+        self, index: int, leaf: nn.Parameter, marker: GradientMarker | None
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
         sink = self._sinks[index]
 
         def accumulate(gradient: torch.Tensor) -> torch.Tensor:
@@ -106,6 +111,8 @@ class GradientSinks:
             if not getattr(leaf, "grad_added_to_main_grad", False):
                 with torch.no_grad():
                     sink.add_(gradient)
+            if marker is not None:
+                marker.accumulated(index)
             return torch.zeros((), dtype=gradient.dtype, device=gradient.device).expand(
                 gradient.shape
             )

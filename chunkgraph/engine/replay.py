@@ -49,18 +49,23 @@ class SlotReplay(torch.autograd.Function):
         runner.replay_forward(slot, tensors)
         ctx.runner, ctx.slot = runner, slot
         ctx.set_materialize_grads(False)
-        outputs = [leaf.detach() for leaf in slot.outputs if isinstance(leaf, torch.Tensor)]
-        frozen = [out for i, out in enumerate(outputs) if i not in slot.differentiable]
-        ctx.mark_non_differentiable(*frozen)
-        return tuple(outputs)
+        outputs = tuple([tensor.detach() for tensor in slot.output_tensors])
+        if slot.has_frozen_outputs:
+            frozen = [out for i, out in enumerate(outputs) if i not in slot.differentiable]
+            ctx.mark_non_differentiable(*frozen)
+        return outputs
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         """Replay the backward.
 
-        The returned input gradients stay referenced by the slot, so that AccumulateGrad copies
-        them instead of keeping memory that the next backward overwrites.
+        Returned as they are, the input gradients stay referenced by the slot, so that
+        AccumulateGrad copies them instead of keeping memory that the next backward overwrites. A
+        fresh alias is kept without a copy, for callers that are done with it by then.
         """
-        ctx.runner.replay_backward(ctx.slot, grads)
-        return (None, None, None, *ctx.slot.input_grads)
+        slot = ctx.slot
+        ctx.runner.replay_backward(slot, grads)
+        if slot.keeps_input_grads:
+            return (None, None, None, *slot.input_grads)
+        return (None, None, None, *[g if g is None else g.detach() for g in slot.input_grads])

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from chunkgraph.engine.aliases import ParameterAliases
-from chunkgraph.engine.chunk import Chunk
+from chunkgraph.engine.chunk import Chunk, GradientMarker
 from chunkgraph.engine.gradients import GradientSinks
 from chunkgraph.engine.signature import Call, Signature, flatten, unflatten
 from chunkgraph.engine.slot import Slot
@@ -90,6 +90,7 @@ class _Forward:
     grads: list[torch.Tensor] = field(default_factory=list)
     input_grads: list[torch.Tensor | None] = field(default_factory=list)
     backward: Graph | None = None
+    marker: GradientMarker | None = None
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -138,6 +139,7 @@ def capture_session(
             for c, (chunk, sample) in enumerate(zip(chunks, samples, strict=True)):
                 leaves = aliases[c].leaves
                 _warm_up(chunk, sample, sinks[c], leaves, backend, settings.num_passes)
+            backend.release_cached_memory()
             total = 2 * sum(num_slots)
             for c, (chunk, sample) in enumerate(zip(chunks, samples, strict=True)):
                 for s in range(num_slots[c]):
@@ -146,6 +148,8 @@ def capture_session(
             for number, forward in enumerate(forwards, start=len(forwards) + 1):
                 c = forward.chunk_index
                 leaves = aliases[c].leaves
+                make_marker = chunks[c].new_marker
+                forward.marker = make_marker() if make_marker is not None else None
                 _capture_backward(forward, sinks[c], leaves, backend, pools, settings)
                 _report_progress(settings, number, total)
             if settings.prove:
@@ -158,7 +162,8 @@ def capture_session(
         raise
     backend.synchronize()
     slots = tuple(
-        tuple(_slot(f) for f in forwards if f.chunk_index == c) for c in range(len(chunks))
+        tuple(_slot(f, chunk) for f in forwards if f.chunk_index == c)
+        for c, chunk in enumerate(chunks)
     )
     signatures = tuple(Signature(s, c.label) for s, c in zip(samples, chunks, strict=True))
     report = CaptureReport(
@@ -234,7 +239,8 @@ def _capture_backward(
     wanted = [t for t in forward.inputs if t.requires_grad]
     label = f"{forward.label} backward"
     pool = pools.backward_pool(forward.pool)
-    with sinks.accumulating(leaves), backend.capture(label, pool, settings.generators()) as graph:
+    accumulating = sinks.accumulating(leaves, forward.marker)
+    with accumulating, backend.capture(label, pool, settings.generators()) as graph:
         got = torch.autograd.grad(
             outputs,
             [*wanted, *leaves],
@@ -247,7 +253,7 @@ def _capture_backward(
     forward.input_grads = [next(given) if t.requires_grad else None for t in forward.inputs]
 
 
-def _slot(forward: _Forward) -> Slot:
+def _slot(forward: _Forward, chunk: Chunk) -> Slot:
     assert forward.backward is not None
     return Slot(
         chunk=forward.chunk_index,
@@ -262,6 +268,8 @@ def _slot(forward: _Forward) -> Slot:
         forward_graph=forward.graph,
         backward_graph=forward.backward,
         pool=forward.pool,
+        marker=forward.marker,
+        keeps_input_grads=chunk.keeps_input_grads,
     )
 
 

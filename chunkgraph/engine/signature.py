@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
@@ -63,10 +64,14 @@ def detached(tree: Any) -> Any:
     return tree_map(cut, tree)
 
 
+_COMPARABLE = (bool, int, float, complex, str, bytes, tuple, Enum, torch.dtype, torch.device)
+
+
 class Signature:
     """What a chunk was captured with: structure, shapes, dtypes, devices and plain values.
 
-    A call is compared with one prepared key; the differences are worked out only when it fails.
+    A call is compared in one pass over prepared keys; the differences are worked out only when
+    that fails.
 
     Args:
         call: the captured call.
@@ -78,17 +83,44 @@ class Signature:
         self._spec = call.spec
         self._key = _key(call.leaves)
         self._frozen = tuple(i for i, t in enumerate(call.tensors) if not t.requires_grad)
+        args, kwargs = unflatten(call.leaves, call.spec)
+        values = (*args, *kwargs.values())
+        # Where every argument is a leaf, a call needs no walk over trees.
+        self._is_flat = not any(isinstance(v, (tuple, list, dict)) for v in values) and (
+            len(values) == len(call.leaves)
+        )
+        self._num_args = len(args)
+        self._names = tuple(kwargs)
+        self._keywords = kwargs.keys()
 
-    def check(self, call: Call) -> None:
-        """Compare a call with the captured one.
+    def tensors_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+        """Compare a call with the captured one and return its tensors, in order.
 
         Raises:
             ReplayMismatchError: listing every difference with its path.
         """
-        if call.spec == self._spec and _key(call.leaves) == self._key:
-            self._check_gradients(call)
-            return
-        raise ReplayMismatchError(
+        if self._is_flat and len(args) == self._num_args and kwargs.keys() == self._keywords:
+            leaves: Sequence[Any] = (*args, *[kwargs[name] for name in self._names])
+        else:
+            call = flatten_call(args, kwargs)
+            if call.spec != self._spec:
+                raise self._mismatch(call)
+            leaves = call.leaves
+        tensors: list[torch.Tensor] = []
+        for leaf, wanted in zip(leaves, self._key, strict=True):
+            if isinstance(leaf, torch.Tensor):
+                if (leaf.shape, leaf.dtype, leaf.device) != wanted:
+                    raise self._mismatch(flatten_call(args, kwargs))
+                tensors.append(leaf)
+            elif leaf is not wanted and not _equal(leaf, wanted):
+                raise self._mismatch(flatten_call(args, kwargs))
+        for i in self._frozen:
+            if tensors[i].requires_grad:
+                raise self._missing_gradient(i, tensors[i])
+        return tensors
+
+    def _mismatch(self, call: Call) -> ReplayMismatchError:
+        return ReplayMismatchError(
             f"{self._label} was called with arguments that differ from those it was captured "
             f"with:\n{self._differences(call)}\n"
             "  To do: keep shapes, dtypes and options constant (pad to a fixed size), announce the "
@@ -96,17 +128,13 @@ class Signature:
             "`step(eager=True)`), or release the graphs and capture again."
         )
 
-    def _check_gradients(self, call: Call) -> None:
+    def _missing_gradient(self, index: int, tensor: torch.Tensor) -> ReplayMismatchError:
         """A gradient that was not captured would be missing without a word."""
-        tensors = call.tensors
-        wrong = [i for i in self._frozen if tensors[i].requires_grad]
-        if wrong:
-            shape = tuple(tensors[wrong[0]].shape)
-            raise ReplayMismatchError(
-                f"{self._label}: tensor argument {wrong[0]} (shape {shape}) requires grad, but the "
-                "sample it was captured with did not, so its gradient is not in the graph. "
-                "Capture from a sample that requires grad, or detach the argument."
-            )
+        return ReplayMismatchError(
+            f"{self._label}: tensor argument {index} (shape {tuple(tensor.shape)}) requires grad, "
+            "but the sample it was captured with did not, so its gradient is not in the graph. "
+            "Capture from a sample that requires grad, or detach the argument."
+        )
 
     def _differences(self, call: Call) -> str:
         if call.spec != self._spec:
@@ -115,7 +143,7 @@ class Signature:
         return "\n".join(
             f"  {_path(path)}: captured {_show(was)}, called {_show(now)}"
             for path, was, now in zip(paths, self._key, _key(call.leaves), strict=True)
-            if was != now
+            if was is not now and not _equal(was, now)
         )
 
 
@@ -124,6 +152,14 @@ def _key(leaves: Sequence[Any]) -> list[Any]:
         (leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, torch.Tensor) else leaf
         for leaf in leaves
     ]
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """Whether two plain values (or tensor keys) are the same.
+
+    Only for types whose equality is a plain truth value; other objects are equal to themselves.
+    """
+    return type(a) is type(b) and isinstance(a, _COMPARABLE) and bool(a == b)
 
 
 def _show(key: Any) -> str:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import TreeSpec
 
+from chunkgraph.engine.chunk import GradientMarker
+from chunkgraph.engine.signature import unflatten
 from chunkgraph.graphs import Graph, Pool
 
 __all__ = ["Slot"]
@@ -30,6 +32,8 @@ class Slot:
         input_grads: gradients of ``inputs`` (None where there is none); valid until the next
             replay of any backward.
         pool: where the forward's memory lies.
+        marker: watches the gradients of the backward, or None.
+        keeps_input_grads: see `Chunk`.
     """
 
     chunk: int
@@ -44,6 +48,13 @@ class Slot:
     forward_graph: Graph
     backward_graph: Graph | None
     pool: Pool
+    marker: GradientMarker | None = None
+    keeps_input_grads: bool = True
+
+    def __post_init__(self) -> None:
+        self.is_single = self.output_spec.is_leaf() and isinstance(self.outputs[0], torch.Tensor)
+        self.output_tensors = tuple(x for x in self.outputs if isinstance(x, torch.Tensor))
+        self.has_frozen_outputs = len(self.differentiable) < len(self.output_tensors)
 
     def load_inputs(self, tensors: Sequence[torch.Tensor]) -> None:
         """Copy a call's tensors into the static inputs (those that are not there already)."""
@@ -59,6 +70,14 @@ class Slot:
                 static.zero_()
             elif static.data_ptr() != given.data_ptr():
                 static.copy_(given)
+
+    def result(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """The chunk's result with ``tensors`` in the places of its tensors."""
+        if self.is_single:
+            return tensors[0]
+        given = iter(tensors)
+        leaves = [next(given) if isinstance(x, torch.Tensor) else x for x in self.outputs]
+        return unflatten(leaves, self.output_spec)
 
     def release(self) -> None:
         """Drop the graphs; the buffers go with the slot."""

@@ -2,6 +2,7 @@
 
 from chunkgraph.graphs.contract import Graph, GraphBackend, Pool
 from chunkgraph.graphs.cuda import CUDABackend
+from chunkgraph.graphs.failure import capture_failure
 from chunkgraph.graphs.location import SourceLocation, location_of
 from chunkgraph.graphs.ranges import AddressRange, AddressRanges
 from chunkgraph.graphs.recorder import RecorderBackend, host_call
@@ -15,6 +16,7 @@ __all__ = [
     "Pool",
     "RecorderBackend",
     "SourceLocation",
+    "capture_failure",
     "host_call",
     "location_of",
 ]

@@ -92,6 +92,9 @@ class GraphBackend(Protocol):
     def preserve_random_state(self) -> AbstractContextManager[None]:
         """Put the device's default random state back on exit."""
 
+    def release_cached_memory(self) -> None:
+        """Give back what the allocator keeps for later eager work, before pools are filled."""
+
     def synchronize(self) -> None:
         """Wait for the device."""
 

@@ -193,6 +193,11 @@ class CUDABackend:
         finally:
             torch.cuda.set_rng_state(state, self.device)
 
+    def release_cached_memory(self) -> None:
+        """Empty the allocator's cache: blocks of eager steps cannot serve a private pool."""
+        self.synchronize()
+        torch.cuda.empty_cache()
+
     def synchronize(self) -> None:
         """Wait for the device."""
         torch.cuda.synchronize(self.device)

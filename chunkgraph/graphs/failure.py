@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from chunkgraph.errors import CaptureError
 from chunkgraph.graphs.location import location_of
 
@@ -13,6 +15,13 @@ def capture_failure(label: str, error: Exception) -> CaptureError:
     where = location_of(error)
     place = f"\n  at {where}" if where else ""
     first_line = next(iter(str(error).splitlines()), "")
+    if isinstance(error, torch.OutOfMemoryError):
+        return CaptureError(
+            f"Capturing {label} ran out of memory: {first_line}{place}\n"
+            "  To do: give the slots less to hold (a smaller microbatch or sequence, selective "
+            "recompute, fewer slots where the number of microbatches is bounded), or train with "
+            "fewer layers on a rank; `chunkgraph plan CONFIG` estimates what each rank needs."
+        )
     return CaptureError(
         f"Capturing {label} failed: {type(error).__name__}: {first_line}{place}\n"
         "  To do: move the line out of the chunk or replace it by work that stays on the device "

@@ -8,6 +8,7 @@ performance model, and streams, NCCL and the real allocator are not modelled.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -70,12 +71,12 @@ class RecorderBackend:
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
-        self._pools: list[SimulatedPool] = []
+        self._pools: weakref.WeakSet[SimulatedPool] = weakref.WeakSet()
 
     def new_pool(self, label: str) -> SimulatedPool:
         """An empty simulated pool."""
         pool = SimulatedPool(label)
-        self._pools.append(pool)
+        self._pools.add(pool)
         return pool
 
     @contextmanager
@@ -113,6 +114,9 @@ class RecorderBackend:
             yield
         finally:
             torch.set_rng_state(state)
+
+    def release_cached_memory(self) -> None:
+        """Nothing is kept."""
 
     def synchronize(self) -> None:
         """Nothing runs asynchronously."""

@@ -78,6 +78,10 @@ class SlotMachine:
         every = zip(self._free, self._num_slots, strict=True)
         return sum(count - free.bit_count() for free, count in every)
 
+    def num_free(self, chunk: int) -> int:
+        """Slots of ``chunk`` that a forward could take now."""
+        return self._free[chunk].bit_count()
+
     def state(self, chunk: int, slot: int) -> SlotState:
         """What a slot is doing."""
         self._check_place("state", chunk, None, slot)

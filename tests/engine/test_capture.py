@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -416,3 +417,103 @@ def test_all_ranks_take_every_decision_alike(failing: int | None) -> None:
         assert f"{__file__}:{SYNC_LINE}" in errors[failing]
         assert "another rank" in errors[1 - failing]
         assert fallbacks[0] == {"capture warmup": 2, "capture failed": 2}
+
+
+def test_any_exception_in_the_session_is_told_to_all_ranks() -> None:
+    """A warmup pass or a bug of ours may raise anything; the other ranks must hear of it."""
+    agreed: list[Sequence[int]] = []
+
+    def agree(values: Sequence[int]) -> list[int]:
+        agreed.append(list(values))
+        return list(values)
+
+    class Raises(Tower):
+        def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+            raise KeyError("gone")
+
+    backend = RecorderBackend()
+    graphs = ChunkGraphs(
+        [Raises()],
+        [1],
+        backend=backend,
+        agree=agree,
+        options=CaptureOptions(num_warmup_passes=1),
+    )
+    with pytest.raises(CaptureError, match=r"KeyError: 'gone'\n.*test_capture\.py"):
+        graphs.capture([(sample(backend),)])
+    assert agreed == [[1]]
+
+
+def test_receiving_into_a_slot_copies_nothing(backend: GraphBackend) -> None:
+    modules = towers(backend, False)
+    chunk = dataclasses.replace(
+        Chunk.from_module(modules[0], "rank 0 chunk 0"), keeps_input_grads=False
+    )
+    graphs = ChunkGraphs([chunk], [2], backend=backend)
+    x, g = sample(backend), torch.randn(4, 8, device=backend.device)
+    graphs.capture([(x,)])
+    assert graphs.reserve_input(0) is None  # outside a step
+    slots = graphs._captured.slots[0]
+    inputs = [torch.randn_like(x) for _ in range(3)]
+    grads, outputs = [], []
+    with graphs.step(3):
+        flying = []
+        for data in inputs:
+            if len(flying) == 2:
+                finish(graphs, flying, g, grads, slots)
+            received = graphs.reserve_input(0)
+            received.detach().copy_(data)
+            torch.manual_seed(1)
+            y = graphs.callables[0](received)
+            assert received.data_ptr() in [s.inputs[0].data_ptr() for s in slots]
+            outputs.append(y.detach().clone())
+            flying.append((received, y))
+        assert graphs.reserve_input(0) is None  # both slots are taken
+        while flying:
+            finish(graphs, flying, g, grads, slots)
+        assert graphs.reserve_output_grad(0) is None
+    for data, y, grad in zip(inputs, outputs, grads, strict=True):
+        leaf = data.clone().requires_grad_()
+        torch.manual_seed(1)
+        expected = modules[0](leaf)
+        assert torch.equal(y, expected)
+        assert torch.equal(grad, torch.autograd.grad(expected, leaf, g)[0])
+
+
+def finish(graphs: ChunkGraphs, flying: list, g: torch.Tensor, grads: list, slots: Any) -> None:
+    received, y = flying.pop(0)
+    buffer = graphs.reserve_output_grad(0)
+    buffer.copy_(g)
+    y.backward(buffer)
+    # Handed out without a copy: the gradient is the slot's own memory, to be used at once.
+    assert received.grad.data_ptr() in [s.input_grads[0].data_ptr() for s in slots]
+    grads.append(received.grad.clone())
+
+
+def test_markers_follow_every_gradient_and_every_replay(backend: GraphBackend) -> None:
+    class Marker:
+        def __init__(self) -> None:
+            self.seen: list[int] = []
+            self.num_replays = 0
+
+        def accumulated(self, index: int) -> None:
+            self.seen.append(index)
+
+        def replayed(self) -> None:
+            self.num_replays += 1
+
+    made: list[Marker] = []
+
+    def new_marker() -> Marker:
+        made.append(Marker())
+        return made[-1]
+
+    (module,) = towers(backend, False)
+    chunk = dataclasses.replace(Chunk.from_module(module, "rank 0 chunk 0"), new_marker=new_marker)
+    graphs = ChunkGraphs([chunk], [2], backend=backend)
+    graphs.capture([(sample(backend),)])
+    with graphs.step(2):
+        for _ in range(2):
+            train_microbatch(graphs.callables[0], sample(backend))
+    assert [sorted(m.seen) for m in made] == [[0, 1]] * 2
+    assert [m.num_replays for m in made] == [2, 0]  # the lowest free slot serves both
