@@ -1,6 +1,6 @@
 """A chunk's slots, the capture session, replay and the decision of every step."""
 
-from chunkgraph.engine.chunk import Chunk
+from chunkgraph.engine.chunk import Chunk, GradientMarker
 from chunkgraph.engine.counters import Counters
 from chunkgraph.engine.decision import Agree, EagerReason, StepMode
 from chunkgraph.engine.engine import CaptureOptions, ChunkGraphs
@@ -14,5 +14,6 @@ __all__ = [
     "ChunkGraphs",
     "Counters",
     "EagerReason",
+    "GradientMarker",
     "StepMode",
 ]

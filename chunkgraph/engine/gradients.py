@@ -59,15 +59,33 @@ class GradientSinks:
                 handle.remove()
 
     @contextmanager
-    def preserved(self) -> Iterator[None]:
-        """Put the sinks back on exit: fused accumulation writes them in eager work inside."""
-        saved = [sink.clone() for sink in self._sinks]
+    def discarding(self, leaves: Sequence[nn.Parameter]) -> Iterator[None]:
+        """Inside, gradients go nowhere (capture warmup), one at a time.
+
+        Layers that accumulate in their weight-gradient GEMM write to a throw-away buffer as large
+        as the largest parameter, in the place of ``main_grad``.
+        """
+        largest: dict[torch.dtype, int] = {}
+        for sink in self._sinks:
+            largest[sink.dtype] = max(largest.get(sink.dtype, 0), sink.numel())
+        dumps = {
+            dtype: torch.empty(size, dtype=dtype, device=self._sinks[0].device)
+            for dtype, size in largest.items()
+        }
+        kept = [getattr(leaf, "main_grad", None) for leaf in leaves]
+        handles = [leaf.register_hook(_no_memory) for leaf in leaves]
         try:
+            for leaf, main_grad in zip(leaves, kept, strict=True):
+                if main_grad is not None:
+                    dump = dumps[main_grad.dtype][: main_grad.numel()]
+                    leaf.main_grad = dump.view(main_grad.shape)  # type: ignore[attr-defined]
             yield
         finally:
-            with torch.no_grad():
-                for sink, value in zip(self._sinks, saved, strict=True):
-                    sink.copy_(value)
+            for leaf, main_grad in zip(leaves, kept, strict=True):
+                if main_grad is not None:
+                    leaf.main_grad = main_grad  # type: ignore[attr-defined]
+            for handle in handles:
+                handle.remove()
 
     def begin_step(self) -> None:
         """Check addresses and bind ``param.grad``. Once a step, not per microbatch.
@@ -113,9 +131,7 @@ class GradientSinks:
                     sink.add_(gradient)
             if marker is not None:
                 marker.accumulated(index)
-            return torch.zeros((), dtype=gradient.dtype, device=gradient.device).expand(
-                gradient.shape
-            )
+            return _no_memory(gradient)
 
         return accumulate
 
@@ -124,3 +140,8 @@ class GradientSinks:
             (p.data_ptr(), getattr(p, "main_grad", sink).data_ptr())
             for p, sink in zip(self.parameters, self._sinks, strict=True)
         ]
+
+
+def _no_memory(gradient: torch.Tensor) -> torch.Tensor:
+    """A gradient that autograd may carry on with: right shape, one element of memory."""
+    return torch.zeros((), dtype=gradient.dtype, device=gradient.device).expand(gradient.shape)

@@ -136,9 +136,13 @@ def capture_session(
             stack.enter_context(settings.scope())
             for alias in aliases:
                 stack.enter_context(alias.in_place())
-            for c, (chunk, sample) in enumerate(zip(chunks, samples, strict=True)):
-                leaves = aliases[c].leaves
-                _warm_up(chunk, sample, sinks[c], leaves, backend, settings.num_passes)
+            held_bytes = [
+                _warm_up(
+                    chunk, samples[c], sinks[c], aliases[c].leaves, backend, settings.num_passes
+                )
+                for c, chunk in enumerate(chunks)
+            ]
+            _check_memory(chunks, num_slots, held_bytes, backend)
             backend.release_cached_memory()
             total = 2 * sum(num_slots)
             for c, (chunk, sample) in enumerate(zip(chunks, samples, strict=True)):
@@ -181,20 +185,51 @@ def _warm_up(
     chunk: Chunk,
     sample: Call,
     sinks: GradientSinks,
-    leaves: Sequence[torch.Tensor],
+    leaves: Sequence[nn.Parameter],
     backend: GraphBackend,
     num_passes: int,
-) -> None:
-    """Eager passes on the capture stream: libraries make handles and choose algorithms there."""
-    with sinks.preserved() if num_passes else nullcontext(), backend.on_capture_stream():
+) -> int:
+    """Eager passes on the capture stream: libraries make handles and choose algorithms there.
+
+    Returns:
+        Bytes that one forward holds until its backward; 0 without a pass or where nobody counts.
+    """
+    held_bytes = 0
+    with backend.on_capture_stream(), sinks.discarding(leaves):
         for _ in range(num_passes):
+            before = backend.allocated_bytes()
             inputs = [_static_like(t) for t in sample.tensors]
             results = flatten(_call(chunk, sample, inputs))[0]
+            held_bytes = backend.allocated_bytes() - before
             outputs = [t for t in results if isinstance(t, torch.Tensor) and t.requires_grad]
             wanted = [*(t for t in inputs if t.requires_grad), *leaves]
             torch.autograd.grad(
                 outputs, wanted, [torch.ones_like(t) for t in outputs], allow_unused=True
             )
+    return held_bytes
+
+
+def _check_memory(
+    chunks: Sequence[Chunk],
+    num_slots: Sequence[int],
+    held_bytes: Sequence[int],
+    backend: GraphBackend,
+) -> None:
+    """Refuse a session that cannot fit, before its first allocation."""
+    needed = sum(n * held for n, held in zip(num_slots, held_bytes, strict=True))
+    free = backend.free_bytes()
+    if free is None or needed <= free:
+        return
+    parts = ", ".join(
+        f"{chunk.label}: {n} slots of {held / 2**20:.0f} MiB"
+        for chunk, n, held in zip(chunks, num_slots, held_bytes, strict=True)
+    )
+    raise CaptureError(
+        f"The slots need {needed / 2**20:.0f} MiB ({parts}), but only {free / 2**20:.0f} MiB of "
+        f"{backend.device} are free; nothing was captured.\n"
+        "  To do: a smaller microbatch or sequence, selective recompute, fewer layers on a rank, "
+        "or fewer slots where the number of microbatches is bounded (num_slots)."
+    )
 
 
 def _capture_forward(

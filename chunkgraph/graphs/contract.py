@@ -95,6 +95,12 @@ class GraphBackend(Protocol):
     def release_cached_memory(self) -> None:
         """Give back what the allocator keeps for later eager work, before pools are filled."""
 
+    def allocated_bytes(self) -> int:
+        """Bytes of live tensors on the device; 0 where nobody counts them."""
+
+    def free_bytes(self) -> int | None:
+        """Bytes that new allocations could have, cached ones included; None: unknown."""
+
     def synchronize(self) -> None:
         """Wait for the device."""
 

@@ -198,6 +198,16 @@ class CUDABackend:
         self.synchronize()
         torch.cuda.empty_cache()
 
+    def allocated_bytes(self) -> int:
+        """Bytes of live tensors on the device."""
+        return torch.cuda.memory_allocated(self.device)
+
+    def free_bytes(self) -> int | None:
+        """Free on the device, plus what the allocator keeps without using it."""
+        free, _ = torch.cuda.mem_get_info(self.device)
+        cached = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        return free + cached
+
     def synchronize(self) -> None:
         """Wait for the device."""
         torch.cuda.synchronize(self.device)

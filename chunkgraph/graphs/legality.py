@@ -24,6 +24,8 @@ _aten = torch.ops.aten
 
 # Tagged as dynamic, but static for the arguments checked below.
 _INDEXING = {_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default}
+_BY_MASK = "indexes with a mask: its shape depends on values"
+_MASKED_WRITES = {torch.Tensor.__setitem__, torch.Tensor.index_put_, torch.Tensor.index_put}
 _HOST_READS: dict[Any, str] = {
     torch.Tensor.cpu: "copies a tensor to the host",
     torch.Tensor.numpy: "copies a tensor to the host",
@@ -61,10 +63,8 @@ def check_operator(
     """
     if func in _INDEXING:
         indices = cast("Sequence[torch.Tensor | None]", args[1])
-        if any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices):
-            raise illegal_operation(
-                str(func), "indexes with a mask: its shape depends on values", label
-            )
+        if any(_is_mask(i) for i in indices) and not _fills_where_masked(func, args, kwargs):
+            raise illegal_operation(str(func), _BY_MASK, label)
         return
     if func is _aten.repeat_interleave.Tensor and kwargs.get("output_size") is not None:
         return
@@ -76,6 +76,22 @@ def check_operator(
         raise illegal_operation(
             "torch.tensor(...)", "copies host data to the device inside the chunk", label
         )
+
+
+def _fills_where_masked(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether ``x[mask] = number``, which torch runs as ``masked_fill`` on any device.
+
+    A number reaches the dispatcher as a tensor without dimensions, as a device tensor of one
+    element does; `HostReadGuard` refuses the latter.
+    """
+    if func is _aten.index.Tensor or len(args) > 3 or kwargs.get("accumulate", False):
+        return False
+    indices, value = args[1], args[2]
+    return sum(i is not None for i in indices) == 1 and value.dim() == 0
+
+
+def _is_mask(index: object) -> bool:
+    return isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)
 
 
 class HostReadGuard(TorchFunctionMode):
@@ -95,6 +111,10 @@ class HostReadGuard(TorchFunctionMode):
         why = _HOST_READS.get(func)
         if why is not None:
             raise illegal_operation(resolve_name(func) or str(func), why, self.label)
+        if func in _MASKED_WRITES and len(args) == 3 and isinstance(args[2], torch.Tensor):
+            indices = args[1] if isinstance(args[1], (tuple, list)) else (args[1],)
+            if any(_is_mask(i) for i in indices):
+                raise illegal_operation(resolve_name(func) or str(func), _BY_MASK, self.label)
         # Only the literal: a `torch.device` is as often the device of another tensor of the chunk.
         if func is torch.Tensor.to and "cpu" in _names(args[1:], kwargs):
             raise illegal_operation(

@@ -118,6 +118,14 @@ class RecorderBackend:
     def release_cached_memory(self) -> None:
         """Nothing is kept."""
 
+    def allocated_bytes(self) -> int:
+        """Nobody counts host memory."""
+        return 0
+
+    def free_bytes(self) -> int | None:
+        """Unknown."""
+        return None
+
     def synchronize(self) -> None:
         """Nothing runs asynchronously."""
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -14,12 +15,18 @@ from torch.nn import functional
 from chunkgraph.config import Config
 from chunkgraph.errors import ConfigError, MissingDependencyError
 from chunkgraph.megatron.compat import import_megatron
+from chunkgraph.megatron.fusion import fuse_weight_gradients
 
 __all__ = ["build_model", "layer_spec"]
 
 
 def build_model(
-    config: Config, device: torch.device, ddp_options: Mapping[str, Any] | None = None
+    config: Config,
+    device: torch.device,
+    ddp_options: Mapping[str, Any] | None = None,
+    *,
+    transformer_options: Mapping[str, Any] | None = None,
+    ddp_scope: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> list[nn.Module]:
     """This rank's model chunks, wrapped in DDP where asked, in training mode.
 
@@ -29,9 +36,11 @@ def build_model(
         config: the run; model parallel groups must be set up and random numbers seeded.
         device: where parameters go.
         ddp_options: further fields of Megatron's DistributedDataParallelConfig.
+        transformer_options: further fields of Megatron's TransformerConfig.
+        ddp_scope: entered while chunks are wrapped in DDP.
     """
     gpt_model = import_megatron("megatron.core.models.gpt").GPTModel
-    transformer_config = _transformer_config(config, device)
+    transformer_config = _transformer_config(config, device, transformer_options or {})
     spec = layer_spec(config, device)
     state = import_megatron("megatron.core.parallel_state")
     rank = state.get_pipeline_model_parallel_rank()
@@ -56,7 +65,10 @@ def build_model(
     if config.model.params_dtype == "bfloat16":
         half = import_megatron("megatron.core.transformer.module").Float16Module
         chunks = [half(transformer_config, chunk) for chunk in chunks]
-    chunks = _wrap_for_data_parallel(config, transformer_config, chunks, ddp_options or {})
+    with ddp_scope():
+        chunks = _wrap_for_data_parallel(config, transformer_config, chunks, ddp_options or {})
+    if config.train.gradient_accumulation_fusion:
+        fuse_weight_gradients(chunks)
     for chunk in chunks:
         chunk.train()
     return chunks
@@ -104,7 +116,7 @@ def _user_spec(name: str) -> Any:
     return function()
 
 
-def _transformer_config(config: Config, device: torch.device) -> Any:
+def _transformer_config(config: Config, device: torch.device, options: Mapping[str, Any]) -> Any:
     transformer_config = import_megatron("megatron.core.transformer.transformer_config")
     model, pipeline = config.model, config.pipeline
     dtype = torch.bfloat16 if model.params_dtype == "bfloat16" else torch.float32
@@ -138,7 +150,7 @@ def _transformer_config(config: Config, device: torch.device) -> Any:
     }
     if interleaved:
         wanted["microbatch_group_size_per_vp_stage"] = pipeline.microbatch_group_size
-    return transformer_config.TransformerConfig(**wanted)
+    return transformer_config.TransformerConfig(**{**wanted, **options})
 
 
 def _wrap_for_data_parallel(

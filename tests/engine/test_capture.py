@@ -517,3 +517,43 @@ def test_markers_follow_every_gradient_and_every_replay(backend: GraphBackend) -
             train_microbatch(graphs.callables[0], sample(backend))
     assert [sorted(m.seen) for m in made] == [[0, 1]] * 2
     assert [m.num_replays for m in made] == [2, 0]  # the lowest free slot serves both
+
+
+def test_too_little_memory_is_told_before_anything_is_captured() -> None:
+    class Small(RecorderBackend):
+        """Counts two MiB held by every forward, with three of them free."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.num_asked = 0
+
+        def allocated_bytes(self) -> int:
+            self.num_asked += 1
+            return 2**21 * self.num_asked
+
+        def free_bytes(self) -> int | None:
+            return 2**20 * 3
+
+    backend = Small()
+    graphs = ChunkGraphs(
+        towers(backend, False), [2], backend=backend, options=CaptureOptions(num_warmup_passes=1)
+    )
+    with pytest.raises(CaptureError, match=r"need 4 MiB \(chunk 0: 2 slots of 2 MiB\).*only 3 MiB"):
+        graphs.capture([(sample(backend),)])
+    assert all(pool.reserved_bytes == 0 for pool in backend._pools)
+    ChunkGraphs(
+        towers(backend, False), [1], backend=backend, options=CaptureOptions(num_warmup_passes=1)
+    ).capture([(sample(backend),)])
+
+
+def test_capture_warmup_leaves_no_gradient_anywhere(backend: GraphBackend) -> None:
+    (module,) = towers(backend, False)
+    for p in module.parameters():
+        p.main_grad = torch.full_like(p, 3.0)
+    graphs = ChunkGraphs(
+        [module], [1], backend=backend, options=CaptureOptions(num_warmup_passes=2)
+    )
+    graphs.capture([(sample(backend),)])
+    for p in module.parameters():
+        assert torch.equal(p.main_grad, torch.full_like(p, 3.0))
+        assert p.grad is None

@@ -67,10 +67,14 @@ def test_grad_ready_signature_is_detected(one_rank: torch.device, takes_force: b
     calls: list[tuple[Any, ...]] = []
 
     class WithForce:
+        is_last_microbatch = True
+
         def register_grad_ready(self, param: Any, force_all_reduce: bool = False) -> None:
             calls.append((param, force_all_reduce))
 
     class Without:
+        is_last_microbatch = True
+
         def register_grad_ready(self, param: Any) -> None:
             calls.append((param,))
 
@@ -79,19 +83,28 @@ def test_grad_ready_signature_is_detected(one_rank: torch.device, takes_force: b
     ddp.ddp_config = SimpleNamespace(overlap_grad_reduce=True)
     ddp.param_to_bucket_group = {parameter: WithForce() if takes_force else Without()}
     ddp.force_all_reduce = True
-    signal = compat.grad_ready_signal(ddp, [parameter, other])
-    assert signal is not None
-    signal()
+    new_marker = compat.gradient_marker(ddp, [parameter, other])
+    assert new_marker is not None
+    marker = new_marker()
+    marker.accumulated(1)  # not DDP's
+    marker.replayed()
+    assert calls == []
+    marker.accumulated(0)
+    marker.replayed()
     assert calls == [(parameter, True) if takes_force else (parameter,)]
+    group = ddp.param_to_bucket_group[parameter]
+    group.is_last_microbatch = False
+    marker.replayed()
+    assert len(calls) == 1
 
 
 def test_no_signal_without_overlap_and_a_clear_error_without_buckets() -> None:
     ddp: Any = nn.Module()
     ddp.ddp_config = SimpleNamespace(overlap_grad_reduce=False)
     ddp.param_to_bucket_group = {}
-    assert compat.grad_ready_signal(ddp, []) is None
+    assert compat.gradient_marker(ddp, []) is None
     with pytest.raises(ConfigError, match="gradient buckets"):
-        compat.grad_ready_signal(nn.Module(), [])
+        compat.gradient_marker(nn.Module(), [])
 
 
 def test_a_name_that_a_release_moved_is_told(one_rank: torch.device) -> None:

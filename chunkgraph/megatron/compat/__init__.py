@@ -17,7 +17,7 @@ from chunkgraph.megatron.compat.capture import capture_flag
 from chunkgraph.megatron.compat.data_parallel import (
     DDP_MODULE,
     call_parameter_gather_hooks,
-    grad_ready_signal,
+    gradient_marker,
     is_fully_sharded,
     unwrap_ddp,
 )
@@ -37,7 +37,7 @@ __all__ = [
     "TritonStubFinder",
     "call_parameter_gather_hooks",
     "capture_flag",
-    "grad_ready_signal",
+    "gradient_marker",
     "graph_safe_generators",
     "import_megatron",
     "is_fully_sharded",

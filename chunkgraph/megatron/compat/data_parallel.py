@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
+from chunkgraph.engine import GradientMarker
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.compat.access import private_names
 
 __all__ = [
     "DDP_MODULE",
     "call_parameter_gather_hooks",
-    "grad_ready_signal",
+    "gradient_marker",
     "is_fully_sharded",
     "unwrap_ddp",
 ]
@@ -57,13 +60,13 @@ def call_parameter_gather_hooks(modules: Sequence[nn.Module]) -> None:
                 hook(module, ())
 
 
-def grad_ready_signal(
+def gradient_marker(
     ddp: nn.Module, parameters: Sequence[nn.Parameter]
-) -> Callable[[], None] | None:
-    """A function that tells ``ddp`` that the gradients of ``parameters`` are accumulated.
+) -> Callable[[], GradientMarker] | None:
+    """What tells ``ddp``, for one slot, that the gradients of ``parameters`` are accumulated.
 
     Returns None where DDP wants no such signal (without overlap_grad_reduce it reduces at the
-    step's end). The bucket groups themselves ignore it but for the last microbatch.
+    step's end).
     """
     ddp_config = getattr(ddp, "ddp_config", None)
     groups = getattr(ddp, "param_to_bucket_group", None)
@@ -74,19 +77,68 @@ def grad_ready_signal(
         )
     if not ddp_config.overlap_grad_reduce:
         return None
-    targets = [(groups[parameter], parameter) for parameter in parameters if parameter in groups]
-    takes_force = all(
-        "force_all_reduce" in inspect.signature(group.register_grad_ready).parameters
-        for group, _ in targets
-    )
+    targets = [(groups[p], p) if p in groups else None for p in parameters]
+    on_gpu = any(p.is_cuda for p in parameters)
+    stream = torch.cuda.Stream() if on_gpu else None
+    return lambda: _BucketSignals(ddp, targets, stream)
 
-    def signal() -> None:
-        if takes_force:
-            force = getattr(ddp, "force_all_reduce", False)
-            for group, parameter in targets:
-                group.register_grad_ready(parameter, force)
-        else:
-            for group, parameter in targets:
-                group.register_grad_ready(parameter)
 
-    return signal
+class _BucketSignals:
+    """One slot's ready signals: a bucket's reduction starts when its last gradient is written.
+
+    In the capture an external event is recorded after the last gradient of every bucket group.
+    After a replay the signals of a group are given on a side stream that waits for its event
+    alone, so that its reduction overlaps with the rest of the backward. On a CPU there are no
+    events, and the signals follow the replay. Bucket groups ignore them but for the last
+    microbatch; then nothing is done here either.
+    """
+
+    def __init__(
+        self,
+        ddp: Any,
+        targets: Sequence[tuple[Any, nn.Parameter] | None],
+        stream: torch.cuda.Stream | None,
+    ) -> None:
+        self._ddp = ddp
+        self._targets = targets
+        self._stream = stream
+        self._missing: dict[int, int] = {}
+        members: dict[int, tuple[Any, list[nn.Parameter]]] = {}
+        for target in targets:
+            if target is not None:
+                group, parameter = target
+                members.setdefault(id(group), (group, []))[1].append(parameter)
+                self._missing[id(group)] = self._missing.get(id(group), 0) + 1
+        self._members = members
+        self._ready: list[tuple[Any, list[nn.Parameter], torch.cuda.Event | None]] = []
+        self._takes_force = all(
+            "force_all_reduce" in inspect.signature(group.register_grad_ready).parameters
+            for group, _ in members.values()
+        )
+
+    def accumulated(self, index: int) -> None:
+        target = self._targets[index]
+        if target is None:
+            return
+        key = id(target[0])
+        self._missing[key] -= 1
+        if self._missing[key]:
+            return
+        event: torch.cuda.Event | None = None
+        if self._stream is not None:
+            event = torch.cuda.Event(external=True)
+            event.record()
+        self._ready.append((*self._members[key], event))
+
+    def replayed(self) -> None:
+        if not any(group.is_last_microbatch for group, _, _ in self._ready):
+            return
+        force = (getattr(self._ddp, "force_all_reduce", False),) if self._takes_force else ()
+        for group, parameters, event in self._ready:
+            with contextlib.ExitStack() as stack:
+                if event is not None:
+                    assert self._stream is not None
+                    self._stream.wait_event(event)
+                    stack.enter_context(torch.cuda.stream(self._stream))
+                for parameter in parameters:
+                    group.register_grad_ready(parameter, *force)
