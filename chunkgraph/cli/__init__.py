@@ -1,1 +1,1 @@
-"""The command line: ``chunkgraph plan`` and ``chunkgraph train``."""
+"""The command line: ``chunkgraph plan``, ``train`` and ``bench``."""

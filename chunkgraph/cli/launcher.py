@@ -7,6 +7,7 @@ and a dead agent are handled by a process that is never inside a collective itse
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -42,6 +43,8 @@ class LaunchSpec:
     """Processes to start, one for each rank."""
     stall_timeout_s: float
     """Longest silence of rank 0, in seconds, before the run is ended."""
+    time_limit_s: float | None = None
+    """Longest time of the whole run, in seconds; None for no limit."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables for the workers where the user has not set them."""
     debug: bool = False
@@ -119,6 +122,8 @@ class Launcher:
         lines = _tail(self._spec.run_dir / "progress.jsonl")
         allowed_s = max(self._spec.stall_timeout_s, _START_TIMEOUT_S)
         deadline = time.monotonic() + allowed_s
+        limit_s = self._spec.time_limit_s
+        end = time.monotonic() + limit_s if limit_s is not None else math.inf
         while True:
             has_ended = process.poll() is not None
             for line in next(lines):
@@ -130,6 +135,9 @@ class Launcher:
                     self._on_progress(event)
             if has_ended:
                 return
+            if time.monotonic() > end:
+                msg = f"The run was ended after its limit of {limit_s:g} s; last, {self._last}."
+                raise WorkerError(msg)
             if time.monotonic() > deadline:
                 msg = (
                     f"The workers reported nothing for {allowed_s:g} s and were ended; last, "

@@ -18,12 +18,20 @@ from chunkgraph.errors import ConfigError, MissingDependencyError
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-__all__ = ["add_parser", "run"]
+__all__ = [
+    "STALL_GRACE_S",
+    "add_parser",
+    "check_packages",
+    "resolve_device",
+    "run",
+    "run_folder",
+    "worker_environment",
+]
 
 _WORKER = "chunkgraph.megatron.worker:main"
 
-# A rank's own limit on collectives fires first and explains more than a silence does.
-_STALL_GRACE_S = 15.0
+STALL_GRACE_S = 15.0
+"""A rank's own limit on collectives fires first and explains more than a silence does."""
 
 
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -57,15 +65,15 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the subcommand; returns the exit code."""
     overrides = [*args.overrides, "run.debug=true"] if args.debug else args.overrides
-    config = _resolve_device(load_config(args.config, overrides))
-    _check_packages(config)
+    config = resolve_device(load_config(args.config, overrides))
+    check_packages(config)
     PackedText.from_file(
         config.data.path, seq_length=config.model.seq_length, seed=config.train.seed
     )
     if args.json is not None and not args.json.resolve().parent.is_dir():
         msg = f"--json {args.json}: the folder {args.json.resolve().parent} does not exist."
         raise ConfigError(msg)
-    with _run_folder(args.run_dir) as run_dir:
+    with run_folder(args.run_dir) as run_dir:
         return _train(config, run_dir, args.json)
 
 
@@ -82,8 +90,8 @@ def _train(config: Config, run_dir: Path, json_path: Path | None) -> int:
         config_path=config_path,
         run_dir=run_dir,
         num_workers=config.pipeline.world_size,
-        stall_timeout_s=config.run.timeout_s + _STALL_GRACE_S,
-        environment=_environment(config),
+        stall_timeout_s=config.run.timeout_s + STALL_GRACE_S,
+        environment=worker_environment(config),
         debug=config.run.debug,
     )
     with TrainProgress(config) as progress:
@@ -97,7 +105,7 @@ def _train(config: Config, run_dir: Path, json_path: Path | None) -> int:
     return 1 if failures else 0
 
 
-def _resolve_device(config: Config) -> Config:
+def resolve_device(config: Config) -> Config:
     """Decide between CPU and GPU; torch is asked only where the answer is open."""
     if config.device == "cpu":
         num_gpus = 0
@@ -124,7 +132,7 @@ def _resolve_device(config: Config) -> Config:
     return dataclasses.replace(config, device=device)
 
 
-def _check_packages(config: Config) -> None:
+def check_packages(config: Config) -> None:
     """Find missing optional packages before any process is started."""
     needed = [("megatron.core", "megatron-core", "megatron", "to train")]
     uses_te = config.model.layer_spec == "transformer_engine" or (
@@ -152,7 +160,7 @@ def _is_installed(module: str) -> bool:
         return False
 
 
-def _environment(config: Config) -> dict[str, str]:
+def worker_environment(config: Config) -> dict[str, str]:
     """Variables that must be set before a worker starts; the user's own take precedence."""
     environment = {"OMP_NUM_THREADS": "1"}
     if config.device == "cpu":
@@ -166,7 +174,7 @@ def _environment(config: Config) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _run_folder(path: Path | None) -> Iterator[Path]:
+def run_folder(path: Path | None) -> Iterator[Path]:
     """The folder of the run: the user's, or one that is gone afterwards."""
     if path is None:
         with tempfile.TemporaryDirectory(prefix="chunkgraph-", ignore_cleanup_errors=True) as made:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from chunkgraph.config.loader import config_from_mapping, load_config, to_mapping, to_yaml
 from chunkgraph.config.sections import (
+    BenchConfig,
     CaptureConfig,
     Config,
     DataConfig,
@@ -18,6 +19,7 @@ from chunkgraph.config.sections import (
 )
 
 __all__ = [
+    "BenchConfig",
     "CaptureConfig",
     "Config",
     "DataConfig",

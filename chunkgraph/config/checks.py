@@ -46,6 +46,7 @@ def _check_ranges(config: Config) -> None:
         "pipeline.data_parallel_size": pipeline.data_parallel_size,
         "train.micro_batch_size": train.micro_batch_size,
         "train.lr": train.lr,
+        "bench.num_steps": config.bench.num_steps,
         "run.timeout_s": config.run.timeout_s,
     }
     for step, count in enumerate(train.num_microbatches):
@@ -58,6 +59,7 @@ def _check_ranges(config: Config) -> None:
         "train.clip_grad": train.clip_grad,
         "train.seed": train.seed,
         "capture.num_warmup_steps": config.capture.num_warmup_steps,
+        "bench.num_warmup_steps": config.bench.num_warmup_steps,
     }
     for path, value in not_negative.items():
         if not (value >= 0 and math.isfinite(value)):
@@ -177,6 +179,7 @@ def _check_train(config: Config) -> None:
     train = config.train
     for path, wanted in {
         "train.overlap_grad_reduce": train.overlap_grad_reduce,
+        "train.gradient_accumulation_fusion": train.gradient_accumulation_fusion,
         "train.use_distributed_optimizer": train.use_distributed_optimizer,
     }.items():
         if wanted and not train.use_ddp:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 __all__ = [
+    "BenchConfig",
     "CaptureConfig",
     "Config",
     "DataConfig",
@@ -112,6 +113,8 @@ class TrainConfig:
     """Whether chunks are wrapped in Megatron's DistributedDataParallel."""
     overlap_grad_reduce: bool = False
     """Whether DDP reduces gradients while the backward pass runs."""
+    gradient_accumulation_fusion: bool = False
+    """Whether Transformer Engine's layers add weight gradients to main_grad in the GEMM."""
     use_distributed_optimizer: bool = False
     """Whether the optimizer's state is spread over the data-parallel ranks."""
     tensorboard_dir: str | None = None
@@ -135,6 +138,9 @@ class CaptureConfig:
 
     enabled: bool = True
     """Whether chunks are captured at all; false trains eagerly through the same code."""
+    scope: Literal["block", "chunk"] = "block"
+    """What is captured: the transformer block, or all of the model's forward, with the embedding
+    on the first stage, and final norm, output layer and loss on the last."""
     num_warmup_steps: int = 1
     """Eager training steps before the capture session."""
     memory_plan: Literal["shared_backward", "pool_per_slot"] = "shared_backward"
@@ -143,6 +149,16 @@ class CaptureConfig:
     """Whether freed slots and scratch are filled with NaN, to expose a read of stale memory."""
     on_failure: Literal["raise", "eager"] = "raise"
     """What a failed capture does once the model has been put back in order."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchConfig:
+    """What ``chunkgraph bench`` measures; ``train.num_microbatches`` is gone through repeatedly."""
+
+    num_warmup_steps: int = 3
+    """Steps before the measured ones, captures included."""
+    num_steps: int = 20
+    """Measured steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,6 +194,8 @@ class Config:
     """The text."""
     capture: CaptureConfig = field(default_factory=CaptureConfig)
     """The graphs."""
+    bench: BenchConfig = field(default_factory=BenchConfig)
+    """The measurement."""
     run: RunConfig = field(default_factory=RunConfig)
     """The processes."""
 

@@ -5,6 +5,7 @@ from chunkgraph.engine.counters import Counters
 from chunkgraph.engine.decision import Agree, EagerReason, StepMode
 from chunkgraph.engine.engine import CaptureOptions, ChunkGraphs
 from chunkgraph.engine.session import CaptureReport
+from chunkgraph.engine.unchanging import unchanging
 
 __all__ = [
     "Agree",
@@ -16,4 +17,5 @@ __all__ = [
     "EagerReason",
     "GradientMarker",
     "StepMode",
+    "unchanging",
 ]

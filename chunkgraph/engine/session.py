@@ -136,6 +136,8 @@ def capture_session(
             stack.enter_context(settings.scope())
             for alias in aliases:
                 stack.enter_context(alias.in_place())
+            # What eager steps left in the cache serves neither another stream nor a pool.
+            backend.release_cached_memory()
             held_bytes = [
                 _warm_up(
                     chunk, samples[c], sinks[c], aliases[c].leaves, backend, settings.num_passes

@@ -11,6 +11,7 @@ from torch.utils._pytree import TreeSpec
 
 from chunkgraph.engine.chunk import GradientMarker
 from chunkgraph.engine.signature import unflatten
+from chunkgraph.engine.unchanging import LoadedSource
 from chunkgraph.graphs import Graph, Pool
 
 __all__ = ["Slot"]
@@ -54,13 +55,29 @@ class Slot:
     def __post_init__(self) -> None:
         self.is_single = self.output_spec.is_leaf() and isinstance(self.outputs[0], torch.Tensor)
         self.output_tensors = tuple(x for x in self.outputs if isinstance(x, torch.Tensor))
+        self._sources: list[LoadedSource | None] = [None] * len(self.inputs)
         self.has_frozen_outputs = len(self.differentiable) < len(self.output_tensors)
 
     def load_inputs(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Copy a call's tensors into the static inputs (those that are not there already)."""
-        for static, given in zip(self.inputs, tensors, strict=True):
+        """Copy a call's tensors into the static inputs (those that are not there already).
+
+        There already is what was received into the static input itself, and an unchanging tensor
+        that this input was last loaded from. Skipping the latter is safe: it is the same object
+        (held, so neither its identity nor its address can be another's by now), nothing was
+        written into it since (its owner promised that torch counts every write), and nothing but
+        this method writes a static input: it lies outside all pools, so neither replays nor poison
+        reach it, and whoever receives into it passes it here, which forgets the source.
+        """
+        sources = self._sources
+        for i, (static, given) in enumerate(zip(self.inputs, tensors, strict=True)):
+            source = sources[i]
+            if source is not None:
+                if source.is_still(given):
+                    continue
+                sources[i] = None
             if static.data_ptr() != given.data_ptr():
                 static.copy_(given)
+                sources[i] = LoadedSource.of(given)
 
     def load_output_grads(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Copy the gradients of the differentiable outputs; a missing one is zero."""

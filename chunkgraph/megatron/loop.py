@@ -22,7 +22,17 @@ from chunkgraph.megatron.optimizer import build_optimizer, zero_gradients
 from chunkgraph.megatron.plugin import MegatronChunkGraphs, attach
 from chunkgraph.megatron.processes import seed_everything
 
-__all__ = ["StepRecord", "TrainingRun", "run_training"]
+__all__ = [
+    "StepRecord",
+    "TrainingRun",
+    "capture_options",
+    "finish_parameter_gather",
+    "forward_step",
+    "microbatches",
+    "run_training",
+    "shared_loss",
+    "synchronize",
+]
 
 
 @dataclass(frozen=True)
@@ -104,18 +114,18 @@ def run_training(
     run = TrainingRun()
     try:
         if use_graphs:
-            graphs = attach(chunks, options=_capture_options(config))
+            graphs = attach(chunks, scope=config.capture.scope, options=capture_options(config))
             run.num_slots = graphs.num_slots
             forward_backward = graphs.wrap_forward_backward(forward_backward)
         counted = _Counted(graphs)
         for step, num_microbatches in enumerate(config.train.num_microbatches):
-            _synchronize(device)
+            synchronize(device)
             started = time.perf_counter()
             zero_gradients(chunks, optimizer)
             losses = forward_backward(
-                forward_step_func=_forward_step,
+                forward_step_func=forward_step,
                 data_iterator=[
-                    _microbatches(config, text, step, num_microbatches, device) for _ in chunks
+                    microbatches(config, text, step, num_microbatches, device) for _ in chunks
                 ],
                 model=chunks,
                 num_microbatches=num_microbatches,
@@ -124,18 +134,18 @@ def run_training(
                 forward_only=False,
             )
             _, grad_norm, _ = optimizer.step()
-            _synchronize(device)
+            synchronize(device)
             record = StepRecord(
                 step=step,
                 num_microbatches=num_microbatches,
-                loss=_shared_loss(losses, device),
+                loss=shared_loss(losses, device),
                 grad_norm=0.0 if grad_norm is None else float(grad_norm),
                 step_ms=(time.perf_counter() - started) * 1e3,
                 **counted.since_last(),
             )
             run.steps.append(record)
             on_step(record)
-        _finish_parameter_gather(chunks)
+        finish_parameter_gather(chunks)
         run.capture_sessions = counted.capture_sessions
         run.captures_after_first_session = counted.captures_after_first_session
         run.parameters = {
@@ -149,7 +159,8 @@ def run_training(
     return run
 
 
-def _capture_options(config: Config) -> CaptureOptions:
+def capture_options(config: Config) -> CaptureOptions:
+    """How ``config`` wants its chunks captured."""
     return CaptureOptions(
         num_warmup_steps=config.capture.num_warmup_steps,
         poison=config.capture.poison,
@@ -193,7 +204,7 @@ class _Counted:
         )
 
 
-def _microbatches(
+def microbatches(
     config: Config, text: PackedText, step: int, num_microbatches: int, device: torch.device
 ) -> Iterator[dict[str, torch.Tensor]]:
     """The step's microbatches for this data-parallel rank; every chunk draws its own copy."""
@@ -222,9 +233,10 @@ def _wants_mask(config: Config, device: torch.device) -> bool:
     return spec != "transformer_engine" and not (spec == "auto" and device.type == "cuda")
 
 
-def _forward_step(
+def forward_step(
     data: Iterator[dict[str, torch.Tensor]], chunk: nn.Module
 ) -> tuple[torch.Tensor, Callable[[torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor]]]]:
+    """Megatron's forward step: one microbatch through ``chunk``, and the function of its loss."""
     batch = next(data)
     output = chunk(
         input_ids=batch["tokens"],
@@ -243,7 +255,7 @@ def _masked_mean(
     return loss, {"lm loss": loss.detach().clone()}
 
 
-def _shared_loss(losses: list[dict[str, torch.Tensor]], device: torch.device) -> float:
+def shared_loss(losses: list[dict[str, torch.Tensor]], device: torch.device) -> float:
     """Mean over microbatches and data-parallel ranks, from the last stage to every rank."""
     state = import_megatron("megatron.core.parallel_state")
     loss = torch.zeros((), dtype=torch.float32, device=device)
@@ -259,13 +271,14 @@ def _shared_loss(losses: list[dict[str, torch.Tensor]], device: torch.device) ->
     return float(loss)
 
 
-def _finish_parameter_gather(chunks: list[nn.Module]) -> None:
+def finish_parameter_gather(chunks: list[nn.Module]) -> None:
     """With overlapped gathering, the last step's parameters would be gathered by the next step."""
     for chunk in chunks:
         if getattr(chunk, "use_forward_hook", False):
             chunk.disable_forward_pre_hook()  # type: ignore[operator]
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
+    """Wait for a GPU; a CPU is never behind."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -146,6 +146,10 @@ def _transformer_config(config: Config, device: torch.device, options: Mapping[s
         # its sends read a buffer after Megatron has freed it when they overlap.
         "overlap_p2p_comm": interleaved and not on_cpu,
         "batch_p2p_comm": not interleaved and not on_cpu,
+        # On by default in Megatron's own training script; their kernels need a GPU.
+        "apply_rope_fusion": not on_cpu and model.position_embedding_type == "rope",
+        "bias_activation_fusion": not on_cpu,
+        "bias_dropout_fusion": not on_cpu,
         "deterministic_mode": config.train.deterministic,
     }
     if interleaved:

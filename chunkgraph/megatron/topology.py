@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron import compat
+from chunkgraph.schedules import stage_of
 from chunkgraph.slots import plan_slots
 
 __all__ = ["PipelinePlace", "agree_by_maximum"]
@@ -56,10 +57,13 @@ class PipelinePlace:
             group_size=getattr(config, "microbatch_group_size_per_vp_stage", None) or size,
         )
 
+    def stage(self, chunk: int) -> int:
+        """The global stage that is a chunk of this rank."""
+        return stage_of(self.pipeline_rank, chunk, self.pipeline_size)
+
     def label(self, chunk: int) -> str:
         """Names a chunk of this rank in errors."""
-        stage = chunk * self.pipeline_size + self.pipeline_rank
-        return f"rank {self.rank}, pipeline stage {stage}, chunk {chunk}"
+        return f"rank {self.rank}, pipeline stage {self.stage(chunk)}, chunk {chunk}"
 
     def num_slots(self) -> tuple[int, ...]:
         """Slots of each chunk that are enough for any number of microbatches."""

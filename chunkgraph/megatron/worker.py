@@ -23,7 +23,7 @@ from typing import Any
 
 from chunkgraph.errors import ChunkGraphError, ConfigError, MissingDependencyError
 
-__all__ = ["die_with_parent", "main"]
+__all__ = ["die_with_parent", "keep_quiet", "main", "write_error", "write_whole"]
 
 _EXIT_FAILED = 1
 _EXIT_USAGE = 2
@@ -39,13 +39,18 @@ def main(config_path: str, run_dir: str) -> int:
         die_with_parent()
         results = _train(config_path, folder if rank == 0 else None)
         if rank == 0:
-            _write_whole(folder / "rank0.json", json.dumps(results, indent=1) + "\n")
+            write_whole(folder / "rank0.json", json.dumps(results, indent=1) + "\n")
     except Exception as error:  # noqa: BLE001 - the outermost frame: everything is reported
-        text = f"{_message(error, rank)}\n\n{traceback.format_exc()}"
-        _write_whole(folder / f"error_rank{rank}.txt", text)
-        usage = isinstance(error, (ConfigError, MissingDependencyError))
-        return _EXIT_USAGE if usage else _EXIT_FAILED
+        return write_error(folder, rank, error)
     return 0
+
+
+def write_error(folder: Path, rank: int, error: Exception) -> int:
+    """Leave one clear message, an empty line and the traceback; returns the exit code for it."""
+    text = f"{_message(error, rank)}\n\n{''.join(traceback.format_exception(error))}"
+    write_whole(folder / f"error_rank{rank}.txt", text)
+    usage = isinstance(error, (ConfigError, MissingDependencyError))
+    return _EXIT_USAGE if usage else _EXIT_FAILED
 
 
 def die_with_parent() -> None:
@@ -65,7 +70,7 @@ def _train(config_path: str, folder: Path | None) -> dict[str, Any]:
 
     config = load_config(config_path)
     if not config.run.debug:
-        _keep_quiet()
+        keep_quiet()
     from chunkgraph.megatron.loop import StepRecord
     from chunkgraph.megatron.processes import training_process
     from chunkgraph.megatron.training import train
@@ -89,7 +94,7 @@ def _train(config_path: str, folder: Path | None) -> dict[str, Any]:
         return train(config, device, on_step=on_step)
 
 
-def _keep_quiet() -> None:
+def keep_quiet() -> None:
     """Drop what every rank would print about packages and torch calls that no user can change."""
     warnings.filterwarnings("ignore", module=r"(megatron|transformer_engine|torch\.distributed)\b")
     warnings.filterwarnings(
@@ -111,7 +116,7 @@ def _message(error: Exception, rank: int) -> str:
     return f"Rank {rank} failed: {type(error).__name__}: {first}"
 
 
-def _write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str) -> None:
     """Write through a temporary file, so that nobody reads half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}")

@@ -176,12 +176,24 @@ def selects_by_mask(x: torch.Tensor) -> torch.Tensor:
     return x[x > 0]
 
 
+def writes_a_tensor_by_mask(x: torch.Tensor) -> None:
+    x.clone()[x > 0] = x.sum()
+
+
 def branches_on_a_value(x: torch.Tensor) -> torch.Tensor:
     return x if x.sum() > 0 else -x
 
 
 @pytest.mark.parametrize(
-    "illegal", [reads_item, copies_to_host, asks_for_nonzero, selects_by_mask, branches_on_a_value]
+    "illegal",
+    [
+        reads_item,
+        copies_to_host,
+        asks_for_nonzero,
+        selects_by_mask,
+        writes_a_tensor_by_mask,
+        branches_on_a_value,
+    ],
 )
 def test_illegal_work_is_refused_with_file_and_line(backend: GraphBackend, illegal) -> None:  # type: ignore[no-untyped-def]
     module, x = make_module(backend, dropout=0.5), new_input(backend)
@@ -202,6 +214,28 @@ def test_illegal_work_is_refused_with_file_and_line(backend: GraphBackend, illeg
     graph.replay()
     torch.manual_seed(1)
     assert torch.equal(y, module(x))
+
+
+def test_filling_by_a_mask_is_legal(backend: GraphBackend) -> None:
+    """``x[mask] = number`` needs no shape from values, forward or backward."""
+    x = torch.randn(6, 4, device=backend.device, requires_grad=True)
+    rows = torch.tensor([True, False] * 3, device=backend.device)
+
+    def fill() -> tuple[torch.Tensor, torch.Tensor]:
+        y = x * 2
+        y[rows, :] = 0.0
+        y[y < 0] = -1
+        z = (y * y).sum()
+        return y, torch.autograd.grad(z, x)[0]
+
+    with backend.capture("fill", backend.new_pool("slot")) as graph:
+        got = fill()
+    with torch.no_grad():
+        x.copy_(torch.randn(6, 4))
+        rows.logical_not_()
+    graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(got, fill(), strict=True))
+    assert not got[0][rows].any()
 
 
 @pytest.mark.gpu

@@ -13,17 +13,21 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import receive_probe
+
 from chunkgraph.config import config_from_mapping
 from chunkgraph.megatron.processes import training_process
 from chunkgraph.megatron.training import train
 from chunkgraph.megatron.worker import die_with_parent
 
 
-def run_case(case: dict[str, Any]) -> dict[str, Any]:
+def run_case(case: dict[str, Any]) -> Any:
     """Results of one job."""
     os.environ["MASTER_PORT"] = str(case["port"])
     config = config_from_mapping(case["config"])
     with training_process(config) as device:
+        if case.get("probe") == "receive":
+            return receive_probe.run(config, device, case)
         return train(config, device, ddp_options=case.get("ddp_options"))
 
 

@@ -43,6 +43,35 @@ TWO = pytest.mark.multigpu
         ),
         pytest.param(["train.use_ddp=false"], [2, 5, 3], marks=TWO, id="pp2-without-ddp"),
         pytest.param(
+            ["pipeline.pipeline_model_parallel_size=1", "capture.scope=chunk"],
+            [3, 1, 5],
+            marks=ONE,
+            id="pp1-whole-chunk",
+        ),
+        pytest.param(
+            [
+                "pipeline.virtual_pipeline_model_parallel_size=2",
+                "model.untie_embeddings_and_output_weights=false",
+                "model.hidden_dropout=0.1",
+                "train.overlap_grad_reduce=true",
+                "capture.scope=chunk",
+                "capture.poison=true",
+            ],
+            [4, 2, 12, 6],
+            marks=TWO,
+            id="pp2-vpp2-whole-chunk-tied-overlap-poison",
+        ),
+        pytest.param(
+            [
+                "pipeline.pipeline_model_parallel_size=1",
+                "pipeline.tensor_model_parallel_size=2",
+                "capture.scope=chunk",
+            ],
+            [2, 5, 3],
+            marks=TWO,
+            id="tp2-whole-chunk",
+        ),
+        pytest.param(
             [
                 "pipeline.pipeline_model_parallel_size=1",
                 "pipeline.data_parallel_size=2",

@@ -20,12 +20,22 @@ def _pipeline(pp: int = 1, vpp: int | None = None, **others: int) -> dict[str, A
     }
 
 
+def _in_both_scopes(cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Every case as it is, and once more with whole chunks captured."""
+    both = dict(cases)
+    for name, case in cases.items():
+        capture = {**case["config"].get("capture", {}), "scope": "chunk"}
+        both[f"{name}_chunk"] = {**case, "config": {**case["config"], "capture": capture}}
+    return both
+
+
 def _check(
     results: dict[str, dict[str, Any]],
     cases: dict[str, dict[str, Any]],
     slots: dict[str, list[list[int]]],
 ) -> None:
     """Everything equal, captured once, replayed for every later microbatch."""
+    slots = {**slots, **{f"{name}_chunk": counts for name, counts in slots.items()}}
     for name, result in results.items():
         config = cases[name]["config"]
         counts = config["train"]["num_microbatches"]
@@ -55,7 +65,7 @@ def _check(
 
 
 def test_one_rank(run_cases: Callable[..., Any], make_config: Callable[..., Any]) -> None:
-    """PP 1: dropout with DDP; no DDP with two warmup steps and poison; tied embedding."""
+    """PP 1: dropout with DDP; no DDP with two warmup steps and poison; tied in bfloat16."""
     cases = {
         "ddp": {"config": make_config(model=_DROPOUT, train={"num_microbatches": [2, 5, 1, 3]})},
         "no_ddp": {
@@ -70,12 +80,15 @@ def test_one_rank(run_cases: Callable[..., Any], make_config: Callable[..., Any]
                 model={
                     "untie_embeddings_and_output_weights": False,
                     "position_embedding_type": "learned_absolute",
+                    "params_dtype": "bfloat16",
                 },
                 capture={"memory_plan": "pool_per_slot"},
             )
         },
     }
-    _check(run_cases(cases, 1), cases, {name: [[1]] for name in cases})
+    slots = {name: [[1]] for name in cases}
+    cases = _in_both_scopes(cases)
+    _check(run_cases(cases, 1), cases, slots)
 
 
 def test_two_ranks(run_cases: Callable[..., Any], make_config: Callable[..., Any]) -> None:
@@ -131,6 +144,7 @@ def test_two_ranks(run_cases: Callable[..., Any], make_config: Callable[..., Any
         "tp2": [[1], [1]],
         "dp2": [[1], [1]],
     }
+    cases = _in_both_scopes(cases)
     _check(run_cases(cases, 2), cases, slots)
 
 
@@ -161,4 +175,5 @@ def test_four_ranks(run_cases: Callable[..., Any], make_config: Callable[..., An
         "pp4_vpp2": [[8, 4], [8, 4], [7, 3], [5, 1]],
         "dp2_pp2_vpp2": [[4, 2], [4, 2], [3, 1], [3, 1]],
     }
+    cases = _in_both_scopes(cases)
     _check(run_cases(cases, 4), cases, slots)

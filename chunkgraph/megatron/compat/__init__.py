@@ -13,13 +13,22 @@ from chunkgraph.megatron.compat.access import (
     private_names,
     versions,
 )
-from chunkgraph.megatron.compat.capture import capture_flag
+from chunkgraph.megatron.compat.capture import capture_flag, global_buffers
 from chunkgraph.megatron.compat.data_parallel import (
     DDP_MODULE,
     call_parameter_gather_hooks,
+    gathers_parameters,
     gradient_marker,
     is_fully_sharded,
     unwrap_ddp,
+)
+from chunkgraph.megatron.compat.p2p import (
+    Direction,
+    ReceiveBuffers,
+    default_groups,
+    is_pipelining_schedule,
+    is_plain_communicator,
+    make_communicator,
 )
 from chunkgraph.megatron.compat.random_state import (
     HostGenerator,
@@ -33,14 +42,22 @@ from chunkgraph.megatron.compat.triton_stub import TritonStubFinder
 
 __all__ = [
     "DDP_MODULE",
+    "Direction",
     "HostGenerator",
+    "ReceiveBuffers",
     "TritonStubFinder",
     "call_parameter_gather_hooks",
     "capture_flag",
+    "default_groups",
+    "gathers_parameters",
+    "global_buffers",
     "gradient_marker",
     "graph_safe_generators",
     "import_megatron",
     "is_fully_sharded",
+    "is_pipelining_schedule",
+    "is_plain_communicator",
+    "make_communicator",
     "patch_attributes",
     "patch_rng",
     "preserve_rng",

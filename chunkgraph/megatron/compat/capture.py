@@ -1,4 +1,4 @@
-"""The flags by which Megatron and Transformer Engine know of a capture."""
+"""The flags by which Megatron and Transformer Engine know of a capture, and what it uses."""
 
 from __future__ import annotations
 
@@ -8,9 +8,18 @@ import sys
 from collections.abc import Iterator
 from types import ModuleType
 
-from chunkgraph.megatron.compat.access import private_names
+import torch
 
-__all__ = ["capture_flag"]
+from chunkgraph.megatron.compat.access import import_megatron, private_names
+
+__all__ = ["capture_flag", "global_buffers"]
+
+
+def global_buffers() -> list[torch.Tensor]:
+    """The buffers that Megatron's layers share to work in, made at their first use."""
+    state = import_megatron("megatron.core.parallel_state")
+    holder = getattr(state, "_GLOBAL_MEMORY_BUFFER", None)
+    return list(getattr(holder, "buffer", {}).values())
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from chunkgraph.megatron.compat.access import private_names
 __all__ = [
     "DDP_MODULE",
     "call_parameter_gather_hooks",
+    "gathers_parameters",
     "gradient_marker",
     "is_fully_sharded",
     "unwrap_ddp",
@@ -47,6 +48,11 @@ def is_fully_sharded(chunk: nn.Module) -> bool:
             return True
         module = getattr(module, "module", None)
     return False
+
+
+def gathers_parameters(ddp: nn.Module) -> bool:
+    """Whether ``ddp`` gathers parameters in forward pre-hooks (overlap_param_gather)."""
+    return bool(getattr(getattr(ddp, "ddp_config", None), "overlap_param_gather", False))
 
 
 def call_parameter_gather_hooks(modules: Sequence[nn.Module]) -> None:

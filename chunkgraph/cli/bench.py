@@ -1,0 +1,260 @@
+"""``chunkgraph bench``: the same steps by each variant, in processes of its own, compared."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import shlex
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.text import Text
+
+from chunkgraph.cli.bench_document import BenchDocument, VariantResult
+from chunkgraph.cli.train import (
+    STALL_GRACE_S,
+    check_packages,
+    resolve_device,
+    run_folder,
+    worker_environment,
+)
+from chunkgraph.config import Config, load_config, to_yaml
+from chunkgraph.errors import ChunkGraphError, ConfigError
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
+
+__all__ = ["VARIANTS", "add_parser", "run"]
+
+VARIANTS = ("eager", "chunk", "transformer_engine", "local", "full_iteration")
+
+_FROZEN = ("transformer_engine", "local", "full_iteration")
+_WORKER = "chunkgraph.megatron.bench.worker:main"
+_NUM_PROFILED_STEPS = 2
+
+
+def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the subcommand's arguments."""
+    parser = subparsers.add_parser(
+        "bench",
+        help="measure chunk graphs against eager and Megatron's own CUDA graphs",
+        description="Run the same steps eagerly, with chunk graphs and with each of Megatron's "
+        "CUDA graph implementations, one after the other, and compare times, memory and results. "
+        "A variant that fails is recorded with its error. Exit code 1 if eager or chunk, where "
+        "asked for, failed or differ.",
+    )
+    parser.add_argument("config", nargs="?", metavar="CONFIG", help="YAML file, as in configs/")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="section.key=value",
+        help="settings that replace the file's, such as bench.num_steps=50",
+    )
+    parser.add_argument(
+        "--variants",
+        metavar="NAME,...",
+        help=f"which to run, in order; default {','.join(VARIANTS)} (on a CPU eager,chunk)",
+    )
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write the results to FILE")
+    parser.add_argument("--plot", metavar="FILE", type=Path, help="draw the results to FILE")
+    parser.add_argument(
+        "--plot-only",
+        nargs="+",
+        metavar="FILE.json",
+        type=Path,
+        help="run nothing; draw results that were written before (with --plot)",
+    )
+    parser.add_argument(
+        "--profile", action="store_true", help="also profile kernels (GPU), for kernel times"
+    )
+    parser.add_argument(
+        "--timeout",
+        metavar="S",
+        type=float,
+        help="longest time of one variant in seconds; default run.timeout_s",
+    )
+    parser.add_argument("--commit", help="commit to record where there is no git repository")
+    parser.add_argument(
+        "--run-dir", metavar="DIR", type=Path, help="keep logs and traces in DIR (empty or new)"
+    )
+    parser.add_argument(
+        "--debug", action="store_true", help="show tracebacks, and set run.debug=true"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the subcommand; returns the exit code."""
+    _check_outputs(args)
+    if args.plot_only is not None:
+        return _plot_only(args)
+    if args.config is None:
+        msg = "bench needs a CONFIG, or --plot-only with result files."
+        raise ConfigError(msg)
+    overrides = [*args.overrides, "run.debug=true"] if args.debug else args.overrides
+    config = resolve_device(load_config(args.config, overrides))
+    names = _variants(args.variants, config)
+    _check_steps(config)
+    check_packages(config)
+    if args.timeout is not None and not args.timeout > 0:
+        msg = f"--timeout {args.timeout:g}: expected seconds greater than 0."
+        raise ConfigError(msg)
+    with run_folder(args.run_dir) as folder:
+        return _Bench(config, names, args, folder).run()
+
+
+def _variants(text: str | None, config: Config) -> tuple[str, ...]:
+    if text is None:
+        return VARIANTS if config.device == "cuda" else ("eager", "chunk")
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    for name in names:
+        if name not in VARIANTS:
+            msg = f"--variants: there is no {name!r}; known are {', '.join(VARIANTS)}."
+            raise ConfigError(msg)
+    if not names or len(set(names)) < len(names):
+        msg = f"--variants {text!r}: name one or more, each once."
+        raise ConfigError(msg)
+    return names
+
+
+def _check_steps(config: Config) -> None:
+    bench, capture = config.bench, config.capture
+    if bench.num_warmup_steps <= capture.num_warmup_steps:
+        msg = (
+            f"bench.num_warmup_steps is {bench.num_warmup_steps}, but chunks are captured after "
+            f"capture.num_warmup_steps = {capture.num_warmup_steps} steps; captures must not be "
+            f"measured as steps. Set bench.num_warmup_steps to {capture.num_warmup_steps + 1} or "
+            "more."
+        )
+        raise ConfigError(msg)
+
+
+def _check_outputs(args: argparse.Namespace) -> None:
+    for option, path in (("--json", args.json), ("--plot", args.plot)):
+        if path is not None and not path.resolve().parent.is_dir():
+            msg = f"{option} {path}: the folder {path.resolve().parent} does not exist."
+            raise ConfigError(msg)
+    if args.plot is not None:
+        from chunkgraph.cli.bench_plot import require_matplotlib
+
+        require_matplotlib()
+
+
+def _plot_only(args: argparse.Namespace) -> int:
+    from chunkgraph.cli.bench_plot import plot_documents
+
+    if args.plot is None:
+        msg = "--plot-only needs --plot FILE, the picture to draw."
+        raise ConfigError(msg)
+    documents = []
+    for path in args.plot_only:
+        try:
+            documents.append(json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError) as error:
+            msg = f"--plot-only {path}: cannot be read: {error}."
+            raise ConfigError(msg) from None
+    plot_documents(documents, args.plot)
+    return 0
+
+
+class _Bench:
+    """One run of the command."""
+
+    def __init__(
+        self, config: Config, names: Sequence[str], args: argparse.Namespace, folder: Path
+    ) -> None:
+        self._config = config
+        self._names = names
+        self._args = args
+        self._folder = folder
+        self._console = Console(stderr=True, highlight=False)
+        self._document = BenchDocument.start(
+            config, command=shlex.join(["chunkgraph", *sys.argv[1:]]), commit=args.commit
+        )
+
+    def run(self) -> int:
+        """Run all variants, print the table; returns the exit code."""
+        from chunkgraph.cli.bench_report import print_bench_report
+
+        for name in self._names:
+            started = time.monotonic()
+            result = self._run_variant(name)
+            self._document.add(result)
+            # After every variant, so that a bench that is killed leaves what it measured.
+            if self._args.json is not None:
+                self._document.write(self._args.json)
+            took = time.monotonic() - started
+            ended = f"failed: {result.error}" if result.error else f"{result.step_ms:.2f} ms a step"
+            self._say(f"{name}: {ended} ({took:.0f} s in all)")
+        failures = print_bench_report(self._document, self._names)
+        if self._args.plot is not None:
+            from chunkgraph.cli.bench_plot import plot_documents
+
+            plot_documents([self._document.to_mapping()], self._args.plot)
+        return 1 if failures else 0
+
+    def _run_variant(self, name: str) -> VariantResult:
+        counts = set(self._config.train.num_microbatches)
+        if name in _FROZEN and len(counts) > 1:
+            return VariantResult.failed(
+                name,
+                "captures one number of microbatches for good, and this run changes it "
+                f"({min(counts)} to {max(counts)})",
+            )
+        from chunkgraph.cli.launcher import Launcher, LaunchSpec
+
+        # The workers run one variant; this command compares.
+        train = dataclasses.replace(self._config.train, compare="none")
+        config, folder = dataclasses.replace(self._config, train=train), self._folder / name
+        folder.mkdir()
+        config_path = folder / "config.yaml"
+        config_path.write_text(to_yaml(config), encoding="utf-8")
+        request = {
+            "variant": name,
+            "num_profiled_steps": _NUM_PROFILED_STEPS if self._args.profile else 0,
+        }
+        (folder / "bench.json").write_text(json.dumps(request), encoding="utf-8")
+        limit_s = self._args.timeout or config.run.timeout_s
+        spec = LaunchSpec(
+            target=_WORKER,
+            config_path=config_path,
+            run_dir=folder,
+            num_workers=config.pipeline.world_size,
+            stall_timeout_s=config.run.timeout_s + STALL_GRACE_S,
+            time_limit_s=limit_s,
+            # The profiler's hooks are not to be taken away while graphs are alive.
+            environment={**worker_environment(config), "TEARDOWN_CUPTI": "0"},
+            debug=config.run.debug,
+        )
+        error: str | None = None
+        with (folder / "output.log").open("w", encoding="utf-8") as log:
+
+            def on_output(line: str) -> None:
+                log.write(line + "\n")
+                log.flush()
+                if config.run.debug:
+                    self._say(f"{name}| {line}")
+
+            try:
+                Launcher(spec, on_progress=self._progress, on_output=on_output).run()
+            except ChunkGraphError as failure:
+                error = str(failure)
+        return VariantResult.read(name, folder / "result.json", error)
+
+    def _progress(self, event: Mapping[str, Any]) -> None:
+        if event.get("event") != "step":
+            return
+        step, num_steps, kind = event["step"] + 1, event["num_steps"], event["kind"]
+        where = f"step {step}/{num_steps}" if step <= num_steps else "further step"
+        self._say(
+            f"{event['phase']}: {where}{'' if kind == 'step' else f' ({kind})'}  "
+            f"{event['num_microbatches']} microbatches, {event['step_ms']:.2f} ms, "
+            f"loss {event['loss']:.6f}"
+        )
+
+    def _say(self, line: str) -> None:
+        self._console.print(Text.from_ansi(line), soft_wrap=True)

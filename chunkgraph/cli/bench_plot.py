@@ -1,0 +1,149 @@
+"""Pictures of bench results: step time and memory by variant, and against microbatches."""
+
+from __future__ import annotations
+
+import importlib.util
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from chunkgraph.errors import ConfigError, MissingDependencyError
+
+__all__ = ["plot_documents", "require_matplotlib"]
+
+_LABELS = {
+    "eager": "eager",
+    "transformer_engine": "per-layer graphs (TE)",
+    "local": "per-layer graphs (local)",
+    "full_iteration": "full-iteration graph",
+    "chunk": "chunk graphs",
+}
+# Distinct in grey and to the colour-blind; ours alone is saturated.
+_COLOURS = {
+    "eager": "#9a9a9a",
+    "transformer_engine": "#6c8ebf",
+    "local": "#b5a1d0",
+    "full_iteration": "#d6b656",
+    "chunk": "#d1495b",
+}
+_MIB = 2**20
+
+
+def require_matplotlib() -> None:
+    """Find out early whether pictures can be drawn.
+
+    Raises:
+        MissingDependencyError: matplotlib is not installed.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        msg = (
+            "matplotlib is not installed; it is needed for --plot. Install it with: "
+            "pip install 'chunkgraph[plot]'"
+        )
+        raise MissingDependencyError(msg)
+
+
+def plot_documents(documents: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Draw one or several result documents.
+
+    Two panels, step time and reserved memory, with a group of bars for each config; and one more
+    for each document whose microbatch count changed: step time against it.
+
+    Raises:
+        ConfigError: nothing in the documents can be drawn, or the file cannot be written.
+        MissingDependencyError: matplotlib is not installed.
+    """
+    require_matplotlib()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    measured = [(str(d["config"]), _ran(d)) for d in documents]
+    names = [name for name in _LABELS if any(name in ran for _, ran in measured)]
+    if not names:
+        msg = "No variant in the given results got through its steps; there is nothing to draw."
+        raise ConfigError(msg)
+    varying = [(config, ran) for config, ran in measured if _changes(ran)]
+    num_bars = sum(len(ran) for _, ran in measured)
+    width = max(9.0, 2.0 + 0.45 * num_bars * 2)
+    figure = Figure(figsize=(width, 4.4 + 3.8 * len(varying)), layout="constrained")
+    FigureCanvasAgg(figure)
+    grid = figure.add_gridspec(1 + len(varying), 2)
+    times, memory = figure.add_subplot(grid[0, 0]), figure.add_subplot(grid[0, 1])
+    _bars(times, measured, names, "step_ms", 1.0, "ms a step (median)")
+    _bars(memory, measured, names, "reserved_bytes", _MIB, "peak reserved memory, MB")
+    for row, (config, ran) in enumerate(varying):
+        _against_microbatches(figure.add_subplot(grid[1 + row, :]), config, ran)
+    handles, labels = times.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
+    figure.suptitle(_title(documents), fontsize=10)
+    try:
+        figure.savefig(path, dpi=150)
+    except (OSError, ValueError) as error:
+        msg = f"--plot {path}: cannot be written: {error}."
+        raise ConfigError(msg) from None
+
+
+def _ran(document: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    return {v["name"]: v for v in document["variants"] if v["error"] is None}
+
+
+def _changes(ran: Mapping[str, Mapping[str, Any]]) -> bool:
+    return any(len(set(v.get("num_microbatches") or ())) > 1 for v in ran.values())
+
+
+def _bars(
+    axes: Any,
+    measured: Sequence[tuple[str, Mapping[str, Mapping[str, Any]]]],
+    names: Sequence[str],
+    key: str,
+    unit: float,
+    title: str,
+) -> None:
+    bar = 0.8 / len(names)
+    for position, name in enumerate(names):
+        places, heights = [], []
+        for group, (_, ran) in enumerate(measured):
+            if name in ran and ran[name].get(key) is not None:
+                places.append(group + (position - (len(names) - 1) / 2) * bar)
+                heights.append(ran[name][key] / unit)
+        drawn = axes.bar(
+            places, heights, width=0.92 * bar, color=_COLOURS[name], label=_LABELS[name]
+        )
+        axes.bar_label(drawn, fmt="%.0f", fontsize=7, padding=1)
+    axes.set_xticks(range(len(measured)), [config for config, _ in measured])
+    if len(measured) > 3:
+        axes.tick_params(axis="x", labelrotation=30)
+    axes.set_title(title, fontsize=10)
+    axes.set_ylim(bottom=0)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _against_microbatches(axes: Any, config: str, ran: Mapping[str, Mapping[str, Any]]) -> None:
+    for name, variant in ran.items():
+        by_count: dict[int, list[float]] = defaultdict(list)
+        for count, ms in zip(variant["num_microbatches"], variant["step_ms_all"], strict=True):
+            by_count[count].append(ms)
+        counts = sorted(by_count)
+        axes.plot(
+            counts,
+            [statistics.median(by_count[count]) for count in counts],
+            marker="o",
+            markersize=4,
+            color=_COLOURS[name],
+        )
+    axes.set_title(f"{config}: ms a step against its number of microbatches", fontsize=10)
+    axes.set_xlabel("microbatches")
+    axes.set_ylim(bottom=0)
+    axes.set_xlim(left=0)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _title(documents: Sequence[Mapping[str, Any]]) -> str:
+    first = documents[0]
+    places = {f"{d['num_gpus'] or ''} {d['device']}".strip() for d in documents}
+    versions = first.get("versions") or {}
+    known = ("torch", "megatron_core", "transformer_engine")
+    stack = ", ".join(f"{name} {versions[name]}" for name in known if name in versions)
+    return f"{', '.join(sorted(places))}; {stack}"

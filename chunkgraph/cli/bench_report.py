@@ -1,0 +1,135 @@
+"""The tables of ``chunkgraph bench``, in 80 columns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from chunkgraph.cli.bench_document import BenchDocument, VariantResult
+
+__all__ = ["find_failures", "print_bench_report"]
+
+_WIDTH = 80
+_PROMISED = ("eager", "chunk")
+_SHORT = {"transformer_engine": "te layers", "full_iteration": "full iter."}
+
+
+def print_bench_report(
+    document: BenchDocument, names: Sequence[str], console: Console | None = None
+) -> list[str]:
+    """Print the tables; returns what fails the command."""
+    console = console or Console(width=_WIDTH, highlight=False)
+    head = document.head
+    console.print(f"{head['config']} on {head['num_gpus'] or 'no'} x {head['device']}")
+    console.print(_steps_table(document))
+    details = _details_table(document)
+    if details.row_count:
+        console.print(details)
+    for result in document.results:
+        _, difference = document.equality(result)
+        for what, text in (("", result.error), (" differs in", difference), ("", result.note)):
+            if text:
+                first_line = text.strip().splitlines()[0]
+                console.print(f"{result.name}{what}: {first_line}", markup=False)
+    failures = find_failures(document, names)
+    for failure in failures:
+        console.print(f"FAILED: {failure}", style="bold red", markup=False)
+    if not failures:
+        console.print("OK", style="bold green")
+    return failures
+
+
+def find_failures(document: BenchDocument, names: Sequence[str]) -> list[str]:
+    """What breaks the promise: eager and chunk run, and are equal."""
+    failures = []
+    for name in _PROMISED:
+        if name not in names:
+            continue
+        result = document.result(name)
+        if result is None:
+            failures.append(f"the variant {name} did not run")
+            continue
+        is_equal, _ = document.equality(result)
+        if is_equal is False:
+            failures.append(f"the variant {name} differs from eager")
+        if result.get("num_captures_after_first"):
+            failures.append(f"the variant {name} captured after its first session")
+    return failures
+
+
+def _steps_table(document: BenchDocument) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)
+    table.add_column("variant", no_wrap=True, min_width=10)
+    for heading in (
+        *("ms a\nstep", "of\neager", "of te\nlayers", "tokens\na second"),
+        *("reserved\nMB", "of\neager", "of te\nlayers", "capture\ns", "to the\nlast bit"),
+    ):
+        table.add_column(heading, justify="right", no_wrap=True, min_width=6)
+    eager, layers = document.result("eager"), document.result("transformer_engine")
+    for result in document.results:
+        if result.error is not None:
+            table.add_row(_name(result), "failed")
+            continue
+        table.add_row(
+            _name(result),
+            _number(result.get("step_ms"), 1),
+            _ratio(result, eager, "step_ms"),
+            _ratio(result, layers, "step_ms"),
+            _number(result.get("tokens_per_s"), 0),
+            _megabytes(result.get("reserved_bytes")),
+            _ratio(result, eager, "reserved_bytes"),
+            _ratio(result, layers, "reserved_bytes"),
+            _number(result.get("capture_s"), 1),
+            {True: "equal", False: "DIFFERS", None: "-"}[document.equality(result)[0]],
+        )
+    return table
+
+
+def _details_table(document: BenchDocument) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)
+    table.add_column("variant", no_wrap=True, min_width=10)
+    for heading in (
+        *("host us\nforward", "w/o\nlaunch", "host us\nbackward", "w/o\nlaunch"),
+        *("kernel\nms", "kernel\nshare", "ideal\nms", "step of\nideal"),
+    ):
+        table.add_column(heading, justify="right", no_wrap=True, min_width=6)
+    for result in document.results:
+        if result.error is not None:
+            continue
+        kernel_ms = result.get("kernel_ms_by_rank")
+        ideal = result.get("ideal_ms")
+        table.add_row(
+            _name(result),
+            _number(result.get("host_us_forward"), 1),
+            _number(result.get("host_us_forward_without_launch"), 1),
+            _number(result.get("host_us_backward"), 1),
+            _number(result.get("host_us_backward_without_launch"), 1),
+            _number(max(kernel_ms) if kernel_ms else None, 1),
+            _number(result.get("kernel_share"), 3),
+            _number(ideal, 1),
+            _number(result.step_ms / ideal if ideal else None, 3),
+        )
+    return table
+
+
+def _name(result: VariantResult) -> str:
+    return _SHORT.get(result.name, result.name)
+
+
+def _number(value: Any, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _megabytes(value: int | None) -> str:
+    """MB of 2^20 bytes, as torch and nvidia-smi count them."""
+    return f"{value / 2**20:.0f}" if value else "-"
+
+
+def _ratio(result: VariantResult, base: VariantResult | None, key: str) -> str:
+    if base is None or not base.get(key) or result.get(key) is None:
+        return "-"
+    return f"{result.get(key) / base.get(key):.3f}"

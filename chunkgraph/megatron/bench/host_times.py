@@ -1,0 +1,168 @@
+"""Host time of a microbatch in a chunk: around the captured part, without waiting for the device.
+
+Measured in steps of their own, since the hooks cost time themselves.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from chunkgraph.engine import ChunkGraphs
+
+__all__ = ["HostTimes", "host_times"]
+
+_BLOCK_ATTRIBUTES = ("layers", "set_input_tensor", "input_tensor", "pre_process")
+
+
+@dataclass
+class HostTimes:
+    """Host times, in microseconds, one for each call.
+
+    Attributes:
+        forward: of the transformer block's forward (of whatever the plug-in captured); a replay's
+            call as the model makes it, launches included.
+        backward: of its backward: with chunk graphs of the replay's call, otherwise from the
+            block's output gradient to its input gradient.
+        forward_launch: of launching the forward graph, a part of ``forward``; chunk graphs only.
+        backward_launch: of launching the backward graph.
+    """
+
+    forward: list[float] = field(default_factory=list)
+    backward: list[float] = field(default_factory=list)
+    forward_launch: list[float] = field(default_factory=list)
+    backward_launch: list[float] = field(default_factory=list)
+
+    def medians(self) -> dict[str, float | None]:
+        """Medians by key of the result document; None where nothing was measured."""
+        forward, backward = _median(self.forward), _median(self.backward)
+        return {
+            "host_us_forward": forward,
+            "host_us_backward": backward,
+            "host_us_forward_without_launch": _median_difference(self.forward, self.forward_launch),
+            "host_us_backward_without_launch": _median_difference(
+                self.backward, self.backward_launch
+            ),
+        }
+
+
+@contextmanager
+def host_times(chunks: Sequence[nn.Module], engine: ChunkGraphs | None) -> Iterator[HostTimes]:
+    """Measure every call in the block.
+
+    Args:
+        chunks: the model chunks of this rank.
+        engine: the chunk graphs that are attached to them, if any.
+    """
+    times = HostTimes()
+    with ExitStack() as stack:
+        for chunk in chunks:
+            for handle in _time_block(captured_part(chunk), times, with_backward=engine is None):
+                stack.callback(handle.remove)
+        if engine is not None:
+            stack.callback(_time_replays(engine, times))
+        yield times
+
+
+def captured_part(chunk: nn.Module) -> nn.Module:
+    """The transformer block, or what holds it and has had its forward replaced by the plug-in."""
+    for module in chunk.modules():
+        is_block = all(hasattr(module, name) for name in _BLOCK_ATTRIBUTES)
+        if is_block or "forward" in module.__dict__:
+            return module
+    return chunk
+
+
+def _time_block(block: nn.Module, times: HostTimes, *, with_backward: bool) -> list[Any]:
+    started: list[float] = []
+
+    def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if with_backward:
+            hidden = kwargs.get("hidden_states", args[0] if args else None)
+            if not getattr(module, "pre_process", True):
+                hidden = module.input_tensor
+            if isinstance(hidden, torch.Tensor) and hidden.requires_grad:
+                hidden.register_hook(end_backward)
+        started.append(time.perf_counter())
+
+    def after(_module: Any, _args: Any, _kwargs: Any, output: Any) -> None:
+        times.forward.append((time.perf_counter() - started.pop()) * 1e6)
+        tensor = output[0] if isinstance(output, tuple) else output
+        if with_backward and isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+            tensor.register_hook(begin_backward)
+
+    # Backwards of one rank run one after the other, so one place for the start is enough.
+    backward_started: list[float] = []
+
+    def begin_backward(_grad: torch.Tensor) -> None:
+        backward_started[:] = [time.perf_counter()]
+
+    def end_backward(_grad: torch.Tensor) -> None:
+        if backward_started:
+            times.backward.append((time.perf_counter() - backward_started.pop()) * 1e6)
+
+    return [
+        block.register_forward_pre_hook(before, with_kwargs=True),
+        block.register_forward_hook(after, with_kwargs=True),
+    ]
+
+
+class _TimedGraph:
+    """Stands before a graph and times its launches."""
+
+    def __init__(self, graph: Any, launches: list[float]) -> None:
+        self._graph = graph
+        self._launches = launches
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._graph, name)
+
+    def replay(self) -> None:
+        started = time.perf_counter()
+        self._graph.replay()
+        self._launches.append((time.perf_counter() - started) * 1e6)
+
+
+def _time_replays(engine: Any, times: HostTimes) -> Callable[[], None]:
+    """Time backward replays and all launches; returns what undoes it."""
+    captured = getattr(engine, "_captured", None)
+    if captured is None:
+        return lambda: None
+    slots = [slot for slots in captured.slots for slot in slots]
+    graphs = [(slot, slot.forward_graph, slot.backward_graph) for slot in slots]
+    replay_backward = engine.replay_backward
+
+    def timed(*args: Any) -> None:
+        started = time.perf_counter()
+        replay_backward(*args)
+        times.backward.append((time.perf_counter() - started) * 1e6)
+
+    for slot, forward, backward in graphs:
+        slot.forward_graph = _TimedGraph(forward, times.forward_launch)
+        slot.backward_graph = _TimedGraph(backward, times.backward_launch)
+    engine.replay_backward = timed
+
+    def undo() -> None:
+        del engine.replay_backward
+        for slot, forward, backward in graphs:
+            slot.forward_graph, slot.backward_graph = forward, backward
+
+    return undo
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return statistics.median(values) if values else None
+
+
+def _median_difference(whole: Sequence[float], part: Sequence[float]) -> float | None:
+    """Median of whole minus part, call by call; None unless every call has its part."""
+    if not part or len(whole) != len(part):
+        return None
+    return statistics.median(a - b for a, b in zip(whole, part, strict=True))

@@ -1,0 +1,218 @@
+"""Run one variant on this rank and measure it."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from chunkgraph.config import Config
+from chunkgraph.data import PackedText
+from chunkgraph.megatron.bench.host_times import HostTimes, host_times
+from chunkgraph.megatron.bench.profiled import marked, profile_steps
+from chunkgraph.megatron.bench.trace import PREFIX, KernelTimes
+from chunkgraph.megatron.bench.variants import ChunkVariant, Variant
+from chunkgraph.megatron.loop import (
+    finish_parameter_gather,
+    forward_step,
+    microbatches,
+    shared_loss,
+    synchronize,
+)
+from chunkgraph.megatron.model import build_model
+from chunkgraph.megatron.optimizer import build_optimizer, zero_gradients
+from chunkgraph.megatron.processes import seed_everything
+
+__all__ = ["Measurement", "Step", "VariantRun"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of this rank.
+
+    Attributes:
+        step: from 0, warmup included.
+        num_microbatches: for each data-parallel rank.
+        step_ms: from a barrier to the end of the optimizer's step on the device, in ms.
+        loss: mean over microbatches and data-parallel ranks.
+        grad_norm: before clipping.
+    """
+
+    step: int
+    num_microbatches: int
+    step_ms: float
+    loss: float
+    grad_norm: float
+
+
+@dataclass
+class Measurement:
+    """What one rank measured; plain values, to be gathered.
+
+    Attributes:
+        steps: all steps, warmup first.
+        parameters_sha256: of all parameters after the measured steps, in order.
+        reserved_bytes: most memory the allocator held during the steps (0 on a CPU).
+        allocated_bytes: most memory in use during the steps.
+        capture_s: seconds of the captures, where they were apart from a step.
+        capture_step: the step whose time contains them, where they were not.
+        captures_after_first: captures after the first session.
+        pool_bytes: what the graphs reserve, by part; None where it is not known.
+        host: host times; None until they are measured.
+        kernels: kernel times of all profiled steps; None until they are measured.
+        num_profiled_steps: how many.
+        num_steps_run: steps of any kind that have run.
+    """
+
+    steps: list[Step] = field(default_factory=list)
+    parameters_sha256: str = ""
+    reserved_bytes: int = 0
+    allocated_bytes: int = 0
+    capture_s: float | None = None
+    capture_step: int | None = None
+    captures_after_first: int = 0
+    pool_bytes: dict[str, int] | None = None
+    host: HostTimes | None = None
+    kernels: KernelTimes | None = None
+    num_profiled_steps: int = 0
+    num_steps_run: int = 0
+
+
+class VariantRun:
+    """A model, its optimizer and one way to run their steps.
+
+    The microbatches of a step are on the device before its time begins, as a loader that works
+    ahead would have them.
+
+    Args:
+        config: the run; model parallel groups must be set up.
+        device: this rank's device.
+        variant: how to run.
+        on_step: called after every step, with its kind: ``warmup``, ``step``, ``host`` or
+            ``profile``.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        device: torch.device,
+        variant: Variant,
+        on_step: Callable[[str, Step], None] = lambda *_: None,
+    ) -> None:
+        self._config = config
+        self._device = device
+        self._variant = variant
+        self._on_step = on_step
+        self._step = 0
+        seed_everything(config.train.seed, device)
+        self._chunks = build_model(
+            config,
+            device,
+            transformer_options=variant.transformer_options(),
+            ddp_scope=variant.ddp_scope,
+        )
+        self._optimizer = build_optimizer(config, self._chunks)
+        self._text = PackedText.from_file(
+            config.data.path, seq_length=config.model.seq_length, seed=config.train.seed
+        )
+        variant.prepare(self._chunks, self._optimizer)
+        self.measurement = Measurement()
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(device)
+
+    def measure_steps(self) -> None:
+        """Run warmup and measured steps, and note what they left."""
+        bench, result = self._config.bench, self.measurement
+        for index in range(bench.num_warmup_steps + bench.num_steps):
+            kind = "warmup" if index < bench.num_warmup_steps else "step"
+            result.steps.append(self._run_step(kind, forward_step))
+        if self._device.type == "cuda":
+            result.reserved_bytes = torch.cuda.max_memory_reserved(self._device)
+            result.allocated_bytes = torch.cuda.max_memory_allocated(self._device)
+        result.capture_s = self._variant.capture_s
+        result.capture_step = self._variant.capture_step
+        result.pool_bytes = self._variant.pool_bytes
+        result.captures_after_first = self._variant.captures_after_first
+        finish_parameter_gather(self._chunks)
+        result.parameters_sha256 = _parameters_sha256(self._chunks)
+
+    def measure_host(self, num_steps: int) -> None:
+        """Time the host in further steps, which change the parameters again."""
+        engine = None
+        if isinstance(self._variant, ChunkVariant):
+            engine = self._variant.graphs.engine
+        with host_times(self._chunks, engine) as times:
+            for _ in range(num_steps):
+                self._run_step("host", forward_step)
+        self.measurement.host = times
+
+    def measure_kernels(self, num_steps: int, trace: Path) -> None:
+        """Profile further steps."""
+        step = marked(forward_step, self._chunks)
+        self.measurement.kernels = profile_steps(
+            lambda: self._run_step("profile", step), num_steps, trace
+        )
+        self.measurement.num_profiled_steps = num_steps
+
+    def close(self) -> None:
+        """Drop the graphs, before process groups end."""
+        self._variant.close()
+
+    def _run_step(self, kind: str, step_function: Callable[..., Any]) -> Step:
+        config, device, counts = self._config, self._device, self._config.train.num_microbatches
+        index, count = self._step, counts[self._step % len(counts)]
+        self._step = self.measurement.num_steps_run = index + 1
+        self._variant.before_step(index)
+        batches = list(microbatches(config, self._text, index, count, device))
+        iterators = [iter(batches) for _ in self._chunks]
+        synchronize(device)
+        _barrier(device)
+        with torch.profiler.record_function(f"{PREFIX}step"):
+            started = time.perf_counter()
+            zero_gradients(self._chunks, self._optimizer)
+            losses = self._variant.forward_backward(
+                forward_step_func=step_function,
+                data_iterator=iterators,
+                model=self._chunks,
+                num_microbatches=count,
+                seq_length=config.model.seq_length,
+                micro_batch_size=config.train.micro_batch_size,
+                forward_only=False,
+            )
+            _, grad_norm, _ = self._optimizer.step()
+            synchronize(device)
+            step_ms = (time.perf_counter() - started) * 1e3
+        step = Step(
+            step=index,
+            num_microbatches=count,
+            step_ms=step_ms,
+            loss=shared_loss(losses, device),
+            grad_norm=0.0 if grad_norm is None else float(grad_norm),
+        )
+        self._on_step(kind, step)
+        return step
+
+
+def _barrier(device: torch.device) -> None:
+    if dist.get_world_size() > 1:
+        dist.barrier()
+        synchronize(device)
+
+
+def _parameters_sha256(chunks: Sequence[nn.Module]) -> str:
+    digest = hashlib.sha256()
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            value = parameter.detach().to("cpu").contiguous().view(-1)
+            digest.update(value.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

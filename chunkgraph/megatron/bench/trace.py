@@ -1,0 +1,155 @@
+"""Kernel times from a profiler's trace.
+
+A kernel belongs to whatever launched it: the trace gives launch and kernel one correlation number,
+and all kernels of a graph that of the graph's launch. Launches from the main thread inside a range
+``forward c`` are forwards of chunk ``c``; launches from autograd's thread are backwards of the
+chunk whose mark ``backward c`` came last on that thread; everything else is neither.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["PREFIX", "KernelTimes", "kernel_times"]
+
+PREFIX = "chunkgraph bench "
+"""Before the names of ranges: ``step``, ``forward c`` and ``backward c``."""
+
+_DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
+_HOST = {"cuda_runtime", "cuda_driver"}
+# They wait for another rank, and are counted as no one's work.
+_POINT_TO_POINT = ("sendrecv",)
+_COLLECTIVE = ("nccl",)
+
+
+@dataclass
+class KernelTimes:
+    """Device time of one rank, summed over all profiled steps, in ms.
+
+    Attributes:
+        total: of all kernels and copies but sends and receives.
+        forward: by chunk.
+        backward: by chunk.
+        other: of the rest (optimizer, zeroing, copies for communication), without collectives.
+        graph_busy: time in which any kernel of a graph ran, from its first to its last kernel.
+        graph_span: from a graph's first to its last kernel, summed over graph launches.
+        num_graph_launches: of ``cudaGraphLaunch``.
+        num_kernel_launches: of single kernels.
+    """
+
+    total: float = 0.0
+    forward: dict[int, float] = field(default_factory=lambda: defaultdict(float))
+    backward: dict[int, float] = field(default_factory=lambda: defaultdict(float))
+    other: float = 0.0
+    graph_busy: float = 0.0
+    graph_span: float = 0.0
+    num_graph_launches: int = 0
+    num_kernel_launches: int = 0
+
+    @property
+    def kernel_share(self) -> float | None:
+        """Share of a graph's time in which a kernel runs; None without graphs."""
+        return self.graph_busy / self.graph_span if self.graph_span else None
+
+
+def kernel_times(events: Sequence[Mapping[str, Any]]) -> KernelTimes:
+    """Read the events of a trace in Chrome's format (``traceEvents``)."""
+    times = KernelTimes()
+    places = _Places(events)
+    launches: dict[int, tuple[str, int | None]] = {}
+    graph_launches: set[int] = set()
+    for event in events:
+        if event.get("cat") not in _HOST or not places.is_in_step(event):
+            continue
+        correlation = event.get("args", {}).get("correlation")
+        if correlation is None:
+            continue
+        launches[correlation] = places.of(event)
+        name = event["name"]
+        if "GraphLaunch" in name:
+            graph_launches.add(correlation)
+            times.num_graph_launches += 1
+        elif "LaunchKernel" in name:
+            times.num_kernel_launches += 1
+    in_graphs: dict[int, list[tuple[float, float]]] = defaultdict(list)
+    for event in events:
+        if event.get("cat") not in _DEVICE:
+            continue
+        correlation = event.get("args", {}).get("correlation")
+        if correlation not in launches:
+            continue
+        name, ms = event["name"].lower(), float(event["dur"]) / 1e3
+        if correlation in graph_launches:
+            start = float(event["ts"])
+            in_graphs[correlation].append((start, start + float(event["dur"])))
+        if any(word in name for word in _POINT_TO_POINT):
+            continue
+        times.total += ms
+        what, chunk = launches[correlation]
+        if what == "other":
+            if not any(word in name for word in _COLLECTIVE):
+                times.other += ms
+        elif chunk is not None:
+            target = times.forward if what == "forward" else times.backward
+            target[chunk] += ms
+    for intervals in in_graphs.values():
+        times.graph_busy += _covered(intervals) / 1e3
+        start, end = min(a for a, _ in intervals), max(b for _, b in intervals)
+        times.graph_span += (end - start) / 1e3
+    return times
+
+
+class _Places:
+    """Which part of a step a host event is in."""
+
+    def __init__(self, events: Iterable[Mapping[str, Any]]) -> None:
+        self._steps: list[tuple[float, float]] = []
+        self._main: Any = None
+        self._forwards: list[tuple[float, float, int]] = []
+        self._backwards: dict[Any, list[tuple[float, int]]] = defaultdict(list)
+        for event in events:
+            name = str(event.get("name", ""))
+            if event.get("cat") != "user_annotation" or not name.startswith(PREFIX):
+                continue
+            start, end = float(event["ts"]), float(event["ts"]) + float(event.get("dur", 0.0))
+            what, _, chunk = name.removeprefix(PREFIX).partition(" ")
+            if what == "step":
+                self._steps.append((start, end))
+                self._main = event["tid"]
+            elif what == "forward":
+                self._forwards.append((start, end, int(chunk)))
+            else:
+                self._backwards[event["tid"]].append((start, int(chunk)))
+        self._forwards.sort()
+        for marks in self._backwards.values():
+            marks.sort()
+
+    def is_in_step(self, event: Mapping[str, Any]) -> bool:
+        return any(start <= event["ts"] <= end for start, end in self._steps)
+
+    def of(self, event: Mapping[str, Any]) -> tuple[str, int | None]:
+        start = float(event["ts"])
+        if event["tid"] == self._main:
+            at = bisect.bisect_right(self._forwards, (start, float("inf"), 0)) - 1
+            if at >= 0 and start <= self._forwards[at][1]:
+                return "forward", self._forwards[at][2]
+            return "other", None
+        marks = self._backwards.get(event["tid"], [])
+        at = bisect.bisect_right(marks, (start, 1 << 30)) - 1
+        if marks:
+            # What comes before the first mark is the backward of its loss.
+            return "backward", marks[max(at, 0)][1]
+        return "other", None
+
+
+def _covered(intervals: Sequence[tuple[float, float]]) -> float:
+    """Length of the union of intervals."""
+    total, end = 0.0, float("-inf")
+    for a, b in sorted(intervals):
+        total += max(0.0, b - max(a, end))
+        end = max(end, b)
+    return total

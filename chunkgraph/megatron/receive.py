@@ -1,0 +1,258 @@
+"""Pipeline receives that land in the slots, so that a replay copies nothing.
+
+The order of a rank's receives is fixed by the schedule: its forwards of every stage but the first,
+and its backwards of every stage but the last, in the order it runs them (also where Megatron posts
+a receive long before it is used). So the next receive of a direction is known to belong to one
+model chunk, whose next slot then takes it in place.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from chunkgraph.engine import ChunkGraphs, StepMode
+from chunkgraph.errors import TopologyError
+from chunkgraph.megatron import compat
+from chunkgraph.megatron.compat import Direction
+from chunkgraph.megatron.topology import PipelinePlace
+from chunkgraph.schedules import Op, megatron_schedule
+
+__all__ = ["ReceiveOrder", "SlotReceiver", "waits_for_sends"]
+
+
+@dataclass(frozen=True)
+class ReceiveOrder:
+    """The model chunks that the receives of one rank are for, in order.
+
+    Attributes:
+        forward: of received inputs.
+        backward: of received output gradients.
+    """
+
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+
+    @classmethod
+    def of(cls, place: PipelinePlace, num_microbatches: int) -> ReceiveOrder:
+        """The order in one step of Megatron's schedule.
+
+        Raises:
+            TopologyError: Megatron's schedule does not take this number of microbatches.
+        """
+        schedule = megatron_schedule(
+            place.pipeline_size, place.num_chunks, num_microbatches, place.group_size
+        )
+        actions = schedule.compute_actions(place.pipeline_rank)
+        return cls(
+            forward=tuple(
+                schedule.chunk_of(a.stage) for a in actions if a.op is Op.F and a.stage > 0
+            ),
+            backward=tuple(
+                schedule.chunk_of(a.stage)
+                for a in actions
+                if a.op is Op.B and a.stage < schedule.num_stages - 1
+            ),
+        )
+
+
+def waits_for_sends(config: Any) -> bool:
+    """Whether Megatron's schedules have a gradient sent before the rank's next backward.
+
+    Without ``overlap_p2p_comm`` every exchange is waited for (by the compute stream) before the
+    schedule goes on. With it, the send after backward k is waited for only after backward k + 1
+    was launched, which overwrites the gradient that is being sent. A ring exchange hands out no
+    requests to wait for.
+
+    Args:
+        config: Megatron's ModelParallelConfig.
+    """
+    return not (
+        getattr(config, "overlap_p2p_comm", False)
+        or getattr(config, "overlap_p2p_comm_warmup_flush", False)
+        or getattr(config, "use_ring_exchange_p2p", False)
+    )
+
+
+class SlotReceiver:
+    """Gives Megatron's schedule a communicator that receives into slots, in replayed steps.
+
+    Args:
+        engine: the rank's chunk graphs.
+        place: where the rank stands in the pipeline.
+        config: Megatron's ModelParallelConfig.
+        wanted: False: every step receives as Megatron does.
+        lends_input_grads: for each chunk, whether it hands out the slot's own memory as input
+            gradient (``Chunk.keeps_input_grads`` is False), which the next backward overwrites.
+
+    Attributes:
+        num_received_in_place: receives of replayed steps so far that landed in a slot.
+        num_received_copied: those that landed elsewhere while the communicator was in use, because
+            no slot was free when they were posted or the shape was not the captured one.
+        off_because: why the last replayed step used Megatron's own receives; "" if it did not.
+    """
+
+    def __init__(
+        self,
+        engine: ChunkGraphs,
+        place: PipelinePlace,
+        config: Any,
+        *,
+        wanted: bool,
+        lends_input_grads: Sequence[bool],
+    ) -> None:
+        self.num_received_in_place = 0
+        self.num_received_copied = 0
+        self.off_because = ""
+        self._engine = engine
+        self._place = place
+        self._config = config
+        self._wanted = wanted
+        self._lends_input_grads = tuple(lends_input_grads)
+        self._orders: dict[int, ReceiveOrder | None] = {}
+        self._left: dict[Direction, deque[int]] = {}
+        # Received but not yet forwarded, for each chunk: whether in a slot's memory.
+        self._arrived: tuple[deque[bool], ...] = ()
+        self._is_receiving = False
+        self._copies_input_grads = False
+        self._has_lost_grad_order: set[int] = set()
+
+    def begin_step(
+        self, mode: StepMode, forward_backward: Callable[..., Any], keywords: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
+        """What to call the schedule with.
+
+        Args:
+            mode: how the step runs.
+            forward_backward: the schedule.
+            keywords: what the caller calls it with.
+
+        Returns:
+            ``keywords``, with a communicator if the step receives into slots.
+        """
+        self._is_receiving = False
+        self._copies_input_grads = False
+        if mode is not StepMode.REPLAY:
+            return keywords
+        self.off_because = self._obstacle(forward_backward, keywords)
+        self._copies_input_grads = any(self._lends_input_grads) and not (
+            waits_for_sends(self._config) and self._sends_as_megatron(forward_backward, keywords)
+        )
+        if self.off_because:
+            return keywords
+        order = self._order(keywords["num_microbatches"])
+        assert order is not None
+        self._left = {
+            Direction.FORWARD: deque(order.forward),
+            Direction.BACKWARD: deque(order.backward),
+        }
+        self._arrived = tuple(deque[bool]() for _ in range(self._place.num_chunks))
+        self._has_lost_grad_order = set()
+        self._is_receiving = True
+        given, groups = keywords.get("p2p_communicator"), keywords.get("pg_collection")
+        if given is None:
+            groups = compat.default_groups()
+            communicator = compat.make_communicator(groups.pp, self._config, self)
+        else:
+            communicator = compat.make_communicator(given.pp_group, given.config, self)
+        return {**keywords, "p2p_communicator": communicator, "pg_collection": groups}
+
+    def calls(self, callables: Sequence[Callable[..., Any]]) -> tuple[Callable[..., Any], ...]:
+        """The engine's callables, watched by the receiver; the input is the first argument."""
+        return tuple(self._watched(c, call) for c, call in enumerate(callables))
+
+    def _watched(self, c: int, call: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(received: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._is_receiving and self._arrived[c]:
+                self._arrived[c].popleft()
+            if self._copies_input_grads and self._lends_input_grads[c] and received.requires_grad:
+                received.register_hook(torch.clone)
+            return call(received, *args, **kwargs)
+
+        return forward
+
+    def take(
+        self, direction: Direction, shape: tuple[int, ...] | None, dtype: torch.dtype | None
+    ) -> torch.Tensor | None:
+        """Memory for the next receive; called by the communicator (see `ReceiveBuffers`)."""
+        if not self._is_receiving or not self._left[direction]:
+            return None
+        c = self._left[direction].popleft()
+        find = self._input_of if direction is Direction.FORWARD else self._output_grad_of
+        buffer = find(c)
+        if buffer is not None and not (
+            tuple(buffer.shape) == shape and buffer.dtype == dtype and buffer.is_contiguous()
+        ):
+            buffer = None  # the slot stays the microbatch's own, and its replay copies
+        if buffer is None:
+            self.num_received_copied += 1
+            return None
+        self.num_received_in_place += 1
+        return buffer.requires_grad_()
+
+    def _input_of(self, c: int) -> torch.Tensor | None:
+        # The engine gives reserved slots to the next forwards. So nothing may be reserved while a
+        # microbatch that arrived elsewhere waits for its forward: it would get the wrong slot.
+        buffer = self._engine.reserve_input(c) if all(self._arrived[c]) else None
+        self._arrived[c].append(buffer is not None)
+        return buffer
+
+    def _output_grad_of(self, c: int) -> torch.Tensor | None:
+        # The engine counts its gradients in the order of forwards, from those it handed out.
+        if c in self._has_lost_grad_order:
+            return None
+        buffer = self._engine.reserve_output_grad(c)
+        if buffer is None:
+            self._has_lost_grad_order.add(c)
+            return None
+        return buffer.detach()
+
+    def _obstacle(self, forward_backward: Callable[..., Any], keywords: Mapping[str, Any]) -> str:
+        """Why this step must receive as Megatron does, or ""."""
+        if not self._wanted:
+            return "not wanted"
+        if self._place.pipeline_size == 1:
+            return "there is no pipeline"
+        if not compat.is_pipelining_schedule(forward_backward):
+            return "not a pipeline schedule of Megatron's, or one that takes no communicator"
+        given, groups = keywords.get("p2p_communicator"), keywords.get("pg_collection")
+        if (given is None) != (groups is None):
+            return "a communicator without process groups, or the other way round"
+        if given is not None and not (
+            compat.is_plain_communicator(given)
+            and given.pp_group.size() == self._place.pipeline_size
+            and given.pp_group.rank() == self._place.pipeline_rank
+        ):
+            return "the caller's own communicator"
+        if keywords.get("adjust_tensor_shapes_fn") is not None:
+            return "adjust_tensor_shapes_fn"
+        if getattr(self._config, "use_ring_exchange_p2p", False):
+            return "use_ring_exchange_p2p"
+        models = keywords.get("model")
+        models = models if isinstance(models, (list, tuple)) else [models]
+        if not (torch.is_grad_enabled() and all(m.training for m in models)):
+            return "not training"
+        if self._order(keywords["num_microbatches"]) is None:
+            return "Megatron refuses this number of microbatches"
+        return ""
+
+    def _sends_as_megatron(
+        self, forward_backward: Callable[..., Any], keywords: Mapping[str, Any]
+    ) -> bool:
+        given = keywords.get("p2p_communicator")
+        return compat.is_pipelining_schedule(forward_backward) and (
+            given is None or compat.is_plain_communicator(given)
+        )
+
+    def _order(self, num_microbatches: int) -> ReceiveOrder | None:
+        if num_microbatches not in self._orders:
+            try:
+                order = ReceiveOrder.of(self._place, num_microbatches)
+            except TopologyError:
+                order = None
+            self._orders[num_microbatches] = order
+        return self._orders[num_microbatches]

@@ -1,0 +1,53 @@
+"""Memory of Megatron's own that graphs use: cached tables and global buffers.
+
+Megatron's rotary embeddings keep their tables under ``functools.lru_cache``; attention and linear
+layers work in global buffers, each replaced when a larger one is wanted. A graph remembers
+addresses, so what it uses must outlive it, whatever else becomes of the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from chunkgraph.megatron import compat
+
+__all__ = ["CachedTables"]
+
+
+class CachedTables:
+    """Holds what modules with a cached forward return while graphs are captured, and buffers.
+
+    Args:
+        modules: those of the captured parts.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._modules = [m for m in modules if hasattr(type(m).forward, "cache_info")]
+        self._held: list[Any] = []
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Inside, results of cached forwards are kept, and at the end Megatron's global buffers.
+
+        They are let go by `release`, or the next time.
+        """
+        self.release()
+        handles = [module.register_forward_hook(self._hold) for module in self._modules]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            self._held.extend(compat.global_buffers())
+
+    def release(self) -> None:
+        """Let the memory go; no graph may use it any more."""
+        self._held.clear()
+
+    def _hold(self, _module: nn.Module, _args: Any, result: Any) -> None:
+        if not any(result is held for held in self._held):
+            self._held.append(result)

@@ -1,0 +1,171 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from chunkgraph.cli.__main__ import main
+from chunkgraph.cli.bench_document import BenchDocument, VariantResult
+from chunkgraph.cli.bench_report import find_failures, print_bench_report
+from chunkgraph.config import load_config
+
+ROOT = Path(__file__).parents[2]
+CONFIG = str(ROOT / "configs" / "gpt_pp2_cpu.yaml")
+NAMES = ("eager", "chunk", "transformer_engine")
+
+
+def values(**changes: Any) -> dict[str, Any]:
+    """What rank 0 writes, small."""
+    steps = [8, 4]
+    return {
+        "phase": "done",
+        "device": "a GPU",
+        "num_gpus": 2,
+        "versions": {"torch": "2.11.0"},
+        "step_ms": 100.0,
+        "step_ms_all": [120.0, 80.0],
+        "num_microbatches": steps,
+        "reserved_bytes": 2**30,
+        "allocated_bytes": 2**29,
+        "num_captures_after_first": 0,
+        "losses_hex": [(1.5).hex(), (1.25).hex()],
+        "grad_norms_hex": [(2.0).hex(), (3.0).hex()],
+        "parameters_sha256": ["a", "b"],
+        **changes,
+    }
+
+
+def document(**changes_of_chunk: Any) -> BenchDocument:
+    found = BenchDocument.start(load_config(CONFIG), command="chunkgraph bench", commit=None)
+    found.add(VariantResult("eager", None, values()))
+    found.add(VariantResult("chunk", None, values(step_ms=40.0, **changes_of_chunk)))
+    found.add(VariantResult.failed("transformer_engine", "RuntimeError: illegal memory access"))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([CONFIG, "--variants", "eager,fast"], "there is no 'fast'"),
+        ([CONFIG, "--variants", "eager,eager"], "each once"),
+        ([CONFIG, "--variants", ","], "name one or more"),
+        ([CONFIG, "bench.num_warmup_steps=1"], "Set bench.num_warmup_steps to 2 or more"),
+        ([CONFIG, "bench.num_steps=0"], "bench.num_steps is 0"),
+        ([CONFIG, "--timeout", "0"], "greater than 0"),
+        ([CONFIG, "--json", "/nowhere/out.json"], "/nowhere does not exist"),
+        ([], "bench needs a CONFIG"),
+        (["--plot-only", "missing.json"], "needs --plot"),
+        (["--plot-only", "missing.json", "--plot", "out.png"], "missing.json: cannot be read"),
+    ],
+)
+def test_bad_usage_ends_with_2_and_one_message(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
+
+
+def test_variants_of_one_count_are_refused_where_it_changes() -> None:
+    from chunkgraph.cli.bench import _Bench
+
+    class Arguments:
+        commit = None
+        profile = False
+        timeout = None
+
+    bench = _Bench(load_config(CONFIG), NAMES, Arguments(), Path())  # type: ignore[arg-type]
+    result = bench._run_variant("transformer_engine")
+    assert "(1 to 7)" in str(result.error)
+
+
+def test_equal_variants_pass_and_another_systems_crash_does_not_fail() -> None:
+    found = document()
+    assert find_failures(found, NAMES) == []
+    chunk = found.to_mapping()["variants"][1]
+    assert chunk["equal_to_eager"] is True
+    assert chunk["first_difference"] is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "where"),
+    [
+        ({"losses_hex": [(1.5).hex(), (1.2500001).hex()]}, "loss of step 2: 1.2500001 and 1.25"),
+        ({"grad_norms_hex": [(2.5).hex(), (3.0).hex()]}, "gradient norm of step 1"),
+        ({"parameters_sha256": ["a", "c"]}, "parameters of rank 1"),
+    ],
+)
+def test_a_difference_fails_and_is_named(changes: dict[str, Any], where: str) -> None:
+    found = document(**changes)
+    assert find_failures(found, NAMES) == ["the variant chunk differs from eager"]
+    chunk = found.to_mapping()["variants"][1]
+    assert chunk["equal_to_eager"] is False
+    assert where in chunk["first_difference"]
+
+
+def test_a_later_capture_fails() -> None:
+    found = document(num_captures_after_first=2)
+    assert find_failures(found, NAMES) == ["the variant chunk captured after its first session"]
+
+
+def test_a_promised_variant_that_did_not_run_fails() -> None:
+    found = BenchDocument.start(load_config(CONFIG), command="", commit=None)
+    found.add(VariantResult.failed("eager", "no memory"))
+    assert find_failures(found, ("eager",)) == ["the variant eager did not run"]
+    assert find_failures(found, ("local",)) == []
+
+
+def test_a_failure_after_the_measured_steps_keeps_them(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    path.write_text(json.dumps(values(phase="host")))
+    result = VariantResult.read("chunk", path, "Rank 0 was killed")
+    assert result.error is None
+    assert result.step_ms == 100.0
+    assert result.note == "failed after phase 'host': Rank 0 was killed"
+    assert VariantResult.read("chunk", tmp_path / "none.json", "no memory").error == "no memory"
+
+
+def test_tables_are_80_wide_and_show_ratios() -> None:
+    console = Console(width=80, record=True, highlight=False, quiet=True)
+    assert print_bench_report(document(kernel_share=0.981, ideal_ms=38.0), NAMES, console) == []
+    console = Console(width=80, highlight=False)
+    with console.capture() as capture:
+        print_bench_report(document(kernel_share=0.981, ideal_ms=38.0), NAMES, console)
+    text = capture.get()
+    assert max(map(len, text.splitlines())) <= 80
+    assert "0.400" in text
+    assert "0.981" in text
+    assert "1.053" in text  # 40 of 38 ms
+    assert "failed" in text
+    assert "illegal memory access" in text
+
+
+def test_document_is_written_whole(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    document().write(path)
+    read = json.loads(path.read_text())
+    assert read["device"] == "a GPU"
+    assert read["num_gpus"] == 2
+    assert [v["name"] for v in read["variants"]] == list(NAMES)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_results_are_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    results, picture = tmp_path / "out.json", tmp_path / "out.png"
+    document().write(results)
+    arguments = ["--plot-only", str(results), str(results), "--plot", str(picture)]
+    assert main(["bench", *arguments]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_nothing_to_draw_is_an_error(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    found = BenchDocument.start(load_config(CONFIG), command="", commit=None)
+    found.write(tmp_path / "out.json")
+    arguments = ["--plot-only", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.png")]
+    assert main(["bench", *arguments]) == 2

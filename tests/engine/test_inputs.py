@@ -1,0 +1,225 @@
+"""Small inputs that do not change are copied into a slot once, and again whenever they do."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from chunkgraph.engine import CaptureOptions, ChunkGraphs, unchanging
+from chunkgraph.graphs import GraphBackend
+
+NUM_SLOTS = 2
+
+
+class Masked(nn.Module):
+    """Uses a mask in the forward and, by multiplication, in the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * mask
+
+
+@pytest.fixture
+def train(backend: GraphBackend) -> Callable[..., None]:
+    """Run microbatches through graphs and through a twin; output and gradients must be equal."""
+    torch.manual_seed(0)
+    module = Masked().to(backend.device)
+    twin = Masked().to(backend.device)
+    twin.load_state_dict(module.state_dict())
+    graphs = ChunkGraphs(
+        [module], [NUM_SLOTS], backend=backend, options=CaptureOptions(poison=True)
+    )
+    x = torch.randn(3, 4, device=backend.device)
+    graphs.capture([(x, torch.full((4,), 7.0, device=backend.device))])
+
+    def run(*masks: torch.Tensor | Callable[[], torch.Tensor]) -> None:
+        """Forward of all, then backward of all; a callable makes its mask in its turn."""
+        outputs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        with graphs.step(len(masks)):
+            for given in masks:
+                mask = given() if callable(given) else given
+                expected = twin(x, mask.clone())
+                got = graphs.callables[0](x, mask)
+                assert torch.equal(got, expected)
+                outputs.append((got, expected))
+            for got, expected in outputs:
+                got.sum().backward()
+                expected.sum().backward()
+        assert torch.equal(module.linear.weight.grad, twin.linear.weight.grad)
+
+    run.graphs = graphs  # type: ignore[attr-defined]
+    return run
+
+
+@pytest.fixture
+def num_copies(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Grows by one for every tensor of a mask's shape that is copied outside of replays."""
+    copies: list[Any] = []
+    copy = torch.Tensor.copy_
+
+    def counting(target: torch.Tensor, source: torch.Tensor, *rest: Any) -> torch.Tensor:
+        if target.shape == (4,):
+            copies.append(source)
+        return copy(target, source, *rest)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", counting)
+    return copies
+
+
+def new_mask(backend: GraphBackend, value: float) -> torch.Tensor:
+    return torch.full((4,), value, device=backend.device)
+
+
+def test_an_unchanging_input_is_copied_once_for_each_slot(
+    train: Callable[..., None], backend: GraphBackend, num_copies: list[Any]
+) -> None:
+    mask = unchanging(new_mask(backend, 2.0))
+    for _ in range(3):
+        train(mask, mask)
+    assert len(num_copies) == NUM_SLOTS
+
+
+def test_without_the_promise_it_is_copied_every_time(
+    train: Callable[..., None], backend: GraphBackend, num_copies: list[Any]
+) -> None:
+    """No count shows a write through ``.data`` (or by a collective, which is why)."""
+    mask = new_mask(backend, 2.0)
+    train(mask, mask)
+    version = mask._version
+    mask.data.add_(1.0)
+    assert mask._version == version
+    train(mask, mask)
+    assert len(num_copies) == 4
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda mask: mask.add_(1.0),
+        lambda mask: mask[1:2].zero_(),
+        lambda mask: mask.detach().mul_(3.0),
+        lambda mask: torch.neg(mask, out=mask),
+    ],
+    ids=["itself", "view", "detached", "out"],
+)
+def test_a_write_between_microbatches_is_seen(
+    train: Callable[..., None],
+    backend: GraphBackend,
+    num_copies: list[Any],
+    write: Callable[[torch.Tensor], object],
+) -> None:
+    mask = unchanging(new_mask(backend, 2.0))
+    train(mask, mask)
+
+    def written() -> torch.Tensor:
+        write(mask)
+        return mask
+
+    train(mask, written)  # between two forwards whose microbatches are both in flight
+    train(mask, mask)  # the slot that had the old values gets the new ones
+    assert len(num_copies) == 2 * NUM_SLOTS
+    train(mask, mask)
+    assert len(num_copies) == 2 * NUM_SLOTS
+
+
+def test_other_tensors_in_between_are_loaded_and_forgotten(
+    train: Callable[..., None], backend: GraphBackend
+) -> None:
+    """A slot goes back and forth between two masks, promised or not."""
+    first, second = unchanging(new_mask(backend, 2.0)), unchanging(new_mask(backend, 3.0))
+    plain = new_mask(backend, 4.0)
+    for mask in (first, second, first, plain, first, plain, second):
+        train(mask)
+
+
+def test_a_new_tensor_at_a_used_address_is_loaded(
+    train: Callable[..., None], backend: GraphBackend
+) -> None:
+    """Another object on the same memory, with the same count of writes and other values."""
+    memory = new_mask(backend, 2.0)
+
+    def on_the_memory(value: float) -> torch.Tensor:
+        memory.fill_(value)
+        return unchanging(torch.empty(0, device=backend.device).set_(memory.untyped_storage()))
+
+    first = on_the_memory(2.0)
+    train(first, first)
+    second = on_the_memory(5.0)
+    assert second.data_ptr() == first.data_ptr()
+    assert second._version == first._version
+    train(second, second)
+
+
+def test_memory_moved_under_a_tensor_is_loaded(
+    train: Callable[..., None], backend: GraphBackend, num_copies: list[Any]
+) -> None:
+    mask = unchanging(new_mask(backend, 2.0))
+    train(mask, mask)
+    version = mask._version
+    mask.data = new_mask(backend, 6.0)
+    assert mask._version == version
+    train(mask, mask)
+    assert len(num_copies) == 2 * NUM_SLOTS
+
+
+def test_the_source_is_held_until_another_takes_its_place(
+    train: Callable[..., None], backend: GraphBackend
+) -> None:
+    """Its address cannot be given to another tensor while a slot compares with it."""
+    mask = unchanging(new_mask(backend, 2.0))
+    source = weakref.ref(mask)
+    train(mask)
+    del mask
+    assert source() is not None
+    plain = new_mask(backend, 3.0)
+    train(plain, plain)
+    assert source() is None
+
+
+def test_released_slots_hold_no_source(train: Callable[..., None], backend: GraphBackend) -> None:
+    mask = unchanging(new_mask(backend, 2.0))
+    source = weakref.ref(mask)
+    train(mask, mask)
+    train.graphs.release()  # type: ignore[attr-defined]
+    del mask
+    assert source() is None
+
+
+def test_an_inference_tensor_is_copied_as_ever(
+    train: Callable[..., None], backend: GraphBackend, num_copies: list[Any]
+) -> None:
+    """It has no count of writes, so no promise about it can be checked."""
+    with torch.inference_mode():
+        mask = unchanging(new_mask(backend, 2.0))
+    train(mask.clone(), mask.clone())
+    num_copies.clear()
+    with torch.no_grad():
+        for slot in train.graphs._captured.slots[0]:  # type: ignore[attr-defined]
+            slot.load_inputs([slot.inputs[0], mask])
+            slot.load_inputs([slot.inputs[0], mask])
+    assert len(num_copies) == 4
+
+
+def test_receiving_into_the_static_input_forgets_the_source(
+    train: Callable[..., None], backend: GraphBackend
+) -> None:
+    """What lies there now is the received value, not the source's."""
+    mask = unchanging(new_mask(backend, 2.0))
+    train(mask, mask)
+    graphs: ChunkGraphs = train.graphs  # type: ignore[attr-defined]
+
+    def received() -> torch.Tensor:
+        memory = graphs.reserve_input(0, index=1)
+        assert memory is not None
+        return memory.fill_(9.0)
+
+    train(received, received)
+    train(mask, mask)

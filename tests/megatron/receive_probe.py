@@ -1,0 +1,156 @@
+"""A job that watches where received tensors land and what is copied, for test_receive.py."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from chunkgraph.config import Config
+from chunkgraph.megatron import loop
+from chunkgraph.megatron.plugin import MegatronChunkGraphs, attach
+from chunkgraph.megatron.training import compare_runs
+
+_COPIES = ("aten::copy_", "aten::clone", "aten::_to_copy", "aten::contiguous")
+
+
+class _CountCopies(TorchDispatchMode):
+    """Copies of tensors of one shape, outside of graph replays."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.shape = shape
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        name = func.name().split(".")[0]
+        if name in _COPIES and tuple(args[0].shape) == self.shape:
+            self.found[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Probe:
+    """Stands around every call of the schedule."""
+
+    def __init__(self, config: Config, case: dict[str, Any]) -> None:
+        self.case = case
+        model, train = config.model, config.train
+        self.hidden_shape = (model.seq_length, train.micro_batch_size, model.hidden_size)
+        self.steps: list[dict[str, Any]] = []
+        self.communicators: set[str] = set()
+        self.graphs: MegatronChunkGraphs
+
+    def attach(self, chunks: Any, **options: Any) -> MegatronChunkGraphs:
+        options |= {name: self.case[name] for name in ("zero_copy", "scope") if name in self.case}
+        self.graphs = attach(chunks, **options)
+        self.graphs.wrap_forward_backward = self.wrap  # type: ignore[method-assign]
+        return self.graphs
+
+    def wrap(self, forward_backward: Callable[..., Any]) -> Callable[..., Any]:
+        schedule = forward_backward
+        if self.case.get("hides_schedule"):
+
+            def schedule(**keywords: Any) -> Any:
+                return forward_backward(**keywords)
+
+        wrapped = MegatronChunkGraphs.wrap_forward_backward(self.graphs, schedule)
+
+        def call(**keywords: Any) -> Any:
+            found: Counter[str] = Counter()
+            keywords["forward_step_func"] = partial(
+                self._forward_step, keywords["forward_step_func"], found
+            )
+            keywords.update(self._own_communicator(keywords["model"][0].config))
+            receiver = self.graphs.receiver
+            before = receiver.num_received_in_place, receiver.num_received_copied
+            replays = self.graphs.counters.replays
+            with _CountCopies(self.hidden_shape) as copies:
+                result = wrapped(**keywords)
+            self.steps.append(
+                {
+                    "replays": self.graphs.counters.replays - replays,
+                    "in_place": receiver.num_received_in_place - before[0],
+                    "copied": receiver.num_received_copied - before[1],
+                    "off_because": receiver.off_because,
+                    "copies": sum(copies.found.values()),
+                    "inputs_in_slots": found["in slot"],
+                    "inputs_elsewhere": found["elsewhere"],
+                }
+            )
+            return result
+
+        return call
+
+    def _forward_step(
+        self, forward_step: Callable[..., Any], found: Counter[str], data: Any, chunk: Any
+    ) -> Any:
+        module = chunk
+        while not hasattr(module, "decoder"):
+            module = module.module
+        received = module.decoder.input_tensor
+        captured = self.graphs.engine._captured
+        if received is not None and captured is not None:
+            assert received.requires_grad
+            assert received.is_leaf
+            assert received.grad is None
+            index = getattr(module, "vp_stage", None) or 0
+            static = {slot.inputs[0].data_ptr() for slot in captured.slots[index]}
+            found["in slot" if received.data_ptr() in static else "elsewhere"] += 1
+        return forward_step(data, chunk)
+
+    def _own_communicator(self, config: Any) -> dict[str, Any]:
+        wanted = self.case.get("communicator")
+        if wanted is None:
+            return {}
+        from megatron.core import parallel_state
+        from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+        from megatron.core.process_groups_config import ProcessGroupCollection
+
+        probe = self
+
+        class Own(P2PCommunicator):  # type: ignore[misc]
+            def _communicate(self, **keywords: Any) -> Any:
+                probe.communicators.add(type(self).__name__)
+                return super()._communicate(**keywords)
+
+        group = parallel_state.get_pipeline_model_parallel_group()
+        return {
+            "p2p_communicator": {"own": Own, "plain": P2PCommunicator}[wanted](group, config),
+            "pg_collection": ProcessGroupCollection.use_mpu_process_groups(),
+        }
+
+
+def run(config: Config, device: torch.device, case: dict[str, Any]) -> list[dict[str, Any]]:
+    """What every rank saw; see `Probe` and ``compare_runs``."""
+    probe = Probe(config, case)
+
+    def build(*args: Any) -> Any:
+        chunks = loop_build(*args)
+        for name, value in case.get("megatron", {}).items():
+            setattr(chunks[0].config, name, value)
+        return chunks
+
+    loop_build = loop.build_model
+    with mock.patch.object(loop, "build_model", build):
+        eager = loop.run_training(config, device, use_graphs=False)
+        with mock.patch.object(loop, "attach", probe.attach):
+            chunk = loop.run_training(config, device, use_graphs=True)
+    comparison = compare_runs(eager, chunk)
+    mine = {
+        "equal": all(comparison.losses)
+        and all(comparison.grad_norms)
+        and not comparison.different_parameters,
+        "steps": probe.steps,
+        "communicators": sorted(probe.communicators),
+    }
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, mine)
+    return ranks

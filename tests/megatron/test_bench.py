@@ -1,0 +1,179 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chunkgraph.megatron.bench.host_times import HostTimes
+from chunkgraph.megatron.bench.ideal import pipeline_ms
+from chunkgraph.megatron.bench.trace import PREFIX, kernel_times
+from chunkgraph.schedules import CostModel, megatron_schedule, simulate
+
+ROOT = Path(__file__).parents[2]
+CONFIG = str(ROOT / "configs" / "gpt_pp2_cpu.yaml")
+TINY = (
+    *("model.num_layers=2", "model.hidden_size=16", "model.ffn_hidden_size=32"),
+    *("model.num_attention_heads=2", "model.seq_length=16", "bench.num_steps=2"),
+)
+
+VARIANT_KEYS = {
+    *("name", "error", "step_ms", "step_ms_all", "reserved_bytes", "allocated_bytes", "capture_s"),
+    *("host_us_forward", "host_us_backward", "kernel_share", "ideal_ms"),
+    *("num_captures_after_first", "equal_to_eager"),
+}
+
+
+def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "chunkgraph.cli", "bench", CONFIG, *TINY, *arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "80"},
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+
+
+@pytest.mark.megatron
+@pytest.mark.slow
+def test_eager_and_chunk_are_measured_and_equal_and_a_crash_is_recorded(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    names = "eager,chunk,transformer_engine"
+    result = bench("train.num_microbatches=[3]", "--variants", names, "--json", str(path))
+    assert result.returncode == 0, result.stderr
+    assert max(map(len, result.stdout.splitlines())) <= 80
+    document = json.loads(path.read_text())
+    assert {"config", "device", "num_gpus", "versions", "command", "commit"} <= document.keys()
+    assert document["config"] == "gpt_pp2_cpu"
+    assert document["device"] == "cpu"
+    eager, chunk, crashed = document["variants"]
+    for variant in (eager, chunk, crashed):
+        assert variant.keys() >= VARIANT_KEYS
+    assert (eager["name"], eager["error"], eager["equal_to_eager"]) == ("eager", None, True)
+    assert (chunk["name"], chunk["error"], chunk["equal_to_eager"]) == ("chunk", None, True)
+    assert len(chunk["step_ms_all"]) == 2
+    assert len(chunk["losses_hex"]) == 5  # warmup is compared too
+    assert len(chunk["parameters_sha256"]) == 2
+    assert chunk["capture_s"] > 0
+    assert eager["capture_s"] is None
+    assert chunk["num_captures_after_first"] == 0
+    for variant in (eager, chunk):
+        assert variant["host_us_forward"] > 0
+        assert variant["host_us_backward"] > 0
+    assert 0 < chunk["host_us_forward_without_launch"] < chunk["host_us_forward"]
+    assert crashed["name"] == "transformer_engine"
+    assert "needs a GPU" in crashed["error"]
+    assert crashed["step_ms"] is None
+    assert crashed["equal_to_eager"] is None
+
+
+@pytest.mark.megatron
+def test_a_variant_over_its_time_is_ended_and_fails_the_command(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    result = bench("--variants", "chunk", "--timeout", "0.2", "--json", str(path))
+    assert result.returncode == 1
+    (chunk,) = json.loads(path.read_text())["variants"]
+    assert "limit of 0.2 s" in chunk["error"]
+    assert "the variant chunk did not run" in result.stdout
+
+
+# -- what a trace says ---------------------------------------------------------------------------
+
+
+def host(name: str, ts: float, correlation: int, tid: int = 1) -> dict[str, Any]:
+    arguments = {"correlation": correlation}
+    return {"cat": "cuda_runtime", "name": name, "ts": ts, "dur": 1, "tid": tid, "args": arguments}
+
+
+def kernel(name: str, ts: float, dur: float, correlation: int) -> dict[str, Any]:
+    return {
+        "cat": "kernel",
+        "name": name,
+        "ts": ts,
+        "dur": dur,
+        "args": {"correlation": correlation},
+    }
+
+
+def mark(name: str, ts: float, dur: float, tid: int = 1) -> dict[str, Any]:
+    return {"cat": "user_annotation", "name": PREFIX + name, "ts": ts, "dur": dur, "tid": tid}
+
+
+def test_kernels_belong_to_what_launched_them() -> None:
+    times = kernel_times(
+        [
+            mark("step", 0, 1000),
+            mark("forward 0", 10, 20),
+            host("cudaLaunchKernel", 15, 1),
+            kernel("gemm", 500, 100, 1),
+            mark("forward 1", 40, 20),
+            host("cudaGraphLaunch", 45, 2),
+            kernel("gemm", 600, 30, 2),
+            kernel("norm", 650, 50, 2),
+            host("cudaLaunchKernel", 80, 3),  # between the forwards
+            kernel("adam", 800, 7, 3),
+            host("cudaLaunchKernel", 81, 4),
+            kernel("ncclDevKernel_SendRecv", 810, 5000, 4),
+            host("cudaLaunchKernel", 82, 5),
+            kernel("ncclDevKernel_AllReduce_Sum", 820, 11, 5),
+            mark("backward 1", 100, 0, tid=2),
+            host("cudaLaunchKernel", 90, 6, tid=2),  # of the loss, before the mark
+            kernel("loss", 900, 1, 6),
+            host("cudaLaunchKernel", 110, 7, tid=2),
+            kernel("dgrad", 910, 2, 7),
+            mark("backward 0", 120, 0, tid=2),
+            host("cudaLaunchKernel", 130, 8, tid=2),
+            kernel("dgrad", 920, 4, 8),
+            host("cudaLaunchKernel", 2000, 9),  # after the step
+            kernel("gemm", 2100, 1000, 9),
+        ]
+    )
+    assert times.forward == pytest.approx({0: 0.100, 1: 0.080})
+    assert times.backward == pytest.approx({1: 0.003, 0: 0.004})
+    assert times.other == pytest.approx(0.007)
+    assert times.total == pytest.approx(0.100 + 0.080 + 0.007 + 0.007 + 0.011)
+    assert times.num_graph_launches == 1
+    assert times.num_kernel_launches == 7
+    assert times.kernel_share == pytest.approx(80 / 100)
+
+
+def test_without_graphs_there_is_no_share() -> None:
+    assert kernel_times([mark("step", 0, 10)]).kernel_share is None
+
+
+# -- the ideal -------------------------------------------------------------------------------------
+
+
+@given(p=st.integers(1, 5), chunks=st.integers(1, 3), groups=st.integers(1, 4))
+def test_ideal_of_equal_stages_is_the_simulation(p: int, chunks: int, groups: int) -> None:
+    chunks = chunks if p > 1 else 1
+    schedule = megatron_schedule(p, chunks, p * groups)
+    stages = range(p * chunks)
+    ideal = pipeline_ms(schedule, dict.fromkeys(stages, 1.5), dict.fromkeys(stages, 2.5))
+    costs = CostModel(forward_ms=1.5, backward_ms=2.5)
+    assert ideal == pytest.approx(simulate(schedule, costs).makespan_ms)
+    if chunks == 1:
+        assert ideal == pytest.approx((p * groups + p - 1) * 4.0)
+
+
+def test_ideal_waits_for_the_slower_stage() -> None:
+    schedule = megatron_schedule(2, 1, 3)
+    # The last rank is never idle between its first forward and last backward: 1 + 3 * 7 + 2.
+    assert pipeline_ms(schedule, {0: 1.0, 1: 3.0}, {0: 2.0, 1: 4.0}) == pytest.approx(24.0)
+
+
+def test_host_times_without_launch_are_taken_call_by_call() -> None:
+    times = HostTimes(forward=[10.0, 30.0, 20.0], forward_launch=[4.0, 25.0, 6.0])
+    assert times.medians() == {
+        "host_us_forward": 20.0,
+        "host_us_backward": None,
+        "host_us_forward_without_launch": 6.0,
+        "host_us_backward_without_launch": None,
+    }

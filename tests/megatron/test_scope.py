@@ -1,0 +1,352 @@
+"""Capturing whole chunks: what is in the graph, what is refused, what is put back."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from chunkgraph.config import Config, config_from_mapping
+from chunkgraph.errors import ConfigError
+
+pytestmark = [pytest.mark.megatron, pytest.mark.timeout(60)]
+
+MakeConfig = Callable[..., dict[str, Any]]
+LENGTH, BATCH = 16, 2
+
+
+@pytest.fixture
+def config(make_config: MakeConfig) -> Config:
+    return config_from_mapping(make_config(model={"hidden_dropout": 0.1}))
+
+
+@pytest.fixture
+def chunks(one_rank: torch.device, config: Config) -> list[nn.Module]:
+    from chunkgraph.megatron.model import build_model
+    from chunkgraph.megatron.processes import seed_everything
+
+    seed_everything(config.train.seed, one_rank)
+    return build_model(config, one_rank)
+
+
+@pytest.fixture
+def middle_stage(chunks: list[nn.Module], config: Config) -> Any:
+    """A GPTModel of a stage that is neither first nor last."""
+    from megatron.core.models.gpt import GPTModel
+
+    from chunkgraph.megatron.model import layer_spec
+
+    return GPTModel(
+        config=chunks[0].config,
+        transformer_layer_spec=layer_spec(config, torch.device("cpu")),
+        vocab_size=config.model.vocab_size,
+        max_sequence_length=LENGTH,
+        pre_process=False,
+        post_process=False,
+        position_embedding_type="rope",
+    ).train()
+
+
+def _model(chunk: nn.Module) -> Any:
+    return chunk.module if isinstance(getattr(chunk, "module", None), nn.Module) else chunk
+
+
+def _batch(seed: int = 1) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, 264, (BATCH, LENGTH), generator=generator)
+    return {
+        "input_ids": tokens,
+        "position_ids": torch.arange(LENGTH).expand(BATCH, LENGTH).contiguous(),
+        "attention_mask": torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1),
+        "labels": tokens.roll(-1, dims=1).contiguous(),
+    }
+
+
+def _runs(
+    graphs: Any, call: Callable[[int], torch.Tensor], num_steps: int = 3
+) -> list[torch.Tensor]:
+    """Outputs of steps of one microbatch; the same random numbers in each."""
+
+    def schedule(**kwargs: Any) -> torch.Tensor:
+        torch.manual_seed(5)
+        output = call(kwargs["num_microbatches"])
+        output.sum().backward()
+        return output.detach().clone()
+
+    wrapped = graphs.wrap_forward_backward(schedule)
+    return [wrapped(num_microbatches=1) for _ in range(num_steps)]
+
+
+class _Operators(TorchDispatchMode):
+    """Counts operators that run eagerly; those of a replay are not seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.seen[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_replayed_chunk_runs_nothing_but_the_copies_of_its_inputs(
+    chunks: list[nn.Module],
+) -> None:
+    """Tokens, labels and mask; neither embedding nor loss, nor ids that the model does not read."""
+    from chunkgraph.megatron.plugin import attach
+
+    model, batch = _model(chunks[0]), _batch()
+    graphs = attach(chunks, scope="chunk")
+    operators = _Operators()
+
+    def call(_: int) -> torch.Tensor:
+        with operators:
+            operators.seen.clear()
+            return chunks[0](**batch)
+
+    try:
+        first, *others = _runs(graphs, call)
+        assert graphs.counters.replays == 2
+        assert all(torch.equal(output, first) for output in others)
+        assert first.shape == (BATCH, LENGTH)
+        assert operators.seen == {
+            "aten.copy_.default": 3,
+            "aten.detach.default": 1,
+            "aten.clone.default": 1,  # losses are the caller's to keep
+        }
+        assert "forward" in model.__dict__
+        assert "forward" not in model.decoder.__dict__
+    finally:
+        graphs.detach()
+    assert "forward" not in model.__dict__
+
+
+def test_captured_gradients_are_those_of_all_parameters(chunks: list[nn.Module]) -> None:
+    from chunkgraph.megatron.plugin import attach
+
+    batch, model = _batch(), _model(chunks[0])
+    graphs = attach(chunks, scope="chunk")
+    try:
+        gradients = []
+        for _ in range(3):
+            for parameter in model.parameters():
+                parameter.main_grad.zero_()
+            _runs(graphs, lambda _: chunks[0](**batch), num_steps=1)
+            gradients.append({n: p.main_grad.clone() for n, p in model.named_parameters()})
+        assert graphs.counters.replays == 2
+        for name, eager in gradients[0].items():
+            assert eager.any(), name
+            assert torch.equal(gradients[1][name], eager), name
+            assert torch.equal(gradients[2][name], eager), name
+    finally:
+        graphs.detach()
+
+
+def test_without_labels_the_logits_come_out(chunks: list[nn.Module]) -> None:
+    from chunkgraph.megatron.plugin import attach
+
+    batch = _batch()
+    del batch["labels"]
+    graphs = attach(chunks, scope="chunk")
+    try:
+        first, *others = _runs(graphs, lambda _: chunks[0](**batch))
+        assert first.shape == (BATCH, LENGTH, 264)
+        assert all(torch.equal(output, first) for output in others)
+        # Positional arguments and defaults that are spelled out mean the same call.
+        (output,) = _runs(
+            graphs,
+            lambda _: chunks[0](*batch.values(), labels=None, loss_mask=None),
+            num_steps=1,
+        )
+        assert torch.equal(output, first)
+    finally:
+        graphs.detach()
+
+
+def test_a_middle_stage_reads_the_received_tensor_alone(middle_stage: Any) -> None:
+    """The mask and what was received are loaded; received in place, only the mask."""
+    from chunkgraph.megatron.plugin import attach
+
+    generator = torch.Generator().manual_seed(2)
+    values = torch.randn(LENGTH, BATCH, 32, generator=generator)
+    batch, operators = _batch(), _Operators()
+    graphs = attach(middle_stage, scope="chunk")
+    received: list[torch.Tensor] = []
+
+    def call(_: int, into: torch.Tensor | None = None) -> torch.Tensor:
+        tensor = values.clone().requires_grad_() if into is None else into
+        received.append(tensor)
+        middle_stage.set_input_tensor(tensor)
+        with operators:
+            operators.seen.clear()
+            output = middle_stage(**batch)
+        assert middle_stage.decoder.input_tensor is tensor
+        return output
+
+    def call_in_place(num_microbatches: int) -> torch.Tensor:
+        memory = graphs.engine.reserve_input(0)
+        assert memory is not None
+        with torch.no_grad():
+            memory.copy_(values)
+        return call(num_microbatches, memory)
+
+    try:
+        first, second = _runs(graphs, call, num_steps=2)
+        assert operators.seen["aten.copy_.default"] == 2
+        (third,) = _runs(graphs, call_in_place, num_steps=1)
+        assert operators.seen["aten.copy_.default"] == 1
+        assert graphs.counters.replays == 2
+        assert torch.equal(second, first)
+        assert torch.equal(third, first)
+        assert received[0].grad is not None
+        assert all(torch.equal(r.grad, received[0].grad) for r in received)
+    finally:
+        graphs.detach()
+
+
+def test_a_subclass_gets_every_argument(middle_stage: Any) -> None:
+    """What Megatron's own model leaves alone, a user's model may read."""
+    from chunkgraph.megatron.plugin import attach
+
+    parent = type(middle_stage)
+
+    class Looks(parent):  # type: ignore[misc,valid-type]
+        def forward(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            return super().forward(input_ids, *args, **kwargs) * input_ids.sum()
+
+    middle_stage.__class__ = Looks
+    graphs = attach(middle_stage, scope="chunk")
+    hidden = torch.randn(LENGTH, BATCH, 32, generator=torch.Generator().manual_seed(2))
+
+    def call(_: int) -> torch.Tensor:
+        middle_stage.set_input_tensor(hidden.clone().requires_grad_())
+        return middle_stage(**_batch())
+
+    try:
+        first, second = _runs(graphs, call, num_steps=2)
+        assert torch.equal(first, second)
+        middle_stage.set_input_tensor(hidden)
+        with torch.no_grad():
+            middle_stage.eval()
+            plain = parent.forward(middle_stage, **_batch())
+        assert not torch.equal(plain, middle_stage(**_batch()))
+    finally:
+        graphs.detach()
+
+
+def test_losses_are_the_callers_to_keep(chunks: list[nn.Module]) -> None:
+    """A loss function may store what it is given, as in eager training."""
+    from chunkgraph.megatron.plugin import attach
+
+    batches = [_batch(seed) for seed in (1, 2, 3)]
+    torch.manual_seed(5)
+    expected = [chunks[0](**batch).detach() for batch in batches]
+    graphs = attach(chunks, scope="chunk")
+
+    def schedule(**_: Any) -> list[torch.Tensor]:
+        torch.manual_seed(5)
+        kept = []
+        for batch in batches:
+            losses = chunks[0](**batch)
+            losses.sum().backward()
+            kept.append(losses.detach())
+        return kept
+
+    wrapped = graphs.wrap_forward_backward(schedule)
+    try:
+        for _ in range(2):
+            kept = wrapped(num_microbatches=3)
+            assert all(torch.equal(a, b) for a, b in zip(kept, expected, strict=True))
+        assert graphs.counters.replays == 3
+    finally:
+        graphs.detach()
+
+
+def test_evaluation_of_a_chunk_runs_eagerly(chunks: list[nn.Module]) -> None:
+    from chunkgraph.megatron.plugin import attach
+
+    batch = _batch()
+    chunks[0].eval()
+    with torch.no_grad():
+        expected = chunks[0](**batch)
+        graphs = attach(chunks, scope="chunk")
+        try:
+            assert torch.equal(chunks[0](**batch), expected)
+            assert graphs.counters.replays == 0
+        finally:
+            graphs.detach()
+    chunks[0].train()
+
+
+@pytest.mark.parametrize("scope", ["block", "chunk"])
+@pytest.mark.parametrize("name", ["packed_seq_params", "inference_context", "inference_params"])
+def test_arguments_that_a_graph_cannot_hold_are_refused(
+    chunks: list[nn.Module], scope: Any, name: str
+) -> None:
+    from chunkgraph.megatron.plugin import attach
+
+    graphs = attach(chunks, scope=scope)
+    module = _model(chunks[0]) if scope == "chunk" else _model(chunks[0]).decoder
+    given = {**_batch(), "hidden_states": torch.ones(LENGTH, BATCH, 32), name: SimpleNamespace()}
+    try:
+        with pytest.raises(ConfigError, match=rf"pipeline stage 0.*{name}"):
+            module.forward(**given)
+    finally:
+        graphs.detach()
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (
+            {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"},
+            "cross_entropy_fusion_impl='te'",
+        ),
+        ({"defer_embedding_wgrad_compute": True}, "defer_embedding_wgrad_compute=True"),
+    ],
+)
+def test_settings_of_output_layer_and_loss_are_refused_for_chunks_only(
+    chunks: list[nn.Module], settings: dict[str, Any], told: str
+) -> None:
+    from chunkgraph.megatron.plugin import attach
+
+    vars(chunks[0].config).update(settings)
+    with pytest.raises(ConfigError, match=rf"scope 'chunk'(.|\n)*{told}"):
+        attach(chunks, scope="chunk")
+    attach(chunks, scope="block").detach()
+
+
+@pytest.mark.parametrize("first", ["block", "chunk"])
+@pytest.mark.parametrize("second", ["block", "chunk"])
+def test_one_scope_at_a_time(chunks: list[nn.Module], first: Any, second: Any) -> None:
+    from chunkgraph.megatron.plugin import attach
+
+    graphs = attach(chunks, scope=first)
+    with pytest.raises(ConfigError, match="detach"):
+        attach(chunks, scope=second)
+    graphs.detach()
+    attach(chunks, scope=second).detach()
+
+
+def test_a_model_unlike_gpt_is_not_captured_whole(chunks: list[nn.Module]) -> None:
+    from chunkgraph.megatron.plugin import attach
+
+    class Other(nn.Module):
+        def __init__(self, decoder: nn.Module, config: Any) -> None:
+            super().__init__()
+            self.encoder, self.config = decoder, config
+
+    other = Other(_model(chunks[0]).decoder, chunks[0].config)
+    with pytest.raises(ConfigError, match=r"Other is not built like GPTModel.*scope='block'"):
+        attach(other, scope="chunk")
+    attach(other, scope="block").detach()
+    with pytest.raises(ConfigError, match="'whole'"):
+        attach(chunks, scope="whole")  # type: ignore[arg-type]

@@ -1,0 +1,94 @@
+"""Memory of Megatron's own that graphs use stays theirs when Megatron lets it go."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from chunkgraph.config import config_from_mapping
+
+pytestmark = [pytest.mark.megatron, pytest.mark.timeout(60)]
+
+
+@pytest.fixture
+def chunks(one_rank: torch.device, make_config: Callable[..., dict[str, Any]]) -> list[nn.Module]:
+    from chunkgraph.megatron.model import build_model
+    from chunkgraph.megatron.processes import seed_everything
+
+    config = config_from_mapping(make_config())
+    seed_everything(config.train.seed, one_rank)
+    return build_model(config, one_rank)
+
+
+def _losses(graphs: Any, chunk: nn.Module, num_steps: int) -> list[torch.Tensor]:
+    """Losses of steps of one microbatch, always the same one."""
+    tokens = torch.arange(32).reshape(2, 16)
+    mask = torch.ones(1, 1, 16, 16, dtype=torch.bool).triu(1)
+
+    def schedule(**_: Any) -> torch.Tensor:
+        losses = chunk(tokens, tokens, mask, labels=tokens)
+        losses.sum().backward()
+        return losses.detach().clone()
+
+    wrapped = graphs.wrap_forward_backward(schedule)
+    return [wrapped(num_microbatches=1) for _ in range(num_steps)]
+
+
+@pytest.mark.parametrize("scope", ["block", "chunk"])
+def test_tables_outlive_the_cache_they_came_from(chunks: list[nn.Module], scope: Any) -> None:
+    """Megatron's cache may drop the rotary table that the graphs read."""
+    from chunkgraph.megatron.plugin import attach
+
+    (rotary,) = [m for m in chunks[0].modules() if type(m).__name__ == "RotaryEmbedding"]
+    cache = type(rotary).forward
+    cache.cache_clear()
+    tables: list[weakref.ref[torch.Tensor]] = []
+    graphs = attach(chunks, scope=scope)
+    try:
+        with rotary.register_forward_hook(lambda *call: tables.append(weakref.ref(call[-1]))):
+            first, second = _losses(graphs, chunks[0], 2)
+        (table,) = {id(ref()): ref for ref in tables}.values()
+        cache.cache_clear()
+        gc.collect()
+        assert table() is not None
+        (third,) = _losses(graphs, chunks[0], 1)
+        assert torch.equal(second, first)
+        assert torch.equal(third, first)
+        assert graphs.counters.replays == 2
+        cache.cache_clear()
+    finally:
+        graphs.detach()
+    gc.collect()
+    assert table() is None
+
+
+@pytest.mark.parametrize("scope", ["block", "chunk"])
+def test_global_buffers_outlive_their_replacement(chunks: list[nn.Module], scope: Any) -> None:
+    """Megatron makes a larger one for a longer sequence and forgets the one in the graphs."""
+    from megatron.core.parallel_state import get_global_memory_buffer
+
+    from chunkgraph.megatron.plugin import attach
+
+    buffers = get_global_memory_buffer().buffer
+    graphs = attach(chunks, scope=scope)
+    try:
+        first, second = _losses(graphs, chunks[0], 2)
+        used = [weakref.ref(buffer) for buffer in buffers.values()]
+        assert used
+        for key, buffer in buffers.items():
+            buffers[key] = torch.empty(2 * buffer.numel())
+        del buffer
+        assert all(ref() is not None for ref in used)
+        (third,) = _losses(graphs, chunks[0], 1)
+        assert graphs.counters.replays == 2
+        assert torch.equal(second, first)
+        assert torch.equal(third, first)
+    finally:
+        graphs.detach()
+    assert all(ref() is None for ref in used)
