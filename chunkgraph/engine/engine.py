@@ -427,7 +427,7 @@ class ChunkGraphs:
         if slot.marker is not None:
             slot.marker.replayed()
         if self._poison is not None:
-            self._poison.after_backward(slot.pool)
+            self._poison.after_backward(slot.pool, holds_grads=slot.grads_lie_in_pool)
         self._machine.release(slot.chunk, slot.index)
         self.counters.backward_replays += 1
         after = self._chunks[slot.chunk].after_backward

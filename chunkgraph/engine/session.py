@@ -1,7 +1,8 @@
 """The capture session: all slots of all chunks of a rank, at one step boundary.
 
 Order: capture warmup on the capture stream; every forward, each in its slot's pool; every
-backward; the proof; only then are the saved tensors let go. Gradients, buffers and random state
+backward, which frees the saved tensors of its slot into the slot's own pool, where nobody but that
+backward ever allocates again; the proof. Gradients, buffers and random state
 are as if the session had not happened. A session that fails leaves nothing behind.
 """
 
@@ -168,7 +169,7 @@ def capture_session(
         raise
     backend.synchronize()
     slots = tuple(
-        tuple(_slot(f, chunk) for f in forwards if f.chunk_index == c)
+        tuple(_slot(f, chunk, backend) for f in forwards if f.chunk_index == c)
         for c, chunk in enumerate(chunks)
     )
     signatures = tuple(Signature(s, c.label) for s, c in zip(samples, chunks, strict=True))
@@ -282,7 +283,6 @@ def _capture_backward(
             outputs,
             [*wanted, *leaves],
             forward.grads,
-            retain_graph=True,  # saved tensors stay referenced until the session has ended
             allow_unused=True,
         )
     forward.backward = graph
@@ -290,7 +290,7 @@ def _capture_backward(
     forward.input_grads = [next(given) if t.requires_grad else None for t in forward.inputs]
 
 
-def _slot(forward: _Forward, chunk: Chunk) -> Slot:
+def _slot(forward: _Forward, chunk: Chunk, backend: GraphBackend) -> Slot:
     assert forward.backward is not None
     return Slot(
         chunk=forward.chunk_index,
@@ -305,6 +305,10 @@ def _slot(forward: _Forward, chunk: Chunk) -> Slot:
         forward_graph=forward.graph,
         backward_graph=forward.backward,
         pool=forward.pool,
+        grads_lie_in_pool=any(
+            g is not None and bool(backend.raw(g) & forward.pool.reserved())
+            for g in forward.input_grads
+        ),
         marker=forward.marker,
         keeps_input_grads=chunk.keeps_input_grads,
     )

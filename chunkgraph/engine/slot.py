@@ -33,6 +33,8 @@ class Slot:
         input_grads: gradients of ``inputs`` (None where there is none); valid until the next
             replay of any backward.
         pool: where the forward's memory lies.
+        grads_lie_in_pool: whether an input gradient lies there too (a compiled backward may write
+            it over a saved tensor).
         marker: watches the gradients of the backward, or None.
         keeps_input_grads: see `Chunk`.
     """
@@ -49,6 +51,7 @@ class Slot:
     forward_graph: Graph
     backward_graph: Graph | None
     pool: Pool
+    grads_lie_in_pool: bool = False
     marker: GradientMarker | None = None
     keeps_input_grads: bool = True
 

@@ -8,8 +8,8 @@ pool_per_slot   a pool of slot k               the same pool            yes, lar
 one_pool        one pool for all               the same pool            no: kept to test the proof
 ============== =============================== ======================== =======================
 
-Under ``shared_backward`` the saved tensors of all slots stay referenced until every backward is
-captured, so nothing that a backward allocates can land in a slot's pool.
+Under ``shared_backward`` nothing that a backward allocates can land in a slot's pool: its capture
+allocates from scratch alone, and what it frees goes back to the slot's own pool.
 """
 
 from __future__ import annotations

@@ -29,13 +29,15 @@ class Poison:
         while self._dead:
             self._dead.pop().poison()
 
-    def after_backward(self, slot_pool: Pool) -> None:
+    def after_backward(self, slot_pool: Pool, *, holds_grads: bool) -> None:
         """The slot is free: its saved tensors and its output are dead.
 
-        Without a scratch pool the input gradients lie in the slot's own pool and live until the
-        next replay; the slot is then filled at that replay instead.
+        Args:
+            slot_pool: the slot's pool.
+            holds_grads: whether input gradients lie in it too. They live until the next replay;
+                the slot is then filled at that replay instead.
         """
-        if self._scratch is None:
+        if holds_grads:
             self._dead.append(slot_pool)
         else:
             slot_pool.poison()

@@ -7,7 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
+from chunkgraph.engine import CaptureOptions, ChunkGraphs
 from chunkgraph.errors import MemoryPlanError
 from chunkgraph.graphs import GraphBackend
 from chunkgraph.schedules import megatron_schedule
@@ -75,8 +77,6 @@ def test_poison_shows_a_slot_that_is_reused_too_early(
     pipeline = attached(make_pipeline, backend, poison=True)
     pipeline.train(schedules()[:1], seed=1)
     graphs = pipeline.graphs[1]
-    import torch
-
     x = torch.randn(3, 8, device=backend.device, requires_grad=True)
     with pipeline.graphs[0].step(1, eager=True), graphs.step(1):
         y = graphs.callables[0](x)
@@ -85,3 +85,50 @@ def test_poison_shows_a_slot_that_is_reused_too_early(
         assert y.isnan().all()
         assert x.grad is not None
         assert x.grad.isfinite().all()
+
+
+class WritesOverItsSavedTensor(torch.autograd.Function):
+    """As compiled backwards do with donated buffers: the gradient lies where a saved tensor was."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        saved = x * 3
+        ctx.save_for_backward(saved)
+        return x.tanh()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        (saved,) = ctx.saved_tensors
+        return saved.mul_(grad)
+
+
+@pytest.mark.parametrize("poison", [False, True])
+@pytest.mark.parametrize("plan", ["shared_backward", "pool_per_slot"])
+def test_gradients_written_over_saved_tensors(
+    backend: GraphBackend, plan: Any, poison: bool
+) -> None:
+    class Donating(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.full((8,), 1.5, device=backend.device))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return WritesOverItsSavedTensor.apply(x) * self.scale
+
+    module = Donating()
+    options = CaptureOptions(memory_plan=plan, poison=poison)
+    graphs = ChunkGraphs([module], [2], backend=backend, options=options)
+    x = torch.randn(3, 8, device=backend.device, requires_grad=True)
+    graphs.capture([(x,)])
+    inputs = [torch.randn(3, 8, device=backend.device, requires_grad=True) for _ in range(4)]
+    with graphs.step(4):
+        for first, second in (inputs[:2], inputs[2:]):
+            outputs = [graphs.callables[0](first), graphs.callables[0](second)]
+            for y in outputs:
+                y.square().sum().backward()
+    replayed, module.scale.grad = module.scale.grad.clone(), None
+    for given in inputs:
+        leaf = given.detach().requires_grad_()
+        module(leaf).square().sum().backward()
+        assert torch.equal(given.grad, leaf.grad)
+    assert torch.equal(replayed, module.scale.grad)
