@@ -168,7 +168,7 @@ class RunConfig:
     timeout_s: float = 120.0
     """Longest time a collective, or a worker that reports nothing, may take, in seconds."""
     debug: bool = False
-    """Whether errors show tracebacks and addresses are checked at every replay."""
+    """Whether errors show tracebacks and workers print their warnings."""
 
 
 @dataclass(frozen=True, kw_only=True)

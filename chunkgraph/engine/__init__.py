@@ -3,7 +3,8 @@
 from chunkgraph.engine.chunk import Chunk, GradientMarker
 from chunkgraph.engine.counters import Counters
 from chunkgraph.engine.decision import Agree, EagerReason, StepMode
-from chunkgraph.engine.engine import CaptureOptions, ChunkGraphs
+from chunkgraph.engine.engine import ChunkGraphs
+from chunkgraph.engine.options import CaptureOptions
 from chunkgraph.engine.session import CaptureReport
 from chunkgraph.engine.unchanging import unchanging
 

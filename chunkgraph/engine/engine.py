@@ -7,8 +7,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,39 +15,20 @@ from torch import nn
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.counters import Counters
 from chunkgraph.engine.decision import Agree, EagerReason, StepMode, agree_alone
+from chunkgraph.engine.defaults import default_backend, rank_label, sample_call
+from chunkgraph.engine.options import CaptureOptions
 from chunkgraph.engine.replay import SlotReplay
 from chunkgraph.engine.session import CapturedRank, CaptureReport, SessionSettings, capture_session
 from chunkgraph.engine.signature import Call, detached, flatten_call
 from chunkgraph.engine.slot import Slot
 from chunkgraph.errors import CaptureError, ChunkGraphError, SlotError
-from chunkgraph.graphs import CUDABackend, GraphBackend, RecorderBackend, capture_failure
-from chunkgraph.memory import MemoryPlan, Poison
+from chunkgraph.graphs import GraphBackend, capture_failure
+from chunkgraph.memory import Poison
 from chunkgraph.slots import SlotMachine
 
-__all__ = ["CaptureOptions", "ChunkGraphs"]
+__all__ = ["ChunkGraphs"]
 
 _SHAPE_UNKNOWN = object()
-
-
-@dataclass(frozen=True, kw_only=True)
-class CaptureOptions:
-    """How and when to capture.
-
-    Attributes:
-        num_warmup_steps: eager training steps before the capture session.
-        num_warmup_passes: eager passes over each chunk on the capture stream, in the session.
-            None: 1 on a GPU, 0 on the CPU recorder.
-        memory_plan: which pools the graphs use; see `chunkgraph.memory.plan`.
-        poison: fill scratch and freed slots with NaN around every replay (debugging; slow).
-        on_failure: what follows a failed capture once the model is back in order: ``raise`` the
-            error, or train on eagerly (``eager``) after one warning.
-    """
-
-    num_warmup_steps: int = 1
-    num_warmup_passes: int | None = None
-    memory_plan: MemoryPlan = "shared_backward"
-    poison: bool = False
-    on_failure: Literal["raise", "eager"] = "raise"
 
 
 class ChunkGraphs:
@@ -107,7 +87,7 @@ class ChunkGraphs:
             for i, c in enumerate(chunks)
         )
         self._num_slots = tuple(num_slots)
-        self._backend = backend or _default_backend(self._chunks)
+        self._backend = backend or default_backend(self._chunks)
         self._agree = agree or agree_alone
         passes = self.options.num_warmup_passes
         if passes is None:
@@ -120,7 +100,7 @@ class ChunkGraphs:
             generators=generators,
             progress=progress,
         )
-        self._machine = SlotMachine(self._num_slots, label=_rank_label(self._chunks))
+        self._machine = SlotMachine(self._num_slots, label=rank_label(self._chunks))
         self._reserved: tuple[deque[Slot], ...] = ()
         self._awaiting_grads: tuple[deque[Slot], ...] = ()
         self._anchor = torch.zeros((), device=self._backend.device, requires_grad=True)
@@ -228,6 +208,8 @@ class ChunkGraphs:
             self._machine.end_step()
         except BaseException as error:
             self._machine.abort_step()
+            for slot in (s for slots in self._captured.slots for s in slots):
+                slot.forget_sources()
             if isinstance(error, ChunkGraphError) and num_microbatches is not None:
                 error.add_note(f"The step had {num_microbatches} microbatches.")
             raise
@@ -280,7 +262,7 @@ class ChunkGraphs:
         if len(samples) != len(self._chunks):
             raise ValueError(f"got {len(samples)} samples for {len(self._chunks)} chunks")
         self._failure = None
-        self._capture_together([_sample_call(s) for s in samples], None, must_raise=True)
+        self._capture_together([sample_call(s) for s in samples], None, must_raise=True)
         assert self._captured is not None
         return self._captured.report
 
@@ -296,7 +278,7 @@ class ChunkGraphs:
             own = error
         except Exception as error:  # noqa: BLE001
             # Whatever it was, the other ranks are about to ask how the session went.
-            own = capture_failure(_rank_label(self._chunks), error)
+            own = capture_failure(rank_label(self._chunks), error)
             own.__cause__ = error
         self._samples = [None] * len(self._chunks)
         (some_failed,) = self._agree([int(own is not None)])
@@ -311,7 +293,7 @@ class ChunkGraphs:
             for slot in (s for slots in captured.slots for s in slots):
                 slot.release()
             own = CaptureError(
-                f"{_rank_label(self._chunks)}: captured, but another rank could not; all ranks "
+                f"{rank_label(self._chunks)}: captured, but another rank could not; all ranks "
                 "dropped their graphs. The failing rank's own message tells the cause."
             )
         self._failure = own if isinstance(own, CaptureError) else CaptureError(str(own))
@@ -433,25 +415,3 @@ class ChunkGraphs:
         after = self._chunks[slot.chunk].after_backward
         if after is not None:
             after()
-
-
-def _default_backend(chunks: Sequence[Chunk]) -> GraphBackend:
-    devices = {p.device for chunk in chunks for p in chunk.parameters}
-    if len(devices) != 1:
-        raise ValueError(
-            f"the chunks' parameters are on {sorted(map(str, devices)) or 'no device'}; "
-            "put all of them on one device or pass a backend"
-        )
-    device = devices.pop()
-    backend: GraphBackend = CUDABackend(device) if device.type == "cuda" else RecorderBackend()
-    return backend
-
-
-def _rank_label(chunks: Sequence[Chunk]) -> str:
-    return chunks[0].label.split(" chunk")[0]
-
-
-def _sample_call(sample: Any) -> Call:
-    if isinstance(sample, dict):
-        return flatten_call((), sample)
-    return flatten_call(sample if isinstance(sample, tuple) else (sample,), {})

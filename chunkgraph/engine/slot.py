@@ -82,6 +82,10 @@ class Slot:
                 static.copy_(given)
                 sources[i] = LoadedSource.of(given)
 
+    def forget_sources(self) -> None:
+        """Load every input anew next time: a step ended between a receive and its forward."""
+        self._sources = [None] * len(self.inputs)
+
     def load_output_grads(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Copy the gradients of the differentiable outputs; a missing one is zero."""
         for static, position in zip(self.output_grads, self.differentiable, strict=True):

@@ -1,0 +1,37 @@
+"""What the engine works out when it is not told: backend, label, the form of a sample."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from chunkgraph.engine.chunk import Chunk
+from chunkgraph.engine.signature import Call, flatten_call
+from chunkgraph.graphs import CUDABackend, GraphBackend, RecorderBackend
+
+__all__ = ["default_backend", "rank_label", "sample_call"]
+
+
+def default_backend(chunks: Sequence[Chunk]) -> GraphBackend:
+    """CUDA graphs or the CPU recorder, by where the parameters are."""
+    devices = {p.device for chunk in chunks for p in chunk.parameters}
+    if len(devices) != 1:
+        raise ValueError(
+            f"the chunks' parameters are on {sorted(map(str, devices)) or 'no device'}; "
+            "put all of them on one device or pass a backend"
+        )
+    device = devices.pop()
+    backend: GraphBackend = CUDABackend(device) if device.type == "cuda" else RecorderBackend()
+    return backend
+
+
+def rank_label(chunks: Sequence[Chunk]) -> str:
+    """The rank's part of the chunks' labels."""
+    return chunks[0].label.split(" chunk")[0]
+
+
+def sample_call(sample: Any) -> Call:
+    """A sample as a call: a tuple of arguments, a dict of keyword arguments, or one tensor."""
+    if isinstance(sample, dict):
+        return flatten_call((), sample)
+    return flatten_call(sample if isinstance(sample, tuple) else (sample,), {})
