@@ -43,5 +43,6 @@ def fuse_weight_gradients(chunks: Sequence[nn.Module]) -> int:
                     f"gradient_accumulation_fusion is on, but {type(layer).__name__}.{name} has no "
                     "main_grad to accumulate into: set use_ddp=true, or turn it off."
                 )
+    for layer in layers:
         setattr(layer, _SWITCH, True)
     return len(layers)

@@ -41,6 +41,12 @@ TWO = pytest.mark.multigpu
             marks=TWO,
             id="pp2-overlap-pool-per-slot",
         ),
+        pytest.param(
+            ["train.gradient_accumulation_fusion=true", "capture.scope=chunk"],
+            [2, 5, 3],
+            marks=TWO,
+            id="pp2-fused-weight-gradients",
+        ),
         pytest.param(["train.use_ddp=false"], [2, 5, 3], marks=TWO, id="pp2-without-ddp"),
         pytest.param(
             ["pipeline.pipeline_model_parallel_size=1", "capture.scope=chunk"],
