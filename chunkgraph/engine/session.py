@@ -2,8 +2,8 @@
 
 Order: capture warmup on the capture stream; every forward, each in its slot's pool; every
 backward, which frees the saved tensors of its slot into the slot's own pool, where nobody but that
-backward ever allocates again; the proof. Gradients, buffers and random state
-are as if the session had not happened. A session that fails leaves nothing behind.
+backward ever allocates again; the proof. Gradients, buffers and random state are as if the session
+had not happened. A session that fails leaves nothing behind.
 """
 
 from __future__ import annotations

@@ -37,11 +37,6 @@ class RecordedGraph:
         self._externals: list[External] = []
         self._writes = AddressRanges()
 
-    @property
-    def num_operations(self) -> int:
-        """Operators and host calls in one replay."""
-        return len(self._steps or ())
-
     def finish(
         self,
         log: Sequence[Operation | HostCall],

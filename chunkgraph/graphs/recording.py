@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from chunkgraph.graphs.location import SourceLocation
 from chunkgraph.graphs.simulated_pool import SimulatedPool
 
-__all__ = ["External", "HostCall", "Operation", "TensorRef", "span", "storages_written"]
+__all__ = ["External", "HostCall", "Operation", "TensorRef", "owner_of", "span", "storages_written"]
 
 
 @dataclass(eq=False)

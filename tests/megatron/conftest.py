@@ -172,3 +172,21 @@ def one_rank() -> Iterator[Any]:
             patch.setenv(name, value)
         with training_process(config_from_mapping(small_config())) as device:
             yield device
+
+
+@pytest.fixture
+def config(make_config: Callable[..., dict[str, Any]]) -> Any:
+    """A small model with dropout, as `chunkgraph.config.Config`."""
+    from chunkgraph.config import config_from_mapping
+
+    return config_from_mapping(make_config(model={"hidden_dropout": 0.1}))
+
+
+@pytest.fixture
+def chunks(one_rank: Any, config: Any) -> list[Any]:
+    """Its model chunks, built in this process."""
+    from chunkgraph.megatron.model import build_model
+    from chunkgraph.megatron.processes import seed_everything
+
+    seed_everything(config.train.seed, one_rank)
+    return build_model(config, one_rank)

@@ -17,20 +17,6 @@ pytestmark = [pytest.mark.megatron, pytest.mark.timeout(60)]
 MakeConfig = Callable[..., dict[str, Any]]
 
 
-@pytest.fixture
-def config(make_config: MakeConfig) -> Config:
-    return config_from_mapping(make_config(model={"hidden_dropout": 0.1}))
-
-
-@pytest.fixture
-def chunks(one_rank: torch.device, config: Config) -> list[nn.Module]:
-    from chunkgraph.megatron.model import build_model
-    from chunkgraph.megatron.processes import seed_everything
-
-    seed_everything(config.train.seed, one_rank)
-    return build_model(config, one_rank)
-
-
 def _block(chunks: list[nn.Module]) -> Any:
     return next(
         m for m in chunks[0].modules() if hasattr(m, "set_input_tensor") and hasattr(m, "layers")

@@ -12,27 +12,13 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from chunkgraph.config import Config, config_from_mapping
+from chunkgraph.config import Config
 from chunkgraph.errors import ConfigError
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(60)]
 
 MakeConfig = Callable[..., dict[str, Any]]
 LENGTH, BATCH = 16, 2
-
-
-@pytest.fixture
-def config(make_config: MakeConfig) -> Config:
-    return config_from_mapping(make_config(model={"hidden_dropout": 0.1}))
-
-
-@pytest.fixture
-def chunks(one_rank: torch.device, config: Config) -> list[nn.Module]:
-    from chunkgraph.megatron.model import build_model
-    from chunkgraph.megatron.processes import seed_everything
-
-    seed_everything(config.train.seed, one_rank)
-    return build_model(config, one_rank)
 
 
 @pytest.fixture

@@ -24,8 +24,6 @@ from chunkgraph.megatron.plugin import MegatronChunkGraphs, attach
 
 __all__ = ["ChunkVariant", "Variant", "make_variant"]
 
-DDPScope = Callable[[], AbstractContextManager[object]]
-
 
 class Variant:
     """Eager, and the base of the others.
