@@ -19,7 +19,7 @@ class Counters:
         capture_sessions: sessions that succeeded.
         replays: replayed forwards, one a microbatch and chunk.
         backward_replays: replayed backwards.
-        replayed_steps: steps that ran by replay.
+        replayed_steps: steps in which at least one microbatch was replayed.
         fallbacks: eager steps by reason.
     """
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from enum import Enum, IntEnum
 
-__all__ = ["Agree", "EagerReason", "StepMode", "agree_alone"]
+__all__ = ["NOTHING_REPLAYED", "Agree", "EagerReason", "StepMode", "agree_alone"]
 
 Agree = Callable[[Sequence[int]], list[int]]
 """Element-wise maximum over all ranks of the job, on the host; the same list on every rank."""
@@ -39,6 +39,10 @@ class EagerReason(IntEnum):
             EagerReason.FORWARD_ONLY: "forward only",
             EagerReason.CAPTURE_FAILED: "capture failed",
         }[self]
+
+
+NOTHING_REPLAYED = "nothing replayed"
+"""The reason counted for a step that was to replay, but whose calls asked for no gradient."""
 
 
 class StepMode(Enum):

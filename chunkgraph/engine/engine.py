@@ -14,7 +14,7 @@ from torch import nn
 
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.counters import Counters
-from chunkgraph.engine.decision import Agree, EagerReason, StepMode, agree_alone
+from chunkgraph.engine.decision import NOTHING_REPLAYED, Agree, EagerReason, StepMode, agree_alone
 from chunkgraph.engine.defaults import default_backend, rank_label, sample_call
 from chunkgraph.engine.options import CaptureOptions
 from chunkgraph.engine.replay import SlotReplay
@@ -203,6 +203,7 @@ class ChunkGraphs:
         self._reserved = tuple(deque[Slot]() for _ in self._chunks)
         self._awaiting_grads = tuple(deque[Slot]() for _ in self._chunks)
         self.mode = StepMode.REPLAY
+        num_replays = self.counters.replays
         try:
             yield
             self._machine.end_step()
@@ -215,7 +216,10 @@ class ChunkGraphs:
             raise
         finally:
             self.mode = StepMode.OUTSIDE
-        self.counters.replayed_steps += 1
+        if self.counters.replays > num_replays:
+            self.counters.replayed_steps += 1
+        else:  # gradients were off, or the modules in evaluation: every call ran eagerly
+            self.counters.fallbacks[NOTHING_REPLAYED] += 1
 
     @contextmanager
     def _running_eagerly(self, reason: EagerReason, shape_key: Hashable) -> Iterator[None]:

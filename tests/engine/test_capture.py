@@ -557,3 +557,14 @@ def test_capture_warmup_leaves_no_gradient_anywhere(backend: GraphBackend) -> No
     for p in module.parameters():
         assert torch.equal(p.main_grad, torch.full_like(p, 3.0))
         assert p.grad is None
+
+
+def test_a_step_whose_calls_want_no_gradient_is_counted_as_eager(backend: GraphBackend) -> None:
+    graphs = ChunkGraphs(towers(backend, False), [1], backend=backend)
+    graphs.capture([(sample(backend),)])
+    expected = graphs.counters.expect(replays=0, replayed_steps=0, num_fallbacks=1)
+    with expected, graphs.step(1), torch.no_grad():
+        graphs.callables[0](sample(backend))
+    assert dict(graphs.counters.fallbacks) == {"nothing replayed": 1}
+    with graphs.counters.expect(replays=1, replayed_steps=1, num_fallbacks=0), graphs.step(1):
+        train_microbatch(graphs.callables[0], sample(backend))
