@@ -197,6 +197,13 @@ def _check_recompute(config: Config) -> None:
             "model.recompute_granularity=null."
         )
         raise ConfigError(msg)
+    if granularity == "selective" and "mlp" in modules and not model.swiglu:
+        msg = (
+            "model.recompute_modules has mlp, but without model.swiglu the feed-forward layer has "
+            "a bias, which Megatron-core hands out of the recomputed part: its own backward then "
+            "calls itself without end. Set model.swiglu=true, or leave mlp out."
+        )
+        raise ConfigError(msg)
     layers = model.num_layers // (pipeline.pipeline_model_parallel_size * pipeline.num_model_chunks)
     group = model.recompute_num_layers
     if group is not None and model.recompute_method == "uniform" and layers % group:

@@ -141,8 +141,8 @@ def test_bad_override_says_which_and_why(small: Path, override: str, parts: list
             ["model.recompute_modules is empty"],
         ),
         (
-            "model.recompute_granularity=full; model.recompute_method=uniform; "
-            "model.recompute_num_layers=3",
+            "model.recompute_granularity=full; model.recompute_method=uniform"
+            + "; model.recompute_num_layers=3",
             ConfigError,
             ["recompute_num_layers is 3", "the 2 layers of a chunk"],
         ),
