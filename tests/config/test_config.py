@@ -27,6 +27,7 @@ SMALL: dict[str, Any] = {
     "pipeline": {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
     "train": {"num_microbatches": [4, 6]},
 }
+FULL_RECOMPUTE = "model.recompute_granularity=full; model.recompute_method=uniform"
 
 
 @pytest.fixture
@@ -141,8 +142,7 @@ def test_bad_override_says_which_and_why(small: Path, override: str, parts: list
             ["model.recompute_modules is empty"],
         ),
         (
-            "model.recompute_granularity=full; model.recompute_method=uniform"
-            + "; model.recompute_num_layers=3",
+            f"{FULL_RECOMPUTE}; model.recompute_num_layers=3",
             ConfigError,
             ["recompute_num_layers is 3", "the 2 layers of a chunk"],
         ),
