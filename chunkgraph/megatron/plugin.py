@@ -160,7 +160,7 @@ class MegatronChunkGraphs:
 
 @contextmanager
 def _capturing(tables: CachedTables) -> Iterator[None]:
-    with compat.capture_flag(), tables.held():
+    with compat.capture_flag(), compat.recomputing(), tables.held():
         yield
 
 
