@@ -34,7 +34,6 @@ case "${1:-}" in
     usage >&2
     exit 2
     ;;
-  *.yaml | *.yml) target=(-m chunkgraph.cli train) file=$1 ;;
   --config)
     (($# >= 3)) || fail "--config FILE.yaml needs a script after it"
     target=(-m chunkgraph.megatron.launch) file=$3
@@ -43,6 +42,7 @@ case "${1:-}" in
     (($# >= 2)) || fail "--config=FILE.yaml needs a script after it"
     target=(-m chunkgraph.megatron.launch) file=$2
     ;;
+  *.yaml | *.yml) target=(-m chunkgraph.cli train) file=$1 ;;
   *.py) target=(-m chunkgraph.megatron.launch) file=$1 ;;
   *) fail "'$1' is neither a .yaml configuration nor a .py script; see --help" ;;
 esac

@@ -1,8 +1,8 @@
 """torchrun with exact exit codes: ``python -m chunkgraph.cli.torchrun TORCHRUN-ARGUMENT...``.
 
 torchrun itself ends with 1 and a traceback of its own whatever the ranks ended with; job systems
-and scripts want the code of the rank that failed first. It can also leave ranks behind when a
-second signal reaches it while it ends them; here none is left.
+and scripts want the code of the rank that failed first. It can also leave ranks behind when further
+signals reach it while it ends them; here none is left.
 """
 
 from __future__ import annotations
