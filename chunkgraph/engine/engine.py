@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from chunkgraph.engine.agreement import Agreement
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.counters import Counters
 from chunkgraph.engine.decision import NOTHING_REPLAYED, Agree, EagerReason, StepMode, agree_alone
@@ -88,7 +89,7 @@ class ChunkGraphs:
         )
         self._num_slots = tuple(num_slots)
         self._backend = backend or default_backend(self._chunks)
-        self._agree = agree or agree_alone
+        self._agreement = Agreement(agree or agree_alone)
         passes = self.options.num_warmup_passes
         if passes is None:
             passes = 0 if self._backend.name == "recorder" else 1
@@ -165,9 +166,23 @@ class ChunkGraphs:
         else:
             with self._running_eagerly(reason, shape_key):
                 yield self.mode
+        if not forward_only and not eager:  # most likely the next one is like it
+            kind, asked = self._question(forward_only=False, shape_key=shape_key, eager=False)
+            self._agreement.post(kind, asked)
 
     def _decide(self, *, forward_only: bool, shape_key: Hashable, eager: bool) -> EagerReason:
         """Agree with the other ranks on this step, capturing first if all of them are ready."""
+        kind, asked = self._question(forward_only=forward_only, shape_key=shape_key, eager=eager)
+        reason, some_without = self._agreement.answer(kind, asked)
+        if reason == EagerReason.NONE and some_without:
+            self._capture_together([s for s in self._samples if s is not None], self._sample_key)
+            reason = EagerReason.CAPTURE_FAILED if self._failure else EagerReason.NONE
+        return EagerReason(reason)
+
+    def _question(
+        self, *, forward_only: bool, shape_key: Hashable, eager: bool
+    ) -> tuple[Hashable, list[int]]:
+        """The kind of a step, and what this rank asks the others about it."""
         own = EagerReason.NONE
         if forward_only:
             own = EagerReason.FORWARD_ONLY
@@ -180,12 +195,7 @@ class ChunkGraphs:
                 own = EagerReason.SHAPES_DIFFER
         elif not self._is_ready_to_capture(shape_key):
             own = EagerReason.RELEASED if self._was_released else EagerReason.CAPTURE_WARMUP
-        has_no_graphs = self._captured is None
-        reason, some_without = self._agree([own, int(has_no_graphs)])
-        if reason == EagerReason.NONE and some_without:
-            self._capture_together([s for s in self._samples if s is not None], self._sample_key)
-            reason = EagerReason.CAPTURE_FAILED if self._failure else EagerReason.NONE
-        return EagerReason(reason)
+        return (forward_only, shape_key, eager), [own, int(self._captured is None)]
 
     def _is_ready_to_capture(self, shape_key: Hashable) -> bool:
         return (
@@ -285,7 +295,7 @@ class ChunkGraphs:
             own = capture_failure(rank_label(self._chunks), error)
             own.__cause__ = error
         self._samples = [None] * len(self._chunks)
-        (some_failed,) = self._agree([int(own is not None)])
+        (some_failed,) = self._agreement.now([int(own is not None)])
         if not some_failed:
             self._captured = captured
             self._captured_key = shape_key

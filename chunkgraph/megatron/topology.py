@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from chunkgraph.engine.agreement import EarlyAgree
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron import compat
 from chunkgraph.schedules import stage_of
@@ -73,7 +74,7 @@ class PipelinePlace:
         return plan.slots_per_chunk
 
 
-def agree_by_maximum() -> Callable[[Sequence[int]], list[int]] | None:
+def agree_by_maximum() -> EarlyAgree | None:
     """Element-wise maximum over all ranks, on the host; None for a single process.
 
     Makes a gloo group of its own, so every rank must call it in the same order as its other
@@ -81,11 +82,22 @@ def agree_by_maximum() -> Callable[[Sequence[int]], list[int]] | None:
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
-    group = dist.new_group(backend="gloo")
+    return _Maximum(dist.new_group(backend="gloo"))
 
-    def agree(values: Sequence[int]) -> list[int]:
+
+class _Maximum:
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def __call__(self, values: Sequence[int]) -> list[int]:
+        return self.start(values)()
+
+    def start(self, values: Sequence[int]) -> Callable[[], list[int]]:
         tensor = torch.tensor(list(values), dtype=torch.int64, device=torch.device("cpu"))
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
-        return [int(value) for value in tensor]
+        work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
 
-    return agree
+        def wait() -> list[int]:
+            work.wait()
+            return [int(value) for value in tensor]
+
+        return wait

@@ -1,0 +1,106 @@
+"""A question posted ahead of time is used where it is the one that is asked, and only there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+
+from chunkgraph.engine import CaptureOptions, ChunkGraphs
+from chunkgraph.engine.agreement import Agreement
+from chunkgraph.graphs import RecorderBackend
+
+
+class Ranks:
+    """This rank among others that always answer ``others``; counts who was asked when."""
+
+    def __init__(self, others: Sequence[int] = (0, 0)) -> None:
+        self.others = list(others)
+        self.asked: list[list[int]] = []
+        self.num_waits = 0
+
+    def __call__(self, values: Sequence[int]) -> list[int]:
+        return self.start(values)()
+
+    def start(self, values: Sequence[int]) -> Callable[[], list[int]]:
+        self.asked.append(list(values))
+        answer = [max(a, b) for a, b in zip(values, self.others, strict=True)]
+
+        def wait() -> list[int]:
+            self.num_waits += 1
+            return answer
+
+        return wait
+
+
+def test_the_same_question_is_asked_once() -> None:
+    ranks = Ranks(others=(3, 0))
+    agreement = Agreement(ranks)
+    agreement.post("kind", [1, 1])
+    assert ranks.num_waits == 0
+    assert agreement.answer("kind", [1, 1]) == [3, 1]
+    assert ranks.asked == [[1, 1]]
+    assert agreement.answer("kind", [1, 1]) == [3, 1]
+    assert len(ranks.asked) == 2
+
+
+@pytest.mark.parametrize(("kind", "values"), [("other", [1, 1]), ("kind", [2, 1])])
+def test_another_question_is_asked_anew_and_the_old_one_ends(kind: str, values: list[int]) -> None:
+    ranks = Ranks(others=(0, 5))
+    agreement = Agreement(ranks)
+    agreement.post("kind", [1, 1])
+    assert agreement.answer(kind, values) == [values[0], 5]
+    assert ranks.asked == [[1, 1], values]
+    assert ranks.num_waits == 2
+
+
+def test_a_plain_agreement_is_never_asked_early() -> None:
+    asked: list[Sequence[int]] = []
+
+    def agree(values: Sequence[int]) -> list[int]:
+        asked.append(values)
+        return list(values)
+
+    agreement = Agreement(agree)
+    agreement.post("kind", [1])
+    assert not asked
+    assert agreement.answer("kind", [1]) == [1]
+
+
+def test_training_steps_ask_ahead_and_another_rank_still_decides() -> None:
+    ranks = Ranks()
+    module = torch.nn.Linear(4, 4)
+    graphs = ChunkGraphs(
+        [module], [1], options=CaptureOptions(), backend=RecorderBackend(), agree=ranks
+    )
+
+    def step(key: int = 1, *, forward_only: bool = False) -> None:
+        with graphs.step(1, shape_key=key, forward_only=forward_only):
+            if forward_only:
+                with torch.no_grad():
+                    graphs.callables[0](torch.ones(2, 4))
+            else:
+                graphs.callables[0](torch.ones(2, 4)).sum().backward()
+
+    ranks_asked = lambda: len(ranks.asked)  # noqa: E731
+    step()  # warmup: asks, and posts for the next
+    assert ranks_asked() == 2
+    ranks.others = [0]  # whether the session failed on another rank
+    original, ranks.start = ranks.start, lambda values: lambda: [0] * len(values)  # type: ignore[method-assign,assignment]
+    step()
+    ranks.start = original  # type: ignore[method-assign]
+    assert graphs.counters.capture_sessions == 1
+    ranks.others = [0, 0]
+    num_asked = ranks_asked()
+    step()
+    assert graphs.counters.replayed_steps == 2
+    assert ranks_asked() == num_asked + 1  # only for the step after it
+    ranks.others = [4, 0]  # another rank wants eager steps
+    step()  # its answer was given before
+    assert graphs.counters.replayed_steps == 3
+    step()
+    assert graphs.counters.fallbacks["requested"] == 1
+    ranks.others = [0, 0]
+    step(forward_only=True)
+    assert graphs.counters.fallbacks["forward only"] == 1
