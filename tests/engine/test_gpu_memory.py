@@ -1,0 +1,92 @@
+"""A GPU that is too small for the slots: refused before, or given back after."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from chunkgraph.engine import CaptureOptions, ChunkGraphs, StepMode
+from chunkgraph.errors import CaptureError
+
+pytestmark = pytest.mark.gpu
+
+ROWS, WIDTH, NUM_LAYERS = 4096, 2048, 6
+ACTIVATION_BYTES = ROWS * WIDTH * 4
+
+
+class Tower(nn.Module):
+    """Autograd keeps an activation of 32 MiB for each layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.scales = nn.Parameter(torch.rand(NUM_LAYERS, device="cuda"))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for scale in self.scales:
+            x = (x * scale).tanh()
+        return x
+
+
+def sample() -> torch.Tensor:
+    generator = torch.Generator("cuda").manual_seed(1)
+    return torch.randn(ROWS, WIDTH, device="cuda", generator=generator, requires_grad=True)
+
+
+def gradient_of(call: object, module: Tower) -> torch.Tensor:
+    module.scales.grad = None
+    call(sample()).square().mean().backward()  # type: ignore[operator]
+    assert module.scales.grad is not None
+    return module.scales.grad.clone()
+
+
+def test_slots_that_cannot_fit_are_refused_before_anything_is_captured() -> None:
+    module = Tower()
+    free, _ = torch.cuda.mem_get_info()
+    num_slots = free // (NUM_LAYERS * ACTIVATION_BYTES) + 2
+    graphs = ChunkGraphs([module], [num_slots])
+    with pytest.raises(
+        CaptureError, match=rf"need \d+ MiB.*{num_slots} slots.*MiB of cuda"
+    ) as told:
+        graphs.capture([(sample(),)])
+    assert "nothing was captured" in str(told.value)
+    needed, left = map(int, re.findall(r"(\d+) MiB", str(told.value))[::2][:2])
+    assert needed > left > 0
+
+
+def test_running_out_in_a_capture_gives_all_of_it_back() -> None:
+    """The limit is the allocator's own, which the check beforehand does not know of."""
+    module = Tower()
+    expected = gradient_of(module, module)
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    _, total = torch.cuda.mem_get_info()
+    limit = before + 12 * NUM_LAYERS * ACTIVATION_BYTES
+    graphs = ChunkGraphs([module], [40], options=CaptureOptions(on_failure="eager"))
+    torch.cuda.set_per_process_memory_fraction(limit / total)
+    try:
+        with graphs.step(1):
+            gradient_of(graphs.callables[0], module)
+        step = graphs.step(1)
+        with pytest.warns(UserWarning, match=r"slot \d+ forward") as warned:
+            mode = step.__enter__()
+        assert mode is StepMode.EAGER
+        got = gradient_of(graphs.callables[0], module)
+        step.__exit__(None, None, None)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert "memory" in str(warned[0].message)
+    assert torch.equal(got, expected)
+    assert dict(graphs.counters.fallbacks) == {"capture warmup": 1, "capture failed": 1}
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() <= before + 4 * ACTIVATION_BYTES
+    graphs.release()
+    small = ChunkGraphs([module], [2])
+    small.capture([(sample(),)])
+    with small.step(1) as mode:
+        assert mode is StepMode.REPLAY
+        assert torch.equal(gradient_of(small.callables[0], module), expected)

@@ -1,0 +1,71 @@
+"""A GPU worker that dies in a replayed step: the command says so, and leaves no process."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+CONFIG = Path(__file__).resolve().parents[2] / "configs" / "gpt_pp2_gpu.yaml"
+SMALL = ["model.num_layers=4", "model.hidden_size=512", "model.ffn_hidden_size=1024"]
+
+
+def _workers(of: int) -> list[int]:
+    """Processes that run the worker module, among the descendants of a process."""
+    parents: dict[int, int] = {}
+    commands: dict[int, str] = {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                stat = (folder / "stat").read_text().rpartition(")")[2].split()
+                commands[int(folder.name)] = (folder / "cmdline").read_text()
+                parents[int(folder.name)] = int(stat[1])
+            except (OSError, IndexError):
+                continue
+
+    def descends(pid: int) -> bool:
+        while pid in parents and pid != of:
+            pid = parents[pid]
+        return pid == of
+
+    return sorted(p for p, c in commands.items() if "launch_worker" in c and descends(p))
+
+
+@pytest.mark.megatron
+@pytest.mark.multigpu
+@pytest.mark.timeout(200)
+def test_a_killed_worker_ends_the_run() -> None:
+    if importlib.util.find_spec("transformer_engine") is None:
+        pytest.skip("Transformer Engine is not installed")
+    counts = [4] * 20000
+    command = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "chunkgraph.cli", "train", CONFIG, *SMALL),
+            *(f"train.num_microbatches={counts}", "train.compare=none"),
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        assert command.stdout is not None
+        for line in command.stdout:
+            if "step 30/" in line:
+                break
+        workers = _workers(command.pid)
+        assert len(workers) == 2
+        os.kill(workers[-1], signal.SIGKILL)
+        told, _ = command.communicate(timeout=60)
+        assert command.returncode == 1
+        assert "was killed by signal 9" in told
+        time.sleep(1)
+        assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()]
+    finally:
+        command.kill()
+        command.wait()
