@@ -220,6 +220,15 @@ def _yaml(value: object) -> str:
 
 def _check_train(config: Config) -> None:
     train = config.train
+    if train.overlap_param_gather and not (
+        train.use_distributed_optimizer and train.overlap_grad_reduce
+    ):
+        msg = (
+            "train.overlap_param_gather gathers what a sharded optimizer updated, bucket by "
+            "bucket; it needs train.use_distributed_optimizer=true and "
+            "train.overlap_grad_reduce=true."
+        )
+        raise ConfigError(msg)
     for path, wanted in {
         "train.overlap_grad_reduce": train.overlap_grad_reduce,
         "train.gradient_accumulation_fusion": train.gradient_accumulation_fusion,

@@ -128,6 +128,8 @@ class TrainConfig:
     """Whether Transformer Engine's layers add weight gradients to main_grad in the GEMM."""
     use_distributed_optimizer: bool = False
     """Whether the optimizer's state is spread over the data-parallel ranks."""
+    overlap_param_gather: bool = False
+    """Whether parameters that the sharded optimizer updated are gathered during the forward."""
     tensorboard_dir: str | None = None
     """Folder for TensorBoard scalars; null writes none."""
     deterministic: bool = True

@@ -171,7 +171,7 @@ def _wrap_for_data_parallel(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=train.overlap_grad_reduce,
         use_distributed_optimizer=train.use_distributed_optimizer,
-        **options,
+        **{"overlap_param_gather": train.overlap_param_gather, **options},
     )
     if not train.use_ddp:
         _check_without_ddp(config)

@@ -63,6 +63,13 @@ class CapturedPart:
         self.parameters = tuple(p for p in module.parameters() if p.requires_grad)
         self._block: Any = block
         self._ddp = ddp
+        self._gates: compat.ParameterGates | None = None
+        if (
+            ddp is not None
+            and compat.gathers_parameters(ddp)
+            and any(p.is_cuda for p in module.parameters())
+        ):
+            self._gates = compat.ParameterGates(ddp, module, list(self._block.layers))
         self._eager = type(module).forward
         self._names = _positional_names(self._eager)
         self._optional = _none_by_default(self._eager)
@@ -72,10 +79,10 @@ class CapturedPart:
         before = new_marker = None
         if self._ddp is not None:
             if compat.gathers_parameters(self._ddp):
-                before = self._gather_parameters
+                before = self._gather_parameters if self._gates is None else self._gates.gather
             new_marker = compat.gradient_marker(self._ddp, self.parameters)
         return Chunk(
-            forward=self._run,
+            forward=self._run if self._gates is None else self._run_gated,
             parameters=self.parameters,
             label=self.label,
             module=self.module,
@@ -119,6 +126,10 @@ class CapturedPart:
     def _run(self, first: Any, *args: Any, **kwargs: Any) -> Any:
         """The module's eager forward, from its arguments alone."""
         raise NotImplementedError
+
+    def _run_gated(self, first: Any, *args: Any, **kwargs: Any) -> Any:
+        with self._gates.held_by_forward():
+            return self._run(first, *args, **kwargs)
 
     def _run_received(self, received: Any, *args: Any, **kwargs: Any) -> Any:
         """The eager forward, with the input in the attribute that later stages read it from."""

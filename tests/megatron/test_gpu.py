@@ -52,6 +52,19 @@ TWO = pytest.mark.multigpu
             marks=TWO,
             id="pp2-fused-weight-gradients",
         ),
+        pytest.param(
+            [
+                "pipeline.pipeline_model_parallel_size=1",
+                "pipeline.data_parallel_size=2",
+                "train.overlap_grad_reduce=true",
+                "train.use_distributed_optimizer=true",
+                "train.overlap_param_gather=true",
+                "capture.scope=chunk",
+            ],
+            [2, 5, 3],
+            marks=TWO,
+            id="dp2-parameters-gathered-in-the-forward",
+        ),
         pytest.param(["train.use_ddp=false"], [2, 5, 3], marks=TWO, id="pp2-without-ddp"),
         pytest.param(
             ["pipeline.pipeline_model_parallel_size=1", "capture.scope=chunk"],

@@ -30,6 +30,7 @@ from chunkgraph.megatron.compat.p2p import (
     is_plain_communicator,
     make_communicator,
 )
+from chunkgraph.megatron.compat.parameter_gather import ParameterGates
 from chunkgraph.megatron.compat.random_state import (
     HostGenerator,
     graph_safe_generators,
@@ -45,6 +46,7 @@ __all__ = [
     "DDP_MODULE",
     "Direction",
     "HostGenerator",
+    "ParameterGates",
     "ReceiveBuffers",
     "TritonStubFinder",
     "call_parameter_gather_hooks",
