@@ -91,6 +91,7 @@ def attach(
         capture_scope=lambda: _capturing(tables),
         preserve=compat.preserve_rng,
         generators=compat.graph_safe_generators,
+        verify_scope=compat.capture_flag,
     )
     receiver = SlotReceiver(engine, place, config, wanted=zero_copy, lends_input_grads=lends)
     for part, call in zip(parts, receiver.calls(engine.callables), strict=True):

@@ -74,7 +74,7 @@ def test_poison_shows_a_slot_that_is_reused_too_early(
     make_pipeline: Callable[..., Any], backend: GraphBackend
 ) -> None:
     """Freed slots hold NaN: whoever still reads the output of a finished microbatch sees it."""
-    pipeline = attached(make_pipeline, backend, poison=True)
+    pipeline = attached(make_pipeline, backend, verify="poison")
     pipeline.train(schedules()[:1], seed=1)
     graphs = pipeline.graphs[1]
     x = torch.randn(3, 8, device=backend.device, requires_grad=True)
@@ -102,10 +102,10 @@ class WritesOverItsSavedTensor(torch.autograd.Function):
         return saved.mul_(grad)
 
 
-@pytest.mark.parametrize("poison", [False, True])
+@pytest.mark.parametrize("verify", ["none", "poison", "shadow"])
 @pytest.mark.parametrize("plan", ["shared_backward", "pool_per_slot"])
 def test_gradients_written_over_saved_tensors(
-    backend: GraphBackend, plan: Any, poison: bool
+    backend: GraphBackend, plan: Any, verify: Any
 ) -> None:
     class Donating(torch.nn.Module):
         def __init__(self) -> None:
@@ -116,7 +116,7 @@ def test_gradients_written_over_saved_tensors(
             return WritesOverItsSavedTensor.apply(x) * self.scale
 
     module = Donating()
-    options = CaptureOptions(memory_plan=plan, poison=poison)
+    options = CaptureOptions(memory_plan=plan, verify=verify)
     graphs = ChunkGraphs([module], [2], backend=backend, options=options)
     x = torch.randn(3, 8, device=backend.device, requires_grad=True)
     graphs.capture([(x,)])

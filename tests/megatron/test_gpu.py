@@ -24,7 +24,7 @@ TWO = pytest.mark.multigpu
         pytest.param(["pipeline.pipeline_model_parallel_size=1"], [3, 1, 5], marks=ONE, id="pp1"),
         pytest.param([], [4, 1, 2, 7], marks=TWO, id="pp2"),
         pytest.param(
-            ["pipeline.virtual_pipeline_model_parallel_size=2", "capture.poison=true"],
+            ["pipeline.virtual_pipeline_model_parallel_size=2", "capture.verify=poison"],
             [4, 2, 12, 6],
             marks=TWO,
             id="pp2-vpp2-poison",
@@ -61,7 +61,7 @@ TWO = pytest.mark.multigpu
                 "model.hidden_dropout=0.1",
                 "train.overlap_grad_reduce=true",
                 "capture.scope=chunk",
-                "capture.poison=true",
+                "capture.verify=poison",
             ],
             [4, 2, 12, 6],
             marks=TWO,
