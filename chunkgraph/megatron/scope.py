@@ -49,16 +49,23 @@ class CapturedPart:
         block: the transformer block in it, or itself; received activations are put there.
         ddp: Megatron's DDP around the module, or None.
         label: names the chunk in errors.
+        name: of the module in the model, for the names of layers in errors.
 
     Raises:
         ConfigError: the module has a forward of its own already.
     """
 
     def __init__(
-        self, module: nn.Module, block: nn.Module, ddp: nn.Module | None, label: str
+        self,
+        module: nn.Module,
+        block: nn.Module,
+        ddp: nn.Module | None,
+        label: str,
+        name: str = "",
     ) -> None:
         self.module: Any = module
         self.label = label
+        self.name = name
         self.modules = tuple(module.modules())
         self.parameters = tuple(p for p in module.parameters() if p.requires_grad)
         self._block: Any = block
@@ -79,6 +86,7 @@ class CapturedPart:
             parameters=self.parameters,
             label=self.label,
             module=self.module,
+            module_name=self.name,
             buffers=tuple(self.module.buffers()),
             before_forward=before,
             new_marker=new_marker,
@@ -194,7 +202,8 @@ def new_part(scope: Scope, model_chunk: nn.Module, label: str) -> CapturedPart:
             "before."
         )
     if scope == "block":
-        return _Block(block, block, ddp, label)
+        name = next(name for name, module in model.named_modules() if module is block)
+        return _Block(block, block, ddp, label, name)
     if scope != "chunk":
         raise ConfigError(f"The scope of a capture is 'block' or 'chunk', not {scope!r}.")
     missing = [name for name in _MODEL_ATTRIBUTES if not hasattr(model, name)]
