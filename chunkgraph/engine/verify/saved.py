@@ -82,13 +82,15 @@ class Place:
     Attributes:
         first: the first one that shows it.
         before: the layer of the last one before it that does not, or "".
+        instead: what an eager pass keeps in its place, where that is something else.
     """
 
     first: SavedTensor
     before: str
+    instead: str = ""
 
     def __str__(self) -> str:
-        kept = f"{self.first.operator}, shape {self.first.shape}"
+        kept = f"{self.first.operator}, shape {self.first.shape}{self.instead}"
         layer = self.first.layer or "(outside of any layer)"
         if self.before and self.before != self.first.layer:
             return (
@@ -139,7 +141,8 @@ def first_difference(
     before = ""
     for i, mine in enumerate(replayed):
         if i >= len(eager) or _kind(mine) != _kind(eager[i]):
-            return Place(mine, before)
+            other = f"{eager[i].operator}, shape {eager[i].shape}" if i < len(eager) else "nothing"
+            return Place(mine, before, f", where the eager pass keeps {other}")
         theirs = eager[i].tensor
         if theirs is None or not mine.lies_in(memory):
             continue
