@@ -143,7 +143,9 @@ class CaptureConfig:
     on the first stage, and final norm, output layer and loss on the last."""
     num_warmup_steps: int = 1
     """Eager training steps before the capture session."""
-    memory_plan: Literal["shared_backward", "pool_per_slot"] = "shared_backward"
+    memory_plan: Literal["shared_temporaries", "shared_backward", "pool_per_slot"] = (
+        "shared_backward"
+    )
     """Where graphs keep their memory: all backwards in one scratch pool, or a pool per slot."""
     verify: Literal["none", "poison", "shadow"] = "none"
     """How replays are checked: ``poison`` fills freed slots and scratch with NaN, to expose a read

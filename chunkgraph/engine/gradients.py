@@ -14,6 +14,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from chunkgraph.engine.accumulate import new_accumulate
 from chunkgraph.engine.chunk import GradientMarker
 from chunkgraph.errors import ReplayMismatchError
 
@@ -40,6 +41,10 @@ class GradientSinks:
                 main_grad = torch.empty_like(parameter, requires_grad=False)
             self._sinks.append(main_grad)
         self._received = [False] * len(self.parameters)
+        self._accumulate = new_accumulate(self._sinks, [p.dtype for p in self.parameters])
+        self._zeros = {
+            p.dtype: torch.zeros((), dtype=p.dtype, device=p.device) for p in self.parameters
+        }
         self._addresses = self._current_addresses()
 
     @property
@@ -78,7 +83,7 @@ class GradientSinks:
             for dtype, size in largest.items()
         }
         kept = [getattr(leaf, "main_grad", None) for leaf in leaves]
-        handles = [leaf.register_hook(_no_memory) for leaf in leaves]
+        handles = [leaf.register_hook(self._no_memory) for leaf in leaves]
         try:
             for leaf, main_grad in zip(leaves, kept, strict=True):
                 if main_grad is not None:
@@ -127,26 +132,25 @@ class GradientSinks:
     def _hook(
         self, index: int, leaf: nn.Parameter, marker: GradientMarker | None
     ) -> Callable[[torch.Tensor], torch.Tensor]:
-        sink = self._sinks[index]
+        sink, accumulate = self._sinks[index], self._accumulate
 
-        def accumulate(gradient: torch.Tensor) -> torch.Tensor:
+        def receive(gradient: torch.Tensor) -> torch.Tensor:
             self._received[index] = True
             if not getattr(leaf, "grad_added_to_main_grad", False):
                 with torch.no_grad():
-                    sink.add_(gradient)
+                    accumulate(sink, gradient)
             if marker is not None:
                 marker.accumulated(index)
-            return _no_memory(gradient)
+            return self._no_memory(gradient)
 
-        return accumulate
+        return receive
+
+    def _no_memory(self, gradient: torch.Tensor) -> torch.Tensor:
+        """What autograd may carry on with: right shape, one element that no graph has to fill."""
+        return self._zeros[gradient.dtype].expand(gradient.shape)
 
     def _current_addresses(self) -> list[tuple[int, int]]:
         return [
             (p.data_ptr(), getattr(p, "main_grad", sink).data_ptr())
             for p, sink in zip(self.parameters, self._sinks, strict=True)
         ]
-
-
-def _no_memory(gradient: torch.Tensor) -> torch.Tensor:
-    """A gradient that autograd may carry on with: right shape, one element of memory."""
-    return torch.zeros((), dtype=gradient.dtype, device=gradient.device).expand(gradient.shape)

@@ -23,8 +23,15 @@ from chunkgraph.engine.chunk import Chunk, GradientMarker
 from chunkgraph.engine.gradients import GradientSinks
 from chunkgraph.engine.signature import Call, Signature, flatten, unflatten
 from chunkgraph.engine.slot import Slot
-from chunkgraph.errors import CaptureError
-from chunkgraph.graphs import AddressRanges, Graph, GraphBackend, Pool
+from chunkgraph.errors import CaptureError, MemoryPlanError
+from chunkgraph.graphs import (
+    AddressRanges,
+    Graph,
+    GraphBackend,
+    OperatorTrace,
+    Pool,
+    watch_operators,
+)
 from chunkgraph.memory import MemoryPlan, PoolPlan, SlotFootprint, prove_disjoint
 
 __all__ = ["CaptureReport", "CapturedRank", "SessionSettings", "capture_session"]
@@ -139,18 +146,20 @@ def capture_session(
                 stack.enter_context(alias.in_place())
             # What eager steps left in the cache serves neither another stream nor a pool.
             backend.release_cached_memory()
-            held_bytes = [
-                _warm_up(
-                    chunk, samples[c], sinks[c], aliases[c].leaves, backend, settings.num_passes
-                )
+            warm = [
+                _warm_up(chunk, samples[c], sinks[c], aliases[c].leaves, backend, settings)
                 for c, chunk in enumerate(chunks)
             ]
-            _check_memory(chunks, num_slots, held_bytes, backend)
+            _check_memory(chunks, num_slots, [w.held_bytes for w in warm], backend)
             backend.release_cached_memory()
             total = 2 * sum(num_slots)
             for c, (chunk, sample) in enumerate(zip(chunks, samples, strict=True)):
                 for s in range(num_slots[c]):
-                    forwards.append(_capture_forward(c, s, chunk, sample, backend, pools, settings))
+                    forwards.append(
+                        _capture_forward(
+                            c, s, chunk, sample, warm[c].trace, backend, pools, settings
+                        )
+                    )
                     _report_progress(settings, len(forwards), total)
             for number, forward in enumerate(forwards, start=len(forwards) + 1):
                 c = forward.chunk_index
@@ -184,32 +193,47 @@ def capture_session(
     return CapturedRank(slots, signatures, sinks, pools, report)
 
 
+@dataclass(frozen=True)
+class _WarmUp:
+    """What an eager pass showed of a chunk.
+
+    Attributes:
+        held_bytes: what one forward holds until its backward; 0 without a pass or where nobody
+            counts.
+        trace: of the forward's operators, where the memory plan needs it.
+    """
+
+    held_bytes: int
+    trace: OperatorTrace | None
+
+
 def _warm_up(
     chunk: Chunk,
     sample: Call,
     sinks: GradientSinks,
     leaves: Sequence[nn.Parameter],
     backend: GraphBackend,
-    num_passes: int,
-) -> int:
-    """Eager passes on the capture stream: libraries make handles and choose algorithms there.
-
-    Returns:
-        Bytes that one forward holds until its backward; 0 without a pass or where nobody counts.
-    """
-    held_bytes = 0
+    settings: SessionSettings,
+) -> _WarmUp:
+    """Eager passes on the capture stream: libraries make handles and choose algorithms there."""
+    held_bytes, trace = 0, None
+    watches = settings.memory_plan == "shared_temporaries"
+    num_passes = max(settings.num_passes, int(watches))
     with backend.on_capture_stream(), sinks.discarding(leaves):
-        for _ in range(num_passes):
+        for number in range(num_passes):
             before = backend.allocated_bytes()
             inputs = [_static_like(t) for t in sample.tensors]
-            results = flatten(_call(chunk, sample, inputs))[0]
+            is_last = number == num_passes - 1
+            with watch_operators() if watches and is_last else nullcontext() as watch:
+                results = flatten(_call(chunk, sample, inputs))[0]
             held_bytes = backend.allocated_bytes() - before
+            trace = watch.trace() if watch is not None else None
             outputs = [t for t in results if isinstance(t, torch.Tensor) and t.requires_grad]
             wanted = [*(t for t in inputs if t.requires_grad), *leaves]
             torch.autograd.grad(
                 outputs, wanted, [torch.ones_like(t) for t in outputs], allow_unused=True
             )
-    return held_bytes
+    return _WarmUp(held_bytes, trace)
 
 
 def _check_memory(
@@ -240,6 +264,7 @@ def _capture_forward(
     s: int,
     chunk: Chunk,
     sample: Call,
+    trace: OperatorTrace | None,
     backend: GraphBackend,
     pools: PoolPlan,
     settings: SessionSettings,
@@ -247,12 +272,20 @@ def _capture_forward(
     label = f"{chunk.label} slot {s}"
     inputs = [_static_like(t) for t in sample.tensors]
     pool = pools.forward_pool(label)
+    router = pools.router(trace)
     before = pool.live()
     with (
         torch.enable_grad(),
-        backend.capture(f"{label} forward", pool, settings.generators()) as graph,
+        backend.capture(f"{label} forward", pool, settings.generators(), router) as graph,
     ):
         result = _call(chunk, sample, inputs)
+    if router is not None and (live := router.scratch.live()):
+        graph.release()
+        raise MemoryPlanError(
+            f"{label}: its forward keeps {live.num_bytes} bytes that its eager pass dropped, so "
+            "they were taken from scratch, where the next replay would overwrite them. A forward "
+            "that caches something in some calls does this. Use memory_plan 'shared_backward'."
+        )
     leaves, spec = flatten(result)
     forward = _Forward(c, s, label, inputs, leaves, spec, graph, pool, _minus(pool.live(), before))
     if not forward.differentiable:

@@ -31,7 +31,7 @@ class Slot:
         differentiable: which tensors among ``outputs`` take a gradient, by position among tensors.
         output_grads: static gradients of those; the backward replay reads them.
         input_grads: gradients of ``inputs`` (None where there is none); valid until the next
-            replay of any backward.
+            replay of any backward, or of any graph under the plan ``shared_temporaries``.
         pool: where the forward's memory lies.
         grads_lie_in_pool: whether an input gradient lies there too (a compiled backward may write
             it over a saved tensor).

@@ -11,10 +11,11 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
+from torch._ops import OpOverload
 
 from chunkgraph.graphs.ranges import AddressRanges
 
-__all__ = ["Graph", "GraphBackend", "Pool"]
+__all__ = ["Graph", "GraphBackend", "Pool", "Router"]
 
 
 class Pool(Protocol):
@@ -59,6 +60,15 @@ class Graph(Protocol):
         """Drop the graph; replaying afterwards is an error."""
 
 
+class Router(Protocol):
+    """Chooses the pool of an operator's results in a capture."""
+
+    scratch: Pool
+
+    def goes_to_scratch(self, func: OpOverload) -> bool:
+        """Whether ``func``, the next operator of the captured work, allocates from scratch."""
+
+
 class GraphBackend(Protocol):
     """Makes pools and captures into them."""
 
@@ -69,7 +79,11 @@ class GraphBackend(Protocol):
         """An empty pool of its own."""
 
     def capture(
-        self, label: str, pool: Pool, generators: Sequence[torch.Generator] = ()
+        self,
+        label: str,
+        pool: Pool,
+        generators: Sequence[torch.Generator] = (),
+        router: Router | None = None,
     ) -> AbstractContextManager[Graph]:
         """Capture what runs inside the ``with`` block; allocations inside come from ``pool``.
 
@@ -81,6 +95,7 @@ class GraphBackend(Protocol):
             label: names the graph in errors.
             pool: where allocations go.
             generators: random generators, besides the device's default, that the work draws from.
+            router: sends the results of some operators to another pool.
 
         Raises:
             CaptureError: the work cannot be held by a graph. Nothing of the capture is left behind.

@@ -8,14 +8,18 @@ from.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from chunkgraph.errors import CaptureError, ChunkGraphError
 from chunkgraph.graphs.address import tensor_at
-from chunkgraph.graphs.contract import Pool
+from chunkgraph.graphs.contract import Pool, Router
 from chunkgraph.graphs.failure import capture_failure
 from chunkgraph.graphs.ranges import AddressRanges
 
@@ -29,6 +33,27 @@ class CUDAPool:
         self.label = label
         self.device = device
         self.handle = torch.cuda.graph_pool_handle()
+        self._is_held = False
+
+    def hold(self) -> None:
+        """Make the pool and keep it while this object lives; otherwise its graphs alone do."""
+        if not self._is_held:
+            self._is_held = True
+            index = self.device.index
+            torch._C._cuda_beginAllocateCurrentThreadToPool(index, self.handle)
+            torch._C._cuda_endAllocateToPool(index, self.handle)
+            weakref.finalize(self, torch._C._cuda_releasePool, index, self.handle).atexit = False
+
+    @contextmanager
+    def serving_this_thread(self) -> Iterator[None]:
+        """Inside, this thread's allocations come from here, also within another pool's capture."""
+        index = self.device.index
+        torch._C._cuda_beginAllocateCurrentThreadToPool(index, self.handle)
+        try:
+            yield
+        finally:
+            torch._C._cuda_endAllocateToPool(index, self.handle)
+            torch._C._cuda_releasePool(index, self.handle)
 
     @property
     def reserved_bytes(self) -> int:
@@ -70,9 +95,10 @@ class CUDAPool:
 class CUDAGraphHandle:
     """A captured CUDA graph and the pool that it writes."""
 
-    def __init__(self, label: str, pool: CUDAPool) -> None:
+    def __init__(self, label: str, pool: CUDAPool, scratch: CUDAPool | None = None) -> None:
         self.label = label
         self.pool = pool
+        self.scratch = scratch
         self.graph: torch.cuda.CUDAGraph | None = torch.cuda.CUDAGraph()
 
     def replay(self) -> None:
@@ -84,14 +110,42 @@ class CUDAGraphHandle:
         self.graph.replay()
 
     def writes(self) -> AddressRanges:
-        """All of the pool: which part a kernel writes is not to be read from a CUDA graph."""
-        return self.pool.reserved()
+        """All of its pools: which part a kernel writes is not to be read from a CUDA graph."""
+        own = self.pool.reserved()
+        return own if self.scratch is None else own | self.scratch.reserved()
 
     def release(self) -> None:
         """Destroy the graph; its pool is freed with the last graph on it."""
         if self.graph is not None:
             self.graph.reset()
             self.graph = None
+
+
+class _RoutingMode(TorchDispatchMode):
+    """Lets a router choose the pool of every operator's results."""
+
+    def __init__(self, router: Router) -> None:
+        super().__init__()
+        assert isinstance(router.scratch, CUDAPool)
+        router.scratch.hold()
+        self._router = router
+        self.scratch = router.scratch
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled parts stay compiled; what they allocate goes to the capture's pool."""
+        return True
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        to_scratch = self._router.goes_to_scratch(func)
+        with self.scratch.serving_this_thread() if to_scratch else nullcontext():
+            return func(*args, **(kwargs or {}))
 
 
 class CUDABackend:
@@ -114,11 +168,16 @@ class CUDABackend:
 
     @contextmanager
     def capture(
-        self, label: str, pool: Pool, generators: Sequence[torch.Generator] = ()
+        self,
+        label: str,
+        pool: Pool,
+        generators: Sequence[torch.Generator] = (),
+        router: Router | None = None,
     ) -> Iterator[CUDAGraphHandle]:
         """Stream-capture the block. See `GraphBackend.capture`."""
         assert isinstance(pool, CUDAPool)
-        handle = CUDAGraphHandle(label, pool)
+        routing = _RoutingMode(router) if router is not None else None
+        handle = CUDAGraphHandle(label, pool, routing.scratch if routing else None)
         graph = handle.graph
         assert graph is not None
         for generator in generators:
@@ -127,7 +186,8 @@ class CUDABackend:
         with torch.cuda.stream(self.stream):
             graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
             try:
-                yield handle
+                with routing if routing is not None else nullcontext():
+                    yield handle
             except BaseException as error:
                 self._abandon(handle, generators)
                 if isinstance(error, ChunkGraphError) or not isinstance(error, Exception):

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_flatten, tree_map
 
 from chunkgraph.errors import ChunkGraphError
-from chunkgraph.graphs.contract import Pool
+from chunkgraph.graphs.contract import Pool, Router
 from chunkgraph.graphs.failure import capture_failure
 from chunkgraph.graphs.legality import HostReadGuard, check_operator
 from chunkgraph.graphs.location import current_location
@@ -87,13 +87,17 @@ class RecorderBackend:
 
     @contextmanager
     def capture(
-        self, label: str, pool: Pool, generators: Sequence[torch.Generator] = ()
+        self,
+        label: str,
+        pool: Pool,
+        generators: Sequence[torch.Generator] = (),
+        router: Router | None = None,
     ) -> Iterator[RecordedGraph]:
         """Log what runs inside the block. See `GraphBackend.capture`."""
         assert isinstance(pool, SimulatedPool)
         states = [(g, g.get_state()) for g in (torch.default_generator, *generators)]
         graph = RecordedGraph(label)
-        mode = _RecordingMode(label, pool, tuple(self._pools))
+        mode = _RecordingMode(label, pool, tuple(self._pools), router)
         try:
             with HostReadGuard(label), mode:
                 yield graph
@@ -155,10 +159,17 @@ class RecorderBackend:
 class _RecordingMode(TorchDispatchMode):
     """Sees every operator below autograd, forward and backward (both run in this thread)."""
 
-    def __init__(self, label: str, pool: SimulatedPool, pools: tuple[SimulatedPool, ...]) -> None:
+    def __init__(
+        self,
+        label: str,
+        pool: SimulatedPool,
+        pools: tuple[SimulatedPool, ...],
+        router: Router | None,
+    ) -> None:
         super().__init__()
         self.label = label
         self.pool = pool
+        self.router = router
         self.pools = pools
         self.log: list[Operation | HostCall] = []
         self.externals: list[External] = []
@@ -182,7 +193,7 @@ class _RecordingMode(TorchDispatchMode):
         refs = tree_map(self._ref, (args, kwargs))
         out = func(*args, **kwargs)
         known = {t.untyped_storage().data_ptr() for t in given}
-        results = self._place(out, known)
+        results = self._place(out, known, self._pool_of(func))
         if any(r is not None for r in results) or written:
             fresh_only = func._schema.name.startswith(_UNDEFINED_CONTENTS)
             if not fresh_only:
@@ -227,7 +238,15 @@ class _RecordingMode(TorchDispatchMode):
         if external is not None and external.saved is None:
             external.saved = torch.empty(0, dtype=torch.uint8).set_(external.alias()).clone()
 
-    def _place(self, out: Any, known: set[int]) -> tuple[TensorRef | None, ...]:
+    def _pool_of(self, func: OpOverload) -> SimulatedPool:
+        if self.router is None or not self.router.goes_to_scratch(func):
+            return self.pool
+        assert isinstance(self.router.scratch, SimulatedPool)
+        return self.router.scratch
+
+    def _place(
+        self, out: Any, known: set[int], pool: SimulatedPool
+    ) -> tuple[TensorRef | None, ...]:
         """Move fresh results into the pool; say where each result is to be written by a replay."""
         moved: dict[int, torch.UntypedStorage] = {}
         results: list[TensorRef | None] = []
@@ -240,7 +259,7 @@ class _RecordingMode(TorchDispatchMode):
                 results.append(None)
                 continue
             if start not in moved:
-                moved[start] = self.pool.allocate(storage.nbytes())
+                moved[start] = pool.allocate(storage.nbytes())
                 moved[start].copy_(storage)
             tensor.set_(moved[start], tensor.storage_offset(), tensor.size(), tensor.stride())
             results.append(TensorRef.of(tensor))

@@ -1,26 +1,30 @@
 """Which pool each graph allocates from.
 
-============== =============================== ======================== =======================
-plan           forward of slot k               backward of slot k       safe
-============== =============================== ======================== =======================
-shared_backward a pool of slot k               one pool for all         yes: the default
-pool_per_slot   a pool of slot k               the same pool            yes, larger
-one_pool        one pool for all               the same pool            no: kept to test the proof
-============== =============================== ======================== =======================
+================== =========================== ======================== =========================
+plan               forward of slot k           backward of slot k       safe
+================== =========================== ======================== =========================
+shared_temporaries what the backward needs in  the same one pool for    yes, the smallest
+                   a pool of slot k, the rest  all
+                   in one pool for all
+shared_backward    a pool of slot k            one pool for all         yes
+pool_per_slot      a pool of slot k            the same pool            yes, the largest
+one_pool           one pool for all            the same pool            no: to test the proof
+================== =========================== ======================== =========================
 
-Under ``shared_backward`` nothing that a backward allocates can land in a slot's pool: its capture
-allocates from scratch alone, and what it frees goes back to the slot's own pool.
+Under the first two nothing that a backward allocates can land in a slot's pool: its capture
+allocates from scratch alone, and what it frees goes back to the slot's own pool. Under
+``shared_temporaries`` a forward's input gradients are valid until the next replay of any graph.
 """
 
 from __future__ import annotations
 
 from typing import Literal
 
-from chunkgraph.graphs import GraphBackend, Pool
+from chunkgraph.graphs import GraphBackend, OperatorTrace, Pool, ScratchRouter
 
 __all__ = ["MemoryPlan", "PoolPlan"]
 
-MemoryPlan = Literal["shared_backward", "pool_per_slot", "one_pool"]
+MemoryPlan = Literal["shared_temporaries", "shared_backward", "pool_per_slot", "one_pool"]
 
 
 class PoolPlan:
@@ -37,7 +41,7 @@ class PoolPlan:
         self._backend = backend
         self._label = label
         self.scratch: Pool | None = None
-        if plan in ("shared_backward", "one_pool"):
+        if plan != "pool_per_slot":
             self.scratch = backend.new_pool(f"{label} scratch")
         self.slot_pools: list[Pool] = []
 
@@ -49,6 +53,16 @@ class PoolPlan:
         pool = self._backend.new_pool(f"{slot_label} pool")
         self.slot_pools.append(pool)
         return pool
+
+    def router(self, trace: OperatorTrace | None) -> ScratchRouter | None:
+        """What sends a forward's temporaries to scratch, where the plan wants it.
+
+        Args:
+            trace: of the forward; None where it was not watched.
+        """
+        if trace is None or self.plan != "shared_temporaries":
+            return None
+        return ScratchRouter(self._scratch(), trace)
 
     def backward_pool(self, forward_pool: Pool) -> Pool:
         """The pool for the backward of the slot that got ``forward_pool``."""

@@ -39,7 +39,9 @@ def schedules_of(num_ranks: int, num_chunks: int, group: int, counts: list[int])
 
 @settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    run=runs(), main_grad=st.booleans(), plan=st.sampled_from(["shared_backward", "pool_per_slot"])
+    run=runs(),
+    main_grad=st.booleans(),
+    plan=st.sampled_from(["shared_temporaries", "shared_backward", "pool_per_slot"]),
 )
 def test_random_schedules_and_counts_equal_eager(
     make_pipeline: Callable[..., Any],

@@ -36,10 +36,18 @@ class Layer(nn.Module):
         return h.tanh()
 
 
+class Block(nn.Module):
+    def __init__(self, *syncs: bool) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(Layer(syncs=s) for s in syncs))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
 def chunk_of(*syncs: bool) -> Chunk:
     torch.manual_seed(0)
-    module = nn.ModuleDict({"layers": nn.Sequential(*(Layer(syncs=s) for s in syncs))})
-    module.forward = module["layers"]  # type: ignore[method-assign]
+    module = Block(*syncs)
     return Chunk(
         forward=module,
         parameters=tuple(module.parameters()),

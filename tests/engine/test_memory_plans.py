@@ -48,7 +48,7 @@ def test_a_naive_shared_pool_gives_wrong_numbers(
     assert not pipeline.train(schedules(), seed=1).equals(eager)
 
 
-@pytest.mark.parametrize("plan", ["shared_backward", "pool_per_slot"])
+@pytest.mark.parametrize("plan", ["shared_temporaries", "shared_backward", "pool_per_slot"])
 def test_the_other_plans_are_proved_and_right(
     make_pipeline: Callable[..., Any], backend: GraphBackend, plan: str
 ) -> None:
@@ -68,6 +68,85 @@ def test_all_backwards_share_one_scratch_pool(
     assert reports["shared_backward"].scratch_bytes > 0
     assert reports["pool_per_slot"].scratch_bytes == 0
     assert reports["shared_backward"].num_graphs == reports["pool_per_slot"].num_graphs == 8
+
+
+class ManyTemporaries(torch.nn.Module):
+    """Autograd saves nothing of the parts and their stack."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.full((1 << 15,), 1.25, device=device))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = [x + float(i) for i in range(6)]
+        return torch.stack(parts).sum(0).neg() * self.weight
+
+
+def test_temporaries_of_forwards_share_scratch_too(backend: GraphBackend) -> None:
+    """12 temporaries of 4 MiB at once: a slot pool holds all of them, or none."""
+    samples = [(torch.randn(32, 1 << 15, device=backend.device, requires_grad=True),)]
+    reports, grads = {}, {}
+    plans: list[Any] = ["shared_temporaries", "shared_backward"]
+    for plan in plans:
+        module = ManyTemporaries(backend.device)
+        options = CaptureOptions(memory_plan=plan, verify="poison")
+        graphs = ChunkGraphs([module], [3], backend=backend, options=options)
+        reports[plan] = graphs.capture(samples)
+        x = torch.linspace(-1, 1, 1 << 20, device=backend.device).view(32, -1).requires_grad_()
+        with graphs.step(2):
+            outputs = [graphs.callables[0](x), graphs.callables[0](x * 2)]
+            for y in reversed(outputs):
+                y.square().sum().backward()
+        assert x.grad is not None
+        grads[plan] = x.grad
+        del graphs, outputs
+    small, large = reports["shared_temporaries"], reports["shared_backward"]
+    kept_bytes = 2 * samples[0][0].nbytes  # the product's other factor, and the output
+    assert small.slot_bytes <= 3 * kept_bytes * 1.5 < large.slot_bytes
+    assert small.scratch_bytes > 0
+    assert torch.equal(grads["shared_temporaries"], grads["shared_backward"])
+
+
+def test_what_a_forward_keeps_only_when_captured_is_not_left_in_scratch(
+    backend: GraphBackend,
+) -> None:
+    class Caching(ManyTemporaries):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = x + 1.0
+            self.num_calls = getattr(self, "num_calls", 0) + 1
+            if self.num_calls > 1:
+                self.kept = y
+            return y.neg() * self.weight
+
+    options = CaptureOptions(memory_plan="shared_temporaries")
+    graphs = ChunkGraphs([Caching(backend.device)], [2], backend=backend, options=options)
+    sample = torch.randn(2, 1 << 15, device=backend.device, requires_grad=True)
+    with pytest.raises(MemoryPlanError, match=r"slot 0.*keeps \d+ bytes.*shared_backward"):
+        graphs.capture([(sample,)])
+
+
+def test_an_unexpected_operator_ends_the_routing_not_the_capture(backend: GraphBackend) -> None:
+    """What the eager pass did not show is kept in the slot."""
+
+    class Changing(ManyTemporaries):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.num_calls = getattr(self, "num_calls", 0) + 1
+            y = x + 1.0 if self.num_calls == 1 else x.clone() + 1.0
+            if self.num_calls > 1:
+                self.kept = y
+            return y.neg() * self.weight
+
+    module = Changing(backend.device)
+    options = CaptureOptions(memory_plan="shared_temporaries", verify="poison")
+    graphs = ChunkGraphs([module], [1], backend=backend, options=options)
+    x = torch.randn(2, 1 << 15, device=backend.device, requires_grad=True)
+    graphs.capture([(x,)])
+    with graphs.step(1):
+        y = graphs.callables[0](x)
+        assert torch.equal(y, (x + 1.0).neg() * module.weight)
+        y.sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, -module.weight.detach().expand_as(x))
 
 
 def test_poison_shows_a_slot_that_is_reused_too_early(
@@ -103,7 +182,7 @@ class WritesOverItsSavedTensor(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("verify", ["none", "poison", "shadow"])
-@pytest.mark.parametrize("plan", ["shared_backward", "pool_per_slot"])
+@pytest.mark.parametrize("plan", ["shared_temporaries", "shared_backward", "pool_per_slot"])
 def test_gradients_written_over_saved_tensors(
     backend: GraphBackend, plan: Any, verify: Any
 ) -> None:
