@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 
 import hypothesis
 import pytest
@@ -19,6 +20,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("megatron") and not _has_megatron():
             item.add_marker(pytest.mark.skip(reason="megatron-core is not installed"))
+        if item.get_closest_marker("slurm") and (missing := _missing_of_slurm()):
+            reason = f"Slurm is not installed: no {', '.join(missing)}"
+            item.add_marker(pytest.mark.skip(reason=reason))
         needed = 2 if item.get_closest_marker("multigpu") else 1
         if item.get_closest_marker("multigpu") or item.get_closest_marker("gpu"):
             if num_gpus is None:
@@ -32,6 +36,13 @@ def _count_gpus() -> int:
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def _missing_of_slurm() -> list[str]:
+    programs = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scancel", "scontrol")
+    # Daemons are where only root's PATH leads.
+    path = f"{os.environ.get('PATH', '')}{os.pathsep}/usr/sbin"
+    return [program for program in programs if shutil.which(program, path=path) is None]
 
 
 def _has_megatron() -> bool:

@@ -201,6 +201,8 @@ def _request_from_config(args: argparse.Namespace, config: Config) -> _Request:
     is_local = model.layer_spec == "local" or (
         model.layer_spec == "auto" and config.device == "cpu"
     )
+    parts = model.recompute_modules if model.recompute_granularity == "selective" else ()
+    by_layer = model.recompute_method == "block"
     return _Request(
         schedule=_schedule_name(args.schedule, num_ranks, num_chunks),
         num_ranks=num_ranks,
@@ -217,10 +219,12 @@ def _request_from_config(args: argparse.Namespace, config: Config) -> _Request:
             vocab_size=model.vocab_size,
             bytes_per_element=4 if model.params_dtype == "float32" else 2,
             tensor_parallel_size=pipeline.tensor_model_parallel_size,
-            # Megatron's local layers keep the attention scores.
-            has_flash_attention=not is_local,
+            # Megatron's local layers keep the attention scores, unless they are recomputed.
+            has_flash_attention=not is_local or "core_attn" in parts,
             has_gated_mlp=model.swiglu,
             has_tied_embeddings=not model.untie_embeddings_and_output_weights,
+            recompute_group_size=1 if by_layer else model.recompute_num_layers,
+            num_recomputed_layers=model.recompute_num_layers if by_layer else None,
         ),
         is_largest_of_many=args.num_microbatches is None and len(set(counts)) > 1,
     )

@@ -12,7 +12,7 @@ from typing import Any
 from chunkgraph.config import Config
 from chunkgraph.errors import WorkerError
 
-__all__ = ["RunResults", "StepResult", "find_failures", "read_results"]
+__all__ = ["RunResults", "StepResult", "find_failures", "read_results", "results_from"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,28 +83,37 @@ def read_results(path: Path) -> RunResults:
         WorkerError: The file is missing or incomplete, though every worker ended well.
     """
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-        names = {item.name for item in fields(StepResult)}
-        steps = [
-            StepResult(**{key: value for key, value in step.items() if key in names})
-            for step in raw["steps"]
-        ]
-        return RunResults(
-            steps=steps,
-            raw=raw,
-            parameters_equal=raw["parameters_equal"],
-            num_parameters_compared=raw["num_parameters_compared"],
-            capture_sessions=raw["capture_sessions"],
-            captures_after_first_session=raw["captures_after_first_session"],
-            slots_per_chunk=raw["slots_per_chunk"],
-            num_graphs=raw["num_graphs"],
-        )
+        return results_from(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError) as error:
         msg = (
             f"The workers ended without an error, but the results of rank 0 ({path.name}) are "
             f"missing or incomplete: {type(error).__name__}: {error}. Run again with --debug."
         )
         raise WorkerError(msg) from None
+
+
+def results_from(raw: Mapping[str, Any]) -> RunResults:
+    """Give what rank 0 returned its types.
+
+    Raises:
+        KeyError: A value is missing.
+        TypeError: A step lacks a value.
+    """
+    names = {item.name for item in fields(StepResult)}
+    steps = [
+        StepResult(**{key: value for key, value in step.items() if key in names})
+        for step in raw["steps"]
+    ]
+    return RunResults(
+        steps=steps,
+        raw=raw,
+        parameters_equal=raw["parameters_equal"],
+        num_parameters_compared=raw["num_parameters_compared"],
+        capture_sessions=raw["capture_sessions"],
+        captures_after_first_session=raw["captures_after_first_session"],
+        slots_per_chunk=raw["slots_per_chunk"],
+        num_graphs=raw["num_graphs"],
+    )
 
 
 def find_failures(config: Config, results: RunResults) -> list[str]:

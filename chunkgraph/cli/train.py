@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import dataclasses
 import importlib.util
+import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,10 +19,14 @@ from chunkgraph.errors import ConfigError, MissingDependencyError
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
+    from chunkgraph.cli.results import RunResults
+
 __all__ = [
     "STALL_GRACE_S",
     "add_parser",
     "check_packages",
+    "checked_config",
+    "report",
     "resolve_device",
     "run",
     "run_folder",
@@ -64,8 +69,29 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the subcommand; returns the exit code."""
+    from chunkgraph.cli.train_rank import StartedRank, train_as_rank
+
+    started = StartedRank.from_environment(os.environ)
+    if started is not None:
+        train_as_rank(args, started)
+    config = checked_config(args)
+    with run_folder(args.run_dir) as run_dir:
+        return _train(args, config, run_dir)
+
+
+def checked_config(args: argparse.Namespace, num_local_ranks: int | None = None) -> Config:
+    """The configuration, after everything that can be checked before training has been.
+
+    Args:
+        args: The subcommand's arguments.
+        num_local_ranks: Ranks on this machine; None when all of them are.
+
+    Raises:
+        ConfigError: A setting or option is wrong.
+        MissingDependencyError: A package that is needed is not installed.
+    """
     overrides = [*args.overrides, "run.debug=true"] if args.debug else args.overrides
-    config = resolve_device(load_config(args.config, overrides))
+    config = resolve_device(load_config(args.config, overrides), num_local_ranks)
     check_packages(config)
     PackedText.from_file(
         config.data.path, seq_length=config.model.seq_length, seed=config.train.seed
@@ -73,14 +99,12 @@ def run(args: argparse.Namespace) -> int:
     if args.json is not None and not args.json.resolve().parent.is_dir():
         msg = f"--json {args.json}: the folder {args.json.resolve().parent} does not exist."
         raise ConfigError(msg)
-    with run_folder(args.run_dir) as run_dir:
-        return _train(config, run_dir, args.json)
+    return config
 
 
-def _train(config: Config, run_dir: Path, json_path: Path | None) -> int:
+def _train(args: argparse.Namespace, config: Config, run_dir: Path) -> int:
     from chunkgraph.cli.launcher import Launcher, LaunchSpec
     from chunkgraph.cli.progress import TrainProgress
-    from chunkgraph.cli.report import print_report, write_json, write_tensorboard
     from chunkgraph.cli.results import read_results
 
     config_path = run_dir / "config.yaml"
@@ -96,17 +120,28 @@ def _train(config: Config, run_dir: Path, json_path: Path | None) -> int:
     )
     with TrainProgress(config) as progress:
         Launcher(spec, on_progress=progress.update, on_output=progress.print).run()
-    results = read_results(run_dir / "rank0.json")
+    return report(args, config, read_results(run_dir / "rank0.json"))
+
+
+def report(args: argparse.Namespace, config: Config, results: RunResults) -> int:
+    """Print the closing table and write the files that were asked for; returns the exit code."""
+    from chunkgraph.cli.report import print_report, write_json, write_tensorboard
+
     failures = print_report(config, results)
-    if json_path is not None:
-        write_json(json_path, config, results, failures)
+    if args.json is not None:
+        write_json(args.json, config, results, failures)
     if config.train.tensorboard_dir is not None:
         write_tensorboard(Path(config.train.tensorboard_dir), results)
     return 1 if failures else 0
 
 
-def resolve_device(config: Config) -> Config:
-    """Decide between CPU and GPU; torch is asked only where the answer is open."""
+def resolve_device(config: Config, num_local_ranks: int | None = None) -> Config:
+    """Decide between CPU and GPU; torch is asked only where the answer is open.
+
+    Args:
+        config: The run.
+        num_local_ranks: Ranks on this machine, each of which needs a GPU; None when all are.
+    """
     if config.device == "cpu":
         num_gpus = 0
     else:
@@ -116,10 +151,10 @@ def resolve_device(config: Config) -> Config:
     device = config.device
     if device == "auto":
         device = "cuda" if num_gpus else "cpu"
-    world_size = config.pipeline.world_size
-    if device == "cuda" and num_gpus < world_size:
+    num_needed = config.pipeline.world_size if num_local_ranks is None else num_local_ranks
+    if device == "cuda" and num_gpus < num_needed:
         msg = (
-            f"device is cuda and the run needs {world_size} GPU(s), one for each rank, but torch "
+            f"device is cuda and the run needs {num_needed} GPU(s), one for each rank, but torch "
             f"sees {num_gpus} here. Set device=cpu, or lower the sizes in the pipeline section."
         )
         raise ConfigError(msg)

@@ -26,6 +26,7 @@ def check_config(config: Config) -> None:
     _check_model(config)
     _check_pipeline(config)
     _check_microbatches(config)
+    _check_recompute(config)
     _check_train(config)
 
 
@@ -37,6 +38,7 @@ def _check_ranges(config: Config) -> None:
         "model.ffn_hidden_size": model.ffn_hidden_size,
         "model.num_attention_heads": model.num_attention_heads,
         "model.seq_length": model.seq_length,
+        "model.recompute_num_layers": model.recompute_num_layers,
         "pipeline.pipeline_model_parallel_size": pipeline.pipeline_model_parallel_size,
         "pipeline.virtual_pipeline_model_parallel_size": (
             pipeline.virtual_pipeline_model_parallel_size
@@ -175,6 +177,47 @@ def _check_microbatches(config: Config) -> None:
                 f"The nearest legal count is {nearest}."
             )
             raise TopologyError(msg)
+
+
+def _check_recompute(config: Config) -> None:
+    model, pipeline = config.model, config.pipeline
+    granularity, modules = model.recompute_granularity, model.recompute_modules
+    for path, value in {
+        "model.recompute_method": model.recompute_method,
+        "model.recompute_num_layers": model.recompute_num_layers,
+    }.items():
+        if (value is not None) != (granularity == "full"):
+            msg = (
+                f"{path} is {_yaml(value)}, but model.recompute_granularity is "
+                f"{_yaml(granularity)}: give it with full recomputation, and only then."
+            )
+            raise ConfigError(msg)
+    if granularity == "selective" and not modules:
+        msg = (
+            "model.recompute_modules is empty, so that selective recomputation would recompute "
+            "nothing; name parts of a layer, such as [core_attn], or set "
+            "model.recompute_granularity=null."
+        )
+        raise ConfigError(msg)
+    if granularity == "selective" and "mlp" in modules and not model.swiglu:
+        msg = (
+            "model.recompute_modules has mlp, but without model.swiglu the feed-forward layer has "
+            "a bias, which Megatron-core hands out of the recomputed part: its own backward then "
+            "calls itself without end. Set model.swiglu=true, or leave mlp out."
+        )
+        raise ConfigError(msg)
+    layers = model.num_layers // (pipeline.pipeline_model_parallel_size * pipeline.num_model_chunks)
+    group = model.recompute_num_layers
+    if group is not None and model.recompute_method == "uniform" and layers % group:
+        msg = (
+            f"model.recompute_num_layers is {group}, but the {layers} layers of a chunk do not "
+            "divide into groups of that size. Choose a divisor, or recompute_method=block."
+        )
+        raise ConfigError(msg)
+
+
+def _yaml(value: object) -> str:
+    return "null" if value is None else str(value)
 
 
 def _check_train(config: Config) -> None:

@@ -227,6 +227,8 @@ def _expected(hint: Any) -> str:
     if get_origin(hint) is Literal:
         return "one of " + ", ".join(str(choice) for choice in get_args(hint))
     if get_origin(hint) is tuple:
+        if get_args(hint)[0] is str:
+            return "a list of names, such as [core_attn, mlp]"
         return "a list of whole numbers, such as [4, 6, 8]"
     return {
         int: "a whole number",

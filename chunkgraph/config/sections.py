@@ -51,6 +51,17 @@ class ModelConfig:
     """Whether the output layer has weights of its own."""
     params_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of parameters and activations; gradients accumulate in float32."""
+    recompute_granularity: Literal["full", "selective"] | None = None
+    """Activations computed anew in the backward instead of kept: whole layers (``full``), the
+    parts of a layer in ``recompute_modules`` (``selective``), or none (null)."""
+    recompute_method: Literal["uniform", "block"] | None = None
+    """With ``full``: groups of ``recompute_num_layers`` layers, all of them (``uniform``), or only
+    so many layers of each chunk, one by one (``block``)."""
+    recompute_num_layers: int | None = None
+    """With ``full``: layers in a group, or of a chunk; see ``recompute_method``."""
+    recompute_modules: tuple[str, ...] = ("core_attn",)
+    """With ``selective``: ``core_attn``, ``mlp``, ``layernorm`` and what else the installed
+    Megatron-core offers."""
     layer_spec: str = "auto"
     """``local``, ``transformer_engine``, ``auto`` (the former on a CPU, the latter on a GPU), or
     ``package.module:function`` that returns a Megatron module spec."""

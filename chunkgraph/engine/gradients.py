@@ -2,8 +2,9 @@
 
 A parameter's sink is ``param.main_grad`` where its owner (Megatron's DDP) made one, else a fixed
 buffer that the engine binds to ``param.grad`` at the start of a step. During the capture of a
-backward a tensor hook on every parameter adds the gradient to the sink and drops it, so that no
-two weight gradients are alive at once.
+backward a hook takes every gradient out of ``leaf.grad`` as soon as autograd has put it there, adds
+it to the sink and drops it, so that no two weight gradients are alive at once. Activation
+recomputation runs backwards inside the backward; their gradients arrive at the same place.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from chunkgraph.engine.chunk import GradientMarker
 from chunkgraph.errors import ReplayMismatchError
 
 __all__ = ["GradientSinks"]
+
+_Hook = Callable[[torch.Tensor], None]
 
 
 class GradientSinks:
@@ -42,9 +45,6 @@ class GradientSinks:
             self._sinks.append(main_grad)
         self._received = [False] * len(self.parameters)
         self._accumulate = new_accumulate(self._sinks, [p.dtype for p in self.parameters])
-        self._zeros = {
-            p.dtype: torch.zeros((), dtype=p.dtype, device=p.device) for p in self.parameters
-        }
         self._addresses = self._current_addresses()
 
     @property
@@ -58,15 +58,11 @@ class GradientSinks:
     ) -> Iterator[None]:
         """Inside, a gradient that autograd computes for a leaf is added to its parameter's sink.
 
-        ``leaves`` stand for the parameters, in order (see `ParameterAliases`). The value autograd
-        goes on with is a zero of the right shape that takes no memory.
+        ``leaves`` stand for the parameters, in order (see `ParameterAliases`); their ``grad`` is
+        None inside but for the moment when a gradient arrives, and as before afterwards.
         """
-        handles = [leaf.register_hook(self._hook(i, leaf, marker)) for i, leaf in enumerate(leaves)]
-        try:
+        with _taking_gradients(leaves, [self._hook(i, marker) for i in range(len(leaves))]):
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     @contextmanager
     def discarding(self, leaves: Sequence[nn.Parameter]) -> Iterator[None]:
@@ -83,19 +79,17 @@ class GradientSinks:
             for dtype, size in largest.items()
         }
         kept = [getattr(leaf, "main_grad", None) for leaf in leaves]
-        handles = [leaf.register_hook(self._no_memory) for leaf in leaves]
         try:
             for leaf, main_grad in zip(leaves, kept, strict=True):
                 if main_grad is not None:
                     dump = dumps[main_grad.dtype][: main_grad.numel()]
                     leaf.main_grad = dump.view(main_grad.shape)  # type: ignore[attr-defined]
-            yield
+            with _taking_gradients(leaves, [_discard] * len(leaves)):
+                yield
         finally:
             for leaf, main_grad in zip(leaves, kept, strict=True):
                 if main_grad is not None:
                     leaf.main_grad = main_grad  # type: ignore[attr-defined]
-            for handle in handles:
-                handle.remove()
 
     def begin_step(self) -> None:
         """Check addresses and bind ``param.grad``. Once a step, not per microbatch.
@@ -129,28 +123,49 @@ class GradientSinks:
             sink.copy_(parameter.grad)
         parameter.grad = sink
 
-    def _hook(
-        self, index: int, leaf: nn.Parameter, marker: GradientMarker | None
-    ) -> Callable[[torch.Tensor], torch.Tensor]:
+    def _hook(self, index: int, marker: GradientMarker | None) -> _Hook:
         sink, accumulate = self._sinks[index], self._accumulate
 
-        def receive(gradient: torch.Tensor) -> torch.Tensor:
+        def receive(leaf: torch.Tensor) -> None:
+            gradient, leaf.grad = leaf.grad, None
+            assert gradient is not None
             self._received[index] = True
             if not getattr(leaf, "grad_added_to_main_grad", False):
                 with torch.no_grad():
                     accumulate(sink, gradient)
             if marker is not None:
                 marker.accumulated(index)
-            return self._no_memory(gradient)
 
         return receive
-
-    def _no_memory(self, gradient: torch.Tensor) -> torch.Tensor:
-        """What autograd may carry on with: right shape, one element that no graph has to fill."""
-        return self._zeros[gradient.dtype].expand(gradient.shape)
 
     def _current_addresses(self) -> list[tuple[int, int]]:
         return [
             (p.data_ptr(), getattr(p, "main_grad", sink).data_ptr())
             for p, sink in zip(self.parameters, self._sinks, strict=True)
         ]
+
+
+def _discard(leaf: torch.Tensor) -> None:
+    leaf.grad = None
+
+
+@contextmanager
+def _taking_gradients(leaves: Sequence[nn.Parameter], hooks: Sequence[_Hook]) -> Iterator[None]:
+    """Inside, each hook gets its leaf when ``leaf.grad`` holds one more gradient, and nothing else.
+
+    Autograd hands a fresh gradient over without a copy only where ``grad`` is None.
+    """
+    kept = [leaf.grad for leaf in leaves]
+    handles = [
+        leaf.register_post_accumulate_grad_hook(hook)
+        for leaf, hook in zip(leaves, hooks, strict=True)
+    ]
+    try:
+        for leaf in leaves:
+            leaf.grad = None
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for leaf, grad in zip(leaves, kept, strict=True):
+            leaf.grad = grad

@@ -21,6 +21,7 @@ from torch import nn
 from chunkgraph.engine.aliases import ParameterAliases
 from chunkgraph.engine.chunk import Chunk, GradientMarker
 from chunkgraph.engine.gradients import GradientSinks
+from chunkgraph.engine.leaves import check_outputs
 from chunkgraph.engine.signature import Call, Signature, flatten, unflatten
 from chunkgraph.engine.slot import Slot
 from chunkgraph.errors import CaptureError, MemoryPlanError
@@ -58,6 +59,7 @@ class CaptureReport:
         num_slots: per chunk.
         num_graphs: forward and backward graphs together.
         slot_bytes: reserved by the slots' own pools.
+        held_bytes: of those, in use between a forward and its backward, all slots together.
         scratch_bytes: reserved by the pool shared by all backwards.
         static_bytes: inputs and gradients outside the pools.
         duration_ms: wall time of the session on this rank.
@@ -66,6 +68,7 @@ class CaptureReport:
     num_slots: tuple[int, ...]
     num_graphs: int
     slot_bytes: int
+    held_bytes: int
     scratch_bytes: int
     static_bytes: int
     duration_ms: float
@@ -157,7 +160,15 @@ def capture_session(
                 for s in range(num_slots[c]):
                     forwards.append(
                         _capture_forward(
-                            c, s, chunk, sample, warm[c].trace, backend, pools, settings
+                            c,
+                            s,
+                            chunk,
+                            sample,
+                            aliases[c].leaves,
+                            warm[c].trace,
+                            backend,
+                            pools,
+                            settings,
                         )
                     )
                     _report_progress(settings, len(forwards), total)
@@ -186,6 +197,7 @@ def capture_session(
         num_slots=tuple(num_slots),
         num_graphs=2 * len(forwards),
         slot_bytes=sum(pool.reserved_bytes for pool in pools.slot_pools),
+        held_bytes=sum(f.live.num_bytes for f in forwards),
         scratch_bytes=pools.scratch.reserved_bytes if pools.scratch else 0,
         static_bytes=sum(_num_bytes([*f.inputs, *f.grads]) for f in forwards),
         duration_ms=(time.perf_counter() - start) * 1e3,
@@ -229,10 +241,7 @@ def _warm_up(
             held_bytes = backend.allocated_bytes() - before
             trace = watch.trace() if watch is not None else None
             outputs = [t for t in results if isinstance(t, torch.Tensor) and t.requires_grad]
-            wanted = [*(t for t in inputs if t.requires_grad), *leaves]
-            torch.autograd.grad(
-                outputs, wanted, [torch.ones_like(t) for t in outputs], allow_unused=True
-            )
+            torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
     return _WarmUp(held_bytes, trace)
 
 
@@ -264,6 +273,7 @@ def _capture_forward(
     s: int,
     chunk: Chunk,
     sample: Call,
+    leaves: Sequence[nn.Parameter],
     trace: OperatorTrace | None,
     backend: GraphBackend,
     pools: PoolPlan,
@@ -286,14 +296,14 @@ def _capture_forward(
             "they were taken from scratch, where the next replay would overwrite them. A forward "
             "that caches something in some calls does this. Use memory_plan 'shared_backward'."
         )
-    leaves, spec = flatten(result)
-    forward = _Forward(c, s, label, inputs, leaves, spec, graph, pool, _minus(pool.live(), before))
-    if not forward.differentiable:
+    results, spec = flatten(result)
+    forward = _Forward(c, s, label, inputs, results, spec, graph, pool, _minus(pool.live(), before))
+    outputs = [forward.tensors[i] for i in forward.differentiable]
+    try:
+        check_outputs(chunk.label, outputs, [*inputs, *leaves])
+    except CaptureError:
         graph.release()
-        raise CaptureError(
-            f"{chunk.label}: no output of its forward requires grad, so there is no backward to "
-            "capture. Capture only chunks that train; run the others eagerly."
-        )
+        raise
     return forward
 
 
@@ -307,20 +317,16 @@ def _capture_backward(
 ) -> None:
     outputs = [forward.tensors[i] for i in forward.differentiable]
     forward.grads = [torch.zeros_like(t, requires_grad=False) for t in outputs]
-    wanted = [t for t in forward.inputs if t.requires_grad]
     label = f"{forward.label} backward"
     pool = pools.backward_pool(forward.pool)
     accumulating = sinks.accumulating(leaves, forward.marker)
     with accumulating, backend.capture(label, pool, settings.generators()) as graph:
-        got = torch.autograd.grad(
-            outputs,
-            [*wanted, *leaves],
-            forward.grads,
-            allow_unused=True,
-        )
+        # Not autograd.grad, which forbids the backwards inside a backward of recomputation.
+        torch.autograd.backward(outputs, forward.grads)
     forward.backward = graph
-    given = iter(got)
-    forward.input_grads = [next(given) if t.requires_grad else None for t in forward.inputs]
+    for tensor in forward.inputs:
+        forward.input_grads.append(tensor.grad)
+        tensor.grad = None
 
 
 def _slot(forward: _Forward, chunk: Chunk, backend: GraphBackend) -> Slot:

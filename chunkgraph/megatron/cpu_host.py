@@ -10,7 +10,8 @@ What it does, all of it undone on exit:
 * ``device="cuda"`` in factories, ``.to("cuda")``, ``.cuda()`` and pinned memory mean the CPU;
 * ``torch.cuda`` streams and events do nothing, ``torch.cuda`` random-number calls go to the CPU
   generator, and ``torch.cuda.is_available()`` is false even where there is a GPU;
-* Megatron's RNG tracker switches states of the CPU generator in a way that a graph can repeat;
+* Megatron's RNG tracker switches states of the CPU generator in a way that a graph can repeat,
+  and recomputation restores them;
 * modules that import triton unconditionally load without it.
 
 It cannot show streams, NCCL, kernels or memory of a GPU. The user's part: the local layer spec,
@@ -19,7 +20,7 @@ fusions off, ``batch_p2p_comm=False`` and ``use_cpu_initialization=True``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Self
 
@@ -171,6 +172,42 @@ class HostRng:
             self.current = state
 
         host_call(switch)
+
+    def save(self, states: Iterable[HostRngState]) -> SavedRng:
+        """What the live state and ``states`` go on with, for :meth:`restore`.
+
+        Inside a capture every replay saves anew, into the same object, what it then finds.
+        """
+        states = tuple(states)
+        saved = SavedRng()
+
+        def save() -> None:
+            saved.current = self.current
+            saved.values = {s: s.get_state() for s in (self.current, *states)}
+
+        host_call(save)
+        return saved
+
+    def restore(self, saved: SavedRng) -> None:
+        """Go on from what was saved last; repeated at every replay when captured."""
+
+        def restore() -> None:
+            assert saved.current is not None
+            self.current.kept = torch.get_rng_state()
+            for state, value in saved.values.items():
+                state.kept = value.clone()
+            self.current = saved.current
+            torch.set_rng_state(self.current.kept)
+
+        host_call(restore)
+
+
+class SavedRng:
+    """The states of a `HostRng` at one moment."""
+
+    def __init__(self) -> None:
+        self.current: HostRngState | None = None
+        self.values: dict[HostRngState, torch.Tensor] = {}
 
 
 def _cuda_stubs() -> dict[str, Any]:

@@ -152,6 +152,11 @@ def _transformer_config(config: Config, device: torch.device, options: Mapping[s
         "bias_dropout_fusion": not on_cpu,
         "deterministic_mode": config.train.deterministic,
     }
+    if model.recompute_granularity is not None:
+        wanted["recompute_granularity"] = model.recompute_granularity
+        wanted["recompute_method"] = model.recompute_method
+        wanted["recompute_num_layers"] = model.recompute_num_layers
+        wanted["recompute_modules"] = list(model.recompute_modules)
     if interleaved:
         wanted["microbatch_group_size_per_vp_stage"] = pipeline.microbatch_group_size
     return transformer_config.TransformerConfig(**{**wanted, **options})

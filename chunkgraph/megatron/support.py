@@ -38,7 +38,11 @@ _REFUSALS = (
     _Refusal("fp4", bool, _QUANTIZED_WEIGHTS),
     _Refusal("num_moe_experts", bool, "expert routing sizes depend on the tokens"),
     _Refusal("mtp_num_layers", bool, "multi-token prediction shares layers across chunks"),
-    _Refusal("recompute_granularity", lambda v: v is not None, "a graph cannot re-run the forward"),
+    _Refusal(
+        "distribute_saved_activations",
+        bool,
+        "recomputation would put its share of an input in the place of the slot's own input",
+    ),
     _Refusal("cpu_offloading", bool, "its queues are Python state that a replay does not advance"),
     _Refusal(
         "fine_grained_activation_offloading",
@@ -98,6 +102,7 @@ def refuse_unsupported(
         )
     if any(compat.is_fully_sharded(chunk) for chunk in model_chunks):
         found.append("FSDP: parameters move, and a graph remembers their addresses")
+    found.extend(_recompute_refusals(config, device))
     dropout = max(
         getattr(config, "hidden_dropout", 0.0) or 0.0,
         getattr(config, "attention_dropout", 0.0) or 0.0,
@@ -114,3 +119,32 @@ def refuse_unsupported(
             + "\n  - ".join(found)
             + "\nTurn these off, or train without chunk graphs."
         )
+
+
+def _recompute_refusals(config: Any, device: torch.device) -> list[str]:
+    """What keeps the activation recomputation that is asked for out of a CUDA graph."""
+    granularity = getattr(config, "recompute_granularity", None)
+    if granularity is None or device.type != "cuda":
+        return []
+    if not compat.rng_is_graph_safe():
+        why = (
+            f"recompute_granularity={granularity!r} with an RNG tracker that is not graph-safe: "
+            "recomputation would read the random state in a capture; seed with "
+            "model_parallel_cuda_manual_seed(seed, te_rng_tracker=True) or "
+            "use_cudagraphable_rng=True"
+        )
+        return [why]
+    recomputed = {
+        "attention_dropout": granularity == "full"
+        or "core_attn" in (getattr(config, "recompute_modules", None) or ()),
+        "hidden_dropout": granularity == "full",
+    }
+    return [
+        f"recompute_granularity={granularity!r} with {name}={getattr(config, name)}: the "
+        "recomputation must draw the mask of the forward again, but the states of graph-safe "
+        "generators cannot be set back inside a graph (nor does Megatron's own eager "
+        "recomputation set them back: its masks differ); set it to 0 or recompute what has no "
+        "dropout (recompute_modules)"
+        for name, is_recomputed in recomputed.items()
+        if is_recomputed and (getattr(config, name, 0.0) or 0.0) > 0
+    ]

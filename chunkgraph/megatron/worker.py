@@ -18,12 +18,26 @@ import signal
 import sys
 import traceback
 import warnings
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from chunkgraph.errors import ChunkGraphError, ConfigError, MissingDependencyError
 
-__all__ = ["die_with_parent", "keep_quiet", "main", "write_error", "write_whole"]
+if TYPE_CHECKING:
+    from chunkgraph.config import Config
+
+__all__ = [
+    "append_progress",
+    "describe_error",
+    "die_with_parent",
+    "keep_quiet",
+    "lost_a_peer",
+    "main",
+    "train_rank",
+    "write_error",
+    "write_whole",
+]
 
 _EXIT_FAILED = 1
 _EXIT_USAGE = 2
@@ -43,7 +57,11 @@ def main(config_path: str, run_dir: str) -> int:
     folder = Path(run_dir)
     try:
         die_with_parent()
-        results = _train(config_path, folder if rank == 0 else None)
+        # Imported here: an import that fails is reported.
+        from chunkgraph.config import load_config
+
+        progress = append_progress(folder / "progress.jsonl") if rank == 0 else None
+        results = train_rank(load_config(config_path), progress)
         if rank == 0:
             write_whole(folder / "rank0.json", json.dumps(results, indent=1) + "\n")
     except Exception as error:  # noqa: BLE001 - the outermost frame: everything is reported
@@ -53,7 +71,7 @@ def main(config_path: str, run_dir: str) -> int:
 
 def write_error(folder: Path, rank: int, error: Exception) -> int:
     """Leave one clear message, an empty line and the traceback; returns the exit code for it."""
-    text = f"{_message(error, rank)}\n\n{''.join(traceback.format_exception(error))}"
+    text = f"{describe_error(error, rank)}\n\n{''.join(traceback.format_exception(error))}"
     write_whole(folder / f"error_rank{rank}.txt", text)
     usage = isinstance(error, (ConfigError, MissingDependencyError))
     return _EXIT_USAGE if usage else _EXIT_FAILED
@@ -70,19 +88,28 @@ def die_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _train(config_path: str, folder: Path | None) -> dict[str, Any]:
-    # Imported here: a bad configuration needs no torch, and an import that fails is reported.
-    from chunkgraph.config import load_config
+def train_rank(
+    config: Config, on_progress: Callable[[dict[str, Any]], None] | None = None
+) -> dict[str, Any]:
+    """Train as the rank that RANK, WORLD_SIZE and the like make of this process.
 
-    config = load_config(config_path)
+    Args:
+        config: the run.
+        on_progress: called with the progress line of each step and capture; None on ranks that
+            nobody watches.
+
+    Returns:
+        The whole job's results as plain values for JSON, the same on every rank.
+    """
     if not config.run.debug:
         keep_quiet()
+    # Imported here: a bad configuration needs no torch.
     from chunkgraph.megatron.loop import StepRecord
     from chunkgraph.megatron.processes import training_process
     from chunkgraph.megatron.training import train
 
     def on_step(phase: str, record: StepRecord) -> None:
-        if folder is None:
+        if on_progress is None:
             return
         line = {
             "phase": phase,
@@ -92,12 +119,21 @@ def _train(config_path: str, folder: Path | None) -> dict[str, Any]:
             "num_microbatches": record.num_microbatches,
         }
         events = ["capture", "step"] if record.captures else ["step"]
-        with (folder / "progress.jsonl").open("a", encoding="utf-8") as file:
-            for event in events:
-                file.write(json.dumps({**line, "event": event}) + "\n")
+        for event in events:
+            on_progress({**line, "event": event})
 
     with training_process(config) as device:
         return train(config, device, on_step=on_step)
+
+
+def append_progress(path: Path) -> Callable[[dict[str, Any]], None]:
+    """A progress callback that appends each line to a file, as JSON."""
+
+    def append(line: dict[str, Any]) -> None:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+    return append
 
 
 def keep_quiet() -> None:
@@ -109,12 +145,18 @@ def keep_quiet() -> None:
     logging.getLogger("megatron").setLevel(logging.ERROR)
 
 
-def _message(error: Exception, rank: int) -> str:
+def lost_a_peer(error: Exception) -> bool:
+    """Whether an error is only what another rank's end looks like from here."""
+    return not isinstance(error, ChunkGraphError) and any(sign in str(error) for sign in _LOST_PEER)
+
+
+def describe_error(error: Exception, rank: int) -> str:
+    """One message that names the rank, for those who read no tracebacks."""
     text = str(error).strip() or type(error).__name__
     if isinstance(error, ChunkGraphError):
         return text if text.lower().startswith("rank") else f"Rank {rank}: {text}"
     first = text.splitlines()[0]
-    if any(sign in text for sign in _LOST_PEER):
+    if lost_a_peer(error):
         return (
             f"Rank {rank} stopped because another rank ended or did not answer in time "
             f"({first}). The cause is in that rank's error file or log."

@@ -46,6 +46,9 @@ class ModelSizes:
         has_gated_mlp: The MLP has a gate, a third matrix (SwiGLU).
         has_tied_embeddings: The output layer shares the embedding's weights; they are held once on
             a rank, but still by the first and by the last.
+        recompute_group_size: Layers that are recomputed together and keep their input alone; None
+            where nothing is.
+        num_recomputed_layers: Of each chunk; None: all of them.
     """
 
     num_layers: int
@@ -61,11 +64,13 @@ class ModelSizes:
     has_flash_attention: bool = True
     has_gated_mlp: bool = False
     has_tied_embeddings: bool = False
+    recompute_group_size: int | None = None
+    num_recomputed_layers: int | None = None
 
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:
             value = getattr(self, name)
-            if not isinstance(value, bool) and value < 1:
+            if value is not None and not isinstance(value, bool) and value < 1:
                 raise ConfigError(f"model: {name} is {value}, but must be at least 1")
 
     @property
@@ -124,9 +129,10 @@ class MemoryEstimate:
 def estimate_memory(plan: SlotPlan, model: ModelSizes) -> MemoryEstimate:
     """Estimate the memory one rank needs for a plan.
 
-    Assumes: no recomputation, no sequence or context parallelism, dense layers. A slot also holds
+    Assumes: no sequence or context parallelism, dense layers. A slot also holds
     its chunk's output (the input counts as saved by the first norm).
-    Scratch is taken as the gradients of one layer's activations and weights, a rough figure.
+    Scratch is taken as the gradients of one layer's (or recomputed group's) activations and of one
+    layer's weights, a rough figure.
     Embedding, output layer and loss run outside the slots; their activations are not counted.
 
     Raises:
@@ -140,7 +146,11 @@ def estimate_memory(plan: SlotPlan, model: ModelSizes) -> MemoryEstimate:
             f"{num_stages} layers, or other sizes"
         )
     layers_per_chunk = model.num_layers // num_stages
-    chunk_bytes = layers_per_chunk * model.layer_activation_bytes + model.hidden_bytes
+    group_size, num_recomputed = model.recompute_group_size or 1, 0
+    if model.recompute_group_size is not None:
+        num_recomputed = min(layers_per_chunk, model.num_recomputed_layers or layers_per_chunk)
+    kept_bytes = (layers_per_chunk - num_recomputed) * model.layer_activation_bytes
+    chunk_bytes = kept_bytes + (-(-num_recomputed // group_size) + 1) * model.hidden_bytes
     embedding = -(-model.vocab_size * model.hidden_size // model.tensor_parallel_size)
     num_embeddings = (plan.rank == 0) + (plan.rank == plan.num_ranks - 1)
     if model.has_tied_embeddings:
@@ -151,7 +161,7 @@ def estimate_memory(plan: SlotPlan, model: ModelSizes) -> MemoryEstimate:
     return MemoryEstimate(
         slot_bytes_per_chunk=(chunk_bytes,) * plan.num_chunks,
         slot_bytes=plan.num_slots * chunk_bytes,
-        scratch_bytes=model.layer_activation_bytes
+        scratch_bytes=group_size * model.layer_activation_bytes
         + model.num_layer_parameters * model.bytes_per_element,
         parameter_bytes=num_parameters * model.bytes_per_element,
         gradient_bytes=num_parameters * model.gradient_bytes_per_element,

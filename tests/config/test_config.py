@@ -27,6 +27,7 @@ SMALL: dict[str, Any] = {
     "pipeline": {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
     "train": {"num_microbatches": [4, 6]},
 }
+FULL_RECOMPUTE = "model.recompute_granularity=full; model.recompute_method=uniform"
 
 
 @pytest.fixture
@@ -119,6 +120,32 @@ def test_bad_override_says_which_and_why(small: Path, override: str, parts: list
         ("model.vocab_size=200", ConfigError, ["vocab_size is 200", "257"]),
         ("model.hidden_dropout=1.0", ConfigError, ["hidden_dropout is 1.0", "less than 1"]),
         ("model.hidden_dropout=.nan", ConfigError, ["hidden_dropout is nan"]),
+        (
+            "model.recompute_granularity=full",
+            ConfigError,
+            ["model.recompute_method is null", "is full"],
+        ),
+        (
+            "model.recompute_num_layers=1",
+            ConfigError,
+            ["model.recompute_num_layers is 1", "is null"],
+        ),
+        ("model.recompute_num_layers=0", ConfigError, ["recompute_num_layers is 0"]),
+        (
+            "model.recompute_granularity=selective; model.recompute_modules=[mlp]",
+            ConfigError,
+            ["recompute_modules has mlp", "model.swiglu=true"],
+        ),
+        (
+            "model.recompute_granularity=selective; model.recompute_modules=[]",
+            ConfigError,
+            ["model.recompute_modules is empty"],
+        ),
+        (
+            f"{FULL_RECOMPUTE}; model.recompute_num_layers=3",
+            ConfigError,
+            ["recompute_num_layers is 3", "the 2 layers of a chunk"],
+        ),
         ("model.layer_spec=te", ConfigError, ["'te'", "package.module:function"]),
         ("train.num_microbatches=[4,3]", TopologyError, ["num_microbatches[1] is 3", "2 or 4"]),
         ("train.num_microbatches=[1]", TopologyError, ["smaller than a microbatch group of 2"]),
@@ -139,7 +166,7 @@ def test_values_that_do_not_go_together(
     small: Path, override: str, error: type[Exception], parts: list[str]
 ) -> None:
     with pytest.raises(error) as caught:
-        load_config(small, ["train.use_ddp=false", override])
+        load_config(small, ["train.use_ddp=false", *override.split("; ")])
     message = str(caught.value)
     for part in [str(small), *parts]:
         assert part in message

@@ -70,12 +70,17 @@ def test_all_backwards_share_one_scratch_pool(
     assert reports["shared_backward"].num_graphs == reports["pool_per_slot"].num_graphs == 8
 
 
+def _width(device: torch.device) -> int:
+    """CUDA's allocator takes memory in pieces of 20 MiB; tensors must be of that order there."""
+    return 1 << (17 if device.type == "cuda" else 13)
+
+
 class ManyTemporaries(torch.nn.Module):
     """Autograd saves nothing of the parts and their stack."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self.weight = torch.nn.Parameter(torch.full((1 << 15,), 1.25, device=device))
+        self.weight = torch.nn.Parameter(torch.full((_width(device),), 1.25, device=device))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         parts = [x + float(i) for i in range(6)]
@@ -83,8 +88,9 @@ class ManyTemporaries(torch.nn.Module):
 
 
 def test_temporaries_of_forwards_share_scratch_too(backend: GraphBackend) -> None:
-    """12 temporaries of 4 MiB at once: a slot pool holds all of them, or none."""
-    samples = [(torch.randn(32, 1 << 15, device=backend.device, requires_grad=True),)]
+    """12 temporaries at once: a slot pool holds all of them, or none."""
+    width = _width(backend.device)
+    samples = [(torch.randn(32, width, device=backend.device, requires_grad=True),)]
     reports, grads = {}, {}
     plans: list[Any] = ["shared_temporaries", "shared_backward"]
     for plan in plans:
@@ -92,7 +98,7 @@ def test_temporaries_of_forwards_share_scratch_too(backend: GraphBackend) -> Non
         options = CaptureOptions(memory_plan=plan, verify="poison")
         graphs = ChunkGraphs([module], [3], backend=backend, options=options)
         reports[plan] = graphs.capture(samples)
-        x = torch.linspace(-1, 1, 1 << 20, device=backend.device).view(32, -1).requires_grad_()
+        x = torch.linspace(-1, 1, 32 * width, device=backend.device).view(32, -1).requires_grad_()
         with graphs.step(2):
             outputs = [graphs.callables[0](x), graphs.callables[0](x * 2)]
             for y in reversed(outputs):
@@ -120,7 +126,7 @@ def test_what_a_forward_keeps_only_when_captured_is_not_left_in_scratch(
 
     options = CaptureOptions(memory_plan="shared_temporaries")
     graphs = ChunkGraphs([Caching(backend.device)], [2], backend=backend, options=options)
-    sample = torch.randn(2, 1 << 15, device=backend.device, requires_grad=True)
+    sample = torch.randn(2, _width(backend.device), device=backend.device, requires_grad=True)
     with pytest.raises(MemoryPlanError, match=r"slot 0.*keeps \d+ bytes.*shared_backward"):
         graphs.capture([(sample,)])
 
@@ -139,7 +145,7 @@ def test_an_unexpected_operator_ends_the_routing_not_the_capture(backend: GraphB
     module = Changing(backend.device)
     options = CaptureOptions(memory_plan="shared_temporaries", verify="poison")
     graphs = ChunkGraphs([module], [1], backend=backend, options=options)
-    x = torch.randn(2, 1 << 15, device=backend.device, requires_grad=True)
+    x = torch.randn(2, _width(backend.device), device=backend.device, requires_grad=True)
     graphs.capture([(x,)])
     with graphs.step(1):
         y = graphs.callables[0](x)

@@ -12,6 +12,11 @@ import pytest
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "gpt_pp2_gpu.yaml"
 SMALL = ["model.num_layers=8", "model.hidden_size=512", "model.ffn_hidden_size=1024"]
+FULL_RECOMPUTE = [
+    "model.recompute_granularity=full",
+    "model.recompute_method=uniform",
+    "model.recompute_num_layers=1",
+]
 ONE = pytest.mark.gpu
 TWO = pytest.mark.multigpu
 
@@ -93,6 +98,36 @@ TWO = pytest.mark.multigpu
             [2, 5, 3],
             marks=TWO,
             id="tp2",
+        ),
+        pytest.param(
+            ["pipeline.pipeline_model_parallel_size=1", *FULL_RECOMPUTE],
+            [3, 1, 5],
+            marks=ONE,
+            id="pp1-full-recompute",
+        ),
+        pytest.param(
+            [
+                *FULL_RECOMPUTE,
+                "capture.scope=chunk",
+                "train.overlap_grad_reduce=true",
+                "train.gradient_accumulation_fusion=true",
+                "capture.verify=poison",
+            ],
+            [2, 5, 3],
+            marks=TWO,
+            id="pp2-full-recompute-overlap-fused-poison",
+        ),
+        pytest.param(
+            [
+                "model.recompute_granularity=selective",
+                "model.recompute_modules=[core_attn,mlp]",
+                "model.swiglu=true",
+                # Neither of the two draws it.
+                "model.hidden_dropout=0.1",
+            ],
+            [2, 5, 3],
+            marks=TWO,
+            id="pp2-selective-recompute-dropout",
         ),
     ],
 )

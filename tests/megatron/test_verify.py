@@ -10,13 +10,18 @@ import pytest
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(120)]
 
 _DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+_RECOMPUTED = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
 _SHADOW = {"verify": "shadow", "num_verify_steps": 2}
 
 
 def test_shadow_agrees_and_changes_nothing(
     run_cases: Callable[..., Any], make_config: Callable[..., Any]
 ) -> None:
-    """VPP 2 with overlapped reduction, TP 2, DP 2 with all of DDP's overlap; both scopes."""
+    """VPP 2 with overlapped reduction, TP 2, DP 2 with all of DDP's overlap, recomputed layers."""
     overlap = {"overlap_grad_reduce": True, "use_distributed_optimizer": True}
     pipelines: dict[str, tuple[dict[str, int], dict[str, Any], dict[str, Any]]] = {
         "pp2_vpp2": (
@@ -34,7 +39,7 @@ def test_shadow_agrees_and_changes_nothing(
     cases = {
         f"{name}_{scope}": {
             "config": make_config(
-                model=_DROPOUT,
+                model={**_DROPOUT, **(_RECOMPUTED if name == "tp2" else {})},
                 pipeline=pipeline,
                 train=train,
                 capture={**_SHADOW, "scope": scope},

@@ -34,6 +34,15 @@ def test_flash_attention_keeps_no_scores():
     assert flash.layer_activation_bytes == SBH * 34 + 4 * 96 * 2048
 
 
+def test_recomputed_layers_keep_their_inputs_alone():
+    plan = plan_slots(4, 2, rank=0)  # 12 layers a chunk
+    pairs = estimate_memory(plan, dataclasses.replace(GPT3, recompute_group_size=2))
+    assert pairs.slot_bytes_per_chunk == ((6 + 1) * 2 * SBH,) * 2
+    assert pairs.scratch_bytes == estimate_memory(plan, GPT3).scratch_bytes + SBH * 114
+    block = dataclasses.replace(GPT3, recompute_group_size=1, num_recomputed_layers=5)
+    assert estimate_memory(plan, block).slot_bytes_per_chunk == (7 * SBH * 114 + 6 * 2 * SBH,) * 2
+
+
 def test_bytes_of_a_rank():
     plan = plan_slots(4, 2, rank=0)
     estimate = estimate_memory(plan, GPT3)

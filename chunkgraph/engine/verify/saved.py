@@ -187,7 +187,9 @@ def _kept_by(node: Any) -> list[tuple[str, torch.Tensor]]:
     for name in _names_of_saved(kind):
         # A tensor that was written since, or a graph that was freed, cannot be read.
         with contextlib.suppress(RuntimeError):
-            value = getattr(node, name)
+            if not _is_plain(getattr(node, f"_raw{name}")):
+                continue
+            value = getattr(node, "saved_tensors" if name == "_saved_tensors" else name)
             values = value if isinstance(value, (tuple, list)) else (value,)
             kept.extend(
                 (name.removeprefix("_saved_"), v) for v in values if isinstance(v, torch.Tensor)
@@ -195,8 +197,14 @@ def _kept_by(node: Any) -> list[tuple[str, torch.Tensor]]:
     return [(name, t) for name, t in kept if t.layout is torch.strided and t.numel()]
 
 
+def _is_plain(raw: Any) -> bool:
+    """Whether reading it runs nobody's code: a hook might compute a forward anew."""
+    every = raw if isinstance(raw, (tuple, list)) else (raw,)
+    return all(getattr(saved, "unpack_hook", _is_plain) is None for saved in every)
+
+
 @functools.cache
 def _names_of_saved(kind: type) -> tuple[str, ...]:
-    names = [n for n in dir(kind) if n.startswith("_saved_") and "_sym_" not in n]
-    # Functions written in Python.
-    return (*names, "saved_tensors") if hasattr(kind, "saved_tensors") else tuple(names)
+    raw = [n.removeprefix("_raw") for n in dir(kind) if n.startswith("_raw_saved_")]
+    known = dir(kind)
+    return tuple(n for n in raw if n in known or n == "_saved_tensors")

@@ -178,7 +178,6 @@ class EagerTwin:
             accumulates: on top of the gradients so far, or on zeros.
         """
         outputs = [forward.tensors[i] for i in differentiable]
-        wanted = [t for t in forward.inputs if t.requires_grad]
         order = _Order()
         with torch.no_grad():
             for mine, real in zip(self._sums, self._gradients, strict=True):
@@ -192,11 +191,9 @@ class EagerTwin:
             self._own_sums(),
             self._sinks.accumulating(self._aliases.leaves, order),
         ):
-            got = torch.autograd.grad(
-                outputs, [*wanted, *self._aliases.leaves], list(grads), allow_unused=True
-            )
-        given = iter(got)
-        input_grads = tuple(next(given) if t.requires_grad else None for t in forward.inputs)
+            # As in a capture: not autograd.grad, which forbids recomputation.
+            torch.autograd.backward(outputs, list(grads))
+        input_grads = tuple(t.grad for t in forward.inputs)
         return EagerBackward(input_grads, tuple(self._sums), tuple(order.seen))
 
     @contextmanager

@@ -38,6 +38,7 @@ from chunkgraph.megatron.compat.random_state import (
     rng_is_graph_safe,
     seed_model_parallel,
 )
+from chunkgraph.megatron.compat.recompute import recomputing
 from chunkgraph.megatron.compat.triton_stub import TritonStubFinder
 
 __all__ = [
@@ -62,6 +63,7 @@ __all__ = [
     "patch_rng",
     "preserve_rng",
     "private_names",
+    "recomputing",
     "rng_is_graph_safe",
     "seed_model_parallel",
     "unwrap_ddp",

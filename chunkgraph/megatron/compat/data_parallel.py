@@ -93,10 +93,11 @@ class _BucketSignals:
     """One slot's ready signals: a bucket's reduction starts when its last gradient is written.
 
     In the capture an external event is recorded after the last gradient of every bucket group.
-    After a replay the signals of a group are given on a side stream that waits for its event
-    alone, so that its reduction overlaps with the rest of the backward. On a CPU there are no
-    events, and the signals follow the replay. Bucket groups ignore them but for the last
-    microbatch; then nothing is done here either.
+    (Recomputation may accumulate one parameter's gradient in several parts; then the event moves
+    behind the latest.) After a replay the signals of a group are given on a side stream that waits
+    for its event alone, so that its reduction overlaps with the rest of the backward. On a CPU
+    there are no events, and the signals follow the replay. Bucket groups ignore them but for the
+    last microbatch; then nothing is done here either.
     """
 
     def __init__(
@@ -108,15 +109,15 @@ class _BucketSignals:
         self._ddp = ddp
         self._targets = targets
         self._stream = stream
-        self._missing: dict[int, int] = {}
+        self._missing: dict[int, set[int]] = {}
         members: dict[int, tuple[Any, list[nn.Parameter]]] = {}
-        for target in targets:
+        for index, target in enumerate(targets):
             if target is not None:
                 group, parameter = target
                 members.setdefault(id(group), (group, []))[1].append(parameter)
-                self._missing[id(group)] = self._missing.get(id(group), 0) + 1
+                self._missing.setdefault(id(group), set()).add(index)
         self._members = members
-        self._ready: list[tuple[Any, list[nn.Parameter], torch.cuda.Event | None]] = []
+        self._ready: dict[int, torch.cuda.Event | None] = {}
         self._takes_force = all(
             "force_all_reduce" in inspect.signature(group.register_grad_ready).parameters
             for group, _ in members.values()
@@ -127,20 +128,22 @@ class _BucketSignals:
         if target is None:
             return
         key = id(target[0])
-        self._missing[key] -= 1
+        self._missing[key].discard(index)
         if self._missing[key]:
             return
         event: torch.cuda.Event | None = None
         if self._stream is not None:
             event = torch.cuda.Event(external=True)
             event.record()
-        self._ready.append((*self._members[key], event))
+        self._ready.pop(key, None)
+        self._ready[key] = event
 
     def replayed(self) -> None:
-        if not any(group.is_last_microbatch for group, _, _ in self._ready):
+        if not any(self._members[key][0].is_last_microbatch for key in self._ready):
             return
         force = (getattr(self._ddp, "force_all_reduce", False),) if self._takes_force else ()
-        for group, parameters, event in self._ready:
+        for key, event in self._ready.items():
+            group, parameters = self._members[key]
             with contextlib.ExitStack() as stack:
                 if event is not None:
                     assert self._stream is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -35,6 +35,12 @@ class HostGenerator(Protocol):
     def switch_to(self, state: Any) -> None:
         """Make ``state`` the live one; repeated at every replay when captured."""
 
+    def save(self, states: Iterable[Any]) -> Any:
+        """Remember the numbers that the live one and ``states`` go on with; likewise repeated."""
+
+    def restore(self, saved: Any) -> None:
+        """Go on from what :meth:`save` returned; likewise repeated."""
+
 
 def patch_rng(host: HostGenerator) -> Callable[[], None]:
     """Point Megatron's RNG tracker at the CPU generator; return a function that undoes it.
@@ -43,12 +49,19 @@ def patch_rng(host: HostGenerator) -> Callable[[], None]:
     switch between them goes through ``host.switch_to``. Megatron's own ``fork`` also compares the
     CPU generator before and after, reading a tensor's value; here both are the same generator, and
     no graph could hold the read, so the tracker gets a ``fork`` without it.
+
+    Recomputation saves and restores all states. Of graph-safe ones Megatron keeps references, which
+    by then have moved on, so that the recomputed dropout would differ from the first; here they
+    are saved by value, in a replay as well.
     """
     module = import_megatron(_RANDOM)
     base, default_name = private_names(
         _RANDOM, "CudaRNGStatesTracker", "_MODEL_PARALLEL_RNG_TRACKER_NAME"
     )
-    private_names(_RANDOM, "_get_cuda_rng_state", "_set_cuda_rng_state", "initialize_rng_tracker")
+    private_names(
+        *(_RANDOM, "_get_cuda_rng_state", "_set_cuda_rng_state", "initialize_rng_tracker"),
+        *("_get_all_rng_states", "_set_all_rng_states"),
+    )
 
     class HostRngStatesTracker(base):  # type: ignore[misc,valid-type]
         """Megatron's tracker on the CPU generator, always graph-safe."""
@@ -85,9 +98,17 @@ def patch_rng(host: HostGenerator) -> Callable[[], None]:
         else:
             host.switch_to(state)
 
+    def get_all_states() -> tuple[Any]:
+        return (host.save(_tracker().get_states().values()),)
+
+    def set_all_states(saved: Any) -> None:
+        host.restore(saved)
+
     return patch_attributes(
         module,
         {
+            "_get_all_rng_states": get_all_states,
+            "_set_all_rng_states": set_all_states,
             "CudaRNGStatesTracker": HostRngStatesTracker,
             "_get_cuda_rng_state": get_state,
             "_set_cuda_rng_state": set_state,

@@ -1,0 +1,182 @@
+"""``chunkgraph train`` as one rank of a job that torchrun, srun or the like has started.
+
+The process trains in itself instead of starting workers. Rank 0 shows progress and prints the
+report. An error that every rank finds alike is printed once: see ``_wait_for_the_launcher``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from chunkgraph.cli.processes import die_with_parent
+from chunkgraph.config import Config, to_yaml
+from chunkgraph.errors import (
+    ChunkGraphError,
+    ConfigError,
+    MissingDependencyError,
+    TopologyError,
+)
+
+__all__ = ["StartedRank", "train_as_rank"]
+
+_EXIT_FAILED = 1
+_EXIT_USAGE = 2
+_WAIT_S = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartedRank:
+    """This process's place in a job, in the words of torchrun's environment variables."""
+
+    rank: int
+    """Number of the process in the job."""
+    world_size: int
+    """Processes of the job."""
+    local_rank: int
+    """Number of the process on its machine."""
+    local_world_size: int
+    """Processes of the job on this machine."""
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str]) -> StartedRank | None:
+        """Read RANK, WORLD_SIZE and the rest; None where nobody has started this process as a rank.
+
+        Raises:
+            ConfigError: Some are set, but not all that are needed, or not to what they may be.
+        """
+        if "RANK" not in environment or "WORLD_SIZE" not in environment:
+            return None
+        for name in ("MASTER_ADDR", "MASTER_PORT"):
+            if not environment.get(name):
+                msg = (
+                    "RANK and WORLD_SIZE are set, so this process is taken for one rank of a job, "
+                    f"but {name} is not set. Start the job by torchrun or scripts/, or unset RANK "
+                    "and WORLD_SIZE to let this command start the processes itself."
+                )
+                raise ConfigError(msg)
+        rank, world_size = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
+        started = cls(
+            rank=rank,
+            world_size=world_size,
+            local_rank=_number(environment, "LOCAL_RANK", rank),
+            local_world_size=_number(environment, "LOCAL_WORLD_SIZE", world_size),
+        )
+        if not rank < world_size:
+            msg = f"RANK is {rank}, but WORLD_SIZE is {world_size}: ranks are numbered from 0."
+            raise ConfigError(msg)
+        return started
+
+
+def train_as_rank(args: argparse.Namespace, started: StartedRank) -> NoReturn:
+    """Train as this rank, and leave the process with the exit code.
+
+    Args:
+        args: The subcommand's arguments.
+        started: The place in the job.
+    """
+    die_with_parent()
+    # The launcher decides what an interrupt means. A rank has nothing to save, and one that waits
+    # inside a collective would never come to run a handler of Python's.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        code = _train(args, started)
+    except Exception as error:  # noqa: BLE001 - the outermost frame: everything is reported
+        code = _report_error(args, started, error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Interpreter shutdown would wait for threads of process groups whose peers may be gone.
+    os._exit(code)
+
+
+def _train(args: argparse.Namespace, started: StartedRank) -> int:
+    from chunkgraph.cli.train import checked_config, report, run_folder, worker_environment
+
+    is_first = started.rank == 0
+    config = checked_config(args, num_local_ranks=started.local_world_size)
+    _check_world_size(config, started)
+    for name, value in worker_environment(config).items():
+        # Without a network, only ranks of the same machine reach each other.
+        if name != "GLOO_SOCKET_IFNAME" or started.local_world_size == started.world_size:
+            os.environ.setdefault(name, value)
+    if not config.run.debug and not sys.warnoptions:
+        warnings.simplefilter("ignore")  # PYTHONWARNINGS comes too late for this process
+    from chunkgraph.cli.progress import TrainProgress
+    from chunkgraph.cli.results import results_from
+    from chunkgraph.megatron.worker import append_progress, train_rank
+
+    if not is_first:
+        train_rank(config)
+        return 0
+    with ExitStack() as stack:
+        callbacks = []
+        if args.run_dir is not None:
+            run_dir = stack.enter_context(run_folder(args.run_dir))
+            (run_dir / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+            callbacks.append(append_progress(run_dir / "progress.jsonl"))
+        progress = stack.enter_context(TrainProgress(config))
+        callbacks.append(progress.update)
+
+        def on_progress(line: dict[str, Any]) -> None:
+            for callback in callbacks:
+                callback(line)
+
+        results = results_from(train_rank(config, on_progress))
+    return report(args, config, results)
+
+
+def _check_world_size(config: Config, started: StartedRank) -> None:
+    needed = config.pipeline.world_size
+    if started.world_size != needed:
+        pipeline = config.pipeline
+        msg = (
+            f"The configuration needs {needed} process(es) (pipeline "
+            f"{pipeline.pipeline_model_parallel_size} x tensor "
+            f"{pipeline.tensor_model_parallel_size} x data {pipeline.data_parallel_size}), but the "
+            f"job was started with {started.world_size} (WORLD_SIZE). Start {needed}, or change "
+            "the sizes in the pipeline section."
+        )
+        raise TopologyError(msg)
+
+
+def _report_error(args: argparse.Namespace, started: StartedRank, error: Exception) -> int:
+    """Print what went wrong, in the place where it is seen once; returns the exit code."""
+    from chunkgraph.megatron.worker import describe_error, lost_a_peer
+
+    is_usage = isinstance(error, (ConfigError, MissingDependencyError))
+    if lost_a_peer(error) or (is_usage and started.local_rank != 0):
+        _wait_for_the_launcher()
+    if args.debug:
+        traceback.print_exception(error)
+    # A wrong setting is no rank's fault.
+    is_shared = is_usage and isinstance(error, ChunkGraphError) and started.local_rank == 0
+    message = str(error) if is_shared else describe_error(error, started.rank)
+    print(f"error: {message}", file=sys.stderr)
+    return _EXIT_USAGE if is_usage else _EXIT_FAILED
+
+
+def _wait_for_the_launcher() -> None:
+    """Give way to the rank that explains the failure better.
+
+    Whoever started the ranks ends them all when the first one fails. If this one is still here
+    afterwards, then the error is its own, or nobody watches, and it is printed after all.
+    """
+    time.sleep(_WAIT_S)
+
+
+def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = environment.get(name, "" if default is None else str(default))
+    if not (text.isascii() and text.isdigit()):
+        msg = f"{name} is {text!r} in the environment; expected a number from 0."
+        raise ConfigError(msg)
+    return int(text)

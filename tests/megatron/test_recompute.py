@@ -1,0 +1,187 @@
+"""Activation recomputation inside captured backwards, against eager recomputation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from chunkgraph.errors import ConfigError
+from chunkgraph.megatron import compat
+from chunkgraph.megatron.support import refuse_unsupported
+
+pytestmark = [pytest.mark.megatron, pytest.mark.timeout(150)]
+
+_DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+_UNIFORM = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
+_BLOCK = {**_UNIFORM, "recompute_method": "block"}
+
+
+def _selective(*modules: str) -> dict[str, Any]:
+    return {"recompute_granularity": "selective", "recompute_modules": list(modules)}
+
+
+def _assert_equal_to_eager(results: dict[str, dict[str, Any]]) -> None:
+    for name, result in results.items():
+        wrong = [s for s in result["steps"] if not (s["loss_equal"] and s["grad_norm_equal"])]
+        assert not wrong, f"{name}: {wrong}"
+        assert result["different_parameters"] == {}, name
+        assert result["capture_sessions"] == 1, name
+        assert all(step["replays"] > 0 for step in result["steps"][1:]), name
+
+
+def test_one_rank(run_cases: Callable[..., Any], make_config: Callable[..., Any]) -> None:
+    """Every way of recomputing gives the very bits of keeping all activations, with dropout."""
+    ways: dict[str, dict[str, Any]] = {
+        "kept": {},
+        "uniform": _UNIFORM,
+        "pairs": {**_UNIFORM, "recompute_num_layers": 2},
+        "block": {**_BLOCK, "recompute_num_layers": 3},
+        "core_attn": _selective("core_attn"),
+    }
+    cases = {
+        name: {"config": make_config(model={**_DROPOUT, **way}, capture={"verify": "poison"})}
+        for name, way in ways.items()
+    }
+    cases["uniform_chunk"] = {
+        "config": make_config(
+            model={**_DROPOUT, **_UNIFORM},
+            capture={"scope": "chunk", "memory_plan": "pool_per_slot"},
+        )
+    }
+    cases["uniform_no_ddp"] = {
+        "config": make_config(
+            model={**_DROPOUT, **_UNIFORM}, train={"use_ddp": False}, capture={"scope": "chunk"}
+        )
+    }
+    cases["mlp"] = {
+        "config": make_config(
+            model={**_DROPOUT, **_selective("core_attn", "mlp"), "swiglu": True},
+            capture={"scope": "chunk"},
+        )
+    }
+    results = run_cases(cases, 1)
+    _assert_equal_to_eager(results)
+    kept = results.pop("kept")
+    del results["mlp"]  # a model of its own
+    for name, result in results.items():
+        for step, wanted in zip(result["steps"], kept["steps"], strict=True):
+            assert step["loss_chunk_hex"] == wanted["loss_chunk_hex"], name
+            if name != "uniform_no_ddp":
+                assert step["grad_norm_chunk_hex"] == wanted["grad_norm_chunk_hex"], name
+
+
+def test_two_ranks(run_cases: Callable[..., Any], make_config: Callable[..., Any]) -> None:
+    """PP 2 x VPP 2, TP 2 and DP 2 with overlapped reduction, in both scopes and plans."""
+    cases = {
+        "pp2_vpp2": {
+            "config": make_config(
+                model={**_DROPOUT, **_UNIFORM, "untie_embeddings_and_output_weights": False},
+                pipeline={
+                    "pipeline_model_parallel_size": 2,
+                    "virtual_pipeline_model_parallel_size": 2,
+                },
+                train={"num_microbatches": [4, 2, 6], "overlap_grad_reduce": True},
+                capture={"verify": "poison", "scope": "chunk"},
+            )
+        },
+        "tp2": {
+            "config": make_config(
+                model={**_DROPOUT, **_BLOCK, "recompute_num_layers": 2},
+                pipeline={"tensor_model_parallel_size": 2},
+                capture={"memory_plan": "pool_per_slot"},
+            )
+        },
+        "dp2": {
+            "config": make_config(
+                model={**_DROPOUT, **_selective("core_attn", "mlp"), "swiglu": True},
+                pipeline={"data_parallel_size": 2},
+                train={
+                    "num_microbatches": [2, 1, 3],
+                    "overlap_grad_reduce": True,
+                    "use_distributed_optimizer": True,
+                },
+            ),
+            "ddp_options": {"bucket_size": 8000, "overlap_param_gather": True},
+        },
+    }
+    _assert_equal_to_eager(run_cases(cases, 2))
+
+
+def test_slots_hold_only_the_inputs_of_layers(
+    one_rank: Any, make_config: Callable[..., Any]
+) -> None:
+    from chunkgraph.config import config_from_mapping
+    from chunkgraph.data import PackedText
+    from chunkgraph.megatron import attach
+    from chunkgraph.megatron.compat import import_megatron
+    from chunkgraph.megatron.loop import forward_step, microbatches
+    from chunkgraph.megatron.model import build_model
+    from chunkgraph.megatron.processes import seed_everything
+
+    held: list[int] = []
+    for way in ({}, _UNIFORM):
+        config = config_from_mapping(make_config(model={**_DROPOUT, **way, "seq_length": 64}))
+        seed_everything(1, one_rank)
+        chunks = build_model(config, one_rank)
+        graphs = attach(chunks)
+        schedule = import_megatron("megatron.core.pipeline_parallel").get_forward_backward_func()
+        train = graphs.wrap_forward_backward(schedule)
+        text = PackedText.from_file(None, seq_length=64, seed=1)
+        for step in range(2):
+            train(
+                forward_step_func=forward_step,
+                data_iterator=[microbatches(config, text, step, 1, one_rank)],
+                model=chunks,
+                num_microbatches=1,
+                seq_length=64,
+                micro_batch_size=2,
+                forward_only=False,
+            )
+        report = graphs.engine.report
+        assert report is not None
+        held.append(report.held_bytes)
+        graphs.detach()
+    kept, recomputed = held
+    # Four inputs of 32 KiB and the output (with its norm) against all activations.
+    hidden_bytes = 64 * 2 * 32 * 4
+    assert recomputed < 12 * hidden_bytes
+    assert kept > 8 * recomputed
+
+
+@pytest.mark.parametrize(
+    ("settings", "graph_safe", "refused"),
+    [
+        ({"recompute_granularity": "full", "hidden_dropout": 0.1}, True, "hidden_dropout=0.1"),
+        ({"recompute_granularity": "full", "attention_dropout": 0.1}, True, "attention_dropout"),
+        (
+            {**_selective("core_attn"), "attention_dropout": 0.1, "hidden_dropout": 0.1},
+            True,
+            "attention_dropout",
+        ),
+        ({**_selective("mlp"), "attention_dropout": 0.1, "hidden_dropout": 0.1}, True, None),
+        ({"recompute_granularity": "full"}, True, None),
+        ({"recompute_granularity": "full"}, False, "RNG tracker"),
+        ({"attention_dropout": 0.1}, True, None),
+    ],
+)
+def test_a_graph_on_a_gpu_cannot_draw_a_mask_again(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], graph_safe: bool, refused: str | None
+) -> None:
+    monkeypatch.setattr(compat, "rng_is_graph_safe", lambda: graph_safe)
+    config = SimpleNamespace(**settings)
+    if refused is None:
+        refuse_unsupported(config, [], torch.device("cuda"))
+        return
+    with pytest.raises(ConfigError, match=r"recompute_granularity=.*" + refused) as caught:
+        refuse_unsupported(config, [], torch.device("cuda"))
+    if "core_attn" in settings.get("recompute_modules", ()):
+        assert "hidden_dropout" not in str(caught.value)
+    refuse_unsupported(config, [], torch.device("cpu"))

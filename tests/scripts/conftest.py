@@ -1,0 +1,93 @@
+"""What the tests of scripts/ share: a stand-in for Megatron's launcher, and a look at processes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+MARK = "CHUNKGRAPH_TEST_MARK"
+
+LAUNCH = """
+import runpy, sys
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.fixture(scope="session")
+def package_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the package in it, whose Megatron launcher only runs the script."""
+    folder = tmp_path_factory.mktemp("package")
+    ignored = shutil.ignore_patterns("__pycache__", "launch", "launch.py")
+    shutil.copytree(ROOT / "chunkgraph", folder / "chunkgraph", ignore=ignored)
+    (folder / "chunkgraph" / "megatron" / "launch.py").write_text(LAUNCH)
+    return folder
+
+
+class Marked:
+    """The environment of a test's commands, by which everything they start is found again."""
+
+    def __init__(self, path: Path) -> None:
+        # To be run in: Python looks for modules there before it looks in PYTHONPATH.
+        self.folder = path
+        self.mark = uuid.uuid4().hex
+        clean = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("CHUNKGRAPH_", "SLURM_", "SBATCH_", "SRUN_"))
+        }
+        self.environment = {**clean, MARK: self.mark, "PYTHONPATH": str(path), "COLUMNS": "80"}
+
+    def processes(self) -> list[int]:
+        """Processes that carry the mark and have not ended."""
+        wanted, found = f"{MARK}={self.mark}".encode(), []
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                if wanted not in (folder / "environ").read_bytes().split(b"\0"):
+                    continue
+                if (folder / "stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                    found.append(int(folder.name))
+            except OSError:  # it ended, or is another user's
+                continue
+        return found
+
+    def is_alone(self, within_s: float = 10.0) -> bool:
+        """Whether nothing that the commands started is left."""
+        end = time.monotonic() + within_s
+        while self.processes():
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.1)
+        return True
+
+
+@pytest.fixture
+def marked(package_path: Path) -> Iterator[Marked]:
+    """A fresh mark; whatever a failed test leaves with it is ended."""
+    made = Marked(package_path)
+    yield made
+    for pid in made.processes():
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture(scope="session")
+def wait_until() -> Callable[[Callable[[], bool]], None]:
+    """Wait for a condition, or fail after half a minute."""
+
+    def wait(condition: Callable[[], bool], within_s: float = 30.0) -> None:
+        end = time.monotonic() + within_s
+        while not condition():
+            assert time.monotonic() < end, "it did not happen in time"
+            time.sleep(0.05)
+
+    return wait

@@ -1,0 +1,200 @@
+"""A Slurm of one node, with daemons, ports and files of its own, as an unprivileged site has it."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import re
+import secrets
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+# No accounting, no cgroups, no plugins that want hardware. More CPUs than there are, so that jobs
+# and their ranks fit on any machine; decisions at once, since tests wait for them.
+SLURM_CONF = """
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmUser={user}
+SlurmdUser={user}
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket
+CredType=cred/munge
+SlurmctldPort={ctld_port}
+SlurmdPort={slurmd_port}
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.pid
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SwitchType=switch/none
+MpiDefault=none
+JobAcctGatherType=jobacct_gather/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SlurmdParameters=config_overrides
+SchedulerParameters=sched_min_interval=0,sched_interval=1
+ReturnToService=2
+KillWait=5
+MailProg=/bin/true
+NodeName={host} NodeAddr=127.0.0.1 CPUs=16 State=UNKNOWN
+PartitionName=main Nodes=ALL Default=YES MaxTime=10 State=UP
+"""
+
+
+class Slurm:
+    """The running daemons.
+
+    Args:
+        folder: Short: a socket's path has at most 107 characters.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        path = f"{os.environ.get('PATH', '')}{os.pathsep}/usr/sbin"
+        self.environment = {"PATH": path, "SLURM_CONF": str(folder / "slurm.conf")}
+        self._processes = ExitStack()
+
+    def start(self) -> None:
+        """Start the daemons and wait until the node takes jobs."""
+        folder = self.folder
+        folder.chmod(0o755)  # munged insists that others can reach its socket
+        key = folder / "munge.key"
+        key.write_bytes(secrets.token_bytes(1024))
+        key.chmod(0o400)
+        (folder / "state").mkdir()
+        (folder / "spool").mkdir()
+        config = SLURM_CONF.format(
+            host=socket.gethostname().partition(".")[0],
+            user=getpass.getuser(),
+            folder=folder,
+            ctld_port=free_port(),
+            slurmd_port=free_port(),
+        )
+        (folder / "slurm.conf").write_text(config)
+        (folder / "cgroup.conf").write_text(self._cgroup_conf())
+        self._daemon(
+            *("munged", "--foreground", "--force", f"--key-file={key}"),
+            *(f"--socket={folder}/munge.socket", f"--log-file={folder}/munged.log"),
+            *(f"--pid-file={folder}/munged.pid", f"--seed-file={folder}/munged.seed"),
+        )
+        self._wait_for((folder / "munge.socket").exists)
+        self._daemon("slurmctld", "-D", "-c", "-f", f"{folder}/slurm.conf")
+        self._daemon("slurmd", "-D", "-f", f"{folder}/slurm.conf")
+        self._wait_for(lambda: self.call("sinfo", "--noheader", "--format=%T") == "idle")
+
+    def stop(self) -> None:
+        """End the jobs that a failed test has left, and the daemons."""
+        try:
+            self.call("scancel", "--signal=KILL", "--full", f"--user={getpass.getuser()}")
+            self._wait_for(lambda: self.call("squeue", "--noheader") == "")
+        finally:
+            self._processes.close()
+
+    def call(self, *command: str) -> str:
+        """Standard output of a Slurm command."""
+        done = subprocess.run(
+            command,
+            env={**os.environ, **self.environment},
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=False,
+        )
+        return done.stdout.strip()
+
+    def submit(self, *command: str, environment: Mapping[str, str], folder: Path, log: Path) -> str:
+        """Submit by sbatch's arguments; returns the job's number."""
+        done = subprocess.run(
+            # Far from the limit: the script wants a signal when it comes near.
+            ["sbatch", "--parsable", "--time=10", f"--output={log}", *command],
+            env={**environment, **self.environment},
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    def wait(self, job: str, within_s: float = 90.0) -> tuple[str, int]:
+        """State and exit code of a job that has ended (`sbatch --wait` looks every ten seconds)."""
+        end = time.monotonic() + within_s
+        while True:
+            text = self.call("scontrol", "show", "job", "--oneliner", job)
+            found = re.search(r"JobState=(\w+).* ExitCode=(\d+):", text)
+            assert found is not None, text
+            if found[1] not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"):
+                return found[1], int(found[2])
+            assert time.monotonic() < end, text
+            time.sleep(0.2)
+
+    def _cgroup_conf(self) -> str:
+        """Without a file of its own, slurmd would look for the system's cgroups."""
+        version = re.search(r"(\d+)\.(\d+)", self.call("sbatch", "--version"))
+        assert version is not None
+        if (int(version[1]), int(version[2])) >= (23, 11):
+            return "CgroupPlugin=disabled\n"
+        return "CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n"
+
+    def _daemon(self, *command: str) -> None:
+        program = shutil.which(command[0], path=self.environment["PATH"])
+        assert program is not None
+        log = self._processes.enter_context((self.folder / f"{command[0]}.out").open("w"))
+        process = subprocess.Popen(
+            [program, *command[1:]],
+            env={**os.environ, **self.environment},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+        self._processes.callback(end, process)
+
+    def _wait_for(self, condition: object, within_s: float = 20.0) -> None:
+        assert callable(condition)
+        end = time.monotonic() + within_s
+        while not condition():
+            if time.monotonic() > end:
+                logs = "\n".join(
+                    f"--- {path.name}\n{path.read_text()[-2000:]}"
+                    for path in sorted(self.folder.glob("*.out"))
+                )
+                pytest.fail(f"Slurm's daemons do not answer:\n{logs}")
+            time.sleep(0.1)
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End a daemon: ask, then kill."""
+    process.terminate()
+    try:
+        process.wait(10)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+@pytest.fixture(scope="session")
+def slurm() -> Iterator[Slurm]:
+    """A Slurm of one node, started for the tests and ended after them."""
+    with tempfile.TemporaryDirectory(prefix="slurm-", ignore_cleanup_errors=True) as folder:
+        started = Slurm(Path(folder))
+        try:
+            started.start()
+            yield started
+        finally:
+            started.stop()

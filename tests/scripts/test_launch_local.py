@@ -1,0 +1,190 @@
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = str(ROOT / "scripts" / "launch_local.sh")
+CONFIG = str(ROOT / "configs" / "gpt_pp2_cpu.yaml")
+SMALL = ("model.num_layers=2", "model.hidden_size=32", "train.num_microbatches=[2,3]")
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
+    pytest.mark.timeout(120),
+]
+
+HANG = """
+import os, pathlib, signal, sys, time
+action = signal.SIG_IGN if sys.argv[2] == "stubborn" else signal.SIG_DFL
+for signum in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(signum, action)
+pathlib.Path(sys.argv[1], f"ready{os.environ['RANK']}").touch()
+time.sleep(600)
+"""
+
+
+def environment(marked: Any, num_ranks: int = 2) -> dict[str, str]:
+    return {
+        **marked.environment,
+        "CHUNKGRAPH_NPROC_PER_NODE": str(num_ranks),
+        "CHUNKGRAPH_PYTHON": sys.executable,
+    }
+
+
+def launch(marked: Any, *arguments: str, num_ranks: int = 2) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [SCRIPT, *arguments],
+        cwd=marked.folder,
+        env=environment(marked, num_ranks),
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "usage: scripts/launch_local.sh"),
+        (["train"], "'train' is neither a .yaml configuration nor a .py script"),
+        (["none.yaml"], "there is no file 'none.yaml'"),
+        (["none.py", "--flag"], "there is no file 'none.py'"),
+        (["--config", CONFIG], "needs a script after it"),
+        (["--config=x.yaml", "none.py"], "there is no file 'none.py'"),
+    ],
+)
+def test_wrong_usage_ends_with_2_and_starts_nothing(
+    marked: Any, arguments: list[str], message: str
+) -> None:
+    result = launch(marked, *arguments)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert result.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("CHUNKGRAPH_NPROC_PER_NODE", "two", "'two'; expected a number from 1"),
+        ("CHUNKGRAPH_PYTHON", "no-such-python", "there is no program 'no-such-python'"),
+    ],
+)
+def test_a_wrong_variable_is_named(marked: Any, name: str, value: str, message: str) -> None:
+    result = subprocess.run(
+        [SCRIPT, CONFIG],
+        cwd=marked.folder,
+        env={**environment(marked), name: value},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert result.returncode == 2
+    assert name in result.stderr
+    assert message in result.stderr
+
+
+def test_help_names_every_variable_that_is_read(marked: Any) -> None:
+    result = launch(marked, "--help")
+    assert result.returncode == 0
+    body = Path(SCRIPT).read_text().partition("\nHELP\n}")[2]
+    names = set(re.findall(r"\$\{(CHUNKGRAPH_[A-Z_]+)", body))
+    assert len(names) == 4
+    assert names == set(re.findall(r"CHUNKGRAPH_[A-Z_]+", result.stdout))
+
+
+@pytest.mark.megatron
+def test_a_configuration_trains_in_the_ranks_and_reports_once(marked: Any, tmp_path: Path) -> None:
+    table, run_dir = tmp_path / "table.json", tmp_path / "run"
+    result = launch(
+        marked, CONFIG, *SMALL, "--json", str(table), "--run-dir", str(run_dir), "run.timeout_s=60"
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("parameters after the run: equal") == 1
+    assert result.stdout.endswith("OK\n")
+    assert result.stderr.count("chunk graphs: step 2/2  3 microbatches") == 1
+    content = json.loads(table.read_text())
+    assert content["ok"] is True
+    assert [step["num_microbatches"] for step in content["steps"]] == [2, 3]
+    assert content["config"]["run"]["timeout_s"] == 60
+    assert {path.name for path in run_dir.iterdir()} == {"config.yaml", "progress.jsonl"}
+    assert marked.is_alone()
+
+
+@pytest.mark.megatron
+def test_ranks_that_do_not_fit_the_configuration_are_one_error(marked: Any) -> None:
+    result = launch(marked, CONFIG, num_ranks=3)
+    assert result.returncode == 2
+    assert result.stderr.count("error: ") == 1
+    assert "needs 2 process(es) (pipeline 2 x tensor 1 x data 1)" in result.stderr
+    assert "the job was started with 3" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert marked.is_alone()
+
+
+def test_a_script_gets_its_arguments_and_its_exit_code_comes_back(
+    marked: Any, tmp_path: Path
+) -> None:
+    script = tmp_path / "pretrain.py"
+    script.write_text(
+        "import os, sys\nprint(os.environ['RANK'], os.environ['WORLD_SIZE'], sys.argv[1:])\n"
+        "sys.exit(3 if os.environ['RANK'] == '1' else 0)\n"
+    )
+    result = launch(marked, str(script), "--train-iters", "2", "a b")
+    assert result.returncode == 3
+    lines = sorted(result.stdout.splitlines())
+    assert lines == [f"{rank} 2 ['--train-iters', '2', 'a b']" for rank in (0, 1)]
+    assert "rank 1 was the first to fail; exit code 3" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("kind", "signals", "code"),
+    [
+        ("meek", [signal.SIGINT], 130),
+        ("meek", [signal.SIGTERM], 143),
+        # torchrun takes up waiting again after the second, and would leave ranks after the third.
+        ("stubborn", [signal.SIGINT] * 3, 130),
+    ],
+)
+def test_signals_leave_no_process(
+    marked: Any,
+    tmp_path: Path,
+    wait_until: Callable[..., None],
+    kind: str,
+    signals: list[signal.Signals],
+    code: int,
+) -> None:
+    script = tmp_path / "hang.py"
+    script.write_text(HANG)
+    log = tmp_path / "log"
+    with log.open("w") as output:
+        command = subprocess.Popen(
+            [SCRIPT, str(script), str(tmp_path), kind],
+            cwd=marked.folder,
+            env=environment(marked),
+            stderr=output,
+        )
+    try:
+        wait_until(lambda: len(list(tmp_path.glob("ready*"))) == 2)
+        for number, signum in enumerate(signals, start=1):
+            command.send_signal(signum)
+            if number < len(signals):
+                expected = 2 * number
+                wait_until(lambda: log.read_text().count("closing signal") >= expected)  # noqa: B023
+                assert len(marked.processes()) == 3
+        command.wait(20)
+    finally:
+        command.kill()
+    assert command.returncode == code
+    assert "Traceback" not in log.read_text()
+    assert marked.is_alone()
