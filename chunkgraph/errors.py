@@ -11,6 +11,7 @@
      +-- CaptureError           (RuntimeError)  a chunk could not be captured
      |    +-- IllegalOperationError             an operator that no graph can hold
      +-- ReplayMismatchError    (ValueError)    a call does not fit what was captured
+     +-- VerifyError            (RuntimeError)  a verified replay is not what eager gives
      +-- MemoryPlanError        (RuntimeError)  two graphs could overwrite each other
      +-- WorkerError            (RuntimeError)  a training process failed or was killed
 
@@ -31,6 +32,7 @@ __all__ = [
     "ScheduleError",
     "SlotError",
     "TopologyError",
+    "VerifyError",
     "WorkerError",
 ]
 
@@ -69,6 +71,10 @@ class IllegalOperationError(CaptureError):
 
 class ReplayMismatchError(ChunkGraphError, ValueError):
     """A call differs from what was captured in a way a replay cannot honour."""
+
+
+class VerifyError(ChunkGraphError, RuntimeError):
+    """A verified replay differs from the eager pass beside it, or read dead memory."""
 
 
 class MemoryPlanError(ChunkGraphError, RuntimeError):

@@ -48,6 +48,7 @@ def _check_ranges(config: Config) -> None:
         "pipeline.data_parallel_size": pipeline.data_parallel_size,
         "train.micro_batch_size": train.micro_batch_size,
         "train.lr": train.lr,
+        "capture.verify_every": config.capture.verify_every,
         "bench.num_steps": config.bench.num_steps,
         "run.timeout_s": config.run.timeout_s,
     }
@@ -57,14 +58,15 @@ def _check_ranges(config: Config) -> None:
         if value is not None and not (value > 0 and math.isfinite(value)):
             msg = f"{path} is {value}; it must be greater than 0."
             raise ConfigError(msg)
-    not_negative: dict[str, float] = {
+    not_negative: dict[str, float | None] = {
         "train.clip_grad": train.clip_grad,
         "train.seed": train.seed,
         "capture.num_warmup_steps": config.capture.num_warmup_steps,
+        "capture.num_verify_steps": config.capture.num_verify_steps,
         "bench.num_warmup_steps": config.bench.num_warmup_steps,
     }
     for path, value in not_negative.items():
-        if not (value >= 0 and math.isfinite(value)):
+        if value is not None and not (value >= 0 and math.isfinite(value)):
             msg = f"{path} is {value}; it must be 0 or greater."
             raise ConfigError(msg)
     for path, value in {

@@ -160,8 +160,13 @@ class CaptureConfig:
         "shared_backward"
     )
     """Where graphs keep their memory: all backwards in one scratch pool, or a pool per slot."""
-    poison: bool = False
-    """Whether freed slots and scratch are filled with NaN, to expose a read of stale memory."""
+    verify: Literal["none", "poison", "shadow"] = "none"
+    """How replays are checked: ``poison`` fills freed slots and scratch with NaN, to expose a read
+    of stale memory; ``shadow`` compares every replay with an eager pass on the same inputs."""
+    num_verify_steps: int | None = None
+    """Replayed steps after a capture that are verified; null: no end."""
+    verify_every: int = 1
+    """Of those, every so many."""
     on_failure: Literal["raise", "eager"] = "raise"
     """What a failed capture does once the model has been put back in order."""
 

@@ -39,6 +39,7 @@ class Chunk:
         label: names the chunk in errors, for example ``rank 0 chunk 1``.
         module: holds the parameters; during a capture it holds aliases of them. None: the forward
             is captured with the parameters themselves, which must not be in a DDP wrapper.
+        module_name: name of ``module`` in the user's model, a prefix of layers' names in errors.
         buffers: tensors the forward updates in place; put back after a capture session.
         before_forward: host work before every replayed forward.
         after_backward: host work after every replayed backward.
@@ -52,6 +53,7 @@ class Chunk:
     parameters: tuple[nn.Parameter, ...]
     label: str
     module: nn.Module | None = None
+    module_name: str = ""
     buffers: tuple[torch.Tensor, ...] = ()
     before_forward: Callable[[], None] | None = None
     after_backward: Callable[[], None] | None = None

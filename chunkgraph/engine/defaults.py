@@ -27,7 +27,7 @@ def default_backend(chunks: Sequence[Chunk]) -> GraphBackend:
 
 def rank_label(chunks: Sequence[Chunk]) -> str:
     """The rank's part of the chunks' labels."""
-    return chunks[0].label.split(" chunk")[0]
+    return chunks[0].label.split(" chunk")[0].rstrip(",")
 
 
 def sample_call(sample: Any) -> Call:

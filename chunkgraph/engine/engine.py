@@ -17,14 +17,15 @@ from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.counters import Counters
 from chunkgraph.engine.decision import NOTHING_REPLAYED, Agree, EagerReason, StepMode, agree_alone
 from chunkgraph.engine.defaults import default_backend, rank_label, sample_call
+from chunkgraph.engine.failure import SessionWatch, agree_on_cause, forget_frames
 from chunkgraph.engine.options import CaptureOptions
 from chunkgraph.engine.replay import SlotReplay
 from chunkgraph.engine.session import CapturedRank, CaptureReport, SessionSettings, capture_session
 from chunkgraph.engine.signature import Call, detached, flatten_call
 from chunkgraph.engine.slot import Slot
+from chunkgraph.engine.verify import Surroundings, Verifier, new_verifier
 from chunkgraph.errors import CaptureError, ChunkGraphError, SlotError
-from chunkgraph.graphs import GraphBackend, capture_failure
-from chunkgraph.memory import Poison
+from chunkgraph.graphs import GraphBackend
 from chunkgraph.slots import SlotMachine
 
 __all__ = ["ChunkGraphs"]
@@ -52,6 +53,7 @@ class ChunkGraphs:
         preserve: puts host-side state back after the session.
         generators: random generators that the chunks draw from, besides the default one.
         progress: called with (graphs captured, all graphs) during a session.
+        verify_scope: entered around the eager passes of ``verify``.
 
     Attributes:
         callables: one for each chunk.
@@ -72,6 +74,7 @@ class ChunkGraphs:
         preserve: Callable[[], AbstractContextManager[object]] = nullcontext,
         generators: Callable[[], Sequence[torch.Generator]] = tuple,
         progress: Callable[[int, int], None] | None = None,
+        verify_scope: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         if len(chunks) != len(num_slots) or not chunks:
             raise ValueError(
@@ -101,12 +104,15 @@ class ChunkGraphs:
             generators=generators,
             progress=progress,
         )
+        self._surroundings = Surroundings(self._backend, preserve, generators, verify_scope)
         self._machine = SlotMachine(self._num_slots, label=rank_label(self._chunks))
         self._reserved: tuple[deque[Slot], ...] = ()
         self._awaiting_grads: tuple[deque[Slot], ...] = ()
         self._anchor = torch.zeros((), device=self._backend.device, requires_grad=True)
         self._captured: CapturedRank | None = None
-        self._poison: Poison | None = None
+        self._verifier: Verifier | None = None
+        self._verifying: Verifier | None = None  # the same, in a step that is verified
+        self._first_replayed_step = 0
         self._failure: CaptureError | None = None
         self._was_released = False
         self._num_eager_steps = 0
@@ -214,6 +220,10 @@ class ChunkGraphs:
         self._awaiting_grads = tuple(deque[Slot]() for _ in self._chunks)
         self.mode = StepMode.REPLAY
         num_replays = self.counters.replays
+        step = self.counters.replayed_steps - self._first_replayed_step
+        if self._verifier is not None and self.options.verifies(step):
+            self._verifying = self._verifier
+            self._verifying.begin_step(step)
         try:
             yield
             self._machine.end_step()
@@ -226,6 +236,9 @@ class ChunkGraphs:
             raise
         finally:
             self.mode = StepMode.OUTSIDE
+            if self._verifying is not None:
+                self._verifying.end_step()
+                self._verifying = None
         if self.counters.replays > num_replays:
             self.counters.replayed_steps += 1
         else:  # gradients were off, or the modules in evaluation: every call ran eagerly
@@ -283,37 +296,45 @@ class ChunkGraphs:
     def _capture_together(
         self, samples: Sequence[Call], shape_key: Hashable, *, must_raise: bool = False
     ) -> None:
+        verifier = new_verifier(self.options.verify, self._chunks, samples, self._surroundings)
+        chunks = self._chunks if verifier is None else verifier.chunks
+        watch = SessionWatch(self._chunks, rank_label(self._chunks))
         own: ChunkGraphError | None = None
         try:
-            captured = capture_session(
-                self._chunks, self._num_slots, samples, self._backend, self._settings
-            )
-        except ChunkGraphError as error:
-            own = error
+            with watch.watching(self._settings) as settings:
+                captured = capture_session(
+                    chunks, self._num_slots, samples, self._backend, settings
+                )
         except Exception as error:  # noqa: BLE001
             # Whatever it was, the other ranks are about to ask how the session went.
-            own = capture_failure(rank_label(self._chunks), error)
-            own.__cause__ = error
+            own = watch.explain(error)
+            forget_frames(error)
         self._samples = [None] * len(self._chunks)
-        (some_failed,) = self._agreement.now([int(own is not None)])
-        if not some_failed:
+        cause, is_own = agree_on_cause(self._agreement.now, str(own) if own is not None else "")
+        if not cause:
             self._captured = captured
             self._captured_key = shape_key
-            self._poison = Poison(captured.pools.scratch) if self.options.poison else None
+            self._verifier = verifier
+            if verifier is not None:
+                verifier.captured(captured)
+            self._first_replayed_step = self.counters.replayed_steps
             self.counters.captures += captured.report.num_graphs // 2
             self.counters.capture_sessions += 1
             return
         if own is None:
             for slot in (s for slots in captured.slots for s in slots):
                 slot.release()
+            del captured
             own = CaptureError(
                 f"{rank_label(self._chunks)}: captured, but another rank could not; all ranks "
-                "dropped their graphs. The failing rank's own message tells the cause."
+                f"dropped their graphs. Its message:\n{cause}"
             )
+        self._backend.release_cached_memory()
         self._failure = own if isinstance(own, CaptureError) else CaptureError(str(own))
         if must_raise or self.options.on_failure == "raise":
             raise own
-        warnings.warn(f"{own}\nTraining goes on eagerly on all ranks.", stacklevel=4)
+        if is_own:  # one warning is enough for all ranks
+            warnings.warn(f"{own}\nTraining goes on eagerly on all ranks.", stacklevel=4)
 
     def release(self) -> None:
         """Drop graphs, pools and static buffers; steps run eagerly until the next capture.
@@ -328,7 +349,7 @@ class ChunkGraphs:
                 slot.release()
             self._was_released = True
         self._captured = None
-        self._poison = None
+        self._verifier = None
         self._failure = None
         self._num_eager_steps = 0
 
@@ -403,10 +424,12 @@ class ChunkGraphs:
         before = self._chunks[slot.chunk].before_forward
         if before is not None:
             before()
-        if self._poison is not None:
-            self._poison.before_replay()
+        if self._verifying is not None:
+            self._verifying.before_forward(slot, tensors)
         slot.load_inputs(tensors)
         slot.forward_graph.replay()
+        if self._verifying is not None:
+            self._verifying.after_forward(slot)
         self.counters.replays += 1
 
     def replay_backward(self, slot: Slot, grads: tuple[torch.Tensor | None, ...]) -> None:
@@ -415,15 +438,15 @@ class ChunkGraphs:
         waiting = self._awaiting_grads[slot.chunk]
         if slot in waiting:
             waiting.remove(slot)
-        if self._poison is not None:
-            self._poison.before_replay()
+        if self._verifying is not None:
+            self._verifying.before_backward(slot, grads)
         slot.load_output_grads(grads)
         assert slot.backward_graph is not None
         slot.backward_graph.replay()
+        if self._verifying is not None:
+            self._verifying.after_backward(slot)
         if slot.marker is not None:
             slot.marker.replayed()
-        if self._poison is not None:
-            self._poison.after_backward(slot.pool, holds_grads=slot.grads_lie_in_pool)
         self._machine.release(slot.chunk, slot.index)
         self.counters.backward_replays += 1
         after = self._chunks[slot.chunk].after_backward

@@ -47,6 +47,11 @@ class GradientSinks:
         self._accumulate = new_accumulate(self._sinks, [p.dtype for p in self.parameters])
         self._addresses = self._current_addresses()
 
+    @property
+    def buffers(self) -> tuple[torch.Tensor, ...]:
+        """The buffers that gradients are added to, one for each parameter."""
+        return tuple(self._sinks)
+
     @contextmanager
     def accumulating(
         self, leaves: Sequence[nn.Parameter], marker: GradientMarker | None = None

@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from chunkgraph.errors import ConfigError
 from chunkgraph.memory import MemoryPlan
 
-__all__ = ["CaptureOptions"]
+__all__ = ["CaptureOptions", "VerifyMode"]
+
+VerifyMode = Literal["none", "poison", "shadow"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,13 +22,38 @@ class CaptureOptions:
         num_warmup_passes: eager passes over each chunk on the capture stream, in the session.
             None: 1 on a GPU, 0 on the CPU recorder.
         memory_plan: which pools the graphs use; see `chunkgraph.memory.plan`.
-        poison: fill scratch and freed slots with NaN around every replay (debugging; slow).
+        verify: how replays are checked (debugging; slow; the numbers stay the same). ``poison``:
+            scratch and freed slots are filled with NaN around every replay. ``shadow``: every
+            replay is compared, bit for bit, with an eager pass on the same inputs and random
+            state; that takes an eager step's activations and a copy of the gradients more.
+            Either way the first slot and layer that differ or show a NaN are named.
+        num_verify_steps: verify only so many replayed steps after a capture; None: no end.
+        verify_every: of those, verify every so many.
         on_failure: what follows a failed capture once the model is back in order: ``raise`` the
             error, or train on eagerly (``eager``) after one warning.
+
+    Raises:
+        ConfigError: a count that cannot be.
     """
 
     num_warmup_steps: int = 1
     num_warmup_passes: int | None = None
     memory_plan: MemoryPlan = "shared_backward"
-    poison: bool = False
+    verify: VerifyMode = "none"
+    num_verify_steps: int | None = None
+    verify_every: int = 1
     on_failure: Literal["raise", "eager"] = "raise"
+
+    def __post_init__(self) -> None:
+        if self.verify_every < 1:
+            raise ConfigError(f"verify_every is {self.verify_every}; it must be 1 or greater.")
+        if self.num_verify_steps is not None and self.num_verify_steps < 0:
+            raise ConfigError(
+                f"num_verify_steps is {self.num_verify_steps}; it must be 0 or greater, or None "
+                "for no end."
+            )
+
+    def verifies(self, step: int) -> bool:
+        """Whether replayed step ``step`` after the capture, from 0, is a verified one."""
+        is_early = self.num_verify_steps is None or step < self.num_verify_steps
+        return is_early and step % self.verify_every == 0

@@ -1,5 +1,6 @@
 """Capture and replay of one callable: CUDA graphs, and a CPU recorder with the same contract."""
 
+from chunkgraph.graphs.address import tensor_at
 from chunkgraph.graphs.contract import Graph, GraphBackend, Pool, Router
 from chunkgraph.graphs.cuda import CUDABackend
 from chunkgraph.graphs.failure import capture_failure
@@ -23,5 +24,6 @@ __all__ = [
     "capture_failure",
     "host_call",
     "location_of",
+    "tensor_at",
     "watch_operators",
 ]

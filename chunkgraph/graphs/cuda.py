@@ -18,6 +18,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from chunkgraph.errors import CaptureError, ChunkGraphError
+from chunkgraph.graphs.address import tensor_at
 from chunkgraph.graphs.contract import Pool, Router
 from chunkgraph.graphs.failure import capture_failure
 from chunkgraph.graphs.ranges import AddressRanges
@@ -84,24 +85,11 @@ class CUDAPool:
     def poison(self) -> None:
         """Fill all segments with 0xFF bytes on the current stream."""
         for area in self.reserved():
-            view = torch.as_tensor(_RawBytes(area.start, area.end - area.start), device=self.device)
-            view.fill_(0xFF)
+            tensor_at(area.start, area.end - area.start, self.device).fill_(0xFF)
 
     def _segments(self) -> list[dict]:
         wanted = tuple(self.handle)
         return [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == wanted]
-
-
-class _RawBytes:
-    """Device bytes for `torch.as_tensor`, which makes a view and takes no ownership."""
-
-    def __init__(self, start: int, num_bytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (num_bytes,),
-            "typestr": "|u1",
-            "data": (start, False),
-            "version": 3,
-        }
 
 
 class CUDAGraphHandle:

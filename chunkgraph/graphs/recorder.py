@@ -65,17 +65,23 @@ def host_call(call: Callable[[], None]) -> None:
 
 
 class RecorderBackend:
-    """Graphs on the CPU. See the module's text for what it shows and what it cannot."""
+    """Graphs on the CPU. See the module's text for what it shows and what it cannot.
+
+    Args:
+        limit_bytes: what all pools together may hold, as a device's memory would limit them; a
+            capture that needs more fails as on a GPU. None: no limit.
+    """
 
     name = "recorder"
 
-    def __init__(self) -> None:
+    def __init__(self, limit_bytes: int | None = None) -> None:
         self.device = torch.device("cpu")
+        self._limit_bytes = limit_bytes
         self._pools: weakref.WeakSet[SimulatedPool] = weakref.WeakSet()
 
     def new_pool(self, label: str) -> SimulatedPool:
         """An empty simulated pool."""
-        pool = SimulatedPool(label)
+        pool = SimulatedPool(label, self._take_segment)
         self._pools.add(pool)
         return pool
 
@@ -127,8 +133,19 @@ class RecorderBackend:
         return 0
 
     def free_bytes(self) -> int | None:
-        """Unknown."""
-        return None
+        """What is left of the limit; None: unknown."""
+        if self._limit_bytes is None:
+            return None
+        return self._limit_bytes - sum(pool.reserved_bytes for pool in self._pools)
+
+    def _take_segment(self, num_bytes: int) -> None:
+        free = self.free_bytes()
+        if free is not None and num_bytes > free:
+            raise torch.OutOfMemoryError(
+                f"Recorder out of memory. Tried to allocate {num_bytes / 2**20:.2f} MiB. The limit "
+                f"is {(self._limit_bytes or 0) / 2**20:.2f} MiB, of which {free / 2**20:.2f} MiB "
+                "is free."
+            )
 
     def synchronize(self) -> None:
         """Nothing runs asynchronously."""

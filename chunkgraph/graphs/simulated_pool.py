@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from bisect import insort
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -28,10 +29,12 @@ class SimulatedPool:
 
     Args:
         label: names the pool in errors.
+        take_segment: called with the bytes of every new segment, before it is made.
     """
 
-    def __init__(self, label: str) -> None:
+    def __init__(self, label: str, take_segment: Callable[[int], None] | None = None) -> None:
         self.label = label
+        self._take_segment = take_segment
         self.num_allocations = 0
         self._segments: list[tuple[int, np.ndarray]] = []
         self._free: list[tuple[int, int]] = []  # (num_bytes, start), sorted: best fit first
@@ -103,6 +106,8 @@ class SimulatedPool:
 
     def _new_segment(self, size: int) -> tuple[int, int]:
         num_bytes = -(-size // SEGMENT_BYTES) * SEGMENT_BYTES
+        if self._take_segment is not None:
+            self._take_segment(num_bytes)
         raw = np.empty(num_bytes + PAGE_BYTES, dtype=np.uint8)
         # Page alignment: vectorised kernels must see the alignment that eager memory has.
         shift = -raw.ctypes.data % PAGE_BYTES

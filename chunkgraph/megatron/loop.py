@@ -163,7 +163,9 @@ def capture_options(config: Config) -> CaptureOptions:
     """How ``config`` wants its chunks captured."""
     return CaptureOptions(
         num_warmup_steps=config.capture.num_warmup_steps,
-        poison=config.capture.poison,
+        verify=config.capture.verify,
+        num_verify_steps=config.capture.num_verify_steps,
+        verify_every=config.capture.verify_every,
         on_failure=config.capture.on_failure,
         memory_plan=config.capture.memory_plan,
     )

@@ -91,6 +91,7 @@ def attach(
         capture_scope=lambda: _capturing(tables),
         preserve=compat.preserve_rng,
         generators=compat.graph_safe_generators,
+        verify_scope=_running_beside,
     )
     receiver = SlotReceiver(engine, place, config, wanted=zero_copy, lends_input_grads=lends)
     for part, call in zip(parts, receiver.calls(engine.callables), strict=True):
@@ -156,6 +157,13 @@ class MegatronChunkGraphs:
         self.release()
         for part in self._parts:
             part.restore()
+
+
+@contextmanager
+def _running_beside() -> Iterator[None]:
+    """Around an eager pass of ``verify``: DDP's hooks keep silent, as in a capture."""
+    with compat.capture_flag(), compat.recomputing():
+        yield
 
 
 @contextmanager

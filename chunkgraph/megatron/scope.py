@@ -49,27 +49,35 @@ class CapturedPart:
         block: the transformer block in it, or itself; received activations are put there.
         ddp: Megatron's DDP around the module, or None.
         label: names the chunk in errors.
+        name: of the module in the model, for the names of layers in errors.
 
     Raises:
         ConfigError: the module has a forward of its own already.
     """
 
     def __init__(
-        self, module: nn.Module, block: nn.Module, ddp: nn.Module | None, label: str
+        self,
+        module: nn.Module,
+        block: nn.Module,
+        ddp: nn.Module | None,
+        label: str,
+        name: str = "",
     ) -> None:
         self.module: Any = module
         self.label = label
+        self.name = name
         self.modules = tuple(module.modules())
         self.parameters = tuple(p for p in module.parameters() if p.requires_grad)
         self._block: Any = block
         self._ddp = ddp
-        self._gates: compat.ParameterGates | None = None
+        self._gates: Any = None
         if (
             ddp is not None
             and compat.gathers_parameters(ddp)
             and any(p.is_cuda for p in module.parameters())
         ):
-            self._gates = compat.ParameterGates(ddp, module, list(self._block.layers))
+            layers: Any = block.layers
+            self._gates = compat.ParameterGates(ddp, module, layers)
         self._eager = type(module).forward
         self._names = _positional_names(self._eager)
         self._optional = _none_by_default(self._eager)
@@ -86,6 +94,7 @@ class CapturedPart:
             parameters=self.parameters,
             label=self.label,
             module=self.module,
+            module_name=self.name,
             buffers=tuple(self.module.buffers()),
             before_forward=before,
             new_marker=new_marker,
@@ -205,7 +214,8 @@ def new_part(scope: Scope, model_chunk: nn.Module, label: str) -> CapturedPart:
             "before."
         )
     if scope == "block":
-        return _Block(block, block, ddp, label)
+        name = next(name for name, module in model.named_modules() if module is block)
+        return _Block(block, block, ddp, label, name)
     if scope != "chunk":
         raise ConfigError(f"The scope of a capture is 'block' or 'chunk', not {scope!r}.")
     missing = [name for name in _MODEL_ATTRIBUTES if not hasattr(model, name)]

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from chunkgraph.config import Config
+from chunkgraph.engine.verify import same_bits
 from chunkgraph.megatron.compat import versions
 from chunkgraph.megatron.loop import StepRecord, TrainingRun, run_training
 
@@ -90,14 +91,6 @@ def compare_runs(eager: TrainingRun, chunk: TrainingRun) -> Comparison:
         ),
         num_parameters=sum(value.numel() for value in eager.parameters.values()),
     )
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors hold the same bytes (so NaNs equal themselves, and 0.0 is not -0.0)."""
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    a, b = a.contiguous().view(-1), b.contiguous().view(-1)
-    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 def _forget_model(device: torch.device) -> None:

@@ -42,7 +42,13 @@ __all__ = [
 _EXIT_FAILED = 1
 _EXIT_USAGE = 2
 _PR_SET_PDEATHSIG = 1
-_LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out")
+_LOST_PEER = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Timed out",
+    "Application timeout",
+)
 
 
 def main(config_path: str, run_dir: str) -> int:

@@ -158,6 +158,8 @@ def test_bad_override_says_which_and_why(small: Path, override: str, parts: list
         ("pipeline.tensor_model_parallel_size=3", TopologyError, ["num_attention_heads (4)"]),
         ("pipeline.microbatch_group_size_per_vp_stage=1", TopologyError, ["(1) is smaller than"]),
         ("run.timeout_s=0", ConfigError, ["run.timeout_s is 0"]),
+        ("capture.verify_every=0", ConfigError, ["capture.verify_every is 0", "greater than 0"]),
+        ("capture.num_verify_steps=-1", ConfigError, ["capture.num_verify_steps is -1"]),
     ],
 )
 def test_values_that_do_not_go_together(

@@ -55,7 +55,9 @@ def test_random_schedules_and_counts_equal_eager(
     eager = make_pipeline(num_ranks, num_chunks, main_grad=main_grad)
     graphed = make_pipeline(num_ranks, num_chunks, main_grad=main_grad)
     plans = plan_all_ranks(num_ranks, num_chunks, group if num_chunks > 1 else None)
-    graphed.attach([p.slots_per_chunk for p in plans], new_backend(), memory_plan=plan, poison=True)
+    graphed.attach(
+        [p.slots_per_chunk for p in plans], new_backend(), memory_plan=plan, verify="poison"
+    )
     assert graphed.train(schedules, seed).equals(eager.train(schedules, seed))
     for graphs, slot_plan in zip(graphed.graphs, plans, strict=True):
         assert graphs.counters.captures == sum(slot_plan.slots_per_chunk)

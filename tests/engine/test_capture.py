@@ -441,7 +441,8 @@ def test_any_exception_in_the_session_is_told_to_all_ranks() -> None:
     )
     with pytest.raises(CaptureError, match=r"KeyError: 'gone'\n.*test_capture\.py"):
         graphs.capture([(sample(backend),)])
-    assert agreed == [[1]]
+    assert len(agreed[0]) == 1  # how it went, told before anything else
+    assert agreed[0][0] > 0
 
 
 def test_receiving_into_a_slot_copies_nothing(backend: GraphBackend) -> None:

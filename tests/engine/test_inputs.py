@@ -35,7 +35,7 @@ def train(backend: GraphBackend) -> Callable[..., None]:
     twin = Masked().to(backend.device)
     twin.load_state_dict(module.state_dict())
     graphs = ChunkGraphs(
-        [module], [NUM_SLOTS], backend=backend, options=CaptureOptions(poison=True)
+        [module], [NUM_SLOTS], backend=backend, options=CaptureOptions(verify="poison")
     )
     x = torch.randn(3, 4, device=backend.device)
     graphs.capture([(x, torch.full((4,), 7.0, device=backend.device))])

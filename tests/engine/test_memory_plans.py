@@ -95,7 +95,7 @@ def test_temporaries_of_forwards_share_scratch_too(backend: GraphBackend) -> Non
     plans: list[Any] = ["shared_temporaries", "shared_backward"]
     for plan in plans:
         module = ManyTemporaries(backend.device)
-        options = CaptureOptions(memory_plan=plan, poison=True)
+        options = CaptureOptions(memory_plan=plan, verify="poison")
         graphs = ChunkGraphs([module], [3], backend=backend, options=options)
         reports[plan] = graphs.capture(samples)
         x = torch.linspace(-1, 1, 32 * width, device=backend.device).view(32, -1).requires_grad_()
@@ -143,7 +143,7 @@ def test_an_unexpected_operator_ends_the_routing_not_the_capture(backend: GraphB
             return y.neg() * self.weight
 
     module = Changing(backend.device)
-    options = CaptureOptions(memory_plan="shared_temporaries", poison=True)
+    options = CaptureOptions(memory_plan="shared_temporaries", verify="poison")
     graphs = ChunkGraphs([module], [1], backend=backend, options=options)
     x = torch.randn(2, _width(backend.device), device=backend.device, requires_grad=True)
     graphs.capture([(x,)])
@@ -159,7 +159,7 @@ def test_poison_shows_a_slot_that_is_reused_too_early(
     make_pipeline: Callable[..., Any], backend: GraphBackend
 ) -> None:
     """Freed slots hold NaN: whoever still reads the output of a finished microbatch sees it."""
-    pipeline = attached(make_pipeline, backend, poison=True)
+    pipeline = attached(make_pipeline, backend, verify="poison")
     pipeline.train(schedules()[:1], seed=1)
     graphs = pipeline.graphs[1]
     x = torch.randn(3, 8, device=backend.device, requires_grad=True)
@@ -187,10 +187,10 @@ class WritesOverItsSavedTensor(torch.autograd.Function):
         return saved.mul_(grad)
 
 
-@pytest.mark.parametrize("poison", [False, True])
+@pytest.mark.parametrize("verify", ["none", "poison", "shadow"])
 @pytest.mark.parametrize("plan", ["shared_temporaries", "shared_backward", "pool_per_slot"])
 def test_gradients_written_over_saved_tensors(
-    backend: GraphBackend, plan: Any, poison: bool
+    backend: GraphBackend, plan: Any, verify: Any
 ) -> None:
     class Donating(torch.nn.Module):
         def __init__(self) -> None:
@@ -201,7 +201,7 @@ def test_gradients_written_over_saved_tensors(
             return WritesOverItsSavedTensor.apply(x) * self.scale
 
     module = Donating()
-    options = CaptureOptions(memory_plan=plan, poison=poison)
+    options = CaptureOptions(memory_plan=plan, verify=verify)
     graphs = ChunkGraphs([module], [2], backend=backend, options=options)
     x = torch.randn(3, 8, device=backend.device, requires_grad=True)
     graphs.capture([(x,)])

@@ -46,16 +46,16 @@ def _captured(model: nn.Module, backend: GraphBackend, **options: Any) -> ChunkG
 
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("plan", ["shared_backward", "pool_per_slot"])
-@pytest.mark.parametrize("main_grad", [True, False])
+@pytest.mark.parametrize(("main_grad", "verify"), [(True, "poison"), (False, "shadow")])
 def test_recomputation_equals_eager(
-    backend: GraphBackend, reentrant: bool, plan: str, main_grad: bool
+    backend: GraphBackend, reentrant: bool, plan: str, main_grad: bool, verify: str
 ) -> None:
     model = Deep(reentrant).to(backend.device)
     eager = copy.deepcopy(model)
     if main_grad:
         for p in model.parameters():
             p.main_grad = torch.zeros_like(p)
-    graphs = _captured(model, backend, memory_plan=plan, poison=True)
+    graphs = _captured(model, backend, memory_plan=plan, verify=verify)
     torch.manual_seed(3)
     batches = [torch.randn(ROWS, WIDTH, device=backend.device) for _ in range(5)]
     with graphs.step(len(batches)):

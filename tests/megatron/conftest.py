@@ -103,6 +103,26 @@ def run_worker(tmp_path: Path) -> Callable[..., tuple[list[int], Path]]:
 
 
 @pytest.fixture
+def run_to_its_end(tmp_path: Path) -> Callable[..., tuple[list[int], list[str]]]:
+    """Run a case that ends its processes; exit codes and each rank's message."""
+
+    def run(
+        case: dict[str, Any], num_ranks: int = 2, timeout_s: float = 60.0
+    ) -> tuple[list[int], list[str]]:
+        port = free_port()
+        path = tmp_path / "cases.json"
+        listed = [{"name": "end", "port": port, "may_end": True, **case}]
+        path.write_text(json.dumps(listed), encoding="utf-8")
+        arguments = [str(HERE / "run_cases.py"), str(path), str(tmp_path)]
+        codes = wait_for_ranks(start_ranks(arguments, num_ranks, tmp_path, port), timeout_s)
+        files = [tmp_path / f"error_rank{rank}.txt" for rank in range(num_ranks)]
+        texts = [f.read_text(encoding="utf-8") if f.exists() else "" for f in files]
+        return codes, [text.partition("\n\n")[0] for text in texts]
+
+    return run
+
+
+@pytest.fixture
 def run_cases(tmp_path: Path) -> Callable[..., dict[str, dict[str, Any]]]:
     """Run several configurations one after the other in the same processes; results by name."""
 

@@ -13,12 +13,13 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import fault_probe
 import receive_probe
 
 from chunkgraph.config import config_from_mapping
 from chunkgraph.megatron.processes import training_process
 from chunkgraph.megatron.training import train
-from chunkgraph.megatron.worker import die_with_parent
+from chunkgraph.megatron.worker import die_with_parent, write_error
 
 
 def run_case(case: dict[str, Any]) -> Any:
@@ -28,6 +29,8 @@ def run_case(case: dict[str, Any]) -> Any:
     with training_process(config) as device:
         if case.get("probe") == "receive":
             return receive_probe.run(config, device, case)
+        if case.get("probe") == "fault":
+            return fault_probe.run(config, case)
         return train(config, device, ddp_options=case.get("ddp_options"))
 
 
@@ -37,7 +40,12 @@ def main(cases_path: str, folder: str) -> None:
     warnings.simplefilter("ignore")
     logging.getLogger("megatron").setLevel(logging.ERROR)
     for case in json.loads(Path(cases_path).read_text(encoding="utf-8")):
-        results = run_case(case)
+        try:
+            results = run_case(case)
+        except Exception as error:
+            if not case.get("may_end"):
+                raise
+            os._exit(write_error(Path(folder), int(os.environ["RANK"]), error))
         if os.environ["RANK"] == "0":
             text = json.dumps(results)
             (Path(folder) / f"{case['name']}.json").write_text(text, encoding="utf-8")

@@ -43,7 +43,7 @@ def make_case(make_config: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
                 model={"num_layers": pp * (vpp or 1), "hidden_dropout": 0.1},
                 pipeline=pipeline,
                 train={"num_microbatches": list(counts)},
-                capture={"poison": True},
+                capture={"verify": "poison"},
             ),
             **others,
         }

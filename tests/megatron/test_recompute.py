@@ -47,7 +47,7 @@ def test_one_rank(run_cases: Callable[..., Any], make_config: Callable[..., Any]
         "core_attn": _selective("core_attn"),
     }
     cases = {
-        name: {"config": make_config(model={**_DROPOUT, **way}, capture={"poison": True})}
+        name: {"config": make_config(model={**_DROPOUT, **way}, capture={"verify": "poison"})}
         for name, way in ways.items()
     }
     cases["uniform_chunk"] = {
@@ -89,7 +89,7 @@ def test_two_ranks(run_cases: Callable[..., Any], make_config: Callable[..., Any
                     "virtual_pipeline_model_parallel_size": 2,
                 },
                 train={"num_microbatches": [4, 2, 6], "overlap_grad_reduce": True},
-                capture={"poison": True, "scope": "chunk"},
+                capture={"verify": "poison", "scope": "chunk"},
             )
         },
         "tp2": {

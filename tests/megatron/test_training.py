@@ -72,7 +72,7 @@ def test_one_rank(run_cases: Callable[..., Any], make_config: Callable[..., Any]
             "config": make_config(
                 model={"swiglu": True, "normalization": "RMSNorm"},
                 train={"num_microbatches": [1, 2, 4, 1], "use_ddp": False, "clip_grad": 0.0},
-                capture={"num_warmup_steps": 2, "poison": True},
+                capture={"num_warmup_steps": 2, "verify": "poison"},
             )
         },
         "tied": {
@@ -120,7 +120,7 @@ def test_two_ranks(run_cases: Callable[..., Any], make_config: Callable[..., Any
             "config": make_config(
                 pipeline=_pipeline(2, 2, microbatch_group_size_per_vp_stage=3),
                 train={"num_microbatches": [5, 3, 8, 11, 6]},
-                capture={"poison": True},
+                capture={"verify": "poison"},
             )
         },
         "tp2": {

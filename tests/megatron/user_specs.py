@@ -43,3 +43,40 @@ def fails_on_last_rank() -> Any:
     spec = get_gpt_layer_local_spec()
     spec.module = FailsOnce
     return spec
+
+
+class WatchfulWhereFaulty(TransformerLayer):
+    """Looks at its input on the host, on one rank and from its second layer on."""
+
+    def forward(self, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+        """The layer's output, after a look at its input."""
+        if os.environ.get("FAULTY") == "1" and self.layer_number > 1:
+            hidden_states.sum().item()  # the line of one rank alone
+        return super().forward(hidden_states, *args, **kwargs)
+
+
+def watchful_where_faulty() -> Any:
+    """The local spec with `WatchfulWhereFaulty`."""
+    spec = get_gpt_layer_local_spec()
+    spec.module = WatchfulWhereFaulty
+    return spec
+
+
+class CountingLayer(TransformerLayer):
+    """Uses a number that Python counts, so that a replay is not what an eager pass gives."""
+
+    num_calls = 0
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The layer's output, scaled from the fourth call of the last rank's last layer on."""
+        hidden, context = super().forward(*args, **kwargs)
+        self.num_calls += 1
+        is_last = self.layer_number == self.config.num_layers
+        return (hidden * 2 if is_last and self.num_calls > 6 else hidden), context
+
+
+def counting() -> Any:
+    """The local spec with `CountingLayer`."""
+    spec = get_gpt_layer_local_spec()
+    spec.module = CountingLayer
+    return spec

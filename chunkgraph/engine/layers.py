@@ -1,0 +1,110 @@
+"""In which layer of a chunk something happens: forward hooks for as long as they are wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from chunkgraph.engine.chunk import Chunk
+
+__all__ = ["LayerWatch", "layer_names", "parameter_names"]
+
+
+def layer_names(chunk: Chunk) -> dict[nn.Module, str]:
+    """The modules of ``chunk`` with their names in the user's model."""
+    if chunk.module is None:
+        return {}
+    return {module: _named(chunk, path) for path, module in chunk.module.named_modules()}
+
+
+def parameter_names(chunk: Chunk) -> list[str]:
+    """A name for each of the chunk's parameters, in order."""
+    known: dict[int, str] = {}
+    if chunk.module is not None:
+        for path, parameter in chunk.module.named_parameters():
+            known[id(parameter)] = f"{chunk.module_name}.{path}".lstrip(".")
+    return [
+        known.get(id(p), f"parameter {i} of shape {tuple(p.shape)}")
+        for i, p in enumerate(chunk.parameters)
+    ]
+
+
+def _named(chunk: Chunk, path: str) -> str:
+    name = f"{chunk.module_name}.{path}".strip(".")
+    return name or f"{type(chunk.module).__name__} (the chunk itself)"
+
+
+class LayerWatch:
+    """Follows chunks through their layers inside `watching`.
+
+    An exception leaves it at the layer that raised. Layers inside compiled code are not seen.
+    """
+
+    def __init__(self) -> None:
+        self._running: list[tuple[nn.Module, str, int]] = []
+        # (first, end, name) in autograd's sequence numbers; inner layers before outer ones.
+        self._spans: list[tuple[int, int, str]] = []
+
+    @property
+    def layer(self) -> str:
+        """The innermost layer that runs, or where the last exception was raised; else ""."""
+        return self._running[-1][1] if self._running else ""
+
+    def layer_of(self, sequence_number: int) -> str:
+        """The innermost layer whose forward made the autograd node of this number, or ""."""
+        return next((name for a, b, name in self._spans if a <= sequence_number < b), "")
+
+    @contextmanager
+    def watching(
+        self,
+        chunks: Sequence[Chunk],
+        on_output: Callable[[str, Any], None] | None = None,
+    ) -> Iterator[LayerWatch]:
+        """Follow the forwards of ``chunks`` in this block.
+
+        Args:
+            chunks: whose layers are watched.
+            on_output: called with each layer's name and result, inner layers before outer ones.
+        """
+        with ExitStack() as stack:
+            for chunk in chunks:
+                for module, name in layer_names(chunk).items():
+                    pre = module.register_forward_pre_hook(self._entering(chunk.module, name))
+                    stack.callback(pre.remove)
+                    post = module.register_forward_hook(self._leaving(on_output))
+                    stack.callback(post.remove)
+            yield self
+
+    def _entering(self, root: nn.Module | None, name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, _args: Any) -> None:
+            if torch.compiler.is_compiling():
+                return
+            if module is root:
+                self._running.clear()
+            self._running.append((module, name, _next_sequence_number()))
+
+        return hook
+
+    def _leaving(self, on_output: Callable[[str, Any], None] | None) -> Callable[..., None]:
+        def hook(module: nn.Module, _args: Any, result: Any) -> None:
+            if torch.compiler.is_compiling():
+                return
+            # Layers whose exception the model itself caught are still on top.
+            while self._running and self._running[-1][0] is not module:
+                self._running.pop()
+            if not self._running:
+                return
+            _, name, first = self._running.pop()
+            self._spans.append((first, _next_sequence_number(), name))
+            if on_output is not None:
+                on_output(name, result)
+
+        return hook
+
+
+def _next_sequence_number() -> int:
+    return torch._C._autograd._get_sequence_nr()

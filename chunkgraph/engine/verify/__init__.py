@@ -1,0 +1,28 @@
+"""The verify modes: replays checked against eager passes, and dead memory filled with NaN."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from chunkgraph.engine.chunk import Chunk
+from chunkgraph.engine.options import VerifyMode
+from chunkgraph.engine.signature import Call
+from chunkgraph.engine.verify.base import Verifier
+from chunkgraph.engine.verify.bits import same_bits
+from chunkgraph.engine.verify.poisoned import PoisonVerifier
+from chunkgraph.engine.verify.shadow import ShadowVerifier
+from chunkgraph.engine.verify.twin import Surroundings
+
+__all__ = ["Surroundings", "Verifier", "new_verifier", "same_bits"]
+
+
+def new_verifier(
+    mode: VerifyMode,
+    chunks: Sequence[Chunk],
+    samples: Sequence[Call],
+    surroundings: Surroundings,
+) -> Verifier | None:
+    """What verifies the replays of a capture that is about to be made; None for ``none``."""
+    kinds: dict[VerifyMode, type[Verifier]] = {"poison": PoisonVerifier, "shadow": ShadowVerifier}
+    kind = kinds.get(mode)
+    return None if kind is None else kind(chunks, samples, surroundings)

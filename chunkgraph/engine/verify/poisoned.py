@@ -1,0 +1,90 @@
+"""Poison mode: dead memory holds NaN, and a NaN that a replay brings out is explained at once.
+
+Only then an eager pass is run, to tell a replay that read dead memory from a model that gives a
+NaN by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from chunkgraph.engine.session import CapturedRank
+from chunkgraph.engine.slot import Slot
+from chunkgraph.engine.verify.base import Verifier
+from chunkgraph.engine.verify.bits import has_nan
+from chunkgraph.engine.verify.records import memory_of
+from chunkgraph.engine.verify.report import stale_memory
+from chunkgraph.engine.verify.saved import Place, first_nan
+from chunkgraph.memory import Poison
+
+__all__ = ["PoisonVerifier"]
+
+
+class PoisonVerifier(Verifier):
+    """Fills dead memory around replays and looks for NaN in what they give."""
+
+    def captured(self, rank: CapturedRank) -> None:
+        """Learn what memory there is."""
+        super().captured(rank)
+        self._poison = Poison(rank.pools.scratch)
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._kept_nan: dict[Slot, Place | None] = {}
+
+    def before_forward(self, slot: Slot, tensors: Sequence[torch.Tensor]) -> None:  # noqa: ARG002
+        """Fill what is dead."""
+        self._count(slot)
+        self._poison.before_replay()
+
+    def after_forward(self, slot: Slot) -> None:
+        """Look at the outputs."""
+        if self._has_told_nan or not has_nan(slot.output_tensors):
+            return
+        by_itself = self._first_layer_with_nan(slot, slot.inputs, self._wants_grad(slot))
+        if by_itself:
+            self._tell_nan(slot, "forward", by_itself)
+            return
+        layer = self._place(slot) or "behind all that is kept for the backward"
+        raise stale_memory(self._replayed(slot, "forward"), "an output has a NaN", str(layer))
+
+    def before_backward(self, slot: Slot, grads: Sequence[torch.Tensor | None]) -> None:
+        """Fill what is dead, and look at what the slot keeps while it is there."""
+        self._poison.before_replay()
+        if self._has_told_nan:
+            return
+        self._kept_nan[slot] = self._place(slot)
+        if has_nan(grads):
+            where = "it came with the gradient of the output, from what follows the chunk"
+            self._tell_nan(slot, "backward", where)
+
+    def after_backward(self, slot: Slot) -> None:
+        """Look at the gradients, then fill the slot."""
+        gradients = self._gradients[slot.chunk]
+        if not self._has_told_nan and has_nan([*slot.input_grads, *gradients]):
+            self._explain(slot, gradients)
+        self._poison.after_backward(slot.pool, holds_grads=slot.grads_lie_in_pool)
+
+    def _explain(self, slot: Slot, gradients: Sequence[torch.Tensor]) -> None:
+        twin = self._twin(slot.chunk)
+        forward = twin.forward(slot.inputs, self._wants_grad(slot))
+        eager = twin.backward(forward, slot.differentiable, slot.output_grads, accumulates=False)
+        if has_nan([*eager.input_grads, *eager.sums]):
+            name = self._first_nan_gradient(slot.chunk, eager.sums, eager.order)
+            where = f"the first gradient with a NaN is that of {name or 'an input'}"
+            self._tell_nan(slot, "backward", where)
+            return
+        name = self._first_nan_gradient(slot.chunk, gradients, eager.order)
+        what = f"the gradient of {name or 'an input'} has a NaN"
+        place = self._kept_nan.get(slot)
+        layer = str(place) if place is not None else name.rpartition(".")[0] or "unknown"
+        raise stale_memory(self._replayed(slot, "backward"), what, layer)
+
+    def _wants_grad(self, slot: Slot) -> list[bool]:
+        return [grad is not None for grad in slot.input_grads]
+
+    def _place(self, slot: Slot) -> Place | None:
+        records = self._records.of(slot, self._chunks[slot.chunk])
+        return first_nan(records, memory_of(slot, self._around.backend))

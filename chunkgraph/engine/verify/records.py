@@ -1,0 +1,56 @@
+"""What each captured slot keeps for its backward, noted while it is captured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from chunkgraph.engine.chunk import Chunk
+from chunkgraph.engine.layers import LayerWatch
+from chunkgraph.engine.signature import flatten, flatten_call
+from chunkgraph.engine.slot import Slot
+from chunkgraph.engine.verify.saved import SavedTensor, saved_tensors
+from chunkgraph.graphs import AddressRanges, GraphBackend
+
+__all__ = ["SavedRecords", "memory_of"]
+
+
+class SavedRecords:
+    """By slot, the addresses of what its forward keeps, with the layers that keep it."""
+
+    def __init__(self) -> None:
+        # By chunk and the address of the call's first tensor, which is a slot's own.
+        self._by_input: dict[tuple[str, int], tuple[SavedTensor, ...]] = {}
+
+    def noting(self, chunk: Chunk) -> Chunk:
+        """``chunk``, whose forwards are noted here."""
+        return replace(chunk, forward=self._noted(chunk))
+
+    def of(self, slot: Slot, chunk: Chunk) -> tuple[SavedTensor, ...]:
+        """What ``slot`` keeps; empty if it has no tensor argument."""
+        if not slot.inputs:
+            return ()
+        return self._by_input.get((chunk.label, slot.inputs[0].data_ptr()), ())
+
+    def _noted(self, chunk: Chunk) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            watch = LayerWatch()
+            with watch.watching([chunk]):
+                result = chunk.forward(*args, **kwargs)
+            given = flatten_call(args, kwargs).tensors
+            if given:
+                saved = saved_tensors(flatten(result)[0], watch)
+                key = (chunk.label, given[0].data_ptr())
+                self._by_input[key] = tuple(s.forgotten() for s in saved)
+            return result
+
+        return forward
+
+
+def memory_of(slot: Slot, backend: GraphBackend) -> AddressRanges:
+    """Addresses that are there as long as the slot: its pool and its inputs."""
+    memory = slot.pool.reserved()
+    for tensor in slot.inputs:
+        memory = memory | backend.raw(tensor)
+    return memory

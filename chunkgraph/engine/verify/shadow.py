@@ -1,0 +1,132 @@
+"""Shadow mode: every replay is compared with an eager pass on the same inputs, bit for bit.
+
+The eager forward runs before the replay and its autograd graph is kept until the backward, so
+that what the eager pass keeps shows where a replay went wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from chunkgraph.engine.slot import Slot
+from chunkgraph.engine.verify.base import Verifier, filled, wants_grad
+from chunkgraph.engine.verify.bits import describe_difference, has_nan, same_bits
+from chunkgraph.engine.verify.records import memory_of
+from chunkgraph.engine.verify.report import difference
+from chunkgraph.engine.verify.saved import Place, first_difference
+from chunkgraph.engine.verify.twin import EagerBackward, EagerForward
+
+__all__ = ["ShadowVerifier"]
+
+
+class ShadowVerifier(Verifier):
+    """Compares outputs, input gradients, parameter gradients, buffers and random state."""
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._forwards: dict[Slot, EagerForward] = {}
+        self._backwards: dict[Slot, EagerBackward] = {}
+        self._overwritten: dict[Slot, Place | None] = {}
+
+    def before_forward(self, slot: Slot, tensors: Sequence[torch.Tensor]) -> None:
+        """Run the eager forward."""
+        self._count(slot)
+        wanted = wants_grad(slot, tensors)
+        forward = self._twin(slot.chunk).forward(tensors, wanted)
+        self._forwards[slot] = forward
+        if not self._has_told_nan and has_nan(forward.tensors):
+            self._tell_nan(slot, "forward", self._first_layer_with_nan(slot, tensors, wanted))
+
+    def after_forward(self, slot: Slot) -> None:
+        """Compare the replay with it."""
+        eager = self._forwards[slot]
+        what = self._forward_difference(slot, eager)
+        if not what:
+            return
+        place = self._place(slot, eager)
+        layer = str(place) if place is not None else self._behind_all(slot)
+        raise difference(self._replayed(slot, "forward"), what, layer)
+
+    def before_backward(self, slot: Slot, grads: Sequence[torch.Tensor | None]) -> None:
+        """Run the eager backward, and look at what the slot keeps while it is there."""
+        eager = self._forwards[slot]
+        given = filled(slot, grads)
+        self._overwritten[slot] = self._place(slot, eager)
+        backward = self._twin(slot.chunk).backward(eager, slot.differentiable, given)
+        self._backwards[slot] = backward
+        if self._has_told_nan:
+            return
+        if has_nan(given):
+            where = "it came with the gradient of the output, from what follows the chunk"
+            self._tell_nan(slot, "backward", where)
+        elif has_nan([*backward.input_grads, *backward.sums]):
+            name = self._first_nan_gradient(slot.chunk, backward.sums, backward.order)
+            where = f"the first gradient with a NaN is that of {name or 'an input'}"
+            self._tell_nan(slot, "backward", where)
+
+    def after_backward(self, slot: Slot) -> None:
+        """Compare the replay with it, and let the eager pass go."""
+        del self._forwards[slot]
+        eager, place = self._backwards.pop(slot), self._overwritten.pop(slot)
+        what, layer = self._backward_difference(slot, eager)
+        if not what:
+            return
+        if place is not None:
+            layer = f"{place}; it was right after the forward, and was overwritten since"
+        raise difference(self._replayed(slot, "backward"), what, layer)
+
+    def _forward_difference(self, slot: Slot, eager: EagerForward) -> str:
+        if len(eager.leaves) != len(slot.outputs):
+            return f"the result has {len(slot.outputs)} leaves, the eager one {len(eager.leaves)}"
+        for i, (mine, theirs) in enumerate(zip(slot.outputs, eager.leaves, strict=True)):
+            if isinstance(mine, torch.Tensor) and isinstance(theirs, torch.Tensor):
+                if not same_bits(mine, theirs):
+                    return f"output {i}: {describe_difference(mine, theirs)}"
+            elif type(mine) is not type(theirs) or (
+                isinstance(mine, (bool, int, float, str)) and mine != theirs
+            ):
+                return f"output {i}: {mine!r} captured, {theirs!r} eager"
+        chunk = self._chunks[slot.chunk]
+        return self._around.state_of(chunk).difference(eager.after)
+
+    def _backward_difference(self, slot: Slot, eager: EagerBackward) -> tuple[str, str]:
+        """What differs and the name of what it belongs to; two empty texts if nothing."""
+        names = self._names[slot.chunk]
+        buffers = self._gradients[slot.chunk]
+        wrong = [
+            i
+            for i, (mine, theirs) in enumerate(zip(buffers, eager.sums, strict=True))
+            if not same_bits(mine, theirs)
+        ]
+        if wrong:
+            rank = {index: place for place, index in enumerate(eager.order)}
+            first = min(wrong, key=lambda i: rank.get(i, -1))
+            what = (
+                f"the gradient of {names[first]} (the first in the order of the backward; "
+                f"{len(wrong)} of {len(names)} differ): "
+                f"{describe_difference(buffers[first], eager.sums[first])}"
+            )
+            return what, names[first].rpartition(".")[0] or names[first]
+        for i, (mine, theirs) in enumerate(zip(slot.input_grads, eager.input_grads, strict=True)):
+            if (mine is None) != (theirs is None):
+                which = "captured, but not in the eager pass" if theirs is None else "eager only"
+                return f"there is a gradient of tensor argument {i}: {which}", "the chunk's input"
+            if mine is not None and theirs is not None and not same_bits(mine, theirs):
+                what = f"the gradient of tensor argument {i}: {describe_difference(mine, theirs)}"
+                return what, "the chunk's input (no parameter's gradient differs)"
+        return "", ""
+
+    def _place(self, slot: Slot, eager: EagerForward) -> Place | None:
+        records = self._records.of(slot, self._chunks[slot.chunk])
+        return first_difference(records, eager.saved, memory_of(slot, self._around.backend))
+
+    def _behind_all(self, slot: Slot) -> str:
+        records = self._records.of(slot, self._chunks[slot.chunk])
+        if not records:
+            return "unknown (the slot keeps nothing that can be compared)"
+        return (
+            f"{records[-1].layer or 'the chunk'}, or what follows it in the chunk (all that is "
+            "kept for the backward is right)"
+        )

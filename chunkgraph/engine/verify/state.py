@@ -1,0 +1,68 @@
+"""Random state and buffers around a pass: compared, and put back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from chunkgraph.engine.verify.bits import describe_difference, same_bits
+
+__all__ = ["ChunkState"]
+
+
+@dataclass(frozen=True)
+class ChunkState:
+    """What a forward may change besides its results, at one moment.
+
+    Attributes:
+        buffers: copies of the chunk's buffers.
+        random: states of the random generators: of the host, the device's, further ones.
+    """
+
+    buffers: tuple[torch.Tensor, ...]
+    random: tuple[torch.Tensor, ...]
+
+    @staticmethod
+    def now(
+        buffers: Sequence[torch.Tensor],
+        device: torch.device,
+        generators: Sequence[torch.Generator],
+    ) -> ChunkState:
+        """Copy the present state."""
+        random = [torch.get_rng_state()]
+        if device.type == "cuda":
+            random.append(torch.cuda.get_rng_state(device))
+        random.extend(generator.get_state() for generator in generators)
+        return ChunkState(tuple(b.detach().clone() for b in buffers), tuple(random))
+
+    def difference(self, eager: ChunkState) -> str:
+        """What differs from the state after an eager pass, or ""."""
+        for i, (mine, theirs) in enumerate(zip(self.buffers, eager.buffers, strict=True)):
+            if not same_bits(mine, theirs):
+                return f"buffer {i} of the chunk: {describe_difference(mine, theirs)}"
+        if not all(same_bits(a, b) for a, b in zip(self.random, eager.random, strict=True)):
+            return "the random state: another number of random values was drawn"
+        return ""
+
+
+@contextmanager
+def restored(
+    buffers: Sequence[torch.Tensor], device: torch.device, generators: Sequence[torch.Generator]
+) -> Iterator[None]:
+    """Put buffers and random state back at the end of the block."""
+    state = ChunkState.now(buffers, device, generators)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in zip(buffers, state.buffers, strict=True):
+                buffer.copy_(value)
+        host, *others = state.random
+        torch.set_rng_state(host)
+        if device.type == "cuda":
+            torch.cuda.set_rng_state(others.pop(0), device)
+        for generator, value in zip(generators, others, strict=True):
+            generator.set_state(value)

@@ -1,0 +1,223 @@
+"""A captured chunk run eagerly beside its replays, without a trace in training.
+
+Random state, buffers, gradients and what `SessionSettings.preserve` keeps are as if the pass had
+not been; stand-in leaves take the parameters' places, so that nobody hears of their gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from chunkgraph.engine.aliases import ParameterAliases
+from chunkgraph.engine.chunk import Chunk
+from chunkgraph.engine.gradients import GradientSinks
+from chunkgraph.engine.layers import LayerWatch
+from chunkgraph.engine.signature import Call, flatten, unflatten
+from chunkgraph.engine.verify.saved import SavedTensor, saved_tensors
+from chunkgraph.engine.verify.state import ChunkState, restored
+from chunkgraph.graphs import GraphBackend
+
+__all__ = ["EagerBackward", "EagerForward", "EagerTwin", "Surroundings", "without_tensors"]
+
+OnOutput = Callable[[str, Any], None]
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What an eager pass runs in.
+
+    Attributes:
+        backend: of the graphs.
+        preserve: puts host-side state back; see `ChunkGraphs`.
+        generators: see `ChunkGraphs`.
+        scope: entered around every eager pass.
+    """
+
+    backend: GraphBackend
+    preserve: Callable[[], AbstractContextManager[object]] = nullcontext
+    generators: Callable[[], Sequence[torch.Generator]] = tuple
+    scope: Callable[[], AbstractContextManager[object]] = nullcontext
+
+    @contextmanager
+    def untouched(self, chunk: Chunk) -> Iterator[None]:
+        """Inside, the chunk may run; afterwards all is as before."""
+        with ExitStack() as stack:
+            stack.enter_context(self.preserve())
+            stack.enter_context(restored(chunk.buffers, self.backend.device, self.generators()))
+            stack.enter_context(self.scope())
+            yield
+
+    def state_of(self, chunk: Chunk) -> ChunkState:
+        """Random state and buffers now."""
+        return ChunkState.now(chunk.buffers, self.backend.device, self.generators())
+
+
+@dataclass(frozen=True)
+class EagerForward:
+    """An eager forward whose autograd graph is alive.
+
+    Attributes:
+        inputs: copies of what the replay was given.
+        leaves: of the result.
+        after: random state and buffers right after it.
+        saved: what it keeps for the backward.
+    """
+
+    inputs: tuple[torch.Tensor, ...]
+    leaves: tuple[Any, ...]
+    after: ChunkState
+    saved: tuple[SavedTensor, ...]
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors among the result's leaves."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
+
+
+@dataclass(frozen=True)
+class EagerBackward:
+    """What an eager backward gives.
+
+    Attributes:
+        input_grads: one for each input; None where there is none.
+        sums: for each parameter, what its gradient buffer must hold afterwards; valid until the
+            next backward of the twin.
+        order: parameters in the order in which their gradients were ready.
+    """
+
+    input_grads: tuple[torch.Tensor | None, ...]
+    sums: tuple[torch.Tensor, ...]
+    order: tuple[int, ...]
+
+
+@dataclass
+class _Order:
+    """Notes which gradients were accumulated, in order (a `GradientMarker`)."""
+
+    seen: list[int] = field(default_factory=list)
+
+    def accumulated(self, index: int) -> None:
+        self.seen.append(index)
+
+    def replayed(self) -> None:
+        raise AssertionError("an eager pass is not replayed")
+
+
+class EagerTwin:
+    """Eager passes of one chunk. Make one for a step and drop it: it holds gradient buffers.
+
+    Args:
+        chunk: the chunk.
+        call: its captured call, by `without_tensors`.
+        gradients: the buffers that its replayed backwards add to, one for each parameter.
+        surroundings: what it runs in.
+    """
+
+    def __init__(
+        self,
+        chunk: Chunk,
+        call: Call,
+        gradients: Sequence[torch.Tensor],
+        surroundings: Surroundings,
+    ) -> None:
+        self._chunk = chunk
+        self._call = call
+        self._gradients = tuple(gradients)
+        self._around = surroundings
+        self._aliases = ParameterAliases(chunk.module, chunk.parameters)
+        self._sums = [torch.empty_like(g) for g in self._gradients]
+        with self._own_sums():
+            self._sinks = GradientSinks(self._aliases.leaves, f"{chunk.label}, run eagerly")
+
+    def forward(
+        self,
+        tensors: Sequence[torch.Tensor],
+        wants_grad: Sequence[bool],
+        on_output: OnOutput | None = None,
+    ) -> EagerForward:
+        """Run the forward on copies of ``tensors``, from the present state."""
+        inputs = [t.detach().clone() for t in tensors]
+        for given, wanted in zip(inputs, wants_grad, strict=True):
+            given.requires_grad_(wanted)
+        todo = iter(inputs)
+        leaves = [next(todo) if x is _TENSOR else x for x in self._call.leaves]
+        args, kwargs = unflatten(leaves, self._call.spec)
+        watch = LayerWatch()
+        with (
+            torch.enable_grad(),
+            self._around.untouched(self._chunk),
+            self._aliases.in_place(),
+            self._own_sums(),
+        ):
+            with watch.watching([self._chunk], on_output):
+                results, _ = flatten(self._chunk.forward(*args, **kwargs))
+            after = self._around.state_of(self._chunk)
+            saved = saved_tensors(results, watch)
+        return EagerForward(tuple(inputs), tuple(results), after, tuple(saved))
+
+    def backward(
+        self,
+        forward: EagerForward,
+        differentiable: Sequence[int],
+        grads: Sequence[torch.Tensor],
+        *,
+        accumulates: bool = True,
+    ) -> EagerBackward:
+        """Run the backward of ``forward``, once.
+
+        Args:
+            forward: of this twin.
+            differentiable: which tensors of its result take a gradient.
+            grads: one for each of those.
+            accumulates: on top of the gradients so far, or on zeros.
+        """
+        outputs = [forward.tensors[i] for i in differentiable]
+        order = _Order()
+        with torch.no_grad():
+            for mine, real in zip(self._sums, self._gradients, strict=True):
+                if accumulates:
+                    mine.copy_(real)
+                else:
+                    mine.zero_()
+        with (
+            self._around.untouched(self._chunk),
+            self._aliases.in_place(),
+            self._own_sums(),
+            self._sinks.accumulating(self._aliases.leaves, order),
+        ):
+            # As in a capture: not autograd.grad, which forbids recomputation.
+            torch.autograd.backward(outputs, list(grads))
+        input_grads = tuple(t.grad for t in forward.inputs)
+        return EagerBackward(input_grads, tuple(self._sums), tuple(order.seen))
+
+    @contextmanager
+    def _own_sums(self) -> Iterator[None]:
+        """Inside, the leaves have the twin's buffers as their ``main_grad``."""
+        leaves: Sequence[nn.Parameter] = self._aliases.leaves
+        before = [dict(leaf.__dict__) for leaf in leaves]
+        try:
+            for leaf, mine in zip(leaves, self._sums, strict=True):
+                leaf.main_grad = mine  # type: ignore[attr-defined]
+            yield
+        finally:
+            for leaf, attributes in zip(leaves, before, strict=True):
+                leaf.__dict__.clear()
+                leaf.__dict__.update(attributes)
+
+
+class _Tensor:
+    """Stands for a tensor in a call."""
+
+
+_TENSOR = _Tensor()
+
+
+def without_tensors(call: Call) -> Call:
+    """The call with marks in the places of its tensors."""
+    return Call([_TENSOR if isinstance(x, torch.Tensor) else x for x in call.leaves], call.spec)

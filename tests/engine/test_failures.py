@@ -1,0 +1,170 @@
+"""What a failed capture tells, what it leaves behind, and that all ranks come to know one cause."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs
+from chunkgraph.engine.failure import agree_on_cause
+from chunkgraph.errors import CaptureError, IllegalOperationError
+from chunkgraph.graphs import RecorderBackend
+
+WIDTH = 256
+
+
+class Layer(nn.Module):
+    def __init__(self, *, syncs: bool = False) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.syncs = syncs
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.linear(x)
+        if self.syncs:
+            h = h * float(h.sum())
+        return h.tanh()
+
+
+class Block(nn.Module):
+    def __init__(self, *syncs: bool) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(Layer(syncs=s) for s in syncs))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+def chunk_of(*syncs: bool) -> Chunk:
+    torch.manual_seed(0)
+    module = Block(*syncs)
+    return Chunk(
+        forward=module,
+        parameters=tuple(module.parameters()),
+        label="rank 3 chunk 0",
+        module=module,
+        module_name="decoder",
+    )
+
+
+def sample() -> torch.Tensor:
+    return torch.randn(64, WIDTH, requires_grad=True)
+
+
+def train(graphs: ChunkGraphs) -> torch.Tensor:
+    with graphs.step(1):
+        y = graphs.callables[0](sample())
+        y.sum().backward()
+    return y.detach().clone()
+
+
+def test_the_layer_is_named_beside_operator_and_line() -> None:
+    graphs = ChunkGraphs([chunk_of(False, True, True)], [2], backend=RecorderBackend())
+    with pytest.raises(IllegalOperationError) as caught:
+        graphs.capture([sample()])
+    message = str(caught.value)
+    assert "torch.Tensor.__float__" in message
+    assert "test_failures.py:" in message
+    assert "\n  in layer decoder.layers.1\n  To do:" in message
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("on_failure", ["eager", "raise"])
+def test_out_of_memory_tells_the_numbers_and_gives_all_of_it_back(
+    on_failure: Any, no_collector: None
+) -> None:
+    """Without help by the collector, since a GPU's memory would be wanted at once."""
+    backend = RecorderBackend(limit_bytes=3 * 2**20)
+    options = CaptureOptions(on_failure=on_failure)
+    graphs = ChunkGraphs([chunk_of(False, False)], [5], backend=backend, options=options)
+    train(graphs)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with pytest.raises(CaptureError) if on_failure == "raise" else nullcontext():
+            train(graphs)
+    message = str(graphs.failure)
+    assert len(caught) == (on_failure == "eager")
+    assert "Capturing rank 3 chunk 0 slot 3 forward ran out of memory" in message
+    assert "Tried to allocate 1.00 MiB" in message
+    assert "of which 0.00 MiB is free" in message
+    assert "in layer decoder.layers.0.linear" in message
+    assert "3 of 10 graphs were captured by then" in message
+    assert backend.free_bytes() == 3 * 2**20
+    assert train(graphs).isfinite().all()
+    assert graphs.counters.replays == 0
+
+
+def test_a_mended_cause_is_captured_after_release() -> None:
+    backend = RecorderBackend(limit_bytes=2**20)
+    options = CaptureOptions(on_failure="eager")
+    graphs = ChunkGraphs([chunk_of(False)], [2], backend=backend, options=options)
+    train(graphs)
+    with pytest.warns(UserWarning, match="ran out of memory"):
+        train(graphs)
+    backend._limit_bytes = 2**26
+    graphs.release()
+    train(graphs)
+    with graphs.counters.expect(captures=2, replays=1):
+        train(graphs)
+
+
+def together(texts: Sequence[str]) -> list[tuple[str, bool]]:
+    """`agree_on_cause` of ranks as threads."""
+    barrier = threading.Barrier(len(texts), timeout=20)
+    given_by: list[Sequence[int]] = [()] * len(texts)
+    results: list[Any] = [None] * len(texts)
+
+    def agree_as(rank: int) -> Callable[[Sequence[int]], list[int]]:
+        def agree(values: Sequence[int]) -> list[int]:
+            given_by[rank] = values
+            barrier.wait()
+            largest = [max(column) for column in zip(*given_by, strict=True)]
+            barrier.wait()
+            return largest
+
+        return agree
+
+    def run(rank: int) -> None:
+        results[rank] = agree_on_cause(agree_as(rank), texts[rank])
+
+    threads = [threading.Thread(target=run, args=(r,), daemon=True) for r in range(len(texts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    return results
+
+
+@settings(max_examples=30)
+@given(
+    st.lists(
+        st.sampled_from(["", "a", "rank 0: \u2603 x.item()", "b" * 700]), min_size=1, max_size=4
+    )
+)
+def test_all_ranks_know_one_of_the_causes(texts: list[str]) -> None:
+    results = together(texts)
+    causes = {cause for cause, _ in results}
+    assert len(causes) == 1
+    (cause,) = causes
+    assert (cause == "") == (not any(texts))
+    assert not cause or cause in texts
+    assert [is_own for _, is_own in results] == [bool(t) and t == cause for t in texts]

@@ -1,0 +1,340 @@
+"""The verify modes: training's numbers stay, and a replay that goes wrong is named by its layer."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from chunkgraph.engine import CaptureOptions, ChunkGraphs
+from chunkgraph.errors import ConfigError, VerifyError
+from chunkgraph.graphs import GraphBackend, tensor_at
+from chunkgraph.schedules import megatron_schedule
+
+WIDTH = 8
+
+
+class Layer(nn.Module):
+    """Notes where it keeps its hidden state, so that a test can write there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.scale = 1.0
+        self.hidden: list[tuple[int, int]] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.linear(x).tanh()
+        self.hidden.append((h.data_ptr(), h.numel()))
+        return h * self.scale
+
+
+class Stack(nn.Module):
+    """A chunk of three layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+        self.dropout = nn.Dropout(0.2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.dropout(x)
+
+
+@pytest.fixture
+def stack(backend: GraphBackend) -> Stack:
+    torch.manual_seed(3)
+    return Stack().to(backend.device)
+
+
+@pytest.fixture
+def attach(stack: Stack, backend: GraphBackend) -> Callable[..., ChunkGraphs]:
+    def make(num_slots: int = 2, **options: Any) -> ChunkGraphs:
+        graphs = ChunkGraphs(
+            [stack], [num_slots], backend=backend, options=CaptureOptions(**options)
+        )
+        graphs.capture([(new_input(backend),)])
+        return graphs
+
+    return make
+
+
+@pytest.fixture
+def no_warning() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+def new_input(backend: GraphBackend) -> torch.Tensor:
+    return torch.randn(4, WIDTH, device=backend.device, requires_grad=True)
+
+
+def train(graphs: ChunkGraphs, backend: GraphBackend, num_microbatches: int = 1) -> None:
+    with graphs.step(num_microbatches):
+        for _ in range(num_microbatches):
+            graphs.callables[0](new_input(backend)).square().sum().backward()
+
+
+def train_in_flight(
+    graphs: ChunkGraphs,
+    backend: GraphBackend,
+    num_microbatches: int,
+    meddle: Callable[[], object],
+    order: int = 1,
+) -> None:
+    """All forwards, then `meddle`, then all backwards, in this order or (-1) the other."""
+    with graphs.step(num_microbatches):
+        flying = [graphs.callables[0](new_input(backend)) for _ in range(num_microbatches)]
+        meddle()
+        for y in flying[::order]:
+            y.square().sum().backward()
+
+
+def slot_of(graphs: ChunkGraphs, index: int = 0) -> Any:
+    return graphs._captured.slots[0][index]
+
+
+def keeping_output(slot: Any, fill: Callable[[], None]) -> None:
+    """The caller still reads the output, to make the gradient of it."""
+    kept = slot.output_tensors[0].clone()
+    fill()
+    slot.output_tensors[0].copy_(kept)
+
+
+@pytest.mark.parametrize("main_grad", [False, True])
+@pytest.mark.parametrize("verify", ["poison", "shadow"])
+def test_training_is_as_without(
+    make_pipeline: Callable[..., Any],
+    backend: GraphBackend,
+    no_warning: None,
+    verify: str,
+    main_grad: bool,
+) -> None:
+    """Dropout, buffers and accumulated gradients, with and without main_grad, step by step."""
+    schedules = [megatron_schedule(2, 2, m, 2) for m in (2, 4, 6, 2)]
+    eager, graphed = (make_pipeline(2, 2, main_grad=main_grad) for _ in range(2))
+    graphed.attach([(4, 2), (3, 1)], backend, verify=verify)
+    assert graphed.train(schedules, seed=5).equals(eager.train(schedules, seed=5))
+    assert graphed.graphs[0].counters.replays == 2 * 12
+
+
+def test_a_number_of_python_that_changes_after_the_capture(
+    stack: Stack, attach: Callable[..., ChunkGraphs], backend: GraphBackend
+) -> None:
+    graphs = attach(verify="shadow")
+    train(graphs, backend, 3)
+    stack.layers[1].scale = 2.0
+    with pytest.raises(VerifyError) as caught:
+        train(graphs, backend)
+    message = str(caught.value)
+    assert "chunk 0 slot 0: the replayed forward of microbatch 0 in replayed step 1" in message
+    assert "output 0: " in message
+    # The scale is the last thing in its layer; what the next layer keeps is the first to show it.
+    assert "first layer that differs: layers.2.linear" in message
+    assert "the last that is right is kept by layers.1:" in message
+    stack.layers[1].scale = 1.0
+    train(graphs, backend, 2)  # nothing of the failed step is left
+
+
+def test_a_counter_in_the_chunk_differs_from_its_second_replay_on(backend: GraphBackend) -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+            self.num_calls = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.num_calls += 1
+            return self.linear(x) / self.num_calls
+
+    chunk = Counting().to(backend.device)
+    options = CaptureOptions(verify="shadow")
+    graphs = ChunkGraphs([chunk], [1], backend=backend, options=options)
+    graphs.capture([(new_input(backend),)])
+    with pytest.raises(VerifyError, match=r"(?s)replayed forward of microbatch 0.*Counting"):
+        train(graphs, backend, 2)
+
+
+def test_an_input_overwritten_before_the_backward(
+    attach: Callable[..., ChunkGraphs], backend: GraphBackend
+) -> None:
+    graphs = attach(verify="shadow")
+    given = slot_of(graphs, 1).inputs[0]
+    with pytest.raises(VerifyError) as caught:
+        train_in_flight(graphs, backend, 2, lambda: given.fill_(7.0))
+    message = str(caught.value)
+    assert "chunk 0 slot 1: the replayed backward of microbatch 1" in message
+    assert "layers.0.linear" in message
+    assert "overwritten since" in message
+
+
+def test_a_saved_tensor_overwritten_before_the_backward(
+    stack: Stack, attach: Callable[..., ChunkGraphs], backend: GraphBackend
+) -> None:
+    graphs = attach(verify="shadow")
+    address, num_elements = stack.layers[1].hidden[-2]  # of the capture of slot 0
+    saved = tensor_at(address, 4 * num_elements, backend.device).view(torch.float32)
+    with pytest.raises(VerifyError) as caught:
+        train_in_flight(graphs, backend, 1, lambda: saved.mul_(1.5))
+    message = str(caught.value)
+    assert "chunk 0 slot 0: the replayed backward of microbatch 0" in message
+    # Later layers ran backward before it, rightly.
+    assert "the gradient of layers.1.linear." in message
+    assert "first layer that differs: layers.1" in message
+    assert "the last that is right is kept by layers.1.linear:" in message
+
+
+def test_a_gradient_that_is_added_to_by_somebody_else(
+    stack: Stack, attach: Callable[..., ChunkGraphs], backend: GraphBackend
+) -> None:
+    graphs = attach(verify="shadow")
+    train(graphs, backend)
+    replay = slot_of(graphs).backward_graph.replay
+
+    def and_more() -> None:
+        replay()
+        stack.layers[2].linear.bias.grad[3] += 1
+
+    slot_of(graphs).backward_graph.replay = and_more
+    with pytest.raises(VerifyError, match=r"gradient of layers\.2\.linear\.bias .*1 of 6 differ"):
+        train(graphs, backend)
+
+
+def test_a_buffer_and_the_random_state_are_compared(
+    stack: Stack, attach: Callable[..., ChunkGraphs], backend: GraphBackend
+) -> None:
+    graphs = attach(verify="shadow")
+    replay = slot_of(graphs).forward_graph.replay
+
+    def and_draw() -> None:
+        replay()
+        torch.rand(1, device=backend.device)
+
+    slot_of(graphs).forward_graph.replay = and_draw
+    with pytest.raises(VerifyError, match="random state"):
+        train(graphs, backend)
+
+
+@pytest.mark.parametrize(
+    ("options", "verified"),
+    [
+        ({"num_verify_steps": 2}, [0, 1]),
+        ({"verify_every": 3}, [0, 3, 6]),
+        ({"verify_every": 2, "num_verify_steps": 4}, [0, 2]),
+        ({"num_verify_steps": 0}, []),
+    ],
+)
+def test_only_the_steps_asked_for_are_verified(
+    stack: Stack,
+    attach: Callable[..., ChunkGraphs],
+    backend: GraphBackend,
+    options: dict[str, int],
+    verified: list[int],
+) -> None:
+    graphs = attach(verify="shadow", **options)
+    stack.layers[0].scale = 3.0
+    seen = []
+    for step in range(7):
+        try:
+            train(graphs, backend)
+        except VerifyError:
+            seen.append(step)
+            graphs.counters.replayed_steps += 1  # the failed step ended early
+    assert seen == verified
+
+
+def test_impossible_counts_are_refused() -> None:
+    with pytest.raises(ConfigError, match="verify_every"):
+        CaptureOptions(verify_every=0)
+    with pytest.raises(ConfigError, match="num_verify_steps"):
+        CaptureOptions(num_verify_steps=-1)
+
+
+@pytest.mark.parametrize("verify", ["poison", "shadow"])
+def test_a_nan_of_the_model_itself_is_named_once_and_trained_on(
+    stack: Stack, attach: Callable[..., ChunkGraphs], backend: GraphBackend, verify: str
+) -> None:
+    graphs = attach(verify=verify)
+    train(graphs, backend)
+    with torch.no_grad():
+        stack.layers[1].linear.bias[2] = float("nan")
+    with pytest.warns(UserWarning, match="NaN") as caught:
+        train(graphs, backend, 3)
+    assert len(caught) == 1
+    message = str(caught[0].message)
+    assert "chunk 0 slot 0: the replayed forward of microbatch 0 in replayed step 1" in message
+    assert "first layer with a NaN is layers.1.linear" in message
+    assert graphs.counters.replays == 4
+
+
+@pytest.mark.parametrize("verify", ["poison", "shadow"])
+def test_a_nan_from_outside_is_not_blamed_on_a_layer(
+    attach: Callable[..., ChunkGraphs], backend: GraphBackend, verify: str
+) -> None:
+    graphs = attach(verify=verify)
+    with pytest.warns(UserWarning, match="came in with the input") as caught, graphs.step(1):
+        graphs.callables[0](new_input(backend) * float("nan")).sum().backward()
+    assert len(caught) == 1
+    graphs = attach(verify=verify)
+    with pytest.warns(UserWarning, match="from what follows the chunk") as caught, graphs.step(1):
+        (graphs.callables[0](new_input(backend)) * float("nan")).sum().backward()
+    assert len(caught) == 1
+
+
+class BadBackward(torch.autograd.Function):
+    """A NaN that arises in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad * float("nan")
+
+
+@pytest.mark.parametrize("verify", ["poison", "shadow"])
+def test_a_nan_of_the_backward_is_named_by_its_first_gradient(
+    backend: GraphBackend, verify: Any
+) -> None:
+    class Bad(Stack):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            first, second, third = self.layers
+            return third(BadBackward.apply(second(first(x))))
+
+    chunk = Bad().to(backend.device)
+    graphs = ChunkGraphs([chunk], [1], backend=backend, options=CaptureOptions(verify=verify))
+    graphs.capture([(new_input(backend),)])
+    with pytest.warns(UserWarning, match=r"backward of .*is that of layers\.1\.linear\."):
+        train(graphs, backend)
+
+
+def test_poison_names_the_layer_that_read_dead_memory(
+    stack: Stack, attach: Callable[..., ChunkGraphs], backend: GraphBackend
+) -> None:
+    """The slot's pool is freed too early: its backward reads NaN where an eager one has none."""
+    graphs = attach(verify="poison")
+    inner = slot_of(graphs).pool.poison
+    with pytest.raises(VerifyError) as caught:
+        train_in_flight(graphs, backend, 1, lambda: keeping_output(slot_of(graphs), inner))
+    message = str(caught.value)
+    assert "chunk 0 slot 0: the replayed backward of microbatch 0" in message
+    assert "memory that was not its own" in message
+    assert "first layer with a NaN: layers.0" in message
+
+
+def test_shadow_finds_what_one_pool_for_all_corrupts(stack: Stack, backend: GraphBackend) -> None:
+    options = CaptureOptions(verify="shadow", memory_plan="one_pool")
+    graphs = ChunkGraphs([stack], [2], backend=backend, options=options)
+    graphs._settings = dataclasses.replace(graphs._settings, prove=False)
+    graphs.capture([(new_input(backend),)])
+    with pytest.raises(VerifyError, match="the replayed backward of microbatch"):
+        train_in_flight(graphs, backend, 2, lambda: None, order=-1)

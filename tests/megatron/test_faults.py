@@ -1,0 +1,181 @@
+"""Faults tried with two processes: all ranks decide alike, nothing hangs, the numbers stay."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.megatron, pytest.mark.timeout(120)]
+
+RunCases = Callable[..., dict[str, Any]]
+RunWorker = Callable[..., tuple[list[int], Path]]
+MakeConfig = Callable[..., dict[str, Any]]
+
+STEPS = [{"num_microbatches": m} for m in (2, 3, 1)]
+
+
+@pytest.fixture
+def case(make_config: MakeConfig) -> Callable[..., dict[str, Any]]:
+    def make(
+        steps: list[dict[str, Any]],
+        capture: dict[str, Any] | None = None,
+        model: dict[str, Any] | None = None,
+        **fault: Any,
+    ) -> dict[str, Any]:
+        dropout = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+        config = make_config(
+            model={**dropout, **(model or {})},
+            pipeline={"pipeline_model_parallel_size": 2},
+            capture=capture or {},
+        )
+        return {"config": config, "probe": "fault", "steps": steps, **fault}
+
+    return make
+
+
+def line_of(marker: str) -> int:
+    text = (Path(__file__).parent / "user_specs.py").read_text(encoding="utf-8")
+    return next(i for i, line in enumerate(text.splitlines(), start=1) if marker in line)
+
+
+def test_faults_of_one_rank(run_cases: RunCases, case: Callable[..., dict[str, Any]]) -> None:
+    """A capture that fails on rank 1, out of memory there, SIGTERM there, evaluation, shapes."""
+    watchful = {"layer_spec": "user_specs:watchful_where_faulty"}
+    eager = {"on_failure": "eager"}
+    mixed = [
+        *STEPS,
+        {"num_microbatches": 2, "evaluates": True},
+        {"num_microbatches": 3},
+        {"num_microbatches": 2, "seq_length": 8},
+        {"num_microbatches": 4},
+    ]
+    results = run_cases(
+        {
+            "fails": case(STEPS, eager, watchful, layer_fails=True),
+            "raises": case(STEPS, {"on_failure": "raise"}, watchful, layer_fails=True),
+            "memory": case(STEPS, eager, limit_bytes=2**20),
+            "in_capture": case(STEPS, signalled="capture"),
+            "in_replay": case([*STEPS, *STEPS], signalled="replay"),
+            "mixed": case(mixed),
+            "shadow": case(mixed, {"verify": "shadow", "scope": "chunk"}),
+        },
+        2,
+    )
+    capture_fails(results["fails"])
+    capture_raises(results["raises"])
+    memory_runs_out(results["memory"])
+    terminated(results["in_capture"], "capture", 2)
+    terminated(results["in_replay"], "replay", 2)
+    evaluated(results["mixed"])
+    evaluated(results["shadow"])
+
+
+def trained_eagerly(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert rank["losses_equal"] == [True] * 3
+        assert rank["state_equal"]
+        assert rank["fallbacks"] == {"capture warmup": 1, "capture failed": 2}
+        assert (rank["replays"], rank["sessions"], rank["error"]) == (0, 0, "")
+
+
+def capture_fails(ranks: list[dict[str, Any]]) -> None:
+    trained_eagerly(ranks)
+    assert ranks[0]["warnings"] == []
+    (message,) = ranks[1]["warnings"]
+    names_the_cause(message)
+    assert "Training goes on eagerly on all ranks" in message
+    assert "another rank could not" in ranks[0]["failure"]
+    names_the_cause(ranks[0]["failure"])
+
+
+def names_the_cause(message: str) -> None:
+    assert "rank 1, pipeline stage 1, chunk 0 slot 0 forward" in message
+    assert "torch.Tensor.item" in message
+    assert re.search(rf"user_specs\.py:{line_of('the line of one rank alone')}\b", message)
+    assert "in layer decoder.layers.0\n" in message
+
+
+def capture_raises(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        names_the_cause(rank["error"])
+        assert rank["num_done"] == 1
+        assert rank["warnings"] == []
+    assert ranks[0]["error"].startswith("rank 0, pipeline stage 0: captured, but another rank")
+
+
+def memory_runs_out(ranks: list[dict[str, Any]]) -> None:
+    trained_eagerly(ranks)
+    assert ranks[0]["warnings"] == []
+    (message,) = ranks[1]["warnings"]
+    for words in (
+        "Capturing rank 1, pipeline stage 1, chunk 0 slot 0 backward ran out of memory",
+        "Tried to allocate 1.00 MiB",
+        "0.00 MiB is free",
+        "1 of 2 graphs were captured by then",
+    ):
+        assert words in message, message
+
+
+def terminated(ranks: list[dict[str, Any]], when: str, num_done: int) -> None:
+    """The step goes to its end on both ranks, which then stop together, as if to save."""
+    assert ranks[0]["handler_ran_in"] == []
+    assert ranks[1]["handler_ran_in"] == [when]
+    for rank in ranks:
+        assert rank["num_done"] == num_done
+        assert rank["sessions"] == 1
+        assert rank["replays"] == 3
+        assert all(rank["losses_equal"])
+        assert rank["state_equal"]
+        assert rank["error"] == ""
+
+
+def evaluated(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert rank["error"] == ""
+        assert rank["losses_equal"] == [True] * 7
+        assert rank["state_equal"]
+        assert rank["sessions"] == 1
+        assert rank["replays"] == 3 + 1 + 3 + 4
+        assert rank["fallbacks"] == {
+            "capture warmup": 1,
+            "forward only": 1,
+            "input shapes differ": 1,
+        }
+
+
+def test_a_shape_changed_without_a_word(
+    run_to_its_end: Callable[..., Any], case: Callable[..., dict[str, Any]]
+) -> None:
+    wrong = {"num_microbatches": 2, "seq_length": 8, "announced": 16}
+    codes, messages = run_to_its_end(case([*STEPS, wrong]))
+    assert codes == [1, 1]
+    assert "rank 0, pipeline stage 0, chunk 0 was called with arguments that differ" in messages[0]
+    assert "captured (16, 2, 32) torch.float32 on cpu, called (8, 2, 32)" in messages[0]
+    assert "another rank ended" in messages[1]
+
+
+def test_a_rank_killed_in_a_replayed_step(
+    run_to_its_end: Callable[..., Any], case: Callable[..., dict[str, Any]]
+) -> None:
+    fault = {"signalled": "replay", "signal": int(signal.SIGKILL)}
+    codes, messages = run_to_its_end(case([*STEPS, *STEPS], **fault))
+    assert codes == [1, -signal.SIGKILL]
+    assert "Rank 0 stopped because another rank ended" in messages[0]
+
+
+def test_shadow_names_slot_and_layer_of_one_rank(
+    run_to_its_end: Callable[..., Any], case: Callable[..., dict[str, Any]]
+) -> None:
+    counting = {"layer_spec": "user_specs:counting"}
+    codes, messages = run_to_its_end(case([*STEPS, *STEPS], {"verify": "shadow"}, counting))
+    assert codes == [1, 1]
+    assert "another rank ended" in messages[0]
+    assert "rank 1, pipeline stage 1, chunk 0 slot 0: the replayed forward of" in messages[1]
+    assert "microbatch 0 in replayed step 1 after the capture" in messages[1]
+    assert "first layer that differs: decoder.final_layernorm" in messages[1]
+    assert "the last that is right is kept by decoder.layers.1" in messages[1]
