@@ -41,6 +41,7 @@ class Chunk:
             is captured with the parameters themselves, which must not be in a DDP wrapper.
         buffers: tensors the forward updates in place; put back after a capture session.
         before_forward: host work before every replayed forward.
+        before_backward: work before every replayed backward, on the current stream.
         after_backward: host work after every replayed backward.
         new_marker: makes what watches the gradients of one slot's backward; see `GradientMarker`.
         keeps_input_grads: whether the caller may still use an input gradient when the next
@@ -54,6 +55,7 @@ class Chunk:
     module: nn.Module | None = None
     buffers: tuple[torch.Tensor, ...] = ()
     before_forward: Callable[[], None] | None = None
+    before_backward: Callable[[], None] | None = None
     after_backward: Callable[[], None] | None = None
     new_marker: Callable[[], GradientMarker] | None = None
     keeps_input_grads: bool = True

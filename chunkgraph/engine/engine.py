@@ -408,6 +408,9 @@ class ChunkGraphs:
         if self._poison is not None:
             self._poison.before_replay()
         slot.load_output_grads(grads)
+        before = self._chunks[slot.chunk].before_backward
+        if before is not None:
+            before()
         assert slot.backward_graph is not None
         slot.backward_graph.replay()
         if slot.marker is not None:

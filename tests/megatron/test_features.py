@@ -1,4 +1,4 @@
-"""Model features, each in both scopes: chunk graphs against eager training, to the last bit."""
+"""Model features: chunk graphs against eager training, to the last bit."""
 
 from __future__ import annotations
 
@@ -33,18 +33,39 @@ def _check(results: dict[str, dict[str, Any]]) -> None:
         assert all(step["replays"] > 0 for step in result["steps"][1:]), name
 
 
+def _in_scope(scope: str, case: dict[str, Any]) -> dict[str, Any]:
+    config = case["config"]
+    capture = {**config.get("capture", {}), "scope": scope}
+    return {**case, "config": {**config, "capture": capture}}
+
+
 def _both(cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    both = {}
-    for name, case in cases.items():
-        for scope in ("block", "chunk"):
-            capture = {**case["config"].get("capture", {}), "scope": scope}
-            both[f"{name}_{scope}"] = {**case, "config": {**case["config"], "capture": capture}}
-    return both
+    return {
+        f"{name}_{scope}": _in_scope(scope, case)
+        for name, case in cases.items()
+        for scope in ("block", "chunk")
+    }
+
+
+def _alternately(cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Every case in one of the two scopes: what differs between cases lies inside the blocks."""
+    return {
+        name: _in_scope(("chunk", "block")[index % 2], case)
+        for index, (name, case) in enumerate(cases.items())
+    }
 
 
 def test_one_rank(run_cases: Callable[..., Any], make_config: Callable[..., Any]) -> None:
     """Parameters that do not train, under DDP and without it."""
     cases = {
+        "token_prediction": {
+            "config": make_config(
+                model=_DROPOUT,
+                train={"num_microbatches": [2, 3, 1, 4]},
+                capture={"poison": True},
+            ),
+            "transformer_options": {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.3},
+        },
         "frozen_parts": {
             "config": make_config(model=_DROPOUT),
             "frozen": [r"embedding", r"layers\.1\.", r"layers\.2\..*bias", r"final_layernorm"],
@@ -75,7 +96,7 @@ def test_latent_attention(run_cases: Callable[..., Any], make_config: Callable[.
             "transformer_options": {**_LATENT, "rope_type": "yarn", "rotary_scaling_factor": 4},
         },
     }
-    _check(run_cases(_both(cases), 1))
+    _check(run_cases(_alternately(cases), 1))
 
 
 def test_two_ranks(run_cases: Callable[..., Any], make_config: Callable[..., Any]) -> None:
@@ -88,6 +109,14 @@ def test_two_ranks(run_cases: Callable[..., Any], make_config: Callable[..., Any
                 capture={"poison": True},
             ),
             "transformer_options": {"sequence_parallel": True},
+        },
+        "token_prediction": {
+            "config": make_config(
+                model={**_DROPOUT, "untie_embeddings_and_output_weights": False},
+                pipeline={"pipeline_model_parallel_size": 2},
+                train={"num_microbatches": [3, 1, 4]},
+            ),
+            "transformer_options": {"mtp_num_layers": 1},
         },
         "frozen_embedding": {
             "config": make_config(
@@ -120,4 +149,52 @@ def test_four_ranks(run_cases: Callable[..., Any], make_config: Callable[..., An
             "transformer_options": {"sequence_parallel": True},
         },
     }
-    _check(run_cases(_both(cases), 4))
+    _check(run_cases(_alternately(cases), 4))
+
+
+def _prediction_metrics(device: Any, config: Any, scope: str | None) -> list[dict[str, Any]]:
+    """Megatron's metrics of multi-token prediction after each of three steps, then zeroed."""
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+    from chunkgraph.data import PackedText
+    from chunkgraph.megatron import attach
+    from chunkgraph.megatron.compat import import_megatron
+    from chunkgraph.megatron.loop import forward_step, microbatches
+    from chunkgraph.megatron.model import build_model
+    from chunkgraph.megatron.processes import seed_everything
+
+    seed_everything(1, device)
+    chunks = build_model(config, device, transformer_options={"mtp_num_layers": 1})
+    train = import_megatron("megatron.core.pipeline_parallel").get_forward_backward_func()
+    graphs = attach(chunks, scope=scope) if scope else None  # type: ignore[arg-type]
+    if graphs is not None:
+        train = graphs.wrap_forward_backward(train)
+    text = PackedText.from_file(None, seq_length=16, seed=1)
+    tracker, seen = MTPLossLoggingHelper.tracker, []
+    tracker.clear()
+    for step, count in enumerate((2, 3, 1)):
+        train(
+            forward_step_func=forward_step,
+            data_iterator=[microbatches(config, text, step, count, device)],
+            model=chunks,
+            num_microbatches=count,
+            seq_length=16,
+            micro_batch_size=2,
+            forward_only=False,
+        )
+        seen.append(
+            {n: v.tolist() if hasattr(v, "tolist") else v is None for n, v in tracker.items()}
+        )
+        clean = getattr(MTPLossLoggingHelper, "clean_metrics_in_tracker", None)
+        (clean or MTPLossLoggingHelper.clean_loss_in_tracker)()
+    if graphs is not None:
+        assert graphs.counters.replays == 4
+        graphs.detach()
+    return seen
+
+
+def test_metrics_of_token_prediction_go_on(one_rank: Any, config: Any) -> None:
+    eager = _prediction_metrics(one_rank, config, None)
+    assert all(any(isinstance(v, list) and v[0] > 0 for v in step.values()) for step in eager)
+    assert _prediction_metrics(one_rank, config, "chunk") == eager
+    assert _prediction_metrics(one_rank, config, "block") == eager
