@@ -42,6 +42,7 @@ class Chunk:
         module_name: name of ``module`` in the user's model, a prefix of layers' names in errors.
         buffers: tensors the forward updates in place; put back after a capture session.
         before_forward: host work before every replayed forward.
+        before_backward: work before every replayed backward, on the current stream.
         after_backward: host work after every replayed backward.
         new_marker: makes what watches the gradients of one slot's backward; see `GradientMarker`.
         keeps_input_grads: whether the caller may still use an input gradient when the next
@@ -56,6 +57,7 @@ class Chunk:
     module_name: str = ""
     buffers: tuple[torch.Tensor, ...] = ()
     before_forward: Callable[[], None] | None = None
+    before_backward: Callable[[], None] | None = None
     after_backward: Callable[[], None] | None = None
     new_marker: Callable[[], GradientMarker] | None = None
     keeps_input_grads: bool = True

@@ -441,6 +441,9 @@ class ChunkGraphs:
         if self._verifying is not None:
             self._verifying.before_backward(slot, grads)
         slot.load_output_grads(grads)
+        before = self._chunks[slot.chunk].before_backward
+        if before is not None:
+            before()
         assert slot.backward_graph is not None
         slot.backward_graph.replay()
         if self._verifying is not None:

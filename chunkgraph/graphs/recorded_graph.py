@@ -22,7 +22,7 @@ from chunkgraph.graphs.recording import (
 )
 from chunkgraph.graphs.simulated_pool import SimulatedPool
 
-__all__ = ["RecordedGraph"]
+__all__ = ["RecordedGraph", "wait_for_work"]
 
 _copy = torch.ops.aten.copy_.default
 _Step = Callable[[], None]
@@ -134,14 +134,20 @@ def _operation_step(
 ) -> _Step:
     func = entry.func
     if func.namespace == "c10d":
-        return lambda: _wait(func(*args, **kwargs))
+
+        def run_collective() -> None:
+            wait_for_work(func(*args, **kwargs))
+
+        return run_collective
     if all(r is None for r in results):  # in place: the operator itself writes
 
         def run_in_place() -> None:
             func(*args, **kwargs)
 
         return run_in_place
-    if len(results) == 1:
+    # An operator of several results may have left all but one of them out (frozen parameters).
+    kinds = [isinstance(r.type, torch.TensorType) for r in func._schema.returns]
+    if len(results) == 1 and kinds == [True]:
         (target,) = results
 
         def run_single() -> None:
@@ -158,8 +164,16 @@ def _operation_step(
     return run
 
 
-def _wait(out: Any) -> None:
-    """Wait for the work object of a collective."""
-    for item in out if isinstance(out, (list, tuple)) else (out,):
-        if isinstance(item, torch.ScriptObject):
-            torch._C._distributed_c10d.Work.unbox(item).wait()
+def wait_for_work(out: Any) -> Any:
+    """Wait for a collective's work; its result, with finished work in the place of the work."""
+
+    def finish(item: Any) -> Any:
+        if not isinstance(item, torch.ScriptObject):
+            return item
+        c10d = torch._C._distributed_c10d
+        c10d.Work.unbox(item).wait()
+        return c10d.FakeWork().boxed()
+
+    if isinstance(out, (list, tuple)):
+        return type(out)(finish(item) for item in out)
+    return finish(out)

@@ -29,7 +29,7 @@ from chunkgraph.graphs.failure import capture_failure
 from chunkgraph.graphs.legality import HostReadGuard, check_operator
 from chunkgraph.graphs.location import current_location
 from chunkgraph.graphs.ranges import AddressRanges
-from chunkgraph.graphs.recorded_graph import RecordedGraph
+from chunkgraph.graphs.recorded_graph import RecordedGraph, wait_for_work
 from chunkgraph.graphs.recording import (
     External,
     HostCall,
@@ -192,6 +192,9 @@ class _RecordingMode(TorchDispatchMode):
             self._save(tensor)
         refs = tree_map(self._ref, (args, kwargs))
         out = func(*args, **kwargs)
+        if func.namespace == "c10d":
+            # Some backends copy results in the caller's wait, which would be logged as well.
+            out = wait_for_work(out)
         known = {t.untyped_storage().data_ptr() for t in given}
         results = self._place(out, known, self._pool_of(func))
         if any(r is not None for r in results) or written:

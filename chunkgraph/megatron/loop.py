@@ -90,6 +90,7 @@ def run_training(
     *,
     use_graphs: bool,
     ddp_options: Mapping[str, Any] | None = None,
+    model_options: Mapping[str, Any] | None = None,
     on_step: Callable[[StepRecord], None] = lambda _: None,
 ) -> TrainingRun:
     """Build the model from the seed, train every step of ``config``, and take it all down.
@@ -99,10 +100,11 @@ def run_training(
         device: this rank's device; process groups must be set up.
         use_graphs: attach chunk graphs, or leave the model as Megatron made it.
         ddp_options: further fields of Megatron's DistributedDataParallelConfig.
+        model_options: further arguments of `build_model`.
         on_step: called after every step.
     """
     seed_everything(config.train.seed, device)
-    chunks = build_model(config, device, ddp_options)
+    chunks = build_model(config, device, ddp_options, **(model_options or {}))
     optimizer = build_optimizer(config, chunks)
     text = PackedText.from_file(
         config.data.path, seq_length=config.model.seq_length, seed=config.train.seed

@@ -26,6 +26,7 @@ def build_model(
     ddp_options: Mapping[str, Any] | None = None,
     *,
     transformer_options: Mapping[str, Any] | None = None,
+    prepare: Callable[[nn.Module], None] = lambda _: None,
     ddp_scope: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> list[nn.Module]:
     """This rank's model chunks, wrapped in DDP where asked, in training mode.
@@ -37,11 +38,13 @@ def build_model(
         device: where parameters go.
         ddp_options: further fields of Megatron's DistributedDataParallelConfig.
         transformer_options: further fields of Megatron's TransformerConfig.
+        prepare: called with every chunk before it is wrapped, for example to freeze parameters.
         ddp_scope: entered while chunks are wrapped in DDP.
     """
     gpt_model = import_megatron("megatron.core.models.gpt").GPTModel
     transformer_config = _transformer_config(config, device, transformer_options or {})
-    spec = layer_spec(config, device)
+    latent = getattr(transformer_config, "multi_latent_attention", False)
+    spec = layer_spec(config, device, {"multi_latent_attention": True} if latent else {})
     state = import_megatron("megatron.core.parallel_state")
     rank = state.get_pipeline_model_parallel_rank()
     num_chunks = config.pipeline.num_model_chunks
@@ -60,7 +63,9 @@ def build_model(
                 not config.model.untie_embeddings_and_output_weights
             ),
             vp_stage=index if num_chunks > 1 else None,
+            **_token_predictors(config, transformer_config, device, spec, index),
         )
+        prepare(chunk)
         chunks.append(chunk.to(device))
     if config.model.params_dtype == "bfloat16":
         half = import_megatron("megatron.core.transformer.module").Float16Module
@@ -74,16 +79,46 @@ def build_model(
     return chunks
 
 
-def layer_spec(config: Config, device: torch.device) -> Any:
+def _token_predictors(
+    config: Config, transformer_config: Any, device: torch.device, spec: Any, index: int
+) -> dict[str, Any]:
+    """GPTModel's argument for multi-token prediction, where it is asked for."""
+    if not getattr(transformer_config, "mtp_num_layers", None):
+        return {}
+    make = import_megatron("megatron.core.models.gpt.gpt_layer_specs").get_gpt_mtp_block_spec
+    stage = index if config.pipeline.num_model_chunks > 1 else None
+    name = layer_spec_name(config, device)
+    return {
+        "mtp_block_spec": make(
+            transformer_config, spec, use_transformer_engine=name != "local", vp_stage=stage
+        )
+    }
+
+
+def layer_spec_name(config: Config, device: torch.device) -> str:
+    """``model.layer_spec``, with ``auto`` decided by the device."""
+    name = config.model.layer_spec
+    if name == "auto":
+        return "local" if device.type == "cpu" else "transformer_engine"
+    return name
+
+
+def layer_spec(
+    config: Config, device: torch.device, options: Mapping[str, Any] | None = None
+) -> Any:
     """The spec of a transformer layer that ``model.layer_spec`` names.
+
+    Args:
+        config: the run.
+        device: decides where the name is ``auto``.
+        options: further arguments of Megatron's own function that makes it.
 
     Raises:
         ConfigError: the user's function cannot be found.
         MissingDependencyError: Transformer Engine is asked for and not installed.
     """
-    name = config.model.layer_spec
-    if name == "auto":
-        name = "local" if device.type == "cpu" else "transformer_engine"
+    name = layer_spec_name(config, device)
+    options = options or {}
     if name not in {"local", "transformer_engine"}:
         return _user_spec(name)
     specs = import_megatron("megatron.core.models.gpt.gpt_layer_specs")
@@ -95,13 +130,13 @@ def layer_spec(config: Config, device: torch.device) -> Any:
                 "model.layer_spec is transformer_engine, which cannot be imported "
                 f"({error}). Install chunkgraph[te], or set model.layer_spec=local."
             ) from error
-        return specs.get_gpt_layer_with_transformer_engine_spec()
+        return specs.get_gpt_layer_with_transformer_engine_spec(**options)
     make = specs.get_gpt_layer_local_spec
     parameters = inspect.signature(make).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     if "normalization" in parameters or takes_any:
-        return make(normalization=config.model.normalization)
-    return make()
+        return make(normalization=config.model.normalization, **options)
+    return make(**options)
 
 
 def _user_spec(name: str) -> Any:
@@ -159,7 +194,10 @@ def _transformer_config(config: Config, device: torch.device, options: Mapping[s
         wanted["recompute_modules"] = list(model.recompute_modules)
     if interleaved:
         wanted["microbatch_group_size_per_vp_stage"] = pipeline.microbatch_group_size
-    return transformer_config.TransformerConfig(**{**wanted, **options})
+    wanted.update(options)
+    if wanted.get("multi_latent_attention"):
+        return transformer_config.MLATransformerConfig(**wanted)
+    return transformer_config.TransformerConfig(**wanted)
 
 
 def _wrap_for_data_parallel(

@@ -14,14 +14,14 @@ Megatron's own ``cuda_graph_impl`` stays ``none``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from chunkgraph.engine import CaptureOptions, ChunkGraphs
+from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs
 from chunkgraph.errors import ChunkGraphError, ConfigError
 from chunkgraph.megatron import compat
 from chunkgraph.megatron.receive import SlotReceiver, waits_for_sends
@@ -74,6 +74,7 @@ def attach(
     refuse_for_scope(config, scope)
     parts = [new_part(scope, chunk, place.label(index)) for index, chunk in enumerate(chunks)]
     tables = CachedTables(module for part in parts for module in part.modules)
+    predictions = compat.TokenPrediction() if _predicts_tokens(parts) else None
     slots = tuple(num_slots) if num_slots is not None else place.num_slots()
     # Stage 0 sends no gradient; its input's gradient may go anywhere.
     lends = [
@@ -81,14 +82,14 @@ def attach(
     ]
     engine = ChunkGraphs(
         [
-            replace(part.chunk(), keeps_input_grads=not lent)
+            replace(_following(part, predictions), keeps_input_grads=not lent)
             for part, lent in zip(parts, lends, strict=True)
         ],
         slots,
         options=options if options is not None else CaptureOptions(),
         backend=backend,
         agree=agree_by_maximum(),
-        capture_scope=lambda: _capturing(tables),
+        capture_scope=lambda: _capturing(tables, predictions),
         preserve=compat.preserve_rng,
         generators=compat.graph_safe_generators,
         verify_scope=_running_beside,
@@ -167,9 +168,35 @@ def _running_beside() -> Iterator[None]:
 
 
 @contextmanager
-def _capturing(tables: CachedTables) -> Iterator[None]:
-    with compat.capture_flag(), compat.recomputing(), tables.held():
+def _capturing(tables: CachedTables, predictions: compat.TokenPrediction | None) -> Iterator[None]:
+    with ExitStack() as stack:
+        stack.enter_context(compat.capture_flag())
+        stack.enter_context(compat.recomputing())
+        stack.enter_context(tables.held())
+        if predictions is not None:
+            stack.enter_context(predictions.capturing())
         yield
+
+
+def _predicts_tokens(parts: Sequence[CapturedPart]) -> bool:
+    return any(getattr(part.module, "mtp_process", False) for part in parts)
+
+
+def _following(part: CapturedPart, predictions: compat.TokenPrediction | None) -> Chunk:
+    """The part's chunk; one that predicts several tokens follows Megatron's state of that."""
+    chunk = part.chunk()
+    if predictions is None or not getattr(part.module, "mtp_process", False):
+        return chunk
+    gather, follow = chunk.before_forward, predictions.before_forward
+
+    def before_forward() -> None:
+        if gather is not None:
+            gather()
+        follow()
+
+    return replace(
+        chunk, before_forward=before_forward, before_backward=predictions.before_backward
+    )
 
 
 def _config_of(chunk: nn.Module) -> Any:

@@ -271,7 +271,9 @@ def _unused_arguments(model: Any) -> tuple[str, ...]:
     methods = ("forward", "_preprocess", "_postprocess")
     if any(getattr(type(model), name) is not getattr(gpt, name, None) for name in methods):
         return ()
-    unused = ["loss_mask"]  # multi-token prediction alone weighs losses inside the model
+    if getattr(model, "mtp_process", False):
+        return ()  # it embeds tokens and weighs losses inside the model
+    unused = ["loss_mask"]
     if not model.pre_process:
         unused.append("input_ids")
     if not model.post_process:

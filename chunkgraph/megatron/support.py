@@ -37,7 +37,6 @@ _REFUSALS = (
     _Refusal("fp8", bool, _QUANTIZED_WEIGHTS),
     _Refusal("fp4", bool, _QUANTIZED_WEIGHTS),
     _Refusal("num_moe_experts", bool, "expert routing sizes depend on the tokens"),
-    _Refusal("mtp_num_layers", bool, "multi-token prediction shares layers across chunks"),
     _Refusal(
         "distribute_saved_activations",
         bool,

@@ -43,6 +43,7 @@ def train(
     device: torch.device,
     *,
     ddp_options: Mapping[str, Any] | None = None,
+    model_options: Mapping[str, Any] | None = None,
     on_step: OnStep = lambda *_: None,
 ) -> dict[str, Any]:
     """Run ``config`` on this rank, with its eager twin where ``train.compare`` is ``eager``.
@@ -51,6 +52,7 @@ def train(
         config: the run.
         device: this rank's device; process groups must be set up.
         ddp_options: further fields of Megatron's DistributedDataParallelConfig.
+        model_options: further arguments of `build_model`.
         on_step: called after every step of either run.
 
     Returns:
@@ -63,6 +65,7 @@ def train(
             device,
             use_graphs=False,
             ddp_options=ddp_options,
+            model_options=model_options,
             on_step=lambda record: on_step("eager", record),
         )
         _forget_model(device)
@@ -71,6 +74,7 @@ def train(
         device,
         use_graphs=config.capture.enabled,
         ddp_options=ddp_options,
+        model_options=model_options,
         on_step=lambda record: on_step("chunk", record),
     )
     comparison = compare_runs(eager, chunk) if eager is not None else None

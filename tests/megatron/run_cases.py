@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import sys
 import warnings
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 
 import fault_probe
 import receive_probe
+from torch import nn
 
 from chunkgraph.config import config_from_mapping
 from chunkgraph.megatron.processes import training_process
@@ -31,7 +33,22 @@ def run_case(case: dict[str, Any]) -> Any:
             return receive_probe.run(config, device, case)
         if case.get("probe") == "fault":
             return fault_probe.run(config, case)
-        return train(config, device, ddp_options=case.get("ddp_options"))
+        frozen = case.get("frozen", [])
+        return train(
+            config,
+            device,
+            ddp_options=case.get("ddp_options"),
+            model_options={
+                "transformer_options": case.get("transformer_options"),
+                "prepare": lambda chunk: _freeze(chunk, frozen),
+            },
+        )
+
+
+def _freeze(chunk: nn.Module, patterns: list[str]) -> None:
+    for name, parameter in chunk.named_parameters():
+        if any(re.search(pattern, name) for pattern in patterns):
+            parameter.requires_grad_(False)
 
 
 def main(cases_path: str, folder: str) -> None:

@@ -34,7 +34,6 @@ def _inputs(requires_grad: bool = True) -> dict[str, Any]:
     [
         ("fp4", "e2m1"),
         ("num_moe_experts", 4),
-        ("mtp_num_layers", 1),
         ("distribute_saved_activations", True),
         ("cpu_offloading", True),
         ("fine_grained_activation_offloading", True),

@@ -5,8 +5,12 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import nn
 
 
 class WatchfulLayer(TransformerLayer):
@@ -80,3 +84,60 @@ def counting() -> Any:
     spec = get_gpt_layer_local_spec()
     spec.module = CountingLayer
     return spec
+
+
+class LatentCore(nn.Module):
+    """Attention whose values have a width of their own, which Megatron's local one has not."""
+
+    def __init__(self, config: Any, *, softmax_scale: float | None = None, **_: Any) -> None:
+        super().__init__()
+        self.scale = softmax_scale or 1.0
+        self.dropout = nn.Dropout(config.attention_dropout)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor,
+        **_: Any,
+    ) -> torch.Tensor:
+        """[s, b, heads, width] each; the mask is true where nothing is to be seen."""
+        scores = torch.einsum("sbnd,tbnd->bnst", query, key) * self.scale
+        weights = scores.masked_fill(attention_mask, -10000.0).softmax(-1)
+        with get_cuda_rng_tracker().fork():
+            weights = self.dropout(weights)
+        return torch.einsum("bnst,tbnd->sbnd", weights, value).flatten(2)
+
+
+def latent() -> Any:
+    """The local spec of multi-latent attention with `LatentCore`."""
+    spec = get_gpt_layer_local_spec(multi_latent_attention=True)
+    spec.submodules.self_attention.submodules.core_attention = LatentCore
+    return spec
+
+
+class SplitNorm(nn.LayerNorm):
+    """A normalisation of split sequences: its gradients are summed over tensor-parallel ranks."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__(hidden_size, eps)
+        for parameter in self.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+
+
+def split_sequences_4() -> Any:
+    """Four local layers with `SplitNorm`, for sequence parallelism."""
+    return _split_sequences(4)
+
+
+def split_sequences_2() -> Any:
+    """Two of them."""
+    return _split_sequences(2)
+
+
+def _split_sequences(num_layers: int) -> Any:
+    spec = get_gpt_layer_local_spec()
+    spec.submodules.input_layernorm = SplitNorm
+    spec.submodules.pre_mlp_layernorm = SplitNorm
+    return TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=SplitNorm)

@@ -40,6 +40,7 @@ from chunkgraph.megatron.compat.random_state import (
     seed_model_parallel,
 )
 from chunkgraph.megatron.compat.recompute import recomputing
+from chunkgraph.megatron.compat.token_prediction import TokenPrediction
 from chunkgraph.megatron.compat.triton_stub import TritonStubFinder
 
 __all__ = [
@@ -48,6 +49,7 @@ __all__ = [
     "HostGenerator",
     "ParameterGates",
     "ReceiveBuffers",
+    "TokenPrediction",
     "TritonStubFinder",
     "call_parameter_gather_hooks",
     "capture_flag",

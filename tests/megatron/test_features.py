@@ -1,0 +1,200 @@
+"""Model features: chunk graphs against eager training, to the last bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import metadata
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.megatron, pytest.mark.timeout(200)]
+
+_DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+_LATENT = {
+    "multi_latent_attention": True,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_head_dim": 8,
+    "qk_pos_emb_head_dim": 8,
+    "v_head_dim": 8,
+    "apply_rope_fusion": False,
+}
+
+
+def _check(results: dict[str, dict[str, Any]]) -> None:
+    for name, result in results.items():
+        wrong = [s for s in result["steps"] if not (s["loss_equal"] and s["grad_norm_equal"])]
+        assert not wrong, f"{name}: {wrong}"
+        assert result["different_parameters"] == {}, name
+        assert result["num_parameters_compared"] > 5_000, name
+        assert result["capture_sessions"] == 1, name
+        assert len({s["loss_chunk_hex"] for s in result["steps"]}) == len(result["steps"]), name
+        assert all(step["replays"] > 0 for step in result["steps"][1:]), name
+
+
+def _in_scope(scope: str, case: dict[str, Any]) -> dict[str, Any]:
+    config = case["config"]
+    capture = {**config.get("capture", {}), "scope": scope}
+    return {**case, "config": {**config, "capture": capture}}
+
+
+def _both(cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {
+        f"{name}_{scope}": _in_scope(scope, case)
+        for name, case in cases.items()
+        for scope in ("block", "chunk")
+    }
+
+
+def _alternately(cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Every case in one of the two scopes: what differs between cases lies inside the blocks."""
+    return {
+        name: _in_scope(("chunk", "block")[index % 2], case)
+        for index, (name, case) in enumerate(cases.items())
+    }
+
+
+def test_one_rank(run_cases: Callable[..., Any], make_config: Callable[..., Any]) -> None:
+    """Parameters that do not train, under DDP and without it."""
+    cases = {
+        "token_prediction": {
+            "config": make_config(
+                model=_DROPOUT,
+                train={"num_microbatches": [2, 3, 1, 4]},
+                capture={"verify": "poison"},
+            ),
+            "transformer_options": {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.3},
+        },
+        "frozen_parts": {
+            "config": make_config(model=_DROPOUT),
+            "frozen": [r"embedding", r"layers\.1\.", r"layers\.2\..*bias", r"final_layernorm"],
+        },
+        "frozen_no_ddp": {
+            "config": make_config(model=_DROPOUT, train={"use_ddp": False}),
+            "frozen": [r"layers\.3\.", r"output_layer"],
+        },
+    }
+    _check(run_cases(_both(cases), 1))
+
+
+@pytest.mark.skipif(
+    metadata.version("megatron-core").startswith("0.16"),
+    reason="0.16's multi-latent attention cannot be built without Transformer Engine",
+)
+def test_latent_attention(run_cases: Callable[..., Any], make_config: Callable[..., Any]) -> None:
+    """Multi-latent attention with RoPE and with YARN."""
+    cases = {
+        "latent_rope": {
+            "config": make_config(
+                model={**_DROPOUT, "layer_spec": "user_specs:latent"}, capture={"verify": "poison"}
+            ),
+            "transformer_options": {**_LATENT, "rope_type": "rope"},
+        },
+        "latent_yarn": {
+            "config": make_config(model={**_DROPOUT, "layer_spec": "user_specs:latent"}),
+            "transformer_options": {**_LATENT, "rope_type": "yarn", "rotary_scaling_factor": 4},
+        },
+    }
+    _check(run_cases(_alternately(cases), 1))
+
+
+def test_two_ranks(run_cases: Callable[..., Any], make_config: Callable[..., Any]) -> None:
+    """Sequence parallelism, and a pipeline with a frozen embedding or a frozen stage."""
+    cases = {
+        "sequence_parallel": {
+            "config": make_config(
+                model={**_DROPOUT, "layer_spec": "user_specs:split_sequences_4"},
+                pipeline={"tensor_model_parallel_size": 2},
+                capture={"verify": "poison"},
+            ),
+            "transformer_options": {"sequence_parallel": True},
+        },
+        "token_prediction": {
+            "config": make_config(
+                model={**_DROPOUT, "untie_embeddings_and_output_weights": False},
+                pipeline={"pipeline_model_parallel_size": 2},
+                train={"num_microbatches": [3, 1, 4]},
+            ),
+            "transformer_options": {"mtp_num_layers": 1},
+        },
+        "frozen_embedding": {
+            "config": make_config(
+                model=_DROPOUT,
+                pipeline={"pipeline_model_parallel_size": 2},
+                train={"num_microbatches": [4, 1, 3], "overlap_grad_reduce": True},
+            ),
+            "frozen": [r"embedding", r"decoder\.layers\.0\."],
+        },
+    }
+    _check(run_cases(_both(cases), 2))
+
+
+def test_four_ranks(run_cases: Callable[..., Any], make_config: Callable[..., Any]) -> None:
+    """PP 4 with tied embeddings, and PP 2 x TP 2 with sequence parallelism."""
+    cases = {
+        "pp4_tied": {
+            "config": make_config(
+                model={**_DROPOUT, "untie_embeddings_and_output_weights": False},
+                pipeline={"pipeline_model_parallel_size": 4},
+                train={"num_microbatches": [5, 1, 8]},
+            ),
+        },
+        "pp2_sequence_parallel": {
+            "config": make_config(
+                model={**_DROPOUT, "layer_spec": "user_specs:split_sequences_2"},
+                pipeline={"pipeline_model_parallel_size": 2, "tensor_model_parallel_size": 2},
+                train={"num_microbatches": [3, 1, 4]},
+            ),
+            "transformer_options": {"sequence_parallel": True},
+        },
+    }
+    _check(run_cases(_alternately(cases), 4))
+
+
+def _prediction_metrics(device: Any, config: Any, scope: str | None) -> list[dict[str, Any]]:
+    """Megatron's metrics of multi-token prediction after each of three steps, then zeroed."""
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+    from chunkgraph.data import PackedText
+    from chunkgraph.megatron import attach
+    from chunkgraph.megatron.compat import import_megatron
+    from chunkgraph.megatron.loop import forward_step, microbatches
+    from chunkgraph.megatron.model import build_model
+    from chunkgraph.megatron.processes import seed_everything
+
+    seed_everything(1, device)
+    chunks = build_model(config, device, transformer_options={"mtp_num_layers": 1})
+    train = import_megatron("megatron.core.pipeline_parallel").get_forward_backward_func()
+    graphs = attach(chunks, scope=scope) if scope else None  # type: ignore[arg-type]
+    if graphs is not None:
+        train = graphs.wrap_forward_backward(train)
+    text = PackedText.from_file(None, seq_length=16, seed=1)
+    tracker, seen = MTPLossLoggingHelper.tracker, []
+    tracker.clear()
+    for step, count in enumerate((2, 3, 1)):
+        train(
+            forward_step_func=forward_step,
+            data_iterator=[microbatches(config, text, step, count, device)],
+            model=chunks,
+            num_microbatches=count,
+            seq_length=16,
+            micro_batch_size=2,
+            forward_only=False,
+        )
+        seen.append(
+            {n: v.tolist() if hasattr(v, "tolist") else v is None for n, v in tracker.items()}
+        )
+        clean = getattr(MTPLossLoggingHelper, "clean_metrics_in_tracker", None)
+        (clean or MTPLossLoggingHelper.clean_loss_in_tracker)()
+    if graphs is not None:
+        assert graphs.counters.replays == 4
+        graphs.detach()
+    return seen
+
+
+def test_metrics_of_token_prediction_go_on(one_rank: Any, config: Any) -> None:
+    eager = _prediction_metrics(one_rank, config, None)
+    assert all(any(isinstance(v, list) and v[0] > 0 for v in step.values()) for step in eager)
+    assert _prediction_metrics(one_rank, config, "chunk") == eager
+    assert _prediction_metrics(one_rank, config, "block") == eager
