@@ -30,6 +30,11 @@ from chunkgraph.megatron.compat.p2p import (
     is_plain_communicator,
     make_communicator,
 )
+from chunkgraph.megatron.compat.pretrain import (
+    PretrainHooks,
+    patch_pretrain,
+    tensorboard_writers,
+)
 from chunkgraph.megatron.compat.random_state import (
     HostGenerator,
     graph_safe_generators,
@@ -44,6 +49,7 @@ __all__ = [
     "DDP_MODULE",
     "Direction",
     "HostGenerator",
+    "PretrainHooks",
     "ReceiveBuffers",
     "TritonStubFinder",
     "call_parameter_gather_hooks",
@@ -59,11 +65,13 @@ __all__ = [
     "is_plain_communicator",
     "make_communicator",
     "patch_attributes",
+    "patch_pretrain",
     "patch_rng",
     "preserve_rng",
     "private_names",
     "rng_is_graph_safe",
     "seed_model_parallel",
+    "tensorboard_writers",
     "unwrap_ddp",
     "versions",
 ]
