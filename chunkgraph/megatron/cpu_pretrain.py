@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron import compat
@@ -23,6 +24,7 @@ from chunkgraph.megatron.cpu_host import cpu_host
 __all__ = ["cpu_flags", "cpu_pretrain_host"]
 
 _CAPABILITY = (9, 0)
+_iterate = DataLoader.__iter__
 _TENSOR_TYPES = {
     "LongTensor": torch.int64,
     "IntTensor": torch.int32,
@@ -79,8 +81,22 @@ def cpu_pretrain_host() -> Iterator[None]:
             # Torch itself, as in its optimizers and data loaders, had better know the truth.
             none = {"is_available": lambda: False, "current_accelerator": lambda *_, **__: None}
             stack.callback(compat.patch_attributes(torch.accelerator, none))
+        stack.callback(compat.patch_attributes(DataLoader, {"__iter__": _iterate_without_drawing}))
         with stack:
             yield
+
+
+def _iterate_without_drawing(loader: DataLoader) -> Iterator[Any]:
+    """Begin to read without a draw from the generator that dropout has here.
+
+    A new iterator draws a seed from the CPU's generator. With a GPU that is another one than
+    dropout's, so that a resumed run, which begins to read again, still drops the same.
+    """
+    state = torch.get_rng_state()
+    try:
+        return _iterate(loader)
+    finally:
+        torch.set_rng_state(state)
 
 
 def _stubs() -> dict[str, Any]:

@@ -40,7 +40,6 @@ class _Setting:
     rivals: tuple[str, ...] = ()
 
 
-
 def merge_flags(
     config: Config, script_args: Sequence[str], *, source: str
 ) -> tuple[list[str], list[str]]:
@@ -145,9 +144,7 @@ def _settings(config: Config, *, without_capture: bool) -> list[_Setting]:
             "capture.num_warmup_steps", "--cuda-graph-warmup-steps", str(capture.num_warmup_steps)
         ),
         _Setting("capture.memory_plan", "--cuda-graph-memory-plan", capture.memory_plan),
-        _Setting(
-            "capture.poison", "--cuda-graph-verify", "poison" if capture.poison else "none"
-        ),
+        _Setting("capture.poison", "--cuda-graph-verify", "poison" if capture.poison else "none"),
         _Setting("capture.on_failure", "--cuda-graph-on-failure", capture.on_failure),
     ]
 

@@ -95,9 +95,7 @@ class ChunkGraphsInPretrain:
         if self.flags is None:
             yield
             return
-        self.graphs = attach(
-            model, scope=self.flags.scope, options=self.flags.capture_options()
-        )
+        self.graphs = attach(model, scope=self.flags.scope, options=self.flags.capture_options())
         if _is_profiled(self.args):
             self.graphs.name_replays()
         self._metrics = StepMetrics(self.graphs)

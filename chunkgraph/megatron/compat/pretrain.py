@@ -101,9 +101,7 @@ def patch_pretrain(hooks: PretrainHooks) -> Callable[[], None]:
         print_last(message)
 
     undo = ExitStack()
-    undo.callback(
-        patch_attributes(arguments, {"add_megatron_arguments": add_megatron_arguments})
-    )
+    undo.callback(patch_attributes(arguments, {"add_megatron_arguments": add_megatron_arguments}))
     replacements = {
         "train": train_with_hooks,
         "get_forward_backward_func": get_forward_backward_func,
