@@ -152,7 +152,7 @@ def flags_from(args: argparse.Namespace) -> GraphFlags | None:
             f"--cuda-graph-warmup-steps {num_warmup_steps}: chunks are captured from the inputs of "
             "an eager step, so that at least one must come before. Give 1 or more."
         )
-    values = {
+    values: dict[str, Any] = {
         flag.dest.removeprefix("cuda_graph_").removeprefix("chunk_"): value or flag.choices[0]
         for flag, value in given.items()
     }

@@ -1,4 +1,4 @@
-"""Run one rank of an unmodified pretrain script: ``python -m chunkgraph.megatron.launch SCRIPT ...``
+"""``python -m chunkgraph.megatron.launch SCRIPT ...``: one rank of an unmodified pretrain script.
 
 For torchrun and srun, for a single process, and for the processes of ``chunkgraph launch``::
 
@@ -22,12 +22,10 @@ from pathlib import Path
 from chunkgraph._text import did_you_mean
 from chunkgraph.errors import ChunkGraphError, ConfigError, MissingDependencyError
 from chunkgraph.megatron.launch_options import LaunchOptions, parse_options
+from chunkgraph.megatron.launch_variables import REPORT_FOLDER_VARIABLE
 from chunkgraph.megatron.worker import die_with_parent, keep_quiet, write_error, write_whole
 
-__all__ = ["REPORT_FOLDER_VARIABLE", "main", "run_script"]
-
-REPORT_FOLDER_VARIABLE = "CHUNKGRAPH_REPORT_FOLDER"
-"""Set by ``chunkgraph launch``: where its processes leave their pids and what went wrong."""
+__all__ = ["main", "run_as_rank", "run_script"]
 
 _EXIT_FAILED = 1
 _EXIT_USAGE = 2
@@ -36,12 +34,20 @@ _PROG = "python -m chunkgraph.megatron.launch"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line as one rank; returns the exit code."""
+    try:
+        options = parse_options(sys.argv[1:] if argv is None else argv, _PROG)
+    except ChunkGraphError as error:
+        return _report(error, _rank_variables(), None)
+    return run_as_rank(options)
+
+
+def run_as_rank(options: LaunchOptions) -> int:
+    """Run the script as one rank, and report what goes wrong; returns the exit code."""
     folder = os.environ.get(REPORT_FOLDER_VARIABLE)
     rank = _rank_variables()
     if folder is not None:
         _join_launcher(Path(folder), rank)
     try:
-        options = parse_options(sys.argv[1:] if argv is None else argv, _PROG)
         return run_script(options)
     except Exception as error:  # noqa: BLE001 - the outermost frame: everything is reported
         return _report(error, rank, Path(folder) if folder is not None else None)

@@ -45,6 +45,7 @@ class LaunchOptions:
     Attributes:
         script: the pretrain script.
         script_args: its flags, those from the configuration file included.
+        given_args: its flags on the command line.
         config: the configuration file's contents, or None.
         config_path: the configuration file, or None.
         device: ``cpu`` runs the script on a machine without a GPU.
@@ -56,6 +57,7 @@ class LaunchOptions:
 
     script: Path
     script_args: tuple[str, ...]
+    given_args: tuple[str, ...]
     config: Config | None
     config_path: Path | None
     device: str
@@ -63,6 +65,15 @@ class LaunchOptions:
     nproc: int
     debug: bool
     notes: tuple[str, ...]
+
+    def rank_command(self) -> list[str]:
+        """What Python runs for one rank."""
+        options = ["--device", self.device]
+        if self.config_path is not None:
+            options += ["--config", str(self.config_path)]
+        if self.run_dir is not None:
+            options += ["--run-dir", str(self.run_dir)]
+        return ["-m", "chunkgraph.megatron.launch", *options, str(self.script), *self.given_args]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -127,6 +138,7 @@ def options_from(args: argparse.Namespace) -> LaunchOptions:
     return LaunchOptions(
         script=script,
         script_args=tuple(script_args),
+        given_args=tuple(args.script_args),
         config=config,
         config_path=args.config,
         device=args.device,

@@ -147,12 +147,11 @@ class ChunkGraphsInPretrain:
         if engine.failure is not None:
             self._has_told_failure = True
             if engine.failed_here:
-                print(
+                sys.stderr.write(
                     f"WARNING: chunk graphs: {engine.failure}\nTraining goes on eagerly on all "
-                    "ranks.",
-                    file=sys.stderr,
-                    flush=True,
+                    "ranks.\n"
                 )
+                sys.stderr.flush()
         elif engine.report is not None:
             _say_on_rank_0(capture_line(engine.report))
 
@@ -168,4 +167,5 @@ def _rank() -> int:
 
 def _say_on_rank_0(line: str) -> None:
     if _rank() == 0:
-        print(line, flush=True)
+        sys.stdout.write(f"{line}\n")
+        sys.stdout.flush()

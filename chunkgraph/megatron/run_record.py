@@ -1,4 +1,4 @@
-"""What a run with chunk graphs says of itself: a line at its start, one after the capture, a file."""
+"""What a run with chunk graphs says of itself: at its start, after the capture, and in a file."""
 
 from __future__ import annotations
 
