@@ -64,6 +64,12 @@ def run_script(options: LaunchOptions) -> int:
         ConfigError: the flags cannot go together.
     """
     script_args = list(options.script_args)
+    if "MASTER_ADDR" not in os.environ or "MASTER_PORT" not in os.environ:
+        raise ConfigError(
+            f"This is one of {os.environ['WORLD_SIZE']} processes, but MASTER_ADDR and MASTER_PORT "
+            "do not say where rank 0 is. Export both in the job script, or start the processes by "
+            "torchrun or chunkgraph launch."
+        )
     if options.device == "cpu":
         # Read when torch is imported: Megatron compiles small functions, for a GPU.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")

@@ -60,7 +60,6 @@ class ChunkGraphsInPretrain:
 
     Attributes:
         flags: what the command line asked for; None before it is parsed and for ``layer``.
-        args: Megatron's arguments once they are parsed.
         graphs: attached to the model while it is trained, otherwise None.
         disable: takes the hooks out of Megatron.
         on_parser: called with the parser of Megatron, all flags in it.
@@ -68,7 +67,6 @@ class ChunkGraphsInPretrain:
 
     def __init__(self, *, on_cpu: bool = False, run_dir: Path | None = None) -> None:
         self.flags: GraphFlags | None = None
-        self.args: argparse.Namespace | None = None
         self.graphs: MegatronChunkGraphs | None = None
         self.disable: Callable[[], None] = lambda: None
         self.on_parser: Callable[[argparse.ArgumentParser], None] = lambda _: None
@@ -87,7 +85,6 @@ class ChunkGraphsInPretrain:
     def parsed(self, args: argparse.Namespace) -> None:
         """Check the flags, and have Megatron leave the graphs to us."""
         self.flags = settle_arguments(args, on_cpu=self._on_cpu)
-        self.args = args
 
     @contextlib.contextmanager
     def training(self, model: Any) -> Iterator[None]:
@@ -95,12 +92,13 @@ class ChunkGraphsInPretrain:
         if self.flags is None:
             yield
             return
+        args = compat.pretrain_arguments()
         self.graphs = attach(model, scope=self.flags.scope, options=self.flags.capture_options())
-        if _is_profiled(self.args):
+        if _is_profiled(args):
             self.graphs.name_replays()
         self._metrics = StepMetrics(self.graphs)
         self._has_told_failure = False
-        record = save_run_record(self.flags, self.args, self._run_dir) if _rank() == 0 else None
+        record = save_run_record(self.flags, args, self._run_dir) if _rank() == 0 else None
         _say_on_rank_0(start_line(self.graphs, self.flags, record))
         try:
             yield
@@ -156,7 +154,7 @@ class ChunkGraphsInPretrain:
             _say_on_rank_0(capture_line(engine.report))
 
 
-def _is_profiled(args: argparse.Namespace | None) -> bool:
+def _is_profiled(args: argparse.Namespace) -> bool:
     names = ("profile", "use_pytorch_profiler", "nvtx_ranges")
     return any(getattr(args, name, False) for name in names)
 

@@ -23,6 +23,15 @@ __all__ = ["RECORD_NAME", "capture_line", "save_run_record", "start_line"]
 RECORD_NAME = "chunkgraph.yaml"
 """The file in the folder of the run."""
 
+_PIPELINE = (
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "microbatch_group_size_per_vp_stage",
+    "tensor_model_parallel_size",
+    "context_parallel_size",
+    "data_parallel_size",
+)
+
 
 def start_line(graphs: MegatronChunkGraphs, flags: GraphFlags, record: Path | None) -> str:
     """One line about what is going to be captured on this rank.
@@ -53,7 +62,7 @@ def capture_line(report: CaptureReport) -> str:
 
 
 def save_run_record(
-    flags: GraphFlags, args: argparse.Namespace | None, run_dir: Path | None
+    flags: GraphFlags, args: argparse.Namespace, run_dir: Path | None
 ) -> Path | None:
     """Write the resolved settings into ``run_dir``, or Megatron's ``--save`` folder.
 
@@ -72,6 +81,7 @@ def save_run_record(
         "versions": compat.versions(),
         "command": list(sys.argv),
         "world_size": int(os.environ.get("WORLD_SIZE", "1")),
+        "pipeline": {name: getattr(args, name, None) for name in _PIPELINE},
         "cuda_graph_granularity": "chunk",
         "capture": flags.as_dict(),
     }

@@ -33,6 +33,7 @@ from chunkgraph.megatron.compat.p2p import (
 from chunkgraph.megatron.compat.pretrain import (
     PretrainHooks,
     patch_pretrain,
+    pretrain_arguments,
     tensorboard_writers,
 )
 from chunkgraph.megatron.compat.random_state import (
@@ -68,6 +69,7 @@ __all__ = [
     "patch_pretrain",
     "patch_rng",
     "preserve_rng",
+    "pretrain_arguments",
     "private_names",
     "rng_is_graph_safe",
     "seed_model_parallel",

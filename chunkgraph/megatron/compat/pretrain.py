@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from chunkgraph.errors import MissingDependencyError
 from chunkgraph.megatron.compat.access import import_megatron, patch_attributes, private_names
 
-__all__ = ["PretrainHooks", "patch_pretrain", "tensorboard_writers"]
+__all__ = ["PretrainHooks", "patch_pretrain", "pretrain_arguments", "tensorboard_writers"]
 
 _ARGUMENTS = "megatron.training.arguments"
 _TRAINING = "megatron.training.training"
@@ -115,13 +115,18 @@ def patch_pretrain(hooks: PretrainHooks) -> Callable[[], None]:
     return undo.close
 
 
+def pretrain_arguments() -> argparse.Namespace:
+    """Megatron's arguments, parsed, checked and filled in."""
+    (get_args,) = private_names(_TRAINING, "get_args")
+    return get_args()
+
+
 def tensorboard_writers(iteration: int) -> list[Callable[[str, float], None]]:
     """What writes a scalar of this iteration to TensorBoard and to W&B, as far as they are on."""
-    get_args, get_tensorboard, get_wandb = private_names(
-        _TRAINING, "get_args", "get_tensorboard_writer", "get_wandb_writer"
+    get_tensorboard, get_wandb = private_names(
+        _TRAINING, "get_tensorboard_writer", "get_wandb_writer"
     )
-    args = get_args()
-    if iteration % max(getattr(args, "tensorboard_log_interval", 1), 1):
+    if iteration % max(getattr(pretrain_arguments(), "tensorboard_log_interval", 1), 1):
         return []
     found: list[Callable[[str, float], None]] = []
     tensorboard, wandb = get_tensorboard(), get_wandb()
