@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from chunkgraph.megatron import compat
 from chunkgraph.megatron.arguments import settle_arguments
-from chunkgraph.megatron.flags import GraphFlags, add_flags
+from chunkgraph.megatron.flags import GraphFlags, add_flags, flags_from
 from chunkgraph.megatron.plugin import MegatronChunkGraphs, attach
 from chunkgraph.megatron.run_record import capture_line, save_run_record, start_line
 from chunkgraph.megatron.step_metrics import StepMetrics
@@ -93,6 +93,8 @@ class ChunkGraphsInPretrain:
             yield
             return
         args = compat.pretrain_arguments()
+        # The script may have changed them since they were parsed.
+        self.flags = flags_from(args) or self.flags
         self.graphs = attach(model, scope=self.flags.scope, options=self.flags.capture_options())
         if _is_profiled(args):
             self.graphs.name_replays()
