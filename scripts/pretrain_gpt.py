@@ -212,7 +212,7 @@ if __name__ == "__main__":
     pretrain(
         pretrain_cfg_container_from_args(arguments),
         train_valid_test_datasets_provider,
-        ModelType.encoder_or_decoder,
-        forward_step,
-        model_provider,
+        model_type=ModelType.encoder_or_decoder,
+        forward_step_func=forward_step,
+        model_provider=model_provider,
     )

@@ -64,17 +64,17 @@ def run_script(options: LaunchOptions) -> int:
         ConfigError: the flags cannot go together.
     """
     script_args = list(options.script_args)
-    if "MASTER_ADDR" not in os.environ or "MASTER_PORT" not in os.environ:
+    world_size = os.environ.get("WORLD_SIZE", "1")
+    if world_size != "1" and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         raise ConfigError(
-            f"This is one of {os.environ['WORLD_SIZE']} processes, but MASTER_ADDR and MASTER_PORT "
+            f"This is one of {world_size} processes, but MASTER_ADDR and MASTER_PORT "
             "do not say where rank 0 is. Export both in the job script, or start the processes by "
             "torchrun or chunkgraph launch."
         )
     if options.device == "cpu":
         # Read when torch is imported: Megatron compiles small functions, for a GPU.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-    elif "torch" not in sys.modules:
-        # Megatron's overlapped communication asks for it on GPUs before Blackwell.
+        # Megatron looks for it with tensor parallelism; on GPUs it is the user's to set.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     # As Python does with a script; a checkout's own `megatron` lies beside it.
     sys.path.insert(0, str(options.script.resolve().parent))
