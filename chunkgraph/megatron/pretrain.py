@@ -85,6 +85,8 @@ class ChunkGraphsInPretrain:
     def parsed(self, args: argparse.Namespace) -> None:
         """Check the flags, and have Megatron leave the graphs to us."""
         self.flags = settle_arguments(args, on_cpu=self._on_cpu)
+        if self.flags is not None:
+            self.flags.capture_options()  # raises now for what it cannot do, not after the setup
 
     @contextlib.contextmanager
     def training(self, model: Any) -> Iterator[None]:
@@ -95,12 +97,12 @@ class ChunkGraphsInPretrain:
         args = compat.pretrain_arguments()
         # The script may have changed them since they were parsed.
         self.flags = flags_from(args) or self.flags
+        record = save_run_record(self.flags, args, self._run_dir) if _rank() == 0 else None
         self.graphs = attach(model, scope=self.flags.scope, options=self.flags.capture_options())
         if _is_profiled(args):
             self.graphs.name_replays()
         self._metrics = StepMetrics(self.graphs)
         self._has_told_failure = False
-        record = save_run_record(self.flags, args, self._run_dir) if _rank() == 0 else None
         _say_on_rank_0(start_line(self.graphs, self.flags, record))
         try:
             yield

@@ -146,10 +146,12 @@ def _import_training() -> tuple[Any, Any]:
             "(0.18 and newer need Python 3.12), and in every checkout of Megatron-LM, whose folder "
             "must be that of the script or on PYTHONPATH."
         ) from error
-    except ImportError as error:  # 0.18 and newer: `from typing import override`
+    except ImportError as error:
+        advice = "Install what is missing; megatron-core itself asks for little of it."
+        if not isinstance(error, ModuleNotFoundError):  # `from typing import override`
+            advice = "From megatron-core 0.18 on it needs Python 3.12 or newer."
         raise MissingDependencyError(
-            f"megatron.training cannot be imported: {error}. From megatron-core 0.18 on it needs "
-            "Python 3.12 or newer."
+            f"megatron.training cannot be imported: {error}. {advice}"
         ) from error
 
 
