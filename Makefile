@@ -8,6 +8,11 @@ MAKEFLAGS += --no-print-directory --no-builtin-rules
 
 # Python 3.11 or newer.
 PYTHON ?= python3
+# Of the second environment: Megatron's training program needs 3.12 from 0.18 on. Without one its
+# tests are skipped.
+PYTHON_MCORE ?= $(shell for p in python3.12 $(wildcard $(HOME)/.pyenv/versions/3.12*/bin/python) $(PYTHON); do \
+  $$p -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && echo $$p && exit; \
+  done; echo $(PYTHON))
 # What pip is asked for when an environment has no torch yet.
 TORCH ?= torch==2.13.0
 # The second Megatron-core that the tests marked `megatron` run against.
@@ -26,7 +31,7 @@ PIP_QUIET := -m pip --disable-pip-version-check -qq
 help: ## Show this
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|' \
 	  || grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST)
-	@echo "  Variables: PYTHON=$(PYTHON) TORCH=$(TORCH) MCORE=$(MCORE) JOBS=$(JOBS) CONFIG=$(CONFIG)"
+	@echo "  Variables: PYTHON=$(PYTHON) PYTHON_MCORE=$(PYTHON_MCORE) TORCH=$(TORCH) MCORE=$(MCORE) JOBS=$(JOBS) CONFIG=$(CONFIG)"
 
 train: $(VENV)/.installed ## Train a tiny GPT through a pipeline on this machine's CPU, and compare with eager
 	@$(VENV)/bin/chunkgraph train $(CONFIG)
@@ -56,13 +61,13 @@ clean: ## Remove the environments, caches and build output
 	  .hypothesis .import_linter_cache
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# $(call make_venv,folder): a folder whose pip works, and torch in it.
+# $(call make_venv,folder,python): a folder whose pip works, and torch in it.
 define make_venv
 if ! $(1)/bin/python -m pip --version >/dev/null 2>&1; then \
-  $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
-    || { echo "error: $(PYTHON) is missing or older than 3.11; name another: make PYTHON=python3.12"; exit 2; }; \
+  $(2) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+    || { echo "error: $(2) is missing or older than 3.11; name another: make PYTHON=python3.12"; exit 2; }; \
   echo "== $(1): making the environment"; \
-  $(PYTHON) -m venv --clear $(1) \
+  $(2) -m venv --clear $(1) \
     || { echo "error: no environment could be made; on Debian: apt install python3-venv"; exit 2; }; \
 fi
 if ! $(1)/bin/python -c 'import torch; torch.ones(1)' >/dev/null 2>&1; then \
@@ -73,15 +78,17 @@ fi
 endef
 
 $(VENV)/.installed: pyproject.toml
-	@$(call make_venv,$(VENV))
+	@$(call make_venv,$(VENV),$(PYTHON))
 	@echo "== $(VENV): installing chunkgraph[megatron,dev,plot]"
 	@$(VENV)/bin/python $(PIP_QUIET) install -e '.[megatron,dev,plot]'
 	@touch $@
 
 $(VENV_MCORE)/.installed: pyproject.toml
-	@$(call make_venv,$(VENV_MCORE))
+	@$(call make_venv,$(VENV_MCORE),$(PYTHON_MCORE))
 	@echo "== $(VENV_MCORE): installing chunkgraph[test] and megatron-core $(MCORE)"
 	@$(VENV_MCORE)/bin/python $(PIP_QUIET) install -e '.[test]'
 	@# Its metadata asks for Python 3.12; megatron.core itself runs on 3.11.
 	@$(VENV_MCORE)/bin/python $(PIP_QUIET) install --no-deps --ignore-requires-python megatron-core==$(MCORE)
+	@# What its training program imports besides, and what it logs to.
+	@$(VENV_MCORE)/bin/python $(PIP_QUIET) install packaging psutil tensorboard
 	@touch $@

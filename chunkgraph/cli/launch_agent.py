@@ -19,7 +19,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from chunkgraph.cli.processes import PARENT_PID_VARIABLE, die_with_parent
 
-__all__ = ["FAILURES_FILE", "main"]
+__all__ = ["FAILURES_FILE", "main", "run_elastic"]
 
 FAILURES_FILE = "failures.json"
 """In the run folder: a list of ``{"rank": int, "exit_code": int}``, signals negative."""
@@ -34,29 +34,39 @@ def main(run_dir: str, config_path: str, num_workers: str, target: str, logs: st
     if logs != "on":
         logging.disable(logging.CRITICAL)
     os.environ[PARENT_PID_VARIABLE] = str(os.getpid())
+    command = ("-m", "chunkgraph.cli.launch_worker", target, config_path, run_dir)
+    return run_elastic(Path(run_dir), int(num_workers), *command)
+
+
+def run_elastic(folder: Path, num_workers: int, *command: str) -> int:
+    """Run ``python -u *command`` once for each rank; failures are written down in ``folder``.
+
+    Returns:
+        0 when all ranks succeeded, 1 when one failed, 128 and the signal's number after a signal.
+    """
     launch = elastic_launch(
         LaunchConfig(
             min_nodes=1,
             max_nodes=1,
-            nproc_per_node=int(num_workers),
+            nproc_per_node=num_workers,
             run_id=uuid.uuid4().hex,
             rdzv_backend="c10d",
             rdzv_endpoint="localhost:0",  # port 0: the system picks a free one
             local_addr="localhost",
             max_restarts=0,
             monitor_interval=0.1,
-            logs_specs=DefaultLogsSpecs(log_dir=str(Path(run_dir) / "elastic")),
+            logs_specs=DefaultLogsSpecs(log_dir=str(folder / "elastic")),
         ),
         sys.executable,
     )
     try:
-        launch("-u", "-m", "chunkgraph.cli.launch_worker", target, config_path, run_dir)
+        launch("-u", *command)
     except ChildFailedError as error:
         failures = [
             {"rank": rank, "exit_code": failure.exitcode}
             for rank, failure in error.failures.items()
         ]
-        path = Path(run_dir) / FAILURES_FILE
+        path = folder / FAILURES_FILE
         temporary = path.with_suffix(".tmp")
         temporary.write_text(json.dumps(failures))
         temporary.replace(path)

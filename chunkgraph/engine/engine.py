@@ -19,7 +19,8 @@ from chunkgraph.engine.decision import NOTHING_REPLAYED, Agree, EagerReason, Ste
 from chunkgraph.engine.defaults import default_backend, rank_label, sample_call
 from chunkgraph.engine.failure import SessionWatch, agree_on_cause, forget_frames
 from chunkgraph.engine.options import CaptureOptions
-from chunkgraph.engine.replay import SlotReplay
+from chunkgraph.engine.ranges import ReplayRanges
+from chunkgraph.engine.replay import SlotReplay, SlotRunner
 from chunkgraph.engine.session import CapturedRank, CaptureReport, SessionSettings, capture_session
 from chunkgraph.engine.signature import Call, detached, flatten_call
 from chunkgraph.engine.slot import Slot
@@ -60,6 +61,7 @@ class ChunkGraphs:
         counters: what happened so far.
         report: of the last capture session, or None.
         mode: how the callables run at the moment.
+        failed_here: whether it was this rank that could not capture, if the last session failed.
     """
 
     def __init__(
@@ -113,7 +115,10 @@ class ChunkGraphs:
         self._verifier: Verifier | None = None
         self._verifying: Verifier | None = None  # the same, in a step that is verified
         self._first_replayed_step = 0
+        self._ranges: ReplayRanges | None = None
+        self._runner: SlotRunner = self
         self._failure: CaptureError | None = None
+        self.failed_here = False
         self._was_released = False
         self._num_eager_steps = 0
         self._records_samples = False
@@ -216,6 +221,8 @@ class ChunkGraphs:
         for sinks in self._captured.sinks:
             sinks.begin_step()
         self._machine.begin_step()
+        if self._ranges is not None:
+            self._ranges.begin_step()
         self._reserved = tuple(deque[Slot]() for _ in self._chunks)
         self._awaiting_grads = tuple(deque[Slot]() for _ in self._chunks)
         self.mode = StepMode.REPLAY
@@ -310,6 +317,7 @@ class ChunkGraphs:
             own = watch.explain(error)
             forget_frames(error)
         self._samples = [None] * len(self._chunks)
+        self.failed_here = own is not None
         cause, is_own = agree_on_cause(self._agreement.now, str(own) if own is not None else "")
         if not cause:
             self._captured = captured
@@ -353,6 +361,14 @@ class ChunkGraphs:
         self._failure = None
         self._num_eager_steps = 0
 
+    def name_replays(self, names: Sequence[str]) -> None:
+        """Put every replay into a named range of profiles; without this call it costs nothing.
+
+        Args:
+            names: what each chunk is called in front of action and microbatch.
+        """
+        self._ranges = self._runner = ReplayRanges(self, names)
+
     # -- calls ---------------------------------------------------------------------------------
 
     def _run(self, c: int, *args: Any, **kwargs: Any) -> Any:
@@ -375,7 +391,7 @@ class ChunkGraphs:
         reserved = self._reserved[c]
         slot = reserved.popleft() if reserved else self._acquire(c)
         self._awaiting_grads[c].append(slot)
-        outputs = SlotReplay.apply(self, slot, self._anchor, *tensors)
+        outputs = SlotReplay.apply(self._runner, slot, self._anchor, *tensors)
         return slot.result(outputs)
 
     def _acquire(self, c: int) -> Slot:

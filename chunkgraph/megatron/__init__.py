@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from chunkgraph.megatron.plugin import MegatronChunkGraphs, attach
+    from chunkgraph.megatron.pretrain import enable
 
-__all__ = ["MegatronChunkGraphs", "attach"]
+__all__ = ["MegatronChunkGraphs", "attach", "enable"]
 
-_HOMES = {"MegatronChunkGraphs": "plugin", "attach": "plugin"}
+_HOMES = {"MegatronChunkGraphs": "plugin", "attach": "plugin", "enable": "pretrain"}
 
 
 def __getattr__(name: str) -> object:

@@ -122,17 +122,25 @@ class HostRngState:
     While it is the live one the generator itself holds its numbers; otherwise they are kept here.
     """
 
-    def __init__(self, rng: HostRng, state: torch.Tensor) -> None:
+    def __init__(self, rng: HostRng | None, state: torch.Tensor) -> None:
         self._rng = rng
         self.kept = state
 
+    @property
+    def _is_live(self) -> bool:
+        return self._rng is not None and self._rng.current is self
+
     def get_state(self) -> torch.Tensor:
         """A copy of the state, shape [bytes], dtype uint8."""
-        return torch.get_rng_state() if self._rng.current is self else self.kept.clone()
+        return torch.get_rng_state() if self._is_live else self.kept.clone()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # In a checkpoint: the numbers without the host they belong to.
+        return HostRngState, (None, self.get_state())
 
     def set_state(self, state: torch.Tensor) -> None:
         """Continue from ``state``, as given by :meth:`get_state`."""
-        if self._rng.current is self:
+        if self._is_live:
             torch.set_rng_state(state)
         else:
             self.kept = state.clone()
@@ -156,6 +164,10 @@ class HostRng:
     def clone_current(self) -> HostRngState:
         """A new state that starts where the live one is."""
         return self.current.clone_state()
+
+    def new_state(self, state: torch.Tensor) -> HostRngState:
+        """A state that starts from ``state``, as of `HostRngState.get_state`."""
+        return HostRngState(self, state)
 
     def switch_to(self, state: HostRngState) -> None:
         """Make ``state`` the live one.

@@ -97,7 +97,8 @@ def attach(
     receiver = SlotReceiver(engine, place, config, wanted=zero_copy, lends_input_grads=lends)
     for part, call in zip(parts, receiver.calls(engine.callables), strict=True):
         part.divert_to(call)
-    return MegatronChunkGraphs(engine, parts, slots, tables, receiver)
+    names = [f"stage {place.stage(c)} chunk {c}" for c in range(len(parts))]
+    return MegatronChunkGraphs(engine, parts, slots, tables, receiver, names)
 
 
 class MegatronChunkGraphs:
@@ -116,12 +117,14 @@ class MegatronChunkGraphs:
         num_slots: tuple[int, ...],
         tables: CachedTables,
         receiver: SlotReceiver,
+        names: Sequence[str],
     ) -> None:
         self.engine = engine
         self.num_slots = num_slots
         self.receiver = receiver
         self._parts = tuple(parts)
         self._tables = tables
+        self._names = tuple(names)
 
     @property
     def counters(self) -> Any:
@@ -147,6 +150,10 @@ class MegatronChunkGraphs:
                 return forward_backward(**self.receiver.begin_step(mode, forward_backward, kwargs))
 
         return chunk_graph_forward_backward
+
+    def name_replays(self) -> None:
+        """Name every replay in profiles by stage, chunk, action and microbatch."""
+        self.engine.name_replays(self._names)
 
     def release(self) -> None:
         """Drop graphs and their memory; the model stays attached, eager until captured again."""

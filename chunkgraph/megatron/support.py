@@ -12,7 +12,7 @@ from torch import nn
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron import compat
 
-__all__ = ["refuse_unsupported"]
+__all__ = ["refuse_unsupported", "refused_settings"]
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,19 @@ _REFUSALS = (
 )
 
 
+def refused_settings(config: Any) -> list[str]:
+    """The settings in ``config`` that a chunk graph cannot honour, each with its reason.
+
+    Args:
+        config: anything that has TransformerConfig's fields as attributes, or some of them.
+    """
+    return [
+        f"{refusal.field}={getattr(config, refusal.field)!r}: {refusal.why}"
+        for refusal in _REFUSALS
+        if refusal.wanted(getattr(config, refusal.field, None))
+    ]
+
+
 def refuse_unsupported(
     config: Any, model_chunks: Sequence[nn.Module], device: torch.device
 ) -> None:
@@ -80,11 +93,7 @@ def refuse_unsupported(
     Raises:
         ConfigError: naming every setting that cannot be captured.
     """
-    found = [
-        f"{refusal.field}={getattr(config, refusal.field)!r}: {refusal.why}"
-        for refusal in _REFUSALS
-        if refusal.wanted(getattr(config, refusal.field, None))
-    ]
+    found = refused_settings(config)
     recipe = getattr(config, "fp8_recipe", None)
     if getattr(config, "fp8", None) and str(getattr(recipe, "value", recipe)) == "delayed":
         found.append("fp8_recipe='delayed': its amax reduction crosses the chunk")

@@ -86,6 +86,19 @@ def wait_for_ranks(processes: Sequence[subprocess.Popen[bytes]], timeout_s: floa
     return [process.wait() for process in processes]
 
 
+@pytest.fixture(scope="session")
+def run_ranks() -> Callable[..., tuple[list[int], str]]:
+    """Run ``python arguments`` once for each rank; exit codes, and what all of them printed."""
+
+    def run(
+        arguments: Sequence[str], num_ranks: int, folder: Path, timeout_s: float = 100.0
+    ) -> tuple[list[int], str]:
+        codes = wait_for_ranks(start_ranks(arguments, num_ranks, folder, free_port()), timeout_s)
+        return codes, "".join((folder / f"log{r}.txt").read_text() for r in range(num_ranks))
+
+    return run
+
+
 @pytest.fixture
 def run_worker(tmp_path: Path) -> Callable[..., tuple[list[int], Path]]:
     """Run ``chunkgraph.megatron.worker`` on a configuration; exit codes and the run folder."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import pickle
 from collections.abc import Iterator
 
 import pytest
@@ -156,3 +157,17 @@ def test_preserving_random_state_covers_every_sequence(tracker) -> None:  # type
     with preserve_rng():
         first = _noisy(tracker, x)
     assert torch.equal(_noisy(tracker, x), first)
+
+
+def test_random_states_go_through_a_checkpoint(host: CpuHost) -> None:
+    convert = importlib.import_module("megatron.core.tensor_parallel").convert_cuda_rng_state
+    assert host.rng is not None
+    live, other = host.rng.default, host.rng.clone_current()
+    expected = torch.rand(3)
+    for state in (other, live):
+        loaded = convert(pickle.loads(pickle.dumps(state)), to_graphable=True)
+        assert torch.equal(loaded.get_state(), state.get_state())
+    torch.rand(5)
+    host.rng.switch_to(convert(other, to_graphable=True))
+    assert torch.equal(torch.rand(3), expected)
+    assert isinstance(convert(other, to_graphable=False), torch.Tensor)

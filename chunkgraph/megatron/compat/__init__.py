@@ -31,6 +31,12 @@ from chunkgraph.megatron.compat.p2p import (
     make_communicator,
 )
 from chunkgraph.megatron.compat.parameter_gather import ParameterGates
+from chunkgraph.megatron.compat.pretrain import (
+    PretrainHooks,
+    patch_pretrain,
+    pretrain_arguments,
+    tensorboard_writers,
+)
 from chunkgraph.megatron.compat.random_state import (
     HostGenerator,
     graph_safe_generators,
@@ -48,6 +54,7 @@ __all__ = [
     "Direction",
     "HostGenerator",
     "ParameterGates",
+    "PretrainHooks",
     "ReceiveBuffers",
     "TokenPrediction",
     "TritonStubFinder",
@@ -64,12 +71,15 @@ __all__ = [
     "is_plain_communicator",
     "make_communicator",
     "patch_attributes",
+    "patch_pretrain",
     "patch_rng",
     "preserve_rng",
+    "pretrain_arguments",
     "private_names",
     "recomputing",
     "rng_is_graph_safe",
     "seed_model_parallel",
+    "tensorboard_writers",
     "unwrap_ddp",
     "versions",
 ]

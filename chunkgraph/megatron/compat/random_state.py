@@ -32,6 +32,9 @@ class HostGenerator(Protocol):
     def clone_current(self) -> Any:
         """A new state object that starts where the current one is."""
 
+    def new_state(self, state: torch.Tensor) -> Any:
+        """A new state object that starts from ``state``."""
+
     def switch_to(self, state: Any) -> None:
         """Make ``state`` the live one; repeated at every replay when captured."""
 
@@ -104,19 +107,28 @@ def patch_rng(host: HostGenerator) -> Callable[[], None]:
     def set_all_states(saved: Any) -> None:
         host.restore(saved)
 
-    return patch_attributes(
-        module,
-        {
-            "_get_all_rng_states": get_all_states,
-            "_set_all_rng_states": set_all_states,
-            "CudaRNGStatesTracker": HostRngStatesTracker,
-            "_get_cuda_rng_state": get_state,
-            "_set_cuda_rng_state": set_state,
-            # A tracker made before the patch would hold states of the wrong kind.
-            "_CUDA_RNG_STATE_TRACKER": None,
-            "_CUDA_RNG_STATE_TRACKER_INITIALIZED": False,
-        },
-    )
+    def convert(state: Any, to_graphable: bool) -> Any:
+        """A state from a checkpoint, of either kind, as this host has them."""
+        numbers = state if isinstance(state, torch.Tensor) else state.get_state()
+        return host.new_state(numbers) if to_graphable else numbers
+
+    undo = contextlib.ExitStack()
+    package = import_megatron("megatron.core.tensor_parallel")
+    for place in (module, package):  # the package has a name of its own for it
+        if hasattr(place, "convert_cuda_rng_state"):
+            undo.callback(patch_attributes(place, {"convert_cuda_rng_state": convert}))
+    replacements = {
+        "_get_all_rng_states": get_all_states,
+        "_set_all_rng_states": set_all_states,
+        "CudaRNGStatesTracker": HostRngStatesTracker,
+        "_get_cuda_rng_state": get_state,
+        "_set_cuda_rng_state": set_state,
+        # A tracker made before the patch would hold states of the wrong kind.
+        "_CUDA_RNG_STATE_TRACKER": None,
+        "_CUDA_RNG_STATE_TRACKER_INITIALIZED": False,
+    }
+    undo.callback(patch_attributes(module, replacements))
+    return undo.close
 
 
 def seed_model_parallel(seed: int, device: torch.device) -> None:

@@ -1,0 +1,41 @@
+"""``chunkgraph launch``: a pretrain script of Megatron's, unmodified, with chunk graphs."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from chunkgraph.megatron.launch_options import DESCRIPTION, add_options, options_from
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
+
+__all__ = ["add_parser", "run"]
+
+
+def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the subcommand's arguments."""
+    parser = subparsers.add_parser(
+        "launch",
+        help="run Megatron's pretrain_gpt.py, unmodified, with chunk graphs",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the subcommand; returns the exit code, the script's own where it failed."""
+    options = options_from(args)
+    for note in options.notes:
+        print(f"note: {note}.", file=sys.stderr)
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        # torchrun or srun started this process as one rank.
+        from chunkgraph.megatron.launch import run_as_rank
+
+        return run_as_rank(options)
+    from chunkgraph.cli.script_launcher import ScriptLauncher
+
+    return ScriptLauncher(options).run()

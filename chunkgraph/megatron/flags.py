@@ -1,0 +1,220 @@
+"""The flags that `--cuda-graph-granularity chunk` brings to Megatron's command line.
+
+No torch here: the launcher looks at them before any process is started.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from chunkgraph.errors import ConfigError
+
+if TYPE_CHECKING:
+    from chunkgraph.engine import CaptureOptions
+
+__all__ = ["COUNTS", "FLAGS", "GraphFlags", "add_flags", "check_flag_values", "flags_from"]
+
+_GROUP = "chunk-wise CUDA graphs"
+
+
+@dataclass(frozen=True)
+class _Flag:
+    """One flag; ``choices[0]`` is what it means where it is not given."""
+
+    name: str
+    choices: tuple[str, ...]
+    help: str
+
+    @property
+    def dest(self) -> str:
+        return self.name.removeprefix("--").replace("-", "_")
+
+
+@dataclass(frozen=True)
+class _Count:
+    """A flag that takes a number of steps."""
+
+    name: str
+    help: str
+
+    @property
+    def dest(self) -> str:
+        return self.name.removeprefix("--").replace("-", "_")
+
+
+_GRANULARITY = _Flag(
+    "--cuda-graph-granularity",
+    ("layer", "chunk"),
+    "What one CUDA graph holds. layer: what --cuda-graph-impl says, as without this flag. chunk: a "
+    "whole model chunk, captured once for each slot and replayed for any number of microbatches.",
+)
+_OPTIONS = (
+    _Flag(
+        "--cuda-graph-chunk-scope",
+        ("block", "chunk"),
+        "block: the transformer block. chunk: also embedding, output layer and loss.",
+    ),
+    _Flag(
+        "--cuda-graph-memory-plan",
+        ("shared_backward", "shared_temporaries", "pool_per_slot"),
+        "Memory of the graphs: all backwards in one pool; what forwards need for a moment there as "
+        "well; or a pool for each slot.",
+    ),
+    _Flag(
+        "--cuda-graph-verify",
+        ("none", "poison", "shadow"),
+        "poison: fill freed slots and scratch with NaN around every replay (slow). shadow: compare "
+        "replays with eager runs of the same inputs (slow).",
+    ),
+    _Flag(
+        "--cuda-graph-on-failure",
+        ("raise", "eager"),
+        "After a capture that failed on any rank: raise the error, or train on eagerly.",
+    ),
+)
+COUNTS = (
+    _Count(
+        "--cuda-graph-num-verify-steps",
+        "Replayed steps after the capture that --cuda-graph-verify checks (default: all).",
+    ),
+    _Count(
+        "--cuda-graph-verify-every",
+        "Of those, it checks every N-th (default: 1).",
+    ),
+)
+FLAGS = (_GRANULARITY, *_OPTIONS)
+"""All flags. That of the warmup is Megatron's own ``--cuda-graph-warmup-steps``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphFlags:
+    """What the flags ask for when the granularity is ``chunk``.
+
+    Attributes:
+        scope: what of a model chunk is captured.
+        memory_plan: where graphs keep their memory.
+        verify: what is checked while training.
+        num_verify_steps: replayed steps that are checked; None: all.
+        verify_every: of those, every so many.
+        on_failure: what follows a failed capture.
+        num_warmup_steps: eager steps before the capture, Megatron's ``--cuda-graph-warmup-steps``.
+    """
+
+    scope: Literal["block", "chunk"] = "block"
+    memory_plan: Literal["shared_temporaries", "shared_backward", "pool_per_slot"] = (
+        "shared_backward"
+    )
+    verify: Literal["none", "poison", "shadow"] = "none"
+    num_verify_steps: int | None = None
+    verify_every: int = 1
+    on_failure: Literal["raise", "eager"] = "raise"
+    num_warmup_steps: int = 1
+
+    def capture_options(self) -> CaptureOptions:
+        """How the engine is to capture."""
+        from chunkgraph.engine import CaptureOptions
+
+        return CaptureOptions(
+            num_warmup_steps=self.num_warmup_steps,
+            memory_plan=self.memory_plan,
+            verify=self.verify,
+            num_verify_steps=self.num_verify_steps,
+            verify_every=self.verify_every,
+            on_failure=self.on_failure,
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for the saved configuration."""
+        return asdict(self)
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags to Megatron's parser.
+
+    Raises:
+        ConfigError: the parser has one of them already.
+    """
+    for flag in (*FLAGS, *COUNTS):
+        if flag.name in parser._option_string_actions:
+            raise ConfigError(
+                f"This Megatron has a flag {flag.name} of its own. chunkgraph adds the same to "
+                "Megatron releases without it; start the script without chunkgraph, or use "
+                "megatron-core 0.16 to 0.19."
+            )
+    group = parser.add_argument_group(_GROUP)
+    for flag in FLAGS:
+        # None where it is not given, so that a flag without effect can be refused.
+        group.add_argument(
+            flag.name,
+            choices=flag.choices,
+            default=flag.choices[0] if flag is _GRANULARITY else None,
+            help=f"{flag.help} (default: {flag.choices[0]})",
+        )
+    for count in COUNTS:
+        group.add_argument(count.name, type=int, default=None, metavar="N", help=count.help)
+
+
+def flags_from(args: argparse.Namespace) -> GraphFlags | None:
+    """Read the flags; None with granularity ``layer``, which changes nothing.
+
+    Args:
+        args: what Megatron's parser made, with the flags of `add_flags`.
+
+    Raises:
+        ConfigError: a flag that only ``chunk`` has a use for, or an impossible number of steps.
+    """
+    given = {flag: getattr(args, flag.dest) for flag in _OPTIONS}
+    counts = {count: getattr(args, count.dest) for count in COUNTS}
+    if args.cuda_graph_granularity == "layer":
+        idle = [f"{flag.name} {value}" for flag, value in given.items() if value is not None]
+        idle += [f"{count.name} {n}" for count, n in counts.items() if n is not None]
+        if idle:
+            raise ConfigError(
+                f"{', '.join(idle)} has no effect with --cuda-graph-granularity layer. Add "
+                "--cuda-graph-granularity chunk, or leave it out."
+            )
+        return None
+    num_warmup_steps = getattr(args, "cuda_graph_warmup_steps", 1)
+    if num_warmup_steps < 1:
+        raise ConfigError(
+            f"--cuda-graph-warmup-steps {num_warmup_steps}: chunks are captured from the inputs of "
+            "an eager step, so that at least one must come before. Give 1 or more."
+        )
+    values: dict[str, Any] = {
+        flag.dest.removeprefix("cuda_graph_").removeprefix("chunk_"): value or flag.choices[0]
+        for flag, value in given.items()
+    }
+    for count, number in counts.items():
+        if number is None:
+            continue
+        if number < 1:
+            raise ConfigError(f"{count.name} {number}: give 1 or more steps, or leave it out.")
+        if values["verify"] == "none":
+            raise ConfigError(
+                f"{count.name} {number} has no effect without --cuda-graph-verify poison or shadow."
+            )
+        values[count.dest.removeprefix("cuda_graph_")] = number
+    return GraphFlags(num_warmup_steps=num_warmup_steps, **values)
+
+
+def check_flag_values(script_args: Sequence[str]) -> None:
+    """Find a wrong value of one of the flags before a process is started.
+
+    Raises:
+        ConfigError: naming flag, value and choices.
+    """
+    for flag in FLAGS:
+        for i, arg in enumerate(script_args):
+            name, equals, value = arg.partition("=")
+            if name != flag.name:
+                continue
+            if not equals:
+                value = (list(script_args[i + 1 :]) or [""])[0]
+            if value not in flag.choices:
+                raise ConfigError(
+                    f"{flag.name} {value}".rstrip()
+                    + f": expected one of {', '.join(flag.choices)}."
+                )

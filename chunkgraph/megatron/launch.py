@@ -1,0 +1,168 @@
+"""``python -m chunkgraph.megatron.launch SCRIPT ...``: one rank of an unmodified pretrain script.
+
+For torchrun and srun, for a single process, and for the processes of ``chunkgraph launch``::
+
+    torchrun --nproc-per-node 8 -m chunkgraph.megatron.launch pretrain_gpt.py FLAGS \
+        --cuda-graph-impl local --cuda-graph-granularity chunk
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import runpy
+import signal
+import sys
+import traceback
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+from chunkgraph._text import did_you_mean
+from chunkgraph.errors import ChunkGraphError, ConfigError, MissingDependencyError
+from chunkgraph.megatron.launch_options import LaunchOptions, parse_options
+from chunkgraph.megatron.launch_variables import REPORT_FOLDER_VARIABLE
+from chunkgraph.megatron.worker import die_with_parent, keep_quiet, write_error, write_whole
+
+__all__ = ["main", "run_as_rank", "run_script"]
+
+_EXIT_FAILED = 1
+_EXIT_USAGE = 2
+_PROG = "python -m chunkgraph.megatron.launch"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line as one rank; returns the exit code."""
+    try:
+        options = parse_options(sys.argv[1:] if argv is None else argv, _PROG)
+    except ChunkGraphError as error:
+        return _report(error, _rank_variables(), None)
+    return run_as_rank(options)
+
+
+def run_as_rank(options: LaunchOptions) -> int:
+    """Run the script as one rank, and report what goes wrong; returns the exit code."""
+    folder = os.environ.get(REPORT_FOLDER_VARIABLE)
+    rank = _rank_variables()
+    if folder is not None:
+        _join_launcher(Path(folder), rank)
+    try:
+        return run_script(options)
+    except Exception as error:  # noqa: BLE001 - the outermost frame: everything is reported
+        return _report(error, rank, Path(folder) if folder is not None else None)
+
+
+def run_script(options: LaunchOptions) -> int:
+    """Run the script in this process, with Megatron's pretrain program hooked.
+
+    Returns:
+        The script's exit code.
+
+    Raises:
+        Exception: whatever the script raised.
+        ConfigError: the flags cannot go together.
+    """
+    script_args = list(options.script_args)
+    world_size = os.environ.get("WORLD_SIZE", "1")
+    if world_size != "1" and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        raise ConfigError(
+            f"This is one of {world_size} processes, but MASTER_ADDR and MASTER_PORT "
+            "do not say where rank 0 is. Export both in the job script, or start the processes by "
+            "torchrun or chunkgraph launch."
+        )
+    if options.device == "cpu":
+        # Read when torch is imported: Megatron compiles small functions, for a GPU.
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+        # Megatron looks for it with tensor parallelism; on GPUs it is the user's to set.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    # As Python does with a script; a checkout's own `megatron` lies beside it.
+    sys.path.insert(0, str(options.script.resolve().parent))
+    with contextlib.ExitStack() as stack:
+        if options.device == "cpu":
+            from chunkgraph.megatron.cpu_pretrain import cpu_flags, cpu_pretrain_host
+
+            warnings.simplefilter("ignore")
+            keep_quiet()
+            script_args += cpu_flags(script_args)
+            stack.enter_context(cpu_pretrain_host())
+        sys.argv = [str(options.script), *script_args]
+        from chunkgraph.megatron.pretrain import enable
+
+        hooks = enable(on_cpu=options.device == "cpu", run_dir=options.run_dir)
+        hooks.on_parser = _explain_in_one_line
+        stack.callback(hooks.disable)
+        try:
+            runpy.run_path(str(options.script), run_name="__main__")
+        except SystemExit as error:
+            return _exit_code(error)
+    return 0
+
+
+def _exit_code(error: SystemExit) -> int:
+    if error.code is None or isinstance(error.code, int):
+        return error.code or 0
+    sys.stderr.write(f"{error.code}\n")
+    return _EXIT_FAILED
+
+
+def _explain_in_one_line(parser: argparse.ArgumentParser) -> None:
+    """Megatron's usage is several hundred lines, from every rank."""
+
+    def error(message: str) -> None:
+        hint = ""
+        unknown = message.removeprefix("unrecognized arguments: ")
+        if unknown != message:
+            name = unknown.split()[0].partition("=")[0]
+            hint = did_you_mean(name, parser._option_string_actions)
+        raise ConfigError(f"{Path(sys.argv[0]).name}: {message}.{hint}")
+
+    parser.error = error  # type: ignore[assignment, method-assign]
+
+
+def _rank_variables() -> int:
+    """This process's rank; Slurm's variables are given the names that Megatron reads."""
+    if "RANK" not in os.environ and int(os.environ.get("SLURM_NTASKS", "1")) > 1:
+        for name, slurm in (
+            ("RANK", "SLURM_PROCID"),
+            ("LOCAL_RANK", "SLURM_LOCALID"),
+            ("WORLD_SIZE", "SLURM_NTASKS"),
+        ):
+            if slurm in os.environ:
+                os.environ.setdefault(name, os.environ[slurm])
+    os.environ.setdefault("LOCAL_RANK", "0")
+    os.environ.setdefault("RANK", "0")
+    os.environ.setdefault("WORLD_SIZE", "1")
+    if os.environ["WORLD_SIZE"] == "1":
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        os.environ.setdefault("MASTER_PORT", "29500")
+    return int(os.environ["RANK"])
+
+
+def _join_launcher(folder: Path, rank: int) -> None:
+    die_with_parent()
+    # Ctrl-C reaches the whole terminal; the launcher alone decides what it means.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    write_whole(folder / f"pid_rank{rank}", str(os.getpid()))
+
+
+def _report(error: Exception, rank: int, folder: Path | None) -> int:
+    """Say what went wrong; to the launcher, which says it once for all ranks, if there is one."""
+    is_usage = isinstance(error, (ConfigError, MissingDependencyError))
+    if not isinstance(error, ChunkGraphError):
+        traceback.print_exception(error)
+    if folder is not None:
+        return write_error(folder, rank, error)
+    # A wrong command line is the same on all ranks.
+    if isinstance(error, ChunkGraphError) and (not is_usage or os.environ["LOCAL_RANK"] == "0"):
+        sys.stderr.write(f"error: {error}\n")
+    return _EXIT_USAGE if is_usage else _EXIT_FAILED
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code:
+        # Interpreter shutdown would wait for threads of groups whose peers may be gone.
+        os._exit(code)

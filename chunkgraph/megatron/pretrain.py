@@ -1,0 +1,173 @@
+"""Chunk graphs inside Megatron's ``pretrain()``, which calls them and stays as it is.
+
+In a script of one's own::
+
+    import chunkgraph.megatron
+
+    chunkgraph.megatron.enable()      # before Megatron's arguments are parsed
+    ...
+    pretrain(...)                     # with --cuda-graph-granularity chunk among the arguments
+
+``chunkgraph launch`` makes this call for scripts that do not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from chunkgraph.megatron import compat
+from chunkgraph.megatron.arguments import settle_arguments
+from chunkgraph.megatron.flags import GraphFlags, add_flags, flags_from
+from chunkgraph.megatron.plugin import MegatronChunkGraphs, attach
+from chunkgraph.megatron.run_record import capture_line, save_run_record, start_line
+from chunkgraph.megatron.step_metrics import StepMetrics
+
+__all__ = ["ChunkGraphsInPretrain", "enable"]
+
+
+def enable(*, on_cpu: bool = False, run_dir: Path | None = None) -> ChunkGraphsInPretrain:
+    """Give Megatron's ``pretrain()`` the flags of chunk graphs, and what they ask for.
+
+    Call it once, before Megatron's arguments are parsed. Without ``--cuda-graph-granularity
+    chunk`` among them nothing else happens.
+
+    Args:
+        on_cpu: whether a CPU host is in force (see :mod:`chunkgraph.megatron.cpu_pretrain`).
+        run_dir: where the resolved settings are saved; default is Megatron's ``--save`` folder.
+
+    Returns:
+        The hooks; ``disable()`` takes them out of Megatron again.
+
+    Raises:
+        MissingDependencyError: ``megatron.training`` cannot be imported.
+        ConfigError: the installed release has moved a name that is needed.
+    """
+    hooks = ChunkGraphsInPretrain(on_cpu=on_cpu, run_dir=run_dir)
+    hooks.disable = compat.patch_pretrain(hooks)
+    return hooks
+
+
+class ChunkGraphsInPretrain:
+    """What Megatron's pretrain program calls; see `chunkgraph.megatron.compat.PretrainHooks`.
+
+    Attributes:
+        flags: what the command line asked for; None before it is parsed and for ``layer``.
+        graphs: attached to the model while it is trained, otherwise None.
+        disable: takes the hooks out of Megatron.
+        on_parser: called with the parser of Megatron, all flags in it.
+    """
+
+    def __init__(self, *, on_cpu: bool = False, run_dir: Path | None = None) -> None:
+        self.flags: GraphFlags | None = None
+        self.graphs: MegatronChunkGraphs | None = None
+        self.disable: Callable[[], None] = lambda: None
+        self.on_parser: Callable[[argparse.ArgumentParser], None] = lambda _: None
+        self._on_cpu = on_cpu
+        self._run_dir = run_dir
+        self._metrics: StepMetrics | None = None
+        self._has_told_failure = False
+
+    # -- called by Megatron --------------------------------------------------------------------
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Add the flags."""
+        add_flags(parser)
+        self.on_parser(parser)
+
+    def parsed(self, args: argparse.Namespace) -> None:
+        """Check the flags, and have Megatron leave the graphs to us."""
+        self.flags = settle_arguments(args, on_cpu=self._on_cpu)
+        if self.flags is not None:
+            self.flags.capture_options()  # raises now for what it cannot do, not after the setup
+
+    @contextlib.contextmanager
+    def training(self, model: Any) -> Iterator[None]:
+        """Attach to the loaded and wrapped model, and let go of it whatever happens."""
+        if self.flags is None:
+            yield
+            return
+        args = compat.pretrain_arguments()
+        # The script may have changed them since they were parsed.
+        self.flags = flags_from(args) or self.flags
+        record = save_run_record(self.flags, args, self._run_dir) if _rank() == 0 else None
+        self.graphs = attach(model, scope=self.flags.scope, options=self.flags.capture_options())
+        if _is_profiled(args):
+            self.graphs.name_replays()
+        self._metrics = StepMetrics(self.graphs)
+        self._has_told_failure = False
+        _say_on_rank_0(start_line(self.graphs, self.flags, record))
+        try:
+            yield
+        finally:
+            # Graphs hold memory of communicators: they go before the process groups do.
+            graphs, self.graphs, self._metrics = self.graphs, None, None
+            graphs.detach()
+
+    def wrap_schedule(self, forward_backward: Callable[..., Any]) -> Callable[..., Any]:
+        """A step of training or evaluation with graphs, while they are attached."""
+        graphs = self.graphs
+        if graphs is None:
+            return forward_backward
+        wrapped = graphs.wrap_forward_backward(forward_backward)
+
+        def chunk_graph_step(**kwargs: Any) -> Any:
+            if graphs.engine.report is not None or self._has_told_failure:
+                return wrapped(**kwargs)
+            with warnings.catch_warnings():
+                # Said below, once for all ranks and not by way of a filter of the script's.
+                warnings.filterwarnings("ignore", message=r"(?s).*Training goes on eagerly")
+                result = wrapped(**kwargs)
+            self._tell_of_capture(graphs)
+            return result
+
+        return chunk_graph_step
+
+    def before_log(self, iteration: int) -> None:
+        """Count the step, and write its numbers where Megatron writes its own."""
+        if self._metrics is not None:
+            self._metrics.step()
+            for write in compat.tensorboard_writers(iteration):
+                for name, value in self._metrics.scalars().items():
+                    write(name, value)
+
+    def log_text(self) -> str:
+        """The numbers of the steps since the last line, in the style of Megatron's log."""
+        return self._metrics.take_line() if self._metrics is not None else ""
+
+    # -- what is said --------------------------------------------------------------------------
+
+    def _tell_of_capture(self, graphs: MegatronChunkGraphs) -> None:
+        engine = graphs.engine
+        if engine.failure is not None:
+            self._has_told_failure = True
+            if engine.failed_here:
+                sys.stderr.write(
+                    f"WARNING: chunk graphs: {engine.failure}\nTraining goes on eagerly on all "
+                    "ranks.\n"
+                )
+                sys.stderr.flush()
+        elif engine.report is not None:
+            _say_on_rank_0(capture_line(engine.report))
+
+
+def _is_profiled(args: argparse.Namespace) -> bool:
+    names = ("profile", "use_pytorch_profiler", "nvtx_ranges")
+    return any(getattr(args, name, False) for name in names)
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _say_on_rank_0(line: str) -> None:
+    if _rank() == 0:
+        sys.stdout.write(f"{line}\n")
+        sys.stdout.flush()

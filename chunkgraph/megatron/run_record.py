@@ -1,0 +1,101 @@
+"""What a run with chunk graphs says of itself: at its start, after the capture, and in a file."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from chunkgraph import __version__
+from chunkgraph._text import format_bytes
+from chunkgraph.engine import CaptureReport
+from chunkgraph.errors import ConfigError
+from chunkgraph.megatron import compat
+from chunkgraph.megatron.flags import GraphFlags
+from chunkgraph.megatron.plugin import MegatronChunkGraphs
+
+__all__ = ["RECORD_NAME", "capture_line", "save_run_record", "start_line"]
+
+RECORD_NAME = "chunkgraph.yaml"
+"""The file in the folder of the run."""
+
+_PIPELINE = (
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "microbatch_group_size_per_vp_stage",
+    "tensor_model_parallel_size",
+    "context_parallel_size",
+    "data_parallel_size",
+)
+
+
+def start_line(graphs: MegatronChunkGraphs, flags: GraphFlags, record: Path | None) -> str:
+    """One line about what is going to be captured on this rank.
+
+    Args:
+        graphs: attached to the model.
+        flags: what was asked for.
+        record: where `save_run_record` wrote, if it did.
+    """
+    slots = graphs.num_slots
+    saved = f"; settings in {record}" if record is not None else ""
+    steps = f"{flags.num_warmup_steps} eager step{'s' if flags.num_warmup_steps > 1 else ''}"
+    return (
+        f"chunk graphs: scope {flags.scope}, {_slots(slots)} on rank 0, memory plan "
+        f"{flags.memory_plan}, verify {flags.verify}; capture after {steps}{saved}"
+    )
+
+
+def capture_line(report: CaptureReport) -> str:
+    """One line about what was captured on this rank."""
+    total = report.slot_bytes + report.scratch_bytes + report.static_bytes
+    return (
+        f"chunk graphs: captured {report.num_graphs} graphs, {_slots(report.num_slots)} on rank 0, "
+        f"in {report.duration_ms / 1e3:.2f} s; {format_bytes(total)}: slots "
+        f"{format_bytes(report.slot_bytes)}, scratch {format_bytes(report.scratch_bytes)}, static "
+        f"{format_bytes(report.static_bytes)}"
+    )
+
+
+def save_run_record(
+    flags: GraphFlags, args: argparse.Namespace, run_dir: Path | None
+) -> Path | None:
+    """Write the resolved settings into ``run_dir``, or Megatron's ``--save`` folder.
+
+    Returns:
+        The file, or None where the run has neither folder.
+
+    Raises:
+        ConfigError: the folder cannot be written.
+    """
+    save = getattr(args, "save", None)
+    folder = run_dir or (Path(save) if save else None)
+    if folder is None:
+        return None
+    record: dict[str, Any] = {
+        "chunkgraph": __version__,
+        "versions": compat.versions(),
+        "command": list(sys.argv),
+        "world_size": int(os.environ.get("WORLD_SIZE", "1")),
+        "pipeline": {name: getattr(args, name, None) for name in _PIPELINE},
+        "cuda_graph_granularity": "chunk",
+        "capture": flags.as_dict(),
+    }
+    path = folder / RECORD_NAME
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(".tmp")
+        partial.write_text(yaml.safe_dump(record, sort_keys=False), encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror or error}.") from None
+    return path
+
+
+def _slots(num_slots: tuple[int, ...]) -> str:
+    counts = " + ".join(str(n) for n in num_slots)
+    return f"{counts} slot{'s' if num_slots != (1,) else ''}"

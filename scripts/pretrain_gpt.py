@@ -1,0 +1,218 @@
+"""Pretrain a GPT with Megatron's own training program, in the shape of its ``pretrain_gpt.py``.
+
+It takes Megatron's flags and knows nothing of chunk graphs; run it by itself, or with
+
+    chunkgraph launch scripts/pretrain_gpt.py FLAGS --cuda-graph-granularity chunk
+
+``--exact-log FILE`` (ours) appends each logged loss and gradient norm in hexadecimal, and
+``--mock-data`` trains on Megatron's made-up tokens. Needs megatron-core 0.18 or newer.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import mpu
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.enums import ModelType
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+from megatron.core.transformer.spec_utils import import_module
+from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank
+from megatron.training import get_args, pretrain
+from megatron.training.argument_utils import pretrain_cfg_container_from_args
+from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args
+from megatron.training.utils import (
+    get_blend_and_blend_per_split,
+    is_first_or_last_pipeline_stage,
+)
+
+Losses = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """The script's own flags."""
+    group = parser.add_argument_group("this script")
+    group.add_argument("--exact-log", metavar="FILE", help="append losses in hexadecimal to FILE")
+    return parser
+
+
+def model_provider(
+    pre_process: bool = True,
+    post_process: bool = True,
+    vp_stage: int | None = None,
+    config: Any = None,
+    pg_collection: Any = None,
+) -> GPTModel:
+    """Build the model chunk of one pipeline stage."""
+    args = get_args()
+    config = config or core_transformer_config_from_args(args)
+    if args.spec is not None:
+        layer_spec = import_module(args.spec)
+    elif args.transformer_impl == "transformer_engine":
+        layer_spec = get_gpt_layer_with_transformer_engine_spec(
+            qk_layernorm=args.qk_layernorm, multi_latent_attention=args.multi_latent_attention
+        )
+    else:
+        layer_spec = get_gpt_layer_local_spec(
+            qk_layernorm=args.qk_layernorm,
+            multi_latent_attention=args.multi_latent_attention,
+            normalization=args.normalization,
+        )
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=layer_spec,
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        pre_process=pre_process,
+        post_process=post_process,
+        fp16_lm_cross_entropy=args.fp16_lm_cross_entropy,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type=args.position_embedding_type,
+        rotary_percent=args.rotary_percent,
+        rotary_base=args.rotary_base,
+        vp_stage=vp_stage,
+        pg_collection=pg_collection,
+    )
+
+
+def get_batch(data: Iterator[dict[str, torch.Tensor]], vp_stage: int | None) -> dict[str, Any]:
+    """One microbatch, or nothing on a stage between the first and the last.
+
+    The first of the tensor-parallel ranks reads it and sends it to the others.
+    """
+    if not is_first_or_last_pipeline_stage(vp_stage):
+        return {}
+    args = get_args()
+    size = (args.micro_batch_size, args.seq_length)
+    shapes = {
+        "tokens": (size, torch.int64),
+        "labels": (size, torch.int64),
+        "position_ids": (size, torch.int64),
+        "loss_mask": (size, torch.float32),
+    }
+    if args.create_attention_mask_in_dataloader:
+        mask = (args.micro_batch_size, 1, args.seq_length, args.seq_length)
+        shapes["attention_mask"] = (mask, torch.bool)
+    if mpu.get_tensor_model_parallel_rank() == 0:
+        read = next(data)
+        batch = {name: read[name].cuda(non_blocking=True) for name in shapes}
+    else:
+        batch = {
+            name: torch.empty(shape, dtype=dtype, device="cuda")
+            for name, (shape, dtype) in shapes.items()
+        }
+    if mpu.get_tensor_model_parallel_world_size() > 1:
+        source, group = (
+            mpu.get_tensor_model_parallel_src_rank(),
+            mpu.get_tensor_model_parallel_group(),
+        )
+        for tensor in batch.values():
+            torch.distributed.broadcast(tensor, source, group=group)
+    if args.context_parallel_size == 1:
+        return batch
+    return get_batch_on_this_cp_rank(
+        batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group()
+    )
+
+
+def loss_func(loss_mask: torch.Tensor, losses: torch.Tensor) -> Losses:
+    """Sum of the losses that count, how many they are, and both for the log."""
+    mask = loss_mask.view(-1).float()
+    loss = torch.sum(losses.view(-1).float() * mask)
+    num_tokens = mask.sum().detach().to(torch.int)
+    report = torch.cat([loss.detach().clone().view(1), num_tokens.view(1)])
+    return loss, num_tokens, {"lm loss": report}
+
+
+def forward_step(
+    data: Iterator[dict[str, torch.Tensor]], model: torch.nn.Module
+) -> tuple[torch.Tensor, Callable[[torch.Tensor], Losses]]:
+    """One microbatch through one model chunk."""
+    batch = get_batch(data, get_attr_wrapped_model(model, "vp_stage"))
+    output = model(
+        batch.get("tokens"),
+        batch.get("position_ids"),
+        batch.get("attention_mask"),
+        labels=batch.get("labels"),
+        loss_mask=batch.get("loss_mask"),
+    )
+    return output, partial(loss_func, batch.get("loss_mask"))
+
+
+def train_valid_test_datasets_provider(
+    num_samples: list[int], vp_stage: int | None = None
+) -> tuple[Any, Any, Any]:
+    """The three datasets, on the ranks that read them."""
+    args = get_args()
+    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    config = GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=blend,
+        blend_per_split=blend_per_split,
+        split=args.split,
+        path_to_cache=args.data_cache_path,
+        mmap_bin_files=args.mmap_bin_files,
+        tokenizer=build_tokenizer(args),
+        reset_position_ids=args.reset_position_ids,
+        reset_attention_mask=args.reset_attention_mask,
+        eod_mask_loss=args.eod_mask_loss,
+        create_attention_mask=args.create_attention_mask_in_dataloader,
+    )
+
+    def reads_data() -> bool:
+        return mpu.get_tensor_model_parallel_rank() == 0 and is_first_or_last_pipeline_stage(
+            vp_stage
+        )
+
+    kind = MockGPTDataset if args.mock_data else GPTDataset
+    datasets = BlendedMegatronDatasetBuilder(kind, num_samples, reads_data, config).build()
+    return tuple(datasets)  # type: ignore[return-value]
+
+
+# Every rank that reads data builds its own datasets.
+train_valid_test_datasets_provider.is_distributed = True  # type: ignore[attr-defined]
+
+
+def log_exactly(path: str) -> None:
+    """Append what Megatron logs of every step to ``path``, with all its digits."""
+    from megatron.training import training
+
+    log = training.training_log
+
+    def training_log(losses: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        # Megatron passes all but the optional ones by position: ..., iteration, loss scale,
+        # report memory, skipped, gradient norm.
+        iteration, grad_norm = args[2], args[6]
+        values = {name: float(value).hex() for name, value in losses.items()}
+        rank = torch.distributed.get_rank()
+        with open(f"{path}.rank{rank}", "a", encoding="utf-8") as file:
+            file.write(f"{iteration} {float(grad_norm or 0.0).hex()} {values}\n")
+        return log(losses, *args, **kwargs)
+
+    training.training_log = training_log
+
+
+if __name__ == "__main__":
+    arguments = parse_and_validate_args(
+        extra_args_provider=add_arguments, args_defaults={"tokenizer_type": "GPT2BPETokenizer"}
+    )
+    if arguments.exact_log:
+        log_exactly(arguments.exact_log)
+    pretrain(
+        pretrain_cfg_container_from_args(arguments),
+        train_valid_test_datasets_provider,
+        model_type=ModelType.encoder_or_decoder,
+        forward_step_func=forward_step,
+        model_provider=model_provider,
+    )

@@ -1,0 +1,181 @@
+"""``chunkgraph launch`` up to the point where processes would start."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+import yaml
+
+from chunkgraph.cli.__main__ import main
+from chunkgraph.config import load_config
+from chunkgraph.errors import ConfigError
+from chunkgraph.megatron.flags import COUNTS, FLAGS, GraphFlags, add_flags, flags_from
+from chunkgraph.megatron.launch_config import merge_flags
+from chunkgraph.megatron.launch_options import parse_options
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "pretrain.py"
+    path.write_text("raise SystemExit(0)\n", encoding="utf-8")
+    return path
+
+
+def test_help_fits_80_columns_and_names_every_flag(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as end:
+        main(["launch", "--help"])
+    assert end.value.code == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    text = "\n".join(lines)
+    assert all(flag.name in text and ",".join(flag.choices) in text for flag in FLAGS)
+    assert all(count.name in text for count in COUNTS)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        (["--nproc-per-node", "0"], [], "--nproc-per-node 0: there must be at least one process"),
+        ([], ["--cuda-graph-granularity", "chnk"], "chnk: expected one of layer, chunk."),
+        ([], ["--cuda-graph-verify=all"], "--cuda-graph-verify all: expected one of none, poison"),
+        ([], ["--cuda-graph-on-failure"], "--cuda-graph-on-failure: expected one of raise, eager."),
+        (["--config", "nowhere.yaml"], [], "nowhere.yaml"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_code_2(
+    before: list[str],
+    after: list[str],
+    said: str,
+    script: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["launch", *before, str(script), *after]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert said in error
+    assert error.count("\n") == 1
+
+
+def test_a_missing_script_says_where_flags_belong(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["launch", str(tmp_path / "none.py"), "--num-layers", "2"]) == 2
+    assert "does not exist" in capsys.readouterr().err
+    assert main(["launch", str(tmp_path)]) == 2
+    assert "is a folder" in capsys.readouterr().err
+
+
+def test_a_wrong_key_of_the_file_names_the_nearest(
+    script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    raw = yaml.safe_load((CONFIGS / "gpt_pp2_cpu.yaml").read_text(encoding="utf-8"))
+    raw["capture"]["memory_plam"] = raw["capture"].pop("memory_plan")
+    path = tmp_path / "wrong.yaml"
+    path.write_text(yaml.safe_dump(raw), encoding="utf-8")
+    assert main(["launch", "--config", str(path), str(script)]) == 2
+    assert "Did you mean 'memory_plan'?" in capsys.readouterr().err
+
+
+def test_a_configuration_becomes_flags(script: Path) -> None:
+    path = CONFIGS / "gpt_pp2_vpp2_cpu.yaml"
+    options = parse_options(["--config", str(path), str(script), "--train-iters", "3"], "launch")
+    config = load_config(path)
+    flags = list(options.script_args)
+    assert options.nproc == config.pipeline.world_size
+    assert options.notes == ()
+    assert flags[-2:] == ["--train-iters", "3"]
+    for name, value in {
+        "--num-layers": config.model.num_layers,
+        "--pipeline-model-parallel-size": 2,
+        "--num-virtual-stages-per-pipeline-rank": 2,
+        "--cuda-graph-granularity": "chunk",
+        "--cuda-graph-warmup-steps": config.capture.num_warmup_steps,
+        "--cuda-graph-chunk-scope": config.capture.scope,
+    }.items():
+        assert flags[flags.index(name) + 1] == str(value)
+
+
+def test_the_command_line_wins_and_says_what_it_replaced() -> None:
+    config = load_config(CONFIGS / "gpt_pp2_vpp2_cpu.yaml")
+    same = str(config.model.hidden_size)
+    given = ["--num-layers=64", "--hidden-size", same, "--num-layers-per-virtual-pipeline-stage=1"]
+    flags, notes = merge_flags(config, given, source="run.yaml")
+    assert flags[-len(given) :] == given
+    assert not {"--num-layers", "--hidden-size", "--num-virtual-stages-per-pipeline-rank"} & set(
+        flags[: -len(given)]
+    )
+    assert notes == [
+        "--num-layers 64 on the command line replaces model.num_layers of run.yaml",
+        (
+            "--num-layers-per-virtual-pipeline-stage 1 on the command line replaces "
+            "pipeline.virtual_pipeline_model_parallel_size of run.yaml"
+        ),
+    ]
+
+
+def test_layer_on_the_command_line_leaves_no_flag_of_the_capture_section() -> None:
+    config = load_config(CONFIGS / "gpt_pp2_cpu.yaml")
+    flags, notes = merge_flags(config, ["--cuda-graph-granularity", "layer"], source="run.yaml")
+    assert [flag for flag in flags if flag.startswith("--cuda-graph")] == [
+        "--cuda-graph-granularity"
+    ]
+    assert notes == [
+        "--cuda-graph-granularity layer on the command line turns off capture of run.yaml"
+    ]
+
+
+def _parse(*argv: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--cuda-graph-warmup-steps", type=int, default=3)
+    add_flags(parser)
+    return parser.parse_args(argv)
+
+
+def test_flags_as_values() -> None:
+    assert flags_from(_parse()) is None
+    assert flags_from(_parse("--cuda-graph-granularity", "chunk")) == GraphFlags(num_warmup_steps=3)
+    everything = flags_from(
+        _parse(
+            *("--cuda-graph-granularity", "chunk", "--cuda-graph-chunk-scope", "chunk"),
+            *("--cuda-graph-memory-plan", "pool_per_slot", "--cuda-graph-verify", "poison"),
+            *("--cuda-graph-on-failure", "eager", "--cuda-graph-warmup-steps", "2"),
+            *("--cuda-graph-num-verify-steps", "4", "--cuda-graph-verify-every", "3"),
+        )
+    )
+    assert everything == GraphFlags(
+        scope="chunk",
+        memory_plan="pool_per_slot",
+        verify="poison",
+        num_verify_steps=4,
+        verify_every=3,
+        on_failure="eager",
+        num_warmup_steps=2,
+    )
+    assert everything is not None
+    options = everything.capture_options()
+    assert (options.verify, options.on_failure, options.num_warmup_steps) == ("poison", "eager", 2)
+    assert (options.num_verify_steps, options.verify_every) == (4, 3)
+
+
+def test_flags_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(ConfigError, match="no effect with --cuda-graph-granularity layer"):
+        flags_from(_parse("--cuda-graph-memory-plan", "pool_per_slot"))
+    with pytest.raises(ConfigError, match="--cuda-graph-warmup-steps 0"):
+        flags_from(_parse("--cuda-graph-granularity", "chunk", "--cuda-graph-warmup-steps", "0"))
+    with pytest.raises(ConfigError, match="verify-every 2 has no effect without --cuda-graph-ver"):
+        flags_from(_parse("--cuda-graph-granularity", "chunk", "--cuda-graph-verify-every", "2"))
+    with pytest.raises(ConfigError, match="--cuda-graph-num-verify-steps 2 has no effect with --c"):
+        flags_from(_parse("--cuda-graph-num-verify-steps", "2"))
+    with pytest.raises(ConfigError, match="--cuda-graph-verify-every 0: give 1 or more"):
+        flags_from(_parse("--cuda-graph-granularity", "chunk", "--cuda-graph-verify-every", "0"))
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--cuda-graph-granularity")
+    with pytest.raises(ConfigError, match="has a flag --cuda-graph-granularity of its own"):
+        add_flags(parser)

@@ -1,0 +1,102 @@
+"""Megatron's arguments under ``--cuda-graph-granularity chunk``, without its training program."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from typing import Any
+
+import pytest
+
+from chunkgraph.errors import ConfigError
+from chunkgraph.megatron.arguments import settle_arguments
+from chunkgraph.megatron.cpu_pretrain import cpu_flags
+from chunkgraph.megatron.flags import COUNTS, FLAGS
+
+HAS_TE = importlib.util.find_spec("transformer_engine") is not None
+
+
+def arguments(**changes: Any) -> argparse.Namespace:
+    values = {
+        **{flag.dest: None for flag in (*FLAGS, *COUNTS)},
+        "cuda_graph_granularity": "chunk",
+        "cuda_graph_impl": "local",
+        "cuda_graph_warmup_steps": 3,
+        "cuda_graph_modules": [],
+        "inference_cuda_graph_scope": None,
+        "transformer_impl": "local",
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "te_rng_tracker": False,
+        "num_experts": None,
+    }
+    return argparse.Namespace(**{**values, **changes})
+
+
+@pytest.mark.parametrize("implementation", ["local", "none"])
+def test_megatron_is_told_to_build_no_graphs(implementation: str) -> None:
+    args = arguments(cuda_graph_impl=implementation)
+    flags = settle_arguments(args, on_cpu=True)
+    assert flags is not None
+    assert args.cuda_graph_impl == "none"
+    assert args.te_rng_tracker is False
+    assert (args.cuda_graph_chunk_scope, args.cuda_graph_verify) == ("block", "none")
+    # Megatron parses its command line more than once; what is settled stays so.
+    assert settle_arguments(args, on_cpu=True) == flags
+
+
+def test_layer_leaves_all_arguments_alone() -> None:
+    args = arguments(cuda_graph_granularity="layer", cuda_graph_modules=["attn"], fp8="hybrid")
+    before = dict(vars(args))
+    assert settle_arguments(args, on_cpu=False) is None
+    assert vars(args) == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"cuda_graph_impl": "full_iteration"}, "--cuda-graph-impl full_iteration: "),
+        ({"cuda_graph_modules": ["attn"]}, "--cuda-graph-modules: a chunk graph holds all of a"),
+        ({"cuda_graph_scope_deprecated": ["full"]}, "--cuda-graph-scope: "),
+        ({"inference_cuda_graph_scope": "block"}, "--inference-cuda-graph-scope: "),
+        ({"enable_cuda_graph": True}, "--enable-cuda-graph: "),
+        ({"optimizer_cuda_graph": True}, "--optimizer-cuda-graph: "),
+        ({"num_experts": 8}, "num_moe_experts=8: "),
+        ({"fp8": "hybrid"}, "fp8='hybrid': "),
+        ({"sft": True}, "--sft: packed sequences"),
+        ({"use_torch_fsdp2": True}, "--use-torch-fsdp2: "),
+        ({"yaml_cfg": "x.yaml"}, "--yaml-cfg: "),
+        ({"save_dgrads_interval": 5}, "--save-dgrads-interval: "),
+    ],
+)
+def test_what_cannot_go_together_is_named(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match="cannot go together with") as error:
+        settle_arguments(arguments(**changes, perform_rl_step=True), on_cpu=True)
+    assert said in str(error.value)
+    assert "--perform-rl-step: " in str(error.value)  # all of them at once
+
+
+@pytest.mark.skipif(HAS_TE, reason="Transformer Engine is installed")
+def test_dropout_on_a_gpu_without_graph_safe_random_numbers_is_refused() -> None:
+    with pytest.raises(ConfigError, match="without Transformer Engine"):
+        settle_arguments(arguments(hidden_dropout=0.1), on_cpu=False)
+
+
+def test_graph_safe_random_numbers_are_chosen_for_the_user(monkeypatch: Any) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: object())
+    for changes in ({"attention_dropout": 0.1}, {"transformer_impl": "transformer_engine"}):
+        args = arguments(**changes)
+        settle_arguments(args, on_cpu=False)
+        assert args.te_rng_tracker is True
+    args = arguments()
+    settle_arguments(args, on_cpu=False)
+    assert args.te_rng_tracker is False
+
+
+def test_a_cpu_run_gets_the_flags_it_needs() -> None:
+    added = cpu_flags(["--num-layers", "2", "--no-rope-fusion", "--transformer-impl=local"])
+    assert added[:2] == ["--distributed-backend", "gloo"]
+    assert "--no-rope-fusion" not in added
+    assert "--transformer-impl" not in added
+    with pytest.raises(ConfigError, match="--transformer-impl transformer_engine needs a GPU"):
+        cpu_flags(["--transformer-impl", "transformer_engine"])

@@ -1,0 +1,382 @@
+"""Megatron's own ``pretrain()`` on CPU processes, with and without chunk graphs, end to end."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "scripts" / "pretrain_gpt.py"
+
+
+def _why_not() -> str:
+    if importlib.util.find_spec("megatron.training") is None:
+        return "this megatron-core has no megatron.training"
+    if sys.version_info < (3, 12):
+        return "megatron.training of megatron-core 0.18 and newer needs Python 3.12"
+    if importlib.util.find_spec("psutil") is None:
+        return "Megatron's checkpoints need psutil"
+    return ""
+
+
+pytestmark = [
+    pytest.mark.megatron,
+    pytest.mark.skipif(bool(_why_not()), reason=_why_not() or "-"),
+]
+
+MODEL = [
+    "--num-layers",
+    "4",
+    "--hidden-size",
+    "32",
+    "--num-attention-heads",
+    "4",
+    "--seq-length",
+    "16",
+    "--max-position-embeddings",
+    "16",
+    "--position-embedding-type",
+    "rope",
+    "--micro-batch-size",
+    "2",
+    "--tokenizer-type",
+    "NullTokenizer",
+    "--vocab-size",
+    "63",
+    "--mock-data",
+    "--num-workers",
+    "0",
+    "--lr",
+    "1e-3",
+    "--log-interval",
+    "1",
+    "--eval-iters",
+    "1",
+    "--attention-dropout",
+    "0.1",
+    "--hidden-dropout",
+    "0.1",
+    "--pipeline-model-parallel-size",
+    "2",
+]
+# Microbatches of a step: 2, 2, 3, 3, 4, 4 (thresholds in tokens).
+STEPS = ["--step-batch-size-schedule", "0:4 128:6 320:8", "--train-iters", "6"]
+STEPS += ["--eval-interval", "2"]
+CHUNK = [
+    "--cuda-graph-impl",
+    "local",
+    "--cuda-graph-granularity",
+    "chunk",
+    "--cuda-graph-warmup-steps",
+    "1",
+]
+EIGHT = ["--global-batch-size", "8"]
+
+
+class Jobs:
+    """Runs of the launcher with the folder that they share, and the output of the last one."""
+
+    def __init__(self, folder: Path, run_ranks: Callable[..., tuple[list[int], str]]) -> None:
+        self.folder = folder
+        self.output = ""
+        self._run_ranks = run_ranks
+
+    def start(self, *flags: str, script: Path = SCRIPT, nproc: int = 2) -> subprocess.Popen[str]:
+        """Start ``chunkgraph launch``, which starts the ranks."""
+        return subprocess.Popen(
+            [
+                *(sys.executable, "-m", "chunkgraph.cli", "launch"),
+                *("--device", "cpu", "--nproc-per-node", str(nproc), str(script)),
+                *flags,
+            ],
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+                "PYTHONWARNINGS": "ignore",
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=self.folder,
+            start_new_session=True,
+        )
+
+    def launch(self, *flags: str, script: Path = SCRIPT, nproc: int = 2) -> int:
+        """Run ``chunkgraph launch`` to its end."""
+        process = self.start(*flags, script=script, nproc=nproc)
+        try:
+            self.output, _ = process.communicate(timeout=100)
+        finally:
+            process.kill()
+        return process.returncode
+
+    def train(self, name: str, *flags: str, script: Path = SCRIPT) -> list[str]:
+        """The exact log of the last stage, of a run of two ranks that must succeed.
+
+        The ranks are started as torchrun does it, which is quicker than by the launcher.
+        """
+        arguments = ["-m", "chunkgraph.megatron.launch", "--device", "cpu", str(script), *MODEL]
+        arguments += ["--data-cache-path", str(self.folder / "cache")]
+        arguments += ["--exact-log", str(self.folder / name), *flags]
+        codes, self.output = self._run_ranks(arguments, 2, self.folder)
+        assert codes == [0, 0], self.output[-6000:]
+        return (self.folder / f"{name}.rank1").read_text(encoding="utf-8").splitlines()
+
+
+@pytest.fixture(scope="module")
+def jobs(
+    tmp_path_factory: pytest.TempPathFactory, run_ranks: Callable[..., tuple[list[int], str]]
+) -> Jobs:
+    return Jobs(tmp_path_factory.mktemp("launch"), run_ranks)
+
+
+@pytest.fixture(scope="module")
+def eager(jobs: Jobs) -> list[str]:
+    log = jobs.train("eager", *STEPS, "--cuda-graph-granularity", "layer")
+    assert len(log) == 6
+    assert "chunk graphs" not in jobs.output
+    return log
+
+
+@pytest.fixture
+def wait_for_line() -> Callable[[subprocess.Popen[str], str], list[str]]:
+    def wait(process: subprocess.Popen[str], pattern: str) -> list[str]:
+        assert process.stdout is not None
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            if re.search(pattern, line):
+                return lines
+        raise AssertionError("".join(lines)[-4000:])
+
+    return wait
+
+
+def _replays(output: str) -> list[int]:
+    return [int(n) for n in re.findall(r"graph replays: +(\d+)", output)]
+
+
+def test_pp2_saved_resumed_and_with_other_counts_equals_eager(jobs: Jobs, eager: list[str]) -> None:
+    save = jobs.folder / "checkpoint"
+    flags = [*STEPS, *CHUNK, "--save", str(save), "--save-interval", "100"]
+    first = jobs.train("chunk", *flags, "--exit-interval", "3")
+    assert len(first) == 3
+    assert _replays(jobs.output) == [0, 2, 3]
+    assert "eager steps (forward only): 1" in jobs.output  # the evaluation after step 2
+    assert "captured 4 graphs, 2 slots on rank 0" in jobs.output
+    assert f"settings in {save}/chunkgraph.yaml" in jobs.output
+    assert "num_warmup_steps: 1" in (save / "chunkgraph.yaml").read_text(encoding="utf-8")
+    both = jobs.train("chunk", *flags, "--load", str(save))
+    assert _replays(jobs.output) == [0, 4, 4]
+    assert both == eager
+
+
+def test_vpp2_with_overlaps_and_whole_chunks_equals_eager(jobs: Jobs) -> None:
+    flags = [
+        *EIGHT,
+        *[
+            "--train-iters",
+            "3",
+            "--eval-interval",
+            "10",
+            "--num-virtual-stages-per-pipeline-rank",
+            "2",
+        ],
+        *["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"],
+    ]
+    eager = jobs.train("vpp-eager", *flags)
+    tensorboard = ["--tensorboard-dir", str(jobs.folder / "tb")] if _has_tensorboard() else []
+    poisoned = ["--cuda-graph-chunk-scope", "chunk", "--cuda-graph-verify", "poison"]
+    chunk = jobs.train("vpp-chunk", *flags, *CHUNK, *poisoned, *tensorboard, "--nvtx-ranges")
+    assert chunk == eager
+    assert _replays(jobs.output) == [0, 8, 8]
+    if tensorboard:
+        assert _scalars(jobs.folder / "tb")["chunk-graphs/replays"] == [0.0, 8.0, 8.0]
+
+
+def _has_tensorboard() -> bool:
+    return importlib.util.find_spec("tensorboard") is not None
+
+
+def _scalars(folder: Path) -> dict[str, list[float]]:
+    from tensorboard.backend.event_processing import event_accumulator
+
+    events = event_accumulator.EventAccumulator(str(folder))
+    events.Reload()
+    return {
+        name: [event.value for event in events.Scalars(name)] for name in events.Tags()["scalars"]
+    }
+
+
+def test_capture_that_fails_on_one_rank_leaves_all_ranks_eager(
+    jobs: Jobs, eager: list[str]
+) -> None:
+    script = jobs.folder / "faulty.py"
+    script.write_text(_FAULTY.format(script=str(SCRIPT)), encoding="utf-8")
+    flags = [*STEPS, *CHUNK, "--exit-interval", "3", "--cuda-graph-on-failure", "eager"]
+    assert jobs.train("faulty", *flags, script=script) == eager[:3]
+    assert jobs.output.count("Training goes on eagerly on all ranks") == 1
+    warning = jobs.output[jobs.output.index("WARNING: chunk graphs: ") :]
+    assert "torch.Tensor.item" in warning
+    assert "capturing rank 1, pipeline stage 1" in warning
+    assert re.search(r"faulty.py:\d+, in reads_a_value: hidden_states.sum\(\).item\(\)", warning)
+    assert "eager steps (capture failed)" in jobs.output
+
+
+_FAULTY = """
+import os, runpy, sys
+from megatron.core.transformer.mlp import MLP
+
+forward = MLP.forward
+
+def reads_a_value(self, hidden_states, *args, **kwargs):
+    if os.environ["RANK"] == "1":
+        hidden_states.sum().item()
+    return forward(self, hidden_states, *args, **kwargs)
+
+MLP.forward = reads_a_value
+runpy.run_path({script!r}, run_name="__main__")
+"""
+
+
+def test_sigterm_saves_and_ends_well(
+    jobs: Jobs, wait_for_line: Callable[[subprocess.Popen[str], str], list[str]]
+) -> None:
+    save = jobs.folder / "terminated"
+    data = ["--data-cache-path", str(jobs.folder / "cache")]
+    process = jobs.start(
+        *(*MODEL, *EIGHT, *CHUNK, *data, "--exit-signal-handler", "--train-iters", "100000"),
+        *("--eval-interval", "100000", "--save", str(save), "--save-interval", "100000"),
+    )
+    try:
+        wait_for_line(process, r"iteration +3/")
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=60)
+        assert process.returncode == 0, output[-4000:]
+        saved = int((save / "latest_checkpointed_iteration.txt").read_text())
+        assert saved >= 3
+    finally:
+        process.kill()
+
+
+def test_ctrl_c_leaves_no_process(
+    jobs: Jobs, wait_for_line: Callable[[subprocess.Popen[str], str], list[str]]
+) -> None:
+    script = jobs.folder / "sleeps.py"
+    script.write_text(
+        "import os, time, signal\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)  # and so it must be killed\n"
+        "print('pid', os.getpid(), flush=True)\n"
+        "time.sleep(120)\n",
+        encoding="utf-8",
+    )
+    process = jobs.start(script=script, nproc=1)
+    try:
+        pid = int(wait_for_line(process, r"^pid ")[-1].split()[1])
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=30)
+        assert process.returncode == 130
+        assert "interrupted" in output
+        _assert_gone(pid)
+    finally:
+        process.kill()
+
+
+def _assert_gone(pid: int) -> None:
+    end = time.monotonic() + 5
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_a_script_that_fails_is_explained_in_the_last_line(jobs: Jobs) -> None:
+    script = jobs.folder / "fails.py"
+    script.write_text("raise ValueError('no such corpus')\n", encoding="utf-8")
+    assert jobs.launch(script=script, nproc=1) == 1
+    assert jobs.output.splitlines()[-1] == "error: Rank 0 failed: ValueError: no such corpus"
+
+
+def test_flags_that_cannot_go_together_are_one_message(jobs: Jobs) -> None:
+    refused = ["--recompute-granularity", "full", "--optimizer-cuda-graph"]
+    assert jobs.launch(*MODEL, *EIGHT, *CHUNK, *refused) == 2
+    message = jobs.output[jobs.output.index("error: ") :]
+    assert "--optimizer-cuda-graph: " in message
+    assert "recompute_granularity='full': " in message
+    assert jobs.output.count("cannot go together") == 1
+
+
+def _without(flags: Sequence[str]) -> dict[str, object]:
+    """Megatron's arguments with these flags, in this process, without validation."""
+    from megatron.training import arguments
+
+    old = sys.argv
+    sys.argv = ["script", *MODEL, *EIGHT, *flags]
+    try:
+        return vars(arguments.parse_args())
+    finally:
+        sys.argv = old
+
+
+def test_layer_changes_nothing_and_chunk_turns_off_megatrons_graphs() -> None:
+    from chunkgraph.errors import ConfigError
+    from chunkgraph.megatron.cpu_pretrain import cpu_pretrain_host
+
+    with cpu_pretrain_host():
+        from megatron.training import training
+
+        from chunkgraph.megatron.pretrain import enable
+
+        own = ["--cuda-graph-impl", "local", "--transformer-impl", "local"]
+        names = ("train", "get_forward_backward_func", "training_log", "print_rank_last")
+        originals = {name: getattr(training, name) for name in names}
+        before = _without(own)
+        hooks = enable(on_cpu=True)
+        try:
+            layer = _without([*own, "--cuda-graph-granularity", "layer"])
+            added = {name for name in layer if name not in before}
+            assert {name: layer[name] for name in before} == before
+            assert {layer[name] for name in added} == {None, "layer"}
+            assert hooks.flags is None
+            schedule = object()
+            assert hooks.wrap_schedule(schedule) is schedule  # type: ignore[arg-type]
+            with hooks.training(model=object()):  # would fail to attach to it
+                assert hooks.graphs is None
+
+            chunk = _without([*own, "--cuda-graph-granularity", "chunk"])
+            assert chunk["cuda_graph_impl"] == "none"
+            assert hooks.flags is not None
+            assert hooks.flags.num_warmup_steps == 3  # Megatron's own default
+
+            with pytest.raises(ConfigError, match="no effect with --cuda-graph-granularity layer"):
+                _without([*own, "--cuda-graph-verify", "poison"])
+            with pytest.raises(ConfigError, match="--cuda-graph-impl transformer_engine"):
+                _without(
+                    ["--cuda-graph-granularity", "chunk", "--cuda-graph-impl", "transformer_engine"]
+                )
+        finally:
+            hooks.disable()
+        assert {name: getattr(training, name) for name in names} == originals
+        assert _without(own) == before
+
+
+def test_the_scripts_exit_code_is_the_ranks(tmp_path: Path, monkeypatch: Any) -> None:
+    from chunkgraph.megatron.launch import run_script
+    from chunkgraph.megatron.launch_options import parse_options
+
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    script = tmp_path / "exits.py"
+    script.write_text("import sys\nsys.exit(int(sys.argv[1]))\n", encoding="utf-8")
+    for code in (0, 7):
+        options = parse_options(["--device", "cpu", str(script), str(code)], "launch")
+        assert run_script(options) == code
