@@ -53,16 +53,28 @@ class Agreement:
         if isinstance(self._agree, EarlyAgree):
             self._posted = (kind, list(values), self._agree.start(values))
 
-    def answer(self, kind: Hashable, values: Sequence[int]) -> list[int]:
-        """As ``now``, but without waiting where the same was posted before."""
+    def answer(
+        self,
+        kind: Hashable,
+        values: Sequence[int],
+        is_settled: Callable[[list[int]], bool] = lambda _: True,
+    ) -> list[int]:
+        """As ``now``, but without waiting where the same was posted before.
+
+        Args:
+            kind: of step.
+            values: what this rank asks.
+            is_settled: whether the answer can be used, told alike on all ranks by the answer; if
+                not, all ranks ask once more and take what they then get.
+        """
         posted, self._posted = self._posted, None
         if posted is None:
-            return self._agree(values)
-        posted_kind, posted_values, wait = posted
-        agreed = wait()  # in any case: collectives of a group end in their order
-        if posted_kind == kind and posted_values == list(values):
-            return agreed
-        return self._agree(values)
+            agreed, is_same = self._agree(values), True
+        else:
+            posted_kind, posted_values, wait = posted
+            agreed = wait()  # in any case: collectives of a group end in their order
+            is_same = posted_kind == kind and posted_values == list(values)
+        return agreed if is_same and is_settled(agreed) else self._agree(values)
 
     def forget(self) -> None:
         """Let a posted question end unused."""

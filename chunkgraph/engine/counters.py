@@ -21,6 +21,8 @@ class Counters:
         backward_replays: replayed backwards.
         replayed_steps: steps in which at least one microbatch was replayed.
         fallbacks: eager steps by reason.
+        packing_overflows: of those, the ones whose packed sequences did not fit, by what did not
+            fit on this rank, or ``on another rank``.
     """
 
     captures: int = 0
@@ -29,6 +31,7 @@ class Counters:
     backward_replays: int = 0
     replayed_steps: int = 0
     fallbacks: Counter[str] = field(default_factory=Counter)
+    packing_overflows: Counter[str] = field(default_factory=Counter)
 
     @property
     def num_fallbacks(self) -> int:

@@ -23,9 +23,10 @@ class EagerReason(IntEnum):
     CAPTURE_WARMUP = 1
     RELEASED = 2
     SHAPES_DIFFER = 3
-    REQUESTED = 4
-    FORWARD_ONLY = 5
-    CAPTURE_FAILED = 6
+    PACKING_OVERFLOW = 4
+    REQUESTED = 5
+    FORWARD_ONLY = 6
+    CAPTURE_FAILED = 7
 
     @property
     def text(self) -> str:
@@ -35,6 +36,7 @@ class EagerReason(IntEnum):
             EagerReason.CAPTURE_WARMUP: "capture warmup",
             EagerReason.RELEASED: "released",
             EagerReason.SHAPES_DIFFER: "input shapes differ",
+            EagerReason.PACKING_OVERFLOW: "packing overflow",
             EagerReason.REQUESTED: "requested",
             EagerReason.FORWARD_ONLY: "forward only",
             EagerReason.CAPTURE_FAILED: "capture failed",

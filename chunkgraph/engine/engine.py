@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from chunkgraph.engine.agreement import Agreement
+from chunkgraph.engine.announcement import Announcement, digest_of, has_one_digest
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.counters import Counters
 from chunkgraph.engine.decision import NOTHING_REPLAYED, Agree, EagerReason, StepMode, agree_alone
@@ -55,6 +56,8 @@ class ChunkGraphs:
         generators: random generators that the chunks draw from, besides the default one.
         progress: called with (graphs captured, all graphs) during a session.
         verify_scope: entered around the eager passes of ``verify``.
+        is_told_of_misfits: whether every training step is told, on every rank, if its inputs fit
+            (`step`, `announce`); the same on all ranks.
 
     Attributes:
         callables: one for each chunk.
@@ -77,6 +80,7 @@ class ChunkGraphs:
         generators: Callable[[], Sequence[torch.Generator]] = tuple,
         progress: Callable[[int, int], None] | None = None,
         verify_scope: Callable[[], AbstractContextManager[object]] = nullcontext,
+        is_told_of_misfits: bool = False,
     ) -> None:
         if len(chunks) != len(num_slots) or not chunks:
             raise ValueError(
@@ -95,6 +99,8 @@ class ChunkGraphs:
         self._num_slots = tuple(num_slots)
         self._backend = backend or default_backend(self._chunks)
         self._agreement = Agreement(agree or agree_alone)
+        self._announcement = Announcement() if is_told_of_misfits else None
+        self._usual_key: Hashable = _SHAPE_UNKNOWN  # of the last training step that fitted
         passes = self.options.num_warmup_passes
         if passes is None:
             passes = 0 if self._backend.name == "recorder" else 1
@@ -147,6 +153,7 @@ class ChunkGraphs:
         forward_only: bool = False,
         shape_key: Hashable = None,
         eager: bool = False,
+        misfit: str | None = None,
     ) -> Iterator[StepMode]:
         """One call of the schedule. All ranks enter it together.
 
@@ -159,6 +166,9 @@ class ChunkGraphs:
             shape_key: whatever fixes the input shapes, for example (sequence length, microbatch
                 size). A step whose key differs from the captured one runs eagerly as a whole.
             eager: ask for an eager step.
+            misfit: where ``is_told_of_misfits``: why this rank's inputs do not fit what is
+                captured (whatever their shapes), "" if they do; may be left out where it was
+                announced. On one rank it makes the step eager on all of them.
 
         Yields:
             How the step runs.
@@ -170,7 +180,14 @@ class ChunkGraphs:
         """
         if self.mode is not StepMode.OUTSIDE:
             raise SlotError("A step was begun inside a step; end the first one before.")
-        reason = self._decide(forward_only=forward_only, shape_key=shape_key, eager=eager)
+        misfit = self._told(misfit, forward_only=forward_only)
+        reason = self._decide(
+            forward_only=forward_only, shape_key=shape_key, eager=eager, misfit=misfit
+        )
+        if reason is EagerReason.PACKING_OVERFLOW:
+            self.counters.packing_overflows[misfit or "on another rank"] += 1
+        if not (forward_only or misfit):
+            self._usual_key = shape_key
         if reason is EagerReason.NONE:
             with self._replaying(num_microbatches):
                 yield self.mode
@@ -178,22 +195,66 @@ class ChunkGraphs:
             with self._running_eagerly(reason, shape_key):
                 yield self.mode
         if not forward_only and not eager:  # most likely the next one is like it
-            kind, asked = self._question(forward_only=False, shape_key=shape_key, eager=False)
-            self._agreement.post(kind, asked)
+            self._ask_ahead(shape_key if self._announcement is None else self._usual_key)
 
-    def _decide(self, *, forward_only: bool, shape_key: Hashable, eager: bool) -> EagerReason:
+    def announce(self, misfit: str) -> None:
+        """Say of the next training step whether its inputs fit, so that ranks agree ahead of it.
+
+        While a step runs, it is of the one after it. See `chunkgraph.engine.announcement` for what
+        holds between ranks that do this and ranks that do not.
+
+        Args:
+            misfit: why they do not fit, or "".
+
+        Raises:
+            SlotError: that step was announced already.
+        """
+        if self._announcement is None:
+            raise ValueError("is_told_of_misfits is False: steps are not announced")
+        self._announcement.give(misfit)
+        if self.mode is StepMode.OUTSIDE:
+            self._ask_ahead(self._usual_key)
+
+    def _ask_ahead(self, shape_key: Hashable) -> None:
+        """Ask about the next step, if enough of it is known."""
+        misfit = self._announcement.misfit if self._announcement is not None else ""
+        if misfit is None or shape_key is _SHAPE_UNKNOWN:
+            return
+        kind, asked = self._question(
+            forward_only=False, shape_key=shape_key, eager=False, misfit=misfit
+        )
+        self._agreement.post(kind, asked)
+
+    def _told(self, misfit: str | None, *, forward_only: bool) -> str:
+        """Why this rank's inputs of the step do not fit, or ""."""
+        if self._announcement is None:
+            if misfit is not None:
+                raise ValueError("is_told_of_misfits is False: steps take no misfit")
+            return ""
+        return "" if forward_only else self._announcement.take(misfit)
+
+    def _decide(
+        self, *, forward_only: bool, shape_key: Hashable, eager: bool, misfit: str
+    ) -> EagerReason:
         """Agree with the other ranks on this step, capturing first if all of them are ready."""
-        kind, asked = self._question(forward_only=forward_only, shape_key=shape_key, eager=eager)
-        reason, some_without = self._agreement.answer(kind, asked)
+        kind, asked = self._question(
+            forward_only=forward_only, shape_key=shape_key, eager=eager, misfit=misfit
+        )
+        if self._announcement is None:
+            reason, some_without = self._agreement.answer(kind, asked)
+        else:
+            reason, some_without, *_ = self._agreement.answer(kind, asked, has_one_digest)
         if reason == EagerReason.NONE and some_without:
             self._capture_together([s for s in self._samples if s is not None], self._sample_key)
             reason = EagerReason.CAPTURE_FAILED if self._failure else EagerReason.NONE
         return EagerReason(reason)
 
     def _question(
-        self, *, forward_only: bool, shape_key: Hashable, eager: bool
+        self, *, forward_only: bool, shape_key: Hashable, eager: bool, misfit: str
     ) -> tuple[Hashable, list[int]]:
         """The kind of a step, and what this rank asks the others about it."""
+        if misfit:  # the shapes of such a step are its rank's own
+            shape_key = self._usual_key
         own = EagerReason.NONE
         if forward_only:
             own = EagerReason.FORWARD_ONLY
@@ -206,7 +267,11 @@ class ChunkGraphs:
                 own = EagerReason.SHAPES_DIFFER
         elif not self._is_ready_to_capture(shape_key):
             own = EagerReason.RELEASED if self._was_released else EagerReason.CAPTURE_WARMUP
-        return (forward_only, shape_key, eager), [own, int(self._captured is None)]
+        kind, is_without = (forward_only, shape_key, eager), int(self._captured is None)
+        if self._announcement is None:
+            return kind, [own, is_without]
+        reason = max(own, EagerReason.PACKING_OVERFLOW) if misfit else own
+        return kind, [reason, is_without, *digest_of(kind, own, is_without)]
 
     def _is_ready_to_capture(self, shape_key: Hashable) -> bool:
         return (
@@ -293,6 +358,8 @@ class ChunkGraphs:
             raise CaptureError(
                 "The chunks are captured already; call release() before capturing again."
             )
+        if self._announcement is not None and self._announcement.misfit is not None:
+            raise SlotError("A step was announced; capture() comes before the announcement.")
         if len(samples) != len(self._chunks):
             raise ValueError(f"got {len(samples)} samples for {len(self._chunks)} chunks")
         self._failure = None

@@ -179,6 +179,7 @@ def _capturing(tables: CachedTables, predictions: compat.TokenPrediction | None)
     with ExitStack() as stack:
         stack.enter_context(compat.capture_flag())
         stack.enter_context(compat.recomputing())
+        stack.enter_context(compat.packed_rope())
         stack.enter_context(tables.held())
         if predictions is not None:
             stack.enter_context(predictions.capturing())

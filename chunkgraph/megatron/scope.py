@@ -25,6 +25,7 @@ from torch import nn
 from chunkgraph.engine import Chunk, unchanging
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron import compat
+from chunkgraph.megatron import packed as packed_params
 
 __all__ = ["CapturedPart", "Scope", "new_part", "refuse_for_scope"]
 
@@ -33,7 +34,6 @@ Scope = Literal["block", "chunk"]
 _BLOCK_ATTRIBUTES = ("layers", "set_input_tensor", "input_tensor", "pre_process")
 _MODEL_ATTRIBUTES = ("decoder", "set_input_tensor", "pre_process", "post_process")
 _REFUSED_ARGUMENTS = {
-    "packed_seq_params": "its offsets would be frozen at their values in the capture",
     "inference_context": "it is for inference",
     "inference_params": "it is for inference",
     "output_processor": "it is Python code that a replay does not run",
@@ -89,8 +89,14 @@ class CapturedPart:
             if compat.gathers_parameters(self._ddp):
                 before = self._gather_parameters if self._gates is None else self._gates.gather
             new_marker = compat.gradient_marker(self._ddp, self.parameters)
+        run = self._run if self._gates is None else self._run_gated
+
+        def forward(first: Any, *args: Any, **kwargs: Any) -> Any:
+            packed_params.put_together(kwargs)
+            return run(first, *args, **kwargs)
+
         return Chunk(
-            forward=self._run if self._gates is None else self._run_gated,
+            forward=forward,
             parameters=self.parameters,
             label=self.label,
             module=self.module,
@@ -113,7 +119,16 @@ class CapturedPart:
                 if given.get(name) is not None:
                     raise _refused(self.label, name)
             first = self._take_input(given)
+            packed = given.pop(packed_params.ARGUMENT, None)
+            if packed is not None and getattr(module, "mtp_process", False):
+                raise ConfigError(
+                    f"{self.label} predicts several tokens from packed sequences: Megatron then "
+                    "reads the offsets on the host. Train without multi-token prediction, or with "
+                    "scope='block'."
+                )
             given = {n: v for n, v in given.items() if v is not None or n not in self._optional}
+            if packed is not None:
+                given |= packed_params.take_apart(packed, self.label)
             result = call(first, *args[num_named:], **given)
             # Loss functions keep the losses they get, for logs; a slot's are soon overwritten.
             return result.clone() if self._gives_losses(given) else result

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from chunkgraph.engine import CaptureOptions, ChunkGraphs
+from chunkgraph.engine import CaptureOptions, ChunkGraphs, EagerReason
 from chunkgraph.engine.agreement import Agreement
 from chunkgraph.graphs import RecorderBackend
 
@@ -96,7 +96,7 @@ def test_training_steps_ask_ahead_and_another_rank_still_decides() -> None:
     step()
     assert graphs.counters.replayed_steps == 2
     assert ranks_asked() == num_asked + 1  # only for the step after it
-    ranks.others = [4, 0]  # another rank wants eager steps
+    ranks.others = [EagerReason.REQUESTED, 0]  # another rank wants eager steps
     step()  # its answer was given before
     assert graphs.counters.replayed_steps == 3
     step()

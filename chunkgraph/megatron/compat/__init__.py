@@ -30,6 +30,7 @@ from chunkgraph.megatron.compat.p2p import (
     is_plain_communicator,
     make_communicator,
 )
+from chunkgraph.megatron.compat.packed_rope import packed_rope, rope_rows
 from chunkgraph.megatron.compat.parameter_gather import ParameterGates
 from chunkgraph.megatron.compat.pretrain import (
     PretrainHooks,
@@ -70,6 +71,7 @@ __all__ = [
     "is_pipelining_schedule",
     "is_plain_communicator",
     "make_communicator",
+    "packed_rope",
     "patch_attributes",
     "patch_pretrain",
     "patch_rng",
@@ -78,6 +80,7 @@ __all__ = [
     "private_names",
     "recomputing",
     "rng_is_graph_safe",
+    "rope_rows",
     "seed_model_parallel",
     "tensorboard_writers",
     "unwrap_ddp",

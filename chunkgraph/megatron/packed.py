@@ -1,0 +1,165 @@
+"""Packed sequences at the boundary of a chunk: Megatron's ``PackedSeqParams``, in pieces.
+
+A captured chunk takes tensors and plain values. So the parameters are taken apart at the call and
+put together again inside the captured forward: offsets become static inputs of the slot, so that
+each microbatch in flight has its own, and what is constant (``max_seqlen_q``, ``qkv_format``, ...)
+is compared with the captured value like any other argument.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from chunkgraph.errors import ConfigError, PackingError
+from chunkgraph.megatron import compat
+from chunkgraph.packing import PackedSequences, PackedShape, reason_not_to_fit
+
+__all__ = ["ARGUMENT", "Packings", "make_params", "misfit_of", "put_together", "take_apart"]
+
+ARGUMENT = "packed_seq_params"
+"""The argument of Megatron's models and blocks."""
+
+Packings = Sequence[Sequence[int]]
+"""For each microbatch of a step, the tokens of each of its documents."""
+
+_PREFIX = f"{ARGUMENT}."
+_CLASS = f"{_PREFIX}class"
+_SAME = "the same tensor as "
+_MUST_BE_CONSTANT = ("max_seqlen_q", "max_seqlen_kv", "total_tokens", "local_cp_size")
+
+
+def take_apart(params: Any, label: str) -> dict[str, Any]:
+    """Tensors and constants of the parameters, as keyword arguments of their own.
+
+    A tensor that stands in several fields is given once: kernels treat one object otherwise than
+    two that are equal.
+
+    Args:
+        params: a ``PackedSeqParams`` of any release.
+        label: names the chunk in errors.
+
+    Raises:
+        ConfigError: it holds something that a graph cannot.
+    """
+    if not dataclasses.is_dataclass(params):
+        raise ConfigError(
+            f"{label} was called with {ARGUMENT} of type {type(params).__name__}. Give Megatron's "
+            "PackedSeqParams."
+        )
+    names = dict.fromkeys([field.name for field in dataclasses.fields(params)])
+    names.update(dict.fromkeys(getattr(params, "__dict__", ())))
+    parts: dict[str, Any] = {_CLASS: type(params)}
+    seen: dict[int, str] = {}
+    for name in names:
+        value = getattr(params, name)
+        if isinstance(value, torch.Tensor):
+            if name in _MUST_BE_CONSTANT:
+                raise ConfigError(
+                    f"{label}: {ARGUMENT}.{name} is a tensor, which Megatron reads on the host. "
+                    "Give a Python int, the same for every microbatch: the most that any packing "
+                    "may need."
+                )
+            if id(value) in seen:
+                value = f"{_SAME}{seen[id(value)]}"
+            else:
+                seen[id(value)] = name
+        parts[f"{_PREFIX}{name}"] = value
+    return parts
+
+
+def put_together(given: dict[str, Any]) -> None:
+    """Put what `take_apart` made back in the place of ``packed_seq_params``, where there is any.
+
+    Without calling its constructor, which in later releases computes indices with a read on the
+    host. Its tensors are new objects on the same memory for every call, so that what is remembered
+    with one of them (see `compat.packed_rope`) ends with the call.
+    """
+    kind = given.pop(_CLASS, None)
+    if kind is None:
+        return
+    params = kind.__new__(kind)
+    fields = {n.removeprefix(_PREFIX): given.pop(n) for n in list(given) if n.startswith(_PREFIX)}
+    for name, value in fields.items():
+        if isinstance(value, torch.Tensor):
+            fields[name] = value.detach()
+    for name, value in fields.items():
+        if isinstance(value, str) and value.startswith(_SAME):
+            value = fields[value.removeprefix(_SAME)]
+        object.__setattr__(params, name, value)
+    given[ARGUMENT] = params
+
+
+def make_params(
+    packed: PackedSequences, device: torch.device, *, with_seq_idx: bool = False
+) -> Any:
+    """Megatron's ``PackedSeqParams`` of one packed microbatch.
+
+    One asynchronous copy to the device, from pinned memory, and no read from there.
+
+    Args:
+        packed: the microbatch, computed on the host.
+        device: where the offsets go.
+        with_seq_idx: also give state-space layers the document of each row, in releases whose
+            parameters have it.
+    """
+    module = compat.import_megatron("megatron.core.packed_seq_params")
+    kind = module.PackedSeqParams
+    known = {field.name for field in dataclasses.fields(kind)}
+    rows = [torch.from_numpy(packed.cu_seqlens), torch.from_numpy(packed.cu_seqlens_padded)]
+    sizes = [len(row) for row in rows]
+    if with_seq_idx and "seq_idx" in known:
+        rows.append(torch.from_numpy(packed.seq_idx))
+        sizes.append(len(rows[-1]))
+    host = torch.cat(rows)
+    if device.type == "cuda":
+        host = host.pin_memory()
+    offsets, padded, *others = host.to(device, non_blocking=True).split(sizes)
+    params = kind(
+        qkv_format="thd",
+        cu_seqlens_q=offsets,
+        cu_seqlens_kv=offsets,
+        cu_seqlens_q_padded=padded,
+        cu_seqlens_kv_padded=padded,
+        max_seqlen_q=packed.max_seqlen,
+        max_seqlen_kv=packed.max_seqlen,
+    )
+    if "pad_between_seqs" in known:
+        params.pad_between_seqs = True
+    for seq_idx in others:
+        params.seq_idx = seq_idx.unsqueeze(0)
+    return params
+
+
+def misfit_of(
+    packings: Packings, shape: PackedShape, num_microbatches: int | None, rank: int
+) -> str:
+    """Why the packings of a step do not fit, or "".
+
+    Args:
+        packings: of all microbatches of the step, of this rank's data.
+        shape: what graphs are captured for.
+        num_microbatches: of the step; None where it is not known yet.
+        rank: named in errors.
+
+    Raises:
+        ConfigError: there are not as many packings as microbatches.
+        PackingError: a microbatch without documents, or a document without tokens.
+    """
+    if num_microbatches is not None and len(packings) != num_microbatches:
+        raise ConfigError(
+            f"rank {rank}: the step has {num_microbatches} microbatches, but {len(packings)} "
+            "packings. Give the document lengths of every microbatch of the step."
+        )
+    found = ""
+    for microbatch, lengths in enumerate(packings):
+        try:
+            reason = reason_not_to_fit(lengths, shape)
+        except PackingError as error:
+            raise PackingError(f"rank {rank}, microbatch {microbatch}: {error}") from error
+        if reason is not None and not found:
+            found = reason.value
+    return found
