@@ -5,6 +5,7 @@
     ChunkGraphError
      +-- ConfigError            (ValueError)    a setting, flag or file is wrong; exit code 2
      |    +-- TopologyError                     sizes that cannot form a pipeline
+     |    +-- PackingError                      documents or offsets that cannot be packed
      +-- MissingDependencyError (ImportError)   an optional package is not installed; exit code 2
      +-- ScheduleError          (ValueError)    a schedule breaks one of its rules
      +-- SlotError              (RuntimeError)  a slot was used out of turn
@@ -28,6 +29,7 @@ __all__ = [
     "IllegalOperationError",
     "MemoryPlanError",
     "MissingDependencyError",
+    "PackingError",
     "ReplayMismatchError",
     "ScheduleError",
     "SlotError",
@@ -47,6 +49,10 @@ class ConfigError(ChunkGraphError, ValueError):
 
 class TopologyError(ConfigError):
     """Parallel sizes, layers or microbatch counts that cannot form a pipeline."""
+
+
+class PackingError(ConfigError):
+    """Lengths, offsets or shapes of packed sequences that are wrong."""
 
 
 class MissingDependencyError(ChunkGraphError, ImportError):

@@ -1,0 +1,181 @@
+"""The fixed shape that microbatches are packed into, and whether documents fit it."""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from chunkgraph.errors import PackingError
+from chunkgraph.packing.offsets import Lengths, check_lengths
+
+__all__ = ["OverflowReason", "PackedShape", "reason_not_to_fit", "smallest_that_fits"]
+
+# Offsets are int32, as attention kernels read them.
+_MAX_TOKENS = 2**31 - 1
+
+
+class OverflowReason(enum.Enum):
+    """Why documents do not fit a shape; the value is text for logs and counters."""
+
+    DOCUMENT_TOO_LONG = "a document is longer than allowed"
+    TOO_MANY_DOCUMENTS = "too many documents"
+    TOO_MANY_TOKENS = "too many tokens"
+
+
+@dataclass(frozen=True, order=False)
+class PackedShape:
+    """Sizes that all arrays of a packed microbatch have, whatever documents are in it.
+
+    Args:
+        max_packed_seqs: N, the sequences of a microbatch. The zero-valid dummy that fills the tail
+            is one of them, so a microbatch holds at most N - 1 documents; at least 2.
+        max_packed_tokens: T, the rows of a microbatch over all its context-parallel ranks
+            together; a multiple of 2 C when C is above 1.
+        context_parallel_size: C. Above 1 every document is padded to a multiple of 2 C rows,
+            because each rank holds two of the 2 C pieces of every document.
+        max_document_tokens: Tokens that one document may have, for models whose position tables
+            end before T; None allows T.
+
+    Raises:
+        PackingError: A size is out of its range.
+    """
+
+    max_packed_seqs: int
+    max_packed_tokens: int
+    context_parallel_size: int = 1
+    max_document_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, value, least in (
+            ("max_packed_seqs", self.max_packed_seqs, 2),
+            ("max_packed_tokens", self.max_packed_tokens, 1),
+            ("context_parallel_size", self.context_parallel_size, 1),
+            ("max_document_tokens", self.max_document_tokens, 1),
+        ):
+            if value is None and name == "max_document_tokens":
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                why = " (one document and the dummy)" if name == "max_packed_seqs" else ""
+                msg = f"{name} is {value!r}; it is a whole number of at least {least}{why}."
+                raise PackingError(msg)
+        if self.max_packed_tokens > _MAX_TOKENS:
+            msg = f"max_packed_tokens is {self.max_packed_tokens}; offsets end at {_MAX_TOKENS}."
+            raise PackingError(msg)
+        if self.max_packed_tokens % self.document_multiple:
+            nearest = self.padded_length(self.max_packed_tokens)
+            msg = (
+                f"max_packed_tokens is {self.max_packed_tokens}, which context_parallel_size "
+                f"{self.context_parallel_size} cannot split in {self.document_multiple} equal "
+                f"parts. The next that it can is {nearest}."
+            )
+            raise PackingError(msg)
+        limit = self.max_document_tokens
+        if limit is not None and limit > self.max_packed_tokens:
+            msg = (
+                f"max_document_tokens is {limit}, more than max_packed_tokens "
+                f"{self.max_packed_tokens}."
+            )
+            raise PackingError(msg)
+
+    @property
+    def max_documents(self) -> int:
+        """Documents that a microbatch can hold: N less the dummy."""
+        return self.max_packed_seqs - 1
+
+    @property
+    def document_multiple(self) -> int:
+        """Rows that a document's padded length is a multiple of: 2 C, or 1 without C."""
+        return 1 if self.context_parallel_size == 1 else 2 * self.context_parallel_size
+
+    @property
+    def document_limit(self) -> int:
+        """Tokens that one document may have."""
+        limit = self.max_document_tokens
+        return self.max_packed_tokens if limit is None else limit
+
+    @property
+    def tokens_per_rank(self) -> int:
+        """Rows of a microbatch on one context-parallel rank: T / C."""
+        return self.max_packed_tokens // self.context_parallel_size
+
+    def padded_length(self, length: int) -> int:
+        """Rows that a document of ``length`` tokens takes."""
+        return -(-length // self.document_multiple) * self.document_multiple
+
+    def padded_lengths(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Rows that each document takes, int64 [documents]."""
+        return -(-lengths // self.document_multiple) * self.document_multiple
+
+    def buckets(
+        self, fractions: Sequence[float] = (1 / 4, 1 / 2, 1), *, multiple_of: int = 1
+    ) -> tuple[PackedShape, ...]:
+        """Shapes with parts of the tokens and the same N, smallest first.
+
+        A microbatch replays the graphs of the smallest that it fits. N stays, so that the choice
+        depends on tokens alone and ranks can agree on the largest of their choices.
+
+        Args:
+            fractions: Parts of T, above 0 and at most 1.
+            multiple_of: What each T is rounded up to a multiple of, besides 2 C: the
+                tensor-parallel size times C under sequence parallelism.
+
+        Raises:
+            PackingError: A fraction is out of range, or T itself is no multiple of
+                ``multiple_of``.
+        """
+        multiple = math.lcm(self.document_multiple, multiple_of)
+        if not fractions or any(not 0 < fraction <= 1 for fraction in fractions):
+            msg = f"Bucket fractions are above 0 and at most 1, not {list(fractions)}."
+            raise PackingError(msg)
+        if self.max_packed_tokens % multiple:
+            msg = f"max_packed_tokens {self.max_packed_tokens} is no multiple of {multiple}."
+            raise PackingError(msg)
+        units = self.max_packed_tokens // multiple
+        sizes = {max(1, math.ceil(units * fraction)) * multiple for fraction in fractions}
+        limit = self.max_document_tokens
+        return tuple(
+            replace(
+                self,
+                max_packed_tokens=size,
+                max_document_tokens=None if limit is None else min(limit, size),
+            )
+            for size in sorted(sizes)
+        )
+
+
+def reason_not_to_fit(lengths: Lengths, shape: PackedShape) -> OverflowReason | None:
+    """Why the documents do not fit the shape, or None when they do.
+
+    Raises:
+        PackingError: There is no document, or one has less than one token.
+    """
+    return overflow_reason(check_lengths(lengths), shape)
+
+
+def overflow_reason(lengths: NDArray[np.int64], shape: PackedShape) -> OverflowReason | None:
+    """`reason_not_to_fit` for lengths that were checked."""
+    if lengths.max() > shape.document_limit:
+        return OverflowReason.DOCUMENT_TOO_LONG
+    if lengths.size > shape.max_documents:
+        return OverflowReason.TOO_MANY_DOCUMENTS
+    if shape.padded_lengths(lengths).sum() > shape.max_packed_tokens:
+        return OverflowReason.TOO_MANY_TOKENS
+    return None
+
+
+def smallest_that_fits(lengths: Lengths, shapes: Iterable[PackedShape]) -> PackedShape | None:
+    """The shape with the fewest tokens, then the fewest sequences, that the documents fit.
+
+    Raises:
+        PackingError: There is no document, or one has less than one token.
+    """
+    checked = check_lengths(lengths)
+    for shape in sorted(shapes, key=lambda s: (s.max_packed_tokens, s.max_packed_seqs)):
+        if overflow_reason(checked, shape) is None:
+            return shape
+    return None
