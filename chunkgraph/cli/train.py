@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from chunkgraph.config import Config, load_config, to_yaml
-from chunkgraph.data import PackedText
+from chunkgraph.data import Documents, PackedText
 from chunkgraph.errors import ConfigError, MissingDependencyError
 
 if TYPE_CHECKING:
@@ -93,9 +93,11 @@ def checked_config(args: argparse.Namespace, num_local_ranks: int | None = None)
     overrides = [*args.overrides, "run.debug=true"] if args.debug else args.overrides
     config = resolve_device(load_config(args.config, overrides), num_local_ranks)
     check_packages(config)
-    PackedText.from_file(
-        config.data.path, seq_length=config.model.seq_length, seed=config.train.seed
-    )
+    text = {"path": config.data.path, "seed": config.train.seed}
+    if config.packing.max_packed_seqs:
+        Documents.from_file(**text, num_tokens=config.tokens_per_sequence)
+    else:
+        PackedText.from_file(**text, seq_length=config.model.seq_length)
     if args.json is not None and not args.json.resolve().parent.is_dir():
         msg = f"--json {args.json}: the folder {args.json.resolve().parent} does not exist."
         raise ConfigError(msg)

@@ -28,6 +28,7 @@ def check_config(config: Config) -> None:
     _check_microbatches(config)
     _check_recompute(config)
     _check_train(config)
+    _check_packing(config)
 
 
 def _check_ranges(config: Config) -> None:
@@ -48,6 +49,7 @@ def _check_ranges(config: Config) -> None:
         "pipeline.data_parallel_size": pipeline.data_parallel_size,
         "train.micro_batch_size": train.micro_batch_size,
         "train.lr": train.lr,
+        "packing.max_packed_tokens": config.packing.max_packed_tokens,
         "capture.verify_every": config.capture.verify_every,
         "bench.num_steps": config.bench.num_steps,
         "run.timeout_s": config.run.timeout_s,
@@ -61,6 +63,7 @@ def _check_ranges(config: Config) -> None:
     not_negative: dict[str, float | None] = {
         "train.clip_grad": train.clip_grad,
         "train.seed": train.seed,
+        "packing.max_packed_seqs": config.packing.max_packed_seqs,
         "capture.num_warmup_steps": config.capture.num_warmup_steps,
         "capture.num_verify_steps": config.capture.num_verify_steps,
         "bench.num_warmup_steps": config.bench.num_warmup_steps,
@@ -239,3 +242,43 @@ def _check_train(config: Config) -> None:
         if wanted and not train.use_ddp:
             msg = f"{path} is true, but it is a part of DDP and train.use_ddp is false."
             raise ConfigError(msg)
+
+
+def _check_packing(config: Config) -> None:
+    packing, model, train = config.packing, config.model, config.train
+    if not packing.max_packed_seqs:
+        if packing.max_packed_tokens is not None:
+            msg = (
+                f"packing.max_packed_tokens is {packing.max_packed_tokens}, but packing is off: "
+                "packing.max_packed_seqs is 0. Set it to the most documents of a microbatch and 1."
+            )
+            raise ConfigError(msg)
+        return
+    if packing.max_packed_seqs < 2:
+        msg = (
+            f"packing.max_packed_seqs is {packing.max_packed_seqs}; one sequence is for the rest "
+            "of the tokens, so that at least 2 are needed. 0 turns packing off."
+        )
+        raise ConfigError(msg)
+    if train.micro_batch_size != 1:
+        msg = (
+            f"train.micro_batch_size is {train.micro_batch_size}, but a packed microbatch is one "
+            "row of documents. Set it to 1, and packing.max_packed_tokens to what all of them had."
+        )
+        raise ConfigError(msg)
+    if model.layer_spec == "local" or (model.layer_spec == "auto" and config.device == "cpu"):
+        msg = (
+            f"model.layer_spec is {model.layer_spec} (device {config.device}): Megatron's local "
+            "attention takes no packed sequences. Use transformer_engine on a GPU, or a layer spec "
+            "of your own (package.module:function) whose attention takes them."
+        )
+        raise ConfigError(msg)
+    if (
+        model.position_embedding_type == "learned_absolute"
+        and config.tokens_per_sequence > model.seq_length
+    ):
+        msg = (
+            f"packing.max_packed_tokens is {config.tokens_per_sequence}, and learned positions end "
+            f"at model.seq_length ({model.seq_length}). Lower the former or raise the latter."
+        )
+        raise ConfigError(msg)

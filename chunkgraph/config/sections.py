@@ -15,6 +15,7 @@ __all__ = [
     "Config",
     "DataConfig",
     "ModelConfig",
+    "PackingConfig",
     "PipelineConfig",
     "RunConfig",
     "TrainConfig",
@@ -146,6 +147,17 @@ class DataConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PackingConfig:
+    """Documents of any lengths in microbatches of one shape, each apart from the others."""
+
+    max_packed_seqs: int = 0
+    """Sequences of a microbatch: its documents and one for the rest of the tokens; 0 turns packing
+    off. A step with a microbatch of more documents runs eagerly."""
+    max_packed_tokens: int | None = None
+    """Tokens of a microbatch; null is ``model.seq_length``."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class CaptureConfig:
     """How the chunks are captured."""
 
@@ -212,6 +224,8 @@ class Config:
     """The ranks."""
     data: DataConfig = field(default_factory=DataConfig)
     """The text."""
+    packing: PackingConfig = field(default_factory=PackingConfig)
+    """Its documents in a microbatch."""
     capture: CaptureConfig = field(default_factory=CaptureConfig)
     """The graphs."""
     bench: BenchConfig = field(default_factory=BenchConfig)
@@ -223,3 +237,9 @@ class Config:
         from chunkgraph.config.checks import check_config
 
         check_config(self)
+
+    @property
+    def tokens_per_sequence(self) -> int:
+        """Tokens of a sequence as the pipeline sees it: packed ones may have a length of their own."""
+        packed = self.packing.max_packed_tokens if self.packing.max_packed_seqs else None
+        return packed or self.model.seq_length

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from chunkgraph.data.documents import DocumentRow, Documents
 from chunkgraph.data.packed import PackedBatch, PackedText
 from chunkgraph.data.text import read_documents, shipped_text
 from chunkgraph.data.vocabulary import END_OF_DOCUMENT, NUM_TOKENS
@@ -9,6 +10,8 @@ from chunkgraph.data.vocabulary import END_OF_DOCUMENT, NUM_TOKENS
 __all__ = [
     "END_OF_DOCUMENT",
     "NUM_TOKENS",
+    "DocumentRow",
+    "Documents",
     "PackedBatch",
     "PackedText",
     "read_documents",

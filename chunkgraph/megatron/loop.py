@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import nn
 
 from chunkgraph.config import Config
-from chunkgraph.data import PackedText
 from chunkgraph.engine import CaptureOptions
+from chunkgraph.megatron.batches import make_batches, packed_shape
+from chunkgraph.megatron.batches import sequence_batches as microbatches
 from chunkgraph.megatron.compat import import_megatron
 from chunkgraph.megatron.model import build_model
 from chunkgraph.megatron.optimizer import build_optimizer, zero_gradients
@@ -106,9 +107,7 @@ def run_training(
     seed_everything(config.train.seed, device)
     chunks = build_model(config, device, ddp_options, **(model_options or {}))
     optimizer = build_optimizer(config, chunks)
-    text = PackedText.from_file(
-        config.data.path, seq_length=config.model.seq_length, seed=config.train.seed
-    )
+    batches = make_batches(config, device)
     forward_backward = import_megatron(
         "megatron.core.pipeline_parallel"
     ).get_forward_backward_func()
@@ -116,25 +115,37 @@ def run_training(
     run = TrainingRun()
     try:
         if use_graphs:
-            graphs = attach(chunks, scope=config.capture.scope, options=capture_options(config))
+            graphs = attach(
+                chunks,
+                scope=config.capture.scope,
+                options=capture_options(config),
+                packing=packed_shape(config),
+            )
             run.num_slots = graphs.num_slots
             forward_backward = graphs.wrap_forward_backward(forward_backward)
         counted = _Counted(graphs)
-        for step, num_microbatches in enumerate(config.train.num_microbatches):
+        counts = config.train.num_microbatches
+        for step, num_microbatches in enumerate(counts):
             synchronize(device)
             started = time.perf_counter()
             zero_gradients(chunks, optimizer)
+            told = {}
+            packings = batches.packings(step, num_microbatches)
+            if graphs is not None and packings is not None:
+                told["packings"] = packings
             losses = forward_backward(
                 forward_step_func=forward_step,
-                data_iterator=[
-                    microbatches(config, text, step, num_microbatches, device) for _ in chunks
-                ],
+                data_iterator=[batches.step(step, num_microbatches) for _ in chunks],
                 model=chunks,
                 num_microbatches=num_microbatches,
-                seq_length=config.model.seq_length,
+                seq_length=config.tokens_per_sequence,
                 micro_batch_size=config.train.micro_batch_size,
                 forward_only=False,
+                **told,
             )
+            if told and graphs is not None and step + 1 < len(counts):
+                # The ranks agree on the next step while the device works on the optimizer's.
+                graphs.announce(batches.packings(step + 1, counts[step + 1]) or ())
             _, grad_norm, _ = optimizer.step()
             synchronize(device)
             record = StepRecord(
@@ -208,37 +219,8 @@ class _Counted:
         )
 
 
-def microbatches(
-    config: Config, text: PackedText, step: int, num_microbatches: int, device: torch.device
-) -> Iterator[dict[str, torch.Tensor]]:
-    """The step's microbatches for this data-parallel rank; every chunk draws its own copy."""
-    state = import_megatron("megatron.core.parallel_state")
-    dp_rank = state.get_data_parallel_rank()
-    masked = _wants_mask(config, device)
-    for microbatch in range(num_microbatches):
-        batch = text.batch(step, microbatch, config.train.micro_batch_size, dp_rank)
-        arrays = {
-            "tokens": batch.tokens,
-            "labels": batch.labels,
-            "loss_mask": batch.loss_mask,
-            "position_ids": batch.position_ids,
-        }
-        if masked:
-            arrays["attention_mask"] = batch.attention_mask()
-        yield {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
-
-
-def _wants_mask(config: Config, device: torch.device) -> bool:
-    """Whether attention gets a mask that keeps documents of one sequence apart.
-
-    Transformer Engine's causal kernel takes none.
-    """
-    spec = config.model.layer_spec
-    return spec != "transformer_engine" and not (spec == "auto" and device.type == "cuda")
-
-
 def forward_step(
-    data: Iterator[dict[str, torch.Tensor]], chunk: nn.Module
+    data: Iterator[dict[str, Any]], chunk: nn.Module
 ) -> tuple[torch.Tensor, Callable[[torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor]]]]:
     """Megatron's forward step: one microbatch through ``chunk``, and the function of its loss."""
     batch = next(data)
@@ -247,8 +229,19 @@ def forward_step(
         position_ids=batch["position_ids"],
         attention_mask=batch.get("attention_mask"),
         labels=batch["labels"],
+        packed_seq_params=batch.get("packed_seq_params"),
     )
+    if "is_counted" in batch:
+        return output, partial(_mean_of, batch["is_counted"])
     return output, partial(_masked_mean, batch["loss_mask"])
+
+
+def _mean_of(
+    is_counted: torch.Tensor, losses: torch.Tensor
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Mean loss over the rows that hold a token; a factor 0 would let a NaN of the others pass."""
+    loss = torch.where(is_counted, losses.float(), 0.0).sum() / is_counted.sum().clamp(min=1)
+    return loss, {"lm loss": loss.detach().clone()}
 
 
 def _masked_mean(

@@ -9,22 +9,18 @@ is compared with the captured value like any other argument.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from chunkgraph.errors import ConfigError, PackingError
+from chunkgraph.errors import ConfigError
 from chunkgraph.megatron import compat
-from chunkgraph.packing import PackedSequences, PackedShape, reason_not_to_fit
+from chunkgraph.packing import PackedSequences
 
-__all__ = ["ARGUMENT", "Packings", "make_params", "misfit_of", "put_together", "take_apart"]
+__all__ = ["ARGUMENT", "make_params", "put_together", "take_apart"]
 
 ARGUMENT = "packed_seq_params"
 """The argument of Megatron's models and blocks."""
-
-Packings = Sequence[Sequence[int]]
-"""For each microbatch of a step, the tokens of each of its documents."""
 
 _PREFIX = f"{ARGUMENT}."
 _CLASS = f"{_PREFIX}class"
@@ -132,34 +128,3 @@ def make_params(
     for seq_idx in others:
         params.seq_idx = seq_idx.unsqueeze(0)
     return params
-
-
-def misfit_of(
-    packings: Packings, shape: PackedShape, num_microbatches: int | None, rank: int
-) -> str:
-    """Why the packings of a step do not fit, or "".
-
-    Args:
-        packings: of all microbatches of the step, of this rank's data.
-        shape: what graphs are captured for.
-        num_microbatches: of the step; None where it is not known yet.
-        rank: named in errors.
-
-    Raises:
-        ConfigError: there are not as many packings as microbatches.
-        PackingError: a microbatch without documents, or a document without tokens.
-    """
-    if num_microbatches is not None and len(packings) != num_microbatches:
-        raise ConfigError(
-            f"rank {rank}: the step has {num_microbatches} microbatches, but {len(packings)} "
-            "packings. Give the document lengths of every microbatch of the step."
-        )
-    found = ""
-    for microbatch, lengths in enumerate(packings):
-        try:
-            reason = reason_not_to_fit(lengths, shape)
-        except PackingError as error:
-            raise PackingError(f"rank {rank}, microbatch {microbatch}: {error}") from error
-        if reason is not None and not found:
-            found = reason.value
-    return found

@@ -26,12 +26,14 @@ from chunkgraph.errors import ChunkGraphError, ConfigError
 from chunkgraph.megatron import compat
 from chunkgraph.megatron.receive import SlotReceiver, waits_for_sends
 from chunkgraph.megatron.scope import CapturedPart, Scope, new_part, refuse_for_scope
+from chunkgraph.megatron.step_packings import Packings, StepPackings
 from chunkgraph.megatron.support import refuse_unsupported
 from chunkgraph.megatron.tables import CachedTables
 from chunkgraph.megatron.topology import PipelinePlace, agree_by_maximum
 
 if TYPE_CHECKING:
     from chunkgraph.graphs import GraphBackend
+    from chunkgraph.packing import PackedShape
 
 __all__ = ["MegatronChunkGraphs", "attach"]
 
@@ -43,6 +45,7 @@ def attach(
     options: CaptureOptions | None = None,
     num_slots: Sequence[int] | None = None,
     zero_copy: bool = True,
+    packing: PackedShape | None = None,
     backend: GraphBackend | None = None,
 ) -> MegatronChunkGraphs:
     """Give every one of ``model_chunks`` chunk graphs.
@@ -60,10 +63,14 @@ def attach(
             any number of microbatches.
         zero_copy: receive from other stages straight into slots, and send input gradients from
             them, where that is safe; False copies them, with the same numbers.
+        packing: the fixed shape of packed sequences, the same on every rank. Every training step is
+            then told the documents of its microbatches (`MegatronChunkGraphs.wrap_forward_backward`
+            says how); a step with a microbatch that does not fit runs eagerly on all ranks.
         backend: graphs to use; default by the parameters' device.
 
     Raises:
-        ConfigError: the model uses something a chunk graph cannot hold, or no block was found.
+        ConfigError: the model uses something a chunk graph cannot hold, no block was found, or
+            ``packing`` differs between ranks.
     """
     chunks = [model_chunks] if isinstance(model_chunks, nn.Module) else list(model_chunks)
     if not chunks:
@@ -76,6 +83,8 @@ def attach(
     tables = CachedTables(module for part in parts for module in part.modules)
     predictions = compat.TokenPrediction() if _predicts_tokens(parts) else None
     slots = tuple(num_slots) if num_slots is not None else place.num_slots()
+    agree = agree_by_maximum()
+    packings = StepPackings(packing, place.rank, agree) if packing is not None else None
     # Stage 0 sends no gradient; its input's gradient may go anywhere.
     lends = [
         zero_copy and waits_for_sends(config) and place.stage(c) > 0 for c in range(len(parts))
@@ -88,17 +97,18 @@ def attach(
         slots,
         options=options if options is not None else CaptureOptions(),
         backend=backend,
-        agree=agree_by_maximum(),
+        agree=agree,
         capture_scope=lambda: _capturing(tables, predictions),
         preserve=compat.preserve_rng,
         generators=compat.graph_safe_generators,
         verify_scope=_running_beside,
+        is_told_of_misfits=packings is not None,
     )
     receiver = SlotReceiver(engine, place, config, wanted=zero_copy, lends_input_grads=lends)
     for part, call in zip(parts, receiver.calls(engine.callables), strict=True):
         part.divert_to(call)
     names = [f"stage {place.stage(c)} chunk {c}" for c in range(len(parts))]
-    return MegatronChunkGraphs(engine, parts, slots, tables, receiver, names)
+    return MegatronChunkGraphs(engine, parts, slots, tables, receiver, names, packings)
 
 
 class MegatronChunkGraphs:
@@ -118,6 +128,7 @@ class MegatronChunkGraphs:
         tables: CachedTables,
         receiver: SlotReceiver,
         names: Sequence[str],
+        packings: StepPackings | None = None,
     ) -> None:
         self.engine = engine
         self.num_slots = num_slots
@@ -125,6 +136,7 @@ class MegatronChunkGraphs:
         self._parts = tuple(parts)
         self._tables = tables
         self._names = tuple(names)
+        self._packings = packings
 
     @property
     def counters(self) -> Any:
@@ -135,9 +147,26 @@ class MegatronChunkGraphs:
         """Wrap what ``get_forward_backward_func()`` returned; call it with the same keywords.
 
         One call is one step: graphs are captured, and replay or eager is decided, at its start.
+
+        Attached with ``packing``, it takes two more keywords for training steps: ``packings``, the
+        lengths of the documents of each microbatch of this rank's data; and ``misfit``, why the
+        step is not to be replayed for reasons that only the caller knows (default "": none). Both
+        may be left out of a step that was announced (`announce`). The caller passes
+        ``packed_seq_params`` to the model on every pipeline stage, as without chunk graphs.
         """
 
-        def chunk_graph_forward_backward(**kwargs: Any) -> Any:
+        def chunk_graph_forward_backward(
+            *, packings: Packings | None = None, misfit: str = "", **kwargs: Any
+        ) -> Any:
+            told = None
+            if self._packings is not None:
+                if not kwargs.get("forward_only", False):
+                    told = self._packings.begin(packings, misfit, kwargs["num_microbatches"])
+            elif packings is not None or misfit:
+                raise ConfigError(
+                    "The step was given packings, but the chunk graphs know of no packing. Give "
+                    "attach() the shape: attach(..., packing=PackedShape(...))."
+                )
             shape_key = tuple(
                 kwargs.get(name)
                 for name in ("seq_length", "micro_batch_size", "decoder_seq_length")
@@ -146,10 +175,32 @@ class MegatronChunkGraphs:
                 kwargs["num_microbatches"],
                 forward_only=bool(kwargs.get("forward_only", False)),
                 shape_key=shape_key,
+                misfit=told,
             ) as mode:
                 return forward_backward(**self.receiver.begin_step(mode, forward_backward, kwargs))
 
         return chunk_graph_forward_backward
+
+    def announce(self, packings: Packings, misfit: str = "") -> None:
+        """Say what the next training step holds, so that the ranks agree while this one runs.
+
+        Call it during the step before, or after it. Without it they agree when the step begins,
+        for which the device waits. What is announced binds: a rank whose step then turns out to be
+        another one stops with an error, since the others follow what they were told. Ranks need
+        not all announce, nor at the same time: one that does not is waited for.
+
+        Args:
+            packings: lengths of the documents of each microbatch of the step.
+            misfit: why the step is not to be replayed whatever its packings, or "".
+
+        Raises:
+            SlotError: the next step was announced already.
+            ConfigError: attached without ``packing``.
+            PackingError: a microbatch without documents, or a document without tokens.
+        """
+        if self._packings is None:
+            raise ConfigError("Steps are announced to chunk graphs attached with `packing`.")
+        self.engine.announce(self._packings.announced(packings, misfit))
 
     def name_replays(self) -> None:
         """Name every replay in profiles by stage, chunk, action and microbatch."""

@@ -141,3 +141,76 @@ def _split_sequences(num_layers: int) -> Any:
     spec.submodules.input_layernorm = SplitNorm
     spec.submodules.pre_mlp_layernorm = SplitNorm
     return TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=SplitNorm)
+
+
+class PackedCore(nn.Module):
+    """Attention of packed sequences in plain operators: the reference for those of a GPU.
+
+    A row sees the rows of its own document up to itself. Rows that belong to none (padding and the
+    tail) are cleared at the entry and at the exit. A mask on the scores would not do: a weight of
+    0 times a NaN is NaN, in the sum over values and in every product of the backward.
+    """
+
+    def __init__(self, config: Any, *, softmax_scale: float | None = None, **_: Any) -> None:
+        super().__init__()
+        self.scale = softmax_scale or config.kv_channels**-0.5
+        self.dropout = nn.Dropout(config.attention_dropout)
+
+    def prepared(self, t: torch.Tensor, is_tail: torch.Tensor) -> torch.Tensor:
+        """Query, key or value [t, heads, width] without what its tail holds."""
+        return t.masked_fill(is_tail[:, None, None], 0.0)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        packed_seq_params: Any = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        """[t, heads, width] each; gives [t, 1, heads * width]."""
+        assert attention_mask is None
+        assert packed_seq_params.qkv_format == "thd"
+        # Another table than the queries' would be a defect of whoever made the parameters.
+        assert packed_seq_params.cu_seqlens_kv is packed_seq_params.cu_seqlens_q
+        real = packed_seq_params.cu_seqlens_q.long()
+        padded = packed_seq_params.cu_seqlens_q_padded.long()
+        rows = torch.arange(query.size(0), device=query.device)
+        document = torch.searchsorted(padded[1:], rows, right=True).clamp(max=len(padded) - 2)
+        is_tail = rows - padded[document] >= (real[1:] - real[:-1])[document]
+        query, key, value = (self.prepared(t, is_tail) for t in (query, key, value))
+        seen = (document[:, None] == document) & (rows[:, None] >= rows)
+        scores = torch.einsum("snd,tnd->nst", query, key) * self.scale
+        weights = scores.masked_fill(~seen, -10000.0).softmax(-1)
+        with get_cuda_rng_tracker().fork():
+            weights = self.dropout(weights)
+        mixed = torch.einsum("nst,tnd->snd", weights, value)
+        return mixed.masked_fill(is_tail[:, None, None], 0.0).reshape(query.size(0), 1, -1)
+
+
+class PoisonedCore(PackedCore):
+    """Gets NaN in every row of the tail, forward and backward."""
+
+    def prepared(self, t: torch.Tensor, is_tail: torch.Tensor) -> torch.Tensor:
+        """As the parent, of a tensor whose tail is poisoned."""
+        tail = is_tail[:, None, None]
+        if t.requires_grad:
+            t.register_hook(lambda grad: grad.masked_fill(tail, 0.0))
+        return super().prepared(t.masked_fill(tail, float("nan")), is_tail)
+
+
+def packed() -> Any:
+    """The local spec with `PackedCore`."""
+    return _with_core(PackedCore)
+
+
+def packed_poisoned() -> Any:
+    """The local spec with `PoisonedCore`."""
+    return _with_core(PoisonedCore)
+
+
+def _with_core(core: type[nn.Module]) -> Any:
+    spec = get_gpt_layer_local_spec()
+    spec.submodules.self_attention.submodules.core_attention = core
+    return spec

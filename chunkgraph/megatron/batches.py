@@ -1,0 +1,135 @@
+"""The microbatches of a run on this rank: sequences of one text, or packed whole documents."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from chunkgraph.config import Config
+from chunkgraph.data import Documents, PackedText
+from chunkgraph.megatron.compat import import_megatron
+from chunkgraph.megatron.packed import make_params
+from chunkgraph.packing import PackedShape, pack, reason_not_to_fit
+
+__all__ = ["PackedBatches", "SequenceBatches", "make_batches", "packed_shape", "sequence_batches"]
+
+Batch = dict[str, Any]
+
+
+def packed_shape(config: Config) -> PackedShape | None:
+    """The fixed shape of the run's packed microbatches; None without packing."""
+    if not config.packing.max_packed_seqs:
+        return None
+    return PackedShape(config.packing.max_packed_seqs, config.tokens_per_sequence)
+
+
+def make_batches(config: Config, device: torch.device) -> SequenceBatches | PackedBatches:
+    """The run's microbatches, by its configuration."""
+    shape = packed_shape(config)
+    return (
+        SequenceBatches(config, device) if shape is None else PackedBatches(config, shape, device)
+    )
+
+
+class SequenceBatches:
+    """Sequences of one length, cut from all documents end to end."""
+
+    def __init__(self, config: Config, device: torch.device) -> None:
+        self._config = config
+        self._device = device
+        self._text = PackedText.from_file(
+            config.data.path, seq_length=config.model.seq_length, seed=config.train.seed
+        )
+
+    def packings(self, _step: int, _num_microbatches: int) -> None:
+        """Nothing: every microbatch has the one shape."""
+
+    def step(self, step: int, num_microbatches: int) -> Iterator[Batch]:
+        """The step's microbatches; every chunk draws its own copy."""
+        return sequence_batches(self._config, self._text, step, num_microbatches, self._device)
+
+
+class PackedBatches:
+    """Whole documents in one row, with their offsets.
+
+    Everything is computed on the host and copied to the device. A microbatch that does not fit the
+    shape gets offsets of its own length; the step that holds it runs eagerly.
+
+    The rows behind the documents hold token 0, whose activations are finite numbers. That matters:
+    a weight's gradient sums products over all rows, and 0 times NaN is NaN. So it is not enough
+    that these rows get no gradient; nothing on the way may leave them without a value, and their
+    losses are left out by selection, not by a factor 0.
+    """
+
+    def __init__(self, config: Config, shape: PackedShape, device: torch.device) -> None:
+        self.shape = shape
+        self._device = device
+        self._documents = Documents.from_file(
+            config.data.path, num_tokens=shape.max_packed_tokens, seed=config.train.seed
+        )
+
+    def packings(self, step: int, num_microbatches: int) -> list[tuple[int, ...]]:
+        """Document lengths of the step's microbatches, for this data-parallel rank."""
+        rank = _data_parallel_rank()
+        return [self._documents.lengths(step, m, rank) for m in range(num_microbatches)]
+
+    def step(self, step: int, num_microbatches: int) -> Iterator[Batch]:
+        """The step's microbatches; every chunk draws its own copy."""
+        rank = _data_parallel_rank()
+        for microbatch in range(num_microbatches):
+            row = self._documents.row(step, microbatch, rank)
+            shape = self.shape
+            if reason_not_to_fit(row.lengths, shape) is not None:
+                # Of tokens it never has too many: they were drawn for this shape.
+                shape = replace(shape, max_packed_seqs=len(row.lengths) + 1)
+            packed = pack(row.lengths, shape, where=f"step {step}, microbatch {microbatch}")
+            yield {
+                "tokens": self._row(packed.place(row.tokens)),
+                "labels": self._row(packed.place(row.labels)),
+                "position_ids": self._row(packed.position_ids),
+                "is_counted": self._row(~packed.padding_mask),
+                "packed_seq_params": make_params(packed, self._device),
+            }
+
+    def _row(self, values: NDArray[np.generic]) -> torch.Tensor:
+        host = torch.from_numpy(values)[None]
+        if self._device.type == "cuda":
+            host = host.pin_memory()
+        return host.to(self._device, non_blocking=True)
+
+
+def sequence_batches(
+    config: Config, text: PackedText, step: int, num_microbatches: int, device: torch.device
+) -> Iterator[Batch]:
+    """The step's microbatches for this data-parallel rank; every chunk draws its own copy."""
+    dp_rank = _data_parallel_rank()
+    masked = _wants_mask(config, device)
+    for microbatch in range(num_microbatches):
+        batch = text.batch(step, microbatch, config.train.micro_batch_size, dp_rank)
+        arrays = {
+            "tokens": batch.tokens,
+            "labels": batch.labels,
+            "loss_mask": batch.loss_mask,
+            "position_ids": batch.position_ids,
+        }
+        if masked:
+            arrays["attention_mask"] = batch.attention_mask()
+        yield {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
+
+
+def _data_parallel_rank() -> int:
+    return import_megatron("megatron.core.parallel_state").get_data_parallel_rank()
+
+
+def _wants_mask(config: Config, device: torch.device) -> bool:
+    """Whether attention gets a mask that keeps documents of one sequence apart.
+
+    Transformer Engine's causal kernel takes none.
+    """
+    spec = config.model.layer_spec
+    return spec != "transformer_engine" and not (spec == "auto" and device.type == "cuda")
