@@ -1,0 +1,177 @@
+"""Steps that do not fit on one rank: all ranks run them eagerly, whenever each of them says so."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from chunkgraph.engine import CaptureOptions, ChunkGraphs
+from chunkgraph.errors import SlotError
+from chunkgraph.graphs import RecorderBackend
+
+
+class Collectives:
+    """Element-wise maxima between threads; like a process group's, they pair up by number."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+        self.calls: list[dict[int, list[int]]] = []
+        self.changed = threading.Condition()
+
+    def rank(self, rank: int) -> Any:
+        return _Rank(self, rank)
+
+
+class _Rank:
+    def __init__(self, group: Collectives, rank: int) -> None:
+        self.group, self.rank, self.num_asked = group, rank, 0
+
+    def __call__(self, values: Sequence[int]) -> list[int]:
+        return self.start(values)()
+
+    def start(self, values: Sequence[int]) -> Callable[[], list[int]]:
+        group, number = self.group, self.num_asked
+        self.num_asked += 1
+        with group.changed:
+            while len(group.calls) <= number:
+                group.calls.append({})
+            group.calls[number][self.rank] = list(values)
+            group.changed.notify_all()
+
+        def wait() -> list[int]:
+            with group.changed:
+                is_whole = lambda: len(group.calls[number]) == group.num_ranks  # noqa: E731
+                assert group.changed.wait_for(is_whole, timeout=10), "a rank waits for ever"
+                columns = zip(*group.calls[number].values(), strict=True)
+                return [max(column) for column in columns]
+
+        return wait
+
+
+# What each rank's step k is: F fits, M does not, E is an evaluation.
+Plan = Sequence[str]
+
+
+def _run(plans: Sequence[Plan], announcing: Sequence[str]) -> tuple[list[list[str]], list[Any]]:
+    """Modes of every rank's steps; ``announcing`` says when each announces: inside, after, never."""
+    group = Collectives(len(plans))
+    modes: list[list[str]] = [[] for _ in plans]
+    engines: list[Any] = [None] * len(plans)
+    errors: list[BaseException] = []
+
+    def rank_main(rank: int) -> None:
+        graphs = engines[rank] = ChunkGraphs(
+            [torch.nn.Linear(4, 4)],
+            [1],
+            options=CaptureOptions(),
+            backend=RecorderBackend(),
+            agree=group.rank(rank),
+            is_told_of_misfits=True,
+        )
+        plan, when = plans[rank], announcing[rank]
+
+        def announce(k: int) -> None:
+            later = [kind for kind in plan[k + 1 :] if kind != "E"]
+            if plan[k] != "E" and later:
+                graphs.announce("too many" if later[0] == "M" else "")
+
+        for k, kind in enumerate(plan):
+            is_told = (k == 0 or when == "never") and kind != "E"  # else it was announced
+            misfit = ("too many" if kind == "M" else "") if is_told else None
+            rows, shape = (3, "other") if kind == "M" else (2, "usual")
+            with graphs.step(
+                1, shape_key=shape, forward_only=kind == "E", misfit=misfit
+            ) as mode, torch.set_grad_enabled(kind != "E"):
+                modes[rank].append(mode.value)
+                if when == "inside":
+                    announce(k)
+                result = graphs.callables[0](torch.ones(rows, 4))
+                if kind != "E":
+                    result.sum().backward()
+            if when == "after":
+                announce(k)
+
+    def guarded(rank: int) -> None:
+        try:
+            rank_main(rank)
+        except BaseException as error:  # noqa: BLE001
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(r,), daemon=True) for r in range(len(plans))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+        assert not thread.is_alive()
+    assert not errors, errors
+    return modes, engines
+
+
+@pytest.mark.parametrize("second", ["inside", "after", "never"])
+@pytest.mark.parametrize("first", ["inside", "after", "never"])
+def test_one_rank_that_does_not_fit_takes_all_along(first: str, second: str) -> None:
+    modes, engines = _run(["FFMFMFF", "FFFFMFF"], [first, second])
+    assert modes[0] == modes[1]
+    assert modes[0] == ["eager", "replay", "eager", "replay", "eager", "replay", "replay"]
+    fallbacks = {"capture warmup": 1, "packing overflow": 2}
+    assert [dict(e.counters.fallbacks) for e in engines] == [fallbacks, fallbacks]
+    assert dict(engines[0].counters.packing_overflows) == {"too many": 2}
+    assert dict(engines[1].counters.packing_overflows) == {"on another rank": 1, "too many": 1}
+
+
+@pytest.mark.parametrize("second", ["inside", "after", "never"])
+@pytest.mark.parametrize("first", ["inside", "after", "never"])
+def test_evaluations_between_steps(first: str, second: str) -> None:
+    modes, engines = _run(["FFEMFEEFF", "FFEFFEEFF"], [first, second])
+    assert modes[0] == modes[1]
+    eager, replay = "eager", "replay"
+    assert modes[0] == [eager, replay, eager, eager, replay, eager, eager, replay, replay]
+    assert engines[0].counters.fallbacks["packing overflow"] == 1
+
+
+@pytest.mark.parametrize("when", ["inside", "after", "never"])
+def test_warmup_waits_for_steps_that_fit(when: str) -> None:
+    """A step that does not fit is no sample, on any rank."""
+    modes, engines = _run(["MFFF", "FMFF"], [when, "never"])
+    assert modes == [["eager", "eager", "eager", "replay"]] * 2
+    assert all(e.counters.fallbacks == {"packing overflow": 2, "capture warmup": 1} for e in engines)
+
+
+def test_a_step_that_nobody_announced_is_asked_once_for_each_rank() -> None:
+    _, engines = _run(["FFMF", "FFFF"], ["inside", "inside"])
+    asked = [e._agreement._agree.num_asked for e in engines]
+    assert asked[0] == asked[1] <= 4 + 2  # one for each step, and how the capture went
+
+
+def _alone() -> ChunkGraphs:
+    return ChunkGraphs(
+        [torch.nn.Linear(4, 4)], [1], backend=RecorderBackend(), is_told_of_misfits=True
+    )
+
+
+@pytest.mark.parametrize(("announced", "given"), [("", "too many"), ("too many", "")])
+def test_what_was_announced_binds(announced: str, given: str) -> None:
+    graphs = _alone()
+    graphs.announce(announced)
+    with pytest.raises(SlotError, match="was announced as one that"), graphs.step(1, misfit=given):
+        pass
+
+
+def test_a_step_is_announced_once_and_never_left_open() -> None:
+    graphs = _alone()
+    with pytest.raises(SlotError, match="without a word"), graphs.step(1):
+        pass
+    graphs.announce("")
+    with pytest.raises(SlotError, match="announced already"):
+        graphs.announce("")
+    with pytest.raises(SlotError, match="before the announcement"):
+        graphs.capture([torch.ones(2, 4)])
+    plain = ChunkGraphs([torch.nn.Linear(4, 4)], [1], backend=RecorderBackend())
+    with pytest.raises(ValueError, match="is_told_of_misfits"), plain.step(1, misfit=""):
+        pass
+    with pytest.raises(ValueError, match="is_told_of_misfits"):
+        plain.announce("")
