@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from typing import Any
 
@@ -192,12 +193,38 @@ class PackedCore(nn.Module):
 class PoisonedCore(PackedCore):
     """Gets NaN in every row of the tail, forward and backward."""
 
+    poison = float("nan")
+
     def prepared(self, t: torch.Tensor, is_tail: torch.Tensor) -> torch.Tensor:
         """As the parent, of a tensor whose tail is poisoned."""
         tail = is_tail[:, None, None]
-        if t.requires_grad:
-            t.register_hook(lambda grad: grad.masked_fill(tail, 0.0))
-        return super().prepared(t.masked_fill(tail, float("nan")), is_tail)
+        return super().prepared(t.masked_fill(tail, self.poison), is_tail)
+
+
+class SharedOffsetsCore(PackedCore):
+    """Wrong on purpose: all slots read the offsets from one buffer, which each forward fills."""
+
+    offsets: dict[str, torch.Tensor] = {}  # noqa: RUF012
+    is_broken = True
+
+    def forward(self, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> torch.Tensor:
+        """As the parent, with what the last forward left."""
+        if not self.is_broken:
+            return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
+        shared = copy.copy(packed_seq_params)
+        for name in ("cu_seqlens_q", "cu_seqlens_q_padded"):
+            own = getattr(packed_seq_params, name)
+            table = self.offsets.setdefault(name, own.clone())
+            if torch._C._current_graph_task_id() < 0:  # not in a backward's recomputation
+                table.copy_(own)
+            setattr(shared, name, table)
+        shared.cu_seqlens_kv = shared.cu_seqlens_q
+        return super().forward(*args, packed_seq_params=shared, **kwargs)
+
+
+def packed_shared_offsets() -> Any:
+    """The local spec with `SharedOffsetsCore`."""
+    return _with_core(SharedOffsetsCore)
 
 
 def packed() -> Any:

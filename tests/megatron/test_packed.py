@@ -1,0 +1,307 @@
+"""Packed sequences through captured chunks, two microbatches in flight, in one process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from chunkgraph.errors import ChunkGraphError, ConfigError, PackingError, ReplayMismatchError
+from chunkgraph.packing import PackedShape, pack
+
+pytestmark = [pytest.mark.megatron, pytest.mark.timeout(100)]
+
+_SHAPE = PackedShape(6, 32)
+# Of two microbatches each; only the first pair is there when graphs are captured.
+_PACKINGS = [
+    [[10, 8, 6], [32]],
+    [[5, 5, 5, 5, 5], [1, 30]],
+    [[1], [16, 16]],
+    [[3, 1, 1, 1, 26], [31]],
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tensors this small are only slowed down by more."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+@pytest.fixture
+def spec() -> str:
+    return "packed"
+
+
+@pytest.fixture
+def chunks(one_rank: Any, make_config: Any, spec: str, monkeypatch: Any) -> list[Any]:
+    """A GPTModel on packed sequences whose backward reads the offsets, as a GPU's kernels do."""
+    from chunkgraph.config import config_from_mapping
+    from chunkgraph.megatron.model import build_model
+    from chunkgraph.megatron.processes import seed_everything
+
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    config = config_from_mapping(
+        make_config(
+            model={
+                "layer_spec": f"user_specs:{spec}",
+                "num_layers": 2,
+                "recompute_granularity": "selective",
+            },
+            train={"micro_batch_size": 1},
+            packing={"max_packed_seqs": _SHAPE.max_packed_seqs, "max_packed_tokens": 32},
+        )
+    )
+    seed_everything(1, one_rank)
+    return build_model(config, one_rank)
+
+
+@pytest.fixture(params=["block", "chunk"])
+def graphs(chunks: list[Any], request: Any) -> Iterator[Any]:
+    """Graphs of two slots."""
+    from chunkgraph.megatron.plugin import attach
+
+    attached = attach(chunks, scope=request.param, num_slots=[2], packing=_SHAPE)
+    try:
+        yield attached
+    finally:
+        attached.detach()
+
+
+def _batch(lengths: list[int], seed: int = 1, shape: PackedShape = _SHAPE) -> dict[str, Any]:
+    from chunkgraph.megatron.packed import make_params
+
+    packed = pack(lengths, shape)
+    tokens = np.random.default_rng(seed).integers(1, 256, packed.num_valid_tokens)
+    labels = np.random.default_rng(seed + 100).integers(1, 256, packed.num_valid_tokens)
+
+    def row(values: Any) -> torch.Tensor:
+        return torch.from_numpy(values)[None]
+
+    return {
+        "input_ids": row(packed.place(tokens)),
+        "labels": row(packed.place(labels)),
+        "position_ids": row(packed.position_ids),
+        "attention_mask": None,
+        "packed_seq_params": make_params(packed, torch.device("cpu")),
+        "is_counted": row(~packed.padding_mask),
+    }
+
+
+def _flight(chunk: nn.Module, batches: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """Forward of all microbatches, then their backwards; losses of rows, and all gradients."""
+    for parameter in chunk.parameters():
+        parameter.main_grad.zero_()
+    results = {}
+    outputs = []
+    for number, batch in enumerate(batches):
+        given = {name: value for name, value in batch.items() if name != "is_counted"}
+        output = chunk(**given)
+        results[f"losses {number}"] = output.detach().clone()
+        outputs.append(torch.where(batch["is_counted"], output, 0.0).sum())
+    for output in outputs:
+        output.backward()
+    results.update({n: p.main_grad.clone() for n, p in chunk.named_parameters()})
+    return results
+
+
+def _step(graphs: Any, chunk: nn.Module, packings: list[list[int]], **keywords: Any) -> Any:
+    batches = [_batch(lengths, seed) for seed, lengths in enumerate(packings)]
+    wrapped = graphs.wrap_forward_backward(lambda **_: _flight(chunk, batches))
+    return wrapped(num_microbatches=len(packings), packings=packings, **keywords)
+
+
+def _differing(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
+    return [name for name in a if not torch.equal(a[name], b[name])]
+
+
+def _eager(chunk: nn.Module, graphs: Any, packings: list[list[int]]) -> dict[str, torch.Tensor]:
+    """The same without graphs."""
+    saved = [part.module.__dict__.pop("forward") for part in graphs._parts]
+    try:
+        return _flight(chunk, [_batch(lengths, seed) for seed, lengths in enumerate(packings)])
+    finally:
+        for part, forward in zip(graphs._parts, saved, strict=True):
+            part.module.forward = forward
+
+
+def test_packings_never_seen_at_capture(chunks: list[Any], graphs: Any) -> None:
+    for packings in [*_PACKINGS, _PACKINGS[1]]:
+        expected = _eager(chunks[0], graphs, packings)
+        assert all(value.any() for value in expected.values())
+        assert _differing(_step(graphs, chunks[0], packings), expected) == []
+    assert graphs.counters.capture_sessions == 1
+    assert graphs.counters.replays == 8
+
+
+@pytest.mark.parametrize("spec", ["packed_shared_offsets"])
+def test_offsets_that_slots_share_give_wrong_gradients(chunks: list[Any], graphs: Any) -> None:
+    """Broken on purpose: what the tests above would look like with one buffer for all slots."""
+    from user_specs import SharedOffsetsCore
+
+    _step(graphs, chunks[0], _PACKINGS[0])
+    for packings in (_PACKINGS[1], _PACKINGS[3]):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(SharedOffsetsCore, "is_broken", False)
+            expected = _eager(chunks[0], graphs, packings)
+        wrong = _differing(_step(graphs, chunks[0], packings), expected)
+        assert any("linear_qkv" in name for name in wrong), wrong
+        assert not any("losses" in name for name in wrong)
+
+
+def test_documents_know_nothing_of_each_other(chunks: list[Any], graphs: Any) -> None:
+    """Another text in one document: no loss of another changes, nor what it adds to a gradient."""
+    lengths = [7, 9, 4, 8]
+    first = slice(7, 16)
+
+    def run(change: bool, counted: slice | None = None) -> dict[str, torch.Tensor]:
+        batches = [_batch(lengths), _batch([20, 3])]
+        if change:
+            batches[0]["input_ids"][0, first] += 1
+            batches[0]["labels"][0, first] += 1
+        if counted is not None:
+            is_counted = torch.zeros_like(batches[0]["is_counted"])
+            is_counted[0, counted] = True
+            batches[0]["is_counted"] = is_counted
+        wrapped = graphs.wrap_forward_backward(lambda **_: _flight(chunks[0], batches))
+        return wrapped(num_microbatches=2, packings=[lengths, [20, 3]])
+
+    run(False)
+    before, after = run(False)["losses 0"], run(True)["losses 0"]
+    others = torch.ones(32, dtype=torch.bool)
+    others[first] = False
+    assert torch.equal(before[0, others], after[0, others])
+    assert not torch.equal(before[0, first], after[0, first])
+    for document in (slice(0, 7), slice(16, 20), slice(20, 28)):
+        assert _differing(run(False, document), run(True, document)) == ["losses 0"]
+    assert len(_differing(run(False, first), run(True, first))) > 5
+    assert graphs.counters.replays > 0
+
+
+def test_what_the_tail_holds_does_not_matter(chunks: list[Any], graphs: Any) -> None:
+    """Other tokens and labels behind the documents: equal losses of documents, equal gradients."""
+    lengths = [7, 9]
+
+    def run(change: bool) -> dict[str, torch.Tensor]:
+        batch = _batch(lengths)
+        if change:
+            batch["input_ids"][0, 16:] = torch.arange(100, 116)
+            batch["labels"][0, 16:] = torch.arange(16)
+        wrapped = graphs.wrap_forward_backward(lambda **_: _flight(chunks[0], [batch]))
+        return wrapped(num_microbatches=1, packings=[lengths])
+
+    run(False)
+    before, after = run(False), run(True)
+    assert graphs.counters.replays == 2
+    assert not torch.equal(before["losses 0"], after["losses 0"])
+    assert torch.equal(before.pop("losses 0")[0, :16], after.pop("losses 0")[0, :16])
+    assert _differing(before, after) == []
+
+
+@pytest.mark.parametrize("spec", ["packed_poisoned"])
+def test_a_poisoned_tail_reaches_nothing(chunks: list[Any], graphs: Any) -> None:
+    """NaN in every tail row of query, key and value: the same losses and gradients."""
+    from user_specs import PoisonedCore
+
+    for packings in ([[10, 8], [5]], [[3, 1, 1], [20, 2]]):
+        found = _step(graphs, chunks[0], packings)
+        assert all(value.isfinite().all() for value in found.values())
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(PoisonedCore, "poison", 0.0)
+            expected = _eager(chunks[0], graphs, packings)
+        assert _differing(found, expected) == []
+    assert graphs.counters.replays == 2
+
+
+def test_a_step_that_does_not_fit_runs_eagerly(chunks: list[Any], graphs: Any) -> None:
+    _step(graphs, chunks[0], _PACKINGS[0])
+    too_many = [[1] * 7, [32]]
+    larger = PackedShape(9, 32)
+    batches = [_batch(lengths, seed, larger) for seed, lengths in enumerate(too_many)]
+    wrapped = graphs.wrap_forward_backward(lambda **_: _flight(chunks[0], batches))
+    graphs.announce(too_many)
+    found = wrapped(num_microbatches=2)
+    assert graphs.counters.captures == 0
+    _step(graphs, chunks[0], _PACKINGS[1])
+    assert graphs.counters.capture_sessions == 1
+    again = wrapped(num_microbatches=2, packings=too_many)
+    assert _differing(found, again) == []
+    _step(graphs, chunks[0], _PACKINGS[2], misfit="a bad day")
+    assert dict(graphs.counters.packing_overflows) == {"too many documents": 2, "a bad day": 1}
+    expected = _eager(chunks[0], graphs, _PACKINGS[3])
+    assert _differing(_step(graphs, chunks[0], _PACKINGS[3]), expected) == []
+    assert graphs.counters.replays == 4
+    assert graphs.counters.fallbacks == {"capture warmup": 1, "packing overflow": 3}
+
+
+def test_what_differs_from_the_capture_is_named(chunks: list[Any], graphs: Any) -> None:
+    def call(change: Any) -> None:
+        batch = _batch([4, 5])
+        change(batch["packed_seq_params"])
+        wrapped = graphs.wrap_forward_backward(lambda **_: _flight(chunks[0], [batch]))
+        wrapped(num_microbatches=1, packings=[[4, 5]])
+
+    call(lambda _: None)
+    changes = {
+        r"max_seqlen_q'?: captured 32, called 9": lambda p: setattr(p, "max_seqlen_q", 9),
+        r"qkv_format'?: captured 'thd', called 'sbhd'": lambda p: setattr(p, "qkv_format", "sbhd"),
+        r"cu_seqlens_q'?: captured \(7,\) torch.int32.*called \(3,\)": lambda p: setattr(
+            p, "cu_seqlens_q", p.cu_seqlens_q[:3]
+        ),
+    }
+    for message, change in changes.items():
+        with pytest.raises(ReplayMismatchError, match=message):
+            call(change)
+    with pytest.raises(ConfigError, match=r"max_seqlen_kv is a tensor.*Give a Python int"):
+        call(lambda p: setattr(p, "max_seqlen_kv", torch.tensor(32)))
+
+
+def test_steps_must_be_told_their_packings(chunks: list[Any], graphs: Any) -> None:
+    run = graphs.wrap_forward_backward(lambda **_: None)
+    with pytest.raises(ConfigError, match="given no packings"):
+        run(num_microbatches=1)
+    with pytest.raises(ConfigError, match="has 2 microbatches, but 1 packings"):
+        run(num_microbatches=2, packings=[[3]])
+    for bad in ([], [0, 3], [-1]):
+        with pytest.raises(PackingError, match="rank 0, microbatch 1: "):
+            run(num_microbatches=2, packings=[[3], bad])
+    graphs.announce([[3]])
+    with pytest.raises(ChunkGraphError, match="announced already"):
+        graphs.announce([[3]])
+    with pytest.raises(ConfigError, match="announced were 1 with"):
+        run(num_microbatches=1, packings=[[4]])
+
+
+def test_pieces_come_together_as_they_were(one_rank: Any) -> None:
+    """Also one tensor in two fields, and attributes that a user added."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    from chunkgraph.megatron.packed import put_together, take_apart
+
+    offsets = torch.tensor([0, 3, 8], dtype=torch.int32)
+    params = PackedSeqParams("thd", offsets, offsets, None, offsets.clone(), 8, 8)
+    params.more = "more"
+    given = take_apart(params, "rank 0")
+    assert sum(isinstance(value, torch.Tensor) for value in given.values()) == 2
+    given["other"] = 1
+    put_together(given)
+    again = given.pop("packed_seq_params")
+    assert given == {"other": 1}
+    assert type(again) is PackedSeqParams
+    assert again.cu_seqlens_q is again.cu_seqlens_kv
+    assert again.cu_seqlens_q.data_ptr() == offsets.data_ptr()
+    assert again.cu_seqlens_q_padded is None
+    assert again.cu_seqlens_kv_padded is not again.cu_seqlens_q
+    assert (again.max_seqlen_q, again.more) == (8, "more")
+    assert copy.copy(again).qkv_format == "thd"
+    with pytest.raises(ConfigError, match="Give Megatron's PackedSeqParams"):
+        take_apart(SimpleNamespace(), "rank 0")
