@@ -98,6 +98,9 @@ def run(args: argparse.Namespace) -> int:
     overrides = [*args.overrides, "run.debug=true"] if args.debug else args.overrides
     config = resolve_device(load_config(args.config, overrides))
     names = _variants(args.variants, config)
+    if config.packing.max_packed_seqs:
+        msg = "packing.max_packed_seqs is set, but bench measures no packed sequences. Set it to 0."
+        raise ConfigError(msg)
     _check_steps(config)
     check_packages(config)
     if args.timeout is not None and not args.timeout > 0:

@@ -93,11 +93,11 @@ def checked_config(args: argparse.Namespace, num_local_ranks: int | None = None)
     overrides = [*args.overrides, "run.debug=true"] if args.debug else args.overrides
     config = resolve_device(load_config(args.config, overrides), num_local_ranks)
     check_packages(config)
-    text = {"path": config.data.path, "seed": config.train.seed}
+    path, seed = config.data.path, config.train.seed
     if config.packing.max_packed_seqs:
-        Documents.from_file(**text, num_tokens=config.tokens_per_sequence)
+        Documents.from_file(path, num_tokens=config.tokens_per_sequence, seed=seed)
     else:
-        PackedText.from_file(**text, seq_length=config.model.seq_length)
+        PackedText.from_file(path, seq_length=config.model.seq_length, seed=seed)
     if args.json is not None and not args.json.resolve().parent.is_dir():
         msg = f"--json {args.json}: the folder {args.json.resolve().parent} does not exist."
         raise ConfigError(msg)

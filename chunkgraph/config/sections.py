@@ -240,6 +240,6 @@ class Config:
 
     @property
     def tokens_per_sequence(self) -> int:
-        """Tokens of a sequence as the pipeline sees it: packed ones may have a length of their own."""
+        """Tokens of a sequence in the pipeline; packed ones may have a length of their own."""
         packed = self.packing.max_packed_tokens if self.packing.max_packed_seqs else None
         return packed or self.model.seq_length

@@ -1,4 +1,4 @@
-"""Whether a step's inputs fit what is captured, as each rank says of its own: ahead of time or late.
+"""Whether a step fits what is captured, as each rank says of its own inputs: early or late.
 
 Ranks have different inputs, so one rank may know that its step does not fit while no other does.
 All of them must hear of it before the step, and none may wait for an answer that nobody sends. So:
@@ -8,9 +8,9 @@ All of them must hear of it before the step, and none may wait for an answer tha
   number, so ranks that announce and ranks that do not may meet;
 * what was announced is what was asked. A step that is then given something else raises on its rank
   before anything runs: no rank can leave the agreed way in silence;
-* with each question goes a digest of all that has to be alike on all ranks (whether the step trains,
-  its shapes, whether graphs are there). If the digests differ, a rank asked early assuming a step
-  that did not come, and all ranks see that and ask once more, together.
+* with each question goes a digest of all that has to be alike on all ranks (whether the step
+  trains, its shapes, whether graphs are there). If the digests differ, a rank asked early assuming
+  a step that did not come, and all ranks see that and ask once more, together.
 """
 
 from __future__ import annotations

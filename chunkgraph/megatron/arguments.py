@@ -101,6 +101,13 @@ def settle_arguments(args: argparse.Namespace, *, on_cpu: bool) -> GraphFlags | 
         for refusal in _REFUSALS
         if refusal.wanted(getattr(args, refusal.dest, None))
     ]
+    if flags.max_packed_seqs:
+        found.append(
+            f"--cuda-graph-max-packed-seqs {flags.max_packed_seqs}: the data sets of pretrain "
+            "scripts (--sft) do not tell how many documents a microbatch holds before the step; "
+            "leave it out. In a training loop of one's own, attach(packing=...) takes packed "
+            "sequences"
+        )
     found += refused_settings(_AsConfig(args))
     use_te_rng = _wants_te_rng(args, on_cpu)
     if use_te_rng and importlib.util.find_spec("transformer_engine") is None:

@@ -15,7 +15,15 @@ from chunkgraph.errors import ConfigError
 if TYPE_CHECKING:
     from chunkgraph.engine import CaptureOptions
 
-__all__ = ["COUNTS", "FLAGS", "GraphFlags", "add_flags", "check_flag_values", "flags_from"]
+__all__ = [
+    "COUNTS",
+    "FLAGS",
+    "PACKING",
+    "GraphFlags",
+    "add_flags",
+    "check_flag_values",
+    "flags_from",
+]
 
 _GROUP = "chunk-wise CUDA graphs"
 
@@ -35,10 +43,11 @@ class _Flag:
 
 @dataclass(frozen=True)
 class _Count:
-    """A flag that takes a number of steps."""
+    """A flag that takes a number; ``bare`` is what it means without one, if it may be so."""
 
     name: str
     help: str
+    bare: int | None = None
 
     @property
     def dest(self) -> str:
@@ -85,6 +94,19 @@ COUNTS = (
         "Of those, it checks every N-th (default: 1).",
     ),
 )
+PACKING = (
+    _Count(
+        "--cuda-graph-max-packed-seqs",
+        "Sequences of a packed microbatch in a graph: its documents and one for the rest of its "
+        "tokens. A step with more of them runs eagerly. 0: no packed sequences (default); without "
+        "a number: 50.",
+        bare=50,
+    ),
+    _Count(
+        "--cuda-graph-max-packed-tokens",
+        "Tokens of such a microbatch (default: --seq-length).",
+    ),
+)
 FLAGS = (_GRANULARITY, *_OPTIONS)
 """All flags. That of the warmup is Megatron's own ``--cuda-graph-warmup-steps``."""
 
@@ -101,6 +123,8 @@ class GraphFlags:
         verify_every: of those, every so many.
         on_failure: what follows a failed capture.
         num_warmup_steps: eager steps before the capture, Megatron's ``--cuda-graph-warmup-steps``.
+        max_packed_seqs: sequences of a packed microbatch; 0: none are packed.
+        max_packed_tokens: its tokens; None: the sequence length.
     """
 
     scope: Literal["block", "chunk"] = "block"
@@ -112,6 +136,8 @@ class GraphFlags:
     verify_every: int = 1
     on_failure: Literal["raise", "eager"] = "raise"
     num_warmup_steps: int = 1
+    max_packed_seqs: int = 0
+    max_packed_tokens: int | None = None
 
     def capture_options(self) -> CaptureOptions:
         """How the engine is to capture."""
@@ -137,7 +163,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     Raises:
         ConfigError: the parser has one of them already.
     """
-    for flag in (*FLAGS, *COUNTS):
+    for flag in (*FLAGS, *COUNTS, *PACKING):
         if flag.name in parser._option_string_actions:
             raise ConfigError(
                 f"This Megatron has a flag {flag.name} of its own. chunkgraph adds the same to "
@@ -153,8 +179,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             default=flag.choices[0] if flag is _GRANULARITY else None,
             help=f"{flag.help} (default: {flag.choices[0]})",
         )
-    for count in COUNTS:
-        group.add_argument(count.name, type=int, default=None, metavar="N", help=count.help)
+    for count in (*COUNTS, *PACKING):
+        bare: dict[str, Any] = {} if count.bare is None else {"nargs": "?", "const": count.bare}
+        group.add_argument(count.name, type=int, default=None, metavar="N", help=count.help, **bare)
 
 
 def flags_from(args: argparse.Namespace) -> GraphFlags | None:
@@ -167,7 +194,7 @@ def flags_from(args: argparse.Namespace) -> GraphFlags | None:
         ConfigError: a flag that only ``chunk`` has a use for, or an impossible number of steps.
     """
     given = {flag: getattr(args, flag.dest) for flag in _OPTIONS}
-    counts = {count: getattr(args, count.dest) for count in COUNTS}
+    counts = {count: getattr(args, count.dest) for count in (*COUNTS, *PACKING)}
     if args.cuda_graph_granularity == "layer":
         idle = [f"{flag.name} {value}" for flag, value in given.items() if value is not None]
         idle += [f"{count.name} {n}" for count, n in counts.items() if n is not None]
@@ -187,7 +214,9 @@ def flags_from(args: argparse.Namespace) -> GraphFlags | None:
         flag.dest.removeprefix("cuda_graph_").removeprefix("chunk_"): value or flag.choices[0]
         for flag, value in given.items()
     }
-    for count, number in counts.items():
+    values.update(_packing(counts))
+    for count in COUNTS:
+        number = counts[count]
         if number is None:
             continue
         if number < 1:
@@ -198,6 +227,26 @@ def flags_from(args: argparse.Namespace) -> GraphFlags | None:
             )
         values[count.dest.removeprefix("cuda_graph_")] = number
     return GraphFlags(num_warmup_steps=num_warmup_steps, **values)
+
+
+def _packing(counts: dict[_Count, int | None]) -> dict[str, int]:
+    """What the flags of packed sequences ask for."""
+    seqs_flag, tokens_flag = PACKING
+    seqs, tokens = counts[seqs_flag], counts[tokens_flag]
+    if seqs is not None and seqs != 0 and seqs < 2:
+        raise ConfigError(
+            f"{seqs_flag.name} {seqs}: one sequence is for the rest of the tokens, so give 2 or "
+            "more, or 0 for no packed sequences."
+        )
+    if tokens is not None and not seqs:
+        raise ConfigError(
+            f"{tokens_flag.name} {tokens} has no effect without {seqs_flag.name}; add it, or leave "
+            "this out."
+        )
+    if tokens is not None and tokens < 1:
+        raise ConfigError(f"{tokens_flag.name} {tokens}: give 1 or more tokens, or leave it out.")
+    found = {"max_packed_seqs": seqs, "max_packed_tokens": tokens}
+    return {name: number for name, number in found.items() if number is not None}
 
 
 def check_flag_values(script_args: Sequence[str]) -> None:

@@ -81,6 +81,11 @@ def _settings(config: Config, *, without_capture: bool) -> list[_Setting]:
             f"model.layer_spec {model.layer_spec} cannot be given to a pretrain script by this "
             "name. Set it to auto, and give the script --spec."
         )
+    if config.packing.max_packed_seqs:
+        raise ConfigError(
+            "packing.max_packed_seqs is set, but a pretrain script reads its own data, which is "
+            "not packed into fixed shapes. Set it to 0, or use chunkgraph train."
+        )
     found = [
         _Setting("model.num_layers", "--num-layers", str(model.num_layers)),
         _Setting("model.hidden_size", "--hidden-size", str(model.hidden_size)),

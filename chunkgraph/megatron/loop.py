@@ -240,7 +240,7 @@ def _mean_of(
     is_counted: torch.Tensor, losses: torch.Tensor
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Mean loss over the rows that hold a token; a factor 0 would let a NaN of the others pass."""
-    loss = torch.where(is_counted, losses.float(), 0.0).sum() / is_counted.sum().clamp(min=1)
+    loss = losses.float().masked_fill(~is_counted, 0.0).sum() / is_counted.sum().clamp(min=1)
     return loss, {"lm loss": loss.detach().clone()}
 
 

@@ -83,9 +83,9 @@ def put_together(given: dict[str, Any]) -> None:
         if isinstance(value, torch.Tensor):
             fields[name] = value.detach()
     for name, value in fields.items():
-        if isinstance(value, str) and value.startswith(_SAME):
-            value = fields[value.removeprefix(_SAME)]
-        object.__setattr__(params, name, value)
+        is_same = isinstance(value, str) and value.startswith(_SAME)
+        own = fields[value.removeprefix(_SAME)] if is_same else value
+        object.__setattr__(params, name, own)
     given[ARGUMENT] = params
 
 

@@ -57,7 +57,7 @@ Plan = Sequence[str]
 
 
 def _run(plans: Sequence[Plan], announcing: Sequence[str]) -> tuple[list[list[str]], list[Any]]:
-    """Modes of every rank's steps; ``announcing`` says when each announces: inside, after, never."""
+    """Modes of every rank's steps; each announces inside the step before, after it, or never."""
     group = Collectives(len(plans))
     modes: list[list[str]] = [[] for _ in plans]
     engines: list[Any] = [None] * len(plans)
@@ -83,9 +83,10 @@ def _run(plans: Sequence[Plan], announcing: Sequence[str]) -> tuple[list[list[st
             is_told = (k == 0 or when == "never") and kind != "E"  # else it was announced
             misfit = ("too many" if kind == "M" else "") if is_told else None
             rows, shape = (3, "other") if kind == "M" else (2, "usual")
-            with graphs.step(
-                1, shape_key=shape, forward_only=kind == "E", misfit=misfit
-            ) as mode, torch.set_grad_enabled(kind != "E"):
+            with (
+                graphs.step(1, shape_key=shape, forward_only=kind == "E", misfit=misfit) as mode,
+                torch.set_grad_enabled(kind != "E"),
+            ):
                 modes[rank].append(mode.value)
                 if when == "inside":
                     announce(k)
@@ -138,7 +139,9 @@ def test_warmup_waits_for_steps_that_fit(when: str) -> None:
     """A step that does not fit is no sample, on any rank."""
     modes, engines = _run(["MFFF", "FMFF"], [when, "never"])
     assert modes == [["eager", "eager", "eager", "replay"]] * 2
-    assert all(e.counters.fallbacks == {"packing overflow": 2, "capture warmup": 1} for e in engines)
+    assert all(
+        e.counters.fallbacks == {"packing overflow": 2, "capture warmup": 1} for e in engines
+    )
 
 
 def test_a_step_that_nobody_announced_is_asked_once_for_each_rank() -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import fault_probe
+import packed_probe
 import receive_probe
 from torch import nn
 
@@ -31,6 +32,8 @@ def run_case(case: dict[str, Any]) -> Any:
     with training_process(config) as device:
         if case.get("probe") == "receive":
             return receive_probe.run(config, device, case)
+        if case.get("probe") == "packed":
+            return packed_probe.run(config, device, case)
         if case.get("probe") == "fault":
             return fault_probe.run(config, case)
         frozen = case.get("frozen", [])

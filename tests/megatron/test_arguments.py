@@ -11,14 +11,14 @@ import pytest
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.arguments import settle_arguments
 from chunkgraph.megatron.cpu_pretrain import cpu_flags
-from chunkgraph.megatron.flags import COUNTS, FLAGS
+from chunkgraph.megatron.flags import COUNTS, FLAGS, PACKING, add_flags, flags_from
 
 HAS_TE = importlib.util.find_spec("transformer_engine") is not None
 
 
 def arguments(**changes: Any) -> argparse.Namespace:
     values = {
-        **{flag.dest: None for flag in (*FLAGS, *COUNTS)},
+        **{flag.dest: None for flag in (*FLAGS, *COUNTS, *PACKING)},
         "cuda_graph_granularity": "chunk",
         "cuda_graph_impl": "local",
         "cuda_graph_warmup_steps": 3,
@@ -64,6 +64,7 @@ def test_layer_leaves_all_arguments_alone() -> None:
         ({"num_experts": 8}, "num_moe_experts=8: "),
         ({"fp8": "hybrid"}, "fp8='hybrid': "),
         ({"sft": True}, "--sft: packed sequences"),
+        ({"cuda_graph_max_packed_seqs": 9}, "--cuda-graph-max-packed-seqs 9: the data sets of"),
         ({"use_torch_fsdp2": True}, "--use-torch-fsdp2: "),
         ({"yaml_cfg": "x.yaml"}, "--yaml-cfg: "),
         ({"save_dgrads_interval": 5}, "--save-dgrads-interval: "),
@@ -74,6 +75,50 @@ def test_what_cannot_go_together_is_named(changes: dict[str, Any], said: str) ->
         settle_arguments(arguments(**changes, perform_rl_step=True), on_cpu=True)
     assert said in str(error.value)
     assert "--perform-rl-step: " in str(error.value)  # all of them at once
+
+
+def _parsed(*given: str) -> Any:
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    return flags_from(parser.parse_args(["--cuda-graph-granularity", "chunk", *given]))
+
+
+@pytest.mark.parametrize(
+    ("given", "packing"),
+    [
+        ([], (0, None)),
+        (["--cuda-graph-max-packed-seqs"], (50, None)),
+        (["--cuda-graph-max-packed-seqs", "0"], (0, None)),
+        (
+            ["--cuda-graph-max-packed-seqs", "64", "--cuda-graph-max-packed-tokens", "4096"],
+            (64, 4096),
+        ),
+    ],
+)
+def test_flags_of_packed_sequences(given: list[str], packing: tuple[int, int | None]) -> None:
+    flags = _parsed(*given)
+    assert (flags.max_packed_seqs, flags.max_packed_tokens) == packing
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--cuda-graph-max-packed-seqs", "1"], "give 2 or more"),
+        (["--cuda-graph-max-packed-seqs", "-3"], "give 2 or more"),
+        (["--cuda-graph-max-packed-tokens", "9"], "no effect without --cuda-graph-max-packed-seqs"),
+        (
+            ["--cuda-graph-max-packed-seqs", "--cuda-graph-max-packed-tokens", "0"],
+            "give 1 or more tokens",
+        ),
+        (
+            ["--cuda-graph-granularity", "layer", "--cuda-graph-max-packed-seqs"],
+            "--cuda-graph-max-packed-seqs 50 has no effect",
+        ),
+    ],
+)
+def test_impossible_flags_of_packed_sequences(given: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        _parsed(*given)
 
 
 @pytest.mark.skipif(HAS_TE, reason="Transformer Engine is installed")

@@ -40,9 +40,7 @@ def packed_rope() -> Iterator[None]:
         result = apply(t.unsqueeze(1), rows, rotary_interleaved=rotary_interleaved, **options)
         return result.squeeze(1)
 
-    undo = patch_attributes(
-        import_megatron(_MODULE), {"_apply_rotary_pos_emb_thd": apply_packed}
-    )
+    undo = patch_attributes(import_megatron(_MODULE), {"_apply_rotary_pos_emb_thd": apply_packed})
     try:
         yield
     finally:
@@ -77,8 +75,8 @@ def rope_rows(
         piece = length // 2
         from_back = length * cp_size - (cp_rank + 1) * piece + place - piece
         place = torch.where(place < piece, cp_rank * piece + place, from_back)
-    is_whole_pack = cu_seqlens[-1:] == num_freqs
-    place = place + torch.where(is_whole_pack, cu_seqlens[:-1][document].long(), 0)
+    is_whole_pack = (cu_seqlens[-1:] == num_freqs).long()
+    place = place + is_whole_pack * cu_seqlens[:-1][document]
     return place.clamp(0, num_freqs - 1)
 
 

@@ -1,0 +1,114 @@
+"""Packed documents through Transformer Engine's layers on real GPUs; equal to eager."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+_UNFUSED = {"apply_rope_fusion": False}
+_CASES = {
+    "fused_rope_block": ({}, {"scope": "block", "verify": "poison"}, {}),
+    "fused_rope_chunk": ({}, {"scope": "chunk"}, {}),
+    "unfused_rope_block": ({}, {"scope": "block"}, _UNFUSED),
+    "unfused_rope_chunk": ({}, {"scope": "chunk", "verify": "shadow"}, _UNFUSED),
+    "many_empty_sequences": ({"max_packed_seqs": 256}, {"scope": "chunk"}, {}),
+    "recompute": (
+        {},
+        {"scope": "chunk"},
+        {
+            **_UNFUSED,
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        },
+    ),
+    "grouped_queries": ({}, {"scope": "chunk"}, {"num_query_groups": 2}),
+}
+
+
+@pytest.fixture(autouse=True)
+def _needs_transformer_engine() -> None:
+    if importlib.util.find_spec("transformer_engine") is None:
+        pytest.skip("Transformer Engine is not installed")
+
+
+def _case(
+    make_config: Callable[..., Any],
+    counts: list[int],
+    packing: dict[str, Any],
+    capture: dict[str, Any],
+    options: dict[str, Any],
+    **pipeline: Any,
+) -> dict[str, Any]:
+    """A model of bfloat16 on the shipped text: about eight documents in 4096 tokens."""
+    config = make_config(
+        model={
+            "layer_spec": "transformer_engine",
+            "hidden_size": 256,
+            "ffn_hidden_size": 512,
+            "seq_length": 4096,
+            "normalization": "RMSNorm",
+            "swiglu": True,
+            "params_dtype": "bfloat16",
+        },
+        pipeline=pipeline,
+        train={"num_microbatches": counts, "micro_batch_size": 1},
+        packing={"max_packed_seqs": 64, **packing},
+        capture=capture,
+        run={"timeout_s": 150},
+    )
+    return {"config": {**config, "device": "cuda"}, "transformer_options": options}
+
+
+def _check(results: dict[str, dict[str, Any]]) -> None:
+    for name, result in results.items():
+        steps = result["steps"]
+        wrong = [s for s in steps if not (s["loss_equal"] and s["grad_norm_equal"])]
+        assert not wrong, f"{name}: {wrong}"
+        assert result["different_parameters"] == {}, name
+        assert result["capture_sessions"] == 1, name
+        assert [bool(s["replays"]) for s in steps] == [False] + [True] * (len(steps) - 1), name
+
+
+@pytest.mark.gpu
+@pytest.mark.megatron
+@pytest.mark.timeout(500)
+def test_one_gpu(run_cases: Callable[..., Any], make_config: Callable[..., Any]) -> None:
+    cases = {name: _case(make_config, [2, 3, 1, 4], *case) for name, case in _CASES.items()}
+    _check(run_cases(cases, 1, timeout_s=480.0))
+
+
+@pytest.mark.multigpu
+@pytest.mark.megatron
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize("vpp", [None, 2])
+def test_two_gpus(
+    run_cases: Callable[..., Any], make_config: Callable[..., Any], vpp: int | None
+) -> None:
+    """Every microbatch in flight has offsets of its own: with a shared buffer gradients differ."""
+    cases = {
+        name: _case(
+            make_config,
+            [4, 2, 6],
+            *_CASES[name],
+            pipeline_model_parallel_size=2,
+            virtual_pipeline_model_parallel_size=vpp,
+        )
+        for name in ("fused_rope_block", "fused_rope_chunk", "unfused_rope_chunk")
+    }
+    _check(run_cases(cases, 2, timeout_s=480.0))
+
+
+@pytest.mark.gpu
+@pytest.mark.megatron
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("options", [{}, _UNFUSED], ids=["fused", "unfused"])
+def test_nothing_in_a_replayed_step_waits_for_the_device(
+    run_cases: Callable[..., Any], make_config: Callable[..., Any], options: dict[str, Any]
+) -> None:
+    case = _case(make_config, [2, 3, 4], {}, {"scope": "chunk"}, options)
+    result = run_cases({"probe": {**case, "probe": "packed"}}, 1, timeout_s=280.0)["probe"]
+    assert result["replays"] == 7
