@@ -158,6 +158,26 @@ def test_bad_override_says_which_and_why(small: Path, override: str, parts: list
         ("pipeline.tensor_model_parallel_size=3", TopologyError, ["num_attention_heads (4)"]),
         ("pipeline.microbatch_group_size_per_vp_stage=1", TopologyError, ["(1) is smaller than"]),
         ("run.timeout_s=0", ConfigError, ["run.timeout_s is 0"]),
+        ("packing.max_packed_seqs=1", ConfigError, ["max_packed_seqs is 1", "0 turns packing off"]),
+        ("packing.max_packed_seqs=-1", ConfigError, ["packing.max_packed_seqs is -1"]),
+        ("packing.max_packed_tokens=64", ConfigError, ["packing is off", "max_packed_seqs is 0"]),
+        (
+            "packing.max_packed_seqs=8; train.micro_batch_size=2",
+            ConfigError,
+            ["train.micro_batch_size is 2"],
+        ),
+        (
+            "packing.max_packed_seqs=8; train.micro_batch_size=1; model.layer_spec=local",
+            ConfigError,
+            ["model.layer_spec is local", "takes no packed sequences"],
+        ),
+        (
+            "packing.max_packed_seqs=8; packing.max_packed_tokens=99999; "
+            "train.micro_batch_size=1; model.layer_spec=a:b; "
+            "model.position_embedding_type=learned_absolute",
+            ConfigError,
+            ["packing.max_packed_tokens is 99999", "learned positions end"],
+        ),
         ("capture.verify_every=0", ConfigError, ["capture.verify_every is 0", "greater than 0"]),
         ("capture.num_verify_steps=-1", ConfigError, ["capture.num_verify_steps is -1"]),
     ],

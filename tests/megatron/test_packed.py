@@ -281,6 +281,24 @@ def test_steps_must_be_told_their_packings(chunks: list[Any], graphs: Any) -> No
         run(num_microbatches=1, packings=[[4]])
 
 
+def test_ranks_of_different_shapes_are_told() -> None:
+    from chunkgraph.megatron.step_packings import StepPackings
+
+    asked: list[Any] = []
+
+    def first(values: Any) -> list[int]:
+        asked.append(list(values))
+        return list(values)
+
+    def second(values: Any) -> list[int]:
+        return [max(pair) for pair in zip(values, asked[0], strict=True)]
+
+    StepPackings(PackedShape(7, 32), 0, first)
+    StepPackings(PackedShape(7, 32), 1, second)
+    with pytest.raises(ConfigError, match=r"rank 1: the packed shape is .*another rank"):
+        StepPackings(_SHAPE, 1, second)
+
+
 def test_pieces_come_together_as_they_were(one_rank: Any) -> None:
     """Also one tensor in two fields, and attributes that a user added."""
     from megatron.core.packed_seq_params import PackedSeqParams
