@@ -172,9 +172,11 @@ def test_bad_override_says_which_and_why(small: Path, override: str, parts: list
             ["model.layer_spec is local", "takes no packed sequences"],
         ),
         (
-            "packing.max_packed_seqs=8; packing.max_packed_tokens=99999; "
-            "train.micro_batch_size=1; model.layer_spec=a:b; "
-            "model.position_embedding_type=learned_absolute",
+            (
+                "packing.max_packed_seqs=8; packing.max_packed_tokens=99999; "
+                "train.micro_batch_size=1; model.layer_spec=a:b; "
+                "model.position_embedding_type=learned_absolute"
+            ),
             ConfigError,
             ["packing.max_packed_tokens is 99999", "learned positions end"],
         ),
