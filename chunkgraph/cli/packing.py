@@ -71,6 +71,7 @@ class PackingStudy:
     is_default_capacity: bool
     microbatches_per_step: int
     target: float
+    wanted_seqs: tuple[int, ...]
     result: Recommendation
 
 
@@ -153,7 +154,9 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         "--seed", type=int, default=0, help="of the order of the documents (default 0)"
     )
     parser.add_argument("--json", action="store_true", help="print JSON only")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the choice into FILE.png")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw the choice (.png, .svg or .pdf)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -190,9 +193,10 @@ def _study(args: argparse.Namespace) -> PackingStudy:
     if not args.bytes_per_token > 0:
         msg = f"packing: --bytes-per-token {args.bytes_per_token:g} is not above 0"
         raise ConfigError(msg)
-    if args.max_packed_tokens is not None or args.context_parallel_size < 1:
+    wanted_tokens: int | None = args.max_packed_tokens
+    if wanted_tokens is not None or args.context_parallel_size < 1:
         # A wrong size is told before a long file is read.
-        _capacity(args.max_packed_tokens or 1, args)
+        _capacity(1 if wanted_tokens is None else wanted_tokens, args)
     options = ReadOptions(
         key=args.key, kind=ValueKind(args.value), bytes_per_token=args.bytes_per_token
     )
@@ -200,7 +204,9 @@ def _study(args: argparse.Namespace) -> PackingStudy:
     with PackingProgress() as progress:
         lengths = read_lengths(args.lengths, options, progress.phase("reading"))
         tokens = lengths.tokens
-        capacity = _capacity(args.max_packed_tokens or _default_capacity(lengths, args), args)
+        capacity = _capacity(
+            _default_capacity(lengths, args) if wanted_tokens is None else wanted_tokens, args
+        )
         num_long = int((tokens > capacity.max_packed_tokens).sum())
         ends = lengths.microbatch_ends
         if ends is None:
@@ -215,9 +221,10 @@ def _study(args: argparse.Namespace) -> PackingStudy:
         long_documents=policy if lengths.microbatch_ends is None else LongDocuments.KEEP,
         sizes=sizes,
         capacity=capacity,
-        is_default_capacity=args.max_packed_tokens is None,
+        is_default_capacity=wanted_tokens is None,
         microbatches_per_step=per_step,
         target=target,
+        wanted_seqs=tuple(args.max_packed_seqs),
         result=recommend(
             sizes,
             capacity,

@@ -10,7 +10,7 @@ import numpy as np
 
 from chunkgraph.cli.bench_plot import require_matplotlib
 from chunkgraph.errors import ConfigError
-from chunkgraph.packing import fallback_share, fits
+from chunkgraph.packing import fallback_share, fits, quantile
 
 if TYPE_CHECKING:
     from chunkgraph.cli.packing import PackingStudy
@@ -106,32 +106,30 @@ def _share(study: PackingStudy, num_seqs: int, tokens: int) -> float:
 
 
 def _draw_held(axes: Any, study: PackingStudy) -> None:
-    counts = study.sizes.num_documents
-    edges = np.unique(np.geomspace(1, int(counts.max()) + 1, 40).astype(int))
-    axes.hist(counts, bins=edges, color=_GREYS[0])
-    for q, name in ((0.5, "P50"), (0.9, "P90"), (0.99, "P99")):
-        value = float(np.quantile(counts, q, method="inverted_cdf"))
-        axes.axvline(value, color=_GREYS[3], linewidth=0.8)
+    counts = np.sort(study.sizes.num_documents)
+    shares = 100 * np.arange(1, len(counts) + 1) / len(counts)
+    axes.step(counts, shares, where="post", color=_GREYS[3], linewidth=1)
+    for q in (0.5, 0.9, 0.99):
+        value = quantile(counts, q)
+        axes.plot([value], [100 * q], marker="o", markersize=4, color=_GREYS[3])
         axes.annotate(
-            f"{name} {value:g}",
-            (value, 0.98),
-            xycoords=("data", "axes fraction"),
-            xytext=(2, 0),
+            f"P{100 * q:g}: {value}",
+            (value, 100 * q),
+            xytext=(6, -11),
             textcoords="offset points",
-            rotation=90,
-            va="top",
             fontsize=8,
         )
-    _style_counts(axes, int(counts.max()) + 1)
-    axes.set_title("microbatches by the documents they hold", fontsize=10)
+    _style_counts(axes, int(counts[-1]) + 1)
+    axes.set_ylim(-2, 102)
+    axes.set_title("microbatches with at most so many documents, %", fontsize=10)
     axes.set_xlabel("documents of a microbatch")
 
 
 def _style_counts(axes: Any, largest: int) -> None:
-    from matplotlib.ticker import NullFormatter, ScalarFormatter
+    from matplotlib.ticker import FormatStrFormatter, NullFormatter
 
     axes.set_xscale("log", base=2)
     axes.set_xlim(1, 1.15 * max(largest, 2))
-    axes.xaxis.set_major_formatter(ScalarFormatter())
+    axes.xaxis.set_major_formatter(FormatStrFormatter("%d"))
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.spines[["top", "right"]].set_visible(False)

@@ -25,7 +25,7 @@ _LONG = {
     LongDocuments.KEEP: "kept: their steps fall back",
 }
 # In the table, rows with more steps than this falling back help no one.
-_HOPELESS = 0.5
+_HOPELESS = 0.95
 
 
 def as_json(study: PackingStudy) -> dict[str, Any]:
@@ -144,15 +144,15 @@ def _shown(study: PackingStudy) -> Sequence[ShapeOutcome]:
     shown: list[ShapeOutcome] = []
     for outcome in outcomes:
         tokens = outcome.shape.max_packed_tokens
-        if (usable and tokens not in usable) or outcome.fallback_share > _HOPELESS:
-            continue
         before = shown[-1] if shown else None
         is_more_of_the_same = (
             before is not None
             and before.shape.max_packed_tokens == tokens
             and before.num_misfits == outcome.num_misfits
         )
-        if not is_more_of_the_same:
+        is_telling = outcome.fallback_share <= _HOPELESS and not is_more_of_the_same
+        is_asked_for = outcome.shape.max_packed_seqs in study.wanted_seqs
+        if (not usable or tokens in usable) and (is_telling or is_asked_for):
             shown.append(outcome)
     # A table of nothing says less than one row of the least bad.
     return shown or [min(outcomes, key=lambda outcome: outcome.fallback_share)]

@@ -49,8 +49,8 @@ def recommend(
     """Look at shapes up to a capacity, and choose one.
 
     For every token capacity the fewest sequences that meet the target are a candidate, besides
-    powers of two. Among those that meet the target the least padding wins; where that is within
-    one percentage point, the fewest sequences; then the fewest tokens.
+    powers of two. Among these fewest, one for each capacity, the least padding wins; where that is
+    within one percentage point, the fewest sequences; then the fewest tokens.
 
     Args:
         sizes: The dataset's microbatches.
@@ -116,7 +116,12 @@ def _fewest_sequences(sizes: MicrobatchSizes, roomy: PackedShape, budget: int) -
 
 
 def _best(outcomes: Iterable[ShapeOutcome]) -> ShapeOutcome | None:
-    usable = [(o.padding_waste, o) for o in outcomes if o.padding_waste is not None]
+    """The best of those that meet the target, sorted by sequences within a token capacity."""
+    # A larger N than the fewest only makes padding look different: other steps are replayed.
+    fewest: dict[int, ShapeOutcome] = {}
+    for outcome in outcomes:
+        fewest.setdefault(outcome.shape.max_packed_tokens, outcome)
+    usable = [(o.padding_waste, o) for o in fewest.values() if o.padding_waste is not None]
     if not usable:
         return None
     least = min(waste for waste, _ in usable)
