@@ -29,6 +29,7 @@ __all__ = [
     "finish_parameter_gather",
     "forward_step",
     "microbatches",
+    "resume_parameter_gather",
     "run_training",
     "shared_loss",
     "synchronize",
@@ -280,6 +281,13 @@ def finish_parameter_gather(chunks: list[nn.Module]) -> None:
     for chunk in chunks:
         if getattr(chunk, "use_forward_hook", False):
             chunk.disable_forward_pre_hook()  # type: ignore[operator]
+
+
+def resume_parameter_gather(chunks: list[nn.Module]) -> None:
+    """Undo `finish_parameter_gather`, before further steps."""
+    for chunk in chunks:
+        if getattr(chunk, "use_forward_hook", False):
+            chunk.enable_forward_pre_hook()  # type: ignore[operator]
 
 
 def synchronize(device: torch.device) -> None:
