@@ -57,8 +57,9 @@ def gathers_parameters(ddp: nn.Module) -> bool:
 
 
 def has_parameter_gather_hook(module: nn.Module) -> bool:
-    """Whether DDP would gather parameters when ``module`` is called; it takes its hooks away at
-    times, for example to evaluate.
+    """Whether DDP would gather parameters when ``module`` is called.
+
+    It takes its hooks away at times, for example to evaluate.
     """
     return any(
         getattr(hook, "__module__", None) == DDP_MODULE
