@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ from rich.console import Console
 
 from chunkgraph.cli.progress import TrainProgress
 from chunkgraph.config import load_config
+
+CONFIG = Path(__file__).resolve().parents[2] / "configs" / "gpt_pp2_cpu.yaml"
 
 
 def capturing(num_captured: int, free_bytes: int | None) -> dict[str, Any]:
@@ -20,7 +23,7 @@ def capturing(num_captured: int, free_bytes: int | None) -> dict[str, Any]:
 @pytest.mark.parametrize(("free_bytes", "note"), [(3 << 30, "  3.0 GiB left"), (None, "")])
 def test_captures_and_the_memory_left_are_shown(free_bytes: int | None, note: str) -> None:
     shown = io.StringIO()
-    config = load_config("configs/gpt_pp2_cpu.yaml")
+    config = load_config(CONFIG)
     with TrainProgress(config, Console(file=shown)) as progress:
         for number in range(1, 9):
             progress.update(capturing(number, free_bytes))
@@ -30,7 +33,7 @@ def test_captures_and_the_memory_left_are_shown(free_bytes: int | None, note: st
 
 def test_a_terminal_sees_every_graph_in_the_bar() -> None:
     shown = io.StringIO()
-    config = load_config("configs/gpt_pp2_cpu.yaml")
+    config = load_config(CONFIG)
     console = Console(file=shown, force_terminal=True, width=80)
     with TrainProgress(config, console) as progress:
         assert progress._bar is not None
