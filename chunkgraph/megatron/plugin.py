@@ -31,6 +31,7 @@ from chunkgraph.megatron.tables import CachedTables
 from chunkgraph.megatron.topology import PipelinePlace, agree_by_maximum
 
 if TYPE_CHECKING:
+    from chunkgraph.engine.session import OnCapture
     from chunkgraph.graphs import GraphBackend
 
 __all__ = ["MegatronChunkGraphs", "attach"]
@@ -44,6 +45,7 @@ def attach(
     num_slots: Sequence[int] | None = None,
     zero_copy: bool = True,
     backend: GraphBackend | None = None,
+    progress: OnCapture | None = None,
 ) -> MegatronChunkGraphs:
     """Give every one of ``model_chunks`` chunk graphs.
 
@@ -61,6 +63,8 @@ def attach(
         zero_copy: receive from other stages straight into slots, and send input gradients from
             them, where that is safe; False copies them, with the same numbers.
         backend: graphs to use; default by the parameters' device.
+        progress: called after every captured graph with graphs captured, all graphs of this rank
+            and bytes left on the device (None: unknown).
 
     Raises:
         ConfigError: the model uses something a chunk graph cannot hold, or no block was found.
@@ -93,6 +97,7 @@ def attach(
         preserve=compat.preserve_rng,
         generators=compat.graph_safe_generators,
         verify_scope=_running_beside,
+        progress=progress,
     )
     receiver = SlotReceiver(engine, place, config, wanted=zero_copy, lends_input_grads=lends)
     for part, call in zip(parts, receiver.calls(engine.callables), strict=True):
