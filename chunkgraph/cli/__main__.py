@@ -13,12 +13,19 @@ import traceback
 from collections.abc import Sequence
 
 from chunkgraph import __version__
-from chunkgraph.cli import bench, launch, plan, train
+from chunkgraph.cli import bench, doctor, launch, packing, plan, train
 from chunkgraph.errors import ChunkGraphError, ConfigError, MissingDependencyError
 
 __all__ = ["main"]
 
-_COMMANDS = {"bench": bench.run, "launch": launch.run, "plan": plan.run, "train": train.run}
+_COMMANDS = {
+    "bench": bench.run,
+    "launch": launch.run,
+    "packing": packing.run,
+    "plan": plan.run,
+    "train": train.run,
+    "doctor": doctor.run,
+}
 
 _EXIT_FAILED = 1
 _EXIT_USAGE = 2
@@ -65,6 +72,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     train.add_parser(subparsers)
     launch.add_parser(subparsers)
     bench.add_parser(subparsers)
+    packing.add_parser(subparsers)
+    doctor.add_parser(subparsers)
     args, rest = parser.parse_known_args(argv)
     # argparse takes positionals in one run only; overrides may also stand after an option.
     overrides = [item for item in rest if "=" in item and not item.startswith("-")]

@@ -73,12 +73,23 @@ class TrainProgress:
     def update(self, event: Mapping[str, Any]) -> None:
         """Show one progress line."""
         phase = _PHASES.get(str(event.get("phase")), str(event.get("phase")))
+        if event.get("event") == "capturing":
+            self._show_capturing(phase, event)
+            return
         if event.get("event") == "capture":
-            self._show(f"{phase}: capture", advance=0, note="")
+            self._show(f"{phase}: captured", advance=0, note="")
             return
         step, num_steps = int(event["step"]) + 1, int(event["num_steps"])
         note = f"{event['num_microbatches']} microbatches, loss {float(event['loss']):.6f}"
         self._show(f"{phase}: step {step}/{num_steps}", advance=1, note=note)
+
+    def _show_capturing(self, phase: str, event: Mapping[str, Any]) -> None:
+        num_captured, num_graphs = int(event["num_captured"]), int(event["num_graphs"])
+        free_bytes = event.get("free_bytes")
+        note = "" if free_bytes is None else f"{free_bytes / 2**30:.1f} GiB left"
+        if self._bar is None and num_captured not in (num_graphs // 2, num_graphs):
+            return  # without a bar every line stays
+        self._show(f"{phase}: graph {num_captured}/{num_graphs}", advance=0, note=note)
 
     def _show(self, description: str, *, advance: int, note: str) -> None:
         if self._bar is None:

@@ -22,7 +22,13 @@ from chunkgraph.engine.failure import SessionWatch, agree_on_cause, forget_frame
 from chunkgraph.engine.options import CaptureOptions
 from chunkgraph.engine.ranges import ReplayRanges
 from chunkgraph.engine.replay import SlotReplay, SlotRunner
-from chunkgraph.engine.session import CapturedRank, CaptureReport, SessionSettings, capture_session
+from chunkgraph.engine.session import (
+    CapturedRank,
+    CaptureReport,
+    OnCapture,
+    SessionSettings,
+    capture_session,
+)
 from chunkgraph.engine.signature import Call, detached, flatten_call
 from chunkgraph.engine.slot import Slot
 from chunkgraph.engine.verify import Surroundings, Verifier, new_verifier
@@ -54,7 +60,7 @@ class ChunkGraphs:
         capture_scope: entered around capture warmup and captures.
         preserve: puts host-side state back after the session.
         generators: random generators that the chunks draw from, besides the default one.
-        progress: called with (graphs captured, all graphs) during a session.
+        progress: called during a session; see `OnCapture`.
         verify_scope: entered around the eager passes of ``verify``.
         is_told_of_misfits: whether every training step is told, on every rank, if its inputs fit
             (`step`, `announce`); the same on all ranks.
@@ -78,7 +84,7 @@ class ChunkGraphs:
         capture_scope: Callable[[], AbstractContextManager[object]] = nullcontext,
         preserve: Callable[[], AbstractContextManager[object]] = nullcontext,
         generators: Callable[[], Sequence[torch.Generator]] = tuple,
-        progress: Callable[[int, int], None] | None = None,
+        progress: OnCapture | None = None,
         verify_scope: Callable[[], AbstractContextManager[object]] = nullcontext,
         is_told_of_misfits: bool = False,
     ) -> None:

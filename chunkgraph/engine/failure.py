@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ import torch
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.decision import Agree
 from chunkgraph.engine.layers import LayerWatch
-from chunkgraph.engine.session import SessionSettings
+from chunkgraph.engine.session import OnCapture, SessionSettings
 from chunkgraph.errors import CaptureError, ChunkGraphError
 from chunkgraph.graphs import capture_failure
 
@@ -63,11 +63,11 @@ class SessionWatch:
         told.__cause__ = own
         return told
 
-    def _counting(self, progress: Callable[[int, int], None] | None) -> Callable[[int, int], None]:
-        def count(num_done: int, num_graphs: int) -> None:
+    def _counting(self, progress: OnCapture | None) -> OnCapture:
+        def count(num_done: int, num_graphs: int, free_bytes: int | None) -> None:
             self._num_done, self._num_graphs = num_done, num_graphs
             if progress is not None:
-                progress(num_done, num_graphs)
+                progress(num_done, num_graphs, free_bytes)
 
         return count
 

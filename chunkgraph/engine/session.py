@@ -35,7 +35,11 @@ from chunkgraph.graphs import (
 )
 from chunkgraph.memory import MemoryPlan, PoolPlan, SlotFootprint, prove_disjoint
 
-__all__ = ["CaptureReport", "CapturedRank", "SessionSettings", "capture_session"]
+__all__ = ["CaptureReport", "CapturedRank", "OnCapture", "SessionSettings", "capture_session"]
+
+
+OnCapture = Callable[[int, int, int | None], None]
+"""Called after every graph with graphs captured, all graphs, and bytes left (None: unknown)."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,7 @@ class SessionSettings:
     scope: Callable[[], AbstractContextManager[object]] = nullcontext
     preserve: Callable[[], AbstractContextManager[object]] = nullcontext
     generators: Callable[[], Sequence[torch.Generator]] = tuple
-    progress: Callable[[int, int], None] | None = None
+    progress: OnCapture | None = None
 
 
 @dataclass(frozen=True)
@@ -171,14 +175,14 @@ def capture_session(
                             settings,
                         )
                     )
-                    _report_progress(settings, len(forwards), total)
+                    _report_progress(settings, len(forwards), total, backend)
             for number, forward in enumerate(forwards, start=len(forwards) + 1):
                 c = forward.chunk_index
                 leaves = aliases[c].leaves
                 make_marker = chunks[c].new_marker
                 forward.marker = make_marker() if make_marker is not None else None
                 _capture_backward(forward, sinks[c], leaves, backend, pools, settings)
-                _report_progress(settings, number, total)
+                _report_progress(settings, number, total, backend)
             if settings.prove:
                 prove_disjoint([_footprint(f, backend) for f in forwards])
     except BaseException:
@@ -392,9 +396,11 @@ def _num_bytes(tensors: Sequence[torch.Tensor]) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
-def _report_progress(settings: SessionSettings, done: int, total: int) -> None:
+def _report_progress(
+    settings: SessionSettings, done: int, total: int, backend: GraphBackend
+) -> None:
     if settings.progress is not None:
-        settings.progress(done, total)
+        settings.progress(done, total, backend.free_bytes())
 
 
 @contextmanager

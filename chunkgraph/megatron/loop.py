@@ -15,6 +15,7 @@ from torch import nn
 
 from chunkgraph.config import Config
 from chunkgraph.engine import CaptureOptions
+from chunkgraph.engine.session import OnCapture
 from chunkgraph.megatron.batches import make_batches, packed_shape
 from chunkgraph.megatron.batches import sequence_batches as microbatches
 from chunkgraph.megatron.compat import import_megatron
@@ -30,6 +31,7 @@ __all__ = [
     "finish_parameter_gather",
     "forward_step",
     "microbatches",
+    "resume_parameter_gather",
     "run_training",
     "shared_loss",
     "synchronize",
@@ -93,6 +95,7 @@ def run_training(
     ddp_options: Mapping[str, Any] | None = None,
     model_options: Mapping[str, Any] | None = None,
     on_step: Callable[[StepRecord], None] = lambda _: None,
+    on_capture: OnCapture | None = None,
 ) -> TrainingRun:
     """Build the model from the seed, train every step of ``config``, and take it all down.
 
@@ -103,6 +106,7 @@ def run_training(
         ddp_options: further fields of Megatron's DistributedDataParallelConfig.
         model_options: further arguments of `build_model`.
         on_step: called after every step.
+        on_capture: called after every captured graph.
     """
     seed_everything(config.train.seed, device)
     chunks = build_model(config, device, ddp_options, **(model_options or {}))
@@ -120,6 +124,7 @@ def run_training(
                 scope=config.capture.scope,
                 options=capture_options(config),
                 packing=packed_shape(config),
+                progress=on_capture,
             )
             run.num_slots = graphs.num_slots
             forward_backward = graphs.wrap_forward_backward(forward_backward)
@@ -273,6 +278,13 @@ def finish_parameter_gather(chunks: list[nn.Module]) -> None:
     for chunk in chunks:
         if getattr(chunk, "use_forward_hook", False):
             chunk.disable_forward_pre_hook()  # type: ignore[operator]
+
+
+def resume_parameter_gather(chunks: list[nn.Module]) -> None:
+    """Undo `finish_parameter_gather`, before further steps."""
+    for chunk in chunks:
+        if getattr(chunk, "use_forward_hook", False):
+            chunk.enable_forward_pre_hook()  # type: ignore[operator]
 
 
 def synchronize(device: torch.device) -> None:

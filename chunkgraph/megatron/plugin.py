@@ -32,6 +32,7 @@ from chunkgraph.megatron.tables import CachedTables
 from chunkgraph.megatron.topology import PipelinePlace, agree_by_maximum
 
 if TYPE_CHECKING:
+    from chunkgraph.engine.session import OnCapture
     from chunkgraph.graphs import GraphBackend
     from chunkgraph.packing import PackedShape
 
@@ -47,6 +48,7 @@ def attach(
     zero_copy: bool = True,
     packing: PackedShape | None = None,
     backend: GraphBackend | None = None,
+    progress: OnCapture | None = None,
 ) -> MegatronChunkGraphs:
     """Give every one of ``model_chunks`` chunk graphs.
 
@@ -67,6 +69,8 @@ def attach(
             then told the documents of its microbatches (`MegatronChunkGraphs.wrap_forward_backward`
             says how); a step with a microbatch that does not fit runs eagerly on all ranks.
         backend: graphs to use; default by the parameters' device.
+        progress: called after every captured graph with graphs captured, all graphs of this rank
+            and bytes left on the device (None: unknown).
 
     Raises:
         ConfigError: the model uses something a chunk graph cannot hold, no block was found, or
@@ -103,6 +107,7 @@ def attach(
         generators=compat.graph_safe_generators,
         verify_scope=_running_beside,
         is_told_of_misfits=packings is not None,
+        progress=progress,
     )
     receiver = SlotReceiver(engine, place, config, wanted=zero_copy, lends_input_grads=lends)
     for part, call in zip(parts, receiver.calls(engine.callables), strict=True):

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from chunkgraph.config import Config
+from chunkgraph.engine.session import OnCapture
 from chunkgraph.engine.verify import same_bits
 from chunkgraph.megatron.compat import versions
 from chunkgraph.megatron.loop import StepRecord, TrainingRun, run_training
@@ -45,6 +46,7 @@ def train(
     ddp_options: Mapping[str, Any] | None = None,
     model_options: Mapping[str, Any] | None = None,
     on_step: OnStep = lambda *_: None,
+    on_capture: OnCapture | None = None,
 ) -> dict[str, Any]:
     """Run ``config`` on this rank, with its eager twin where ``train.compare`` is ``eager``.
 
@@ -54,6 +56,7 @@ def train(
         ddp_options: further fields of Megatron's DistributedDataParallelConfig.
         model_options: further arguments of `build_model`.
         on_step: called after every step of either run.
+        on_capture: called after every captured graph of this rank.
 
     Returns:
         The whole job's results as plain values for JSON, the same on every rank.
@@ -76,6 +79,7 @@ def train(
         ddp_options=ddp_options,
         model_options=model_options,
         on_step=lambda record: on_step("chunk", record),
+        on_capture=on_capture,
     )
     comparison = compare_runs(eager, chunk) if eager is not None else None
     return _report(chunk, eager, _gather(_of_rank(chunk, comparison)))

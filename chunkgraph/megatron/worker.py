@@ -95,8 +95,8 @@ def train_rank(
 
     Args:
         config: the run.
-        on_progress: called with the progress line of each step and capture; None on ranks that
-            nobody watches.
+        on_progress: called with the progress line of each step, session and captured graph; None
+            on ranks that nobody watches.
 
     Returns:
         The whole job's results as plain values for JSON, the same on every rank.
@@ -122,8 +122,14 @@ def train_rank(
         for event in events:
             on_progress({**line, "event": event})
 
+    def on_capture(num_captured: int, num_graphs: int, free_bytes: int | None) -> None:
+        if on_progress is None:
+            return
+        line = {"phase": "chunk", "event": "capturing", "num_captured": num_captured}
+        on_progress({**line, "num_graphs": num_graphs, "free_bytes": free_bytes})
+
     with training_process(config) as device:
-        return train(config, device, on_step=on_step)
+        return train(config, device, on_step=on_step, on_capture=on_capture)
 
 
 def append_progress(path: Path) -> Callable[[dict[str, Any]], None]:

@@ -1,12 +1,34 @@
 """Documents of any lengths in arrays of fixed shapes, so that one graph serves every packing.
 
-NumPy only: everything is computed on the host, from lists of lengths.
+NumPy only: everything is computed on the host, from lists of lengths. `pack` lays out one
+microbatch, `reason_not_to_fit` says beforehand whether it can, `schedule_microbatches` gathers
+documents into microbatches that fit, and `recommend` finds a shape for a dataset.
 """
 
 from __future__ import annotations
 
+from chunkgraph.packing.fallback import (
+    ShapeOutcome,
+    allowed_misfits,
+    evaluate,
+    fallback_share,
+    fits,
+    padding_waste,
+)
+from chunkgraph.packing.json_value import ValueKind
+from chunkgraph.packing.lengths import DocumentLengths, ReadOptions, read_lengths
+from chunkgraph.packing.megatron_index import read_megatron_index
+from chunkgraph.packing.microbatches import (
+    LongDocuments,
+    MicrobatchSizes,
+    fit_long_documents,
+    pack_in_order,
+    sizes_of,
+)
 from chunkgraph.packing.offsets import check_offsets, document_lengths
 from chunkgraph.packing.pack import PackedSequences, pack
+from chunkgraph.packing.recommend import Recommendation, quantile, recommend
+from chunkgraph.packing.schedule import schedule_microbatches
 from chunkgraph.packing.shape import (
     OverflowReason,
     PackedShape,
@@ -15,12 +37,32 @@ from chunkgraph.packing.shape import (
 )
 
 __all__ = [
+    "DocumentLengths",
+    "LongDocuments",
+    "MicrobatchSizes",
     "OverflowReason",
     "PackedSequences",
     "PackedShape",
+    "ReadOptions",
+    "Recommendation",
+    "ShapeOutcome",
+    "ValueKind",
+    "allowed_misfits",
     "check_offsets",
     "document_lengths",
+    "evaluate",
+    "fallback_share",
+    "fit_long_documents",
+    "fits",
     "pack",
+    "pack_in_order",
+    "padding_waste",
+    "quantile",
+    "read_lengths",
+    "read_megatron_index",
     "reason_not_to_fit",
+    "recommend",
+    "schedule_microbatches",
+    "sizes_of",
     "smallest_that_fits",
 ]

@@ -307,11 +307,11 @@ def test_a_script_that_fails_is_explained_in_the_last_line(jobs: Jobs) -> None:
 
 
 def test_flags_that_cannot_go_together_are_one_message(jobs: Jobs) -> None:
-    refused = ["--recompute-granularity", "full", "--optimizer-cuda-graph"]
+    refused = ["--distribute-saved-activations", "--optimizer-cuda-graph"]
     assert jobs.launch(*MODEL, *EIGHT, *CHUNK, *refused) == 2
     message = jobs.output[jobs.output.index("error: ") :]
     assert "--optimizer-cuda-graph: " in message
-    assert "recompute_granularity='full': " in message
+    assert "distribute_saved_activations=True: " in message
     assert jobs.output.count("cannot go together") == 1
 
 

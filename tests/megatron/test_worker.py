@@ -38,6 +38,8 @@ def test_results_and_progress(run_worker: RunWorker, make_config: MakeConfig) ->
         assert seen == counts
     captures = [(x["phase"], x["step"]) for x in lines if x["event"] == "capture"]
     assert captures == [("chunk", 1)]
+    graphs = [(x["num_captured"], x["num_graphs"]) for x in lines if x["event"] == "capturing"]
+    assert graphs == [(i + 1, len(graphs)) for i in range(len(graphs))] != []
     left = {p.name for p in folder.iterdir()}
     assert left == {"config.yaml", "log0.txt", "log1.txt", "rank0.json", "progress.jsonl"}
 

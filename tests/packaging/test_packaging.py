@@ -126,6 +126,8 @@ LIGHT = (
     "chunkgraph.slots",
     "chunkgraph.config",
     "chunkgraph.data",
+    "chunkgraph.packing",
+    "chunkgraph.cli.packing",
     "chunkgraph.cli.plan",
     "chunkgraph.cli.train",
     "chunkgraph.cli.launcher",

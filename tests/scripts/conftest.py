@@ -27,7 +27,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 def package_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the package in it, whose Megatron launcher only runs the script."""
     folder = tmp_path_factory.mktemp("package")
-    ignored = shutil.ignore_patterns("__pycache__", "launch", "launch.py")
+    ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "chunkgraph", folder / "chunkgraph", ignore=ignored)
     (folder / "chunkgraph" / "megatron" / "launch.py").write_text(LAUNCH)
     return folder

@@ -136,7 +136,10 @@ def test_a_script_gets_its_arguments_and_its_exit_code_comes_back(
 ) -> None:
     script = tmp_path / "pretrain.py"
     script.write_text(
-        "import os, sys\nprint(os.environ['RANK'], os.environ['WORLD_SIZE'], sys.argv[1:])\n"
+        "import os, sys\n"
+        # In one write, so that the ranks' lines do not run into each other.
+        "line = f\"{os.environ['RANK']} {os.environ['WORLD_SIZE']} {sys.argv[1:]}\\n\"\n"
+        "os.write(1, line.encode())\n"
         "sys.exit(3 if os.environ['RANK'] == '1' else 0)\n"
     )
     result = launch(marked, str(script), "--train-iters", "2", "a b")

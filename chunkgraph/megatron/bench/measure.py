@@ -24,6 +24,7 @@ from chunkgraph.megatron.loop import (
     finish_parameter_gather,
     forward_step,
     microbatches,
+    resume_parameter_gather,
     shared_loss,
     synchronize,
 )
@@ -145,6 +146,7 @@ class VariantRun:
         result.captures_after_first = self._variant.captures_after_first
         finish_parameter_gather(self._chunks)
         result.parameters_sha256 = _parameters_sha256(self._chunks)
+        resume_parameter_gather(self._chunks)
 
     def measure_host(self, num_steps: int) -> None:
         """Time the host in further steps, which change the parameters again."""

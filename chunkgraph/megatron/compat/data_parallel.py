@@ -19,6 +19,7 @@ __all__ = [
     "call_parameter_gather_hooks",
     "gathers_parameters",
     "gradient_marker",
+    "has_parameter_gather_hook",
     "is_fully_sharded",
     "unwrap_ddp",
 ]
@@ -53,6 +54,17 @@ def is_fully_sharded(chunk: nn.Module) -> bool:
 def gathers_parameters(ddp: nn.Module) -> bool:
     """Whether ``ddp`` gathers parameters in forward pre-hooks (overlap_param_gather)."""
     return bool(getattr(getattr(ddp, "ddp_config", None), "overlap_param_gather", False))
+
+
+def has_parameter_gather_hook(module: nn.Module) -> bool:
+    """Whether DDP would gather parameters when ``module`` is called.
+
+    It takes its hooks away at times, for example to evaluate.
+    """
+    return any(
+        getattr(hook, "__module__", None) == DDP_MODULE
+        for hook in module._forward_pre_hooks.values()
+    )
 
 
 def call_parameter_gather_hooks(modules: Sequence[nn.Module]) -> None:

@@ -16,7 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from chunkgraph.megatron.compat.data_parallel import call_parameter_gather_hooks
+from chunkgraph.megatron.compat.data_parallel import (
+    call_parameter_gather_hooks,
+    has_parameter_gather_hook,
+)
 
 __all__ = ["ParameterGates"]
 
@@ -58,7 +61,10 @@ class ParameterGates:
 
         The side stream starts behind the work given so far (the optimizer's writes).
         """
-        if not any(_is_outstanding(group) for group in self._groups.values()):
+        first_module, _ = self._hooked[0]
+        if not has_parameter_gather_hook(first_module) or not any(
+            _is_outstanding(group) for group in self._groups.values()
+        ):
             return
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):

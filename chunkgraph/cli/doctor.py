@@ -1,0 +1,48 @@
+"""``chunkgraph doctor``: what of this machine chunk graphs can use, and what to install."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
+
+__all__ = ["add_parser", "run"]
+
+_STYLES = {"ok": "green", "absent": "yellow", "wrong": "bold red"}
+
+
+def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the subcommand's arguments."""
+    parser = subparsers.add_parser(
+        "doctor",
+        help="show what of this machine chunk graphs can use",
+        description="Look at Python, torch, GPUs, Megatron-core, Transformer Engine and what "
+        "mixture of experts needs, and capture and replay a small module. Nothing is changed. "
+        "Exit code 1 if something is there that chunk graphs cannot work with.",
+    )
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the subcommand; returns the exit code."""
+    from chunkgraph.megatron.doctor import examine
+
+    findings = examine()
+    if args.json:
+        print(json.dumps([asdict(finding) for finding in findings], indent=1))
+    else:
+        table = Table(box=None, pad_edge=False, show_header=False)
+        for finding in findings:
+            told = f"{finding.found}; {finding.advice}" if finding.advice else finding.found
+            # Text, not str: brackets in advice are no markup.
+            table.add_row(finding.name, Text(finding.state, _STYLES[finding.state]), Text(told))
+        Console(highlight=False).print(table)
+    return int(any(finding.state == "wrong" for finding in findings))

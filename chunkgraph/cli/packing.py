@@ -1,0 +1,292 @@
+"""``chunkgraph packing``: packed shapes for a dataset's documents; needs no torch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from chunkgraph.cli.packing_progress import PackingProgress
+from chunkgraph.errors import ConfigError
+from chunkgraph.packing import (
+    DocumentLengths,
+    LongDocuments,
+    MicrobatchSizes,
+    PackedShape,
+    ReadOptions,
+    Recommendation,
+    ValueKind,
+    fit_long_documents,
+    pack_in_order,
+    read_lengths,
+    recommend,
+    sizes_of,
+)
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
+
+__all__ = ["PackingStudy", "add_parser", "run"]
+
+_DESCRIPTION = """\
+Read the lengths of a dataset's documents and find how many sequences (N) and tokens (T) the graphs
+of a packed microbatch should hold: the share of steps that would not fit and run eagerly, and the
+share of rows that would be padding. One microbatch that does not fit, on any data-parallel rank,
+makes its whole step eager.
+
+  chunkgraph packing --lengths data/sft.jsonl --max-packed-tokens 8192 --num-microbatches 16
+  chunkgraph packing --lengths data/my_text_document --target-fallback 0.5% --plot packing.png
+"""
+_EPILOG = """\
+LENGTHS is a Megatron dataset (its .idx file, or the path before it), JSON lines (a length, tokens,
+text or a conversation under a key), or whole numbers, one document a line. Documents are shuffled
+and packed end to end, each microbatch until the next document has no room, as a data path does
+that knows nothing of graphs. Where the lines hold several lengths each, every line is one
+microbatch that was packed already, and is taken as it is. Steps draw microbatches in random order.
+
+N counts the dummy sequence that fills the tail: N - 1 documents fit.
+"""
+_DEFAULT_CAPACITY = 4096
+_DEFAULT_MICROBATCHES = 8
+# Kernels tile rows in such numbers.
+_ROUND_TOKENS = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackingStudy:
+    """All that is told of a dataset."""
+
+    path: str
+    lengths: DocumentLengths
+    num_long: int
+    """Documents above the capacity, before anything was done to them."""
+    long_documents: LongDocuments
+    sizes: MicrobatchSizes
+    capacity: PackedShape
+    is_default_capacity: bool
+    microbatches_per_step: int
+    target: float
+    wanted_seqs: tuple[int, ...]
+    result: Recommendation
+
+
+def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the subcommand's arguments."""
+    parser = subparsers.add_parser(
+        "packing",
+        help="shapes for packed sequences, from a dataset's lengths; needs no torch",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--lengths", metavar="LENGTHS", required=True, type=Path, help="see below")
+    parser.add_argument(
+        "--target-fallback",
+        metavar="SHARE",
+        default="1%",
+        help="share of steps that may run eagerly: 1%% or 0.01 (default 1%%)",
+    )
+    parser.add_argument(
+        "--max-packed-tokens",
+        type=int,
+        metavar="T",
+        help="tokens that a microbatch is packed with, over all context-parallel ranks; the most "
+        f"to look at (default: the power of two above the longest document, at least "
+        f"{_DEFAULT_CAPACITY}; of packed microbatches what holds the largest)",
+    )
+    parser.add_argument(
+        "--max-packed-seqs",
+        type=int,
+        metavar="N",
+        nargs="+",
+        default=[],
+        help="more values of N to look at",
+    )
+    parser.add_argument(
+        "--num-microbatches",
+        type=int,
+        metavar="M",
+        help=f"microbatches of a step on each data-parallel rank (default {_DEFAULT_MICROBATCHES})",
+    )
+    parser.add_argument(
+        "--data-parallel-size", type=int, metavar="D", help="data-parallel ranks (default 1)"
+    )
+    parser.add_argument(
+        "--global-batch-size",
+        type=int,
+        metavar="G",
+        help="packed microbatches of a step on all ranks, instead of M and D",
+    )
+    parser.add_argument(
+        "--context-parallel-size",
+        type=int,
+        metavar="C",
+        default=1,
+        help="pads each document to a multiple of 2 C (default 1: no padding)",
+    )
+    parser.add_argument(
+        "--long-documents",
+        choices=[policy.value for policy in LongDocuments],
+        default=LongDocuments.TRUNCATE.value,
+        help="what becomes of documents longer than T: cut to T, split, or kept, to fall back "
+        "(default truncate)",
+    )
+    parser.add_argument("--key", metavar="KEY", help="JSON lines: the key that holds the document")
+    parser.add_argument(
+        "--value",
+        choices=[kind.value for kind in ValueKind],
+        default=ValueKind.AUTO.value,
+        help="JSON lines: what the value is; lengths are of one packed microbatch (default auto)",
+    )
+    parser.add_argument(
+        "--bytes-per-token",
+        type=float,
+        metavar="B",
+        default=4.0,
+        help="JSON lines of text: bytes of a token, to estimate with (default 4)",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the order of the documents (default 0)"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON only")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw the choice (.png, .svg or .pdf)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the subcommand.
+
+    Returns:
+        The exit code: 0, or 1 when no shape meets the target.
+
+    Raises:
+        ConfigError: The arguments or the file are wrong, or the picture cannot be written.
+        MissingDependencyError: The picture needs matplotlib.
+    """
+    from chunkgraph.cli import packing_plot, packing_report
+
+    if args.plot is not None:
+        # Found out before a long file is read.
+        packing_plot.require(args.plot)
+    study = _study(args)
+    if args.plot is not None:
+        packing_plot.draw(study, args.plot)
+    if args.json:
+        print(json.dumps(packing_report.as_json(study), indent=2))
+    else:
+        packing_report.print_study(study, args.plot)
+    return 0 if study.result.best is not None else 1
+
+
+def _study(args: argparse.Namespace) -> PackingStudy:
+    target = _share(args.target_fallback)
+    per_step = _microbatches_per_step(args)
+    for num_seqs in args.max_packed_seqs:
+        _at_least(2, "--max-packed-seqs", num_seqs)
+    _at_least(0, "--seed", args.seed)
+    if not args.bytes_per_token > 0:
+        msg = f"packing: --bytes-per-token {args.bytes_per_token:g} is not above 0"
+        raise ConfigError(msg)
+    wanted_tokens: int | None = args.max_packed_tokens
+    if wanted_tokens is not None or args.context_parallel_size < 1:
+        # A wrong size is told before a long file is read.
+        _capacity(1 if wanted_tokens is None else wanted_tokens, args)
+    options = ReadOptions(
+        key=args.key, kind=ValueKind(args.value), bytes_per_token=args.bytes_per_token
+    )
+    policy = LongDocuments(args.long_documents)
+    with PackingProgress() as progress:
+        lengths = read_lengths(args.lengths, options, progress.phase("reading"))
+        tokens = lengths.tokens
+        capacity = _capacity(
+            _default_capacity(lengths, args) if wanted_tokens is None else wanted_tokens, args
+        )
+        num_long = int((tokens > capacity.max_packed_tokens).sum())
+        ends = lengths.microbatch_ends
+        if ends is None:
+            tokens = fit_long_documents(tokens, capacity.max_packed_tokens, policy)
+            tokens = np.random.default_rng(args.seed).permutation(tokens)
+            ends = pack_in_order(tokens, capacity, progress.phase("packing"))
+        sizes = sizes_of(tokens, ends, capacity)
+    return PackingStudy(
+        path=str(args.lengths),
+        lengths=lengths,
+        num_long=num_long,
+        long_documents=policy if lengths.microbatch_ends is None else LongDocuments.KEEP,
+        sizes=sizes,
+        capacity=capacity,
+        is_default_capacity=wanted_tokens is None,
+        microbatches_per_step=per_step,
+        target=target,
+        wanted_seqs=tuple(args.max_packed_seqs),
+        result=recommend(
+            sizes,
+            capacity,
+            microbatches_per_step=per_step,
+            target=target,
+            wanted_seqs=args.max_packed_seqs,
+        ),
+    )
+
+
+def _share(text: str) -> float:
+    """``1%`` or ``0.01`` as a number below 1."""
+    is_percent = text.rstrip().endswith("%")
+    try:
+        value = float(text.rstrip().removesuffix("%")) / (100 if is_percent else 1)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1:
+        msg = (
+            f"packing: --target-fallback {text!r} is no share below 1. Write a percentage, such as "
+            "1%, or a fraction, such as 0.01"
+        )
+        raise ConfigError(msg)
+    return value
+
+
+def _at_least(least: int, flag: str, value: int) -> int:
+    if value < least:
+        msg = f"packing: {flag} {value} is below {least}"
+        raise ConfigError(msg)
+    return value
+
+
+def _microbatches_per_step(args: argparse.Namespace) -> int:
+    if args.global_batch_size is not None:
+        if args.num_microbatches is not None or args.data_parallel_size is not None:
+            msg = (
+                "packing: --global-batch-size is the microbatches of all ranks; it does not go "
+                "with --num-microbatches or --data-parallel-size"
+            )
+            raise ConfigError(msg)
+        return _at_least(1, "--global-batch-size", args.global_batch_size)
+    num = _DEFAULT_MICROBATCHES if args.num_microbatches is None else args.num_microbatches
+    ranks = 1 if args.data_parallel_size is None else args.data_parallel_size
+    return _at_least(1, "--num-microbatches", num) * _at_least(1, "--data-parallel-size", ranks)
+
+
+def _capacity(tokens: int, args: argparse.Namespace) -> PackedShape:
+    return PackedShape(
+        max_packed_seqs=2,
+        max_packed_tokens=tokens,
+        context_parallel_size=args.context_parallel_size,
+    )
+
+
+def _default_capacity(lengths: DocumentLengths, args: argparse.Namespace) -> int:
+    multiple = 1 if args.context_parallel_size == 1 else 2 * args.context_parallel_size
+    if lengths.microbatch_ends is not None:
+        padded = -(-lengths.tokens // multiple) * multiple
+        totals = np.concatenate([[0], np.cumsum(padded)])[lengths.microbatch_ends]
+        unit = math.lcm(_ROUND_TOKENS, multiple)
+        return -(-int(np.diff(totals, prepend=0).max()) // unit) * unit
+    longest = max(_DEFAULT_CAPACITY, int(lengths.tokens.max()))
+    power = 1 << (longest - 1).bit_length()
+    return -(-power // multiple) * multiple

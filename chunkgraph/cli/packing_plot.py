@@ -1,0 +1,135 @@
+"""The picture of ``chunkgraph packing``: eager steps against N, and what microbatches hold."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from chunkgraph.cli.bench_plot import require_matplotlib
+from chunkgraph.errors import ConfigError
+from chunkgraph.packing import fallback_share, fits, quantile
+
+if TYPE_CHECKING:
+    from chunkgraph.cli.packing import PackingStudy
+
+__all__ = ["draw", "require"]
+
+_CHOSEN = "#d1495b"
+_GREYS = ("#b0b0b0", "#8a8a8a", "#606060", "#303030")
+_NUM_POINTS = 160
+
+
+def require(path: Path) -> None:
+    """Find out early whether the picture can be drawn and written.
+
+    Raises:
+        ConfigError: The folder does not exist, or the file's ending is no picture's.
+        MissingDependencyError: matplotlib is not installed.
+    """
+    require_matplotlib()
+    if not path.parent.is_dir():
+        msg = f"--plot {path}: the folder {path.parent} does not exist."
+        raise ConfigError(msg)
+    if path.suffix.lower() not in (".png", ".svg", ".pdf"):
+        msg = f"--plot {path}: the file's name ends in .png, .svg or .pdf."
+        raise ConfigError(msg)
+
+
+def draw(study: PackingStudy, path: Path) -> None:
+    """Draw the study into a file.
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    steps, held = figure.subplots(1, 2)
+    _draw_steps(steps, study)
+    _draw_held(held, study)
+    name = Path(study.path).name
+    figure.suptitle(
+        f"{name}: {len(study.sizes)} microbatches, {study.microbatches_per_step} in a step",
+        fontsize=10,
+    )
+    try:
+        figure.savefig(path, dpi=150)
+    except (OSError, ValueError) as error:
+        msg = f"--plot {path}: cannot be written: {error}."
+        raise ConfigError(msg) from None
+
+
+def _draw_steps(axes: Any, study: PackingStudy) -> None:
+    best = study.result.best
+    largest = int(study.sizes.num_documents.max()) + 1
+    points = np.unique(np.geomspace(2, max(largest, 4), _NUM_POINTS).astype(int)).tolist()
+    capacities = sorted({o.shape.max_packed_tokens for o in study.result.outcomes})
+    for position, tokens in enumerate(capacities):
+        is_best = best is not None and tokens == best.shape.max_packed_tokens
+        axes.plot(
+            points,
+            [100 * _share(study, num_seqs, tokens) for num_seqs in points],
+            color=_CHOSEN if is_best else _GREYS[position % len(_GREYS)],
+            linewidth=2 if is_best else 1,
+            zorder=3 if is_best else 2,
+            label=f"T = {tokens}",
+        )
+    label = f"target, {100 * study.target:.4g}%"
+    axes.axhline(100 * study.target, color="black", linewidth=0.8, linestyle=":", label=label)
+    if best is not None:
+        num_seqs, share = best.shape.max_packed_seqs, 100 * best.fallback_share
+        axes.plot([num_seqs], [share], marker="o", color=_CHOSEN, zorder=4)
+        axes.annotate(
+            f"N = {num_seqs}",
+            (num_seqs, share),
+            xytext=(4, 8),
+            textcoords="offset points",
+            fontsize=9,
+            color=_CHOSEN,
+        )
+    _style_counts(axes, largest)
+    axes.set_ylim(-2, 102)
+    axes.set_title("steps that run eagerly, %", fontsize=10)
+    axes.set_xlabel("sequences N that a microbatch holds, the dummy included")
+    axes.legend(fontsize=8, frameon=False)
+
+
+def _share(study: PackingStudy, num_seqs: int, tokens: int) -> float:
+    shape = replace(study.capacity, max_packed_seqs=num_seqs, max_packed_tokens=tokens)
+    num_misfits = int((~fits(study.sizes, shape)).sum())
+    return fallback_share(num_misfits, len(study.sizes), study.microbatches_per_step)
+
+
+def _draw_held(axes: Any, study: PackingStudy) -> None:
+    counts = np.sort(study.sizes.num_documents)
+    shares = 100 * np.arange(1, len(counts) + 1) / len(counts)
+    axes.step(counts, shares, where="post", color=_GREYS[3], linewidth=1)
+    for q in (0.5, 0.9, 0.99):
+        value = quantile(counts, q)
+        axes.plot([value], [100 * q], marker="o", markersize=4, color=_GREYS[3])
+        axes.annotate(
+            f"P{100 * q:g}: {value}",
+            (value, 100 * q),
+            xytext=(6, -11),
+            textcoords="offset points",
+            fontsize=8,
+        )
+    _style_counts(axes, int(counts[-1]) + 1)
+    axes.set_ylim(-2, 102)
+    axes.set_title("microbatches with at most so many documents, %", fontsize=10)
+    axes.set_xlabel("documents of a microbatch")
+
+
+def _style_counts(axes: Any, largest: int) -> None:
+    from matplotlib.ticker import FormatStrFormatter, NullFormatter
+
+    axes.set_xscale("log", base=2)
+    axes.set_xlim(1, 1.15 * max(largest, 2))
+    axes.xaxis.set_major_formatter(FormatStrFormatter("%d"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.spines[["top", "right"]].set_visible(False)

@@ -1,0 +1,200 @@
+"""What of this machine chunk graphs can use, looked at without changing anything."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.metadata
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["Finding", "examine"]
+
+State = Literal["ok", "absent", "wrong"]
+
+_MEGATRON_FROM, _MEGATRON_UP_TO = (0, 16), (0, 19)
+_CUBLASLT_NEEDED = 130801
+"""13.8.1, the first that takes the token counts of a grouped GEMM from the device."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at.
+
+    Attributes:
+        name: what.
+        state: ``ok``; ``absent``: something optional is not there; ``wrong``: it is there, but
+            chunk graphs cannot work with it.
+        found: what was found.
+        advice: what to do, if anything.
+    """
+
+    name: str
+    state: State
+    found: str
+    advice: str = ""
+
+
+def examine() -> list[Finding]:
+    """Look at Python, torch, the GPUs, Megatron-core and what belongs to it."""
+    return [look() for look in _LOOKS]
+
+
+def _python() -> Finding:
+    version = sys.version.split()[0]
+    advice = ""
+    if sys.version_info < (3, 12):
+        advice = "Megatron's training program needs 3.12 from megatron-core 0.18 on"
+    return Finding("python", "ok", version, advice)
+
+
+def _torch() -> Finding:
+    version = _version("torch")
+    if version is None:
+        return Finding("torch", "wrong", "not installed", "pip install torch")
+    import torch
+
+    built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "for CPUs only"
+    return Finding("torch", "ok", f"{torch.__version__}, {built}")
+
+
+def _gpus() -> Finding:
+    if _version("torch") is None:
+        return Finding("GPUs", "absent", "unknown without torch")
+    import torch
+
+    if not torch.cuda.is_available():
+        advice = "chunk graphs run on the CPU recorder, which tests them and makes nothing faster"
+        return Finding("GPUs", "absent", "none", advice)
+    devices = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    names = {f"{d.name} ({d.total_memory / 2**30:.0f} GiB)" for d in devices}
+    return Finding("GPUs", "ok", f"{len(devices)} x {', '.join(sorted(names))}")
+
+
+def _capture() -> Finding:
+    """Capture something and replay it on other numbers."""
+    if _version("torch") is None:
+        return Finding("capture", "absent", "unknown without torch")
+    import torch
+
+    from chunkgraph.engine import ChunkGraphs
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        module = torch.nn.Linear(8, 8, device=device)
+        graphs = ChunkGraphs([module], [1])
+        graphs.capture([(torch.zeros(2, 8, device=device, requires_grad=True),)])
+        x = torch.ones(2, 8, device=device, requires_grad=True)
+        with graphs.step(1):
+            y = graphs.callables[0](x)
+            is_equal = torch.equal(y, module(x))
+            y.sum().backward()
+        graphs.release()
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is the finding
+        return Finding("capture", "wrong", f"{type(error).__name__}: {str(error).splitlines()[0]}")
+    if not is_equal:
+        return Finding("capture", "wrong", "a replay differs from eager", "report this machine")
+    how = "a CUDA graph" if device == "cuda" else "the CPU recorder"
+    return Finding("capture", "ok", f"{how} replays what eager gives")
+
+
+def _megatron() -> Finding:
+    version = _version("megatron-core")
+    if version is None:
+        advice = "pip install 'chunkgraph[megatron]', to train with Megatron-core"
+        return Finding("megatron-core", "absent", "not installed", advice)
+    release = tuple(int(part) for part in version.split(".")[:2])
+    if not _MEGATRON_FROM <= release <= _MEGATRON_UP_TO:
+        return Finding("megatron-core", "wrong", version, "use 0.16 to 0.19")
+    return Finding("megatron-core", "ok", version)
+
+
+def _training() -> Finding:
+    name = "megatron.training"
+    if _version("megatron-core") is None or importlib.util.find_spec("megatron") is None:
+        return Finding(name, "absent", "not installed")
+    if importlib.util.find_spec(name) is None:
+        advice = "`chunkgraph launch` needs it: megatron-core 0.18+ or a checkout of Megatron-LM"
+        return Finding(name, "absent", "not in this megatron-core", advice)
+    return Finding(name, "ok", "there")
+
+
+def _transformer_engine() -> Finding:
+    version = _version("transformer-engine") or _version("transformer-engine-torch")
+    if version is None:
+        advice = "pip install 'chunkgraph[te]'; Megatron's local layers are slow on GPUs"
+        return Finding("Transformer Engine", "absent", "not installed", advice)
+    return Finding("Transformer Engine", "ok", version)
+
+
+def _triton() -> Finding:
+    version = _version("triton")
+    if version is None:
+        advice = "on GPUs, gradients are then added to main_grad by a slower kernel of torch"
+        return Finding("triton", "absent", "not installed", advice)
+    return Finding("triton", "ok", version)
+
+
+def _deep_ep() -> Finding:
+    name = "DeepEP (HybridEP)"
+    if importlib.util.find_spec("deep_ep") is None:
+        advice = (
+            "mixture of experts then takes all-to-all with a capacity factor; HybridEP is built "
+            "from the hybrid-ep branch of DeepEP"
+        )
+        return Finding(name, "absent", "not installed", advice)
+    version = _version("deep_ep") or "unknown version"
+    if importlib.util.find_spec("hybrid_ep_cpp") is None:
+        advice = "this build has no HybridEP; build the hybrid-ep branch"
+        return Finding(name, "absent", version, advice)
+    return Finding(name, "ok", version)
+
+
+def _cublaslt() -> Finding:
+    name = "cuBLASLt"
+    for library in ("libcublasLt.so.13", "libcublasLt.so.12", "libcublasLt.so"):
+        with contextlib.suppress(OSError, AttributeError):
+            get_version = ctypes.CDLL(library).cublasLtGetVersion
+            get_version.restype = ctypes.c_size_t
+            number = int(get_version())
+            text = f"{number // 10000}.{number // 100 % 100}.{number % 100}"
+            if number < _CUBLASLT_NEEDED:
+                advice = "a grouped MLP whose token counts stay on the device needs 13.8.1"
+                return Finding(name, "absent", text, advice)
+            return Finding(name, "ok", text)
+    return Finding(name, "absent", "not found")
+
+
+def _determinism() -> Finding:
+    name = "deterministic attention"
+    value = os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO")
+    if value == "0":
+        return Finding(name, "ok", "NVTE_ALLOW_NONDETERMINISTIC_ALGO=0")
+    advice = "set NVTE_ALLOW_NONDETERMINISTIC_ALGO=0 to compare runs to the last bit"
+    return Finding(name, "absent", "not asked for", advice)
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+_LOOKS: tuple[Callable[[], Finding], ...] = (
+    _python,
+    _torch,
+    _gpus,
+    _capture,
+    _megatron,
+    _training,
+    _transformer_engine,
+    _triton,
+    _deep_ep,
+    _cublaslt,
+    _determinism,
+)

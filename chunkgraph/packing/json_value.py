@@ -1,0 +1,103 @@
+"""How many tokens a value of a JSON line stands for."""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from chunkgraph._text import did_you_mean, name_list
+from chunkgraph.errors import ConfigError
+
+__all__ = ["TokenCounts", "ValueKind", "find_key", "token_counts"]
+
+# In this order: an exact count is better than tokens, and those than text.
+_USUAL_KEYS = (
+    *("length", "num_tokens", "lengths", "seqlens", "input_ids", "tokens"),
+    *("text", "messages", "conversation", "content"),
+)
+_KEYS_OF_LENGTHS = ("lengths", "seqlens")
+
+
+class ValueKind(enum.Enum):
+    """What the value under the key is."""
+
+    AUTO = "auto"
+    LENGTH = "length"
+    LENGTHS = "lengths"
+    TOKENS = "tokens"
+    TEXT = "text"
+
+
+@dataclass(frozen=True)
+class TokenCounts:
+    """Documents of one line."""
+
+    tokens: list[int]
+    is_estimated: bool = False
+    is_microbatch: bool = False
+    """The documents were packed together already."""
+
+
+def find_key(value: Any, key: str | None, where: str) -> str:
+    """The key that holds the document in a parsed line.
+
+    Raises:
+        ConfigError: The line is no object, or has no such key.
+    """
+    if not isinstance(value, dict):
+        msg = f"{where}: a JSON {type(value).__name__}, not an object with keys."
+        raise ConfigError(msg)
+    if key is None:
+        key = next((usual for usual in _USUAL_KEYS if usual in value), None)
+        if key is None:
+            msg = f"{where}: none of the keys is a usual one ({name_list(value)}). Name it: --key."
+            raise ConfigError(msg)
+    elif key not in value:
+        msg = f"{where}: no key {key!r} among {name_list(value)}.{did_you_mean(key, value)}"
+        raise ConfigError(msg)
+    return key
+
+
+def token_counts(
+    value: Any, kind: ValueKind, *, where: str, key: str, bytes_per_token: float
+) -> TokenCounts:
+    """Tokens of each document that a value stands for.
+
+    A number is a length, a list of numbers a document's tokens (``LENGTHS``: a microbatch's
+    lengths), a string text, and a list of objects a conversation, whose ``content`` is text.
+
+    Raises:
+        ConfigError: The value is not of the kind.
+    """
+    if kind is ValueKind.AUTO and isinstance(value, list) and key in _KEYS_OF_LENGTHS:
+        kind = ValueKind.LENGTHS
+    any_kind = kind is ValueKind.AUTO
+    if (any_kind or kind is ValueKind.LENGTH) and _is_int(value):
+        return TokenCounts([value])
+    if isinstance(value, list):
+        if kind is ValueKind.LENGTHS and all(map(_is_int, value)):
+            return TokenCounts(value, is_microbatch=True)
+        if any_kind or kind is ValueKind.TEXT:
+            turns = [turn.get("content") for turn in value if isinstance(turn, dict)]
+            texts = [text for text in turns if isinstance(text, str)]
+            if texts and len(texts) == len(value):
+                return _estimate("".join(texts), bytes_per_token)
+        if (any_kind or kind is ValueKind.TOKENS) and (not value or _is_int(value[0])):
+            return TokenCounts([len(value)])
+    if (any_kind or kind is ValueKind.TEXT) and isinstance(value, str):
+        return _estimate(value, bytes_per_token)
+    wanted = "a length, tokens or text" if any_kind else f"what --value {kind.value} takes"
+    msg = f"{where} is not {wanted}: {str(value)[:40]!r}."
+    raise ConfigError(msg)
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _estimate(text: str, bytes_per_token: float) -> TokenCounts:
+    # Lone surrogates are legal in JSON strings; as an estimate goes, any bytes will do.
+    num_bytes = len(text.encode("utf-8", "surrogatepass"))
+    return TokenCounts([math.ceil(num_bytes / bytes_per_token)], is_estimated=True)

@@ -1,0 +1,208 @@
+"""Document lengths from a file: a Megatron index, JSON lines, or plain numbers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from chunkgraph.errors import ConfigError
+from chunkgraph.packing.json_value import ValueKind, find_key, token_counts
+from chunkgraph.packing.megatron_index import MAGIC, read_megatron_index
+
+__all__ = ["DocumentLengths", "ReadOptions", "read_lengths"]
+
+_JSON_SUFFIXES = (".json", ".jsonl", ".ndjson")
+_LINES_PER_REPORT = 4096
+
+Progress = Callable[[int, int], None]
+"""Called with the bytes read and the bytes in all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadOptions:
+    """How JSON lines are read; other formats have no options."""
+
+    key: str | None = None
+    """The key that holds the document; None looks for a usual one."""
+    kind: ValueKind = ValueKind.AUTO
+    bytes_per_token: float = 4.0
+    """UTF-8 bytes of a token, by which the tokens of text are estimated."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class DocumentLengths:
+    """What a file said."""
+
+    tokens: NDArray[np.int64]
+    """Tokens of each document that has any, [documents]."""
+    microbatch_ends: NDArray[np.int64] | None
+    """Where each microbatch ends in ``tokens``, when the file has whole microbatches; else None."""
+    num_empty: int
+    """Documents without a token, which were left out."""
+    source: str
+    """What the file is, for people."""
+
+
+def read_lengths(
+    path: Path, options: ReadOptions | None = None, progress: Progress | None = None
+) -> DocumentLengths:
+    """Read the document lengths of a dataset.
+
+    Args:
+        path: A Megatron dataset (its ``.idx`` or ``.bin`` file, or the path before them), JSON
+            lines, or a text of whole numbers. A line of several numbers is one packed microbatch.
+        options: How JSON lines are read.
+        progress: Called now and then while lines are read.
+
+    Raises:
+        ConfigError: The file cannot be read, holds no document, or a line is wrong.
+    """
+    options = options or ReadOptions()
+    report = progress or _no_progress
+    index = _index_path(path)
+    if index is not None:
+        groups = read_megatron_index(index)
+        return _found(groups, None, f"Megatron index {index}", path)
+    try:
+        with path.open("rb") as stream:
+            head = stream.read(4096)
+        if head.startswith(MAGIC):
+            return _found(read_megatron_index(path), None, f"Megatron index {path}", path)
+        if path.suffix in _JSON_SUFFIXES or head.lstrip().startswith(b"{"):
+            return _read_lines(path, _JsonLine(path, options), report)
+        return _read_lines(path, _NumberLine(path), report)
+    except OSError as error:
+        msg = f"{path}: cannot read the lengths: {error.strerror or error}."
+        raise ConfigError(msg) from None
+
+
+def _no_progress(_done: int, _total: int) -> None:
+    pass
+
+
+def _index_path(path: Path) -> Path | None:
+    """The index file that a path stands for, or None when it is another kind of file."""
+    if path.suffix == ".idx":
+        return path
+    if path.suffix == ".bin":
+        return path.with_suffix(".idx")
+    prefixed = path.with_name(f"{path.name}.idx")
+    return prefixed if prefixed.is_file() and not path.is_file() else None
+
+
+class _NumberLine:
+    """Parses a line of whole numbers, separated by blanks or commas."""
+
+    source = "numbers"
+    # One number on a line is a document; that some lines have more is seen at the end.
+    has_microbatches = False
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __call__(self, line: bytes, number: int) -> list[int]:
+        try:
+            return [int(part) for part in line.replace(b",", b" ").split()]
+        except ValueError:
+            shown = line.decode("utf-8", "replace").strip()[:40]
+            msg = (
+                f"{self._path}:{number}: {shown!r} is no whole number. Give a Megatron dataset, "
+                "JSON lines, or document lengths, one on each line."
+            )
+            raise ConfigError(msg) from None
+
+
+class _JsonLine:
+    """Parses a line with a JSON object; the first line settles the key."""
+
+    def __init__(self, path: Path, options: ReadOptions) -> None:
+        self._path = path
+        self._options = options
+        self._key = options.key
+        self.source = "JSON lines"
+        self.has_microbatches = False
+
+    def __call__(self, line: bytes, number: int) -> list[int]:
+        where = f"{self._path}:{number}"
+        try:
+            value = json.loads(line)
+        except ValueError as error:
+            msg = f"{where}: not JSON: {error}. JSON lines have one object on each line."
+            raise ConfigError(msg) from None
+        self._key = find_key(value, self._key, where)
+        counts = token_counts(
+            value[self._key],
+            self._options.kind,
+            where=f"{where}: {self._key!r}",
+            key=self._key,
+            bytes_per_token=self._options.bytes_per_token,
+        )
+        estimated = (
+            f", tokens estimated at {self._options.bytes_per_token:g} bytes each"
+            if counts.is_estimated
+            else ""
+        )
+        self.source = f"JSON lines, key {self._key!r}{estimated}"
+        self.has_microbatches = counts.is_microbatch
+        return counts.tokens
+
+
+def _read_lines(path: Path, parse: _NumberLine | _JsonLine, report: Progress) -> DocumentLengths:
+    tokens: list[int] = []
+    ends: list[int] = []
+    for number, line in _lines(path, report):
+        parsed = parse(line, number)
+        if any(length < 0 for length in parsed):
+            msg = f"{path}:{number}: a length of {min(parsed)} is below 0."
+            raise ConfigError(msg)
+        tokens += parsed
+        if parsed:
+            ends.append(len(tokens))
+    has_microbatches = parse.has_microbatches or len(ends) != len(tokens)
+    groups = np.array(ends, dtype=np.int64) if has_microbatches else None
+    source = f"{parse.source}, a microbatch on each line" if has_microbatches else parse.source
+    return _found(_as_array(tokens, path), groups, source, path)
+
+
+def _as_array(tokens: list[int], path: Path) -> NDArray[np.int64]:
+    try:
+        return np.array(tokens, dtype=np.int64)
+    except OverflowError:
+        msg = f"{path}: a length of {max(tokens)} tokens is no document's."
+        raise ConfigError(msg) from None
+
+
+def _lines(path: Path, report: Progress) -> Iterator[tuple[int, bytes]]:
+    total = path.stat().st_size
+    done = 0
+    with path.open("rb") as stream:
+        for number, line in enumerate(stream, start=1):
+            done += len(line)
+            if number % _LINES_PER_REPORT == 0:
+                report(done, total)
+            if line.strip():
+                yield number, line
+    report(total, total)
+
+
+def _found(
+    tokens: NDArray[np.int64], ends: NDArray[np.int64] | None, source: str, path: Path
+) -> DocumentLengths:
+    is_empty = tokens == 0
+    num_empty = int(is_empty.sum())
+    if num_empty == len(tokens):
+        msg = f"{path}: no document with a token in it ({source}, {num_empty} empty documents)."
+        raise ConfigError(msg)
+    if num_empty:
+        if ends is not None:
+            before = np.concatenate([[0], np.cumsum(is_empty)])
+            # A microbatch that loses all its documents is none.
+            ends = np.unique(ends - before[ends])
+            ends = ends[ends > 0]
+        tokens = tokens[~is_empty]
+    return DocumentLengths(tokens=tokens, microbatch_ends=ends, num_empty=num_empty, source=source)

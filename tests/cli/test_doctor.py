@@ -1,0 +1,75 @@
+"""What ``chunkgraph doctor`` finds on this machine, and what it makes of what is not there."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from chunkgraph.cli.__main__ import main
+from chunkgraph.megatron import doctor
+
+
+def found(capsys: pytest.CaptureFixture[str], code: int) -> dict[str, dict[str, Any]]:
+    assert main(["doctor", "--json"]) == code
+    return {finding["name"]: finding for finding in json.loads(capsys.readouterr().out)}
+
+
+def test_this_machine_can_capture(capsys: pytest.CaptureFixture[str]) -> None:
+    findings = found(capsys, 0)
+    assert findings["capture"]["state"] == "ok"
+    assert findings["torch"]["found"].startswith(str(torch.__version__))
+    assert findings["GPUs"]["state"] == ("ok" if torch.cuda.is_available() else "absent")
+
+
+def test_the_table_fits_80_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert any(line.startswith("capture") and " ok " in line for line in lines)
+    if doctor._version("transformer-engine") is None:
+        assert "'chunkgraph[te]'" in " ".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("version", "state"), [("0.15.3", "wrong"), ("0.19.2", "ok"), ("1.0", "wrong")]
+)
+def test_a_megatron_out_of_range_is_wrong(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, version: str, state: str
+) -> None:
+    real = doctor._version
+    monkeypatch.setattr(doctor, "_version", lambda d: version if d == "megatron-core" else real(d))
+    findings = found(capsys, int(state == "wrong"))
+    assert (findings["megatron-core"]["state"], findings["megatron-core"]["found"]) == (
+        state,
+        version,
+    )
+
+
+def test_a_replay_that_differs_is_told(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "equal", lambda *_: False)
+    assert found(capsys, 1)["capture"]["found"] == "a replay differs from eager"
+
+
+def test_what_is_not_installed_is_absent_with_advice(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    real = importlib.metadata.version
+    monkeypatch.setattr(
+        importlib.metadata, "version", lambda n: real(n) if n == "torch" else missing(n)
+    )
+    findings = found(capsys, 0)
+    for name in ("megatron-core", "Transformer Engine", "triton"):
+        assert findings[name]["state"] == "absent"
+        assert findings[name]["advice"]

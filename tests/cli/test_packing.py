@@ -1,0 +1,202 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from chunkgraph.cli.__main__ import main
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _narrow(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+@pytest.fixture
+def numbers(tmp_path: Path) -> str:
+    """A thousand documents of 1 to 50 tokens."""
+    path = tmp_path / "lengths.txt"
+    path.write_text("\n".join(str(1 + 7 * i % 50) for i in range(1000)))
+    return str(path)
+
+
+def run(capsys, *arguments: str) -> tuple[int, str, str]:
+    code = main(["packing", "--lengths", *arguments])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_json_agrees_with_itself(numbers, capsys):
+    arguments = (numbers, "--max-packed-tokens", "128", "--num-microbatches", "2", "--json")
+    code, out, err = run(capsys, *arguments, "--data-parallel-size", "2", "--target-fallback=10%")
+    found = json.loads(out)
+    assert (code, err) == (0, "")
+    assert found["num_documents"] == 1000
+    assert found["microbatches_per_step"] == 4
+    assert found["target_fallback_share"] == 0.1
+    assert found["capacity_tokens"] == 128
+    best = found["recommended"]
+    assert best in found["candidates"]
+    assert best["fallback_share"] <= 0.1
+    assert found["flags"] == [
+        *("--cuda-graph-max-packed-seqs", str(best["max_packed_seqs"])),
+        *("--cuda-graph-max-packed-tokens", str(best["max_packed_tokens"])),
+    ]
+    for candidate in found["candidates"]:
+        share = candidate["num_misfits"] / found["num_microbatches"]
+        assert candidate["fallback_share"] == pytest.approx(1 - (1 - share) ** 4, abs=0.02)
+    # The same file and seed give the same answer.
+    again = run(capsys, *arguments, "--data-parallel-size", "2", "--target-fallback", "0.1")
+    assert again == (code, out, err)
+    other = run(capsys, *arguments, "--global-batch-size", "4", "--seed", "1")
+    assert other[0] == 2
+    assert "does not go with --num-microbatches" in other[2]
+
+
+def test_the_report_fits_80_columns(numbers, capsys):
+    code, out, _ = run(capsys, numbers, "--max-packed-tokens", "128", "--max-packed-seqs", "3")
+    assert code == 0
+    assert max(map(len, out.splitlines()[1:])) <= 80
+    assert "Documents of a microbatch" in out
+    assert "Recommended: --cuda-graph-max-packed-seqs" in out
+    assert "too few to tell 1%" in out
+    # Asked for, so shown, however bad.
+    assert any(line.split()[:2] == ["3", "128"] for line in out.splitlines())
+
+
+def test_packed_microbatches_are_taken_as_they_are(tmp_path, capsys):
+    path = tmp_path / "packs.jsonl"
+    path.write_text("\n".join(json.dumps({"lengths": [10] * n}) for n in [1] * 90 + [9] * 10))
+    arguments = (str(path), "--num-microbatches", "1", "--json")
+    found = json.loads(run(capsys, *arguments, "--target-fallback", "10%")[1])
+    assert found["num_microbatches"] == 100
+    assert found["documents_per_microbatch"] == {"p50": 1, "p90": 1, "p99": 9, "max": 9}
+    # What holds the largest, rounded to what kernels like.
+    assert found["capacity_tokens"] == 128
+    assert found["recommended"]["max_packed_seqs"] == 2
+    assert found["recommended"]["num_misfits"] == 10
+    strict = json.loads(run(capsys, *arguments, "--target-fallback", "9%")[1])
+    assert strict["recommended"]["max_packed_seqs"] == 10
+    code, out, _ = run(capsys, *arguments, "--max-packed-tokens", "8")
+    assert code == 1
+    assert json.loads(out)["recommended"] is None
+
+
+def test_no_shape_is_told_and_exits_with_1(tmp_path, capsys):
+    path = tmp_path / "lengths.txt"
+    path.write_text("100\n" * 10)
+    arguments = (str(path), "--max-packed-tokens", "64", "--long-documents")
+    code, out, _ = run(capsys, *arguments, "keep")
+    assert code == 1
+    assert "10 documents of more than 64 tokens: kept: their steps fall back" in out
+    assert "No shape of up to 64 tokens" in out
+    code, out, _ = run(capsys, *arguments, "truncate")
+    assert code == 0
+    assert "10 documents of more than 64 tokens: cut to it" in out
+    assert "10 microbatches of" in out
+    code, out, _ = run(capsys, *arguments, "split")
+    assert "split" in out
+    assert code == 0
+
+
+def test_context_parallelism_pads_documents(tmp_path, capsys):
+    path = tmp_path / "lengths.txt"
+    path.write_text("5\n" * 64)
+    arguments = (str(path), "--max-packed-tokens", "64", "--json", "--context-parallel-size")
+    alone = json.loads(run(capsys, *arguments, "1")[1])
+    shared = json.loads(run(capsys, *arguments, "4")[1])
+    assert alone["documents_per_microbatch"]["max"] == 12
+    assert shared["documents_per_microbatch"]["max"] == 8
+    assert shared["recommended"]["padding_waste"] == pytest.approx(3 / 8)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--target-fallback", "1"], "--target-fallback '1' is no share below 1"),
+        (["--target-fallback", "100%"], "is no share below 1"),
+        (["--target-fallback=-1%"], "is no share below 1"),
+        (["--target-fallback", "few"], "Write a percentage, such as 1%"),
+        (["--target-fallback", "nan"], "is no share below 1"),
+        (["--max-packed-tokens", "0"], "max_packed_tokens is 0"),
+        (["--max-packed-tokens", "10", "--context-parallel-size", "2"], "The next that it can"),
+        (["--context-parallel-size", "0"], "context_parallel_size is 0"),
+        (["--num-microbatches", "0"], "--num-microbatches 0 is below 1"),
+        (["--global-batch-size", "0"], "--global-batch-size 0 is below 1"),
+        (["--max-packed-seqs", "1"], "--max-packed-seqs 1 is below 2"),
+        (["--seed", "-1"], "--seed -1 is below 0"),
+        (["--bytes-per-token", "0"], "--bytes-per-token 0 is not above 0"),
+        (["--bytes-per-token", "nan"], "--bytes-per-token nan is not above 0"),
+        (["--plot", "none/x.png"], "the folder none does not exist"),
+        (["--plot", "x.txt"], "ends in .png, .svg or .pdf"),
+    ],
+)
+def test_wrong_arguments_end_with_2_and_one_line(numbers, capsys, arguments, message):
+    if "--plot" in arguments:
+        pytest.importorskip("matplotlib")
+    code, out, err = run(capsys, numbers, *arguments)
+    assert code == 2
+    assert out == ""
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_wrong_files_end_with_2_and_one_line(tmp_path, capsys):
+    empty = tmp_path / "empty.txt"
+    empty.write_text("")
+    text = tmp_path / "text.txt"
+    text.write_text("some words\n")
+    for path, message in (
+        (tmp_path / "none", "No such file"),
+        (tmp_path, "Is a directory"),
+        (empty, "no document"),
+        (text, "'some words' is no whole number"),
+    ):
+        code, out, err = run(capsys, str(path))
+        assert (code, out) == (2, "")
+        assert message in err
+        assert err.count("\n") == 1
+
+
+def test_plot(numbers, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "choice.png"
+    code, out, _ = run(capsys, numbers, "--max-packed-tokens", "128", "--plot", str(picture))
+    assert code == 0
+    assert f"Drawn in {picture}" in out.replace("\n", "")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_command_without_torch(numbers):
+    """The whole command, with torch and matplotlib made impossible to import."""
+    code = (
+        "import sys\n"
+        "for name in ('torch', 'megatron', 'transformer_engine', 'matplotlib'):\n"
+        "    sys.modules[name] = None\n"
+        "from chunkgraph.cli.__main__ import main\n"
+        "sys.exit(main(['packing', '--lengths', *sys.argv[1:]]))\n"
+    )
+
+    def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-c", code, numbers, *arguments],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+
+    done = command()
+    assert done.returncode == 0, done.stderr
+    assert "Recommended:" in done.stdout
+    done = command("--plot", "x.png")
+    assert done.returncode == 2
+    assert "matplotlib is not installed" in done.stderr

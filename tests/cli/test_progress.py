@@ -1,0 +1,46 @@
+"""What is shown of a run's progress lines."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from chunkgraph.cli.progress import TrainProgress
+from chunkgraph.config import load_config
+
+CONFIG = Path(__file__).resolve().parents[2] / "configs" / "gpt_pp2_cpu.yaml"
+
+
+def capturing(num_captured: int, free_bytes: int | None) -> dict[str, Any]:
+    line = {"phase": "chunk", "event": "capturing", "num_captured": num_captured}
+    return {**line, "num_graphs": 8, "free_bytes": free_bytes}
+
+
+@pytest.mark.parametrize(("free_bytes", "note"), [(3 << 30, "  3.0 GiB left"), (None, "")])
+def test_captures_and_the_memory_left_are_shown(free_bytes: int | None, note: str) -> None:
+    shown = io.StringIO()
+    config = load_config(CONFIG)
+    with TrainProgress(config, Console(file=shown)) as progress:
+        for number in range(1, 9):
+            progress.update(capturing(number, free_bytes))
+    lines = [line for line in shown.getvalue().splitlines() if "graph " in line]
+    assert lines == [f"chunk graphs: graph 4/8{note}", f"chunk graphs: graph 8/8{note}"]
+
+
+def test_a_terminal_sees_every_graph_in_the_bar() -> None:
+    shown = io.StringIO()
+    config = load_config(CONFIG)
+    console = Console(file=shown, force_terminal=True, width=80)
+    with TrainProgress(config, console) as progress:
+        assert progress._bar is not None
+        progress.update(capturing(3, 5 << 29))
+        task = progress._bar.tasks[0]
+        assert (task.description, task.fields["note"]) == (
+            "chunk graphs: graph 3/8",
+            "2.5 GiB left",
+        )
+        assert task.completed == 0

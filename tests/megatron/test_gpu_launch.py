@@ -1,0 +1,106 @@
+"""Megatron's own ``pretrain()`` on two GPUs, with and without the flag, to the last bit.
+
+Run in one process for each rank under torchrun's agent, as ``chunkgraph launch`` starts them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "scripts" / "pretrain_gpt.py"
+
+MODEL = shlex.split(
+    "--num-layers 4 --hidden-size 256 --ffn-hidden-size 512 --num-attention-heads 4 "
+    "--seq-length 128 --max-position-embeddings 128 --position-embedding-type rope "
+    "--normalization RMSNorm --swiglu --disable-bias-linear --micro-batch-size 2 "
+    "--tokenizer-type NullTokenizer --vocab-size 511 --mock-data --num-workers 0 --lr 1e-3 "
+    "--log-interval 1 --eval-iters 1 --eval-interval 2 --train-iters 5 --bf16 "
+    "--transformer-impl transformer_engine --no-gradient-accumulation-fusion"
+)
+COUNTS = ["--step-batch-size-schedule", "0:8 2048:12 5120:16"]
+EIGHT = ["--global-batch-size", "16"]
+NO_DROPOUT = ["--attention-dropout", "0", "--hidden-dropout", "0"]
+CHUNK = shlex.split(
+    "--cuda-graph-impl local --cuda-graph-granularity chunk --cuda-graph-warmup-steps 1"
+)
+
+CASES = {
+    "pp2-dropout-counts": ["--pipeline-model-parallel-size", "2", *COUNTS],
+    "pp2-vpp2-whole-chunk": [
+        *("--pipeline-model-parallel-size", "2", "--num-virtual-stages-per-pipeline-rank", "2"),
+        *(*NO_DROPOUT, *EIGHT, "--cuda-graph-chunk-scope", "chunk"),
+    ],
+    "tp2-sequence-parallel": [
+        *("--tensor-model-parallel-size", "2", "--sequence-parallel", *NO_DROPOUT, *COUNTS)
+    ],
+    "cp2": ["--context-parallel-size", "2", *NO_DROPOUT, *EIGHT],
+    "dp2-overlap": [
+        *("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"),
+        *(*NO_DROPOUT, *EIGHT, "--cuda-graph-chunk-scope", "chunk"),
+    ],
+    "pp2-mla": [
+        *("--pipeline-model-parallel-size", "2", "--multi-latent-attention", *NO_DROPOUT, *EIGHT),
+        *("--kv-lora-rank", "32", "--qk-head-dim", "32", "--qk-pos-emb-head-dim", "16"),
+        *("--v-head-dim", "32", "--rope-type", "rope"),
+    ],
+    "pp2-full-recompute": [
+        *("--pipeline-model-parallel-size", "2", *NO_DROPOUT, *COUNTS),
+        *("--recompute-granularity", "full", "--recompute-method", "uniform"),
+        *("--recompute-num-layers", "1"),
+    ],
+}
+
+
+def _train(folder: Path, name: str, flags: list[str]) -> tuple[list[str], str]:
+    log = folder / name
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
+            *("-m", "chunkgraph.megatron.launch", SCRIPT, *MODEL, *flags),
+            *("--exact-log", log, "--data-cache-path", folder / "cache"),
+        ],
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+            "PYTHONWARNINGS": "ignore",
+            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+            "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+        },
+        capture_output=True,
+        text=True,
+        timeout=170,
+        check=False,
+        cwd=folder,
+    )
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output[-4000:]
+    [path] = folder.glob(f"{name}.rank1")
+    return path.read_text(encoding="utf-8").splitlines(), output
+
+
+@pytest.mark.megatron
+@pytest.mark.multigpu
+@pytest.mark.timeout(360)
+@pytest.mark.parametrize("case", CASES)
+def test_pretrain_equals_the_run_without_the_flag(case: str, tmp_path: Path) -> None:
+    for needed in ("transformer_engine", "megatron.training"):
+        if importlib.util.find_spec(needed) is None:
+            pytest.skip(f"{needed} is not installed")
+    flags = CASES[case]
+    of_chunks = ("--cuda-graph-chunk-scope", "chunk")
+    eager, _ = _train(tmp_path, "eager", [f for f in flags if f not in of_chunks])
+    chunk, output = _train(tmp_path, "chunk", [*flags, *CHUNK])
+    assert len(eager) == 5
+    assert chunk == eager
+    replays = [int(n) for n in re.findall(r"graph replays: +(\d+)", output)]
+    assert replays[0] == 0
+    assert all(n > 0 for n in replays[1:]), replays

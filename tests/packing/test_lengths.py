@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chunkgraph.errors import ConfigError
+from chunkgraph.packing import DocumentLengths, ReadOptions, ValueKind, read_lengths
+
+
+def groups(found: DocumentLengths) -> list[list[int]]:
+    """The microbatches of a file that has some."""
+    assert found.microbatch_ends is not None
+    ends = found.microbatch_ends.tolist()
+    tokens = found.tokens.tolist()
+    return [tokens[a:b] for a, b in zip([0, *ends], ends, strict=False)]
+
+
+@given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=4), min_size=1, max_size=10))
+def test_numbers_are_documents_or_microbatches(tmp_path_factory, lines):
+    path = tmp_path_factory.mktemp("lengths") / "lengths.txt"
+    path.write_text("\n".join(" ".join(map(str, line)) for line in lines))
+    left = [[n for n in line if n] for line in lines]
+    tokens = [n for line in left for n in line]
+    if not tokens:
+        with pytest.raises(ConfigError, match="no document with a token in it"):
+            read_lengths(path)
+        return
+    found = read_lengths(path)
+    assert found.tokens.tolist() == tokens
+    assert found.num_empty == sum(map(len, lines)) - len(tokens)
+    if max(map(len, lines)) > 1:
+        assert groups(found) == [line for line in left if line]
+    else:
+        assert found.microbatch_ends is None
+
+
+def test_blanks_and_commas_separate(tmp_path: Path):
+    path = tmp_path / "lengths"
+    path.write_text("\n3, 4\r\n\n 5\t6,7 \n")
+    assert groups(read_lengths(path)) == [[3, 4], [5, 6, 7]]
+
+
+@pytest.mark.parametrize(
+    ("options", "lines", "tokens"),
+    [
+        ({}, [{"length": 3}, {"length": 4}], [3, 4]),
+        ({}, [{"text": "no", "length": 3}], [3]),
+        ({}, [{"input_ids": [9, 9, 9]}], [3]),
+        ({}, [{"text": "12345"}], [2]),
+        ({}, [{"text": "\u00e9\u00e9"}, {"text": ""}], [1]),
+        ({"bytes_per_token": 1.0}, [{"text": "\u00e9\u00e9a"}], [5]),
+        ({}, [{"messages": [{"role": "user", "content": "1234"}, {"content": "5"}]}], [2]),
+        ({"key": "n"}, [{"length": 3, "n": 7}], [7]),
+        ({"key": "n", "kind": ValueKind.TOKENS}, [{"n": [1, 1]}], [2]),
+    ],
+)
+def test_values_of_json_lines(tmp_path: Path, options, lines, tokens):
+    path = tmp_path / "data.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    found = read_lengths(path, ReadOptions(**options))
+    assert found.tokens.tolist() == tokens
+    assert found.microbatch_ends is None
+    is_text = "length" not in lines[0] and not {"text", "messages"}.isdisjoint(lines[0])
+    assert ("estimated" in found.source) == is_text
+
+
+def test_lengths_of_one_line_are_one_microbatch(tmp_path: Path):
+    path = tmp_path / "data.jsonl"
+    # Alone on each line, they are microbatches all the same.
+    path.write_text('{"lengths": [3]}\n{"lengths": []}\n{"lengths": [4]}\n')
+    assert groups(read_lengths(path)) == [[3], [4]]
+    path.write_text('{"x": [3, 4]}\n{"x": [0]}\n{"x": [0, 5]}\n')
+    found = read_lengths(path, ReadOptions(key="x", kind=ValueKind.LENGTHS))
+    assert groups(found) == [[3, 4], [5]]
+    assert found.num_empty == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "options", "message"),
+    [
+        ("a.txt", "3\nfour\n", {}, r"a\.txt:2: 'four' is no whole number"),
+        ("a.txt", "3\n-4\n", {}, r"a\.txt:2: a length of -4 is below 0"),
+        ("a.txt", "", {}, "no document with a token in it"),
+        ("a.txt", "0\n0\n", {}, "2 empty documents"),
+        ("a.txt", "9" * 30, {}, "is no document's"),
+        ("a.txt", "3.5", {}, "'3.5' is no whole number"),
+        ("a.bin2", "\x00\x01\x02", {}, "is no whole number"),
+        ("a.jsonl", '{"length": 3}\n{"length"\n', {}, r"a\.jsonl:2: not JSON"),
+        ("a.jsonl", "[3]", {}, r"a\.jsonl:1: a JSON list, not an object"),
+        ("a.jsonl", '{"b": 1, "a": 2}', {}, r"none of the keys is a usual one \(a, b\).*--key"),
+        ("a.jsonl", '{"text": "a"}', {"key": "txt"}, "no key 'txt' .* Did you mean 'text'"),
+        ("a.jsonl", '{"length": 1}\n{"text": "a"}', {}, r"a\.jsonl:2: no key 'length'"),
+        ("a.jsonl", '{"length": 1.5}', {}, "'length' is not a length, tokens or text: '1.5'"),
+        ("a.jsonl", '{"length": true}', {}, "is not a length"),
+        ("a.jsonl", '{"length": -1}', {}, "a length of -1 is below 0"),
+        ("a.jsonl", '{"text": "a"}', {"kind": ValueKind.TOKENS}, "not what --value tokens takes"),
+    ],
+)
+def test_wrong_files_are_refused_in_one_line(tmp_path: Path, name, content, options, message):
+    path = tmp_path / name
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=message) as error:
+        read_lengths(path, ReadOptions(**options))
+    assert str(error.value).startswith(str(path))
+    assert "\n" not in str(error.value)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path):
+    with pytest.raises(ConfigError, match="cannot read the lengths: No such file"):
+        read_lengths(tmp_path / "none.txt")
+    with pytest.raises(ConfigError, match="cannot read the lengths: Is a directory"):
+        read_lengths(tmp_path)
+
+
+def test_progress_ends_at_the_whole(tmp_path: Path):
+    path = tmp_path / "lengths.txt"
+    path.write_text("7\n" * 10_000)
+    seen: list[tuple[int, int]] = []
+    read_lengths(path, progress=lambda done, total: seen.append((done, total)))
+    assert len(seen) == 3
+    assert seen == sorted(seen)
+    assert seen[-1] == (20_000, 20_000)

@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from chunkgraph.errors import PackingError
+from chunkgraph.packing import check_offsets, document_lengths
+
+
+def int32(*values: int) -> np.ndarray:
+    return np.array(values, dtype=np.int32)
+
+
+def test_good_offsets_become_lengths():
+    assert document_lengths(int32(0, 3, 4, 9), 9).tolist() == [3, 1, 5]
+    check_offsets(int32(0, 3), 9)
+    check_offsets(int32(0, 3, 3, 9, 9), 9, may_repeat=True)
+
+
+@pytest.mark.parametrize(
+    ("offsets", "message"),
+    [
+        (int32(0, 5, 4, 9), r"decreases from 5 to 4 \(entry 2\)"),
+        (int32(1, 5), "starts at 1, not at 0"),
+        (int32(0, 5, 10), "ends at 10, beyond the 9 tokens"),
+        (int32(0, 4, 4, 9), r"Document 1 has no tokens \(cu_seqlens repeats 4\)"),
+        (int32(0), "has 1 entries, so there is no document"),
+        (np.array([]), "has 0 entries"),
+        (np.array([0, 9]), "is int64, not int32"),
+        (np.array([0.0, 9.0]), "is float64, not int32"),
+        (int32(0, 9)[None], r"has the shape \[1, 2\]"),
+        (int32(0, 2**31 - 1, -(2**31)), "decreases"),
+    ],
+)
+def test_bad_offsets_are_refused_with_their_place(offsets, message):
+    with pytest.raises(PackingError, match=message) as error:
+        document_lengths(offsets, 9, where="rank 2, microbatch 5")
+    assert str(error.value).startswith("rank 2, microbatch 5: ")
+    if "Document 1" not in message:
+        with pytest.raises(PackingError, match=message):
+            check_offsets(offsets, 9, may_repeat=True)

@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chunkgraph.errors import ConfigError, PackingError
+from chunkgraph.packing import OverflowReason, PackedShape, check_offsets, pack, reason_not_to_fit
+
+
+@st.composite
+def fitting(draw: st.DrawFn) -> tuple[list[int], PackedShape]:
+    """Documents and a shape that holds them, full or with room."""
+    lengths = draw(st.lists(st.integers(1, 30), min_size=1, max_size=12))
+    size = draw(st.sampled_from([1, 1, 2, 3, 4]))
+    multiple = 1 if size == 1 else 2 * size
+    rows = sum(-(-length // multiple) for length in lengths)
+    shape = PackedShape(
+        max_packed_seqs=len(lengths) + 1 + draw(st.integers(0, 4)),
+        max_packed_tokens=multiple * (rows + draw(st.integers(0, 5))),
+        context_parallel_size=size,
+    )
+    return lengths, shape
+
+
+@given(fitting())
+def test_rows_are_what_a_loop_over_documents_gives(drawn):
+    lengths, shape = drawn
+    packed = pack(lengths, shape)
+    cu_seqlens, cu_padded, rows = [0], [0], []
+    for document, length in enumerate(lengths):
+        padded = shape.padded_length(length)
+        cu_seqlens.append(cu_seqlens[-1] + length)
+        cu_padded.append(cu_padded[-1] + padded)
+        rows += [(document, position, False) for position in range(length)]
+        rows += [(len(lengths), 0, True)] * (padded - length)
+    rows += [(len(lengths), 0, True)] * (shape.max_packed_tokens - len(rows))
+    empty = shape.max_packed_seqs - len(lengths)
+    assert packed.cu_seqlens.tolist() == cu_seqlens + [cu_seqlens[-1]] * empty
+    assert packed.cu_seqlens_padded.tolist() == cu_padded + [shape.max_packed_tokens] * empty
+    found = zip(packed.seq_idx, packed.position_ids, packed.padding_mask, strict=True)
+    assert [(int(i), int(p), bool(m)) for i, p, m in found] == rows
+    assert packed.num_documents == len(lengths)
+
+
+@given(fitting())
+def test_shapes_depend_on_the_shape_alone_and_tokens_are_conserved(drawn):
+    lengths, shape = drawn
+    packed = pack(lengths, shape)
+    num_seqs, num_rows = shape.max_packed_seqs, shape.max_packed_tokens
+    assert packed.cu_seqlens.shape == packed.cu_seqlens_padded.shape == (num_seqs + 1,)
+    assert packed.cu_seqlens.dtype == packed.cu_seqlens_padded.dtype == np.int32
+    for array, dtype in (
+        (packed.position_ids, np.int64),
+        (packed.padding_mask, np.bool_),
+        (packed.seq_idx, np.int32),
+    ):
+        assert array.shape == (num_rows,)
+        assert array.dtype == dtype
+    assert packed.max_seqlen == num_rows
+    assert packed.num_valid_tokens == sum(lengths) == (~packed.padding_mask).sum()
+    assert packed.cu_seqlens[-1] == sum(lengths)
+    assert packed.cu_seqlens_padded[-1] == num_rows
+    for offsets in (packed.cu_seqlens, packed.cu_seqlens_padded):
+        check_offsets(offsets, num_rows, may_repeat=True)
+    # No sequence has more tokens than rows, nor more rows than max_seqlen.
+    tokens, rows = np.diff(packed.cu_seqlens), np.diff(packed.cu_seqlens_padded)
+    assert (tokens <= rows).all()
+    assert rows.max() <= packed.max_seqlen
+
+
+@given(fitting())
+def test_ranks_share_the_rows_and_each_has_two_pieces_of_every_document(drawn):
+    lengths, shape = drawn
+    packed = pack(lengths, shape)
+    size = shape.context_parallel_size
+    by_rank = [packed.rows_of_rank(rank) for rank in range(size)]
+    assert all(len(rows) == shape.tokens_per_rank for rows in by_rank)
+    assert sorted(np.concatenate(by_rank).tolist()) == list(range(shape.max_packed_tokens))
+    if size == 1:
+        return
+    edges = packed.cu_seqlens_padded.tolist()
+    for rank, rows in enumerate(by_rank):
+        expected = []
+        for begin, end in itertools.pairwise(edges):
+            piece = (end - begin) // (2 * size)
+            for part in (rank, 2 * size - 1 - rank):
+                expected += range(begin + part * piece, begin + (part + 1) * piece)
+        assert rows.tolist() == expected
+
+
+@given(fitting())
+def test_values_go_to_their_documents_rows(drawn):
+    lengths, shape = drawn
+    packed = pack(lengths, shape)
+    values = np.concatenate([100 * i + np.arange(n) for i, n in enumerate(lengths)])
+    rows = packed.place(values, fill=-1)
+    assert rows.dtype == values.dtype
+    expected = np.where(packed.padding_mask, -1, 100 * packed.seq_idx + packed.position_ids)
+    assert rows.tolist() == expected.tolist()
+    assert packed.place(np.ones((sum(lengths), 3), dtype=np.float32)).shape == (len(rows), 3)
+    with pytest.raises(PackingError, match="values for documents of"):
+        packed.place(values[1:])
+
+
+def test_a_worked_example():
+    packed = pack([3, 2], PackedShape(4, 8))
+    assert packed.cu_seqlens.tolist() == [0, 3, 5, 5, 5]
+    assert packed.cu_seqlens_padded.tolist() == [0, 3, 5, 8, 8]
+    assert packed.position_ids.tolist() == [0, 1, 2, 0, 1, 0, 0, 0]
+    assert packed.seq_idx.tolist() == [0, 0, 0, 1, 1, 2, 2, 2]
+    with pytest.raises(PackingError, match="rank 1 is outside"):
+        packed.rows_of_rank(1)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "reason", "detail"),
+    [
+        ([9], OverflowReason.DOCUMENT_TOO_LONG, "document 0 has 9 tokens of 8"),
+        ([1] * 4, OverflowReason.TOO_MANY_DOCUMENTS, "4 documents, and 4 sequences hold 3"),
+        ([4, 3, 2], OverflowReason.TOO_MANY_TOKENS, "9 tokens with padding, of 8"),
+    ],
+)
+def test_what_does_not_fit_is_told_and_refused(lengths, reason, detail):
+    shape = PackedShape(4, 8)
+    assert reason_not_to_fit(lengths, shape) is reason
+    with pytest.raises(PackingError) as error:
+        pack(lengths, shape, where="rank 3, microbatch 7")
+    assert str(error.value).startswith("rank 3, microbatch 7: the documents do not fit")
+    assert reason.value in str(error.value)
+    assert detail in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
+        ([], "without documents"),
+        ([3, 0, 2], "document 1 of 3 has a length of 0"),
+        ([-1], "document 0 of 1 has a length of -1"),
+        ([1.5], "a list of integers, not float64"),
+        ([[1, 2]], r"of shape \[1, 2\]"),
+        (["a"], "a list of integers"),
+    ],
+)
+def test_bad_lengths_are_refused_with_their_place(lengths, message):
+    for call in (
+        lambda: pack(lengths, PackedShape(4, 8), where="rank 1, microbatch 2"),
+        lambda: reason_not_to_fit(lengths, PackedShape(4, 8)),
+    ):
+        with pytest.raises(PackingError, match=message):
+            call()
+    with pytest.raises(PackingError, match=r"^rank 1, microbatch 2: "):
+        pack(lengths, PackedShape(4, 8), where="rank 1, microbatch 2")
+    assert issubclass(PackingError, ConfigError)

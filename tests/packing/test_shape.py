@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chunkgraph.errors import PackingError
+from chunkgraph.packing import OverflowReason, PackedShape, reason_not_to_fit, smallest_that_fits
+
+lengths_of_documents = st.lists(st.integers(1, 40), min_size=1, max_size=8)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ((1, 8), r"max_packed_seqs is 1; .* at least 2 \(one document and the dummy\)"),
+        ((4, 0), "max_packed_tokens is 0"),
+        ((4, 8.0), "max_packed_tokens is 8.0"),
+        ((True, 8), "max_packed_seqs is True"),
+        ((4, 8, 0), "context_parallel_size is 0"),
+        ((4, 10, 2), "cannot split in 4 equal parts. The next that it can is 12"),
+        ((4, 8, 1, 9), "max_document_tokens is 9, more than max_packed_tokens 8"),
+        ((4, 2**31), "offsets end at 2147483647"),
+    ],
+)
+def test_impossible_sizes(sizes, message):
+    with pytest.raises(PackingError, match=message):
+        PackedShape(*sizes)
+
+
+@given(lengths_of_documents, st.integers(2, 9), st.integers(1, 12), st.sampled_from([1, 2, 3]))
+def test_a_reason_is_given_exactly_when_a_limit_is_broken(lengths, num_seqs, units, size):
+    multiple = 1 if size == 1 else 2 * size
+    shape = PackedShape(num_seqs, 12 * units, size)
+    rows = sum(-(-length // multiple) * multiple for length in lengths)
+    broken = set()
+    if max(lengths) > shape.max_packed_tokens:
+        broken.add(OverflowReason.DOCUMENT_TOO_LONG)
+    if len(lengths) > num_seqs - 1:
+        broken.add(OverflowReason.TOO_MANY_DOCUMENTS)
+    if rows > shape.max_packed_tokens:
+        broken.add(OverflowReason.TOO_MANY_TOKENS)
+    reason = reason_not_to_fit(lengths, shape)
+    assert (reason in broken) if broken else (reason is None)
+
+
+def test_a_limit_on_documents_alone():
+    shape = PackedShape(4, 16, 1, max_document_tokens=5)
+    assert reason_not_to_fit([5, 5], shape) is None
+    assert reason_not_to_fit([6], shape) is OverflowReason.DOCUMENT_TOO_LONG
+    assert [bucket.max_document_tokens for bucket in shape.buckets()] == [4, 5, 5]
+
+
+@given(lengths_of_documents, st.integers(1, 20), st.sampled_from([1, 2]))
+def test_the_smallest_bucket_is_chosen(lengths, units, size):
+    shape = PackedShape(6, 16 * units, size)
+    buckets = shape.buckets()
+    assert [bucket.max_packed_tokens for bucket in buckets] == [4 * units, 8 * units, 16 * units]
+    assert {bucket.max_packed_seqs for bucket in buckets} == {6}
+    chosen = smallest_that_fits(lengths, reversed(buckets))
+    fitting = [bucket for bucket in buckets if reason_not_to_fit(lengths, bucket) is None]
+    assert chosen == (fitting[0] if fitting else None)
+    # So that ranks can agree on the largest of their choices.
+    assert fitting == list(buckets[len(buckets) - len(fitting) :])
+
+
+def test_buckets_are_rounded_up_and_told_once():
+    assert [b.max_packed_tokens for b in PackedShape(4, 40, 2).buckets()] == [12, 20, 40]
+    assert [b.max_packed_tokens for b in PackedShape(4, 4, 2).buckets()] == [4]
+    by_eight = PackedShape(4, 48).buckets((0.3, 1), multiple_of=8)
+    assert [b.max_packed_tokens for b in by_eight] == [16, 48]
+    for fractions in ((), (0, 1), (1.5,)):
+        with pytest.raises(PackingError, match="above 0 and at most 1"):
+            PackedShape(4, 8).buckets(fractions)
+    with pytest.raises(PackingError, match="no multiple of 16"):
+        PackedShape(4, 40).buckets(multiple_of=16)
