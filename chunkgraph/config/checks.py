@@ -27,6 +27,7 @@ def check_config(config: Config) -> None:
     _check_pipeline(config)
     _check_microbatches(config)
     _check_recompute(config)
+    _check_fp8(config)
     _check_train(config)
 
 
@@ -212,6 +213,37 @@ def _check_recompute(config: Config) -> None:
         msg = (
             f"model.recompute_num_layers is {group}, but the {layers} layers of a chunk do not "
             "divide into groups of that size. Choose a divisor, or recompute_method=block."
+        )
+        raise ConfigError(msg)
+
+
+def _check_fp8(config: Config) -> None:
+    model, tensor_size = config.model, config.pipeline.tensor_model_parallel_size
+    if model.fp8 is None:
+        return
+    if model.layer_spec == "local" or config.device == "cpu":
+        msg = (
+            f"model.fp8 is {model.fp8}, but only Transformer Engine's layers, on a GPU, have FP8. "
+            "Set device=cuda and model.layer_spec=transformer_engine, or model.fp8=null."
+        )
+        raise ConfigError(msg)
+    for path, size in {
+        "model.hidden_size": model.hidden_size,
+        "model.ffn_hidden_size": model.ffn_hidden_size,
+    }.items():
+        if size % (16 * tensor_size):
+            msg = (
+                f"{path} is {size}, but with model.fp8 each of the {tensor_size} tensor-parallel "
+                "ranks needs a multiple of 16 of it. Change it, or set model.fp8=null."
+            )
+            raise ConfigError(msg)
+    if model.recompute_granularity == "full" or (
+        model.recompute_granularity == "selective" and set(model.recompute_modules) - {"core_attn"}
+    ):
+        msg = (
+            "model.fp8 with recomputation of more than core_attn: Transformer Engine's own "
+            "recomputation keeps scales in Python, which chunk graphs do not follow. Set "
+            "model.recompute_modules=[core_attn] with selective, or model.fp8=null."
         )
         raise ConfigError(msg)
 

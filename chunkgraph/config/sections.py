@@ -62,6 +62,12 @@ class ModelConfig:
     recompute_modules: tuple[str, ...] = ("core_attn",)
     """With ``selective``: ``core_attn``, ``mlp``, ``layernorm`` and what else the installed
     Megatron-core offers."""
+    fp8: Literal["hybrid", "e4m3"] | None = None
+    """Matrix products of the layers in FP8: E4M3 with E5M2 for gradients (``hybrid``), E4M3 alone,
+    or not at all (null). Needs Transformer Engine's layers."""
+    fp8_recipe: Literal["delayed", "tensorwise", "blockwise"] = "delayed"
+    """With ``fp8``: where scales come from: earlier microbatches (``delayed``), the tensor itself
+    (``tensorwise``), or each of its blocks (``blockwise``)."""
     layer_spec: str = "auto"
     """``local``, ``transformer_engine``, ``auto`` (the former on a CPU, the latter on a GPU), or
     ``package.module:function`` that returns a Megatron module spec."""

@@ -116,6 +116,9 @@ def _settings(config: Config, *, without_capture: bool) -> list[_Setting]:
         found.append(_Setting("model.untie_embeddings_and_output_weights", flag, None))
     if model.params_dtype == "bfloat16":
         found.append(_Setting("model.params_dtype", "--bf16", None, rivals=("--fp16",)))
+    if model.fp8 is not None:
+        found.append(_Setting("model.fp8", "--fp8-format", model.fp8))
+        found.append(_Setting("model.fp8_recipe", "--fp8-recipe", model.fp8_recipe))
     if model.layer_spec != "auto":
         found.append(_Setting("model.layer_spec", "--transformer-impl", model.layer_spec))
     if pipeline.num_model_chunks > 1:

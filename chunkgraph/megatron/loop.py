@@ -16,7 +16,7 @@ from torch import nn
 from chunkgraph.config import Config
 from chunkgraph.data import PackedText
 from chunkgraph.engine import CaptureOptions
-from chunkgraph.megatron.compat import import_megatron
+from chunkgraph.megatron.compat import import_megatron, reset_fp8
 from chunkgraph.megatron.model import build_model
 from chunkgraph.megatron.optimizer import build_optimizer, zero_gradients
 from chunkgraph.megatron.plugin import MegatronChunkGraphs, attach
@@ -158,6 +158,8 @@ def run_training(
     finally:
         if graphs is not None:
             graphs.detach()
+        if config.model.fp8 is not None:
+            reset_fp8()  # or the next model's scales would be reduced together with these
     return run
 
 

@@ -119,6 +119,11 @@ def layer_spec(
     """
     name = layer_spec_name(config, device)
     options = options or {}
+    if name == "local" and config.model.fp8 is not None:
+        raise ConfigError(
+            f"model.fp8 is {config.model.fp8}, but local layers have no FP8. Use Transformer "
+            "Engine's on a GPU (model.layer_spec=transformer_engine), or set model.fp8=null."
+        )
     if name not in {"local", "transformer_engine"}:
         return _user_spec(name)
     specs = import_megatron("megatron.core.models.gpt.gpt_layer_specs")
@@ -192,6 +197,9 @@ def _transformer_config(config: Config, device: torch.device, options: Mapping[s
         wanted["recompute_method"] = model.recompute_method
         wanted["recompute_num_layers"] = model.recompute_num_layers
         wanted["recompute_modules"] = list(model.recompute_modules)
+    if model.fp8 is not None:
+        wanted["fp8"] = model.fp8
+        wanted["fp8_recipe"] = model.fp8_recipe
     if interleaved:
         wanted["microbatch_group_size_per_vp_stage"] = pipeline.microbatch_group_size
     wanted.update(options)
