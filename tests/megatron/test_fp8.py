@@ -153,7 +153,9 @@ def test_a_session_leaves_no_trace(
     """Histories, scales, and what layers know of the microbatch."""
     from chunkgraph.megatron import attach, compat
     from chunkgraph.megatron.model import build_model
+    from chunkgraph.megatron.processes import seed_everything
 
+    seed_everything(1, one_rank)
     config = config_from_mapping(make_config(model=_MODEL))
     options = {"fp8": "hybrid", "fp8_recipe": "delayed"}
     chunks = build_model(config, one_rank, transformer_options=options)
