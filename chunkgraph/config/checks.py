@@ -25,6 +25,7 @@ def check_config(config: Config) -> None:
     _check_ranges(config)
     _check_model(config)
     _check_pipeline(config)
+    _check_sequence(config)
     _check_microbatches(config)
     _check_recompute(config)
     _check_fp8(config)
@@ -46,6 +47,7 @@ def _check_ranges(config: Config) -> None:
         ),
         "pipeline.microbatch_group_size_per_vp_stage": pipeline.microbatch_group_size_per_vp_stage,
         "pipeline.tensor_model_parallel_size": pipeline.tensor_model_parallel_size,
+        "pipeline.context_parallel_size": pipeline.context_parallel_size,
         "pipeline.data_parallel_size": pipeline.data_parallel_size,
         "train.micro_batch_size": train.micro_batch_size,
         "train.lr": train.lr,
@@ -149,6 +151,41 @@ def _check_pipeline(config: Config) -> None:
                 "every rank holds an equal share. Change one of them."
             )
             raise TopologyError(msg)
+
+
+def _check_sequence(config: Config) -> None:
+    model, pipeline = config.model, config.pipeline
+    tp, cp = pipeline.tensor_model_parallel_size, pipeline.context_parallel_size
+    if pipeline.sequence_parallel and tp == 1:
+        msg = (
+            "pipeline.sequence_parallel is true, but pipeline.tensor_model_parallel_size is 1: "
+            "tensor-parallel ranks share the sequence. Set it to 2 or more, or the former to false."
+        )
+        raise TopologyError(msg)
+    split = {
+        "pipeline.context_parallel_size": cp if cp > 1 else None,
+        "pipeline.sequence_parallel": True if pipeline.sequence_parallel else None,
+    }
+    for path, value in split.items():
+        if value is None or ":" in model.layer_spec:
+            continue
+        if model.layer_spec == "local" or config.device == "cpu":
+            msg = (
+                f"{path} is {str(value).lower()}, which Megatron-core's local layers refuse. Set "
+                "device=cuda and model.layer_spec=transformer_engine."
+            )
+            raise ConfigError(msg)
+    # Each context-parallel rank holds one of the first parts and one of the last, for balance.
+    parts = (2 * cp if cp > 1 else 1) * (tp if pipeline.sequence_parallel else 1)
+    if model.seq_length % parts:
+        below = model.seq_length // parts * parts
+        msg = (
+            f"model.seq_length ({model.seq_length}) is not divisible by {parts}, the parts of a "
+            f"sequence (context_parallel_size {cp}, two for each rank if above 1"
+            f"{f', for each of {tp} tensor-parallel ranks' if pipeline.sequence_parallel else ''})."
+            f" Set it to {f'{below} or ' if below else ''}{below + parts}."
+        )
+        raise TopologyError(msg)
 
 
 def _check_microbatches(config: Config) -> None:

@@ -86,6 +86,12 @@ class PipelineConfig:
     size, which is Megatron's own default."""
     tensor_model_parallel_size: int = 1
     """Ranks that share each layer between them."""
+    sequence_parallel: bool = False
+    """Whether those ranks also share the sequence where a layer is not split (normalization,
+    dropout). Needs Transformer Engine's layers."""
+    context_parallel_size: int = 1
+    """Ranks that share the tokens of each sequence between them. Needs Transformer Engine's
+    layers."""
     data_parallel_size: int = 1
     """Copies of the whole model, each with data of its own."""
 
@@ -105,6 +111,7 @@ class PipelineConfig:
         return (
             self.pipeline_model_parallel_size
             * self.tensor_model_parallel_size
+            * self.context_parallel_size
             * self.data_parallel_size
         )
 

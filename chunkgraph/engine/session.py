@@ -177,9 +177,7 @@ def capture_session(
                 leaves = aliases[c].leaves
                 make_marker = chunks[c].new_marker
                 forward.marker = make_marker() if make_marker is not None else None
-                _capture_backward(
-                    forward, chunks[c], sinks[c], leaves, backend, pools, settings
-                )
+                _capture_backward(forward, chunks[c], sinks[c], leaves, backend, pools, settings)
                 _report_progress(settings, number, total)
             if settings.prove:
                 prove_disjoint([_footprint(f, backend) for f in forwards])

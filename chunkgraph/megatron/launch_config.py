@@ -109,6 +109,11 @@ def _settings(config: Config, *, without_capture: bool) -> list[_Setting]:
             str(pipeline.tensor_model_parallel_size),
         ),
     ]
+    if pipeline.context_parallel_size > 1:
+        size = str(pipeline.context_parallel_size)
+        found.append(_Setting("pipeline.context_parallel_size", "--context-parallel-size", size))
+    if pipeline.sequence_parallel:
+        found.append(_Setting("pipeline.sequence_parallel", "--sequence-parallel", None))
     if model.swiglu:
         found.append(_Setting("model.swiglu", "--swiglu", None))
     if model.untie_embeddings_and_output_weights:

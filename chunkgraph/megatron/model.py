@@ -178,6 +178,8 @@ def _transformer_config(config: Config, device: torch.device, options: Mapping[s
         "bf16": dtype is torch.bfloat16,
         "use_cpu_initialization": on_cpu,
         "tensor_model_parallel_size": pipeline.tensor_model_parallel_size,
+        "sequence_parallel": pipeline.sequence_parallel,
+        "context_parallel_size": pipeline.context_parallel_size,
         "pipeline_model_parallel_size": pipeline.pipeline_model_parallel_size,
         "virtual_pipeline_model_parallel_size": pipeline.num_model_chunks if interleaved else None,
         "deallocate_pipeline_outputs": True,
@@ -243,10 +245,12 @@ def _wrap_for_data_parallel(
 
 
 def _check_without_ddp(config: Config) -> None:
-    if config.pipeline.data_parallel_size > 1:
+    pipeline = config.pipeline
+    if pipeline.data_parallel_size * pipeline.context_parallel_size > 1:
         raise ConfigError(
             "train.use_ddp is false, but pipeline.data_parallel_size is "
-            f"{config.pipeline.data_parallel_size}: nothing would reduce the gradients. Set "
+            f"{pipeline.data_parallel_size} and pipeline.context_parallel_size "
+            f"{pipeline.context_parallel_size}: nothing would reduce the gradients. Set "
             "train.use_ddp=true."
         )
     split = config.pipeline.pipeline_model_parallel_size > 1

@@ -227,9 +227,7 @@ def _following(
     return chunk if fp8 is None else fp8.follow(index, chunk)
 
 
-def _following_predictions(
-    part: CapturedPart, predictions: compat.TokenPrediction | None
-) -> Chunk:
+def _following_predictions(part: CapturedPart, predictions: compat.TokenPrediction | None) -> Chunk:
     chunk = part.chunk()
     if predictions is None or not getattr(part.module, "mtp_process", False):
         return chunk
