@@ -62,6 +62,12 @@ class ModelConfig:
     recompute_modules: tuple[str, ...] = ("core_attn",)
     """With ``selective``: ``core_attn``, ``mlp``, ``layernorm`` and what else the installed
     Megatron-core offers."""
+    fp8: Literal["hybrid", "e4m3"] | None = None
+    """Matrix products of the layers in FP8: E4M3 with E5M2 for gradients (``hybrid``), E4M3 alone,
+    or not at all (null). Needs Transformer Engine's layers."""
+    fp8_recipe: Literal["delayed", "tensorwise", "blockwise"] = "delayed"
+    """With ``fp8``: where scales come from: earlier microbatches (``delayed``), the tensor itself
+    (``tensorwise``), or each of its blocks (``blockwise``)."""
     layer_spec: str = "auto"
     """``local``, ``transformer_engine``, ``auto`` (the former on a CPU, the latter on a GPU), or
     ``package.module:function`` that returns a Megatron module spec."""
@@ -80,6 +86,12 @@ class PipelineConfig:
     size, which is Megatron's own default."""
     tensor_model_parallel_size: int = 1
     """Ranks that share each layer between them."""
+    sequence_parallel: bool = False
+    """Whether those ranks also share the sequence where a layer is not split (normalization,
+    dropout). Needs Transformer Engine's layers."""
+    context_parallel_size: int = 1
+    """Ranks that share the tokens of each sequence between them. Needs Transformer Engine's
+    layers."""
     data_parallel_size: int = 1
     """Copies of the whole model, each with data of its own."""
 
@@ -99,6 +111,7 @@ class PipelineConfig:
         return (
             self.pipeline_model_parallel_size
             * self.tensor_model_parallel_size
+            * self.context_parallel_size
             * self.data_parallel_size
         )
 

@@ -109,6 +109,11 @@ def _settings(config: Config, *, without_capture: bool) -> list[_Setting]:
             str(pipeline.tensor_model_parallel_size),
         ),
     ]
+    if pipeline.context_parallel_size > 1:
+        size = str(pipeline.context_parallel_size)
+        found.append(_Setting("pipeline.context_parallel_size", "--context-parallel-size", size))
+    if pipeline.sequence_parallel:
+        found.append(_Setting("pipeline.sequence_parallel", "--sequence-parallel", None))
     if model.swiglu:
         found.append(_Setting("model.swiglu", "--swiglu", None))
     if model.untie_embeddings_and_output_weights:
@@ -116,6 +121,9 @@ def _settings(config: Config, *, without_capture: bool) -> list[_Setting]:
         found.append(_Setting("model.untie_embeddings_and_output_weights", flag, None))
     if model.params_dtype == "bfloat16":
         found.append(_Setting("model.params_dtype", "--bf16", None, rivals=("--fp16",)))
+    if model.fp8 is not None:
+        found.append(_Setting("model.fp8", "--fp8-format", model.fp8))
+        found.append(_Setting("model.fp8_recipe", "--fp8-recipe", model.fp8_recipe))
     if model.layer_spec != "auto":
         found.append(_Setting("model.layer_spec", "--transformer-impl", model.layer_spec))
     if pipeline.num_model_chunks > 1:

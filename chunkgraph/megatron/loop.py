@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -17,7 +18,7 @@ from chunkgraph.config import Config
 from chunkgraph.data import PackedText
 from chunkgraph.engine import CaptureOptions
 from chunkgraph.engine.session import OnCapture
-from chunkgraph.megatron.compat import import_megatron
+from chunkgraph.megatron.compat import import_megatron, reset_fp8
 from chunkgraph.megatron.model import build_model
 from chunkgraph.megatron.optimizer import build_optimizer, zero_gradients
 from chunkgraph.megatron.plugin import MegatronChunkGraphs, attach
@@ -167,6 +168,8 @@ def run_training(
     finally:
         if graphs is not None:
             graphs.detach()
+        if config.model.fp8 is not None:
+            reset_fp8()  # or the next model's scales would be reduced together with these
     return run
 
 
@@ -220,18 +223,25 @@ class _Counted:
 def microbatches(
     config: Config, text: PackedText, step: int, num_microbatches: int, device: torch.device
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """The step's microbatches for this data-parallel rank; every chunk draws its own copy."""
+    """The step's microbatches for this data- and context-parallel rank.
+
+    Every chunk draws its own copy.
+    """
     state = import_megatron("megatron.core.parallel_state")
-    dp_rank = state.get_data_parallel_rank()
+    dp_rank, cp_rank = state.get_data_parallel_rank(), state.get_context_parallel_rank()
+    cp_size = config.pipeline.context_parallel_size
     masked = _wants_mask(config, device)
     for microbatch in range(num_microbatches):
-        batch = text.batch(step, microbatch, config.train.micro_batch_size, dp_rank)
+        whole = text.batch(step, microbatch, config.train.micro_batch_size, dp_rank)
+        batch = whole.part(cp_rank, cp_size)
         arrays = {
             "tokens": batch.tokens,
             "labels": batch.labels,
             "loss_mask": batch.loss_mask,
             "position_ids": batch.position_ids,
         }
+        if cp_size > 1:
+            arrays["num_labels"] = np.array(whole.num_labels, dtype=np.float32)
         if masked:
             arrays["attention_mask"] = batch.attention_mask()
         yield {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
@@ -257,27 +267,36 @@ def forward_step(
         attention_mask=batch.get("attention_mask"),
         labels=batch["labels"],
     )
-    return output, partial(_masked_mean, batch["loss_mask"])
+    return output, partial(_masked_mean, batch["loss_mask"], batch.get("num_labels"))
 
 
 def _masked_mean(
-    loss_mask: torch.Tensor, losses: torch.Tensor
+    loss_mask: torch.Tensor, num_labels: torch.Tensor | None, losses: torch.Tensor
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Mean loss over the labels that count; ``losses`` and ``loss_mask`` are [b, s]."""
-    loss = (losses.float() * loss_mask).sum() / loss_mask.sum().clamp(min=1.0)
+    """Mean loss over the labels that count; ``losses`` and ``loss_mask`` are [b, s].
+
+    With ``num_labels``, those of all context-parallel ranks, it is this rank's share of the mean;
+    the schedule multiplies it by their number before DDP averages gradients over them.
+    """
+    if num_labels is None:
+        num_labels = loss_mask.sum()
+    loss = (losses.float() * loss_mask).sum() / num_labels.clamp(min=1.0)
     return loss, {"lm loss": loss.detach().clone()}
 
 
 def shared_loss(losses: list[dict[str, torch.Tensor]], device: torch.device) -> float:
-    """Mean over microbatches and data-parallel ranks, from the last stage to every rank."""
+    """Mean over microbatches and data-parallel ranks, from the last stage to every rank.
+
+    Context-parallel ranks hold shares of it, which are added up.
+    """
     state = import_megatron("megatron.core.parallel_state")
     loss = torch.zeros((), dtype=torch.float32, device=device)
     if losses:
         loss = torch.stack([entry["lm loss"] for entry in losses]).mean()
-        group = state.get_data_parallel_group()
+        group = state.get_data_parallel_group(with_context_parallel=True)
         if group.size() > 1:
             dist.all_reduce(loss, group=group)
-            loss /= group.size()
+            loss /= group.size() // state.get_context_parallel_world_size()
     if state.get_pipeline_model_parallel_world_size() > 1:
         source = state.get_pipeline_model_parallel_last_rank()
         dist.broadcast(loss, source, group=state.get_pipeline_model_parallel_group())

@@ -119,6 +119,11 @@ def layer_spec(
     """
     name = layer_spec_name(config, device)
     options = options or {}
+    if name == "local" and config.model.fp8 is not None:
+        raise ConfigError(
+            f"model.fp8 is {config.model.fp8}, but local layers have no FP8. Use Transformer "
+            "Engine's on a GPU (model.layer_spec=transformer_engine), or set model.fp8=null."
+        )
     if name not in {"local", "transformer_engine"}:
         return _user_spec(name)
     specs = import_megatron("megatron.core.models.gpt.gpt_layer_specs")
@@ -173,6 +178,8 @@ def _transformer_config(config: Config, device: torch.device, options: Mapping[s
         "bf16": dtype is torch.bfloat16,
         "use_cpu_initialization": on_cpu,
         "tensor_model_parallel_size": pipeline.tensor_model_parallel_size,
+        "sequence_parallel": pipeline.sequence_parallel,
+        "context_parallel_size": pipeline.context_parallel_size,
         "pipeline_model_parallel_size": pipeline.pipeline_model_parallel_size,
         "virtual_pipeline_model_parallel_size": pipeline.num_model_chunks if interleaved else None,
         "deallocate_pipeline_outputs": True,
@@ -192,6 +199,9 @@ def _transformer_config(config: Config, device: torch.device, options: Mapping[s
         wanted["recompute_method"] = model.recompute_method
         wanted["recompute_num_layers"] = model.recompute_num_layers
         wanted["recompute_modules"] = list(model.recompute_modules)
+    if model.fp8 is not None:
+        wanted["fp8"] = model.fp8
+        wanted["fp8_recipe"] = model.fp8_recipe
     if interleaved:
         wanted["microbatch_group_size_per_vp_stage"] = pipeline.microbatch_group_size
     wanted.update(options)
@@ -235,10 +245,12 @@ def _wrap_for_data_parallel(
 
 
 def _check_without_ddp(config: Config) -> None:
-    if config.pipeline.data_parallel_size > 1:
+    pipeline = config.pipeline
+    if pipeline.data_parallel_size * pipeline.context_parallel_size > 1:
         raise ConfigError(
             "train.use_ddp is false, but pipeline.data_parallel_size is "
-            f"{config.pipeline.data_parallel_size}: nothing would reduce the gradients. Set "
+            f"{pipeline.data_parallel_size} and pipeline.context_parallel_size "
+            f"{pipeline.context_parallel_size}: nothing would reduce the gradients. Set "
             "train.use_ddp=true."
         )
     split = config.pipeline.pipeline_model_parallel_size > 1

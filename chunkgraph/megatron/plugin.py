@@ -14,7 +14,7 @@ Megatron's own ``cuda_graph_impl`` stays ``none``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -79,6 +79,7 @@ def attach(
     parts = [new_part(scope, chunk, place.label(index)) for index, chunk in enumerate(chunks)]
     tables = CachedTables(module for part in parts for module in part.modules)
     predictions = compat.TokenPrediction() if _predicts_tokens(parts) else None
+    fp8 = _fp8_state(config, parts)
     slots = tuple(num_slots) if num_slots is not None else place.num_slots()
     # Stage 0 sends no gradient; its input's gradient may go anywhere.
     lends = [
@@ -86,24 +87,25 @@ def attach(
     ]
     engine = ChunkGraphs(
         [
-            replace(_following(part, predictions), keeps_input_grads=not lent)
-            for part, lent in zip(parts, lends, strict=True)
+            replace(_following(c, part, predictions, fp8), keeps_input_grads=not lends[c])
+            for c, part in enumerate(parts)
         ],
         slots,
         options=options if options is not None else CaptureOptions(),
         backend=backend,
         agree=agree_by_maximum(),
-        capture_scope=lambda: _capturing(tables, predictions),
-        preserve=compat.preserve_rng,
+        capture_scope=lambda: _capturing(tables, predictions, fp8),
+        preserve=lambda: _preserving(fp8),
         generators=compat.graph_safe_generators,
-        verify_scope=_running_beside,
+        verify_scope=lambda: _running_beside(fp8),
         progress=progress,
     )
     receiver = SlotReceiver(engine, place, config, wanted=zero_copy, lends_input_grads=lends)
     for part, call in zip(parts, receiver.calls(engine.callables), strict=True):
         part.divert_to(call)
     names = [f"stage {place.stage(c)} chunk {c}" for c in range(len(parts))]
-    return MegatronChunkGraphs(engine, parts, slots, tables, receiver, names)
+    held = (tables,) if fp8 is None else (tables, fp8)
+    return MegatronChunkGraphs(engine, parts, slots, held, receiver, names)
 
 
 class MegatronChunkGraphs:
@@ -120,7 +122,7 @@ class MegatronChunkGraphs:
         engine: ChunkGraphs,
         parts: Sequence[CapturedPart],
         num_slots: tuple[int, ...],
-        tables: CachedTables,
+        held: Sequence[CachedTables | compat.Fp8State],
         receiver: SlotReceiver,
         names: Sequence[str],
     ) -> None:
@@ -128,7 +130,7 @@ class MegatronChunkGraphs:
         self.num_slots = num_slots
         self.receiver = receiver
         self._parts = tuple(parts)
-        self._tables = tables
+        self._held = tuple(held)
         self._names = tuple(names)
 
     @property
@@ -163,7 +165,8 @@ class MegatronChunkGraphs:
     def release(self) -> None:
         """Drop graphs and their memory; the model stays attached, eager until captured again."""
         self.engine.release()
-        self._tables.release()
+        for memory in self._held:
+            memory.release()
 
     def detach(self) -> None:
         """Release the graphs and give every module its own forward back."""
@@ -173,18 +176,30 @@ class MegatronChunkGraphs:
 
 
 @contextmanager
-def _running_beside() -> Iterator[None]:
+def _running_beside(fp8: compat.Fp8State | None) -> Iterator[None]:
     """Around an eager pass of ``verify``: DDP's hooks keep silent, as in a capture."""
-    with compat.capture_flag(), compat.recomputing():
+    with compat.capture_flag(), compat.recomputing(), fp8.beside() if fp8 else nullcontext():
         yield
 
 
 @contextmanager
-def _capturing(tables: CachedTables, predictions: compat.TokenPrediction | None) -> Iterator[None]:
+def _preserving(fp8: compat.Fp8State | None) -> Iterator[None]:
+    with compat.preserve_rng(), fp8.preserved() if fp8 else nullcontext():
+        yield
+
+
+@contextmanager
+def _capturing(
+    tables: CachedTables,
+    predictions: compat.TokenPrediction | None,
+    fp8: compat.Fp8State | None,
+) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(compat.capture_flag())
         stack.enter_context(compat.recomputing())
         stack.enter_context(tables.held())
+        if fp8 is not None:
+            stack.enter_context(fp8.capturing())
         if predictions is not None:
             stack.enter_context(predictions.capturing())
         yield
@@ -194,8 +209,30 @@ def _predicts_tokens(parts: Sequence[CapturedPart]) -> bool:
     return any(getattr(part.module, "mtp_process", False) for part in parts)
 
 
-def _following(part: CapturedPart, predictions: compat.TokenPrediction | None) -> Chunk:
-    """The part's chunk; one that predicts several tokens follows Megatron's state of that."""
+def _fp8_state(config: Any, parts: Sequence[CapturedPart]) -> compat.Fp8State | None:
+    recipe = compat.fp8_recipe(config)
+    if recipe is None:
+        return None
+    return compat.Fp8State(
+        [part.modules for part in parts],
+        [part.label for part in parts],
+        _device_of(parts[0].module),
+        is_delayed=recipe == "delayed",
+    )
+
+
+def _following(
+    index: int,
+    part: CapturedPart,
+    predictions: compat.TokenPrediction | None,
+    fp8: compat.Fp8State | None,
+) -> Chunk:
+    """Chunk ``index``, following what Megatron and Transformer Engine keep in Python."""
+    chunk = _following_predictions(part, predictions)
+    return chunk if fp8 is None else fp8.follow(index, chunk)
+
+
+def _following_predictions(part: CapturedPart, predictions: compat.TokenPrediction | None) -> Chunk:
     chunk = part.chunk()
     if predictions is None or not getattr(part.module, "mtp_process", False):
         return chunk

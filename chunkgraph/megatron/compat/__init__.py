@@ -22,6 +22,7 @@ from chunkgraph.megatron.compat.data_parallel import (
     is_fully_sharded,
     unwrap_ddp,
 )
+from chunkgraph.megatron.compat.fp8 import Fp8State, fp8_is_installed, fp8_recipe, reset_fp8
 from chunkgraph.megatron.compat.p2p import (
     Direction,
     ReceiveBuffers,
@@ -52,6 +53,7 @@ from chunkgraph.megatron.compat.triton_stub import TritonStubFinder
 __all__ = [
     "DDP_MODULE",
     "Direction",
+    "Fp8State",
     "HostGenerator",
     "ParameterGates",
     "PretrainHooks",
@@ -61,6 +63,8 @@ __all__ = [
     "call_parameter_gather_hooks",
     "capture_flag",
     "default_groups",
+    "fp8_is_installed",
+    "fp8_recipe",
     "gathers_parameters",
     "global_buffers",
     "gradient_marker",
@@ -77,6 +81,7 @@ __all__ = [
     "pretrain_arguments",
     "private_names",
     "recomputing",
+    "reset_fp8",
     "rng_is_graph_safe",
     "seed_model_parallel",
     "tensorboard_writers",
