@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from chunkgraph.config.expert_checks import check_experts
 from chunkgraph.data.vocabulary import NUM_TOKENS
 from chunkgraph.errors import ConfigError, TopologyError
 from chunkgraph.schedules import is_legal_count, nearest_legal_counts
@@ -28,6 +29,7 @@ def check_config(config: Config) -> None:
     _check_microbatches(config)
     _check_recompute(config)
     _check_train(config)
+    check_experts(config)
 
 
 def _check_ranges(config: Config) -> None:
@@ -46,6 +48,7 @@ def _check_ranges(config: Config) -> None:
         "pipeline.microbatch_group_size_per_vp_stage": pipeline.microbatch_group_size_per_vp_stage,
         "pipeline.tensor_model_parallel_size": pipeline.tensor_model_parallel_size,
         "pipeline.data_parallel_size": pipeline.data_parallel_size,
+        "pipeline.expert_model_parallel_size": pipeline.expert_model_parallel_size,
         "train.micro_batch_size": train.micro_batch_size,
         "train.lr": train.lr,
         "capture.verify_every": config.capture.verify_every,

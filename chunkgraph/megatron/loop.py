@@ -16,7 +16,7 @@ from torch import nn
 from chunkgraph.config import Config
 from chunkgraph.data import PackedText
 from chunkgraph.engine import CaptureOptions
-from chunkgraph.megatron.compat import import_megatron
+from chunkgraph.megatron.compat import import_megatron, take_expert_metrics
 from chunkgraph.megatron.model import build_model
 from chunkgraph.megatron.optimizer import build_optimizer, zero_gradients
 from chunkgraph.megatron.plugin import MegatronChunkGraphs, attach
@@ -48,6 +48,7 @@ class StepRecord:
         replays: forward graphs replayed, on this rank.
         fallbacks: reason of an eager step -> 1.
         step_ms: wall time of schedule and optimizer, in ms.
+        expert_metrics: this rank's sums over the step of each metric of the experts, by layer.
     """
 
     step: int
@@ -58,6 +59,7 @@ class StepRecord:
     replays: int
     fallbacks: dict[str, int]
     step_ms: float
+    expert_metrics: dict[str, tuple[float, ...]] = field(default_factory=dict)
 
 
 @dataclass
@@ -66,10 +68,12 @@ class TrainingRun:
 
     Attributes:
         steps: one record for each step.
-        parameters: final parameters on the CPU, named ``chunk index.parameter name``.
+        parameters: final parameters and buffers on the CPU, named ``chunk index.name``.
         num_slots: slots of each chunk; empty for an eager run.
         capture_sessions: sessions in which graphs were captured.
         captures_after_first_session: graph pairs captured in any later session.
+        dropped_tokens: how often an expert of this rank's layers had no room for a token, in a run
+            with graphs.
     """
 
     steps: list[StepRecord] = field(default_factory=list)
@@ -77,6 +81,7 @@ class TrainingRun:
     num_slots: tuple[int, ...] = ()
     capture_sessions: int = 0
     captures_after_first_session: int = 0
+    dropped_tokens: int = 0
 
     @property
     def num_graphs(self) -> int:
@@ -112,11 +117,19 @@ def run_training(
     forward_backward = import_megatron(
         "megatron.core.pipeline_parallel"
     ).get_forward_backward_func()
+    has_experts = config.moe.num_moe_experts is not None
+    if has_experts:
+        take_expert_metrics()  # forget those of a run before
     graphs: MegatronChunkGraphs | None = None
     run = TrainingRun()
     try:
         if use_graphs:
-            graphs = attach(chunks, scope=config.capture.scope, options=capture_options(config))
+            graphs = attach(
+                chunks,
+                scope=config.capture.scope,
+                options=capture_options(config),
+                token_drops=config.moe.token_drops,
+            )
             run.num_slots = graphs.num_slots
             forward_backward = graphs.wrap_forward_backward(forward_backward)
         counted = _Counted(graphs)
@@ -143,17 +156,20 @@ def run_training(
                 loss=shared_loss(losses, device),
                 grad_norm=0.0 if grad_norm is None else float(grad_norm),
                 step_ms=(time.perf_counter() - started) * 1e3,
+                expert_metrics=take_expert_metrics() if has_experts else {},
                 **counted.since_last(),
             )
             run.steps.append(record)
             on_step(record)
         finish_parameter_gather(chunks)
+        if graphs is not None:
+            run.dropped_tokens = sum(graphs.dropped_tokens(wait=True).values())
         run.capture_sessions = counted.capture_sessions
         run.captures_after_first_session = counted.captures_after_first_session
         run.parameters = {
             f"{index}.{name}": parameter.detach().to("cpu", copy=True)
             for index, chunk in enumerate(chunks)
-            for name, parameter in chunk.named_parameters()
+            for name, parameter in (*chunk.named_parameters(), *chunk.named_buffers())
         }
     finally:
         if graphs is not None:

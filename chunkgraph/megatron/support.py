@@ -11,6 +11,7 @@ from torch import nn
 
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron import compat
+from chunkgraph.megatron.moe_support import moe_refusals
 
 __all__ = ["refuse_unsupported", "refused_settings"]
 
@@ -36,7 +37,6 @@ _QUANTIZED_WEIGHTS = (
 _REFUSALS = (
     _Refusal("fp8", bool, _QUANTIZED_WEIGHTS),
     _Refusal("fp4", bool, _QUANTIZED_WEIGHTS),
-    _Refusal("num_moe_experts", bool, "expert routing sizes depend on the tokens"),
     _Refusal(
         "distribute_saved_activations",
         bool,
@@ -67,21 +67,26 @@ _REFUSALS = (
 )
 
 
-def refused_settings(config: Any) -> list[str]:
+def refused_settings(config: Any, token_drops: str | None = None) -> list[str]:
     """The settings in ``config`` that a chunk graph cannot honour, each with its reason.
 
     Args:
         config: anything that has TransformerConfig's fields as attributes, or some of them.
+        token_drops: ``count`` if tokens that experts have no room for may be dropped.
     """
-    return [
+    found = [
         f"{refusal.field}={getattr(config, refusal.field)!r}: {refusal.why}"
         for refusal in _REFUSALS
         if refusal.wanted(getattr(config, refusal.field, None))
     ]
+    return found + moe_refusals(config, token_drops)
 
 
 def refuse_unsupported(
-    config: Any, model_chunks: Sequence[nn.Module], device: torch.device
+    config: Any,
+    model_chunks: Sequence[nn.Module],
+    device: torch.device,
+    token_drops: str | None = None,
 ) -> None:
     """Check Megatron's settings before anything is attached.
 
@@ -89,11 +94,12 @@ def refuse_unsupported(
         config: Megatron's TransformerConfig.
         model_chunks: the chunks as the schedule gets them, wrappers included.
         device: where the parameters are.
+        token_drops: see `attach`.
 
     Raises:
         ConfigError: naming every setting that cannot be captured.
     """
-    found = refused_settings(config)
+    found = refused_settings(config, token_drops)
     recipe = getattr(config, "fp8_recipe", None)
     if getattr(config, "fp8", None) and str(getattr(recipe, "value", recipe)) == "delayed":
         found.append("fp8_recipe='delayed': its amax reduction crosses the chunk")

@@ -22,6 +22,8 @@ from chunkgraph.megatron.compat.data_parallel import (
     is_fully_sharded,
     unwrap_ddp,
 )
+from chunkgraph.megatron.compat.moe_dispatch import patch_router, static_dispatch
+from chunkgraph.megatron.compat.moe_state import ExpertState, routers_of, take_expert_metrics
 from chunkgraph.megatron.compat.p2p import (
     Direction,
     ReceiveBuffers,
@@ -46,16 +48,19 @@ from chunkgraph.megatron.compat.random_state import (
     seed_model_parallel,
 )
 from chunkgraph.megatron.compat.recompute import recomputing
+from chunkgraph.megatron.compat.token_drops import TokenDrops
 from chunkgraph.megatron.compat.token_prediction import TokenPrediction
 from chunkgraph.megatron.compat.triton_stub import TritonStubFinder
 
 __all__ = [
     "DDP_MODULE",
     "Direction",
+    "ExpertState",
     "HostGenerator",
     "ParameterGates",
     "PretrainHooks",
     "ReceiveBuffers",
+    "TokenDrops",
     "TokenPrediction",
     "TritonStubFinder",
     "call_parameter_gather_hooks",
@@ -73,12 +78,16 @@ __all__ = [
     "patch_attributes",
     "patch_pretrain",
     "patch_rng",
+    "patch_router",
     "preserve_rng",
     "pretrain_arguments",
     "private_names",
     "recomputing",
     "rng_is_graph_safe",
+    "routers_of",
     "seed_model_parallel",
+    "static_dispatch",
+    "take_expert_metrics",
     "tensorboard_writers",
     "unwrap_ddp",
     "versions",
