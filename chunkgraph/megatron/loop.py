@@ -16,7 +16,7 @@ from torch import nn
 from chunkgraph.config import Config
 from chunkgraph.data import PackedText
 from chunkgraph.engine import CaptureOptions
-from chunkgraph.megatron.compat import import_megatron, take_expert_metrics
+from chunkgraph.megatron.compat import forget_expert_metrics, import_megatron, take_expert_metrics
 from chunkgraph.megatron.model import build_model
 from chunkgraph.megatron.optimizer import build_optimizer, zero_gradients
 from chunkgraph.megatron.plugin import MegatronChunkGraphs, attach
@@ -119,7 +119,7 @@ def run_training(
     ).get_forward_backward_func()
     has_experts = config.moe.num_moe_experts is not None
     if has_experts:
-        take_expert_metrics()  # forget those of a run before
+        forget_expert_metrics()  # of a run before
     graphs: MegatronChunkGraphs | None = None
     run = TrainingRun()
     try:

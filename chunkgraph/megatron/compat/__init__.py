@@ -23,7 +23,12 @@ from chunkgraph.megatron.compat.data_parallel import (
     unwrap_ddp,
 )
 from chunkgraph.megatron.compat.moe_dispatch import patch_router, static_dispatch
-from chunkgraph.megatron.compat.moe_state import ExpertState, routers_of, take_expert_metrics
+from chunkgraph.megatron.compat.moe_state import (
+    ExpertState,
+    forget_expert_metrics,
+    routers_of,
+    take_expert_metrics,
+)
 from chunkgraph.megatron.compat.p2p import (
     Direction,
     ReceiveBuffers,
@@ -66,6 +71,7 @@ __all__ = [
     "call_parameter_gather_hooks",
     "capture_flag",
     "default_groups",
+    "forget_expert_metrics",
     "gathers_parameters",
     "global_buffers",
     "gradient_marker",

@@ -17,7 +17,7 @@ import torch
 from chunkgraph.errors import CaptureError, ReplayMismatchError
 from chunkgraph.megatron.compat.access import private_names
 
-__all__ = ["ExpertState", "routers_of", "take_expert_metrics"]
+__all__ = ["ExpertState", "forget_expert_metrics", "routers_of", "take_expert_metrics"]
 
 _UTILS = "megatron.core.transformer.moe.moe_utils"
 _LOGGING = "megatron.core.transformer.moe.moe_logging"
@@ -113,6 +113,11 @@ def take_expert_metrics() -> dict[str, tuple[float, ...]]:
     for value in _metrics().values():
         value.zero_()
     return taken
+
+
+def forget_expert_metrics() -> None:
+    """Drop all metrics: Megatron keeps them for the number of layers that recorded them first."""
+    _tracker().clear()
 
 
 def _metric_names(router: Any) -> list[str]:
