@@ -109,9 +109,9 @@ class ExpertConfig:
     """How many groups a token may use."""
     moe_grouped_gemm: bool = False
     """Whether the experts of a rank are multiplied together (Transformer Engine layers)."""
-    token_drops: Literal["count", "raise"] | None = None
-    """What is done about tokens that an expert has no room for: ``count`` them, ``raise`` an
-    error, or (null) count them and warn, and refuse capacity factors below 1."""
+    token_drops: Literal["warn", "count", "raise"] = "warn"
+    """What is done about tokens that an expert has no room for: count them and ``warn`` once (and
+    refuse capacity factors below 1), ``count`` them, or ``raise`` an error."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 from torch import nn
 
@@ -25,7 +25,7 @@ from chunkgraph.megatron.topology import agree_by_maximum
 
 __all__ = ["Experts", "TokenDrops", "both"]
 
-TokenDrops = Literal["count", "raise"]
+TokenDrops = Literal["warn", "count", "raise"]
 """What is done about a token that an expert has no room for; see `attach`."""
 
 
@@ -42,7 +42,7 @@ class Experts:
         self,
         model_chunks: Sequence[nn.Module],
         parts: Sequence[CapturedPart],
-        token_drops: TokenDrops | None,
+        token_drops: TokenDrops,
     ) -> None:
         routers = compat.routers_of([m for chunk in model_chunks for m in chunk.modules()])
         captured = compat.routers_of([m for part in parts for m in part.modules])
@@ -55,7 +55,7 @@ class Experts:
             self._undo = self._drops.install()
         self._token_drops = token_drops
         self._seen = 0
-        self._has_warned = token_drops is not None
+        self._has_warned = token_drops != "warn"
         # Every rank makes the group, in the same order; only then does it know the others' drops.
         self._agree: Agree | None = agree_by_maximum() if token_drops == "raise" else None
 

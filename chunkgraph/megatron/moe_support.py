@@ -29,7 +29,9 @@ class _Refusal:
 _REFUSALS = (
     _Refusal("moe_shared_expert_overlap", "it keeps activations in Python between its parts"),
     _Refusal("moe_use_legacy_grouped_gemm", "its kernels read the token counts on the host"),
-    _Refusal("use_transformer_engine_op_fuser", "its grouped MLP was not tried with fixed capacity"),
+    _Refusal(
+        "use_transformer_engine_op_fuser", "its grouped MLP was not tried with fixed capacity"
+    ),
     _Refusal("moe_router_padding_for_quantization", "it changes how many rows an expert gets"),
     _Refusal("moe_router_padding_for_fp8", "it changes how many rows an expert gets"),
     _Refusal("moe_enable_routing_replay", "what it replays is Python state"),
@@ -43,7 +45,7 @@ _REFUSALS = (
 )
 
 
-def moe_refusals(config: Any, token_drops: str | None = None) -> list[str]:
+def moe_refusals(config: Any, token_drops: str = "warn") -> list[str]:
     """What keeps the experts of a model out of a graph, each with what to do.
 
     Args:
@@ -75,31 +77,34 @@ def _dispatch_refusals(config: Any) -> list[str]:
     dispatcher = getattr(config, "moe_token_dispatcher_type", None) or "allgather"
     if dispatcher == "flex":
         backend = getattr(config, "moe_flex_dispatcher_backend", None)
-        return [
+        why = (
             f"moe_token_dispatcher_type='flex' with moe_flex_dispatcher_backend={backend!r}: only "
             "DeepEP's HybridEP can dispatch in a graph, with moe_expert_rank_capacity_factor, and "
             f"chunk graphs do not drive it yet; {_STATIC}"
-        ]
+        )
+        return [why]
     if dispatcher not in _STATIC_DISPATCHERS:
         return [f"moe_token_dispatcher_type={dispatcher!r}: not known; {_STATIC}"]
     if dispatcher == "allgather" and getattr(config, "moe_permute_fusion", False):
-        return [
+        why = (
             "moe_permute_fusion=True with moe_token_dispatcher_type='allgather': it reads the "
             "token counts on the host; turn the fusion off, or use 'alltoall'"
-        ]
+        )
+        return [why]
     return []
 
 
-def _capacity_refusals(config: Any, num_experts: int, token_drops: str | None) -> list[str]:
+def _capacity_refusals(config: Any, num_experts: int, token_drops: str) -> list[str]:
     factor = getattr(config, "moe_expert_capacity_factor", None)
     top_k = getattr(config, "moe_router_topk", None) or 1
     enough = num_experts / top_k
     if factor is None or factor < 0:
-        return [
+        why = (
             f"num_moe_experts={num_experts!r} without moe_expert_capacity_factor: how many tokens "
             f"an expert gets depends on the tokens, and a graph has fixed shapes; {_STATIC} "
             f"({enough:g}, num_moe_experts / moe_router_topk, has room for all tokens)"
-        ]
+        )
+        return [why]
     found = []
     if not getattr(config, "moe_pad_expert_input_to_capacity", False):
         found.append(
@@ -124,7 +129,5 @@ def _sharding_refusals(config: Any, num_experts: int) -> list[str]:
     ranks = getattr(config, "expert_model_parallel_size", None) or 1
     if num_experts % ranks == 0:
         return []
-    return [
-        f"expert_model_parallel_size={ranks}: {num_experts} experts cannot be shared out evenly; "
-        "choose a divisor of num_moe_experts"
-    ]
+    why = f"expert_model_parallel_size={ranks}: it does not divide num_moe_experts ({num_experts})"
+    return [why]

@@ -45,7 +45,7 @@ def attach(
     options: CaptureOptions | None = None,
     num_slots: Sequence[int] | None = None,
     zero_copy: bool = True,
-    token_drops: TokenDrops | None = None,
+    token_drops: TokenDrops = "warn",
     backend: GraphBackend | None = None,
 ) -> MegatronChunkGraphs:
     """Give every one of ``model_chunks`` chunk graphs.
@@ -64,9 +64,9 @@ def attach(
         zero_copy: receive from other stages straight into slots, and send input gradients from
             them, where that is safe; False copies them, with the same numbers.
         token_drops: what is done about tokens that an expert has no room for, which Megatron drops:
-            ``count`` them (`MegatronChunkGraphs.dropped_tokens`), or ``raise`` TokenDropError
-            on all ranks at the end of the step's schedule, for which the host then waits. Default:
-            count, and warn at the first; a capacity factor below 1 is then refused.
+            ``count`` them (`MegatronChunkGraphs.dropped_tokens`); count them and ``warn`` at the
+            first, with capacity factors below 1 refused; or ``raise`` TokenDropError on all ranks
+            at the end of the step's schedule, for which the host then waits.
         backend: graphs to use; default by the parameters' device.
 
     Raises:

@@ -67,7 +67,7 @@ _REFUSALS = (
 )
 
 
-def refused_settings(config: Any, token_drops: str | None = None) -> list[str]:
+def refused_settings(config: Any, token_drops: str = "warn") -> list[str]:
     """The settings in ``config`` that a chunk graph cannot honour, each with its reason.
 
     Args:
@@ -86,7 +86,7 @@ def refuse_unsupported(
     config: Any,
     model_chunks: Sequence[nn.Module],
     device: torch.device,
-    token_drops: str | None = None,
+    token_drops: str = "warn",
 ) -> None:
     """Check Megatron's settings before anything is attached.
 

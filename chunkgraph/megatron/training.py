@@ -139,7 +139,8 @@ def _report(
     return {
         "versions": versions(),
         "steps": [
-            _step(index, record, eager, comparisons, ranks) for index, record in enumerate(chunk.steps)
+            _step(index, record, eager, comparisons, ranks)
+            for index, record in enumerate(chunk.steps)
         ],
         "parameters_equal": (
             not any(c.different_parameters for c in comparisons) if compared else None

@@ -1,4 +1,4 @@
-"""Mixture of experts with a fixed capacity: chunk graphs against eager training, to the last bit."""
+"""Mixture of experts with a fixed capacity: chunk graphs against eager, to the last bit."""
 
 from __future__ import annotations
 

@@ -53,6 +53,6 @@ class TorchOfTheHost:
     @staticmethod
     def _made(make: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         if "device" in kwargs:
-            return make(*args, **kwargs)  # type: ignore[no-any-return]
+            return make(*args, **kwargs)
         with _disable_current_modes(), torch._C.DisableTorchFunction():
-            return make(*args, **kwargs).as_subclass(_HostTensor)  # type: ignore[no-any-return]
+            return make(*args, **kwargs).as_subclass(_HostTensor)
