@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 from pathlib import Path
 
 import pytest
@@ -123,7 +124,7 @@ def test_the_command_line_wins_and_says_what_it_replaced() -> None:
 def test_experts_become_flags() -> None:
     config = load_config(CONFIGS / "moe_pp2_ep2.yaml")
     flags, _ = merge_flags(config, [], source="run.yaml")
-    given = dict(zip(flags, flags[1:], strict=False))
+    given = dict(itertools.pairwise(flags))
     assert given["--num-experts"] == "64"
     assert given["--expert-model-parallel-size"] == "2"
     assert given["--moe-layer-freq"] == "[0, 1, 1, 1, 1, 1, 1, 1]"

@@ -134,14 +134,20 @@ def test_uneven_loads_are_as_in_eager_training_and_every_drop_is_counted(
         moe_token_dispatcher_type=dispatcher,
         token_drops="count",
     )
+    from chunkgraph.megatron.step_metrics import StepMetrics
+
     bias = [20.0, 10.0]
     eager = _Run(one_rank, config, bias, None).all_steps()
     run = _Run(one_rank, config, bias, {"token_drops": "count"})
     assert run.graphs is not None
+    metrics = StepMetrics(run.graphs)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="Experts had no room")
         chunk = run.all_steps()
     assert run.graphs.counters.replays == sum(_COUNTS[1:])
+    metrics.step()
+    assert metrics.scalars()["chunk-graphs/dropped-tokens"] == 2 * dropped * sum(_COUNTS)
+    assert f" dropped tokens: {2 * dropped * sum(_COUNTS)} |" in metrics.take_line()
     assert run.graphs.dropped_tokens(wait=True) == dict.fromkeys((1, 2), dropped * sum(_COUNTS))
     run.graphs.detach()
     assert chunk["steps"] == eager["steps"]
