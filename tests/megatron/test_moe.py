@@ -71,7 +71,7 @@ def _check(results: dict[str, dict[str, Any]], metrics: dict[str, set[str]]) -> 
 
 def test_one_rank(run_cases: Callable[..., Any], make_config: Callable[..., Any]) -> None:
     """Score functions, losses, expert bias, shared experts, dispatchers, dense layers, scopes."""
-    make, counts = make_config, [2, 3, 1, 4]
+    make, counts = make_config, [2, 1, 3]
     cases = {
         "softmax": _config(make, _EXPERTS, counts, capture={"verify": "poison"}),
         "biased": _config(make, _BIASED, counts, capture={"scope": "chunk", "verify": "shadow"}),
@@ -112,7 +112,7 @@ def test_one_rank(run_cases: Callable[..., Any], make_config: Callable[..., Any]
         },
     }
     cases["two_losses_predicting"]["config"]["capture"] = {"scope": "chunk"}
-    results = run_cases(cases, 1)
+    results = run_cases(cases, 1, timeout_s=180.0)
     seq, everywhere = "seq_load_balancing_loss", "global_load_balancing_loss"
     _check(
         results,
