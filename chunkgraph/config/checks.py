@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from chunkgraph.config.expert_checks import check_experts
 from chunkgraph.data.vocabulary import NUM_TOKENS
 from chunkgraph.errors import ConfigError, TopologyError
 from chunkgraph.schedules import is_legal_count, nearest_legal_counts
@@ -30,6 +31,7 @@ def check_config(config: Config) -> None:
     _check_recompute(config)
     _check_fp8(config)
     _check_train(config)
+    check_experts(config)
 
 
 def _check_ranges(config: Config) -> None:
@@ -49,6 +51,7 @@ def _check_ranges(config: Config) -> None:
         "pipeline.tensor_model_parallel_size": pipeline.tensor_model_parallel_size,
         "pipeline.context_parallel_size": pipeline.context_parallel_size,
         "pipeline.data_parallel_size": pipeline.data_parallel_size,
+        "pipeline.expert_model_parallel_size": pipeline.expert_model_parallel_size,
         "train.micro_batch_size": train.micro_batch_size,
         "train.lr": train.lr,
         "capture.verify_every": config.capture.verify_every,

@@ -74,6 +74,12 @@ _OPTIONS = (
         ("raise", "eager"),
         "After a capture that failed on any rank: raise the error, or train on eagerly.",
     ),
+    _Flag(
+        "--cuda-graph-token-drops",
+        ("warn", "count", "raise"),
+        "Tokens that an expert has no room for, which Megatron drops: count them and warn once; "
+        "count them; or raise an error.",
+    ),
 )
 COUNTS = (
     _Count(
@@ -100,6 +106,7 @@ class GraphFlags:
         num_verify_steps: replayed steps that are checked; None: all.
         verify_every: of those, every so many.
         on_failure: what follows a failed capture.
+        token_drops: what is done about tokens that an expert has no room for.
         num_warmup_steps: eager steps before the capture, Megatron's ``--cuda-graph-warmup-steps``.
     """
 
@@ -111,6 +118,7 @@ class GraphFlags:
     num_verify_steps: int | None = None
     verify_every: int = 1
     on_failure: Literal["raise", "eager"] = "raise"
+    token_drops: Literal["warn", "count", "raise"] = "warn"
     num_warmup_steps: int = 1
 
     def capture_options(self) -> CaptureOptions:

@@ -1,8 +1,8 @@
 """A configuration file as flags of a Megatron pretrain script.
 
-``model``, ``pipeline`` and ``capture`` have their flags there. ``train``, ``data``, ``bench`` and
-``run`` belong to ``chunkgraph train`` and ``bench``; a pretrain script gets its steps, its data and
-its tokenizer from its own flags.
+``model``, ``pipeline``, ``moe`` and ``capture`` have their flags there. ``train``, ``data``,
+``bench`` and ``run`` belong to ``chunkgraph train`` and ``bench``; a pretrain script gets its
+steps, its data and its tokenizer from its own flags.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from chunkgraph.config import CaptureConfig, Config
 from chunkgraph.errors import ConfigError
+from chunkgraph.megatron.launch_experts import expert_flags
 
 __all__ = ["merge_flags"]
 
@@ -142,8 +143,13 @@ def _settings(config: Config, *, without_capture: bool) -> list[_Setting]:
                 str(pipeline.microbatch_group_size),
             )
         )
+    found += [_Setting(*setting) for setting in expert_flags(config)]
     if not capture.enabled or without_capture:
         return found
+    if config.moe.num_moe_experts is not None:
+        found.append(
+            _Setting("moe.token_drops", "--cuda-graph-token-drops", config.moe.token_drops)
+        )
     return [
         *found,
         _Setting("capture.enabled", _GRANULARITY, "chunk"),

@@ -18,7 +18,12 @@ from chunkgraph.config import Config
 from chunkgraph.data import PackedText
 from chunkgraph.engine import CaptureOptions
 from chunkgraph.engine.session import OnCapture
-from chunkgraph.megatron.compat import import_megatron, reset_fp8
+from chunkgraph.megatron.compat import (
+    forget_expert_metrics,
+    import_megatron,
+    reset_fp8,
+    take_expert_metrics,
+)
 from chunkgraph.megatron.model import build_model
 from chunkgraph.megatron.optimizer import build_optimizer, zero_gradients
 from chunkgraph.megatron.plugin import MegatronChunkGraphs, attach
@@ -51,6 +56,7 @@ class StepRecord:
         replays: forward graphs replayed, on this rank.
         fallbacks: reason of an eager step -> 1.
         step_ms: wall time of schedule and optimizer, in ms.
+        expert_metrics: this rank's sums over the step of each metric of the experts, by layer.
     """
 
     step: int
@@ -61,6 +67,7 @@ class StepRecord:
     replays: int
     fallbacks: dict[str, int]
     step_ms: float
+    expert_metrics: dict[str, tuple[float, ...]] = field(default_factory=dict)
 
 
 @dataclass
@@ -69,10 +76,12 @@ class TrainingRun:
 
     Attributes:
         steps: one record for each step.
-        parameters: final parameters on the CPU, named ``chunk index.parameter name``.
+        parameters: final parameters and buffers on the CPU, named ``chunk index.name``.
         num_slots: slots of each chunk; empty for an eager run.
         capture_sessions: sessions in which graphs were captured.
         captures_after_first_session: graph pairs captured in any later session.
+        dropped_tokens: how often an expert of this rank's layers had no room for a token, in a run
+            with graphs.
     """
 
     steps: list[StepRecord] = field(default_factory=list)
@@ -80,6 +89,7 @@ class TrainingRun:
     num_slots: tuple[int, ...] = ()
     capture_sessions: int = 0
     captures_after_first_session: int = 0
+    dropped_tokens: int = 0
 
     @property
     def num_graphs(self) -> int:
@@ -117,6 +127,9 @@ def run_training(
     forward_backward = import_megatron(
         "megatron.core.pipeline_parallel"
     ).get_forward_backward_func()
+    has_experts = config.moe.num_moe_experts is not None
+    if has_experts:
+        forget_expert_metrics()  # of a run before
     graphs: MegatronChunkGraphs | None = None
     run = TrainingRun()
     try:
@@ -126,6 +139,7 @@ def run_training(
                 scope=config.capture.scope,
                 options=capture_options(config),
                 progress=on_capture,
+                token_drops=config.moe.token_drops,
             )
             run.num_slots = graphs.num_slots
             forward_backward = graphs.wrap_forward_backward(forward_backward)
@@ -153,17 +167,20 @@ def run_training(
                 loss=shared_loss(losses, device),
                 grad_norm=0.0 if grad_norm is None else float(grad_norm),
                 step_ms=(time.perf_counter() - started) * 1e3,
+                expert_metrics=take_expert_metrics() if has_experts else {},
                 **counted.since_last(),
             )
             run.steps.append(record)
             on_step(record)
         finish_parameter_gather(chunks)
+        if graphs is not None:
+            run.dropped_tokens = sum(graphs.dropped_tokens(wait=True).values())
         run.capture_sessions = counted.capture_sessions
         run.captures_after_first_session = counted.captures_after_first_session
         run.parameters = {
             f"{index}.{name}": parameter.detach().to("cpu", copy=True)
             for index, chunk in enumerate(chunks)
-            for name, parameter in chunk.named_parameters()
+            for name, parameter in (*chunk.named_parameters(), *chunk.named_buffers())
         }
     finally:
         if graphs is not None:

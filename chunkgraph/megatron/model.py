@@ -16,6 +16,7 @@ from chunkgraph.config import Config
 from chunkgraph.errors import ConfigError, MissingDependencyError
 from chunkgraph.megatron.compat import import_megatron
 from chunkgraph.megatron.fusion import fuse_weight_gradients
+from chunkgraph.megatron.moe_model import expert_block_spec, expert_settings
 
 __all__ = ["build_model", "layer_spec"]
 
@@ -44,7 +45,21 @@ def build_model(
     gpt_model = import_megatron("megatron.core.models.gpt").GPTModel
     transformer_config = _transformer_config(config, device, transformer_options or {})
     latent = getattr(transformer_config, "multi_latent_attention", False)
-    spec = layer_spec(config, device, {"multi_latent_attention": True} if latent else {})
+    has_experts = transformer_config.num_moe_experts is not None
+    spec_name = layer_spec_name(config, device)
+    if not has_experts or spec_name not in {"local", "transformer_engine"}:
+        spec = layer_spec(config, device, {"multi_latent_attention": True} if latent else {})
+        specs = [spec] * config.pipeline.num_model_chunks
+    else:
+        specs = [
+            expert_block_spec(
+                config,
+                transformer_config,
+                index,
+                use_transformer_engine=spec_name == "transformer_engine",
+            )
+            for index in range(config.pipeline.num_model_chunks)
+        ]
     state = import_megatron("megatron.core.parallel_state")
     rank = state.get_pipeline_model_parallel_rank()
     num_chunks = config.pipeline.num_model_chunks
@@ -53,7 +68,7 @@ def build_model(
     for index in range(num_chunks):
         chunk = gpt_model(
             config=transformer_config,
-            transformer_layer_spec=spec,
+            transformer_layer_spec=specs[index],
             vocab_size=config.model.vocab_size,
             max_sequence_length=config.model.seq_length,
             pre_process=rank == 0 and index == 0,
@@ -63,7 +78,7 @@ def build_model(
                 not config.model.untie_embeddings_and_output_weights
             ),
             vp_stage=index if num_chunks > 1 else None,
-            **_token_predictors(config, transformer_config, device, spec, index),
+            **_token_predictors(config, transformer_config, device, specs[index], index),
         )
         prepare(chunk)
         chunks.append(chunk.to(device))
@@ -194,6 +209,7 @@ def _transformer_config(config: Config, device: torch.device, options: Mapping[s
         "bias_dropout_fusion": not on_cpu,
         "deterministic_mode": config.train.deterministic,
     }
+    wanted.update(expert_settings(config))
     if model.recompute_granularity is not None:
         wanted["recompute_granularity"] = model.recompute_granularity
         wanted["recompute_method"] = model.recompute_method

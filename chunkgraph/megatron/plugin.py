@@ -22,8 +22,10 @@ import torch
 from torch import nn
 
 from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs
+from chunkgraph.engine.decision import StepMode
 from chunkgraph.errors import ChunkGraphError, ConfigError
 from chunkgraph.megatron import compat
+from chunkgraph.megatron.experts import Experts, TokenDrops, both
 from chunkgraph.megatron.receive import SlotReceiver, waits_for_sends
 from chunkgraph.megatron.scope import CapturedPart, Scope, new_part, refuse_for_scope
 from chunkgraph.megatron.support import refuse_unsupported
@@ -44,6 +46,7 @@ def attach(
     options: CaptureOptions | None = None,
     num_slots: Sequence[int] | None = None,
     zero_copy: bool = True,
+    token_drops: TokenDrops = "warn",
     backend: GraphBackend | None = None,
     progress: OnCapture | None = None,
 ) -> MegatronChunkGraphs:
@@ -62,6 +65,10 @@ def attach(
             any number of microbatches.
         zero_copy: receive from other stages straight into slots, and send input gradients from
             them, where that is safe; False copies them, with the same numbers.
+        token_drops: what is done about tokens that an expert has no room for, which Megatron drops:
+            ``count`` them (`MegatronChunkGraphs.dropped_tokens`); count them and ``warn`` at the
+            first, with capacity factors below 1 refused; or ``raise`` TokenDropError on all ranks
+            at the end of the step's schedule, for which the host then waits.
         backend: graphs to use; default by the parameters' device.
         progress: called after every captured graph with graphs captured, all graphs of this rank
             and bytes left on the device (None: unknown).
@@ -74,12 +81,15 @@ def attach(
         raise ConfigError("attach() got no model chunk. Pass what the schedule gets as `model`.")
     config = _config_of(chunks[0])
     place = PipelinePlace.current(len(chunks), config)
-    refuse_unsupported(config, chunks, _device_of(chunks[0]))
+    refuse_unsupported(config, chunks, _device_of(chunks[0]), token_drops)
     refuse_for_scope(config, scope)
     parts = [new_part(scope, chunk, place.label(index)) for index, chunk in enumerate(chunks)]
     tables = CachedTables(module for part in parts for module in part.modules)
     predictions = compat.TokenPrediction() if _predicts_tokens(parts) else None
     fp8 = _fp8_state(config, parts)
+    experts: Experts | None = None
+    if getattr(config, "num_moe_experts", None):
+        experts = Experts(chunks, parts, token_drops)
     slots = tuple(num_slots) if num_slots is not None else place.num_slots()
     # Stage 0 sends no gradient; its input's gradient may go anywhere.
     lends = [
@@ -87,14 +97,14 @@ def attach(
     ]
     engine = ChunkGraphs(
         [
-            replace(_following(c, part, predictions, fp8), keeps_input_grads=not lends[c])
+            replace(_following(c, part, predictions, fp8, experts), keeps_input_grads=not lends[c])
             for c, part in enumerate(parts)
         ],
         slots,
         options=options if options is not None else CaptureOptions(),
         backend=backend,
         agree=agree_by_maximum(),
-        capture_scope=lambda: _capturing(tables, predictions, fp8),
+        capture_scope=lambda: _capturing(tables, predictions, fp8, experts),
         preserve=lambda: _preserving(fp8),
         generators=compat.graph_safe_generators,
         verify_scope=lambda: _running_beside(fp8),
@@ -105,7 +115,7 @@ def attach(
         part.divert_to(call)
     names = [f"stage {place.stage(c)} chunk {c}" for c in range(len(parts))]
     held = (tables,) if fp8 is None else (tables, fp8)
-    return MegatronChunkGraphs(engine, parts, slots, held, receiver, names)
+    return MegatronChunkGraphs(engine, parts, slots, held, receiver, names, experts)
 
 
 class MegatronChunkGraphs:
@@ -125,6 +135,7 @@ class MegatronChunkGraphs:
         held: Sequence[CachedTables | compat.Fp8State],
         receiver: SlotReceiver,
         names: Sequence[str],
+        experts: Experts | None = None,
     ) -> None:
         self.engine = engine
         self.num_slots = num_slots
@@ -132,11 +143,27 @@ class MegatronChunkGraphs:
         self._parts = tuple(parts)
         self._held = tuple(held)
         self._names = tuple(names)
+        self._experts = experts
 
     @property
     def counters(self) -> Any:
         """Captures, replays and eager fallbacks so far."""
         return self.engine.counters
+
+    def dropped_tokens(self, *, wait: bool = False) -> dict[int, int]:
+        """How often an expert had no room for a token that chose it, so far, on this rank.
+
+        A token that found no room at two of its experts counts twice. Forwards without gradients
+        are not counted.
+
+        Args:
+            wait: for the device, so that the last step is in it; by default the count is as of the
+                last step whose count has arrived.
+
+        Returns:
+            Layer number, from 1, -> count; empty where there are no experts.
+        """
+        return self._experts.dropped_tokens(wait=wait) if self._experts is not None else {}
 
     def wrap_forward_backward(self, forward_backward: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap what ``get_forward_backward_func()`` returned; call it with the same keywords.
@@ -154,7 +181,13 @@ class MegatronChunkGraphs:
                 forward_only=bool(kwargs.get("forward_only", False)),
                 shape_key=shape_key,
             ) as mode:
-                return forward_backward(**self.receiver.begin_step(mode, forward_backward, kwargs))
+                if self._experts is not None and mode is StepMode.REPLAY:
+                    self._experts.begin_replays()
+                given = self.receiver.begin_step(mode, forward_backward, kwargs)
+                result = forward_backward(**given)
+            if self._experts is not None and not kwargs.get("forward_only"):
+                self._experts.end_step()
+            return result
 
         return chunk_graph_forward_backward
 
@@ -173,6 +206,8 @@ class MegatronChunkGraphs:
         self.release()
         for part in self._parts:
             part.restore()
+        if self._experts is not None:
+            self._experts.detach()
 
 
 @contextmanager
@@ -193,6 +228,7 @@ def _capturing(
     tables: CachedTables,
     predictions: compat.TokenPrediction | None,
     fp8: compat.Fp8State | None,
+    experts: Experts | None,
 ) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(compat.capture_flag())
@@ -202,6 +238,8 @@ def _capturing(
             stack.enter_context(fp8.capturing())
         if predictions is not None:
             stack.enter_context(predictions.capturing())
+        if experts is not None:
+            stack.enter_context(experts.capturing())
         yield
 
 
@@ -226,25 +264,26 @@ def _following(
     part: CapturedPart,
     predictions: compat.TokenPrediction | None,
     fp8: compat.Fp8State | None,
+    experts: Experts | None,
 ) -> Chunk:
     """Chunk ``index``, following what Megatron and Transformer Engine keep in Python."""
-    chunk = _following_predictions(part, predictions)
+    chunk = _following_megatron(part, predictions, experts)
     return chunk if fp8 is None else fp8.follow(index, chunk)
 
 
-def _following_predictions(part: CapturedPart, predictions: compat.TokenPrediction | None) -> Chunk:
+def _following_megatron(
+    part: CapturedPart, predictions: compat.TokenPrediction | None, experts: Experts | None
+) -> Chunk:
+    """The part's chunk; it follows Megatron's state of experts and of the tokens it predicts."""
     chunk = part.chunk()
+    if experts is not None:
+        chunk = experts.following(part, chunk)
     if predictions is None or not getattr(part.module, "mtp_process", False):
         return chunk
-    gather, follow = chunk.before_forward, predictions.before_forward
-
-    def before_forward() -> None:
-        if gather is not None:
-            gather()
-        follow()
-
     return replace(
-        chunk, before_forward=before_forward, before_backward=predictions.before_backward
+        chunk,
+        before_forward=both(chunk.before_forward, predictions.before_forward),
+        before_backward=both(chunk.before_backward, predictions.before_backward),
     )
 
 

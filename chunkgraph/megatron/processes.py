@@ -80,6 +80,7 @@ def training_process(config: Config) -> Iterator[torch.device]:
             pipeline_model_parallel_size=config.pipeline.pipeline_model_parallel_size,
             virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
             context_parallel_size=config.pipeline.context_parallel_size,
+            expert_model_parallel_size=config.pipeline.expert_model_parallel_size,
             distributed_timeout_minutes=math.ceil(config.run.timeout_s / 60),
         )
         stack.callback(state.destroy_model_parallel)

@@ -11,6 +11,7 @@ from torch import nn
 
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron import compat
+from chunkgraph.megatron.moe_support import moe_refusals
 
 __all__ = ["refuse_unsupported", "refused_settings"]
 
@@ -46,7 +47,6 @@ _REFUSALS = (
     _Refusal("fp8_param_gather", bool, _PRIMARY_WEIGHTS),
     _Refusal("fp8_dot_product_attention", bool, _FP8_ATTENTION),
     _Refusal("fp8_multi_head_attention", bool, _FP8_ATTENTION),
-    _Refusal("num_moe_experts", bool, "expert routing sizes depend on the tokens"),
     _Refusal(
         "distribute_saved_activations",
         bool,
@@ -77,18 +77,19 @@ _REFUSALS = (
 )
 
 
-def refused_settings(config: Any) -> list[str]:
+def refused_settings(config: Any, token_drops: str = "warn") -> list[str]:
     """The settings in ``config`` that a chunk graph cannot honour, each with its reason.
 
     Args:
         config: anything that has TransformerConfig's fields as attributes, or some of them.
+        token_drops: ``count`` if tokens that experts have no room for may be dropped.
     """
     found = [
         f"{refusal.field}={getattr(config, refusal.field)!r}: {refusal.why}"
         for refusal in _REFUSALS
         if refusal.wanted(getattr(config, refusal.field, None))
     ]
-    return found + _fp8_refusals(config)
+    return found + _fp8_refusals(config) + moe_refusals(config, token_drops)
 
 
 def _fp8_refusals(config: Any) -> list[str]:
@@ -120,7 +121,10 @@ def _fp8_refusals(config: Any) -> list[str]:
 
 
 def refuse_unsupported(
-    config: Any, model_chunks: Sequence[nn.Module], device: torch.device
+    config: Any,
+    model_chunks: Sequence[nn.Module],
+    device: torch.device,
+    token_drops: str = "warn",
 ) -> None:
     """Check Megatron's settings before anything is attached.
 
@@ -128,11 +132,12 @@ def refuse_unsupported(
         config: Megatron's TransformerConfig.
         model_chunks: the chunks as the schedule gets them, wrappers included.
         device: where the parameters are.
+        token_drops: see `attach`.
 
     Raises:
         ConfigError: naming every setting that cannot be captured.
     """
-    found = refused_settings(config)
+    found = refused_settings(config, token_drops)
     if getattr(config, "fp8", None) and not compat.fp8_is_installed():
         found.append(
             f"fp8={config.fp8!r}: it is Transformer Engine's, which cannot be imported; install "
