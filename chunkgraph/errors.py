@@ -13,7 +13,8 @@
      |    +-- IllegalOperationError             an operator that no graph can hold
      +-- ReplayMismatchError    (ValueError)    a call does not fit what was captured
      +-- VerifyError            (RuntimeError)  a verified replay is not what eager gives
-     +-- MemoryPlanError        (RuntimeError)  two graphs could overwrite each other
+     +-- TokenDropError         (RuntimeError)  an expert had no room for a token
+ +-- MemoryPlanError        (RuntimeError)  two graphs could overwrite each other
      +-- WorkerError            (RuntimeError)  a training process failed or was killed
 
 Every message says what happened, where (rank, chunk, microbatch, slot, file and line where they
@@ -33,6 +34,7 @@ __all__ = [
     "ReplayMismatchError",
     "ScheduleError",
     "SlotError",
+    "TokenDropError",
     "TopologyError",
     "VerifyError",
     "WorkerError",
@@ -81,6 +83,10 @@ class ReplayMismatchError(ChunkGraphError, ValueError):
 
 class VerifyError(ChunkGraphError, RuntimeError):
     """A verified replay differs from the eager pass beside it, or read dead memory."""
+
+
+class TokenDropError(ChunkGraphError, RuntimeError):
+    """Experts had no room for tokens that chose them, and that was not to happen."""
 
 
 class MemoryPlanError(ChunkGraphError, RuntimeError):

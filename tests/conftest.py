@@ -15,7 +15,10 @@ hypothesis.settings.load_profile("chunkgraph")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what this machine cannot run; with CHUNKGRAPH_REQUIRE_GPU=1 a missing GPU fails."""
+    """Skip what this machine cannot run; with CHUNKGRAPH_REQUIRE_GPU=1 a missing GPU fails.
+
+    ``multigpu(4)`` is for tests that need more than two, which are skipped even then.
+    """
     num_gpus: int | None = None
     for item in items:
         if item.get_closest_marker("megatron") and not _has_megatron():
@@ -23,11 +26,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("slurm") and (missing := _missing_of_slurm()):
             reason = f"Slurm is not installed: no {', '.join(missing)}"
             item.add_marker(pytest.mark.skip(reason=reason))
-        needed = 2 if item.get_closest_marker("multigpu") else 1
-        if item.get_closest_marker("multigpu") or item.get_closest_marker("gpu"):
+        multigpu = item.get_closest_marker("multigpu")
+        needed = (multigpu.args[0] if multigpu.args else 2) if multigpu else 1
+        if multigpu or item.get_closest_marker("gpu"):
             if num_gpus is None:
                 num_gpus = _count_gpus()
-            if num_gpus < needed and os.environ.get("CHUNKGRAPH_REQUIRE_GPU") != "1":
+            must_run = os.environ.get("CHUNKGRAPH_REQUIRE_GPU") == "1" and needed <= 2
+            if num_gpus < needed and not must_run:
                 reason = f"needs {needed} CUDA GPU(s), found {num_gpus}"
                 item.add_marker(pytest.mark.skip(reason=reason))
 

@@ -129,6 +129,10 @@ def _notes(config: Config, results: RunResults) -> list[str]:
         f"graphs: {results.num_graphs} from {results.capture_sessions} capture session(s), "
         f"{results.captures_after_first_session} captured later; slots per chunk: {slots}"
     )
+    if config.moe.num_moe_experts is not None and config.capture.enabled:
+        lines.append(
+            f"tokens that an expert had no room for: {results.dropped_tokens:,}, all ranks"
+        )
     if config.capture.enabled and not results.capture_sessions:
         lines.append("note: nothing was captured; see the reasons above")
     return lines

@@ -35,6 +35,8 @@ class StepResult:
     """Whether the losses agree to the last bit."""
     grad_norm_equal: bool | None = None
     """Whether the gradient norms agree to the last bit."""
+    expert_metrics_equal: bool | None = None
+    """Whether the experts' metrics (auxiliary losses) agree to the last bit, on all ranks."""
     captures: int
     """Slots captured in this step, on rank 0."""
     replays: int
@@ -48,10 +50,10 @@ class StepResult:
 
     @property
     def is_equal(self) -> bool | None:
-        """Whether loss and gradient norm agree to the last bit; None if not compared."""
+        """Whether loss, gradient norm and metrics agree to the last bit; None if not compared."""
         if self.loss_equal is None or self.grad_norm_equal is None:
             return None
-        return self.loss_equal and self.grad_norm_equal
+        return self.loss_equal and self.grad_norm_equal and self.expert_metrics_equal is not False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +76,8 @@ class RunResults:
     """Slots of each chunk, for each rank."""
     num_graphs: int
     """Graphs held, all ranks together."""
+    dropped_tokens: int = 0
+    """How often an expert had no room for a token, all steps and ranks together."""
 
 
 def read_results(path: Path) -> RunResults:
@@ -113,6 +117,7 @@ def results_from(raw: Mapping[str, Any]) -> RunResults:
         captures_after_first_session=raw["captures_after_first_session"],
         slots_per_chunk=raw["slots_per_chunk"],
         num_graphs=raw["num_graphs"],
+        dropped_tokens=raw.get("dropped_tokens", 0),
     )
 
 
@@ -141,6 +146,8 @@ def find_failures(config: Config, results: RunResults) -> list[str]:
                 f"{where}: the gradient norms differ: "
                 f"{step.grad_norm_chunk!r} captured, {step.grad_norm_eager!r} eager"
             )
+        if step.expert_metrics_equal is False:
+            failures.append(f"{where}: the metrics of the experts differ from the eager run's")
     if must_compare and not results.parameters_equal:
         failures.append(
             "the parameters after the run differ from the eager run's"

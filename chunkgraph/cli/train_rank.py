@@ -142,8 +142,9 @@ def _check_world_size(config: Config, started: StartedRank) -> None:
         msg = (
             f"The configuration needs {needed} process(es) (pipeline "
             f"{pipeline.pipeline_model_parallel_size} x tensor "
-            f"{pipeline.tensor_model_parallel_size} x data {pipeline.data_parallel_size}), but the "
-            f"job was started with {started.world_size} (WORLD_SIZE). Start {needed}, or change "
+            f"{pipeline.tensor_model_parallel_size} x context {pipeline.context_parallel_size} x "
+            f"data {pipeline.data_parallel_size}), but the job was started with "
+            f"{started.world_size} (WORLD_SIZE). Start {needed}, or change "
             "the sizes in the pipeline section."
         )
         raise TopologyError(msg)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from chunkgraph.config.expert_checks import check_experts
 from chunkgraph.data.vocabulary import NUM_TOKENS
 from chunkgraph.errors import ConfigError, TopologyError
 from chunkgraph.schedules import is_legal_count, nearest_legal_counts
@@ -25,10 +26,13 @@ def check_config(config: Config) -> None:
     _check_ranges(config)
     _check_model(config)
     _check_pipeline(config)
+    _check_sequence(config)
     _check_microbatches(config)
     _check_recompute(config)
+    _check_fp8(config)
     _check_train(config)
     _check_packing(config)
+    check_experts(config)
 
 
 def _check_ranges(config: Config) -> None:
@@ -46,7 +50,9 @@ def _check_ranges(config: Config) -> None:
         ),
         "pipeline.microbatch_group_size_per_vp_stage": pipeline.microbatch_group_size_per_vp_stage,
         "pipeline.tensor_model_parallel_size": pipeline.tensor_model_parallel_size,
+        "pipeline.context_parallel_size": pipeline.context_parallel_size,
         "pipeline.data_parallel_size": pipeline.data_parallel_size,
+        "pipeline.expert_model_parallel_size": pipeline.expert_model_parallel_size,
         "train.micro_batch_size": train.micro_batch_size,
         "train.lr": train.lr,
         "packing.max_packed_tokens": config.packing.max_packed_tokens,
@@ -153,6 +159,41 @@ def _check_pipeline(config: Config) -> None:
             raise TopologyError(msg)
 
 
+def _check_sequence(config: Config) -> None:
+    model, pipeline = config.model, config.pipeline
+    tp, cp = pipeline.tensor_model_parallel_size, pipeline.context_parallel_size
+    if pipeline.sequence_parallel and tp == 1:
+        msg = (
+            "pipeline.sequence_parallel is true, but pipeline.tensor_model_parallel_size is 1: "
+            "tensor-parallel ranks share the sequence. Set it to 2 or more, or the former to false."
+        )
+        raise TopologyError(msg)
+    split = {
+        "pipeline.context_parallel_size": cp if cp > 1 else None,
+        "pipeline.sequence_parallel": True if pipeline.sequence_parallel else None,
+    }
+    for path, value in split.items():
+        if value is None or ":" in model.layer_spec:
+            continue
+        if model.layer_spec == "local" or config.device == "cpu":
+            msg = (
+                f"{path} is {str(value).lower()}, which Megatron-core's local layers refuse. Set "
+                "device=cuda and model.layer_spec=transformer_engine."
+            )
+            raise ConfigError(msg)
+    # Each context-parallel rank holds one of the first parts and one of the last, for balance.
+    parts = (2 * cp if cp > 1 else 1) * (tp if pipeline.sequence_parallel else 1)
+    if model.seq_length % parts:
+        below = model.seq_length // parts * parts
+        msg = (
+            f"model.seq_length ({model.seq_length}) is not divisible by {parts}, the parts of a "
+            f"sequence (context_parallel_size {cp}, two for each rank if above 1"
+            f"{f', for each of {tp} tensor-parallel ranks' if pipeline.sequence_parallel else ''})."
+            f" Set it to {f'{below} or ' if below else ''}{below + parts}."
+        )
+        raise TopologyError(msg)
+
+
 def _check_microbatches(config: Config) -> None:
     pipeline = config.pipeline
     if pipeline.num_model_chunks == 1:
@@ -219,6 +260,37 @@ def _check_recompute(config: Config) -> None:
         raise ConfigError(msg)
 
 
+def _check_fp8(config: Config) -> None:
+    model, tensor_size = config.model, config.pipeline.tensor_model_parallel_size
+    if model.fp8 is None:
+        return
+    if model.layer_spec == "local" or config.device == "cpu":
+        msg = (
+            f"model.fp8 is {model.fp8}, but only Transformer Engine's layers, on a GPU, have FP8. "
+            "Set device=cuda and model.layer_spec=transformer_engine, or model.fp8=null."
+        )
+        raise ConfigError(msg)
+    for path, size in {
+        "model.hidden_size": model.hidden_size,
+        "model.ffn_hidden_size": model.ffn_hidden_size,
+    }.items():
+        if size % (16 * tensor_size):
+            msg = (
+                f"{path} is {size}, but with model.fp8 each of the {tensor_size} tensor-parallel "
+                "ranks needs a multiple of 16 of it. Change it, or set model.fp8=null."
+            )
+            raise ConfigError(msg)
+    if model.recompute_granularity == "full" or (
+        model.recompute_granularity == "selective" and set(model.recompute_modules) - {"core_attn"}
+    ):
+        msg = (
+            "model.fp8 with recomputation of more than core_attn: Transformer Engine's own "
+            "recomputation keeps scales in Python, which chunk graphs do not follow. Set "
+            "model.recompute_modules=[core_attn] with selective, or model.fp8=null."
+        )
+        raise ConfigError(msg)
+
+
 def _yaml(value: object) -> str:
     return "null" if value is None else str(value)
 
@@ -258,6 +330,20 @@ def _check_packing(config: Config) -> None:
         msg = (
             f"packing.max_packed_seqs is {packing.max_packed_seqs}; one sequence is for the rest "
             "of the tokens, so that at least 2 are needed. 0 turns packing off."
+        )
+        raise ConfigError(msg)
+    if config.pipeline.context_parallel_size > 1:
+        msg = (
+            f"pipeline.context_parallel_size is {config.pipeline.context_parallel_size}, but the "
+            "training command does not split packed documents over ranks. Set it to 1, or "
+            "packing.max_packed_seqs to 0."
+        )
+        raise ConfigError(msg)
+    if config.moe.num_moe_experts:
+        msg = (
+            f"moe.num_moe_experts is {config.moe.num_moe_experts}: the rows behind packed "
+            "documents would be routed to experts and take the room of tokens. Set "
+            "packing.max_packed_seqs to 0."
         )
         raise ConfigError(msg)
     if train.micro_batch_size != 1:

@@ -14,6 +14,7 @@ __all__ = [
     "CaptureConfig",
     "Config",
     "DataConfig",
+    "ExpertConfig",
     "ModelConfig",
     "PackingConfig",
     "PipelineConfig",
@@ -63,9 +64,61 @@ class ModelConfig:
     recompute_modules: tuple[str, ...] = ("core_attn",)
     """With ``selective``: ``core_attn``, ``mlp``, ``layernorm`` and what else the installed
     Megatron-core offers."""
+    fp8: Literal["hybrid", "e4m3"] | None = None
+    """Matrix products of the layers in FP8: E4M3 with E5M2 for gradients (``hybrid``), E4M3 alone,
+    or not at all (null). Needs Transformer Engine's layers."""
+    fp8_recipe: Literal["delayed", "tensorwise", "blockwise"] = "delayed"
+    """With ``fp8``: where scales come from: earlier microbatches (``delayed``), the tensor itself
+    (``tensorwise``), or each of its blocks (``blockwise``)."""
     layer_spec: str = "auto"
     """``local``, ``transformer_engine``, ``auto`` (the former on a CPU, the latter on a GPU), or
     ``package.module:function`` that returns a Megatron module spec."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertConfig:
+    """The experts that take the place of feed-forward layers (mixture of experts)."""
+
+    num_moe_experts: int | None = None
+    """Experts of a layer, all expert-parallel ranks together; null: no experts."""
+    moe_router_topk: int = 2
+    """Experts that each token goes to."""
+    moe_ffn_hidden_size: int | None = None
+    """Width of each expert, in elements; null is ``model.ffn_hidden_size``."""
+    moe_expert_capacity_factor: float | None = None
+    """Room of an expert, as a multiple of the tokens it would get if all got the same;
+    ``num_moe_experts / moe_router_topk`` has room for all tokens."""
+    moe_pad_expert_input_to_capacity: bool = True
+    """Whether an expert's input is filled up to its room, so that its shape is fixed."""
+    moe_token_dispatcher_type: Literal["alltoall", "allgather"] = "alltoall"
+    """How tokens get to the ranks of their experts."""
+    moe_aux_loss_coeff: float = 0.0
+    """Weight of the loss that balances the experts' loads."""
+    moe_z_loss_coeff: float | None = None
+    """Weight of the loss that keeps the router's logits small; null: none."""
+    moe_router_load_balancing_type: Literal[
+        "aux_loss", "seq_aux_loss", "global_aux_loss", "none"
+    ] = "aux_loss"
+    """Over what loads are balanced: a microbatch, each sequence, or the microbatches of a step."""
+    moe_layer_freq: tuple[int, ...] | None = None
+    """For each layer 1 (experts) or 0 (feed-forward); null: experts in all."""
+    moe_shared_expert_intermediate_size: int | None = None
+    """Width of all shared experts together, in elements; null: no shared experts."""
+    moe_router_enable_expert_bias: bool = False
+    """Whether a bias that follows the loads takes part in the choice (with sigmoid scores)."""
+    moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
+    """What turns the router's logits into scores."""
+    moe_router_pre_softmax: bool = False
+    """Whether scores are taken over all experts, instead of over the chosen ones."""
+    moe_router_num_groups: int | None = None
+    """Groups of experts of which a token may only use some; null: no groups."""
+    moe_router_group_topk: int | None = None
+    """How many groups a token may use."""
+    moe_grouped_gemm: bool = False
+    """Whether the experts of a rank are multiplied together (Transformer Engine layers)."""
+    token_drops: Literal["warn", "count", "raise"] = "warn"
+    """What is done about tokens that an expert has no room for: count them and ``warn`` once (and
+    refuse capacity factors below 1), ``count`` them, or ``raise`` an error."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,8 +134,16 @@ class PipelineConfig:
     size, which is Megatron's own default."""
     tensor_model_parallel_size: int = 1
     """Ranks that share each layer between them."""
+    sequence_parallel: bool = False
+    """Whether those ranks also share the sequence where a layer is not split (normalization,
+    dropout). Needs Transformer Engine's layers."""
+    context_parallel_size: int = 1
+    """Ranks that share the tokens of each sequence between them. Needs Transformer Engine's
+    layers."""
     data_parallel_size: int = 1
     """Copies of the whole model, each with data of its own."""
+    expert_model_parallel_size: int = 1
+    """Ranks, among the copies, that share the experts between them."""
 
     @property
     def num_model_chunks(self) -> int:
@@ -100,6 +161,7 @@ class PipelineConfig:
         return (
             self.pipeline_model_parallel_size
             * self.tensor_model_parallel_size
+            * self.context_parallel_size
             * self.data_parallel_size
         )
 
@@ -222,6 +284,8 @@ class Config:
     """Where to train; ``auto`` is ``cuda`` where there is a GPU."""
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     """The ranks."""
+    moe: ExpertConfig = field(default_factory=ExpertConfig)
+    """The experts."""
     data: DataConfig = field(default_factory=DataConfig)
     """The text."""
     packing: PackingConfig = field(default_factory=PackingConfig)

@@ -34,6 +34,33 @@ class PackedBatch:
     document_ids: NDArray[np.int64]
     """Which of the sequence's documents, counted from 0, a token belongs to, [b, s]."""
 
+    @property
+    def num_labels(self) -> int:
+        """Labels that count."""
+        return int(self.loss_mask.sum())
+
+    def part(self, rank: int, num_ranks: int) -> PackedBatch:
+        """What one context-parallel rank holds of every sequence, [b, s / num_ranks].
+
+        Of ``2 * num_ranks`` equal pieces, the one at place ``rank`` from the front and the one at
+        that place from the end: under a causal mask every rank then has the same work.
+
+        Args:
+            rank: Context-parallel rank.
+            num_ranks: Context-parallel size; twice it divides the sequence length.
+        """
+        if num_ranks == 1:
+            return self
+        pieces = np.split(np.arange(self.tokens.shape[1]), 2 * num_ranks)
+        held = np.concatenate([pieces[rank], pieces[2 * num_ranks - 1 - rank]])
+        return PackedBatch(
+            tokens=self.tokens.take(held, axis=1),
+            labels=self.labels.take(held, axis=1),
+            loss_mask=self.loss_mask.take(held, axis=1),
+            position_ids=self.position_ids.take(held, axis=1),
+            document_ids=self.document_ids.take(held, axis=1),
+        )
+
     def attention_mask(self) -> NDArray[np.bool_]:
         """Which keys a query must not see, [b, 1, s, s] (query, key); True is masked.
 

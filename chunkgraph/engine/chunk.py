@@ -44,6 +44,7 @@ class Chunk:
         before_forward: host work before every replayed forward.
         before_backward: work before every replayed backward, on the current stream.
         after_backward: host work after every replayed backward.
+        end_of_backward: device work at the end of every backward; it is captured with it.
         new_marker: makes what watches the gradients of one slot's backward; see `GradientMarker`.
         keeps_input_grads: whether the caller may still use an input gradient when the next
             backward of this rank runs. True copies it once on the way out; False hands out the
@@ -59,6 +60,7 @@ class Chunk:
     before_forward: Callable[[], None] | None = None
     before_backward: Callable[[], None] | None = None
     after_backward: Callable[[], None] | None = None
+    end_of_backward: Callable[[], None] | None = None
     new_marker: Callable[[], GradientMarker] | None = None
     keeps_input_grads: bool = True
 

@@ -181,7 +181,7 @@ def capture_session(
                 leaves = aliases[c].leaves
                 make_marker = chunks[c].new_marker
                 forward.marker = make_marker() if make_marker is not None else None
-                _capture_backward(forward, sinks[c], leaves, backend, pools, settings)
+                _capture_backward(forward, chunks[c], sinks[c], leaves, backend, pools, settings)
                 _report_progress(settings, number, total, backend)
             if settings.prove:
                 prove_disjoint([_footprint(f, backend) for f in forwards])
@@ -246,6 +246,8 @@ def _warm_up(
             trace = watch.trace() if watch is not None else None
             outputs = [t for t in results if isinstance(t, torch.Tensor) and t.requires_grad]
             torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
+            if chunk.end_of_backward is not None:
+                chunk.end_of_backward()
     return _WarmUp(held_bytes, trace)
 
 
@@ -313,6 +315,7 @@ def _capture_forward(
 
 def _capture_backward(
     forward: _Forward,
+    chunk: Chunk,
     sinks: GradientSinks,
     leaves: Sequence[nn.Parameter],
     backend: GraphBackend,
@@ -327,6 +330,8 @@ def _capture_backward(
     with accumulating, backend.capture(label, pool, settings.generators()) as graph:
         # Not autograd.grad, which forbids the backwards inside a backward of recomputation.
         torch.autograd.backward(outputs, forward.grads)
+        if chunk.end_of_backward is not None:
+            chunk.end_of_backward()
     forward.backward = graph
     for tensor in forward.inputs:
         forward.input_grads.append(tensor.grad)

@@ -108,7 +108,7 @@ def settle_arguments(args: argparse.Namespace, *, on_cpu: bool) -> GraphFlags | 
             "leave it out. In a training loop of one's own, attach(packing=...) takes packed "
             "sequences"
         )
-    found += refused_settings(_AsConfig(args))
+    found += refused_settings(_AsConfig(args), flags.token_drops)
     use_te_rng = _wants_te_rng(args, on_cpu)
     if use_te_rng and importlib.util.find_spec("transformer_engine") is None:
         found.append(
@@ -128,6 +128,7 @@ def settle_arguments(args: argparse.Namespace, *, on_cpu: bool) -> GraphFlags | 
     args.cuda_graph_memory_plan = flags.memory_plan
     args.cuda_graph_verify = flags.verify
     args.cuda_graph_on_failure = flags.on_failure
+    args.cuda_graph_token_drops = flags.token_drops
     return flags
 
 

@@ -106,17 +106,25 @@ class PackedBatches:
 def sequence_batches(
     config: Config, text: PackedText, step: int, num_microbatches: int, device: torch.device
 ) -> Iterator[Batch]:
-    """The step's microbatches for this data-parallel rank; every chunk draws its own copy."""
+    """The step's microbatches for this data- and context-parallel rank.
+
+    Every chunk draws its own copy.
+    """
     dp_rank = _data_parallel_rank()
+    cp_rank = import_megatron("megatron.core.parallel_state").get_context_parallel_rank()
+    cp_size = config.pipeline.context_parallel_size
     masked = _wants_mask(config, device)
     for microbatch in range(num_microbatches):
-        batch = text.batch(step, microbatch, config.train.micro_batch_size, dp_rank)
+        whole = text.batch(step, microbatch, config.train.micro_batch_size, dp_rank)
+        batch = whole.part(cp_rank, cp_size)
         arrays = {
             "tokens": batch.tokens,
             "labels": batch.labels,
             "loss_mask": batch.loss_mask,
             "position_ids": batch.position_ids,
         }
+        if cp_size > 1:
+            arrays["num_labels"] = np.array(whole.num_labels, dtype=np.float32)
         if masked:
             arrays["attention_mask"] = batch.attention_mask()
         yield {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}

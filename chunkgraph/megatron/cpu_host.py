@@ -276,6 +276,7 @@ class CpuHost:
             stack.enter_context(_CudaMeansCpu())
             self.rng = HostRng()
             stack.callback(compat.patch_rng(self.rng))
+            stack.callback(compat.patch_router())
             self._undo = stack.pop_all()
         return self
 

@@ -83,6 +83,12 @@ _OPTIONS = (
         ("raise", "eager"),
         "After a capture that failed on any rank: raise the error, or train on eagerly.",
     ),
+    _Flag(
+        "--cuda-graph-token-drops",
+        ("warn", "count", "raise"),
+        "Tokens that an expert has no room for, which Megatron drops: count them and warn once; "
+        "count them; or raise an error.",
+    ),
 )
 COUNTS = (
     _Count(
@@ -122,6 +128,7 @@ class GraphFlags:
         num_verify_steps: replayed steps that are checked; None: all.
         verify_every: of those, every so many.
         on_failure: what follows a failed capture.
+        token_drops: what is done about tokens that an expert has no room for.
         num_warmup_steps: eager steps before the capture, Megatron's ``--cuda-graph-warmup-steps``.
         max_packed_seqs: sequences of a packed microbatch; 0: none are packed.
         max_packed_tokens: its tokens; None: the sequence length.
@@ -135,6 +142,7 @@ class GraphFlags:
     num_verify_steps: int | None = None
     verify_every: int = 1
     on_failure: Literal["raise", "eager"] = "raise"
+    token_drops: Literal["warn", "count", "raise"] = "warn"
     num_warmup_steps: int = 1
     max_packed_seqs: int = 0
     max_packed_tokens: int | None = None

@@ -1,8 +1,8 @@
 """A configuration file as flags of a Megatron pretrain script.
 
-``model``, ``pipeline`` and ``capture`` have their flags there. ``train``, ``data``, ``bench`` and
-``run`` belong to ``chunkgraph train`` and ``bench``; a pretrain script gets its steps, its data and
-its tokenizer from its own flags.
+``model``, ``pipeline``, ``moe`` and ``capture`` have their flags there. ``train``, ``data``,
+``bench`` and ``run`` belong to ``chunkgraph train`` and ``bench``; a pretrain script gets its
+steps, its data and its tokenizer from its own flags.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from chunkgraph.config import CaptureConfig, Config
 from chunkgraph.errors import ConfigError
+from chunkgraph.megatron.launch_experts import expert_flags
 
 __all__ = ["merge_flags"]
 
@@ -114,6 +115,11 @@ def _settings(config: Config, *, without_capture: bool) -> list[_Setting]:
             str(pipeline.tensor_model_parallel_size),
         ),
     ]
+    if pipeline.context_parallel_size > 1:
+        size = str(pipeline.context_parallel_size)
+        found.append(_Setting("pipeline.context_parallel_size", "--context-parallel-size", size))
+    if pipeline.sequence_parallel:
+        found.append(_Setting("pipeline.sequence_parallel", "--sequence-parallel", None))
     if model.swiglu:
         found.append(_Setting("model.swiglu", "--swiglu", None))
     if model.untie_embeddings_and_output_weights:
@@ -121,6 +127,9 @@ def _settings(config: Config, *, without_capture: bool) -> list[_Setting]:
         found.append(_Setting("model.untie_embeddings_and_output_weights", flag, None))
     if model.params_dtype == "bfloat16":
         found.append(_Setting("model.params_dtype", "--bf16", None, rivals=("--fp16",)))
+    if model.fp8 is not None:
+        found.append(_Setting("model.fp8", "--fp8-format", model.fp8))
+        found.append(_Setting("model.fp8_recipe", "--fp8-recipe", model.fp8_recipe))
     if model.layer_spec != "auto":
         found.append(_Setting("model.layer_spec", "--transformer-impl", model.layer_spec))
     if pipeline.num_model_chunks > 1:
@@ -139,8 +148,13 @@ def _settings(config: Config, *, without_capture: bool) -> list[_Setting]:
                 str(pipeline.microbatch_group_size),
             )
         )
+    found += [_Setting(*setting) for setting in expert_flags(config)]
     if not capture.enabled or without_capture:
         return found
+    if config.moe.num_moe_experts is not None:
+        found.append(
+            _Setting("moe.token_drops", "--cuda-graph-token-drops", config.moe.token_drops)
+        )
     return [
         *found,
         _Setting("capture.enabled", _GRANULARITY, "chunk"),

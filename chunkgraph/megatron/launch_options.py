@@ -32,6 +32,7 @@ Flags that chunk graphs bring to the script:
   --cuda-graph-verify {none,poison,shadow} and, in replayed steps,
   --cuda-graph-num-verify-steps N, --cuda-graph-verify-every N
   --cuda-graph-on-failure {raise,eager}    after a capture that failed
+  --cuda-graph-token-drops {warn,count,raise}  tokens without room at experts
 Eager steps before the capture are Megatron's --cuda-graph-warmup-steps.
 
 Where RANK and WORLD_SIZE are set, as by torchrun, the script runs in this

@@ -18,7 +18,12 @@ from chunkgraph.engine import CaptureOptions
 from chunkgraph.engine.session import OnCapture
 from chunkgraph.megatron.batches import make_batches, packed_shape
 from chunkgraph.megatron.batches import sequence_batches as microbatches
-from chunkgraph.megatron.compat import import_megatron
+from chunkgraph.megatron.compat import (
+    forget_expert_metrics,
+    import_megatron,
+    reset_fp8,
+    take_expert_metrics,
+)
 from chunkgraph.megatron.model import build_model
 from chunkgraph.megatron.optimizer import build_optimizer, zero_gradients
 from chunkgraph.megatron.plugin import MegatronChunkGraphs, attach
@@ -51,6 +56,7 @@ class StepRecord:
         replays: forward graphs replayed, on this rank.
         fallbacks: reason of an eager step -> 1.
         step_ms: wall time of schedule and optimizer, in ms.
+        expert_metrics: this rank's sums over the step of each metric of the experts, by layer.
     """
 
     step: int
@@ -61,6 +67,7 @@ class StepRecord:
     replays: int
     fallbacks: dict[str, int]
     step_ms: float
+    expert_metrics: dict[str, tuple[float, ...]] = field(default_factory=dict)
 
 
 @dataclass
@@ -69,10 +76,12 @@ class TrainingRun:
 
     Attributes:
         steps: one record for each step.
-        parameters: final parameters on the CPU, named ``chunk index.parameter name``.
+        parameters: final parameters and buffers on the CPU, named ``chunk index.name``.
         num_slots: slots of each chunk; empty for an eager run.
         capture_sessions: sessions in which graphs were captured.
         captures_after_first_session: graph pairs captured in any later session.
+        dropped_tokens: how often an expert of this rank's layers had no room for a token, in a run
+            with graphs.
     """
 
     steps: list[StepRecord] = field(default_factory=list)
@@ -80,6 +89,7 @@ class TrainingRun:
     num_slots: tuple[int, ...] = ()
     capture_sessions: int = 0
     captures_after_first_session: int = 0
+    dropped_tokens: int = 0
 
     @property
     def num_graphs(self) -> int:
@@ -115,6 +125,9 @@ def run_training(
     forward_backward = import_megatron(
         "megatron.core.pipeline_parallel"
     ).get_forward_backward_func()
+    has_experts = config.moe.num_moe_experts is not None
+    if has_experts:
+        forget_expert_metrics()  # of a run before
     graphs: MegatronChunkGraphs | None = None
     run = TrainingRun()
     try:
@@ -125,6 +138,7 @@ def run_training(
                 options=capture_options(config),
                 packing=packed_shape(config),
                 progress=on_capture,
+                token_drops=config.moe.token_drops,
             )
             run.num_slots = graphs.num_slots
             forward_backward = graphs.wrap_forward_backward(forward_backward)
@@ -159,21 +173,26 @@ def run_training(
                 loss=shared_loss(losses, device),
                 grad_norm=0.0 if grad_norm is None else float(grad_norm),
                 step_ms=(time.perf_counter() - started) * 1e3,
+                expert_metrics=take_expert_metrics() if has_experts else {},
                 **counted.since_last(),
             )
             run.steps.append(record)
             on_step(record)
         finish_parameter_gather(chunks)
+        if graphs is not None:
+            run.dropped_tokens = sum(graphs.dropped_tokens(wait=True).values())
         run.capture_sessions = counted.capture_sessions
         run.captures_after_first_session = counted.captures_after_first_session
         run.parameters = {
             f"{index}.{name}": parameter.detach().to("cpu", copy=True)
             for index, chunk in enumerate(chunks)
-            for name, parameter in chunk.named_parameters()
+            for name, parameter in (*chunk.named_parameters(), *chunk.named_buffers())
         }
     finally:
         if graphs is not None:
             graphs.detach()
+        if config.model.fp8 is not None:
+            reset_fp8()  # or the next model's scales would be reduced together with these
     return run
 
 
@@ -238,7 +257,7 @@ def forward_step(
     )
     if "is_counted" in batch:
         return output, partial(_mean_of, batch["is_counted"])
-    return output, partial(_masked_mean, batch["loss_mask"])
+    return output, partial(_masked_mean, batch["loss_mask"], batch.get("num_labels"))
 
 
 def _mean_of(
@@ -250,23 +269,32 @@ def _mean_of(
 
 
 def _masked_mean(
-    loss_mask: torch.Tensor, losses: torch.Tensor
+    loss_mask: torch.Tensor, num_labels: torch.Tensor | None, losses: torch.Tensor
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Mean loss over the labels that count; ``losses`` and ``loss_mask`` are [b, s]."""
-    loss = (losses.float() * loss_mask).sum() / loss_mask.sum().clamp(min=1.0)
+    """Mean loss over the labels that count; ``losses`` and ``loss_mask`` are [b, s].
+
+    With ``num_labels``, those of all context-parallel ranks, it is this rank's share of the mean;
+    the schedule multiplies it by their number before DDP averages gradients over them.
+    """
+    if num_labels is None:
+        num_labels = loss_mask.sum()
+    loss = (losses.float() * loss_mask).sum() / num_labels.clamp(min=1.0)
     return loss, {"lm loss": loss.detach().clone()}
 
 
 def shared_loss(losses: list[dict[str, torch.Tensor]], device: torch.device) -> float:
-    """Mean over microbatches and data-parallel ranks, from the last stage to every rank."""
+    """Mean over microbatches and data-parallel ranks, from the last stage to every rank.
+
+    Context-parallel ranks hold shares of it, which are added up.
+    """
     state = import_megatron("megatron.core.parallel_state")
     loss = torch.zeros((), dtype=torch.float32, device=device)
     if losses:
         loss = torch.stack([entry["lm loss"] for entry in losses]).mean()
-        group = state.get_data_parallel_group()
+        group = state.get_data_parallel_group(with_context_parallel=True)
         if group.size() > 1:
             dist.all_reduce(loss, group=group)
-            loss /= group.size()
+            loss /= group.size() // state.get_context_parallel_world_size()
     if state.get_pipeline_model_parallel_world_size() > 1:
         source = state.get_pipeline_model_parallel_last_rank()
         dist.broadcast(loss, source, group=state.get_pipeline_model_parallel_group())

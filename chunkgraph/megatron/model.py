@@ -16,6 +16,7 @@ from chunkgraph.config import Config
 from chunkgraph.errors import ConfigError, MissingDependencyError
 from chunkgraph.megatron.compat import import_megatron
 from chunkgraph.megatron.fusion import fuse_weight_gradients
+from chunkgraph.megatron.moe_model import expert_block_spec, expert_settings
 
 __all__ = ["build_model", "layer_spec"]
 
@@ -44,7 +45,21 @@ def build_model(
     gpt_model = import_megatron("megatron.core.models.gpt").GPTModel
     transformer_config = _transformer_config(config, device, transformer_options or {})
     latent = getattr(transformer_config, "multi_latent_attention", False)
-    spec = layer_spec(config, device, {"multi_latent_attention": True} if latent else {})
+    has_experts = transformer_config.num_moe_experts is not None
+    spec_name = layer_spec_name(config, device)
+    if not has_experts or spec_name not in {"local", "transformer_engine"}:
+        spec = layer_spec(config, device, {"multi_latent_attention": True} if latent else {})
+        specs = [spec] * config.pipeline.num_model_chunks
+    else:
+        specs = [
+            expert_block_spec(
+                config,
+                transformer_config,
+                index,
+                use_transformer_engine=spec_name == "transformer_engine",
+            )
+            for index in range(config.pipeline.num_model_chunks)
+        ]
     state = import_megatron("megatron.core.parallel_state")
     rank = state.get_pipeline_model_parallel_rank()
     num_chunks = config.pipeline.num_model_chunks
@@ -53,7 +68,7 @@ def build_model(
     for index in range(num_chunks):
         chunk = gpt_model(
             config=transformer_config,
-            transformer_layer_spec=spec,
+            transformer_layer_spec=specs[index],
             vocab_size=config.model.vocab_size,
             max_sequence_length=config.model.seq_length,
             pre_process=rank == 0 and index == 0,
@@ -63,7 +78,7 @@ def build_model(
                 not config.model.untie_embeddings_and_output_weights
             ),
             vp_stage=index if num_chunks > 1 else None,
-            **_token_predictors(config, transformer_config, device, spec, index),
+            **_token_predictors(config, transformer_config, device, specs[index], index),
         )
         prepare(chunk)
         chunks.append(chunk.to(device))
@@ -119,6 +134,11 @@ def layer_spec(
     """
     name = layer_spec_name(config, device)
     options = options or {}
+    if name == "local" and config.model.fp8 is not None:
+        raise ConfigError(
+            f"model.fp8 is {config.model.fp8}, but local layers have no FP8. Use Transformer "
+            "Engine's on a GPU (model.layer_spec=transformer_engine), or set model.fp8=null."
+        )
     if name not in {"local", "transformer_engine"}:
         return _user_spec(name)
     specs = import_megatron("megatron.core.models.gpt.gpt_layer_specs")
@@ -173,6 +193,8 @@ def _transformer_config(config: Config, device: torch.device, options: Mapping[s
         "bf16": dtype is torch.bfloat16,
         "use_cpu_initialization": on_cpu,
         "tensor_model_parallel_size": pipeline.tensor_model_parallel_size,
+        "sequence_parallel": pipeline.sequence_parallel,
+        "context_parallel_size": pipeline.context_parallel_size,
         "pipeline_model_parallel_size": pipeline.pipeline_model_parallel_size,
         "virtual_pipeline_model_parallel_size": pipeline.num_model_chunks if interleaved else None,
         "deallocate_pipeline_outputs": True,
@@ -187,11 +209,15 @@ def _transformer_config(config: Config, device: torch.device, options: Mapping[s
         "bias_dropout_fusion": not on_cpu,
         "deterministic_mode": config.train.deterministic,
     }
+    wanted.update(expert_settings(config))
     if model.recompute_granularity is not None:
         wanted["recompute_granularity"] = model.recompute_granularity
         wanted["recompute_method"] = model.recompute_method
         wanted["recompute_num_layers"] = model.recompute_num_layers
         wanted["recompute_modules"] = list(model.recompute_modules)
+    if model.fp8 is not None:
+        wanted["fp8"] = model.fp8
+        wanted["fp8_recipe"] = model.fp8_recipe
     if interleaved:
         wanted["microbatch_group_size_per_vp_stage"] = pipeline.microbatch_group_size
     wanted.update(options)
@@ -235,10 +261,12 @@ def _wrap_for_data_parallel(
 
 
 def _check_without_ddp(config: Config) -> None:
-    if config.pipeline.data_parallel_size > 1:
+    pipeline = config.pipeline
+    if pipeline.data_parallel_size * pipeline.context_parallel_size > 1:
         raise ConfigError(
             "train.use_ddp is false, but pipeline.data_parallel_size is "
-            f"{config.pipeline.data_parallel_size}: nothing would reduce the gradients. Set "
+            f"{pipeline.data_parallel_size} and pipeline.context_parallel_size "
+            f"{pipeline.context_parallel_size}: nothing would reduce the gradients. Set "
             "train.use_ddp=true."
         )
     split = config.pipeline.pipeline_model_parallel_size > 1

@@ -14,7 +14,7 @@ Megatron's own ``cuda_graph_impl`` stays ``none``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +22,10 @@ import torch
 from torch import nn
 
 from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs
+from chunkgraph.engine.decision import StepMode
 from chunkgraph.errors import ChunkGraphError, ConfigError
 from chunkgraph.megatron import compat
+from chunkgraph.megatron.experts import Experts, TokenDrops, both
 from chunkgraph.megatron.receive import SlotReceiver, waits_for_sends
 from chunkgraph.megatron.scope import CapturedPart, Scope, new_part, refuse_for_scope
 from chunkgraph.megatron.step_packings import Packings, StepPackings
@@ -47,6 +49,7 @@ def attach(
     num_slots: Sequence[int] | None = None,
     zero_copy: bool = True,
     packing: PackedShape | None = None,
+    token_drops: TokenDrops = "warn",
     backend: GraphBackend | None = None,
     progress: OnCapture | None = None,
 ) -> MegatronChunkGraphs:
@@ -68,6 +71,10 @@ def attach(
         packing: the fixed shape of packed sequences, the same on every rank. Every training step is
             then told the documents of its microbatches (`MegatronChunkGraphs.wrap_forward_backward`
             says how); a step with a microbatch that does not fit runs eagerly on all ranks.
+        token_drops: what is done about tokens that an expert has no room for, which Megatron drops:
+            ``count`` them (`MegatronChunkGraphs.dropped_tokens`); count them and ``warn`` at the
+            first, with capacity factors below 1 refused; or ``raise`` TokenDropError on all ranks
+            at the end of the step's schedule, for which the host then waits.
         backend: graphs to use; default by the parameters' device.
         progress: called after every captured graph with graphs captured, all graphs of this rank
             and bytes left on the device (None: unknown).
@@ -81,11 +88,21 @@ def attach(
         raise ConfigError("attach() got no model chunk. Pass what the schedule gets as `model`.")
     config = _config_of(chunks[0])
     place = PipelinePlace.current(len(chunks), config)
-    refuse_unsupported(config, chunks, _device_of(chunks[0]))
+    refuse_unsupported(config, chunks, _device_of(chunks[0]), token_drops)
     refuse_for_scope(config, scope)
     parts = [new_part(scope, chunk, place.label(index)) for index, chunk in enumerate(chunks)]
     tables = CachedTables(module for part in parts for module in part.modules)
     predictions = compat.TokenPrediction() if _predicts_tokens(parts) else None
+    fp8 = _fp8_state(config, parts)
+    experts: Experts | None = None
+    if getattr(config, "num_moe_experts", None):
+        if packing is not None:
+            raise ConfigError(
+                f"num_moe_experts={config.num_moe_experts} with packing: the rows behind packed "
+                "documents would be routed to experts and take the room of tokens. Leave packing "
+                "out."
+            )
+        experts = Experts(chunks, parts, token_drops)
     slots = tuple(num_slots) if num_slots is not None else place.num_slots()
     agree = agree_by_maximum()
     packings = StepPackings(packing, place.rank, agree) if packing is not None else None
@@ -95,17 +112,17 @@ def attach(
     ]
     engine = ChunkGraphs(
         [
-            replace(_following(part, predictions), keeps_input_grads=not lent)
-            for part, lent in zip(parts, lends, strict=True)
+            replace(_following(c, part, predictions, fp8, experts), keeps_input_grads=not lends[c])
+            for c, part in enumerate(parts)
         ],
         slots,
         options=options if options is not None else CaptureOptions(),
         backend=backend,
         agree=agree,
-        capture_scope=lambda: _capturing(tables, predictions),
-        preserve=compat.preserve_rng,
+        capture_scope=lambda: _capturing(tables, predictions, fp8, experts),
+        preserve=lambda: _preserving(fp8),
         generators=compat.graph_safe_generators,
-        verify_scope=_running_beside,
+        verify_scope=lambda: _running_beside(fp8),
         is_told_of_misfits=packings is not None,
         progress=progress,
     )
@@ -113,7 +130,8 @@ def attach(
     for part, call in zip(parts, receiver.calls(engine.callables), strict=True):
         part.divert_to(call)
     names = [f"stage {place.stage(c)} chunk {c}" for c in range(len(parts))]
-    return MegatronChunkGraphs(engine, parts, slots, tables, receiver, names, packings)
+    held = (tables,) if fp8 is None else (tables, fp8)
+    return MegatronChunkGraphs(engine, parts, slots, held, receiver, names, experts, packings)
 
 
 class MegatronChunkGraphs:
@@ -130,23 +148,40 @@ class MegatronChunkGraphs:
         engine: ChunkGraphs,
         parts: Sequence[CapturedPart],
         num_slots: tuple[int, ...],
-        tables: CachedTables,
+        held: Sequence[CachedTables | compat.Fp8State],
         receiver: SlotReceiver,
         names: Sequence[str],
+        experts: Experts | None = None,
         packings: StepPackings | None = None,
     ) -> None:
         self.engine = engine
         self.num_slots = num_slots
         self.receiver = receiver
         self._parts = tuple(parts)
-        self._tables = tables
+        self._held = tuple(held)
         self._names = tuple(names)
+        self._experts = experts
         self._packings = packings
 
     @property
     def counters(self) -> Any:
         """Captures, replays and eager fallbacks so far."""
         return self.engine.counters
+
+    def dropped_tokens(self, *, wait: bool = False) -> dict[int, int]:
+        """How often an expert had no room for a token that chose it, so far, on this rank.
+
+        A token that found no room at two of its experts counts twice. Forwards without gradients
+        are not counted.
+
+        Args:
+            wait: for the device, so that the last step is in it; by default the count is as of the
+                last step whose count has arrived.
+
+        Returns:
+            Layer number, from 1, -> count; empty where there are no experts.
+        """
+        return self._experts.dropped_tokens(wait=wait) if self._experts is not None else {}
 
     def wrap_forward_backward(self, forward_backward: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap what ``get_forward_backward_func()`` returned; call it with the same keywords.
@@ -182,7 +217,13 @@ class MegatronChunkGraphs:
                 shape_key=shape_key,
                 misfit=told,
             ) as mode:
-                return forward_backward(**self.receiver.begin_step(mode, forward_backward, kwargs))
+                if self._experts is not None and mode is StepMode.REPLAY:
+                    self._experts.begin_replays()
+                given = self.receiver.begin_step(mode, forward_backward, kwargs)
+                result = forward_backward(**given)
+            if self._experts is not None and not kwargs.get("forward_only"):
+                self._experts.end_step()
+            return result
 
         return chunk_graph_forward_backward
 
@@ -214,31 +255,49 @@ class MegatronChunkGraphs:
     def release(self) -> None:
         """Drop graphs and their memory; the model stays attached, eager until captured again."""
         self.engine.release()
-        self._tables.release()
+        for memory in self._held:
+            memory.release()
 
     def detach(self) -> None:
         """Release the graphs and give every module its own forward back."""
         self.release()
         for part in self._parts:
             part.restore()
+        if self._experts is not None:
+            self._experts.detach()
 
 
 @contextmanager
-def _running_beside() -> Iterator[None]:
+def _running_beside(fp8: compat.Fp8State | None) -> Iterator[None]:
     """Around an eager pass of ``verify``: DDP's hooks keep silent, as in a capture."""
-    with compat.capture_flag(), compat.recomputing():
+    with compat.capture_flag(), compat.recomputing(), fp8.beside() if fp8 else nullcontext():
         yield
 
 
 @contextmanager
-def _capturing(tables: CachedTables, predictions: compat.TokenPrediction | None) -> Iterator[None]:
+def _preserving(fp8: compat.Fp8State | None) -> Iterator[None]:
+    with compat.preserve_rng(), fp8.preserved() if fp8 else nullcontext():
+        yield
+
+
+@contextmanager
+def _capturing(
+    tables: CachedTables,
+    predictions: compat.TokenPrediction | None,
+    fp8: compat.Fp8State | None,
+    experts: Experts | None,
+) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(compat.capture_flag())
         stack.enter_context(compat.recomputing())
         stack.enter_context(compat.packed_rope())
         stack.enter_context(tables.held())
+        if fp8 is not None:
+            stack.enter_context(fp8.capturing())
         if predictions is not None:
             stack.enter_context(predictions.capturing())
+        if experts is not None:
+            stack.enter_context(experts.capturing())
         yield
 
 
@@ -246,20 +305,43 @@ def _predicts_tokens(parts: Sequence[CapturedPart]) -> bool:
     return any(getattr(part.module, "mtp_process", False) for part in parts)
 
 
-def _following(part: CapturedPart, predictions: compat.TokenPrediction | None) -> Chunk:
-    """The part's chunk; one that predicts several tokens follows Megatron's state of that."""
+def _fp8_state(config: Any, parts: Sequence[CapturedPart]) -> compat.Fp8State | None:
+    recipe = compat.fp8_recipe(config)
+    if recipe is None:
+        return None
+    return compat.Fp8State(
+        [part.modules for part in parts],
+        [part.label for part in parts],
+        _device_of(parts[0].module),
+        is_delayed=recipe == "delayed",
+    )
+
+
+def _following(
+    index: int,
+    part: CapturedPart,
+    predictions: compat.TokenPrediction | None,
+    fp8: compat.Fp8State | None,
+    experts: Experts | None,
+) -> Chunk:
+    """Chunk ``index``, following what Megatron and Transformer Engine keep in Python."""
+    chunk = _following_megatron(part, predictions, experts)
+    return chunk if fp8 is None else fp8.follow(index, chunk)
+
+
+def _following_megatron(
+    part: CapturedPart, predictions: compat.TokenPrediction | None, experts: Experts | None
+) -> Chunk:
+    """The part's chunk; it follows Megatron's state of experts and of the tokens it predicts."""
     chunk = part.chunk()
+    if experts is not None:
+        chunk = experts.following(part, chunk)
     if predictions is None or not getattr(part.module, "mtp_process", False):
         return chunk
-    gather, follow = chunk.before_forward, predictions.before_forward
-
-    def before_forward() -> None:
-        if gather is not None:
-            gather()
-        follow()
-
     return replace(
-        chunk, before_forward=before_forward, before_backward=predictions.before_backward
+        chunk,
+        before_forward=both(chunk.before_forward, predictions.before_forward),
+        before_backward=both(chunk.before_backward, predictions.before_backward),
     )
 
 

@@ -98,7 +98,12 @@ class ChunkGraphsInPretrain:
         # The script may have changed them since they were parsed.
         self.flags = flags_from(args) or self.flags
         record = save_run_record(self.flags, args, self._run_dir) if _rank() == 0 else None
-        self.graphs = attach(model, scope=self.flags.scope, options=self.flags.capture_options())
+        self.graphs = attach(
+            model,
+            scope=self.flags.scope,
+            options=self.flags.capture_options(),
+            token_drops=self.flags.token_drops,
+        )
         if _is_profiled(args):
             self.graphs.name_replays()
         self._metrics = StepMetrics(self.graphs)

@@ -55,7 +55,8 @@ def training_process(config: Config) -> Iterator[torch.device]:
         raise TopologyError(
             f"The configuration needs {config.pipeline.world_size} processes (pipeline "
             f"{config.pipeline.pipeline_model_parallel_size} x tensor "
-            f"{config.pipeline.tensor_model_parallel_size} x data "
+            f"{config.pipeline.tensor_model_parallel_size} x context "
+            f"{config.pipeline.context_parallel_size} x data "
             f"{config.pipeline.data_parallel_size}), but WORLD_SIZE is {world_size}."
         )
     with ExitStack() as stack:
@@ -78,6 +79,8 @@ def training_process(config: Config) -> Iterator[torch.device]:
             tensor_model_parallel_size=config.pipeline.tensor_model_parallel_size,
             pipeline_model_parallel_size=config.pipeline.pipeline_model_parallel_size,
             virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
+            context_parallel_size=config.pipeline.context_parallel_size,
+            expert_model_parallel_size=config.pipeline.expert_model_parallel_size,
             distributed_timeout_minutes=math.ceil(config.run.timeout_s / 60),
         )
         stack.callback(state.destroy_model_parallel)

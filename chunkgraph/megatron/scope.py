@@ -263,6 +263,11 @@ def refuse_for_scope(config: Any, scope: Scope) -> None:
         found.append(
             "cross_entropy_fusion_impl='te': its backward reads the loss gradient on the host"
         )
+    if compat.fp8_recipe(config) == "delayed" and getattr(config, "mtp_num_layers", None):
+        found.append(
+            "fp8_recipe='delayed' with mtp_num_layers: every predicting layer updates the scales "
+            "once more in the middle of the backward, but a graph does it once, at the end"
+        )
     if getattr(config, "defer_embedding_wgrad_compute", False):
         found.append(
             "defer_embedding_wgrad_compute=True: its queue is Python state that a replay does not "

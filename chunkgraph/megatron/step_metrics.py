@@ -31,6 +31,7 @@ class StepMetrics:
         report = self._graphs.engine.report
         return {
             "chunk-graphs/replays": self._step["replays"],
+            **self._dropped(self._step, "chunk-graphs/dropped-tokens"),
             **{
                 f"chunk-graphs/eager-steps/{reason.removeprefix('eager: ')}": count
                 for reason, count in self._step.items()
@@ -48,17 +49,25 @@ class StepMetrics:
         since, self._line = now - self._line, now
         parts = [f" graph replays: {since['replays']:5d} |"]
         parts += [
+            f" {name}: {count} |" for name, count in self._dropped(since, "dropped tokens").items()
+        ]
+        parts += [
             f" eager steps ({reason.removeprefix('eager: ')}): {count} |"
             for reason, count in since.items()
             if reason.startswith("eager: ")
         ]
         return "".join(parts)
 
+    def _dropped(self, since: Counter[str], name: str) -> dict[str, int]:
+        """What experts had no room for, as far as it has arrived from the device."""
+        return {name: since["dropped tokens"]} if self._graphs.dropped_tokens() else {}
+
     def _read(self) -> Counter[str]:
         counters = self._graphs.counters
         return Counter(
             {
                 "replays": counters.replays,
+                "dropped tokens": sum(self._graphs.dropped_tokens().values()),
                 **{f"eager: {reason}": n for reason, n in counters.fallbacks.items()},
             }
         )

@@ -11,6 +11,7 @@ from torch import nn
 
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron import compat
+from chunkgraph.megatron.moe_support import moe_refusals
 
 __all__ = ["refuse_unsupported", "refused_settings"]
 
@@ -33,10 +34,19 @@ class _Refusal:
 _QUANTIZED_WEIGHTS = (
     "whether the cached quantized weights are renewed is Python state, frozen in a replay"
 )
+_PRIMARY_WEIGHTS = (
+    "weights that are FP8 themselves are written by the optimizer, and their transposes renewed by "
+    "Python where a layer finds them out of date, which a replay does not do"
+)
+_FP8_ATTENTION = "the scales of its own FP8 tensors are copied and set by Python in every call"
 _REFUSALS = (
-    _Refusal("fp8", bool, _QUANTIZED_WEIGHTS),
     _Refusal("fp4", bool, _QUANTIZED_WEIGHTS),
-    _Refusal("num_moe_experts", bool, "expert routing sizes depend on the tokens"),
+    _Refusal("use_kitchen", bool, _QUANTIZED_WEIGHTS),
+    _Refusal("quant_recipe", bool, _QUANTIZED_WEIGHTS),
+    _Refusal("fp8_param", bool, _PRIMARY_WEIGHTS),
+    _Refusal("fp8_param_gather", bool, _PRIMARY_WEIGHTS),
+    _Refusal("fp8_dot_product_attention", bool, _FP8_ATTENTION),
+    _Refusal("fp8_multi_head_attention", bool, _FP8_ATTENTION),
     _Refusal(
         "distribute_saved_activations",
         bool,
@@ -67,21 +77,54 @@ _REFUSALS = (
 )
 
 
-def refused_settings(config: Any) -> list[str]:
+def refused_settings(config: Any, token_drops: str = "warn") -> list[str]:
     """The settings in ``config`` that a chunk graph cannot honour, each with its reason.
 
     Args:
         config: anything that has TransformerConfig's fields as attributes, or some of them.
+        token_drops: ``count`` if tokens that experts have no room for may be dropped.
     """
-    return [
+    found = [
         f"{refusal.field}={getattr(config, refusal.field)!r}: {refusal.why}"
         for refusal in _REFUSALS
         if refusal.wanted(getattr(config, refusal.field, None))
     ]
+    return found + _fp8_refusals(config) + moe_refusals(config, token_drops)
+
+
+def _fp8_refusals(config: Any) -> list[str]:
+    """What does not go together with FP8 in a graph."""
+    recipe = compat.fp8_recipe(config)
+    if recipe is None:
+        return []
+    found: list[str] = []
+    if recipe not in ("delayed", "tensorwise", "blockwise"):
+        found.append(
+            f"fp8_recipe={recipe!r}: its quantizers were not tried in chunk graphs; use "
+            "tensorwise, blockwise or delayed"
+        )
+    if getattr(config, "use_transformer_engine_op_fuser", False):
+        found.append(
+            "use_transformer_engine_op_fuser=True with FP8: fused operations keep the state of "
+            "their quantizers elsewhere than layers do, where it was not looked after"
+        )
+    granularity = getattr(config, "recompute_granularity", None)
+    recomputed = set(getattr(config, "recompute_modules", None) or ())
+    if granularity == "full" or (granularity == "selective" and recomputed - {"core_attn"}):
+        what = "" if granularity == "full" else f" of {', '.join(sorted(recomputed))}"
+        found.append(
+            f"recompute_granularity={granularity!r}{what} with FP8: Transformer Engine's own "
+            "recomputation keeps scales of the first pass in a queue of Python's, which a replay "
+            "does not advance; recompute core_attn alone, or nothing"
+        )
+    return found
 
 
 def refuse_unsupported(
-    config: Any, model_chunks: Sequence[nn.Module], device: torch.device
+    config: Any,
+    model_chunks: Sequence[nn.Module],
+    device: torch.device,
+    token_drops: str = "warn",
 ) -> None:
     """Check Megatron's settings before anything is attached.
 
@@ -89,14 +132,17 @@ def refuse_unsupported(
         config: Megatron's TransformerConfig.
         model_chunks: the chunks as the schedule gets them, wrappers included.
         device: where the parameters are.
+        token_drops: see `attach`.
 
     Raises:
         ConfigError: naming every setting that cannot be captured.
     """
-    found = refused_settings(config)
-    recipe = getattr(config, "fp8_recipe", None)
-    if getattr(config, "fp8", None) and str(getattr(recipe, "value", recipe)) == "delayed":
-        found.append("fp8_recipe='delayed': its amax reduction crosses the chunk")
+    found = refused_settings(config, token_drops)
+    if getattr(config, "fp8", None) and not compat.fp8_is_installed():
+        found.append(
+            f"fp8={config.fp8!r}: it is Transformer Engine's, which cannot be imported; install "
+            "chunkgraph[te]"
+        )
     if (
         len(model_chunks) > 1
         and getattr(config, "pipeline_model_parallel_size", 1) == 2

@@ -31,12 +31,14 @@ class Comparison:
         grad_norms: whether each step's gradient norm is equal.
         different_parameters: names of parameters that differ after the run.
         num_parameters: elements compared.
+        expert_metrics: whether each step's metrics of the experts are equal on this rank.
     """
 
     losses: tuple[bool, ...]
     grad_norms: tuple[bool, ...]
     different_parameters: tuple[str, ...]
     num_parameters: int
+    expert_metrics: tuple[bool, ...] = ()
 
 
 def train(
@@ -98,7 +100,13 @@ def compare_runs(eager: TrainingRun, chunk: TrainingRun) -> Comparison:
             if not same_bits(value, chunk.parameters[name])
         ),
         num_parameters=sum(value.numel() for value in eager.parameters.values()),
+        expert_metrics=tuple(_hex(a.expert_metrics) == _hex(b.expert_metrics) for a, b in pairs),
     )
+
+
+def _hex(metrics: Mapping[str, tuple[float, ...]]) -> dict[str, list[str]]:
+    """To the last bit, and by the metrics that recorded something."""
+    return {name: [v.hex() for v in values] for name, values in metrics.items() if any(values)}
 
 
 def _forget_model(device: torch.device) -> None:
@@ -114,6 +122,8 @@ def _of_rank(chunk: TrainingRun, comparison: Comparison | None) -> dict[str, Any
         "num_graphs": chunk.num_graphs,
         "captures_after_first_session": chunk.captures_after_first_session,
         "comparison": comparison,
+        "dropped_tokens": chunk.dropped_tokens,
+        "expert_metrics": [record.expert_metrics for record in chunk.steps],
     }
 
 
@@ -133,7 +143,8 @@ def _report(
     return {
         "versions": versions(),
         "steps": [
-            _step(index, record, eager, comparisons) for index, record in enumerate(chunk.steps)
+            _step(index, record, eager, comparisons, ranks)
+            for index, record in enumerate(chunk.steps)
         ],
         "parameters_equal": (
             not any(c.different_parameters for c in comparisons) if compared else None
@@ -148,11 +159,16 @@ def _report(
         "captures_after_first_session": max(r["captures_after_first_session"] for r in ranks),
         "slots_per_chunk": [r["num_slots"] for r in ranks],
         "num_graphs": sum(r["num_graphs"] for r in ranks),
+        "dropped_tokens": sum(r["dropped_tokens"] for r in ranks),
     }
 
 
 def _step(
-    index: int, record: StepRecord, eager: TrainingRun | None, comparisons: list[Comparison]
+    index: int,
+    record: StepRecord,
+    eager: TrainingRun | None,
+    comparisons: list[Comparison],
+    ranks: list[dict[str, Any]],
 ) -> dict[str, Any]:
     twin = eager.steps[index] if eager is not None else None
     return {
@@ -168,9 +184,17 @@ def _step(
         "grad_norm_eager_hex": twin.grad_norm.hex() if twin else None,
         "loss_equal": all(c.losses[index] for c in comparisons) if twin else None,
         "grad_norm_equal": all(c.grad_norms[index] for c in comparisons) if twin else None,
+        "expert_metrics": _summed([r["expert_metrics"][index] for r in ranks]),
+        "expert_metrics_equal": all(c.expert_metrics[index] for c in comparisons) if twin else None,
         "captures": record.captures,
         "replays": record.replays,
         "fallbacks": record.fallbacks,
         "step_ms_chunk": record.step_ms,
         "step_ms_eager": twin.step_ms if twin else None,
     }
+
+
+def _summed(metrics: list[dict[str, tuple[float, ...]]]) -> dict[str, float]:
+    """Each metric over all layers, microbatches and ranks."""
+    names = dict.fromkeys(name for of_rank in metrics for name in of_rank)
+    return {name: sum(sum(of_rank.get(name, ())) for of_rank in metrics) for name in names}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,22 @@ def test_a_configuration_becomes_flags(script: Path) -> None:
         assert flags[flags.index(name) + 1] == str(value)
 
 
+def test_fp8_and_split_sequences_have_flags() -> None:
+    overrides = [
+        "model.fp8=hybrid",
+        "model.fp8_recipe=tensorwise",
+        "pipeline.tensor_model_parallel_size=2",
+        "pipeline.sequence_parallel=true",
+        "pipeline.context_parallel_size=2",
+    ]
+    config = load_config(CONFIGS / "gpt_pp2_gpu.yaml", overrides)
+    flags, _ = merge_flags(config, [], source="run.yaml")
+    assert flags[flags.index("--fp8-format") + 1] == "hybrid"
+    assert flags[flags.index("--fp8-recipe") + 1] == "tensorwise"
+    assert flags[flags.index("--context-parallel-size") + 1] == "2"
+    assert "--sequence-parallel" in flags
+
+
 def test_the_command_line_wins_and_says_what_it_replaced() -> None:
     config = load_config(CONFIGS / "gpt_pp2_vpp2_cpu.yaml")
     same = str(config.model.hidden_size)
@@ -118,6 +135,21 @@ def test_the_command_line_wins_and_says_what_it_replaced() -> None:
             "pipeline.virtual_pipeline_model_parallel_size of run.yaml"
         ),
     ]
+
+
+def test_experts_become_flags() -> None:
+    config = load_config(CONFIGS / "moe_pp2_ep2.yaml")
+    flags, _ = merge_flags(config, [], source="run.yaml")
+    given = dict(itertools.pairwise(flags))
+    assert given["--num-experts"] == "64"
+    assert given["--expert-model-parallel-size"] == "2"
+    assert given["--moe-layer-freq"] == "[0, 1, 1, 1, 1, 1, 1, 1]"
+    assert given["--moe-expert-capacity-factor"] == "2.0"
+    assert given["--moe-pad-expert-input-to-capacity"].startswith("--")  # no value
+    assert "--moe-z-loss-coeff" not in flags
+    assert given["--cuda-graph-token-drops"] == "count"
+    dense, _ = merge_flags(load_config(CONFIGS / "gpt_pp2_cpu.yaml"), [], source="run.yaml")
+    assert not [flag for flag in dense if "moe" in flag or "expert" in flag or "drops" in flag]
 
 
 def test_layer_on_the_command_line_leaves_no_flag_of_the_capture_section() -> None:

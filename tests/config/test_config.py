@@ -146,6 +146,38 @@ def test_bad_override_says_which_and_why(small: Path, override: str, parts: list
             ConfigError,
             ["recompute_num_layers is 3", "the 2 layers of a chunk"],
         ),
+        ("device=cpu; model.fp8=hybrid", ConfigError, ["model.fp8 is hybrid", "device=cuda"]),
+        (
+            "device=cuda; model.fp8=e4m3; model.ffn_hidden_size=120",
+            ConfigError,
+            ["model.ffn_hidden_size is 120", "multiple of 16"],
+        ),
+        (
+            f"device=cuda; model.fp8=hybrid; {FULL_RECOMPUTE}; model.recompute_num_layers=1",
+            ConfigError,
+            ["model.fp8 with recomputation of more than core_attn"],
+        ),
+        (
+            "pipeline.sequence_parallel=true",
+            TopologyError,
+            ["tensor_model_parallel_size is 1", "Set it to 2 or more"],
+        ),
+        (
+            "device=cpu; pipeline.sequence_parallel=true; pipeline.tensor_model_parallel_size=2",
+            ConfigError,
+            ["pipeline.sequence_parallel is true", "local layers refuse"],
+        ),
+        (
+            "model.layer_spec=local; pipeline.context_parallel_size=2",
+            ConfigError,
+            ["pipeline.context_parallel_size is 2", "model.layer_spec=transformer_engine"],
+        ),
+        (
+            "device=cuda; pipeline.context_parallel_size=2; model.seq_length=18",
+            TopologyError,
+            ["model.seq_length (18)", "4, the parts", "16 or 20"],
+        ),
+        ("pipeline.context_parallel_size=0", ConfigError, ["context_parallel_size is 0"]),
         ("model.layer_spec=te", ConfigError, ["'te'", "package.module:function"]),
         ("train.num_microbatches=[4,3]", TopologyError, ["num_microbatches[1] is 3", "2 or 4"]),
         ("train.num_microbatches=[1]", TopologyError, ["smaller than a microbatch group of 2"]),
@@ -159,6 +191,12 @@ def test_bad_override_says_which_and_why(small: Path, override: str, parts: list
         ("pipeline.microbatch_group_size_per_vp_stage=1", TopologyError, ["(1) is smaller than"]),
         ("run.timeout_s=0", ConfigError, ["run.timeout_s is 0"]),
         ("packing.max_packed_seqs=1", ConfigError, ["max_packed_seqs is 1", "0 turns packing off"]),
+        (
+            "packing.max_packed_seqs=8; train.micro_batch_size=1; model.layer_spec=a.b:c; "
+            "pipeline.context_parallel_size=2; pipeline.data_parallel_size=1; device=cuda",
+            ConfigError,
+            ["context_parallel_size is 2", "does not split packed documents"],
+        ),
         ("packing.max_packed_seqs=-1", ConfigError, ["packing.max_packed_seqs is -1"]),
         ("packing.max_packed_tokens=64", ConfigError, ["packing is off", "max_packed_seqs is 0"]),
         (

@@ -19,6 +19,17 @@ FULL_RECOMPUTE = [
 ]
 ONE = pytest.mark.gpu
 TWO = pytest.mark.multigpu
+FOUR = pytest.mark.multigpu(4)
+
+
+PP1 = ["pipeline.pipeline_model_parallel_size=1"]
+TENSORWISE = ["model.fp8=hybrid", "model.fp8_recipe=tensorwise"]
+DELAYED = ["model.fp8=hybrid", "model.fp8_recipe=delayed"]
+TP2_SEQUENCE = [
+    "pipeline.tensor_model_parallel_size=2",
+    "pipeline.sequence_parallel=true",
+]
+CP2 = ["pipeline.context_parallel_size=2"]
 
 
 @pytest.mark.megatron
@@ -142,6 +153,84 @@ TWO = pytest.mark.multigpu
             marks=TWO,
             id="pp2-selective-recompute-dropout",
         ),
+        pytest.param([*PP1, *TENSORWISE], [3, 1, 5], marks=ONE, id="pp1-fp8-tensorwise"),
+        pytest.param([*PP1, *DELAYED], [3, 1, 5], marks=ONE, id="pp1-fp8-delayed"),
+        pytest.param(
+            [*PP1, "model.fp8=e4m3", "model.fp8_recipe=blockwise", "capture.scope=chunk"],
+            [3, 1, 5],
+            marks=ONE,
+            id="pp1-fp8-blockwise-whole-chunk",
+        ),
+        pytest.param(
+            [*PP1, *DELAYED, "capture.verify=shadow", "capture.scope=chunk"],
+            [3, 1, 5],
+            marks=ONE,
+            id="pp1-fp8-delayed-whole-chunk-shadow",
+        ),
+        pytest.param(
+            [*PP1, *TENSORWISE, "capture.memory_plan=shared_temporaries"],
+            [3, 1, 5],
+            marks=ONE,
+            id="pp1-fp8-tensorwise-shared-temporaries",
+        ),
+        pytest.param(
+            [*PP1, *DELAYED, "model.recompute_granularity=selective"],
+            [3, 1, 5],
+            marks=ONE,
+            id="pp1-fp8-delayed-recomputed-core-attention",
+        ),
+        pytest.param(
+            [*TENSORWISE, "train.gradient_accumulation_fusion=true", "capture.verify=poison"],
+            [4, 1, 2, 7],
+            marks=TWO,
+            id="pp2-fp8-tensorwise-fused-poison",
+        ),
+        pytest.param(
+            [*DELAYED, "model.hidden_dropout=0.1"], [4, 1, 2, 7], marks=TWO, id="pp2-fp8-delayed"
+        ),
+        pytest.param(
+            [
+                *DELAYED,
+                "pipeline.virtual_pipeline_model_parallel_size=2",
+                "capture.scope=chunk",
+                "capture.verify=poison",
+            ],
+            [4, 2, 12, 6],
+            marks=TWO,
+            id="pp2-vpp2-fp8-delayed-whole-chunk-poison",
+        ),
+        pytest.param(
+            [
+                *PP1,
+                *DELAYED,
+                "pipeline.data_parallel_size=2",
+                "train.overlap_grad_reduce=true",
+                "train.use_distributed_optimizer=true",
+                "train.overlap_param_gather=true",
+            ],
+            [2, 5, 3],
+            marks=TWO,
+            id="dp2-fp8-delayed-parameters-gathered-in-the-forward",
+        ),
+        pytest.param(
+            [*PP1, *TP2_SEQUENCE, *TENSORWISE], [2, 5, 3], marks=TWO, id="tp2-sequence-fp8"
+        ),
+        pytest.param([*PP1, *TP2_SEQUENCE], [2, 5, 3], marks=TWO, id="tp2-sequence"),
+        pytest.param(
+            [*PP1, *TP2_SEQUENCE, "capture.scope=chunk", "model.hidden_dropout=0.1"],
+            [2, 5, 3],
+            marks=TWO,
+            id="tp2-sequence-whole-chunk-dropout",
+        ),
+        pytest.param([*TP2_SEQUENCE], [2, 5, 3], marks=FOUR, id="pp2-tp2-sequence"),
+        pytest.param([*PP1, *CP2], [2, 5, 3], marks=TWO, id="cp2"),
+        pytest.param(
+            [*PP1, *CP2, "capture.scope=chunk", "train.overlap_grad_reduce=true"],
+            [2, 5, 3],
+            marks=TWO,
+            id="cp2-whole-chunk-overlap",
+        ),
+        pytest.param([*CP2], [4, 1, 2, 7], marks=FOUR, id="pp2-cp2"),
     ],
 )
 def test_training_on_gpus_equals_eager(

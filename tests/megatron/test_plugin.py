@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -55,15 +56,50 @@ def test_unsupported_settings_are_refused_by_name(
     assert "forward" not in _block(chunks).__dict__
 
 
-def test_delayed_fp8_is_refused_for_a_reason_of_its_own(chunks: list[nn.Module]) -> None:
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("fp8_param", True, "fp8_param=True: weights that are FP8 themselves"),
+        ("fp8_dot_product_attention", True, "fp8_dot_product_attention=True"),
+        ("fp8_recipe", "mxfp8", "fp8_recipe='mxfp8': its quantizers were not tried"),
+        ("use_transformer_engine_op_fuser", True, "use_transformer_engine_op_fuser=True with FP8"),
+        ("recompute_granularity", "full", "recompute_granularity='full' with FP8"),
+    ],
+)
+def test_what_does_not_go_with_fp8_is_refused(
+    chunks: list[nn.Module], name: str, value: object, message: str
+) -> None:
+    from chunkgraph.megatron.support import refused_settings
+
+    config = chunks[0].config
+    config.fp8, config.fp8_recipe = "e4m3", "tensorwise"
+    assert refused_settings(config) == []
+    setattr(config, name, value)
+    (found,) = refused_settings(config)
+    assert found.startswith(message)
+
+
+def test_only_one_update_of_delayed_scales_fits_in_a_backward(chunks: list[nn.Module]) -> None:
+    from chunkgraph.megatron.scope import refuse_for_scope
+
+    config = chunks[0].config
+    config.fp8, config.fp8_recipe, config.mtp_num_layers = "e4m3", "delayed", 1
+    with pytest.raises(ConfigError, match="fp8_recipe='delayed' with mtp_num_layers"):
+        refuse_for_scope(config, "chunk")
+    refuse_for_scope(config, "block")
+    config.fp8_recipe = "tensorwise"
+    refuse_for_scope(config, "chunk")
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("transformer_engine") is not None,
+    reason="Transformer Engine is installed",
+)
+def test_fp8_needs_transformer_engine(chunks: list[nn.Module]) -> None:
     from chunkgraph.megatron.plugin import attach
 
-    chunks[0].config.fp8, chunks[0].config.fp8_recipe = "e4m3", "tensorwise"
-    with pytest.raises(ConfigError, match="fp8='e4m3'") as caught:
-        attach(chunks)
-    assert "delayed" not in str(caught.value)
-    chunks[0].config.fp8_recipe = "delayed"
-    with pytest.raises(ConfigError, match="fp8_recipe='delayed'"):
+    chunks[0].config.fp8, chunks[0].config.fp8_recipe = "e4m3", "delayed"
+    with pytest.raises(ConfigError, match=r"fp8='e4m3': it is Transformer Engine's.*\[te\]"):
         attach(chunks)
 
 
@@ -72,7 +108,7 @@ def test_several_refusals_are_told_at_once(chunks: list[nn.Module]) -> None:
 
     chunks[0].config.cpu_offloading = True
     chunks[0].config.num_moe_experts = 2
-    with pytest.raises(ConfigError, match=r"(?s)num_moe_experts.*cpu_offloading"):
+    with pytest.raises(ConfigError, match=r"(?s)cpu_offloading.*num_moe_experts"):
         attach(chunks)
 
 

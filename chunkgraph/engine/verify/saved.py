@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from chunkgraph.engine.layers import LayerWatch
@@ -194,7 +195,12 @@ def _kept_by(node: Any) -> list[tuple[str, torch.Tensor]]:
             kept.extend(
                 (name.removeprefix("_saved_"), v) for v in values if isinstance(v, torch.Tensor)
             )
-    return [(name, t) for name, t in kept if t.layout is torch.strided and t.numel()]
+    # A quantized tensor has no memory of its own; its parts are kept beside it.
+    return [
+        (name, t)
+        for name, t in kept
+        if type(t) in (torch.Tensor, nn.Parameter) and t.layout is torch.strided and t.numel()
+    ]
 
 
 def _is_plain(raw: Any) -> bool:

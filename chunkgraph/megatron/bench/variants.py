@@ -81,7 +81,10 @@ class ChunkVariant(Variant):
         """Attach chunk graphs."""
         super().prepare(chunks, optimizer)
         self.graphs = attach(
-            chunks, scope=self.config.capture.scope, options=capture_options(self.config)
+            chunks,
+            scope=self.config.capture.scope,
+            options=capture_options(self.config),
+            token_drops=self.config.moe.token_drops,
         )
         self.forward_backward = self.graphs.wrap_forward_backward(self.forward_backward)
         self._first_captures = 0

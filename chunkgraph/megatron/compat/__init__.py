@@ -22,6 +22,14 @@ from chunkgraph.megatron.compat.data_parallel import (
     is_fully_sharded,
     unwrap_ddp,
 )
+from chunkgraph.megatron.compat.fp8 import Fp8State, fp8_is_installed, fp8_recipe, reset_fp8
+from chunkgraph.megatron.compat.moe_dispatch import patch_router, static_dispatch
+from chunkgraph.megatron.compat.moe_state import (
+    ExpertState,
+    forget_expert_metrics,
+    routers_of,
+    take_expert_metrics,
+)
 from chunkgraph.megatron.compat.p2p import (
     Direction,
     ReceiveBuffers,
@@ -47,21 +55,28 @@ from chunkgraph.megatron.compat.random_state import (
     seed_model_parallel,
 )
 from chunkgraph.megatron.compat.recompute import recomputing
+from chunkgraph.megatron.compat.token_drops import TokenDrops
 from chunkgraph.megatron.compat.token_prediction import TokenPrediction
 from chunkgraph.megatron.compat.triton_stub import TritonStubFinder
 
 __all__ = [
     "DDP_MODULE",
     "Direction",
+    "ExpertState",
+    "Fp8State",
     "HostGenerator",
     "ParameterGates",
     "PretrainHooks",
     "ReceiveBuffers",
+    "TokenDrops",
     "TokenPrediction",
     "TritonStubFinder",
     "call_parameter_gather_hooks",
     "capture_flag",
     "default_groups",
+    "forget_expert_metrics",
+    "fp8_is_installed",
+    "fp8_recipe",
     "gathers_parameters",
     "global_buffers",
     "gradient_marker",
@@ -75,13 +90,18 @@ __all__ = [
     "patch_attributes",
     "patch_pretrain",
     "patch_rng",
+    "patch_router",
     "preserve_rng",
     "pretrain_arguments",
     "private_names",
     "recomputing",
+    "reset_fp8",
     "rng_is_graph_safe",
     "rope_rows",
+    "routers_of",
     "seed_model_parallel",
+    "static_dispatch",
+    "take_expert_metrics",
     "tensorboard_writers",
     "unwrap_ddp",
     "versions",

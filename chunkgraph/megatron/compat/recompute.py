@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from chunkgraph.megatron.compat.access import import_megatron, patch_attributes, private_names
+from chunkgraph.megatron.compat.host_tensors import TorchOfTheHost
 
 __all__ = ["recomputing"]
 
@@ -34,35 +34,7 @@ def recomputing() -> Iterator[None]:
             private_names(name, "checkpoint")
             stack.callback(patch_attributes(import_megatron(name), {"checkpoint": checkpoint}))
         if not torch.cuda.is_available():
+            # To recompute its core, attention passes the kind of mask through a small tensor.
             attention = import_megatron("megatron.core.transformer.attention")
-            stack.callback(patch_attributes(attention, {"torch": _TorchOfTheHost()}))
+            stack.callback(patch_attributes(attention, {"torch": TorchOfTheHost()}))
         yield
-
-
-class _HostTensor(torch.Tensor):
-    """A tensor that would be on the host on a machine with a GPU, and is free to be read there."""
-
-    def item(self) -> Any:
-        with _disable_current_modes(), torch._C.DisableTorchFunction():
-            return super().item()
-
-    def detach(self) -> _HostTensor:
-        return self
-
-
-class _TorchOfTheHost:
-    """The name ``torch`` in Megatron's attention on a CPU host.
-
-    To recompute its core, attention passes the kind of mask through a small tensor on the host and
-    reads it back, which a CUDA graph does not see and the recorder would take for a device read.
-    """
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
-
-    def tensor(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """A tensor outside of the capture."""
-        if "device" in kwargs:
-            return torch.tensor(*args, **kwargs)
-        with _disable_current_modes(), torch._C.DisableTorchFunction():
-            return torch.tensor(*args, **kwargs).as_subclass(_HostTensor)

@@ -1,0 +1,275 @@
+"""FP8 in Transformer Engine: its state, on the device and in Python, and how graphs follow it.
+
+Weights. A layer quantizes its weight in the first microbatch of a step and keeps the result, its
+*cache*, for the others. Which microbatch it is, an attribute of the layer says
+(``is_first_microbatch``), which a graph would freeze; in a capture the layer reads a tensor of the
+process instead, so that the same graph renews the cache or leaves it. `Fp8State` gives the graphs
+such a tensor of their own and writes it before a replayed forward, where it must change. All slots
+share the caches, which lie outside of all pools: eager steps made them.
+
+Delayed scaling. Quantizers note the largest magnitudes they saw; at the end of a chunk's forward,
+and of its backward, the scales of the next microbatch are made from them, reduced over a group of
+ranks. All of that is work on tensors that stay where they are, so it is captured: the forward's by
+itself, the backward's (which layers leave out while a graph is captured) by `Fp8State` at the end
+of the backward. Several microbatches in flight then update the scales in the order of the replays,
+which is the order of the eager run; what a backward needs of its forward's scales is in its slot.
+
+Current and blockwise scaling keep nothing from one microbatch to the next.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from chunkgraph.engine.chunk import Chunk
+from chunkgraph.errors import CaptureError, ConfigError, MissingDependencyError
+
+__all__ = ["Fp8State", "fp8_is_installed", "fp8_recipe", "reset_fp8"]
+
+_MODULE = "transformer_engine.pytorch.fp8"
+_FIRST = "is_first_microbatch"
+_NEEDED = (
+    "skip_fp8_weight_update_tensor",
+    "global_amax_history_buffer",
+    "global_scale_buffer",
+)
+
+
+def fp8_is_installed() -> bool:
+    """Whether Transformer Engine can be imported."""
+    try:
+        importlib.import_module(_MODULE)
+    except ImportError:
+        return False
+    return True
+
+
+def fp8_recipe(config: Any) -> str | None:
+    """How Megatron's ``config`` scales FP8 (``delayed``, ``tensorwise``, ...); None without FP8."""
+    if not getattr(config, "fp8", None):
+        return None
+    recipe = getattr(config, "fp8_recipe", None) or "delayed"
+    return str(getattr(recipe, "value", recipe))
+
+
+def reset_fp8() -> None:
+    """Forget the FP8 state of models that are gone; graphs must be gone too."""
+    if fp8_is_installed():
+        _manager().reset()
+
+
+class Fp8State:
+    """The FP8 state of one rank's captured modules.
+
+    Args:
+        parts: for each chunk, the modules in it.
+        labels: names the chunks in errors.
+        device: where the parameters are.
+        is_delayed: whether scales are made from earlier microbatches.
+
+    Raises:
+        MissingDependencyError: Transformer Engine is not installed.
+        ConfigError: the installed release has moved what is needed of it.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Sequence[nn.Module]],
+        labels: Sequence[str],
+        device: torch.device,
+        *,
+        is_delayed: bool,
+    ) -> None:
+        self._manager = _manager()
+        missing = [name for name in _NEEDED if not hasattr(self._fields(), name)]
+        if missing:
+            raise ConfigError(
+                f"{_MODULE} of the installed Transformer Engine has no {', '.join(missing)}, "
+                "which FP8 in chunk graphs needs. Use release 2.x, or train without FP8."
+            )
+        self._parts = tuple(tuple(modules) for modules in parts)
+        self._labels = tuple(labels)
+        self._device = device
+        self._is_delayed = is_delayed
+        self._layers = tuple(
+            tuple(m for m in modules if hasattr(m, _FIRST)) for modules in self._parts
+        )
+        # Written before replays, read by every graph.
+        self._skip = torch.ones(1, dtype=torch.float32, device=device)
+        self._skips = True
+        self._is_first = False
+        self._is_capturing = False
+        self._held: list[torch.Tensor] = []
+
+    def follow(self, index: int, chunk: Chunk) -> Chunk:
+        """Chunk ``index`` with what its FP8 state needs around replays and in captures."""
+        before, run = chunk.before_forward, chunk.forward
+
+        def before_forward() -> None:
+            if before is not None:
+                before()
+            self._begin_forward(index)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not self._is_capturing:
+                return run(*args, **kwargs)
+            caches = self._caches(index)
+            result = run(*args, **kwargs)
+            if self._is_in_graph():
+                self._check_caches(index, caches)
+            return result
+
+        return replace(
+            chunk,
+            forward=forward,
+            before_forward=before_forward,
+            end_of_backward=self._update_scales if self._is_delayed else None,
+        )
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Around a session: graphs read the tensor of their own, and the caches stay.
+
+        Raises:
+            CaptureError: a layer made its cache anew, so that graphs write to another's memory.
+        """
+        fields, self._is_capturing = self._fields(), True
+        given = fields.skip_fp8_weight_update_tensor
+        self._skip.fill_(1.0)
+        self._skips = True
+        # Layers that are told to cache nothing would begin to, were there such a tensor.
+        caches_nothing = any(
+            getattr(layer, "disable_parameter_transpose_cache", False)
+            for layers in self._layers
+            for layer in layers
+        )
+        fields.skip_fp8_weight_update_tensor = None if caches_nothing else self._skip
+        try:
+            yield
+        finally:
+            fields.skip_fp8_weight_update_tensor, self._is_capturing = given, False
+        self._held = [
+            tensor
+            for index in range(len(self._parts))
+            for tensors in self._caches(index).values()
+            for tensor in tensors
+        ]
+        self._held += [*self._histories(), *self._scales()]
+
+    @contextmanager
+    def preserved(self) -> Iterator[None]:
+        """Put histories, scales and what layers know of the microbatch back on exit."""
+        saved = [(t, t.detach().clone()) for t in (*self._histories(), *self._scales())]
+        known = {id(tensor) for tensor, _ in saved}
+        flags = [(m, getattr(m, _FIRST)) for layers in self._layers for m in layers]
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for tensor, value in saved:
+                    tensor.copy_(value)
+                # Made inside, by a first forward: as that found them.
+                for history in self._histories():
+                    if id(history) not in known:
+                        history.zero_()
+                for scale in self._scales():
+                    if id(scale) not in known:
+                        scale.fill_(1.0)
+            for module, is_first in flags:
+                setattr(module, _FIRST, is_first)
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """Around an eager pass beside a replay: the same microbatch. Goes inside `preserved`."""
+        for layers in self._layers:
+            self._tell(layers, self._is_first)
+        yield
+
+    def release(self) -> None:
+        """Let the caches go; no graph may use them any more."""
+        self._held.clear()
+
+    def _begin_forward(self, index: int) -> None:
+        """Write the tensor that the next replay reads, where it must change.
+
+        Megatron's schedule tells every layer that a chunk's first microbatch of a step begins. An
+        eager layer notes that it is over; for layers that are replayed it is noted here.
+        """
+        layers = self._layers[index]
+        self._is_first = bool(layers) and getattr(layers[0], _FIRST)
+        if self._is_first:
+            self._tell(layers, False)
+        if self._is_first == self._skips:
+            self._skips = not self._is_first
+            self._skip.fill_(float(self._skips))
+
+    def _tell(self, layers: Sequence[nn.Module], is_first: bool) -> None:
+        for layer in layers:
+            setattr(layer, _FIRST, is_first)
+
+    def _update_scales(self) -> None:
+        self._manager.reduce_and_update_fp8_tensors(forward=False)
+
+    def _is_in_graph(self) -> bool:
+        # The recorder has no passes before its captures in which caches could be made.
+        return self._device.type != "cuda" or torch.cuda.is_current_stream_capturing()
+
+    def _check_caches(self, index: int, before: dict[str, tuple[torch.Tensor, ...]]) -> None:
+        after = self._caches(index)
+        for name, tensors in after.items():
+            if _addresses(tensors) != _addresses(before.get(name, ())):
+                raise CaptureError(
+                    f"{self._labels[index]}: {name} made its cached FP8 weight anew while a graph "
+                    "was captured, in memory that belongs to one slot.\n  To do: let an eager "
+                    "training step run before the capture (num_warmup_steps of 1 or more), with "
+                    "gradients for the same inputs; or train without FP8."
+                )
+
+    def _caches(self, index: int) -> dict[str, tuple[torch.Tensor, ...]]:
+        """The memory of every cached weight of a chunk, by the name of layer and weight."""
+        return {
+            f"layer {number} ({type(module).__name__}), {name}": _memory_of(cache)
+            for number, module in enumerate(self._parts[index])
+            for name, cache in getattr(module, "_fp8_workspaces", {}).items()
+        }
+
+    def _fields(self) -> Any:
+        """Where the process-wide state is: an object of its own, or in earlier 2.x the class."""
+        return getattr(self._manager, "quantization_state", self._manager)
+
+    def _histories(self) -> list[torch.Tensor]:
+        return _flattened(self._fields().global_amax_history_buffer)
+
+    def _scales(self) -> list[torch.Tensor]:
+        return _flattened(self._fields().global_scale_buffer)
+
+
+def _manager() -> Any:
+    try:
+        return importlib.import_module(_MODULE).FP8GlobalStateManager
+    except (ImportError, AttributeError) as error:
+        raise MissingDependencyError(
+            f"FP8 needs Transformer Engine, but {_MODULE} cannot be used ({error}). Install "
+            "chunkgraph[te], or train without FP8."
+        ) from error
+
+
+def _flattened(buffers: dict[str, list[torch.Tensor]]) -> list[torch.Tensor]:
+    return [tensor for tensors in buffers.values() for tensor in tensors]
+
+
+def _memory_of(cache: Any) -> tuple[torch.Tensor, ...]:
+    """The plain tensors in a quantized tensor, or itself."""
+    inner = tuple(v for v in vars(cache).values() if isinstance(v, torch.Tensor))
+    return inner if inner or not isinstance(cache, torch.Tensor) else (cache,)
+
+
+def _addresses(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    return tuple(tensor.data_ptr() for tensor in tensors)

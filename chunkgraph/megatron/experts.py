@@ -1,0 +1,152 @@
+"""Mixture of experts in the graphs of one rank: its state, and the tokens that found no room.
+
+Dispatch with a fixed capacity has fixed shapes; what it costs is that an expert can be chosen by
+more tokens than it has room for, and Megatron drops those without a word. Here every one is
+counted, on the device and inside the graphs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Literal
+
+from torch import nn
+
+from chunkgraph.engine import Chunk
+from chunkgraph.engine.decision import Agree
+from chunkgraph.errors import TokenDropError
+from chunkgraph.megatron import compat
+from chunkgraph.megatron.scope import CapturedPart
+from chunkgraph.megatron.token_drops import DropReport
+from chunkgraph.megatron.topology import agree_by_maximum
+
+__all__ = ["Experts", "TokenDrops", "both"]
+
+TokenDrops = Literal["warn", "count", "raise"]
+"""What is done about a token that an expert has no room for; see `attach`."""
+
+
+class Experts:
+    """What the plug-in does for a model with experts, on every rank, those without any included.
+
+    Args:
+        model_chunks: all of this rank's model; its routers' drops are counted.
+        parts: what is captured of it.
+        token_drops: see `attach`.
+    """
+
+    def __init__(
+        self,
+        model_chunks: Sequence[nn.Module],
+        parts: Sequence[CapturedPart],
+        token_drops: TokenDrops,
+    ) -> None:
+        routers = compat.routers_of([m for chunk in model_chunks for m in chunk.modules()])
+        captured = compat.routers_of([m for part in parts for m in part.modules])
+        self._state = compat.ExpertState(captured) if captured else None
+        self._drops = compat.TokenDrops(routers) if routers else None
+        self._report: DropReport | None = None
+        self._undo: Callable[[], None] = lambda: None
+        if self._drops is not None:
+            self._report = DropReport(self._drops.counts, self._drops.layers)
+            self._undo = self._drops.install()
+        self._token_drops = token_drops
+        self._seen = 0
+        self._has_warned = token_drops != "warn"
+        # Every rank makes the group, in the same order; only then does it know the others' drops.
+        self._agree: Agree | None = agree_by_maximum() if token_drops == "raise" else None
+
+    def following(self, part: CapturedPart, chunk: Chunk) -> Chunk:
+        """The part's chunk; one that has routers follows Megatron's state of them."""
+        if self._state is None or not compat.routers_of(part.modules):
+            return chunk
+        assert self._drops is not None
+        return replace(
+            chunk,
+            buffers=(*chunk.buffers, *self._state.buffers, self._drops.counts),
+            before_backward=both(chunk.before_backward, self._state.before_backward),
+        )
+
+    @contextlib.contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Around captures: dispatch reads nothing on the host, and metrics are put back."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(compat.static_dispatch())
+            if self._state is not None:
+                stack.enter_context(self._state.capturing())
+            yield
+
+    def begin_replays(self) -> None:
+        """Before a step that replays.
+
+        Raises:
+            ReplayMismatchError: Megatron's metrics were replaced since the capture.
+        """
+        if self._state is not None:
+            self._state.check()
+
+    def end_step(self) -> None:
+        """After the schedule of a training step, before its gradients are used.
+
+        Raises:
+            TokenDropError: tokens were dropped on any rank, and that was to be an error.
+        """
+        if self._report is not None:
+            self._report.end_step()
+        if self._token_drops == "raise":
+            self._raise_if_dropped()
+        elif not self._has_warned and any(self.dropped_tokens().values()):
+            self._has_warned = True
+            warnings.warn(
+                f"Experts had no room for tokens, which were dropped ({self._told()}). From now on "
+                "they are only counted. token_drops='count' says that this is meant, 'raise' makes "
+                "it an error; a moe_expert_capacity_factor of num_moe_experts / moe_router_topk "
+                "has room for all.",
+                stacklevel=4,
+            )
+
+    def dropped_tokens(self, *, wait: bool = False) -> dict[int, int]:
+        """See `MegatronChunkGraphs.dropped_tokens`."""
+        return self._report.by_layer(wait=wait) if self._report is not None else {}
+
+    def detach(self) -> None:
+        """Stop counting."""
+        self._undo()
+        self._undo = lambda: None
+
+    def _raise_if_dropped(self) -> None:
+        now = sum(self.dropped_tokens(wait=True).values())
+        mine, self._seen = now - self._seen, now
+        most = mine if self._agree is None else self._agree([mine])[0]
+        if not most:
+            return
+        here = (
+            f"{mine} on this rank ({self._told()} since the start)"
+            if mine
+            else f"none on this rank, up to {most} on another"
+        )
+        raise TokenDropError(
+            f"Experts had no room for tokens in this step, which were dropped: {here}. The "
+            "gradients lack them; the optimizer has not used them.\n"
+            "  To do: raise moe_expert_capacity_factor; num_moe_experts / moe_router_topk has room "
+            "for all. token_drops='count' lets training go on and counts them."
+        )
+
+    def _told(self) -> str:
+        found = self.dropped_tokens().items()
+        return ", ".join(f"layer {layer}: {count}" for layer, count in found if count)
+
+
+def both(first: Callable[[], None] | None, second: Callable[[], None]) -> Callable[[], None]:
+    """Call both, in this order."""
+    if first is None:
+        return second
+
+    def call() -> None:
+        first()
+        second()
+
+    return call

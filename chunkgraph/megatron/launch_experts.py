@@ -1,0 +1,34 @@
+"""The experts of a configuration file as flags of a Megatron pretrain script."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from chunkgraph.config import Config
+
+__all__ = ["expert_flags"]
+
+_OURS = ("token_drops",)
+_RENAMED = {"num_moe_experts": "--num-experts"}
+
+
+def expert_flags(config: Config) -> list[tuple[str, str, str | None]]:
+    """Key of the file, Megatron's flag and its value (None: without one); none without experts."""
+    moe = config.moe
+    if moe.num_moe_experts is None:
+        return []
+    found: list[tuple[str, str, str | None]] = [
+        (
+            "pipeline.expert_model_parallel_size",
+            "--expert-model-parallel-size",
+            str(config.pipeline.expert_model_parallel_size),
+        )
+    ]
+    for item in fields(moe):
+        value = getattr(moe, item.name)
+        if item.name in _OURS or value is None or value is False:
+            continue
+        flag = _RENAMED.get(item.name, f"--{item.name.replace('_', '-')}")
+        text = str(list(value)) if isinstance(value, tuple) else str(value)
+        found.append((f"moe.{item.name}", flag, None if value is True else text))
+    return found

@@ -1,0 +1,53 @@
+"""Megatron's settings and layer specs of a model with experts, from a configuration."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from chunkgraph.config import Config
+from chunkgraph.megatron.compat import import_megatron
+
+__all__ = ["expert_block_spec", "expert_settings"]
+
+_NOT_MEGATRONS = ("token_drops",)
+
+
+def expert_settings(config: Config) -> dict[str, Any]:
+    """Fields of Megatron's TransformerConfig; none without experts."""
+    moe = config.moe
+    if moe.num_moe_experts is None:
+        return {}
+    settings = {
+        item.name: getattr(moe, item.name)
+        for item in fields(moe)
+        if item.name not in _NOT_MEGATRONS
+    }
+    frequency = settings.pop("moe_layer_freq")
+    return {
+        **settings,
+        "moe_layer_freq": 1 if frequency is None else list(frequency),
+        "moe_ffn_hidden_size": moe.moe_ffn_hidden_size or config.model.ffn_hidden_size,
+        "expert_model_parallel_size": config.pipeline.expert_model_parallel_size,
+        "expert_tensor_parallel_size": 1,
+    }
+
+
+def expert_block_spec(
+    config: Config, transformer_config: Any, index: int, *, use_transformer_engine: bool
+) -> Any:
+    """The spec of one chunk's block, in which layers with experts and others may be mixed.
+
+    Args:
+        config: the run.
+        transformer_config: Megatron's.
+        index: of the model chunk on this rank.
+        use_transformer_engine: or Megatron's local layers.
+    """
+    make = import_megatron("megatron.core.models.gpt.gpt_layer_specs").get_gpt_decoder_block_spec
+    return make(
+        transformer_config,
+        use_transformer_engine=use_transformer_engine,
+        normalization=config.model.normalization,
+        vp_stage=index if config.pipeline.num_model_chunks > 1 else None,
+    )

@@ -1,0 +1,133 @@
+"""Which mixture-of-experts settings a chunk graph can hold, and what is said of the others.
+
+A graph needs shapes that are known before the tokens are: a fixed capacity of every expert, filled
+up with padding, and a dispatcher that then asks the device for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["moe_refusals"]
+
+_STATIC_DISPATCHERS = ("alltoall", "allgather")
+_STATIC = (
+    "set moe_token_dispatcher_type='alltoall', moe_expert_capacity_factor and "
+    "moe_pad_expert_input_to_capacity=True"
+)
+
+
+@dataclass(frozen=True)
+class _Refusal:
+    field: str
+    why: str
+    wanted: Callable[[Any], bool] = bool
+
+
+_REFUSALS = (
+    _Refusal("moe_shared_expert_overlap", "it keeps activations in Python between its parts"),
+    _Refusal("moe_use_legacy_grouped_gemm", "its kernels read the token counts on the host"),
+    _Refusal(
+        "use_transformer_engine_op_fuser", "its grouped MLP was not tried with fixed capacity"
+    ),
+    _Refusal("moe_router_padding_for_quantization", "it changes how many rows an expert gets"),
+    _Refusal("moe_router_padding_for_fp8", "it changes how many rows an expert gets"),
+    _Refusal("moe_enable_routing_replay", "what it replays is Python state"),
+    _Refusal(
+        "moe_router_force_biased",
+        "it keeps random numbers drawn in the first forward",
+        lambda v: v is not None,
+    ),
+    _Refusal("moe_paged_stash", "it stashes for dispatch without a fixed capacity only"),
+    _Refusal("moe_enable_deepep", f"the number of rows depends on the tokens; {_STATIC}"),
+)
+
+
+def moe_refusals(config: Any, token_drops: str = "warn") -> list[str]:
+    """What keeps the experts of a model out of a graph, each with what to do.
+
+    Args:
+        config: anything that has TransformerConfig's fields as attributes, or some of them.
+        token_drops: ``count`` if tokens may be dropped on purpose.
+    """
+    num_experts = getattr(config, "num_moe_experts", None)
+    if not num_experts:
+        return []
+    found = [
+        f"{refusal.field}={getattr(config, refusal.field)!r}: {refusal.why}"
+        for refusal in _REFUSALS
+        if refusal.wanted(getattr(config, refusal.field, None))
+    ]
+    found += _dispatch_refusals(config)
+    found += _capacity_refusals(config, num_experts, token_drops)
+    found += _sharding_refusals(config, num_experts)
+    kinds = getattr(config, "moe_router_load_balancing_type", None)
+    for kind in kinds if isinstance(kinds, (list, tuple)) else [kinds]:
+        if kind == "sinkhorn":
+            found.append(
+                "moe_router_load_balancing_type='sinkhorn': it iterates until a value that it "
+                "reads on the host is small"
+            )
+    return found
+
+
+def _dispatch_refusals(config: Any) -> list[str]:
+    dispatcher = getattr(config, "moe_token_dispatcher_type", None) or "allgather"
+    if dispatcher == "flex":
+        backend = getattr(config, "moe_flex_dispatcher_backend", None)
+        why = (
+            f"moe_token_dispatcher_type='flex' with moe_flex_dispatcher_backend={backend!r}: only "
+            "DeepEP's HybridEP can dispatch in a graph, with moe_expert_rank_capacity_factor, and "
+            f"chunk graphs do not drive it yet; {_STATIC}"
+        )
+        return [why]
+    if dispatcher not in _STATIC_DISPATCHERS:
+        return [f"moe_token_dispatcher_type={dispatcher!r}: not known; {_STATIC}"]
+    if dispatcher == "allgather" and getattr(config, "moe_permute_fusion", False):
+        why = (
+            "moe_permute_fusion=True with moe_token_dispatcher_type='allgather': it reads the "
+            "token counts on the host; turn the fusion off, or use 'alltoall'"
+        )
+        return [why]
+    return []
+
+
+def _capacity_refusals(config: Any, num_experts: int, token_drops: str) -> list[str]:
+    factor = getattr(config, "moe_expert_capacity_factor", None)
+    top_k = getattr(config, "moe_router_topk", None) or 1
+    enough = num_experts / top_k
+    if factor is None or factor < 0:
+        why = (
+            f"num_moe_experts={num_experts!r} without moe_expert_capacity_factor: how many tokens "
+            f"an expert gets depends on the tokens, and a graph has fixed shapes; {_STATIC} "
+            f"({enough:g}, num_moe_experts / moe_router_topk, has room for all tokens)"
+        )
+        return [why]
+    found = []
+    if not getattr(config, "moe_pad_expert_input_to_capacity", False):
+        found.append(
+            "moe_pad_expert_input_to_capacity=False: experts would get as many rows as tokens "
+            "chose them, and a graph has fixed shapes; set it to True"
+        )
+    if factor < 1 and token_drops != "count":
+        found.append(
+            f"moe_expert_capacity_factor={factor!r}: below 1 tokens are dropped in every step; "
+            "raise it, or say token_drops='count' if that is meant"
+        )
+    if factor > enough:
+        found.append(
+            f"moe_expert_capacity_factor={factor!r}: above num_moe_experts / moe_router_topk "
+            f"({enough:g}) an expert would have room for more tokens than there are, which "
+            "Megatron's permutation cannot do; that number has room for all"
+        )
+    return found
+
+
+def _sharding_refusals(config: Any, num_experts: int) -> list[str]:
+    ranks = getattr(config, "expert_model_parallel_size", None) or 1
+    if num_experts % ranks == 0:
+        return []
+    why = f"expert_model_parallel_size={ranks}: it does not divide num_moe_experts ({num_experts})"
+    return [why]

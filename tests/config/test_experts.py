@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from chunkgraph.config import config_from_mapping
+from chunkgraph.errors import ConfigError, TopologyError
+
+_EXPERTS = {"num_moe_experts": 8, "moe_expert_capacity_factor": 1.5}
+
+
+def _config(moe: dict[str, Any], **pipeline: int) -> Any:
+    return config_from_mapping(
+        {
+            "model": {
+                "num_layers": 2,
+                "hidden_size": 32,
+                "ffn_hidden_size": 64,
+                "num_attention_heads": 4,
+                "seq_length": 16,
+            },
+            "pipeline": pipeline,
+            "train": {"num_microbatches": [2]},
+            "moe": moe,
+        }
+    )
+
+
+def test_experts_are_off_until_their_number_is_given() -> None:
+    assert _config({"moe_expert_capacity_factor": 0.1}).moe.num_moe_experts is None
+    assert _config(_EXPERTS).moe.moe_router_topk == 2
+    assert _config({**_EXPERTS, "moe_layer_freq": [0, 1]}).moe.moe_layer_freq == (0, 1)
+    assert _config(
+        {**_EXPERTS, "moe_expert_capacity_factor": 0.5, "token_drops": "count"},
+        data_parallel_size=4,
+        expert_model_parallel_size=2,
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"moe_expert_capacity_factor": None}, r"A factor of 4 \(num_moe_experts"),
+        ({"moe_pad_expert_input_to_capacity": False}, "moe_pad_expert_input_to_capacity=true"),
+        ({"moe_expert_capacity_factor": 0.5}, "below 1 tokens are dropped"),
+        ({"moe_expert_capacity_factor": 4.5}, "4 .* has room for all tokens already"),
+        ({"moe_router_topk": 9}, r"moe_router_topk \(9\) is larger"),
+        ({"moe_router_topk": 0}, "moe.moe_router_topk is 0"),
+        ({"moe_router_topk": 1}, "moe_router_pre_softmax=true"),
+        ({"moe_aux_loss_coeff": -1}, "moe.moe_aux_loss_coeff is -1"),
+        ({"moe_layer_freq": [1]}, "one number for each of the 2 layers"),
+        ({"moe_layer_freq": [1, 2]}, r"moe_layer_freq is \[1, 2\]"),
+        ({"moe_router_enable_expert_bias": True}, "moe_router_score_function=sigmoid"),
+        ({"moe_router_num_groups": 2}, "go together"),
+        ({"moe_router_num_groups": 3, "moe_router_group_topk": 1}, "groups of equal size"),
+        ({"moe_token_dispatcher_type": "flex"}, "one of alltoall, allgather"),
+    ],
+)
+def test_settings_that_cannot_be_are_named(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        _config({**_EXPERTS, **changes})
+
+
+@pytest.mark.parametrize(
+    ("moe", "pipeline", "said"),
+    [
+        ({}, {"expert_model_parallel_size": 2}, "there are no experts to share"),
+        (_EXPERTS, {"expert_model_parallel_size": 3}, r"moe.num_moe_experts \(8\)"),
+        (_EXPERTS, {"expert_model_parallel_size": 2}, "does not divide"),
+        (_EXPERTS, {"tensor_model_parallel_size": 2}, "only with sequence parallelism"),
+    ],
+)
+def test_experts_that_cannot_be_shared_out(
+    moe: dict[str, Any], pipeline: dict[str, int], said: str
+) -> None:
+    with pytest.raises(TopologyError, match=said):
+        _config(moe, **pipeline)

@@ -1,0 +1,188 @@
+"""FP8 with stand-ins for Transformer Engine's layers and state: equal to eager to the last bit."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from chunkgraph.config import config_from_mapping
+from chunkgraph.engine import CaptureOptions
+from chunkgraph.errors import CaptureError
+
+pytestmark = [pytest.mark.megatron, pytest.mark.timeout(120)]
+
+_MODEL = {"layer_spec": "fp8_stand_in:quantized", "hidden_dropout": 0.1}
+
+
+def _check(results: dict[str, dict[str, Any]]) -> None:
+    for name, result in results.items():
+        wrong = [s for s in result["steps"] if not (s["loss_equal"] and s["grad_norm_equal"])]
+        assert not wrong, f"{name}: {wrong}"
+        assert result["different_parameters"] == {}, name
+        assert result["capture_sessions"] == 1, name
+        assert all(step["replays"] > 0 for step in result["steps"][1:]), name
+
+
+def _cases(make_config: Callable[..., Any], pipeline: dict[str, Any], counts: list[int]) -> Any:
+    return {
+        f"{recipe}_{scope}": {
+            "config": make_config(
+                model=_MODEL,
+                pipeline=pipeline,
+                train={"num_microbatches": counts},
+                capture={"scope": scope, "verify": verify},
+            ),
+            "transformer_options": {"fp8": "hybrid", "fp8_recipe": recipe},
+        }
+        for recipe, scope, verify in (
+            ("delayed", "block", "none"),
+            ("delayed", "chunk", "shadow"),
+            ("tensorwise", "block", "poison"),
+        )
+    }
+
+
+def test_mixed_counts(run_cases: Callable[..., Any], make_config: Callable[..., Any]) -> None:
+    pipeline = {"pipeline_model_parallel_size": 2}
+    _check(run_cases(_cases(make_config, pipeline, [4, 1, 5, 2]), 2))
+
+
+def test_every_chunk_has_a_first_microbatch(
+    run_cases: Callable[..., Any], make_config: Callable[..., Any]
+) -> None:
+    pipeline = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
+    _check(run_cases(_cases(make_config, pipeline, [4, 2, 6]), 2))
+
+
+@pytest.fixture
+def stand_in(one_rank: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The stand-in, where chunkgraph looks for Transformer Engine's FP8."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    import fp8_stand_in
+
+    monkeypatch.setitem(sys.modules, fp8_stand_in.MODULE, fp8_stand_in)
+    return fp8_stand_in
+
+
+def _losses(
+    device: Any, config: Any, recipe: str, *, graphs: bool, kinds: str, scope: Any = "block"
+) -> tuple[list[float], list[torch.Tensor], Any]:
+    """Losses of training (``t``) and evaluation (``e``) steps, parameters, and the counters."""
+    from chunkgraph.data import PackedText
+    from chunkgraph.megatron import attach
+    from chunkgraph.megatron.compat import import_megatron
+    from chunkgraph.megatron.loop import forward_step, microbatches
+    from chunkgraph.megatron.model import build_model
+    from chunkgraph.megatron.optimizer import build_optimizer, zero_gradients
+    from chunkgraph.megatron.processes import seed_everything
+
+    seed_everything(1, device)
+    options = {"fp8": "hybrid", "fp8_recipe": recipe}
+    chunks = build_model(config, device, transformer_options=options)
+    optimizer = build_optimizer(config, chunks)
+    run = import_megatron("megatron.core.pipeline_parallel").get_forward_backward_func()
+    attached = attach(chunks, scope=scope) if graphs else None
+    if attached is not None:
+        run = attached.wrap_forward_backward(run)
+    text = PackedText.from_file(None, seq_length=16, seed=1)
+    losses: list[float] = []
+    for step, kind in enumerate(kinds):
+        for chunk in chunks:
+            chunk.train(kind == "t")
+        zero_gradients(chunks, optimizer)
+        count = (3, 1, 4, 2)[step % 4]
+        with torch.set_grad_enabled(kind == "t"):
+            found = run(
+                forward_step_func=forward_step,
+                data_iterator=[microbatches(config, text, step, count, device)],
+                model=chunks,
+                num_microbatches=count,
+                seq_length=16,
+                micro_batch_size=2,
+                forward_only=kind == "e",
+            )
+        if kind == "t":
+            optimizer.step()
+        losses += [float(entry["lm loss"]) for entry in found]
+    parameters = [p.detach().clone() for p in chunks[0].parameters()]
+    if attached is not None:
+        attached.detach()
+    return losses, parameters, attached.counters if attached is not None else None
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
+def test_evaluation_between_steps(
+    one_rank: Any, make_config: Callable[..., Any], stand_in: Any, recipe: str
+) -> None:
+    config = config_from_mapping(make_config(model=_MODEL))
+    kinds = "ttetteet"
+    eager, parameters, _ = _losses(one_rank, config, recipe, graphs=False, kinds=kinds)
+    graphs, others, counters = _losses(one_rank, config, recipe, graphs=True, kinds=kinds)
+    assert graphs == eager
+    assert all(torch.equal(a, b) for a, b in zip(parameters, others, strict=True))
+    assert counters.replays == 1 + 2 + 3 + 2
+
+
+def test_a_cache_made_in_a_capture_is_refused(
+    one_rank: Any,
+    make_config: Callable[..., Any],
+    stand_in: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = config_from_mapping(make_config(model=_MODEL))
+    forward = stand_in.QuantizedColumn.forward
+
+    def forgetful(layer: Any, *args: Any, **kwargs: Any) -> Any:
+        if not layer.is_first_microbatch:
+            layer._fp8_workspaces.clear()
+        return forward(layer, *args, **kwargs)
+
+    monkeypatch.setattr(stand_in.QuantizedColumn, "forward", forgetful)
+    with pytest.raises(CaptureError, match=r"QuantizedColumn.*, weight made its cached FP8"):
+        _losses(one_rank, config, "tensorwise", graphs=True, kinds="tt")
+
+
+def test_a_session_leaves_no_trace(
+    one_rank: Any, make_config: Callable[..., Any], stand_in: Any
+) -> None:
+    """Histories, scales, and what layers know of the microbatch."""
+    from chunkgraph.megatron import attach, compat
+    from chunkgraph.megatron.model import build_model
+    from chunkgraph.megatron.processes import seed_everything
+
+    seed_everything(1, one_rank)
+    config = config_from_mapping(make_config(model=_MODEL))
+    options = {"fp8": "hybrid", "fp8_recipe": "delayed"}
+    chunks = build_model(config, one_rank, transformer_options=options)
+    graphs = attach(chunks, options=CaptureOptions(num_warmup_passes=1))
+    hidden = torch.randn(16, 2, 32, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    mask = torch.ones(1, 1, 16, 16, dtype=torch.bool).triu(1)
+    block = chunks[0].module.decoder
+    with graphs.engine.step(1):
+        block(hidden_states=hidden, attention_mask=mask).sum().backward()
+    state = stand_in.FP8GlobalStateManager.quantization_state
+    layers = [m for m in block.modules() if hasattr(m, "is_first_microbatch")]
+    chunks[0].set_is_first_microbatch()
+
+    def now() -> list[Any]:
+        buffers = (state.global_amax_history_buffer, state.global_scale_buffer)
+        tensors = [t.tolist() for b in buffers for key in sorted(b) for t in b[key]]
+        return [*tensors, state.skip_fp8_weight_update_tensor] + [
+            m.is_first_microbatch for m in layers
+        ]
+
+    before = now()
+    assert any(isinstance(x, list) and x[0] != 1.0 for x in before)
+    with graphs.engine.step(1):
+        assert graphs.counters.captures == 1
+        assert now() == before
+        block(hidden_states=hidden, attention_mask=mask).sum().backward()
+    assert not any(m.is_first_microbatch for m in layers)
+    assert now() != before
+    graphs.detach()
+    compat.reset_fp8()

@@ -1,0 +1,311 @@
+"""Loads at the extremes, the tokens that are dropped, and what is refused of experts."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from chunkgraph.config import config_from_mapping
+from chunkgraph.errors import (
+    CaptureError,
+    ConfigError,
+    IllegalOperationError,
+    ReplayMismatchError,
+    TokenDropError,
+)
+
+pytestmark = [pytest.mark.megatron, pytest.mark.timeout(60)]
+
+_COUNTS = (2, 1, 3)
+_NUM_TOKENS = 16 * 2  # of a microbatch
+
+
+class _Run:
+    """A model whose routers prefer the first experts, trained for a few steps.
+
+    Args:
+        device: of this rank.
+        config: the run.
+        bias: added to the scores of the experts, from the first on.
+        graphs: arguments of `attach`, or None to train eagerly.
+    """
+
+    def __init__(
+        self, device: Any, config: Any, bias: list[float], graphs: dict[str, Any] | None
+    ) -> None:
+        from chunkgraph.megatron import attach, compat
+        from chunkgraph.megatron.model import build_model
+        from chunkgraph.megatron.processes import seed_everything
+
+        compat.forget_expert_metrics()
+        seed_everything(1, device)
+        self.device, self.config = device, config
+        self.chunks: Any = build_model(config, device)
+        for module in self.chunks[0].modules():
+            if hasattr(module, "expert_bias"):
+                module.expert_bias[: len(bias)] = torch.tensor(bias)
+        self.train = compat.import_megatron(
+            "megatron.core.pipeline_parallel"
+        ).get_forward_backward_func()
+        self.graphs = attach(self.chunks, **graphs) if graphs is not None else None
+        if self.graphs is not None:
+            self.train = self.graphs.wrap_forward_backward(self.train)
+
+    def step(self, step: int, count: int) -> list[float]:
+        """Losses of a step; gradients are left where they are."""
+        from chunkgraph.data import PackedText
+        from chunkgraph.megatron.loop import forward_step, microbatches
+
+        text = PackedText.from_file(None, seq_length=16, seed=1)
+        losses = self.train(
+            forward_step_func=forward_step,
+            data_iterator=[microbatches(self.config, text, step, count, self.device)],
+            model=self.chunks,
+            num_microbatches=count,
+            seq_length=16,
+            micro_batch_size=2,
+            forward_only=False,
+        )
+        return [float(loss["lm loss"]) for loss in losses]
+
+    def all_steps(self) -> dict[str, Any]:
+        """Everything that can be compared."""
+        from megatron.core.transformer.moe.moe_utils import (
+            clear_aux_losses_tracker,
+            get_moe_layer_wise_logging_tracker,
+        )
+
+        steps = []
+        for step, count in enumerate(_COUNTS):
+            losses = self.step(step, count)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)
+                metrics = {
+                    name: (entry["values"] if isinstance(entry, dict) else entry.values).tolist()
+                    for name, entry in get_moe_layer_wise_logging_tracker().items()
+                }
+                clear_aux_losses_tracker()  # as Megatron's training loop does
+            steps.append((losses, metrics))
+        named = {
+            **{n: p.main_grad for n, p in self.chunks[0].named_parameters()},
+            **dict(self.chunks[0].named_buffers()),
+        }
+        return {"steps": steps, "tensors": {n: t.clone() for n, t in named.items()}}
+
+
+def _make(make_config: Callable[..., dict[str, Any]], **experts: Any) -> Any:
+    return config_from_mapping(
+        make_config(
+            model={"num_layers": 2, "swiglu": True},
+            moe={
+                "num_moe_experts": 4,
+                "moe_ffn_hidden_size": 32,
+                "moe_router_score_function": "sigmoid",
+                "moe_router_enable_expert_bias": True,
+                "moe_aux_loss_coeff": 0.1,
+                **experts,
+            },
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("top_k", "factor", "dispatcher", "dropped"),
+    [
+        (2, 2.0, "alltoall", 0),  # two experts get all, two nothing
+        (2, 1.0, "alltoall", 2 * (_NUM_TOKENS - _NUM_TOKENS // 2)),
+        (1, 1.0, "allgather", _NUM_TOKENS - _NUM_TOKENS // 4),  # one expert gets all
+        (1, 0.5, "alltoall", _NUM_TOKENS - _NUM_TOKENS // 8),
+    ],
+)
+def test_uneven_loads_are_as_in_eager_training_and_every_drop_is_counted(
+    one_rank: Any, make_config: Any, top_k: int, factor: float, dispatcher: str, dropped: int
+) -> None:
+    config = _make(
+        make_config,
+        moe_router_topk=top_k,
+        moe_expert_capacity_factor=factor,
+        moe_token_dispatcher_type=dispatcher,
+        token_drops="count",
+    )
+    from chunkgraph.megatron.step_metrics import StepMetrics
+
+    bias = [20.0, 10.0]
+    eager = _Run(one_rank, config, bias, None).all_steps()
+    run = _Run(one_rank, config, bias, {"token_drops": "count"})
+    assert run.graphs is not None
+    metrics = StepMetrics(run.graphs)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Experts had no room")
+        chunk = run.all_steps()
+    assert run.graphs.counters.replays == sum(_COUNTS[1:])
+    metrics.step()
+    assert metrics.scalars()["chunk-graphs/dropped-tokens"] == 2 * dropped * sum(_COUNTS)
+    assert f" dropped tokens: {2 * dropped * sum(_COUNTS)} |" in metrics.take_line()
+    assert run.graphs.dropped_tokens(wait=True) == dict.fromkeys((1, 2), dropped * sum(_COUNTS))
+    run.graphs.detach()
+    assert chunk["steps"] == eager["steps"]
+    assert all(metrics["load_balancing_loss"][0] > 0 for _, metrics in chunk["steps"])
+    assert eager["tensors"].keys() == chunk["tensors"].keys()
+    different = [n for n, t in eager["tensors"].items() if not torch.equal(t, chunk["tensors"][n])]
+    assert different == []
+
+
+def test_drops_are_an_error_where_that_is_asked_for_and_told_once_otherwise(
+    one_rank: Any, make_config: Any
+) -> None:
+    config = _make(make_config, moe_expert_capacity_factor=1.0)
+    run = _Run(one_rank, config, [], {"token_drops": "raise"})
+    assert run.graphs is not None
+    with pytest.raises(TokenDropError, match=r"(?s)layer 1: \d+.*moe_expert_capacity_factor"):
+        run.step(0, 2)
+    run.graphs.detach()
+    run = _Run(one_rank, config, [], {})
+    assert run.graphs is not None
+    with pytest.warns(UserWarning, match=r"Experts had no room for tokens.*layer"):
+        run.step(0, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        run.step(1, 2)
+    run.graphs.detach()
+    enough = _make(make_config, moe_expert_capacity_factor=2.0)
+    run = _Run(one_rank, enough, [20.0, 10.0], {"token_drops": "raise"})
+    assert run.graphs is not None
+    run.all_steps()
+    assert run.graphs.counters.replays == sum(_COUNTS[1:])
+    run.graphs.detach()
+
+
+def test_detach_leaves_the_router_as_it_was(one_rank: Any, make_config: Any) -> None:
+    from megatron.core.transformer.moe import router
+
+    before = router.apply_router_token_dropping
+    run = _Run(one_rank, _make(make_config, moe_expert_capacity_factor=2.0), [], {})
+    assert run.graphs is not None
+    assert router.apply_router_token_dropping is not before
+    run.graphs.detach()
+    assert router.apply_router_token_dropping is before
+    hooks = [len(m._forward_pre_hooks) for m in run.chunks[0].modules() if hasattr(m, "topk")]
+    assert hooks == [0, 0]
+
+
+def test_metrics_that_were_replaced_are_told(one_rank: Any, make_config: Any) -> None:
+    from chunkgraph.megatron import compat
+
+    run = _Run(one_rank, _make(make_config, moe_expert_capacity_factor=2.0), [], {})
+    assert run.graphs is not None
+    for step in range(2):
+        run.step(step, 1)
+    compat.forget_expert_metrics()
+    with pytest.raises(ReplayMismatchError, match="load_balancing_loss"):
+        run.step(2, 1)
+    run.graphs.detach()
+
+
+def test_a_metric_first_recorded_in_the_capture_is_refused(one_rank: Any, make_config: Any) -> None:
+    from chunkgraph.megatron import compat
+
+    run = _Run(one_rank, _make(make_config, moe_expert_capacity_factor=2.0), [], {})
+    assert run.graphs is not None
+    run.step(0, 1)
+    compat.forget_expert_metrics()
+    with pytest.raises(CaptureError, match=r"load_balancing_loss.*first time in the capture"):
+        run.step(1, 1)
+    run.graphs.detach()
+
+
+def test_the_scale_of_a_replaced_loss_scaler_reaches_the_graphs(
+    one_rank: Any, make_config: Any
+) -> None:
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler as Scaler
+
+    config = _make(make_config, moe_expert_capacity_factor=2.0, moe_aux_loss_coeff=5.0)
+    results = []
+    for graphs in (None, {}):
+        run = _Run(one_rank, config, [], graphs)
+        for step in range(3):
+            run.step(step, 1)
+            Scaler.main_loss_backward_scale = torch.full((1,), 3.0)  # another tensor from now on
+        run.step(3, 4)
+        grads = [p.main_grad.clone() for p in run.chunks[0].parameters()]
+        results.append(grads)
+        if run.graphs is not None:
+            run.graphs.detach()
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_without_the_static_dispatch_the_recorder_names_the_read_on_the_host(
+    one_rank: Any, make_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a CUDA graph could not hold either."""
+    from contextlib import nullcontext
+
+    from chunkgraph.megatron import compat
+
+    monkeypatch.setattr(compat, "static_dispatch", nullcontext)
+    config = _make(
+        make_config, moe_expert_capacity_factor=2.0, moe_token_dispatcher_type="allgather"
+    )
+    run = _Run(one_rank, config, [], {})
+    assert run.graphs is not None
+    run.step(0, 1)
+    with pytest.raises(IllegalOperationError, match=r"(?s)cpu.*token_dispatcher\.py"):
+        run.step(1, 1)
+    run.graphs.detach()
+
+
+_HOLDS = {
+    "num_moe_experts": 8,
+    "moe_router_topk": 2,
+    "moe_expert_capacity_factor": 1.5,
+    "moe_pad_expert_input_to_capacity": True,
+    "moe_token_dispatcher_type": "alltoall",
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"moe_expert_capacity_factor": None}, r"num_moe_experts=8 without .*alltoall.*\(4, "),
+        ({"moe_expert_capacity_factor": -1.0}, "num_moe_experts=8 without"),
+        ({"moe_pad_expert_input_to_capacity": False}, "moe_pad_expert_input_to_capacity=False"),
+        ({"moe_expert_capacity_factor": 0.5}, "moe_expert_capacity_factor=0.5: below 1"),
+        ({"moe_expert_capacity_factor": 4.5}, r"moe_expert_capacity_factor=4.5: above .*\(4\)"),
+        ({"expert_model_parallel_size": 3}, "expert_model_parallel_size=3: it does not divide"),
+        ({"moe_token_dispatcher_type": "flex"}, "HybridEP.*moe_token_dispatcher_type='alltoall'"),
+        (
+            {"moe_token_dispatcher_type": "allgather", "moe_permute_fusion": True},
+            "moe_permute_fusion=True",
+        ),
+        ({"moe_shared_expert_overlap": True}, "moe_shared_expert_overlap=True"),
+        ({"moe_use_legacy_grouped_gemm": True}, "moe_use_legacy_grouped_gemm=True"),
+        ({"moe_router_load_balancing_type": ["aux_loss", "sinkhorn"]}, "sinkhorn"),
+    ],
+)
+def test_what_a_graph_cannot_hold_of_experts_is_refused_by_name(
+    changes: dict[str, Any], said: str
+) -> None:
+    from chunkgraph.megatron.moe_support import moe_refusals
+
+    assert moe_refusals(SimpleNamespace(**_HOLDS)) == []
+    assert (
+        moe_refusals(SimpleNamespace(num_moe_experts=None, moe_token_dispatcher_type="flex")) == []
+    )
+    (found,) = moe_refusals(SimpleNamespace(**{**_HOLDS, **changes}))
+
+    assert re.search(said, found), found
+
+
+def test_a_small_capacity_is_for_those_who_ask_for_drops(one_rank: Any, make_config: Any) -> None:
+    config = _make(make_config, moe_expert_capacity_factor=0.5, token_drops="count")
+    with pytest.raises(ConfigError, match=r"moe_expert_capacity_factor=0\.5: below 1"):
+        _Run(one_rank, config, [], {})
+    run = _Run(one_rank, config, [], {"token_drops": "count"})
+    assert run.graphs is not None
+    run.graphs.detach()
