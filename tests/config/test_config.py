@@ -192,8 +192,10 @@ def test_bad_override_says_which_and_why(small: Path, override: str, parts: list
         ("run.timeout_s=0", ConfigError, ["run.timeout_s is 0"]),
         ("packing.max_packed_seqs=1", ConfigError, ["max_packed_seqs is 1", "0 turns packing off"]),
         (
-            "packing.max_packed_seqs=8; train.micro_batch_size=1; model.layer_spec=a.b:c; "
-            "pipeline.context_parallel_size=2; pipeline.data_parallel_size=1; device=cuda",
+            (
+                "packing.max_packed_seqs=8; train.micro_batch_size=1; model.layer_spec=a.b:c; "
+                "pipeline.context_parallel_size=2; pipeline.data_parallel_size=1; device=cuda"
+            ),
             ConfigError,
             ["context_parallel_size is 2", "does not split packed documents"],
         ),
