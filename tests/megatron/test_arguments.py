@@ -62,7 +62,7 @@ def test_layer_leaves_all_arguments_alone() -> None:
         ({"enable_cuda_graph": True}, "--enable-cuda-graph: "),
         ({"optimizer_cuda_graph": True}, "--optimizer-cuda-graph: "),
         ({"num_experts": 8}, "num_moe_experts=8 without moe_expert_capacity_factor: "),
-        ({"fp8": "hybrid"}, "fp8='hybrid': "),
+        ({"fp4": "e2m1"}, "fp4='e2m1': "),
         ({"sft": True}, "--sft: packed sequences"),
         ({"cuda_graph_max_packed_seqs": 9}, "--cuda-graph-max-packed-seqs 9: the data sets of"),
         ({"use_torch_fsdp2": True}, "--use-torch-fsdp2: "),
