@@ -14,7 +14,8 @@
      +-- ReplayMismatchError    (ValueError)    a call does not fit what was captured
      +-- VerifyError            (RuntimeError)  a verified replay is not what eager gives
      +-- TokenDropError         (RuntimeError)  an expert had no room for a token
- +-- MemoryPlanError        (RuntimeError)  two graphs could overwrite each other
+     +-- StashError             (RuntimeError)  the paged stash ran out or was misused
+     +-- MemoryPlanError        (RuntimeError)  two graphs could overwrite each other
      +-- WorkerError            (RuntimeError)  a training process failed or was killed
 
 Every message says what happened, where (rank, chunk, microbatch, slot, file and line where they
@@ -34,6 +35,7 @@ __all__ = [
     "ReplayMismatchError",
     "ScheduleError",
     "SlotError",
+    "StashError",
     "TokenDropError",
     "TopologyError",
     "VerifyError",
@@ -87,6 +89,10 @@ class VerifyError(ChunkGraphError, RuntimeError):
 
 class TokenDropError(ChunkGraphError, RuntimeError):
     """Experts had no room for tokens that chose them, and that was not to happen."""
+
+
+class StashError(ChunkGraphError, RuntimeError):
+    """The paged stash ran out of pages and a re-run was not to happen, or it was misused."""
 
 
 class MemoryPlanError(ChunkGraphError, RuntimeError):

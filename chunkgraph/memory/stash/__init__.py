@@ -1,0 +1,32 @@
+"""The paged stash: saved activations of experts, only the rows in use, in pages shared by all.
+
+Experts whose input has a fixed shape save tensors of their largest size for the backward. In the
+stash only the rows that hold a token are kept between a slot's forward and its backward, in pages
+that all layers, chunks and slots of a rank share. How many rows that are stays on the device.
+"""
+
+from chunkgraph.memory.stash.arena import Arena, ArenaSize, StashStatus
+from chunkgraph.memory.stash.kernels import KernelChoice, StashKernels, new_kernels
+from chunkgraph.memory.stash.meter import PageMeter
+from chunkgraph.memory.stash.readout import StashReadout
+from chunkgraph.memory.stash.rows import RowLayout, RowsInUse
+from chunkgraph.memory.stash.saving import MIN_ROW_BYTES, Saving, SavingMode
+from chunkgraph.memory.stash.stash import PagedStash, Stashed
+
+__all__ = [
+    "MIN_ROW_BYTES",
+    "Arena",
+    "ArenaSize",
+    "KernelChoice",
+    "PageMeter",
+    "PagedStash",
+    "RowLayout",
+    "RowsInUse",
+    "Saving",
+    "SavingMode",
+    "StashKernels",
+    "StashReadout",
+    "StashStatus",
+    "Stashed",
+    "new_kernels",
+]

@@ -1,0 +1,222 @@
+"""What autograd saves inside a scope goes to the stash and comes back for the backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from chunkgraph.errors import StashError
+from chunkgraph.memory.stash.meter import PageMeter
+from chunkgraph.memory.stash.rows import RowsInUse
+from chunkgraph.memory.stash.stash import PagedStash, Stashed, row_layout
+
+__all__ = ["MIN_ROW_BYTES", "Saving", "SavingMode"]
+
+MIN_ROW_BYTES = 64
+"""Rows below this stay where they are: a page table would cost as much."""
+
+SavingMode = Literal["off", "measure", "stash"]
+
+
+class _Kept:
+    """A stashed tensor as autograd holds it: by one or more nodes."""
+
+    def __init__(self, stashed: Stashed, name: str) -> None:
+        self.stashed = stashed
+        self.name = name
+        self.num_uses = 0
+        self.loaded: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class _Known:
+    """A tensor that was stashed already in this scope."""
+
+    storage: StorageWeakRef
+    version: int
+    kept: _Kept
+
+
+class Saving:
+    """Decides in a scope what becomes of each tensor that autograd saves there.
+
+    Stashed are contiguous tensors whose rows are the scope's rows, or whole groups of them, and
+    that are not parameters. The rest is saved as always.
+
+    Args:
+        page_bytes: of the stash.
+        min_row_bytes: smaller rows are not stashed.
+
+    Attributes:
+        mode: ``off``: autograd saves as always; ``measure``: so it does, and ``meter`` counts;
+            ``stash``: to ``stash``.
+        meter: where to count.
+        stash: where to stash.
+    """
+
+    def __init__(self, page_bytes: int, *, min_row_bytes: int = MIN_ROW_BYTES) -> None:
+        self.mode: SavingMode = "off"
+        self.meter: PageMeter | None = None
+        self.stash: PagedStash | None = None
+        self._page_bytes = page_bytes
+        self._min_row_bytes = min_row_bytes
+        self._waiting: dict[int, _Kept] = {}
+
+    @contextmanager
+    def during(self, mode: SavingMode) -> Iterator[None]:
+        """Another mode for a while."""
+        before, self.mode = self.mode, mode
+        try:
+            yield
+        finally:
+            self.mode = before
+
+    @contextmanager
+    def forward(self, chunk: int) -> Iterator[None]:
+        """Around a chunk's forward; only measuring needs it."""
+        measures = self.mode == "measure" and self.meter is not None
+        with self.meter.forward(chunk) if measures and self.meter else nullcontext():
+            yield
+
+    @contextmanager
+    def scope(
+        self, rows: RowsInUse, parameters: Collection[torch.Tensor], name: str
+    ) -> Iterator[None]:
+        """Inside, what autograd saves of ``rows`` is stashed (or measured, by the mode).
+
+        The backward must not depend on rows that are not in use: it finds zeros there.
+
+        Args:
+            rows: those of the tensors to stash.
+            parameters: never stashed, nor what has their shape.
+            name: of the layer, in errors.
+        """
+        if self.mode == "off" or not torch.is_grad_enabled():
+            yield
+            return
+        chosen = _Choice(rows, parameters, self._min_row_bytes)
+        known: dict[tuple[Any, ...], _Known] = {}
+        pack = self._measuring(chosen) if self.mode == "measure" else None
+        pack = pack or self._stashing(chosen, known, name)
+        with torch.autograd.graph.saved_tensors_hooks(pack, self._unpack):
+            yield
+
+    def check_all_read(self) -> None:
+        """After captures: every stashed tensor was read by a backward.
+
+        Raises:
+            StashError: one was not; its pages would be lost in every replay.
+        """
+        if not self._waiting:
+            return
+        names = sorted({kept.name for kept in self._waiting.values()})
+        self.forget_waiting()
+        raise StashError(
+            f"{', '.join(names)}: saved tensors were stashed that no backward read, so that their "
+            "pages would never be free again. A part of the experts' result that the loss does not "
+            "depend on does this. Train without the stash, or take that part out of the model."
+        )
+
+    def forget_waiting(self) -> None:
+        """What was stashed so far will not be read: a capture failed."""
+        self._waiting.clear()
+
+    def _measuring(self, chosen: _Choice) -> Callable[[torch.Tensor], Any]:
+        seen: dict[tuple[Any, ...], StorageWeakRef] = {}
+        meter = self.meter
+        assert meter is not None
+
+        def pack(tensor: torch.Tensor) -> Any:
+            part = chosen.rows_of(tensor)
+            if part is not None:
+                before = seen.get(_key(tensor))
+                if before is None or before.expired():
+                    seen[_key(tensor)] = StorageWeakRef(tensor.untyped_storage())
+                    meter.add(part, row_layout(tensor, self._page_bytes))
+            return tensor
+
+        return pack
+
+    def _stashing(
+        self, chosen: _Choice, known: dict[tuple[Any, ...], _Known], name: str
+    ) -> Callable[[torch.Tensor], Any]:
+        stash = self.stash
+        assert stash is not None
+
+        def pack(tensor: torch.Tensor) -> Any:
+            part = chosen.rows_of(tensor)
+            if part is None:
+                return tensor
+            before = known.get(_key(tensor))
+            is_same = before is not None and not before.storage.expired()
+            if before is None or not is_same or before.version != tensor._version:
+                kept = _Kept(stash.stash(tensor, part), name)
+                storage = StorageWeakRef(tensor.untyped_storage())
+                before = known[_key(tensor)] = _Known(storage, tensor._version, kept)
+                self._waiting[id(kept)] = kept
+            before.kept.num_uses += 1
+            return before.kept
+
+        return pack
+
+    def _unpack(self, held: Any) -> torch.Tensor:
+        if not isinstance(held, _Kept):
+            return held
+        if not held.num_uses:
+            raise StashError(
+                f"{held.name}: a backward read a stashed tensor for the second time. The stash "
+                "gives its pages back at the first: do not retain the graph of a chunk."
+            )
+        assert self.stash is not None
+        if held.loaded is None:
+            held.loaded = self.stash.reload(held.stashed)
+        tensor = held.loaded
+        held.num_uses -= 1
+        if not held.num_uses:
+            self.stash.give_back(held.stashed)
+            held.loaded = None
+            self._waiting.pop(id(held), None)
+        return tensor
+
+
+class _Choice:
+    """Which saved tensors are rows of the scope."""
+
+    def __init__(
+        self, rows: RowsInUse, parameters: Collection[torch.Tensor], min_row_bytes: int
+    ) -> None:
+        self._rows = rows
+        self._min_row_bytes = min_row_bytes
+        self._addresses = {p.untyped_storage().data_ptr() for p in parameters}
+        # Copies of weights (in another type, or transposed) are no rows, whatever their number.
+        shapes = [tuple(p.shape) for p in parameters]
+        self._shapes = {*shapes, *(shape[::-1] for shape in shapes)}
+
+    def rows_of(self, tensor: torch.Tensor) -> RowsInUse | None:
+        """The rows that ``tensor`` consists of, or None."""
+        if tensor.dim() < 2 or not tensor.numel() or type(tensor) is not torch.Tensor:
+            return None
+        if not tensor.is_contiguous() or tuple(tensor.shape) in self._shapes:
+            return None
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() in self._addresses:
+            return None
+        size = tensor.element_size()
+        row_bytes = tensor.numel() // tensor.shape[0] * size
+        start = int(tensor.storage_offset()) * size
+        if row_bytes < self._min_row_bytes or start % 8:
+            return None
+        if tensor.shape[0] == self._rows.num_rows:
+            return self._rows
+        if storage.nbytes() != self._rows.num_rows * row_bytes or start % row_bytes:
+            return None
+        return self._rows.part(start // row_bytes, tensor.shape[0])
+
+
+def _key(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tuple(tensor.shape), tensor.dtype

@@ -1,0 +1,106 @@
+"""The paged stash: rows in use go to pages, and come back as whole tensors.
+
+It knows no schedule and no slots. A stashed tensor's page table is an ordinary tensor, so that in a
+captured forward it lies in the memory of the slot, and the slot's captured backward finds it there:
+whichever slots are in flight, in whatever order they are replayed, each has its own pages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from chunkgraph.errors import ConfigError
+from chunkgraph.memory.stash.arena import Arena, ArenaSize
+from chunkgraph.memory.stash.kernels import KernelChoice, new_kernels
+from chunkgraph.memory.stash.rows import RowLayout, RowsInUse
+from chunkgraph.memory.stash.ticket import Ticket
+
+__all__ = ["PagedStash", "Stashed", "row_layout"]
+
+
+@dataclass(frozen=True)
+class Stashed:
+    """A tensor in the stash.
+
+    Attributes:
+        ticket: where its rows are.
+        rows: which of them are in use.
+        layout: of the rows in pages.
+        shape: of the tensor.
+        dtype: of the tensor.
+    """
+
+    ticket: Ticket
+    rows: RowsInUse
+    layout: RowLayout
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+class PagedStash:
+    """Pages shared by all layers, chunks and slots of a rank.
+
+    Everything runs on the current stream: stash and reload on one stream, or order them.
+
+    Args:
+        size: of its memory.
+        device: where it lies.
+        kernels: see `new_kernels`.
+
+    Attributes:
+        arena: its memory.
+    """
+
+    def __init__(
+        self, size: ArenaSize, device: torch.device, kernels: KernelChoice = "auto"
+    ) -> None:
+        self.arena = Arena(size, device)
+        self._kernels = new_kernels(device, kernels)
+
+    def stash(self, tensor: torch.Tensor, rows: RowsInUse) -> Stashed:
+        """Copy the rows in use of a contiguous tensor to pages.
+
+        Where too few pages are free nothing is stored, the shortage is counted on the device
+        (`Arena.short`), and a reload gives zeros.
+
+        Args:
+            tensor: shape [rows.num_rows, ...].
+            rows: which of them are in use.
+
+        Raises:
+            ConfigError: a page is smaller than a row.
+        """
+        values = tensor.detach()
+        layout = row_layout(values, self.arena.size.page_bytes)
+        ticket = self._kernels.take(self.arena, rows, layout)
+        self._kernels.store(self.arena, values, rows, layout, ticket)
+        return Stashed(ticket, rows, layout, values.shape, values.dtype)
+
+    def reload(self, stashed: Stashed) -> torch.Tensor:
+        """The tensor, in memory of its own; rows that were not in use are zero."""
+        into = torch.empty(stashed.shape, dtype=stashed.dtype, device=self.arena.device)
+        self._kernels.load(self.arena, into, stashed.rows, stashed.layout, stashed.ticket)
+        return into
+
+    def give_back(self, stashed: Stashed) -> None:
+        """Free the pages; once for each `stash`."""
+        self._kernels.give_back(self.arena, stashed.layout, stashed.ticket)
+
+
+def row_layout(tensor: torch.Tensor, page_bytes: int) -> RowLayout:
+    """How the rows of ``tensor`` (its first dimension) lie in pages.
+
+    Raises:
+        ConfigError: a page is smaller than a row.
+    """
+    num_rows = tensor.shape[0]
+    row_bytes = tensor.numel() // num_rows * tensor.element_size()
+    if row_bytes > page_bytes:
+        raise ConfigError(
+            f"A row of {row_bytes} bytes (of a saved tensor of shape {tuple(tensor.shape)}, "
+            f"{tensor.dtype}) does not fit into a stash page of {page_bytes} bytes. "
+            "Make page_bytes larger; 64 rows to a page waste little."
+        )
+    return RowLayout(num_rows, row_bytes, page_bytes)

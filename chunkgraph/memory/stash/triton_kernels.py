@@ -1,0 +1,211 @@
+"""The stash's kernels in Triton; imported only where Triton is installed.
+
+One program takes or returns pages; one program a row copies. No two of them run at the same time,
+since all are launched on one stream.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from chunkgraph.memory.stash.arena import Arena
+from chunkgraph.memory.stash.rows import RowLayout, RowsInUse
+from chunkgraph.memory.stash.ticket import Ticket
+
+__all__ = ["TritonKernels"]
+
+_TABLE_BLOCK = 256
+_MAX_ROW_BLOCK = 1024
+
+
+@triton.jit
+def _take(  # type: ignore[no-untyped-def]
+    total,
+    state,
+    stack,
+    spill_stack,
+    table,
+    taken,
+    rows_per_page,
+    max_pages,
+    no_page,
+    HAS_SPILL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    wanted = (tl.load(total) + rows_per_page - 1) // rows_per_page
+    free = tl.load(state)
+    free_spill = tl.load(state + 1)
+    in_use = tl.load(state + 2) + wanted
+    peak = tl.load(state + 3)
+    short = tl.load(state + 4)
+    fits = wanted <= free + free_spill
+    got = tl.where(fits, wanted, 0)
+    here = tl.minimum(got, free)
+    for start in range(0, max_pages, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        page = tl.load(stack + free - 1 - i, mask=i < here, other=no_page)
+        if HAS_SPILL:
+            is_spilled = (i >= here) & (i < got)
+            spilled = tl.load(
+                spill_stack + free_spill - 1 - (i - here), mask=is_spilled, other=no_page
+            )
+            page = tl.where(is_spilled, spilled, page)
+        tl.store(table + i, page, mask=i < max_pages)
+    tl.debug_barrier()  # all warps have read the state
+    tl.store(state, free - here)
+    tl.store(state + 1, free_spill - (got - here))
+    tl.store(state + 2, in_use)
+    tl.store(state + 3, tl.maximum(peak, in_use))
+    tl.store(state + 4, tl.where(fits, short, short + 1))
+    tl.store(taken, wanted)
+    tl.store(taken + 1, here)
+    tl.store(taken + 2, got - here)
+
+
+@triton.jit
+def _give_back(  # type: ignore[no-untyped-def]
+    state, stack, spill_stack, table, taken, max_pages, HAS_SPILL: tl.constexpr, BLOCK: tl.constexpr
+):
+    wanted = tl.load(taken)
+    here = tl.load(taken + 1)
+    got = here + tl.load(taken + 2)
+    free = tl.load(state)
+    free_spill = tl.load(state + 1)
+    in_use = tl.load(state + 2)
+    for start in range(0, max_pages, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        page = tl.load(table + i, mask=i < got, other=0)
+        tl.store(stack + free + i, page, mask=i < here)
+        if HAS_SPILL:
+            is_spilled = (i >= here) & (i < got)
+            tl.store(spill_stack + free_spill + (i - here), page, mask=is_spilled)
+    tl.debug_barrier()
+    tl.store(state, free + here)
+    tl.store(state + 1, free_spill + (got - here))
+    tl.store(state + 2, in_use - wanted)
+
+
+@triton.jit
+def _copy_row(  # type: ignore[no-untyped-def]
+    data,
+    pages,
+    spill,
+    counts,
+    offsets,
+    table,
+    group_rows,
+    rows_per_page,
+    units,
+    page_units,
+    num_pages,
+    no_page,
+    LOADS: tl.constexpr,
+    HAS_SPILL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    group = row // group_rows
+    within = row % group_rows
+    in_use = within < tl.load(counts + group)
+    place = tl.load(offsets + group) + within
+    page = tl.load(table + place // rows_per_page, mask=in_use, other=no_page).to(tl.int64)
+    is_here = page < num_pages
+    is_there = (page >= num_pages) & (page < no_page)
+    at = (place % rows_per_page) * units
+    for start in range(0, units, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        inside = i < units
+        mine = data + row * units + i
+        here = pages + page * page_units + at + i
+        there = spill + (page - num_pages) * page_units + at + i
+        if LOADS:
+            value = tl.load(here, mask=inside & is_here, other=0)
+            if HAS_SPILL:
+                value += tl.load(there, mask=inside & is_there, other=0)
+            tl.store(mine, value, mask=inside)
+        else:
+            value = tl.load(mine, mask=inside & (is_here | is_there), other=0)
+            tl.store(here, value, mask=inside & is_here)
+            if HAS_SPILL:
+                tl.store(there, value, mask=inside & is_there)
+
+
+class TritonKernels:
+    """See `StashKernels`. Spill pages are read and written where they are, in pinned memory."""
+
+    def take(self, arena: Arena, rows: RowsInUse, layout: RowLayout) -> Ticket:
+        """See `StashKernels.take`."""
+        table = torch.empty(layout.max_pages, dtype=torch.int32, device=arena.device)
+        taken = torch.empty(3, dtype=torch.int64, device=arena.device)
+        _take[(1,)](
+            rows.total,
+            arena.state,
+            arena.stack,
+            arena.stack if arena.spill_stack is None else arena.spill_stack,
+            table,
+            taken,
+            layout.rows_per_page,
+            layout.max_pages,
+            arena.no_page,
+            HAS_SPILL=arena.spill is not None,
+            BLOCK=_TABLE_BLOCK,
+        )
+        return Ticket(table, taken)
+
+    def store(
+        self, arena: Arena, values: torch.Tensor, rows: RowsInUse, layout: RowLayout, ticket: Ticket
+    ) -> None:
+        """See `StashKernels.store`."""
+        _copy(arena, values, rows, layout, ticket, loads=False)
+
+    def load(
+        self, arena: Arena, into: torch.Tensor, rows: RowsInUse, layout: RowLayout, ticket: Ticket
+    ) -> None:
+        """See `StashKernels.load`."""
+        _copy(arena, into, rows, layout, ticket, loads=True)
+
+    def give_back(self, arena: Arena, layout: RowLayout, ticket: Ticket) -> None:
+        """See `StashKernels.give_back`."""
+        _give_back[(1,)](
+            arena.state,
+            arena.stack,
+            arena.stack if arena.spill_stack is None else arena.spill_stack,
+            ticket.table,
+            ticket.taken,
+            layout.max_pages,
+            HAS_SPILL=arena.spill is not None,
+            BLOCK=_TABLE_BLOCK,
+        )
+
+
+def _copy(
+    arena: Arena,
+    data: torch.Tensor,
+    rows: RowsInUse,
+    layout: RowLayout,
+    ticket: Ticket,
+    *,
+    loads: bool,
+) -> None:
+    unit = layout.unit
+    units = layout.row_bytes // unit.itemsize
+    pages = arena.pages.view(unit)
+    _copy_row[(layout.num_rows,)](
+        data.view(layout.num_rows, -1).view(torch.uint8).view(unit),
+        pages,
+        pages if arena.spill is None else arena.spill.view(unit),
+        rows.counts,
+        rows.offsets,
+        ticket.table,
+        rows.group_rows,
+        layout.rows_per_page,
+        units,
+        layout.page_bytes // unit.itemsize,
+        arena.size.num_pages,
+        arena.no_page,
+        LOADS=loads,
+        HAS_SPILL=arena.spill is not None,
+        BLOCK=min(_MAX_ROW_BLOCK, triton.next_power_of_2(units)),
+    )

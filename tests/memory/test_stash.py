@@ -1,0 +1,222 @@
+"""The stash by itself: pages are conserved, rows come back, overflow harms nobody."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from chunkgraph.errors import ConfigError, StashError
+from chunkgraph.memory.stash import (
+    ArenaSize,
+    PagedStash,
+    PageMeter,
+    RowsInUse,
+    Saving,
+    Stashed,
+    StashReadout,
+    StashStatus,
+)
+
+CPU = torch.device("cpu")
+DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.uint8)
+
+
+def make_stash(num_pages: int, num_spill: int = 0, page_bytes: int = 64) -> PagedStash:
+    return PagedStash(ArenaSize(page_bytes, num_pages, num_spill), CPU)
+
+
+def expected(tensor: torch.Tensor, rows: RowsInUse) -> torch.Tensor:
+    in_use, _ = rows.places()
+    return torch.where(in_use.view(-1, *[1] * (tensor.dim() - 1)), tensor, 0).to(tensor.dtype)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def check_pages(stash: PagedStash, live: list[Stashed]) -> StashStatus:
+    """Every page is free, or in exactly one table."""
+    arena, status = stash.arena, stash.arena.status()
+    free = arena.stack[: status.num_free_pages].tolist()
+    if arena.spill_stack is not None:
+        free += arena.spill_stack[: status.num_free_spill_pages].tolist()
+    held = []
+    for stashed in live:
+        _, here, there = stashed.ticket.taken.tolist()
+        held += stashed.ticket.table[: here + there].tolist()
+        assert set(stashed.ticket.table[here + there :].tolist()) <= {arena.no_page}
+    assert sorted(free + held) == list(range(arena.size.total_pages))
+    assert status.num_wanted_pages == sum(int(s.ticket.taken[0]) for s in live)
+    return status
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> tuple[torch.Tensor, RowsInUse]:
+    num_groups, group_rows = draw(st.integers(1, 4)), draw(st.integers(1, 6))
+    counts = draw(st.lists(st.integers(0, group_rows), min_size=num_groups, max_size=num_groups))
+    dtype = draw(st.sampled_from(DTYPES))
+    width = draw(st.integers(1, 64 // dtype.itemsize))
+    data = torch.randint(0, 256, (num_groups * group_rows, width * dtype.itemsize))
+    tensor = data.to(torch.uint8).view(dtype)
+    return tensor, RowsInUse.of(torch.tensor(counts), num_groups * group_rows)
+
+
+@settings(max_examples=60)
+@given(data=st.data(), num_pages=st.integers(0, 40), num_spill=st.sampled_from([0, 0, 9]))
+def test_pages_are_conserved_and_rows_come_back_in_any_order(
+    data: st.DataObject, num_pages: int, num_spill: int
+) -> None:
+    stash = make_stash(num_pages, num_spill)
+    live: list[tuple[Stashed, torch.Tensor]] = []
+    most = 0
+    for _ in range(data.draw(st.integers(1, 12))):
+        if live and data.draw(st.booleans()):
+            stashed, tensor = live.pop(data.draw(st.integers(0, len(live) - 1)))
+            wanted, here, there = stashed.ticket.taken.tolist()
+            found = stash.reload(stashed)
+            if wanted == here + there:
+                assert same_bits(found, tensor)
+            else:
+                assert (here, there) == (0, 0)
+                assert not found.view(torch.uint8).any()
+            stash.give_back(stashed)
+        else:
+            tensor, rows = data.draw(tensors())
+            free = stash.arena.status()
+            stashed = stash.stash(tensor, rows)
+            wanted, here, there = stashed.ticket.taken.tolist()
+            assert wanted == -(-sum(rows.counts.tolist()) // (64 // tensor[0].nbytes))
+            room = free.num_free_pages + free.num_free_spill_pages
+            assert here + there == (wanted if wanted <= room else 0)
+            assert here == min(here + there, free.num_free_pages)  # the device first
+            live.append((stashed, expected(tensor, rows)))
+        status = check_pages(stash, [s for s, _ in live])
+        most = max(most, status.num_wanted_pages)
+        assert status.num_peak_pages == most
+    short = stash.arena.status().num_short
+    assert (short > 0) == (most > num_pages + num_spill)
+    for stashed, _ in live:
+        stash.give_back(stashed)
+    assert check_pages(stash, []).num_wanted_pages == 0
+
+
+def test_too_few_pages_are_told_until_forgotten_and_harm_nothing_that_is_stashed() -> None:
+    stash = make_stash(4)
+    kept = torch.randn(4, 16)
+    first = stash.stash(kept, RowsInUse.of(torch.tensor([4]), 4))
+    second = stash.stash(kept + 1, RowsInUse.of(torch.tensor([2]), 4))
+    assert not stash.reload(second).any()
+    stash.give_back(second)
+    assert same_bits(stash.reload(first), kept)
+    readout = StashReadout(stash.arena)
+    readout.send()
+    assert readout.wait() == StashStatus(0, 0, 4, 6, 1)
+    stash.arena.forget_overflow()
+    assert stash.arena.status() == StashStatus(0, 0, 4, 4, 0)
+    stash.give_back(first)
+    assert stash.arena.status().num_free_pages == 4
+    stash.arena.reset()
+    assert stash.arena.status() == StashStatus(4, 0, 0, 0, 0)
+
+
+def test_sizes_that_cannot_be_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="page of 40 bytes"):
+        ArenaSize(40, 1)
+    with pytest.raises(ConfigError, match="-1 pages"):
+        ArenaSize(64, -1)
+    with pytest.raises(ConfigError, match=r"row of 68 bytes .*\(4, 17\).* page of 64 bytes"):
+        make_stash(1).stash(torch.zeros(4, 17), RowsInUse.of(torch.tensor([1]), 4))
+    with pytest.raises(ConfigError, match="need a GPU"):
+        PagedStash(ArenaSize(64, 1), CPU, "triton")
+
+
+def _expert(x: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.silu(x @ first.t()) @ second.t()
+
+
+def test_only_rows_are_stashed_once_each_and_no_weights() -> None:
+    """A weight with as many rows as the tokens stays where it is."""
+    stash = make_stash(64)
+    saving = Saving(64)
+    saving.mode, saving.stash = "stash", stash
+    first, second = (torch.randn(16, 16, requires_grad=True) for _ in range(2))
+    grads = []
+    for is_stashed in (False, True):
+        torch.manual_seed(0)
+        x = torch.zeros(16, 16)
+        x[:5] = torch.randn(5, 16)
+        x[8:11] = torch.randn(3, 16)
+        x.requires_grad_()
+        rows = RowsInUse.of(torch.tensor([5, 3]), 16)
+        if is_stashed:
+            # As wide as long, so that shapes cannot tell them from weights.
+            with saving.scope(rows, [], "experts"):
+                out = _expert(x, first.detach(), second.detach())
+            assert stash.arena.status().num_wanted_pages > 0
+            saving.forget_waiting()
+            stash.arena.reset()
+            with saving.scope(rows, [first, second], "experts"):
+                out = _expert(x, first, second)
+            assert stash.arena.status().num_wanted_pages == 0  # all have a weight's shape
+        else:
+            out = _expert(x, first, second)
+        out.square().sum().backward()
+        grads.append([t.grad for t in (x, first, second)])
+        first.grad = second.grad = None
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def test_a_tensor_saved_twice_takes_pages_once_and_parts_are_stashed() -> None:
+    stash = make_stash(64)
+    saving = Saving(64)
+    saving.mode, saving.stash = "stash", stash
+    x = torch.randn(8, 16)
+    x[3:4] = x[6:] = 0.0
+    x.requires_grad_()
+    rows = RowsInUse.of(torch.tensor([3, 2]), 8)
+    with saving.scope(rows, [], "experts"):
+        y = torch.exp(x * 1)  # saves its result
+        z = y.sin() + y.cos()  # both save y
+        halves = [half.sin() for half in y.split(4)]
+    # y in whole, and its two parts.
+    assert stash.arena.status().num_wanted_pages == 5 + 3 + 2
+    (z.sum() + sum(half.sum() for half in halves)).backward()
+    assert stash.arena.status().num_wanted_pages == 0
+    saving.check_all_read()
+    assert x.grad is not None
+    assert x.grad[:3].any()
+
+
+def test_what_no_backward_reads_or_reads_twice_is_an_error() -> None:
+    saving = Saving(64)
+    saving.mode, saving.stash = "stash", make_stash(64)
+    x = torch.randn(8, 16, requires_grad=True)
+    rows = RowsInUse.of(torch.tensor([8]), 8)
+    with saving.scope(rows, [], "layer 3"):
+        y = x.exp()
+        kept = y.sin()
+    with pytest.raises(StashError, match=r"layer 3.*no backward read"):
+        saving.check_all_read()
+    saving.check_all_read()  # told once
+    kept.sum().backward(retain_graph=True)
+    with pytest.raises(StashError, match=r"layer 3.*second time"):
+        kept.sum().backward()
+
+
+def test_the_meter_counts_what_slots_in_flight_would_take() -> None:
+    saving = Saving(64)
+    saving.meter = PageMeter(2, CPU)
+    assert not saving.meter.was_used
+    saving.mode = "measure"
+    x = torch.randn(8, 16, requires_grad=True)
+    for chunk, count in ((0, 3), (0, 5), (0, 4), (1, 8)):
+        rows = RowsInUse.of(torch.tensor([count]), 8)
+        with saving.forward(chunk), saving.scope(rows, [], "experts"):
+            x.exp().sin().cos()  # saves two tensors, one of them twice
+    assert saving.meter.was_used
+    assert saving.meter.full_bytes == [2 * 8 * 64] * 2
+    assert saving.meter.pages_for([2, 1], 1.0) == 2 * 10 + 16
+    assert saving.meter.pages_for([2, 1], 1.1) == 40  # of at most 48
+    assert saving.meter.pages_for([2, 1], 9.0) == 48
