@@ -133,6 +133,14 @@ def _notes(config: Config, results: RunResults) -> list[str]:
         lines.append(
             f"tokens that an expert had no room for: {results.dropped_tokens:,}, all ranks"
         )
+    if config.stash.enabled and config.capture.enabled:
+        sizes = ", ".join(f"{size / 2**20:.1f}" for size in results.stash_bytes)
+        lines.append(f"stash of saved expert activations: {sizes} MiB by rank")
+    lines += [
+        f"{count} step(s) were run anew eagerly, since there was no room: {name}"
+        for name, count in results.overflow_reruns.items()
+    ]
+    lines += [f"captured anew with more room: {name}" for name in results.recaptures]
     if config.capture.enabled and not results.capture_sessions:
         lines.append("note: nothing was captured; see the reasons above")
     return lines

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -71,13 +71,19 @@ class RunResults:
     capture_sessions: int
     """Sessions in which anything was captured."""
     captures_after_first_session: int
-    """Slots captured later; must be 0."""
+    """Slots captured later, but for captures with more room; must be 0."""
     slots_per_chunk: Sequence[Sequence[int]]
     """Slots of each chunk, for each rank."""
     num_graphs: int
     """Graphs held, all ranks together."""
     dropped_tokens: int = 0
     """How often an expert had no room for a token, all steps and ranks together."""
+    overflow_reruns: Mapping[str, int] = field(default_factory=dict)
+    """Steps that were run anew because something had no room, by what it was."""
+    recaptures: Sequence[str] = ()
+    """Why graphs were captured anew with more room, each time."""
+    stash_bytes: Sequence[int] = ()
+    """Of the stash's pages, for each rank."""
 
 
 def read_results(path: Path) -> RunResults:
@@ -118,6 +124,9 @@ def results_from(raw: Mapping[str, Any]) -> RunResults:
         slots_per_chunk=raw["slots_per_chunk"],
         num_graphs=raw["num_graphs"],
         dropped_tokens=raw.get("dropped_tokens", 0),
+        overflow_reruns=raw.get("overflow_reruns", {}),
+        recaptures=raw.get("recaptures", ()),
+        stash_bytes=raw.get("stash_bytes", ()),
     )
 
 

@@ -17,6 +17,7 @@ from chunkgraph.config.sections import (
     PackingConfig,
     PipelineConfig,
     RunConfig,
+    StashConfig,
     TrainConfig,
 )
 
@@ -30,6 +31,7 @@ __all__ = [
     "PackingConfig",
     "PipelineConfig",
     "RunConfig",
+    "StashConfig",
     "TrainConfig",
     "config_from_mapping",
     "load_config",

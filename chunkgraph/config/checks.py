@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from chunkgraph.config.expert_checks import check_experts
+from chunkgraph.config.stash import check_stash
 from chunkgraph.data.vocabulary import NUM_TOKENS
 from chunkgraph.errors import ConfigError, TopologyError
 from chunkgraph.schedules import is_legal_count, nearest_legal_counts
@@ -33,6 +34,7 @@ def check_config(config: Config) -> None:
     _check_train(config)
     _check_packing(config)
     check_experts(config)
+    check_stash(config)
 
 
 def _check_ranges(config: Config) -> None:

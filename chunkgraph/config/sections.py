@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from chunkgraph.config.stash import StashConfig
+
 __all__ = [
     "BenchConfig",
     "CaptureConfig",
@@ -19,6 +21,7 @@ __all__ = [
     "PackingConfig",
     "PipelineConfig",
     "RunConfig",
+    "StashConfig",
     "TrainConfig",
 ]
 
@@ -116,9 +119,10 @@ class ExpertConfig:
     """How many groups a token may use."""
     moe_grouped_gemm: bool = False
     """Whether the experts of a rank are multiplied together (Transformer Engine layers)."""
-    token_drops: Literal["warn", "count", "raise"] = "warn"
+    token_drops: Literal["warn", "count", "raise", "rerun"] = "warn"
     """What is done about tokens that an expert has no room for: count them and ``warn`` once (and
-    refuse capacity factors below 1), ``count`` them, or ``raise`` an error."""
+    refuse capacity factors below 1), ``count`` them, ``raise`` an error, or ``rerun`` the step
+    eagerly with room for all and capture with more room from then on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -286,6 +290,8 @@ class Config:
     """The ranks."""
     moe: ExpertConfig = field(default_factory=ExpertConfig)
     """The experts."""
+    stash: StashConfig = field(default_factory=StashConfig)
+    """What they save for the backward."""
     data: DataConfig = field(default_factory=DataConfig)
     """The text."""
     packing: PackingConfig = field(default_factory=PackingConfig)

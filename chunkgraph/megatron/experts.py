@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Literal
 
+import torch
 from torch import nn
 
 from chunkgraph.engine import Chunk
@@ -25,8 +26,11 @@ from chunkgraph.megatron.topology import agree_by_maximum
 
 __all__ = ["Experts", "TokenDrops", "both"]
 
-TokenDrops = Literal["warn", "count", "raise"]
+TokenDrops = Literal["warn", "count", "raise", "rerun"]
 """What is done about a token that an expert has no room for; see `attach`."""
+
+_HEADROOM = 1.1
+"""Room given after tokens were dropped, as a multiple of what would have done."""
 
 
 class Experts:
@@ -36,6 +40,7 @@ class Experts:
         model_chunks: all of this rank's model; its routers' drops are counted.
         parts: what is captured of it.
         token_drops: see `attach`.
+        marks_padding: whether rows that only fill an expert's room are marked for the stash.
     """
 
     def __init__(
@@ -43,7 +48,11 @@ class Experts:
         model_chunks: Sequence[nn.Module],
         parts: Sequence[CapturedPart],
         token_drops: TokenDrops,
+        *,
+        marks_padding: bool = False,
     ) -> None:
+        self.reruns = token_drops == "rerun"
+        self._layers = compat.moe_layers_of([m for c in model_chunks for m in c.modules()])
         routers = compat.routers_of([m for chunk in model_chunks for m in chunk.modules()])
         captured = compat.routers_of([m for part in parts for m in part.modules])
         self._state = compat.ExpertState(captured) if captured else None
@@ -52,7 +61,7 @@ class Experts:
         self._undo: Callable[[], None] = lambda: None
         if self._drops is not None:
             self._report = DropReport(self._drops.counts, self._drops.layers)
-            self._undo = self._drops.install()
+            self._undo = self._drops.install(follows_loads=self.reruns, marks_padding=marks_padding)
         self._token_drops = token_drops
         self._seen = 0
         self._has_warned = token_drops != "warn"
@@ -107,6 +116,59 @@ class Experts:
                 "has room for all.",
                 stacklevel=4,
             )
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """What a step writes here besides the model's buffers."""
+        state = self._state.buffers if self._state is not None else ()
+        return (*state, self._drops.counts) if self._drops is not None else state
+
+    def begin_step(self) -> None:
+        """Before a training step whose loads are followed."""
+        if self.reruns and self._drops is not None:
+            self._drops.most_chosen.zero_()
+
+    def look(self) -> tuple[int, int, int]:
+        """Of the last step, on this rank: tokens dropped, most that chose one expert, of how many.
+
+        Waits for the device.
+        """
+        if self._drops is None:
+            return 0, 0, 0
+        now = sum(self.dropped_tokens(wait=True).values())
+        dropped, self._seen = now - self._seen, now
+        return dropped, int(self._drops.most_chosen), self._drops.num_tokens
+
+    def forget_step(self) -> None:
+        """The step that was looked at was run anew, with the counts of before."""
+        if self._report is not None:
+            self._report.end_step()
+            self._seen = sum(self.dropped_tokens(wait=True).values())
+
+    @contextlib.contextmanager
+    def with_room_for_all(self) -> Iterator[None]:
+        """Inside, an eager step drops no token."""
+        config = self._layers[0].config if self._layers else None
+        before = config.moe_expert_capacity_factor if config is not None else 0.0
+        if config is not None:
+            self._set_room(config.num_moe_experts / config.moe_router_topk)
+        try:
+            yield
+        finally:
+            if config is not None:
+                self._set_room(before)
+
+    def give_room(self, most_chosen: int, num_tokens: int) -> None:
+        """From now on experts have room for so many of a microbatch's tokens of one rank."""
+        if not self._layers or not num_tokens:
+            return
+        config = self._layers[0].config
+        share = num_tokens * config.moe_router_topk / config.num_moe_experts
+        enough = config.num_moe_experts / config.moe_router_topk
+        self._set_room(min(most_chosen / share * _HEADROOM, enough))
+
+    def _set_room(self, factor: float) -> None:
+        compat.set_capacity_factor(self._layers, factor)
 
     def dropped_tokens(self, *, wait: bool = False) -> dict[int, int]:
         """See `MegatronChunkGraphs.dropped_tokens`."""

@@ -28,6 +28,7 @@ from chunkgraph.megatron.model import build_model
 from chunkgraph.megatron.optimizer import build_optimizer, zero_gradients
 from chunkgraph.megatron.plugin import MegatronChunkGraphs, attach
 from chunkgraph.megatron.processes import seed_everything
+from chunkgraph.memory.stash import StashOptions
 
 __all__ = [
     "StepRecord",
@@ -39,6 +40,7 @@ __all__ = [
     "resume_parameter_gather",
     "run_training",
     "shared_loss",
+    "stash_options",
     "synchronize",
 ]
 
@@ -79,9 +81,14 @@ class TrainingRun:
         parameters: final parameters and buffers on the CPU, named ``chunk index.name``.
         num_slots: slots of each chunk; empty for an eager run.
         capture_sessions: sessions in which graphs were captured.
-        captures_after_first_session: graph pairs captured in any later session.
+        captures_after_first_session: graph pairs captured in any later session, but for those that
+            followed a lack of room.
         dropped_tokens: how often an expert of this rank's layers had no room for a token, in a run
             with graphs.
+        overflow_reruns: steps that were run anew, by what had no room.
+        recaptures: why graphs were captured anew with more room, each time.
+        stash_bytes: of the stash's pages on this rank's device.
+        bytes_without_stash: what slots would keep in their place.
     """
 
     steps: list[StepRecord] = field(default_factory=list)
@@ -90,6 +97,10 @@ class TrainingRun:
     capture_sessions: int = 0
     captures_after_first_session: int = 0
     dropped_tokens: int = 0
+    overflow_reruns: dict[str, int] = field(default_factory=dict)
+    recaptures: tuple[str, ...] = ()
+    stash_bytes: int = 0
+    bytes_without_stash: int = 0
 
     @property
     def num_graphs(self) -> int:
@@ -139,6 +150,7 @@ def run_training(
                 packing=packed_shape(config),
                 progress=on_capture,
                 token_drops=config.moe.token_drops,
+                stash=stash_options(config),
             )
             run.num_slots = graphs.num_slots
             forward_backward = graphs.wrap_forward_backward(forward_backward)
@@ -181,6 +193,11 @@ def run_training(
         finish_parameter_gather(chunks)
         if graphs is not None:
             run.dropped_tokens = sum(graphs.dropped_tokens(wait=True).values())
+            run.overflow_reruns = dict(graphs.counters.overflow_reruns)
+            run.recaptures = tuple(graphs.counters.recaptures)
+            if graphs.stash is not None and graphs.stash.size is not None:
+                run.stash_bytes = graphs.stash.size.device_bytes
+                run.bytes_without_stash = graphs.stash.full_bytes()
         run.capture_sessions = counted.capture_sessions
         run.captures_after_first_session = counted.captures_after_first_session
         run.parameters = {
@@ -208,6 +225,22 @@ def capture_options(config: Config) -> CaptureOptions:
     )
 
 
+def stash_options(config: Config) -> StashOptions | None:
+    """How ``config`` wants experts to stash; None: not at all."""
+    stash = config.stash
+    if not stash.enabled:
+        return None
+    return StashOptions(
+        page_bytes=stash.page_bytes,
+        headroom=stash.headroom,
+        initial_bytes=stash.initial_bytes,
+        max_bytes=stash.max_bytes,
+        spill_bytes=stash.spill_bytes,
+        on_overflow=stash.on_overflow,
+        max_recaptures=stash.max_recaptures,
+    )
+
+
 class _Counted:
     """The engine's counters, step by step."""
 
@@ -223,7 +256,8 @@ class _Counted:
     def since_last(self) -> dict[str, Any]:
         before, self._last = self._last, self._read()
         captures = self._last[1] - before[1]
-        if before[0] >= 1:
+        num_expected = 1 + (len(self._graphs.counters.recaptures) if self._graphs else 0)
+        if before[0] >= num_expected:
             self.captures_after_first_session += captures
         return {
             "captures": captures,

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["moe_refusals"]
+__all__ = ["moe_refusals", "stash_refusals"]
 
 _STATIC_DISPATCHERS = ("alltoall", "allgather")
 _STATIC = (
@@ -70,6 +70,35 @@ def moe_refusals(config: Any, token_drops: str = "warn") -> list[str]:
                 "moe_router_load_balancing_type='sinkhorn': it iterates until a value that it "
                 "reads on the host is small"
             )
+    return found
+
+
+def stash_refusals(config: Any) -> list[str]:
+    """What keeps the experts of a model from stashing what they save, each with what to do.
+
+    Args:
+        config: as for `moe_refusals`.
+    """
+    if not getattr(config, "num_moe_experts", None):
+        return ["stash without num_moe_experts: only experts stash; leave it out"]
+    found = []
+    how = getattr(config, "recompute_granularity", None)
+    modules = set(getattr(config, "recompute_modules", None) or ())
+    if how == "full" or (how == "selective" and {"moe", "moe_act"} & modules):
+        found.append(
+            f"stash with recompute_granularity={how!r}, recompute_modules={sorted(modules)}: what "
+            "experts save is recomputed already; use one of them"
+        )
+    if getattr(config, "fp8", None):
+        found.append(f"stash with fp8={config.fp8!r}: quantized tensors are not stashed")
+    if getattr(config, "moe_permute_fusion", False):
+        found.append(
+            "stash with moe_permute_fusion=True: fused kernels were not tried with marked padding"
+        )
+    if getattr(config, "moe_router_fusion", False):
+        found.append(
+            "stash with moe_router_fusion=True: fused kernels were not tried with marked padding"
+        )
     return found
 
 

@@ -26,12 +26,17 @@ from chunkgraph.engine.decision import StepMode
 from chunkgraph.errors import ChunkGraphError, ConfigError
 from chunkgraph.megatron import compat
 from chunkgraph.megatron.experts import Experts, TokenDrops, both
+from chunkgraph.megatron.moe_support import stash_refusals
+from chunkgraph.megatron.overflow import OverflowGuard
 from chunkgraph.megatron.receive import SlotReceiver, waits_for_sends
+from chunkgraph.megatron.rewind import StepState
 from chunkgraph.megatron.scope import CapturedPart, Scope, new_part, refuse_for_scope
+from chunkgraph.megatron.stash import ExpertStash
 from chunkgraph.megatron.step_packings import Packings, StepPackings
 from chunkgraph.megatron.support import refuse_unsupported
 from chunkgraph.megatron.tables import CachedTables
 from chunkgraph.megatron.topology import PipelinePlace, agree_by_maximum
+from chunkgraph.memory.stash import StashOptions
 
 if TYPE_CHECKING:
     from chunkgraph.engine.session import OnCapture
@@ -50,6 +55,7 @@ def attach(
     zero_copy: bool = True,
     packing: PackedShape | None = None,
     token_drops: TokenDrops = "warn",
+    stash: StashOptions | None = None,
     backend: GraphBackend | None = None,
     progress: OnCapture | None = None,
 ) -> MegatronChunkGraphs:
@@ -74,7 +80,12 @@ def attach(
         token_drops: what is done about tokens that an expert has no room for, which Megatron drops:
             ``count`` them (`MegatronChunkGraphs.dropped_tokens`); count them and ``warn`` at the
             first, with capacity factors below 1 refused; or ``raise`` TokenDropError on all ranks
-            at the end of the step's schedule, for which the host then waits.
+            at the end of the step's schedule, for which the host then waits; or ``rerun`` such a
+            step eagerly with room for all, on all ranks, and capture anew with more room, at most
+            ``stash.max_recaptures`` times (2 without ``stash``).
+        stash: what experts save for the backward in pages, only rows that hold a token; measured in
+            the eager steps before the capture. A step in which pages ran out is run anew eagerly:
+            it must begin without gradients, and its ``forward_step_func`` keep no state of its own.
         backend: graphs to use; default by the parameters' device.
         progress: called after every captured graph with graphs captured, all graphs of this rank
             and bytes left on the device (None: unknown).
@@ -102,8 +113,13 @@ def attach(
                 "documents would be routed to experts and take the room of tokens. Leave packing "
                 "out."
             )
-        experts = Experts(chunks, parts, token_drops)
+        experts = Experts(chunks, parts, token_drops, marks_padding=stash is not None)
     slots = tuple(num_slots) if num_slots is not None else place.num_slots()
+    pages: ExpertStash | None = None
+    if stash is not None:
+        if refused := stash_refusals(config):
+            raise ConfigError("Experts cannot stash in this model:\n  " + "\n  ".join(refused))
+        pages = ExpertStash(chunks, slots, stash, _device_of(chunks[0]))
     agree = agree_by_maximum()
     packings = StepPackings(packing, place.rank, agree) if packing is not None else None
     # Stage 0 sends no gradient; its input's gradient may go anywhere.
@@ -112,17 +128,20 @@ def attach(
     ]
     engine = ChunkGraphs(
         [
-            replace(_following(c, part, predictions, fp8, experts), keeps_input_grads=not lends[c])
+            replace(
+                _following(c, part, predictions, fp8, experts, pages),
+                keeps_input_grads=not lends[c],
+            )
             for c, part in enumerate(parts)
         ],
         slots,
         options=options if options is not None else CaptureOptions(),
         backend=backend,
         agree=agree,
-        capture_scope=lambda: _capturing(tables, predictions, fp8, experts),
+        capture_scope=lambda: _capturing(tables, predictions, fp8, experts, pages),
         preserve=lambda: _preserving(fp8),
         generators=compat.graph_safe_generators,
-        verify_scope=lambda: _running_beside(fp8),
+        verify_scope=lambda: _running_beside(fp8, pages),
         is_told_of_misfits=packings is not None,
         progress=progress,
     )
@@ -131,7 +150,21 @@ def attach(
         part.divert_to(call)
     names = [f"stage {place.stage(c)} chunk {c}" for c in range(len(parts))]
     held = (tables,) if fp8 is None else (tables, fp8)
-    return MegatronChunkGraphs(engine, parts, slots, held, receiver, names, experts, packings)
+    graphs = MegatronChunkGraphs(
+        engine, parts, slots, held, receiver, names, experts, packings, pages
+    )
+    if experts is not None and (pages is not None or experts.reruns):
+        graphs.guard = OverflowGuard(
+            StepState(chunks, experts.tensors),
+            experts,
+            pages,
+            agree=agree_by_maximum(),
+            release=graphs.release,
+            counters=engine.counters,
+            max_recaptures=(stash or StashOptions()).max_recaptures,
+            rank=place.rank,
+        )
+    return graphs
 
 
 class MegatronChunkGraphs:
@@ -141,6 +174,8 @@ class MegatronChunkGraphs:
         engine: the chunk graphs themselves.
         num_slots: slots of each chunk.
         receiver: counts what was received into slots, and says why if nothing is.
+        guard: runs steps anew in which something had no room, or None.
+        stash: of the experts, or None.
     """
 
     def __init__(
@@ -153,8 +188,11 @@ class MegatronChunkGraphs:
         names: Sequence[str],
         experts: Experts | None = None,
         packings: StepPackings | None = None,
+        stash: ExpertStash | None = None,
     ) -> None:
         self.engine = engine
+        self.guard: OverflowGuard | None = None
+        self.stash = stash
         self.num_slots = num_slots
         self.receiver = receiver
         self._parts = tuple(parts)
@@ -211,21 +249,54 @@ class MegatronChunkGraphs:
                 kwargs.get(name)
                 for name in ("seq_length", "micro_batch_size", "decoder_seq_length")
             )
-            with self.engine.step(
-                kwargs["num_microbatches"],
-                forward_only=bool(kwargs.get("forward_only", False)),
-                shape_key=shape_key,
-                misfit=told,
-            ) as mode:
-                if self._experts is not None and mode is StepMode.REPLAY:
-                    self._experts.begin_replays()
-                given = self.receiver.begin_step(mode, forward_backward, kwargs)
-                result = forward_backward(**given)
-            if self._experts is not None and not kwargs.get("forward_only"):
-                self._experts.end_step()
-            return result
+
+            def run(kwargs: dict[str, Any], eager: bool) -> tuple[Any, StepMode]:
+                return self._run_step(forward_backward, kwargs, shape_key, told, eager=eager)
+
+            if self.guard is None or kwargs.get("forward_only"):
+                return run(kwargs, False)[0]
+            return self.guard.run(run, kwargs)
 
         return chunk_graph_forward_backward
+
+    def _run_step(
+        self,
+        forward_backward: Callable[..., Any],
+        kwargs: dict[str, Any],
+        shape_key: tuple[Any, ...],
+        told: str | None,
+        *,
+        eager: bool,
+    ) -> tuple[Any, StepMode]:
+        """One call of the schedule: its result, and how it ran."""
+        forward_only = bool(kwargs.get("forward_only", False))
+        with self.engine.step(
+            kwargs["num_microbatches"],
+            forward_only=forward_only,
+            shape_key=shape_key,
+            eager=eager,
+            misfit=told,
+        ) as mode:
+            if self._experts is not None and mode is StepMode.REPLAY:
+                self._experts.begin_replays()
+            with self._stashing(mode, forward_only=forward_only):
+                given = self.receiver.begin_step(mode, forward_backward, kwargs)
+                result = forward_backward(**given)
+        if self._experts is not None and not forward_only:
+            self._experts.end_step()
+        return result, mode
+
+    @contextmanager
+    def _stashing(self, mode: StepMode, *, forward_only: bool) -> Iterator[None]:
+        if self.stash is None or forward_only:
+            yield
+        elif mode is StepMode.REPLAY:
+            self.stash.begin_replays()
+            yield
+            self.stash.end_replays()
+        else:
+            with self.stash.eager_step(is_captured=self.engine.report is not None):
+                yield
 
     def announce(self, packings: Packings, misfit: str = "") -> None:
         """Say what the next training step holds, so that the ranks agree while this one runs.
@@ -255,6 +326,8 @@ class MegatronChunkGraphs:
     def release(self) -> None:
         """Drop graphs and their memory; the model stays attached, eager until captured again."""
         self.engine.release()
+        if self.stash is not None:
+            self.stash.release()
         for memory in self._held:
             memory.release()
 
@@ -265,12 +338,19 @@ class MegatronChunkGraphs:
             part.restore()
         if self._experts is not None:
             self._experts.detach()
+        if self.stash is not None:
+            self.stash.detach()
 
 
 @contextmanager
-def _running_beside(fp8: compat.Fp8State | None) -> Iterator[None]:
+def _running_beside(fp8: compat.Fp8State | None, pages: ExpertStash | None) -> Iterator[None]:
     """Around an eager pass of ``verify``: DDP's hooks keep silent, as in a capture."""
-    with compat.capture_flag(), compat.recomputing(), fp8.beside() if fp8 else nullcontext():
+    with (
+        compat.capture_flag(),
+        compat.recomputing(),
+        fp8.beside() if fp8 else nullcontext(),
+        pages.beside() if pages else nullcontext(),
+    ):
         yield
 
 
@@ -286,6 +366,7 @@ def _capturing(
     predictions: compat.TokenPrediction | None,
     fp8: compat.Fp8State | None,
     experts: Experts | None,
+    pages: ExpertStash | None,
 ) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(compat.capture_flag())
@@ -298,6 +379,8 @@ def _capturing(
             stack.enter_context(predictions.capturing())
         if experts is not None:
             stack.enter_context(experts.capturing())
+        if pages is not None:
+            stack.enter_context(pages.capturing())
         yield
 
 
@@ -323,9 +406,12 @@ def _following(
     predictions: compat.TokenPrediction | None,
     fp8: compat.Fp8State | None,
     experts: Experts | None,
+    pages: ExpertStash | None,
 ) -> Chunk:
     """Chunk ``index``, following what Megatron and Transformer Engine keep in Python."""
     chunk = _following_megatron(part, predictions, experts)
+    if pages is not None:
+        chunk = pages.following(index, chunk)
     return chunk if fp8 is None else fp8.follow(index, chunk)
 
 

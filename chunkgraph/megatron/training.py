@@ -123,6 +123,10 @@ def _of_rank(chunk: TrainingRun, comparison: Comparison | None) -> dict[str, Any
         "captures_after_first_session": chunk.captures_after_first_session,
         "comparison": comparison,
         "dropped_tokens": chunk.dropped_tokens,
+        "overflow_reruns": chunk.overflow_reruns,
+        "recaptures": list(chunk.recaptures),
+        "stash_bytes": chunk.stash_bytes,
+        "bytes_without_stash": chunk.bytes_without_stash,
         "expert_metrics": [record.expert_metrics for record in chunk.steps],
     }
 
@@ -160,6 +164,10 @@ def _report(
         "slots_per_chunk": [r["num_slots"] for r in ranks],
         "num_graphs": sum(r["num_graphs"] for r in ranks),
         "dropped_tokens": sum(r["dropped_tokens"] for r in ranks),
+        "overflow_reruns": ranks[0]["overflow_reruns"],
+        "recaptures": ranks[0]["recaptures"],
+        "stash_bytes": [r["stash_bytes"] for r in ranks],
+        "bytes_without_stash": [r["bytes_without_stash"] for r in ranks],
     }
 
 

@@ -38,7 +38,8 @@ class Experts(nn.Module):
         chosen = (chosen.unsqueeze(-1) == torch.arange(EXPERTS, device=x.device)).long()
         place = ((chosen.cumsum(0) - 1) * chosen).sum(-1) + chosen.argmax(-1) * len(x)
         rows = torch.zeros(EXPERTS * len(x), WIDTH, device=x.device).index_copy(0, place, x)
-        used = RowsInUse.of(chosen.sum(0), EXPERTS * len(x))
+        used = torch.zeros(EXPERTS * len(x), dtype=torch.bool, device=x.device)
+        used = RowsInUse.of(used.index_fill(0, place, True))
         rows, outputs = rows * 1.5, []
         for index, part in enumerate(rows.split(len(x))):
             with self.inside(used, index * len(x), len(x)):
@@ -50,7 +51,6 @@ class Experts(nn.Module):
         if self.saving is None:
             return nullcontext()
         part = used.part(first, num_rows)
-        assert part is not None
         return self.saving.scope(part, list(self.parameters()), f"expert from row {first}")
 
 

@@ -28,8 +28,7 @@ def make_stash(num_pages: int, num_spill: int = 0, page_bytes: int = 64) -> Page
 
 
 def expected(tensor: torch.Tensor, rows: RowsInUse) -> torch.Tensor:
-    in_use, _ = rows.places()
-    return torch.where(in_use.view(-1, *[1] * (tensor.dim() - 1)), tensor, 0).to(tensor.dtype)
+    return torch.where((rows.places >= 0).view(-1, *[1] * (tensor.dim() - 1)), tensor, 0).to(tensor.dtype)
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -54,13 +53,12 @@ def check_pages(stash: PagedStash, live: list[Stashed]) -> StashStatus:
 
 @st.composite
 def tensors(draw: st.DrawFn) -> tuple[torch.Tensor, RowsInUse]:
-    num_groups, group_rows = draw(st.integers(1, 4)), draw(st.integers(1, 6))
-    counts = draw(st.lists(st.integers(0, group_rows), min_size=num_groups, max_size=num_groups))
+    in_use = draw(st.lists(st.booleans(), min_size=1, max_size=20))
     dtype = draw(st.sampled_from(DTYPES))
     width = draw(st.integers(1, 64 // dtype.itemsize))
-    data = torch.randint(0, 256, (num_groups * group_rows, width * dtype.itemsize))
+    data = torch.randint(0, 256, (len(in_use), width * dtype.itemsize))
     tensor = data.to(torch.uint8).view(dtype)
-    return tensor, RowsInUse.of(torch.tensor(counts), num_groups * group_rows)
+    return tensor, RowsInUse.of(torch.tensor(in_use))
 
 
 @settings(max_examples=60)
@@ -87,7 +85,7 @@ def test_pages_are_conserved_and_rows_come_back_in_any_order(
             free = stash.arena.status()
             stashed = stash.stash(tensor, rows)
             wanted, here, there = stashed.ticket.taken.tolist()
-            assert wanted == -(-sum(rows.counts.tolist()) // (64 // tensor[0].nbytes))
+            assert wanted == -(-int(rows.total) // (64 // tensor[0].nbytes))
             room = free.num_free_pages + free.num_free_spill_pages
             assert here + there == (wanted if wanted <= room else 0)
             assert here == min(here + there, free.num_free_pages)  # the device first
@@ -105,8 +103,8 @@ def test_pages_are_conserved_and_rows_come_back_in_any_order(
 def test_too_few_pages_are_told_until_forgotten_and_harm_nothing_that_is_stashed() -> None:
     stash = make_stash(4)
     kept = torch.randn(4, 16)
-    first = stash.stash(kept, RowsInUse.of(torch.tensor([4]), 4))
-    second = stash.stash(kept + 1, RowsInUse.of(torch.tensor([2]), 4))
+    first = stash.stash(kept, RowsInUse.first(torch.tensor([4]), 4))
+    second = stash.stash(kept + 1, RowsInUse.first(torch.tensor([2]), 4))
     assert not stash.reload(second).any()
     stash.give_back(second)
     assert same_bits(stash.reload(first), kept)
@@ -127,7 +125,7 @@ def test_sizes_that_cannot_be_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="-1 pages"):
         ArenaSize(64, -1)
     with pytest.raises(ConfigError, match=r"row of 68 bytes .*\(4, 17\).* page of 64 bytes"):
-        make_stash(1).stash(torch.zeros(4, 17), RowsInUse.of(torch.tensor([1]), 4))
+        make_stash(1).stash(torch.zeros(4, 17), RowsInUse.first(torch.tensor([1]), 4))
     with pytest.raises(ConfigError, match="need a GPU"):
         PagedStash(ArenaSize(64, 1), CPU, "triton")
 
@@ -149,7 +147,7 @@ def test_only_rows_are_stashed_once_each_and_no_weights() -> None:
         x[:5] = torch.randn(5, 16)
         x[8:11] = torch.randn(3, 16)
         x.requires_grad_()
-        rows = RowsInUse.of(torch.tensor([5, 3]), 16)
+        rows = RowsInUse.of(x.detach().any(1))
         if is_stashed:
             # As wide as long, so that shapes cannot tell them from weights.
             with saving.scope(rows, [], "experts"):
@@ -175,7 +173,7 @@ def test_a_tensor_saved_twice_takes_pages_once_and_parts_are_stashed() -> None:
     x = torch.randn(8, 16)
     x[3:4] = x[6:] = 0.0
     x.requires_grad_()
-    rows = RowsInUse.of(torch.tensor([3, 2]), 8)
+    rows = RowsInUse.of(x.detach().any(1))
     with saving.scope(rows, [], "experts"):
         y = torch.exp(x * 1)  # saves its result
         z = y.sin() + y.cos()  # both save y
@@ -193,7 +191,7 @@ def test_what_no_backward_reads_or_reads_twice_is_an_error() -> None:
     saving = Saving(64)
     saving.mode, saving.stash = "stash", make_stash(64)
     x = torch.randn(8, 16, requires_grad=True)
-    rows = RowsInUse.of(torch.tensor([8]), 8)
+    rows = RowsInUse.first(torch.tensor([8]), 8)
     with saving.scope(rows, [], "layer 3"):
         y = x.exp()
         kept = y.sin()
@@ -212,7 +210,7 @@ def test_the_meter_counts_what_slots_in_flight_would_take() -> None:
     saving.mode = "measure"
     x = torch.randn(8, 16, requires_grad=True)
     for chunk, count in ((0, 3), (0, 5), (0, 4), (1, 8)):
-        rows = RowsInUse.of(torch.tensor([count]), 8)
+        rows = RowsInUse.first(torch.tensor([count]), 8)
         with saving.forward(chunk), saving.scope(rows, [], "experts"):
             x.exp().sin().cos()  # saves two tensors, one of them twice
     assert saving.meter.was_used

@@ -29,10 +29,9 @@ def test_triton_does_what_the_reference_does(num_pages: int, dtype: torch.dtype)
             for stash, stashed in zip(stashes, pair, strict=True):
                 stash.give_back(stashed)
         else:
-            num_groups, size, width = rng.randint(1, 9), rng.randint(1, 300), rng.randint(1, 1000)
-            tensor = torch.randint(0, 200, (num_groups * size, width), device=device).to(dtype)
-            counts = torch.randint(0, size + 1, (num_groups,), device=device)
-            rows = RowsInUse.of(counts, num_groups * size)
+            num_rows, width = rng.randint(1, 2000), rng.randint(1, 1000)
+            tensor = torch.randint(0, 200, (num_rows, width), device=device).to(dtype)
+            rows = RowsInUse.of(torch.rand(num_rows, device=device) < rng.random())
             pair = [stash.stash(tensor, rows) for stash in stashes]
             assert torch.equal(*[s.ticket.table for s in pair])
             assert torch.equal(*[s.ticket.taken for s in pair])
@@ -46,7 +45,7 @@ def test_triton_does_what_the_reference_does(num_pages: int, dtype: torch.dtype)
 def test_spilled_pages_come_back_from_pinned_memory() -> None:
     stash = PagedStash(ArenaSize(4096, 10, 200), torch.device("cuda"), "triton")
     tensors = [torch.randn(32, 300, device="cuda") for _ in range(4)]
-    rows = RowsInUse.of(torch.tensor([32], device="cuda"), 32)
+    rows = RowsInUse.first(torch.tensor([32], device="cuda"), 32)
     stashed = [stash.stash(tensor, rows) for tensor in tensors]
     status = stash.arena.status()
     assert status.num_free_pages == 0

@@ -22,6 +22,8 @@ from chunkgraph.megatron.compat.data_parallel import (
     is_fully_sharded,
     unwrap_ddp,
 )
+from chunkgraph.megatron.compat.expert_room import set_capacity_factor
+from chunkgraph.megatron.compat.expert_rows import moe_layers_of, watch_expert_rows
 from chunkgraph.megatron.compat.fp8 import Fp8State, fp8_is_installed, fp8_recipe, reset_fp8
 from chunkgraph.megatron.compat.moe_dispatch import patch_router, static_dispatch
 from chunkgraph.megatron.compat.moe_state import (
@@ -48,6 +50,7 @@ from chunkgraph.megatron.compat.pretrain import (
 )
 from chunkgraph.megatron.compat.random_state import (
     HostGenerator,
+    RandomStates,
     graph_safe_generators,
     patch_rng,
     preserve_rng,
@@ -67,6 +70,7 @@ __all__ = [
     "HostGenerator",
     "ParameterGates",
     "PretrainHooks",
+    "RandomStates",
     "ReceiveBuffers",
     "TokenDrops",
     "TokenPrediction",
@@ -86,6 +90,7 @@ __all__ = [
     "is_pipelining_schedule",
     "is_plain_communicator",
     "make_communicator",
+    "moe_layers_of",
     "packed_rope",
     "patch_attributes",
     "patch_pretrain",
@@ -100,9 +105,11 @@ __all__ = [
     "rope_rows",
     "routers_of",
     "seed_model_parallel",
+    "set_capacity_factor",
     "static_dispatch",
     "take_expert_metrics",
     "tensorboard_writers",
     "unwrap_ddp",
     "versions",
+    "watch_expert_rows",
 ]

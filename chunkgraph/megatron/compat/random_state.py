@@ -14,6 +14,7 @@ from chunkgraph.megatron.compat.access import import_megatron, patch_attributes,
 
 __all__ = [
     "HostGenerator",
+    "RandomStates",
     "graph_safe_generators",
     "patch_rng",
     "preserve_rng",
@@ -165,25 +166,36 @@ def graph_safe_generators() -> list[torch.Generator]:
     return [state for state in states.values() if isinstance(state, torch.Generator)]
 
 
+class RandomStates:
+    """The default generators and every state of Megatron's tracker, as they are now."""
+
+    def __init__(self) -> None:
+        tracker = _tracker()
+        self._states = tracker.get_states() if tracker.is_initialized() else {}
+        self._saved = {
+            name: state.clone() if isinstance(state, torch.Tensor) else state.get_state()
+            for name, state in self._states.items()
+        }
+        self._host = torch.get_rng_state()
+        self._device = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+
+    def restore(self) -> None:
+        """Put them back, by value."""
+        for name, state in self._states.items():
+            if not isinstance(state, torch.Tensor):
+                state.set_state(self._saved[name])
+        if self._states and all(isinstance(s, torch.Tensor) for s in self._states.values()):
+            _tracker().set_states(self._saved)
+        torch.set_rng_state(self._host)
+        if self._device is not None:
+            torch.cuda.set_rng_state(self._device)
+
+
 @contextlib.contextmanager
 def preserve_rng() -> Iterator[None]:
     """Put the default generators and every state of Megatron's tracker back on exit."""
-    tracker = _tracker()
-    states = tracker.get_states() if tracker.is_initialized() else {}
-    saved = {
-        name: state.clone() if isinstance(state, torch.Tensor) else state.get_state()
-        for name, state in states.items()
-    }
-    cuda = torch.cuda.is_available()
-    host_state, device_state = torch.get_rng_state(), torch.cuda.get_rng_state() if cuda else None
+    states = RandomStates()
     try:
         yield
     finally:
-        for name, state in states.items():
-            if not isinstance(state, torch.Tensor):
-                state.set_state(saved[name])
-        if states and all(isinstance(state, torch.Tensor) for state in states.values()):
-            tracker.set_states(saved)
-        torch.set_rng_state(host_state)
-        if device_state is not None:
-            torch.cuda.set_rng_state(device_state)
+        states.restore()

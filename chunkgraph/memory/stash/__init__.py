@@ -8,6 +8,7 @@ that all layers, chunks and slots of a rank share. How many rows that are stays 
 from chunkgraph.memory.stash.arena import Arena, ArenaSize, StashStatus
 from chunkgraph.memory.stash.kernels import KernelChoice, StashKernels, new_kernels
 from chunkgraph.memory.stash.meter import PageMeter
+from chunkgraph.memory.stash.options import StashOptions
 from chunkgraph.memory.stash.readout import StashReadout
 from chunkgraph.memory.stash.rows import RowLayout, RowsInUse
 from chunkgraph.memory.stash.saving import MIN_ROW_BYTES, Saving, SavingMode
@@ -25,6 +26,7 @@ __all__ = [
     "Saving",
     "SavingMode",
     "StashKernels",
+    "StashOptions",
     "StashReadout",
     "StashStatus",
     "Stashed",

@@ -96,10 +96,9 @@ def _pages_of(
     arena: Arena, rows: RowsInUse, layout: RowLayout, ticket: Ticket
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """For each row its page, or no page, and its place in the page."""
-    in_use, place = rows.places()
-    number = torch.where(in_use, place // layout.rows_per_page, 0)
-    page = torch.where(in_use, ticket.table[number], arena.no_page)
-    return page, place % layout.rows_per_page
+    place = rows.places.clamp(min=0)
+    page = ticket.table[place // layout.rows_per_page]
+    return torch.where(rows.places < 0, arena.no_page, page), place % layout.rows_per_page
 
 
 def _spilled(arena: Arena, page: torch.Tensor) -> torch.Tensor:

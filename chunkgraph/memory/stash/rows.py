@@ -1,4 +1,4 @@
-"""Which rows of a tensor are in use, told by counts that stay on the device."""
+"""Which rows of a tensor are in use, told by a tensor that stays on the device."""
 
 from __future__ import annotations
 
@@ -11,71 +11,38 @@ __all__ = ["RowLayout", "RowsInUse"]
 
 @dataclass(frozen=True)
 class RowsInUse:
-    """The first rows of every group of equally many rows.
-
-    An expert's input padded to a capacity is such a tensor: a group for each source of tokens, the
-    tokens that came in front, padding behind. A buffer filled from the front is one group.
+    """The rows of a tensor that hold something, wherever they are among the others.
 
     Attributes:
-        counts: rows in use of each group, shape [num_groups], int64, on the device.
-        offsets: rows in use of the groups before it, likewise.
-        total: of all groups, shape [1].
-        num_rows: of the whole tensor, in use or not.
+        places: for each row its place among those in use, or -1; shape [num_rows], int32, on the
+            device.
+        total: how many are in use, shape [1], int64, on the device.
     """
 
-    counts: torch.Tensor
-    offsets: torch.Tensor
+    places: torch.Tensor
     total: torch.Tensor
-    num_rows: int
 
     @staticmethod
-    def of(counts: torch.Tensor, num_rows: int) -> RowsInUse:
-        """The rows that ``counts`` tells; larger ones than a group has rows mean all of them.
+    def of(in_use: torch.Tensor) -> RowsInUse:
+        """The rows where ``in_use``, of shape [num_rows] and type bool, is true."""
+        ends = in_use.cumsum(0)
+        return RowsInUse(torch.where(in_use, ends - 1, -1).to(torch.int32), ends[-1:].clone())
 
-        Args:
-            counts: shape [num_groups], any integer type.
-            num_rows: of the tensor, a multiple of the number of groups.
-        """
-        num_groups = counts.shape[0]
-        assert num_groups, "a tensor has at least one group of rows"
-        assert num_rows % num_groups == 0, "groups have equally many rows"
-        counts = counts.detach().to(torch.int64).clamp(0, num_rows // num_groups)
-        ends = counts.cumsum(0)
-        return RowsInUse(counts, ends - counts, ends[-1:], num_rows)
+    @staticmethod
+    def first(count: torch.Tensor, num_rows: int) -> RowsInUse:
+        """The first ``count`` (shape [1], any integer type) of ``num_rows`` rows."""
+        return RowsInUse.of(torch.arange(num_rows, device=count.device) < count)
 
     @property
-    def num_groups(self) -> int:
-        """Groups of rows."""
-        return self.counts.shape[0]
+    def num_rows(self) -> int:
+        """Rows, in use or not."""
+        return self.places.shape[0]
 
-    @property
-    def group_rows(self) -> int:
-        """Rows of each group."""
-        return self.num_rows // self.num_groups
-
-    def part(self, first: int, num_rows: int) -> RowsInUse | None:
-        """The rows ``[first, first + num_rows)`` as a tensor of their own.
-
-        Returns:
-            None where they are not whole groups.
-        """
+    def part(self, first: int, num_rows: int) -> RowsInUse:
+        """The rows ``[first, first + num_rows)`` as a tensor of their own."""
         if first == 0 and num_rows == self.num_rows:
             return self
-        size = self.group_rows
-        if not num_rows or first % size or num_rows % size or first + num_rows > self.num_rows:
-            return None
-        return RowsInUse.of(self.counts[first // size : (first + num_rows) // size], num_rows)
-
-    def places(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """For each row whether it is in use, and its place among those that are.
-
-        Returns:
-            A bool and an int64 tensor, shape [num_rows]; the places of unused rows mean nothing.
-        """
-        number = torch.arange(self.group_rows, device=self.counts.device)
-        in_use = number < self.counts.unsqueeze(1)
-        places = self.offsets.unsqueeze(1) + number
-        return in_use.reshape(-1), places.reshape(-1)
+        return RowsInUse.of(self.places[first : first + num_rows] >= 0)
 
 
 @dataclass(frozen=True)

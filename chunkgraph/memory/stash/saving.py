@@ -45,8 +45,8 @@ class _Known:
 class Saving:
     """Decides in a scope what becomes of each tensor that autograd saves there.
 
-    Stashed are contiguous tensors whose rows are the scope's rows, or whole groups of them, and
-    that are not parameters. The rest is saved as always.
+    Stashed are contiguous tensors that have the scope's rows, or are some of the rows of such a
+    tensor, and that are not parameters. The rest is saved as always.
 
     Args:
         page_bytes: of the stash.
@@ -57,12 +57,14 @@ class Saving:
             ``stash``: to ``stash``.
         meter: where to count.
         stash: where to stash.
+        ambiguous: shapes of what was not stashed because a parameter has the same.
     """
 
     def __init__(self, page_bytes: int, *, min_row_bytes: int = MIN_ROW_BYTES) -> None:
         self.mode: SavingMode = "off"
         self.meter: PageMeter | None = None
         self.stash: PagedStash | None = None
+        self.ambiguous: set[tuple[int, ...]] = set()
         self._page_bytes = page_bytes
         self._min_row_bytes = min_row_bytes
         self._waiting: dict[int, _Kept] = {}
@@ -92,14 +94,14 @@ class Saving:
         The backward must not depend on rows that are not in use: it finds zeros there.
 
         Args:
-            rows: those of the tensors to stash.
+            rows: of the tensors to stash.
             parameters: never stashed, nor what has their shape.
             name: of the layer, in errors.
         """
         if self.mode == "off" or not torch.is_grad_enabled():
             yield
             return
-        chosen = _Choice(rows, parameters, self._min_row_bytes)
+        chosen = _Choice(rows, parameters, self._min_row_bytes, self.ambiguous)
         known: dict[tuple[Any, ...], _Known] = {}
         pack = self._measuring(chosen) if self.mode == "measure" else None
         pack = pack or self._stashing(chosen, known, name)
@@ -188,10 +190,16 @@ class _Choice:
     """Which saved tensors are rows of the scope."""
 
     def __init__(
-        self, rows: RowsInUse, parameters: Collection[torch.Tensor], min_row_bytes: int
+        self,
+        rows: RowsInUse,
+        parameters: Collection[torch.Tensor],
+        min_row_bytes: int,
+        ambiguous: set[tuple[int, ...]],
     ) -> None:
+        self._ambiguous = ambiguous
         self._rows = rows
         self._min_row_bytes = min_row_bytes
+        self._parts: dict[tuple[int, int], RowsInUse] = {}
         self._addresses = {p.untyped_storage().data_ptr() for p in parameters}
         # Copies of weights (in another type, or transposed) are no rows, whatever their number.
         shapes = [tuple(p.shape) for p in parameters]
@@ -201,10 +209,11 @@ class _Choice:
         """The rows that ``tensor`` consists of, or None."""
         if tensor.dim() < 2 or not tensor.numel() or type(tensor) is not torch.Tensor:
             return None
-        if not tensor.is_contiguous() or tuple(tensor.shape) in self._shapes:
-            return None
         storage = tensor.untyped_storage()
-        if storage.data_ptr() in self._addresses:
+        if not tensor.is_contiguous() or storage.data_ptr() in self._addresses:
+            return None
+        if tuple(tensor.shape) in self._shapes:
+            self._ambiguous.add(tuple(tensor.shape))
             return None
         size = tensor.element_size()
         row_bytes = tensor.numel() // tensor.shape[0] * size
@@ -215,7 +224,11 @@ class _Choice:
             return self._rows
         if storage.nbytes() != self._rows.num_rows * row_bytes or start % row_bytes:
             return None
-        return self._rows.part(start // row_bytes, tensor.shape[0])
+        first, num_rows = start // row_bytes, tensor.shape[0]
+        part = self._parts.get((first, num_rows))
+        if part is None:
+            part = self._parts[first, num_rows] = self._rows.part(first, num_rows)
+        return part
 
 
 def _key(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -92,10 +92,8 @@ def _copy_row(  # type: ignore[no-untyped-def]
     data,
     pages,
     spill,
-    counts,
-    offsets,
+    places,
     table,
-    group_rows,
     rows_per_page,
     units,
     page_units,
@@ -106,30 +104,28 @@ def _copy_row(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    group = row // group_rows
-    within = row % group_rows
-    in_use = within < tl.load(counts + group)
-    place = tl.load(offsets + group) + within
-    page = tl.load(table + place // rows_per_page, mask=in_use, other=no_page).to(tl.int64)
-    is_here = page < num_pages
-    is_there = (page >= num_pages) & (page < no_page)
+    place = tl.load(places + row).to(tl.int64)
+    page = tl.load(table + place // rows_per_page, mask=place >= 0, other=no_page).to(tl.int64)
     at = (place % rows_per_page) * units
+    # As lengths, so that the masks below compare a block with one number.
+    units_of_row = tl.where(page < no_page, units, 0)
+    units_here = tl.where(page < num_pages, units, 0)
+    units_there = units_of_row - units_here
     for start in range(0, units, BLOCK):
         i = start + tl.arange(0, BLOCK)
-        inside = i < units
         mine = data + row * units + i
         here = pages + page * page_units + at + i
         there = spill + (page - num_pages) * page_units + at + i
         if LOADS:
-            value = tl.load(here, mask=inside & is_here, other=0)
+            value = tl.load(here, mask=i < units_here, other=0)
             if HAS_SPILL:
-                value += tl.load(there, mask=inside & is_there, other=0)
-            tl.store(mine, value, mask=inside)
+                value += tl.load(there, mask=i < units_there, other=0)
+            tl.store(mine, value, mask=i < units)
         else:
-            value = tl.load(mine, mask=inside & (is_here | is_there), other=0)
-            tl.store(here, value, mask=inside & is_here)
+            value = tl.load(mine, mask=i < units_of_row, other=0)
+            tl.store(here, value, mask=i < units_here)
             if HAS_SPILL:
-                tl.store(there, value, mask=inside & is_there)
+                tl.store(there, value, mask=i < units_there)
 
 
 class TritonKernels:
@@ -196,10 +192,8 @@ def _copy(
         data.view(layout.num_rows, -1).view(torch.uint8).view(unit),
         pages,
         pages if arena.spill is None else arena.spill.view(unit),
-        rows.counts,
-        rows.offsets,
+        rows.places,
         ticket.table,
-        rows.group_rows,
         layout.rows_per_page,
         units,
         layout.page_bytes // unit.itemsize,

@@ -1,0 +1,81 @@
+"""The section ``stash``: saved activations of experts in pages."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from chunkgraph.errors import ConfigError
+
+if TYPE_CHECKING:
+    from chunkgraph.config.sections import Config
+
+__all__ = ["StashConfig", "check_stash"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StashConfig:
+    """What experts save for the backward goes to pages, only the rows that hold a token."""
+
+    enabled: bool = False
+    """Whether graphs of chunks with experts stash."""
+    page_bytes: int = 65536
+    """Bytes of a page, a multiple of 16 and no smaller than a row; some 16 rows waste little."""
+    headroom: float = 1.1
+    """Pages taken, as a multiple of what the eager steps before the capture showed to be needed."""
+    initial_bytes: int | None = None
+    """Bytes of the pages at first; null: as the eager steps show."""
+    max_bytes: int | None = None
+    """The most that they may grow to; null: no limit."""
+    spill_bytes: int = 0
+    """Bytes of pages in the host's memory, for what finds no page on the device."""
+    on_overflow: Literal["rerun", "raise"] = "rerun"
+    """What follows a step in which pages ran out: run it anew eagerly, or an error. The optimizer
+    never sees its gradients."""
+    max_recaptures: int = 2
+    """How many times after such a step more pages are taken and graphs captured anew; after that
+    such steps only run eagerly. Also for tokens without room, with token_drops=rerun."""
+
+
+def check_stash(config: Config) -> None:
+    """Check the section ``stash``.
+
+    Raises:
+        ConfigError: A value is out of range, or two settings cannot go together.
+    """
+    stash = config.stash
+    if stash.page_bytes < 16 or stash.page_bytes % 16:
+        raise ConfigError(f"stash.page_bytes is {stash.page_bytes}; it must be a multiple of 16.")
+    if not (stash.headroom > 0 and math.isfinite(stash.headroom)):
+        raise ConfigError(f"stash.headroom is {stash.headroom}; it must be greater than 0.")
+    for path, value in {
+        "stash.initial_bytes": stash.initial_bytes,
+        "stash.max_bytes": stash.max_bytes,
+        "stash.spill_bytes": stash.spill_bytes,
+        "stash.max_recaptures": stash.max_recaptures,
+    }.items():
+        if value is not None and value < 0:
+            raise ConfigError(f"{path} is {value}; it must be 0 or greater.")
+    if not stash.enabled:
+        return
+    if config.moe.num_moe_experts is None:
+        raise ConfigError(
+            "stash.enabled is true, but moe.num_moe_experts is null: only experts stash. "
+            "Set one of them."
+        )
+    model = config.model
+    recomputes_experts = model.recompute_granularity == "full" or (
+        model.recompute_granularity == "selective"
+        and bool({"moe", "moe_act"} & set(model.recompute_modules))
+    )
+    if recomputes_experts:
+        raise ConfigError(
+            "stash.enabled is true, but what experts save is recomputed already "
+            f"(model.recompute_granularity={model.recompute_granularity}). Use one of them."
+        )
+    if model.fp8 is not None:
+        raise ConfigError(
+            f"stash.enabled is true with model.fp8={model.fp8}: quantized tensors are not stashed. "
+            "Use one of them."
+        )

@@ -1,0 +1,190 @@
+"""The paged stash of one rank's experts: measured in eager steps, allocated, then captured."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from chunkgraph.engine import Chunk
+from chunkgraph.errors import CaptureError
+from chunkgraph.megatron import compat
+from chunkgraph.memory.stash import (
+    ArenaSize,
+    PagedStash,
+    PageMeter,
+    Saving,
+    StashOptions,
+    StashReadout,
+    StashStatus,
+)
+
+__all__ = ["ExpertStash"]
+
+
+class ExpertStash:
+    """What of the stash belongs to Megatron's experts. A rank without experts has one that is idle.
+
+    Args:
+        model_chunks: all of this rank's model; padding is marked for all of its experts.
+        num_slots: of each chunk.
+        options: see `StashOptions`.
+        device: of the model.
+
+    Attributes:
+        size: of the pages that graphs were last captured with, or None.
+    """
+
+    def __init__(
+        self,
+        model_chunks: Sequence[nn.Module],
+        num_slots: Sequence[int],
+        options: StashOptions,
+        device: torch.device,
+    ) -> None:
+        layers = compat.moe_layers_of([m for chunk in model_chunks for m in chunk.modules()])
+        self.options = options
+        self.size: ArenaSize | None = None
+        self.has_experts = bool(layers)
+        self._num_slots = tuple(num_slots)
+        self._device = device
+        self._saving = Saving(options.page_bytes)
+        self._saving.meter = PageMeter(len(self._num_slots), device)
+        self._wanted_pages = 0  # by what a step that ran out showed
+        self._readout: StashReadout | None = None
+        self._undo: Callable[[], None] = lambda: None
+        if layers:
+            self._undo = compat.watch_expert_rows(
+                layers, lambda: self._saving.mode != "off", self._saving.scope
+            )
+
+    def following(self, index: int, chunk: Chunk) -> Chunk:
+        """Chunk ``index``, whose forwards are measured one by one."""
+        forward = chunk.forward
+
+        def measured(*args: Any, **kwargs: Any) -> Any:
+            with self._saving.forward(index):
+                return forward(*args, **kwargs)
+
+        return replace(chunk, forward=measured)
+
+    @contextmanager
+    def eager_step(self, *, is_captured: bool) -> Iterator[None]:
+        """Around a training step that runs eagerly: autograd saves as always, and is measured."""
+        with self._saving.during("off" if is_captured else "measure"):
+            yield
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Around captures: pages are there, and what experts save goes to them.
+
+        Raises:
+            CaptureError: how many pages are needed was never measured.
+            StashError: something was stashed that no backward reads.
+        """
+        if not self.has_experts:
+            yield
+            return
+        self._allocate()
+        try:
+            with self._saving.during("stash"):
+                yield
+        except BaseException:
+            self._saving.forget_waiting()
+            raise
+        self._saving.check_all_read()
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """Around eager passes beside replays: autograd saves as always."""
+        with self._saving.during("off"):
+            yield
+
+    def begin_replays(self) -> None:
+        """Before a step that replays."""
+        if self._saving.stash is not None:
+            self._saving.stash.arena.forget_overflow()
+
+    def end_replays(self) -> None:
+        """After its schedule: send the counts on their way to the host."""
+        if self._readout is not None:
+            self._readout.send()
+
+    def status(self) -> StashStatus | None:
+        """The counts of the last step that replayed; waits for it alone. None without pages."""
+        return self._readout.wait() if self._readout is not None else None
+
+    def can_grow(self, status: StashStatus) -> bool:
+        """Whether more pages may be taken than there are, after a step with this status."""
+        assert self.size is not None
+        return self._limited(self._pages_after(status)) > self.size.num_pages
+
+    def grow(self, status: StashStatus) -> None:
+        """Take more pages at the next capture, after a step with this status."""
+        self._wanted_pages = max(self._wanted_pages, self._pages_after(status))
+
+    def abandon_step(self) -> None:
+        """What is stashed will not be read any more: a step was abandoned."""
+        if self._saving.stash is not None:
+            self._saving.stash.arena.reset()
+
+    def release(self) -> None:
+        """Drop the pages; the graphs that used them are gone."""
+        self._saving.stash = self._readout = None
+
+    def detach(self) -> None:
+        """Give the experts their own forwards back."""
+        self.release()
+        self._undo()
+        self._undo = lambda: None
+
+    def full_bytes(self) -> int:
+        """What slots would keep of all rows without the stash, as measured."""
+        assert self._saving.meter is not None
+        pairs = zip(self._num_slots, self._saving.meter.full_bytes, strict=True)
+        return sum(n * full for n, full in pairs)
+
+    def _allocate(self) -> None:
+        options, meter = self.options, self._saving.meter
+        assert meter is not None
+        if self._saving.ambiguous:
+            shapes = ", ".join(str(shape) for shape in sorted(self._saving.ambiguous))
+            warnings.warn(
+                f"Experts save tensors of the shapes {shapes} for the backward, which are also "
+                "those of weights: they are not stashed, since they cannot be told from copies of "
+                "weights. Another moe_expert_capacity_factor gives them another number of rows.",
+                stacklevel=2,
+            )
+            self._saving.ambiguous.clear()
+        if options.initial_bytes is not None:
+            pages = options.initial_bytes // options.page_bytes
+        elif meter.was_used:
+            pages = meter.pages_for(self._num_slots, options.headroom)
+        else:
+            raise CaptureError(
+                "How many pages the stash needs was never measured: no step ran eagerly before the "
+                "capture. Train with num_warmup_steps=1 or more, or give the stash initial_bytes."
+            )
+        self.size = ArenaSize(
+            options.page_bytes,
+            self._limited(max(pages, self._wanted_pages)),
+            options.spill_bytes // options.page_bytes,
+        )
+        self._saving.stash = PagedStash(self.size, self._device, options.kernels)
+        self._readout = StashReadout(self._saving.stash.arena)
+
+    def _pages_after(self, status: StashStatus) -> int:
+        assert self.size is not None
+        spill = self.size.num_spill_pages
+        return math.ceil(status.num_peak_pages * max(self.options.headroom, 1.0)) - spill
+
+    def _limited(self, pages: int) -> int:
+        if self.options.max_bytes is None:
+            return pages
+        return min(pages, self.options.max_bytes // self.options.page_bytes)
