@@ -87,6 +87,16 @@ def _settings(config: Config, *, without_capture: bool) -> list[_Setting]:
             "packing.max_packed_seqs is set, but a pretrain script reads its own data, which is "
             "not packed into fixed shapes. Set it to 0, or use chunkgraph train."
         )
+    if config.stash.enabled:
+        raise ConfigError(
+            "stash.enabled is true, but a pretrain script cannot stash yet. Set it to false, or "
+            "use chunkgraph train."
+        )
+    if config.moe.token_drops == "rerun":
+        raise ConfigError(
+            "moe.token_drops is rerun, but the steps of a pretrain script are not run anew yet. "
+            "Set it to raise, or use chunkgraph train."
+        )
     found = [
         _Setting("model.num_layers", "--num-layers", str(model.num_layers)),
         _Setting("model.hidden_size", "--hidden-size", str(model.hidden_size)),

@@ -14,18 +14,18 @@ Megatron's own ``cuda_graph_impl`` stays ``none``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs
+from chunkgraph.engine import CaptureOptions, ChunkGraphs
 from chunkgraph.engine.decision import StepMode
 from chunkgraph.errors import ChunkGraphError, ConfigError
 from chunkgraph.megatron import compat
-from chunkgraph.megatron.experts import Experts, TokenDrops, both
+from chunkgraph.megatron.experts import Experts, TokenDrops
 from chunkgraph.megatron.moe_support import stash_refusals
 from chunkgraph.megatron.overflow import OverflowGuard
 from chunkgraph.megatron.receive import SlotReceiver, waits_for_sends
@@ -34,6 +34,14 @@ from chunkgraph.megatron.scope import CapturedPart, Scope, new_part, refuse_for_
 from chunkgraph.megatron.stash import ExpertStash
 from chunkgraph.megatron.step_packings import Packings, StepPackings
 from chunkgraph.megatron.support import refuse_unsupported
+from chunkgraph.megatron.surroundings import (
+    capturing,
+    following,
+    fp8_state,
+    predicts_tokens,
+    preserving,
+    running_beside,
+)
 from chunkgraph.megatron.tables import CachedTables
 from chunkgraph.megatron.topology import PipelinePlace, agree_by_maximum
 from chunkgraph.memory.stash import StashOptions
@@ -103,8 +111,8 @@ def attach(
     refuse_for_scope(config, scope)
     parts = [new_part(scope, chunk, place.label(index)) for index, chunk in enumerate(chunks)]
     tables = CachedTables(module for part in parts for module in part.modules)
-    predictions = compat.TokenPrediction() if _predicts_tokens(parts) else None
-    fp8 = _fp8_state(config, parts)
+    predictions = compat.TokenPrediction() if predicts_tokens(parts) else None
+    fp8 = fp8_state(config, parts, _device_of(chunks[0]))
     experts: Experts | None = None
     if getattr(config, "num_moe_experts", None):
         if packing is not None:
@@ -129,7 +137,7 @@ def attach(
     engine = ChunkGraphs(
         [
             replace(
-                _following(c, part, predictions, fp8, experts, pages),
+                following(c, part, predictions, fp8, experts, pages),
                 keeps_input_grads=not lends[c],
             )
             for c, part in enumerate(parts)
@@ -138,10 +146,10 @@ def attach(
         options=options if options is not None else CaptureOptions(),
         backend=backend,
         agree=agree,
-        capture_scope=lambda: _capturing(tables, predictions, fp8, experts, pages),
-        preserve=lambda: _preserving(fp8),
+        capture_scope=lambda: capturing(tables, predictions, fp8, experts, pages),
+        preserve=lambda: preserving(fp8),
         generators=compat.graph_safe_generators,
-        verify_scope=lambda: _running_beside(fp8, pages),
+        verify_scope=lambda: running_beside(fp8, pages),
         is_told_of_misfits=packings is not None,
         progress=progress,
     )
@@ -340,95 +348,6 @@ class MegatronChunkGraphs:
             self._experts.detach()
         if self.stash is not None:
             self.stash.detach()
-
-
-@contextmanager
-def _running_beside(fp8: compat.Fp8State | None, pages: ExpertStash | None) -> Iterator[None]:
-    """Around an eager pass of ``verify``: DDP's hooks keep silent, as in a capture."""
-    with (
-        compat.capture_flag(),
-        compat.recomputing(),
-        fp8.beside() if fp8 else nullcontext(),
-        pages.beside() if pages else nullcontext(),
-    ):
-        yield
-
-
-@contextmanager
-def _preserving(fp8: compat.Fp8State | None) -> Iterator[None]:
-    with compat.preserve_rng(), fp8.preserved() if fp8 else nullcontext():
-        yield
-
-
-@contextmanager
-def _capturing(
-    tables: CachedTables,
-    predictions: compat.TokenPrediction | None,
-    fp8: compat.Fp8State | None,
-    experts: Experts | None,
-    pages: ExpertStash | None,
-) -> Iterator[None]:
-    with ExitStack() as stack:
-        stack.enter_context(compat.capture_flag())
-        stack.enter_context(compat.recomputing())
-        stack.enter_context(compat.packed_rope())
-        stack.enter_context(tables.held())
-        if fp8 is not None:
-            stack.enter_context(fp8.capturing())
-        if predictions is not None:
-            stack.enter_context(predictions.capturing())
-        if experts is not None:
-            stack.enter_context(experts.capturing())
-        if pages is not None:
-            stack.enter_context(pages.capturing())
-        yield
-
-
-def _predicts_tokens(parts: Sequence[CapturedPart]) -> bool:
-    return any(getattr(part.module, "mtp_process", False) for part in parts)
-
-
-def _fp8_state(config: Any, parts: Sequence[CapturedPart]) -> compat.Fp8State | None:
-    recipe = compat.fp8_recipe(config)
-    if recipe is None:
-        return None
-    return compat.Fp8State(
-        [part.modules for part in parts],
-        [part.label for part in parts],
-        _device_of(parts[0].module),
-        is_delayed=recipe == "delayed",
-    )
-
-
-def _following(
-    index: int,
-    part: CapturedPart,
-    predictions: compat.TokenPrediction | None,
-    fp8: compat.Fp8State | None,
-    experts: Experts | None,
-    pages: ExpertStash | None,
-) -> Chunk:
-    """Chunk ``index``, following what Megatron and Transformer Engine keep in Python."""
-    chunk = _following_megatron(part, predictions, experts)
-    if pages is not None:
-        chunk = pages.following(index, chunk)
-    return chunk if fp8 is None else fp8.follow(index, chunk)
-
-
-def _following_megatron(
-    part: CapturedPart, predictions: compat.TokenPrediction | None, experts: Experts | None
-) -> Chunk:
-    """The part's chunk; it follows Megatron's state of experts and of the tokens it predicts."""
-    chunk = part.chunk()
-    if experts is not None:
-        chunk = experts.following(part, chunk)
-    if predictions is None or not getattr(part.module, "mtp_process", False):
-        return chunk
-    return replace(
-        chunk,
-        before_forward=both(chunk.before_forward, predictions.before_forward),
-        before_backward=both(chunk.before_backward, predictions.before_backward),
-    )
 
 
 def _config_of(chunk: nn.Module) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -66,7 +66,7 @@ def train(
     eager: TrainingRun | None = None
     if config.train.compare == "eager":
         eager = run_training(
-            config,
+            _with_room_for_all(config),
             device,
             use_graphs=False,
             ddp_options=ddp_options,
@@ -85,6 +85,19 @@ def train(
     )
     comparison = compare_runs(eager, chunk) if eager is not None else None
     return _report(chunk, eager, _gather(_of_rank(chunk, comparison)))
+
+
+def _with_room_for_all(config: Config) -> Config:
+    """What a run that drops no token is compared with: one whose experts have room from the start.
+
+    Rows without a token add zeros to the gradients; where a matrix product adds up more rows in
+    another order, the two differ in the last bits.
+    """
+    moe = config.moe
+    if moe.num_moe_experts is None or moe.token_drops != "rerun":
+        return config
+    enough = moe.num_moe_experts / moe.moe_router_topk
+    return replace(config, moe=replace(moe, moe_expert_capacity_factor=enough))
 
 
 def compare_runs(eager: TrainingRun, chunk: TrainingRun) -> Comparison:

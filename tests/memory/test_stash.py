@@ -28,7 +28,9 @@ def make_stash(num_pages: int, num_spill: int = 0, page_bytes: int = 64) -> Page
 
 
 def expected(tensor: torch.Tensor, rows: RowsInUse) -> torch.Tensor:
-    return torch.where((rows.places >= 0).view(-1, *[1] * (tensor.dim() - 1)), tensor, 0).to(tensor.dtype)
+    return torch.where((rows.places >= 0).view(-1, *[1] * (tensor.dim() - 1)), tensor, 0).to(
+        tensor.dtype
+    )
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

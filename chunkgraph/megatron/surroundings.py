@@ -1,0 +1,121 @@
+"""What surrounds captures and eager passes of Megatron's chunks, and what follows its state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from chunkgraph.engine import Chunk
+from chunkgraph.megatron import compat
+from chunkgraph.megatron.experts import Experts, both
+from chunkgraph.megatron.scope import CapturedPart
+from chunkgraph.megatron.stash import ExpertStash
+from chunkgraph.megatron.tables import CachedTables
+
+__all__ = [
+    "capturing",
+    "following",
+    "fp8_state",
+    "predicts_tokens",
+    "preserving",
+    "running_beside",
+]
+
+
+@contextmanager
+def running_beside(fp8: compat.Fp8State | None, pages: ExpertStash | None) -> Iterator[None]:
+    """Around an eager pass of ``verify``: DDP's hooks keep silent, as in a capture."""
+    with (
+        compat.capture_flag(),
+        compat.recomputing(),
+        fp8.beside() if fp8 else nullcontext(),
+        pages.beside() if pages else nullcontext(),
+    ):
+        yield
+
+
+@contextmanager
+def preserving(fp8: compat.Fp8State | None) -> Iterator[None]:
+    """Around a capture session: random and FP8 state are put back."""
+    with compat.preserve_rng(), fp8.preserved() if fp8 else nullcontext():
+        yield
+
+
+@contextmanager
+def capturing(
+    tables: CachedTables,
+    predictions: compat.TokenPrediction | None,
+    fp8: compat.Fp8State | None,
+    experts: Experts | None,
+    pages: ExpertStash | None,
+) -> Iterator[None]:
+    """Around captures: Megatron knows of them, and what it keeps in Python suits a graph."""
+    with ExitStack() as stack:
+        stack.enter_context(compat.capture_flag())
+        stack.enter_context(compat.recomputing())
+        stack.enter_context(compat.packed_rope())
+        stack.enter_context(tables.held())
+        if fp8 is not None:
+            stack.enter_context(fp8.capturing())
+        if predictions is not None:
+            stack.enter_context(predictions.capturing())
+        if experts is not None:
+            stack.enter_context(experts.capturing())
+        if pages is not None:
+            stack.enter_context(pages.capturing())
+        yield
+
+
+def predicts_tokens(parts: Sequence[CapturedPart]) -> bool:
+    """Whether one of them predicts several tokens at once."""
+    return any(getattr(part.module, "mtp_process", False) for part in parts)
+
+
+def fp8_state(
+    config: Any, parts: Sequence[CapturedPart], device: torch.device
+) -> compat.Fp8State | None:
+    """The FP8 state of the captured parts; None without FP8."""
+    recipe = compat.fp8_recipe(config)
+    if recipe is None:
+        return None
+    return compat.Fp8State(
+        [part.modules for part in parts],
+        [part.label for part in parts],
+        device,
+        is_delayed=recipe == "delayed",
+    )
+
+
+def following(
+    index: int,
+    part: CapturedPart,
+    predictions: compat.TokenPrediction | None,
+    fp8: compat.Fp8State | None,
+    experts: Experts | None,
+    pages: ExpertStash | None,
+) -> Chunk:
+    """Chunk ``index``, following what Megatron and Transformer Engine keep in Python."""
+    chunk = _following_megatron(part, predictions, experts)
+    if pages is not None:
+        chunk = pages.following(index, chunk)
+    return chunk if fp8 is None else fp8.follow(index, chunk)
+
+
+def _following_megatron(
+    part: CapturedPart, predictions: compat.TokenPrediction | None, experts: Experts | None
+) -> Chunk:
+    """The part's chunk; it follows Megatron's state of experts and of the tokens it predicts."""
+    chunk = part.chunk()
+    if experts is not None:
+        chunk = experts.following(part, chunk)
+    if predictions is None or not getattr(part.module, "mtp_process", False):
+        return chunk
+    return replace(
+        chunk,
+        before_forward=both(chunk.before_forward, predictions.before_forward),
+        before_backward=both(chunk.before_backward, predictions.before_backward),
+    )

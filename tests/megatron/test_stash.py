@@ -1,0 +1,255 @@
+"""The stash of Megatron's experts, and steps that are run anew, against eager to the last bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from chunkgraph.errors import CaptureError, ConfigError, StashError
+
+pytestmark = [pytest.mark.megatron, pytest.mark.timeout(200)]
+
+_EXPERTS = {
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 40,
+    "moe_expert_capacity_factor": 2.0,
+    "moe_aux_loss_coeff": 0.1,
+    "moe_z_loss_coeff": 0.01,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_shared_expert_intermediate_size": 32,
+}
+_STASH = {"enabled": True, "page_bytes": 1024}
+_MODEL = {"num_layers": 2, "swiglu": True, "hidden_dropout": 0.1}
+
+
+def _case(
+    make_config: Callable[..., dict[str, Any]],
+    counts: list[int],
+    *,
+    experts: dict[str, Any] | None = None,
+    stash: dict[str, Any] | None = None,
+    model: dict[str, Any] | None = None,
+    train: dict[str, Any] | None = None,
+    **sections: dict[str, Any],
+) -> dict[str, Any]:
+    config = make_config(
+        model={**_MODEL, **(model or {})},
+        moe={**_EXPERTS, **(experts or {})},
+        stash={**_STASH, **(stash or {})},
+        train={"num_microbatches": counts, **(train or {})},
+        **sections,
+    )
+    return {"config": config}
+
+
+def _check_equal(results: dict[str, dict[str, Any]]) -> None:
+    for name, result in results.items():
+        equal = ("loss_equal", "grad_norm_equal", "expert_metrics_equal")
+        wrong = [step for step in result["steps"] if not all(step[key] for key in equal)]
+        assert not wrong, f"{name}: {wrong}"
+        assert result["different_parameters"] == {}, name
+        assert result["capture_sessions"] == 1 + len(result["recaptures"]), name
+        assert result["captures_after_first_session"] == 0, name
+        assert result["dropped_tokens"] == 0, name
+
+
+def _share(result: dict[str, Any], rank: int = 0) -> float:
+    """Bytes of the stash by those of all rows, used or not."""
+    assert result["bytes_without_stash"][rank] > 0
+    return float(result["stash_bytes"][rank] / result["bytes_without_stash"][rank])
+
+
+def test_one_rank(run_cases: Callable[..., Any], make_config: Callable[..., Any]) -> None:
+    counts = [2, 1, 3]
+    cases = {
+        "poison": _case(make_config, counts, capture={"scope": "chunk", "verify": "poison"}),
+        "allgather_spilled": _case(
+            make_config,
+            counts,
+            experts={"moe_token_dispatcher_type": "allgather"},
+            model={"params_dtype": "bfloat16"},
+            stash={"initial_bytes": 4096, "spill_bytes": 1 << 20},
+            capture={"memory_plan": "shared_temporaries"},
+        ),
+        # Every step runs out of pages but the one before the capture.
+        "never_enough": _case(
+            make_config,
+            counts,
+            stash={"initial_bytes": 0, "max_bytes": 4096},
+            train={"use_ddp": False},
+        ),
+        "no_drops": _case(
+            make_config,
+            [2, 1, 2],
+            experts={"moe_expert_capacity_factor": 1.0, "token_drops": "rerun"},
+            stash={"enabled": False},
+        ),
+    }
+    results = run_cases(cases, 1, timeout_s=180.0)
+    _check_equal(results)
+    # Half of the rows are in use, and there is headroom of a tenth.
+    assert 0.4 < _share(results["poison"]) < 0.65
+    for name in ("poison", "allgather_spilled"):
+        assert results[name]["overflow_reruns"] == {}, name
+        assert all(step["replays"] for step in results[name]["steps"][1:]), name
+    never = results["never_enough"]
+    assert never["overflow_reruns"] == {"stash pages": 2}
+    assert never["recaptures"] == ["stash pages"]
+    assert never["stash_bytes"] == [4096 + 1024]
+    assert results["no_drops"]["overflow_reruns"]["expert capacity"] >= 1
+
+
+def test_two_ranks(run_cases: Callable[..., Any], make_config: Callable[..., Any]) -> None:
+    """Interleaved; pages run out on one rank alone; experts on two ranks."""
+    pp2 = {"pipeline_model_parallel_size": 2}
+    overlap = {"overlap_grad_reduce": True, "use_distributed_optimizer": True}
+    cases = {
+        "pp2_vpp2": _case(
+            make_config,
+            [4, 2, 6],
+            model={"num_layers": 4},
+            pipeline={**pp2, "virtual_pipeline_model_parallel_size": 2},
+            train={"overlap_grad_reduce": True},
+        ),
+        "one_rank_short": _case(
+            make_config,
+            [3, 1, 5, 4],
+            experts={"moe_layer_freq": [0, 1]},
+            stash={"headroom": 0.6},
+            pipeline=pp2,
+            capture={"scope": "chunk"},
+        ),
+        "ep2": _case(
+            make_config,
+            [2, 1, 3],
+            stash={"headroom": 0.7, "max_recaptures": 0},
+            pipeline={"data_parallel_size": 2, "expert_model_parallel_size": 2},
+            train=overlap,
+        ),
+    }
+    results = run_cases(cases, 2, timeout_s=150.0)
+    _check_equal(results)
+    assert results["pp2_vpp2"]["overflow_reruns"] == {}
+    assert all(_share(results["pp2_vpp2"], rank) < 0.65 for rank in range(2))
+    alone = results["one_rank_short"]
+    assert alone["stash_bytes"][0] == alone["bytes_without_stash"][0] == 0
+    assert alone["overflow_reruns"]["stash pages"] >= 1
+    assert alone["recaptures"]
+    assert alone["steps"][-1]["replays"] == 4
+    assert results["ep2"]["overflow_reruns"]["stash pages"] >= 1
+    assert results["ep2"]["recaptures"] == []
+
+
+class _Run:
+    """A model in this process, trained step by step."""
+
+    def __init__(self, device: Any, config: Any, **graphs: Any) -> None:
+        from chunkgraph.megatron import attach, compat
+        from chunkgraph.megatron.model import build_model
+        from chunkgraph.megatron.processes import seed_everything
+
+        compat.forget_expert_metrics()
+        seed_everything(1, device)
+        self.device, self.config = device, config
+        self.chunks: Any = build_model(config, device)
+        schedule = compat.import_megatron("megatron.core.pipeline_parallel")
+        self.graphs = attach(self.chunks, **graphs)
+        self.train = self.graphs.wrap_forward_backward(schedule.get_forward_backward_func())
+
+    def step(self, step: int, count: int) -> list[float]:
+        from chunkgraph.data import PackedText
+        from chunkgraph.megatron.loop import forward_step, microbatches
+
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        text = PackedText.from_file(None, seq_length=16, seed=1)
+        losses = self.train(
+            forward_step_func=forward_step,
+            data_iterator=[microbatches(self.config, text, step, count, self.device)],
+            model=self.chunks,
+            num_microbatches=count,
+            seq_length=16,
+            micro_batch_size=2,
+            forward_only=False,
+        )
+        return [float(loss["lm loss"]) for loss in losses]
+
+
+@pytest.fixture
+def config(make_config: Callable[..., dict[str, Any]]) -> Any:
+    from chunkgraph.config import config_from_mapping
+
+    return config_from_mapping(_case(make_config, [1])["config"])
+
+
+def _options(**changes: Any) -> Any:
+    from chunkgraph.memory.stash import StashOptions
+
+    return StashOptions(page_bytes=1024, **changes)
+
+
+def test_an_overflow_is_an_error_where_that_is_asked_for(one_rank: Any, config: Any) -> None:
+    run = _Run(one_rank, config, stash=_options(initial_bytes=2048, on_overflow="raise"))
+    run.step(0, 2)
+    with pytest.raises(StashError, match=r"(?s)saved tensors found no page .*stash\.headroom"):
+        run.step(1, 2)
+    run.graphs.detach()
+
+
+def test_the_log_says_why_a_step_is_run_anew_and_detach_leaves_nothing(
+    one_rank: Any, config: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = _Run(one_rank, config, stash=_options(initial_bytes=2048, max_recaptures=1))
+    first = [run.step(step, 2) for step in range(3)]
+    said = caplog.text
+    assert "found no page of the stash (it has 2 of 1024 bytes" in said
+    assert "captured anew with more room (stash pages), 1 of at most 1 times" in said
+    assert run.graphs.counters.capture_sessions == 2
+    assert run.graphs.stash.status().num_short == 0
+    modules = list(run.chunks[0].modules())
+    assert any("forward" in vars(m) for m in modules)
+    run.graphs.detach()
+    assert not any("forward" in vars(m) for m in modules)
+    plain = _Run(one_rank, config)
+    assert [plain.step(step, 2) for step in range(3)] == first
+    plain.graphs.detach()
+
+
+def test_without_a_measured_step_the_capture_says_what_is_missing(
+    one_rank: Any, config: Any
+) -> None:
+    run = _Run(one_rank, config, stash=_options())
+    with (
+        pytest.raises(CaptureError, match=r"never measured.*initial_bytes"),
+        run.graphs.stash.capturing(),
+    ):
+        pass
+    run.graphs.detach()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_moe_experts": None}, "only experts stash"),
+        ({"recompute_granularity": "full"}, "recomputed already"),
+        (
+            {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]},
+            r"recompute_modules=\['moe_act'\]",
+        ),
+        ({"fp8": "hybrid"}, "fp8='hybrid'"),
+        ({"moe_permute_fusion": True}, "moe_permute_fusion"),
+    ],
+)
+def test_what_cannot_stash_is_refused_by_name(changes: dict[str, Any], said: str) -> None:
+    from chunkgraph.megatron.moe_support import stash_refusals
+
+    holds = {"num_moe_experts": 4, "recompute_granularity": "selective", "recompute_modules": []}
+    assert stash_refusals(SimpleNamespace(**holds)) == []
+    (found,) = stash_refusals(SimpleNamespace(**{**holds, **changes}))
+    with pytest.raises(ConfigError, match=said):
+        raise ConfigError(found)
