@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.megatron, pytest.mark.timeout(200)]
 _EXPERTS = {
     "num_moe_experts": 4,
     "moe_router_topk": 2,
-    "moe_ffn_hidden_size": 40,
+    "moe_ffn_hidden_size": 32,
     "moe_expert_capacity_factor": 2.0,
     "moe_aux_loss_coeff": 0.1,
     "moe_z_loss_coeff": 0.01,
@@ -23,7 +23,7 @@ _EXPERTS = {
     "moe_router_enable_expert_bias": True,
     "moe_shared_expert_intermediate_size": 32,
 }
-_STASH = {"enabled": True, "page_bytes": 1024}
+_STASH = {"enabled": True, "page_bytes": 512}
 _MODEL = {"num_layers": 2, "swiglu": True, "hidden_dropout": 0.1}
 
 
@@ -41,7 +41,7 @@ def _case(
         model={**_MODEL, **(model or {})},
         moe={**_EXPERTS, **(experts or {})},
         stash={**_STASH, **(stash or {})},
-        train={"num_microbatches": counts, **(train or {})},
+        train={"num_microbatches": counts, "micro_batch_size": 3, **(train or {})},
         **sections,
     )
     return {"config": config}
@@ -93,14 +93,14 @@ def test_one_rank(run_cases: Callable[..., Any], make_config: Callable[..., Any]
     results = run_cases(cases, 1, timeout_s=180.0)
     _check_equal(results)
     # Half of the rows are in use, and there is headroom of a tenth.
-    assert 0.4 < _share(results["poison"]) < 0.65
+    assert 0.4 < _share(results["poison"]) < 0.7
     for name in ("poison", "allgather_spilled"):
         assert results[name]["overflow_reruns"] == {}, name
         assert all(step["replays"] for step in results[name]["steps"][1:]), name
     never = results["never_enough"]
     assert never["overflow_reruns"] == {"stash pages": 2}
     assert never["recaptures"] == ["stash pages"]
-    assert never["stash_bytes"] == [4096 + 1024]
+    assert never["stash_bytes"] == [4096 + 512]
     assert results["no_drops"]["overflow_reruns"]["expert capacity"] >= 1
 
 
@@ -135,7 +135,7 @@ def test_two_ranks(run_cases: Callable[..., Any], make_config: Callable[..., Any
     results = run_cases(cases, 2, timeout_s=150.0)
     _check_equal(results)
     assert results["pp2_vpp2"]["overflow_reruns"] == {}
-    assert all(_share(results["pp2_vpp2"], rank) < 0.65 for rank in range(2))
+    assert all(_share(results["pp2_vpp2"], rank) < 0.7 for rank in range(2))
     alone = results["one_rank_short"]
     assert alone["stash_bytes"][0] == alone["bytes_without_stash"][0] == 0
     assert alone["overflow_reruns"]["stash pages"] >= 1
@@ -174,7 +174,7 @@ class _Run:
             model=self.chunks,
             num_microbatches=count,
             seq_length=16,
-            micro_batch_size=2,
+            micro_batch_size=3,
             forward_only=False,
         )
         return [float(loss["lm loss"]) for loss in losses]
@@ -190,7 +190,7 @@ def config(make_config: Callable[..., dict[str, Any]]) -> Any:
 def _options(**changes: Any) -> Any:
     from chunkgraph.memory.stash import StashOptions
 
-    return StashOptions(page_bytes=1024, **changes)
+    return StashOptions(page_bytes=512, **changes)
 
 
 def test_an_overflow_is_an_error_where_that_is_asked_for(one_rank: Any, config: Any) -> None:
@@ -207,7 +207,7 @@ def test_the_log_says_why_a_step_is_run_anew_and_detach_leaves_nothing(
     run = _Run(one_rank, config, stash=_options(initial_bytes=2048, max_recaptures=1))
     first = [run.step(step, 2) for step in range(3)]
     said = caplog.text
-    assert "found no page of the stash (it has 2 of 1024 bytes" in said
+    assert "found no page of the stash (it has 4 of 512 bytes" in said
     assert "captured anew with more room (stash pages), 1 of at most 1 times" in said
     assert run.graphs.counters.capture_sessions == 2
     assert run.graphs.stash.status().num_short == 0
