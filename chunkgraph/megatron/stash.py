@@ -77,6 +77,8 @@ class ExpertStash:
     @contextmanager
     def eager_step(self, *, is_captured: bool) -> Iterator[None]:
         """Around a training step that runs eagerly: autograd saves as always, and is measured."""
+        if not is_captured:
+            self.release()  # graphs that another rank could not capture were dropped here too
         with self._saving.during("off" if is_captured else "measure"):
             yield
 
@@ -97,6 +99,7 @@ class ExpertStash:
                 yield
         except BaseException:
             self._saving.forget_waiting()
+            self.release()
             raise
         self._saving.check_all_read()
 

@@ -19,7 +19,7 @@ from torch import nn
 from chunkgraph.config import Config
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.compat import import_megatron, private_names
-from chunkgraph.megatron.loop import capture_options
+from chunkgraph.megatron.loop import capture_options, stash_options
 from chunkgraph.megatron.plugin import MegatronChunkGraphs, attach
 
 __all__ = ["ChunkVariant", "Variant", "make_variant"]
@@ -85,6 +85,7 @@ class ChunkVariant(Variant):
             scope=self.config.capture.scope,
             options=capture_options(self.config),
             token_drops=self.config.moe.token_drops,
+            stash=stash_options(self.config),
         )
         self.forward_backward = self.graphs.wrap_forward_backward(self.forward_backward)
         self._first_captures = 0
@@ -101,6 +102,8 @@ class ChunkVariant(Variant):
                 "scratch_bytes": report.scratch_bytes,
                 "static_bytes": report.static_bytes,
             }
+            if self.graphs.stash is not None and self.graphs.stash.size is not None:
+                self.pool_bytes["stash_bytes"] = self.graphs.stash.size.device_bytes
             self._first_captures = counters.captures
 
     @property
