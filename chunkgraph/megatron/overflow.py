@@ -142,8 +142,8 @@ class OverflowGuard:
                 "optimizer has not used them.\n  To do: raise stash.headroom or stash.max_bytes, "
                 "or set stash.on_overflow=rerun."
             )
-        if short and status is not None and self._stash is not None:
-            self._stash.grow(status)
+        if agreed[0] and status is not None and self._stash is not None:
+            self._stash.grow(status)  # a rank that had just enough takes more, too
         for name, count in (("stash pages", agreed[0]), ("expert capacity", agreed[1])):
             if count:
                 self._counters.overflow_reruns[name] += 1
