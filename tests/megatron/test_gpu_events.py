@@ -1,4 +1,4 @@
-"""Events between graphs and the streams of communication, where the one that is waited for is late."""
+"""Graphs and streams of communication that wait for each other, where what is awaited is late."""
 
 from __future__ import annotations
 
@@ -68,9 +68,6 @@ def test_a_replayed_forward_waits_for_parameters_that_arrive_late() -> None:
     ddp = _DDP(module, DDP_MODULE)
     gates = ParameterGates(ddp, module, list(module)[:2])
     x = torch.zeros(1 << 20, device="cuda")
-    ddp.begin_step(0.0)
-    gates.gather()
-    torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with (
         torch.no_grad(),
