@@ -92,6 +92,7 @@ class RecorderBackend:
         pool: Pool,
         generators: Sequence[torch.Generator] = (),
         router: Router | None = None,
+        expected_bytes: int = 0,
     ) -> Iterator[RecordedGraph]:
         """Log what runs inside the block. See `GraphBackend.capture`."""
         assert isinstance(pool, SimulatedPool)

@@ -20,7 +20,7 @@ class _Group:
         self.parameter: nn.Parameter
         self.value = value
         self.param_gather_handle: Any = None
-        self.param_gather_dispatched = False
+        self.param_gather_dispatched = True
 
     def finish(self) -> None:
         if not self.param_gather_dispatched:
