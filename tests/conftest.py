@@ -9,6 +9,9 @@ import shutil
 import hypothesis
 import pytest
 
+# Read when torch is first imported, here and by what tests start. With tensors this small more
+# threads only wait for each other, and with several test processes they also wait for a core.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A shared machine stalls now and then: a deadline would test the machine.
 hypothesis.settings.register_profile("chunkgraph", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("chunkgraph")
