@@ -297,7 +297,7 @@ def one_rank() -> Iterator[Any]:
         "LOCAL_RANK": "0",
         "WORLD_SIZE": "1",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
+        "MASTER_PORT": "0",  # any: nobody else must find it
     }
     with pytest.MonkeyPatch.context() as patch:
         for name, value in environment.items():
