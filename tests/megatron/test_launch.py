@@ -123,9 +123,9 @@ class Jobs:
     def train(self, name: str, *flags: str, script: Path = SCRIPT) -> list[str]:
         """The exact log of the last stage, of a run of two ranks that must succeed.
 
-        The ranks are started as torchrun does it, which is quicker than by the launcher.
+        The ranks are started as torchrun does it, and forked, which is quicker than the launcher.
         """
-        arguments = ["-m", "chunkgraph.megatron.launch", "--device", "cpu", str(script), *MODEL]
+        arguments = [str(script), *MODEL]
         arguments += ["--data-cache-path", str(self.folder / "cache")]
         arguments += ["--exact-log", str(self.folder / name), *flags]
         codes, self.output = self._run_ranks(arguments, 2, self.folder)
