@@ -12,11 +12,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from chunkgraph.megatron.releases import RANGE, is_known
+
 __all__ = ["Finding", "examine"]
 
 State = Literal["ok", "absent", "wrong"]
 
-_MEGATRON_FROM, _MEGATRON_UP_TO = (0, 16), (0, 19)
 _CUBLASLT_NEEDED = 130801
 """13.8.1, the first that takes the token counts of a grouped GEMM from the device."""
 
@@ -107,9 +108,9 @@ def _megatron() -> Finding:
     if version is None:
         advice = "pip install 'chunkgraph[megatron]', to train with Megatron-core"
         return Finding("megatron-core", "absent", "not installed", advice)
-    release = tuple(int(part) for part in version.split(".")[:2])
-    if not _MEGATRON_FROM <= release <= _MEGATRON_UP_TO:
-        return Finding("megatron-core", "wrong", version, "use 0.16 to 0.19")
+    major, minor = (int(part) for part in version.split(".")[:2])
+    if not is_known((major, minor)):
+        return Finding("megatron-core", "wrong", version, f"use {RANGE}")
     return Finding("megatron-core", "ok", version)
 
 
@@ -118,7 +119,7 @@ def _training() -> Finding:
     if _version("megatron-core") is None or importlib.util.find_spec("megatron") is None:
         return Finding(name, "absent", "not installed")
     if importlib.util.find_spec(name) is None:
-        advice = "`chunkgraph launch` needs it: megatron-core 0.18+ or a checkout of Megatron-LM"
+        advice = "`chunkgraph launch` needs it: megatron-core 0.17+ or a checkout of Megatron-LM"
         return Finding(name, "absent", "not in this megatron-core", advice)
     return Finding(name, "ok", "there")
 

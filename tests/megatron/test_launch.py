@@ -56,8 +56,7 @@ MODEL = [
     "--mock-data",
     "--num-workers",
     "0",
-    "--lr",
-    "1e-3",
+    *("--lr", "1e-3", "--lr-decay-style", "constant"),  # else it is 0 from the third step on
     "--log-interval",
     "1",
     "--eval-iters",
@@ -69,9 +68,12 @@ MODEL = [
     "--pipeline-model-parallel-size",
     "2",
 ]
-# Microbatches of a step: 2, 2, 3, 3, 4, 4 (thresholds in tokens).
+# Microbatches of a step: 2, 2, 3, 3, 4, 4 (thresholds in tokens). The loss scale grows after every
+# second good step, until gradients overflow, a step is skipped and it shrinks.
 STEPS = ["--step-batch-size-schedule", "0:4 128:6 320:8", "--train-iters", "6"]
 STEPS += ["--eval-interval", "2"]
+STEPS += ["--fp16", "--initial-loss-scale", "524288", "--hysteresis", "1"]
+STEPS += ["--loss-scale-window", "2"]
 CHUNK = [
     "--cuda-graph-impl",
     "local",
@@ -145,7 +147,9 @@ def eager(jobs: Jobs) -> list[str]:
     log = jobs.train("eager", *STEPS, "--cuda-graph-granularity", "layer")
     assert len(log) == 6
     assert "chunk graphs" not in jobs.output
-    return log
+    scales = [float.fromhex(line.split()[2]) for line in log]
+    assert 2 * min(scales) <= max(scales)  # steps were skipped, and others not
+    return [*log, *_evaluations(jobs.output)]
 
 
 @pytest.fixture
@@ -162,6 +166,10 @@ def wait_for_line() -> Callable[[subprocess.Popen[str], str], list[str]]:
     return wait
 
 
+def _evaluations(output: str) -> list[str]:
+    return re.findall(r"validation loss at iteration \d+ .*lm loss value: \S+", output)
+
+
 def _replays(output: str) -> list[int]:
     return [int(n) for n in re.findall(r"graph replays: +(\d+)", output)]
 
@@ -175,10 +183,13 @@ def test_pp2_saved_resumed_and_with_other_counts_equals_eager(jobs: Jobs, eager:
     assert "eager steps (forward only): 1" in jobs.output  # the evaluation after step 2
     assert "captured 4 graphs, 2 slots on rank 0" in jobs.output
     assert f"settings in {save}/chunkgraph.yaml" in jobs.output
+    evaluations = _evaluations(jobs.output)
     assert "num_warmup_steps: 1" in (save / "chunkgraph.yaml").read_text(encoding="utf-8")
     both = jobs.train("chunk", *flags, "--load", str(save))
     assert _replays(jobs.output) == [0, 4, 4]
-    assert both == eager
+    evaluations += _evaluations(jobs.output)
+    assert len(evaluations) >= 3
+    assert [*both, *evaluations] == eager
 
 
 def test_vpp2_with_overlaps_and_whole_chunks_equals_eager(jobs: Jobs) -> None:
@@ -342,6 +353,7 @@ def test_layer_changes_nothing_and_chunk_turns_off_megatrons_graphs() -> None:
         before = _without(own)
         hooks = enable(on_cpu=True)
         try:
+            assert enable() is hooks  # a script that calls it, under the launcher
             layer = _without([*own, "--cuda-graph-granularity", "layer"])
             added = {name for name in layer if name not in before}
             assert {name: layer[name] for name in before} == before
@@ -380,3 +392,28 @@ def test_the_scripts_exit_code_is_the_ranks(tmp_path: Path, monkeypatch: Any) ->
     for code in (0, 7):
         options = parse_options(["--device", "cpu", str(script), str(code)], "launch")
         assert run_script(options) == code
+
+
+def test_a_script_that_has_no_use_for_the_flags_is_told(
+    tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It would train eagerly without a word."""
+    from chunkgraph.megatron.launch import run_script
+    from chunkgraph.megatron.launch_options import parse_options
+
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    chunk = ["--cuda-graph-granularity", "chunk"]
+    parses = "from megatron.training import arguments\narguments.parse_args()\n"
+    for text, given, said in (
+        ("pass\n", [], ""),
+        ("pass\n", chunk, "own.py never parsed Megatron's arguments"),
+        (parses, [*MODEL, *EIGHT], ""),
+        (parses, [*MODEL, *EIGHT, *chunk], "own.py trained nothing by Megatron's pretrain()"),
+    ):
+        monkeypatch.setattr(sys, "argv", sys.argv)
+        script = tmp_path / "own.py"
+        script.write_text(text, encoding="utf-8")
+        assert run_script(parse_options(["--device", "cpu", str(script), *given], "launch")) == 0
+        error = capsys.readouterr().err
+        assert ("WARNING: chunk graphs: " in error) == bool(said)
+        assert said in error
