@@ -123,7 +123,7 @@ def attach(
         capture_scope=lambda: _capturing(tables, predictions, fp8, experts),
         preserve=lambda: _preserving(fp8),
         generators=compat.graph_safe_generators,
-        verify_scope=lambda: _running_beside(fp8),
+        verify_scope=lambda: _running_beside(fp8, predictions),
         is_told_of_misfits=packings is not None,
         progress=progress,
     )
@@ -280,9 +280,17 @@ class MegatronChunkGraphs:
 
 
 @contextmanager
-def _running_beside(fp8: compat.Fp8State | None) -> Iterator[None]:
+def _running_beside(
+    fp8: compat.Fp8State | None, predictions: compat.TokenPrediction | None
+) -> Iterator[None]:
     """Around an eager pass of ``verify``: DDP's hooks keep silent, as in a capture."""
-    with compat.capture_flag(), compat.recomputing(), fp8.beside() if fp8 else nullcontext():
+    with ExitStack() as stack:
+        stack.enter_context(compat.capture_flag())
+        stack.enter_context(compat.recomputing())
+        if fp8 is not None:
+            stack.enter_context(fp8.beside())
+        if predictions is not None:
+            stack.enter_context(predictions.beside())
         yield
 
 

@@ -39,19 +39,28 @@ class TokenPrediction:
         current = self._scaler.main_loss_backward_scale
         self._scale = current.detach().clone()
         tracker = self._log.tracker
-        kept = {name: v.clone() for name, v in tracker.items() if isinstance(v, torch.Tensor)}
-        groups = {name: tracker[name] for name in _GROUPS if name in tracker}
         self._scaler.main_loss_backward_scale = self._scale
         unpatch = _count_on_the_device()
         try:
-            yield
+            with self.beside():
+                yield
+                self._groups = {name: tracker[name] for name in _GROUPS if name in tracker}
         finally:
             unpatch()
-            self._groups = {name: tracker[name] for name in _GROUPS if name in tracker}
+            self._scaler.main_loss_backward_scale = current
+
+    @contextlib.contextmanager
+    def beside(self) -> Iterator[None]:
+        """Around forwards that are no part of the training: metrics are put back."""
+        tracker = self._log.tracker
+        kept = {name: v.clone() for name, v in tracker.items() if isinstance(v, torch.Tensor)}
+        groups = {name: tracker[name] for name in _GROUPS if name in tracker}
+        try:
+            yield
+        finally:
             tracker.update(groups)
             for name, value in kept.items():
                 tracker[name].copy_(value)
-            self._scaler.main_loss_backward_scale = current
 
     def before_forward(self) -> None:
         """What the forward leaves in Python: between which ranks its metrics are summed up."""
@@ -66,12 +75,12 @@ class TokenPrediction:
 class _Count(torch.Tensor):
     """A number of tokens of which the host assumes that it is not zero, and the device knows."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # results are plain tensors
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # gives plain tensors
 
     def __gt__(self, _: object) -> Any:
         return True
 
-    def __rtruediv__(self, total: torch.Tensor) -> torch.Tensor:
+    def __rtruediv__(self, total: Any) -> torch.Tensor:
         count = self.as_subclass(torch.Tensor)
         return torch.where(count > 0, total / count, torch.zeros_like(total))
 
