@@ -121,17 +121,18 @@ class Jobs:
             process.kill()
         return process.returncode
 
-    def train(self, name: str, *flags: str, script: Path = SCRIPT) -> list[str]:
-        """The exact log of the last stage, of a run of two ranks that must succeed.
+    def train(self, name: str, *flags: str, script: Path = SCRIPT, nproc: int = 2) -> list[str]:
+        """The exact log of the last rank, of a run that must succeed.
 
         The ranks are started as torchrun does it, which is quicker than by the launcher.
         """
         arguments = ["-m", "chunkgraph.megatron.launch", "--device", "cpu", str(script), *MODEL]
         arguments += ["--data-cache-path", str(self.folder / "cache")]
         arguments += ["--exact-log", str(self.folder / name), *flags]
-        codes, self.output = self._run_ranks(arguments, 2, self.folder)
-        assert codes == [0, 0], self.output[-6000:]
-        return (self.folder / f"{name}.rank1").read_text(encoding="utf-8").splitlines()
+        codes, self.output = self._run_ranks(arguments, nproc, self.folder)
+        assert codes == [0] * nproc, self.output[-6000:]
+        log = self.folder / f"{name}.rank{nproc - 1}"
+        return log.read_text(encoding="utf-8").splitlines()
 
 
 @pytest.fixture(scope="module")
@@ -191,7 +192,7 @@ def test_pp2_saved_resumed_and_with_other_counts_equals_eager(jobs: Jobs, eager:
     assert [*both, *evaluations] == eager
 
 
-def test_vpp2_with_overlaps_and_whole_chunks_equals_eager(jobs: Jobs) -> None:
+def test_dp2_pp2_vpp2_with_overlaps_and_whole_chunks_equals_eager(jobs: Jobs) -> None:
     flags = [
         *EIGHT,
         *[
@@ -204,14 +205,15 @@ def test_vpp2_with_overlaps_and_whole_chunks_equals_eager(jobs: Jobs) -> None:
         ],
         *["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"],
     ]
-    eager = jobs.train("vpp-eager", *flags)
+    eager = jobs.train("vpp-eager", *flags, nproc=4)
     tensorboard = ["--tensorboard-dir", str(jobs.folder / "tb")] if _has_tensorboard() else []
     poisoned = ["--cuda-graph-chunk-scope", "chunk", "--cuda-graph-verify", "poison"]
-    chunk = jobs.train("vpp-chunk", *flags, *CHUNK, *poisoned, *tensorboard, "--nvtx-ranges")
+    given = [*flags, *CHUNK, *poisoned, *tensorboard, "--nvtx-ranges"]
+    chunk = jobs.train("vpp-chunk", *given, nproc=4)
     assert chunk == eager
-    assert _replays(jobs.output) == [0, 8, 8]
+    assert _replays(jobs.output) == [0, 4, 4]  # 2 microbatches in 2 chunks
     if tensorboard:
-        assert _scalars(jobs.folder / "tb")["chunk-graphs/replays"] == [0.0, 8.0, 8.0]
+        assert _scalars(jobs.folder / "tb")["chunk-graphs/replays"] == [0.0, 4.0, 4.0]
 
 
 def _has_tensorboard() -> bool:
