@@ -213,7 +213,12 @@ def test_dp2_pp2_vpp2_with_overlaps_and_whole_chunks_equals_eager(jobs: Jobs) ->
     assert chunk == eager
     assert _replays(jobs.output) == [0, 4, 4]  # 2 microbatches in 2 chunks
     if tensorboard:
-        assert _scalars(jobs.folder / "tb")["chunk-graphs/replays"] == [0.0, 4.0, 4.0]
+        scalars = _scalars(jobs.folder / "tb")
+        assert scalars["chunk-graphs/replays"] == [0.0, 4.0, 4.0]
+        assert scalars["chunk-graphs/eager-steps/capture warmup"] == [1.0, 0.0, 0.0]
+        for name in ("capture-seconds", "pool-bytes"):
+            before, *after = scalars[f"chunk-graphs/{name}"]
+            assert before == 0 < min(after)
 
 
 def _has_tensorboard() -> bool:

@@ -13,6 +13,7 @@ import yaml
 
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.flags import GraphFlags
+from chunkgraph.megatron.pretrain import _is_profiled
 from chunkgraph.megatron.run_record import save_run_record, start_line
 from chunkgraph.megatron.step_metrics import StepMetrics
 
@@ -53,6 +54,12 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"chunkgraph\.yaml cannot be written"):
         save_run_record(GraphFlags(), _arguments(), tmp_path / "file")
+
+
+@pytest.mark.parametrize("flag", ["profile", "use_pytorch_profiler", "nvtx_ranges"])
+def test_replays_are_named_in_runs_that_are_profiled(flag: str) -> None:
+    assert _is_profiled(argparse.Namespace(**{flag: True}))
+    assert not _is_profiled(argparse.Namespace(**{flag: False}))
 
 
 def test_reasons_are_zero_again_after_their_step() -> None:
