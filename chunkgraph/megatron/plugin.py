@@ -31,7 +31,7 @@ from chunkgraph.megatron.scope import CapturedPart, Scope, new_part, refuse_for_
 from chunkgraph.megatron.step_packings import Packings, StepPackings
 from chunkgraph.megatron.support import refuse_unsupported
 from chunkgraph.megatron.tables import CachedTables
-from chunkgraph.megatron.topology import PipelinePlace, agree_by_maximum
+from chunkgraph.megatron.topology import Maximum, PipelinePlace, agree_by_maximum
 
 if TYPE_CHECKING:
     from chunkgraph.engine.session import OnCapture
@@ -84,6 +84,7 @@ def attach(
             ``packing`` differs between ranks.
     """
     chunks = [model_chunks] if isinstance(model_chunks, nn.Module) else list(model_chunks)
+    compat.refuse_other_releases()
     if not chunks:
         raise ConfigError("attach() got no model chunk. Pass what the schedule gets as `model`.")
     config = _config_of(chunks[0])
@@ -122,7 +123,7 @@ def attach(
         capture_scope=lambda: _capturing(tables, predictions, fp8, experts),
         preserve=lambda: _preserving(fp8),
         generators=compat.graph_safe_generators,
-        verify_scope=lambda: _running_beside(fp8),
+        verify_scope=lambda: _running_beside(fp8, predictions),
         is_told_of_misfits=packings is not None,
         progress=progress,
     )
@@ -131,7 +132,9 @@ def attach(
         part.divert_to(call)
     names = [f"stage {place.stage(c)} chunk {c}" for c in range(len(parts))]
     held = (tables,) if fp8 is None else (tables, fp8)
-    return MegatronChunkGraphs(engine, parts, slots, held, receiver, names, experts, packings)
+    return MegatronChunkGraphs(
+        engine, parts, slots, held, receiver, names, experts, packings, agree=agree
+    )
 
 
 class MegatronChunkGraphs:
@@ -153,6 +156,8 @@ class MegatronChunkGraphs:
         names: Sequence[str],
         experts: Experts | None = None,
         packings: StepPackings | None = None,
+        *,
+        agree: Maximum | None = None,
     ) -> None:
         self.engine = engine
         self.num_slots = num_slots
@@ -162,6 +167,7 @@ class MegatronChunkGraphs:
         self._names = tuple(names)
         self._experts = experts
         self._packings = packings
+        self._agree = agree
 
     @property
     def counters(self) -> Any:
@@ -259,18 +265,32 @@ class MegatronChunkGraphs:
             memory.release()
 
     def detach(self) -> None:
-        """Release the graphs and give every module its own forward back."""
-        self.release()
-        for part in self._parts:
-            part.restore()
-        if self._experts is not None:
-            self._experts.detach()
+        """Release the graphs and give every module its own forward back.
+
+        Whatever goes wrong in one of the two, the other is done. Detaching again does nothing.
+        """
+        with ExitStack() as stack:  # from the last to the first
+            if self._agree is not None:
+                stack.callback(self._agree.close)
+            if self._experts is not None:
+                stack.callback(self._experts.detach)
+            for part in self._parts:
+                stack.callback(part.restore)
+            stack.callback(self.release)
 
 
 @contextmanager
-def _running_beside(fp8: compat.Fp8State | None) -> Iterator[None]:
+def _running_beside(
+    fp8: compat.Fp8State | None, predictions: compat.TokenPrediction | None
+) -> Iterator[None]:
     """Around an eager pass of ``verify``: DDP's hooks keep silent, as in a capture."""
-    with compat.capture_flag(), compat.recomputing(), fp8.beside() if fp8 else nullcontext():
+    with ExitStack() as stack:
+        stack.enter_context(compat.capture_flag())
+        stack.enter_context(compat.recomputing())
+        if fp8 is not None:
+            stack.enter_context(fp8.beside())
+        if predictions is not None:
+            stack.enter_context(predictions.beside())
         yield
 
 
