@@ -171,7 +171,6 @@ def capture_session(
             backend.release_cached_memory()
             total = 2 * sum(num_slots)
             for c, (chunk, sample) in enumerate(zip(chunks, samples, strict=True)):
-                expected_bytes = warm[c].held_bytes - _num_bytes(sample.tensors)
                 for s in range(num_slots[c]):
                     forwards.append(
                         _capture_forward(
@@ -184,10 +183,8 @@ def capture_session(
                             backend,
                             pools,
                             settings,
-                            max(expected_bytes, 0),
                         )
                     )
-                    expected_bytes = forwards[-1].live.num_bytes
                     _report_progress(settings, len(forwards), total, backend)
             for number, forward in enumerate(forwards, start=len(forwards) + 1):
                 c = forward.chunk_index
@@ -232,7 +229,6 @@ def _capture_forward(
     backend: GraphBackend,
     pools: PoolPlan,
     settings: SessionSettings,
-    expected_bytes: int,
 ) -> _Forward:
     label = f"{chunk.label} slot {s}"
     inputs = [static_like(t) for t in sample.tensors]
@@ -241,9 +237,7 @@ def _capture_forward(
     before = pool.live()
     with (
         torch.enable_grad(),
-        backend.capture(
-            f"{label} forward", pool, settings.generators(), router, expected_bytes
-        ) as graph,
+        backend.capture(f"{label} forward", pool, settings.generators(), router) as graph,
     ):
         result = call_with(chunk, sample, inputs)
     if router is not None and (live := router.scratch.live()):

@@ -84,7 +84,6 @@ class GraphBackend(Protocol):
         pool: Pool,
         generators: Sequence[torch.Generator] = (),
         router: Router | None = None,
-        expected_bytes: int = 0,
     ) -> AbstractContextManager[Graph]:
         """Capture what runs inside the ``with`` block; allocations inside come from ``pool``.
 
@@ -97,8 +96,6 @@ class GraphBackend(Protocol):
             pool: where allocations go.
             generators: random generators, besides the device's default, that the work draws from.
             router: sends the results of some operators to another pool.
-            expected_bytes: how much the work will probably keep in the pool, which may then be
-                taken from the device at once; only a hint.
 
         Raises:
             CaptureError: the work cannot be held by a graph. Nothing of the capture is left behind.

@@ -173,7 +173,6 @@ class CUDABackend:
         pool: Pool,
         generators: Sequence[torch.Generator] = (),
         router: Router | None = None,
-        expected_bytes: int = 0,
     ) -> Iterator[CUDAGraphHandle]:
         """Stream-capture the block. See `GraphBackend.capture`."""
         assert isinstance(pool, CUDAPool)
@@ -187,13 +186,6 @@ class CUDABackend:
         with torch.cuda.stream(self.stream):
             graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
             try:
-                if expected_bytes:
-                    # One segment of this size, free again at once, from which the allocator then
-                    # cuts. Segments of its own choice (20 MiB) stay in part unused in every pool.
-                    block = torch.cuda.caching_allocator_alloc(
-                        expected_bytes, self.device, self.stream
-                    )
-                    torch.cuda.caching_allocator_delete(block)
                 with routing if routing is not None else nullcontext():
                     yield handle
             except BaseException as error:

@@ -92,10 +92,8 @@ class RecorderBackend:
         pool: Pool,
         generators: Sequence[torch.Generator] = (),
         router: Router | None = None,
-        expected_bytes: int = 0,
     ) -> Iterator[RecordedGraph]:
         """Log what runs inside the block. See `GraphBackend.capture`."""
-        del expected_bytes  # a simulated pool takes what is asked for, no more
         assert isinstance(pool, SimulatedPool)
         states = [(g, g.get_state()) for g in (torch.default_generator, *generators)]
         graph = RecordedGraph(label)
