@@ -139,7 +139,8 @@ def capture_session(
     """
     start = time.perf_counter()
     pools = PoolPlan(settings.memory_plan, backend, chunks[0].label.split(" chunk")[0])
-    sinks = tuple(GradientSinks(chunk.parameters, chunk.label) for chunk in chunks)
+    made: dict[nn.Parameter, torch.Tensor] = {}
+    sinks = tuple(GradientSinks(chunk.parameters, chunk.label, made) for chunk in chunks)
     aliases = tuple(ParameterAliases(chunk.module, chunk.parameters) for chunk in chunks)
     forwards: list[_Forward] = []
     try:

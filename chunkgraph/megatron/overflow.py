@@ -20,6 +20,7 @@ from chunkgraph.errors import StashError
 from chunkgraph.megatron.experts import Experts
 from chunkgraph.megatron.rewind import RewindableInputs, StepState
 from chunkgraph.megatron.stash import ExpertStash
+from chunkgraph.megatron.topology import Maximum
 
 __all__ = ["OverflowGuard", "RunStep"]
 
@@ -114,6 +115,11 @@ class OverflowGuard:
         inputs.rewind()
         self._state.restore()
         return self._run_again(step, kwargs, mode, found)
+
+    def close(self) -> None:
+        """Give back what the ranks agree through."""
+        if isinstance(self._agree, Maximum):
+            self._agree.close()
 
     def _look(self, mode: StepMode) -> _Overflow | None:
         """What had no room, on any rank."""

@@ -14,7 +14,7 @@ Megatron's own ``cuda_graph_impl`` stays ``none``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +43,7 @@ from chunkgraph.megatron.surroundings import (
     running_beside,
 )
 from chunkgraph.megatron.tables import CachedTables
-from chunkgraph.megatron.topology import PipelinePlace, agree_by_maximum
+from chunkgraph.megatron.topology import Maximum, PipelinePlace, agree_by_maximum
 from chunkgraph.memory.stash import StashOptions
 
 if TYPE_CHECKING:
@@ -103,6 +103,7 @@ def attach(
             ``packing`` differs between ranks.
     """
     chunks = [model_chunks] if isinstance(model_chunks, nn.Module) else list(model_chunks)
+    compat.refuse_other_releases()
     if not chunks:
         raise ConfigError("attach() got no model chunk. Pass what the schedule gets as `model`.")
     config = _config_of(chunks[0])
@@ -149,7 +150,7 @@ def attach(
         capture_scope=lambda: capturing(tables, predictions, fp8, experts, pages),
         preserve=lambda: preserving(fp8),
         generators=compat.graph_safe_generators,
-        verify_scope=lambda: running_beside(fp8, pages),
+        verify_scope=lambda: running_beside(fp8, predictions, pages),
         is_told_of_misfits=packings is not None,
         progress=progress,
     )
@@ -159,7 +160,7 @@ def attach(
     names = [f"stage {place.stage(c)} chunk {c}" for c in range(len(parts))]
     held = (tables,) if fp8 is None else (tables, fp8)
     graphs = MegatronChunkGraphs(
-        engine, parts, slots, held, receiver, names, experts, packings, pages
+        engine, parts, slots, held, receiver, names, experts, packings, pages, agree=agree
     )
     if experts is not None and (pages is not None or experts.reruns):
         graphs.guard = OverflowGuard(
@@ -197,6 +198,8 @@ class MegatronChunkGraphs:
         experts: Experts | None = None,
         packings: StepPackings | None = None,
         stash: ExpertStash | None = None,
+        *,
+        agree: Maximum | None = None,
     ) -> None:
         self.engine = engine
         self.guard: OverflowGuard | None = None
@@ -208,6 +211,7 @@ class MegatronChunkGraphs:
         self._names = tuple(names)
         self._experts = experts
         self._packings = packings
+        self._agree = agree
 
     @property
     def counters(self) -> Any:
@@ -340,14 +344,22 @@ class MegatronChunkGraphs:
             memory.release()
 
     def detach(self) -> None:
-        """Release the graphs and give every module its own forward back."""
-        self.release()
-        for part in self._parts:
-            part.restore()
-        if self._experts is not None:
-            self._experts.detach()
-        if self.stash is not None:
-            self.stash.detach()
+        """Release the graphs and give every module its own forward back.
+
+        Whatever goes wrong in one of the two, the other is done. Detaching again does nothing.
+        """
+        with ExitStack() as stack:  # from the last to the first
+            if self._agree is not None:
+                stack.callback(self._agree.close)
+            if self.guard is not None:
+                stack.callback(self.guard.close)
+            if self._experts is not None:
+                stack.callback(self._experts.detach)
+            if self.stash is not None:
+                stack.callback(self.stash.detach)
+            for part in self._parts:
+                stack.callback(part.restore)
+            stack.callback(self.release)
 
 
 def _config_of(chunk: nn.Module) -> Any:

@@ -51,9 +51,9 @@ def test_settings_that_cannot_be_are_named(
 
 
 def test_a_pretrain_script_gets_no_stash_without_a_word() -> None:
-    from chunkgraph.megatron.launch_config import _settings
+    from chunkgraph.megatron.launch_settings import settings_of
 
     with pytest.raises(ConfigError, match=r"stash\.enabled"):
-        _settings(_config({}), without_capture=False)
+        settings_of(_config({}), without_capture=False)
     with pytest.raises(ConfigError, match="token_drops is rerun"):
-        _settings(_config({"enabled": False}, {"token_drops": "rerun"}), without_capture=False)
+        settings_of(_config({"enabled": False}, {"token_drops": "rerun"}), without_capture=False)
