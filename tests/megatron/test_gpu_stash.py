@@ -1,0 +1,59 @@
+"""The stash of Transformer Engine's experts on real GPUs: equal to eager, and smaller."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CONFIG = Path(__file__).resolve().parents[2] / "configs" / "moe_pp2_ep2.yaml"
+SMALL = [
+    *("model.num_layers=4", "model.hidden_size=512", "model.ffn_hidden_size=1024"),
+    *("moe.num_moe_experts=8", "moe.moe_router_topk=2", "moe.moe_ffn_hidden_size=384"),
+    *("moe.moe_shared_expert_intermediate_size=384", "moe.moe_layer_freq=[0,1,1,1]"),
+    *("moe.moe_expert_capacity_factor=4.0", "moe.token_drops=raise", "model.seq_length=768"),
+    *("stash.enabled=true", "pipeline.expert_model_parallel_size=1"),
+    *("pipeline.data_parallel_size=1", "train.deterministic=true"),
+]
+PP1 = ["pipeline.pipeline_model_parallel_size=1"]
+EP2 = [*PP1, "pipeline.data_parallel_size=2", "pipeline.expert_model_parallel_size=2"]
+ONE, TWO = pytest.mark.gpu, pytest.mark.multigpu
+
+
+@pytest.mark.megatron
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    ("settings", "counts", "num_reruns"),
+    [
+        pytest.param(PP1, [3, 1, 5], 0, marks=ONE, id="pp1-grouped"),
+        pytest.param([*PP1, "moe.moe_grouped_gemm=false"], [3, 1, 5], 0, marks=ONE, id="pp1"),
+        pytest.param([*PP1, "stash.initial_bytes=1048576"], [2, 1, 3], 1, marks=ONE, id="short"),
+        pytest.param([], [4, 1, 2, 7], 0, marks=TWO, id="pp2"),
+        pytest.param(EP2, [4, 1, 2, 7], 0, marks=TWO, id="ep2"),
+    ],
+)
+def test_stashed_experts_equal_eager(
+    settings: list[str], counts: list[int], num_reruns: int, tmp_path: Path
+) -> None:
+    report = tmp_path / "report.json"
+    arguments = [*SMALL, *settings, f"train.num_microbatches={counts}", "--json", str(report)]
+    done = subprocess.run(
+        [sys.executable, "-m", "chunkgraph.cli", "train", str(CONFIG), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=380,
+        check=False,
+    )
+    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    found = json.loads(report.read_text(encoding="utf-8"))
+    assert found["parameters_equal"]
+    assert all(step["loss_equal"] and step["grad_norm_equal"] for step in found["steps"])
+    if num_reruns:
+        assert found["overflow_reruns"]["stash pages"] >= num_reruns
+        return
+    assert all(step["replays"] for step in found["steps"][1:])
+    pairs = zip(found["stash_bytes"], found["bytes_without_stash"], strict=True)
+    assert all(0 < pages < 0.5 * without for pages, without in pairs)
