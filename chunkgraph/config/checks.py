@@ -339,13 +339,6 @@ def _check_packing(config: Config) -> None:
             "packing.max_packed_seqs to 0."
         )
         raise ConfigError(msg)
-    if config.moe.num_moe_experts:
-        msg = (
-            f"moe.num_moe_experts is {config.moe.num_moe_experts}: the rows behind packed "
-            "documents would be routed to experts and take the room of tokens. Set "
-            "packing.max_packed_seqs to 0."
-        )
-        raise ConfigError(msg)
     if train.micro_batch_size != 1:
         msg = (
             f"train.micro_batch_size is {train.micro_batch_size}, but a packed microbatch is one "

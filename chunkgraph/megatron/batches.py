@@ -69,6 +69,7 @@ class PackedBatches:
     def __init__(self, config: Config, shape: PackedShape, device: torch.device) -> None:
         self.shape = shape
         self._device = device
+        self._has_experts = config.moe.num_moe_experts is not None
         self._documents = Documents.from_file(
             config.data.path, num_tokens=shape.max_packed_tokens, seed=config.train.seed
         )
@@ -88,13 +89,16 @@ class PackedBatches:
                 # Of tokens it never has too many: they were drawn for this shape.
                 shape = replace(shape, max_packed_seqs=len(row.lengths) + 1)
             packed = pack(row.lengths, shape, where=f"step {step}, microbatch {microbatch}")
-            yield {
+            batch = {
                 "tokens": self._row(packed.place(row.tokens)),
                 "labels": self._row(packed.place(row.labels)),
                 "position_ids": self._row(packed.position_ids),
                 "is_counted": self._row(~packed.padding_mask),
                 "packed_seq_params": make_params(packed, self._device),
             }
+            if self._has_experts:  # nobody else reads it, and slots would keep copies
+                batch["padding_mask"] = self._row(packed.padding_mask)
+            yield batch
 
     def _row(self, values: NDArray[np.generic]) -> torch.Tensor:
         host = torch.from_numpy(values)[None]

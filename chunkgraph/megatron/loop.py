@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -26,7 +27,8 @@ from chunkgraph.megatron.compat import (
 )
 from chunkgraph.megatron.model import build_model
 from chunkgraph.megatron.optimizer import build_optimizer, zero_gradients
-from chunkgraph.megatron.plugin import MegatronChunkGraphs, attach
+from chunkgraph.megatron.padding import keep_padding_from_experts
+from chunkgraph.megatron.plugin import MegatronChunkGraphs, attach, config_of
 from chunkgraph.megatron.processes import seed_everything
 
 __all__ = [
@@ -130,7 +132,10 @@ def run_training(
         forget_expert_metrics()  # of a run before
     graphs: MegatronChunkGraphs | None = None
     run = TrainingRun()
+    undo = ExitStack()
     try:
+        if has_experts and packed_shape(config) is not None and not use_graphs:
+            undo.callback(keep_padding_from_experts(chunks, config_of(chunks[0])))
         if use_graphs:
             graphs = attach(
                 chunks,
@@ -189,6 +194,7 @@ def run_training(
             for name, parameter in (*chunk.named_parameters(), *chunk.named_buffers())
         }
     finally:
+        undo.close()
         if graphs is not None:
             graphs.detach()
         if config.model.fp8 is not None:
@@ -248,12 +254,15 @@ def forward_step(
 ) -> tuple[torch.Tensor, Callable[[torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor]]]]:
     """Megatron's forward step: one microbatch through ``chunk``, and the function of its loss."""
     batch = next(data)
+    # Releases without experts on packed sequences do not know the argument.
+    only_some = {"padding_mask": batch["padding_mask"]} if "padding_mask" in batch else {}
     output = chunk(
         input_ids=batch["tokens"],
         position_ids=batch["position_ids"],
         attention_mask=batch.get("attention_mask"),
         labels=batch["labels"],
         packed_seq_params=batch.get("packed_seq_params"),
+        **only_some,
     )
     if "is_counted" in batch:
         return output, partial(_mean_of, batch["is_counted"])

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from chunkgraph.graphs import GraphBackend
     from chunkgraph.packing import PackedShape
 
-__all__ = ["MegatronChunkGraphs", "attach"]
+__all__ = ["MegatronChunkGraphs", "attach", "config_of"]
 
 
 def attach(
@@ -86,7 +86,7 @@ def attach(
     chunks = [model_chunks] if isinstance(model_chunks, nn.Module) else list(model_chunks)
     if not chunks:
         raise ConfigError("attach() got no model chunk. Pass what the schedule gets as `model`.")
-    config = _config_of(chunks[0])
+    config = config_of(chunks[0])
     place = PipelinePlace.current(len(chunks), config)
     refuse_unsupported(config, chunks, _device_of(chunks[0]), token_drops)
     refuse_for_scope(config, scope)
@@ -96,13 +96,7 @@ def attach(
     fp8 = _fp8_state(config, parts)
     experts: Experts | None = None
     if getattr(config, "num_moe_experts", None):
-        if packing is not None:
-            raise ConfigError(
-                f"num_moe_experts={config.num_moe_experts} with packing: the rows behind packed "
-                "documents would be routed to experts and take the room of tokens. Leave packing "
-                "out."
-            )
-        experts = Experts(chunks, parts, token_drops)
+        experts = Experts(chunks, parts, token_drops, None if packing is None else config)
     slots = tuple(num_slots) if num_slots is not None else place.num_slots()
     agree = agree_by_maximum()
     packings = StepPackings(packing, place.rank, agree) if packing is not None else None
@@ -345,7 +339,12 @@ def _following_megatron(
     )
 
 
-def _config_of(chunk: nn.Module) -> Any:
+def config_of(chunk: nn.Module) -> Any:
+    """Megatron's TransformerConfig of a model chunk, through its wrappers.
+
+    Raises:
+        ConfigError: it has none.
+    """
     module: Any = chunk
     while isinstance(module, nn.Module):
         if getattr(module, "config", None) is not None:

@@ -35,14 +35,18 @@ def make_case(make_config: Callable[..., Any], tmp_path: Path) -> Case:
         dp: int = 1,
         verify: str = "none",
         model: dict[str, Any] | None = None,
+        moe: dict[str, Any] | None = None,
+        **pipeline: Any,
     ) -> dict[str, Any]:
         return {
             "config": make_config(
                 model={"layer_spec": "user_specs:packed", **(model or {})},
+                moe=moe or {},
                 pipeline={
                     "pipeline_model_parallel_size": pp,
                     "virtual_pipeline_model_parallel_size": vpp,
                     "data_parallel_size": dp,
+                    **pipeline,
                 },
                 train={"num_microbatches": counts, "micro_batch_size": 1},
                 data={"path": str(path)},
@@ -60,7 +64,8 @@ def _check(
     """Everything equal, captured once; eager in the first step and where told."""
     for name, result in results.items():
         steps = result["steps"]
-        wrong = [s for s in steps if not (s["loss_equal"] and s["grad_norm_equal"])]
+        equal = ("loss_equal", "grad_norm_equal", "expert_metrics_equal")
+        wrong = [s for s in steps if not all(s[key] for key in equal)]
         assert not wrong, f"{name}: {wrong}"
         assert result["different_parameters"] == {}, name
         assert result["capture_sessions"] == 1, name
@@ -126,3 +131,55 @@ def test_overflow_on_one_of_two_pipelines(run_cases: Callable[..., Any], make_ca
     overflows = [step for step, ranks in enumerate(too_many) if any(ranks)]
     assert overflows == [1, 5]
     _check(run_cases(cases, 4), {"dp2_pp2": overflows})
+
+
+_EXPERTS = {
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 32,
+    "moe_expert_capacity_factor": 1.0,
+    "moe_aux_loss_coeff": 0.1,
+    "moe_z_loss_coeff": 0.01,
+    "token_drops": "count",
+}
+_SPARSE = {"layer_spec": "user_specs:packed_experts", "swiglu": True, "num_layers": 2}
+
+
+def test_experts_on_two_ranks(run_cases: Callable[..., Any], make_case: Case) -> None:
+    """Also where only one of the ranks that share the experts has documents that do not fit."""
+    biased = {
+        **_EXPERTS,
+        "moe_expert_capacity_factor": 2.0,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+    }
+    gathered = {**_EXPERTS, "moe_token_dispatcher_type": "allgather"}
+    ep2 = {"dp": 2, "expert_model_parallel_size": 2}
+    recompute = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+    cases = {
+        "pp2_vpp2": make_case(
+            [2, 4], pp=2, vpp=2, moe=_EXPERTS, model={**_SPARSE, "num_layers": 4, **recompute}
+        ),
+        "ep2": make_case([2, 3, 2, 1, 3], moe=biased, model=_SPARSE, seqs=5, **ep2),
+        "ep2_allgather": make_case([2, 1], moe=gathered, model=_SPARSE, scope="block", **ep2),
+    }
+    results = run_cases(cases, 2)
+    _check(results, {"ep2": [1]})
+    for name, result in results.items():
+        assert all(step["expert_metrics"]["z_loss"] > 0 for step in result["steps"])
+        assert (result["dropped_tokens"] > 0) == (name != "ep2")
+
+
+def test_experts_of_split_sequences_in_a_pipeline(
+    run_cases: Callable[..., Any], make_case: Case
+) -> None:
+    """PP 2 x TP 2: every tensor-parallel rank has its part of the padding, on both stages."""
+    case = make_case(
+        [2, 1],
+        pp=2,
+        moe=_EXPERTS,
+        model={**_SPARSE, "layer_spec": "user_specs:packed_experts_split"},
+        tensor_model_parallel_size=2,
+        sequence_parallel=True,
+    )
+    _check(run_cases({"pp2_tp2": case}, 4))

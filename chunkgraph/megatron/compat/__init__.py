@@ -24,6 +24,7 @@ from chunkgraph.megatron.compat.data_parallel import (
 )
 from chunkgraph.megatron.compat.fp8 import Fp8State, fp8_is_installed, fp8_recipe, reset_fp8
 from chunkgraph.megatron.compat.moe_dispatch import patch_router, static_dispatch
+from chunkgraph.megatron.compat.moe_padding import PaddedRouting, kept_of_tokens
 from chunkgraph.megatron.compat.moe_state import (
     ExpertState,
     forget_expert_metrics,
@@ -65,6 +66,7 @@ __all__ = [
     "ExpertState",
     "Fp8State",
     "HostGenerator",
+    "PaddedRouting",
     "ParameterGates",
     "PretrainHooks",
     "ReceiveBuffers",
@@ -85,6 +87,7 @@ __all__ = [
     "is_fully_sharded",
     "is_pipelining_schedule",
     "is_plain_communicator",
+    "kept_of_tokens",
     "make_communicator",
     "packed_rope",
     "patch_attributes",
