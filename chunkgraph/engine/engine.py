@@ -12,13 +12,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from chunkgraph.engine.agreement import Agreement
-from chunkgraph.engine.announcement import Announcement, digest_of, has_one_digest
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.counters import Counters
+from chunkgraph.engine.deciding import (
+    SHAPE_UNKNOWN,
+    Standing,
+    StepDecider,
+    StepKind,
+)
 from chunkgraph.engine.decision import NOTHING_REPLAYED, Agree, EagerReason, StepMode, agree_alone
 from chunkgraph.engine.defaults import default_backend, rank_label, sample_call
-from chunkgraph.engine.failure import SessionWatch, agree_on_cause, forget_frames
+from chunkgraph.engine.failure import SessionWatch
+from chunkgraph.engine.joint_capture import capture_together
 from chunkgraph.engine.options import CaptureOptions
 from chunkgraph.engine.ranges import ReplayRanges
 from chunkgraph.engine.replay import SlotReplay, SlotRunner
@@ -27,7 +32,6 @@ from chunkgraph.engine.session import (
     CaptureReport,
     OnCapture,
     SessionSettings,
-    capture_session,
 )
 from chunkgraph.engine.signature import Call, detached, flatten_call
 from chunkgraph.engine.slot import Slot
@@ -37,8 +41,6 @@ from chunkgraph.graphs import GraphBackend
 from chunkgraph.slots import SlotMachine
 
 __all__ = ["ChunkGraphs"]
-
-_SHAPE_UNKNOWN = object()
 
 
 class ChunkGraphs:
@@ -104,9 +106,9 @@ class ChunkGraphs:
         )
         self._num_slots = tuple(num_slots)
         self._backend = backend or default_backend(self._chunks)
-        self._agreement = Agreement(agree or agree_alone)
-        self._announcement = Announcement() if is_told_of_misfits else None
-        self._usual_key: Hashable = _SHAPE_UNKNOWN  # of the last training step that fitted
+        self._decider = StepDecider(
+            agree or agree_alone, self._standing, is_told_of_misfits=is_told_of_misfits
+        )
         passes = self.options.num_warmup_passes
         if passes is None:
             passes = 0 if self._backend.name == "recorder" else 1
@@ -135,8 +137,8 @@ class ChunkGraphs:
         self._num_eager_steps = 0
         self._records_samples = False
         self._samples: list[Call | None] = [None] * len(self._chunks)
-        self._sample_key: Hashable = _SHAPE_UNKNOWN
-        self._captured_key: Hashable = _SHAPE_UNKNOWN
+        self._sample_key: Hashable = SHAPE_UNKNOWN
+        self._captured_key: Hashable = SHAPE_UNKNOWN
         self.callables = tuple(functools.partial(self._run, c) for c in range(len(self._chunks)))
 
     @property
@@ -186,22 +188,18 @@ class ChunkGraphs:
         """
         if self.mode is not StepMode.OUTSIDE:
             raise SlotError("A step was begun inside a step; end the first one before.")
-        misfit = self._told(misfit, forward_only=forward_only)
-        reason = self._decide(
-            forward_only=forward_only, shape_key=shape_key, eager=eager, misfit=misfit
-        )
+        misfit = self._decider.told(misfit, forward_only=forward_only)
+        step = StepKind(forward_only, shape_key, eager, misfit)
+        reason = self._decide(step)
         if reason is EagerReason.PACKING_OVERFLOW:
             self.counters.packing_overflows[misfit or "on another rank"] += 1
-        if not (forward_only or misfit):
-            self._usual_key = shape_key
         if reason is EagerReason.NONE:
             with self._replaying(num_microbatches):
                 yield self.mode
         else:
             with self._running_eagerly(reason, shape_key):
                 yield self.mode
-        if not forward_only and not eager:  # most likely the next one is like it
-            self._ask_ahead(shape_key if self._announcement is None else self._usual_key)
+        self._decider.end_step(step)
 
     def announce(self, misfit: str) -> None:
         """Say of the next training step whether its inputs fit, so that ranks agree ahead of it.
@@ -215,69 +213,24 @@ class ChunkGraphs:
         Raises:
             SlotError: that step was announced already.
         """
-        if self._announcement is None:
-            raise ValueError("is_told_of_misfits is False: steps are not announced")
-        self._announcement.give(misfit)
-        if self.mode is StepMode.OUTSIDE:
-            self._ask_ahead(self._usual_key)
+        self._decider.announce(misfit, is_in_step=self.mode is not StepMode.OUTSIDE)
 
-    def _ask_ahead(self, shape_key: Hashable) -> None:
-        """Ask about the next step, if enough of it is known."""
-        misfit = self._announcement.misfit if self._announcement is not None else ""
-        if misfit is None or shape_key is _SHAPE_UNKNOWN:
-            return
-        kind, asked = self._question(
-            forward_only=False, shape_key=shape_key, eager=False, misfit=misfit
-        )
-        self._agreement.post(kind, asked)
-
-    def _told(self, misfit: str | None, *, forward_only: bool) -> str:
-        """Why this rank's inputs of the step do not fit, or ""."""
-        if self._announcement is None:
-            if misfit is not None:
-                raise ValueError("is_told_of_misfits is False: steps take no misfit")
-            return ""
-        return "" if forward_only else self._announcement.take(misfit)
-
-    def _decide(
-        self, *, forward_only: bool, shape_key: Hashable, eager: bool, misfit: str
-    ) -> EagerReason:
+    def _decide(self, step: StepKind) -> EagerReason:
         """Agree with the other ranks on this step, capturing first if all of them are ready."""
-        kind, asked = self._question(
-            forward_only=forward_only, shape_key=shape_key, eager=eager, misfit=misfit
-        )
-        if self._announcement is None:
-            reason, some_without = self._agreement.answer(kind, asked)
-        else:
-            reason, some_without, *_ = self._agreement.answer(kind, asked, has_one_digest)
-        if reason == EagerReason.NONE and some_without:
+        reason, some_without = self._decider.decide(step)
+        if reason is EagerReason.NONE and some_without:
             self._capture_together([s for s in self._samples if s is not None], self._sample_key)
-            reason = EagerReason.CAPTURE_FAILED if self._failure else EagerReason.NONE
-        return EagerReason(reason)
+            return EagerReason.CAPTURE_FAILED if self._failure else EagerReason.NONE
+        return reason
 
-    def _question(
-        self, *, forward_only: bool, shape_key: Hashable, eager: bool, misfit: str
-    ) -> tuple[Hashable, list[int]]:
-        """The kind of a step, and what this rank asks the others about it."""
-        if misfit:  # the shapes of such a step are its rank's own
-            shape_key = self._usual_key
-        own = EagerReason.NONE
-        if forward_only:
-            own = EagerReason.FORWARD_ONLY
-        elif self._failure is not None:
-            own = EagerReason.CAPTURE_FAILED
-        elif eager:
-            own = EagerReason.REQUESTED
-        elif self._captured is not None:
-            if shape_key != self._captured_key:
-                own = EagerReason.SHAPES_DIFFER
-        elif not self._is_ready_to_capture(shape_key):
-            own = EagerReason.RELEASED if self._was_released else EagerReason.CAPTURE_WARMUP
-        kind, is_without = (forward_only, shape_key, eager), int(self._captured is None)
-        if self._announcement is None:
-            return kind, [own, is_without]
-        reason = max(own, EagerReason.PACKING_OVERFLOW) if misfit else own
-        return kind, [reason, is_without, *digest_of(kind, own, is_without)]
+    def _standing(self) -> Standing:
+        return Standing(
+            is_captured=self._captured is not None,
+            captured_key=self._captured_key,
+            has_failed=self._failure is not None,
+            was_released=self._was_released,
+            is_ready=self._is_ready_to_capture,
+        )
 
     def _is_ready_to_capture(self, shape_key: Hashable) -> bool:
         return (
@@ -364,7 +317,7 @@ class ChunkGraphs:
             raise CaptureError(
                 "The chunks are captured already; call release() before capturing again."
             )
-        if self._announcement is not None and self._announcement.misfit is not None:
+        if self._decider.has_announcement:
             raise SlotError("A step was announced; capture() comes before the announcement.")
         if len(samples) != len(self._chunks):
             raise ValueError(f"got {len(samples)} samples for {len(self._chunks)} chunks")
@@ -377,45 +330,34 @@ class ChunkGraphs:
         self, samples: Sequence[Call], shape_key: Hashable, *, must_raise: bool = False
     ) -> None:
         verifier = new_verifier(self.options.verify, self._chunks, samples, self._surroundings)
-        chunks = self._chunks if verifier is None else verifier.chunks
-        watch = SessionWatch(self._chunks, rank_label(self._chunks))
-        own: ChunkGraphError | None = None
-        try:
-            with watch.watching(self._settings) as settings:
-                captured = capture_session(
-                    chunks, self._num_slots, samples, self._backend, settings
-                )
-        except Exception as error:  # noqa: BLE001
-            # Whatever it was, the other ranks are about to ask how the session went.
-            own = watch.explain(error)
-            forget_frames(error)
+        result = capture_together(
+            self._chunks if verifier is None else verifier.chunks,
+            self._num_slots,
+            samples,
+            self._backend,
+            self._settings,
+            SessionWatch(self._chunks, rank_label(self._chunks)),
+            self._decider.agreement.now,
+        )
         self._samples = [None] * len(self._chunks)
-        self.failed_here = own is not None
-        cause, is_own = agree_on_cause(self._agreement.now, str(own) if own is not None else "")
-        if not cause:
-            self._captured = captured
+        self.failed_here = result.failed_here
+        if result.captured is not None:
+            self._captured = result.captured
             self._captured_key = shape_key
             self._verifier = verifier
             if verifier is not None:
-                verifier.captured(captured)
+                verifier.captured(result.captured)
             self._first_replayed_step = self.counters.replayed_steps
-            self.counters.captures += captured.report.num_graphs // 2
+            self.counters.captures += result.captured.report.num_graphs // 2
             self.counters.capture_sessions += 1
             return
-        if own is None:
-            for slot in (s for slots in captured.slots for s in slots):
-                slot.release()
-            del captured
-            own = CaptureError(
-                f"{rank_label(self._chunks)}: captured, but another rank could not; all ranks "
-                f"dropped their graphs. Its message:\n{cause}"
-            )
-        self._backend.release_cached_memory()
-        self._failure = own if isinstance(own, CaptureError) else CaptureError(str(own))
+        error = result.error
+        assert error is not None
+        self._failure = error if isinstance(error, CaptureError) else CaptureError(str(error))
         if must_raise or self.options.on_failure == "raise":
-            raise own
-        if is_own:  # one warning is enough for all ranks
-            warnings.warn(f"{own}\nTraining goes on eagerly on all ranks.", stacklevel=4)
+            raise error
+        if result.is_told_here:
+            warnings.warn(f"{error}\nTraining goes on eagerly on all ranks.", stacklevel=4)
 
     def release(self) -> None:
         """Drop graphs, pools and static buffers; steps run eagerly until the next capture.

@@ -29,11 +29,14 @@ class SessionWatch:
     Args:
         chunks: of the session.
         label: names the rank.
+
+    Attributes:
+        label: the same.
     """
 
     def __init__(self, chunks: Sequence[Chunk], label: str) -> None:
         self._chunks = tuple(chunks)
-        self._label = label
+        self.label = label
         self._layers = LayerWatch()
         self._num_done = self._num_graphs = 0
 
@@ -47,7 +50,7 @@ class SessionWatch:
         """The error to report: with the layer, and what was done by then where memory ran out."""
         own = error
         if not isinstance(own, ChunkGraphError):
-            own = capture_failure(self._label, error)
+            own = capture_failure(self.label, error)
             own.__cause__ = error
         if not isinstance(own, CaptureError):
             return own

@@ -22,8 +22,10 @@ from chunkgraph.engine.aliases import ParameterAliases
 from chunkgraph.engine.chunk import Chunk, GradientMarker
 from chunkgraph.engine.gradients import GradientSinks
 from chunkgraph.engine.leaves import check_outputs
-from chunkgraph.engine.signature import Call, Signature, flatten, unflatten
+from chunkgraph.engine.signature import Call, Signature, flatten
 from chunkgraph.engine.slot import Slot
+from chunkgraph.engine.static_inputs import call_with, static_like
+from chunkgraph.engine.warm_up import check_memory, warm_up
 from chunkgraph.errors import CaptureError, MemoryPlanError
 from chunkgraph.graphs import (
     AddressRanges,
@@ -31,7 +33,6 @@ from chunkgraph.graphs import (
     GraphBackend,
     OperatorTrace,
     Pool,
-    watch_operators,
 )
 from chunkgraph.memory import MemoryPlan, PoolPlan, SlotFootprint, prove_disjoint
 
@@ -154,10 +155,18 @@ def capture_session(
             # What eager steps left in the cache serves neither another stream nor a pool.
             backend.release_cached_memory()
             warm = [
-                _warm_up(chunk, samples[c], sinks[c], aliases[c].leaves, backend, settings)
+                warm_up(
+                    chunk,
+                    samples[c],
+                    sinks[c],
+                    aliases[c].leaves,
+                    backend,
+                    num_passes=settings.num_passes,
+                    traces=settings.memory_plan == "shared_temporaries",
+                )
                 for c, chunk in enumerate(chunks)
             ]
-            _check_memory(chunks, num_slots, [w.held_bytes for w in warm], backend)
+            check_memory(chunks, num_slots, [w.held_bytes for w in warm], backend)
             backend.release_cached_memory()
             total = 2 * sum(num_slots)
             for c, (chunk, sample) in enumerate(zip(chunks, samples, strict=True)):
@@ -209,71 +218,6 @@ def capture_session(
     return CapturedRank(slots, signatures, sinks, pools, report)
 
 
-@dataclass(frozen=True)
-class _WarmUp:
-    """What an eager pass showed of a chunk.
-
-    Attributes:
-        held_bytes: what one forward holds until its backward; 0 without a pass or where nobody
-            counts.
-        trace: of the forward's operators, where the memory plan needs it.
-    """
-
-    held_bytes: int
-    trace: OperatorTrace | None
-
-
-def _warm_up(
-    chunk: Chunk,
-    sample: Call,
-    sinks: GradientSinks,
-    leaves: Sequence[nn.Parameter],
-    backend: GraphBackend,
-    settings: SessionSettings,
-) -> _WarmUp:
-    """Eager passes on the capture stream: libraries make handles and choose algorithms there."""
-    held_bytes, trace = 0, None
-    watches = settings.memory_plan == "shared_temporaries"
-    num_passes = max(settings.num_passes, int(watches))
-    with backend.on_capture_stream(), sinks.discarding(leaves):
-        for number in range(num_passes):
-            before = backend.allocated_bytes()
-            inputs = [_static_like(t) for t in sample.tensors]
-            is_last = number == num_passes - 1
-            with watch_operators() if watches and is_last else nullcontext() as watch:
-                results = flatten(_call(chunk, sample, inputs))[0]
-            held_bytes = backend.allocated_bytes() - before
-            trace = watch.trace() if watch is not None else None
-            outputs = [t for t in results if isinstance(t, torch.Tensor) and t.requires_grad]
-            torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
-            if chunk.end_of_backward is not None:
-                chunk.end_of_backward()
-    return _WarmUp(held_bytes, trace)
-
-
-def _check_memory(
-    chunks: Sequence[Chunk],
-    num_slots: Sequence[int],
-    held_bytes: Sequence[int],
-    backend: GraphBackend,
-) -> None:
-    """Refuse a session that cannot fit, before its first allocation."""
-    needed = sum(n * held for n, held in zip(num_slots, held_bytes, strict=True))
-    free = backend.free_bytes()
-    if free is None or needed <= free:
-        return
-    parts = ", ".join(
-        f"{chunk.label}: {n} slots of {held / 2**20:.0f} MiB"
-        for chunk, n, held in zip(chunks, num_slots, held_bytes, strict=True)
-    )
-    raise CaptureError(
-        f"The slots need {needed / 2**20:.0f} MiB ({parts}), but only {free / 2**20:.0f} MiB of "
-        f"{backend.device} are free; nothing was captured.\n"
-        "  To do: a smaller microbatch or sequence, selective recompute, fewer layers on a rank, "
-        "or fewer slots where the number of microbatches is bounded (num_slots)."
-    )
-
-
 def _capture_forward(
     c: int,
     s: int,
@@ -286,7 +230,7 @@ def _capture_forward(
     settings: SessionSettings,
 ) -> _Forward:
     label = f"{chunk.label} slot {s}"
-    inputs = [_static_like(t) for t in sample.tensors]
+    inputs = [static_like(t) for t in sample.tensors]
     pool = pools.forward_pool(label)
     router = pools.router(trace)
     before = pool.live()
@@ -294,7 +238,7 @@ def _capture_forward(
         torch.enable_grad(),
         backend.capture(f"{label} forward", pool, settings.generators(), router) as graph,
     ):
-        result = _call(chunk, sample, inputs)
+        result = call_with(chunk, sample, inputs)
     if router is not None and (live := router.scratch.live()):
         graph.release()
         raise MemoryPlanError(
@@ -369,20 +313,6 @@ def _footprint(forward: _Forward, backend: GraphBackend) -> SlotFootprint:
         live = live | backend.raw(tensor)
     graphs = (forward.graph, forward.backward)
     return SlotFootprint(forward.label, live, {g.label: g.writes() for g in graphs})
-
-
-def _call(chunk: Chunk, sample: Call, inputs: Sequence[torch.Tensor]) -> Any:
-    given = iter(inputs)
-    leaves = [next(given) if isinstance(x, torch.Tensor) else x for x in sample.leaves]
-    args, kwargs = unflatten(leaves, sample.spec)
-    with torch.enable_grad():
-        return chunk.forward(*args, **kwargs)
-
-
-def _static_like(tensor: torch.Tensor) -> torch.Tensor:
-    static = torch.empty_like(tensor, requires_grad=False)
-    static.copy_(tensor.detach())
-    return static.requires_grad_(tensor.requires_grad)
 
 
 def _minus(after: AddressRanges, before: AddressRanges) -> AddressRanges:

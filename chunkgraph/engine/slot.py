@@ -72,6 +72,8 @@ class Slot:
         reach it, and whoever receives into it passes it here, which forgets the source.
         """
         sources = self._sources
+        statics: list[torch.Tensor] = []
+        copied: list[torch.Tensor] = []
         for i, (static, given) in enumerate(zip(self.inputs, tensors, strict=True)):
             source = sources[i]
             if source is not None:
@@ -79,8 +81,13 @@ class Slot:
                     continue
                 sources[i] = None
             if static.data_ptr() != given.data_ptr():
-                static.copy_(given)
+                statics.append(static)
+                copied.append(given)
                 sources[i] = LoadedSource.of(given)
+        if len(copied) == 1:
+            statics[0].copy_(copied[0])
+        elif copied:  # one launch for all that have one dtype
+            torch._foreach_copy_(statics, copied)
 
     def forget_sources(self) -> None:
         """Load every input anew next time: a step ended between a receive and its forward."""

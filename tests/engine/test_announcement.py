@@ -146,7 +146,7 @@ def test_warmup_waits_for_steps_that_fit(when: str) -> None:
 
 def test_a_step_that_nobody_announced_is_asked_once_for_each_rank() -> None:
     _, engines = _run(["FFMF", "FFFF"], ["inside", "inside"])
-    asked = [e._agreement._agree.num_asked for e in engines]
+    asked = [e._decider.agreement._agree.num_asked for e in engines]
     assert asked[0] == asked[1] <= 4 + 2  # one for each step, and how the capture went
 
 

@@ -70,7 +70,12 @@ def num_copies(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             copies.append(source)
         return copy(target, source, *rest)
 
+    def counting_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        for target, source in zip(targets, sources, strict=True):
+            counting(target, source)
+
     monkeypatch.setattr(torch.Tensor, "copy_", counting)
+    monkeypatch.setattr(torch, "_foreach_copy_", counting_each)
     return copies
 
 

@@ -17,7 +17,13 @@ from chunkgraph.megatron import loop
 from chunkgraph.megatron.plugin import MegatronChunkGraphs, attach
 from chunkgraph.megatron.training import compare_runs
 
-_COPIES = ("aten::copy_", "aten::clone", "aten::_to_copy", "aten::contiguous")
+_COPIES = (
+    "aten::copy_",
+    "aten::_foreach_copy_",
+    "aten::clone",
+    "aten::_to_copy",
+    "aten::contiguous",
+)
 
 
 class _CountCopies(TorchDispatchMode):
@@ -32,8 +38,9 @@ class _CountCopies(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         name = func.name().split(".")[0]
-        if name in _COPIES and tuple(args[0].shape) == self.shape:
-            self.found[name] += 1
+        targets = args[0] if name == "aten::_foreach_copy_" else args[:1]
+        if name in _COPIES:
+            self.found[name] += sum(tuple(t.shape) == self.shape for t in targets)
         return func(*args, **(kwargs or {}))
 
 

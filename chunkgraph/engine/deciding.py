@@ -1,0 +1,148 @@
+"""What this rank asks the others about each step, and what they decide together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
+from chunkgraph.engine.agreement import Agreement
+from chunkgraph.engine.announcement import Announcement, digest_of, has_one_digest
+from chunkgraph.engine.decision import Agree, EagerReason
+
+__all__ = ["SHAPE_UNKNOWN", "Standing", "StepDecider", "StepKind"]
+
+SHAPE_UNKNOWN = object()
+"""The shape key of a step that has not been seen."""
+
+
+@dataclass(frozen=True)
+class StepKind:
+    """What a step is called with, the same on all ranks but for the misfit.
+
+    Attributes:
+        forward_only: an evaluation step.
+        shape_key: whatever fixes the input shapes.
+        is_asked_eager: the caller wants it eager.
+        misfit: why this rank's inputs do not fit the graphs, "" if they do.
+    """
+
+    forward_only: bool = False
+    shape_key: Hashable = None
+    is_asked_eager: bool = False
+    misfit: str = ""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What of a rank bears on how its steps run.
+
+    Attributes:
+        is_captured: graphs are there.
+        captured_key: the shape key they were captured with.
+        has_failed: the last session failed.
+        was_released: graphs were there and were released.
+        is_ready: whether graphs could be captured before a step of this shape key.
+    """
+
+    is_captured: bool
+    captured_key: Hashable
+    has_failed: bool
+    was_released: bool
+    is_ready: Callable[[Hashable], bool]
+
+
+class StepDecider:
+    """Decides of every step, with the other ranks, whether it replays.
+
+    Args:
+        agree: see `Agree`.
+        standing: of this rank, at the moment.
+        is_told_of_misfits: whether every training step is told if its inputs fit.
+
+    Attributes:
+        agreement: of the ranks.
+    """
+
+    def __init__(
+        self, agree: Agree, standing: Callable[[], Standing], *, is_told_of_misfits: bool
+    ) -> None:
+        self.agreement = Agreement(agree)
+        self._standing = standing
+        self._announcement = Announcement() if is_told_of_misfits else None
+        self._usual_key: Hashable = SHAPE_UNKNOWN  # of the last training step that fitted
+
+    @property
+    def has_announcement(self) -> bool:
+        """Whether the next step was announced."""
+        return self._announcement is not None and self._announcement.misfit is not None
+
+    def announce(self, misfit: str, *, is_in_step: bool) -> None:
+        """Take the word on the next training step; ask about it unless a step is running.
+
+        Raises:
+            SlotError: that step was announced already.
+        """
+        if self._announcement is None:
+            raise ValueError("is_told_of_misfits is False: steps are not announced")
+        self._announcement.give(misfit)
+        if not is_in_step:
+            self._ask_ahead(self._usual_key)
+
+    def told(self, misfit: str | None, *, forward_only: bool) -> str:
+        """Why this rank's inputs of the step that begins do not fit, or ""."""
+        if self._announcement is None:
+            if misfit is not None:
+                raise ValueError("is_told_of_misfits is False: steps take no misfit")
+            return ""
+        return "" if forward_only else self._announcement.take(misfit)
+
+    def decide(self, step: StepKind) -> tuple[EagerReason, bool]:
+        """Agree with the other ranks on this step.
+
+        Returns:
+            Why it is eager, if it is, and whether graphs are missing on some rank: all of them
+            then capture before a step that replays.
+        """
+        kind, asked = self._question(step)
+        if self._announcement is None:
+            reason, some_without = self.agreement.answer(kind, asked)
+        else:
+            reason, some_without, *_ = self.agreement.answer(kind, asked, has_one_digest)
+        if not (step.forward_only or step.misfit):
+            self._usual_key = step.shape_key
+        return EagerReason(reason), bool(some_without)
+
+    def end_step(self, step: StepKind) -> None:
+        """A step ended well; the next one is most likely like it, so ask about that one now."""
+        if not (step.forward_only or step.is_asked_eager):
+            self._ask_ahead(step.shape_key if self._announcement is None else self._usual_key)
+
+    def _ask_ahead(self, shape_key: Hashable) -> None:
+        """Ask about the next step, if enough of it is known."""
+        misfit = self._announcement.misfit if self._announcement is not None else ""
+        if misfit is not None and shape_key is not SHAPE_UNKNOWN:
+            self.agreement.post(*self._question(StepKind(shape_key=shape_key, misfit=misfit)))
+
+    def _question(self, step: StepKind) -> tuple[Hashable, list[int]]:
+        """The kind of a step, and what this rank asks the others about it."""
+        # The shapes of a step that does not fit are its rank's own.
+        shape_key = self._usual_key if step.misfit else step.shape_key
+        standing = self._standing()
+        own = EagerReason.NONE
+        if step.forward_only:
+            own = EagerReason.FORWARD_ONLY
+        elif standing.has_failed:
+            own = EagerReason.CAPTURE_FAILED
+        elif step.is_asked_eager:
+            own = EagerReason.REQUESTED
+        elif standing.is_captured:
+            if shape_key != standing.captured_key:
+                own = EagerReason.SHAPES_DIFFER
+        elif not standing.is_ready(shape_key):
+            own = EagerReason.RELEASED if standing.was_released else EagerReason.CAPTURE_WARMUP
+        kind = (step.forward_only, shape_key, step.is_asked_eager)
+        is_without = int(not standing.is_captured)
+        if self._announcement is None:
+            return kind, [own, is_without]
+        reason = max(own, EagerReason.PACKING_OVERFLOW) if step.misfit else own
+        return kind, [reason, is_without, *digest_of(kind, own, is_without)]
