@@ -30,6 +30,7 @@ from chunkgraph.megatron.optimizer import build_optimizer, zero_gradients
 from chunkgraph.megatron.padding import keep_padding_from_experts
 from chunkgraph.megatron.plugin import MegatronChunkGraphs, attach, config_of
 from chunkgraph.megatron.processes import seed_everything
+from chunkgraph.megatron.receive import receiving_lengths
 
 __all__ = [
     "StepRecord",
@@ -142,21 +143,27 @@ def run_training(
                 scope=config.capture.scope,
                 options=capture_options(config),
                 packing=packed_shape(config),
+                buckets=config.packing.buckets,
                 progress=on_capture,
                 token_drops=config.moe.token_drops,
             )
             run.num_slots = graphs.num_slots
             forward_backward = graphs.wrap_forward_backward(forward_backward)
+        elif config.packing.buckets:
+            forward_backward = receiving_lengths(chunks, device, forward_backward)
         counted = _Counted(graphs)
         counts = config.train.num_microbatches
         for step, num_microbatches in enumerate(counts):
             synchronize(device)
             started = time.perf_counter()
             zero_gradients(chunks, optimizer)
-            told = {}
+            told: dict[str, Any] = {}
             packings = batches.packings(step, num_microbatches)
+            buckets = batches.buckets(step, num_microbatches)
             if graphs is not None and packings is not None:
-                told["packings"] = packings
+                told = {"packings": packings, "buckets": buckets}
+            elif buckets is not None:
+                told["buckets"] = buckets
             losses = forward_backward(
                 forward_step_func=forward_step,
                 data_iterator=[batches.step(step, num_microbatches) for _ in chunks],
@@ -169,7 +176,10 @@ def run_training(
             )
             if told and graphs is not None and step + 1 < len(counts):
                 # The ranks agree on the next step while the device works on the optimizer's.
-                graphs.announce(batches.packings(step + 1, counts[step + 1]) or ())
+                following = (step + 1, counts[step + 1])
+                graphs.announce(
+                    batches.packings(*following) or (), buckets=batches.buckets(*following)
+                )
             _, grad_norm, _ = optimizer.step()
             synchronize(device)
             record = StepRecord(

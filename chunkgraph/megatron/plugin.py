@@ -13,25 +13,27 @@ Megatron's own ``cuda_graph_impl`` stays ``none``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs
+from chunkgraph.engine import Agree, CaptureOptions, Chunk, ChunkGraphs
 from chunkgraph.engine.decision import StepMode
 from chunkgraph.errors import ChunkGraphError, ConfigError
 from chunkgraph.megatron import compat
+from chunkgraph.megatron.buckets import Buckets
 from chunkgraph.megatron.experts import Experts, TokenDrops, both
 from chunkgraph.megatron.receive import SlotReceiver, waits_for_sends
 from chunkgraph.megatron.scope import CapturedPart, Scope, new_part, refuse_for_scope
 from chunkgraph.megatron.step_packings import Packings, StepPackings
 from chunkgraph.megatron.support import refuse_unsupported
+from chunkgraph.megatron.surroundings import capturing, preserving, running_beside
 from chunkgraph.megatron.tables import CachedTables
 from chunkgraph.megatron.topology import PipelinePlace, agree_by_maximum
+from chunkgraph.packing import bucket_shapes
 
 if TYPE_CHECKING:
     from chunkgraph.engine.session import OnCapture
@@ -49,6 +51,7 @@ def attach(
     num_slots: Sequence[int] | None = None,
     zero_copy: bool = True,
     packing: PackedShape | None = None,
+    buckets: Sequence[float] = (),
     token_drops: TokenDrops = "warn",
     backend: GraphBackend | None = None,
     progress: OnCapture | None = None,
@@ -71,6 +74,9 @@ def attach(
         packing: the fixed shape of packed sequences, the same on every rank. Every training step is
             then told the documents of its microbatches (`MegatronChunkGraphs.wrap_forward_backward`
             says how); a step with a microbatch that does not fit runs eagerly on all ranks.
+        buckets: shorter lengths than that of ``packing`` that are captured too, as parts of it or
+            in tokens, the same on every rank. A microbatch is then given the rows of the smallest
+            that holds it (`MegatronChunkGraphs.buckets`), in eager steps too.
         token_drops: what is done about tokens that an expert has no room for, which Megatron drops:
             ``count`` them (`MegatronChunkGraphs.dropped_tokens`); count them and ``warn`` at the
             first, with capacity factors below 1 refused; or ``raise`` TokenDropError on all ranks
@@ -99,7 +105,25 @@ def attach(
         experts = Experts(chunks, parts, token_drops, None if packing is None else config)
     slots = tuple(num_slots) if num_slots is not None else place.num_slots()
     agree = agree_by_maximum()
-    packings = StepPackings(packing, place.rank, agree) if packing is not None else None
+    packings: StepPackings | None = None
+    if packing is not None:
+        multiple = packing.context_parallel_size
+        if getattr(config, "sequence_parallel", False):
+            multiple *= getattr(config, "tensor_model_parallel_size", 1)
+        packings = StepPackings(
+            Buckets(bucket_shapes(packing, buckets, multiple_of=multiple)),
+            place.rank,
+            agree,
+            needs_buckets=experts is not None
+            and (getattr(config, "expert_model_parallel_size", 1) or 1) > 1,
+        )
+    if buckets and (packings is None or fp8 is not None):
+        raise ConfigError(
+            f"buckets={list(buckets)} "
+            + ("without packing: only packed sequences have them." if fp8 is None else "with FP8:")
+            + ("" if fp8 is None else " the scales of several graphs of one slot were not tried.")
+            + " Leave them out."
+        )
     # Stage 0 sends no gradient; its input's gradient may go anywhere.
     lends = [
         zero_copy and waits_for_sends(config) and place.stage(c) > 0 for c in range(len(parts))
@@ -113,19 +137,30 @@ def attach(
         options=options if options is not None else CaptureOptions(),
         backend=backend,
         agree=agree,
-        capture_scope=lambda: _capturing(tables, predictions, fp8, experts),
-        preserve=lambda: _preserving(fp8),
+        capture_scope=lambda: capturing(tables, predictions, fp8, experts),
+        preserve=lambda: preserving(fp8),
         generators=compat.graph_safe_generators,
-        verify_scope=lambda: _running_beside(fp8),
+        verify_scope=lambda: running_beside(fp8),
         is_told_of_misfits=packings is not None,
+        banks=(None,) if packings is None else packings.buckets.keys,
+        derive_sample=None if packings is None else packings.buckets.derive,
         progress=progress,
     )
-    receiver = SlotReceiver(engine, place, config, wanted=zero_copy, lends_input_grads=lends)
+    receiver = SlotReceiver(
+        engine,
+        place,
+        config,
+        wanted=zero_copy,
+        lends_input_grads=lends,
+        device=_device_of(chunks[0]),
+    )
     for part, call in zip(parts, receiver.calls(engine.callables), strict=True):
         part.divert_to(call)
     names = [f"stage {place.stage(c)} chunk {c}" for c in range(len(parts))]
     held = (tables,) if fp8 is None else (tables, fp8)
-    return MegatronChunkGraphs(engine, parts, slots, held, receiver, names, experts, packings)
+    return MegatronChunkGraphs(
+        engine, parts, slots, held, receiver, names, experts, packings, agree
+    )
 
 
 class MegatronChunkGraphs:
@@ -147,6 +182,7 @@ class MegatronChunkGraphs:
         names: Sequence[str],
         experts: Experts | None = None,
         packings: StepPackings | None = None,
+        agree: Agree | None = None,
     ) -> None:
         self.engine = engine
         self.num_slots = num_slots
@@ -156,6 +192,7 @@ class MegatronChunkGraphs:
         self._names = tuple(names)
         self._experts = experts
         self._packings = packings
+        self._agree = agree
 
     @property
     def counters(self) -> Any:
@@ -182,21 +219,30 @@ class MegatronChunkGraphs:
 
         One call is one step: graphs are captured, and replay or eager is decided, at its start.
 
-        Attached with ``packing``, it takes two more keywords for training steps: ``packings``, the
-        lengths of the documents of each microbatch of this rank's data; and ``misfit``, why the
-        step is not to be replayed for reasons that only the caller knows (default "": none). Both
+        Attached with ``packing``, it takes more keywords for training steps: ``packings``, the
+        lengths of the documents of each microbatch of this rank's data; ``misfit``, why the step is
+        not to be replayed for reasons that only the caller knows (default "": none); and
+        ``buckets``, the rows of each microbatch where they are not those of the smallest bucket
+        that holds it. With buckets, ``seq_length`` is that of the longest. All of them
         may be left out of a step that was announced (`announce`). The caller passes
         ``packed_seq_params`` to the model on every pipeline stage, as without chunk graphs.
         """
 
         def chunk_graph_forward_backward(
-            *, packings: Packings | None = None, misfit: str = "", **kwargs: Any
+            *,
+            packings: Packings | None = None,
+            misfit: str = "",
+            buckets: Sequence[int] | None = None,
+            **kwargs: Any,
         ) -> Any:
-            told = None
+            told = keys = None
             if self._packings is not None:
                 if not kwargs.get("forward_only", False):
-                    told = self._packings.begin(packings, misfit, kwargs["num_microbatches"])
-            elif packings is not None or misfit:
+                    count = kwargs["num_microbatches"]
+                    told = self._packings.begin(packings, misfit, count, buckets)
+                    if len(self._packings.buckets.keys) > 1:
+                        keys = self._packings.keys
+            elif packings is not None or misfit or buckets is not None:
                 raise ConfigError(
                     "The step was given packings, but the chunk graphs know of no packing. Give "
                     "attach() the shape: attach(..., packing=PackedShape(...))."
@@ -210,10 +256,11 @@ class MegatronChunkGraphs:
                 forward_only=bool(kwargs.get("forward_only", False)),
                 shape_key=shape_key,
                 misfit=told,
+                banks=keys,
             ) as mode:
                 if self._experts is not None and mode is StepMode.REPLAY:
                     self._experts.begin_replays()
-                given = self.receiver.begin_step(mode, forward_backward, kwargs)
+                given = self.receiver.begin_step(mode, forward_backward, kwargs, keys)
                 result = forward_backward(**given)
             if self._experts is not None and not kwargs.get("forward_only"):
                 self._experts.end_step()
@@ -221,7 +268,23 @@ class MegatronChunkGraphs:
 
         return chunk_graph_forward_backward
 
-    def announce(self, packings: Packings, misfit: str = "") -> None:
+    @property
+    def buckets(self) -> Mapping[int, PackedShape]:
+        """By its rows, each shape that is captured, largest first; empty without packing."""
+        return {} if self._packings is None else self._packings.buckets.shapes
+
+    def agree_on_buckets(self, packings: Packings) -> list[int]:
+        """Rows of each microbatch of a step, the same on all ranks; all of them call it together.
+
+        For ranks that share experts, whose microbatches go through a chunk together.
+        """
+        if self._packings is None:
+            raise ConfigError("There are buckets in chunk graphs attached with `packing`.")
+        return self._packings.buckets.choose(packings, self._agree)
+
+    def announce(
+        self, packings: Packings, misfit: str = "", buckets: Sequence[int] | None = None
+    ) -> None:
         """Say what the next training step holds, so that the ranks agree while this one runs.
 
         Call it during the step before, or after it. Without it they agree when the step begins,
@@ -232,6 +295,7 @@ class MegatronChunkGraphs:
         Args:
             packings: lengths of the documents of each microbatch of the step.
             misfit: why the step is not to be replayed whatever its packings, or "".
+            buckets: see `wrap_forward_backward`.
 
         Raises:
             SlotError: the next step was announced already.
@@ -240,7 +304,7 @@ class MegatronChunkGraphs:
         """
         if self._packings is None:
             raise ConfigError("Steps are announced to chunk graphs attached with `packing`.")
-        self.engine.announce(self._packings.announced(packings, misfit))
+        self.engine.announce(self._packings.announced(packings, misfit, buckets))
 
     def name_replays(self) -> None:
         """Name every replay in profiles by stage, chunk, action and microbatch."""
@@ -259,40 +323,6 @@ class MegatronChunkGraphs:
             part.restore()
         if self._experts is not None:
             self._experts.detach()
-
-
-@contextmanager
-def _running_beside(fp8: compat.Fp8State | None) -> Iterator[None]:
-    """Around an eager pass of ``verify``: DDP's hooks keep silent, as in a capture."""
-    with compat.capture_flag(), compat.recomputing(), fp8.beside() if fp8 else nullcontext():
-        yield
-
-
-@contextmanager
-def _preserving(fp8: compat.Fp8State | None) -> Iterator[None]:
-    with compat.preserve_rng(), fp8.preserved() if fp8 else nullcontext():
-        yield
-
-
-@contextmanager
-def _capturing(
-    tables: CachedTables,
-    predictions: compat.TokenPrediction | None,
-    fp8: compat.Fp8State | None,
-    experts: Experts | None,
-) -> Iterator[None]:
-    with ExitStack() as stack:
-        stack.enter_context(compat.capture_flag())
-        stack.enter_context(compat.recomputing())
-        stack.enter_context(compat.packed_rope())
-        stack.enter_context(tables.held())
-        if fp8 is not None:
-            stack.enter_context(fp8.capturing())
-        if predictions is not None:
-            stack.enter_context(predictions.capturing())
-        if experts is not None:
-            stack.enter_context(experts.capturing())
-        yield
 
 
 def _predicts_tokens(parts: Sequence[CapturedPart]) -> bool:

@@ -200,6 +200,12 @@ def test_bad_override_says_which_and_why(small: Path, override: str, parts: list
             ["context_parallel_size is 2", "does not split packed documents"],
         ),
         ("packing.max_packed_seqs=-1", ConfigError, ["packing.max_packed_seqs is -1"]),
+        ("packing.buckets=[0.5]", ConfigError, ["buckets is [0.5]", "packing is off"]),
+        (
+            "packing.max_packed_seqs=8; train.micro_batch_size=1; packing.buckets=[0.5,9999]",
+            ConfigError,
+            ["packing.buckets has 9999", "whole number of tokens"],
+        ),
         ("packing.max_packed_tokens=64", ConfigError, ["packing is off", "max_packed_seqs is 0"]),
         (
             "packing.max_packed_seqs=8; train.micro_batch_size=2",

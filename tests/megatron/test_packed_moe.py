@@ -62,7 +62,7 @@ class _Model:
         self,
         device: Any,
         make_config: Callable[..., dict[str, Any]],
-        graphs: dict[str, Any] | None | bool,
+        graphs: dict[str, Any] | bool | None,
         case: str = "dropping",
     ) -> None:
         from chunkgraph.megatron import attach, compat, keep_padding_from_experts

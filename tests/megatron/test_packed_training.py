@@ -36,6 +36,7 @@ def make_case(make_config: Callable[..., Any], tmp_path: Path) -> Case:
         verify: str = "none",
         model: dict[str, Any] | None = None,
         moe: dict[str, Any] | None = None,
+        buckets: tuple[float, ...] = (),
         **pipeline: Any,
     ) -> dict[str, Any]:
         return {
@@ -50,7 +51,11 @@ def make_case(make_config: Callable[..., Any], tmp_path: Path) -> Case:
                 },
                 train={"num_microbatches": counts, "micro_batch_size": 1},
                 data={"path": str(path)},
-                packing={"max_packed_seqs": seqs, "max_packed_tokens": _TOKENS},
+                packing={
+                    "max_packed_seqs": seqs,
+                    "max_packed_tokens": _TOKENS,
+                    "buckets": list(buckets),
+                },
                 capture={"scope": scope, "verify": verify},
             )
         }
@@ -131,6 +136,62 @@ def test_overflow_on_one_of_two_pipelines(run_cases: Callable[..., Any], make_ca
     overflows = [step for step, ranks in enumerate(too_many) if any(ranks)]
     assert overflows == [1, 5]
     _check(run_cases(cases, 4), {"dp2_pp2": overflows})
+
+
+_BUCKETS = (12, 0.75, 42)  # of 48 tokens: 12 is never enough, and captured all the same
+
+
+def _lengths(case: dict[str, Any]) -> set[int]:
+    """Which of the buckets the microbatches of a run belong to."""
+    from chunkgraph.config import config_from_mapping
+    from chunkgraph.data import Documents
+    from chunkgraph.megatron.batches import packed_buckets, packed_shape
+
+    config = config_from_mapping(case["config"])
+    shape = packed_shape(config)
+    assert shape is not None
+    buckets = packed_buckets(config, shape)
+    documents = Documents.from_file(config.data.path, num_tokens=_TOKENS, seed=config.train.seed)
+    return {
+        key
+        for rank in range(config.pipeline.data_parallel_size)
+        for step, count in enumerate(config.train.num_microbatches)
+        for key in buckets.choose([documents.lengths(step, m, rank) for m in range(count)])
+    }
+
+
+def test_length_buckets(run_cases: Callable[..., Any], make_case: Case) -> None:
+    cases = {
+        "block": make_case(
+            [2, 3, 4], scope="block", model={"num_layers": 1}, verify="poison", buckets=_BUCKETS
+        ),
+        "chunk": make_case(
+            [2, 3, 4], model={"num_layers": 1, "hidden_dropout": 0.1}, buckets=_BUCKETS
+        ),
+    }
+    assert _lengths(cases["block"]) == {36, 42, 48}
+    results = run_cases(cases, 1)
+    _check(results)
+    for result in results.values():
+        assert result["steps"][1]["captures"] == 4  # one slot, in four banks
+
+
+def test_length_buckets_on_two_ranks(run_cases: Callable[..., Any], make_case: Case) -> None:
+    """Stages receive tensors of several lengths, into slots and elsewhere; experts are shared."""
+    cases = {
+        "pp2": make_case([3, 1, 5], pp=2, model={"num_layers": 2}, buckets=_BUCKETS),
+        "pp2_vpp2": make_case([2, 4], scope="block", pp=2, vpp=2, buckets=(0.75, 42)),
+        "ep2": make_case(
+            [2, 3],
+            moe=_EXPERTS,
+            model=_SPARSE,
+            dp=2,
+            expert_model_parallel_size=2,
+            buckets=(0.75, 42),
+        ),
+    }
+    assert all(len(_lengths(case)) > 1 for case in cases.values())
+    _check(run_cases(cases, 2))
 
 
 _EXPERTS = {
