@@ -260,7 +260,10 @@ class MegatronChunkGraphs:
             ) as mode:
                 if self._experts is not None and mode is StepMode.REPLAY:
                     self._experts.begin_replays()
-                given = self.receiver.begin_step(mode, forward_backward, kwargs, keys)
+                rows = keys
+                if told and buckets is None and kwargs.get("seq_length") not in self.buckets:
+                    rows = None  # what fits no bucket has a length of its own: the schedule's
+                given = self.receiver.begin_step(mode, forward_backward, kwargs, rows)
                 result = forward_backward(**given)
             if self._experts is not None and not kwargs.get("forward_only"):
                 self._experts.end_step()

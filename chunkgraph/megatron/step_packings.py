@@ -82,6 +82,12 @@ class StepPackings:
             )
         if announced is None:
             if packings is None:
+                if buckets is None and len(self.buckets.keys) > 1:
+                    raise ConfigError(
+                        f"rank {self._rank}: a step was told a misfit ({misfit}), but neither its "
+                        "packings nor its buckets, so that stages do not know how long the "
+                        "microbatches are that they receive. Give packings=... or buckets=..."
+                    )
                 self.keys = None if buckets is None else list(buckets)
                 return misfit
             told = misfit or misfit_of(packings, self.shape, num_microbatches, self._rank)
@@ -114,7 +120,7 @@ class StepPackings:
         wrong = [
             microbatch
             for microbatch, (key, least) in enumerate(zip(given, smallest, strict=False))
-            if key not in self.buckets.shapes or (not misfit and key < least)
+            if not misfit and (key not in self.buckets.shapes or key < least)
         ]
         if wrong or len(given) != len(packings):
             raise ConfigError(

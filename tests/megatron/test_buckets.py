@@ -85,6 +85,11 @@ def test_steps_know_the_buckets_of_their_microbatches() -> None:
     for wrong in ([8, 8], [8], [8, 20]):
         with pytest.raises(ConfigError, match=r"rank 0: the buckets .* do not hold"):
             steps.begin([[8], [9]], "", 2, wrong)
+    assert steps.begin([[40]], "", 1, [40]) == "a document is longer than allowed"
+    assert steps.keys == [40]
+    with pytest.raises(ConfigError, match="neither its packings nor its buckets"):
+        steps.begin(None, "a bad day", 1)
+    assert steps.begin(None, "a bad day", 1, [32]) == "a bad day"
     assert steps.announced([[3]], "", [16]) == ""
     assert steps.begin(None, "", 1) is None
     assert steps.keys == [16]
