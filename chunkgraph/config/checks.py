@@ -321,6 +321,12 @@ def _check_train(config: Config) -> None:
 def _check_packing(config: Config) -> None:
     packing, model, train = config.packing, config.model, config.train
     if not packing.max_packed_seqs:
+        if packing.buckets:
+            msg = (
+                f"packing.buckets is {list(packing.buckets)}, but packing is off: "
+                "packing.max_packed_seqs is 0. Set it to the most documents of a microbatch and 1."
+            )
+            raise ConfigError(msg)
         if packing.max_packed_tokens is not None:
             msg = (
                 f"packing.max_packed_tokens is {packing.max_packed_tokens}, but packing is off: "
@@ -341,11 +347,24 @@ def _check_packing(config: Config) -> None:
             "packing.max_packed_seqs to 0."
         )
         raise ConfigError(msg)
-    if config.moe.num_moe_experts:
+    for size in packing.buckets:
+        if not 0 < size <= config.tokens_per_sequence or (size > 1 and size != int(size)):
+            msg = (
+                f"packing.buckets has {size:g}; a bucket is a part of the tokens above 0 and up to "
+                f"1, or a whole number of tokens up to {config.tokens_per_sequence}."
+            )
+            raise ConfigError(msg)
+    if packing.buckets and model.fp8 is not None:
         msg = (
-            f"moe.num_moe_experts is {config.moe.num_moe_experts}: the rows behind packed "
-            "documents would be routed to experts and take the room of tokens. Set "
-            "packing.max_packed_seqs to 0."
+            f"packing.buckets is {list(packing.buckets)} with model.fp8={model.fp8}: the scales of "
+            "several graphs of one slot were not tried. Set it to []."
+        )
+        raise ConfigError(msg)
+    if config.stash.enabled or config.moe.token_drops == "rerun":
+        key = "stash.enabled is true" if config.stash.enabled else "moe.token_drops is rerun"
+        msg = (
+            f"packing with {key}: to run a step of packed sequences anew was not tried. Leave one "
+            "of them out."
         )
         raise ConfigError(msg)
     if train.micro_batch_size != 1:

@@ -42,11 +42,12 @@ def check_experts(config: Config) -> None:
             f"pipeline.data_parallel_size ({pipeline.data_parallel_size}); the ranks that share "
             "the experts are copies of the rest of the model. Change one of them."
         )
-    if pipeline.tensor_model_parallel_size > 1:
+    if pipeline.tensor_model_parallel_size > 1 and not pipeline.sequence_parallel:
         raise TopologyError(
             "pipeline.tensor_model_parallel_size is "
             f"{pipeline.tensor_model_parallel_size}: Megatron trains experts on several "
-            "tensor-parallel ranks only with sequence parallelism, which no setting here turns on."
+            "tensor-parallel ranks only with sequence parallelism. Set "
+            "pipeline.sequence_parallel=true."
         )
     frequency, num_layers = moe.moe_layer_freq, config.model.num_layers
     if frequency is not None and (len(frequency) != num_layers or set(frequency) - {0, 1}):

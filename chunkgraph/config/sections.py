@@ -221,6 +221,9 @@ class PackingConfig:
     off. A step with a microbatch of more documents runs eagerly."""
     max_packed_tokens: int | None = None
     """Tokens of a microbatch; null is ``model.seq_length``."""
+    buckets: tuple[float, ...] = ()
+    """Shorter microbatches that are captured too, as parts of the tokens or as numbers of tokens
+    above 1; each microbatch takes the smallest that it fits."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -18,6 +18,7 @@ class Counters:
         captures: graph pairs (one forward, one backward) captured.
         capture_sessions: sessions that succeeded.
         replays: replayed forwards, one a microbatch and chunk.
+        replays_of_bank: of those, by the key of the bank.
         backward_replays: replayed backwards.
         replayed_steps: steps in which at least one microbatch was replayed.
         fallbacks: eager steps by reason.
@@ -30,6 +31,7 @@ class Counters:
     captures: int = 0
     capture_sessions: int = 0
     replays: int = 0
+    replays_of_bank: Counter[Hashable] = field(default_factory=Counter)
     backward_replays: int = 0
     replayed_steps: int = 0
     fallbacks: Counter[str] = field(default_factory=Counter)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import warnings
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
+from chunkgraph.engine.banks import BankSamples, Derive, StepBanks
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.counters import Counters
 from chunkgraph.engine.deciding import (
@@ -33,7 +34,7 @@ from chunkgraph.engine.session import (
     OnCapture,
     SessionSettings,
 )
-from chunkgraph.engine.signature import Call, detached, flatten_call
+from chunkgraph.engine.signature import Call
 from chunkgraph.engine.slot import Slot
 from chunkgraph.engine.verify import Surroundings, Verifier, new_verifier
 from chunkgraph.errors import CaptureError, ChunkGraphError, SlotError
@@ -66,6 +67,10 @@ class ChunkGraphs:
         verify_scope: entered around the eager passes of ``verify``.
         is_told_of_misfits: whether every training step is told, on every rank, if its inputs fit
             (`step`, `announce`); the same on all ranks.
+        banks: keys of the variants that every slot has, largest first; see
+            `chunkgraph.engine.banks`. The same on all ranks.
+        derive_sample: makes what a bank is captured from out of a call of another bank, if no
+            eager step had a microbatch of it; None: capture waits for one.
 
     Attributes:
         callables: one for each chunk.
@@ -89,6 +94,8 @@ class ChunkGraphs:
         progress: OnCapture | None = None,
         verify_scope: Callable[[], AbstractContextManager[object]] = nullcontext,
         is_told_of_misfits: bool = False,
+        banks: Sequence[Hashable] = (None,),
+        derive_sample: Derive | None = None,
     ) -> None:
         if len(chunks) != len(num_slots) or not chunks:
             raise ValueError(
@@ -136,7 +143,8 @@ class ChunkGraphs:
         self._was_released = False
         self._num_eager_steps = 0
         self._records_samples = False
-        self._samples: list[Call | None] = [None] * len(self._chunks)
+        self._banks = StepBanks(banks, len(self._chunks))
+        self._samples = BankSamples(banks, len(self._chunks), derive_sample)
         self._sample_key: Hashable = SHAPE_UNKNOWN
         self._captured_key: Hashable = SHAPE_UNKNOWN
         self.callables = tuple(functools.partial(self._run, c) for c in range(len(self._chunks)))
@@ -162,6 +170,7 @@ class ChunkGraphs:
         shape_key: Hashable = None,
         eager: bool = False,
         misfit: str | None = None,
+        banks: Sequence[Hashable] | None = None,
     ) -> Iterator[StepMode]:
         """One call of the schedule. All ranks enter it together.
 
@@ -177,6 +186,10 @@ class ChunkGraphs:
             misfit: where ``is_told_of_misfits``: why this rank's inputs do not fit what is
                 captured (whatever their shapes), "" if they do; may be left out where it was
                 announced. On one rank it makes the step eager on all of them.
+            banks: the bank of each microbatch, in the order of the chunks' forwards; needed in
+                training steps where there are several. Of microbatches that fit none (there is a
+                misfit) it says nothing. Not agreed on: ranks whose collectives inside a chunk
+                meet must be given the same.
 
         Yields:
             How the step runs.
@@ -189,6 +202,9 @@ class ChunkGraphs:
         if self.mode is not StepMode.OUTSIDE:
             raise SlotError("A step was begun inside a step; end the first one before.")
         misfit = self._decider.told(misfit, forward_only=forward_only)
+        if not (misfit or forward_only or eager):
+            self._banks.check(banks, num_microbatches)
+        self._banks.begin_step(banks)
         step = StepKind(forward_only, shape_key, eager, misfit)
         reason = self._decide(step)
         if reason is EagerReason.PACKING_OVERFLOW:
@@ -219,7 +235,7 @@ class ChunkGraphs:
         """Agree with the other ranks on this step, capturing first if all of them are ready."""
         reason, some_without = self._decider.decide(step)
         if reason is EagerReason.NONE and some_without:
-            self._capture_together([s for s in self._samples if s is not None], self._sample_key)
+            self._capture_together(self._samples.by_bank, self._sample_key)
             return EagerReason.CAPTURE_FAILED if self._failure else EagerReason.NONE
         return reason
 
@@ -235,7 +251,7 @@ class ChunkGraphs:
     def _is_ready_to_capture(self, shape_key: Hashable) -> bool:
         return (
             self._num_eager_steps >= self.options.num_warmup_steps
-            and all(sample is not None for sample in self._samples)
+            and self._samples.are_complete
             and shape_key == self._sample_key
         )
 
@@ -283,7 +299,9 @@ class ChunkGraphs:
             EagerReason.RELEASED,
         )
         if wants_samples:
-            self._samples = [None] * len(self._chunks)
+            if shape_key != self._sample_key:
+                self._samples.forget()
+            self._samples.begin_step()
             self._sample_key = shape_key
         self._records_samples = wants_samples
         try:
@@ -296,13 +314,14 @@ class ChunkGraphs:
 
     # -- capture -------------------------------------------------------------------------------
 
-    def capture(self, samples: Sequence[Any]) -> CaptureReport:
+    def capture(self, samples: Sequence[Any] | Mapping[Hashable, Sequence[Any]]) -> CaptureReport:
         """Capture now, from given inputs. All ranks call it together, outside a step.
 
         Args:
             samples: for each chunk its arguments: a tuple of positional ones, a dict of keyword
                 ones, or a single tensor. Tensors must have the shapes, dtypes, devices and
-                ``requires_grad`` of real calls; their values are copied.
+                ``requires_grad`` of real calls; their values are copied. With several banks, by
+                key.
 
         Returns:
             What was made.
@@ -319,27 +338,42 @@ class ChunkGraphs:
             )
         if self._decider.has_announcement:
             raise SlotError("A step was announced; capture() comes before the announcement.")
-        if len(samples) != len(self._chunks):
-            raise ValueError(f"got {len(samples)} samples for {len(self._chunks)} chunks")
+        by_bank = samples if isinstance(samples, Mapping) else {self._banks.keys[0]: samples}
+        if by_bank.keys() != set(self._banks.keys):
+            raise ValueError(f"got samples of banks {list(by_bank)}, not {list(self._banks.keys)}")
+        for of_bank in by_bank.values():
+            if len(of_bank) != len(self._chunks):
+                raise ValueError(f"got {len(of_bank)} samples for {len(self._chunks)} chunks")
         self._failure = None
-        self._capture_together([sample_call(s) for s in samples], None, must_raise=True)
+        calls = {key: [sample_call(s) for s in by_bank[key]] for key in self._banks.keys}
+        self._capture_together(lambda: calls, None, must_raise=True)
         assert self._captured is not None
         return self._captured.report
 
     def _capture_together(
-        self, samples: Sequence[Call], shape_key: Hashable, *, must_raise: bool = False
+        self,
+        make_samples: Callable[[], Mapping[Hashable, Sequence[Call]]],
+        shape_key: Hashable,
+        *,
+        must_raise: bool = False,
     ) -> None:
-        verifier = new_verifier(self.options.verify, self._chunks, samples, self._surroundings)
+        verifier: Verifier | None = None
+
+        def prepare() -> tuple[Sequence[Chunk], Mapping[Hashable, Sequence[Call]]]:
+            nonlocal verifier
+            samples = make_samples()
+            verifier = new_verifier(self.options.verify, self._chunks, samples, self._surroundings)
+            return (self._chunks if verifier is None else verifier.chunks), samples
+
         result = capture_together(
-            self._chunks if verifier is None else verifier.chunks,
+            prepare,
             self._num_slots,
-            samples,
             self._backend,
             self._settings,
             SessionWatch(self._chunks, rank_label(self._chunks)),
             self._decider.agreement.now,
         )
-        self._samples = [None] * len(self._chunks)
+        self._samples.forget()
         self.failed_here = result.failed_here
         if result.captured is not None:
             self._captured = result.captured
@@ -394,16 +428,17 @@ class ChunkGraphs:
                 f"{self._chunks[c].label} was called outside a step. Wrap the call of the schedule "
                 "in `with graphs.step(num_microbatches):`, or disable gradients to evaluate."
             )
-        if self._records_samples and self._samples[c] is None:
-            call = flatten_call(args, kwargs)
-            self._samples[c] = Call(detached(call.leaves), call.spec)
+        if self._records_samples:
+            self._samples.record(c, self._banks.key_of_next(c), args, kwargs)
+            self._banks.advance(c)
         return self._chunks[c].forward(*args, **kwargs)
 
     def _replay(self, c: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         captured = self._captured
         assert captured is not None
-        tensors = captured.signatures[c].tensors_of(args, kwargs)
         reserved = self._reserved[c]
+        key = reserved[0].bank if reserved else self._banks.key_of_next(c)
+        tensors = captured.banks[key].signatures[c].tensors_of(args, kwargs)
         slot = reserved.popleft() if reserved else self._acquire(c)
         self._awaiting_grads[c].append(slot)
         outputs = SlotReplay.apply(self._runner, slot, self._anchor, *tensors)
@@ -411,7 +446,10 @@ class ChunkGraphs:
 
     def _acquire(self, c: int) -> Slot:
         assert self._captured is not None
-        return self._captured.slots[c][self._machine.acquire_forward(c)]
+        bank = self._captured.banks[self._banks.key_of_next(c)]
+        slot = bank.slots[c][self._machine.acquire_forward(c)]
+        self._banks.advance(c)
+        return slot
 
     def reserve_input(self, c: int, index: int = 0) -> torch.Tensor | None:
         """The memory that the next forward of chunk ``c`` reads, to receive into it.
@@ -462,6 +500,7 @@ class ChunkGraphs:
         if self._verifying is not None:
             self._verifying.after_forward(slot)
         self.counters.replays += 1
+        self.counters.replays_of_bank[slot.bank] += 1
 
     def replay_backward(self, slot: Slot, grads: tuple[torch.Tensor | None, ...]) -> None:
         """Load output gradients, replay, free the slot. Called by `SlotReplay`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from chunkgraph.engine.chunk import Chunk
@@ -34,9 +34,8 @@ class JointCapture:
 
 
 def capture_together(
-    chunks: Sequence[Chunk],
+    prepare: Callable[[], tuple[Sequence[Chunk], Mapping[Hashable, Sequence[Call]]]],
     num_slots: Sequence[int],
-    samples: Sequence[Call],
     backend: GraphBackend,
     settings: SessionSettings,
     watch: SessionWatch,
@@ -45,9 +44,8 @@ def capture_together(
     """Run `capture_session` and ask all ranks how theirs went; nothing is raised.
 
     Args:
-        chunks: see `capture_session`, like the next four.
-        num_slots: see there.
-        samples: see there.
+        prepare: gives the chunks and the samples for `capture_session`.
+        num_slots: see there, like the next two.
         backend: see there.
         settings: see there.
         watch: of this session.
@@ -56,6 +54,7 @@ def capture_together(
     own: ChunkGraphError | None = None
     captured: CapturedRank | None = None
     try:
+        chunks, samples = prepare()
         with watch.watching(settings) as watched:
             captured = capture_session(chunks, num_slots, samples, backend, watched)
     except Exception as error:  # noqa: BLE001

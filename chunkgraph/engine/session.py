@@ -2,39 +2,42 @@
 
 Order: capture warmup on the capture stream; every forward, each in its slot's pool; every
 backward, which frees the saved tensors of its slot into the slot's own pool, where nobody but that
-backward ever allocates again; the proof. Gradients, buffers and random state are as if the session
-had not happened. A session that fails leaves nothing behind.
+slot ever allocates again; the proof. With several banks, forwards and backwards of the largest
+first, then those of the next, whose variant of a slot takes the memory that the one before left in
+the slot's pool. Gradients, buffers and random state are as if the session had not happened. A
+session that fails leaves nothing behind.
 """
 
 from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from chunkgraph.engine.aliases import ParameterAliases
-from chunkgraph.engine.chunk import Chunk, GradientMarker
+from chunkgraph.engine.banks import Bank
+from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.gradients import GradientSinks
-from chunkgraph.engine.leaves import check_outputs
-from chunkgraph.engine.signature import Call, Signature, flatten
+from chunkgraph.engine.signature import Call, Signature
 from chunkgraph.engine.slot import Slot
-from chunkgraph.engine.static_inputs import call_with, static_like
+from chunkgraph.engine.slot_capture import (
+    CapturedForward,
+    capture_backward,
+    capture_forward,
+    footprint,
+    new_slot,
+)
 from chunkgraph.engine.warm_up import check_memory, warm_up
-from chunkgraph.errors import CaptureError, MemoryPlanError
 from chunkgraph.graphs import (
-    AddressRanges,
-    Graph,
     GraphBackend,
-    OperatorTrace,
     Pool,
 )
-from chunkgraph.memory import MemoryPlan, PoolPlan, SlotFootprint, prove_disjoint
+from chunkgraph.memory import MemoryPlan, PoolPlan, prove_disjoint
 
 __all__ = ["CaptureReport", "CapturedRank", "OnCapture", "SessionSettings", "capture_session"]
 
@@ -64,7 +67,8 @@ class CaptureReport:
         num_slots: per chunk.
         num_graphs: forward and backward graphs together.
         slot_bytes: reserved by the slots' own pools.
-        held_bytes: of those, in use between a forward and its backward, all slots together.
+        held_bytes: of those, in use between a forward and its backward, all slots together, each
+            in its largest bank.
         scratch_bytes: reserved by the pool shared by all backwards.
         static_bytes: inputs and gradients outside the pools.
         duration_ms: wall time of the session on this rank.
@@ -81,55 +85,41 @@ class CaptureReport:
 
 @dataclass(frozen=True)
 class CapturedRank:
-    """The result of a session: slots by chunk, with what replays need."""
+    """The result of a session, with what replays need.
 
-    slots: tuple[tuple[Slot, ...], ...]
-    signatures: tuple[Signature, ...]
+    Attributes:
+        banks: by key, largest first.
+        sinks: of the gradients, by chunk.
+        pools: of all graphs.
+        report: what was made.
+    """
+
+    banks: dict[Hashable, Bank]
     sinks: tuple[GradientSinks, ...]
     pools: PoolPlan
     report: CaptureReport
 
-
-@dataclass
-class _Forward:
-    """A captured forward whose autograd graph is still alive."""
-
-    chunk_index: int
-    index: int
-    label: str
-    inputs: list[torch.Tensor]
-    leaves: list[Any]
-    spec: Any
-    graph: Graph
-    pool: Pool
-    live: AddressRanges
-    grads: list[torch.Tensor] = field(default_factory=list)
-    input_grads: list[torch.Tensor | None] = field(default_factory=list)
-    backward: Graph | None = None
-    marker: GradientMarker | None = None
-
     @property
-    def tensors(self) -> list[torch.Tensor]:
-        return [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
-
-    @property
-    def differentiable(self) -> tuple[int, ...]:
-        return tuple(i for i, t in enumerate(self.tensors) if t.requires_grad)
+    def slots(self) -> tuple[tuple[Slot, ...], ...]:
+        """Slots of each chunk: those of the first bank, then their variants in the others."""
+        every = zip(*[bank.slots for bank in self.banks.values()], strict=True)
+        return tuple(tuple(slot for slots in of_chunk for slot in slots) for of_chunk in every)
 
 
 def capture_session(
     chunks: Sequence[Chunk],
     num_slots: Sequence[int],
-    samples: Sequence[Call],
+    samples: Mapping[Hashable, Sequence[Call]],
     backend: GraphBackend,
     settings: SessionSettings,
 ) -> CapturedRank:
-    """Capture ``num_slots[c]`` slots of every chunk ``c`` from its sample call.
+    """Capture ``num_slots[c]`` slots of every chunk ``c`` in every bank from its sample call.
 
     Args:
         chunks: the chunks of this rank.
         num_slots: how many slots each needs.
-        samples: one call's arguments for each chunk, as an eager microbatch had them.
+        samples: by bank, largest first, one call's arguments for each chunk, as an eager
+            microbatch had them.
         backend: makes the graphs.
         settings: see `SessionSettings`.
 
@@ -142,7 +132,7 @@ def capture_session(
     made: dict[nn.Parameter, torch.Tensor] = {}
     sinks = tuple(GradientSinks(chunk.parameters, chunk.label, made) for chunk in chunks)
     aliases = tuple(ParameterAliases(chunk.module, chunk.parameters) for chunk in chunks)
-    forwards: list[_Forward] = []
+    forwards: list[CapturedForward] = []
     try:
         with ExitStack() as stack:
             stack.enter_context(settings.preserve())
@@ -155,46 +145,63 @@ def capture_session(
                 stack.enter_context(alias.in_place())
             # What eager steps left in the cache serves neither another stream nor a pool.
             backend.release_cached_memory()
-            warm = [
-                warm_up(
-                    chunk,
-                    samples[c],
-                    sinks[c],
-                    aliases[c].leaves,
-                    backend,
-                    num_passes=settings.num_passes,
-                    traces=settings.memory_plan == "shared_temporaries",
-                )
-                for c, chunk in enumerate(chunks)
-            ]
-            check_memory(chunks, num_slots, [w.held_bytes for w in warm], backend)
-            backend.release_cached_memory()
-            total = 2 * sum(num_slots)
-            for c, (chunk, sample) in enumerate(zip(chunks, samples, strict=True)):
-                for s in range(num_slots[c]):
-                    forwards.append(
-                        _capture_forward(
-                            c,
-                            s,
-                            chunk,
-                            sample,
-                            aliases[c].leaves,
-                            warm[c].trace,
-                            backend,
-                            pools,
-                            settings,
-                        )
+            warm = {
+                key: [
+                    warm_up(
+                        chunk,
+                        call,
+                        sinks[c],
+                        aliases[c].leaves,
+                        backend,
+                        num_passes=settings.num_passes,
+                        traces=settings.memory_plan == "shared_temporaries",
                     )
-                    _report_progress(settings, len(forwards), total, backend)
-            for number, forward in enumerate(forwards, start=len(forwards) + 1):
-                c = forward.chunk_index
-                leaves = aliases[c].leaves
-                make_marker = chunks[c].new_marker
-                forward.marker = make_marker() if make_marker is not None else None
-                _capture_backward(forward, chunks[c], sinks[c], leaves, backend, pools, settings)
-                _report_progress(settings, number, total, backend)
+                    for c, (chunk, call) in enumerate(zip(chunks, calls, strict=True))
+                ]
+                for key, calls in samples.items()
+            }
+            most = [
+                max(w.held_bytes for w in of_chunk) for of_chunk in zip(*warm.values(), strict=True)
+            ]
+            check_memory(chunks, num_slots, most, backend)
+            backend.release_cached_memory()
+            total, done = 2 * sum(num_slots) * len(samples), 0
+            slot_pools: dict[tuple[int, int], Pool] = {}
+            for key, calls in samples.items():
+                begin = len(forwards)
+                for c, chunk in enumerate(chunks):
+                    for s in range(num_slots[c]):
+                        label = f"{chunk.label} slot {s}"
+                        if (c, s) not in slot_pools:
+                            slot_pools[c, s] = pools.forward_pool(label)
+                        forwards.append(
+                            capture_forward(
+                                (c, s, key),
+                                label if len(samples) == 1 else f"{label}, bank {key}",
+                                slot_pools[c, s],
+                                chunk,
+                                calls[c],
+                                aliases[c].leaves,
+                                warm[key][c].trace,
+                                backend,
+                                pools,
+                                settings.generators,
+                            )
+                        )
+                        done += 1
+                        _report_progress(settings, done, total, backend)
+                for forward in forwards[begin:]:
+                    c = forward.chunk_index
+                    leaves = aliases[c].leaves
+                    make_marker = chunks[c].new_marker
+                    forward.marker = make_marker() if make_marker is not None else None
+                    capture_backward(
+                        forward, chunks[c], sinks[c], leaves, backend, pools, settings.generators
+                    )
+                    done += 1
+                    _report_progress(settings, done, total, backend)
             if settings.prove:
-                prove_disjoint([_footprint(f, backend) for f in forwards])
+                prove_disjoint([footprint(f, backend) for f in forwards])
     except BaseException:
         for forward in forwards:
             forward.graph.release()
@@ -202,130 +209,35 @@ def capture_session(
                 forward.backward.release()
         raise
     backend.synchronize()
-    slots = tuple(
-        tuple(_slot(f, chunk, backend) for f in forwards if f.chunk_index == c)
-        for c, chunk in enumerate(chunks)
-    )
-    signatures = tuple(Signature(s, c.label) for s, c in zip(samples, chunks, strict=True))
+    banks = {
+        key: Bank(
+            key,
+            tuple(
+                tuple(
+                    new_slot(f, chunk, backend)
+                    for f in forwards
+                    if (f.chunk_index, f.bank) == (c, key)
+                )
+                for c, chunk in enumerate(chunks)
+            ),
+            tuple(Signature(s, c.label) for s, c in zip(calls, chunks, strict=True)),
+        )
+        for key, calls in samples.items()
+    }
+    held: dict[tuple[int, int], int] = {}
+    for f in forwards:
+        place = (f.chunk_index, f.index)
+        held[place] = max(held.get(place, 0), f.live.num_bytes)
     report = CaptureReport(
         num_slots=tuple(num_slots),
         num_graphs=2 * len(forwards),
         slot_bytes=sum(pool.reserved_bytes for pool in pools.slot_pools),
-        held_bytes=sum(f.live.num_bytes for f in forwards),
+        held_bytes=sum(held.values()),
         scratch_bytes=pools.scratch.reserved_bytes if pools.scratch else 0,
         static_bytes=sum(_num_bytes([*f.inputs, *f.grads]) for f in forwards),
         duration_ms=(time.perf_counter() - start) * 1e3,
     )
-    return CapturedRank(slots, signatures, sinks, pools, report)
-
-
-def _capture_forward(
-    c: int,
-    s: int,
-    chunk: Chunk,
-    sample: Call,
-    leaves: Sequence[nn.Parameter],
-    trace: OperatorTrace | None,
-    backend: GraphBackend,
-    pools: PoolPlan,
-    settings: SessionSettings,
-) -> _Forward:
-    label = f"{chunk.label} slot {s}"
-    inputs = [static_like(t) for t in sample.tensors]
-    pool = pools.forward_pool(label)
-    router = pools.router(trace)
-    before = pool.live()
-    with (
-        torch.enable_grad(),
-        backend.capture(f"{label} forward", pool, settings.generators(), router) as graph,
-    ):
-        result = call_with(chunk, sample, inputs)
-    if router is not None and (live := router.scratch.live()):
-        graph.release()
-        raise MemoryPlanError(
-            f"{label}: its forward keeps {live.num_bytes} bytes that its eager pass dropped, so "
-            "they were taken from scratch, where the next replay would overwrite them. A forward "
-            "that caches something in some calls does this. Use memory_plan 'shared_backward'."
-        )
-    results, spec = flatten(result)
-    forward = _Forward(c, s, label, inputs, results, spec, graph, pool, _minus(pool.live(), before))
-    outputs = [forward.tensors[i] for i in forward.differentiable]
-    try:
-        check_outputs(chunk.label, outputs, [*inputs, *leaves])
-    except CaptureError:
-        graph.release()
-        raise
-    return forward
-
-
-def _capture_backward(
-    forward: _Forward,
-    chunk: Chunk,
-    sinks: GradientSinks,
-    leaves: Sequence[nn.Parameter],
-    backend: GraphBackend,
-    pools: PoolPlan,
-    settings: SessionSettings,
-) -> None:
-    outputs = [forward.tensors[i] for i in forward.differentiable]
-    forward.grads = [torch.zeros_like(t, requires_grad=False) for t in outputs]
-    label = f"{forward.label} backward"
-    pool = pools.backward_pool(forward.pool)
-    accumulating = sinks.accumulating(leaves, forward.marker)
-    with accumulating, backend.capture(label, pool, settings.generators()) as graph:
-        # Not autograd.grad, which forbids the backwards inside a backward of recomputation.
-        torch.autograd.backward(outputs, forward.grads)
-        if chunk.end_of_backward is not None:
-            chunk.end_of_backward()
-    forward.backward = graph
-    for tensor in forward.inputs:
-        forward.input_grads.append(tensor.grad)
-        tensor.grad = None
-
-
-def _slot(forward: _Forward, chunk: Chunk, backend: GraphBackend) -> Slot:
-    assert forward.backward is not None
-    return Slot(
-        chunk=forward.chunk_index,
-        index=forward.index,
-        label=forward.label,
-        inputs=tuple(t.detach() for t in forward.inputs),
-        outputs=tuple(t.detach() if isinstance(t, torch.Tensor) else t for t in forward.leaves),
-        output_spec=forward.spec,
-        differentiable=forward.differentiable,
-        output_grads=tuple(forward.grads),
-        input_grads=tuple(forward.input_grads),
-        forward_graph=forward.graph,
-        backward_graph=forward.backward,
-        pool=forward.pool,
-        grads_lie_in_pool=any(
-            g is not None and bool(backend.raw(g) & forward.pool.reserved())
-            for g in forward.input_grads
-        ),
-        marker=forward.marker,
-        keeps_input_grads=chunk.keeps_input_grads,
-    )
-
-
-def _footprint(forward: _Forward, backend: GraphBackend) -> SlotFootprint:
-    assert forward.backward is not None
-    live = forward.live
-    for tensor in (*forward.inputs, *forward.grads):
-        live = live | backend.raw(tensor)
-    graphs = (forward.graph, forward.backward)
-    return SlotFootprint(forward.label, live, {g.label: g.writes() for g in graphs})
-
-
-def _minus(after: AddressRanges, before: AddressRanges) -> AddressRanges:
-    """Addresses in ``after`` that are not in ``before``."""
-    left: list[tuple[int, int]] = []
-    for r in after:
-        start = r.start
-        for b in AddressRanges([r]) & before:
-            left.append((start, b.start))
-            start = b.end
-        left.append((start, r.end))
-    return AddressRanges(left)
+    return CapturedRank(banks, sinks, pools, report)
 
 
 def _num_bytes(tensors: Sequence[torch.Tensor]) -> int:

@@ -36,6 +36,10 @@ class Call:
         """The tensor leaves, in order."""
         return [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
 
+    def arguments(self) -> Any:
+        """Positional and keyword arguments."""
+        return tree_unflatten(self.leaves, self.spec)
+
 
 def flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
     """Leaves and structure of a tree."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ class Slot:
     Attributes:
         chunk: index of the chunk on its rank.
         index: number of the slot in its chunk.
+        bank: key of the bank that this variant of the slot belongs to.
         inputs: static inputs, one for each tensor argument; a replay reads them.
         outputs: leaves of the result. Tensors are valid from this slot's forward replay to its
             next one.
@@ -54,6 +55,7 @@ class Slot:
     grads_lie_in_pool: bool = False
     marker: GradientMarker | None = None
     keeps_input_grads: bool = True
+    bank: Hashable = None
 
     def __post_init__(self) -> None:
         self.is_single = self.output_spec.is_leaf() and isinstance(self.outputs[0], torch.Tensor)

@@ -11,12 +11,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from chunkgraph.megatron.padding import keep_padding_from_experts
     from chunkgraph.megatron.plugin import MegatronChunkGraphs, attach
     from chunkgraph.megatron.pretrain import enable
 
-__all__ = ["MegatronChunkGraphs", "attach", "enable"]
+__all__ = ["MegatronChunkGraphs", "attach", "enable", "keep_padding_from_experts"]
 
-_HOMES = {"MegatronChunkGraphs": "plugin", "attach": "plugin", "enable": "pretrain"}
+_HOMES = {
+    "MegatronChunkGraphs": "plugin",
+    "attach": "plugin",
+    "enable": "pretrain",
+    "keep_padding_from_experts": "padding",
+}
 
 
 def __getattr__(name: str) -> object:

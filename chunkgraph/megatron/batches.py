@@ -12,11 +12,20 @@ from numpy.typing import NDArray
 
 from chunkgraph.config import Config
 from chunkgraph.data import Documents, PackedText
+from chunkgraph.megatron.buckets import Buckets
 from chunkgraph.megatron.compat import import_megatron
 from chunkgraph.megatron.packed import make_params
-from chunkgraph.packing import PackedShape, pack, reason_not_to_fit
+from chunkgraph.megatron.topology import agree_by_maximum
+from chunkgraph.packing import PackedShape, bucket_shapes, pack, reason_not_to_fit
 
-__all__ = ["PackedBatches", "SequenceBatches", "make_batches", "packed_shape", "sequence_batches"]
+__all__ = [
+    "PackedBatches",
+    "SequenceBatches",
+    "make_batches",
+    "packed_buckets",
+    "packed_shape",
+    "sequence_batches",
+]
 
 Batch = dict[str, Any]
 
@@ -28,8 +37,15 @@ def packed_shape(config: Config) -> PackedShape | None:
     return PackedShape(config.packing.max_packed_seqs, config.tokens_per_sequence)
 
 
+def packed_buckets(config: Config, shape: PackedShape) -> Buckets:
+    """The shapes of the run's packed microbatches: ``shape`` and the shorter ones."""
+    pipeline = config.pipeline
+    multiple = pipeline.tensor_model_parallel_size if pipeline.sequence_parallel else 1
+    return Buckets(bucket_shapes(shape, config.packing.buckets, multiple_of=multiple))
+
+
 def make_batches(config: Config, device: torch.device) -> SequenceBatches | PackedBatches:
-    """The run's microbatches, by its configuration."""
+    """The run's microbatches, by its configuration. All ranks call it together."""
     shape = packed_shape(config)
     return (
         SequenceBatches(config, device) if shape is None else PackedBatches(config, shape, device)
@@ -48,6 +64,9 @@ class SequenceBatches:
 
     def packings(self, _step: int, _num_microbatches: int) -> None:
         """Nothing: every microbatch has the one shape."""
+
+    def buckets(self, _step: int, _num_microbatches: int) -> None:
+        """Nothing, likewise."""
 
     def step(self, step: int, num_microbatches: int) -> Iterator[Batch]:
         """The step's microbatches; every chunk draws its own copy."""
@@ -69,6 +88,12 @@ class PackedBatches:
     def __init__(self, config: Config, shape: PackedShape, device: torch.device) -> None:
         self.shape = shape
         self._device = device
+        self._has_experts = config.moe.num_moe_experts is not None
+        self._buckets = packed_buckets(config, shape)
+        # Of ranks that share experts, microbatches go through a chunk together.
+        shares = config.pipeline.expert_model_parallel_size > 1 and len(self._buckets.keys) > 1
+        self._agree = agree_by_maximum() if shares else None
+        self._chosen: dict[tuple[int, int], list[int]] = {}
         self._documents = Documents.from_file(
             config.data.path, num_tokens=shape.max_packed_tokens, seed=config.train.seed
         )
@@ -78,23 +103,40 @@ class PackedBatches:
         rank = _data_parallel_rank()
         return [self._documents.lengths(step, m, rank) for m in range(num_microbatches)]
 
+    def buckets(self, step: int, num_microbatches: int) -> list[int] | None:
+        """Rows of each microbatch, where there are several lengths.
+
+        All ranks call it for the same steps in the same order.
+        """
+        if len(self._buckets.keys) == 1:
+            return None
+        key = (step, num_microbatches)
+        if key not in self._chosen:
+            packings = self.packings(step, num_microbatches)
+            self._chosen[key] = self._buckets.choose(packings, self._agree)
+        return self._chosen[key]
+
     def step(self, step: int, num_microbatches: int) -> Iterator[Batch]:
         """The step's microbatches; every chunk draws its own copy."""
         rank = _data_parallel_rank()
+        buckets = self.buckets(step, num_microbatches)
         for microbatch in range(num_microbatches):
             row = self._documents.row(step, microbatch, rank)
-            shape = self.shape
+            shape = self.shape if buckets is None else self._buckets.shapes[buckets[microbatch]]
             if reason_not_to_fit(row.lengths, shape) is not None:
                 # Of tokens it never has too many: they were drawn for this shape.
                 shape = replace(shape, max_packed_seqs=len(row.lengths) + 1)
             packed = pack(row.lengths, shape, where=f"step {step}, microbatch {microbatch}")
-            yield {
+            batch = {
                 "tokens": self._row(packed.place(row.tokens)),
                 "labels": self._row(packed.place(row.labels)),
                 "position_ids": self._row(packed.position_ids),
                 "is_counted": self._row(~packed.padding_mask),
                 "packed_seq_params": make_params(packed, self._device),
             }
+            if self._has_experts:  # nobody else reads it, and slots would keep copies
+                batch["padding_mask"] = self._row(packed.padding_mask)
+            yield batch
 
     def _row(self, values: NDArray[np.generic]) -> torch.Tensor:
         host = torch.from_numpy(values)[None]

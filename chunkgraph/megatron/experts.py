@@ -11,7 +11,7 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from torch import nn
 from chunkgraph.engine import Chunk
 from chunkgraph.errors import TokenDropError
 from chunkgraph.megatron import compat
+from chunkgraph.megatron.padding import keep_padding_from_experts
 from chunkgraph.megatron.scope import CapturedPart
 from chunkgraph.megatron.token_drops import DropReport
 from chunkgraph.megatron.topology import agree_by_maximum
@@ -39,7 +40,12 @@ class Experts:
         model_chunks: all of this rank's model; its routers' drops are counted.
         parts: what is captured of it.
         token_drops: see `attach`.
+        packed_config: Megatron's config if sequences are packed, so that rows behind documents are
+            kept from the experts; else None.
         marks_padding: whether rows that only fill an expert's room are marked for the stash.
+
+    Raises:
+        ConfigError: experts cannot be trained on packed sequences.
     """
 
     def __init__(
@@ -47,20 +53,26 @@ class Experts:
         model_chunks: Sequence[nn.Module],
         parts: Sequence[CapturedPart],
         token_drops: TokenDrops,
+        packed_config: Any = None,
         *,
         marks_padding: bool = False,
     ) -> None:
         self.reruns = token_drops == "rerun"
         self._layers = compat.moe_layers_of([m for c in model_chunks for m in c.modules()])
+        self._undo = contextlib.ExitStack()
+        if packed_config is not None:
+            # First: what no router chose cannot be dropped.
+            self._undo.callback(keep_padding_from_experts(model_chunks, packed_config))
         routers = compat.routers_of([m for chunk in model_chunks for m in chunk.modules()])
         captured = compat.routers_of([m for part in parts for m in part.modules])
         self._state = compat.ExpertState(captured) if captured else None
         self._drops = compat.TokenDrops(routers) if routers else None
         self._report: DropReport | None = None
-        self._undo: Callable[[], None] = lambda: None
         if self._drops is not None:
             self._report = DropReport(self._drops.counts, self._drops.layers)
-            self._undo = self._drops.install(follows_loads=self.reruns, marks_padding=marks_padding)
+            self._undo.callback(
+                self._drops.install(follows_loads=self.reruns, marks_padding=marks_padding)
+            )
         self._token_drops = token_drops
         self._seen = 0
         self._has_warned = token_drops != "warn"
@@ -174,9 +186,8 @@ class Experts:
         return self._report.by_layer(wait=wait) if self._report is not None else {}
 
     def detach(self) -> None:
-        """Stop counting."""
-        self._undo()
-        self._undo = lambda: None
+        """Stop counting, and leave padding to Megatron."""
+        self._undo.close()
         if self._agree is not None:
             self._agree.close()
 

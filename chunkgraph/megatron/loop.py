@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -26,8 +27,10 @@ from chunkgraph.megatron.compat import (
 )
 from chunkgraph.megatron.model import build_model
 from chunkgraph.megatron.optimizer import build_optimizer, zero_gradients
-from chunkgraph.megatron.plugin import MegatronChunkGraphs, attach
+from chunkgraph.megatron.padding import keep_padding_from_experts
+from chunkgraph.megatron.plugin import MegatronChunkGraphs, attach, config_of
 from chunkgraph.megatron.processes import seed_everything
+from chunkgraph.megatron.receive import receiving_lengths
 from chunkgraph.memory.stash import StashOptions
 
 __all__ = [
@@ -141,29 +144,38 @@ def run_training(
         forget_expert_metrics()  # of a run before
     graphs: MegatronChunkGraphs | None = None
     run = TrainingRun()
+    undo = ExitStack()
     try:
+        if has_experts and packed_shape(config) is not None and not use_graphs:
+            undo.callback(keep_padding_from_experts(chunks, config_of(chunks[0])))
         if use_graphs:
             graphs = attach(
                 chunks,
                 scope=config.capture.scope,
                 options=capture_options(config),
                 packing=packed_shape(config),
+                buckets=config.packing.buckets,
                 progress=on_capture,
                 token_drops=config.moe.token_drops,
                 stash=stash_options(config),
             )
             run.num_slots = graphs.num_slots
             forward_backward = graphs.wrap_forward_backward(forward_backward)
+        elif config.packing.buckets:
+            forward_backward = receiving_lengths(chunks, device, forward_backward)
         counted = _Counted(graphs)
         counts = config.train.num_microbatches
         for step, num_microbatches in enumerate(counts):
             synchronize(device)
             started = time.perf_counter()
             zero_gradients(chunks, optimizer)
-            told = {}
+            told: dict[str, Any] = {}
             packings = batches.packings(step, num_microbatches)
+            buckets = batches.buckets(step, num_microbatches)
             if graphs is not None and packings is not None:
-                told["packings"] = packings
+                told = {"packings": packings, "buckets": buckets}
+            elif buckets is not None:
+                told["buckets"] = buckets
             losses = forward_backward(
                 forward_step_func=forward_step,
                 data_iterator=[batches.step(step, num_microbatches) for _ in chunks],
@@ -176,7 +188,10 @@ def run_training(
             )
             if told and graphs is not None and step + 1 < len(counts):
                 # The ranks agree on the next step while the device works on the optimizer's.
-                graphs.announce(batches.packings(step + 1, counts[step + 1]) or ())
+                following = (step + 1, counts[step + 1])
+                graphs.announce(
+                    batches.packings(*following) or (), buckets=batches.buckets(*following)
+                )
             _, grad_norm, _ = optimizer.step()
             synchronize(device)
             record = StepRecord(
@@ -206,6 +221,7 @@ def run_training(
             for name, parameter in (*chunk.named_parameters(), *chunk.named_buffers())
         }
     finally:
+        undo.close()
         if graphs is not None:
             graphs.detach()
         if config.model.fp8 is not None:
@@ -282,12 +298,15 @@ def forward_step(
 ) -> tuple[torch.Tensor, Callable[[torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor]]]]:
     """Megatron's forward step: one microbatch through ``chunk``, and the function of its loss."""
     batch = next(data)
+    # Releases without experts on packed sequences do not know the argument.
+    only_some = {"padding_mask": batch["padding_mask"]} if "padding_mask" in batch else {}
     output = chunk(
         input_ids=batch["tokens"],
         position_ids=batch["position_ids"],
         attention_mask=batch.get("attention_mask"),
         labels=batch["labels"],
         packed_seq_params=batch.get("packed_seq_params"),
+        **only_some,
     )
     if "is_counted" in batch:
         return output, partial(_mean_of, batch["is_counted"])

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["moe_refusals", "stash_refusals"]
+__all__ = ["moe_refusals", "packed_moe_refusals", "stash_refusals"]
 
 _STATIC_DISPATCHERS = ("alltoall", "allgather")
 _STATIC = (
@@ -42,6 +42,17 @@ _REFUSALS = (
     ),
     _Refusal("moe_paged_stash", "it stashes for dispatch without a fixed capacity only"),
     _Refusal("moe_enable_deepep", f"the number of rows depends on the tokens; {_STATIC}"),
+)
+
+_PACKED_REFUSALS = (
+    _Refusal(
+        "moe_router_fusion", "its kernel of the losses wants the number of tokens on the host"
+    ),
+    _Refusal(
+        "moe_permute_fusion",
+        "its kernel fills every expert's room from the map of tokens alone, which leaves out "
+        "padding; turn the fusion off",
+    ),
 )
 
 
@@ -98,6 +109,25 @@ def stash_refusals(config: Any) -> list[str]:
     if getattr(config, "moe_router_fusion", False):
         found.append(
             "stash with moe_router_fusion=True: fused kernels were not tried with marked padding"
+        )
+    return found
+
+
+def packed_moe_refusals(config: Any) -> list[str]:
+    """What keeps experts from being trained on packed sequences, each with what to do.
+
+    Args:
+        config: anything that has TransformerConfig's fields as attributes, or some of them.
+    """
+    found = [
+        f"{refusal.field}={getattr(config, refusal.field)!r}: {refusal.why}"
+        for refusal in _PACKED_REFUSALS
+        if refusal.wanted(getattr(config, refusal.field, None))
+    ]
+    kinds = getattr(config, "moe_router_load_balancing_type", None)
+    if "quantile_balancing" in (kinds if isinstance(kinds, (list, tuple)) else [kinds]):
+        found.append(
+            "moe_router_load_balancing_type='quantile_balancing': it knows nothing of padding"
         )
     return found
 

@@ -13,8 +13,7 @@ Megatron's own ``cuda_graph_impl`` stays ``none``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,17 +21,18 @@ import torch
 from torch import nn
 
 from chunkgraph.engine import CaptureOptions, ChunkGraphs
-from chunkgraph.engine.decision import StepMode
 from chunkgraph.errors import ChunkGraphError, ConfigError
 from chunkgraph.megatron import compat
+from chunkgraph.megatron.buckets import Buckets
 from chunkgraph.megatron.experts import Experts, TokenDrops
 from chunkgraph.megatron.moe_support import stash_refusals
 from chunkgraph.megatron.overflow import OverflowGuard
+from chunkgraph.megatron.rank_graphs import MegatronChunkGraphs
 from chunkgraph.megatron.receive import SlotReceiver, waits_for_sends
 from chunkgraph.megatron.rewind import StepState
-from chunkgraph.megatron.scope import CapturedPart, Scope, new_part, refuse_for_scope
+from chunkgraph.megatron.scope import Scope, new_part, refuse_for_scope
 from chunkgraph.megatron.stash import ExpertStash
-from chunkgraph.megatron.step_packings import Packings, StepPackings
+from chunkgraph.megatron.step_packings import StepPackings
 from chunkgraph.megatron.support import refuse_unsupported
 from chunkgraph.megatron.surroundings import (
     capturing,
@@ -43,15 +43,16 @@ from chunkgraph.megatron.surroundings import (
     running_beside,
 )
 from chunkgraph.megatron.tables import CachedTables
-from chunkgraph.megatron.topology import Maximum, PipelinePlace, agree_by_maximum
+from chunkgraph.megatron.topology import PipelinePlace, agree_by_maximum
 from chunkgraph.memory.stash import StashOptions
+from chunkgraph.packing import bucket_shapes
 
 if TYPE_CHECKING:
     from chunkgraph.engine.session import OnCapture
     from chunkgraph.graphs import GraphBackend
     from chunkgraph.packing import PackedShape
 
-__all__ = ["MegatronChunkGraphs", "attach"]
+__all__ = ["MegatronChunkGraphs", "attach", "config_of"]
 
 
 def attach(
@@ -62,6 +63,7 @@ def attach(
     num_slots: Sequence[int] | None = None,
     zero_copy: bool = True,
     packing: PackedShape | None = None,
+    buckets: Sequence[float] = (),
     token_drops: TokenDrops = "warn",
     stash: StashOptions | None = None,
     backend: GraphBackend | None = None,
@@ -85,6 +87,9 @@ def attach(
         packing: the fixed shape of packed sequences, the same on every rank. Every training step is
             then told the documents of its microbatches (`MegatronChunkGraphs.wrap_forward_backward`
             says how); a step with a microbatch that does not fit runs eagerly on all ranks.
+        buckets: shorter lengths than that of ``packing`` that are captured too, as parts of it or
+            in tokens, the same on every rank. A microbatch is then given the rows of the smallest
+            that holds it (`MegatronChunkGraphs.buckets`), in eager steps too.
         token_drops: what is done about tokens that an expert has no room for, which Megatron drops:
             ``count`` them (`MegatronChunkGraphs.dropped_tokens`); count them and ``warn`` at the
             first, with capacity factors below 1 refused; or ``raise`` TokenDropError on all ranks
@@ -106,7 +111,7 @@ def attach(
     compat.refuse_other_releases()
     if not chunks:
         raise ConfigError("attach() got no model chunk. Pass what the schedule gets as `model`.")
-    config = _config_of(chunks[0])
+    config = config_of(chunks[0])
     place = PipelinePlace.current(len(chunks), config)
     refuse_unsupported(config, chunks, _device_of(chunks[0]), token_drops)
     refuse_for_scope(config, scope)
@@ -116,13 +121,19 @@ def attach(
     fp8 = fp8_state(config, parts, _device_of(chunks[0]))
     experts: Experts | None = None
     if getattr(config, "num_moe_experts", None):
-        if packing is not None:
+        if packing is not None and (stash is not None or token_drops == "rerun"):
             raise ConfigError(
-                f"num_moe_experts={config.num_moe_experts} with packing: the rows behind packed "
-                "documents would be routed to experts and take the room of tokens. Leave packing "
-                "out."
+                "packing with "
+                + ("a stash" if stash is not None else "token_drops='rerun'")
+                + ": to run a step of packed sequences anew was not tried. Leave one of them out."
             )
-        experts = Experts(chunks, parts, token_drops, marks_padding=stash is not None)
+        experts = Experts(
+            chunks,
+            parts,
+            token_drops,
+            None if packing is None else config,
+            marks_padding=stash is not None,
+        )
     slots = tuple(num_slots) if num_slots is not None else place.num_slots()
     pages: ExpertStash | None = None
     if stash is not None:
@@ -130,7 +141,25 @@ def attach(
             raise ConfigError("Experts cannot stash in this model:\n  " + "\n  ".join(refused))
         pages = ExpertStash(chunks, slots, stash, _device_of(chunks[0]))
     agree = agree_by_maximum()
-    packings = StepPackings(packing, place.rank, agree) if packing is not None else None
+    packings: StepPackings | None = None
+    if packing is not None:
+        multiple = packing.context_parallel_size
+        if getattr(config, "sequence_parallel", False):
+            multiple *= getattr(config, "tensor_model_parallel_size", 1)
+        packings = StepPackings(
+            Buckets(bucket_shapes(packing, buckets, multiple_of=multiple)),
+            place.rank,
+            agree,
+            needs_buckets=experts is not None
+            and (getattr(config, "expert_model_parallel_size", 1) or 1) > 1,
+        )
+    if buckets and (packings is None or fp8 is not None):
+        raise ConfigError(
+            f"buckets={list(buckets)} "
+            + ("without packing: only packed sequences have them." if fp8 is None else "with FP8:")
+            + ("" if fp8 is None else " the scales of several graphs of one slot were not tried.")
+            + " Leave them out."
+        )
     # Stage 0 sends no gradient; its input's gradient may go anywhere.
     lends = [
         zero_copy and waits_for_sends(config) and place.stage(c) > 0 for c in range(len(parts))
@@ -152,9 +181,18 @@ def attach(
         generators=compat.graph_safe_generators,
         verify_scope=lambda: running_beside(fp8, predictions, pages),
         is_told_of_misfits=packings is not None,
+        banks=(None,) if packings is None else packings.buckets.keys,
+        derive_sample=None if packings is None else packings.buckets.derive,
         progress=progress,
     )
-    receiver = SlotReceiver(engine, place, config, wanted=zero_copy, lends_input_grads=lends)
+    receiver = SlotReceiver(
+        engine,
+        place,
+        config,
+        wanted=zero_copy,
+        lends_input_grads=lends,
+        device=_device_of(chunks[0]),
+    )
     for part, call in zip(parts, receiver.calls(engine.callables), strict=True):
         part.divert_to(call)
     names = [f"stage {place.stage(c)} chunk {c}" for c in range(len(parts))]
@@ -176,193 +214,12 @@ def attach(
     return graphs
 
 
-class MegatronChunkGraphs:
-    """Chunk graphs of one rank's model, made by :func:`attach`.
+def config_of(chunk: nn.Module) -> Any:
+    """Megatron's TransformerConfig of a model chunk, through its wrappers.
 
-    Attributes:
-        engine: the chunk graphs themselves.
-        num_slots: slots of each chunk.
-        receiver: counts what was received into slots, and says why if nothing is.
-        guard: runs steps anew in which something had no room, or None.
-        stash: of the experts, or None.
+    Raises:
+        ConfigError: it has none.
     """
-
-    def __init__(
-        self,
-        engine: ChunkGraphs,
-        parts: Sequence[CapturedPart],
-        num_slots: tuple[int, ...],
-        held: Sequence[CachedTables | compat.Fp8State],
-        receiver: SlotReceiver,
-        names: Sequence[str],
-        experts: Experts | None = None,
-        packings: StepPackings | None = None,
-        stash: ExpertStash | None = None,
-        *,
-        agree: Maximum | None = None,
-    ) -> None:
-        self.engine = engine
-        self.guard: OverflowGuard | None = None
-        self.stash = stash
-        self.num_slots = num_slots
-        self.receiver = receiver
-        self._parts = tuple(parts)
-        self._held = tuple(held)
-        self._names = tuple(names)
-        self._experts = experts
-        self._packings = packings
-        self._agree = agree
-
-    @property
-    def counters(self) -> Any:
-        """Captures, replays and eager fallbacks so far."""
-        return self.engine.counters
-
-    def dropped_tokens(self, *, wait: bool = False) -> dict[int, int]:
-        """How often an expert had no room for a token that chose it, so far, on this rank.
-
-        A token that found no room at two of its experts counts twice. Forwards without gradients
-        are not counted.
-
-        Args:
-            wait: for the device, so that the last step is in it; by default the count is as of the
-                last step whose count has arrived.
-
-        Returns:
-            Layer number, from 1, -> count; empty where there are no experts.
-        """
-        return self._experts.dropped_tokens(wait=wait) if self._experts is not None else {}
-
-    def wrap_forward_backward(self, forward_backward: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap what ``get_forward_backward_func()`` returned; call it with the same keywords.
-
-        One call is one step: graphs are captured, and replay or eager is decided, at its start.
-
-        Attached with ``packing``, it takes two more keywords for training steps: ``packings``, the
-        lengths of the documents of each microbatch of this rank's data; and ``misfit``, why the
-        step is not to be replayed for reasons that only the caller knows (default "": none). Both
-        may be left out of a step that was announced (`announce`). The caller passes
-        ``packed_seq_params`` to the model on every pipeline stage, as without chunk graphs.
-        """
-
-        def chunk_graph_forward_backward(
-            *, packings: Packings | None = None, misfit: str = "", **kwargs: Any
-        ) -> Any:
-            told = None
-            if self._packings is not None:
-                if not kwargs.get("forward_only", False):
-                    told = self._packings.begin(packings, misfit, kwargs["num_microbatches"])
-            elif packings is not None or misfit:
-                raise ConfigError(
-                    "The step was given packings, but the chunk graphs know of no packing. Give "
-                    "attach() the shape: attach(..., packing=PackedShape(...))."
-                )
-            shape_key = tuple(
-                kwargs.get(name)
-                for name in ("seq_length", "micro_batch_size", "decoder_seq_length")
-            )
-
-            def run(kwargs: dict[str, Any], eager: bool) -> tuple[Any, StepMode]:
-                return self._run_step(forward_backward, kwargs, shape_key, told, eager=eager)
-
-            if self.guard is None or kwargs.get("forward_only"):
-                return run(kwargs, False)[0]
-            return self.guard.run(run, kwargs)
-
-        return chunk_graph_forward_backward
-
-    def _run_step(
-        self,
-        forward_backward: Callable[..., Any],
-        kwargs: dict[str, Any],
-        shape_key: tuple[Any, ...],
-        told: str | None,
-        *,
-        eager: bool,
-    ) -> tuple[Any, StepMode]:
-        """One call of the schedule: its result, and how it ran."""
-        forward_only = bool(kwargs.get("forward_only", False))
-        with self.engine.step(
-            kwargs["num_microbatches"],
-            forward_only=forward_only,
-            shape_key=shape_key,
-            eager=eager,
-            misfit=told,
-        ) as mode:
-            if self._experts is not None and mode is StepMode.REPLAY:
-                self._experts.begin_replays()
-            with self._stashing(mode, forward_only=forward_only):
-                given = self.receiver.begin_step(mode, forward_backward, kwargs)
-                result = forward_backward(**given)
-        if self._experts is not None and not forward_only:
-            self._experts.end_step()
-        return result, mode
-
-    @contextmanager
-    def _stashing(self, mode: StepMode, *, forward_only: bool) -> Iterator[None]:
-        if self.stash is None or forward_only:
-            yield
-        elif mode is StepMode.REPLAY:
-            self.stash.begin_replays()
-            yield
-            self.stash.end_replays()
-        else:
-            with self.stash.eager_step(is_captured=self.engine.report is not None):
-                yield
-
-    def announce(self, packings: Packings, misfit: str = "") -> None:
-        """Say what the next training step holds, so that the ranks agree while this one runs.
-
-        Call it during the step before, or after it. Without it they agree when the step begins,
-        for which the device waits. What is announced binds: a rank whose step then turns out to be
-        another one stops with an error, since the others follow what they were told. Ranks need
-        not all announce, nor at the same time: one that does not is waited for.
-
-        Args:
-            packings: lengths of the documents of each microbatch of the step.
-            misfit: why the step is not to be replayed whatever its packings, or "".
-
-        Raises:
-            SlotError: the next step was announced already.
-            ConfigError: attached without ``packing``.
-            PackingError: a microbatch without documents, or a document without tokens.
-        """
-        if self._packings is None:
-            raise ConfigError("Steps are announced to chunk graphs attached with `packing`.")
-        self.engine.announce(self._packings.announced(packings, misfit))
-
-    def name_replays(self) -> None:
-        """Name every replay in profiles by stage, chunk, action and microbatch."""
-        self.engine.name_replays(self._names)
-
-    def release(self) -> None:
-        """Drop graphs and their memory; the model stays attached, eager until captured again."""
-        self.engine.release()
-        if self.stash is not None:
-            self.stash.release()
-        for memory in self._held:
-            memory.release()
-
-    def detach(self) -> None:
-        """Release the graphs and give every module its own forward back.
-
-        Whatever goes wrong in one of the two, the other is done. Detaching again does nothing.
-        """
-        with ExitStack() as stack:  # from the last to the first
-            if self._agree is not None:
-                stack.callback(self._agree.close)
-            if self.guard is not None:
-                stack.callback(self.guard.close)
-            if self._experts is not None:
-                stack.callback(self._experts.detach)
-            if self.stash is not None:
-                stack.callback(self.stash.detach)
-            for part in self._parts:
-                stack.callback(part.restore)
-            stack.callback(self.release)
-
-
-def _config_of(chunk: nn.Module) -> Any:
     module: Any = chunk
     while isinstance(module, nn.Module):
         if getattr(module, "config", None) is not None:

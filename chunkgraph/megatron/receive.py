@@ -8,7 +8,7 @@ model chunk, whose next slot then takes it in place.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,13 +16,13 @@ from typing import Any
 import torch
 
 from chunkgraph.engine import ChunkGraphs, StepMode
-from chunkgraph.errors import TopologyError
+from chunkgraph.errors import ConfigError, TopologyError
 from chunkgraph.megatron import compat
 from chunkgraph.megatron.compat import Direction
 from chunkgraph.megatron.topology import PipelinePlace
 from chunkgraph.schedules import Op, megatron_schedule
 
-__all__ = ["ReceiveOrder", "SlotReceiver", "waits_for_sends"]
+__all__ = ["ReceiveOrder", "SlotReceiver", "receiving_lengths", "waits_for_sends"]
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,16 @@ class ReceiveOrder:
         )
 
 
+def _with_rows(chunks: Sequence[int], rows: Sequence[int] | None) -> deque[tuple[int, int | None]]:
+    """Each receive's chunk with the rows of its microbatch: the n-th of a chunk is of the n-th."""
+    count: Counter[int] = Counter()
+    found: deque[tuple[int, int | None]] = deque()
+    for c in chunks:
+        found.append((c, None if rows is None else rows[count[c]]))
+        count[c] += 1
+    return found
+
+
 def waits_for_sends(config: Any) -> bool:
     """Whether Megatron's schedules have a gradient sent before the rank's next backward.
 
@@ -82,12 +92,14 @@ class SlotReceiver:
     """Gives Megatron's schedule a communicator that receives into slots, in replayed steps.
 
     Args:
-        engine: the rank's chunk graphs.
+        engine: the rank's chunk graphs; None: there are none, and receives are only given the
+            lengths of their microbatches.
         place: where the rank stands in the pipeline.
         config: Megatron's ModelParallelConfig.
         wanted: False: every step receives as Megatron does.
         lends_input_grads: for each chunk, whether it hands out the slot's own memory as input
             gradient (``Chunk.keeps_input_grads`` is False), which the next backward overwrites.
+        device: where received tensors lie.
 
     Attributes:
         num_received_in_place: receives of replayed steps so far that landed in a slot.
@@ -98,12 +110,13 @@ class SlotReceiver:
 
     def __init__(
         self,
-        engine: ChunkGraphs,
+        engine: ChunkGraphs | None,
         place: PipelinePlace,
         config: Any,
         *,
         wanted: bool,
         lends_input_grads: Sequence[bool],
+        device: torch.device | None = None,
     ) -> None:
         self.num_received_in_place = 0
         self.num_received_copied = 0
@@ -114,7 +127,10 @@ class SlotReceiver:
         self._wanted = wanted
         self._lends_input_grads = tuple(lends_input_grads)
         self._orders: dict[int, ReceiveOrder | None] = {}
-        self._left: dict[Direction, deque[int]] = {}
+        self._device = device
+        # The chunk and the rows (None: as Megatron has them) of each receive to come.
+        self._left: dict[Direction, deque[tuple[int, int | None]]] = {}
+        self._most_rows = 0
         # Received but not yet forwarded, for each chunk: whether in a slot's memory.
         self._arrived: tuple[deque[bool], ...] = ()
         self._is_receiving = False
@@ -122,7 +138,11 @@ class SlotReceiver:
         self._has_lost_grad_order: set[int] = set()
 
     def begin_step(
-        self, mode: StepMode, forward_backward: Callable[..., Any], keywords: Mapping[str, Any]
+        self,
+        mode: StepMode,
+        forward_backward: Callable[..., Any],
+        keywords: Mapping[str, Any],
+        rows: Sequence[int] | None = None,
     ) -> Mapping[str, Any]:
         """What to call the schedule with.
 
@@ -130,29 +150,59 @@ class SlotReceiver:
             mode: how the step runs.
             forward_backward: the schedule.
             keywords: what the caller calls it with.
+            rows: of each microbatch, over all ranks that share it; ``seq_length`` is that of the
+                longest there can be. None: all microbatches are so long.
 
         Returns:
-            ``keywords``, with a communicator if the step receives into slots.
+            ``keywords``, with a communicator if the step receives into slots, or tensors of
+            several lengths.
+
+        Raises:
+            ConfigError: there are several lengths, and Megatron's schedule cannot receive them.
         """
         self._is_receiving = False
         self._copies_input_grads = False
+        self._left = {direction: deque() for direction in Direction}
+        self._most_rows = keywords.get("seq_length", 0)
+        if rows is not None and all(number == self._most_rows for number in rows):
+            rows = None
+        if rows is not None and self._place.pipeline_size > 1:
+            obstacle = self._obstacle(forward_backward, keywords)
+            if obstacle:
+                raise ConfigError(
+                    f"rank {self._place.rank}: the microbatches of a step have {sorted(set(rows))} "
+                    "rows, and the stages of this pipeline cannot receive several lengths: "
+                    f"{obstacle}. Use no length buckets, or Megatron's own schedule and "
+                    "communicator."
+                )
         if mode is not StepMode.REPLAY:
-            return keywords
-        self.off_because = self._obstacle(forward_backward, keywords)
+            if rows is None or self._place.pipeline_size == 1:
+                return keywords
+            return self._with_communicator(keywords, rows)
+        self.off_because = (
+            self._obstacle(forward_backward, keywords) if self._wanted else "not wanted"
+        )
         self._copies_input_grads = any(self._lends_input_grads) and not (
             waits_for_sends(self._config) and self._sends_as_megatron(forward_backward, keywords)
         )
         if self.off_because:
-            return keywords
-        order = self._order(keywords["num_microbatches"])
-        assert order is not None
-        self._left = {
-            Direction.FORWARD: deque(order.forward),
-            Direction.BACKWARD: deque(order.backward),
-        }
+            if rows is None or self._place.pipeline_size == 1:
+                return keywords
+            return self._with_communicator(keywords, rows)
         self._arrived = tuple(deque[bool]() for _ in range(self._place.num_chunks))
         self._has_lost_grad_order = set()
         self._is_receiving = True
+        return self._with_communicator(keywords, rows)
+
+    def _with_communicator(
+        self, keywords: Mapping[str, Any], rows: Sequence[int] | None
+    ) -> Mapping[str, Any]:
+        order = self._order(keywords["num_microbatches"])
+        assert order is not None
+        self._left = {
+            Direction.FORWARD: _with_rows(order.forward, rows),
+            Direction.BACKWARD: _with_rows(order.backward, rows),
+        }
         given, groups = keywords.get("p2p_communicator"), keywords.get("pg_collection")
         if given is None:
             groups = compat.default_groups()
@@ -179,9 +229,25 @@ class SlotReceiver:
         self, direction: Direction, shape: tuple[int, ...] | None, dtype: torch.dtype | None
     ) -> torch.Tensor | None:
         """Memory for the next receive; called by the communicator (see `ReceiveBuffers`)."""
-        if not self._is_receiving or not self._left[direction]:
+        if not self._left[direction]:
             return None
-        c = self._left[direction].popleft()
+        c, rows = self._left[direction].popleft()
+        wanted = shape
+        if rows is not None and shape is not None:
+            wanted = (shape[0] * rows // self._most_rows, *shape[1:])
+        buffer = self._of_slot(direction, c, wanted, dtype) if self._is_receiving else None
+        if buffer is not None or wanted == shape:
+            return buffer
+        assert wanted is not None
+        return torch.empty(wanted, dtype=dtype, device=self._device, requires_grad=True)
+
+    def _of_slot(
+        self,
+        direction: Direction,
+        c: int,
+        shape: tuple[int, ...] | None,
+        dtype: torch.dtype | None,
+    ) -> torch.Tensor | None:
         find = self._input_of if direction is Direction.FORWARD else self._output_grad_of
         buffer = find(c)
         if buffer is not None and not (
@@ -197,6 +263,7 @@ class SlotReceiver:
     def _input_of(self, c: int) -> torch.Tensor | None:
         # The engine gives reserved slots to the next forwards. So nothing may be reserved while a
         # microbatch that arrived elsewhere waits for its forward: it would get the wrong slot.
+        assert self._engine is not None
         buffer = self._engine.reserve_input(c) if all(self._arrived[c]) else None
         self._arrived[c].append(buffer is not None)
         return buffer
@@ -205,6 +272,7 @@ class SlotReceiver:
         # The engine counts its gradients in the order of forwards, from those it handed out.
         if c in self._has_lost_grad_order:
             return None
+        assert self._engine is not None
         buffer = self._engine.reserve_output_grad(c)
         if buffer is None:
             self._has_lost_grad_order.add(c)
@@ -213,8 +281,6 @@ class SlotReceiver:
 
     def _obstacle(self, forward_backward: Callable[..., Any], keywords: Mapping[str, Any]) -> str:
         """Why this step must receive as Megatron does, or ""."""
-        if not self._wanted:
-            return "not wanted"
         if self._place.pipeline_size == 1:
             return "there is no pipeline"
         if not compat.is_pipelining_schedule(forward_backward):
@@ -256,3 +322,24 @@ class SlotReceiver:
                 order = None
             self._orders[num_microbatches] = order
         return self._orders[num_microbatches]
+
+
+def receiving_lengths(
+    model_chunks: Sequence[Any], device: torch.device, forward_backward: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Megatron's schedule without chunk graphs, for microbatches of several lengths.
+
+    The result takes one keyword more: ``buckets``, the rows of each microbatch of the step.
+    """
+    config = model_chunks[0].config
+    place = PipelinePlace.current(len(model_chunks), config)
+    lends = [False] * len(model_chunks)
+    receiver = SlotReceiver(
+        None, place, config, wanted=False, lends_input_grads=lends, device=device
+    )
+
+    def run(*, buckets: Sequence[int] | None = None, **keywords: Any) -> Any:
+        given = receiver.begin_step(StepMode.EAGER, forward_backward, keywords, buckets)
+        return forward_backward(**given)
+
+    return run

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from chunkgraph.engine import Agree
 from chunkgraph.errors import ConfigError, PackingError, SlotError
+from chunkgraph.megatron.buckets import Buckets
 from chunkgraph.packing import PackedShape, reason_not_to_fit
 
 __all__ = ["Packings", "StepPackings", "misfit_of"]
@@ -19,34 +20,53 @@ class StepPackings:
     """What one rank's steps are told of their packings.
 
     Args:
-        shape: what graphs are captured for.
+        buckets: what graphs are captured for.
         rank: named in errors.
-        agree: to compare the shape between ranks; None in a job of one.
+        agree: to compare the shapes between ranks; None in a job of one.
+        needs_buckets: whether other ranks' data bear on a microbatch's bucket, so that steps are
+            told buckets that were agreed on.
+
+    Attributes:
+        shape: the largest.
+        keys: buckets of the microbatches of the step that was begun last.
 
     Raises:
         ConfigError: another rank has another shape.
     """
 
-    def __init__(self, shape: PackedShape, rank: int, agree: Agree | None) -> None:
-        self.shape = shape
+    def __init__(
+        self, buckets: Buckets, rank: int, agree: Agree | None, *, needs_buckets: bool = False
+    ) -> None:
+        self.buckets = buckets
+        self.shape = shape = buckets.shapes[buckets.keys[0]]
+        self.keys: list[int] | None = None
         self._rank = rank
-        self._announced: tuple[list[list[int]], str] | None = None
-        digest = zlib.crc32(repr(shape).encode())
+        self._needs_buckets = needs_buckets and len(buckets.keys) > 1
+        self._announced: tuple[list[list[int]], str, list[int]] | None = None
+        digest = zlib.crc32(repr(buckets.shapes).encode())
         if agree is not None and agree([digest, -digest]) != [digest, -digest]:
             raise ConfigError(
                 f"rank {rank}: the packed shape is {shape}, and another on another rank. Give "
                 "attach() the same `packing` on every rank."
             )
 
-    def announced(self, packings: Packings, misfit: str) -> str:
+    def announced(
+        self, packings: Packings, misfit: str, buckets: Sequence[int] | None = None
+    ) -> str:
         """Remember what was announced; why it does not fit, or ""."""
         if self._announced is not None:
             raise SlotError(f"rank {self._rank}: the next step was announced already.")
         told = misfit or misfit_of(packings, self.shape, None, self._rank)
-        self._announced = _plain(packings), misfit
+        self._announced = _plain(packings), misfit, self._chosen(packings, buckets, told)
         return told
 
-    def begin(self, packings: Packings | None, misfit: str, num_microbatches: int) -> str | None:
+    def begin(
+        self,
+        packings: Packings | None,
+        misfit: str,
+        num_microbatches: int,
+        buckets: Sequence[int] | None = None,
+    ) -> str | None:
         """What to tell the engine of the step that begins now; None: what was announced holds.
 
         Raises:
@@ -62,10 +82,20 @@ class StepPackings:
             )
         if announced is None:
             if packings is None:
+                if buckets is None and len(self.buckets.keys) > 1:
+                    raise ConfigError(
+                        f"rank {self._rank}: a step was told a misfit ({misfit}), but neither its "
+                        "packings nor its buckets, so that stages do not know how long the "
+                        "microbatches are that they receive. Give packings=... or buckets=..."
+                    )
+                self.keys = None if buckets is None else list(buckets)
                 return misfit
-            return misfit or misfit_of(packings, self.shape, num_microbatches, self._rank)
-        was, said = announced
+            told = misfit or misfit_of(packings, self.shape, num_microbatches, self._rank)
+            self.keys = self._chosen(packings, buckets, told)
+            return told
+        was, said, self.keys = announced
         is_other = packings is not None and _plain(packings) != was
+        is_other = is_other or (buckets is not None and list(buckets) != self.keys)
         if is_other or (misfit and misfit != said) or len(was) != num_microbatches:
             raise ConfigError(
                 f"rank {self._rank}: the step has {num_microbatches} microbatches with documents "
@@ -74,6 +104,30 @@ class StepPackings:
                 "do otherwise. Announce each step's own packings, in the order of the steps."
             )
         return None
+
+    def _chosen(self, packings: Packings, given: Sequence[int] | None, misfit: str) -> list[int]:
+        """The buckets of a step: those that were given, or the smallest that fit."""
+        if given is None:
+            if self._needs_buckets:
+                raise ConfigError(
+                    f"rank {self._rank}: ranks share experts, so that microbatches of several of "
+                    "them go through a chunk together, and the step was not told the buckets that "
+                    "they agreed on. Give buckets=graphs.agree_on_buckets(packings), and make the "
+                    "microbatches of these lengths."
+                )
+            return self.buckets.choose(packings)
+        smallest = self.buckets.choose(packings)
+        wrong = [
+            microbatch
+            for microbatch, (key, least) in enumerate(zip(given, smallest, strict=False))
+            if not misfit and (key not in self.buckets.shapes or key < least)
+        ]
+        if wrong or len(given) != len(packings):
+            raise ConfigError(
+                f"rank {self._rank}: the buckets {list(given)} of a step do not hold its "
+                f"{len(packings)} microbatches (the smallest that do: {smallest})."
+            )
+        return list(given)
 
 
 def misfit_of(

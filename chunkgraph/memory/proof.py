@@ -4,11 +4,14 @@ Rule: with W(G) all that graph G writes and L(k) all that is read between slot k
 backward, any interleaving is right if and only if W(G) and L(k) are disjoint for every slot k and
 every graph G that is not k's own. (If they meet, the order forward k, G, backward k corrupts; if
 not, nothing that runs in between touches what k still reads.)
+
+A slot may have several variants, one of which is in flight at a time. No graph of another variant
+of the same slot runs in between then, so that these are k's own too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from chunkgraph.errors import MemoryPlanError
@@ -23,6 +26,7 @@ class SlotFootprint:
 
     Attributes:
         label: names the slot in errors.
+        slot: the same for all variants of one slot; None: it has no other.
         live: L(k), read between the slot's forward and its backward.
         writes: W(G) by label, for each of the slot's own graphs.
     """
@@ -30,6 +34,7 @@ class SlotFootprint:
     label: str
     live: AddressRanges
     writes: dict[str, AddressRanges]
+    slot: Hashable = None
 
 
 def find_conflicts(slots: Sequence[SlotFootprint]) -> list[tuple[str, str, AddressRanges]]:
@@ -37,7 +42,7 @@ def find_conflicts(slots: Sequence[SlotFootprint]) -> list[tuple[str, str, Addre
     conflicts: list[tuple[str, str, AddressRanges]] = []
     for reader in slots:
         for writer in slots:
-            if writer is reader:
+            if writer is reader or (reader.slot is not None and writer.slot == reader.slot):
                 continue
             for graph, writes in writer.writes.items():
                 common = writes & reader.live

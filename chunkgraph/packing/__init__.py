@@ -32,6 +32,7 @@ from chunkgraph.packing.schedule import schedule_microbatches
 from chunkgraph.packing.shape import (
     OverflowReason,
     PackedShape,
+    bucket_shapes,
     reason_not_to_fit,
     smallest_that_fits,
 )
@@ -48,6 +49,7 @@ __all__ = [
     "ShapeOutcome",
     "ValueKind",
     "allowed_misfits",
+    "bucket_shapes",
     "check_offsets",
     "document_lengths",
     "evaluate",

@@ -13,7 +13,13 @@ from numpy.typing import NDArray
 from chunkgraph.errors import PackingError
 from chunkgraph.packing.offsets import Lengths, check_lengths
 
-__all__ = ["OverflowReason", "PackedShape", "reason_not_to_fit", "smallest_that_fits"]
+__all__ = [
+    "OverflowReason",
+    "PackedShape",
+    "bucket_shapes",
+    "reason_not_to_fit",
+    "smallest_that_fits",
+]
 
 # Offsets are int32, as attention kernels read them.
 _MAX_TOKENS = 2**31 - 1
@@ -146,6 +152,31 @@ class PackedShape:
             )
             for size in sorted(sizes)
         )
+
+
+def bucket_shapes(
+    shape: PackedShape, sizes: Sequence[float], *, multiple_of: int = 1
+) -> tuple[PackedShape, ...]:
+    """The shape itself and those of its length buckets, largest first.
+
+    Args:
+        shape: the largest.
+        sizes: of the buckets: parts of T up to 1, or numbers of tokens above 1.
+        multiple_of: see `PackedShape.buckets`.
+
+    Raises:
+        PackingError: A size is no part of T and no whole number of tokens up to T.
+    """
+    most = shape.max_packed_tokens
+    for size in sizes:
+        if not 0 < size <= most or (size > 1 and size != int(size)):
+            msg = (
+                f"A bucket of {size}: buckets are parts of the {most} tokens, above 0 and at most "
+                "1, or whole numbers of tokens up to them."
+            )
+            raise PackingError(msg)
+    parts = [size if size <= 1 else size / most for size in sizes]
+    return tuple(reversed(shape.buckets([*parts, 1], multiple_of=multiple_of)))
 
 
 def reason_not_to_fit(lengths: Lengths, shape: PackedShape) -> OverflowReason | None:

@@ -273,6 +273,7 @@ def test_steps_must_be_told_their_packings(chunks: list[Any], graphs: Any) -> No
 
 
 def test_ranks_of_different_shapes_are_told() -> None:
+    from chunkgraph.megatron.buckets import Buckets
     from chunkgraph.megatron.step_packings import StepPackings
 
     asked: list[Any] = []
@@ -284,10 +285,10 @@ def test_ranks_of_different_shapes_are_told() -> None:
     def second(values: Any) -> list[int]:
         return [max(pair) for pair in zip(values, asked[0], strict=True)]
 
-    StepPackings(PackedShape(7, 32), 0, first)
-    StepPackings(PackedShape(7, 32), 1, second)
+    StepPackings(Buckets([PackedShape(7, 32)]), 0, first)
+    StepPackings(Buckets([PackedShape(7, 32)]), 1, second)
     with pytest.raises(ConfigError, match=r"rank 1: the packed shape is .*another rank"):
-        StepPackings(_SHAPE, 1, second)
+        StepPackings(Buckets([_SHAPE]), 1, second)
 
 
 def test_pieces_come_together_as_they_were(one_rank: Any) -> None:

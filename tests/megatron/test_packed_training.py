@@ -35,18 +35,27 @@ def make_case(make_config: Callable[..., Any], tmp_path: Path) -> Case:
         dp: int = 1,
         verify: str = "none",
         model: dict[str, Any] | None = None,
+        moe: dict[str, Any] | None = None,
+        buckets: tuple[float, ...] = (),
+        **pipeline: Any,
     ) -> dict[str, Any]:
         return {
             "config": make_config(
                 model={"layer_spec": "user_specs:packed", **(model or {})},
+                moe=moe or {},
                 pipeline={
                     "pipeline_model_parallel_size": pp,
                     "virtual_pipeline_model_parallel_size": vpp,
                     "data_parallel_size": dp,
+                    **pipeline,
                 },
                 train={"num_microbatches": counts, "micro_batch_size": 1},
                 data={"path": str(path)},
-                packing={"max_packed_seqs": seqs, "max_packed_tokens": _TOKENS},
+                packing={
+                    "max_packed_seqs": seqs,
+                    "max_packed_tokens": _TOKENS,
+                    "buckets": list(buckets),
+                },
                 capture={"scope": scope, "verify": verify},
             )
         }
@@ -60,7 +69,8 @@ def _check(
     """Everything equal, captured once; eager in the first step and where told."""
     for name, result in results.items():
         steps = result["steps"]
-        wrong = [s for s in steps if not (s["loss_equal"] and s["grad_norm_equal"])]
+        equal = ("loss_equal", "grad_norm_equal", "expert_metrics_equal")
+        wrong = [s for s in steps if not all(s[key] for key in equal)]
         assert not wrong, f"{name}: {wrong}"
         assert result["different_parameters"] == {}, name
         assert result["capture_sessions"] == 1, name
@@ -126,3 +136,111 @@ def test_overflow_on_one_of_two_pipelines(run_cases: Callable[..., Any], make_ca
     overflows = [step for step, ranks in enumerate(too_many) if any(ranks)]
     assert overflows == [1, 5]
     _check(run_cases(cases, 4), {"dp2_pp2": overflows})
+
+
+_BUCKETS = (12, 0.75, 42)  # of 48 tokens: 12 is never enough, and captured all the same
+
+
+def _lengths(case: dict[str, Any]) -> set[int]:
+    """Which of the buckets the microbatches of a run belong to."""
+    from chunkgraph.config import config_from_mapping
+    from chunkgraph.data import Documents
+    from chunkgraph.megatron.batches import packed_buckets, packed_shape
+
+    config = config_from_mapping(case["config"])
+    shape = packed_shape(config)
+    assert shape is not None
+    buckets = packed_buckets(config, shape)
+    documents = Documents.from_file(config.data.path, num_tokens=_TOKENS, seed=config.train.seed)
+    return {
+        key
+        for rank in range(config.pipeline.data_parallel_size)
+        for step, count in enumerate(config.train.num_microbatches)
+        for key in buckets.choose([documents.lengths(step, m, rank) for m in range(count)])
+    }
+
+
+def test_length_buckets(run_cases: Callable[..., Any], make_case: Case) -> None:
+    cases = {
+        "block": make_case(
+            [2, 3, 4], scope="block", model={"num_layers": 1}, verify="poison", buckets=_BUCKETS
+        ),
+        "chunk": make_case(
+            [2, 3, 4], model={"num_layers": 1, "hidden_dropout": 0.1}, buckets=_BUCKETS
+        ),
+    }
+    assert _lengths(cases["block"]) == {36, 42, 48}
+    results = run_cases(cases, 1)
+    _check(results)
+    for result in results.values():
+        assert result["steps"][1]["captures"] == 4  # one slot, in four banks
+
+
+def test_length_buckets_on_two_ranks(run_cases: Callable[..., Any], make_case: Case) -> None:
+    """Stages receive tensors of several lengths, into slots and elsewhere; experts are shared."""
+    cases = {
+        "pp2": make_case([3, 1, 5], pp=2, model={"num_layers": 2}, buckets=_BUCKETS),
+        "pp2_vpp2": make_case([2, 4], scope="block", pp=2, vpp=2, buckets=(0.75, 42)),
+        "ep2": make_case(
+            [2, 3],
+            moe=_EXPERTS,
+            model=_SPARSE,
+            dp=2,
+            expert_model_parallel_size=2,
+            buckets=(0.75, 42),
+        ),
+    }
+    assert all(len(_lengths(case)) > 1 for case in cases.values())
+    _check(run_cases(cases, 2))
+
+
+_EXPERTS = {
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 32,
+    "moe_expert_capacity_factor": 1.0,
+    "moe_aux_loss_coeff": 0.1,
+    "moe_z_loss_coeff": 0.01,
+    "token_drops": "count",
+}
+_SPARSE = {"layer_spec": "user_specs:packed_experts", "swiglu": True, "num_layers": 2}
+
+
+def test_experts_on_two_ranks(run_cases: Callable[..., Any], make_case: Case) -> None:
+    """Also where only one of the ranks that share the experts has documents that do not fit."""
+    biased = {
+        **_EXPERTS,
+        "moe_expert_capacity_factor": 2.0,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+    }
+    gathered = {**_EXPERTS, "moe_token_dispatcher_type": "allgather"}
+    ep2 = {"dp": 2, "expert_model_parallel_size": 2}
+    recompute = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+    cases = {
+        "pp2_vpp2": make_case(
+            [2, 4], pp=2, vpp=2, moe=_EXPERTS, model={**_SPARSE, "num_layers": 4, **recompute}
+        ),
+        "ep2": make_case([2, 3, 2, 1, 3], moe=biased, model=_SPARSE, seqs=5, **ep2),
+        "ep2_allgather": make_case([2, 1], moe=gathered, model=_SPARSE, scope="block", **ep2),
+    }
+    results = run_cases(cases, 2)
+    _check(results, {"ep2": [1]})
+    for name, result in results.items():
+        assert all(step["expert_metrics"]["z_loss"] > 0 for step in result["steps"])
+        assert (result["dropped_tokens"] > 0) == (name != "ep2")
+
+
+def test_experts_of_split_sequences_in_a_pipeline(
+    run_cases: Callable[..., Any], make_case: Case
+) -> None:
+    """PP 2 x TP 2: every tensor-parallel rank has its part of the padding, on both stages."""
+    case = make_case(
+        [2, 1],
+        pp=2,
+        moe=_EXPERTS,
+        model={**_SPARSE, "layer_spec": "user_specs:packed_experts_split"},
+        tensor_model_parallel_size=2,
+        sequence_parallel=True,
+    )
+    _check(run_cases({"pp2_tp2": case}, 4))

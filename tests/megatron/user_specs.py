@@ -232,12 +232,25 @@ def packed() -> Any:
     return _with_core(PackedCore)
 
 
+def packed_experts() -> Any:
+    """The local spec of four experts with `PackedCore`."""
+    return _with_core(PackedCore, num_experts=4)
+
+
+def packed_experts_split() -> Any:
+    """Two such layers with `SplitNorm`, for sequence parallelism."""
+    spec = packed_experts()
+    spec.submodules.input_layernorm = SplitNorm
+    spec.submodules.pre_mlp_layernorm = SplitNorm
+    return TransformerBlockSubmodules(layer_specs=[spec], layer_norm=SplitNorm)
+
+
 def packed_poisoned() -> Any:
     """The local spec with `PoisonedCore`."""
     return _with_core(PoisonedCore)
 
 
-def _with_core(core: type[nn.Module]) -> Any:
-    spec = get_gpt_layer_local_spec()
+def _with_core(core: type[nn.Module], **options: Any) -> Any:
+    spec = get_gpt_layer_local_spec(**options)
     spec.submodules.self_attention.submodules.core_attention = core
     return spec

@@ -55,3 +55,13 @@ def test_the_error_names_graph_slot_and_addresses() -> None:
         MemoryPlanError, match=r"slot 1 forward overwrites 256 bytes that chunk 0 slot 0.*0x1100"
     ):
         prove_disjoint([reader, writer])
+
+
+def test_variants_of_one_slot_may_share_memory() -> None:
+    """They are never in flight together; with another slot, or unnamed, it is a conflict."""
+    own = AddressRanges([(0x1000, 0x1100)])
+    variants = [SlotFootprint(f"bank {b}", own, {"forward": own}, (0, 0)) for b in range(2)]
+    prove_disjoint(variants)
+    for other in ((0, 1), None):
+        with pytest.raises(MemoryPlanError, match="4 conflicts"):
+            prove_disjoint([*variants, SlotFootprint("other", own, {"forward": own}, other)])

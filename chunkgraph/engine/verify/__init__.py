@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.options import VerifyMode
@@ -19,7 +19,7 @@ __all__ = ["Surroundings", "Verifier", "new_verifier", "same_bits"]
 def new_verifier(
     mode: VerifyMode,
     chunks: Sequence[Chunk],
-    samples: Sequence[Call],
+    samples: Mapping[Hashable, Sequence[Call]],
     surroundings: Surroundings,
 ) -> Verifier | None:
     """What verifies the replays of a capture that is about to be made; None for ``none``."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 import torch
 
@@ -27,15 +27,21 @@ class Verifier:
 
     Args:
         chunks: of the rank.
-        samples: the calls that are captured.
+        samples: the calls that are captured, by bank.
         surroundings: what eager passes run in.
     """
 
     def __init__(
-        self, chunks: Sequence[Chunk], samples: Sequence[Call], surroundings: Surroundings
+        self,
+        chunks: Sequence[Chunk],
+        samples: Mapping[Hashable, Sequence[Call]],
+        surroundings: Surroundings,
     ) -> None:
         self._chunks = tuple(chunks)
-        self._calls = tuple(without_tensors(sample) for sample in samples)
+        self._calls = {
+            key: tuple(without_tensors(sample) for sample in calls)
+            for key, calls in samples.items()
+        }
         self._around = surroundings
         self._records = SavedRecords()
         self._names = tuple(parameter_names(chunk) for chunk in chunks)
@@ -85,14 +91,15 @@ class Verifier:
     def _forget(self) -> None:
         self._num_forwards = [0] * len(self._chunks)
         self._microbatches: dict[Slot, int] = {}
-        self._twins: dict[int, EagerTwin] = {}
+        self._twins: dict[tuple[int, Hashable], EagerTwin] = {}
 
-    def _twin(self, c: int) -> EagerTwin:
-        if c not in self._twins:
-            self._twins[c] = EagerTwin(
-                self._chunks[c], self._calls[c], self._gradients[c], self._around
+    def _twin(self, slot: Slot) -> EagerTwin:
+        c, key = slot.chunk, slot.bank
+        if (c, key) not in self._twins:
+            self._twins[c, key] = EagerTwin(
+                self._chunks[c], self._calls[key][c], self._gradients[c], self._around
             )
-        return self._twins[c]
+        return self._twins[c, key]
 
     def _replayed(self, slot: Slot, direction: str) -> Replayed:
         return Replayed(slot, direction, self._microbatches[slot], self._step)
@@ -113,7 +120,7 @@ class Verifier:
             if not found and has_nan(tensors_in(result)):
                 found.append(layer)
 
-        forward = self._twin(slot.chunk).forward(tensors, wants_grad, look)
+        forward = self._twin(slot).forward(tensors, wants_grad, look)
         if not has_nan(forward.tensors):
             return ""
         return f"the first layer with a NaN is {found[0]}" if found else "it arose in the chunk"

@@ -68,7 +68,7 @@ class PoisonVerifier(Verifier):
         self._poison.after_backward(slot.pool, holds_grads=slot.grads_lie_in_pool)
 
     def _explain(self, slot: Slot, gradients: Sequence[torch.Tensor]) -> None:
-        twin = self._twin(slot.chunk)
+        twin = self._twin(slot)
         forward = twin.forward(slot.inputs, self._wants_grad(slot))
         eager = twin.backward(forward, slot.differentiable, slot.output_grads, accumulates=False)
         if has_nan([*eager.input_grads, *eager.sums]):

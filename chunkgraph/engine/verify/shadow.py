@@ -34,7 +34,7 @@ class ShadowVerifier(Verifier):
         """Run the eager forward."""
         self._count(slot)
         wanted = wants_grad(slot, tensors)
-        forward = self._twin(slot.chunk).forward(tensors, wanted)
+        forward = self._twin(slot).forward(tensors, wanted)
         self._forwards[slot] = forward
         if not self._has_told_nan and has_nan(forward.tensors):
             self._tell_nan(slot, "forward", self._first_layer_with_nan(slot, tensors, wanted))
@@ -54,7 +54,7 @@ class ShadowVerifier(Verifier):
         eager = self._forwards[slot]
         given = filled(slot, grads)
         self._overwritten[slot] = self._place(slot, eager)
-        backward = self._twin(slot.chunk).backward(eager, slot.differentiable, given)
+        backward = self._twin(slot).backward(eager, slot.differentiable, given)
         self._backwards[slot] = backward
         if self._has_told_nan:
             return

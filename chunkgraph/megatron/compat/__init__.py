@@ -27,6 +27,7 @@ from chunkgraph.megatron.compat.expert_room import set_capacity_factor
 from chunkgraph.megatron.compat.expert_rows import moe_layers_of, watch_expert_rows
 from chunkgraph.megatron.compat.fp8 import Fp8State, fp8_is_installed, fp8_recipe, reset_fp8
 from chunkgraph.megatron.compat.moe_dispatch import patch_router, static_dispatch
+from chunkgraph.megatron.compat.moe_padding import PaddedRouting, kept_of_tokens
 from chunkgraph.megatron.compat.moe_state import (
     ExpertState,
     forget_expert_metrics,
@@ -70,6 +71,7 @@ __all__ = [
     "ExpertState",
     "Fp8State",
     "HostGenerator",
+    "PaddedRouting",
     "ParameterGates",
     "PretrainHooks",
     "RandomStates",
@@ -91,6 +93,7 @@ __all__ = [
     "is_fully_sharded",
     "is_pipelining_schedule",
     "is_plain_communicator",
+    "kept_of_tokens",
     "make_communicator",
     "moe_layers_of",
     "packed_rope",

@@ -17,7 +17,7 @@ import torch
 from chunkgraph.megatron.compat.access import import_megatron, patch_attributes, private_names
 from chunkgraph.megatron.compat.host_tensors import TorchOfTheHost, host_full
 
-__all__ = ["patch_router", "static_dispatch"]
+__all__ = ["gather_fixed_rows", "patch_router", "static_dispatch"]
 
 _DISPATCHER = "megatron.core.transformer.moe.token_dispatcher"
 _ROUTER = "megatron.core.transformer.moe.router"
@@ -28,15 +28,19 @@ _UTILS = "megatron.core.transformer.moe.moe_utils"
 def static_dispatch() -> Iterator[None]:
     """Inside, dispatch with a fixed capacity reads nothing back from the device."""
     module = import_megatron(_DISPATCHER)
-    (gathering,) = private_names(_DISPATCHER, "MoEAllGatherTokenDispatcher")
-    private_names(_DISPATCHER, "permute", "get_capacity")
     with contextlib.ExitStack() as stack:
-        stack.callback(
-            patch_attributes(gathering, {"dispatch_postprocess": _gathered_rows(module)})
-        )
+        stack.callback(gather_fixed_rows())
         if not torch.cuda.is_available():
             stack.callback(patch_attributes(module, {"torch": TorchOfTheHost()}))
         yield
+
+
+def gather_fixed_rows() -> Callable[[], None]:
+    """Let the all-gather dispatcher take a fixed number of rows; returns what undoes it."""
+    module = import_megatron(_DISPATCHER)
+    (gathering,) = private_names(_DISPATCHER, "MoEAllGatherTokenDispatcher")
+    private_names(_DISPATCHER, "permute", "get_capacity")
+    return patch_attributes(gathering, {"dispatch_postprocess": _gathered_rows(module)})
 
 
 def _gathered_rows(module: Any) -> Callable[..., Any]:

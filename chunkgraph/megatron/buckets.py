@@ -1,0 +1,118 @@
+"""Length buckets: packed shapes of several lengths, each with graphs of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+
+from chunkgraph.engine import Agree
+from chunkgraph.errors import ConfigError
+from chunkgraph.megatron import packed
+from chunkgraph.packing import PackedShape, smallest_that_fits
+
+__all__ = ["Buckets"]
+
+_ROWS_AT = {
+    "input_ids": 1,
+    "position_ids": 1,
+    "labels": 1,
+    "loss_mask": 1,
+    "padding_mask": 1,
+    "decoder_input": 0,
+    "rotary_pos_emb": 0,
+    "rotary_pos_cos": 0,
+    "rotary_pos_sin": 0,
+    "rotary_pos_cos_sin": 0,
+}
+"""Which dimension of an argument of Megatron's counts rows."""
+_PARAMS = f"{packed.ARGUMENT}."
+
+
+class Buckets:
+    """Which bucket a packed microbatch belongs to; buckets are called by their tokens.
+
+    Args:
+        shapes: at least one, of different lengths.
+    """
+
+    def __init__(self, shapes: Sequence[PackedShape]) -> None:
+        self.shapes = {
+            shape.max_packed_tokens: shape
+            for shape in sorted(shapes, key=lambda s: -s.max_packed_tokens)
+        }
+        if len(self.shapes) != len(shapes) or not shapes:
+            raise ValueError(f"buckets are to be of different lengths, got {list(shapes)}")
+
+    @property
+    def keys(self) -> tuple[int, ...]:
+        """Tokens of all buckets, largest first."""
+        return tuple(self.shapes)
+
+    def choose(self, packings: Sequence[Sequence[int]], agree: Agree | None = None) -> list[int]:
+        """The smallest bucket that each microbatch fits; the largest where none does.
+
+        Args:
+            packings: of each microbatch the tokens of each of its documents.
+            agree: for ranks that share experts, whose microbatches go through a chunk together:
+                element-wise maximum over them. They must have as many microbatches.
+        """
+        found = [
+            (smallest_that_fits(lengths, self.shapes.values()) or self.shapes[self.keys[0]])
+            for lengths in packings
+        ]
+        keys = [shape.max_packed_tokens for shape in found]
+        return keys if agree is None else agree(keys)
+
+    def derive(
+        self, c: int, args: tuple[Any, ...], kwargs: dict[str, Any], of: Hashable, wanted: Hashable
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """A chunk's arguments as a microbatch of the bucket ``wanted`` would have them.
+
+        For captures of buckets that no eager step has had. Rows are left out or filled with 0.
+
+        Raises:
+            ConfigError: an argument that is not known counts rows.
+        """
+        assert isinstance(of, int)
+        assert isinstance(wanted, int)
+        first, *others = args
+        made = {name: self._of_name(c, name, value, of, wanted) for name, value in kwargs.items()}
+        rest = [self._of_name(c, f"argument {i}", v, of, wanted) for i, v in enumerate(others, 1)]
+        return (_resized(first, 0, of, wanted), *rest), made
+
+    def _of_name(self, c: int, name: str, value: Any, of: int, wanted: int) -> Any:
+        if name in _ROWS_AT:
+            if isinstance(value, (tuple, list)):
+                return type(value)(_resized(v, _ROWS_AT[name], of, wanted) for v in value)
+            return _resized(value, _ROWS_AT[name], of, wanted)
+        if name.startswith(_PARAMS):
+            if isinstance(value, int) and not isinstance(value, bool):
+                return wanted if value == of else value
+            if name == f"{_PARAMS}seq_idx":
+                return _resized(value, 1, of, wanted)
+            if isinstance(value, torch.Tensor):  # offsets; those in rows end at the bucket's
+                return torch.where(value == of, wanted, value).clamp(max=wanted).to(value.dtype)
+        if isinstance(value, torch.Tensor) and of in value.shape:
+            raise ConfigError(
+                f"Chunk {c} takes {name} of shape {tuple(value.shape)}, and it is not known how it "
+                f"looks in the bucket of {wanted} tokens, which no step before the capture had. "
+                "Use no buckets with it, or warm up with microbatches of every bucket."
+            )
+        return value
+
+
+def _resized(value: Any, dim: int, of: int, wanted: int) -> Any:
+    """``value`` with rows of the bucket ``wanted``, which this rank may have only a part of."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    num_rows = value.size(dim) * wanted // of
+    result = value.detach()
+    if num_rows <= result.size(dim):
+        result = result.narrow(dim, 0, num_rows).contiguous()
+    else:
+        more = list(result.shape)
+        more[dim] = num_rows - result.size(dim)
+        result = torch.cat([result, result.new_zeros(more)], dim)
+    return result.requires_grad_(value.requires_grad)

@@ -1,0 +1,245 @@
+"""What `attach` gives back: the chunk graphs of one rank's Megatron model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+from chunkgraph.engine import ChunkGraphs
+from chunkgraph.engine.decision import StepMode
+from chunkgraph.errors import ConfigError
+from chunkgraph.megatron import compat
+from chunkgraph.megatron.experts import Experts
+from chunkgraph.megatron.overflow import OverflowGuard
+from chunkgraph.megatron.receive import SlotReceiver
+from chunkgraph.megatron.scope import CapturedPart
+from chunkgraph.megatron.stash import ExpertStash
+from chunkgraph.megatron.step_packings import Packings, StepPackings
+from chunkgraph.megatron.tables import CachedTables
+from chunkgraph.megatron.topology import Maximum
+
+if TYPE_CHECKING:
+    from chunkgraph.packing import PackedShape
+
+__all__ = ["MegatronChunkGraphs"]
+
+
+class MegatronChunkGraphs:
+    """Chunk graphs of one rank's model, made by :func:`attach`.
+
+    Attributes:
+        engine: the chunk graphs themselves.
+        num_slots: slots of each chunk.
+        receiver: counts what was received into slots, and says why if nothing is.
+        guard: runs steps anew in which something had no room, or None.
+        stash: of the experts, or None.
+    """
+
+    def __init__(
+        self,
+        engine: ChunkGraphs,
+        parts: Sequence[CapturedPart],
+        num_slots: tuple[int, ...],
+        held: Sequence[CachedTables | compat.Fp8State],
+        receiver: SlotReceiver,
+        names: Sequence[str],
+        experts: Experts | None = None,
+        packings: StepPackings | None = None,
+        stash: ExpertStash | None = None,
+        *,
+        agree: Maximum | None = None,
+    ) -> None:
+        self.engine = engine
+        self.guard: OverflowGuard | None = None
+        self.stash = stash
+        self.num_slots = num_slots
+        self.receiver = receiver
+        self._parts = tuple(parts)
+        self._held = tuple(held)
+        self._names = tuple(names)
+        self._experts = experts
+        self._packings = packings
+        self._agree = agree
+
+    @property
+    def counters(self) -> Any:
+        """Captures, replays and eager fallbacks so far."""
+        return self.engine.counters
+
+    def dropped_tokens(self, *, wait: bool = False) -> dict[int, int]:
+        """How often an expert had no room for a token that chose it, so far, on this rank.
+
+        A token that found no room at two of its experts counts twice. Forwards without gradients
+        are not counted.
+
+        Args:
+            wait: for the device, so that the last step is in it; by default the count is as of the
+                last step whose count has arrived.
+
+        Returns:
+            Layer number, from 1, -> count; empty where there are no experts.
+        """
+        return self._experts.dropped_tokens(wait=wait) if self._experts is not None else {}
+
+    def wrap_forward_backward(self, forward_backward: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap what ``get_forward_backward_func()`` returned; call it with the same keywords.
+
+        One call is one step: graphs are captured, and replay or eager is decided, at its start.
+
+        Attached with ``packing``, it takes more keywords for training steps: ``packings``, the
+        lengths of the documents of each microbatch of this rank's data; ``misfit``, why the step is
+        not to be replayed for reasons that only the caller knows (default "": none); and
+        ``buckets``, the rows of each microbatch where they are not those of the smallest bucket
+        that holds it. With buckets, ``seq_length`` is that of the longest. All of them
+        may be left out of a step that was announced (`announce`). The caller passes
+        ``packed_seq_params`` to the model on every pipeline stage, as without chunk graphs.
+        """
+
+        def chunk_graph_forward_backward(
+            *,
+            packings: Packings | None = None,
+            misfit: str = "",
+            buckets: Sequence[int] | None = None,
+            **kwargs: Any,
+        ) -> Any:
+            told = keys = None
+            if self._packings is not None:
+                if not kwargs.get("forward_only", False):
+                    count = kwargs["num_microbatches"]
+                    told = self._packings.begin(packings, misfit, count, buckets)
+                    if len(self._packings.buckets.keys) > 1:
+                        keys = self._packings.keys
+            elif packings is not None or misfit or buckets is not None:
+                raise ConfigError(
+                    "The step was given packings, but the chunk graphs know of no packing. Give "
+                    "attach() the shape: attach(..., packing=PackedShape(...))."
+                )
+            shape_key = tuple(
+                kwargs.get(name)
+                for name in ("seq_length", "micro_batch_size", "decoder_seq_length")
+            )
+            rows = keys
+            if told and buckets is None and kwargs.get("seq_length") not in self.buckets:
+                rows = None  # what fits no bucket has a length of its own: the schedule's
+
+            def run(kwargs: dict[str, Any], eager: bool) -> tuple[Any, StepMode]:
+                return self._run_step(
+                    forward_backward, kwargs, shape_key, told, keys, rows, eager=eager
+                )
+
+            if self.guard is None or kwargs.get("forward_only"):
+                return run(kwargs, False)[0]
+            return self.guard.run(run, kwargs)
+
+        return chunk_graph_forward_backward
+
+    def _run_step(
+        self,
+        forward_backward: Callable[..., Any],
+        kwargs: dict[str, Any],
+        shape_key: tuple[Any, ...],
+        told: str | None,
+        keys: Sequence[int] | None,
+        rows: Sequence[int] | None,
+        *,
+        eager: bool,
+    ) -> tuple[Any, StepMode]:
+        """One call of the schedule: its result, and how it ran."""
+        forward_only = bool(kwargs.get("forward_only", False))
+        with self.engine.step(
+            kwargs["num_microbatches"],
+            forward_only=forward_only,
+            shape_key=shape_key,
+            eager=eager,
+            misfit=told,
+            banks=keys,
+        ) as mode:
+            if self._experts is not None and mode is StepMode.REPLAY:
+                self._experts.begin_replays()
+            with self._stashing(mode, forward_only=forward_only):
+                given = self.receiver.begin_step(mode, forward_backward, kwargs, rows)
+                result = forward_backward(**given)
+        if self._experts is not None and not forward_only:
+            self._experts.end_step()
+        return result, mode
+
+    @contextmanager
+    def _stashing(self, mode: StepMode, *, forward_only: bool) -> Iterator[None]:
+        if self.stash is None or forward_only:
+            yield
+        elif mode is StepMode.REPLAY:
+            self.stash.begin_replays()
+            yield
+            self.stash.end_replays()
+        else:
+            with self.stash.eager_step(is_captured=self.engine.report is not None):
+                yield
+
+    @property
+    def buckets(self) -> Mapping[int, PackedShape]:
+        """By its rows, each shape that is captured, largest first; empty without packing."""
+        return {} if self._packings is None else self._packings.buckets.shapes
+
+    def agree_on_buckets(self, packings: Packings) -> list[int]:
+        """Rows of each microbatch of a step, the same on all ranks; all of them call it together.
+
+        For ranks that share experts, whose microbatches go through a chunk together.
+        """
+        if self._packings is None:
+            raise ConfigError("There are buckets in chunk graphs attached with `packing`.")
+        return self._packings.buckets.choose(packings, self._agree)
+
+    def announce(
+        self, packings: Packings, misfit: str = "", buckets: Sequence[int] | None = None
+    ) -> None:
+        """Say what the next training step holds, so that the ranks agree while this one runs.
+
+        Call it during the step before, or after it. Without it they agree when the step begins,
+        for which the device waits. What is announced binds: a rank whose step then turns out to be
+        another one stops with an error, since the others follow what they were told. Ranks need
+        not all announce, nor at the same time: one that does not is waited for.
+
+        Args:
+            packings: lengths of the documents of each microbatch of the step.
+            misfit: why the step is not to be replayed whatever its packings, or "".
+            buckets: see `wrap_forward_backward`.
+
+        Raises:
+            SlotError: the next step was announced already.
+            ConfigError: attached without ``packing``.
+            PackingError: a microbatch without documents, or a document without tokens.
+        """
+        if self._packings is None:
+            raise ConfigError("Steps are announced to chunk graphs attached with `packing`.")
+        self.engine.announce(self._packings.announced(packings, misfit, buckets))
+
+    def name_replays(self) -> None:
+        """Name every replay in profiles by stage, chunk, action and microbatch."""
+        self.engine.name_replays(self._names)
+
+    def release(self) -> None:
+        """Drop graphs and their memory; the model stays attached, eager until captured again."""
+        self.engine.release()
+        if self.stash is not None:
+            self.stash.release()
+        for memory in self._held:
+            memory.release()
+
+    def detach(self) -> None:
+        """Release the graphs and give every module its own forward back.
+
+        Whatever goes wrong in one of the two, the other is done. Detaching again does nothing.
+        """
+        with ExitStack() as stack:  # from the last to the first
+            if self._agree is not None:
+                stack.callback(self._agree.close)
+            if self.guard is not None:
+                stack.callback(self.guard.close)
+            if self._experts is not None:
+                stack.callback(self._experts.detach)
+            if self.stash is not None:
+                stack.callback(self.stash.detach)
+            for part in self._parts:
+                stack.callback(part.restore)
+            stack.callback(self.release)

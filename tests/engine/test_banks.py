@@ -1,0 +1,257 @@
+"""Banks: slots with a variant for each length, replayed in any mixture."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from chunkgraph.engine import CaptureOptions, ChunkGraphs
+from chunkgraph.errors import CaptureError, ReplayMismatchError, SlotError
+from chunkgraph.graphs import GraphBackend
+
+WIDTH = 8
+BANKS = (12, 6, 3)
+
+
+class Rows(nn.Module):
+    """Dropout, a buffer, and much to keep for the backward; takes any number of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.dropout = nn.Dropout(0.2)
+        self.register_buffer("num_rows", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor, rows: int) -> torch.Tensor:
+        self.num_rows += rows
+        for layer in self.layers:
+            x = x + self.dropout(torch.nn.functional.gelu(layer(x)))
+        return x
+
+
+def derive(_c: int, args: tuple[Any, ...], kwargs: dict[str, Any], of: Any, key: Any) -> Any:
+    """More or fewer rows, from a call with ``of``."""
+    (x,) = args
+    rows = torch.cat([x.detach()] * (key // of + 1))[:key].clone().requires_grad_(x.requires_grad)
+    return (rows,), {**kwargs, "rows": key}
+
+
+def modules(device: torch.device) -> list[Rows]:
+    torch.manual_seed(3)
+    return [Rows().to(device) for _ in range(2)]
+
+
+Order = list[tuple[int, int]]
+"""(chunk, microbatch) of forwards; the backward of a microbatch that is there already."""
+
+
+def any_order(rng: random.Random, num: int, num_slots: int) -> Order:
+    """Chunk after chunk in the same way: forwards in order, backwards in any."""
+    order: Order = []
+    for c in range(2):
+        left, flying = list(range(num)), []
+        while left or flying:
+            if left and len(flying) < num_slots and (not flying or rng.random() < 0.5):
+                flying.append(left.pop(0))
+                order.append((c, flying[-1]))
+            else:
+                order.append((c, flying.pop(rng.randrange(len(flying)))))
+    return order
+
+
+def run(
+    calls: Any, chunks: list[Rows], lengths: list[int], order: Order, device: torch.device
+) -> list[torch.Tensor]:
+    """Outputs, input gradients, gradients and buffers."""
+    results: list[torch.Tensor] = []
+    flying: dict[tuple[int, int], Any] = {}
+    for place in order:
+        c, m = place
+        if place in flying:
+            x, y = flying.pop(place)
+            (y * y).sum().backward()
+            results.append(x.grad.clone())
+            continue
+        x = torch.linspace(-1, 1 + m, lengths[m] * WIDTH, device=device).view(-1, WIDTH)
+        x.requires_grad_()
+        y = calls[c](x, rows=lengths[m])
+        results.append(y.detach().clone())
+        flying[place] = (x, y)
+    for chunk in chunks:
+        results += [p.grad.clone() for p in chunk.parameters()]
+        results.append(chunk.num_rows.clone())
+        for p in chunk.parameters():
+            p.grad = None
+    return results
+
+
+def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return len(a) == len(b) and all(
+        torch.equal(x.view(torch.int32), y.view(torch.int32)) for x, y in zip(a, b, strict=True)
+    )
+
+
+@pytest.mark.parametrize(
+    ("plan", "verify"),
+    [
+        ("shared_backward", "poison"),
+        ("shared_backward", "shadow"),
+        ("shared_temporaries", "poison"),
+        ("pool_per_slot", "none"),
+    ],
+)
+def test_any_mixture_equals_eager(backend: GraphBackend, plan: Any, verify: Any) -> None:
+    """Random steps: lengths, numbers of microbatches and orders that the capture never saw."""
+    eager, mine = modules(backend.device), modules(backend.device)
+    graphs = ChunkGraphs(
+        mine,
+        [3, 3],
+        backend=backend,
+        options=CaptureOptions(memory_plan=plan, verify=verify),
+        banks=BANKS,
+        derive_sample=derive,
+    )
+    rng = random.Random(1)
+    for step in range(12):
+        num = rng.randint(1, 6)
+        lengths = [12] if step == 0 else [rng.choice(BANKS) for _ in range(num)]
+        order = any_order(rng, len(lengths), 3)
+        torch.manual_seed(step)
+        expected = run(eager, eager, lengths, order, backend.device)
+        torch.manual_seed(step)
+        with graphs.step(len(lengths), banks=lengths):
+            found = run(graphs.callables, mine, lengths, order, backend.device)
+        assert same(found, expected), step
+    assert graphs.counters.fallbacks == {"capture warmup": 1}
+    assert (graphs.counters.capture_sessions, graphs.counters.captures) == (1, 2 * 3 * 3)
+    assert set(graphs.counters.replays_of_bank) == set(BANKS)
+    assert graphs.counters.replays_of_bank.total() == graphs.counters.replays
+
+
+def test_variants_of_a_slot_lie_in_the_same_memory(backend: GraphBackend) -> None:
+    """Three banks take hardly more than the largest alone; each would have its own otherwise."""
+
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1 << (16 if backend.name != "recorder" else 10)))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(8):
+                x = (x * self.weight).tanh()
+            return x.sum(-1)
+
+    def captured(banks: tuple[int, ...]) -> Any:
+        module = Wide().to(backend.device)
+        graphs = ChunkGraphs([module], [3], backend=backend, banks=banks)
+        width = module.weight.numel()
+        samples = {
+            rows: [torch.ones(rows, width, device=backend.device, requires_grad=True)]
+            for rows in banks
+        }
+        return graphs.capture(samples)
+
+    alone, three = captured((64,)), captured((64, 32, 16))
+    assert three.num_graphs == 3 * alone.num_graphs
+    assert alone.held_bytes <= three.held_bytes <= alone.held_bytes * 1.01
+    assert three.slot_bytes <= alone.slot_bytes * 1.1
+    smallest_first = captured((16, 32, 64))  # as it is captured then: each takes new memory
+    assert smallest_first.num_graphs == three.num_graphs
+
+
+def test_other_slots_are_still_proved_apart(backend: GraphBackend) -> None:
+    """Variants may share memory with their own slot only: one pool for all is caught."""
+    from chunkgraph.errors import MemoryPlanError
+
+    graphs = ChunkGraphs(
+        modules(backend.device)[:1],
+        [2],
+        backend=backend,
+        options=CaptureOptions(memory_plan="one_pool"),
+        banks=BANKS,
+        derive_sample=derive,
+    )
+    x = torch.ones(12, WIDTH, device=backend.device, requires_grad=True)
+    with graphs.step(1, banks=[12]):
+        graphs.callables[0](x, rows=12).sum().backward()
+    with (
+        pytest.raises(MemoryPlanError, match=r"slot \d, bank \d+ (for|back)ward overwrites"),
+        graphs.step(1, banks=[12]),
+    ):
+        pass
+
+
+@pytest.fixture
+def graphs(backend: GraphBackend) -> ChunkGraphs:
+    """Of one chunk; captures once it has seen all lengths."""
+    return ChunkGraphs(modules(backend.device)[:1], [2], backend=backend, banks=BANKS)
+
+
+def _forward(graphs: ChunkGraphs, rows: int) -> torch.Tensor:
+    device = graphs._backend.device
+    return graphs.callables[0](torch.ones(rows, WIDTH, device=device), rows=rows)
+
+
+def test_without_derived_samples_capture_waits_for_every_bank(graphs: ChunkGraphs) -> None:
+    for lengths in ([12, 6], [6], [3]):
+        with graphs.step(len(lengths), banks=lengths):
+            for rows in lengths:
+                _forward(graphs, rows).sum().backward()
+        assert graphs.counters.captures == 0
+    with graphs.step(1, banks=[6]):
+        _forward(graphs, 6).sum().backward()
+    assert graphs.counters.captures == 6
+    assert graphs.counters.fallbacks == {"capture warmup": 3}
+    graphs.release()
+    with graphs.step(1, banks=[6]):
+        _forward(graphs, 6).sum().backward()
+    assert graphs.counters.fallbacks["released"] == 1
+
+
+def test_a_step_says_which_banks_its_microbatches_belong_to(graphs: ChunkGraphs) -> None:
+    for banks, message in (
+        (None, r"without the banks of its microbatches; there are \[12, 6, 3\]"),
+        ([12, 5], r"belong to the banks \[5\], but there are only"),
+        ([12], r"has 2 microbatches, but banks of 1"),
+    ):
+        with pytest.raises(SlotError, match=message), graphs.step(2, banks=banks):
+            pass
+    with graphs.step(2, forward_only=True), torch.no_grad():
+        _forward(graphs, 5)
+    with graphs.step(2, eager=True):
+        _forward(graphs, 5).sum().backward()
+    assert graphs.counters.fallbacks == {"forward only": 1, "requested": 1}
+
+
+def test_a_call_of_another_length_than_told_is_named(graphs: ChunkGraphs) -> None:
+    for lengths in ([12, 6, 3],) * 2:
+        with graphs.step(3, banks=lengths):
+            for rows in lengths:
+                _forward(graphs, rows).sum().backward()
+    with (
+        pytest.raises(ReplayMismatchError, match=r"argument 0: captured \(6, 8\).*called \(3, 8\)"),
+        graphs.step(1, banks=[6]),
+    ):
+        _forward(graphs, 3)
+    with (
+        pytest.raises(SlotError, match="called for microbatch 1, but the step was begun with 1"),
+        graphs.step(banks=[6]),
+    ):
+        sum(_forward(graphs, 6).sum() for _ in range(2))
+
+
+def test_a_sample_that_cannot_be_derived_fails_the_session(backend: GraphBackend) -> None:
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("cannot be cut")
+
+    graphs = ChunkGraphs(
+        modules(backend.device)[:1], [2], backend=backend, banks=BANKS, derive_sample=fails
+    )
+    with graphs.step(1, banks=[12]):
+        _forward(graphs, 12).sum().backward()
+    with pytest.raises(CaptureError, match="cannot be cut"), graphs.step(1, banks=[12]):
+        pass

@@ -1,0 +1,107 @@
+"""Which bucket a packed microbatch belongs to, and what its calls look like."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from chunkgraph.errors import ConfigError, PackingError
+from chunkgraph.megatron.buckets import Buckets
+from chunkgraph.megatron.step_packings import StepPackings
+from chunkgraph.packing import PackedShape, bucket_shapes, pack
+
+_SHAPE = PackedShape(5, 32)
+
+
+def _buckets() -> Buckets:
+    return Buckets(bucket_shapes(_SHAPE, [0.25, 16]))
+
+
+def test_sizes_are_parts_or_tokens() -> None:
+    assert _buckets().keys == (32, 16, 8)
+    assert Buckets(bucket_shapes(_SHAPE, [0.3], multiple_of=4)).keys == (32, 12)
+    assert Buckets(bucket_shapes(_SHAPE, [1, 32])).keys == (32,)
+    assert [s.max_packed_seqs for s in _buckets().shapes.values()] == [5, 5, 5]
+    for bad in (0, -0.5, 1.5, 33):
+        with pytest.raises(PackingError, match="A bucket of"):
+            bucket_shapes(_SHAPE, [bad])
+
+
+def test_each_takes_the_smallest_that_holds_it() -> None:
+    packings = [[8], [8, 1], [16, 1], [1, 1, 1, 1, 1], [40]]
+    assert _buckets().choose(packings) == [8, 16, 32, 32, 32]
+
+    def agree(values: Any) -> list[int]:
+        return [max(v, 16) for v in values]
+
+    assert _buckets().choose(packings, agree) == [16, 16, 32, 32, 32]
+
+
+def test_a_call_of_another_bucket_is_as_that_bucket_would_have_it() -> None:
+    """From the largest to the smallest and back: shapes, offsets and constants."""
+
+    def call(size: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        packed = pack([3, 2], _buckets().shapes[size])
+        return (torch.ones(size // 2, 1, 4, requires_grad=True),), {
+            "input_ids": torch.ones(1, size, dtype=torch.long),
+            "padding_mask": torch.from_numpy(packed.padding_mask)[None],
+            "rotary_pos_emb": torch.ones(size, 1, 1, 2),
+            "packed_seq_params.cu_seqlens_q": torch.from_numpy(packed.cu_seqlens),
+            "packed_seq_params.cu_seqlens_q_padded": torch.from_numpy(packed.cu_seqlens_padded),
+            "packed_seq_params.max_seqlen_q": size,
+            "packed_seq_params.qkv_format": "thd",
+            "attention_mask": None,
+        }
+
+    for of, wanted in ((32, 8), (8, 32), (16, 8)):
+        args, kwargs = _buckets().derive(0, *call(of), of, wanted)
+        expected_args, expected = call(wanted)
+        assert args[0].shape == expected_args[0].shape
+        assert args[0].requires_grad
+        assert kwargs.keys() == expected.keys()
+        for name, value in expected.items():
+            if isinstance(value, torch.Tensor):
+                assert (kwargs[name].shape, kwargs[name].dtype) == (value.shape, value.dtype), name
+            else:
+                assert kwargs[name] == value, name
+        name = "packed_seq_params.cu_seqlens_q_padded"
+        assert torch.equal(kwargs[name], expected[name])
+        assert np.all(np.diff(kwargs["packed_seq_params.cu_seqlens_q"].numpy()) >= 0)
+    with pytest.raises(ConfigError, match=r"Chunk 1 takes bias of shape .*bucket of 8 tokens"):
+        _buckets().derive(1, (None,), {"bias": torch.ones(32, 2)}, 32, 8)
+
+
+def test_steps_know_the_buckets_of_their_microbatches() -> None:
+    steps = StepPackings(_buckets(), 0, None)
+    assert steps.begin([[8], [9]], "", 2) == ""
+    assert steps.keys == [8, 16]
+    assert steps.begin([[8], [9]], "", 2, [16, 32]) == ""
+    assert steps.keys == [16, 32]
+    assert steps.begin([[1] * 9], "", 1) == "too many documents"
+    assert steps.keys == [32]
+    for wrong in ([8, 8], [8], [8, 20]):
+        with pytest.raises(ConfigError, match=r"rank 0: the buckets .* do not hold"):
+            steps.begin([[8], [9]], "", 2, wrong)
+    assert steps.begin([[40]], "", 1, [40]) == "a document is longer than allowed"
+    assert steps.keys == [40]
+    with pytest.raises(ConfigError, match="neither its packings nor its buckets"):
+        steps.begin(None, "a bad day", 1)
+    assert steps.begin(None, "a bad day", 1, [32]) == "a bad day"
+    assert steps.announced([[3]], "", [16]) == ""
+    assert steps.begin(None, "", 1) is None
+    assert steps.keys == [16]
+    steps.announced([[3]], "")
+    with pytest.raises(ConfigError, match="announced were 1 with"):
+        steps.begin([[3]], "", 1, [16])
+
+
+def test_ranks_that_share_experts_are_to_agree() -> None:
+    steps = StepPackings(_buckets(), 0, None, needs_buckets=True)
+    with pytest.raises(ConfigError, match=r"share experts.*agree_on_buckets"):
+        steps.begin([[8]], "", 1)
+    assert steps.begin([[8]], "", 1, [32]) == ""
+    alone = StepPackings(Buckets([_SHAPE]), 0, None, needs_buckets=True)
+    assert alone.begin([[8]], "", 1) == ""

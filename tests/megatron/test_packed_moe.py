@@ -1,0 +1,389 @@
+"""Experts on packed sequences: the rows behind the documents are routed nowhere."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from chunkgraph.config import config_from_mapping
+from chunkgraph.errors import ConfigError
+from chunkgraph.packing import PackedShape, pack
+
+pytestmark = [pytest.mark.megatron, pytest.mark.timeout(100)]
+
+_SHAPE = PackedShape(6, 32)
+# Of two microbatches each; only the first pair is there when graphs are captured.
+_PACKINGS = [
+    [[10, 8, 6], [32]],
+    [[5, 5, 5, 5, 5], [1, 20]],
+    [[1], [16, 16]],
+    [[3, 1, 1, 1, 7], [31]],
+]
+_DROPPING = {"moe_expert_capacity_factor": 1.0, "token_drops": "count"}
+_CASES: dict[str, dict[str, Any]] = {
+    "dropping": _DROPPING,
+    "by_position": {**_DROPPING, "moe_router_topk": 1, "moe_router_pre_softmax": True},
+    "biased": {
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_load_balancing_type": "seq_aux_loss",
+        "moe_shared_expert_intermediate_size": 32,
+    },
+    "everywhere": {"moe_router_load_balancing_type": "global_aux_loss"},
+    "allgather": {**_DROPPING, "moe_token_dispatcher_type": "allgather"},
+}
+_OPTIONS = {"by_position": {"moe_token_drop_policy": "position"}}
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Tensors this small are only slowed down by more threads. Specs are found beside this file."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+class _Model:
+    """Two layers with experts, from the same seed every time.
+
+    Args:
+        graphs: arguments of `attach`; None: eager on padded rows; False: as Megatron made it.
+    """
+
+    def __init__(
+        self,
+        device: Any,
+        make_config: Callable[..., dict[str, Any]],
+        graphs: dict[str, Any] | bool | None,
+        case: str = "dropping",
+    ) -> None:
+        from chunkgraph.megatron import attach, compat, keep_padding_from_experts
+        from chunkgraph.megatron.model import build_model
+        from chunkgraph.megatron.plugin import config_of
+        from chunkgraph.megatron.processes import seed_everything
+
+        config = config_from_mapping(
+            make_config(
+                model={
+                    "layer_spec": "user_specs:packed_experts",
+                    "num_layers": 2,
+                    "swiglu": True,
+                    "normalization": "LayerNorm",
+                },
+                moe={
+                    "num_moe_experts": 4,
+                    "moe_router_topk": 2,
+                    "moe_ffn_hidden_size": 32,
+                    "moe_expert_capacity_factor": 2.0,
+                    "moe_aux_loss_coeff": 0.5,
+                    "moe_z_loss_coeff": 0.1,
+                    **_CASES[case],
+                },
+                train={"micro_batch_size": 1},
+                packing={"max_packed_seqs": _SHAPE.max_packed_seqs, "max_packed_tokens": 32},
+            )
+        )
+        compat.forget_expert_metrics()
+        seed_everything(1, device)
+        chunks = build_model(config, device, transformer_options=_OPTIONS.get(case))
+        self.chunk: Any = chunks[0]
+        for module in self.chunk.modules():
+            if hasattr(module, "expert_bias") and module.expert_bias is not None:
+                module.expert_bias[:2] = torch.tensor([20.0, 10.0])  # two of the experts get all
+        self.layers = [m for m in self.chunk.modules() if type(m).__name__ == "MoELayer"]
+        self.graphs: Any = None
+        self.close: Callable[[], None] = lambda: None
+        if isinstance(graphs, dict):
+            self.graphs = attach(
+                chunks, num_slots=[2], packing=_SHAPE, **{"token_drops": "count", **graphs}
+            )
+            self.close = self.graphs.detach
+        elif graphs is None:
+            self.close = keep_padding_from_experts(chunks, config_of(self.chunk))
+
+    def step(
+        self, packings: list[list[int]], *, rows: int | None = 32, mask: bool = True
+    ) -> dict[str, torch.Tensor]:
+        """Both microbatches in flight: losses of tokens, gradients, metrics and counts."""
+        from chunkgraph.megatron import compat
+
+        for parameter in self.chunk.parameters():
+            parameter.main_grad.zero_()
+
+        def flight(**_: Any) -> dict[str, torch.Tensor]:
+            results, outputs = {}, []
+            for number, lengths in enumerate(packings):
+                batch = _batch(lengths, number, rows)
+                is_token = ~batch["padding_mask"]
+                if not mask:
+                    del batch["padding_mask"]
+                output = self.chunk(**batch)
+                results[f"losses {number}"] = output.detach()[is_token].clone()
+                outputs.append(torch.where(is_token, output, 0.0).sum())
+            for output in outputs:
+                output.backward()
+            return results
+
+        run = flight
+        if self.graphs is not None:
+            run = self.graphs.wrap_forward_backward(flight)
+            results = run(num_microbatches=len(packings), packings=packings)
+        else:
+            results = run()
+        results.update({n: p.main_grad.clone() for n, p in self.chunk.named_parameters()})
+        results.update({n: b.clone() for n, b in self.chunk.named_buffers()})
+        taken = compat.take_expert_metrics()
+        results.update({n: torch.tensor(v) for n, v in taken.items()})
+        return results
+
+
+def _batch(lengths: list[int], seed: int, rows: int | None = 32) -> dict[str, Any]:
+    from chunkgraph.megatron.packed import make_params
+
+    shape = PackedShape(6, sum(lengths) if rows is None else rows)
+    packed = pack(lengths, shape)
+    random = np.random.default_rng(seed)
+    tokens, labels = (random.integers(1, 256, packed.num_valid_tokens) for _ in range(2))
+
+    def row(values: Any) -> torch.Tensor:
+        return torch.from_numpy(values)[None]
+
+    return {
+        "input_ids": row(packed.place(tokens)),
+        "labels": row(packed.place(labels)),
+        "position_ids": row(packed.position_ids),
+        "attention_mask": None,
+        "packed_seq_params": make_params(packed, torch.device("cpu")),
+        "padding_mask": row(packed.padding_mask),
+    }
+
+
+def _differing(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
+    assert a.keys() == b.keys()
+    return [name for name in a if not torch.equal(a[name], b[name])]
+
+
+@pytest.mark.parametrize(
+    ("case", "scope"),
+    [
+        ("dropping", "block"),
+        ("dropping", "chunk"),
+        ("by_position", "chunk"),
+        ("biased", "block"),
+        ("everywhere", "chunk"),
+        ("allgather", "block"),
+    ],
+)
+def test_packings_never_seen_at_capture(
+    one_rank: Any, make_config: Any, case: str, scope: str
+) -> None:
+    results = []
+    dropped = 0
+    for graphs in (None, {"scope": scope}):
+        model = _Model(one_rank, make_config, graphs, case)
+        results.append([model.step(packings) for packings in _PACKINGS])
+        if model.graphs is not None:
+            assert model.graphs.counters.capture_sessions == 1
+            assert model.graphs.counters.replays == 6
+            dropped = sum(model.graphs.dropped_tokens(wait=True).values())
+        model.close()
+    for eager, chunk in zip(*results, strict=True):
+        assert all(value.isfinite().all() for value in eager.values())
+        assert _differing(eager, chunk) == []
+    assert (dropped > 0) == ("moe_expert_capacity_factor" in _CASES[case])
+
+
+@pytest.mark.parametrize("case", ["dropping", "biased", "everywhere", "allgather"])
+def test_padding_does_not_change_the_mathematics(
+    one_rank: Any, make_config: Any, case: str
+) -> None:
+    """Against Megatron as it is, on rows that all hold a token: equal but for rounding.
+
+    Capacities and dropped tokens, losses of routers and their metrics, counts for the expert bias.
+    """
+    plain = _Model(one_rank, make_config, False, case)
+    without = [plain.step(packings, rows=None, mask=False) for packings in _PACKINGS]
+    model = _Model(one_rank, make_config, {"scope": "chunk"}, case)
+    padded = [model.step(packings) for packings in _PACKINGS]
+    model.close()
+    for expected, found in zip(without, padded, strict=True):
+        assert expected.keys() == found.keys()
+        for name, value in expected.items():
+            scale = value.abs().max().item()
+            assert torch.allclose(found[name], value, rtol=1e-4, atol=1e-5 * scale), name
+            if "tokens_per_expert" in name:
+                assert torch.equal(found[name], value), name
+
+
+def test_megatron_alone_routes_padding(one_rank: Any, make_config: Any) -> None:
+    """What is mended here is there: with its own padding mask alone, padding takes room."""
+    plain = _Model(one_rank, make_config, False)
+    without = plain.step([[9], [5]], rows=None, mask=False)
+    model = _Model(one_rank, make_config, None)
+    mended = model.step([[9], [5]])
+    model.close()
+    padded = _Model(one_rank, make_config, False).step([[9], [5]])
+    assert torch.allclose(mended["losses 0"], without["losses 0"], rtol=1e-6)
+    assert not torch.allclose(padded["losses 0"], without["losses 0"], rtol=1e-5)
+
+
+class _PoisonedGrad(torch.autograd.Function):
+    """The identity, whose gradient is spoilt in padding rows."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, rows: torch.Tensor, poison: float) -> torch.Tensor:
+        """The value."""
+        ctx.save_for_backward(rows)
+        ctx.poison = poison
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        """The gradient with poison."""
+        (rows,) = ctx.saved_tensors
+        return grad.masked_fill(rows, ctx.poison), None, None
+
+
+def _poison(model: _Model, poison: float) -> None:
+    """Padding rows of what goes into the experts, and of the gradient that comes back to them."""
+
+    def spoil_input(_: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        hidden = kwargs.pop("hidden_states", args[0] if args else None)
+        rows = kwargs["padding_mask"].transpose(0, 1)[..., None]
+        return (hidden.masked_fill(rows, poison),), kwargs
+
+    def spoil_grad(_: Any, _args: Any, kwargs: dict[str, Any], result: Any) -> Any:
+        rows = kwargs["padding_mask"].transpose(0, 1)[..., None]
+        return (_PoisonedGrad.apply(result[0], rows, poison), *result[1:])
+
+    for layer in model.layers:
+        layer.register_forward_pre_hook(spoil_input, with_kwargs=True, prepend=True)
+        layer.register_forward_hook(spoil_grad, with_kwargs=True)
+
+
+@pytest.mark.parametrize("case", ["dropping", "biased"])
+def test_a_poisoned_tail_reaches_nothing(one_rank: Any, make_config: Any, case: str) -> None:
+    """NaN in every padding row at the experts: the same losses, gradients, metrics and counts."""
+    results = []
+    for poison in (0.0, math.nan):
+        model = _Model(one_rank, make_config, {"scope": "block"}, case)
+        _poison(model, poison)
+        results.append([model.step(packings) for packings in _PACKINGS])
+        assert model.graphs.counters.replays == 6
+        model.close()
+    for clean, poisoned in zip(*results, strict=True):
+        assert all(value.isfinite().all() for value in poisoned.values())
+        assert _differing(clean, poisoned) == []
+
+
+def test_no_expert_takes_padding() -> None:
+    """Capacities are those of the tokens, as Megatron computes them for an input of these alone."""
+    from megatron.core.transformer.moe.moe_utils import apply_router_token_dropping, get_capacity
+
+    from chunkgraph.megatron.compat import kept_of_tokens
+
+    torch.manual_seed(1)
+    for num_tokens, factor in [(24, 1.0), (7, 1.5), (32, 2.0), (1, 2.0), (13, 0.5)]:
+        scores = torch.rand(32, 4)
+        chosen = torch.zeros(32, 4, dtype=torch.bool).scatter(1, scores.topk(2).indices, True)
+        padding = torch.ones(32, dtype=torch.bool)
+        padding[torch.randperm(32)[:num_tokens]] = False
+        chosen &= ~padding[:, None]
+        probs = scores * chosen
+        kept = kept_of_tokens(
+            probs, chosen, padding, top_k=2, capacity_factor=factor, by_position=False
+        )
+        capacity = get_capacity(num_tokens * 2, 4, factor)
+        assert kept.sum(0).tolist() == [min(capacity, num_tokens)] * 4
+        assert not kept[padding].any()
+        alone, _ = apply_router_token_dropping(
+            probs[~padding], chosen[~padding], 2, factor, pad_to_capacity=True
+        )
+        assert torch.equal((probs * kept)[~padding], alone)
+        first = kept_of_tokens(
+            probs, chosen, padding, top_k=2, capacity_factor=factor, by_position=True
+        )
+        for expert in range(4):
+            wanted = chosen[:, expert].nonzero().flatten()[:capacity]
+            assert first[wanted, expert].all()
+            assert (first & chosen)[:, expert].sum() == len(wanted)
+
+
+def test_a_forward_step_without_the_mask_is_told(one_rank: Any, make_config: Any) -> None:
+    model = _Model(one_rank, make_config, {})
+    with pytest.raises(ConfigError, match=r"Layer 1 .*without padding_mask.*every pipeline stage"):
+        model.step(_PACKINGS[0], mask=False)
+    model.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"moe_permute_fusion": True}, "moe_permute_fusion=True: its kernel"),
+        ({"moe_router_fusion": True}, "moe_router_fusion=True: its kernel"),
+        ({"moe_router_load_balancing_type": "quantile_balancing"}, "nothing of padding"),
+    ],
+)
+def test_what_cannot_be_packed_is_refused_by_name(options: dict[str, Any], said: str) -> None:
+    from types import SimpleNamespace
+
+    from chunkgraph.megatron import keep_padding_from_experts
+
+    with pytest.raises(ConfigError, match=said):
+        keep_padding_from_experts([], SimpleNamespace(**options))
+
+
+def test_a_release_whose_routers_know_no_padding_is_refused_by_name(
+    one_rank: Any, make_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    def forward(self: Any, input: torch.Tensor) -> Any:  # noqa: A002
+        raise NotImplementedError
+
+    monkeypatch.setattr(TopKRouter, "forward", forward)
+    with pytest.raises(ConfigError, match=r"megatron-core 0\.\d+.*TopKRouter take no padding_mask"):
+        _Model(one_rank, make_config, {})
+
+
+def test_detach_leaves_everything_as_it_was(one_rank: Any, make_config: Any) -> None:
+    from megatron.core.transformer.moe import router, token_dispatcher
+
+    gathering = token_dispatcher.MoEAllGatherTokenDispatcher
+
+    def state() -> list[Any]:
+        return [
+            router.apply_router_token_dropping,
+            router.topk_routing_with_score_function,
+            gathering.dispatch_postprocess,
+        ]
+
+    before = state()
+    model = _Model(one_rank, make_config, {})
+    assert not any(a is b for a, b in zip(state(), before, strict=True))
+    model.close()
+    assert all(a is b for a, b in zip(state(), before, strict=True))
+    for module in model.chunk.modules():
+        assert not (type(module).__name__ in ("MoELayer", "TopKRouter") and module._forward_hooks)
+
+
+@pytest.mark.parametrize("what", ["stash", "token_drops"])
+def test_steps_that_may_have_to_run_anew_are_refused_with_packing(
+    one_rank: Any, make_config: Callable[..., dict[str, Any]], what: str
+) -> None:
+    from chunkgraph.errors import ConfigError
+    from chunkgraph.memory.stash import StashOptions
+
+    options: dict[str, Any] = (
+        {"stash": StashOptions()} if what == "stash" else {"token_drops": "rerun"}
+    )
+    with pytest.raises(ConfigError, match=r"packing with .*to run .* anew was not tried"):
+        _Model(one_rank, make_config, options)
