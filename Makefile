@@ -19,13 +19,13 @@ TORCH ?= torch==2.13.0
 MCORE ?= 0.19.2
 # Processes of the test run.
 JOBS ?= 2
-# What the second environment leaves to the first, since it takes longest; empty runs all of it.
-MCORE_LEAVES ?= bench features receive
 CONFIG ?= configs/gpt_pp2_vpp2_cpu.yaml
 
 VENV := .venv
 VENV_MCORE := .venv-mcore-0.19
 PIP_QUIET := -m pip --disable-pip-version-check -qq
+# Who has no more tests takes some of the other's, so that all processes end together.
+PYTEST := -m pytest -q -n $(JOBS) --dist worksteal
 
 .PHONY: help train test test-gpu lint clean
 .DEFAULT_GOAL := help
@@ -41,12 +41,10 @@ train: $(VENV)/.installed ## Train a tiny GPT through a pipeline on this machine
 test: ## Lint, types, import contracts, and every test that needs no GPU
 	@$(MAKE) -j2 $(VENV)/.installed $(VENV_MCORE)/.installed
 	@$(MAKE) lint
-	@# One thread for each process: tests start up to four at a time, in every job.
 	@echo "== tests (megatron-core of $(VENV))"
-	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -n $(JOBS)
+	@$(VENV)/bin/python $(PYTEST)
 	@echo "== tests marked megatron (megatron-core $(MCORE))"
-	@OMP_NUM_THREADS=1 $(VENV_MCORE)/bin/python -m pytest -q -n $(JOBS) -m megatron \
-	  $(MCORE_LEAVES:%=--ignore=tests/megatron/test_%.py)
+	@$(VENV_MCORE)/bin/python $(PYTEST) -m megatron
 
 test-gpu: $(VENV)/.installed ## The tests that need GPUs; fails where there is none
 	@CHUNKGRAPH_REQUIRE_GPU=1 $(VENV)/bin/python -m pytest -m "gpu or multigpu"

@@ -4,8 +4,8 @@ It takes Megatron's flags and knows nothing of chunk graphs; run it by itself, o
 
     chunkgraph launch scripts/pretrain_gpt.py FLAGS --cuda-graph-granularity chunk
 
-``--exact-log FILE`` (ours) appends each logged loss and gradient norm in hexadecimal, and
-``--mock-data`` trains on Megatron's made-up tokens. Needs megatron-core 0.18 or newer.
+``--exact-log FILE`` (ours) appends each logged loss, gradient norm and loss scale in hexadecimal;
+``--mock-data`` trains on made-up tokens of Megatron's. Needs megatron-core 0.18 or newer.
 """
 
 from __future__ import annotations
@@ -193,11 +193,12 @@ def log_exactly(path: str) -> None:
     def training_log(losses: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
         # Megatron passes all but the optional ones by position: ..., iteration, loss scale,
         # report memory, skipped, gradient norm.
-        iteration, grad_norm = args[2], args[6]
+        iteration, loss_scale, grad_norm = args[2], args[3], args[6]
         values = {name: float(value).hex() for name, value in losses.items()}
         rank = torch.distributed.get_rank()
         with open(f"{path}.rank{rank}", "a", encoding="utf-8") as file:
-            file.write(f"{iteration} {float(grad_norm or 0.0).hex()} {values}\n")
+            numbers = f"{float(grad_norm or 0.0).hex()} {float(loss_scale or 0.0).hex()}"
+            file.write(f"{iteration} {numbers} {values}\n")
         return log(losses, *args, **kwargs)
 
     training.training_log = training_log

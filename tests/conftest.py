@@ -1,4 +1,4 @@
-"""What every room's tests share: hypothesis without deadlines, and skips that give a reason."""
+"""What every room's tests share: hypothesis without deadlines, skips that give a reason, order."""
 
 from __future__ import annotations
 
@@ -9,16 +9,26 @@ import shutil
 import hypothesis
 import pytest
 
+# Read when torch is first imported, here and by what tests start. With tensors this small more
+# threads only wait for each other, and with several test processes they also wait for a core.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A shared machine stalls now and then: a deadline would test the machine.
 hypothesis.settings.register_profile("chunkgraph", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("chunkgraph")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what this machine cannot run; with CHUNKGRAPH_REQUIRE_GPU=1 a missing GPU fails.
+# What starts the processes of whole jobs, for the most part; such tests take longest.
+_JOB_FIXTURES = {"run_cases", "run_worker", "run_to_its_end", "run_ranks", "launched", "marked"}
 
-    ``multigpu(4)`` is for tests that need more than two, which are skipped even then.
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what this machine cannot run, and begin with the longest tests.
+
+    With CHUNKGRAPH_REQUIRE_GPU=1 a missing GPU fails. ``multigpu(4)`` is for tests that need more
+    than two, which are skipped even then. Processes of a run that divide the tests among them end
+    together if what is left at the end is short.
     """
+    items.sort(key=_takes_long, reverse=True)
     num_gpus: int | None = None
     for item in items:
         if item.get_closest_marker("megatron") and not _has_megatron():
@@ -35,6 +45,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if num_gpus < needed and not must_run:
                 reason = f"needs {needed} CUDA GPU(s), found {num_gpus}"
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _takes_long(item: pytest.Item) -> bool:
+    is_slow = item.get_closest_marker("slow") is not None
+    return is_slow or not _JOB_FIXTURES.isdisjoint(getattr(item, "fixturenames", ()))
 
 
 def _count_gpus() -> int:

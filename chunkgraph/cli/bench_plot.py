@@ -29,6 +29,7 @@ _COLOURS = {
     "chunk": "#d1495b",
 }
 _MIB = 2**20
+_MOST_BARS_SIDE_BY_SIDE = 10
 
 
 def require_matplotlib() -> None:
@@ -48,7 +49,8 @@ def require_matplotlib() -> None:
 def plot_documents(documents: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Draw one or several result documents.
 
-    Two panels, step time and reserved memory, with a group of bars for each config; and one more
+    Two panels, step time and reserved memory, with a group of bars for each config (one above the
+    other if there are many); and one more
     for each document whose microbatch count changed: step time against it.
 
     Raises:
@@ -66,15 +68,20 @@ def plot_documents(documents: Sequence[Mapping[str, Any]], path: Path) -> None:
         raise ConfigError(msg)
     varying = [(config, ran) for config, ran in measured if _changes(ran)]
     num_bars = sum(len(ran) for _, ran in measured)
-    width = max(9.0, 2.0 + 0.45 * num_bars * 2)
-    figure = Figure(figsize=(width, 4.4 + 3.8 * len(varying)), layout="constrained")
+    num_rows = 1 if num_bars <= _MOST_BARS_SIDE_BY_SIDE else 2
+    width = max(9.0, 1.0 + 0.9 * num_bars / num_rows)
+    height = 0.6 + 3.8 * (num_rows + len(varying))
+    figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
-    grid = figure.add_gridspec(1 + len(varying), 2)
-    times, memory = figure.add_subplot(grid[0, 0]), figure.add_subplot(grid[0, 1])
+    grid = figure.add_gridspec(num_rows + len(varying), 2)
+    if num_rows == 1:
+        times, memory = figure.add_subplot(grid[0, 0]), figure.add_subplot(grid[0, 1])
+    else:
+        times, memory = figure.add_subplot(grid[0, :]), figure.add_subplot(grid[1, :])
     _bars(times, measured, names, "step_ms", 1.0, "ms a step (median)")
     _bars(memory, measured, names, "reserved_bytes", _MIB, "peak reserved memory, MB")
     for row, (config, ran) in enumerate(varying):
-        _against_microbatches(figure.add_subplot(grid[1 + row, :]), config, ran)
+        _against_microbatches(figure.add_subplot(grid[num_rows + row, :]), config, ran)
     handles, labels = times.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
     figure.suptitle(_title(documents), fontsize=10)
@@ -102,11 +109,12 @@ def _bars(
     title: str,
 ) -> None:
     bar = 0.8 / len(names)
-    for position, name in enumerate(names):
+    for name in names:
         places, heights = [], []
         for group, (_, ran) in enumerate(measured):
             if name in ran and ran[name].get(key) is not None:
-                places.append(group + (position - (len(names) - 1) / 2) * bar)
+                shown = [other for other in names if other in ran]
+                places.append(group + (shown.index(name) - (len(shown) - 1) / 2) * bar)
                 heights.append(ran[name][key] / unit)
         drawn = axes.bar(
             places, heights, width=0.92 * bar, color=_COLOURS[name], label=_LABELS[name]

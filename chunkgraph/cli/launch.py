@@ -29,8 +29,6 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the subcommand; returns the exit code, the script's own where it failed."""
     options = options_from(args)
-    for note in options.notes:
-        print(f"note: {note}.", file=sys.stderr)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         # torchrun or srun started this process as one rank.
         from chunkgraph.megatron.launch import run_as_rank
@@ -38,4 +36,6 @@ def run(args: argparse.Namespace) -> int:
         return run_as_rank(options)
     from chunkgraph.cli.script_launcher import ScriptLauncher
 
+    for note in (*options.notes, *options.notes_on_processes(options.nproc)):
+        print(f"note: {note}.", file=sys.stderr)
     return ScriptLauncher(options).run()

@@ -26,20 +26,34 @@ _GRACE_S = 3.0
 
 
 class _Signals:
-    """Passes signals on to the ranks; each has left its pid in the folder."""
+    """Passes signals on to the ranks; each leaves its pid in the folder once it has begun."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._was_terminated = False
+        self._told: set[Path] = set()
         self.ends_at: float | None = None
         signal.signal(signal.SIGTERM, self._terminate)
         signal.signal(signal.SIGINT, self._end)
 
     def send(self, signum: int) -> None:
         for path in self._folder.glob("pid_rank*"):
-            with contextlib.suppress(OSError, ValueError):
-                os.kill(int(path.read_text()), signum)
+            self._send_to(path, signum)
+
+    def tell_late_ranks(self) -> None:
+        """A rank that began after SIGTERM was passed on gets it too."""
+        if self._was_terminated:
+            for path in set(self._folder.glob("pid_rank*")) - self._told:
+                self._told.add(path)
+                self._send_to(path, signal.SIGTERM)
+
+    def _send_to(self, path: Path, signum: int) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            os.kill(int(path.read_text()), signum)
 
     def _terminate(self, signum: int, _frame: FrameType | None) -> None:
+        self._was_terminated = True
+        self._told.update(self._folder.glob("pid_rank*"))
         self.send(signum)
 
     def _end(self, _signum: int, _frame: FrameType | None) -> None:
@@ -63,6 +77,7 @@ def main(folder: str, num_workers: str, logs: str, *command: str) -> int:
     thread.start()
     while thread.is_alive():
         thread.join(_POLL_S)
+        signals.tell_late_ranks()
         if signals.ends_at is not None and time.monotonic() > signals.ends_at:
             signals.send(signal.SIGKILL)
             return 128 + signal.SIGINT

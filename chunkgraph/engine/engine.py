@@ -508,6 +508,10 @@ class ChunkGraphs:
         waiting = self._awaiting_grads[slot.chunk]
         if slot in waiting:
             waiting.remove(slot)
+        assert self._captured is not None
+        sinks = self._captured.sinks[slot.chunk]
+        if not sinks.is_bound:
+            sinks.bind()
         if self._verifying is not None:
             self._verifying.before_backward(slot, grads)
         slot.load_output_grads(grads)

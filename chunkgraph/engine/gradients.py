@@ -1,7 +1,8 @@
 """Gradients: accumulated inside the backward graph, each as soon as it is ready.
 
 A parameter's sink is ``param.main_grad`` where its owner (Megatron's DDP) made one, else a fixed
-buffer that the engine binds to ``param.grad`` at the start of a step. During the capture of a
+buffer that the engine binds to ``param.grad`` at a chunk's first backward of a step, with what was
+there by then. During the capture of a
 backward a hook takes every gradient out of ``leaf.grad`` as soon as autograd has put it there, adds
 it to the sink and drops it, so that no two weight gradients are alive at once. Activation
 recomputation runs backwards inside the backward; their gradients arrive at the same place.
@@ -30,9 +31,17 @@ class GradientSinks:
     Args:
         parameters: the chunk's trainable parameters.
         label: names the chunk in errors.
+        made: the buffers made so far for the rank's parameters, since chunks may share one;
+            those made here are added.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], label: str) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        label: str,
+        made: dict[nn.Parameter, torch.Tensor] | None = None,
+    ) -> None:
+        made = {} if made is None else made
         self.parameters = tuple(parameters)
         self._label = label
         self._sinks: list[torch.Tensor] = []
@@ -41,11 +50,14 @@ class GradientSinks:
             main_grad = getattr(parameter, "main_grad", None)
             if main_grad is None:
                 self._own.append(index)
-                main_grad = torch.empty_like(parameter, requires_grad=False)
+                main_grad = made.get(parameter)
+                if main_grad is None:
+                    main_grad = made[parameter] = torch.empty_like(parameter, requires_grad=False)
             self._sinks.append(main_grad)
         self._received = [False] * len(self.parameters)
         self._accumulate = new_accumulate(self._sinks, [p.dtype for p in self.parameters])
         self._addresses = self._current_addresses()
+        self.is_bound = not self._own
 
     @property
     def buffers(self) -> tuple[torch.Tensor, ...]:
@@ -92,7 +104,7 @@ class GradientSinks:
                     leaf.main_grad = main_grad  # type: ignore[attr-defined]
 
     def begin_step(self) -> None:
-        """Check addresses and bind ``param.grad``. Once a step, not per microbatch.
+        """Check addresses. Once a step, not per microbatch.
 
         Raises:
             ReplayMismatchError: a parameter or its gradient buffer was replaced since capture.
@@ -107,6 +119,11 @@ class GradientSinks:
                 "other memory after capture; the graphs would use the old one. Update it in place "
                 "(copy_), or release the graphs and capture again."
             )
+        self.is_bound = not self._own
+
+    def bind(self) -> None:
+        """Make ``param.grad`` the sinks, before the first replayed backward of a step."""
+        self.is_bound = True
         with torch.no_grad():
             for index in self._own:
                 if self._received[index]:

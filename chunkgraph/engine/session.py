@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from chunkgraph.engine.aliases import ParameterAliases
 from chunkgraph.engine.banks import Bank
@@ -128,7 +129,8 @@ def capture_session(
     """
     start = time.perf_counter()
     pools = PoolPlan(settings.memory_plan, backend, chunks[0].label.split(" chunk")[0])
-    sinks = tuple(GradientSinks(chunk.parameters, chunk.label) for chunk in chunks)
+    made: dict[nn.Parameter, torch.Tensor] = {}
+    sinks = tuple(GradientSinks(chunk.parameters, chunk.label, made) for chunk in chunks)
     aliases = tuple(ParameterAliases(chunk.module, chunk.parameters) for chunk in chunks)
     forwards: list[CapturedForward] = []
     try:

@@ -27,6 +27,9 @@ class _Refusal:
 _NO_HOOKS = "its hooks run in Python, which a replay does not"
 _PACKED = "packed sequences change their offsets with every microbatch, and a graph has fixed ones"
 _OTHER_GRAPHS = "Megatron would capture the same layers again; leave it out"
+_QUANTIZED = (
+    "whether a layer renews its quantized weights is Python state of its own, frozen in a replay"
+)
 _REFUSALS = (
     _Refusal("enable_cuda_graph", _OTHER_GRAPHS),
     _Refusal("external_cuda_graph", _OTHER_GRAPHS),
@@ -48,6 +51,9 @@ _REFUSALS = (
     _Refusal("save_dgrads_interval", _NO_HOOKS),
     _Refusal("save_tokens_per_expert_interval", _NO_HOOKS),
     _Refusal("modelopt_enabled", "its distillation schedules call the model in another way"),
+    _Refusal("te_precision_config_file", _QUANTIZED),
+    _Refusal("kitchen_config_file", _QUANTIZED),
+    _Refusal("kitchen_recipe_number", _QUANTIZED, lambda v: v is not None),
     _Refusal("qk_clip", "it reads the largest attention logits of each microbatch in Python"),
     _Refusal(
         "log_max_attention_logit",
@@ -111,11 +117,7 @@ def settle_arguments(args: argparse.Namespace, *, on_cpu: bool) -> GraphFlags | 
     found += refused_settings(_AsConfig(args), flags.token_drops)
     use_te_rng = _wants_te_rng(args, on_cpu)
     if use_te_rng and importlib.util.find_spec("transformer_engine") is None:
-        found.append(
-            "--hidden-dropout or --attention-dropout above 0 without Transformer Engine: no other "
-            "random numbers of Megatron's change from replay to replay; install "
-            "transformer_engine, or set both to 0"
-        )
+        found.append(_missing_transformer_engine(args))
     if found:
         raise ConfigError(
             "--cuda-graph-granularity chunk cannot go together with\n  - " + "\n  - ".join(found)
@@ -141,6 +143,19 @@ def _wants_te_rng(args: argparse.Namespace, on_cpu: bool) -> bool:
         return False
     dropout = max(getattr(args, "hidden_dropout", 0.0), getattr(args, "attention_dropout", 0.0))
     return dropout > 0 or getattr(args, "transformer_impl", None) == "transformer_engine"
+
+
+def _missing_transformer_engine(args: argparse.Namespace) -> str:
+    if getattr(args, "transformer_impl", None) == "transformer_engine":
+        return (
+            "--transformer-impl transformer_engine: it is not installed; install "
+            "transformer_engine, or give --transformer-impl local"
+        )
+    return (
+        "--hidden-dropout or --attention-dropout above 0 without Transformer Engine: no other "
+        "random numbers of Megatron's change from replay to replay; install transformer_engine, or "
+        "set both to 0"
+    )
 
 
 def _flag(dest: str) -> str:

@@ -7,16 +7,20 @@ import ctypes
 import importlib.metadata
 import importlib.util
 import os
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
+
+from chunkgraph.megatron.releases import RANGE, is_known
 
 __all__ = ["Finding", "examine"]
 
 State = Literal["ok", "absent", "wrong"]
 
-_MEGATRON_FROM, _MEGATRON_UP_TO = (0, 16), (0, 19)
+_VERSION_PARTS = ("MAJOR", "MINOR", "PATCH")
 _CUBLASLT_NEEDED = 130801
 """13.8.1, the first that takes the token counts of a grouped GEMM from the device."""
 
@@ -103,22 +107,22 @@ def _capture() -> Finding:
 
 
 def _megatron() -> Finding:
-    version = _version("megatron-core")
+    version = _version("megatron-core") or _checkout_version()
     if version is None:
         advice = "pip install 'chunkgraph[megatron]', to train with Megatron-core"
         return Finding("megatron-core", "absent", "not installed", advice)
-    release = tuple(int(part) for part in version.split(".")[:2])
-    if not _MEGATRON_FROM <= release <= _MEGATRON_UP_TO:
-        return Finding("megatron-core", "wrong", version, "use 0.16 to 0.19")
+    major, minor = (int(part) for part in version.split(".")[:2])
+    if not is_known((major, minor)):
+        return Finding("megatron-core", "wrong", version, f"use {RANGE}")
     return Finding("megatron-core", "ok", version)
 
 
 def _training() -> Finding:
     name = "megatron.training"
-    if _version("megatron-core") is None or importlib.util.find_spec("megatron") is None:
+    if importlib.util.find_spec("megatron") is None:
         return Finding(name, "absent", "not installed")
     if importlib.util.find_spec(name) is None:
-        advice = "`chunkgraph launch` needs it: megatron-core 0.18+ or a checkout of Megatron-LM"
+        advice = "`chunkgraph launch` needs it: megatron-core 0.17+ or a checkout of Megatron-LM"
         return Finding(name, "absent", "not in this megatron-core", advice)
     return Finding(name, "ok", "there")
 
@@ -176,6 +180,18 @@ def _determinism() -> Finding:
         return Finding(name, "ok", "NVTE_ALLOW_NONDETERMINISTIC_ALGO=0")
     advice = "set NVTE_ALLOW_NONDETERMINISTIC_ALGO=0 to compare runs to the last bit"
     return Finding(name, "absent", "not asked for", advice)
+
+
+def _checkout_version() -> str | None:
+    """The release of a Megatron-LM checkout on the path, which pip knows nothing of."""
+    spec = importlib.util.find_spec("megatron")
+    for folder in spec.submodule_search_locations or () if spec is not None else ():
+        path = Path(folder, "core", "package_info.py")
+        if path.exists():
+            text = path.read_text(encoding="utf-8")
+            found = [re.search(rf"^{part} = (\d+)", text, re.MULTILINE) for part in _VERSION_PARTS]
+            return ".".join(match.group(1) for match in found if match is not None) or None
+    return None
 
 
 def _version(distribution: str) -> str | None:

@@ -16,7 +16,6 @@ from typing import Any, Literal
 from torch import nn
 
 from chunkgraph.engine import Chunk
-from chunkgraph.engine.decision import Agree
 from chunkgraph.errors import TokenDropError
 from chunkgraph.megatron import compat
 from chunkgraph.megatron.padding import keep_padding_from_experts
@@ -67,7 +66,7 @@ class Experts:
         self._seen = 0
         self._has_warned = token_drops != "warn"
         # Every rank makes the group, in the same order; only then does it know the others' drops.
-        self._agree: Agree | None = agree_by_maximum() if token_drops == "raise" else None
+        self._agree = agree_by_maximum() if token_drops == "raise" else None
 
     def following(self, part: CapturedPart, chunk: Chunk) -> Chunk:
         """The part's chunk; one that has routers follows Megatron's state of them."""
@@ -125,6 +124,8 @@ class Experts:
     def detach(self) -> None:
         """Stop counting, and leave padding to Megatron."""
         self._undo.close()
+        if self._agree is not None:
+            self._agree.close()
 
     def _raise_if_dropped(self) -> None:
         now = sum(self.dropped_tokens(wait=True).values())

@@ -18,12 +18,17 @@ import traceback
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from chunkgraph._text import did_you_mean
 from chunkgraph.errors import ChunkGraphError, ConfigError, MissingDependencyError
 from chunkgraph.megatron.launch_options import LaunchOptions, parse_options
+from chunkgraph.megatron.launch_settings import GRANULARITY
 from chunkgraph.megatron.launch_variables import REPORT_FOLDER_VARIABLE
 from chunkgraph.megatron.worker import die_with_parent, keep_quiet, write_error, write_whole
+
+if TYPE_CHECKING:
+    from chunkgraph.megatron.pretrain import ChunkGraphsInPretrain
 
 __all__ = ["main", "run_as_rank", "run_script"]
 
@@ -48,6 +53,8 @@ def run_as_rank(options: LaunchOptions) -> int:
     if folder is not None:
         _join_launcher(Path(folder), rank)
     try:
+        if folder is None:  # the launcher has said it
+            _check_and_say(options, rank)
         return run_script(options)
     except Exception as error:  # noqa: BLE001 - the outermost frame: everything is reported
         return _report(error, rank, Path(folder) if folder is not None else None)
@@ -92,11 +99,45 @@ def run_script(options: LaunchOptions) -> int:
         hooks = enable(on_cpu=options.device == "cpu", run_dir=options.run_dir)
         hooks.on_parser = _explain_in_one_line
         stack.callback(hooks.disable)
+        code, is_over = 0, True
         try:
             runpy.run_path(str(options.script), run_name="__main__")
         except SystemExit as error:
-            return _exit_code(error)
-    return 0
+            code = _exit_code(error)
+            is_over = hooks.was_parsed  # else it was asked for help
+        if code == 0 and is_over and os.environ.get("RANK", "0") == "0":
+            _say_if_unused(options, hooks)
+    return code
+
+
+def _say_if_unused(options: LaunchOptions, hooks: ChunkGraphsInPretrain) -> None:
+    """A script with a training loop of its own would run eagerly without a word."""
+    if hooks.was_parsed:
+        is_unused = hooks.flags is not None and not hooks.has_trained
+        what = "trained nothing by Megatron's pretrain()"
+    else:
+        is_unused = any(arg.partition("=")[0] == GRANULARITY for arg in options.script_args)
+        what = "never parsed Megatron's arguments"
+    if not is_unused:
+        return
+    sys.stderr.write(
+        f"WARNING: chunk graphs: {options.script.name} {what}, so that {GRANULARITY} had no "
+        "effect. In a training loop of one's own call chunkgraph.megatron.attach().\n"
+    )
+
+
+def _check_and_say(options: LaunchOptions, rank: int) -> None:
+    """What ``chunkgraph launch`` says before it starts processes, where others started them."""
+    num_processes = int(os.environ["WORLD_SIZE"])
+    if options.is_nproc_given:
+        raise ConfigError(
+            f"--nproc-per-node {options.nproc}: this process is one of {num_processes} that were "
+            "started already, and starts no others. Give the number to what starts them (torchrun, "
+            "srun), or run chunkgraph launch by itself."
+        )
+    if rank == 0:
+        for note in (*options.notes, *options.notes_on_processes(num_processes)):
+            sys.stderr.write(f"note: {note}.\n")
 
 
 def _exit_code(error: SystemExit) -> int:
@@ -122,14 +163,11 @@ def _explain_in_one_line(parser: argparse.ArgumentParser) -> None:
 
 def _rank_variables() -> int:
     """This process's rank; Slurm's variables are given the names that Megatron reads."""
-    if "RANK" not in os.environ and int(os.environ.get("SLURM_NTASKS", "1")) > 1:
-        for name, slurm in (
-            ("RANK", "SLURM_PROCID"),
-            ("LOCAL_RANK", "SLURM_LOCALID"),
-            ("WORLD_SIZE", "SLURM_NTASKS"),
-        ):
-            if slurm in os.environ:
-                os.environ.setdefault(name, os.environ[slurm])
+    slurm = {"RANK": "SLURM_PROCID", "LOCAL_RANK": "SLURM_LOCALID", "WORLD_SIZE": "SLURM_NTASKS"}
+    # A shell of salloc's has the number of tasks, but is none of them.
+    if "RANK" not in os.environ and all(name in os.environ for name in slurm.values()):
+        for name, of_slurm in slurm.items():
+            os.environ.setdefault(name, os.environ[of_slurm])
     os.environ.setdefault("LOCAL_RANK", "0")
     os.environ.setdefault("RANK", "0")
     os.environ.setdefault("WORLD_SIZE", "1")

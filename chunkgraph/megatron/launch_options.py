@@ -53,6 +53,7 @@ class LaunchOptions:
         device: ``cpu`` runs the script on a machine without a GPU.
         run_dir: where settings are saved, or None for Megatron's ``--save`` folder.
         nproc: processes to start.
+        is_nproc_given: whether the command line says how many.
         debug: whether errors show tracebacks.
         notes: what the command line replaced of the configuration file.
     """
@@ -65,8 +66,20 @@ class LaunchOptions:
     device: str
     run_dir: Path | None
     nproc: int
+    is_nproc_given: bool
     debug: bool
     notes: tuple[str, ...]
+
+    def notes_on_processes(self, num_processes: int) -> list[str]:
+        """What to say where ``num_processes`` run, but the configuration file is for others."""
+        if self.config is None or num_processes == self.config.pipeline.world_size:
+            return []
+        note = (
+            f"{num_processes} processes run, where the pipeline section of {self.config_path} is "
+            f"for {self.config.pipeline.world_size}: Megatron makes the number of data-parallel "
+            "copies from them"
+        )
+        return [note]
 
     def rank_command(self) -> list[str]:
         """What Python runs for one rank."""
@@ -84,8 +97,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--config",
         metavar="FILE",
         type=Path,
-        help="YAML file as in configs/; its sections model, pipeline and capture become flags, "
-        "where the command line does not give them",
+        help="YAML file as in configs/; its sections model, pipeline, moe and capture become "
+        "flags, where the command line does not give them",
     )
     parser.add_argument(
         "--nproc-per-node",
@@ -96,8 +109,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device",
         choices=("cuda", "cpu"),
-        default="cuda",
-        help="cpu: run on a machine without a GPU, with gloo, for tests (default: cuda)",
+        help="cpu: run on a machine without a GPU, with gloo, for tests (default: what --config "
+        "says, or cuda)",
     )
     parser.add_argument(
         "--run-dir",
@@ -137,15 +150,21 @@ def options_from(args: argparse.Namespace) -> LaunchOptions:
         nproc = config.pipeline.world_size if config is not None else 1
     if nproc < 1:
         raise ConfigError(f"--nproc-per-node {nproc}: there must be at least one process.")
+    device = "cuda"
+    if config is not None and config.device != "auto":
+        device = config.device
+        if args.device not in (None, device):
+            notes.append(f"--device {args.device} replaces device of {args.config}")
     return LaunchOptions(
         script=script,
         script_args=tuple(script_args),
         given_args=tuple(args.script_args),
         config=config,
         config_path=args.config,
-        device=args.device,
+        device=args.device or device,
         run_dir=args.run_dir,
         nproc=nproc,
+        is_nproc_given=args.nproc_per_node is not None,
         debug=args.debug,
         notes=tuple(notes),
     )

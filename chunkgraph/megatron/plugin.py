@@ -14,13 +14,14 @@ Megatron's own ``cuda_graph_impl`` stays ``none``.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from chunkgraph.engine import Agree, CaptureOptions, Chunk, ChunkGraphs
+from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs
 from chunkgraph.engine.decision import StepMode
 from chunkgraph.errors import ChunkGraphError, ConfigError
 from chunkgraph.megatron import compat
@@ -32,7 +33,7 @@ from chunkgraph.megatron.step_packings import Packings, StepPackings
 from chunkgraph.megatron.support import refuse_unsupported
 from chunkgraph.megatron.surroundings import capturing, preserving, running_beside
 from chunkgraph.megatron.tables import CachedTables
-from chunkgraph.megatron.topology import PipelinePlace, agree_by_maximum
+from chunkgraph.megatron.topology import Maximum, PipelinePlace, agree_by_maximum
 from chunkgraph.packing import bucket_shapes
 
 if TYPE_CHECKING:
@@ -90,6 +91,7 @@ def attach(
             ``packing`` differs between ranks.
     """
     chunks = [model_chunks] if isinstance(model_chunks, nn.Module) else list(model_chunks)
+    compat.refuse_other_releases()
     if not chunks:
         raise ConfigError("attach() got no model chunk. Pass what the schedule gets as `model`.")
     config = config_of(chunks[0])
@@ -118,12 +120,9 @@ def attach(
             and (getattr(config, "expert_model_parallel_size", 1) or 1) > 1,
         )
     if buckets and (packings is None or fp8 is not None):
-        raise ConfigError(
-            f"buckets={list(buckets)} "
-            + ("without packing: only packed sequences have them." if fp8 is None else "with FP8:")
-            + ("" if fp8 is None else " the scales of several graphs of one slot were not tried.")
-            + " Leave them out."
-        )
+        why = "with FP8, whose scales were not tried with several graphs of one slot"
+        why = why if fp8 is not None else "without packing: only packed sequences have them"
+        raise ConfigError(f"buckets={list(buckets)} {why}. Leave them out.")
     # Stage 0 sends no gradient; its input's gradient may go anywhere.
     lends = [
         zero_copy and waits_for_sends(config) and place.stage(c) > 0 for c in range(len(parts))
@@ -140,7 +139,7 @@ def attach(
         capture_scope=lambda: capturing(tables, predictions, fp8, experts),
         preserve=lambda: preserving(fp8),
         generators=compat.graph_safe_generators,
-        verify_scope=lambda: running_beside(fp8),
+        verify_scope=lambda: running_beside(fp8, predictions),
         is_told_of_misfits=packings is not None,
         banks=(None,) if packings is None else packings.buckets.keys,
         derive_sample=None if packings is None else packings.buckets.derive,
@@ -158,9 +157,8 @@ def attach(
         part.divert_to(call)
     names = [f"stage {place.stage(c)} chunk {c}" for c in range(len(parts))]
     held = (tables,) if fp8 is None else (tables, fp8)
-    return MegatronChunkGraphs(
-        engine, parts, slots, held, receiver, names, experts, packings, agree
-    )
+    others = (experts, packings)
+    return MegatronChunkGraphs(engine, parts, slots, held, receiver, names, *others, agree=agree)
 
 
 class MegatronChunkGraphs:
@@ -182,7 +180,8 @@ class MegatronChunkGraphs:
         names: Sequence[str],
         experts: Experts | None = None,
         packings: StepPackings | None = None,
-        agree: Agree | None = None,
+        *,
+        agree: Maximum | None = None,
     ) -> None:
         self.engine = engine
         self.num_slots = num_slots
@@ -320,12 +319,18 @@ class MegatronChunkGraphs:
             memory.release()
 
     def detach(self) -> None:
-        """Release the graphs and give every module its own forward back."""
-        self.release()
-        for part in self._parts:
-            part.restore()
-        if self._experts is not None:
-            self._experts.detach()
+        """Release the graphs and give every module its own forward back.
+
+        Whatever goes wrong in one of the two, the other is done. Detaching again does nothing.
+        """
+        with ExitStack() as stack:  # from the last to the first
+            if self._agree is not None:
+                stack.callback(self._agree.close)
+            if self._experts is not None:
+                stack.callback(self._experts.detach)
+            for part in self._parts:
+                stack.callback(part.restore)
+            stack.callback(self.release)
 
 
 def _predicts_tokens(parts: Sequence[CapturedPart]) -> bool:

@@ -36,8 +36,9 @@ __all__ = ["ChunkGraphsInPretrain", "enable"]
 def enable(*, on_cpu: bool = False, run_dir: Path | None = None) -> ChunkGraphsInPretrain:
     """Give Megatron's ``pretrain()`` the flags of chunk graphs, and what they ask for.
 
-    Call it once, before Megatron's arguments are parsed. Without ``--cuda-graph-granularity
-    chunk`` among them nothing else happens.
+    Call it before Megatron's arguments are parsed. Without ``--cuda-graph-granularity chunk`` among
+    them nothing else happens. Where it was called before, as ``chunkgraph launch`` does it, the
+    hooks of that call are returned and go on as they are.
 
     Args:
         on_cpu: whether a CPU host is in force (see :mod:`chunkgraph.megatron.cpu_pretrain`).
@@ -48,8 +49,12 @@ def enable(*, on_cpu: bool = False, run_dir: Path | None = None) -> ChunkGraphsI
 
     Raises:
         MissingDependencyError: ``megatron.training`` cannot be imported.
-        ConfigError: the installed release has moved a name that is needed.
+        ConfigError: the installed release is outside the range that is known, or has moved a name
+            that is needed.
     """
+    hooks = compat.pretrain_hooks()
+    if isinstance(hooks, ChunkGraphsInPretrain):
+        return hooks
     hooks = ChunkGraphsInPretrain(on_cpu=on_cpu, run_dir=run_dir)
     hooks.disable = compat.patch_pretrain(hooks)
     return hooks
@@ -61,6 +66,8 @@ class ChunkGraphsInPretrain:
     Attributes:
         flags: what the command line asked for; None before it is parsed and for ``layer``.
         graphs: attached to the model while it is trained, otherwise None.
+        was_parsed: whether Megatron's arguments were parsed.
+        has_trained: whether graphs were ever attached to a model.
         disable: takes the hooks out of Megatron.
         on_parser: called with the parser of Megatron, all flags in it.
     """
@@ -68,6 +75,8 @@ class ChunkGraphsInPretrain:
     def __init__(self, *, on_cpu: bool = False, run_dir: Path | None = None) -> None:
         self.flags: GraphFlags | None = None
         self.graphs: MegatronChunkGraphs | None = None
+        self.was_parsed = False
+        self.has_trained = False
         self.disable: Callable[[], None] = lambda: None
         self.on_parser: Callable[[argparse.ArgumentParser], None] = lambda _: None
         self._on_cpu = on_cpu
@@ -85,6 +94,7 @@ class ChunkGraphsInPretrain:
     def parsed(self, args: argparse.Namespace) -> None:
         """Check the flags, and have Megatron leave the graphs to us."""
         self.flags = settle_arguments(args, on_cpu=self._on_cpu)
+        self.was_parsed = True
         if self.flags is not None:
             self.flags.capture_options()  # raises now for what it cannot do, not after the setup
 
@@ -106,6 +116,7 @@ class ChunkGraphsInPretrain:
         )
         if _is_profiled(args):
             self.graphs.name_replays()
+        self.has_trained = True
         self._metrics = StepMetrics(self.graphs)
         self._has_told_failure = False
         _say_on_rank_0(start_line(self.graphs, self.flags, record))

@@ -23,12 +23,40 @@ __all__ = ["RECORD_NAME", "capture_line", "save_run_record", "start_line"]
 RECORD_NAME = "chunkgraph.yaml"
 """The file in the folder of the run."""
 
+_MODEL = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "seq_length",
+    "padded_vocab_size",
+    "position_embedding_type",
+    "normalization",
+    "swiglu",
+    "add_bias_linear",
+    "hidden_dropout",
+    "attention_dropout",
+    "untie_embeddings_and_output_weights",
+    "bf16",
+    "fp16",
+    "fp8",
+    "fp8_recipe",
+    "transformer_impl",
+    "recompute_granularity",
+    "recompute_method",
+    "recompute_num_layers",
+    "recompute_modules",
+    "num_experts",
+    "mtp_num_layers",
+)
 _PIPELINE = (
     "pipeline_model_parallel_size",
     "virtual_pipeline_model_parallel_size",
     "microbatch_group_size_per_vp_stage",
     "tensor_model_parallel_size",
+    "sequence_parallel",
     "context_parallel_size",
+    "expert_model_parallel_size",
     "data_parallel_size",
 )
 
@@ -42,11 +70,16 @@ def start_line(graphs: MegatronChunkGraphs, flags: GraphFlags, record: Path | No
         record: where `save_run_record` wrote, if it did.
     """
     slots = graphs.num_slots
-    saved = f"; settings in {record}" if record is not None else ""
+    saved = (
+        f"settings in {record}"
+        if record is not None
+        else "settings not saved (neither --save nor --run-dir is given)"
+    )
     steps = f"{flags.num_warmup_steps} eager step{'s' if flags.num_warmup_steps > 1 else ''}"
     return (
-        f"chunk graphs: scope {flags.scope}, {_slots(slots)} on rank 0, memory plan "
-        f"{flags.memory_plan}, verify {flags.verify}; capture after {steps}{saved}"
+        f"chunk graphs: scope {flags.scope}, {_slots(slots)} on rank 0 ({2 * sum(slots)} graphs), "
+        "memory plan "
+        f"{flags.memory_plan}, verify {flags.verify}; capture after {steps}; {saved}"
     )
 
 
@@ -81,7 +114,8 @@ def save_run_record(
         "versions": compat.versions(),
         "command": list(sys.argv),
         "world_size": int(os.environ.get("WORLD_SIZE", "1")),
-        "pipeline": {name: getattr(args, name, None) for name in _PIPELINE},
+        "model": {name: _plain(getattr(args, name, None)) for name in _MODEL},
+        "pipeline": {name: _plain(getattr(args, name, None)) for name in _PIPELINE},
         "cuda_graph_granularity": "chunk",
         "capture": flags.as_dict(),
     }
@@ -94,6 +128,13 @@ def save_run_record(
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror or error}.") from None
     return path
+
+
+def _plain(value: Any) -> Any:
+    """As YAML can hold it."""
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
 
 
 def _slots(num_slots: tuple[int, ...]) -> str:

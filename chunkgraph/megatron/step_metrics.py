@@ -32,10 +32,10 @@ class StepMetrics:
         return {
             "chunk-graphs/replays": self._step["replays"],
             **self._dropped(self._step, "chunk-graphs/dropped-tokens"),
+            # From the first on, also where there are none: a curve shows its last value.
             **{
-                f"chunk-graphs/eager-steps/{reason.removeprefix('eager: ')}": count
-                for reason, count in self._step.items()
-                if reason.startswith("eager: ")
+                f"chunk-graphs/eager-steps/{reason}": self._step[f"eager: {reason}"]
+                for reason in self._graphs.counters.fallbacks
             },
             "chunk-graphs/capture-seconds": report.duration_ms / 1e3 if report else 0.0,
             "chunk-graphs/pool-bytes": (

@@ -31,6 +31,13 @@ class _Refusal:
     why: str
 
 
+def _is_above_1(value: Any) -> bool:
+    return (value or 1) > 1
+
+
+_GATHERED_WEIGHTS = (
+    "weights are gathered anew for every use by hooks that run in Python, which a replay does not"
+)
 _QUANTIZED_WEIGHTS = (
     "whether the cached quantized weights are renewed is Python state, frozen in a replay"
 )
@@ -66,6 +73,26 @@ _REFUSALS = (
         "hybrid_context_parallel", bool, "its schedule changes the process group between forwards"
     ),
     _Refusal("variable_seq_lengths", bool, "a graph has fixed shapes"),
+    _Refusal(
+        "enable_autocast", bool, "captures run outside of it and would hold operators of full width"
+    ),
+    _Refusal(
+        "num_microbatches_with_partial_activation_checkpoints",
+        lambda v: v is not None,
+        "some microbatches of a chunk would recompute and others not, and a slot has one graph",
+    ),
+    _Refusal("gtp_weight_remat_size", _is_above_1, _GATHERED_WEIGHTS),
+    _Refusal("expert_gtp_weight_remat_size", _is_above_1, _GATHERED_WEIGHTS),
+    _Refusal(
+        "experimental_attention_variant",
+        lambda v: v == "dsa",
+        "the scale of its indexer's loss is set anew for every microbatch, as another tensor",
+    ),
+    _Refusal(
+        "overlap_dispatch_backward_with_experts_wgrad",
+        bool,
+        "weight gradients would be computed outside the graph",
+    ),
     _Refusal("moe_hybridep_pad_uneven_dispatch_inputs", bool, "it reads token counts on the host"),
     _Refusal(
         "cuda_graph_impl",

@@ -13,9 +13,17 @@ __all__ = ["capturing", "preserving", "running_beside"]
 
 
 @contextmanager
-def running_beside(fp8: compat.Fp8State | None) -> Iterator[None]:
+def running_beside(
+    fp8: compat.Fp8State | None, predictions: compat.TokenPrediction | None
+) -> Iterator[None]:
     """Around an eager pass of ``verify``: DDP's hooks keep silent, as in a capture."""
-    with compat.capture_flag(), compat.recomputing(), fp8.beside() if fp8 else nullcontext():
+    with ExitStack() as stack:
+        stack.enter_context(compat.capture_flag())
+        stack.enter_context(compat.recomputing())
+        if fp8 is not None:
+            stack.enter_context(fp8.beside())
+        if predictions is not None:
+            stack.enter_context(predictions.beside())
         yield
 
 

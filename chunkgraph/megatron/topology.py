@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from chunkgraph.engine.agreement import EarlyAgree
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron import compat
 from chunkgraph.schedules import stage_of
 from chunkgraph.slots import plan_slots
 
-__all__ = ["PipelinePlace", "agree_by_maximum"]
+__all__ = ["Maximum", "PipelinePlace", "agree_by_maximum"]
+
+_CLOSING_TIME = timedelta(seconds=2)
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class PipelinePlace:
         return plan.slots_per_chunk
 
 
-def agree_by_maximum() -> EarlyAgree | None:
+def agree_by_maximum() -> Maximum | None:
     """Element-wise maximum over all ranks, on the host; None for a single process.
 
     Makes a gloo group of its own, so every rank must call it in the same order as its other
@@ -82,22 +84,48 @@ def agree_by_maximum() -> EarlyAgree | None:
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
-    return _Maximum(dist.new_group(backend="gloo"))
+    return Maximum(dist.new_group(backend="gloo"))
 
 
-class _Maximum:
+class Maximum:
+    """An `EarlyAgree` over a process group of its own.
+
+    Args:
+        group: a gloo group of all ranks.
+    """
+
     def __init__(self, group: Any) -> None:
         self._group = group
+        self._last: Any = None
 
     def __call__(self, values: Sequence[int]) -> list[int]:
+        """Ask and wait."""
         return self.start(values)()
 
     def start(self, values: Sequence[int]) -> Callable[[], list[int]]:
+        """Ask; the result waits for the answer."""
         tensor = torch.tensor(list(values), dtype=torch.int64, device=torch.device("cpu"))
         work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        self._last = work
 
         def wait() -> list[int]:
             work.wait()
             return [int(value) for value in tensor]
 
         return wait
+
+    def close(self) -> None:
+        """Give the group back; nothing can be asked any more.
+
+        Every step asks about the next one, so that a question is open when training ends. All
+        ranks asked it, unless one of them failed; then the group is left to the process's end.
+        """
+        group, self._group = self._group, None
+        if group is None or not dist.is_initialized():
+            return
+        if self._last is not None:
+            try:
+                self._last.wait(_CLOSING_TIME)
+            except RuntimeError:
+                return
+        dist.destroy_process_group(group)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import json
+from importlib.machinery import ModuleSpec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,6 +55,26 @@ def test_a_megatron_out_of_range_is_wrong(
     )
 
 
+def test_a_checkout_of_megatron_is_found(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It is on the path, and no distribution."""
+    info = tmp_path / "core" / "package_info.py"
+    info.parent.mkdir()
+    info.write_text("MAJOR = 0\nMINOR = 14\nPATCH = 3\n", encoding="utf-8")
+    real, find = doctor._version, importlib.util.find_spec
+    monkeypatch.setattr(doctor, "_version", lambda d: None if d == "megatron-core" else real(d))
+    spec = ModuleSpec("megatron", None, is_package=True)
+    spec.submodule_search_locations = [str(tmp_path)]
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: spec if name == "megatron" else find(name)
+    )
+    finding = found(capsys, 1)["megatron-core"]
+    assert (finding["state"], finding["found"]) == ("wrong", "0.14.3")
+    info.write_text("MAJOR = 0\nMINOR = 19\nPATCH = 0\n", encoding="utf-8")
+    assert found(capsys, 0)["megatron-core"]["found"] == "0.19.0"
+
+
 def test_a_replay_that_differs_is_told(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -69,6 +92,7 @@ def test_what_is_not_installed_is_absent_with_advice(
     monkeypatch.setattr(
         importlib.metadata, "version", lambda n: real(n) if n == "torch" else missing(n)
     )
+    monkeypatch.setattr(doctor, "_checkout_version", lambda: None)  # nor is there a checkout
     findings = found(capsys, 0)
     for name in ("megatron-core", "Transformer Engine", "triton"):
         assert findings[name]["state"] == "absent"

@@ -44,36 +44,123 @@ def free_port() -> int:
             return port
 
 
-def start_ranks(
-    arguments: Sequence[str], num_ranks: int, log_dir: Path, port: int
-) -> list[subprocess.Popen[bytes]]:
-    """Start ``python arguments`` once for each rank, as torchrun would."""
-    processes = []
-    for rank in range(num_ranks):
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE), os.environ.get("PYTHONPATH", "")]),
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(num_ranks),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "OMP_NUM_THREADS": "1",
-        }
-        with (log_dir / f"log{rank}.txt").open("wb") as log:
-            processes.append(
-                subprocess.Popen(
-                    [sys.executable, *arguments],
-                    env=environment,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
+class ForkedRank:
+    """A process that a `RankServer` forked, with what is used of ``subprocess.Popen``."""
+
+    def __init__(self, server: RankServer, pid: int) -> None:
+        self.pid = pid
+        self._server = server
+        self._code: int | None = None
+
+    def poll(self) -> int | None:
+        """Its exit code, or None while it runs."""
+        if self._code is None:
+            self._code = self._server.ask(pid=self.pid)["code"]
+        return self._code
+
+    def wait(self) -> int:
+        """Its exit code, once it has one."""
+        while (code := self.poll()) is None:
+            time.sleep(0.01)
+        return code
+
+
+class RankServer:
+    """A process that has imported torch and Megatron, and forks ranks; see ``rank_server.py``."""
+
+    def __init__(self, host: str) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, str(HERE / "rank_server.py"), str(theirs.fileno()), host],
+                env=rank_environment(),
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                pass_fds=[theirs.fileno()],
             )
-    return processes
+        self._socket = ours
+        self._stream = ours.makefile("rw", encoding="utf-8")
+
+    def ask(self, **request: Any) -> dict[str, Any]:
+        """Its answer to one request."""
+        self._stream.write(f"{json.dumps(request)}\n")
+        self._stream.flush()
+        answer = self._stream.readline()
+        assert answer, f"the server of ranks ended: {self._process.wait()}"
+        return json.loads(answer)
+
+    def start(self, arguments: Sequence[str], environment: dict[str, str], log: Path) -> ForkedRank:
+        """A process as of ``python arguments``."""
+        request = {"arguments": arguments, "environment": environment, "log": str(log)}
+        return ForkedRank(self, self.ask(**request)["pid"])
+
+    def close(self) -> None:
+        """End it, and by that all of its ranks."""
+        self._stream.close()
+        self._socket.close()
+        self._process.wait(timeout=20)
 
 
-def wait_for_ranks(processes: Sequence[subprocess.Popen[bytes]], timeout_s: float) -> list[int]:
+Rank = subprocess.Popen[bytes] | ForkedRank
+StartRanks = Callable[..., list[Rank]]
+
+
+def rank_environment(**more: str) -> dict[str, str]:
+    """Variables of a process that runs ranks."""
+    path = os.pathsep.join([str(ROOT), str(HERE), os.environ.get("PYTHONPATH", "")])
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **more}
+
+
+def start_fresh(arguments: Sequence[str], environment: dict[str, str], log: Path) -> Rank:
+    """``python arguments`` in an interpreter of its own."""
+    with log.open("wb") as file:
+        return subprocess.Popen(
+            [sys.executable, *arguments],
+            env=environment,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+@pytest.fixture(scope="session")
+def start_ranks() -> Iterator[StartRanks]:
+    """Start ``python arguments`` once for each rank, as torchrun would; a list of processes.
+
+    Ranks are forked where nothing depends on how an interpreter starts. Neighbours come from two
+    servers, where strings have different hashes: should ranks have to agree on the order of a set,
+    they do not.
+
+    Args (of what it gives):
+        arguments, num_ranks, log_dir, port: of the job.
+        host: of the servers that fork its ranks; None starts an interpreter for each rank.
+    """
+    servers: dict[str, list[RankServer]] = {}
+
+    def start(
+        arguments: Sequence[str], num_ranks: int, log_dir: Path, port: int, host: str | None
+    ) -> list[Rank]:
+        if host is not None and host not in servers:
+            servers[host] = [RankServer(host), RankServer(host)]
+        ranks = []
+        for rank in range(num_ranks):
+            environment = rank_environment(
+                RANK=str(rank),
+                LOCAL_RANK=str(rank),
+                WORLD_SIZE=str(num_ranks),
+                MASTER_ADDR="127.0.0.1",
+                MASTER_PORT=str(port),
+            )
+            begin = servers[host][rank % 2].start if host is not None else start_fresh
+            ranks.append(begin(arguments, environment, log_dir / f"log{rank}.txt"))
+        return ranks
+
+    yield start
+    for server in itertools.chain(*servers.values()):
+        server.close()
+
+
+def wait_for_ranks(processes: Sequence[Rank], timeout_s: float) -> list[int]:
     """Exit codes of all ranks; whoever is left after the time limit is killed (code -9)."""
     end = time.monotonic() + timeout_s
     try:
@@ -87,47 +174,63 @@ def wait_for_ranks(processes: Sequence[subprocess.Popen[bytes]], timeout_s: floa
 
 
 @pytest.fixture(scope="session")
-def run_ranks() -> Callable[..., tuple[list[int], str]]:
-    """Run ``python arguments`` once for each rank; exit codes, and what all of them printed."""
+def run_ranks(start_ranks: StartRanks) -> Callable[..., tuple[list[int], str]]:
+    """Run a pretrain script in its ranks; exit codes, and what all of them printed."""
 
     def run(
         arguments: Sequence[str], num_ranks: int, folder: Path, timeout_s: float = 100.0
     ) -> tuple[list[int], str]:
-        codes = wait_for_ranks(start_ranks(arguments, num_ranks, folder, free_port()), timeout_s)
+        arguments = ["-m", "chunkgraph.megatron.launch", "--device", "cpu", *arguments]
+        ranks = start_ranks(arguments, num_ranks, folder, free_port(), "pretrain")
+        codes = wait_for_ranks(ranks, timeout_s)
         return codes, "".join((folder / f"log{r}.txt").read_text() for r in range(num_ranks))
 
     return run
 
 
 @pytest.fixture
-def run_worker(tmp_path: Path) -> Callable[..., tuple[list[int], Path]]:
+def run_worker(tmp_path: Path, start_ranks: StartRanks) -> Callable[..., tuple[list[int], Path]]:
     """Run ``chunkgraph.megatron.worker`` on a configuration; exit codes and the run folder."""
 
     def run(
-        config: dict[str, Any], num_ranks: int, timeout_s: float = 60.0
+        config: dict[str, Any], num_ranks: int, timeout_s: float = 60.0, *, forked: bool = False
     ) -> tuple[list[int], Path]:
         path = tmp_path / "config.yaml"
         path.write_text(json.dumps(config), encoding="utf-8")  # JSON is YAML
         arguments = ["-m", "chunkgraph.megatron.worker", str(path), str(tmp_path)]
-        processes = start_ranks(arguments, num_ranks, tmp_path, free_port())
-        return wait_for_ranks(processes, timeout_s), tmp_path
+        host = "core" if forked else None
+        ranks = start_ranks(arguments, num_ranks, tmp_path, free_port(), host)
+        return wait_for_ranks(ranks, timeout_s), tmp_path
 
     return run
 
 
 @pytest.fixture
-def run_to_its_end(tmp_path: Path) -> Callable[..., tuple[list[int], list[str]]]:
+def start_cases(tmp_path: Path, start_ranks: StartRanks) -> Callable[..., list[int]]:
+    """Start ``run_cases.py`` on a list of cases, all for the same ranks; their exit codes."""
+
+    def start(cases: list[dict[str, Any]], num_ranks: int, timeout_s: float) -> list[int]:
+        cases = [{**case, "port": free_port()} for case in cases]
+        path = tmp_path / "cases.json"
+        path.write_text(json.dumps(cases), encoding="utf-8")
+        arguments = [str(HERE / "run_cases.py"), str(path), str(tmp_path)]
+        host = "core" if all(case["config"]["device"] == "cpu" for case in cases) else None
+        ranks = start_ranks(arguments, num_ranks, tmp_path, cases[0]["port"], host)
+        return wait_for_ranks(ranks, timeout_s)
+
+    return start
+
+
+@pytest.fixture
+def run_to_its_end(
+    tmp_path: Path, start_cases: Callable[..., list[int]]
+) -> Callable[..., tuple[list[int], list[str]]]:
     """Run a case that ends its processes; exit codes and each rank's message."""
 
     def run(
         case: dict[str, Any], num_ranks: int = 2, timeout_s: float = 60.0
     ) -> tuple[list[int], list[str]]:
-        port = free_port()
-        path = tmp_path / "cases.json"
-        listed = [{"name": "end", "port": port, "may_end": True, **case}]
-        path.write_text(json.dumps(listed), encoding="utf-8")
-        arguments = [str(HERE / "run_cases.py"), str(path), str(tmp_path)]
-        codes = wait_for_ranks(start_ranks(arguments, num_ranks, tmp_path, port), timeout_s)
+        codes = start_cases([{"name": "end", "may_end": True, **case}], num_ranks, timeout_s)
         files = [tmp_path / f"error_rank{rank}.txt" for rank in range(num_ranks)]
         texts = [f.read_text(encoding="utf-8") if f.exists() else "" for f in files]
         return codes, [text.partition("\n\n")[0] for text in texts]
@@ -136,19 +239,15 @@ def run_to_its_end(tmp_path: Path) -> Callable[..., tuple[list[int], list[str]]]
 
 
 @pytest.fixture
-def run_cases(tmp_path: Path) -> Callable[..., dict[str, dict[str, Any]]]:
+def run_cases(
+    tmp_path: Path, start_cases: Callable[..., list[int]]
+) -> Callable[..., dict[str, dict[str, Any]]]:
     """Run several configurations one after the other in the same processes; results by name."""
 
     def run(
         cases: dict[str, dict[str, Any]], num_ranks: int, timeout_s: float = 110.0
     ) -> dict[str, dict[str, Any]]:
-        listed = [{"name": name, "port": free_port(), **case} for name, case in cases.items()]
-        path = tmp_path / "cases.json"
-        path.write_text(json.dumps(listed), encoding="utf-8")
-        arguments = [str(HERE / "run_cases.py"), str(path), str(tmp_path)]
-        codes = wait_for_ranks(
-            start_ranks(arguments, num_ranks, tmp_path, listed[0]["port"]), timeout_s
-        )
+        codes = start_cases([{"name": n, **c} for n, c in cases.items()], num_ranks, timeout_s)
         logs = "\n".join(
             f"--- rank {rank}: {code}\n{(tmp_path / f'log{rank}.txt').read_text()[-3000:]}"
             for rank, code in enumerate(codes)
@@ -198,7 +297,7 @@ def one_rank() -> Iterator[Any]:
         "LOCAL_RANK": "0",
         "WORLD_SIZE": "1",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
+        "MASTER_PORT": "0",  # any: nobody else must find it
     }
     with pytest.MonkeyPatch.context() as patch:
         for name, value in environment.items():

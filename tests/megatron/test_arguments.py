@@ -68,6 +68,8 @@ def test_layer_leaves_all_arguments_alone() -> None:
         ({"use_torch_fsdp2": True}, "--use-torch-fsdp2: "),
         ({"yaml_cfg": "x.yaml"}, "--yaml-cfg: "),
         ({"save_dgrads_interval": 5}, "--save-dgrads-interval: "),
+        ({"kitchen_recipe_number": 0}, "--kitchen-recipe-number: whether a layer renews its"),
+        ({"te_precision_config_file": "x.yaml"}, "--te-precision-config-file: whether a layer"),
     ],
 )
 def test_what_cannot_go_together_is_named(changes: dict[str, Any], said: str) -> None:
@@ -125,6 +127,11 @@ def test_impossible_flags_of_packed_sequences(given: list[str], said: str) -> No
 def test_dropout_on_a_gpu_without_graph_safe_random_numbers_is_refused() -> None:
     with pytest.raises(ConfigError, match="without Transformer Engine"):
         settle_arguments(arguments(hidden_dropout=0.1), on_cpu=False)
+    with pytest.raises(
+        ConfigError, match=r"it is not installed.*--transformer-impl local"
+    ) as error:
+        settle_arguments(arguments(transformer_impl="transformer_engine"), on_cpu=False)
+    assert "dropout" not in str(error.value)
 
 
 def test_graph_safe_random_numbers_are_chosen_for_the_user(monkeypatch: Any) -> None:

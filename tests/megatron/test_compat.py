@@ -12,7 +12,9 @@ import torch
 from torch import nn
 
 from chunkgraph.errors import ConfigError, MissingDependencyError
-from chunkgraph.megatron import compat
+from chunkgraph.megatron import attach, compat
+from chunkgraph.megatron.compat import token_prediction
+from chunkgraph.megatron.topology import Maximum
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(60)]
 
@@ -112,6 +114,71 @@ def test_a_name_that_a_release_moved_is_told(one_rank: torch.device) -> None:
         compat.private_names("megatron.core.transformer.cuda_graphs", "no_such_name")
     with pytest.raises(MissingDependencyError, match="no_such_room"):
         compat.import_megatron("megatron.core.no_such_room")
+
+
+@pytest.mark.parametrize(("major", "minor", "is_known"), [(0, 15, 0), (0, 16, 1), (0, 20, 0)])
+def test_other_releases_are_refused(
+    one_rank: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+    major: int,
+    minor: int,
+    is_known: int,
+) -> None:
+    from megatron.core import package_info
+
+    compat.refuse_other_releases()  # the installed one is in the range
+    monkeypatch.setattr(package_info, "MAJOR", major)
+    monkeypatch.setattr(package_info, "MINOR", minor)
+    if is_known:
+        compat.refuse_other_releases()
+        return
+    with pytest.raises(ConfigError, match=r"know the releases 0\.16 to 0\.19"):
+        compat.refuse_other_releases()
+    with pytest.raises(ConfigError, match="train without chunk graphs"):
+        attach(nn.Linear(2, 2))
+
+
+def test_the_number_of_predicted_tokens_stays_on_the_device(
+    one_rank: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a release that asks on the host whether there are any."""
+    from megatron.core.transformer import multi_token_prediction as module
+
+    def process_mtp_loss(mask: torch.Tensor) -> torch.Tensor:
+        _, num_tokens = module.roll_tensor(mask, -1, -1)
+        total = torch.tensor(3.0)
+        mean = total / num_tokens if num_tokens > 0 else total.new_tensor(0.0)
+        return mean + total / num_tokens.clamp(min=1)
+
+    roll = module.roll_tensor
+    monkeypatch.setattr(module, "process_mtp_loss", process_mtp_loss, raising=False)
+    undo = token_prediction._count_on_the_device()
+    on_device = [process_mtp_loss(torch.full((4,), value)) for value in (1.0, 0.0)]
+    _, count = module.roll_tensor(torch.zeros(4), -1, -1)
+    assert bool(count > 0)  # nothing was read
+    assert all(type(mean) is torch.Tensor for mean in on_device)
+    undo()
+    assert module.roll_tensor is roll
+    on_host = [process_mtp_loss(torch.full((4,), value)) for value in (1.0, 0.0)]
+    assert on_device == on_host == [2.0, 3.0]
+    monkeypatch.setattr(module, "process_mtp_loss", roll)  # a release that does not ask
+    token_prediction._count_on_the_device()()
+    assert module.roll_tensor is roll
+
+
+def test_the_group_of_the_agreement_goes_with_detach(one_rank: torch.device) -> None:
+    import torch.distributed as dist
+
+    groups = dist.distributed_c10d._world.pg_map
+    before = len(groups)
+    for _ in range(2):
+        agree = Maximum(dist.new_group(backend="gloo"))
+        assert agree([1, 5]) == [1, 5]
+        agree.start([2])  # as every step asks ahead of the next
+        assert len(groups) == before + 1
+        agree.close()
+        agree.close()
+        assert len(groups) == before
 
 
 def test_patches_are_undone_in_full() -> None:

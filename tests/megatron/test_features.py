@@ -152,11 +152,14 @@ def test_four_ranks(run_cases: Callable[..., Any], make_config: Callable[..., An
     _check(run_cases(_alternately(cases), 4))
 
 
-def _prediction_metrics(device: Any, config: Any, scope: str | None) -> list[dict[str, Any]]:
+def _prediction_metrics(
+    device: Any, config: Any, scope: str | None, verify: Any = "none"
+) -> list[dict[str, Any]]:
     """Megatron's metrics of multi-token prediction after each of three steps, then zeroed."""
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
     from chunkgraph.data import PackedText
+    from chunkgraph.engine import CaptureOptions
     from chunkgraph.megatron import attach
     from chunkgraph.megatron.compat import import_megatron
     from chunkgraph.megatron.loop import forward_step, microbatches
@@ -166,7 +169,10 @@ def _prediction_metrics(device: Any, config: Any, scope: str | None) -> list[dic
     seed_everything(1, device)
     chunks = build_model(config, device, transformer_options={"mtp_num_layers": 1})
     train = import_megatron("megatron.core.pipeline_parallel").get_forward_backward_func()
-    graphs = attach(chunks, scope=scope) if scope else None  # type: ignore[arg-type]
+    graphs = None
+    if scope is not None:
+        options = CaptureOptions(verify=verify)
+        graphs = attach(chunks, scope=scope, options=options)  # type: ignore[arg-type]
     if graphs is not None:
         train = graphs.wrap_forward_backward(train)
     text = PackedText.from_file(None, seq_length=16, seed=1)
@@ -198,3 +204,5 @@ def test_metrics_of_token_prediction_go_on(one_rank: Any, config: Any) -> None:
     assert all(any(isinstance(v, list) and v[0] > 0 for v in step.values()) for step in eager)
     assert _prediction_metrics(one_rank, config, "chunk") == eager
     assert _prediction_metrics(one_rank, config, "block") == eager
+    # The eager passes beside replays are not counted.
+    assert _prediction_metrics(one_rank, config, "chunk", "shadow") == eager

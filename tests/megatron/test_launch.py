@@ -9,9 +9,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -56,8 +55,7 @@ MODEL = [
     "--mock-data",
     "--num-workers",
     "0",
-    "--lr",
-    "1e-3",
+    *("--lr", "1e-3", "--lr-decay-style", "constant"),  # else it is 0 from the third step on
     "--log-interval",
     "1",
     "--eval-iters",
@@ -69,9 +67,12 @@ MODEL = [
     "--pipeline-model-parallel-size",
     "2",
 ]
-# Microbatches of a step: 2, 2, 3, 3, 4, 4 (thresholds in tokens).
+# Microbatches of a step: 2, 2, 3, 3, 4, 4 (thresholds in tokens). The loss scale grows after every
+# second good step, until gradients overflow, a step is skipped and it shrinks.
 STEPS = ["--step-batch-size-schedule", "0:4 128:6 320:8", "--train-iters", "6"]
 STEPS += ["--eval-interval", "2"]
+STEPS += ["--fp16", "--initial-loss-scale", "524288", "--hysteresis", "1"]
+STEPS += ["--loss-scale-window", "2"]
 CHUNK = [
     "--cuda-graph-impl",
     "local",
@@ -120,17 +121,18 @@ class Jobs:
             process.kill()
         return process.returncode
 
-    def train(self, name: str, *flags: str, script: Path = SCRIPT) -> list[str]:
-        """The exact log of the last stage, of a run of two ranks that must succeed.
+    def train(self, name: str, *flags: str, script: Path = SCRIPT, nproc: int = 2) -> list[str]:
+        """The exact log of the last rank, of a run that must succeed.
 
-        The ranks are started as torchrun does it, which is quicker than by the launcher.
+        The ranks are started as torchrun does it, and forked, which is quicker than the launcher.
         """
-        arguments = ["-m", "chunkgraph.megatron.launch", "--device", "cpu", str(script), *MODEL]
+        arguments = [str(script), *MODEL]
         arguments += ["--data-cache-path", str(self.folder / "cache")]
         arguments += ["--exact-log", str(self.folder / name), *flags]
-        codes, self.output = self._run_ranks(arguments, 2, self.folder)
-        assert codes == [0, 0], self.output[-6000:]
-        return (self.folder / f"{name}.rank1").read_text(encoding="utf-8").splitlines()
+        codes, self.output = self._run_ranks(arguments, nproc, self.folder)
+        assert codes == [0] * nproc, self.output[-6000:]
+        log = self.folder / f"{name}.rank{nproc - 1}"
+        return log.read_text(encoding="utf-8").splitlines()
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +147,9 @@ def eager(jobs: Jobs) -> list[str]:
     log = jobs.train("eager", *STEPS, "--cuda-graph-granularity", "layer")
     assert len(log) == 6
     assert "chunk graphs" not in jobs.output
-    return log
+    scales = [float.fromhex(line.split()[2]) for line in log]
+    assert 2 * min(scales) <= max(scales)  # steps were skipped, and others not
+    return [*log, *_evaluations(jobs.output)]
 
 
 @pytest.fixture
@@ -162,6 +166,10 @@ def wait_for_line() -> Callable[[subprocess.Popen[str], str], list[str]]:
     return wait
 
 
+def _evaluations(output: str) -> list[str]:
+    return re.findall(r"validation loss at iteration \d+ .*lm loss value: \S+", output)
+
+
 def _replays(output: str) -> list[int]:
     return [int(n) for n in re.findall(r"graph replays: +(\d+)", output)]
 
@@ -175,13 +183,16 @@ def test_pp2_saved_resumed_and_with_other_counts_equals_eager(jobs: Jobs, eager:
     assert "eager steps (forward only): 1" in jobs.output  # the evaluation after step 2
     assert "captured 4 graphs, 2 slots on rank 0" in jobs.output
     assert f"settings in {save}/chunkgraph.yaml" in jobs.output
+    evaluations = _evaluations(jobs.output)
     assert "num_warmup_steps: 1" in (save / "chunkgraph.yaml").read_text(encoding="utf-8")
     both = jobs.train("chunk", *flags, "--load", str(save))
     assert _replays(jobs.output) == [0, 4, 4]
-    assert both == eager
+    evaluations += _evaluations(jobs.output)
+    assert len(evaluations) >= 3
+    assert [*both, *evaluations] == eager
 
 
-def test_vpp2_with_overlaps_and_whole_chunks_equals_eager(jobs: Jobs) -> None:
+def test_dp2_pp2_vpp2_with_overlaps_and_whole_chunks_equals_eager(jobs: Jobs) -> None:
     flags = [
         *EIGHT,
         *[
@@ -194,14 +205,20 @@ def test_vpp2_with_overlaps_and_whole_chunks_equals_eager(jobs: Jobs) -> None:
         ],
         *["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"],
     ]
-    eager = jobs.train("vpp-eager", *flags)
+    eager = jobs.train("vpp-eager", *flags, nproc=4)
     tensorboard = ["--tensorboard-dir", str(jobs.folder / "tb")] if _has_tensorboard() else []
     poisoned = ["--cuda-graph-chunk-scope", "chunk", "--cuda-graph-verify", "poison"]
-    chunk = jobs.train("vpp-chunk", *flags, *CHUNK, *poisoned, *tensorboard, "--nvtx-ranges")
+    given = [*flags, *CHUNK, *poisoned, *tensorboard, "--nvtx-ranges"]
+    chunk = jobs.train("vpp-chunk", *given, nproc=4)
     assert chunk == eager
-    assert _replays(jobs.output) == [0, 8, 8]
+    assert _replays(jobs.output) == [0, 4, 4]  # 2 microbatches in 2 chunks
     if tensorboard:
-        assert _scalars(jobs.folder / "tb")["chunk-graphs/replays"] == [0.0, 8.0, 8.0]
+        scalars = _scalars(jobs.folder / "tb")
+        assert scalars["chunk-graphs/replays"] == [0.0, 4.0, 4.0]
+        assert scalars["chunk-graphs/eager-steps/capture warmup"] == [1.0, 0.0, 0.0]
+        for name in ("capture-seconds", "pool-bytes"):
+            before, *after = scalars[f"chunk-graphs/{name}"]
+            assert before == 0 < min(after)
 
 
 def _has_tensorboard() -> bool:
@@ -313,70 +330,3 @@ def test_flags_that_cannot_go_together_are_one_message(jobs: Jobs) -> None:
     assert "--optimizer-cuda-graph: " in message
     assert "distribute_saved_activations=True: " in message
     assert jobs.output.count("cannot go together") == 1
-
-
-def _without(flags: Sequence[str]) -> dict[str, object]:
-    """Megatron's arguments with these flags, in this process, without validation."""
-    from megatron.training import arguments
-
-    old = sys.argv
-    sys.argv = ["script", *MODEL, *EIGHT, *flags]
-    try:
-        return vars(arguments.parse_args())
-    finally:
-        sys.argv = old
-
-
-def test_layer_changes_nothing_and_chunk_turns_off_megatrons_graphs() -> None:
-    from chunkgraph.errors import ConfigError
-    from chunkgraph.megatron.cpu_pretrain import cpu_pretrain_host
-
-    with cpu_pretrain_host():
-        from megatron.training import training
-
-        from chunkgraph.megatron.pretrain import enable
-
-        own = ["--cuda-graph-impl", "local", "--transformer-impl", "local"]
-        names = ("train", "get_forward_backward_func", "training_log", "print_rank_last")
-        originals = {name: getattr(training, name) for name in names}
-        before = _without(own)
-        hooks = enable(on_cpu=True)
-        try:
-            layer = _without([*own, "--cuda-graph-granularity", "layer"])
-            added = {name for name in layer if name not in before}
-            assert {name: layer[name] for name in before} == before
-            assert {layer[name] for name in added} == {None, "layer"}
-            assert hooks.flags is None
-            schedule = object()
-            assert hooks.wrap_schedule(schedule) is schedule  # type: ignore[arg-type]
-            with hooks.training(model=object()):  # would fail to attach to it
-                assert hooks.graphs is None
-
-            chunk = _without([*own, "--cuda-graph-granularity", "chunk"])
-            assert chunk["cuda_graph_impl"] == "none"
-            assert hooks.flags is not None
-            assert hooks.flags.num_warmup_steps == 3  # Megatron's own default
-
-            with pytest.raises(ConfigError, match="no effect with --cuda-graph-granularity layer"):
-                _without([*own, "--cuda-graph-verify", "poison"])
-            with pytest.raises(ConfigError, match="--cuda-graph-impl transformer_engine"):
-                _without(
-                    ["--cuda-graph-granularity", "chunk", "--cuda-graph-impl", "transformer_engine"]
-                )
-        finally:
-            hooks.disable()
-        assert {name: getattr(training, name) for name in names} == originals
-        assert _without(own) == before
-
-
-def test_the_scripts_exit_code_is_the_ranks(tmp_path: Path, monkeypatch: Any) -> None:
-    from chunkgraph.megatron.launch import run_script
-    from chunkgraph.megatron.launch_options import parse_options
-
-    monkeypatch.setattr(sys, "argv", sys.argv)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    script = tmp_path / "exits.py"
-    script.write_text("import sys\nsys.exit(int(sys.argv[1]))\n", encoding="utf-8")
-    for code in (0, 7):
-        options = parse_options(["--device", "cpu", str(script), str(code)], "launch")
-        assert run_script(options) == code

@@ -42,6 +42,12 @@ def _inputs(requires_grad: bool = True) -> dict[str, Any]:
         ("delay_wgrad_compute", True),
         ("hybrid_context_parallel", True),
         ("variable_seq_lengths", True),
+        ("enable_autocast", True),
+        ("num_microbatches_with_partial_activation_checkpoints", 1),
+        ("gtp_weight_remat_size", 2),
+        ("expert_gtp_weight_remat_size", 2),
+        ("experimental_attention_variant", "dsa"),
+        ("overlap_dispatch_backward_with_experts_wgrad", True),
         ("cuda_graph_impl", "local"),
     ],
 )

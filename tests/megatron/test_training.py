@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(150)]
 
@@ -177,3 +179,7 @@ def test_four_ranks(run_cases: Callable[..., Any], make_config: Callable[..., An
     }
     cases = _in_both_scopes(cases)
     _check(run_cases(cases, 4), cases, slots)
+
+
+def test_no_more_threads_than_the_environment_allows(one_rank: torch.device) -> None:
+    assert torch.get_num_threads() <= int(os.environ["OMP_NUM_THREADS"])

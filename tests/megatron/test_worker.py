@@ -49,7 +49,7 @@ def test_layer_that_reads_on_the_host(run_worker: RunWorker, make_config: MakeCo
     config = make_config(
         model={"layer_spec": "user_specs:watchful"}, pipeline={"pipeline_model_parallel_size": 2}
     )
-    codes, folder = run_worker(config, 2)
+    codes, folder = run_worker(config, 2, forked=True)
     assert codes == [1, 1]
     assert not (folder / "rank0.json").exists()
     line = _line_of("the line that the error must name")
@@ -75,7 +75,7 @@ def test_failed_capture_may_train_on_eagerly(
         },
         capture={"on_failure": "eager"},
     )
-    codes, folder = run_worker(config, 1)
+    codes, folder = run_worker(config, 1, forked=True)
     assert codes == [0], (folder / "log0.txt").read_text()
     result = json.loads((folder / "rank0.json").read_text(encoding="utf-8"))
     assert all(s["loss_equal"] and s["grad_norm_equal"] for s in result["steps"])

@@ -11,6 +11,7 @@ from chunkgraph.megatron.compat.access import (
     import_megatron,
     patch_attributes,
     private_names,
+    refuse_other_releases,
     versions,
 )
 from chunkgraph.megatron.compat.capture import capture_flag, global_buffers
@@ -45,6 +46,7 @@ from chunkgraph.megatron.compat.pretrain import (
     PretrainHooks,
     patch_pretrain,
     pretrain_arguments,
+    pretrain_hooks,
     tensorboard_writers,
 )
 from chunkgraph.megatron.compat.random_state import (
@@ -96,8 +98,10 @@ __all__ = [
     "patch_router",
     "preserve_rng",
     "pretrain_arguments",
+    "pretrain_hooks",
     "private_names",
     "recomputing",
+    "refuse_other_releases",
     "reset_fp8",
     "rng_is_graph_safe",
     "rope_rows",

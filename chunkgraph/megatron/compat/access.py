@@ -13,8 +13,15 @@ from typing import Any
 import torch
 
 from chunkgraph.errors import ConfigError, MissingDependencyError
+from chunkgraph.megatron.releases import RANGE, is_known
 
-__all__ = ["import_megatron", "patch_attributes", "private_names", "versions"]
+__all__ = [
+    "import_megatron",
+    "patch_attributes",
+    "private_names",
+    "refuse_other_releases",
+    "versions",
+]
 
 _MISSING = object()
 
@@ -36,6 +43,25 @@ def import_megatron(name: str = "megatron.core") -> ModuleType:
                 "triton."
             ) from error
         raise
+
+
+def refuse_other_releases() -> None:
+    """Stop with a release whose hooks nobody has looked at.
+
+    What differs between the releases of the range is looked for, name by name; another release may
+    have all the names and do something else behind them.
+
+    Raises:
+        ConfigError: this is such a release.
+    """
+    info = import_megatron("megatron.core.package_info")
+    release = (getattr(info, "MAJOR", 0), getattr(info, "MINOR", 0))
+    if not is_known(release):
+        raise ConfigError(
+            f"This is megatron-core {getattr(info, '__version__', 'of unknown version')} "
+            f"({info.__file__}); chunk graphs know the releases {RANGE}. Install one of them, or "
+            "train without chunk graphs."
+        )
 
 
 def versions() -> dict[str, str]:
@@ -69,8 +95,8 @@ def private_names(module_name: str, *names: str) -> tuple[Any, ...]:
     if missing:
         raise ConfigError(
             f"{module_name} of megatron-core {versions()['megatron_core']} has no "
-            f"{', '.join(missing)}, which chunkgraph needs. Versions 0.16 to 0.19 have it; use one "
-            "of them, or report the release."
+            f"{', '.join(missing)}, which chunkgraph needs. Releases {RANGE} have it; use one of "
+            "them, or report the release."
         )
     return tuple(getattr(module, name) for name in names)
 

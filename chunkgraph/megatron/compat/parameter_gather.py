@@ -45,7 +45,7 @@ class ParameterGates:
             groups = _groups(submodule.parameters(recurse=False), group_of)
             new = [key for key in groups if key not in self._groups]
             self._groups.update(groups)
-            self._events.update((key, torch.cuda.Event(external=True)) for key in new)
+            self._events.update((key, _recorded_event()) for key in new)
             self._hooked.append((submodule, new))
         layers = list(layers)
         in_layers = {id(m) for layer in layers for m in layer.modules()}
@@ -97,6 +97,17 @@ class ParameterGates:
         finally:
             for handle in handles:
                 handle.remove()
+
+
+def _recorded_event() -> torch.cuda.Event:
+    """An external event that a capture can wait for.
+
+    torch makes an event when it is first recorded; to wait for one that was never recorded does
+    nothing, so that a capture would hold no wait at all.
+    """
+    event = torch.cuda.Event(external=True)
+    event.record()
+    return event
 
 
 def _groups(

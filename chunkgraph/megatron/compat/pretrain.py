@@ -15,15 +15,28 @@ from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any, Protocol
 
-from chunkgraph.errors import MissingDependencyError
-from chunkgraph.megatron.compat.access import import_megatron, patch_attributes, private_names
+from chunkgraph.errors import ConfigError, MissingDependencyError
+from chunkgraph.megatron.compat.access import (
+    import_megatron,
+    patch_attributes,
+    private_names,
+    refuse_other_releases,
+)
+from chunkgraph.megatron.releases import RANGE
 
-__all__ = ["PretrainHooks", "patch_pretrain", "pretrain_arguments", "tensorboard_writers"]
+__all__ = [
+    "PretrainHooks",
+    "patch_pretrain",
+    "pretrain_arguments",
+    "pretrain_hooks",
+    "tensorboard_writers",
+]
 
 _ARGUMENTS = "megatron.training.arguments"
 _TRAINING = "megatron.training.training"
 _DATASETS = "megatron.core.datasets.utils"
 _HELPERS = "megatron.core.datasets.helpers_cpp"
+_HOOKS = "chunkgraph_hooks"
 
 
 class PretrainHooks(Protocol):
@@ -55,14 +68,21 @@ def patch_pretrain(hooks: PretrainHooks) -> Callable[[], None]:
 
     Raises:
         MissingDependencyError: ``megatron.training`` cannot be imported.
-        ConfigError: the installed release has moved one of the names.
+        ConfigError: the installed release is outside the range that is known, or has moved one of
+            the names.
     """
+    refuse_other_releases()
     arguments, training = _import_training()
     add, *_ = private_names(_ARGUMENTS, "add_megatron_arguments", "parse_args")
     train, get_schedule, log, print_last = private_names(
         _TRAINING, "train", "get_forward_backward_func", "training_log", "print_rank_last"
     )
     log_signature = inspect.signature(log)
+    if "iteration" not in log_signature.parameters:
+        raise ConfigError(
+            f"training_log of {_TRAINING} no longer says which iteration it logs. Use "
+            f"megatron-core {RANGE}, or report the release."
+        )
     is_logging = False
 
     def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -100,6 +120,7 @@ def patch_pretrain(hooks: PretrainHooks) -> Callable[[], None]:
             message = message.rstrip() + hooks.log_text()
         print_last(message)
 
+    setattr(add_megatron_arguments, _HOOKS, hooks)
     undo = ExitStack()
     undo.callback(patch_attributes(arguments, {"add_megatron_arguments": add_megatron_arguments}))
     replacements = {
@@ -113,6 +134,12 @@ def patch_pretrain(hooks: PretrainHooks) -> Callable[[], None]:
     if not (Path(str(datasets.__file__)).parent / "Makefile").exists():
         undo.callback(patch_attributes(datasets, {"compile_helpers": _helpers_are_built}))
     return undo.close
+
+
+def pretrain_hooks() -> object:
+    """The hooks that are in Megatron's pretrain program, or None."""
+    arguments, _ = _import_training()
+    return getattr(getattr(arguments, "add_megatron_arguments", None), _HOOKS, None)
 
 
 def pretrain_arguments() -> argparse.Namespace:

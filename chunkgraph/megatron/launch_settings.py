@@ -1,0 +1,226 @@
+"""The values of a configuration file, each with its flag in a Megatron pretrain script."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from chunkgraph.config import CaptureConfig, Config, ModelConfig, PipelineConfig
+from chunkgraph.errors import ConfigError
+from chunkgraph.megatron.launch_experts import expert_flags
+
+__all__ = ["GRANULARITY", "Off", "Setting", "settings_of", "settings_that_are_off"]
+
+GRANULARITY = "--cuda-graph-granularity"
+_VIRTUAL_STAGES = (
+    "--num-layers-per-virtual-pipeline-stage",
+    "--num-virtual-stages-per-pipeline-rank",
+    "--pipeline-model-parallel-layout",
+)
+_RECOMPUTATION = ("--recompute-granularity", "--recompute-activations")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A value of the file as a flag.
+
+    Attributes:
+        key: where it stands in the file.
+        flag: Megatron's flag, or ours.
+        values: of the flag, usually one; none where the flag takes none.
+        rivals: flags that decide the same thing.
+    """
+
+    key: str
+    flag: str
+    values: tuple[str, ...]
+    rivals: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Off:
+    """A value of the file that asks for nothing, for which there is no flag.
+
+    Attributes:
+        key: where it stands in the file.
+        flags: those that ask for something after all.
+        idle: a value with which they do not.
+    """
+
+    key: str
+    flags: tuple[str, ...]
+    idle: str | None = None
+
+
+def settings_of(config: Config, *, without_capture: bool) -> list[Setting]:
+    """All values that have a flag.
+
+    Args:
+        config: the file's contents.
+        without_capture: leave out the section ``capture``.
+
+    Raises:
+        ConfigError: a value has no flag in Megatron.
+    """
+    if config.packing.max_packed_seqs:
+        raise ConfigError(
+            "packing.max_packed_seqs is set, but a pretrain script reads its own data, which is "
+            "not packed into fixed shapes. Set it to 0, or use chunkgraph train."
+        )
+    found = [*_of_model(config.model), *_of_pipeline(config.pipeline)]
+    for key, flag, value in expert_flags(config):
+        found.append(Setting(key, flag, () if value is None else (value,)))
+    if not config.capture.enabled or without_capture:
+        return found
+    if config.moe.num_moe_experts is not None:
+        drops = config.moe.token_drops
+        found.append(Setting("moe.token_drops", "--cuda-graph-token-drops", (drops,)))
+    return [*found, *_of_capture(config.capture)]
+
+
+def settings_that_are_off(config: Config) -> list[Off]:
+    """What the file leaves out on purpose and a command line may bring in."""
+    model, pipeline = config.model, config.pipeline
+    found = {
+        Off("model.swiglu", ("--swiglu",)): not model.swiglu,
+        Off(
+            "model.untie_embeddings_and_output_weights",
+            ("--untie-embeddings-and-output-weights",),
+        ): not model.untie_embeddings_and_output_weights,
+        Off("model.params_dtype", ("--bf16", "--fp16")): model.params_dtype == "float32",
+        Off("model.fp8", ("--fp8-format",)): model.fp8 is None,
+        Off("model.recompute_granularity", _RECOMPUTATION): model.recompute_granularity is None,
+        Off(
+            "pipeline.virtual_pipeline_model_parallel_size", _VIRTUAL_STAGES
+        ): pipeline.num_model_chunks == 1,
+        Off(
+            "pipeline.context_parallel_size", ("--context-parallel-size",), "1"
+        ): pipeline.context_parallel_size == 1,
+        Off("pipeline.sequence_parallel", ("--sequence-parallel",)): not pipeline.sequence_parallel,
+        Off("moe.num_moe_experts", ("--num-experts",)): config.moe.num_moe_experts is None,
+        Off("capture.enabled", (GRANULARITY,), "layer"): not config.capture.enabled,
+    }
+    return [off for off, is_off in found.items() if is_off]
+
+
+def _of_model(model: ModelConfig) -> list[Setting]:
+    if model.layer_spec not in ("auto", "local", "transformer_engine"):
+        raise ConfigError(
+            f"model.layer_spec {model.layer_spec} cannot be given to a pretrain script by this "
+            "name. Set it to auto, and give the script --spec."
+        )
+    found = [
+        Setting("model.num_layers", "--num-layers", (str(model.num_layers),)),
+        Setting("model.hidden_size", "--hidden-size", (str(model.hidden_size),)),
+        Setting("model.ffn_hidden_size", "--ffn-hidden-size", (str(model.ffn_hidden_size),)),
+        Setting(
+            "model.num_attention_heads", "--num-attention-heads", (str(model.num_attention_heads),)
+        ),
+        Setting("model.seq_length", "--seq-length", (str(model.seq_length),)),
+        Setting("model.seq_length", "--max-position-embeddings", (str(model.seq_length),)),
+        Setting(
+            "model.position_embedding_type",
+            "--position-embedding-type",
+            (model.position_embedding_type,),
+        ),
+        Setting("model.normalization", "--normalization", (model.normalization,)),
+        Setting("model.hidden_dropout", "--hidden-dropout", (repr(model.hidden_dropout),)),
+        Setting("model.attention_dropout", "--attention-dropout", (repr(model.attention_dropout),)),
+    ]
+    if model.swiglu:
+        found.append(Setting("model.swiglu", "--swiglu", ()))
+        # As `chunkgraph train` builds it: gated layers have no biases, nor have those beside them.
+        found.append(Setting("model.swiglu", "--disable-bias-linear", ()))
+    if model.untie_embeddings_and_output_weights:
+        flag = "--untie-embeddings-and-output-weights"
+        found.append(Setting("model.untie_embeddings_and_output_weights", flag, ()))
+    if model.params_dtype == "bfloat16":
+        found.append(Setting("model.params_dtype", "--bf16", (), rivals=("--fp16",)))
+    if model.fp8 is not None:
+        found.append(Setting("model.fp8", "--fp8-format", (model.fp8,)))
+        found.append(Setting("model.fp8_recipe", "--fp8-recipe", (model.fp8_recipe,)))
+    if model.layer_spec != "auto":
+        found.append(Setting("model.layer_spec", "--transformer-impl", (model.layer_spec,)))
+    return [*found, *_of_recomputation(model)]
+
+
+def _of_recomputation(model: ModelConfig) -> list[Setting]:
+    granularity = model.recompute_granularity
+    if granularity is None:
+        return []
+    found = [
+        Setting(
+            "model.recompute_granularity", _RECOMPUTATION[0], (granularity,), _RECOMPUTATION[1:]
+        )
+    ]
+    if granularity == "selective":
+        flag = "--recompute-modules"
+        return [*found, Setting("model.recompute_modules", flag, model.recompute_modules)]
+    if model.recompute_method is not None:
+        method = (model.recompute_method,)
+        found.append(Setting("model.recompute_method", "--recompute-method", method))
+    if model.recompute_num_layers is not None:
+        layers = (str(model.recompute_num_layers),)
+        found.append(Setting("model.recompute_num_layers", "--recompute-num-layers", layers))
+    return found
+
+
+def _of_pipeline(pipeline: PipelineConfig) -> list[Setting]:
+    found = [
+        Setting(
+            "pipeline.pipeline_model_parallel_size",
+            "--pipeline-model-parallel-size",
+            (str(pipeline.pipeline_model_parallel_size),),
+        ),
+        Setting(
+            "pipeline.tensor_model_parallel_size",
+            "--tensor-model-parallel-size",
+            (str(pipeline.tensor_model_parallel_size),),
+        ),
+    ]
+    if pipeline.context_parallel_size > 1:
+        size = str(pipeline.context_parallel_size)
+        found.append(Setting("pipeline.context_parallel_size", "--context-parallel-size", (size,)))
+    if pipeline.sequence_parallel:
+        found.append(Setting("pipeline.sequence_parallel", "--sequence-parallel", ()))
+    if pipeline.num_model_chunks > 1:
+        found.append(
+            Setting(
+                "pipeline.virtual_pipeline_model_parallel_size",
+                "--num-virtual-stages-per-pipeline-rank",
+                (str(pipeline.num_model_chunks),),
+                rivals=_VIRTUAL_STAGES,
+            )
+        )
+        found.append(
+            Setting(
+                "pipeline.microbatch_group_size_per_vp_stage",
+                "--microbatch-group-size-per-virtual-pipeline-stage",
+                (str(pipeline.microbatch_group_size),),
+            )
+        )
+    return found
+
+
+def _of_capture(capture: CaptureConfig) -> list[Setting]:
+    found = [
+        Setting("capture.enabled", GRANULARITY, ("chunk",)),
+        Setting("capture.scope", "--cuda-graph-chunk-scope", (capture.scope,)),
+        Setting(
+            "capture.num_warmup_steps",
+            "--cuda-graph-warmup-steps",
+            (str(capture.num_warmup_steps),),
+        ),
+        Setting("capture.memory_plan", "--cuda-graph-memory-plan", (capture.memory_plan,)),
+        Setting("capture.verify", "--cuda-graph-verify", (capture.verify,)),
+    ]
+    if capture.verify != "none":
+        counts = {
+            "num_verify_steps": capture.num_verify_steps,
+            "verify_every": None if capture.verify_every == 1 else capture.verify_every,
+        }
+        found += [
+            Setting(f"capture.{key}", f"--cuda-graph-{key.replace('_', '-')}", (str(number),))
+            for key, number in counts.items()
+            if number is not None
+        ]
+    return [*found, Setting("capture.on_failure", "--cuda-graph-on-failure", (capture.on_failure,))]

@@ -1,0 +1,13 @@
+"""The releases of Megatron-core that chunk graphs know. No torch here."""
+
+from __future__ import annotations
+
+__all__ = ["RANGE", "is_known"]
+
+_FROM, _UP_TO = (0, 16), (0, 19)
+RANGE = "0.16 to 0.19"
+
+
+def is_known(release: tuple[int, int]) -> bool:
+    """Whether a release, as (major, minor), is in the range."""
+    return _FROM <= release <= _UP_TO

@@ -1,0 +1,201 @@
+"""Every value of a configuration file reaches a pretrain script, or is refused, or is said."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from chunkgraph.cli.__main__ import main
+from chunkgraph.config import CaptureConfig, Config, ModelConfig, PipelineConfig, load_config
+from chunkgraph.errors import ConfigError
+from chunkgraph.megatron.launch_config import merge_flags
+from chunkgraph.megatron.launch_options import parse_options
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+# For each key another value, with what has to go with it.
+CHANGES: dict[str, dict[str, list[str]]] = {
+    "model": {
+        "num_layers": ["num_layers=8"],
+        "hidden_size": ["hidden_size=128"],
+        "ffn_hidden_size": ["ffn_hidden_size=96"],
+        "num_attention_heads": ["num_attention_heads=2"],
+        "seq_length": ["seq_length=8"],
+        "position_embedding_type": ["position_embedding_type=none"],
+        "normalization": ["normalization=LayerNorm"],
+        "swiglu": ["swiglu=false"],
+        "hidden_dropout": ["hidden_dropout=0.25"],
+        "attention_dropout": ["attention_dropout=0.25"],
+        "untie_embeddings_and_output_weights": ["untie_embeddings_and_output_weights=false"],
+        "params_dtype": ["params_dtype=float32"],
+        "recompute_granularity": ["recompute_granularity=selective"],
+        "recompute_method": [
+            "recompute_granularity=full recompute_method=uniform recompute_num_layers=1",
+            "recompute_method=block",
+        ],
+        "recompute_num_layers": [
+            "recompute_granularity=full recompute_method=block recompute_num_layers=1",
+            "recompute_num_layers=2",
+        ],
+        "recompute_modules": [
+            *("swiglu=true", "recompute_granularity=selective"),
+            "recompute_modules=[core_attn,mlp]",
+        ],
+        "fp8": ["layer_spec=transformer_engine", "fp8=hybrid"],
+        "fp8_recipe": [
+            *("layer_spec=transformer_engine", "fp8=hybrid"),
+            "fp8_recipe=tensorwise",
+        ],
+        "layer_spec": ["layer_spec=local"],
+    },
+    "pipeline": {
+        "pipeline_model_parallel_size": ["pipeline_model_parallel_size=1"],
+        "virtual_pipeline_model_parallel_size": ["virtual_pipeline_model_parallel_size=2"],
+        "microbatch_group_size_per_vp_stage": [
+            "virtual_pipeline_model_parallel_size=2",
+            "microbatch_group_size_per_vp_stage=3",
+        ],
+        "tensor_model_parallel_size": ["tensor_model_parallel_size=2"],
+        "sequence_parallel": ["tensor_model_parallel_size=2", "sequence_parallel=true"],
+        "context_parallel_size": ["context_parallel_size=2"],
+    },
+    "capture": {
+        "enabled": ["enabled=false"],
+        "scope": ["scope=chunk"],
+        "num_warmup_steps": ["num_warmup_steps=3"],
+        "memory_plan": ["memory_plan=pool_per_slot"],
+        "verify": ["verify=poison"],
+        "num_verify_steps": ["verify=poison", "num_verify_steps=2"],
+        "verify_every": ["verify=poison", "verify_every=2"],
+        "on_failure": ["on_failure=eager"],
+    },
+}
+ELSEWHERE = {
+    "model": {"vocab_size"},  # the tokenizer's
+    "pipeline": {"data_parallel_size", "expert_model_parallel_size"},  # processes; `moe`'s test
+    "capture": set[str](),
+}
+SECTIONS = {"model": ModelConfig, "pipeline": PipelineConfig, "capture": CaptureConfig}
+
+
+def _load(*overrides: str) -> Config:
+    # Counts that an interleaved schedule takes too, in groups of 2 and 3.
+    return load_config(CONFIGS / "gpt_pp2_gpu.yaml", ["train.num_microbatches=[6]", *overrides])
+
+
+def _flags(config: Config) -> list[str]:
+    return merge_flags(config, [], source="run.yaml")[0]
+
+
+@pytest.mark.parametrize("section", list(SECTIONS))
+def test_no_key_of_the_file_is_ignored(section: str) -> None:
+    keys = {field.name for field in dataclasses.fields(SECTIONS[section])}
+    assert keys - ELSEWHERE[section] == set(CHANGES[section])
+    for key, changes in CHANGES[section].items():
+        *needed, last = [f"{section}.{c}" for change in changes for c in change.split()]
+        assert last.startswith(f"{section}.{key}=")
+        assert _flags(_load(*needed)) != _flags(_load(*needed, last)), last
+
+
+def test_recomputation_has_flags() -> None:
+    full = _flags(load_config(CONFIGS / "dense_pp2_recompute.yaml"))
+    start = full.index("--recompute-granularity")
+    assert full[start : start + 6] == [
+        *("--recompute-granularity", "full", "--recompute-method", "uniform"),
+        *("--recompute-num-layers", "1"),
+    ]
+    modules = ["model.recompute_granularity=selective", "model.recompute_modules=[core_attn,mlp]"]
+    config = _load("model.swiglu=true", *modules)
+    selective = _flags(config)
+    start = selective.index("--recompute-modules")
+    assert selective[start + 1 : start + 3] == ["core_attn", "mlp"]
+    assert selective[start + 3].startswith("--")
+    same = ["--recompute-modules", "core_attn", "mlp"]
+    assert merge_flags(config, same, source="run.yaml")[1] == []
+    other, notes = merge_flags(config, ["--recompute-modules", "mlp"], source="run.yaml")
+    assert other.count("--recompute-modules") == 1
+    assert notes == [
+        "--recompute-modules mlp on the command line replaces model.recompute_modules of run.yaml"
+    ]
+
+
+def test_gated_layers_have_no_biases_as_in_chunkgraph_train() -> None:
+    assert "--disable-bias-linear" in _flags(_load("model.swiglu=true"))
+    assert "--disable-bias-linear" not in _flags(_load("model.swiglu=false"))
+
+
+@pytest.mark.parametrize(
+    ("given", "key"),
+    [
+        (["--fp16"], "model.params_dtype"),
+        (["--swiglu"], "model.swiglu"),
+        (["--recompute-activations"], "model.recompute_granularity"),
+        (["--num-layers-per-virtual-pipeline-stage=1"], "pipeline.virtual_pipeline_model_parallel"),
+        (["--context-parallel-size", "2"], "pipeline.context_parallel_size"),
+        (["--num-experts", "8"], "moe.num_moe_experts"),
+        (["--cuda-graph-granularity", "chunk"], "capture.enabled"),
+    ],
+)
+def test_what_the_file_leaves_out_and_the_command_line_brings_in_is_said(
+    given: list[str], key: str
+) -> None:
+    config = _load(
+        *("capture.enabled=false", "model.params_dtype=float32", "model.swiglu=false"),
+    )
+    flags, notes = merge_flags(config, given, source="run.yaml")
+    assert flags[-len(given) :] == given
+    assert len(notes) == 1
+    assert f"{given[0].partition('=')[0]} " in notes[0]
+    assert f"replaces {key}" in notes[0]
+
+
+@pytest.mark.parametrize(
+    "given", [["--context-parallel-size", "1"], ["--cuda-graph-granularity", "layer"]]
+)
+def test_what_asks_for_nothing_is_not_said(given: list[str]) -> None:
+    assert merge_flags(_load("capture.enabled=false"), given, source="run.yaml")[1] == []
+
+
+def test_packed_sequences_of_the_file_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"packing\.max_packed_seqs is set"):
+        _flags(_load("packing.max_packed_seqs=4"))
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "pretrain.py"
+    path.write_text("raise SystemExit(0)\n", encoding="utf-8")
+    return path
+
+
+def test_the_device_is_that_of_the_file(script: Path) -> None:
+    def parse(*options: str) -> Any:
+        return parse_options([*options, str(script)], "launch")
+
+    cpu = str(CONFIGS / "gpt_pp2_cpu.yaml")
+    assert parse().device == "cuda"
+    assert parse("--config", cpu).device == "cpu"
+    other = parse("--config", cpu, "--device", "cuda")
+    assert other.device == "cuda"
+    assert other.notes == (f"--device cuda replaces device of {cpu}",)
+
+
+def test_a_number_of_processes_is_for_what_starts_them(
+    script: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under torchrun the launcher is one of them, and would ignore it."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["launch", "--nproc-per-node", "2", str(script)]) == 2
+    assert "--nproc-per-node 2: this process is one of 4" in capsys.readouterr().err
+
+
+def test_other_processes_than_the_file_is_for_are_said(script: Path) -> None:
+    config = str(CONFIGS / "gpt_pp2_cpu.yaml")
+    options = parse_options(["--config", config, "--nproc-per-node", "4", str(script)], "launch")
+    assert options.notes_on_processes(2) == []
+    (note,) = options.notes_on_processes(options.nproc)
+    assert note.startswith(f"4 processes run, where the pipeline section of {config} is for 2")

@@ -1,0 +1,115 @@
+"""One rank of the launcher, in this process: what it changes of Megatron, and what it says."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [
+    pytest.mark.megatron,
+    pytest.mark.skipif(
+        sys.version_info < (3, 12) or importlib.util.find_spec("megatron.training") is None,
+        reason="megatron.training of megatron-core 0.18 and newer, which needs Python 3.12",
+    ),
+]
+
+FLAGS = ["--num-layers", "4", "--hidden-size", "32", "--num-attention-heads", "4"]
+FLAGS += ["--seq-length", "16", "--micro-batch-size", "2", "--global-batch-size", "8"]
+
+
+def _without(flags: Sequence[str]) -> dict[str, object]:
+    """Megatron's arguments with these flags, in this process, without validation."""
+    from megatron.training import arguments
+
+    old = sys.argv
+    sys.argv = ["script", *FLAGS, *flags]
+    try:
+        return vars(arguments.parse_args())
+    finally:
+        sys.argv = old
+
+
+def test_layer_changes_nothing_and_chunk_turns_off_megatrons_graphs() -> None:
+    from chunkgraph.errors import ConfigError
+    from chunkgraph.megatron.cpu_pretrain import cpu_pretrain_host
+
+    with cpu_pretrain_host():
+        from megatron.training import training
+
+        from chunkgraph.megatron.pretrain import enable
+
+        own = ["--cuda-graph-impl", "local", "--transformer-impl", "local"]
+        names = ("train", "get_forward_backward_func", "training_log", "print_rank_last")
+        originals = {name: getattr(training, name) for name in names}
+        before = _without(own)
+        hooks = enable(on_cpu=True)
+        try:
+            assert enable() is hooks  # a script that calls it, under the launcher
+            layer = _without([*own, "--cuda-graph-granularity", "layer"])
+            added = {name for name in layer if name not in before}
+            assert {name: layer[name] for name in before} == before
+            assert {layer[name] for name in added} == {None, "layer"}
+            assert hooks.flags is None
+            schedule = object()
+            assert hooks.wrap_schedule(schedule) is schedule  # type: ignore[arg-type]
+            with hooks.training(model=object()):  # would fail to attach to it
+                assert hooks.graphs is None
+
+            chunk = _without([*own, "--cuda-graph-granularity", "chunk"])
+            assert chunk["cuda_graph_impl"] == "none"
+            assert hooks.flags is not None
+            assert hooks.flags.num_warmup_steps == 3  # Megatron's own default
+
+            with pytest.raises(ConfigError, match="no effect with --cuda-graph-granularity layer"):
+                _without([*own, "--cuda-graph-verify", "poison"])
+            with pytest.raises(ConfigError, match="--cuda-graph-impl transformer_engine"):
+                _without(
+                    ["--cuda-graph-granularity", "chunk", "--cuda-graph-impl", "transformer_engine"]
+                )
+        finally:
+            hooks.disable()
+        assert {name: getattr(training, name) for name in names} == originals
+        assert _without(own) == before
+
+
+def test_the_scripts_exit_code_is_the_ranks(tmp_path: Path, monkeypatch: Any) -> None:
+    from chunkgraph.megatron.launch import run_script
+    from chunkgraph.megatron.launch_options import parse_options
+
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    script = tmp_path / "exits.py"
+    script.write_text("import sys\nsys.exit(int(sys.argv[1]))\n", encoding="utf-8")
+    for code in (0, 7):
+        options = parse_options(["--device", "cpu", str(script), str(code)], "launch")
+        assert run_script(options) == code
+
+
+def test_a_script_that_has_no_use_for_the_flags_is_told(
+    tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It would train eagerly without a word."""
+    from chunkgraph.megatron.launch import run_script
+    from chunkgraph.megatron.launch_options import parse_options
+
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    chunk = ["--cuda-graph-granularity", "chunk"]
+    parses = "from megatron.training import arguments\narguments.parse_args()\n"
+    for text, given, said in (
+        ("pass\n", [], ""),
+        ("pass\n", chunk, "own.py never parsed Megatron's arguments"),
+        (parses, FLAGS, ""),
+        (parses, [*FLAGS, *chunk], "own.py trained nothing by Megatron's pretrain()"),
+    ):
+        monkeypatch.setattr(sys, "argv", sys.argv)
+        script = tmp_path / "own.py"
+        script.write_text(text, encoding="utf-8")
+        assert run_script(parse_options(["--device", "cpu", str(script), *given], "launch")) == 0
+        error = capsys.readouterr().err
+        assert ("WARNING: chunk graphs: " in error) == bool(said)
+        assert said in error

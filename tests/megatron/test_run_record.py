@@ -1,0 +1,83 @@
+"""What a run says of itself, without Megatron's training program."""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+
+from chunkgraph.errors import ConfigError
+from chunkgraph.megatron.flags import GraphFlags
+from chunkgraph.megatron.pretrain import _is_profiled
+from chunkgraph.megatron.run_record import save_run_record, start_line
+from chunkgraph.megatron.step_metrics import StepMetrics
+
+pytestmark = pytest.mark.megatron
+
+
+def _arguments(**changes: Any) -> argparse.Namespace:
+    values = {"save": None, "num_layers": 4, "pipeline_model_parallel_size": 2, "fp8": None}
+    return argparse.Namespace(**{**values, **changes})
+
+
+def test_the_settings_are_saved_whole(tmp_path: Path) -> None:
+    args = _arguments(save=str(tmp_path / "run"), recompute_modules=["core_attn"], bf16=True)
+    path = save_run_record(GraphFlags(scope="chunk", num_warmup_steps=2), args, None)
+    assert path == tmp_path / "run" / "chunkgraph.yaml"
+    record = yaml.safe_load(path.read_text(encoding="utf-8"))
+    assert record["model"]["num_layers"] == 4
+    assert record["model"]["recompute_modules"] == ["core_attn"]
+    assert record["model"]["bf16"] is True
+    assert record["pipeline"]["pipeline_model_parallel_size"] == 2
+    assert record["capture"]["scope"] == "chunk"
+    assert record["capture"]["num_warmup_steps"] == 2
+    other = save_run_record(GraphFlags(), args, tmp_path / "given")
+    assert other == tmp_path / "given" / "chunkgraph.yaml"  # --run-dir wins
+
+
+def test_settings_that_are_not_saved_are_said(tmp_path: Path) -> None:
+    graphs: Any = SimpleNamespace(num_slots=(4, 2))
+    assert save_run_record(GraphFlags(), _arguments(), None) is None
+    line = start_line(graphs, GraphFlags(), None)
+    assert "scope block, 4 + 2 slots on rank 0 (12 graphs), memory plan shared_backward" in line
+    assert "settings not saved (neither --save nor --run-dir is given)" in line
+    assert "\n" not in line
+    assert f"settings in {tmp_path}" in start_line(graphs, GraphFlags(), tmp_path)
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"chunkgraph\.yaml cannot be written"):
+        save_run_record(GraphFlags(), _arguments(), tmp_path / "file")
+
+
+@pytest.mark.parametrize("flag", ["profile", "use_pytorch_profiler", "nvtx_ranges"])
+def test_replays_are_named_in_runs_that_are_profiled(flag: str) -> None:
+    assert _is_profiled(argparse.Namespace(**{flag: True}))
+    assert not _is_profiled(argparse.Namespace(**{flag: False}))
+
+
+def test_reasons_are_zero_again_after_their_step() -> None:
+    """A curve would otherwise stay where it was last."""
+    counters = SimpleNamespace(replays=0, fallbacks=Counter[str]())
+    graphs: Any = SimpleNamespace(
+        counters=counters, dropped_tokens=dict, engine=SimpleNamespace(report=None)
+    )
+    metrics = StepMetrics(graphs)
+    counters.fallbacks["capture warmup"] += 1
+    metrics.step()
+    assert metrics.scalars()["chunk-graphs/eager-steps/capture warmup"] == 1
+    counters.replays += 4
+    metrics.step()
+    scalars = metrics.scalars()
+    assert scalars["chunk-graphs/replays"] == 4
+    assert scalars["chunk-graphs/eager-steps/capture warmup"] == 0
+    assert "chunk-graphs/dropped-tokens" not in scalars
+    line = metrics.take_line()
+    assert line == " graph replays:     4 | eager steps (capture warmup): 1 |"
+    assert metrics.take_line() == " graph replays:     0 |"
