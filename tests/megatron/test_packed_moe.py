@@ -52,7 +52,7 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def scale(one_rank: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ARG001
+def scale(one_rank: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The process's scale of the routers' losses, which no schedule sets here, is put back."""
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
