@@ -68,6 +68,9 @@ class SequenceBatches:
     def buckets(self, _step: int, _num_microbatches: int) -> None:
         """Nothing, likewise."""
 
+    def close(self) -> None:
+        """Nothing to give back."""
+
     def step(self, step: int, num_microbatches: int) -> Iterator[Batch]:
         """The step's microbatches; every chunk draws its own copy."""
         return sequence_batches(self._config, self._text, step, num_microbatches, self._device)
@@ -115,6 +118,11 @@ class PackedBatches:
             packings = self.packings(step, num_microbatches)
             self._chosen[key] = self._buckets.choose(packings, self._agree)
         return self._chosen[key]
+
+    def close(self) -> None:
+        """Give the group back that ranks agreed in."""
+        if self._agree is not None:
+            self._agree.close()
 
     def step(self, step: int, num_microbatches: int) -> Iterator[Batch]:
         """The step's microbatches; every chunk draws its own copy."""

@@ -145,6 +145,7 @@ def run_training(
     graphs: MegatronChunkGraphs | None = None
     run = TrainingRun()
     undo = ExitStack()
+    undo.callback(batches.close)
     try:
         if has_experts and packed_shape(config) is not None and not use_graphs:
             undo.callback(keep_padding_from_experts(chunks, config_of(chunks[0])))

@@ -154,12 +154,9 @@ def attach(
             and (getattr(config, "expert_model_parallel_size", 1) or 1) > 1,
         )
     if buckets and (packings is None or fp8 is not None):
-        raise ConfigError(
-            f"buckets={list(buckets)} "
-            + ("without packing: only packed sequences have them." if fp8 is None else "with FP8:")
-            + ("" if fp8 is None else " the scales of several graphs of one slot were not tried.")
-            + " Leave them out."
-        )
+        why = "with FP8, whose scales were not tried with several graphs of one slot"
+        why = why if fp8 is not None else "without packing: only packed sequences have them"
+        raise ConfigError(f"buckets={list(buckets)} {why}. Leave them out.")
     # Stage 0 sends no gradient; its input's gradient may go anywhere.
     lends = [
         zero_copy and waits_for_sends(config) and place.stage(c) > 0 for c in range(len(parts))

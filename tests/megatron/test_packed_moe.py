@@ -51,6 +51,14 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(num_threads)
 
 
+@pytest.fixture(autouse=True)
+def scale(one_rank: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process's scale of the routers' losses, which no schedule sets here, is put back."""
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+    monkeypatch.setattr(MoEAuxLossAutoScaler, "main_loss_backward_scale", None)
+
+
 class _Model:
     """Two layers with experts, from the same seed every time.
 
