@@ -56,6 +56,11 @@ def check_experts(config: Config) -> None:
             f"{num_layers} layers of the model, 1 (experts) or 0 (feed-forward)."
         )
     _check_capacity(moe, moe.num_moe_experts)
+    if moe.token_drops == "rerun" and config.model.fp8 is not None:
+        raise ConfigError(
+            f"moe.token_drops is rerun with model.fp8={config.model.fp8}: a step that is run anew "
+            "would update the scales a second time. Set token_drops to raise, or fp8 to null."
+        )
     _check_router(moe, moe.num_moe_experts)
 
 

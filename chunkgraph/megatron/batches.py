@@ -29,6 +29,9 @@ __all__ = [
 
 Batch = dict[str, Any]
 
+_NUM_CHOSEN = 4
+"""Steps whose buckets are remembered: this one, and the next, which is announced."""
+
 
 def packed_shape(config: Config) -> PackedShape | None:
     """The fixed shape of the run's packed microbatches; None without packing."""
@@ -116,6 +119,8 @@ class PackedBatches:
         key = (step, num_microbatches)
         if key not in self._chosen:
             packings = self.packings(step, num_microbatches)
+            while len(self._chosen) >= _NUM_CHOSEN:
+                del self._chosen[next(iter(self._chosen))]
             self._chosen[key] = self._buckets.choose(packings, self._agree)
         return self._chosen[key]
 
@@ -147,10 +152,7 @@ class PackedBatches:
             yield batch
 
     def _row(self, values: NDArray[np.generic]) -> torch.Tensor:
-        host = torch.from_numpy(values)[None]
-        if self._device.type == "cuda":
-            host = host.pin_memory()
-        return host.to(self._device, non_blocking=True)
+        return _sent(values[None], self._device)
 
 
 def sequence_batches(
@@ -167,7 +169,7 @@ def sequence_batches(
     for microbatch in range(num_microbatches):
         whole = text.batch(step, microbatch, config.train.micro_batch_size, dp_rank)
         batch = whole.part(cp_rank, cp_size)
-        arrays = {
+        arrays: dict[str, NDArray[Any]] = {
             "tokens": batch.tokens,
             "labels": batch.labels,
             "loss_mask": batch.loss_mask,
@@ -177,7 +179,15 @@ def sequence_batches(
             arrays["num_labels"] = np.array(whole.num_labels, dtype=np.float32)
         if masked:
             arrays["attention_mask"] = batch.attention_mask()
-        yield {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
+        yield {name: _sent(array, device) for name, array in arrays.items()}
+
+
+def _sent(values: NDArray[Any], device: torch.device) -> torch.Tensor:
+    """The values on the device, for which the host does not wait."""
+    host = torch.from_numpy(values)
+    if device.type == "cuda":
+        host = host.pin_memory()
+    return host.to(device, non_blocking=True)
 
 
 def _data_parallel_rank() -> int:

@@ -130,9 +130,8 @@ class Experts:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """What a step writes here besides the model's buffers."""
-        state = self._state.buffers if self._state is not None else ()
-        return (*state, self._drops.counts) if self._drops is not None else state
+        """What a step writes here besides the model's buffers and Megatron's metrics."""
+        return (self._drops.counts,) if self._drops is not None else ()
 
     def begin_step(self) -> None:
         """Before a training step whose loads are followed."""
@@ -148,7 +147,9 @@ class Experts:
             return 0, 0, 0
         now = sum(self.dropped_tokens(wait=True).values())
         dropped, self._seen = now - self._seen, now
-        return dropped, int(self._drops.most_chosen), self._drops.num_tokens
+        # The load is read where it matters: a read waits for all that the device was given.
+        most_chosen = int(self._drops.most_chosen) if dropped else 0
+        return dropped, most_chosen, self._drops.num_tokens
 
     def forget_step(self) -> None:
         """The step that was looked at was run anew, with the counts of before."""
@@ -162,7 +163,7 @@ class Experts:
         config = self._layers[0].config if self._layers else None
         before = config.moe_expert_capacity_factor if config is not None else 0.0
         if config is not None:
-            self._set_room(config.num_moe_experts / config.moe_router_topk)
+            self._set_room(compat.factor_for_all(config.num_moe_experts, config.moe_router_topk))
         try:
             yield
         finally:
@@ -175,8 +176,10 @@ class Experts:
             return
         config = self._layers[0].config
         share = num_tokens * config.moe_router_topk / config.num_moe_experts
-        enough = config.num_moe_experts / config.moe_router_topk
-        self._set_room(min(most_chosen / share * _HEADROOM, enough))
+        enough = compat.factor_for_all(config.num_moe_experts, config.moe_router_topk)
+        # Never less than before: shapes may have changed since the tokens were counted.
+        wanted = max(most_chosen / share * _HEADROOM, config.moe_expert_capacity_factor)
+        self._set_room(min(wanted, enough))
 
     def _set_room(self, factor: float) -> None:
         compat.set_capacity_factor(self._layers, factor)

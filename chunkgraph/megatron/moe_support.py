@@ -61,7 +61,7 @@ def moe_refusals(config: Any, token_drops: str = "warn") -> list[str]:
 
     Args:
         config: anything that has TransformerConfig's fields as attributes, or some of them.
-        token_drops: ``count`` if tokens may be dropped on purpose.
+        token_drops: see `attach`.
     """
     num_experts = getattr(config, "num_moe_experts", None)
     if not num_experts:
@@ -74,6 +74,11 @@ def moe_refusals(config: Any, token_drops: str = "warn") -> list[str]:
     found += _dispatch_refusals(config)
     found += _capacity_refusals(config, num_experts, token_drops)
     found += _sharding_refusals(config, num_experts)
+    if token_drops == "rerun" and getattr(config, "fp8", None):
+        found.append(
+            f"token_drops='rerun' with fp8={config.fp8!r}: a step that is run anew would update "
+            "the scales a second time; use token_drops='raise', or train without FP8"
+        )
     kinds = getattr(config, "moe_router_load_balancing_type", None)
     for kind in kinds if isinstance(kinds, (list, tuple)) else [kinds]:
         if kind == "sinkhorn":

@@ -129,16 +129,20 @@ class OverflowGuard:
         status = None
         if self._stash is not None and mode is StepMode.REPLAY:
             status = self._stash.status()
-            if status is not None and status.num_wanted_pages:
-                raise StashError(
-                    f"Rank {self._rank}: {status.num_wanted_pages} pages of the stash were not "
-                    "given back in this step, though every microbatch was run backward. Please "
-                    "report it; stash.enabled=false trains without."
-                )
         dropped, most_chosen, num_tokens = self._experts.look() if follows_drops else (0, 0, 0)
         short = status.num_short if status is not None else 0
         at_limit = bool(short and status and self._stash and not self._stash.can_grow(status))
-        agreed = self._agree([short, dropped, int(at_limit), most_chosen, num_tokens])
+        left = status.num_wanted_pages if status is not None else 0
+        *agreed, most_left = self._agree(
+            [short, dropped, int(at_limit), most_chosen, num_tokens, left]
+        )
+        if most_left and self._stash is not None:  # on all ranks: none waits for one that raised
+            self._stash.abandon_step()
+            raise StashError(
+                f"Rank {self._rank}: {left} pages of the stash were not given back in this step "
+                f"(on one rank {most_left}), though every microbatch was run backward. Please "
+                "report it; stash.enabled=false trains without."
+            )
         if not (agreed[0] or agreed[1]):
             return None
         told = self._told(short, dropped, status)

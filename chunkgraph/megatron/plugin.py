@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from torch import nn
@@ -112,6 +112,9 @@ def attach(
     if not chunks:
         raise ConfigError("attach() got no model chunk. Pass what the schedule gets as `model`.")
     config = config_of(chunks[0])
+    if token_drops not in get_args(TokenDrops):
+        choices = ", ".join(map(repr, get_args(TokenDrops)))
+        raise ConfigError(f"token_drops is {token_drops!r}; it is one of {choices}.")
     place = PipelinePlace.current(len(chunks), config)
     refuse_unsupported(config, chunks, _device_of(chunks[0]), token_drops)
     refuse_for_scope(config, scope)
@@ -195,7 +198,18 @@ def attach(
     names = [f"stage {place.stage(c)} chunk {c}" for c in range(len(parts))]
     held = (tables,) if fp8 is None else (tables, fp8)
     graphs = MegatronChunkGraphs(
-        engine, parts, slots, held, receiver, names, experts, packings, pages, agree=agree
+        engine,
+        parts,
+        slots,
+        held,
+        receiver,
+        names,
+        experts,
+        packings,
+        pages,
+        agree=agree,
+        # Not the engine's: it asks ahead of steps, on some ranks earlier than on others.
+        agree_on_buckets=agree_by_maximum() if packings is not None and buckets else None,
     )
     if experts is not None and (pages is not None or experts.reruns):
         graphs.guard = OverflowGuard(

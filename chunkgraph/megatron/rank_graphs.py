@@ -49,6 +49,7 @@ class MegatronChunkGraphs:
         stash: ExpertStash | None = None,
         *,
         agree: Maximum | None = None,
+        agree_on_buckets: Maximum | None = None,
     ) -> None:
         self.engine = engine
         self.guard: OverflowGuard | None = None
@@ -61,6 +62,7 @@ class MegatronChunkGraphs:
         self._experts = experts
         self._packings = packings
         self._agree = agree
+        self._agree_on_buckets = agree_on_buckets
 
     @property
     def counters(self) -> Any:
@@ -188,7 +190,7 @@ class MegatronChunkGraphs:
         """
         if self._packings is None:
             raise ConfigError("There are buckets in chunk graphs attached with `packing`.")
-        return self._packings.buckets.choose(packings, self._agree)
+        return self._packings.buckets.choose(packings, self._agree_on_buckets)
 
     def announce(
         self, packings: Packings, misfit: str = "", buckets: Sequence[int] | None = None
@@ -232,8 +234,9 @@ class MegatronChunkGraphs:
         Whatever goes wrong in one of the two, the other is done. Detaching again does nothing.
         """
         with ExitStack() as stack:  # from the last to the first
-            if self._agree is not None:
-                stack.callback(self._agree.close)
+            for agree in (self._agree, self._agree_on_buckets):
+                if agree is not None:
+                    stack.callback(agree.close)
             if self.guard is not None:
                 stack.callback(self.guard.close)
             if self._experts is not None:

@@ -65,6 +65,8 @@ class _Remembering:
 class StepState:
     """What a step of the schedule changes besides gradients.
 
+    Buffers, random state, ``further``, and the metrics that Megatron keeps in the process.
+
     Args:
         model_chunks: of this rank.
         further: tensors that the step writes besides the model's buffers.
@@ -80,17 +82,24 @@ class StepState:
         self._tensors = list({id(t): t for t in (*buffers, *further)}.values())
         self._kept = [torch.empty_like(t) for t in self._tensors]
         self._random: compat.RandomStates | None = None
+        self._metrics: dict[str, torch.Tensor] = {}
 
     def keep(self) -> None:
         """Remember all of it, before a step."""
         self._random = compat.RandomStates()
         _copy(self._kept, self._tensors)
+        self._metrics = {name: value.clone() for name, value in compat.running_metrics().items()}
 
     def restore(self) -> None:
         """Put it back, and drop the gradients: a step begins without any."""
         assert self._random is not None
         self._random.restore()
         _copy(self._tensors, self._kept)
+        for name, value in compat.running_metrics().items():
+            if name in self._metrics:
+                value.copy_(self._metrics[name])
+            else:  # first recorded in this step
+                value.zero_()
         for chunk in self._chunks:
             zero_buffers: Any = getattr(chunk, "zero_grad_buffer", None)
             if zero_buffers is not None:
@@ -102,6 +111,6 @@ class StepState:
 
 
 def _copy(into: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> None:
-    with torch.no_grad():
-        for target, source in zip(into, given, strict=True):
-            target.copy_(source)
+    if into:  # in few kernels: this happens before every step
+        with torch.no_grad():
+            torch._foreach_copy_(list(into), list(given))

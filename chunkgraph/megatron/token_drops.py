@@ -28,6 +28,7 @@ class DropReport:
         self._latest = [0] * len(self._layers)
         self._event: torch.cuda.Event | None = None
         self._host: torch.Tensor | None = None
+        self._is_behind = False
         if counts.is_cuda:
             self._host = torch.zeros(counts.shape, dtype=counts.dtype, pin_memory=True)
             self._event = torch.cuda.Event()
@@ -37,22 +38,33 @@ class DropReport:
         if self._event is None or self._host is None:
             self._latest = self._counts.tolist()
         elif self._arrived():
-            self._host.copy_(self._counts, non_blocking=True)
-            self._event.record()
+            self._send()
+        else:
+            self._is_behind = True
 
     def by_layer(self, *, wait: bool = False) -> dict[int, int]:
         """Layer number -> how often a token found no room there, so far, on this rank.
 
         Args:
-            wait: for the copy of the last step that sent one.
+            wait: for the device, so that the last step is in it.
         """
         if wait and self._event is not None:
+            if self._is_behind:  # the last step sent nothing
+                self._event.synchronize()
+                self._send()
             self._event.synchronize()
         self._arrived()
         found: dict[int, int] = {}
         for layer, count in zip(self._layers, self._latest, strict=True):
             found[layer] = found.get(layer, 0) + count
         return found
+
+    def _send(self) -> None:
+        assert self._host is not None
+        assert self._event is not None
+        self._host.copy_(self._counts, non_blocking=True)
+        self._event.record()
+        self._is_behind = False
 
     def _arrived(self) -> bool:
         if self._event is None or self._host is None:

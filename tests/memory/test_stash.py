@@ -130,6 +130,8 @@ def test_sizes_that_cannot_be_are_refused_by_name() -> None:
         make_stash(1).stash(torch.zeros(4, 17), RowsInUse.first(torch.tensor([1]), 4))
     with pytest.raises(ConfigError, match="need a GPU"):
         PagedStash(ArenaSize(64, 1), CPU, "triton")
+    with pytest.raises(ConfigError, match=r"3 spill pages .* reference kernels on cuda"):
+        PagedStash(ArenaSize(64, 1, 3), torch.device("cuda"), "reference")
 
 
 def _expert(x: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,7 @@ from chunkgraph.megatron.compat.data_parallel import (
     is_fully_sharded,
     unwrap_ddp,
 )
-from chunkgraph.megatron.compat.expert_room import set_capacity_factor
+from chunkgraph.megatron.compat.expert_room import factor_for_all, set_capacity_factor
 from chunkgraph.megatron.compat.expert_rows import moe_layers_of, watch_expert_rows
 from chunkgraph.megatron.compat.fp8 import Fp8State, fp8_is_installed, fp8_recipe, reset_fp8
 from chunkgraph.megatron.compat.moe_dispatch import patch_router, static_dispatch
@@ -61,6 +61,7 @@ from chunkgraph.megatron.compat.random_state import (
     seed_model_parallel,
 )
 from chunkgraph.megatron.compat.recompute import recomputing
+from chunkgraph.megatron.compat.running_metrics import running_metrics
 from chunkgraph.megatron.compat.token_drops import TokenDrops
 from chunkgraph.megatron.compat.token_prediction import TokenPrediction
 from chunkgraph.megatron.compat.triton_stub import TritonStubFinder
@@ -82,6 +83,7 @@ __all__ = [
     "call_parameter_gather_hooks",
     "capture_flag",
     "default_groups",
+    "factor_for_all",
     "forget_expert_metrics",
     "fp8_is_installed",
     "fp8_recipe",
@@ -111,6 +113,7 @@ __all__ = [
     "rng_is_graph_safe",
     "rope_rows",
     "routers_of",
+    "running_metrics",
     "seed_model_parallel",
     "set_capacity_factor",
     "static_dispatch",

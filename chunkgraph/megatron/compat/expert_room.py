@@ -5,9 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["set_capacity_factor"]
+__all__ = ["factor_for_all", "set_capacity_factor"]
 
 _FACTOR = "moe_expert_capacity_factor"
+_SHY = 1 - 1e-9
+"""Megatron rounds an expert's rows up: a product that errs upwards in its last bit would give it
+one row more than there are tokens, which its router cannot fill."""
+
+
+def factor_for_all(num_experts: int, top_k: int) -> float:
+    """The capacity factor with which an expert has room for all tokens, and for no row more.
+
+    Up to a billion tokens; ``num_experts / top_k`` itself is too much for some numbers, such as 6
+    of 160 experts and 448 tokens.
+    """
+    return num_experts / top_k * _SHY
 
 
 def set_capacity_factor(layers: Sequence[Any], factor: float) -> None:

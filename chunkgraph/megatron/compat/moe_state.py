@@ -17,7 +17,13 @@ import torch
 from chunkgraph.errors import CaptureError, ReplayMismatchError
 from chunkgraph.megatron.compat.access import private_names
 
-__all__ = ["ExpertState", "forget_expert_metrics", "routers_of", "take_expert_metrics"]
+__all__ = [
+    "ExpertState",
+    "expert_metrics",
+    "forget_expert_metrics",
+    "routers_of",
+    "take_expert_metrics",
+]
 
 _UTILS = "megatron.core.transformer.moe.moe_utils"
 _LOGGING = "megatron.core.transformer.moe.moe_logging"
@@ -56,7 +62,7 @@ class ExpertState:
             getattr(router, "_maintain_float32_expert_bias", lambda: None)()
             for name in _metric_names(router):
                 _make_metric(name, router.config, self._device)
-        self.buffers = tuple(_metrics().values())
+        self.buffers = tuple(expert_metrics().values())
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
@@ -68,14 +74,14 @@ class ExpertState:
         if self._scaler.main_loss_backward_scale is None:
             self._scaler.main_loss_backward_scale = torch.ones(1, device=self._device)
         self._scale = self._scaler.main_loss_backward_scale
-        self._held = _metrics()
+        self._held = expert_metrics()
         kept = {name: value.clone() for name, value in self._held.items()}
         try:
             yield
         finally:
             for name, value in kept.items():
                 self._held[name].copy_(value)
-        new = [name for name in _metrics() if name not in self._held]
+        new = [name for name in expert_metrics() if name not in self._held]
         if new:
             _forget_metrics(new)
             raise CaptureError(
@@ -90,7 +96,7 @@ class ExpertState:
         Raises:
             ReplayMismatchError: they were replaced since the capture.
         """
-        now = _metrics()
+        now = expert_metrics()
         lost = [name for name, value in self._held.items() if now.get(name) is not value]
         if lost:
             raise ReplayMismatchError(
@@ -109,8 +115,8 @@ class ExpertState:
 
 def take_expert_metrics() -> dict[str, tuple[float, ...]]:
     """This rank's sums of every metric by layer, since the last call; then they are cleared."""
-    taken = {name: tuple(value.tolist()) for name, value in _metrics().items()}
-    for value in _metrics().values():
+    taken = {name: tuple(value.tolist()) for name, value in expert_metrics().items()}
+    for value in expert_metrics().values():
         value.zero_()
     return taken
 
@@ -143,7 +149,8 @@ def _has_entries() -> bool:
     return importlib.util.find_spec(_LOGGING) is not None
 
 
-def _metrics() -> dict[str, torch.Tensor]:
+def expert_metrics() -> dict[str, torch.Tensor]:
+    """What routers add their metrics to, by name: the tensors themselves."""
     return {
         name: entry["values"] if isinstance(entry, dict) else entry.values
         for name, entry in _tracker().items()

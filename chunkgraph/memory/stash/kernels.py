@@ -20,7 +20,13 @@ KernelChoice = Literal["auto", "reference", "triton"]
 
 
 class StashKernels(Protocol):
-    """All of it runs on the device and in graphs: fixed shapes, nothing read on the host."""
+    """All of it runs on the device and in graphs: fixed shapes, nothing read on the host.
+
+    Attributes:
+        reads_host_pages: whether it works on a GPU with spill pages in the host's memory.
+    """
+
+    reads_host_pages: bool
 
     def take(self, arena: Arena, rows: RowsInUse, layout: RowLayout) -> Ticket:
         """Take pages for the rows in use; all or, where too few are free, none."""

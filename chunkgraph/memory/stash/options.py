@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
+from chunkgraph.errors import ConfigError
+from chunkgraph.memory.stash.arena import ArenaSize
 from chunkgraph.memory.stash.kernels import KernelChoice
 
-__all__ = ["StashOptions"]
+__all__ = ["OnOverflow", "StashOptions"]
+
+OnOverflow = Literal["rerun", "raise"]
+"""What follows a step in which pages ran out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +29,9 @@ class StashOptions:
         on_overflow: what follows a step in which pages ran out: ``rerun`` it eagerly, or ``raise``.
         max_recaptures: how many times more pages are then taken and graphs captured anew.
         kernels: see `new_kernels`.
+
+    Raises:
+        ConfigError: a value is out of its range.
     """
 
     page_bytes: int = 65536
@@ -30,6 +39,21 @@ class StashOptions:
     initial_bytes: int | None = None
     max_bytes: int | None = None
     spill_bytes: int = 0
-    on_overflow: Literal["rerun", "raise"] = "rerun"
+    on_overflow: OnOverflow = "rerun"
     max_recaptures: int = 2
     kernels: KernelChoice = "auto"
+
+    def __post_init__(self) -> None:
+        ArenaSize(self.page_bytes, 0)  # raises
+        for name in ("initial_bytes", "max_bytes", "spill_bytes", "max_recaptures"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise ConfigError(f"The stash's {name} is {value}; it must be 0 or greater.")
+        if not (self.headroom > 0 and math.isfinite(self.headroom)):
+            raise ConfigError(f"The stash's headroom is {self.headroom}; it must be above 0.")
+        for name, known in (("on_overflow", OnOverflow), ("kernels", KernelChoice)):
+            if getattr(self, name) not in get_args(known):
+                choices = ", ".join(map(repr, get_args(known)))
+                raise ConfigError(
+                    f"The stash's {name} is {getattr(self, name)!r}; it is one of {choices}."
+                )

@@ -14,6 +14,8 @@ __all__ = ["ReferenceKernels"]
 class ReferenceKernels:
     """See `StashKernels`. Spill pages only where the host is the device."""
 
+    reads_host_pages = False
+
     def take(self, arena: Arena, rows: RowsInUse, layout: RowLayout) -> Ticket:
         """See `StashKernels.take`."""
         wanted = (rows.total + (layout.rows_per_page - 1)) // layout.rows_per_page

@@ -49,6 +49,9 @@ class PagedStash:
         device: where it lies.
         kernels: see `new_kernels`.
 
+    Raises:
+        ConfigError: these kernels cannot be had, or cannot spill to the host.
+
     Attributes:
         arena: its memory.
     """
@@ -56,8 +59,14 @@ class PagedStash:
     def __init__(
         self, size: ArenaSize, device: torch.device, kernels: KernelChoice = "auto"
     ) -> None:
-        self.arena = Arena(size, device)
         self._kernels = new_kernels(device, kernels)
+        if size.num_spill_pages and device.type == "cuda" and not self._kernels.reads_host_pages:
+            raise ConfigError(
+                f"{size.num_spill_pages} spill pages with the stash's reference kernels on "
+                f"{device}: only its Triton kernels reach pages in the memory of the host. Install "
+                "triton and choose kernels 'auto', or set spill_bytes to 0."
+            )
+        self.arena = Arena(size, device)
 
     def stash(self, tensor: torch.Tensor, rows: RowsInUse) -> Stashed:
         """Copy the rows in use of a contiguous tensor to pages.

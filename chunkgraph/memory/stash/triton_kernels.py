@@ -131,6 +131,8 @@ def _copy_row(  # type: ignore[no-untyped-def]
 class TritonKernels:
     """See `StashKernels`. Spill pages are read and written where they are, in pinned memory."""
 
+    reads_host_pages = True
+
     def take(self, arena: Arena, rows: RowsInUse, layout: RowLayout) -> Ticket:
         """See `StashKernels.take`."""
         table = torch.empty(layout.max_pages, dtype=torch.int32, device=arena.device)

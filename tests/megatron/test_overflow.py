@@ -1,0 +1,325 @@
+"""Steps that are run anew, or given up: what they must leave as it was, on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from chunkgraph.engine.counters import Counters
+from chunkgraph.engine.decision import StepMode
+from chunkgraph.errors import ConfigError, StashError
+
+pytestmark = [pytest.mark.megatron, pytest.mark.timeout(60)]
+
+_EXPERTS = {
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 32,
+    "moe_expert_capacity_factor": 2.0,
+    "moe_aux_loss_coeff": 0.1,
+}
+
+
+class _Run:
+    """A model in this process, trained step by step; ``fails_at`` is a forward that raises."""
+
+    def __init__(
+        self,
+        device: Any,
+        make_config: Callable[..., dict[str, Any]],
+        experts: dict[str, Any],
+        graphs: dict[str, Any],
+        **model_options: Any,
+    ) -> None:
+        from chunkgraph.config import config_from_mapping
+        from chunkgraph.megatron import attach, compat
+        from chunkgraph.megatron.model import build_model
+        from chunkgraph.megatron.processes import seed_everything
+
+        compat.forget_expert_metrics()
+        seed_everything(1, device)
+        self.device = device
+        self.config = config_from_mapping(
+            make_config(
+                model={"num_layers": 2, "swiglu": True},
+                moe={**_EXPERTS, **experts},
+                train={"micro_batch_size": 3},
+            )
+        )
+        self.chunks: Any = build_model(self.config, device, **model_options)
+        schedule = compat.import_megatron("megatron.core.pipeline_parallel")
+        self.graphs = attach(self.chunks, **graphs)
+        self.train = self.graphs.wrap_forward_backward(schedule.get_forward_backward_func())
+
+    def step(self, step: int, count: int, fails_at: int | None = None) -> list[float]:
+        from chunkgraph.data import PackedText
+        from chunkgraph.megatron.loop import forward_step, microbatches
+
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        num_forwards = 0
+
+        def failing(data: Any, chunk: Any) -> Any:
+            nonlocal num_forwards
+            output, loss = forward_step(data, chunk)
+            num_forwards += 1
+            if num_forwards - 1 == fails_at:
+                raise KeyError("a loss that is not there")
+            return output, loss
+
+        text = PackedText.from_file(None, seq_length=16, seed=1)
+        losses = self.train(
+            forward_step_func=failing,
+            data_iterator=[microbatches(self.config, text, step, count, self.device)],
+            model=self.chunks,
+            num_microbatches=count,
+            seq_length=16,
+            micro_batch_size=3,
+            forward_only=False,
+        )
+        return [float(loss["lm loss"]) for loss in losses]
+
+
+def test_room_for_all_is_no_row_more_than_there_are_tokens() -> None:
+    from megatron.core.transformer.moe.moe_utils import get_capacity
+
+    from chunkgraph.megatron.compat import factor_for_all
+
+    some_is_too_much = False
+    for num_experts, top_k in ((4, 2), (7, 3), (60, 4), (64, 6), (160, 6), (384, 8)):
+        factor = factor_for_all(num_experts, top_k)
+        for num_tokens in (*range(1, 600), 4096, 65536, 10**6):
+            chosen = num_tokens * top_k
+            assert get_capacity(chosen, num_experts, factor) == num_tokens
+            exact = get_capacity(chosen, num_experts, num_experts / top_k)
+            some_is_too_much |= exact > num_tokens
+    assert some_is_too_much
+
+
+def test_a_step_is_run_anew_where_room_for_all_rounds_up(one_rank: Any, make_config: Any) -> None:
+    """48 tokens, 7 experts, 3 of them chosen: 7 / 3 makes room for 49."""
+    experts = {"num_moe_experts": 7, "moe_router_topk": 3, "moe_expert_capacity_factor": 1.0}
+    run = _Run(one_rank, make_config, experts, {"token_drops": "rerun"})
+    for step in range(3):
+        run.step(step, 2)
+    assert run.graphs.counters.overflow_reruns["expert capacity"] >= 1
+    assert run.graphs.dropped_tokens(wait=True) == {1: 0, 2: 0}
+    run.graphs.detach()
+
+
+@pytest.mark.parametrize("scope", ["block", "chunk"])
+def test_no_metric_counts_a_step_twice(one_rank: Any, make_config: Any, scope: str) -> None:
+    """Those of routers and of multi-token prediction; in scope block the latter stays eager."""
+    from chunkgraph.megatron.compat import factor_for_all, running_metrics
+
+    seen = []
+    for factor, drops in ((factor_for_all(4, 2), "count"), (1.0, "rerun")):
+        running = running_metrics()
+        for value in running.values():
+            value.zero_()
+        run = _Run(
+            one_rank,
+            make_config,
+            {"moe_expert_capacity_factor": factor},
+            {"token_drops": drops, "scope": scope},
+            transformer_options={"mtp_num_layers": 1},
+        )
+        for step in range(3):
+            run.step(step, 2)
+        metrics = running_metrics()
+        assert {name.split()[0] for name in metrics} == {"experts", "multi-token"}
+        assert all(value.count_nonzero() for value in metrics.values() if value.numel() > 1)
+        seen.append({name: value.tolist() for name, value in metrics.items()})
+        num_reruns = sum(run.graphs.counters.overflow_reruns.values())
+        assert (num_reruns > 0) == (drops == "rerun")
+        run.graphs.detach()
+    assert seen[0].keys() == seen[1].keys()
+    for name, values in seen[0].items():
+        assert seen[1][name] == pytest.approx(values, rel=1e-4), name
+
+
+def test_a_step_that_was_given_up_leaves_no_page_behind(one_rank: Any, make_config: Any) -> None:
+    from chunkgraph.memory.stash import StashOptions
+
+    losses = []
+    for fails in (False, True):
+        graphs = {"stash": StashOptions(page_bytes=512, initial_bytes=1 << 20)}
+        run = _Run(one_rank, make_config, {}, graphs)
+        run.step(0, 2)
+        run.step(1, 2)
+        if fails:
+            with pytest.raises(KeyError):
+                run.step(2, 3, fails_at=0)  # pages are taken, and nothing is run backward
+        losses.append([run.step(2, 3), run.step(3, 1)])
+        assert run.graphs.stash is not None
+        status = run.graphs.stash.status()
+        assert status is not None
+        assert (status.num_wanted_pages, status.num_short) == (0, 0)
+        assert run.graphs.stash.size is not None
+        assert status.num_free_pages == run.graphs.stash.size.num_pages
+        run.graphs.detach()
+    assert losses[0] == losses[1]
+
+
+class _Pages:
+    """Stands for a rank's stash after a replayed step."""
+
+    def __init__(self, num_left: int) -> None:
+        self.options = SimpleNamespace(on_overflow="rerun")
+        self.num_left = num_left
+        self.was_abandoned = False
+
+    def status(self) -> Any:
+        return SimpleNamespace(num_wanted_pages=self.num_left, num_short=0, num_peak_pages=9)
+
+    def abandon_step(self) -> None:
+        self.was_abandoned = True
+
+
+@pytest.mark.parametrize("mine", [0, 3])
+def test_pages_that_were_not_given_back_are_an_error_on_all_ranks(mine: int) -> None:
+    """A rank that raised alone would leave the others in the agreement."""
+    from chunkgraph.megatron.overflow import OverflowGuard
+
+    asked = []
+
+    def agree(values: Sequence[int]) -> list[int]:
+        asked.append(list(values))
+        return [max(value, other) for value, other in zip(values, [0, 0, 0, 0, 0, 3], strict=True)]
+
+    pages = _Pages(mine)
+    nothing: Any = SimpleNamespace(reruns=False, begin_step=lambda: None, keep=lambda: None)
+    guard = OverflowGuard(
+        nothing,
+        nothing,
+        pages,  # type: ignore[arg-type]
+        agree=agree,
+        release=lambda: None,
+        counters=Counters(),
+        max_recaptures=1,
+        rank=1,
+    )
+    with pytest.raises(StashError, match=rf"Rank 1: {mine} pages .* \(on one rank 3\)"):
+        guard.run(lambda _kwargs, _eager: (None, StepMode.REPLAY), {"data_iterator": None})
+    assert asked == [[0, 0, 0, 0, 0, mine]]
+    assert pages.was_abandoned
+
+
+class _Event:
+    """Stands for a CUDA event: a copy arrives when somebody waits for it."""
+
+    def __init__(self, copies: list[Callable[[], Any]]) -> None:
+        self.copies = copies
+
+    def record(self) -> None: ...
+
+    def query(self) -> bool:
+        return not self.copies
+
+    def synchronize(self) -> None:
+        while self.copies:
+            self.copies.pop(0)()
+
+
+def test_who_waits_for_dropped_tokens_sees_those_of_the_last_step() -> None:
+    """Also where the copy of that step was left out, since the one before was under way."""
+    from chunkgraph.megatron.token_drops import DropReport
+
+    counts = torch.zeros(2, dtype=torch.int64)
+    copies: list[Callable[[], Any]] = []
+    report = DropReport(counts, [1, 2])
+
+    class Host:
+        values = torch.zeros_like(counts)
+
+        def copy_(self, given: torch.Tensor, *, non_blocking: bool) -> None:
+            assert non_blocking
+            copies.append(partial(self.values.copy_, given.clone()))
+
+        def tolist(self) -> list[int]:
+            return self.values.tolist()
+
+    report._event, report._host = _Event(copies), Host()  # type: ignore[assignment]
+    for _ in range(3):
+        counts += 1
+        report.end_step()
+    assert report.by_layer() == {1: 0, 2: 0}  # nobody waited
+    assert report.by_layer(wait=True) == {1: 3, 2: 3}
+    counts += 1
+    report.end_step()
+    assert report.by_layer(wait=True) == {1: 4, 2: 4}
+
+
+def test_ranks_agree_on_buckets_apart_from_steps(
+    one_rank: Any, make_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that announces asks about a step before one that does not: on a group of both, their
+    questions would meet others."""
+    from chunkgraph.config import config_from_mapping
+    from chunkgraph.megatron import attach, plugin
+    from chunkgraph.megatron.model import build_model
+    from chunkgraph.packing import PackedShape
+
+    asked: list[tuple[int, int]] = []
+    closed = []
+
+    class Group:
+        def __init__(self) -> None:
+            groups.append(self)
+
+        def __call__(self, values: Sequence[int]) -> list[int]:
+            asked.append((groups.index(self), len(values)))
+            return list(values)
+
+        def close(self) -> None:
+            closed.append(groups.index(self))
+
+    groups: list[Group] = []
+    monkeypatch.setattr(plugin, "agree_by_maximum", Group)
+    config = config_from_mapping(make_config())
+    graphs = attach(build_model(config, one_rank), packing=PackedShape(4, 16), buckets=(0.5,))
+    asked.clear()
+    assert graphs.agree_on_buckets([[3], [4, 4], [9]]) == [8, 8, 16]
+    ((of_buckets, _),) = asked
+    assert groups[of_buckets] is not graphs._agree  # through which steps are asked about
+    graphs.detach()
+    assert sorted(closed) == list(range(len(groups)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"page_bytes": 100}, "page of 100 bytes"),
+        ({"page_bytes": 0}, "page of 0 bytes"),
+        ({"headroom": 0.0}, "headroom is 0.0"),
+        ({"headroom": float("nan")}, "headroom is nan"),
+        ({"spill_bytes": -1}, "spill_bytes is -1"),
+        ({"max_recaptures": -1}, "max_recaptures is -1"),
+        ({"on_overflow": "rise"}, r"on_overflow is 'rise'.*'rerun', 'raise'"),
+        ({"kernels": "cuda"}, r"kernels is 'cuda'.*'auto'"),
+    ],
+)
+def test_options_of_the_stash_are_checked_where_they_are_given(
+    changes: dict[str, Any], said: str
+) -> None:
+    from chunkgraph.memory.stash import StashOptions
+
+    with pytest.raises(ConfigError, match=said):
+        StashOptions(**changes)
+
+
+def test_what_is_done_about_drops_is_checked(one_rank: Any, make_config: Any) -> None:
+    from chunkgraph.megatron.moe_support import moe_refusals
+
+    with pytest.raises(ConfigError, match=r"token_drops is 'rasie'.*'raise'"):
+        _Run(one_rank, make_config, {}, {"token_drops": "rasie"})
+    holds = {**_EXPERTS, "moe_pad_expert_input_to_capacity": True, "fp8": "hybrid"}
+    holds["moe_token_dispatcher_type"] = "alltoall"
+    assert moe_refusals(SimpleNamespace(**holds), "raise") == []
+    (found,) = moe_refusals(SimpleNamespace(**holds), "rerun")
+    assert "token_drops='rerun' with fp8='hybrid'" in found
