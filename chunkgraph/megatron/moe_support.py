@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["moe_refusals", "packed_moe_refusals", "stash_refusals"]
+__all__ = ["idle_settings", "moe_refusals", "packed_moe_refusals", "stash_refusals"]
 
 _STATIC_DISPATCHERS = ("alltoall", "allgather")
 _STATIC = (
@@ -87,6 +87,26 @@ def moe_refusals(config: Any, token_drops: str = "warn") -> list[str]:
                 "reads on the host is small"
             )
     return found
+
+
+def idle_settings(config: Any) -> list[str]:
+    """What does nothing in Megatron itself with a fixed capacity, in a graph or not.
+
+    Args:
+        config: as for `moe_refusals`.
+    """
+    if not (
+        getattr(config, "num_moe_experts", None)
+        and getattr(config, "moe_router_enable_expert_bias", False)
+        and getattr(config, "moe_pad_expert_input_to_capacity", False)
+    ):
+        return []
+    why = (
+        "moe_router_enable_expert_bias=True with moe_pad_expert_input_to_capacity=True: Megatron "
+        "counts the rows of each expert after they were filled up, when all have as many, so that "
+        "the bias stays what it is and balances nothing. Balance with moe_aux_loss_coeff"
+    )
+    return [why]
 
 
 def stash_refusals(config: Any) -> list[str]:

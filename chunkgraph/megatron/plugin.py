@@ -13,6 +13,7 @@ Megatron's own ``cuda_graph_impl`` stays ``none``.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, get_args
@@ -25,7 +26,7 @@ from chunkgraph.errors import ChunkGraphError, ConfigError
 from chunkgraph.megatron import compat
 from chunkgraph.megatron.buckets import Buckets
 from chunkgraph.megatron.experts import Experts, TokenDrops
-from chunkgraph.megatron.moe_support import stash_refusals
+from chunkgraph.megatron.moe_support import idle_settings, stash_refusals
 from chunkgraph.megatron.overflow import OverflowGuard
 from chunkgraph.megatron.rank_graphs import MegatronChunkGraphs
 from chunkgraph.megatron.receive import SlotReceiver, waits_for_sends
@@ -53,6 +54,8 @@ if TYPE_CHECKING:
     from chunkgraph.packing import PackedShape
 
 __all__ = ["MegatronChunkGraphs", "attach", "config_of"]
+
+_log = logging.getLogger(__name__)
 
 
 def attach(
@@ -118,6 +121,8 @@ def attach(
     place = PipelinePlace.current(len(chunks), config)
     refuse_unsupported(config, chunks, _device_of(chunks[0]), token_drops)
     refuse_for_scope(config, scope)
+    for idle in idle_settings(config) if place.rank == 0 else ():
+        _log.warning("%s.", idle)
     parts = [new_part(scope, chunk, place.label(index)) for index, chunk in enumerate(chunks)]
     tables = CachedTables(module for part in parts for module in part.modules)
     predictions = compat.TokenPrediction() if predicts_tokens(parts) else None

@@ -24,6 +24,8 @@ _EXPERTS = {
     "moe_aux_loss_coeff": 0.1,
 }
 
+_BIASED = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+
 
 class _Run:
     """A model in this process, trained step by step; ``fails_at`` is a forward that raises."""
@@ -83,6 +85,10 @@ class _Run:
             forward_only=False,
         )
         return [float(loss["lm loss"]) for loss in losses]
+
+
+def _biases(run: _Run) -> list[list[float]]:
+    return [m.expert_bias.tolist() for m in run.chunks[0].modules() if hasattr(m, "expert_bias")]
 
 
 def test_room_for_all_is_no_row_more_than_there_are_tokens() -> None:
@@ -291,28 +297,6 @@ def test_ranks_agree_on_buckets_apart_from_steps(
     assert sorted(closed) == list(range(len(groups)))
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"page_bytes": 100}, "page of 100 bytes"),
-        ({"page_bytes": 0}, "page of 0 bytes"),
-        ({"headroom": 0.0}, "headroom is 0.0"),
-        ({"headroom": float("nan")}, "headroom is nan"),
-        ({"spill_bytes": -1}, "spill_bytes is -1"),
-        ({"max_recaptures": -1}, "max_recaptures is -1"),
-        ({"on_overflow": "rise"}, r"on_overflow is 'rise'.*'rerun', 'raise'"),
-        ({"kernels": "cuda"}, r"kernels is 'cuda'.*'auto'"),
-    ],
-)
-def test_options_of_the_stash_are_checked_where_they_are_given(
-    changes: dict[str, Any], said: str
-) -> None:
-    from chunkgraph.memory.stash import StashOptions
-
-    with pytest.raises(ConfigError, match=said):
-        StashOptions(**changes)
-
-
 def test_what_is_done_about_drops_is_checked(one_rank: Any, make_config: Any) -> None:
     from chunkgraph.megatron.moe_support import moe_refusals
 
@@ -323,3 +307,52 @@ def test_what_is_done_about_drops_is_checked(one_rank: Any, make_config: Any) ->
     assert moe_refusals(SimpleNamespace(**holds), "raise") == []
     (found,) = moe_refusals(SimpleNamespace(**holds), "rerun")
     assert "token_drops='rerun' with fp8='hybrid'" in found
+
+
+def test_a_bias_that_cannot_move_is_told(
+    one_rank: Any, make_config: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Megatron counts the rows of experts that were filled up, as many of each: see the message."""
+    _Run(one_rank, make_config, {}, {}).graphs.detach()
+    assert "expert_bias" not in caplog.text
+    run = _Run(one_rank, make_config, _BIASED, {})
+    assert "moe_router_enable_expert_bias=True" in caplog.text
+    for step in range(2):
+        run.step(step, 2)
+    assert _biases(run) == [[0.0] * 4] * 2  # or else the message is wrong by now
+    run.graphs.detach()
+
+
+def test_a_bias_follows_the_loads_of_a_step_once(
+    one_rank: Any, make_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With loads counted as they were chosen, before experts were filled up, so that it moves."""
+    from megatron.core.transformer.moe import router
+
+    choose, chosen = router.topk_routing_with_score_function, []
+
+    def choosing(*args: Any, **kwargs: Any) -> Any:
+        found = choose(*args, **kwargs)
+        chosen[:] = [found[1]]
+        return found
+
+    def count(self: Any, *_: Any, **__: Any) -> None:
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                self.local_tokens_per_expert += chosen[0].sum(0)
+
+    monkeypatch.setattr(router, "topk_routing_with_score_function", choosing)
+    monkeypatch.setattr(router.TopKRouter, "_apply_expert_bias", count)
+    seen = []
+    for factor, drops in ((2.0, "count"), (1.0, "rerun")):
+        experts = {**_BIASED, "moe_expert_capacity_factor": factor}
+        run = _Run(one_rank, make_config, experts, {"token_drops": drops})
+        biases = []
+        for step in range(3):
+            run.step(step, 2)
+            biases.append(_biases(run))
+        assert (sum(run.graphs.counters.overflow_reruns.values()) > 0) == (drops == "rerun")
+        seen.append(biases)
+        run.graphs.detach()
+    assert seen[0] == seen[1]
+    assert any(bias for layer in seen[0][0] for bias in layer)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,6 +17,7 @@ from chunkgraph.memory.stash import (
     RowsInUse,
     Saving,
     Stashed,
+    StashOptions,
     StashReadout,
     StashStatus,
 )
@@ -132,6 +135,26 @@ def test_sizes_that_cannot_be_are_refused_by_name() -> None:
         PagedStash(ArenaSize(64, 1), CPU, "triton")
     with pytest.raises(ConfigError, match=r"3 spill pages .* reference kernels on cuda"):
         PagedStash(ArenaSize(64, 1, 3), torch.device("cuda"), "reference")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"page_bytes": 100}, "page of 100 bytes"),
+        ({"page_bytes": 0}, "page of 0 bytes"),
+        ({"headroom": 0.0}, "headroom is 0.0"),
+        ({"headroom": float("nan")}, "headroom is nan"),
+        ({"spill_bytes": -1}, "spill_bytes is -1"),
+        ({"max_recaptures": -1}, "max_recaptures is -1"),
+        ({"on_overflow": "rise"}, r"on_overflow is 'rise'.*'rerun', 'raise'"),
+        ({"kernels": "cuda"}, r"kernels is 'cuda'.*'auto'"),
+    ],
+)
+def test_options_of_the_stash_are_checked_where_they_are_given(
+    changes: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        StashOptions(**changes)
 
 
 def _expert(x: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
