@@ -34,20 +34,23 @@ if TYPE_CHECKING:
 __all__ = ["PackingStudy", "add_parser", "run"]
 
 _DESCRIPTION = """\
-Read the lengths of a dataset's documents and find how many sequences (N) and tokens (T) the graphs
-of a packed microbatch should hold: the share of steps that would not fit and run eagerly, and the
-share of rows that would be padding. One microbatch that does not fit, on any data-parallel rank,
-makes its whole step eager.
+Read the lengths of a dataset's documents and find how many sequences (N) and
+tokens (T) the graphs of a packed microbatch should hold: the share of steps
+that would not fit and run eagerly, and the share of rows that would be
+padding. One microbatch that does not fit, on any data-parallel rank, makes its
+whole step eager.
 
-  chunkgraph packing --lengths data/sft.jsonl --max-packed-tokens 8192 --num-microbatches 16
-  chunkgraph packing --lengths data/my_text_document --target-fallback 0.5% --plot packing.png
+  chunkgraph packing --lengths sft.jsonl --max-packed-tokens 8192
+  chunkgraph packing --lengths my_text_document --target-fallback 0.5%
 """
 _EPILOG = """\
-LENGTHS is a Megatron dataset (its .idx file, or the path before it), JSON lines (a length, tokens,
-text or a conversation under a key), or whole numbers, one document a line. Documents are shuffled
-and packed end to end, each microbatch until the next document has no room, as a data path does
-that knows nothing of graphs. Where the lines hold several lengths each, every line is one
-microbatch that was packed already, and is taken as it is. Steps draw microbatches in random order.
+LENGTHS is a Megatron dataset (its .idx file, or the path before it), JSON
+lines (a length, tokens, text or a conversation under a key), or whole numbers,
+one document a line. Documents are shuffled and packed end to end, each
+microbatch until the next document has no room, as a data path does that knows
+nothing of graphs. Where the lines hold several lengths each, every line is one
+microbatch that was packed already, and is taken as it is. Steps draw
+microbatches in random order.
 
 N counts the dummy sequence that fills the tail: N - 1 documents fit.
 """

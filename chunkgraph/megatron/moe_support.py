@@ -109,15 +109,22 @@ def idle_settings(config: Any) -> list[str]:
     return [why]
 
 
-def stash_refusals(config: Any) -> list[str]:
+def stash_refusals(config: Any, page_bytes: int | None = None) -> list[str]:
     """What keeps the experts of a model from stashing what they save, each with what to do.
 
     Args:
         config: as for `moe_refusals`.
+        page_bytes: of the stash; None leaves its size unchecked.
     """
     if not getattr(config, "num_moe_experts", None):
         return ["stash without num_moe_experts: only experts stash; leave it out"]
     found = []
+    row_bytes = _widest_row_bytes(config)
+    if page_bytes is not None and row_bytes > page_bytes:
+        found.append(
+            f"stash with page_bytes={page_bytes}: experts save rows of {row_bytes} bytes, which a "
+            f"page must hold; make it {16 * -(-row_bytes // 16)} or more (64 rows waste little)"
+        )
     how = getattr(config, "recompute_granularity", None)
     modules = set(getattr(config, "recompute_modules", None) or ())
     if how == "full" or (how == "selective" and {"moe", "moe_act"} & modules):
@@ -136,6 +143,20 @@ def stash_refusals(config: Any) -> list[str]:
             "stash with moe_router_fusion=True: fused kernels were not tried with marked padding"
         )
     return found
+
+
+def _widest_row_bytes(config: Any) -> int:
+    """Of what experts save of a token: their input, or what is between their two products."""
+
+    def size(*names: str) -> int:
+        return next((v for n in names if (v := getattr(config, n, None))), 0)
+
+    inside = size("moe_ffn_hidden_size", "ffn_hidden_size")
+    inside //= size("expert_tensor_parallel_size") or 1
+    inside *= 2 if getattr(config, "gated_linear_unit", False) else 1
+    dtype = getattr(config, "params_dtype", None)
+    unit = dtype.itemsize if dtype is not None else 1
+    return int(max(inside, size("moe_latent_size", "hidden_size")) * unit)
 
 
 def packed_moe_refusals(config: Any) -> list[str]:

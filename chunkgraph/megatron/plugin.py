@@ -145,7 +145,7 @@ def attach(
     slots = tuple(num_slots) if num_slots is not None else place.num_slots()
     pages: ExpertStash | None = None
     if stash is not None:
-        if refused := stash_refusals(config):
+        if refused := stash_refusals(config, stash.page_bytes):
             raise ConfigError("Experts cannot stash in this model:\n  " + "\n  ".join(refused))
         pages = ExpertStash(chunks, slots, stash, _device_of(chunks[0]))
     agree = agree_by_maximum()

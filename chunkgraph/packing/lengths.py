@@ -195,6 +195,12 @@ def _found(
 ) -> DocumentLengths:
     is_empty = tokens == 0
     num_empty = int(is_empty.sum())
+    if not len(tokens):
+        msg = (
+            f"{path}: no document with a token in it: there is nothing in it at all. Give a "
+            "Megatron dataset, JSON lines, or document lengths, one on each line."
+        )
+        raise ConfigError(msg)
     if num_empty == len(tokens):
         msg = f"{path}: no document with a token in it ({source}, {num_empty} empty documents)."
         raise ConfigError(msg)

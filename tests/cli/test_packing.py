@@ -200,3 +200,12 @@ def test_command_without_torch(numbers):
     done = command("--plot", "x.png")
     assert done.returncode == 2
     assert "matplotlib is not installed" in done.stderr
+
+
+def test_the_help_fits_a_narrow_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main(["packing", "--help"])
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80

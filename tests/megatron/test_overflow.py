@@ -297,6 +297,18 @@ def test_ranks_agree_on_buckets_apart_from_steps(
     assert sorted(closed) == list(range(len(groups)))
 
 
+def test_a_row_that_no_page_holds_is_refused_before_training(
+    one_rank: Any, make_config: Any
+) -> None:
+    """In training only ranks with experts would find out, and alone."""
+    from chunkgraph.memory.stash import StashOptions
+
+    # Two halves of 32, of 4 bytes each.
+    with pytest.raises(ConfigError, match=r"page_bytes=240: .* rows of 256 bytes.* 256 or more"):
+        _Run(one_rank, make_config, {}, {"stash": StashOptions(page_bytes=240)})
+    _Run(one_rank, make_config, {}, {"stash": StashOptions(page_bytes=256)}).graphs.detach()
+
+
 def test_what_is_done_about_drops_is_checked(one_rank: Any, make_config: Any) -> None:
     from chunkgraph.megatron.moe_support import moe_refusals
 

@@ -245,3 +245,11 @@ def test_the_meter_counts_what_slots_in_flight_would_take() -> None:
     assert saving.meter.pages_for([2, 1], 1.0) == 2 * 10 + 16
     assert saving.meter.pages_for([2, 1], 1.1) == 40  # of at most 48
     assert saving.meter.pages_for([2, 1], 9.0) == 48
+    small = Saving(48)
+    small.mode, small.meter = "measure", PageMeter(1, CPU)
+    with (
+        pytest.raises(ConfigError, match=r"layer 3: A row of 64 bytes .* page of 48"),
+        small.forward(0),
+        small.scope(rows, [], "layer 3"),
+    ):
+        x.exp()

@@ -84,7 +84,7 @@ def test_lengths_of_one_line_are_one_microbatch(tmp_path: Path):
     [
         ("a.txt", "3\nfour\n", {}, r"a\.txt:2: 'four' is no whole number"),
         ("a.txt", "3\n-4\n", {}, r"a\.txt:2: a length of -4 is below 0"),
-        ("a.txt", "", {}, "no document with a token in it"),
+        ("a.txt", "", {}, "nothing in it at all. Give a Megatron dataset"),
         ("a.txt", "0\n0\n", {}, "2 empty documents"),
         ("a.txt", "9" * 30, {}, "is no document's"),
         ("a.txt", "3.5", {}, "'3.5' is no whole number"),

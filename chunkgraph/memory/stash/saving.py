@@ -10,9 +10,9 @@ from typing import Any, Literal
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from chunkgraph.errors import StashError
+from chunkgraph.errors import ConfigError, StashError
 from chunkgraph.memory.stash.meter import PageMeter
-from chunkgraph.memory.stash.rows import RowsInUse
+from chunkgraph.memory.stash.rows import RowLayout, RowsInUse
 from chunkgraph.memory.stash.stash import PagedStash, Stashed, row_layout
 
 __all__ = ["MIN_ROW_BYTES", "Saving", "SavingMode"]
@@ -103,7 +103,7 @@ class Saving:
             return
         chosen = _Choice(rows, parameters, self._min_row_bytes, self.ambiguous)
         known: dict[tuple[Any, ...], _Known] = {}
-        pack = self._measuring(chosen) if self.mode == "measure" else None
+        pack = self._measuring(chosen, name) if self.mode == "measure" else None
         pack = pack or self._stashing(chosen, known, name)
         with torch.autograd.graph.saved_tensors_hooks(pack, self._unpack):
             yield
@@ -128,7 +128,7 @@ class Saving:
         """What was stashed so far will not be read: a capture failed."""
         self._waiting.clear()
 
-    def _measuring(self, chosen: _Choice) -> Callable[[torch.Tensor], Any]:
+    def _measuring(self, chosen: _Choice, name: str) -> Callable[[torch.Tensor], Any]:
         seen: dict[tuple[Any, ...], StorageWeakRef] = {}
         meter = self.meter
         assert meter is not None
@@ -139,7 +139,7 @@ class Saving:
                 before = seen.get(_key(tensor))
                 if before is None or before.expired():
                     seen[_key(tensor)] = StorageWeakRef(tensor.untyped_storage())
-                    meter.add(part, row_layout(tensor, self._page_bytes))
+                    meter.add(part, _layout_of(tensor, self._page_bytes, name))
             return tensor
 
         return pack
@@ -229,6 +229,13 @@ class _Choice:
         if part is None:
             part = self._parts[first, num_rows] = self._rows.part(first, num_rows)
         return part
+
+
+def _layout_of(tensor: torch.Tensor, page_bytes: int, name: str) -> RowLayout:
+    try:
+        return row_layout(tensor, page_bytes)
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from None
 
 
 def _key(tensor: torch.Tensor) -> tuple[Any, ...]:
