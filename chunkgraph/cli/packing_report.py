@@ -176,6 +176,10 @@ def _say_recommendation(study: PackingStudy, say: Any) -> None:
         )
         return
     say(f"Recommended: {' '.join(flags(best))}", "bold")
+    say(
+        f"For chunkgraph train: packing.max_packed_seqs={best.shape.max_packed_seqs} "
+        f"packing.max_packed_tokens={best.shape.max_packed_tokens}"
+    )
     say(f"{_percent(best.fallback_share)} of the steps run eagerly (target {target})")
     say(
         f"{_percent(best.padding_waste)} of the rows are padding, "

@@ -65,6 +65,7 @@ def test_the_report_fits_80_columns(numbers, capsys):
     assert max(map(len, out.splitlines()[1:])) <= 80
     assert "Documents of a microbatch" in out
     assert "Recommended: --cuda-graph-max-packed-seqs" in out
+    assert "For chunkgraph train: packing.max_packed_seqs=" in out
     assert "too few to tell 1%" in out
     # Asked for, so shown, however bad.
     assert any(line.split()[:2] == ["3", "128"] for line in out.splitlines())
