@@ -66,6 +66,7 @@ class CaptureReport:
 
     Attributes:
         num_slots: per chunk.
+        shared_slots: whether these are the same for all chunks.
         num_graphs: forward and backward graphs together.
         slot_bytes: reserved by the slots' own pools.
         held_bytes: of those, in use between a forward and its backward, all slots together, each
@@ -76,6 +77,7 @@ class CaptureReport:
     """
 
     num_slots: tuple[int, ...]
+    shared_slots: bool
     num_graphs: int
     slot_bytes: int
     held_bytes: int
@@ -234,6 +236,7 @@ def capture_session(
         held[slot] = max(held.get(slot, 0), f.live.num_bytes)
     report = CaptureReport(
         num_slots=tuple(num_slots),
+        shared_slots=settings.shared_slots,
         num_graphs=2 * len(forwards),
         slot_bytes=sum(pool.reserved_bytes for pool in pools.slot_pools),
         held_bytes=sum(held.values()),
