@@ -86,7 +86,12 @@ def test_three_ranks(run_cases: Callable[..., Any], make_case: Callable[..., Any
     _check_off(results["own_communicator"], "the caller's own communicator", ["Own"])
     _check_off(results["unknown_schedule"], "not a pipeline schedule of Megatron's")
     for name in interleaved:
-        _check_interleaved(results[name], is_overlapped=name not in ("interleaved", "shared"))
+        _check_interleaved(
+            results[name],
+            is_overlapped=name not in ("interleaved", "shared"),
+            # As many slots as are ever in flight: none is free for a receive far ahead.
+            least=0 if name == "shared_overlap" else 0.5,
+        )
 
 
 def _check_1f1b(ranks: list[dict[str, Any]], *, is_whole_chunk: bool) -> None:
@@ -113,7 +118,7 @@ def _check_off(ranks: list[dict[str, Any]], reason: str, communicators: Sequence
                 assert step["copies"] == 3 * count  # input, its gradient, the output's
 
 
-def _check_interleaved(ranks: list[dict[str, Any]], *, is_overlapped: bool) -> None:
+def _check_interleaved(ranks: list[dict[str, Any]], *, is_overlapped: bool, least: float) -> None:
     """In place for every chunk; overlapped sends are copied, some receives come too early."""
     for rank, result in enumerate(ranks):
         steps = list(zip(_replayed(result), _INTERLEAVED_COUNTS[1:], strict=True))
@@ -121,7 +126,7 @@ def _check_interleaved(ranks: list[dict[str, Any]], *, is_overlapped: bool) -> N
             num_receives = (4 if rank == 1 else 3) * count
             assert step["off_because"] == ""
             assert step["in_place"] + step["copied"] == num_receives
-            assert step["in_place"] > num_receives // 2
+            assert step["in_place"] > num_receives * least
             assert step["inputs_in_slots"] > 0
             assert is_overlapped or step["copied"] == step["inputs_elsewhere"] == 0
         if rank == 1:
