@@ -39,8 +39,8 @@ train: $(VENV)/.installed ## Train a tiny GPT through a pipeline on this machine
 	@$(VENV)/bin/chunkgraph train $(CONFIG)
 
 test: ## Lint, types, import contracts, and every test that needs no GPU
-	@$(MAKE) -j2 $(VENV)/.installed $(VENV_MCORE)/.installed
-	@$(MAKE) lint
+	@# The second environment is made while the first is looked through.
+	@$(MAKE) -j2 lint $(VENV_MCORE)/.installed
 	@echo "== tests (megatron-core of $(VENV))"
 	@$(VENV)/bin/python $(PYTEST)
 	@echo "== tests marked megatron (megatron-core $(MCORE))"

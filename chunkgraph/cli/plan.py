@@ -81,6 +81,7 @@ class _Request:
     num_microbatches: int
     model: ModelSizes | None
     is_largest_of_many: bool
+    shared_slots: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -227,6 +228,7 @@ def _request_from_config(args: argparse.Namespace, config: Config) -> _Request:
             num_recomputed_layers=model.recompute_num_layers if by_layer else None,
         ),
         is_largest_of_many=args.num_microbatches is None and len(set(counts)) > 1,
+        shared_slots=config.capture.shared_slots,
     )
 
 
@@ -259,7 +261,9 @@ def _plan(
         _RankRow(
             plan=plans[rank],
             bubble_ratio=simulation.bubble_ratio(rank),
-            memory=None if model is None else estimate_memory(plans[rank], model),
+            memory=None
+            if model is None
+            else estimate_memory(plans[rank], model, shared_slots=request.shared_slots),
         )
         for rank in ranks
     ]

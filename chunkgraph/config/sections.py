@@ -241,6 +241,9 @@ class CaptureConfig:
         "shared_backward"
     )
     """Where graphs keep their memory: all backwards in one scratch pool, or a pool per slot."""
+    shared_slots: bool = False
+    """Whether the chunks of a rank share its slots, as many as it ever has microbatches in flight:
+    less memory in interleaved schedules, for graphs of every chunk in every slot."""
     verify: Literal["none", "poison", "shadow"] = "none"
     """How replays are checked: ``poison`` fills freed slots and scratch with NaN, to expose a read
     of stale memory; ``shadow`` compares every replay with an eager pass on the same inputs."""

@@ -55,7 +55,8 @@ class ChunkGraphs:
     Args:
         chunks: modules, or `Chunk` values, of this rank in the order of their model chunk index.
         num_slots: for each chunk, the most microbatches it ever has in flight
-            (`chunkgraph.slots.plan_slots`).
+            (`chunkgraph.slots.plan_slots`); with ``options.shared_slots`` one number for all
+            chunks, the most that they ever have in flight together.
         options: see `CaptureOptions`.
         backend: default: CUDA graphs or the CPU recorder, by where the parameters are.
         agree: makes all ranks of the job decide alike; see `decision.Agree`. Needed when there is
@@ -121,6 +122,7 @@ class ChunkGraphs:
             passes = 0 if self._backend.name == "recorder" else 1
         self._settings = SessionSettings(
             memory_plan=self.options.memory_plan,
+            shared_slots=self.options.shared_slots,
             num_passes=passes,
             scope=capture_scope,
             preserve=preserve,
@@ -128,7 +130,11 @@ class ChunkGraphs:
             progress=progress,
         )
         self._surroundings = Surroundings(self._backend, preserve, generators, verify_scope)
-        self._machine = SlotMachine(self._num_slots, label=rank_label(self._chunks))
+        self._machine = SlotMachine(
+            self._num_slots,
+            label=rank_label(self._chunks),
+            are_shared=self.options.shared_slots,
+        )
         self._reserved: tuple[deque[Slot], ...] = ()
         self._awaiting_grads: tuple[deque[Slot], ...] = ()
         self._anchor = torch.zeros((), device=self._backend.device, requires_grad=True)
@@ -451,7 +457,7 @@ class ChunkGraphs:
         self._banks.advance(c)
         return slot
 
-    def reserve_input(self, c: int, index: int = 0) -> torch.Tensor | None:
+    def reserve_input(self, c: int, index: int = 0, *, num_before: int = 0) -> torch.Tensor | None:
         """The memory that the next forward of chunk ``c`` reads, to receive into it.
 
         The next call of the chunk takes the same slot; given this tensor it copies nothing.
@@ -459,12 +465,15 @@ class ChunkGraphs:
         Args:
             c: index of the chunk.
             index: which of the call's tensors, in order.
+            num_before: forwards that come before that one and have no slot yet; with shared slots
+                as many are left for them.
 
         Returns:
             A leaf on the slot's static input, with the captured shape, dtype and grad flag; None
             outside a replayed step or when no slot is free (receive elsewhere; it is copied).
         """
-        if self.mode is not StepMode.REPLAY or not self._machine.num_free(c):
+        num_others = num_before if self.options.shared_slots else 0
+        if self.mode is not StepMode.REPLAY or self._machine.num_free(c) <= num_others:
             return None
         slot = self._acquire(c)
         self._reserved[c].append(slot)

@@ -22,6 +22,10 @@ class CaptureOptions:
         num_warmup_passes: eager passes over each chunk on the capture stream, in the session.
             None: 1 on a GPU, 0 on the CPU recorder.
         memory_plan: which pools the graphs use; see `chunkgraph.memory.plan`.
+        shared_slots: the chunks of a rank share its slots: a slot holds one microbatch of any of
+            them. Interleaved schedules never have as many microbatches in flight as their chunks'
+            slots are together, so it takes less memory, for a pair of graphs for each chunk in
+            each slot.
         verify: how replays are checked (debugging; slow; the numbers stay the same). ``poison``:
             scratch and freed slots are filled with NaN around every replay. ``shadow``: every
             replay is compared, bit for bit, with an eager pass on the same inputs and random
@@ -39,6 +43,7 @@ class CaptureOptions:
     num_warmup_steps: int = 1
     num_warmup_passes: int | None = None
     memory_plan: MemoryPlan = "shared_backward"
+    shared_slots: bool = False
     verify: VerifyMode = "none"
     num_verify_steps: int | None = None
     verify_every: int = 1

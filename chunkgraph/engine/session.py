@@ -51,6 +51,7 @@ class SessionSettings:
     """How a session captures; see `CaptureOptions` and `ChunkGraphs` for the fields."""
 
     memory_plan: MemoryPlan = "shared_backward"
+    shared_slots: bool = False
     num_passes: int = 1
     prove: bool = True
     scope: Callable[[], AbstractContextManager[object]] = nullcontext
@@ -65,6 +66,7 @@ class CaptureReport:
 
     Attributes:
         num_slots: per chunk.
+        shared_slots: whether these are the same for all chunks.
         num_graphs: forward and backward graphs together.
         slot_bytes: reserved by the slots' own pools.
         held_bytes: of those, in use between a forward and its backward, all slots together, each
@@ -75,6 +77,7 @@ class CaptureReport:
     """
 
     num_slots: tuple[int, ...]
+    shared_slots: bool
     num_graphs: int
     slot_bytes: int
     held_bytes: int
@@ -163,24 +166,26 @@ def capture_session(
             most = [
                 max(w.held_bytes for w in of_chunk) for of_chunk in zip(*warm.values(), strict=True)
             ]
-            check_memory(chunks, num_slots, most, backend)
+            check_memory(chunks, num_slots, most, backend, are_shared=settings.shared_slots)
             backend.release_cached_memory()
             total, done = 2 * sum(num_slots) * len(samples), 0
-            slot_pools: dict[tuple[int, int], Pool] = {}
-            for key, calls in samples.items():
+            slot_pools: dict[Hashable, Pool] = {}
+            for variant in _variants(samples, len(chunks), settings.shared_slots):
                 begin = len(forwards)
-                for c, chunk in enumerate(chunks):
+                for key, c in variant:
+                    chunk = chunks[c]
                     for s in range(num_slots[c]):
                         label = f"{chunk.label} slot {s}"
-                        if (c, s) not in slot_pools:
-                            slot_pools[c, s] = pools.forward_pool(label)
+                        place = s if settings.shared_slots else (c, s)
+                        if place not in slot_pools:
+                            slot_pools[place] = pools.forward_pool(label)
                         forwards.append(
                             capture_forward(
                                 (c, s, key),
                                 label if len(samples) == 1 else f"{label}, bank {key}",
-                                slot_pools[c, s],
+                                slot_pools[place],
                                 chunk,
-                                calls[c],
+                                samples[key][c],
                                 aliases[c].leaves,
                                 warm[key][c].trace,
                                 backend,
@@ -190,6 +195,7 @@ def capture_session(
                         )
                         done += 1
                         _report_progress(settings, done, total, backend)
+                # They free what the forwards keep, for the next variant of each slot.
                 for forward in forwards[begin:]:
                     c = forward.chunk_index
                     leaves = aliases[c].leaves
@@ -201,7 +207,7 @@ def capture_session(
                     done += 1
                     _report_progress(settings, done, total, backend)
             if settings.prove:
-                prove_disjoint([footprint(f, backend) for f in forwards])
+                prove_disjoint([footprint(f, backend, settings.shared_slots) for f in forwards])
     except BaseException:
         for forward in forwards:
             forward.graph.release()
@@ -224,12 +230,13 @@ def capture_session(
         )
         for key, calls in samples.items()
     }
-    held: dict[tuple[int, int], int] = {}
+    held: dict[Hashable, int] = {}
     for f in forwards:
-        place = (f.chunk_index, f.index)
-        held[place] = max(held.get(place, 0), f.live.num_bytes)
+        slot = f.slot(settings.shared_slots)
+        held[slot] = max(held.get(slot, 0), f.live.num_bytes)
     report = CaptureReport(
         num_slots=tuple(num_slots),
+        shared_slots=settings.shared_slots,
         num_graphs=2 * len(forwards),
         slot_bytes=sum(pool.reserved_bytes for pool in pools.slot_pools),
         held_bytes=sum(held.values()),
@@ -238,6 +245,15 @@ def capture_session(
         duration_ms=(time.perf_counter() - start) * 1e3,
     )
     return CapturedRank(banks, sinks, pools, report)
+
+
+def _variants(
+    samples: Mapping[Hashable, Sequence[Call]], num_chunks: int, are_shared: bool
+) -> list[list[tuple[Hashable, int]]]:
+    """What is captured together, bank and chunk: at most one variant of every slot."""
+    if are_shared:
+        return [[(key, c)] for key in samples for c in range(num_chunks)]
+    return [[(key, c) for c in range(num_chunks)] for key in samples]
 
 
 def _num_bytes(tensors: Sequence[torch.Tensor]) -> int:

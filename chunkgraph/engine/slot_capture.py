@@ -43,6 +43,10 @@ class CapturedForward:
     backward: Graph | None = None
     marker: GradientMarker | None = None
 
+    def slot(self, are_shared: bool) -> Hashable:
+        """The same for all variants of one slot."""
+        return self.index if are_shared else (self.chunk_index, self.index)
+
     @property
     def tensors(self) -> list[torch.Tensor]:
         """The tensors of the result."""
@@ -164,15 +168,15 @@ def new_slot(forward: CapturedForward, chunk: Chunk, backend: GraphBackend) -> S
     )
 
 
-def footprint(forward: CapturedForward, backend: GraphBackend) -> SlotFootprint:
+def footprint(forward: CapturedForward, backend: GraphBackend, are_shared: bool) -> SlotFootprint:
     """Where it reads and writes, for the proof."""
     assert forward.backward is not None
     live = forward.live
     for tensor in (*forward.inputs, *forward.grads):
         live = live | backend.raw(tensor)
     graphs = (forward.graph, forward.backward)
-    place = (forward.chunk_index, forward.index)
-    return SlotFootprint(forward.label, live, {g.label: g.writes() for g in graphs}, place)
+    slot = forward.slot(are_shared)
+    return SlotFootprint(forward.label, live, {g.label: g.writes() for g in graphs}, slot)
 
 
 def _minus(after: AddressRanges, before: AddressRanges) -> AddressRanges:

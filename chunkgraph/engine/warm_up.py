@@ -77,6 +77,8 @@ def check_memory(
     num_slots: Sequence[int],
     held_bytes: Sequence[int],
     backend: GraphBackend,
+    *,
+    are_shared: bool = False,
 ) -> None:
     """Refuse a session that cannot fit, before its first allocation.
 
@@ -85,11 +87,13 @@ def check_memory(
         num_slots: of each.
         held_bytes: what one forward of each holds until its backward.
         backend: whose memory.
+        are_shared: whether the chunks share the slots.
 
     Raises:
         CaptureError: with the numbers and the remedies.
     """
-    needed = sum(n * held for n, held in zip(num_slots, held_bytes, strict=True))
+    every = [n * held for n, held in zip(num_slots, held_bytes, strict=True)]
+    needed = max(every) if are_shared else sum(every)
     free = backend.free_bytes()
     if free is None or needed <= free:
         return

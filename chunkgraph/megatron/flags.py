@@ -73,6 +73,12 @@ _OPTIONS = (
         "well; or a pool for each slot.",
     ),
     _Flag(
+        "--cuda-graph-shared-slots",
+        ("no", "yes"),
+        "yes: the model chunks of a rank share its slots. Less memory in interleaved schedules, "
+        "for graphs of every chunk in every slot.",
+    ),
+    _Flag(
         "--cuda-graph-verify",
         ("none", "poison", "shadow"),
         "poison: fill freed slots and scratch with NaN around every replay (slow). shadow: compare "
@@ -124,6 +130,7 @@ class GraphFlags:
     Attributes:
         scope: what of a model chunk is captured.
         memory_plan: where graphs keep their memory.
+        shared_slots: whether the chunks of a rank share its slots.
         verify: what is checked while training.
         num_verify_steps: replayed steps that are checked; None: all.
         verify_every: of those, every so many.
@@ -138,6 +145,7 @@ class GraphFlags:
     memory_plan: Literal["shared_temporaries", "shared_backward", "pool_per_slot"] = (
         "shared_backward"
     )
+    shared_slots: bool = False
     verify: Literal["none", "poison", "shadow"] = "none"
     num_verify_steps: int | None = None
     verify_every: int = 1
@@ -154,6 +162,7 @@ class GraphFlags:
         return CaptureOptions(
             num_warmup_steps=self.num_warmup_steps,
             memory_plan=self.memory_plan,
+            shared_slots=self.shared_slots,
             verify=self.verify,
             num_verify_steps=self.num_verify_steps,
             verify_every=self.verify_every,
@@ -222,6 +231,7 @@ def flags_from(args: argparse.Namespace) -> GraphFlags | None:
         flag.dest.removeprefix("cuda_graph_").removeprefix("chunk_"): value or flag.choices[0]
         for flag, value in given.items()
     }
+    values["shared_slots"] = values["shared_slots"] == "yes"
     values.update(_packing(counts))
     for count in COUNTS:
         number = counts[count]

@@ -29,6 +29,7 @@ Flags that chunk graphs bring to the script:
   --cuda-graph-granularity {layer,chunk}   layer (default) changes nothing
   --cuda-graph-chunk-scope {block,chunk}   chunk: also embedding and loss
   --cuda-graph-memory-plan {shared_backward,shared_temporaries,pool_per_slot}
+  --cuda-graph-shared-slots {no,yes}       one set for a rank's chunks
   --cuda-graph-verify {none,poison,shadow} and, in replayed steps,
   --cuda-graph-num-verify-steps N, --cuda-graph-verify-every N
   --cuda-graph-on-failure {raise,eager}    after a capture that failed

@@ -221,6 +221,11 @@ def _of_capture(capture: CaptureConfig) -> list[Setting]:
             (str(capture.num_warmup_steps),),
         ),
         Setting("capture.memory_plan", "--cuda-graph-memory-plan", (capture.memory_plan,)),
+        Setting(
+            "capture.shared_slots",
+            "--cuda-graph-shared-slots",
+            ("yes" if capture.shared_slots else "no",),
+        ),
         Setting("capture.verify", "--cuda-graph-verify", (capture.verify,)),
     ]
     if capture.verify != "none":

@@ -239,6 +239,7 @@ def capture_options(config: Config) -> CaptureOptions:
         verify_every=config.capture.verify_every,
         on_failure=config.capture.on_failure,
         memory_plan=config.capture.memory_plan,
+        shared_slots=config.capture.shared_slots,
     )
 
 

@@ -142,7 +142,12 @@ def attach(
             None if packing is None else config,
             marks_padding=stash is not None,
         )
-    slots = tuple(num_slots) if num_slots is not None else place.num_slots()
+    options = options if options is not None else CaptureOptions()
+    slots = (
+        tuple(num_slots)
+        if num_slots is not None
+        else place.num_slots(are_shared=options.shared_slots)
+    )
     pages: ExpertStash | None = None
     if stash is not None:
         if refused := stash_refusals(config, stash.page_bytes):
@@ -178,7 +183,7 @@ def attach(
             for c, part in enumerate(parts)
         ],
         slots,
-        options=options if options is not None else CaptureOptions(),
+        options=options,
         backend=backend,
         agree=agree,
         capture_scope=lambda: capturing(tables, predictions, fp8, experts, pages),

@@ -32,10 +32,12 @@ class ReceiveOrder:
     Attributes:
         forward: of received inputs.
         backward: of received output gradients.
+        num_before: for each received input, the rank's forwards that come before its own.
     """
 
     forward: tuple[int, ...]
     backward: tuple[int, ...]
+    num_before: tuple[int, ...]
 
     @classmethod
     def of(cls, place: PipelinePlace, num_microbatches: int) -> ReceiveOrder:
@@ -48,10 +50,10 @@ class ReceiveOrder:
             place.pipeline_size, place.num_chunks, num_microbatches, place.group_size
         )
         actions = schedule.compute_actions(place.pipeline_rank)
+        forwards = [a for a in actions if a.op is Op.F]
         return cls(
-            forward=tuple(
-                schedule.chunk_of(a.stage) for a in actions if a.op is Op.F and a.stage > 0
-            ),
+            forward=tuple(schedule.chunk_of(a.stage) for a in forwards if a.stage > 0),
+            num_before=tuple(n for n, a in enumerate(forwards) if a.stage > 0),
             backward=tuple(
                 schedule.chunk_of(a.stage)
                 for a in actions
@@ -134,6 +136,9 @@ class SlotReceiver:
         # Received but not yet forwarded, for each chunk: whether in a slot's memory.
         self._arrived: tuple[deque[bool], ...] = ()
         self._is_receiving = False
+        # Among the rank's forwards of the step: those begun, and the one of the latest receive.
+        self._num_begun = self._position = 0
+        self._num_before: deque[int] = deque()
         self._copies_input_grads = False
         self._has_lost_grad_order: set[int] = set()
 
@@ -190,6 +195,7 @@ class SlotReceiver:
                 return keywords
             return self._with_communicator(keywords, rows)
         self._arrived = tuple(deque[bool]() for _ in range(self._place.num_chunks))
+        self._num_begun = 0
         self._has_lost_grad_order = set()
         self._is_receiving = True
         return self._with_communicator(keywords, rows)
@@ -199,6 +205,7 @@ class SlotReceiver:
     ) -> Mapping[str, Any]:
         order = self._order(keywords["num_microbatches"])
         assert order is not None
+        self._num_before = deque(order.num_before)
         self._left = {
             Direction.FORWARD: _with_rows(order.forward, rows),
             Direction.BACKWARD: _with_rows(order.backward, rows),
@@ -217,8 +224,10 @@ class SlotReceiver:
 
     def _watched(self, c: int, call: Callable[..., Any]) -> Callable[..., Any]:
         def forward(received: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._is_receiving and self._arrived[c]:
-                self._arrived[c].popleft()
+            if self._is_receiving:
+                self._num_begun += 1
+                if self._arrived[c]:
+                    self._arrived[c].popleft()
             if self._copies_input_grads and self._lends_input_grads[c] and received.requires_grad:
                 received.register_hook(torch.clone)
             return call(received, *args, **kwargs)
@@ -232,6 +241,8 @@ class SlotReceiver:
         if not self._left[direction]:
             return None
         c, rows = self._left[direction].popleft()
+        if direction is Direction.FORWARD:
+            self._position = self._num_before.popleft()
         wanted = shape
         if rows is not None and shape is not None:
             wanted = (shape[0] * rows // self._most_rows, *shape[1:])
@@ -264,7 +275,12 @@ class SlotReceiver:
         # The engine gives reserved slots to the next forwards. So nothing may be reserved while a
         # microbatch that arrived elsewhere waits for its forward: it would get the wrong slot.
         assert self._engine is not None
-        buffer = self._engine.reserve_input(c) if all(self._arrived[c]) else None
+        buffer = None
+        if all(self._arrived[c]):
+            num_reserved = sum(sum(arrived) for arrived in self._arrived)
+            buffer = self._engine.reserve_input(
+                c, num_before=max(self._position - self._num_begun - num_reserved, 0)
+            )
         self._arrived[c].append(buffer is not None)
         return buffer
 

@@ -77,7 +77,8 @@ def start_line(graphs: MegatronChunkGraphs, flags: GraphFlags, record: Path | No
     )
     steps = f"{flags.num_warmup_steps} eager step{'s' if flags.num_warmup_steps > 1 else ''}"
     return (
-        f"chunk graphs: scope {flags.scope}, {_slots(slots)} on rank 0 ({2 * sum(slots)} graphs), "
+        f"chunk graphs: scope {flags.scope}, {_slots(slots, flags.shared_slots)} on rank 0 "
+        f"({2 * sum(slots)} graphs), "
         "memory plan "
         f"{flags.memory_plan}, verify {flags.verify}; capture after {steps}; {saved}"
     )
@@ -86,8 +87,9 @@ def start_line(graphs: MegatronChunkGraphs, flags: GraphFlags, record: Path | No
 def capture_line(report: CaptureReport) -> str:
     """One line about what was captured on this rank."""
     total = report.slot_bytes + report.scratch_bytes + report.static_bytes
+    slots = _slots(report.num_slots, report.shared_slots)
     return (
-        f"chunk graphs: captured {report.num_graphs} graphs, {_slots(report.num_slots)} on rank 0, "
+        f"chunk graphs: captured {report.num_graphs} graphs, {slots} on rank 0, "
         f"in {report.duration_ms / 1e3:.2f} s; {format_bytes(total)}: slots "
         f"{format_bytes(report.slot_bytes)}, scratch {format_bytes(report.scratch_bytes)}, static "
         f"{format_bytes(report.static_bytes)}"
@@ -137,6 +139,9 @@ def _plain(value: Any) -> Any:
     return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
 
 
-def _slots(num_slots: tuple[int, ...]) -> str:
+def _slots(num_slots: tuple[int, ...], are_shared: bool) -> str:
+    if are_shared and len(num_slots) > 1:
+        count = num_slots[0]
+        return f"{count} slot{'s' if count > 1 else ''} shared by {len(num_slots)} chunks"
     counts = " + ".join(str(n) for n in num_slots)
     return f"{counts} slot{'s' if num_slots != (1,) else ''}"

@@ -68,11 +68,17 @@ class PipelinePlace:
         """Names a chunk of this rank in errors."""
         return f"rank {self.rank}, pipeline stage {self.stage(chunk)}, chunk {chunk}"
 
-    def num_slots(self) -> tuple[int, ...]:
-        """Slots of each chunk that are enough for any number of microbatches."""
+    def num_slots(self, *, are_shared: bool = False) -> tuple[int, ...]:
+        """Slots of each chunk that are enough for any number of microbatches.
+
+        Args:
+            are_shared: whether all chunks share them.
+        """
         plan = plan_slots(
             self.pipeline_size, self.num_chunks, self.group_size, rank=self.pipeline_rank
         )
+        if are_shared:
+            return (plan.peak_in_flight,) * self.num_chunks
         return plan.slots_per_chunk
 
 

@@ -126,8 +126,16 @@ class MemoryEstimate:
         return self.slot_bytes + self.scratch_bytes + self.parameter_bytes + self.gradient_bytes
 
 
-def estimate_memory(plan: SlotPlan, model: ModelSizes) -> MemoryEstimate:
+def estimate_memory(
+    plan: SlotPlan, model: ModelSizes, *, shared_slots: bool = False
+) -> MemoryEstimate:
     """Estimate the memory one rank needs for a plan.
+
+    Args:
+        plan: Of the rank.
+        model: Its sizes.
+        shared_slots: Whether the rank's chunks share as many slots as it ever has microbatches in
+            flight.
 
     Assumes: no sequence or context parallelism, dense layers. A slot also holds
     its chunk's output (the input counts as saved by the first norm).
@@ -160,7 +168,7 @@ def estimate_memory(plan: SlotPlan, model: ModelSizes) -> MemoryEstimate:
     )
     return MemoryEstimate(
         slot_bytes_per_chunk=(chunk_bytes,) * plan.num_chunks,
-        slot_bytes=plan.num_slots * chunk_bytes,
+        slot_bytes=(plan.peak_in_flight if shared_slots else plan.num_slots) * chunk_bytes,
         scratch_bytes=group_size * model.layer_activation_bytes
         + model.num_layer_parameters * model.bytes_per_element,
         parameter_bytes=num_parameters * model.bytes_per_element,

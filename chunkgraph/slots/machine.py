@@ -36,6 +36,8 @@ class SlotMachine:
     Args:
         num_slots: Slots of each chunk.
         label: Whose slots they are, such as ``rank 1``, for messages.
+        are_shared: Whether slot ``k`` of every chunk is one and the same, so that it holds one
+            microbatch of one of them; all counts are then equal.
         schedule: If given, messages also show where in it the rank was; see ``begin_step``.
         rank: The rank in ``schedule``.
     """
@@ -46,10 +48,16 @@ class SlotMachine:
         label: str,
         schedule: Schedule | None = None,
         rank: int = 0,
+        *,
+        are_shared: bool = False,
     ) -> None:
         if not num_slots or min(num_slots) < 1:
             raise SlotError(f"{label}: every chunk needs at least one slot, got {list(num_slots)}")
+        if are_shared and len(set(num_slots)) > 1:
+            raise SlotError(f"{label}: shared slots, but counts {list(num_slots)}; give one number")
         self._num_slots = tuple(num_slots)
+        # The set that a chunk takes its slots from.
+        self._set_of = tuple(0 if are_shared else chunk for chunk in range(len(num_slots)))
         self._label = label
         self._schedule = schedule
         self._rank = rank
@@ -75,23 +83,24 @@ class SlotMachine:
     @property
     def num_busy(self) -> int:
         """Slots in use, all chunks together."""
-        every = zip(self._free, self._num_slots, strict=True)
+        every = zip(self._free, self._num_slots, strict=False)
         return sum(count - free.bit_count() for free, count in every)
 
     def num_free(self, chunk: int) -> int:
         """Slots of ``chunk`` that a forward could take now."""
-        return self._free[chunk].bit_count()
+        return self._free[self._set_of[chunk]].bit_count()
 
     def state(self, chunk: int, slot: int) -> SlotState:
         """What a slot is doing."""
         self._check_place("state", chunk, None, slot)
-        return self._states[chunk][slot]
+        return self._states[self._set_of[chunk]][slot]
 
     def microbatch(self, chunk: int, slot: int) -> int | None:
         """The microbatch a slot holds, None if it is free."""
         self._check_place("state", chunk, None, slot)
-        is_free = self._states[chunk][slot] is SlotState.FREE
-        return None if is_free else self._microbatches[chunk][slot]
+        of_set = self._set_of[chunk]
+        is_free = self._states[of_set][slot] is SlotState.FREE
+        return None if is_free else self._microbatches[of_set][slot]
 
     def begin_step(self, schedule: Schedule | None = None) -> None:
         """Start a step.
@@ -130,19 +139,24 @@ class SlotMachine:
         self._check_place("forward", chunk, microbatch, None)
         if microbatch is None:
             microbatch = self._num_forwards[chunk]
-        free = self._free[chunk]
+        of_set = self._set_of[chunk]
+        free = self._free[of_set]
         if not free:
+            whose = (
+                f"chunk {chunk}" if len(self._free) > 1 or len(self._set_of) == 1 else "the rank"
+            )
             self._refuse(
                 "forward", chunk, microbatch, None,
-                f"all {self._num_slots[chunk]} slots of chunk {chunk} are in use",
+                f"all {self._num_slots[chunk]} slots of {whose} are in use",
                 "plan the slots for the schedule that really runs (chunkgraph plan), or check that "
                 "every forward is followed by its backward",
             )  # fmt: skip
         lowest = free & -free
         slot = lowest.bit_length() - 1
-        self._free[chunk] = free ^ lowest
-        self._states[chunk][slot] = SlotState.FORWARD_DONE
-        self._microbatches[chunk][slot] = microbatch
+        self._free[of_set] = free ^ lowest
+        self._states[of_set][slot] = SlotState.FORWARD_DONE
+        self._microbatches[of_set][slot] = microbatch
+        self._chunks[of_set][slot] = chunk
         self._num_forwards[chunk] += 1
         self._events.append(("forward", chunk, microbatch, slot))
         return slot
@@ -155,7 +169,9 @@ class SlotMachine:
         """
         self._check_in_step("backward", chunk, None, slot)
         self._check_place("backward", chunk, None, slot)
-        state = self._states[chunk][slot]
+        of_set = self._set_of[chunk]
+        self._check_chunk("backward", chunk, slot)
+        state = self._states[of_set][slot]
         if state is not SlotState.FORWARD_DONE:
             if state is SlotState.FREE:
                 what, advice = "is free, there is nothing to run backward", (
@@ -165,8 +181,8 @@ class SlotMachine:
             else:
                 what, advice = "is in backward already", "run each backward only once"
             self._refuse("backward", chunk, None, slot, f"slot {slot} {what}", advice)
-        self._states[chunk][slot] = SlotState.BACKWARD
-        self._events.append(("backward", chunk, self._microbatches[chunk][slot], slot))
+        self._states[of_set][slot] = SlotState.BACKWARD
+        self._events.append(("backward", chunk, self._microbatches[of_set][slot], slot))
 
     def release(self, chunk: int, slot: int) -> None:
         """Free a slot after its backward (after W where the backward is split).
@@ -176,16 +192,18 @@ class SlotMachine:
         """
         self._check_in_step("release", chunk, None, slot)
         self._check_place("release", chunk, None, slot)
-        state = self._states[chunk][slot]
+        of_set = self._set_of[chunk]
+        self._check_chunk("release", chunk, slot)
+        state = self._states[of_set][slot]
         if state is not SlotState.BACKWARD:
             if state is SlotState.FREE:
                 what, advice = "is free already", "release each slot once"
             else:
                 what, advice = "still waits for its backward", "call begin_backward() first"
             self._refuse("release", chunk, None, slot, f"slot {slot} {what}", advice)
-        self._states[chunk][slot] = SlotState.FREE
-        self._free[chunk] |= 1 << slot
-        self._events.append(("release", chunk, self._microbatches[chunk][slot], slot))
+        self._states[of_set][slot] = SlotState.FREE
+        self._free[of_set] |= 1 << slot
+        self._events.append(("release", chunk, self._microbatches[of_set][slot], slot))
 
     def end_step(self) -> None:
         """End a step.
@@ -208,11 +226,22 @@ class SlotMachine:
         self._in_step = False
 
     def _reset(self) -> None:
-        # Bit s of a chunk's number is set while its slot s is free.
-        self._free = [(1 << count) - 1 for count in self._num_slots]
-        self._states = [[SlotState.FREE] * count for count in self._num_slots]
-        self._microbatches = [[-1] * count for count in self._num_slots]
+        counts = [self._num_slots[of_set] for of_set in dict.fromkeys(self._set_of)]
+        # Bit s of a set's number is set while its slot s is free.
+        self._free = [(1 << count) - 1 for count in counts]
+        self._states = [[SlotState.FREE] * count for count in counts]
+        self._microbatches = [[-1] * count for count in counts]
+        self._chunks = [[-1] * count for count in counts]
         self._num_forwards = [0] * len(self._num_slots)
+
+    def _check_chunk(self, what: str, chunk: int, slot: int) -> None:
+        of_set = self._set_of[chunk]
+        holder = self._chunks[of_set][slot]
+        if holder != chunk and self._states[of_set][slot] is not SlotState.FREE:
+            self._refuse(
+                what, chunk, None, slot, f"slot {slot} holds a microbatch of chunk {holder}",
+                "pass the chunk that acquire_forward() was called with",
+            )  # fmt: skip
 
     def _check_in_step(
         self, what: str, chunk: int | None, microbatch: int | None, slot: int | None
@@ -247,7 +276,7 @@ class SlotMachine:
         advice: str,
     ) -> NoReturn:
         busy = [
-            (number, index, self._microbatches[number][index], state.value)
+            (self._chunks[number][index], index, self._microbatches[number][index], state.value)
             for number, states in enumerate(self._states)
             for index, state in enumerate(states)
             if state is not SlotState.FREE

@@ -67,6 +67,7 @@ CHANGES: dict[str, dict[str, list[str]]] = {
         "scope": ["scope=chunk"],
         "num_warmup_steps": ["num_warmup_steps=3"],
         "memory_plan": ["memory_plan=pool_per_slot"],
+        "shared_slots": ["shared_slots=true"],
         "verify": ["verify=poison"],
         "num_verify_steps": ["verify=poison", "num_verify_steps=2"],
         "verify_every": ["verify=poison", "verify_every=2"],

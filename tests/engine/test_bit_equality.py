@@ -42,6 +42,7 @@ def schedules_of(num_ranks: int, num_chunks: int, group: int, counts: list[int])
     run=runs(),
     main_grad=st.booleans(),
     plan=st.sampled_from(["shared_temporaries", "shared_backward", "pool_per_slot"]),
+    shared=st.booleans(),
 )
 def test_random_schedules_and_counts_equal_eager(
     make_pipeline: Callable[..., Any],
@@ -49,18 +50,18 @@ def test_random_schedules_and_counts_equal_eager(
     run: tuple[int, int, int, list[int], int],
     main_grad: bool,
     plan: str,
+    shared: bool,
 ) -> None:
     num_ranks, num_chunks, group, counts, seed = run
     schedules = schedules_of(num_ranks, num_chunks, group, counts)
     eager = make_pipeline(num_ranks, num_chunks, main_grad=main_grad)
     graphed = make_pipeline(num_ranks, num_chunks, main_grad=main_grad)
     plans = plan_all_ranks(num_ranks, num_chunks, group if num_chunks > 1 else None)
-    graphed.attach(
-        [p.slots_per_chunk for p in plans], new_backend(), memory_plan=plan, verify="poison"
-    )
+    slots = [(p.peak_in_flight,) * num_chunks if shared else p.slots_per_chunk for p in plans]
+    graphed.attach(slots, new_backend(), memory_plan=plan, verify="poison", shared_slots=shared)
     assert graphed.train(schedules, seed).equals(eager.train(schedules, seed))
-    for graphs, slot_plan in zip(graphed.graphs, plans, strict=True):
-        assert graphs.counters.captures == sum(slot_plan.slots_per_chunk)
+    for graphs, num_slots in zip(graphed.graphs, slots, strict=True):
+        assert graphs.counters.captures == sum(num_slots)
         assert graphs.counters.capture_sessions == 1
         assert graphs.counters.replays == num_chunks * sum(counts[1:])
         assert dict(graphs.counters.fallbacks) == {"capture warmup": 1}

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from chunkgraph.engine import CaptureOptions, ChunkGraphs
-from chunkgraph.errors import MemoryPlanError
-from chunkgraph.graphs import GraphBackend
+from chunkgraph.errors import MemoryPlanError, SlotError
+from chunkgraph.graphs import GraphBackend, RecorderBackend
 from chunkgraph.schedules import megatron_schedule
+from chunkgraph.slots import plan_all_ranks
 
 COUNTS = [3, 5, 2, 7]
 
@@ -217,3 +219,32 @@ def test_gradients_written_over_saved_tensors(
         module(leaf).square().sum().backward()
         assert torch.equal(given.grad, leaf.grad)
     assert torch.equal(replayed, module.scale.grad)
+
+
+def test_shared_slots_hold_no_more_than_is_ever_in_flight(
+    make_pipeline: Callable[..., Any],
+) -> None:
+    """Two chunks on each of two ranks: rank 0 has 4 + 2 slots, but 5 microbatches at most."""
+    plans = plan_all_ranks(2, 2, 2)
+    assert [p.slots_per_chunk for p in plans] == [(4, 2), (3, 1)]
+    assert [p.peak_in_flight for p in plans] == [5, 3]
+    reports: dict[bool, list[Any]] = {}
+    schedules = [megatron_schedule(2, 2, m, 2) for m in (4, 6)]
+    for shared in (False, True):
+        pipeline = make_pipeline(2, 2)
+        slots = [(p.peak_in_flight,) * 2 if shared else p.slots_per_chunk for p in plans]
+        pipeline.attach(slots, RecorderBackend(), shared_slots=shared)
+        pipeline.train(schedules, seed=3)
+        reports[shared] = [graphs.report for graphs in pipeline.graphs]
+    for own, together, plan in zip(reports[False], reports[True], plans, strict=True):
+        assert len(set(together.num_slots)) == 1
+        # Chunks of one size: what is kept goes down with the number of slots.
+        ratio = plan.peak_in_flight / sum(plan.slots_per_chunk)
+        assert together.held_bytes == pytest.approx(own.held_bytes * ratio, rel=0.05)
+        assert together.slot_bytes < own.slot_bytes
+
+
+def test_shared_slots_of_different_numbers_are_refused() -> None:
+    chunks = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    with pytest.raises(SlotError, match="give one number"):
+        ChunkGraphs(chunks, [2, 1], options=CaptureOptions(shared_slots=True))

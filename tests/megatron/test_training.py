@@ -125,6 +125,14 @@ def test_two_ranks(run_cases: Callable[..., Any], make_config: Callable[..., Any
                 capture={"verify": "poison"},
             )
         },
+        "pp2_vpp2_shared": {
+            "config": make_config(
+                model={**_DROPOUT, "num_layers": 8},
+                pipeline=_pipeline(2, 2, microbatch_group_size_per_vp_stage=3),
+                train={"num_microbatches": [5, 3, 8, 11]},
+                capture={"verify": "poison", "shared_slots": True},
+            )
+        },
         "tp2": {
             "config": make_config(model=_DROPOUT, pipeline=_pipeline(tensor_model_parallel_size=2))
         },
@@ -143,6 +151,7 @@ def test_two_ranks(run_cases: Callable[..., Any], make_config: Callable[..., Any
         "pp2_no_ddp": [[2], [1]],
         "pp2_vpp2": [[4, 2], [3, 1]],
         "pp2_vpp2_tails": [[6, 3], [4, 2]],
+        "pp2_vpp2_shared": [[6, 6], [4, 4]],
         "tp2": [[1], [1]],
         "dp2": [[1], [1]],
     }

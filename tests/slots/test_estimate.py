@@ -50,6 +50,8 @@ def test_bytes_of_a_rank():
     layer = 12 * 12288**2
     assert estimate.slot_bytes_per_chunk == (one_slot, one_slot)
     assert estimate.slot_bytes == (8 + 4) * one_slot
+    assert plan.peak_in_flight == 11
+    assert estimate_memory(plan, GPT3, shared_slots=True).slot_bytes == 11 * one_slot
     assert estimate.scratch_bytes == SBH * 114 + 2 * layer
     assert estimate.parameter_bytes == 2 * (24 * layer + 51200 * 12288)
     assert estimate.gradient_bytes == 2 * estimate.parameter_bytes

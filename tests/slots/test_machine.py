@@ -297,3 +297,36 @@ def test_a_microbatch_costs_little_host_time():
         machine.release(0, slot)
     # Some microseconds each; the limit leaves room for a busy machine.
     assert time.perf_counter() - start < 0.1
+
+
+@pytest.fixture
+def shared():
+    machine = SlotMachine([2, 2], "rank 0", are_shared=True)
+    machine.begin_step()
+    return machine
+
+
+def test_chunks_take_shared_slots_from_one_set(shared):
+    assert [shared.acquire_forward(1), shared.acquire_forward(0)] == [0, 1]
+    assert shared.num_busy == 2
+    assert shared.num_free(0) == shared.num_free(1) == 0
+    with pytest.raises(SlotError, match="all 2 slots of the rank are in use"):
+        shared.acquire_forward(1)
+    shared.begin_backward(1, 0)
+    shared.release(1, 0)
+    assert shared.acquire_forward(0) == 0
+    assert shared.microbatch(0, 0) == 1
+
+
+@pytest.mark.parametrize("call", ["begin_backward", "release"])
+def test_a_shared_slot_is_of_the_chunk_that_took_it(shared, call):
+    slot = shared.acquire_forward(1)
+    if call == "release":
+        shared.begin_backward(1, slot)
+    with pytest.raises(SlotError, match="holds a microbatch of chunk 1"):
+        getattr(shared, call)(0, slot)
+
+
+def test_shared_slots_have_one_number():
+    with pytest.raises(SlotError, match="give one number"):
+        SlotMachine([2, 1], "rank 0", are_shared=True)
