@@ -152,7 +152,15 @@ def attach(
     if stash is not None:
         if refused := stash_refusals(config, stash.page_bytes):
             raise ConfigError("Experts cannot stash in this model:\n  " + "\n  ".join(refused))
-        pages = ExpertStash(chunks, slots, stash, _device_of(chunks[0]))
+        pages = ExpertStash(
+            chunks,
+            slots,
+            stash,
+            _device_of(chunks[0]),
+            # Pages are shared whether slots are or not. Of slots that were given, any may be used.
+            most_in_flight=place.num_slots(are_shared=True)[0] if num_slots is None else None,
+            are_shared=options.shared_slots,
+        )
     agree = agree_by_maximum()
     packings: StepPackings | None = None
     if packing is not None:

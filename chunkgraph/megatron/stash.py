@@ -23,6 +23,7 @@ from chunkgraph.memory.stash import (
     StashOptions,
     StashReadout,
     StashStatus,
+    most_at_once,
 )
 
 __all__ = ["ExpertStash"]
@@ -36,6 +37,8 @@ class ExpertStash:
         num_slots: of each chunk.
         options: see `StashOptions`.
         device: of the model.
+        most_in_flight: microbatches of all chunks together; None: as many as slots.
+        are_shared: whether the chunks share their slots.
 
     Attributes:
         size: of the pages that graphs were last captured with, or None.
@@ -47,12 +50,17 @@ class ExpertStash:
         num_slots: Sequence[int],
         options: StashOptions,
         device: torch.device,
+        *,
+        most_in_flight: int | None = None,
+        are_shared: bool = False,
     ) -> None:
         layers = compat.moe_layers_of([m for chunk in model_chunks for m in chunk.modules()])
         self.options = options
         self.size: ArenaSize | None = None
         self.has_experts = bool(layers)
         self._num_slots = tuple(num_slots)
+        self._num_distinct_slots = max(num_slots) if are_shared else sum(num_slots)
+        self._most_in_flight = most_in_flight
         self._device = device
         self._saving = Saving(options.page_bytes)
         self._saving.meter = PageMeter(len(self._num_slots), device)
@@ -150,8 +158,8 @@ class ExpertStash:
     def full_bytes(self) -> int:
         """What slots would keep of all rows without the stash, as measured."""
         assert self._saving.meter is not None
-        pairs = zip(self._num_slots, self._saving.meter.full_bytes, strict=True)
-        return sum(n * full for n, full in pairs)
+        full_bytes = self._saving.meter.full_bytes
+        return most_at_once(self._num_slots, full_bytes, self._num_distinct_slots)
 
     def _allocate(self) -> None:
         options, meter = self.options, self._saving.meter
@@ -168,7 +176,7 @@ class ExpertStash:
         if options.initial_bytes is not None:
             pages = options.initial_bytes // options.page_bytes
         elif meter.was_used:
-            pages = meter.pages_for(self._num_slots, options.headroom)
+            pages = meter.pages_for(self._num_slots, options.headroom, self._most_in_flight)
         else:
             raise CaptureError(
                 "How many pages the stash needs was never measured: no step ran eagerly before the "

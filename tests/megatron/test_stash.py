@@ -115,6 +115,7 @@ def test_two_ranks(run_cases: Callable[..., Any], make_config: Callable[..., Any
             model={"num_layers": 4},
             pipeline={**pp2, "virtual_pipeline_model_parallel_size": 2},
             train={"overlap_grad_reduce": True},
+            capture={"shared_slots": True},
         ),
         "one_rank_short": _case(
             make_config,

@@ -245,6 +245,9 @@ def test_the_meter_counts_what_slots_in_flight_would_take() -> None:
     assert saving.meter.pages_for([2, 1], 1.0) == 2 * 10 + 16
     assert saving.meter.pages_for([2, 1], 1.1) == 40  # of at most 48
     assert saving.meter.pages_for([2, 1], 9.0) == 48
+    # Chunk 1 takes 16 pages and chunk 0 takes 10; no more than so many microbatches of both.
+    assert [saving.meter.pages_for([2, 1], 1.0, most) for most in (1, 2, 3)] == [16, 26, 36]
+    assert saving.meter.pages_for([3, 3], 1.0, 3) == 3 * 16  # shared slots
     small = Saving(48)
     small.mode, small.meter = "measure", PageMeter(1, CPU)
     with (

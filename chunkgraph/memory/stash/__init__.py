@@ -7,7 +7,7 @@ that all layers, chunks and slots of a rank share. How many rows that are stays 
 
 from chunkgraph.memory.stash.arena import Arena, ArenaSize, StashStatus
 from chunkgraph.memory.stash.kernels import KernelChoice, StashKernels, new_kernels
-from chunkgraph.memory.stash.meter import PageMeter
+from chunkgraph.memory.stash.meter import PageMeter, most_at_once
 from chunkgraph.memory.stash.options import StashOptions
 from chunkgraph.memory.stash.readout import StashReadout
 from chunkgraph.memory.stash.rows import RowLayout, RowsInUse
@@ -30,5 +30,6 @@ __all__ = [
     "StashReadout",
     "StashStatus",
     "Stashed",
+    "most_at_once",
     "new_kernels",
 ]

@@ -10,7 +10,7 @@ import torch
 
 from chunkgraph.memory.stash.rows import RowLayout, RowsInUse
 
-__all__ = ["PageMeter"]
+__all__ = ["PageMeter", "most_at_once"]
 
 
 class PageMeter:
@@ -62,16 +62,30 @@ class PageMeter:
         self._full += layout.num_rows * layout.row_bytes
         self._limit += layout.max_pages
 
-    def pages_for(self, num_slots: Sequence[int], headroom: float) -> int:
-        """Pages for all slots in flight at once, each holding the most that was measured.
+    def pages_for(
+        self, num_slots: Sequence[int], headroom: float, most_in_flight: int | None = None
+    ) -> int:
+        """Pages for all that is in flight at once, each holding the most that was measured.
 
         Waits for the device.
 
         Args:
             num_slots: of each chunk.
             headroom: factor for forwards that take more; never more than all rows in use.
+            most_in_flight: microbatches of all chunks together; None: as many as slots.
         """
-        peaks = self._peaks.tolist()
-        wanted = sum(n * peak for n, peak in zip(num_slots, peaks, strict=True))
-        most = sum(n * limit for n, limit in zip(num_slots, self._most, strict=True))
+        wanted = most_at_once(num_slots, self._peaks.tolist(), most_in_flight)
+        most = most_at_once(num_slots, self._most, most_in_flight)
         return min(math.ceil(wanted * headroom), most)
+
+
+def most_at_once(
+    num_slots: Sequence[int], each: Sequence[int], most_in_flight: int | None = None
+) -> int:
+    """The most that slots hold together, where a slot of chunk ``c`` holds ``each[c]``."""
+    left = sum(num_slots) if most_in_flight is None else most_in_flight
+    total = 0
+    for amount, count in sorted(zip(each, num_slots, strict=True), reverse=True):
+        total += amount * min(count, left)
+        left -= min(count, left)
+    return total
