@@ -54,6 +54,8 @@ class SlotMachine:
         self._schedule = schedule
         self._rank = rank
         self._in_step = False
+        self._num_turns = 0
+        self._turns = [[0] * count for count in num_slots]
         self._events: list[Event] = []
         self._reset()
 
@@ -92,6 +94,11 @@ class SlotMachine:
         self._check_place("state", chunk, None, slot)
         is_free = self._states[chunk][slot] is SlotState.FREE
         return None if is_free else self._microbatches[chunk][slot]
+
+    def turn(self, chunk: int, slot: int) -> int:
+        """A number of the forward that took a slot last: no other forward ever has it."""
+        self._check_place("turn", chunk, None, slot)
+        return self._turns[chunk][slot]
 
     def begin_step(self, schedule: Schedule | None = None) -> None:
         """Start a step.
@@ -144,14 +151,22 @@ class SlotMachine:
         self._states[chunk][slot] = SlotState.FORWARD_DONE
         self._microbatches[chunk][slot] = microbatch
         self._num_forwards[chunk] += 1
+        self._num_turns += 1
+        self._turns[chunk][slot] = self._num_turns
         self._events.append(("forward", chunk, microbatch, slot))
         return slot
 
-    def begin_backward(self, chunk: int, slot: int) -> None:
+    def begin_backward(self, chunk: int, slot: int, turn: int | None = None) -> None:
         """Mark that the backward of what a slot holds starts.
 
+        Args:
+            chunk: Index of the model chunk.
+            slot: Number of the slot.
+            turn: Of the forward whose backward it is; None: of the last one.
+
         Raises:
-            SlotError: Outside a step, unknown chunk or slot, or the slot holds no finished forward.
+            SlotError: Outside a step, unknown chunk or slot, the slot holds no finished forward, or
+                that of another microbatch.
         """
         self._check_in_step("backward", chunk, None, slot)
         self._check_place("backward", chunk, None, slot)
@@ -165,6 +180,13 @@ class SlotMachine:
             else:
                 what, advice = "is in backward already", "run each backward only once"
             self._refuse("backward", chunk, None, slot, f"slot {slot} {what}", advice)
+        if turn is not None and turn != self._turns[chunk][slot]:
+            self._refuse(
+                "backward", chunk, None, slot,
+                f"slot {slot} holds another microbatch by now; this one's forward is gone",
+                "run each backward once, in the step of its forward (retain_graph does not work "
+                "with slots)",
+            )  # fmt: skip
         self._states[chunk][slot] = SlotState.BACKWARD
         self._events.append(("backward", chunk, self._microbatches[chunk][slot], slot))
 
