@@ -89,6 +89,8 @@ class Replayer:
         """
         captured, counters = self._captured, self._counters
         assert captured is not None
+        for model in captured.models:
+            model.check()
         for sinks in captured.sinks:
             sinks.begin_step()
         self._machine.begin_step()
