@@ -21,7 +21,7 @@ from chunkgraph.engine.deciding import (
     StepKind,
 )
 from chunkgraph.engine.decision import Agree, EagerReason, StepMode, agree_alone
-from chunkgraph.engine.defaults import default_backend, rank_label, sample_call
+from chunkgraph.engine.defaults import check_counts, default_backend, rank_label, sample_call
 from chunkgraph.engine.failure import SessionWatch
 from chunkgraph.engine.joint_capture import capture_together
 from chunkgraph.engine.options import CaptureOptions
@@ -94,13 +94,7 @@ class ChunkGraphs:
         banks: Sequence[Hashable] = (None,),
         derive_sample: Derive | None = None,
     ) -> None:
-        if len(chunks) != len(num_slots) or not chunks:
-            raise ValueError(
-                f"got {len(chunks)} chunks and {len(num_slots)} slot counts; "
-                "give one count for each chunk"
-            )
-        if min(num_slots) < 1:
-            raise ValueError(f"every chunk needs at least one slot, got {list(num_slots)}")
+        check_counts(len(chunks), num_slots)
         self.options = options or CaptureOptions()
         self.counters = Counters()
         self.mode = StepMode.OUTSIDE
@@ -113,12 +107,9 @@ class ChunkGraphs:
         self._decider = StepDecider(
             agree or agree_alone, self._standing, is_told_of_misfits=is_told_of_misfits
         )
-        passes = self.options.num_warmup_passes
-        if passes is None:
-            passes = 0 if self._backend.name == "recorder" else 1
         self._settings = SessionSettings(
             memory_plan=self.options.memory_plan,
-            num_passes=passes,
+            num_passes=self.options.num_passes_on(self._backend.name),
             scope=capture_scope,
             preserve=preserve,
             generators=generators,
@@ -343,7 +334,8 @@ class ChunkGraphs:
     def release(self) -> None:
         """Drop graphs, pools and static buffers; steps run eagerly until the next capture.
 
-        The next steps count as warmup again, so that a new session follows by itself.
+        All ranks call it at the same place between their steps. The next steps count as warmup
+        again, so that a new session follows by itself.
         """
         if self.mode is not StepMode.OUTSIDE:
             raise SlotError("release() was called inside a step; release between steps.")
@@ -354,6 +346,7 @@ class ChunkGraphs:
             self._was_released = True
         self._captured = None
         self._replayer.drop()
+        self._decider.released()
         self._failure = None
         self._sampler.begin_anew()
 

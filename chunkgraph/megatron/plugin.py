@@ -119,6 +119,10 @@ def attach(
     tables = CachedTables(module for part in parts for module in part.modules)
     predictions = compat.TokenPrediction() if predicts_tokens(parts) else None
     fp8 = fp8_state(config, parts, _device_of(chunks[0]))
+    if buckets and (packing is None or fp8 is not None):
+        why = "with FP8, whose scales were not tried with several graphs of one slot"
+        why = why if fp8 is not None else "without packing: only packed sequences have them"
+        raise ConfigError(f"buckets={list(buckets)} {why}. Leave them out.")
     experts: Experts | None = None
     if getattr(config, "num_moe_experts", None):
         if packing is not None and (stash is not None or token_drops == "rerun"):
@@ -153,10 +157,6 @@ def attach(
             needs_buckets=experts is not None
             and (getattr(config, "expert_model_parallel_size", 1) or 1) > 1,
         )
-    if buckets and (packings is None or fp8 is not None):
-        why = "with FP8, whose scales were not tried with several graphs of one slot"
-        why = why if fp8 is not None else "without packing: only packed sequences have them"
-        raise ConfigError(f"buckets={list(buckets)} {why}. Leave them out.")
     # Stage 0 sends no gradient; its input's gradient may go anywhere.
     lends = [
         zero_copy and waits_for_sends(config) and place.stage(c) > 0 for c in range(len(parts))
