@@ -48,6 +48,8 @@ class CapturedModel:
                         name = ".".join(part for part in (chunk.module_name, path, key) if part)
                         held = _Held(holder, key, tensor, tensor.requires_grad, name, is_buffer)
                         self._held.append(held)
+        # The same as plain tuples: they are gone through in every step.
+        self._facts = [(h.holder, h.key, h.tensor, h.trains) for h in self._held]
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -80,6 +82,11 @@ class CapturedModel:
         Raises:
             ReplayMismatchError: a tensor was replaced, frozen or thawed since.
         """
+        if all(
+            holder.get(key) is tensor and tensor.requires_grad is trains
+            for holder, key, tensor, trains in self._facts
+        ):
+            return
         for held in self._held:
             now = held.holder.get(held.key)
             if now is held.tensor:
