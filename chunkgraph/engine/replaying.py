@@ -131,6 +131,7 @@ class Replayer:
             SlotError: no slot is free.
         """
         assert self._captured is not None
+        self._captured.models[c].check_mode()
         reserved = self._reserved[c]
         key = reserved[0].bank if reserved else self._banks.key_of_next(c)
         tensors = self._captured.banks[key].signatures[c].tensors_of(args, kwargs)

@@ -135,6 +135,8 @@ def capture_session(
     made: dict[nn.Parameter, torch.Tensor] = {}
     sinks = tuple(GradientSinks(chunk.parameters, chunk.label, made) for chunk in chunks)
     models = tuple(CapturedModel(chunk) for chunk in chunks)
+    for model, chunk in zip(models, chunks, strict=True):
+        model.refuse_hooks(chunk.parameters)
     aliases = tuple(ParameterAliases(chunk.module, chunk.parameters) for chunk in chunks)
     forwards: list[CapturedForward] = []
     try:

@@ -67,6 +67,47 @@ def test_a_change_is_refused_until_the_next_capture(
     graphs.release()
 
 
+@pytest.mark.parametrize("part", ["", "linear"])
+def test_another_mode_than_in_the_capture_is_refused(backend: GraphBackend, part: str) -> None:
+    module = Scaled().to(backend.device)
+    graphs = ChunkGraphs([module], [1], backend=backend)
+    graphs.capture([new_input(backend)])
+    module.get_submodule(part).eval()
+    with pytest.raises(ReplayMismatchError, match=rf"{part}.*in eval\(\), .*captured in train\(\)"):
+        train(graphs, backend)
+    module.train()
+    with graphs.counters.expect(replays=1):
+        train(graphs, backend)
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_that_no_replay_would_call_are_refused(backend: GraphBackend, kind: str) -> None:
+    module = Scaled().to(backend.device)
+    handle = getattr(module.linear.weight, kind)(lambda _: None)
+    graphs = ChunkGraphs([module], [1], backend=backend)
+    with pytest.raises(CaptureError, match=r"hooks wait for .* 1 parameters \(linear\.weight\)"):
+        graphs.capture([new_input(backend)])
+    handle.remove()
+    graphs.capture([new_input(backend)])
+
+
+def test_torchs_data_parallelism_is_refused(
+    backend: GraphBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its type, so no process group is needed here."""
+
+    class Wrapper(nn.Module):
+        def __init__(self, module: nn.Module) -> None:
+            super().__init__()
+            self.module = module
+
+    monkeypatch.setattr(nn.parallel, "DistributedDataParallel", Wrapper)
+    wrapped = Wrapper(Scaled().to(backend.device))
+    graphs = ChunkGraphs([wrapped], [1], backend=backend)
+    with pytest.raises(CaptureError, match="would never be reduced"):
+        graphs.capture([new_input(backend)])
+
+
 def test_a_cache_that_grows_in_an_eager_step_is_none(backend: GraphBackend) -> None:
     module = Scaled().to(backend.device)
     graphs = ChunkGraphs([module], [1], backend=backend)
