@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from chunkgraph.engine import CaptureOptions, ChunkGraphs
+from chunkgraph.engine.defaults import check_counts
 from chunkgraph.errors import ChunkGraphError, ConfigError
 from chunkgraph.megatron import compat
 from chunkgraph.megatron.buckets import Buckets
@@ -123,6 +124,11 @@ def attach(
         why = "with FP8, whose scales were not tried with several graphs of one slot"
         why = why if fp8 is not None else "without packing: only packed sequences have them"
         raise ConfigError(f"buckets={list(buckets)} {why}. Leave them out.")
+    if stash is not None and (refused := stash_refusals(config)):
+        raise ConfigError("Experts cannot stash in this model:\n  " + "\n  ".join(refused))
+    slots = tuple(num_slots) if num_slots is not None else place.num_slots()
+    check_counts(len(parts), slots)
+    # From here on the model's own objects are changed.
     experts: Experts | None = None
     if getattr(config, "num_moe_experts", None):
         if packing is not None and (stash is not None or token_drops == "rerun"):
@@ -138,11 +144,8 @@ def attach(
             None if packing is None else config,
             marks_padding=stash is not None,
         )
-    slots = tuple(num_slots) if num_slots is not None else place.num_slots()
     pages: ExpertStash | None = None
     if stash is not None:
-        if refused := stash_refusals(config):
-            raise ConfigError("Experts cannot stash in this model:\n  " + "\n  ".join(refused))
         pages = ExpertStash(chunks, slots, stash, _device_of(chunks[0]))
     agree = agree_by_maximum()
     packings: StepPackings | None = None
