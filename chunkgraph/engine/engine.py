@@ -121,13 +121,9 @@ class ChunkGraphs:
         self.failed_here = False
         self._was_released = False
         self._banks = StepBanks(banks, len(self._chunks))
+        device = self._backend.device
         self._replayer = Replayer(
-            self._chunks,
-            self._num_slots,
-            self._banks,
-            self.options,
-            self.counters,
-            self._backend.device,
+            self._chunks, self._num_slots, self._banks, self.options, self.counters, device
         )
         self._samples = BankSamples(banks, len(self._chunks), derive_sample)
         self._sampler = StepSampler(self._samples, self._banks, self.options.num_warmup_steps)
