@@ -76,6 +76,15 @@ class Agreement:
             is_same = posted_kind == kind and posted_values == list(values)
         return agreed if is_same and is_settled(agreed) else self._agree(values)
 
+    def expire(self) -> None:
+        """What a posted question asked may not hold any more: all ranks ask anew.
+
+        All ranks come here together. Each for itself would ask anew only if its own values change.
+        """
+        if self._posted is not None:
+            _, values, wait = self._posted
+            self._posted = (object(), values, wait)
+
     def forget(self) -> None:
         """Let a posted question end unused."""
         if self._posted is not None:

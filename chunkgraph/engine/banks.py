@@ -7,7 +7,7 @@ never in flight together, and may lie in the same memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -133,8 +133,8 @@ class BankSamples:
         """A chunk is called in an eager step."""
         place = (c, key)
         if key in self._keys and place not in self._is_new:
-            call = flatten_call(args, kwargs)
-            self._calls[place] = Call(detached(call.leaves), call.spec)
+            call = flatten_call(args, kwargs).as_cast_now()
+            self._calls[place] = replace(call, leaves=detached(call.leaves))
             self._is_new.add(place)
 
     def forget(self) -> None:
@@ -161,6 +161,8 @@ class BankSamples:
             return own
         assert self._derive is not None
         of = next(other for other in self._keys if (c, other) in self._calls)
-        args, kwargs = self._calls[c, of].arguments()
+        given = self._calls[c, of]
+        args, kwargs = given.arguments()
         with torch.no_grad():
-            return flatten_call(*self._derive(c, args, kwargs, of, key))
+            derived = flatten_call(*self._derive(c, args, kwargs, of, key))
+        return replace(derived, autocast=given.autocast)

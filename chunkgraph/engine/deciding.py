@@ -117,6 +117,11 @@ class StepDecider:
         if not (step.forward_only or step.is_asked_eager):
             self._ask_ahead(step.shape_key if self._announcement is None else self._usual_key)
 
+    def released(self) -> None:
+        """The graphs are gone on all ranks, and with them what was asked about the next step."""
+        if self._announcement is None:  # else the digests tell
+            self.agreement.expire()
+
     def _ask_ahead(self, shape_key: Hashable) -> None:
         """Ask about the next step, if enough of it is known."""
         misfit = self._announcement.misfit if self._announcement is not None else ""

@@ -1,4 +1,4 @@
-"""What the engine works out when it is not told: backend, label, the form of a sample."""
+"""What the engine works out of its arguments: backend, label, the form of a sample."""
 
 from __future__ import annotations
 
@@ -9,7 +9,22 @@ from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.signature import Call, flatten_call
 from chunkgraph.graphs import CUDABackend, GraphBackend, RecorderBackend
 
-__all__ = ["default_backend", "rank_label", "sample_call"]
+__all__ = ["check_counts", "default_backend", "rank_label", "sample_call"]
+
+
+def check_counts(num_chunks: int, num_slots: Sequence[int]) -> None:
+    """Refuse slot counts that do not fit the chunks.
+
+    Raises:
+        ValueError: saying how.
+    """
+    if num_chunks != len(num_slots) or not num_chunks:
+        raise ValueError(
+            f"got {num_chunks} chunks and {len(num_slots)} slot counts; give one count for each "
+            "chunk"
+        )
+    if min(num_slots) < 1:
+        raise ValueError(f"every chunk needs at least one slot, got {list(num_slots)}")
 
 
 def default_backend(chunks: Sequence[Chunk]) -> GraphBackend:
@@ -33,5 +48,5 @@ def rank_label(chunks: Sequence[Chunk]) -> str:
 def sample_call(sample: Any) -> Call:
     """A sample as a call: a tuple of arguments, a dict of keyword arguments, or one tensor."""
     if isinstance(sample, dict):
-        return flatten_call((), sample)
-    return flatten_call(sample if isinstance(sample, tuple) else (sample,), {})
+        return flatten_call((), sample).as_cast_now()
+    return flatten_call(sample if isinstance(sample, tuple) else (sample,), {}).as_cast_now()

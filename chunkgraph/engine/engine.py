@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -21,13 +20,13 @@ from chunkgraph.engine.deciding import (
     StepDecider,
     StepKind,
 )
-from chunkgraph.engine.decision import NOTHING_REPLAYED, Agree, EagerReason, StepMode, agree_alone
-from chunkgraph.engine.defaults import default_backend, rank_label, sample_call
+from chunkgraph.engine.decision import Agree, EagerReason, StepMode, agree_alone
+from chunkgraph.engine.defaults import check_counts, default_backend, rank_label, sample_call
 from chunkgraph.engine.failure import SessionWatch
 from chunkgraph.engine.joint_capture import capture_together
 from chunkgraph.engine.options import CaptureOptions
-from chunkgraph.engine.ranges import ReplayRanges
-from chunkgraph.engine.replay import SlotReplay, SlotRunner
+from chunkgraph.engine.replaying import Replayer
+from chunkgraph.engine.sampling import StepSampler
 from chunkgraph.engine.session import (
     CapturedRank,
     CaptureReport,
@@ -35,11 +34,9 @@ from chunkgraph.engine.session import (
     SessionSettings,
 )
 from chunkgraph.engine.signature import Call
-from chunkgraph.engine.slot import Slot
 from chunkgraph.engine.verify import Surroundings, Verifier, new_verifier
-from chunkgraph.errors import CaptureError, ChunkGraphError, SlotError
+from chunkgraph.errors import CaptureError, SlotError
 from chunkgraph.graphs import GraphBackend
-from chunkgraph.slots import SlotMachine
 
 __all__ = ["ChunkGraphs"]
 
@@ -98,13 +95,7 @@ class ChunkGraphs:
         banks: Sequence[Hashable] = (None,),
         derive_sample: Derive | None = None,
     ) -> None:
-        if len(chunks) != len(num_slots) or not chunks:
-            raise ValueError(
-                f"got {len(chunks)} chunks and {len(num_slots)} slot counts; "
-                "give one count for each chunk"
-            )
-        if min(num_slots) < 1:
-            raise ValueError(f"every chunk needs at least one slot, got {list(num_slots)}")
+        check_counts(len(chunks), num_slots)
         self.options = options or CaptureOptions()
         self.counters = Counters()
         self.mode = StepMode.OUTSIDE
@@ -117,41 +108,27 @@ class ChunkGraphs:
         self._decider = StepDecider(
             agree or agree_alone, self._standing, is_told_of_misfits=is_told_of_misfits
         )
-        passes = self.options.num_warmup_passes
-        if passes is None:
-            passes = 0 if self._backend.name == "recorder" else 1
         self._settings = SessionSettings(
             memory_plan=self.options.memory_plan,
             shared_slots=self.options.shared_slots,
-            num_passes=passes,
+            num_passes=self.options.num_passes_on(self._backend.name),
             scope=capture_scope,
             preserve=preserve,
             generators=generators,
             progress=progress,
         )
         self._surroundings = Surroundings(self._backend, preserve, generators, verify_scope)
-        self._machine = SlotMachine(
-            self._num_slots,
-            label=rank_label(self._chunks),
-            are_shared=self.options.shared_slots,
-        )
-        self._reserved: tuple[deque[Slot], ...] = ()
-        self._awaiting_grads: tuple[deque[Slot], ...] = ()
-        self._anchor = torch.zeros((), device=self._backend.device, requires_grad=True)
         self._captured: CapturedRank | None = None
-        self._verifier: Verifier | None = None
-        self._verifying: Verifier | None = None  # the same, in a step that is verified
-        self._first_replayed_step = 0
-        self._ranges: ReplayRanges | None = None
-        self._runner: SlotRunner = self
         self._failure: CaptureError | None = None
         self.failed_here = False
         self._was_released = False
-        self._num_eager_steps = 0
-        self._records_samples = False
         self._banks = StepBanks(banks, len(self._chunks))
+        device = self._backend.device
+        self._replayer = Replayer(
+            self._chunks, self._num_slots, self._banks, self.options, self.counters, device
+        )
         self._samples = BankSamples(banks, len(self._chunks), derive_sample)
-        self._sample_key: Hashable = SHAPE_UNKNOWN
+        self._sampler = StepSampler(self._samples, self._banks, self.options.num_warmup_steps)
         self._captured_key: Hashable = SHAPE_UNKNOWN
         self.callables = tuple(functools.partial(self._run, c) for c in range(len(self._chunks)))
 
@@ -216,8 +193,12 @@ class ChunkGraphs:
         if reason is EagerReason.PACKING_OVERFLOW:
             self.counters.packing_overflows[misfit or "on another rank"] += 1
         if reason is EagerReason.NONE:
-            with self._replaying(num_microbatches):
-                yield self.mode
+            self.mode = StepMode.REPLAY
+            try:
+                with self._replayer.step(num_microbatches):
+                    yield self.mode
+            finally:
+                self.mode = StepMode.OUTSIDE
         else:
             with self._running_eagerly(reason, shape_key):
                 yield self.mode
@@ -241,7 +222,7 @@ class ChunkGraphs:
         """Agree with the other ranks on this step, capturing first if all of them are ready."""
         reason, some_without = self._decider.decide(step)
         if reason is EagerReason.NONE and some_without:
-            self._capture_together(self._samples.by_bank, self._sample_key)
+            self._capture_together(self._samples.by_bank, self._sampler.shape_key)
             return EagerReason.CAPTURE_FAILED if self._failure else EagerReason.NONE
         return reason
 
@@ -251,51 +232,8 @@ class ChunkGraphs:
             captured_key=self._captured_key,
             has_failed=self._failure is not None,
             was_released=self._was_released,
-            is_ready=self._is_ready_to_capture,
+            is_ready=self._sampler.is_ready,
         )
-
-    def _is_ready_to_capture(self, shape_key: Hashable) -> bool:
-        return (
-            self._num_eager_steps >= self.options.num_warmup_steps
-            and self._samples.are_complete
-            and shape_key == self._sample_key
-        )
-
-    @contextmanager
-    def _replaying(self, num_microbatches: int | None) -> Iterator[None]:
-        assert self._captured is not None
-        for sinks in self._captured.sinks:
-            sinks.begin_step()
-        self._machine.begin_step()
-        if self._ranges is not None:
-            self._ranges.begin_step()
-        self._reserved = tuple(deque[Slot]() for _ in self._chunks)
-        self._awaiting_grads = tuple(deque[Slot]() for _ in self._chunks)
-        self.mode = StepMode.REPLAY
-        num_replays = self.counters.replays
-        step = self.counters.replayed_steps - self._first_replayed_step
-        if self._verifier is not None and self.options.verifies(step):
-            self._verifying = self._verifier
-            self._verifying.begin_step(step)
-        try:
-            yield
-            self._machine.end_step()
-        except BaseException as error:
-            self._machine.abort_step()
-            for slot in (s for slots in self._captured.slots for s in slots):
-                slot.forget_sources()
-            if isinstance(error, ChunkGraphError) and num_microbatches is not None:
-                error.add_note(f"The step had {num_microbatches} microbatches.")
-            raise
-        finally:
-            self.mode = StepMode.OUTSIDE
-            if self._verifying is not None:
-                self._verifying.end_step()
-                self._verifying = None
-        if self.counters.replays > num_replays:
-            self.counters.replayed_steps += 1
-        else:  # gradients were off, or the modules in evaluation: every call ran eagerly
-            self.counters.fallbacks[NOTHING_REPLAYED] += 1
 
     @contextmanager
     def _running_eagerly(self, reason: EagerReason, shape_key: Hashable) -> Iterator[None]:
@@ -304,19 +242,12 @@ class ChunkGraphs:
             EagerReason.CAPTURE_WARMUP,
             EagerReason.RELEASED,
         )
-        if wants_samples:
-            if shape_key != self._sample_key:
-                self._samples.forget()
-            self._samples.begin_step()
-            self._sample_key = shape_key
-        self._records_samples = wants_samples
         try:
-            yield
+            with self._sampler.step(shape_key) if wants_samples else nullcontext():
+                yield
         finally:
             self.mode = StepMode.OUTSIDE
-            self._records_samples = False
         self.counters.fallbacks[reason.text] += 1
-        self._num_eager_steps += wants_samples
 
     # -- capture -------------------------------------------------------------------------------
 
@@ -384,10 +315,9 @@ class ChunkGraphs:
         if result.captured is not None:
             self._captured = result.captured
             self._captured_key = shape_key
-            self._verifier = verifier
             if verifier is not None:
                 verifier.captured(result.captured)
-            self._first_replayed_step = self.counters.replayed_steps
+            self._replayer.take(result.captured, verifier)
             self.counters.captures += result.captured.report.num_graphs // 2
             self.counters.capture_sessions += 1
             return
@@ -402,7 +332,8 @@ class ChunkGraphs:
     def release(self) -> None:
         """Drop graphs, pools and static buffers; steps run eagerly until the next capture.
 
-        The next steps count as warmup again, so that a new session follows by itself.
+        All ranks call it at the same place between their steps. The next steps count as warmup
+        again, so that a new session follows by itself.
         """
         if self.mode is not StepMode.OUTSIDE:
             raise SlotError("release() was called inside a step; release between steps.")
@@ -412,9 +343,10 @@ class ChunkGraphs:
                 slot.release()
             self._was_released = True
         self._captured = None
-        self._verifier = None
+        self._replayer.drop()
+        self._decider.released()
         self._failure = None
-        self._num_eager_steps = 0
+        self._sampler.begin_anew()
 
     def name_replays(self, names: Sequence[str]) -> None:
         """Put every replay into a named range of profiles; without this call it costs nothing.
@@ -422,40 +354,20 @@ class ChunkGraphs:
         Args:
             names: what each chunk is called in front of action and microbatch.
         """
-        self._ranges = self._runner = ReplayRanges(self, names)
+        self._replayer.name_replays(names)
 
     # -- calls ---------------------------------------------------------------------------------
 
     def _run(self, c: int, *args: Any, **kwargs: Any) -> Any:
         if self.mode is StepMode.REPLAY and torch.is_grad_enabled():
-            return self._replay(c, args, kwargs)
+            return self._replayer.call(c, args, kwargs)
         if self.mode is StepMode.OUTSIDE and torch.is_grad_enabled():
             raise SlotError(
                 f"{self._chunks[c].label} was called outside a step. Wrap the call of the schedule "
                 "in `with graphs.step(num_microbatches):`, or disable gradients to evaluate."
             )
-        if self._records_samples:
-            self._samples.record(c, self._banks.key_of_next(c), args, kwargs)
-            self._banks.advance(c)
+        self._sampler.record(c, args, kwargs)
         return self._chunks[c].forward(*args, **kwargs)
-
-    def _replay(self, c: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        captured = self._captured
-        assert captured is not None
-        reserved = self._reserved[c]
-        key = reserved[0].bank if reserved else self._banks.key_of_next(c)
-        tensors = captured.banks[key].signatures[c].tensors_of(args, kwargs)
-        slot = reserved.popleft() if reserved else self._acquire(c)
-        self._awaiting_grads[c].append(slot)
-        outputs = SlotReplay.apply(self._runner, slot, self._anchor, *tensors)
-        return slot.result(outputs)
-
-    def _acquire(self, c: int) -> Slot:
-        assert self._captured is not None
-        bank = self._captured.banks[self._banks.key_of_next(c)]
-        slot = bank.slots[c][self._machine.acquire_forward(c)]
-        self._banks.advance(c)
-        return slot
 
     def reserve_input(self, c: int, index: int = 0, *, num_before: int = 0) -> torch.Tensor | None:
         """The memory that the next forward of chunk ``c`` reads, to receive into it.
@@ -472,13 +384,7 @@ class ChunkGraphs:
             A leaf on the slot's static input, with the captured shape, dtype and grad flag; None
             outside a replayed step or when no slot is free (receive elsewhere; it is copied).
         """
-        num_others = num_before if self.options.shared_slots else 0
-        if self.mode is not StepMode.REPLAY or self._machine.num_free(c) <= num_others:
-            return None
-        slot = self._acquire(c)
-        self._reserved[c].append(slot)
-        wants_grad = slot.input_grads[index] is not None
-        return slot.inputs[index].detach().requires_grad_(wants_grad)
+        return self._replayer.reserve_input(c, index, num_before)
 
     def reserve_output_grad(self, c: int, index: int = 0) -> torch.Tensor | None:
         """The memory that the next backward of chunk ``c`` reads, to receive into it.
@@ -492,49 +398,4 @@ class ChunkGraphs:
         Returns:
             The static gradient; None when no forward of the chunk waits for one.
         """
-        waiting = self._awaiting_grads[c]
-        if self.mode is not StepMode.REPLAY or not waiting:
-            return None
-        return waiting.popleft().output_grads[index]
-
-    def replay_forward(self, slot: Slot, tensors: tuple[torch.Tensor, ...]) -> None:
-        """Load inputs and replay. Called by `SlotReplay`."""
-        before = self._chunks[slot.chunk].before_forward
-        if before is not None:
-            before()
-        if self._verifying is not None:
-            self._verifying.before_forward(slot, tensors)
-        slot.load_inputs(tensors)
-        slot.forward_graph.replay()
-        if self._verifying is not None:
-            self._verifying.after_forward(slot)
-        self.counters.replays += 1
-        self.counters.replays_of_bank[slot.bank] += 1
-
-    def replay_backward(self, slot: Slot, grads: tuple[torch.Tensor | None, ...]) -> None:
-        """Load output gradients, replay, free the slot. Called by `SlotReplay`."""
-        self._machine.begin_backward(slot.chunk, slot.index)
-        waiting = self._awaiting_grads[slot.chunk]
-        if slot in waiting:
-            waiting.remove(slot)
-        assert self._captured is not None
-        sinks = self._captured.sinks[slot.chunk]
-        if not sinks.is_bound:
-            sinks.bind()
-        if self._verifying is not None:
-            self._verifying.before_backward(slot, grads)
-        slot.load_output_grads(grads)
-        before = self._chunks[slot.chunk].before_backward
-        if before is not None:
-            before()
-        assert slot.backward_graph is not None
-        slot.backward_graph.replay()
-        if self._verifying is not None:
-            self._verifying.after_backward(slot)
-        if slot.marker is not None:
-            slot.marker.replayed()
-        self._machine.release(slot.chunk, slot.index)
-        self.counters.backward_replays += 1
-        after = self._chunks[slot.chunk].after_backward
-        if after is not None:
-            after()
+        return self._replayer.reserve_output_grad(c, index)

@@ -58,6 +58,12 @@ class CaptureOptions:
                 "for no end."
             )
 
+    def num_passes_on(self, backend_name: str) -> int:
+        """Eager passes over each chunk in a session on this backend."""
+        if self.num_warmup_passes is not None:
+            return self.num_warmup_passes
+        return 0 if backend_name == "recorder" else 1
+
     def verifies(self, step: int) -> bool:
         """Whether replayed step ``step`` after the capture, from 0, is a verified one."""
         is_early = self.num_verify_steps is None or step < self.num_verify_steps

@@ -42,11 +42,13 @@ class ReplayRanges:
         with _named(f"{self._names[slot.chunk]} forward microbatch {microbatch}"):
             self._runner.replay_forward(slot, tensors)
 
-    def replay_backward(self, slot: Slot, grads: tuple[torch.Tensor | None, ...]) -> None:
+    def replay_backward(
+        self, slot: Slot, turn: int, grads: tuple[torch.Tensor | None, ...]
+    ) -> None:
         """Replay the slot's backward inside its range."""
         microbatch = self._microbatch.get((slot.chunk, slot.index), 0)
         with _named(f"{self._names[slot.chunk]} backward microbatch {microbatch}"):
-            self._runner.replay_backward(slot, grads)
+            self._runner.replay_backward(slot, turn, grads)
 
 
 @contextmanager

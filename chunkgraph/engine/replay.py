@@ -22,8 +22,16 @@ class SlotRunner(Protocol):
     def replay_forward(self, slot: Slot, tensors: tuple[torch.Tensor, ...]) -> None:
         """Load inputs and replay the forward."""
 
-    def replay_backward(self, slot: Slot, grads: tuple[torch.Tensor | None, ...]) -> None:
-        """Load output gradients, replay the backward and free the slot."""
+    def replay_backward(
+        self, slot: Slot, turn: int, grads: tuple[torch.Tensor | None, ...]
+    ) -> None:
+        """Load output gradients, replay the backward and free the slot.
+
+        Args:
+            slot: whose.
+            turn: the slot's at the forward that this is the backward of.
+            grads: of the outputs.
+        """
 
 
 class SlotReplay(torch.autograd.Function):
@@ -47,7 +55,7 @@ class SlotReplay(torch.autograd.Function):
             (Megatron frees sent outputs so) without touching the static memory.
         """
         runner.replay_forward(slot, tensors)
-        ctx.runner, ctx.slot = runner, slot
+        ctx.runner, ctx.slot, ctx.turn = runner, slot, slot.turn
         ctx.set_materialize_grads(False)
         outputs = tuple([tensor.detach() for tensor in slot.output_tensors])
         if slot.has_frozen_outputs:
@@ -60,12 +68,11 @@ class SlotReplay(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         """Replay the backward.
 
-        Returned as they are, the input gradients stay referenced by the slot, so that
-        AccumulateGrad copies them instead of keeping memory that the next backward overwrites. A
-        fresh alias is kept without a copy, for callers that are done with it by then.
+        Input gradients lie where the next backward writes its own. Autograd holds them beyond that
+        where several nodes read one tensor (it adds up what all of them return) and where a leaf
+        keeps them. So they are copied, unless the caller is known to be done with them by then.
         """
         slot = ctx.slot
-        ctx.runner.replay_backward(slot, grads)
-        if slot.keeps_input_grads:
-            return (None, None, None, *slot.input_grads)
-        return (None, None, None, *[g if g is None else g.detach() for g in slot.input_grads])
+        ctx.runner.replay_backward(slot, ctx.turn, grads)
+        hand_out = torch.clone if slot.keeps_input_grads else torch.detach
+        return (None, None, None, *[g if g is None else hand_out(g) for g in slot.input_grads])

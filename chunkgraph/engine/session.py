@@ -21,6 +21,7 @@ from torch import nn
 
 from chunkgraph.engine.aliases import ParameterAliases
 from chunkgraph.engine.banks import Bank
+from chunkgraph.engine.captured_model import CapturedModel
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.gradients import GradientSinks
 from chunkgraph.engine.signature import Call, Signature
@@ -93,12 +94,14 @@ class CapturedRank:
     Attributes:
         banks: by key, largest first.
         sinks: of the gradients, by chunk.
+        models: what the graphs take for granted of each chunk's module.
         pools: of all graphs.
         report: what was made.
     """
 
     banks: dict[Hashable, Bank]
     sinks: tuple[GradientSinks, ...]
+    models: tuple[CapturedModel, ...]
     pools: PoolPlan
     report: CaptureReport
 
@@ -134,10 +137,15 @@ def capture_session(
     pools = PoolPlan(settings.memory_plan, backend, chunks[0].label.split(" chunk")[0])
     made: dict[nn.Parameter, torch.Tensor] = {}
     sinks = tuple(GradientSinks(chunk.parameters, chunk.label, made) for chunk in chunks)
+    models = tuple(CapturedModel(chunk) for chunk in chunks)
+    for model, chunk in zip(models, chunks, strict=True):
+        model.refuse_hooks(chunk.parameters)
     aliases = tuple(ParameterAliases(chunk.module, chunk.parameters) for chunk in chunks)
     forwards: list[CapturedForward] = []
     try:
         with ExitStack() as stack:
+            for model in models:
+                stack.enter_context(model.watched())
             stack.enter_context(settings.preserve())
             stack.enter_context(backend.preserve_random_state())
             stack.enter_context(_preserved([b for chunk in chunks for b in chunk.buffers]))
@@ -244,7 +252,7 @@ def capture_session(
         static_bytes=sum(_num_bytes([*f.inputs, *f.grads]) for f in forwards),
         duration_ms=(time.perf_counter() - start) * 1e3,
     )
-    return CapturedRank(banks, sinks, pools, report)
+    return CapturedRank(banks, sinks, models, pools, report)
 
 
 def _variants(

@@ -6,7 +6,7 @@ The only place that imports torch's pytree.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 
+from chunkgraph.engine.autocast import Autocast
 from chunkgraph.errors import ReplayMismatchError
 
 __all__ = ["Call", "Signature", "detached", "flatten", "flatten_call", "unflatten"]
@@ -26,10 +27,22 @@ __all__ = ["Call", "Signature", "detached", "flatten", "flatten_call", "unflatte
 
 @dataclass(frozen=True)
 class Call:
-    """One call's arguments, flattened."""
+    """One call's arguments, flattened.
+
+    Attributes:
+        leaves: tensors and plain values.
+        spec: the structure they stand in.
+        autocast: how operators were cast in it; None where that is not known.
+    """
 
     leaves: list[Any]
     spec: TreeSpec
+    autocast: Autocast | None = None
+
+    def as_cast_now(self) -> Call:
+        """The same, with the automatic casting of this moment."""
+        kinds = {t.device.type for t in self.tensors} - {"cpu"}
+        return replace(self, autocast=Autocast.now(kinds.pop() if kinds else "cpu"))
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -85,6 +98,7 @@ class Signature:
     def __init__(self, call: Call, label: str) -> None:
         self._label = label
         self._spec = call.spec
+        self._autocast = call.autocast
         self._key = _key(call.leaves)
         self._frozen = tuple(i for i, t in enumerate(call.tensors) if not t.requires_grad)
         args, kwargs = unflatten(call.leaves, call.spec)
@@ -103,6 +117,8 @@ class Signature:
         Raises:
             ReplayMismatchError: listing every difference with its path.
         """
+        if self._autocast is not None and not self._autocast.is_now():
+            raise self._other_autocast(self._autocast)
         if self._is_flat and len(args) == self._num_args and kwargs.keys() == self._keywords:
             leaves: Sequence[Any] = (*args, *[kwargs[name] for name in self._names])
         else:
@@ -138,6 +154,14 @@ class Signature:
             f"{self._label}: tensor argument {index} (shape {tuple(tensor.shape)}) requires grad, "
             "but the sample it was captured with did not, so its gradient is not in the graph. "
             "Capture from a sample that requires grad, or detach the argument."
+        )
+
+    def _other_autocast(self, captured: Autocast) -> ReplayMismatchError:
+        return ReplayMismatchError(
+            f"{self._label} was captured with autocast {captured}, and is called with "
+            f"{Autocast.now(captured.device_type)}; the graph would cast as it was captured. Call "
+            "it under one autocast, in warmup steps or around capture() as in every later step, or "
+            "release the graphs and capture again."
         )
 
     def _differences(self, call: Call) -> str:

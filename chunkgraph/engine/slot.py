@@ -38,6 +38,7 @@ class Slot:
             it over a saved tensor).
         marker: watches the gradients of the backward, or None.
         keeps_input_grads: see `Chunk`.
+        turn: tells the microbatch that took the slot last from all others.
     """
 
     chunk: int
@@ -56,6 +57,7 @@ class Slot:
     marker: GradientMarker | None = None
     keeps_input_grads: bool = True
     bank: Hashable = None
+    turn: int = 0
 
     def __post_init__(self) -> None:
         self.is_single = self.output_spec.is_leaf() and isinstance(self.outputs[0], torch.Tensor)
@@ -86,6 +88,9 @@ class Slot:
                 statics.append(static)
                 copied.append(given)
                 sources[i] = LoadedSource.of(given)
+            elif static.stride() != given.stride():  # a view of what was received
+                statics.append(static)
+                copied.append(given.clone())
         if len(copied) == 1:
             statics[0].copy_(copied[0])
         elif copied:  # one launch for all that have one dtype
@@ -103,6 +108,8 @@ class Slot:
                 static.zero_()
             elif static.data_ptr() != given.data_ptr():
                 static.copy_(given)
+            elif static.stride() != given.stride():  # a view of what was received
+                static.copy_(given.clone())
 
     def result(self, tensors: Sequence[torch.Tensor]) -> Any:
         """The chunk's result with ``tensors`` in the places of its tensors."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,11 +15,12 @@ __all__ = ["call_with", "static_like"]
 
 
 def call_with(chunk: Chunk, sample: Call, inputs: Sequence[torch.Tensor]) -> Any:
-    """Run the chunk with a sample's plain values and these tensors, gradients enabled."""
+    """Run the chunk with a sample's plain values and casting and these tensors, with gradients."""
     given = iter(inputs)
     leaves = [next(given) if isinstance(x, torch.Tensor) else x for x in sample.leaves]
     args, kwargs = unflatten(leaves, sample.spec)
-    with torch.enable_grad():
+    autocast = sample.autocast.entered() if sample.autocast is not None else nullcontext()
+    with torch.enable_grad(), autocast:
         return chunk.forward(*args, **kwargs)
 
 

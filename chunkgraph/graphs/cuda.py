@@ -228,9 +228,11 @@ class CUDABackend:
         """Run on the capture stream, ordered after and before the current stream's work."""
         current = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(current)
-        with torch.cuda.stream(self.stream):
-            yield
-        current.wait_stream(self.stream)
+        try:
+            with torch.cuda.stream(self.stream):
+                yield
+        finally:  # what an error leaves running there is followed by putting state back here
+            current.wait_stream(self.stream)
 
     @contextmanager
     def preserve_random_state(self) -> Iterator[None]:

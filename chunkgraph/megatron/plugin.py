@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from chunkgraph.engine import CaptureOptions, ChunkGraphs
+from chunkgraph.engine.defaults import check_counts
 from chunkgraph.errors import ChunkGraphError, ConfigError
 from chunkgraph.megatron import compat
 from chunkgraph.megatron.buckets import Buckets
@@ -127,6 +128,20 @@ def attach(
     tables = CachedTables(module for part in parts for module in part.modules)
     predictions = compat.TokenPrediction() if predicts_tokens(parts) else None
     fp8 = fp8_state(config, parts, _device_of(chunks[0]))
+    if buckets and (packing is None or fp8 is not None):
+        why = "with FP8, whose scales were not tried with several graphs of one slot"
+        why = why if fp8 is not None else "without packing: only packed sequences have them"
+        raise ConfigError(f"buckets={list(buckets)} {why}. Leave them out.")
+    if stash is not None and (refused := stash_refusals(config, stash.page_bytes)):
+        raise ConfigError("Experts cannot stash in this model:\n  " + "\n  ".join(refused))
+    options = options if options is not None else CaptureOptions()
+    slots = (
+        tuple(num_slots)
+        if num_slots is not None
+        else place.num_slots(are_shared=options.shared_slots)
+    )
+    check_counts(len(parts), slots)
+    # From here on the model's own objects are changed.
     experts: Experts | None = None
     if getattr(config, "num_moe_experts", None):
         if packing is not None and (stash is not None or token_drops == "rerun"):
@@ -142,16 +157,8 @@ def attach(
             None if packing is None else config,
             marks_padding=stash is not None,
         )
-    options = options if options is not None else CaptureOptions()
-    slots = (
-        tuple(num_slots)
-        if num_slots is not None
-        else place.num_slots(are_shared=options.shared_slots)
-    )
     pages: ExpertStash | None = None
     if stash is not None:
-        if refused := stash_refusals(config, stash.page_bytes):
-            raise ConfigError("Experts cannot stash in this model:\n  " + "\n  ".join(refused))
         pages = ExpertStash(
             chunks,
             slots,
@@ -174,10 +181,6 @@ def attach(
             needs_buckets=experts is not None
             and (getattr(config, "expert_model_parallel_size", 1) or 1) > 1,
         )
-    if buckets and (packings is None or fp8 is not None):
-        why = "with FP8, whose scales were not tried with several graphs of one slot"
-        why = why if fp8 is not None else "without packing: only packed sequences have them"
-        raise ConfigError(f"buckets={list(buckets)} {why}. Leave them out.")
     # Stage 0 sends no gradient; its input's gradient may go anywhere.
     lends = [
         zero_copy and waits_for_sends(config) and place.stage(c) > 0 for c in range(len(parts))

@@ -62,6 +62,8 @@ class SlotMachine:
         self._schedule = schedule
         self._rank = rank
         self._in_step = False
+        self._num_turns = 0
+        self._turns = [[0] * count for count in num_slots]  # by set
         self._events: list[Event] = []
         self._reset()
 
@@ -101,6 +103,11 @@ class SlotMachine:
         of_set = self._set_of[chunk]
         is_free = self._states[of_set][slot] is SlotState.FREE
         return None if is_free else self._microbatches[of_set][slot]
+
+    def turn(self, chunk: int, slot: int) -> int:
+        """A number of the forward that took a slot last: no other forward ever has it."""
+        self._check_place("turn", chunk, None, slot)
+        return self._turns[self._set_of[chunk]][slot]
 
     def begin_step(self, schedule: Schedule | None = None) -> None:
         """Start a step.
@@ -158,14 +165,22 @@ class SlotMachine:
         self._microbatches[of_set][slot] = microbatch
         self._chunks[of_set][slot] = chunk
         self._num_forwards[chunk] += 1
+        self._num_turns += 1
+        self._turns[of_set][slot] = self._num_turns
         self._events.append(("forward", chunk, microbatch, slot))
         return slot
 
-    def begin_backward(self, chunk: int, slot: int) -> None:
+    def begin_backward(self, chunk: int, slot: int, turn: int | None = None) -> None:
         """Mark that the backward of what a slot holds starts.
 
+        Args:
+            chunk: Index of the model chunk.
+            slot: Number of the slot.
+            turn: Of the forward whose backward it is; None: of the last one.
+
         Raises:
-            SlotError: Outside a step, unknown chunk or slot, or the slot holds no finished forward.
+            SlotError: Outside a step, unknown chunk or slot, the slot holds no finished forward, or
+                that of another microbatch.
         """
         self._check_in_step("backward", chunk, None, slot)
         self._check_place("backward", chunk, None, slot)
@@ -181,6 +196,13 @@ class SlotMachine:
             else:
                 what, advice = "is in backward already", "run each backward only once"
             self._refuse("backward", chunk, None, slot, f"slot {slot} {what}", advice)
+        if turn is not None and turn != self._turns[of_set][slot]:
+            self._refuse(
+                "backward", chunk, None, slot,
+                f"slot {slot} holds another microbatch by now; this one's forward is gone",
+                "run each backward once, in the step of its forward (retain_graph does not work "
+                "with slots)",
+            )  # fmt: skip
         self._states[of_set][slot] = SlotState.BACKWARD
         self._events.append(("backward", chunk, self._microbatches[of_set][slot], slot))
 

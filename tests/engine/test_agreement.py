@@ -55,6 +55,37 @@ def test_another_question_is_asked_anew_and_the_old_one_ends(kind: str, values: 
     assert ranks.num_waits == 2
 
 
+def test_an_expired_question_is_asked_anew_though_it_is_the_same_here() -> None:
+    """On another rank it may be another one by now, and that rank asks anew."""
+    ranks = Ranks()
+    agreement = Agreement(ranks)
+    agreement.post("kind", [1, 1])
+    agreement.expire()
+    assert agreement.answer("kind", [1, 1]) == [1, 1]
+    assert ranks.asked == [[1, 1], [1, 1]]
+    assert ranks.num_waits == 2
+
+
+def test_a_release_before_the_capture_has_all_ranks_ask_anew() -> None:
+    """Also those that were not ready to capture, and so ask the same as before."""
+    ranks = Ranks()
+    graphs = ChunkGraphs(
+        [torch.nn.Linear(4, 4)],
+        [1],
+        options=CaptureOptions(num_warmup_steps=5),
+        backend=RecorderBackend(),
+        agree=ranks,
+    )
+    for _ in range(2):
+        with graphs.step(1):
+            graphs.callables[0](torch.randn(2, 4)).sum().backward()
+    assert len(ranks.asked) == 3
+    graphs.release()
+    with graphs.step(1):
+        pass
+    assert len(ranks.asked) == 5
+
+
 def test_a_plain_agreement_is_never_asked_early() -> None:
     asked: list[Sequence[int]] = []
 

@@ -289,6 +289,22 @@ def test_a_nan_from_outside_is_not_blamed_on_a_layer(
     assert len(caught) == 1
 
 
+@pytest.mark.parametrize("drops_gradients", [True, False])
+def test_poison_still_finds_dead_memory_after_a_nan_of_the_model(
+    stack: Stack, attach: Callable[..., ChunkGraphs], backend: GraphBackend, drops_gradients: bool
+) -> None:
+    """Also where the NaN stays in gradients that nobody drops."""
+    graphs = attach(verify="poison")
+    with pytest.warns(UserWarning, match="came in with the input"), graphs.step(1):
+        graphs.callables[0](new_input(backend) * float("nan")).sum().backward()
+    if drops_gradients:
+        stack.zero_grad(set_to_none=True)
+    train(graphs, backend)
+    inner = slot_of(graphs).pool.poison
+    with pytest.raises(VerifyError, match="memory that was not its own"):
+        train_in_flight(graphs, backend, 1, lambda: keeping_output(slot_of(graphs), inner))
+
+
 class BadBackward(torch.autograd.Function):
     """A NaN that arises in the backward."""
 

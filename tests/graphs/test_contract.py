@@ -252,6 +252,25 @@ def test_a_failed_capture_on_a_gpu_keeps_no_memory() -> None:
     assert torch.cuda.memory_reserved() <= before
 
 
+@pytest.mark.gpu
+def test_what_fails_on_the_capture_stream_is_waited_for() -> None:
+    """Whoever puts state back afterwards writes after what was still running."""
+    backend = CUDABackend()
+    buffer = torch.zeros(1 << 20, device=backend.device)
+
+    def fail_late() -> None:
+        with backend.on_capture_stream():
+            torch.cuda._sleep(20_000_000)
+            buffer.fill_(1.0)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail_late()
+    buffer.fill_(2.0)
+    torch.cuda.synchronize()
+    assert bool((buffer == 2.0).all())
+
+
 def test_a_user_error_in_the_chunk_is_named_with_its_line(backend: GraphBackend) -> None:
     with (
         pytest.raises(CaptureError, match=r"RuntimeError.*\n.*test_contract\.py:\d+") as raised,

@@ -309,3 +309,23 @@ def test_a_small_capacity_is_for_those_who_ask_for_drops(one_rank: Any, make_con
     run = _Run(one_rank, config, [], {"token_drops": "count"})
     assert run.graphs is not None
     run.graphs.detach()
+
+
+def test_a_refused_attach_leaves_the_model_as_it_was(one_rank: Any, make_config: Any) -> None:
+    from megatron.core.transformer.moe import router
+
+    from chunkgraph.megatron import attach
+
+    run = _Run(one_rank, _make(make_config, moe_expert_capacity_factor=1.0), [], None)
+
+    def hooks() -> list[Any]:
+        modules = list(run.chunks[0].modules())
+        counts = [(len(m._forward_pre_hooks), len(m._forward_hooks)) for m in modules]
+        return [*counts, router.apply_router_token_dropping]
+
+    before = hooks()
+    with pytest.raises(ValueError, match="1 chunks and 2 slot counts"):
+        attach(run.chunks, num_slots=(1, 1))
+    assert hooks() == before
+    attach(run.chunks).detach()
+    assert hooks() == before

@@ -105,8 +105,10 @@ class Verifier:
         return Replayed(slot, direction, self._microbatches[slot], self._step)
 
     def _tell_nan(self, slot: Slot, direction: str, where: str) -> None:
-        self._has_told_nan = True
-        warn_of_nan(self._replayed(slot, direction), where)
+        """Once; a replay that goes wrong later is found all the same."""
+        if not self._has_told_nan:
+            self._has_told_nan = True
+            warn_of_nan(self._replayed(slot, direction), where)
 
     def _first_layer_with_nan(
         self, slot: Slot, tensors: Sequence[torch.Tensor], wants_grad: Sequence[bool]

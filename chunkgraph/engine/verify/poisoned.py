@@ -33,6 +33,7 @@ class PoisonVerifier(Verifier):
     def _forget(self) -> None:
         super()._forget()
         self._kept_nan: dict[Slot, Place | None] = {}
+        self._had_nan = False
 
     def before_forward(self, slot: Slot, tensors: Sequence[torch.Tensor]) -> None:  # noqa: ARG002
         """Fill what is dead."""
@@ -41,7 +42,7 @@ class PoisonVerifier(Verifier):
 
     def after_forward(self, slot: Slot) -> None:
         """Look at the outputs."""
-        if self._has_told_nan or not has_nan(slot.output_tensors):
+        if not has_nan(slot.output_tensors):
             return
         by_itself = self._first_layer_with_nan(slot, slot.inputs, self._wants_grad(slot))
         if by_itself:
@@ -53,8 +54,8 @@ class PoisonVerifier(Verifier):
     def before_backward(self, slot: Slot, grads: Sequence[torch.Tensor | None]) -> None:
         """Fill what is dead, and look at what the slot keeps while it is there."""
         self._poison.before_replay()
-        if self._has_told_nan:
-            return
+        # What the model itself left in a gradient stays there for all that is added.
+        self._had_nan = self._has_told_nan and has_nan(self._gradients[slot.chunk])
         self._kept_nan[slot] = self._place(slot)
         if has_nan(grads):
             where = "it came with the gradient of the output, from what follows the chunk"
@@ -63,7 +64,7 @@ class PoisonVerifier(Verifier):
     def after_backward(self, slot: Slot) -> None:
         """Look at the gradients, then fill the slot."""
         gradients = self._gradients[slot.chunk]
-        if not self._has_told_nan and has_nan([*slot.input_grads, *gradients]):
+        if has_nan(slot.input_grads) or (not self._had_nan and has_nan(gradients)):
             self._explain(slot, gradients)
         self._poison.after_backward(slot.pool, holds_grads=slot.grads_lie_in_pool)
 
@@ -77,6 +78,7 @@ class PoisonVerifier(Verifier):
             self._tell_nan(slot, "backward", where)
             return
         name = self._first_nan_gradient(slot.chunk, gradients, eager.order)
+        name = "" if self._had_nan else name
         what = f"the gradient of {name or 'an input'} has a NaN"
         place = self._kept_nan.get(slot)
         layer = str(place) if place is not None else name.rpartition(".")[0] or "unknown"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -149,8 +149,10 @@ class EagerTwin:
         leaves = [next(todo) if x is _TENSOR else x for x in self._call.leaves]
         args, kwargs = unflatten(leaves, self._call.spec)
         watch = LayerWatch()
+        autocast = self._call.autocast
         with (
             torch.enable_grad(),
+            autocast.entered() if autocast is not None else nullcontext(),
             self._around.untouched(self._chunk),
             self._aliases.in_place(),
             self._own_sums(),
@@ -220,4 +222,5 @@ _TENSOR = _Tensor()
 
 def without_tensors(call: Call) -> Call:
     """The call with marks in the places of its tensors."""
-    return Call([_TENSOR if isinstance(x, torch.Tensor) else x for x in call.leaves], call.spec)
+    leaves = [_TENSOR if isinstance(x, torch.Tensor) else x for x in call.leaves]
+    return replace(call, leaves=leaves)

@@ -137,7 +137,8 @@ def _time_replays(engine: Any, times: HostTimes) -> Callable[[], None]:
         return lambda: None
     slots = [slot for slots in captured.slots for slot in slots]
     graphs = [(slot, slot.forward_graph, slot.backward_graph) for slot in slots]
-    replay_backward = engine.replay_backward
+    replayer = engine._replayer
+    replay_backward = replayer.replay_backward
 
     def timed(*args: Any) -> None:
         started = time.perf_counter()
@@ -147,10 +148,10 @@ def _time_replays(engine: Any, times: HostTimes) -> Callable[[], None]:
     for slot, forward, backward in graphs:
         slot.forward_graph = _TimedGraph(forward, times.forward_launch)
         slot.backward_graph = _TimedGraph(backward, times.backward_launch)
-    engine.replay_backward = timed
+    replayer.replay_backward = timed
 
     def undo() -> None:
-        del engine.replay_backward
+        del replayer.replay_backward
         for slot, forward, backward in graphs:
             slot.forward_graph, slot.backward_graph = forward, backward
 

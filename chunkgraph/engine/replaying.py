@@ -1,0 +1,218 @@
+"""The steps that replay: slots are handed to microbatches, loaded, replayed and freed."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from chunkgraph.engine.banks import StepBanks
+from chunkgraph.engine.chunk import Chunk
+from chunkgraph.engine.counters import Counters
+from chunkgraph.engine.decision import NOTHING_REPLAYED
+from chunkgraph.engine.defaults import rank_label
+from chunkgraph.engine.options import CaptureOptions
+from chunkgraph.engine.ranges import ReplayRanges
+from chunkgraph.engine.replay import SlotReplay, SlotRunner
+from chunkgraph.engine.session import CapturedRank
+from chunkgraph.engine.slot import Slot
+from chunkgraph.engine.verify import Verifier
+from chunkgraph.errors import ChunkGraphError
+from chunkgraph.slots import SlotMachine
+
+__all__ = ["Replayer"]
+
+
+class Replayer:
+    """Replays the slots of one rank (a `SlotRunner`).
+
+    Args:
+        chunks: of the rank.
+        num_slots: of each chunk.
+        banks: of the microbatches of each step.
+        options: say which steps are verified.
+        counters: are told of every replay.
+        device: of the chunks.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        num_slots: Sequence[int],
+        banks: StepBanks,
+        options: CaptureOptions,
+        counters: Counters,
+        device: torch.device,
+    ) -> None:
+        self._chunks = tuple(chunks)
+        self._banks = banks
+        self._options = options
+        self._counters = counters
+        self._machine = SlotMachine(
+            num_slots, label=rank_label(chunks), are_shared=options.shared_slots
+        )
+        self._anchor = torch.zeros((), device=device, requires_grad=True)
+        self._captured: CapturedRank | None = None
+        self._verifier: Verifier | None = None
+        self._verifying: Verifier | None = None  # the same, in a step that is verified
+        self._first_step = 0
+        self._is_in_step = False
+        self._ranges: ReplayRanges | None = None
+        self._runner: SlotRunner = self
+        self._forget_microbatches()
+
+    def take(self, captured: CapturedRank, verifier: Verifier | None) -> None:
+        """Replay these graphs from now on."""
+        self._captured, self._verifier = captured, verifier
+        self._first_step = self._counters.replayed_steps
+
+    def drop(self) -> None:
+        """Let the graphs go, and all that refers to them."""
+        self._captured = self._verifier = None
+        self._forget_microbatches()
+
+    def name_replays(self, names: Sequence[str]) -> None:
+        """See `ChunkGraphs.name_replays`."""
+        self._ranges = self._runner = ReplayRanges(self, names)
+
+    @contextmanager
+    def step(self, num_microbatches: int | None) -> Iterator[None]:
+        """One step that replays.
+
+        Args:
+            num_microbatches: only shown in errors.
+
+        Raises:
+            ReplayMismatchError: the model is not the one that was captured.
+            SlotError: a microbatch was forwarded but not run backward when the step ended.
+        """
+        captured, counters = self._captured, self._counters
+        assert captured is not None
+        for sinks in captured.sinks:
+            sinks.begin_step()
+        self._machine.begin_step()
+        if self._ranges is not None:
+            self._ranges.begin_step()
+        self._is_in_step = True
+        num_replays = counters.replays
+        number = counters.replayed_steps - self._first_step
+        if self._verifier is not None and self._options.verifies(number):
+            self._verifying = self._verifier
+            self._verifying.begin_step(number)
+        try:
+            yield
+            self._machine.end_step()
+            # Now, since the device is still at work, and nobody has used the gradients yet.
+            for model in captured.models:
+                model.check()
+        except BaseException as error:
+            self._machine.abort_step()
+            self._forget_microbatches()
+            for slot in (s for slots in captured.slots for s in slots):
+                slot.forget_sources()
+            if isinstance(error, ChunkGraphError) and num_microbatches is not None:
+                error.add_note(f"The step had {num_microbatches} microbatches.")
+            raise
+        finally:
+            self._is_in_step = False
+            if self._verifying is not None:
+                self._verifying.end_step()
+                self._verifying = None
+        if counters.replays > num_replays:
+            counters.replayed_steps += 1
+        else:  # gradients were off, or the modules in evaluation: every call ran eagerly
+            counters.fallbacks[NOTHING_REPLAYED] += 1
+
+    def call(self, c: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The next forward of chunk ``c``, as a node of autograd.
+
+        Raises:
+            ReplayMismatchError: the call does not fit what was captured.
+            SlotError: no slot is free.
+        """
+        assert self._captured is not None
+        self._captured.models[c].check_mode()
+        reserved = self._reserved[c]
+        key = reserved[0].bank if reserved else self._banks.key_of_next(c)
+        tensors = self._captured.banks[key].signatures[c].tensors_of(args, kwargs)
+        slot = reserved.popleft() if reserved else self._acquire(c)
+        self._awaiting_grads[c].append(slot)
+        outputs = SlotReplay.apply(self._runner, slot, self._anchor, *tensors)
+        return slot.result(outputs)
+
+    def reserve_input(self, c: int, index: int, num_before: int) -> torch.Tensor | None:
+        """See `ChunkGraphs.reserve_input`."""
+        num_others = num_before if self._options.shared_slots else 0
+        if not self._is_in_step or self._machine.num_free(c) <= num_others:
+            return None
+        slot = self._acquire(c)
+        self._reserved[c].append(slot)
+        wants_grad = slot.input_grads[index] is not None
+        return slot.inputs[index].detach().requires_grad_(wants_grad)
+
+    def reserve_output_grad(self, c: int, index: int) -> torch.Tensor | None:
+        """See `ChunkGraphs.reserve_output_grad`."""
+        waiting = self._awaiting_grads[c]
+        if not self._is_in_step or not waiting:
+            return None
+        return waiting.popleft().output_grads[index]
+
+    def replay_forward(self, slot: Slot, tensors: tuple[torch.Tensor, ...]) -> None:
+        """Load inputs and replay. Called by `SlotReplay`."""
+        before = self._chunks[slot.chunk].before_forward
+        if before is not None:
+            before()
+        if self._verifying is not None:
+            self._verifying.before_forward(slot, tensors)
+        slot.load_inputs(tensors)
+        slot.forward_graph.replay()
+        if self._verifying is not None:
+            self._verifying.after_forward(slot)
+        self._counters.replays += 1
+        self._counters.replays_of_bank[slot.bank] += 1
+
+    def replay_backward(
+        self, slot: Slot, turn: int, grads: tuple[torch.Tensor | None, ...]
+    ) -> None:
+        """Load output gradients, replay, free the slot. Called by `SlotReplay`."""
+        self._machine.begin_backward(slot.chunk, slot.index, turn)
+        waiting = self._awaiting_grads[slot.chunk]
+        if slot in waiting:
+            waiting.remove(slot)
+        assert self._captured is not None
+        sinks = self._captured.sinks[slot.chunk]
+        if not sinks.is_bound:
+            sinks.bind()
+        if self._verifying is not None:
+            self._verifying.before_backward(slot, grads)
+        slot.load_output_grads(grads)
+        before = self._chunks[slot.chunk].before_backward
+        if before is not None:
+            before()
+        assert slot.backward_graph is not None
+        slot.backward_graph.replay()
+        if self._verifying is not None:
+            self._verifying.after_backward(slot)
+        if slot.marker is not None:
+            slot.marker.replayed()
+        self._machine.release(slot.chunk, slot.index)
+        self._counters.backward_replays += 1
+        after = self._chunks[slot.chunk].after_backward
+        if after is not None:
+            after()
+
+    def _acquire(self, c: int) -> Slot:
+        assert self._captured is not None
+        bank = self._captured.banks[self._banks.key_of_next(c)]
+        slot = bank.slots[c][self._machine.acquire_forward(c)]
+        slot.turn = self._machine.turn(c, slot.index)
+        self._banks.advance(c)
+        return slot
+
+    def _forget_microbatches(self) -> None:
+        """Slots whose input, or output gradient, is yet to come; empty between steps."""
+        self._reserved = tuple(deque[Slot]() for _ in self._chunks)
+        self._awaiting_grads = tuple(deque[Slot]() for _ in self._chunks)

@@ -1,0 +1,65 @@
+"""Capture warmup by steps: eager training steps, counted, whose calls graphs are captured from."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from chunkgraph.engine.banks import BankSamples, StepBanks
+from chunkgraph.engine.deciding import SHAPE_UNKNOWN
+
+__all__ = ["StepSampler"]
+
+
+class StepSampler:
+    """Remembers calls of eager steps until a session captures from them.
+
+    Args:
+        calls: the calls.
+        banks: of the microbatches of each step.
+        num_steps: how many steps have to be seen before a session.
+
+    Attributes:
+        shape_key: of the steps whose calls are remembered.
+    """
+
+    def __init__(self, calls: BankSamples, banks: StepBanks, num_steps: int) -> None:
+        self.shape_key: Hashable = SHAPE_UNKNOWN
+        self._calls = calls
+        self._banks = banks
+        self._num_steps = num_steps
+        self._num_seen = 0
+        self._is_recording = False
+
+    def is_ready(self, shape_key: Hashable) -> bool:
+        """Whether graphs for steps of this key can be captured now."""
+        return (
+            self._num_seen >= self._num_steps
+            and self._calls.are_complete
+            and shape_key == self.shape_key
+        )
+
+    @contextmanager
+    def step(self, shape_key: Hashable) -> Iterator[None]:
+        """One eager step; only one that ends well is counted."""
+        if shape_key != self.shape_key:
+            self._calls.forget()
+        self._calls.begin_step()
+        self.shape_key = shape_key
+        self._is_recording = True
+        try:
+            yield
+        finally:
+            self._is_recording = False
+        self._num_seen += 1
+
+    def record(self, c: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Chunk ``c`` is called, in whatever step."""
+        if self._is_recording:
+            self._calls.record(c, self._banks.key_of_next(c), args, kwargs)
+            self._banks.advance(c)
+
+    def begin_anew(self) -> None:
+        """Count steps from 0 again."""
+        self._num_seen = 0

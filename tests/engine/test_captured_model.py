@@ -1,0 +1,128 @@
+"""Changes of a captured module that its graphs would not notice are refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from chunkgraph.engine import ChunkGraphs
+from chunkgraph.errors import CaptureError, ReplayMismatchError
+from chunkgraph.graphs import GraphBackend
+
+
+class Scaled(nn.Module):
+    def __init__(self, *, replaces_buffer: bool = False) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 4).requires_grad_(False)
+        self.register_buffer("num_calls", torch.ones(()))
+        self.replaces_buffer = replaces_buffer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.replaces_buffer:
+            self.num_calls = self.num_calls + 1
+        return self.head(self.linear(x)) * self.num_calls
+
+
+def new_input(backend: GraphBackend) -> torch.Tensor:
+    return torch.randn(3, 4, device=backend.device, requires_grad=True)
+
+
+def train(graphs: ChunkGraphs, backend: GraphBackend) -> None:
+    with graphs.step(1):
+        graphs.callables[0](new_input(backend)).sum().backward()
+
+
+def replace_parameter(module: Scaled) -> None:
+    module.linear.weight = nn.Parameter(module.linear.weight.detach().clone())
+
+
+def replace_buffer(module: Scaled) -> None:
+    module.num_calls = module.num_calls + 1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (replace_parameter, r"linear\.weight was replaced"),
+        (replace_buffer, r"num_calls was replaced"),
+        (lambda m: m.linear.bias.requires_grad_(False), r"linear\.bias trained .* is frozen now"),
+        (lambda m: m.head.weight.requires_grad_(), r"head\.weight was frozen .* trains now"),
+    ],
+    ids=["parameter", "buffer", "frozen", "thawed"],
+)
+def test_a_change_is_refused_until_the_next_capture(
+    backend: GraphBackend, change: Callable[[Scaled], object], message: str
+) -> None:
+    module = Scaled().to(backend.device)
+    graphs = ChunkGraphs([module], [1], backend=backend)
+    train(graphs, backend)
+    train(graphs, backend)
+    change(module)
+    with pytest.raises(ReplayMismatchError, match=message):
+        train(graphs, backend)
+    graphs.release()
+
+
+@pytest.mark.parametrize("part", ["", "linear"])
+def test_another_mode_than_in_the_capture_is_refused(backend: GraphBackend, part: str) -> None:
+    module = Scaled().to(backend.device)
+    graphs = ChunkGraphs([module], [1], backend=backend)
+    graphs.capture([new_input(backend)])
+    module.get_submodule(part).eval()
+    with pytest.raises(ReplayMismatchError, match=rf"{part}.*in eval\(\), .*captured in train\(\)"):
+        train(graphs, backend)
+    module.train()
+    with graphs.counters.expect(replays=1):
+        train(graphs, backend)
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_that_no_replay_would_call_are_refused(backend: GraphBackend, kind: str) -> None:
+    module = Scaled().to(backend.device)
+    handle = getattr(module.linear.weight, kind)(lambda _: None)
+    graphs = ChunkGraphs([module], [1], backend=backend)
+    with pytest.raises(CaptureError, match=r"hooks wait for .* 1 parameters \(linear\.weight\)"):
+        graphs.capture([new_input(backend)])
+    handle.remove()
+    graphs.capture([new_input(backend)])
+
+
+def test_torchs_data_parallelism_is_refused(
+    backend: GraphBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its type, so no process group is needed here."""
+
+    class Wrapper(nn.Module):
+        def __init__(self, module: nn.Module) -> None:
+            super().__init__()
+            self.module = module
+
+    monkeypatch.setattr(nn.parallel, "DistributedDataParallel", Wrapper)
+    wrapped = Wrapper(Scaled().to(backend.device))
+    graphs = ChunkGraphs([wrapped], [1], backend=backend)
+    with pytest.raises(CaptureError, match="would never be reduced"):
+        graphs.capture([new_input(backend)])
+
+
+def test_a_cache_that_grows_in_an_eager_step_is_none(backend: GraphBackend) -> None:
+    module = Scaled().to(backend.device)
+    graphs = ChunkGraphs([module], [1], backend=backend)
+    graphs.capture([new_input(backend)])
+    module.num_calls = torch.ones(4, device=backend.device)
+    with graphs.counters.expect(replays=1):
+        train(graphs, backend)
+
+
+def test_a_forward_that_replaces_a_buffer_is_refused(backend: GraphBackend) -> None:
+    """Every replay would count from the value of the capture."""
+    module = Scaled(replaces_buffer=True).to(backend.device)
+    buffer = module.num_calls
+    graphs = ChunkGraphs([module], [2], backend=backend)
+    with pytest.raises(CaptureError, match="its forward replaces num_calls"):
+        graphs.capture([new_input(backend)])
+    assert module.num_calls is buffer
+    assert buffer.item() == 1

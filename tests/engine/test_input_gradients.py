@@ -1,0 +1,71 @@
+"""Input gradients lie where the next backward writes; autograd may hold them for longer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from chunkgraph.engine import CaptureOptions, ChunkGraphs
+from chunkgraph.graphs import GraphBackend
+
+Calls = Callable[[torch.Tensor], torch.Tensor]
+
+
+@pytest.mark.parametrize("plan", ["shared_backward", "pool_per_slot", "shared_temporaries"])
+@pytest.mark.parametrize("is_leaf", [True, False])
+def test_one_tensor_that_two_microbatches_read_gets_both_gradients(
+    backend: GraphBackend, plan: Any, is_leaf: bool
+) -> None:
+    """Autograd adds up what both backwards return before it goes on."""
+    torch.manual_seed(0)
+    layer = nn.Linear(4, 4).to(backend.device)
+    graphs = ChunkGraphs([layer], [2], backend=backend, options=CaptureOptions(memory_plan=plan))
+    x = torch.randn(3, 4, device=backend.device, requires_grad=True)
+    graphs.capture([x])
+
+    def gradient(call: Calls) -> torch.Tensor:
+        shared = x if is_leaf else x * 2.0
+        loss = call(shared).sum() + (call(shared) * 3.0).sum()
+        (found,) = torch.autograd.grad(loss, x)
+        return found
+
+    with graphs.step(2):
+        replayed = gradient(graphs.callables[0])
+    assert graphs.counters.backward_replays == 2
+    assert torch.equal(replayed, gradient(layer))
+
+
+def test_one_tensor_that_two_chunks_read_gets_both_gradients(backend: GraphBackend) -> None:
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 4).to(backend.device) for _ in range(2)]
+    graphs = ChunkGraphs(layers, [1, 1], backend=backend)
+    x = torch.randn(3, 4, device=backend.device, requires_grad=True)
+    graphs.capture([x, x])
+
+    def gradient(calls: Any) -> torch.Tensor:
+        (found,) = torch.autograd.grad(sum(call(x).sum() for call in calls), x)
+        return found
+
+    with graphs.step(1):
+        replayed = gradient(graphs.callables)
+    assert torch.equal(replayed, gradient(layers))
+
+
+def test_a_view_of_received_memory_is_read_as_it_is(backend: GraphBackend) -> None:
+    """It begins where the slot's input does, but its elements lie otherwise."""
+    torch.manual_seed(0)
+    layer = nn.Linear(4, 4).to(backend.device)
+    graphs = ChunkGraphs([layer], [1], backend=backend)
+    given = torch.randn(4, 4, device=backend.device)
+    graphs.capture([given])
+    with graphs.step(1):
+        received = graphs.reserve_input(0)
+        assert received is not None
+        received.copy_(given)
+        replayed = graphs.callables[0](received.t())
+        assert torch.equal(replayed, layer(given.t().contiguous()))
+        replayed.sum().backward()

@@ -1,0 +1,312 @@
+"""Replays: what is refused, what is handed out, and what happens around them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from chunkgraph.engine import Chunk, ChunkGraphs, StepMode
+from chunkgraph.errors import ReplayMismatchError, SlotError
+from chunkgraph.graphs import GraphBackend, RecorderBackend
+
+
+class Tower(nn.Module):
+    """A small chunk with dropout and a buffer updated in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.dropout = nn.Dropout(0.1)
+        self.register_buffer("num_calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        self.num_calls += 1
+        return self.linear(self.dropout(x)) * scale
+
+
+def sample(backend: GraphBackend, rows: int = 4) -> torch.Tensor:
+    return torch.randn(rows, 8, device=backend.device, requires_grad=True)
+
+
+def tower(backend: GraphBackend) -> list[Tower]:
+    torch.manual_seed(4)
+    return [Tower().to(backend.device)]
+
+
+def train_microbatch(call: Callable[..., Any], x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    y = call(x, **kwargs)
+    y.square().sum().backward()
+    return y.detach().clone()
+
+
+def backward_twice(loss: torch.Tensor) -> None:
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+@pytest.mark.parametrize(
+    ("call", "difference"),
+    [
+        (
+            lambda c, x: c(x[:2]),
+            r"argument 0: captured \(4, 8\) torch.float32 on \S+, called \(2, 8\)",
+        ),
+        (
+            lambda c, x: c(x.double()),
+            r"captured \(4, 8\) torch.float32 on \S+, called \(4, 8\) torch.float64",
+        ),
+        (lambda c, x: c(x, scale=2.0), "structure"),
+        (lambda c, x: c(x, 1.0), "structure"),
+    ],
+)
+def test_changed_arguments_are_refused_with_their_difference(
+    backend: GraphBackend, call: Callable[..., Any], difference: str
+) -> None:
+    graphs = ChunkGraphs(tower(backend), [2], backend=backend)
+    x = sample(backend)
+    graphs.capture([(x,)])
+    with pytest.raises(ReplayMismatchError, match=difference), graphs.step(1):
+        call(graphs.callables[0], x)
+    with graphs.step(1):  # the failed step left no slot in use
+        train_microbatch(graphs.callables[0], x)
+
+
+def test_changed_plain_values_are_refused(backend: GraphBackend) -> None:
+    graphs = ChunkGraphs(tower(backend), [1], backend=backend)
+    graphs.capture([{"x": sample(backend), "scale": 1.0}])
+    with (
+        pytest.raises(ReplayMismatchError, match=r"argument 'scale': captured 1.0, called 2.0"),
+        graphs.step(1),
+    ):
+        graphs.callables[0](x=sample(backend), scale=2.0)
+
+
+def test_a_gradient_that_was_not_captured_is_refused(backend: GraphBackend) -> None:
+    graphs = ChunkGraphs(tower(backend), [1], backend=backend)
+    graphs.capture([(sample(backend).detach(),)])
+    with graphs.step(1):
+        train_microbatch(graphs.callables[0], sample(backend).detach())
+    with (
+        pytest.raises(ReplayMismatchError, match=r"tensor argument 0 .*requires grad"),
+        graphs.step(1),
+    ):
+        graphs.callables[0](sample(backend))
+
+
+def test_an_announced_change_of_shape_runs_the_whole_step_eagerly(backend: GraphBackend) -> None:
+    graphs = ChunkGraphs(tower(backend), [2], backend=backend)
+    for rows, mode in (
+        (4, StepMode.EAGER),
+        (4, StepMode.REPLAY),
+        (6, StepMode.EAGER),
+        (4, StepMode.REPLAY),
+    ):
+        with graphs.step(1, shape_key=rows) as now:
+            train_microbatch(graphs.callables[0], sample(backend, rows))
+        assert now is mode
+    assert dict(graphs.counters.fallbacks) == {"capture warmup": 1, "input shapes differ": 1}
+
+
+def test_misuse_of_slots_and_steps(backend: GraphBackend) -> None:
+    graphs = ChunkGraphs(tower(backend), [2], backend=backend)
+    x = sample(backend)
+    graphs.capture([(x,)])
+    call = graphs.callables[0]
+    with pytest.raises(SlotError, match="outside a step"):
+        call(x)
+    with pytest.raises(SlotError, match="slots"), graphs.step(3):
+        [call(x) for _ in range(3)]
+    with pytest.raises(SlotError, match="still in use"), graphs.step(1):
+        call(x)
+    with pytest.raises(SlotError, match="inside a step"), graphs.step(1), graphs.step(1):
+        pass
+    with pytest.raises(SlotError, match="only once"), graphs.step(1):
+        backward_twice(call(x).sum())
+    with torch.no_grad():
+        assert call(x).isfinite().all()  # evaluation needs no step
+    with graphs.step(2):
+        train_microbatch(call, x)
+
+
+def test_moved_parameters_are_noticed_before_the_step(backend: GraphBackend) -> None:
+    (module,) = tower(backend)
+    graphs = ChunkGraphs([module], [1], backend=backend)
+    graphs.capture([(sample(backend),)])
+    module.linear.weight.data = module.linear.weight.data.clone()
+    with pytest.raises(ReplayMismatchError, match=r"parameter 0 .*moved"), graphs.step(1):
+        pass
+
+
+def test_outputs_survive_megatrons_way_of_freeing_them(backend: GraphBackend) -> None:
+    graphs = ChunkGraphs(tower(backend), [1], backend=backend)
+    x = sample(backend)
+    graphs.capture([(x,)])
+    for _ in range(2):
+        with graphs.step(1):
+            y = graphs.callables[0](x)
+            assert y._base is None
+            seed = torch.ones_like(y)
+            y.data = torch.empty(1, device=y.device)
+            torch.autograd.Variable._execution_engine.run_backward(
+                (y,), (seed,), False, False, (), allow_unreachable=True, accumulate_grad=True
+            )
+
+
+def test_input_gradients_are_copies_that_later_replays_do_not_touch(backend: GraphBackend) -> None:
+    graphs = ChunkGraphs(tower(backend), [1], backend=backend)
+    x = sample(backend)
+    graphs.capture([(x,)])
+    with graphs.step(2):
+        train_microbatch(graphs.callables[0], x)
+        kept, x.grad = x.grad, None
+        before = kept.clone()
+        train_microbatch(graphs.callables[0], sample(backend))
+    assert torch.equal(kept, before)
+
+
+def test_structured_results_and_unused_gradients(backend: GraphBackend) -> None:
+    class Several(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> dict[str, Any]:
+            hidden = self.used(x)
+            return {"hidden": hidden, "aux": [hidden.sum(), mask], "note": "plain"}
+
+    module = Several().to(backend.device)
+    graphs = ChunkGraphs([module], [2], backend=backend)
+    x, mask = sample(backend), torch.ones(4, dtype=torch.bool, device=backend.device)
+    graphs.capture([(x, mask)])
+    with graphs.step(1):
+        out = graphs.callables[0](x, ~mask)
+        assert out["note"] == "plain"
+        assert not out["aux"][1].any()
+        assert not out["aux"][1].requires_grad
+        out["hidden"].sum().backward()  # no gradient for aux
+    leaf = x.detach().requires_grad_()
+    module.used(leaf).sum().backward()
+    assert torch.equal(x.grad, leaf.grad)
+    assert module.unused.weight.grad is None
+
+
+def test_hooks_run_around_replays_and_forward_only_steps_are_counted() -> None:
+    backend = RecorderBackend()
+    (module,) = tower(backend)
+    seen: list[str] = []
+    chunk = Chunk(
+        forward=module,
+        parameters=tuple(module.parameters()),
+        label="rank 3 chunk 0",
+        buffers=tuple(module.buffers()),
+        before_forward=lambda: seen.append("before"),
+        after_backward=lambda: seen.append("after"),
+    )
+    graphs = ChunkGraphs([chunk], [1], backend=backend)
+    with graphs.step(1):
+        train_microbatch(graphs.callables[0], sample(backend))
+    assert seen == []
+    with graphs.step(2):
+        for _ in range(2):
+            train_microbatch(graphs.callables[0], sample(backend))
+    assert seen == ["before", "after"] * 2
+    with graphs.step(1, forward_only=True), torch.no_grad():
+        graphs.callables[0](sample(backend))
+    with graphs.step(1, eager=True):
+        train_microbatch(graphs.callables[0], sample(backend))
+    assert dict(graphs.counters.fallbacks) == {
+        "capture warmup": 1,
+        "forward only": 1,
+        "requested": 1,
+    }
+
+
+def test_receiving_into_a_slot_copies_nothing(backend: GraphBackend) -> None:
+    modules = tower(backend)
+    chunk = dataclasses.replace(
+        Chunk.from_module(modules[0], "rank 0 chunk 0"), keeps_input_grads=False
+    )
+    graphs = ChunkGraphs([chunk], [2], backend=backend)
+    x, g = sample(backend), torch.randn(4, 8, device=backend.device)
+    graphs.capture([(x,)])
+    assert graphs.reserve_input(0) is None  # outside a step
+    slots = graphs._captured.slots[0]
+    inputs = [torch.randn_like(x) for _ in range(3)]
+    grads, outputs = [], []
+    with graphs.step(3):
+        flying = []
+        for data in inputs:
+            if len(flying) == 2:
+                finish(graphs, flying, g, grads, slots)
+            received = graphs.reserve_input(0)
+            received.detach().copy_(data)
+            torch.manual_seed(1)
+            y = graphs.callables[0](received)
+            assert received.data_ptr() in [s.inputs[0].data_ptr() for s in slots]
+            outputs.append(y.detach().clone())
+            flying.append((received, y))
+        assert graphs.reserve_input(0) is None  # both slots are taken
+        while flying:
+            finish(graphs, flying, g, grads, slots)
+        assert graphs.reserve_output_grad(0) is None
+    for data, y, grad in zip(inputs, outputs, grads, strict=True):
+        leaf = data.clone().requires_grad_()
+        torch.manual_seed(1)
+        expected = modules[0](leaf)
+        assert torch.equal(y, expected)
+        assert torch.equal(grad, torch.autograd.grad(expected, leaf, g)[0])
+
+
+def finish(graphs: ChunkGraphs, flying: list, g: torch.Tensor, grads: list, slots: Any) -> None:
+    received, y = flying.pop(0)
+    buffer = graphs.reserve_output_grad(0)
+    buffer.copy_(g)
+    y.backward(buffer)
+    # Handed out without a copy: the gradient is the slot's own memory, to be used at once.
+    assert received.grad.data_ptr() in [s.input_grads[0].data_ptr() for s in slots]
+    grads.append(received.grad.clone())
+
+
+def test_markers_follow_every_gradient_and_every_replay(backend: GraphBackend) -> None:
+    class Marker:
+        def __init__(self) -> None:
+            self.seen: list[int] = []
+            self.num_replays = 0
+
+        def accumulated(self, index: int) -> None:
+            self.seen.append(index)
+
+        def replayed(self) -> None:
+            self.num_replays += 1
+
+    made: list[Marker] = []
+
+    def new_marker() -> Marker:
+        made.append(Marker())
+        return made[-1]
+
+    (module,) = tower(backend)
+    chunk = dataclasses.replace(Chunk.from_module(module, "rank 0 chunk 0"), new_marker=new_marker)
+    graphs = ChunkGraphs([chunk], [2], backend=backend)
+    graphs.capture([(sample(backend),)])
+    with graphs.step(2):
+        for _ in range(2):
+            train_microbatch(graphs.callables[0], sample(backend))
+    assert [sorted(m.seen) for m in made] == [[0, 1]] * 2
+    assert [m.num_replays for m in made] == [2, 0]  # the lowest free slot serves both
+
+
+def test_a_step_whose_calls_want_no_gradient_is_counted_as_eager(backend: GraphBackend) -> None:
+    graphs = ChunkGraphs(tower(backend), [1], backend=backend)
+    graphs.capture([(sample(backend),)])
+    expected = graphs.counters.expect(replays=0, replayed_steps=0, num_fallbacks=1)
+    with expected, graphs.step(1), torch.no_grad():
+        graphs.callables[0](sample(backend))
+    assert dict(graphs.counters.fallbacks) == {"nothing replayed": 1}
+    with graphs.counters.expect(replays=1, replayed_steps=1, num_fallbacks=0), graphs.step(1):
+        train_microbatch(graphs.callables[0], sample(backend))
