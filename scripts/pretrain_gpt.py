@@ -5,9 +5,9 @@ It takes Megatron's flags and knows nothing of chunk graphs; run it by itself, o
     chunkgraph launch scripts/pretrain_gpt.py FLAGS --cuda-graph-granularity chunk
 
 ``--exact-log FILE`` (ours) appends each logged loss, gradient norm and loss scale in hexadecimal;
-``--mock-data`` trains on made-up tokens of Megatron's; ``--sft`` on conversations, several end to end
-in a sample and each attended to alone (0.19, without context parallelism). Needs megatron-core 0.18
-or newer.
+``--mock-data`` trains on made-up tokens of Megatron's; ``--sft`` on conversations, several end to
+end in a sample and each attended to alone (0.19, without context parallelism). Needs megatron-core
+0.18 or newer.
 """
 
 from __future__ import annotations

@@ -2,9 +2,10 @@
 
 Megatron's SFTDataset reads its file with the package ``datasets`` and asks the tokenizer for
 conversations, for which it has one of the package ``transformers``. Neither is needed to see how
-documents are packed, so both are stood in for: a message is a list of numbers, which are its tokens.
+documents are packed, so both are stood in for: a message is a list of numbers, its tokens.
 
-``SFT_READS`` names a file that gets a line for each sample that is read.
+``SFT_READS`` names a file that gets a line for each sample that is read. ``SFT_RERUN`` is the
+number of a step that Megatron's rerun state machine is to run again.
 """
 
 from __future__ import annotations
@@ -75,7 +76,27 @@ def main(script: str) -> None:
             return get(self, index)
 
         SFTDataset.__getitem__ = read
+    if "SFT_RERUN" in os.environ:
+        run_again(int(os.environ["SFT_RERUN"]))
     runpy.run_path(script, run_name="__main__")
+
+
+def run_again(number: int) -> None:
+    """Have a step's result doubted, as by a loss that is out of bounds, and found to be right."""
+    from megatron.core.rerun_state_machine import RerunState, RerunStateMachine
+
+    ask = RerunStateMachine.should_run_forward_backward
+    num_begun = 0
+
+    def should_run_forward_backward(self: Any, data_iterator: Any) -> bool:
+        nonlocal num_begun
+        if self.state == RerunState.NOT_RUNNING_YET:
+            num_begun += 1
+        elif num_begun == number:
+            self.rerun_requested = self.continue_requested = True
+        return ask(self, data_iterator)
+
+    RerunStateMachine.should_run_forward_backward = should_run_forward_backward
 
 
 if __name__ == "__main__":

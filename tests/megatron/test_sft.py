@@ -51,18 +51,21 @@ def _sample(generator: random.Random, lengths: Sequence[int]) -> str:
     return json.dumps({"messages": messages})
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Samples of 2 to 4 documents; that of number 13, in the fourth step, has 7."""
-    generator = random.Random(5)
-    path = tmp_path_factory.mktemp("sft") / "conversations.jsonl"
+def _write(path: Path, most: int, crowded: int, seed: int) -> Path:
+    """Samples of 2 to 4 documents of up to ``most`` tokens; that of number ``crowded`` has 7."""
+    generator = random.Random(seed)
     lines = []
     for number in range(80):
-        most = 9 if number % 4 else 4  # the first of each step is short
         lengths = [generator.randint(2, most) for _ in range(generator.randint(2, 4))]
-        lines.append(_sample(generator, [3] * 7 if number == 13 else lengths))
+        lines.append(_sample(generator, [3] * 7 if number == crowded else lengths))
     path.write_text("\n".join(lines), encoding="utf-8")
     return path
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A step has four samples."""
+    return _write(tmp_path_factory.mktemp("sft") / "conversations.jsonl", 9, 13, 5)
 
 
 class Runs:
@@ -76,17 +79,17 @@ class Runs:
         self._data = data
         self._run_ranks = run_ranks
 
-    def train(self, name: str, *flags: str, nproc: int = 2) -> list[str]:
+    def train(self, name: str, *flags: str, nproc: int = 2, data: Path | None = None) -> list[str]:
         """The exact log of the last rank."""
-        codes = self.end(name, *flags, nproc=nproc)
+        codes = self.end(name, *flags, nproc=nproc, data=data)
         assert codes == [0] * nproc, self.output[-6000:]
         log = self.folder / f"{name}.rank{nproc - 1}"
         return log.read_text(encoding="utf-8").splitlines()
 
-    def end(self, name: str, *flags: str, nproc: int = 2) -> list[int]:
+    def end(self, name: str, *flags: str, nproc: int = 2, data: Path | None = None) -> list[int]:
         """The exit codes of all ranks."""
         arguments = [str(HERE / "sft_stand_ins.py"), str(SCRIPT), *MODEL]
-        arguments += ["--data-path", str(self._data)]
+        arguments += ["--data-path", str(data or self._data)]
         arguments += ["--exact-log", str(self.folder / name), *flags]
         codes, self.output = self._run_ranks(arguments, nproc, self.folder)
         return codes
@@ -95,6 +98,10 @@ class Runs:
         """What each rank read, in order."""
         files = [self.folder / f"{name}.reads.rank{rank}" for rank in range(nproc)]
         return [file.read_text(encoding="utf-8").splitlines() for file in files]
+
+    def evaluations(self) -> list[str]:
+        """Their losses in the last run."""
+        return re.findall(r"validation loss at iteration \d+ .*lm loss value: \S+", self.output)
 
     def replays(self) -> list[int]:
         """Of each step of the last run."""
@@ -112,10 +119,70 @@ def runs(
 
 @pytest.fixture(scope="module")
 def eager(runs: Runs) -> list[str]:
-    return runs.train("eager", *STEPS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SFT_READS", str(runs.folder / "eager.reads"))
+        patch.setenv("SFT_RERUN", "6")
+        log = runs.train("eager", *STEPS)
+    assert len(log) == 6
+    return [*log, *runs.evaluations()]
 
 
-def test_pp2_equals_eager(runs: Runs, eager: list[str]) -> None:
-    log = runs.train("chunk", *STEPS, *CHUNK, "--cuda-graph-max-packed-seqs", "7")
-    assert runs.replays() == [0, 4, 4, 0, 4, 4]
-    assert log == eager
+SEVEN = ["--cuda-graph-max-packed-seqs", "7"]  # six documents and the rest
+
+
+def test_pp2_saved_and_resumed_equals_eager(
+    runs: Runs, eager: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit, a step that is run again as well, and with the same reads in the same order."""
+    monkeypatch.setenv("SFT_READS", str(runs.folder / "chunk.reads"))
+    save = ["--save", str(runs.folder / "checkpoint"), "--save-interval", "100"]
+    runs.train("chunk", *STEPS, *CHUNK, *SEVEN, *save, "--exit-interval", "3")
+    assert runs.replays() == [0, 4, 4]
+    load = ["--load", str(runs.folder / "checkpoint")]
+    monkeypatch.setenv("SFT_RERUN", "3")
+    log = runs.train("chunk", *STEPS, *CHUNK, *SEVEN, *save, *load)
+    # The fourth has a microbatch of seven documents, and Megatron runs the sixth again.
+    assert runs.replays() == [0, 0, 8]
+    assert "eager steps (packing overflow): 1" in runs.output
+    assert "eager steps (forward only): 1" in runs.output
+    assert log == eager[:6]
+    assert runs.evaluations() == eager[6:]
+    reads = runs.reads("chunk")
+    assert reads == runs.reads("eager")
+    assert all(sum(line.startswith("train") for line in lines) == 6 * 4 for lines in reads)
+
+
+def test_tp2_pp2_vpp2_whole_chunks_equal_eager(runs: Runs) -> None:
+    """Only the first of the tensor-parallel ranks reads data."""
+    flags = ["--train-iters", "4", "--eval-interval", "9", "--hidden-dropout", "0.1"]
+    flags += ["--num-virtual-stages-per-pipeline-rank", "2", "--tensor-model-parallel-size", "2"]
+    flags += ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
+    whole = ["--cuda-graph-chunk-scope", "chunk", "--cuda-graph-verify", "poison"]
+    eager = runs.train("vpp-eager", *flags, nproc=4)
+    assert runs.train("vpp", *flags, *CHUNK, *SEVEN, *whole, nproc=4) == eager
+    assert runs.replays() == [0, 8, 8, 0]
+
+
+def test_buckets_leave_out_rows_that_no_loss_needs(runs: Runs) -> None:
+    """Bit for bit equal to the same rows without graphs, and nearly so to all rows.
+
+    The first step does not fit: it has a sample of seven documents.
+    """
+    data = _write(runs.folder / "short.jsonl", 5, 2, 7)
+    flags = ["--train-iters", "5", "--eval-interval", "9", "--hidden-dropout", "0.0"]
+    flags += ["--attention-dropout", "0.0"]
+    tokens = [*SEVEN, "--cuda-graph-max-packed-tokens", "18"]
+    tokens += ["--cuda-graph-packed-buckets", "0.5", "14"]
+    never = [*CHUNK[:2], "--cuda-graph-warmup-steps", "99"]
+    log = runs.train("buckets", *flags, *CHUNK, *tokens, data=data)
+    assert runs.replays() == [0, 0, 4, 4, 4]
+    assert "captured 12 graphs" in runs.output  # of three lengths
+    assert log == runs.train("cut", *flags, *never, *tokens, data=data)
+    assert sum(runs.replays()) == 0
+    whole = runs.train("whole", *flags, data=data)
+    assert log != whole
+    assert _numbers(log) == pytest.approx(_numbers(whole), rel=1e-5)
+
+
+def _numbers(log: Sequence[str]) -> list[float]:
+    return [float.fromhex(n) for line in log for n in re.findall(r"0x\S+p[+-]\d+", line)]
