@@ -59,7 +59,11 @@ def enable(*, on_cpu: bool = False, run_dir: Path | None = None) -> ChunkGraphsI
     if isinstance(hooks, ChunkGraphsInPretrain):
         return hooks
     hooks = ChunkGraphsInPretrain(on_cpu=on_cpu, run_dir=run_dir)
-    hooks.disable = compat.patch_pretrain(hooks)
+    undo = contextlib.ExitStack()
+    undo.callback(compat.patch_pretrain(hooks))
+    if on_cpu:
+        undo.callback(compat.count_documents_on_cpu())
+    hooks.disable = undo.close
     return hooks
 
 
