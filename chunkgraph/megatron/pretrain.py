@@ -124,9 +124,6 @@ class ChunkGraphsInPretrain:
             packing=packed_shape(self.flags, args),
             buckets=self.flags.packed_buckets,
         )
-        if self.flags.max_packed_seqs:
-            chunks = model if isinstance(model, (list, tuple)) else [model]
-            self._packed = PackedSteps(self.graphs, chunks, _rank(), share_in_tensor_group())
         if _is_profiled(args):
             self.graphs.name_replays()
         self.has_trained = True
@@ -134,6 +131,9 @@ class ChunkGraphsInPretrain:
         self._has_told_failure = False
         _say_on_rank_0(start_line(self.graphs, self.flags, record))
         try:
+            if self.flags.max_packed_seqs:
+                chunks = model if isinstance(model, (list, tuple)) else [model]
+                self._packed = PackedSteps(self.graphs, chunks, _rank(), share_in_tensor_group())
             yield
         finally:
             # Graphs hold memory of communicators: they go before the process groups do.

@@ -4,8 +4,8 @@ Megatron's SFTDataset reads its file with the package ``datasets`` and asks the 
 conversations, for which it has one of the package ``transformers``. Neither is needed to see how
 documents are packed, so both are stood in for: a message is a list of numbers, its tokens.
 
-``SFT_READS`` names a file that gets a line for each sample that is read. ``SFT_RERUN`` is the
-number of a step that Megatron's rerun state machine is to run again.
+``SFT_READS`` names a file that gets a line for each sample that is read, with the number of its
+data set. ``SFT_RERUN`` is the number of a step that Megatron's rerun state machine is to run again.
 """
 
 from __future__ import annotations
@@ -69,10 +69,12 @@ def main(script: str) -> None:
     path = os.environ.get("SFT_READS")
     if path:
         get = SFTDataset.__getitem__
+        numbers: dict[int, int] = {}  # of the data sets, in the order of their first reads
 
         def read(self: Any, index: int) -> Any:
+            number = numbers.setdefault(id(self), len(numbers))
             with open(f"{path}.rank{os.environ['RANK']}", "a", encoding="utf-8") as file:
-                file.write(f"{self.index_split.name} {index}\n")
+                file.write(f"{self.index_split.name} {number}: {index}\n")
             return get(self, index)
 
         SFTDataset.__getitem__ = read

@@ -38,6 +38,7 @@ MODEL = [
 ]
 CHUNK = ["--cuda-graph-granularity", "chunk", "--cuda-graph-warmup-steps", "1"]
 STEPS = ["--train-iters", "6", "--eval-interval", "4", "--hidden-dropout", "0.1"]
+STEPS += ["--num-virtual-stages-per-pipeline-rank", "2"]
 
 
 def _sample(generator: random.Random, lengths: Sequence[int]) -> str:
@@ -94,10 +95,16 @@ class Runs:
         codes, self.output = self._run_ranks(arguments, nproc, self.folder)
         return codes
 
-    def reads(self, name: str, nproc: int = 2) -> list[list[str]]:
-        """What each rank read, in order."""
-        files = [self.folder / f"{name}.reads.rank{rank}" for rank in range(nproc)]
-        return [file.read_text(encoding="utf-8").splitlines() for file in files]
+    def reads(self, name: str, nproc: int = 2) -> list[dict[str, list[int]]]:
+        """What each rank read of each of its data sets, in order."""
+        found: list[dict[str, list[int]]] = []
+        for rank in range(nproc):
+            found.append({})
+            text = (self.folder / f"{name}.reads.rank{rank}").read_text(encoding="utf-8")
+            for line in text.splitlines():
+                of, _, index = line.rpartition(": ")
+                found[-1].setdefault(of, []).append(int(index))
+        return found
 
     def evaluations(self) -> list[str]:
         """Their losses in the last run."""
@@ -130,37 +137,37 @@ def eager(runs: Runs) -> list[str]:
 SEVEN = ["--cuda-graph-max-packed-seqs", "7"]  # six documents and the rest
 
 
-def test_pp2_saved_and_resumed_equals_eager(
+def test_pp2_vpp2_saved_and_resumed_equals_eager(
     runs: Runs, eager: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bit for bit, a step that is run again as well, and with the same reads in the same order."""
     monkeypatch.setenv("SFT_READS", str(runs.folder / "chunk.reads"))
     save = ["--save", str(runs.folder / "checkpoint"), "--save-interval", "100"]
     runs.train("chunk", *STEPS, *CHUNK, *SEVEN, *save, "--exit-interval", "3")
-    assert runs.replays() == [0, 4, 4]
+    assert runs.replays() == [0, 8, 8]
     load = ["--load", str(runs.folder / "checkpoint")]
     monkeypatch.setenv("SFT_RERUN", "3")
     log = runs.train("chunk", *STEPS, *CHUNK, *SEVEN, *save, *load)
     # The fourth has a microbatch of seven documents, and Megatron runs the sixth again.
-    assert runs.replays() == [0, 0, 8]
+    assert runs.replays() == [0, 0, 16]
     assert "eager steps (packing overflow): 1" in runs.output
     assert "eager steps (forward only): 1" in runs.output
     assert log == eager[:6]
     assert runs.evaluations() == eager[6:]
     reads = runs.reads("chunk")
     assert reads == runs.reads("eager")
-    assert all(sum(line.startswith("train") for line in lines) == 6 * 4 for lines in reads)
+    for of_rank in reads:  # the first two are those of its two chunks
+        assert of_rank["train 0"] == of_rank["train 1"] == list(range(6 * 4))
 
 
-def test_tp2_pp2_vpp2_whole_chunks_equal_eager(runs: Runs) -> None:
+def test_tp2_whole_chunks_equal_eager(runs: Runs) -> None:
     """Only the first of the tensor-parallel ranks reads data."""
     flags = ["--train-iters", "4", "--eval-interval", "9", "--hidden-dropout", "0.1"]
-    flags += ["--num-virtual-stages-per-pipeline-rank", "2", "--tensor-model-parallel-size", "2"]
-    flags += ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
+    flags += ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "1"]
     whole = ["--cuda-graph-chunk-scope", "chunk", "--cuda-graph-verify", "poison"]
-    eager = runs.train("vpp-eager", *flags, nproc=4)
-    assert runs.train("vpp", *flags, *CHUNK, *SEVEN, *whole, nproc=4) == eager
-    assert runs.replays() == [0, 8, 8, 0]
+    eager = runs.train("tp-eager", *flags)
+    assert runs.train("tp", *flags, *CHUNK, *SEVEN, *whole) == eager
+    assert runs.replays() == [0, 4, 4, 0]
 
 
 def test_buckets_leave_out_rows_that_no_loss_needs(runs: Runs) -> None:
