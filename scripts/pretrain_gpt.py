@@ -5,7 +5,9 @@ It takes Megatron's flags and knows nothing of chunk graphs; run it by itself, o
     chunkgraph launch scripts/pretrain_gpt.py FLAGS --cuda-graph-granularity chunk
 
 ``--exact-log FILE`` (ours) appends each logged loss, gradient norm and loss scale in hexadecimal;
-``--mock-data`` trains on made-up tokens of Megatron's. Needs megatron-core 0.18 or newer.
+``--mock-data`` trains on made-up tokens of Megatron's; ``--sft`` on conversations, several end to
+end in a sample and each attended to alone (0.19, without context parallelism). Needs megatron-core
+0.18 or newer.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.transformer.spec_utils import import_module
 from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank
@@ -88,11 +91,12 @@ def model_provider(
 def get_batch(data: Iterator[dict[str, torch.Tensor]], vp_stage: int | None) -> dict[str, Any]:
     """One microbatch, or nothing on a stage between the first and the last.
 
-    The first of the tensor-parallel ranks reads it and sends it to the others.
+    The first of the tensor-parallel ranks reads it and sends it to the others. With ``--sft`` every
+    stage gets one, since all of them attend to documents.
     """
-    if not is_first_or_last_pipeline_stage(vp_stage):
-        return {}
     args = get_args()
+    if not (args.sft or is_first_or_last_pipeline_stage(vp_stage)):
+        return {}
     size = (args.micro_batch_size, args.seq_length)
     shapes = {
         "tokens": (size, torch.int64),
@@ -100,7 +104,10 @@ def get_batch(data: Iterator[dict[str, torch.Tensor]], vp_stage: int | None) -> 
         "position_ids": (size, torch.int64),
         "loss_mask": (size, torch.float32),
     }
-    if args.create_attention_mask_in_dataloader:
+    if args.sft:
+        shapes["cu_seqlens"] = ((args.micro_batch_size, args.seq_length + 1), torch.int32)
+        shapes["max_seqlen"] = ((args.micro_batch_size,), torch.int32)
+    elif args.create_attention_mask_in_dataloader:
         mask = (args.micro_batch_size, 1, args.seq_length, args.seq_length)
         shapes["attention_mask"] = (mask, torch.bool)
     if mpu.get_tensor_model_parallel_rank() == 0:
@@ -118,10 +125,28 @@ def get_batch(data: Iterator[dict[str, torch.Tensor]], vp_stage: int | None) -> 
         )
         for tensor in batch.values():
             torch.distributed.broadcast(tensor, source, group=group)
+    if args.sft:
+        from megatron.core.utils import flatten_batch_for_packed_sequences
+
+        return flatten_batch_for_packed_sequences(batch)
     if args.context_parallel_size == 1:
         return batch
     return get_batch_on_this_cp_rank(
         batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group()
+    )
+
+
+def packed_seq_params(batch: dict[str, Any]) -> PackedSeqParams | None:
+    """Where the documents of a microbatch begin, for the model; None where they are not packed."""
+    if "cu_seqlens" not in batch:
+        return None
+    offsets, longest = batch["cu_seqlens"].squeeze(0), int(batch["max_seqlen"].item())
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=offsets,
+        cu_seqlens_kv=offsets,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
     )
 
 
@@ -145,6 +170,7 @@ def forward_step(
         batch.get("attention_mask"),
         labels=batch.get("labels"),
         loss_mask=batch.get("loss_mask"),
+        packed_seq_params=packed_seq_params(batch),
     )
     return output, partial(loss_func, batch.get("loss_mask"))
 
@@ -167,15 +193,20 @@ def train_valid_test_datasets_provider(
         reset_position_ids=args.reset_position_ids,
         reset_attention_mask=args.reset_attention_mask,
         eod_mask_loss=args.eod_mask_loss,
-        create_attention_mask=args.create_attention_mask_in_dataloader,
+        create_attention_mask=args.create_attention_mask_in_dataloader and not args.sft,
+        **({"context_parallel_size": args.context_parallel_size} if args.sft else {}),
     )
 
     def reads_data() -> bool:
-        return mpu.get_tensor_model_parallel_rank() == 0 and is_first_or_last_pipeline_stage(
-            vp_stage
+        return mpu.get_tensor_model_parallel_rank() == 0 and (
+            args.sft or is_first_or_last_pipeline_stage(vp_stage)
         )
 
     kind = MockGPTDataset if args.mock_data else GPTDataset
+    if args.sft:
+        from megatron.training.datasets.sft_dataset import SFTDataset
+
+        kind = SFTDataset
     datasets = BlendedMegatronDatasetBuilder(kind, num_samples, reads_data, config).build()
     return tuple(datasets)  # type: ignore[return-value]
 

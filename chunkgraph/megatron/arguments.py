@@ -10,6 +10,7 @@ from typing import Any
 
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.flags import GraphFlags, flags_from
+from chunkgraph.megatron.launch_packing import packing_refusals
 from chunkgraph.megatron.support import refused_settings
 
 __all__ = ["settle_arguments"]
@@ -25,7 +26,6 @@ class _Refusal:
 
 
 _NO_HOOKS = "its hooks run in Python, which a replay does not"
-_PACKED = "packed sequences change their offsets with every microbatch, and a graph has fixed ones"
 _OTHER_GRAPHS = "Megatron would capture the same layers again; leave it out"
 _QUANTIZED = (
     "whether a layer renews its quantized weights is Python state of its own, frozen in a replay"
@@ -41,8 +41,6 @@ _REFUSALS = (
     _Refusal("rl_training_cuda_graphs", _OTHER_GRAPHS),
     _Refusal("inprocess_restart", "a restart inside the process would leave graphs of dead groups"),
     _Refusal("yaml_cfg", "Megatron reads all its settings from that file, without these flags"),
-    _Refusal("sft", _PACKED),
-    _Refusal("dataloader_inter_document_masking", _PACKED),
     _Refusal("use_megatron_fsdp", "parameters move, and a graph remembers their addresses"),
     _Refusal("use_torch_fsdp2", "parameters move, and a graph remembers their addresses"),
     _Refusal("logits_save_dir", _NO_HOOKS),
@@ -107,13 +105,7 @@ def settle_arguments(args: argparse.Namespace, *, on_cpu: bool) -> GraphFlags | 
         for refusal in _REFUSALS
         if refusal.wanted(getattr(args, refusal.dest, None))
     ]
-    if flags.max_packed_seqs:
-        found.append(
-            f"--cuda-graph-max-packed-seqs {flags.max_packed_seqs}: the data sets of pretrain "
-            "scripts (--sft) do not tell how many documents a microbatch holds before the step; "
-            "leave it out. In a training loop of one's own, attach(packing=...) takes packed "
-            "sequences"
-        )
+    found += packing_refusals(flags, args)
     found += refused_settings(_AsConfig(args), flags.token_drops)
     use_te_rng = _wants_te_rng(args, on_cpu)
     if use_te_rng and importlib.util.find_spec("transformer_engine") is None:

@@ -28,6 +28,7 @@ _ROWS_AT = {
 }
 """Which dimension of an argument of Megatron's counts rows."""
 _PARAMS = f"{packed.ARGUMENT}."
+_LONGEST = (f"{_PARAMS}max_seqlen_q", f"{_PARAMS}max_seqlen_kv")
 
 
 class Buckets:
@@ -84,11 +85,15 @@ class Buckets:
 
     def _of_name(self, c: int, name: str, value: Any, of: int, wanted: int) -> Any:
         if name in _ROWS_AT:
+            if name.startswith("rotary_") and _rows_of(value) == of + 1:  # see `fixed_params`
+                of, wanted = of + 1, wanted + 1
             if isinstance(value, (tuple, list)):
                 return type(value)(_resized(v, _ROWS_AT[name], of, wanted) for v in value)
             return _resized(value, _ROWS_AT[name], of, wanted)
         if name.startswith(_PARAMS):
             if isinstance(value, int) and not isinstance(value, bool):
+                if name in _LONGEST and value > of:
+                    return value - of + wanted
                 return wanted if value == of else value
             if name == f"{_PARAMS}seq_idx":
                 return _resized(value, 1, of, wanted)
@@ -101,6 +106,12 @@ class Buckets:
                 "Use no buckets with it, or warm up with microbatches of every bucket."
             )
         return value
+
+
+def _rows_of(value: Any) -> int | None:
+    """Rows of a table, or of the first of several."""
+    first = value[0] if isinstance(value, (tuple, list)) and value else value
+    return first.size(0) if isinstance(first, torch.Tensor) else None
 
 
 def _resized(value: Any, dim: int, of: int, wanted: int) -> Any:

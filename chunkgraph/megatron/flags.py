@@ -43,11 +43,15 @@ class _Flag:
 
 @dataclass(frozen=True)
 class _Count:
-    """A flag that takes a number; ``bare`` is what it means without one, if it may be so."""
+    """A flag that takes a number, or several if it ``is_list``.
+
+    ``bare`` is what it means without one, if it may be so.
+    """
 
     name: str
     help: str
     bare: int | None = None
+    is_list: bool = False
 
     @property
     def dest(self) -> str:
@@ -116,7 +120,14 @@ PACKING = (
     ),
     _Count(
         "--cuda-graph-max-packed-tokens",
-        "Tokens of such a microbatch (default: --seq-length).",
+        "Rows of such a microbatch (default: all that the data set makes, --seq-length). With "
+        "fewer, rows at its end that no loss needs are left out.",
+    ),
+    _Count(
+        "--cuda-graph-packed-buckets",
+        "Shorter microbatches that are captured too, as parts of those tokens or as numbers of "
+        "tokens above 1; each microbatch takes the smallest that holds all rows that a loss needs.",
+        is_list=True,
     ),
 )
 FLAGS = (_GRANULARITY, *_OPTIONS)
@@ -139,6 +150,7 @@ class GraphFlags:
         num_warmup_steps: eager steps before the capture, Megatron's ``--cuda-graph-warmup-steps``.
         max_packed_seqs: sequences of a packed microbatch; 0: none are packed.
         max_packed_tokens: its tokens; None: the sequence length.
+        packed_buckets: lengths of shorter ones that are captured too.
     """
 
     scope: Literal["block", "chunk"] = "block"
@@ -154,6 +166,7 @@ class GraphFlags:
     num_warmup_steps: int = 1
     max_packed_seqs: int = 0
     max_packed_tokens: int | None = None
+    packed_buckets: tuple[float, ...] = ()
 
     def capture_options(self) -> CaptureOptions:
         """How the engine is to capture."""
@@ -197,8 +210,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             help=f"{flag.help} (default: {flag.choices[0]})",
         )
     for count in (*COUNTS, *PACKING):
-        bare: dict[str, Any] = {} if count.bare is None else {"nargs": "?", "const": count.bare}
-        group.add_argument(count.name, type=int, default=None, metavar="N", help=count.help, **bare)
+        more: dict[str, Any] = {} if count.bare is None else {"nargs": "?", "const": count.bare}
+        more |= {"type": float, "nargs": "+"} if count.is_list else {"type": int}
+        group.add_argument(count.name, default=None, metavar="N", help=count.help, **more)
 
 
 def flags_from(args: argparse.Namespace) -> GraphFlags | None:
@@ -214,7 +228,7 @@ def flags_from(args: argparse.Namespace) -> GraphFlags | None:
     counts = {count: getattr(args, count.dest) for count in (*COUNTS, *PACKING)}
     if args.cuda_graph_granularity == "layer":
         idle = [f"{flag.name} {value}" for flag, value in given.items() if value is not None]
-        idle += [f"{count.name} {n}" for count, n in counts.items() if n is not None]
+        idle += [f"{count.name} {_shown(n)}" for count, n in counts.items() if n is not None]
         if idle:
             raise ConfigError(
                 f"{', '.join(idle)} has no effect with --cuda-graph-granularity layer. Add "
@@ -247,24 +261,38 @@ def flags_from(args: argparse.Namespace) -> GraphFlags | None:
     return GraphFlags(num_warmup_steps=num_warmup_steps, **values)
 
 
-def _packing(counts: dict[_Count, int | None]) -> dict[str, int]:
+def _packing(counts: dict[_Count, Any]) -> dict[str, Any]:
     """What the flags of packed sequences ask for."""
-    seqs_flag, tokens_flag = PACKING
-    seqs, tokens = counts[seqs_flag], counts[tokens_flag]
+    seqs_flag, *others = PACKING
+    seqs = counts[seqs_flag]
     if seqs is not None and seqs != 0 and seqs < 2:
         raise ConfigError(
             f"{seqs_flag.name} {seqs}: one sequence is for the rest of the tokens, so give 2 or "
             "more, or 0 for no packed sequences."
         )
-    if tokens is not None and not seqs:
-        raise ConfigError(
-            f"{tokens_flag.name} {tokens} has no effect without {seqs_flag.name}; add it, or leave "
-            "this out."
-        )
-    if tokens is not None and tokens < 1:
-        raise ConfigError(f"{tokens_flag.name} {tokens}: give 1 or more tokens, or leave it out.")
-    found = {"max_packed_seqs": seqs, "max_packed_tokens": tokens}
-    return {name: number for name, number in found.items() if number is not None}
+    found: dict[str, Any] = {} if seqs is None else {"max_packed_seqs": seqs}
+    for flag in others:
+        value = counts[flag]
+        if value is None:
+            continue
+        if not seqs:
+            raise ConfigError(
+                f"{flag.name} {_shown(value)} has no effect without {seqs_flag.name}; add it, or "
+                "leave this out."
+            )
+        if min(value if flag.is_list else [value]) <= 0:
+            raise ConfigError(
+                f"{flag.name} {_shown(value)}: give 1 or more tokens"
+                f"{', or parts of them above 0' if flag.is_list else ''}, or leave it out."
+            )
+        name = flag.dest.removeprefix("cuda_graph_")
+        found[name] = tuple(value) if flag.is_list else value
+    return found
+
+
+def _shown(value: Any) -> str:
+    """As it stands on a command line."""
+    return " ".join(f"{v:g}" for v in value) if isinstance(value, (list, tuple)) else str(value)
 
 
 def check_flag_values(script_args: Sequence[str]) -> None:

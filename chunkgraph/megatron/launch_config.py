@@ -1,6 +1,6 @@
 """A configuration file as flags of a Megatron pretrain script.
 
-``model``, ``pipeline``, ``moe`` and ``capture`` have their flags there. ``train``, ``data``,
+``model``, ``pipeline``, ``moe``, ``capture`` and ``packing`` have flags there. ``train``, ``data``,
 ``bench`` and ``run`` belong to ``chunkgraph train`` and ``bench``; a pretrain script gets its
 steps, its data and its tokenizer from its own flags.
 """

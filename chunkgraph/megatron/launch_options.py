@@ -98,8 +98,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--config",
         metavar="FILE",
         type=Path,
-        help="YAML file as in configs/; its sections model, pipeline, moe and capture become "
-        "flags, where the command line does not give them",
+        help="YAML file as in configs/; its sections model, pipeline, moe, capture and packing "
+        "become flags, where the command line does not give them",
     )
     parser.add_argument(
         "--nproc-per-node",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from chunkgraph.config import CaptureConfig, Config, ModelConfig, PipelineConfig
+from chunkgraph.config import CaptureConfig, Config, ModelConfig, PackingConfig, PipelineConfig
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.launch_experts import expert_flags
 
@@ -16,6 +16,7 @@ _VIRTUAL_STAGES = (
     "--num-virtual-stages-per-pipeline-rank",
     "--pipeline-model-parallel-layout",
 )
+_PACKED_SEQS = "--cuda-graph-max-packed-seqs"
 _RECOMPUTATION = ("--recompute-granularity", "--recompute-activations")
 
 
@@ -61,11 +62,6 @@ def settings_of(config: Config, *, without_capture: bool) -> list[Setting]:
     Raises:
         ConfigError: a value has no flag in Megatron.
     """
-    if config.packing.max_packed_seqs:
-        raise ConfigError(
-            "packing.max_packed_seqs is set, but a pretrain script reads its own data, which is "
-            "not packed into fixed shapes. Set it to 0, or use chunkgraph train."
-        )
     if config.stash.enabled:
         raise ConfigError(
             "stash.enabled is true, but a pretrain script cannot stash yet. Set it to false, or "
@@ -84,7 +80,7 @@ def settings_of(config: Config, *, without_capture: bool) -> list[Setting]:
     if config.moe.num_moe_experts is not None:
         drops = config.moe.token_drops
         found.append(Setting("moe.token_drops", "--cuda-graph-token-drops", (drops,)))
-    return [*found, *_of_capture(config.capture)]
+    return [*found, *_of_capture(config.capture), *_of_packing(config.packing)]
 
 
 def settings_that_are_off(config: Config) -> list[Off]:
@@ -108,6 +104,7 @@ def settings_that_are_off(config: Config) -> list[Off]:
         Off("pipeline.sequence_parallel", ("--sequence-parallel",)): not pipeline.sequence_parallel,
         Off("moe.num_moe_experts", ("--num-experts",)): config.moe.num_moe_experts is None,
         Off("capture.enabled", (GRANULARITY,), "layer"): not config.capture.enabled,
+        Off("packing.max_packed_seqs", (_PACKED_SEQS,), "0"): not config.packing.max_packed_seqs,
     }
     return [off for off, is_off in found.items() if is_off]
 
@@ -239,3 +236,17 @@ def _of_capture(capture: CaptureConfig) -> list[Setting]:
             if number is not None
         ]
     return [*found, Setting("capture.on_failure", "--cuda-graph-on-failure", (capture.on_failure,))]
+
+
+def _of_packing(packing: PackingConfig) -> list[Setting]:
+    """Its documents come from the script's own data, for which the script has a flag."""
+    if not packing.max_packed_seqs:
+        return []
+    found = [Setting("packing.max_packed_seqs", _PACKED_SEQS, (str(packing.max_packed_seqs),))]
+    if packing.max_packed_tokens is not None:
+        tokens = (str(packing.max_packed_tokens),)
+        found.append(Setting("packing.max_packed_tokens", "--cuda-graph-max-packed-tokens", tokens))
+    if packing.buckets:
+        sizes = tuple(f"{size:.17g}" for size in packing.buckets)
+        found.append(Setting("packing.buckets", "--cuda-graph-packed-buckets", sizes))
+    return found

@@ -8,6 +8,7 @@ is compared with the captured value like any other argument.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from typing import Any
 
@@ -17,7 +18,7 @@ from chunkgraph.errors import ConfigError
 from chunkgraph.megatron import compat
 from chunkgraph.packing import PackedSequences
 
-__all__ = ["ARGUMENT", "make_params", "put_together", "take_apart"]
+__all__ = ["ARGUMENT", "fixed_params", "make_params", "put_together", "take_apart"]
 
 ARGUMENT = "packed_seq_params"
 """The argument of Megatron's models and blocks."""
@@ -25,6 +26,7 @@ ARGUMENT = "packed_seq_params"
 _PREFIX = f"{ARGUMENT}."
 _CLASS = f"{_PREFIX}class"
 _SAME = "the same tensor as "
+_OFFSETS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
 _MUST_BE_CONSTANT = ("max_seqlen_q", "max_seqlen_kv", "total_tokens", "local_cp_size")
 
 
@@ -110,10 +112,7 @@ def make_params(
     if with_seq_idx and "seq_idx" in known:
         rows.append(torch.from_numpy(packed.seq_idx))
         sizes.append(len(rows[-1]))
-    host = torch.cat(rows)
-    if device.type == "cuda":
-        host = host.pin_memory()
-    offsets, padded, *others = host.to(device, non_blocking=True).split(sizes)
+    offsets, padded, *others = _to_device(torch.cat(rows), device).split(sizes)
     params = kind(
         qkv_format="thd",
         cu_seqlens_q=offsets,
@@ -128,3 +127,44 @@ def make_params(
     for seq_idx in others:
         params.seq_idx = seq_idx.unsqueeze(0)
     return params
+
+
+def fixed_params(params: Any, packed: PackedSequences) -> Any:
+    """``params`` of a microbatch as they would be with the offsets of a fixed shape.
+
+    Nothing is read from the device. The longest document is said to be one token longer than the
+    shape: Megatron's unfused RoPE takes a table as long as all documents together for one that
+    does not begin anew with each of them.
+
+    Args:
+        params: Megatron's ``PackedSeqParams``, as a script made them of these documents, which
+            fill all rows.
+        packed: the same microbatch in its shape.
+    """
+    made = copy.copy(params)  # its constructor may read from the device
+    by_object: dict[int, torch.Tensor] = {}
+    for name in _OFFSETS:
+        own = getattr(params, name)
+        if own is None:
+            continue
+        if id(own) not in by_object:
+            by_object[id(own)] = _to_device(torch.from_numpy(packed.cu_seqlens), own.device)
+        setattr(made, name, by_object[id(own)])
+    made.max_seqlen_q = made.max_seqlen_kv = packed.max_seqlen + 1
+    rows = packed.shape.max_packed_tokens
+    for name in ("tokens_per_sample", "total_tokens"):  # of a row that may have been cut
+        number = getattr(params, name, None)
+        if number is not None:
+            setattr(made, name, min(number, rows))
+    seq_idx = getattr(params, "seq_idx", None)
+    if seq_idx is not None:
+        own = _to_device(torch.from_numpy(packed.seq_idx), seq_idx.device)
+        made.seq_idx = own.to(seq_idx.dtype).view(seq_idx.shape)
+    return made
+
+
+def _to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy that the host does not wait for."""
+    if device.type == "cuda":
+        host = host.pin_memory()
+    return host.to(device, non_blocking=True)

@@ -26,9 +26,12 @@ import torch.distributed as dist
 from chunkgraph.megatron import compat
 from chunkgraph.megatron.arguments import settle_arguments
 from chunkgraph.megatron.flags import GraphFlags, add_flags, flags_from
+from chunkgraph.megatron.launch_packing import packed_shape
+from chunkgraph.megatron.packed_steps import PackedSteps
 from chunkgraph.megatron.plugin import MegatronChunkGraphs, attach
 from chunkgraph.megatron.run_record import capture_line, save_run_record, start_line
 from chunkgraph.megatron.step_metrics import StepMetrics
+from chunkgraph.megatron.topology import share_in_tensor_group
 
 __all__ = ["ChunkGraphsInPretrain", "enable"]
 
@@ -56,7 +59,11 @@ def enable(*, on_cpu: bool = False, run_dir: Path | None = None) -> ChunkGraphsI
     if isinstance(hooks, ChunkGraphsInPretrain):
         return hooks
     hooks = ChunkGraphsInPretrain(on_cpu=on_cpu, run_dir=run_dir)
-    hooks.disable = compat.patch_pretrain(hooks)
+    undo = contextlib.ExitStack()
+    undo.callback(compat.patch_pretrain(hooks))
+    if on_cpu:
+        undo.callback(compat.count_documents_on_cpu())
+    hooks.disable = undo.close
     return hooks
 
 
@@ -82,6 +89,7 @@ class ChunkGraphsInPretrain:
         self._on_cpu = on_cpu
         self._run_dir = run_dir
         self._metrics: StepMetrics | None = None
+        self._packed: PackedSteps | None = None
         self._has_told_failure = False
 
     # -- called by Megatron --------------------------------------------------------------------
@@ -113,6 +121,8 @@ class ChunkGraphsInPretrain:
             scope=self.flags.scope,
             options=self.flags.capture_options(),
             token_drops=self.flags.token_drops,
+            packing=packed_shape(self.flags, args),
+            buckets=self.flags.packed_buckets,
         )
         if _is_profiled(args):
             self.graphs.name_replays()
@@ -121,10 +131,16 @@ class ChunkGraphsInPretrain:
         self._has_told_failure = False
         _say_on_rank_0(start_line(self.graphs, self.flags, record))
         try:
+            if self.flags.max_packed_seqs:
+                chunks = model if isinstance(model, (list, tuple)) else [model]
+                self._packed = PackedSteps(self.graphs, chunks, _rank(), share_in_tensor_group())
             yield
         finally:
             # Graphs hold memory of communicators: they go before the process groups do.
             graphs, self.graphs, self._metrics = self.graphs, None, None
+            packed, self._packed = self._packed, None
+            if packed is not None:
+                packed.close()
             graphs.detach()
 
     def wrap_schedule(self, forward_backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -133,6 +149,8 @@ class ChunkGraphsInPretrain:
         if graphs is None:
             return forward_backward
         wrapped = graphs.wrap_forward_backward(forward_backward)
+        if self._packed is not None:
+            wrapped = self._packed.wrap(wrapped)
 
         def chunk_graph_step(**kwargs: Any) -> Any:
             if graphs.engine.report is not None or self._has_told_failure:

@@ -15,7 +15,7 @@ from chunkgraph.megatron import compat
 from chunkgraph.schedules import stage_of
 from chunkgraph.slots import plan_slots
 
-__all__ = ["Maximum", "PipelinePlace", "agree_by_maximum"]
+__all__ = ["Maximum", "PipelinePlace", "Share", "agree_by_maximum", "share_in_tensor_group"]
 
 _CLOSING_TIME = timedelta(seconds=2)
 
@@ -91,6 +91,42 @@ def agree_by_maximum() -> Maximum | None:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     return Maximum(dist.new_group(backend="gloo"))
+
+
+def share_in_tensor_group() -> Share | None:
+    """How the first of the tensor-parallel ranks tells the others; None where it is alone.
+
+    Makes a gloo group of its own, in which every tensor-parallel rank has to take part.
+    """
+    state = compat.import_megatron("megatron.core.parallel_state")
+    ranks = dist.get_process_group_ranks(state.get_tensor_model_parallel_group())
+    if len(ranks) == 1:
+        return None
+    return Share(dist.new_group(ranks, backend="gloo", use_local_synchronization=True), ranks[0])
+
+
+class Share:
+    """Gives one rank's value to all ranks of a group, on the host.
+
+    Args:
+        group: a gloo group of its own.
+        source: the global rank whose value it is.
+    """
+
+    def __init__(self, group: Any, source: int) -> None:
+        self._group = group
+        self._source = source
+
+    def __call__(self, value: Any) -> Any:
+        """The source's value; what the others give is not looked at."""
+        values = [value]
+        dist.broadcast_object_list(values, self._source, self._group, torch.device("cpu"))
+        return values[0]
+
+    def close(self) -> None:
+        """Give the group back."""
+        if dist.is_initialized():
+            dist.destroy_process_group(self._group)
 
 
 class Maximum:

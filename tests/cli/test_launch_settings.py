@@ -10,7 +10,6 @@ import pytest
 
 from chunkgraph.cli.__main__ import main
 from chunkgraph.config import CaptureConfig, Config, ModelConfig, PipelineConfig, load_config
-from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.launch_config import merge_flags
 from chunkgraph.megatron.launch_options import parse_options
 
@@ -160,9 +159,21 @@ def test_what_asks_for_nothing_is_not_said(given: list[str]) -> None:
     assert merge_flags(_load("capture.enabled=false"), given, source="run.yaml")[1] == []
 
 
-def test_packed_sequences_of_the_file_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"packing\.max_packed_seqs is set"):
-        _flags(_load("packing.max_packed_seqs=4"))
+def test_packed_sequences_of_the_file_are_flags() -> None:
+    packing = ["packing.max_packed_seqs=4", "packing.buckets=[0.25,8]"]
+    packing += ["device=cuda", "model.layer_spec=transformer_engine", "train.micro_batch_size=1"]
+    flags = _flags(_load(*packing, "packing.max_packed_tokens=12"))
+    at = flags.index("--cuda-graph-max-packed-seqs")
+    assert flags[at:] == [
+        *("--cuda-graph-max-packed-seqs", "4", "--cuda-graph-max-packed-tokens", "12"),
+        *("--cuda-graph-packed-buckets", "0.25", "8"),
+    ]
+    merged, notes = merge_flags(
+        _load(*packing), ["--cuda-graph-max-packed-seqs", "9"], source="run.yaml"
+    )
+    assert merged.count("--cuda-graph-max-packed-seqs") == 1
+    (note,) = notes
+    assert note.startswith("--cuda-graph-max-packed-seqs 9 on the command line replaces packing.")
 
 
 @pytest.fixture

@@ -12,6 +12,8 @@ from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.arguments import settle_arguments
 from chunkgraph.megatron.cpu_pretrain import cpu_flags
 from chunkgraph.megatron.flags import COUNTS, FLAGS, PACKING, add_flags, flags_from
+from chunkgraph.megatron.launch_packing import packed_shape
+from chunkgraph.packing import PackedShape
 
 HAS_TE = importlib.util.find_spec("transformer_engine") is not None
 
@@ -63,8 +65,12 @@ def test_layer_leaves_all_arguments_alone() -> None:
         ({"optimizer_cuda_graph": True}, "--optimizer-cuda-graph: "),
         ({"num_experts": 8}, "num_moe_experts=8 without moe_expert_capacity_factor: "),
         ({"fp4": "e2m1"}, "fp4='e2m1': "),
-        ({"sft": True}, "--sft: packed sequences"),
-        ({"cuda_graph_max_packed_seqs": 9}, "--cuda-graph-max-packed-seqs 9: the data sets of"),
+        ({"sft": True}, "--sft: packed sequences change their offsets"),
+        (
+            {"dataloader_inter_document_masking": True},
+            "--dataloader-inter-document-masking: packed",
+        ),
+        ({"cuda_graph_max_packed_seqs": 9}, "--cuda-graph-max-packed-seqs 9: without --sft"),
         ({"use_torch_fsdp2": True}, "--use-torch-fsdp2: "),
         ({"yaml_cfg": "x.yaml"}, "--yaml-cfg: "),
         ({"save_dgrads_interval": 5}, "--save-dgrads-interval: "),
@@ -88,18 +94,72 @@ def _parsed(*given: str) -> Any:
 @pytest.mark.parametrize(
     ("given", "packing"),
     [
-        ([], (0, None)),
-        (["--cuda-graph-max-packed-seqs"], (50, None)),
-        (["--cuda-graph-max-packed-seqs", "0"], (0, None)),
+        ([], (0, None, ())),
+        (["--cuda-graph-max-packed-seqs"], (50, None, ())),
+        (["--cuda-graph-max-packed-seqs", "0"], (0, None, ())),
         (
             ["--cuda-graph-max-packed-seqs", "64", "--cuda-graph-max-packed-tokens", "4096"],
-            (64, 4096),
+            (64, 4096, ()),
+        ),
+        (
+            ["--cuda-graph-max-packed-seqs", "--cuda-graph-packed-buckets", "0.25", "512"],
+            (50, None, (0.25, 512)),
         ),
     ],
 )
-def test_flags_of_packed_sequences(given: list[str], packing: tuple[int, int | None]) -> None:
+def test_flags_of_packed_sequences(given: list[str], packing: tuple[Any, ...]) -> None:
     flags = _parsed(*given)
-    assert (flags.max_packed_seqs, flags.max_packed_tokens) == packing
+    assert (flags.max_packed_seqs, flags.max_packed_tokens, flags.packed_buckets) == packing
+
+
+PACKED = {"sft": True, "seq_length": 16, "micro_batch_size": 1, "cuda_graph_max_packed_seqs": 4}
+
+
+def test_the_shape_of_packed_sequences() -> None:
+    args = arguments(**PACKED)
+    flags = settle_arguments(args, on_cpu=True)
+    assert flags is not None
+    assert packed_shape(flags, args) == PackedShape(4, 16)
+    args = arguments(**{**PACKED, "micro_batch_size": 2})
+    assert packed_shape(flags, args) == PackedShape(4, 32)
+    args = arguments(**PACKED, cuda_graph_max_packed_tokens=12, cuda_graph_packed_buckets=[0.5])
+    flags = settle_arguments(args, on_cpu=True)
+    assert flags is not None
+    assert packed_shape(flags, args) == PackedShape(4, 12)
+    args = arguments(**{**PACKED, "sft": False}, dataloader_inter_document_masking=True)
+    assert settle_arguments(args, on_cpu=True) is not None
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"context_parallel_size": 2}, "seqs 4 with context parallelism: "),
+        ({"hybrid_context_parallel": True}, "seqs 4 with context parallelism: "),
+        ({"num_experts": 4}, "seqs 4 with --num-experts: "),
+        (
+            {"micro_batch_size": 2, "pipeline_model_parallel_size": 2},
+            "with --micro-batch-size 2 in a pipeline: ",
+        ),
+        ({"cuda_graph_max_packed_tokens": 17}, "tokens 17: a microbatch has 16 rows"),
+        (
+            {"cuda_graph_max_packed_tokens": 12, "micro_batch_size": 2},
+            "--cuda-graph-max-packed-tokens with --micro-batch-size 2: ",
+        ),
+        (
+            {"cuda_graph_packed_buckets": [0.5], "tensor_model_parallel_size": 2},
+            "--cuda-graph-packed-buckets with --tensor-model-parallel-size 2: ",
+        ),
+        (
+            {"cuda_graph_packed_buckets": [0.5], "fp8": "hybrid"},
+            "--cuda-graph-packed-buckets with --fp8-format: ",
+        ),
+        ({"cuda_graph_packed_buckets": [99.0]}, "seqs 4: A bucket of 99.0: "),
+    ],
+)
+def test_what_packed_sequences_cannot_go_with_is_named(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match="cannot go together with") as error:
+        settle_arguments(arguments(**{**PACKED, **changes}), on_cpu=True)
+    assert said in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -111,6 +171,14 @@ def test_flags_of_packed_sequences(given: list[str], packing: tuple[int, int | N
         (
             ["--cuda-graph-max-packed-seqs", "--cuda-graph-max-packed-tokens", "0"],
             "give 1 or more tokens",
+        ),
+        (
+            ["--cuda-graph-packed-buckets", "0.5", "4"],
+            "--cuda-graph-packed-buckets 0.5 4 has no effect without",
+        ),
+        (
+            ["--cuda-graph-max-packed-seqs", "--cuda-graph-packed-buckets", "0.5", "0"],
+            "or parts of them above 0, or leave it out",
         ),
         (
             ["--cuda-graph-granularity", "layer", "--cuda-graph-max-packed-seqs"],

@@ -176,7 +176,8 @@ class PackedCore(nn.Module):
         # Another table than the queries' would be a defect of whoever made the parameters.
         assert packed_seq_params.cu_seqlens_kv is packed_seq_params.cu_seqlens_q
         real = packed_seq_params.cu_seqlens_q.long()
-        padded = packed_seq_params.cu_seqlens_q_padded.long()
+        padded = packed_seq_params.cu_seqlens_q_padded
+        padded = real if padded is None else padded.long()  # None: no padding between documents
         rows = torch.arange(query.size(0), device=query.device)
         document = torch.searchsorted(padded[1:], rows, right=True).clamp(max=len(padded) - 2)
         is_tail = rows - padded[document] >= (real[1:] - real[:-1])[document]

@@ -46,6 +46,7 @@ from chunkgraph.megatron.compat.packed_rope import packed_rope, rope_rows
 from chunkgraph.megatron.compat.parameter_gather import ParameterGates
 from chunkgraph.megatron.compat.pretrain import (
     PretrainHooks,
+    count_documents_on_cpu,
     patch_pretrain,
     pretrain_arguments,
     pretrain_hooks,
@@ -82,6 +83,7 @@ __all__ = [
     "TritonStubFinder",
     "call_parameter_gather_hooks",
     "capture_flag",
+    "count_documents_on_cpu",
     "default_groups",
     "factor_for_all",
     "forget_expert_metrics",

@@ -15,6 +15,8 @@ from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
+
 from chunkgraph.errors import ConfigError, MissingDependencyError
 from chunkgraph.megatron.compat.access import (
     import_megatron,
@@ -26,6 +28,7 @@ from chunkgraph.megatron.releases import RANGE
 
 __all__ = [
     "PretrainHooks",
+    "count_documents_on_cpu",
     "patch_pretrain",
     "pretrain_arguments",
     "pretrain_hooks",
@@ -134,6 +137,18 @@ def patch_pretrain(hooks: PretrainHooks) -> Callable[[], None]:
     if not (Path(str(datasets.__file__)).parent / "Makefile").exists():
         undo.callback(patch_attributes(datasets, {"compile_helpers": _helpers_are_built}))
     return undo.close
+
+
+def count_documents_on_cpu() -> Callable[[], None]:
+    """Have Megatron add up lengths of packed documents, for its FLOPS, on a host without a GPU.
+
+    It would make the tensor for them on a device of the name ``cuda:N``. Returns the way back.
+    """
+    _, training = _import_training()
+    if not hasattr(training, "_seqlen_stats_in_iteration"):  # before 0.19
+        return lambda: None
+    sums = torch.zeros(2, dtype=torch.float64)
+    return patch_attributes(training, {"_seqlen_stats_in_iteration": sums})
 
 
 def pretrain_hooks() -> object:

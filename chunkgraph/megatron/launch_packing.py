@@ -1,0 +1,109 @@
+"""Packed sequences of a pretrain script: what its flags ask for, and what they cannot go with."""
+
+from __future__ import annotations
+
+import argparse
+
+from chunkgraph.errors import PackingError
+from chunkgraph.megatron.flags import PACKING, GraphFlags
+from chunkgraph.packing import PackedShape, bucket_shapes
+
+__all__ = ["packed_shape", "packing_refusals"]
+
+_SEQS, _TOKENS, _BUCKETS = (flag.name for flag in PACKING)
+_SOURCES = ("sft", "dataloader_inter_document_masking")
+"""Megatron's flags with which its data sets say where documents begin."""
+
+
+def packing_refusals(flags: GraphFlags, args: argparse.Namespace) -> list[str]:
+    """What of ``args`` keeps packed sequences out of chunk graphs, each with its flag.
+
+    Args:
+        flags: those of chunk graphs.
+        args: Megatron's, parsed but not yet checked or filled in by it.
+    """
+    sources = [f"--{name.replace('_', '-')}" for name in _SOURCES if getattr(args, name, False)]
+    if not flags.max_packed_seqs:
+        return [
+            f"{source}: packed sequences change their offsets with every microbatch, and a graph "
+            f"has fixed shapes; add {_SEQS} N, the most documents of a microbatch and 1"
+            for source in sources
+        ]
+    asked = f"{_SEQS} {flags.max_packed_seqs}"
+    if not sources:
+        alone = "without --sft (or --dataloader-inter-document-masking) a microbatch does not say"
+        return [f"{asked}: {alone} where its documents begin; leave it out"]
+    found = []
+    if _of(args, "context_parallel_size", 1) > 1 or getattr(args, "hybrid_context_parallel", False):
+        found.append(
+            f"{asked} with context parallelism: Megatron splits documents over ranks in its own "
+            "way, which was not tried; use --context-parallel-size 1"
+        )
+    if getattr(args, "num_experts", None):
+        found.append(
+            f"{asked} with --num-experts: experts are to be told which rows are padding, which "
+            "these data sets do not say; chunkgraph train packs for experts"
+        )
+    if _of(args, "micro_batch_size", 1) > 1 and _of(args, "pipeline_model_parallel_size", 1) > 1:
+        found.append(
+            f"{asked} with --micro-batch-size {args.micro_batch_size} in a pipeline: Megatron lays "
+            "the samples end to end, but its stages receive them side by side; use 1"
+        )
+    try:
+        shape = packed_shape(flags, args)
+        assert shape is not None
+        shapes = bucket_shapes(shape, flags.packed_buckets)
+    except PackingError as error:
+        return [*found, f"{asked}: {error}"]
+    rows = _rows(args)
+    if shape.max_packed_tokens > rows:
+        found.append(
+            f"{_TOKENS} {shape.max_packed_tokens}: a microbatch has {rows} rows (--seq-length x "
+            "--micro-batch-size), all of them in documents; give at most that, or leave it out"
+        )
+    elif len(shapes) > 1 or shape.max_packed_tokens < rows:
+        found += _refusals_of_cuts(flags, args)
+    return found
+
+
+def packed_shape(flags: GraphFlags, args: argparse.Namespace) -> PackedShape | None:
+    """The largest shape that is captured; None without packed sequences.
+
+    Raises:
+        PackingError: there is no such shape.
+    """
+    if not flags.max_packed_seqs:
+        return None
+    return PackedShape(flags.max_packed_seqs, flags.max_packed_tokens or _rows(args))
+
+
+def _refusals_of_cuts(flags: GraphFlags, args: argparse.Namespace) -> list[str]:
+    """What keeps microbatches from being shorter than their data set made them."""
+    name = _BUCKETS if flags.packed_buckets else _TOKENS
+    whole = f"leave {name} out"
+    found = []
+    if _of(args, "micro_batch_size", 1) > 1:
+        found.append(
+            f"{name} with --micro-batch-size {args.micro_batch_size}: rows that no loss needs lie "
+            f"between its samples; use 1, or {whole}"
+        )
+    if _of(args, "tensor_model_parallel_size", 1) > 1:
+        found.append(
+            f"{name} with --tensor-model-parallel-size {args.tensor_model_parallel_size}: the "
+            f"script's other ranks receive rows of --seq-length; {whole}"
+        )
+    if flags.packed_buckets and getattr(args, "fp8", None):
+        found.append(
+            f"{name} with --fp8-format: the scales of several graphs of one slot were not tried; "
+            f"{whole}"
+        )
+    return found
+
+
+def _rows(args: argparse.Namespace) -> int:
+    return _of(args, "seq_length", 1) * _of(args, "micro_batch_size", 1)
+
+
+def _of(args: argparse.Namespace, name: str, default: int) -> int:
+    """A number that may not be given; Megatron itself refuses that later, where it must be."""
+    return getattr(args, name, None) or default

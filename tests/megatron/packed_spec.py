@@ -1,0 +1,7 @@
+"""A layer of packed sequences for Megatron's ``--spec``, which takes no functions."""
+
+from __future__ import annotations
+
+from user_specs import packed
+
+packed_layer = packed()

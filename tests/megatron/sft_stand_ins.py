@@ -1,0 +1,106 @@
+"""Runs a pretrain script on ``--sft`` data: ``sft_stand_ins.py SCRIPT FLAGS``.
+
+Megatron's SFTDataset reads its file with the package ``datasets`` and asks the tokenizer for
+conversations, for which it has one of the package ``transformers``. Neither is needed to see how
+documents are packed, so both are stood in for: a message is a list of numbers, its tokens.
+
+``SFT_READS`` names a file that gets a line for each sample that is read, with the number of its
+data set. ``SFT_RERUN`` is the number of a step that Megatron's rerun state machine is to run again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+
+class NumberTokenizer:
+    """What SFTDataset and Megatron ask of a tokenizer."""
+
+    eod = 62
+    pad = 63
+    vocab_size = 64
+    unique_identifiers = {"class": "NumberTokenizer"}  # noqa: RUF012
+
+    def tokenize_conversation(
+        self, conversation: list[dict[str, str]], return_target: bool, **_: Any
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens of all messages, and those of the assistant as targets."""
+        assert return_target
+        tokens, targets = [], []
+        for message in conversation:
+            numbers = [int(number) for number in message["content"].split()]
+            tokens += numbers
+            targets += numbers if message["role"] == "assistant" else [-100] * len(numbers)
+        return np.array(tokens, dtype=np.int64), np.array(targets, dtype=np.int64)
+
+
+def load_dataset(_kind: str, *, data_files: str, split: str) -> list[dict[str, Any]]:
+    """All lines of a file."""
+    assert split == "all"
+    text = Path(data_files).read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def main(script: str) -> None:
+    """Put the stand-ins in and run the script as it is."""
+    from megatron.core.tokenizers.utils import build_tokenizer
+    from megatron.training.datasets.sft_dataset import SFTDataset
+
+    package = ModuleType("datasets")
+    package.load_dataset = load_dataset  # type: ignore[attr-defined]
+    sys.modules["datasets"] = package
+
+    def build(args: Any, **_: Any) -> NumberTokenizer:
+        args.padded_vocab_size = NumberTokenizer.vocab_size
+        return NumberTokenizer()
+
+    build_tokenizer.build_tokenizer = build
+    for name in ("megatron.training.global_vars", "megatron.training.training"):
+        if hasattr(sys.modules.get(name), "build_tokenizer"):
+            sys.modules[name].build_tokenizer = build
+    path = os.environ.get("SFT_READS")
+    if path:
+        get = SFTDataset.__getitem__
+        numbers: dict[int, int] = {}  # of the data sets, in the order of their first reads
+
+        def read(self: Any, index: int) -> Any:
+            number = numbers.setdefault(id(self), len(numbers))
+            with open(f"{path}.rank{os.environ['RANK']}", "a", encoding="utf-8") as file:
+                file.write(f"{self.index_split.name} {number}: {index}\n")
+            return get(self, index)
+
+        SFTDataset.__getitem__ = read
+    if "SFT_RERUN" in os.environ:
+        run_again(int(os.environ["SFT_RERUN"]))
+    runpy.run_path(script, run_name="__main__")
+
+
+def run_again(number: int) -> None:
+    """Have a step's result doubted, as by a loss that is out of bounds, and found to be right."""
+    from megatron.core.rerun_state_machine import RerunState, RerunStateMachine
+
+    ask = RerunStateMachine.should_run_forward_backward
+    num_begun = 0
+
+    def should_run_forward_backward(self: Any, data_iterator: Any) -> bool:
+        nonlocal num_begun
+        if self.state == RerunState.NOT_RUNNING_YET:
+            num_begun += 1
+        elif num_begun == number:
+            self.rerun_requested = self.continue_requested = True
+        return ask(self, data_iterator)
+
+    RerunStateMachine.should_run_forward_backward = should_run_forward_backward
+
+
+if __name__ == "__main__":
+    del sys.argv[0]
+    main(sys.argv[0])

@@ -1,0 +1,261 @@
+"""Steps of packed data without processes: what is read, what the model gets, what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from chunkgraph.errors import ConfigError, PackingError
+from chunkgraph.megatron import compat
+from chunkgraph.megatron.packed_steps import PackedSteps
+from chunkgraph.megatron.sft_data import cut, documents_of
+from chunkgraph.packing import PackedShape, bucket_shapes
+
+pytestmark = pytest.mark.megatron
+
+ROWS = 12
+
+
+def batch(*ends: int, num_counted: int = ROWS, **changes: Any) -> dict[str, Any]:
+    """A sample as SFTDataset makes it, with losses in its first rows."""
+    offsets = torch.full((1, ROWS + 1), ROWS, dtype=torch.int32)
+    offsets[0, 0] = 0
+    offsets[0, 1 : len(ends) + 1] = torch.tensor(ends, dtype=torch.int32)
+    rows = torch.arange(ROWS)[None]
+    made = {
+        "tokens": rows,
+        "labels": rows + 1,
+        "loss_mask": (rows < num_counted).float(),
+        "position_ids": rows,
+        "cu_seqlens": offsets,
+        "max_seqlen": torch.tensor([max(ends)], dtype=torch.int32),
+    }
+    return {**made, **changes}
+
+
+class Model(nn.Module):
+    """Keeps what it is called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def forward(self, tokens: torch.Tensor, packed_seq_params: Any = None) -> torch.Tensor:
+        self.seen.append((tokens, packed_seq_params))
+        return tokens
+
+
+def params_of(data: dict[str, Any]) -> Any:
+    """As pretrain_gpt.py makes them."""
+    row = data["cu_seqlens"][0]
+    row = row[: int((row == data["tokens"].shape[1]).nonzero()[0]) + 1]
+    kind = compat.import_megatron("megatron.core.packed_seq_params").PackedSeqParams
+    longest = int(data["max_seqlen"].max())
+    return kind(
+        qkv_format="thd",
+        cu_seqlens_q=row,
+        cu_seqlens_kv=row,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
+
+
+def forward_step(data: Iterator[dict[str, Any]], model: nn.Module) -> None:
+    read = next(data)
+    model(read["tokens"], packed_seq_params=params_of(read))
+
+
+Step = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def models() -> list[Model]:
+    return [Model()]
+
+
+@pytest.fixture
+def step(models: list[Model]) -> Iterator[Step]:
+    """A step with graphs for 4 sequences; gives what the schedule was called with."""
+    steps: list[PackedSteps] = []
+
+    def run(
+        batches: Sequence[dict[str, Any]] | None,
+        *,
+        each: Callable[..., None] = forward_step,
+        num_microbatches: int = 2,
+        most: int = ROWS,
+        buckets: Sequence[float] = (),
+        iterators: Any = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        shapes = bucket_shapes(PackedShape(4, most), buckets)
+        graphs: Any = SimpleNamespace(buckets={s.max_packed_tokens: s for s in shapes})
+        steps.append(PackedSteps(graphs, models, 3))
+        given: dict[str, Any] = {}
+
+        def schedule(**kwargs: Any) -> None:
+            given.update(kwargs)
+            data = kwargs["data_iterator"]
+            for c, model in enumerate(models):
+                for _ in range(num_microbatches):
+                    each(data[c] if isinstance(data, list) else data, model)
+
+        iterator = iterators if batches is None else iter(batches)
+        call = {"data_iterator": iterator, "num_microbatches": num_microbatches}
+        call |= {"seq_length": ROWS, "micro_batch_size": 1, **kwargs}
+        steps[-1].wrap(schedule)(**call)
+        return given
+
+    yield run
+    for each in steps:
+        each.close()
+
+
+def test_a_step_reads_its_own_microbatches_and_no_more(step: Step) -> None:
+    batches = iter([batch(4, 12), batch(3, 5, 12), batch(12)])
+    given = step(None, iterators=batches)
+    assert given["packings"] == [(4, 8), (3, 2, 7)]
+    assert [next(batches)["max_seqlen"].item()] == [12]
+    with pytest.raises(StopIteration):
+        step(None, iterators=batches)
+
+
+def test_the_model_gets_offsets_of_fixed_shape(step: Step, models: list[Model]) -> None:
+    step([batch(4, 12), batch(3, 5, 7, 12)])
+    (_, fits), (_, too_many) = models[0].seen
+    assert fits.cu_seqlens_q.tolist() == [0, 4, 12, 12, 12]
+    assert fits.cu_seqlens_kv is fits.cu_seqlens_q
+    assert fits.cu_seqlens_q_padded is None
+    # Not as long as all documents together, which Megatron's RoPE takes for another kind of table.
+    assert fits.max_seqlen_q == fits.max_seqlen_kv == ROWS + 1
+    assert too_many.cu_seqlens_q.tolist() == [0, 3, 5, 7, 12]  # the script's own
+    assert too_many.max_seqlen_q == ROWS
+
+
+def test_empty_documents_and_several_samples(step: Step) -> None:
+    """A conversation may have no token, and samples are laid end to end."""
+    two = {name: torch.cat([value, batch(6, 12)[name]]) for name, value in batch(4, 4, 12).items()}
+    assert documents_of(two, ROWS, "here").offsets == (0, 4, 4, 12, 18, 24)
+    assert documents_of(two, ROWS, "here").lengths == (4, 8, 6, 6)
+    given = step([batch(4, 4, 12), batch(12)])
+    assert given["packings"] == [(4, 8), (12,)]
+
+
+def test_evaluation_is_left_alone(step: Step, models: list[Model]) -> None:
+    iterator = iter([batch(4, 12), batch(12)])
+    given = step(None, iterators=iterator, forward_only=True)
+    assert given["data_iterator"] is iterator
+    assert "packings" not in given
+    assert models[0].seen[0][1].cu_seqlens_q.tolist() == [0, 4, 12]
+
+
+def test_rows_that_no_loss_needs_are_left_out(step: Step, models: list[Model]) -> None:
+    given = step(
+        [batch(2, 4, 12, num_counted=5), batch(3, 12, num_counted=7)], most=8, buckets=(6,)
+    )
+    assert given["packings"] == [(2, 2, 2), (3, 5)]
+    assert given["seq_length"] == 8
+    (short, params), (long, _) = models[0].seen
+    assert (short.shape, long.shape) == ((1, 6), (1, 8))
+    assert params.cu_seqlens_q.tolist() == [0, 2, 4, 6, 6]
+    # Of a step with a microbatch that needs more nothing is left out.
+    given = step([batch(4, 12, num_counted=2), batch(12, num_counted=9)], most=8, buckets=(6,))
+    assert given["packings"] == [(4, 8), (12,)]
+    assert given["seq_length"] == ROWS
+    # One of too many documents has the rows that the engine takes for what does not fit.
+    given = step([batch(1, 2, 3, 12, num_counted=5), batch(12, num_counted=0)], buckets=(6,))
+    assert given["packings"] == [(1, 1, 1, 9), (6,)]
+    given = step([batch(1, 2, 6, 7, 12, num_counted=5), batch(12)], buckets=(6,))
+    assert given["packings"] == [(1, 1, 4), (12,)]  # three documents are left
+
+
+def test_cut_leaves_the_sample_alone() -> None:
+    whole = batch(2, 9, 12)
+    made = cut(whole, 4, "here")
+    assert made["tokens"].tolist() == [[0, 1, 2, 3]]
+    assert made["max_seqlen"].tolist() == [2]
+    assert documents_of(made, 4, "here").offsets == (0, 2, 4)
+    assert whole["cu_seqlens"][0, :4].tolist() == [0, 2, 9, 12]
+    assert whole["tokens"].shape == (1, ROWS)
+
+
+def _reads_nothing(_data: Any, model: nn.Module) -> None:
+    model(torch.zeros(1), packed_seq_params=params_of(batch(4, 12)))
+
+
+def _reads_twice(data: Any, model: nn.Module) -> None:
+    next(data)
+    forward_step(data, model)
+
+
+def _gives_no_params(data: Any, model: nn.Module) -> None:
+    model(next(data)["tokens"])
+
+
+def _changes_documents(data: Any, model: nn.Module) -> None:
+    model(next(data)["tokens"], packed_seq_params=params_of(batch(12)))
+
+
+@pytest.mark.parametrize(
+    ("each", "said"),
+    [
+        (_reads_nothing, "left 2 microbatches of its step unread"),
+        (_reads_twice, "reads more microbatches than the step has"),
+        (_gives_no_params, "microbatch 0, chunk 0: .* without packed_seq_params="),
+        (_changes_documents, "made 2 offsets of a microbatch whose data have 3"),
+    ],
+)
+def test_forward_steps_that_do_otherwise_are_refused(
+    step: Step, each: Callable[..., None], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"rank 3.*{said}"):
+        step([batch(4, 12), batch(4, 12)], each=each)
+
+
+def test_reading_on_is_refused(step: Step) -> None:
+    def reads_on(data: Any, model: nn.Module) -> None:
+        forward_step(data, model)
+        next(data)
+
+    with pytest.raises(ConfigError, match="reads more microbatches than the step has"):
+        step([batch(12)], each=reads_on, num_microbatches=1)
+
+
+@pytest.mark.parametrize(
+    ("data", "error", "said"),
+    [
+        ({"cu_seqlens": None}, ConfigError, "gives nothing as 'cu_seqlens'"),
+        ({"cu_seqlens": torch.empty(1, 3, device="meta")}, ConfigError, "on a device"),
+        ({"cu_seqlens": torch.tensor([[0, 5, 3, 12]], dtype=torch.int32)}, PackingError, "decr"),
+        ({"cu_seqlens": torch.tensor([[1, 5, 12]], dtype=torch.int32)}, PackingError, "starts at"),
+        ({"cu_seqlens": torch.tensor([[0, 13]], dtype=torch.int32)}, PackingError, "beyond the 12"),
+        ({"cu_seqlens": torch.tensor([[0, 12]])}, PackingError, "not int32"),
+        ({"cu_seqlens": torch.tensor([[0, 5]], dtype=torch.int32)}, ConfigError, "end at 5, not"),
+    ],
+)
+def test_data_without_right_offsets_are_named(
+    step: Step, data: dict[str, Any], error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error, match=f"rank 3, microbatch 1: .*{said}"):
+        step([batch(12), batch(12, **data)])
+
+
+@pytest.mark.parametrize("kind", ["none", "shared", "other"])
+def test_iterators_of_several_chunks(step: Step, models: list[Model], kind: str) -> None:
+    models.append(Model())
+    one = iter([batch(12), batch(12)])
+    iterators, said = {
+        "none": ([None, None], "no data iterator"),
+        "shared": ([one, one], "read from one data iterator"),
+        "other": ([one, iter([batch(4, 12), batch(12)])], "give other documents"),
+    }[kind]
+    with pytest.raises(ConfigError, match=f"rank 3: .*{said}"):
+        step(None, iterators=iterators)
+    given = step(None, iterators=[iter([batch(12), batch(12)]), iter([batch(12), batch(12)])])
+    assert given["packings"] == [(12,), (12,)]
+    assert [len(model.seen) for model in models] == [2, 2]

@@ -1,0 +1,195 @@
+"""Megatron's ``pretrain()`` on packed ``--sft`` data, with and without chunk graphs."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import random
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+SCRIPT = HERE.parents[1] / "scripts" / "pretrain_gpt.py"
+
+pytestmark = [
+    pytest.mark.megatron,
+    pytest.mark.skipif(
+        sys.version_info < (3, 12)
+        or importlib.util.find_spec("megatron.training") is None
+        or importlib.util.find_spec("psutil") is None,
+        reason="megatron.training of megatron-core 0.19, which needs Python 3.12 and psutil",
+    ),
+]
+
+ROWS = 24
+MODEL = [
+    *("--num-layers", "4", "--hidden-size", "32", "--num-attention-heads", "4"),
+    *("--seq-length", str(ROWS), "--max-position-embeddings", str(ROWS)),
+    *("--position-embedding-type", "rope", "--spec", "packed_spec", "packed_layer"),
+    *("--sft", "--tokenizer-type", "NullTokenizer", "--vocab-size", "64", "--split", "90,10,0"),
+    *("--num-workers", "0", "--lr", "1e-3", "--lr-decay-style", "constant"),
+    *("--log-interval", "1", "--eval-iters", "1", "--micro-batch-size", "1"),
+    *("--no-create-attention-mask-in-dataloader", "--attention-dropout", "0.1"),
+    *("--global-batch-size", "4", "--pipeline-model-parallel-size", "2"),
+]
+CHUNK = ["--cuda-graph-granularity", "chunk", "--cuda-graph-warmup-steps", "1"]
+STEPS = ["--train-iters", "6", "--eval-interval", "4", "--hidden-dropout", "0.1"]
+STEPS += ["--num-virtual-stages-per-pipeline-rank", "2"]
+
+
+def _sample(generator: random.Random, lengths: Sequence[int]) -> str:
+    """A line of the file: conversations of so many tokens, of which the second half are learned."""
+    messages = []
+    for length in lengths:
+        numbers = [str(generator.randrange(62)) for _ in range(length)]
+        half = length // 2
+        messages.append({"role": "system", "content": " ".join(numbers[:half])})
+        messages.append({"role": "assistant", "content": " ".join(numbers[half:])})
+    return json.dumps({"messages": messages})
+
+
+def _write(path: Path, most: int, crowded: int, seed: int) -> Path:
+    """Samples of 2 to 4 documents of up to ``most`` tokens; that of number ``crowded`` has 7."""
+    generator = random.Random(seed)
+    lines = []
+    for number in range(80):
+        lengths = [generator.randint(2, most) for _ in range(generator.randint(2, 4))]
+        lines.append(_sample(generator, [3] * 7 if number == crowded else lengths))
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A step has four samples."""
+    return _write(tmp_path_factory.mktemp("sft") / "conversations.jsonl", 9, 13, 5)
+
+
+class Runs:
+    """Runs of one script on one file of conversations."""
+
+    def __init__(
+        self, folder: Path, data: Path, run_ranks: Callable[..., tuple[list[int], str]]
+    ) -> None:
+        self.folder = folder
+        self.output = ""
+        self._data = data
+        self._run_ranks = run_ranks
+
+    def train(self, name: str, *flags: str, nproc: int = 2, data: Path | None = None) -> list[str]:
+        """The exact log of the last rank."""
+        codes = self.end(name, *flags, nproc=nproc, data=data)
+        assert codes == [0] * nproc, self.output[-6000:]
+        log = self.folder / f"{name}.rank{nproc - 1}"
+        return log.read_text(encoding="utf-8").splitlines()
+
+    def end(self, name: str, *flags: str, nproc: int = 2, data: Path | None = None) -> list[int]:
+        """The exit codes of all ranks."""
+        arguments = [str(HERE / "sft_stand_ins.py"), str(SCRIPT), *MODEL]
+        arguments += ["--data-path", str(data or self._data)]
+        arguments += ["--exact-log", str(self.folder / name), *flags]
+        codes, self.output = self._run_ranks(arguments, nproc, self.folder)
+        return codes
+
+    def reads(self, name: str, nproc: int = 2) -> list[dict[str, list[int]]]:
+        """What each rank read of each of its data sets, in order."""
+        found: list[dict[str, list[int]]] = []
+        for rank in range(nproc):
+            found.append({})
+            text = (self.folder / f"{name}.reads.rank{rank}").read_text(encoding="utf-8")
+            for line in text.splitlines():
+                of, _, index = line.rpartition(": ")
+                found[-1].setdefault(of, []).append(int(index))
+        return found
+
+    def evaluations(self) -> list[str]:
+        """Their losses in the last run."""
+        return re.findall(r"validation loss at iteration \d+ .*lm loss value: \S+", self.output)
+
+    def replays(self) -> list[int]:
+        """Of each step of the last run."""
+        return [int(n) for n in re.findall(r"graph replays: +(\d+)", self.output)]
+
+
+@pytest.fixture(scope="module")
+def runs(
+    tmp_path_factory: pytest.TempPathFactory,
+    data: Path,
+    run_ranks: Callable[..., tuple[list[int], str]],
+) -> Runs:
+    return Runs(tmp_path_factory.mktemp("runs"), data, run_ranks)
+
+
+@pytest.fixture(scope="module")
+def eager(runs: Runs) -> list[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SFT_READS", str(runs.folder / "eager.reads"))
+        patch.setenv("SFT_RERUN", "6")
+        log = runs.train("eager", *STEPS)
+    assert len(log) == 6
+    return [*log, *runs.evaluations()]
+
+
+SEVEN = ["--cuda-graph-max-packed-seqs", "7"]  # six documents and the rest
+
+
+def test_pp2_vpp2_saved_and_resumed_equals_eager(
+    runs: Runs, eager: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit, a step that is run again as well, and with the same reads in the same order."""
+    monkeypatch.setenv("SFT_READS", str(runs.folder / "chunk.reads"))
+    save = ["--save", str(runs.folder / "checkpoint"), "--save-interval", "100"]
+    runs.train("chunk", *STEPS, *CHUNK, *SEVEN, *save, "--exit-interval", "3")
+    assert runs.replays() == [0, 8, 8]
+    load = ["--load", str(runs.folder / "checkpoint")]
+    monkeypatch.setenv("SFT_RERUN", "3")
+    log = runs.train("chunk", *STEPS, *CHUNK, *SEVEN, *save, *load)
+    # The fourth has a microbatch of seven documents, and Megatron runs the sixth again.
+    assert runs.replays() == [0, 0, 16]
+    assert "eager steps (packing overflow): 1" in runs.output
+    assert "eager steps (forward only): 1" in runs.output
+    assert log == eager[:6]
+    assert runs.evaluations() == eager[6:]
+    reads = runs.reads("chunk")
+    assert reads == runs.reads("eager")
+    for of_rank in reads:  # the first two are those of its two chunks
+        assert of_rank["train 0"] == of_rank["train 1"] == list(range(6 * 4))
+
+
+def test_tp2_whole_chunks_equal_eager(runs: Runs) -> None:
+    """Only the first of the tensor-parallel ranks reads data."""
+    flags = ["--train-iters", "4", "--eval-interval", "9", "--hidden-dropout", "0.1"]
+    flags += ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "1"]
+    whole = ["--cuda-graph-chunk-scope", "chunk", "--cuda-graph-verify", "poison"]
+    eager = runs.train("tp-eager", *flags)
+    assert runs.train("tp", *flags, *CHUNK, *SEVEN, *whole) == eager
+    assert runs.replays() == [0, 4, 4, 0]
+
+
+def test_buckets_leave_out_rows_that_no_loss_needs(runs: Runs) -> None:
+    """Bit for bit equal to the same rows without graphs, and nearly so to all rows.
+
+    The first step does not fit: it has a sample of seven documents.
+    """
+    data = _write(runs.folder / "short.jsonl", 5, 2, 7)
+    flags = ["--train-iters", "5", "--eval-interval", "9", "--hidden-dropout", "0.0"]
+    flags += ["--attention-dropout", "0.0"]
+    tokens = [*SEVEN, "--cuda-graph-max-packed-tokens", "18"]
+    tokens += ["--cuda-graph-packed-buckets", "0.5", "14"]
+    never = [*CHUNK[:2], "--cuda-graph-warmup-steps", "99"]
+    log = runs.train("buckets", *flags, *CHUNK, *tokens, data=data)
+    assert runs.replays() == [0, 0, 4, 4, 4]
+    assert "captured 12 graphs" in runs.output  # of three lengths
+    assert log == runs.train("cut", *flags, *never, *tokens, data=data)
+    assert sum(runs.replays()) == 0
+    whole = runs.train("whole", *flags, data=data)
+    assert log != whole
+    assert _numbers(log) == pytest.approx(_numbers(whole), rel=1e-5)
+
+
+def _numbers(log: Sequence[str]) -> list[float]:
+    return [float.fromhex(n) for line in log for n in re.findall(r"0x\S+p[+-]\d+", line)]
