@@ -32,7 +32,7 @@ from chunkgraph.engine.slot_capture import (
     footprint,
     new_slot,
 )
-from chunkgraph.engine.warm_up import check_memory, warm_up
+from chunkgraph.engine.warm_up import WarmUp, check_memory, warm_up
 from chunkgraph.graphs import (
     GraphBackend,
     Pool,
@@ -57,6 +57,8 @@ class SessionSettings:
     preserve: Callable[[], AbstractContextManager[object]] = nullcontext
     generators: Callable[[], Sequence[torch.Generator]] = tuple
     progress: OnCapture | None = None
+    before_graph: Callable[[Hashable | None], None] = lambda _: None
+    """Called before each part of the session with the bank it is for; None: for all of them."""
 
 
 @dataclass(frozen=True)
@@ -145,9 +147,11 @@ def capture_session(
                 stack.enter_context(alias.in_place())
             # What eager steps left in the cache serves neither another stream nor a pool.
             backend.release_cached_memory()
-            warm = {
-                key: [
-                    warm_up(
+            warm: dict[Hashable, list[WarmUp]] = {key: [] for key in samples}
+            for key, calls in samples.items():
+                for c, (chunk, call) in enumerate(zip(chunks, calls, strict=True)):
+                    settings.before_graph(key)
+                    found = warm_up(
                         chunk,
                         call,
                         sinks[c],
@@ -156,10 +160,8 @@ def capture_session(
                         num_passes=settings.num_passes,
                         traces=settings.memory_plan == "shared_temporaries",
                     )
-                    for c, (chunk, call) in enumerate(zip(chunks, calls, strict=True))
-                ]
-                for key, calls in samples.items()
-            }
+                    warm[key].append(found)
+            settings.before_graph(None)
             most = [
                 max(w.held_bytes for w in of_chunk) for of_chunk in zip(*warm.values(), strict=True)
             ]
@@ -171,6 +173,7 @@ def capture_session(
                 begin = len(forwards)
                 for c, chunk in enumerate(chunks):
                     for s in range(num_slots[c]):
+                        settings.before_graph(key)
                         label = f"{chunk.label} slot {s}"
                         if (c, s) not in slot_pools:
                             slot_pools[c, s] = pools.forward_pool(label)
@@ -191,6 +194,7 @@ def capture_session(
                         done += 1
                         _report_progress(settings, done, total, backend)
                 for forward in forwards[begin:]:
+                    settings.before_graph(key)
                     c = forward.chunk_index
                     leaves = aliases[c].leaves
                     make_marker = chunks[c].new_marker
@@ -200,6 +204,7 @@ def capture_session(
                     )
                     done += 1
                     _report_progress(settings, done, total, backend)
+            settings.before_graph(None)
             if settings.prove:
                 prove_disjoint([footprint(f, backend) for f in forwards])
     except BaseException:
