@@ -7,6 +7,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -390,12 +391,16 @@ class ChunkGraphs:
             verifier = new_verifier(self.options.verify, self._chunks, samples, self._surroundings)
             return (self._chunks if verifier is None else verifier.chunks), samples
 
+        def begin_bank(bank: Hashable) -> None:
+            if verifier is not None:
+                verifier.begin_bank(bank)
+
         while True:
             result = capture_together(
                 prepare,
                 self._num_slots,
                 self._backend,
-                self._settings,
+                replace(self._settings, before_graph=begin_bank),
                 SessionWatch(self._chunks, rank_label(self._chunks)),
                 self._decider.agreement.now,
                 in_lockstep=self._banks.keys if self._drops_failed_banks else (),

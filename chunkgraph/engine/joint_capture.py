@@ -9,7 +9,12 @@ from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.decision import Agree
 from chunkgraph.engine.failure import SessionWatch, agree_on_cause, forget_frames
 from chunkgraph.engine.lockstep import Lockstep, StoppedElsewhere
-from chunkgraph.engine.session import CapturedRank, SessionSettings, capture_session
+from chunkgraph.engine.session import (
+    BeforeGraph,
+    CapturedRank,
+    SessionSettings,
+    capture_session,
+)
 from chunkgraph.engine.signature import Call
 from chunkgraph.errors import CaptureError, ChunkGraphError
 from chunkgraph.graphs import GraphBackend
@@ -67,7 +72,7 @@ def capture_together(
         chunks, samples = prepare()
         if in_lockstep:
             lockstep.begin(None)
-            settings = replace(settings, before_graph=lockstep.begin)
+            settings = replace(settings, before_graph=_both(settings.before_graph, lockstep.begin))
         with watch.watching(settings) as watched:
             captured = capture_session(chunks, num_slots, samples, backend, watched)
         if in_lockstep:
@@ -100,3 +105,11 @@ def capture_together(
         f"Its message:\n{cause}"
     )
     return JointCapture(None, error_here, failed_here, is_own, cause, failed_bank)
+
+
+def _both(first: BeforeGraph, second: BeforeGraph) -> BeforeGraph:
+    def call(bank: Hashable | None) -> None:
+        first(bank)
+        second(bank)
+
+    return call

@@ -32,6 +32,7 @@ from chunkgraph.engine.slot_capture import (
     footprint,
     new_slot,
 )
+from chunkgraph.engine.static_inputs import SlotStatics
 from chunkgraph.engine.warm_up import WarmUp, check_memory, warm_up
 from chunkgraph.graphs import (
     GraphBackend,
@@ -39,11 +40,22 @@ from chunkgraph.graphs import (
 )
 from chunkgraph.memory import MemoryPlan, PoolPlan, prove_disjoint
 
-__all__ = ["CaptureReport", "CapturedRank", "OnCapture", "SessionSettings", "capture_session"]
+__all__ = [
+    "BeforeGraph",
+    "CaptureReport",
+    "CapturedRank",
+    "OnCapture",
+    "SessionSettings",
+    "capture_session",
+]
 
 
 OnCapture = Callable[[int, int, int | None], None]
 """Called after every graph with graphs captured, all graphs, and bytes left (None: unknown)."""
+
+
+BeforeGraph = Callable[[Hashable | None], None]
+"""Called before each part of a session with the bank it is for; None: for all of them."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +69,7 @@ class SessionSettings:
     preserve: Callable[[], AbstractContextManager[object]] = nullcontext
     generators: Callable[[], Sequence[torch.Generator]] = tuple
     progress: OnCapture | None = None
-    before_graph: Callable[[Hashable | None], None] = lambda _: None
-    """Called before each part of the session with the bank it is for; None: for all of them."""
+    before_graph: BeforeGraph = lambda _: None
 
 
 @dataclass(frozen=True)
@@ -169,6 +180,7 @@ def capture_session(
             backend.release_cached_memory()
             total, done = 2 * sum(num_slots) * len(samples), 0
             slot_pools: dict[tuple[int, int], Pool] = {}
+            statics: dict[tuple[int, int], SlotStatics] = {}
             for key, calls in samples.items():
                 begin = len(forwards)
                 for c, chunk in enumerate(chunks):
@@ -177,6 +189,7 @@ def capture_session(
                         label = f"{chunk.label} slot {s}"
                         if (c, s) not in slot_pools:
                             slot_pools[c, s] = pools.forward_pool(label)
+                            statics[c, s] = SlotStatics(is_shared=len(samples) > 1)
                         forwards.append(
                             capture_forward(
                                 (c, s, key),
@@ -188,6 +201,7 @@ def capture_session(
                                 warm[key][c].trace,
                                 backend,
                                 pools,
+                                statics[c, s],
                                 settings.generators,
                             )
                         )
@@ -239,14 +253,16 @@ def capture_session(
         slot_bytes=sum(pool.reserved_bytes for pool in pools.slot_pools),
         held_bytes=sum(held.values()),
         scratch_bytes=pools.scratch.reserved_bytes if pools.scratch else 0,
-        static_bytes=sum(_num_bytes([*f.inputs, *f.grads]) for f in forwards),
+        static_bytes=_num_bytes([t for f in forwards for t in (*f.inputs, *f.grads)]),
         duration_ms=(time.perf_counter() - start) * 1e3,
     )
     return CapturedRank(banks, sinks, pools, report)
 
 
 def _num_bytes(tensors: Sequence[torch.Tensor]) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors)
+    """Of their memory, which variants of a slot share."""
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
+    return sum(storage.nbytes() for storage in storages.values())
 
 
 def _report_progress(

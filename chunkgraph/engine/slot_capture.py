@@ -14,7 +14,7 @@ from chunkgraph.engine.gradients import GradientSinks
 from chunkgraph.engine.leaves import check_outputs
 from chunkgraph.engine.signature import Call, flatten
 from chunkgraph.engine.slot import Slot
-from chunkgraph.engine.static_inputs import call_with, static_like
+from chunkgraph.engine.static_inputs import SlotStatics, call_with
 from chunkgraph.errors import CaptureError, MemoryPlanError
 from chunkgraph.graphs import AddressRanges, Graph, GraphBackend, OperatorTrace, Pool
 from chunkgraph.memory import PoolPlan, SlotFootprint
@@ -38,6 +38,7 @@ class CapturedForward:
     graph: Graph
     pool: Pool
     live: AddressRanges
+    statics: SlotStatics
     grads: list[torch.Tensor] = field(default_factory=list)
     input_grads: list[torch.Tensor | None] = field(default_factory=list)
     backward: Graph | None = None
@@ -64,6 +65,7 @@ def capture_forward(
     trace: OperatorTrace | None,
     backend: GraphBackend,
     pools: PoolPlan,
+    statics: SlotStatics,
     generators: Generators,
 ) -> CapturedForward:
     """Capture the forward of one slot in one bank.
@@ -78,13 +80,14 @@ def capture_forward(
         trace: of its operators, where the memory plan needs it.
         backend: makes the graph.
         pools: of the session.
+        statics: memory for what the slot reads.
         generators: see `ChunkGraphs`.
 
     Raises:
         CaptureError: it cannot be captured; no graph is left.
         MemoryPlanError: it keeps memory of scratch.
     """
-    inputs = [static_like(t) for t in sample.tensors]
+    inputs = [statics.input_like(i, t) for i, t in enumerate(sample.tensors)]
     router = pools.router(trace)
     before = pool.live()
     in_scratch = router.scratch.live() if router is not None else AddressRanges()
@@ -102,7 +105,7 @@ def capture_forward(
         )
     results, spec = flatten(result)
     live = _minus(pool.live(), before)
-    forward = CapturedForward(*place, label, inputs, results, spec, graph, pool, live)
+    forward = CapturedForward(*place, label, inputs, results, spec, graph, pool, live, statics)
     outputs = [forward.tensors[i] for i in forward.differentiable]
     try:
         check_outputs(chunk.label, outputs, [*inputs, *leaves])
@@ -123,7 +126,7 @@ def capture_backward(
 ) -> None:
     """Capture the backward of a forward, which frees what that one keeps."""
     outputs = [forward.tensors[i] for i in forward.differentiable]
-    forward.grads = [torch.zeros_like(t, requires_grad=False) for t in outputs]
+    forward.grads = [forward.statics.gradient_like(i, t) for i, t in enumerate(outputs)]
     label = f"{forward.label} backward"
     pool = pools.backward_pool(forward.pool)
     accumulating = sinks.accumulating(leaves, forward.marker)

@@ -159,6 +159,7 @@ def test_variants_of_a_slot_lie_in_the_same_memory(backend: GraphBackend) -> Non
     assert three.num_graphs == 3 * alone.num_graphs
     assert alone.held_bytes <= three.held_bytes <= alone.held_bytes * 1.01
     assert three.slot_bytes <= alone.slot_bytes * 1.1
+    assert three.static_bytes == alone.static_bytes  # inputs and output gradients too
     smallest_first = captured((16, 32, 64))  # as it is captured then: each takes new memory
     assert smallest_first.num_graphs == three.num_graphs
 
