@@ -214,8 +214,8 @@ def test_memory_by_bank(run, config, tmp_path):
     assert "banks" not in json.loads(run(config, "--json"))[0]
     # Length buckets are banks too, with parts of the tokens or numbers of them.
     buckets = tmp_path / "buckets.yaml"
-    more = "packing: {max_packed_seqs: 4, buckets: [0.5, 8]}\ntrain: {num_microbatches: [4], micro_batch_size: 1}\n"
-    buckets.write_text(CONFIG[: CONFIG.index("train:")] + more)
+    more = ", micro_batch_size: 1}\npacking: {max_packed_seqs: 4, buckets: [0.5, 8]}\n"
+    buckets.write_text(CONFIG.rstrip("}\n") + more)
     (row, _) = json.loads(run(buckets, "--json"))
     assert [b["tokens_per_rank"] for b in row["banks"]] == [32, 16, 8]
     assert [b["added_bytes"] for b in row["banks"][1:]] == [0, 0]

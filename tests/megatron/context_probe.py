@@ -121,7 +121,7 @@ def run(case: dict[str, Any]) -> list[dict[str, Any]]:
     """What every rank found."""
     rank, worlds = dist.get_rank(), case.get("worlds", [[0, 1, 2, 3]])
     (stage,) = (s for s, world in enumerate(worlds) if rank in world)
-    num_slots = [3, 1][stage]
+    num_slots = [2, 1][stage]
     limits = ContextLimits(
         world_size=len(worlds[0]),
         max_tokens_per_rank=ROWS,

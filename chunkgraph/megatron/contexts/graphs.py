@@ -79,6 +79,7 @@ class ContextGraphs:
             **more,
         )
         self.callables = self.engine.callables
+        self._is_announced = False  # the next training step
 
     @property
     def counters(self) -> Any:
@@ -100,7 +101,9 @@ class ContextGraphs:
             ReplayMismatchError: a microbatch has another process group than its graphs.
         """
         self.banks.check(banks)
-        told = misfit or self.engine.misfit_of(banks)
+        # What was announced holds, even if banks were dropped or tried again since.
+        told = misfit or (None if self._is_announced else self.engine.misfit_of(banks))
+        self._is_announced &= bool(arguments.get("forward_only"))
         with (
             groups_put_back(self._modules),
             self.engine.step(len(banks), misfit=told, banks=banks, **arguments) as mode,
@@ -111,6 +114,7 @@ class ContextGraphs:
         """Say of the next training step which banks it has; see `ChunkGraphs.announce`."""
         self.banks.check(banks)
         self.engine.announce(misfit or self.engine.misfit_of(banks))
+        self._is_announced = True
 
     def release(self) -> None:
         """Drop the graphs; process groups may be destroyed after it."""
