@@ -170,12 +170,15 @@ def new_slot(forward: CapturedForward, chunk: Chunk, backend: GraphBackend) -> S
 def footprint(forward: CapturedForward, backend: GraphBackend) -> SlotFootprint:
     """Where it reads and writes, for the proof."""
     assert forward.backward is not None
-    live = forward.live
+    loaded = AddressRanges()
     for tensor in (*forward.inputs, *forward.grads):
-        live = live | backend.raw(tensor)
+        loaded = loaded | backend.raw(tensor)
     graphs = (forward.graph, forward.backward)
     place = (forward.chunk_index, forward.index)
-    return SlotFootprint(forward.label, live, {g.label: g.writes() for g in graphs}, place)
+    writes = {g.label: g.writes() for g in graphs}
+    # What is copied in before a replay is written as much as what the graph writes.
+    writes[f"{forward.label} (its inputs loaded)"] = loaded
+    return SlotFootprint(forward.label, forward.live | loaded, writes, place)
 
 
 def _minus(after: AddressRanges, before: AddressRanges) -> AddressRanges:

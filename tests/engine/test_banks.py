@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from chunkgraph.engine import CaptureOptions, ChunkGraphs
+from chunkgraph.engine.static_inputs import SlotStatics
 from chunkgraph.errors import CaptureError, ReplayMismatchError, SlotError
 from chunkgraph.graphs import GraphBackend
 
@@ -256,3 +257,19 @@ def test_a_sample_that_cannot_be_derived_fails_the_session(backend: GraphBackend
         _forward(graphs, 12).sum().backward()
     with pytest.raises(CaptureError, match="cannot be cut"), graphs.step(1, banks=[12]):
         pass
+
+
+def test_static_memory_of_two_slots_is_proved_apart(
+    backend: GraphBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only variants of one slot may share what they read; one memory for all slots is caught."""
+    from chunkgraph.engine import session
+    from chunkgraph.errors import MemoryPlanError
+
+    one_for_all = SlotStatics(is_shared=True)
+    monkeypatch.setattr(session, "SlotStatics", lambda **_: one_for_all)
+    graphs = ChunkGraphs(modules(backend.device)[:1], [2], backend=backend, banks=BANKS)
+    x = torch.ones(12, WIDTH, device=backend.device, requires_grad=True)
+    samples = {key: [(derive(0, (x,), {}, 12, key)[0][0], key)] for key in BANKS}
+    with pytest.raises(MemoryPlanError, match=r"\(its inputs loaded\) overwrites"):
+        graphs.capture(samples)
