@@ -7,11 +7,12 @@ import contextlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from chunkgraph._text import format_bytes
+from chunkgraph.cli.plan_banks import add_bank_arguments, banks_of
+from chunkgraph.cli.plan_tables import RankRow, as_json, print_tables
 from chunkgraph.errors import ConfigError
 from chunkgraph.schedules import (
     Op,
@@ -27,10 +28,10 @@ from chunkgraph.schedules import (
 )
 from chunkgraph.schedules.draw_text import legend
 from chunkgraph.slots import (
-    MemoryEstimate,
+    BankSizes,
     ModelSizes,
-    SlotPlan,
     assign_slots,
+    estimate_banks,
     estimate_memory,
     plan_all_ranks,
 )
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
     from rich.console import Console
-    from rich.table import Table
 
     from chunkgraph.config import Config
 
@@ -58,7 +58,8 @@ _EPILOG = """\
 --json prints a list with one object per rank, also with --rank:
   rank, slots_per_chunk (list), num_graphs, peak_in_flight (all chunks together), bubble_ratio
   (idle share of the step); with a config also slot_bytes_per_chunk (list), slot_bytes,
-  scratch_bytes, parameter_bytes, gradient_bytes (estimates).
+  scratch_bytes, parameter_bytes, gradient_bytes (estimates); with length buckets or
+  --cuda-graph-cp-sizes also banks (list of objects), which share the memory of their slots.
 """
 # Colours by name, because terminals with few of them turn finer ones into the same.
 _STYLES = {
@@ -82,15 +83,7 @@ class _Request:
     model: ModelSizes | None
     is_largest_of_many: bool
     shared_slots: bool = False
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _RankRow:
-    """All that is told of one rank."""
-
-    plan: SlotPlan
-    bubble_ratio: float
-    memory: MemoryEstimate | None
+    banks: tuple[BankSizes, ...] = ()
 
 
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -126,6 +119,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         default="auto",
         help="default auto: the one Megatron runs, 1f1b or interleaved",
     )
+    add_bank_arguments(parser)
     parser.add_argument("--rank", type=int, metavar="R", help="tell of this rank only")
     parser.add_argument("--json", action="store_true", help="print JSON only")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the schedule into FILE")
@@ -156,7 +150,7 @@ def run(args: argparse.Namespace) -> int:
     if args.svg is not None:
         _write(args.svg, draw_svg(simulation, slots=slots, ranks=ranks))
     if args.json:
-        print(json.dumps([_as_json(row) for row in rows], indent=2))
+        print(json.dumps([as_json(row) for row in rows], indent=2))
     else:
         _print_all(args, request, rows, simulation, slots, ranks)
     return 0
@@ -169,6 +163,8 @@ def _request(args: argparse.Namespace) -> _Request:
     if args.config is None and args.pp is None:
         raise ConfigError(f"plan: give a CONFIG or --pp, for example: {_EXAMPLE}")
     if args.config is None:
+        if args.cuda_graph_cp_sizes or args.max_tokens_per_rank is not None:
+            raise ConfigError("plan: banks need a CONFIG, whose model they are estimated for")
         return _request_from_flags(args)
     for flag, value in (("--pp", args.pp), ("--vpp", args.vpp), ("--group-size", args.group_size)):
         if value is not None:
@@ -229,6 +225,7 @@ def _request_from_config(args: argparse.Namespace, config: Config) -> _Request:
         ),
         is_largest_of_many=args.num_microbatches is None and len(set(counts)) > 1,
         shared_slots=config.capture.shared_slots,
+        banks=banks_of(args, config),
     )
 
 
@@ -246,7 +243,7 @@ def _ranks(request: _Request, rank: int | None) -> Sequence[int]:
 
 def _plan(
     request: _Request, schedule: Schedule, ranks: Sequence[int]
-) -> tuple[list[_RankRow], Simulation]:
+) -> tuple[list[RankRow], Simulation]:
     is_bounded = get_family(request.schedule).is_bounded
     plans = plan_all_ranks(
         request.num_ranks,
@@ -258,34 +255,25 @@ def _plan(
     simulation = simulate(schedule)
     model = request.model
     rows = [
-        _RankRow(
+        RankRow(
             plan=plans[rank],
             bubble_ratio=simulation.bubble_ratio(rank),
             memory=None
             if model is None
             else estimate_memory(plans[rank], model, shared_slots=request.shared_slots),
+            banks=estimate_banks(plans[rank], model, request.banks)
+            if model is not None and request.banks
+            else (),
         )
         for rank in ranks
     ]
     return rows, simulation
 
 
-def _as_json(row: _RankRow) -> dict[str, object]:
-    plan = row.plan
-    return {
-        "rank": plan.rank,
-        "slots_per_chunk": plan.slots_per_chunk,
-        "num_graphs": plan.num_graphs,
-        "peak_in_flight": plan.peak_in_flight,
-        "bubble_ratio": round(row.bubble_ratio, 6),
-        **({} if row.memory is None else asdict(row.memory)),
-    }
-
-
 def _print_all(
     args: argparse.Namespace,
     request: _Request,
-    rows: Sequence[_RankRow],
+    rows: Sequence[RankRow],
     simulation: Simulation,
     slots: Mapping[tuple[int, int], int],
     ranks: Sequence[int],
@@ -300,59 +288,13 @@ def _print_all(
     else:
         holds = f"up to {request.num_microbatches} microbatches"
     console.print(f"{schedule.name}: slots for {holds}", style="bold", soft_wrap=True)
-    _print_tables(console, rows)
+    print_tables(console, rows)
     largest = " (the largest of the config)" if request.is_largest_of_many else ""
     count = f"{schedule.num_microbatches} microbatches{largest}"
     console.print(f"One step of {count}", style="bold", soft_wrap=True)
     _print_grid(console, simulation, slots, ranks, is_full=args.full)
     if args.svg is not None:
         console.print(f"Drawn in {args.svg}", markup=False, soft_wrap=True)
-
-
-def _print_tables(console: Console, rows: Sequence[_RankRow]) -> None:
-    planned = [
-        [
-            str(row.plan.rank),
-            " ".join(map(str, row.plan.slots_per_chunk)),
-            str(row.plan.num_graphs),
-            str(row.plan.peak_in_flight),
-            f"{row.bubble_ratio:.1%}",
-        ]
-        for row in rows
-    ]
-    headings = ("Rank", "Slots per chunk", "Graphs", "Peak in flight", "Bubble ratio")
-    console.print(_table(headings, planned))
-    estimated = [
-        [str(row.plan.rank)]
-        + [
-            format_bytes(size)
-            for size in (
-                row.memory.slot_bytes_per_chunk[0],
-                row.memory.slot_bytes,
-                row.memory.scratch_bytes,
-                row.memory.parameter_bytes,
-                row.memory.gradient_bytes,
-            )
-        ]
-        for row in rows
-        if row.memory is not None
-    ]
-    if estimated:
-        console.print("Memory, estimated from the model's sizes", style="bold")
-        sizes = ("Rank", "One slot", "All slots", "Scratch", "Weights", "Gradients")
-        console.print(_table(sizes, estimated))
-
-
-def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in headings:
-        table.add_column(heading, justify="right")
-    for row in rows:
-        table.add_row(*row)
-    return table
 
 
 def _print_grid(

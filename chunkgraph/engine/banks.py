@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from chunkgraph.engine.decision import NO_GRAPHS
 from chunkgraph.engine.signature import Call, Signature, detached, flatten_call
 from chunkgraph.engine.slot import Slot
 from chunkgraph.errors import SlotError
@@ -44,12 +45,17 @@ class StepBanks:
     Args:
         keys: of all banks, largest first.
         num_chunks: of the rank.
+
+    Attributes:
+        keys: of the banks that are captured, or are going to be.
+        dropped: the others, and why there are none.
     """
 
     def __init__(self, keys: Sequence[Hashable], num_chunks: int) -> None:
         if len(set(keys)) != len(keys) or not keys:
             raise ValueError(f"bank keys are to be different and at least one, got {list(keys)}")
-        self.keys = tuple(keys)
+        self._all = self.keys = tuple(keys)
+        self.dropped: dict[Hashable, str] = {}
         self._of_step: tuple[Hashable, ...] | None = None
         self._num_forwards = [0] * num_chunks
 
@@ -61,6 +67,24 @@ class StepBanks:
         """
         self._of_step = None if keys is None else tuple(keys)
         self._num_forwards = [0] * len(self._num_forwards)
+
+    def drop(self, key: Hashable, why: str) -> None:
+        """Go on without a bank."""
+        self.dropped[key] = why
+        self.keys = tuple(k for k in self._all if k not in self.dropped)
+
+    def restore(self) -> None:
+        """All banks are going to be captured again."""
+        self.dropped = {}
+        self.keys = self._all
+
+    def misfit(self, keys: Sequence[Hashable]) -> str:
+        """Why microbatches of these banks cannot all be replayed, or ""."""
+        for key in keys:
+            if key not in self.keys:
+                why = self.dropped.get(key, "they were not asked for")
+                return f"{NO_GRAPHS}{key}: {why}"
+        return ""
 
     def check(self, keys: Sequence[Hashable] | None, num_microbatches: int | None) -> None:
         """Make sure that a training step says of every microbatch which bank it belongs to.
@@ -116,10 +140,13 @@ class BankSamples:
         keys: of all banks, largest first.
         num_chunks: of the rank.
         derive: makes a call that no step had from one that a step had; None: wait for it.
+
+    Attributes:
+        wanted: banks that are captured; calls of the others may serve to derive theirs.
     """
 
     def __init__(self, keys: Sequence[Hashable], num_chunks: int, derive: Derive | None) -> None:
-        self._keys = tuple(keys)
+        self._keys = self.wanted = tuple(keys)
         self._num_chunks = num_chunks
         self._derive = derive
         self._calls: dict[tuple[int, Hashable], Call] = {}
@@ -147,13 +174,13 @@ class BankSamples:
         return all(
             any((c, key) in self._calls for key in self._keys)
             if self._derive is not None
-            else all((c, key) in self._calls for key in self._keys)
+            else all((c, key) in self._calls for key in self.wanted)
             for c in range(self._num_chunks)
         )
 
     def by_bank(self) -> dict[Hashable, list[Call]]:
         """For each bank, largest first, a call of each chunk."""
-        return {key: [self._call(c, key) for c in range(self._num_chunks)] for key in self._keys}
+        return {key: [self._call(c, key) for c in range(self._num_chunks)] for key in self.wanted}
 
     def _call(self, c: int, key: Hashable) -> Call:
         own = self._calls.get((c, key))

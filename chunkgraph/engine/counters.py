@@ -24,6 +24,8 @@ class Counters:
         fallbacks: eager steps by reason.
         packing_overflows: of those, the ones whose packed sequences did not fit, by what did not
             fit on this rank, or ``on another rank``.
+        missing_banks: of the eager steps, those with a microbatch of a bank without graphs, by
+            which and why, or ``on another rank``.
         overflow_reruns: steps that were run anew because something had no room, by what it was.
         recaptures: why graphs were captured anew with more room, each time.
     """
@@ -36,7 +38,7 @@ class Counters:
     replayed_steps: int = 0
     fallbacks: Counter[str] = field(default_factory=Counter)
     packing_overflows: Counter[str] = field(default_factory=Counter)
-
+    missing_banks: Counter[str] = field(default_factory=Counter)
     overflow_reruns: Counter[str] = field(default_factory=Counter)
     recaptures: list[str] = field(default_factory=list)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from chunkgraph.engine.agreement import Agreement
 from chunkgraph.engine.announcement import Announcement, digest_of, has_one_digest
-from chunkgraph.engine.decision import Agree, EagerReason
+from chunkgraph.engine.decision import Agree, EagerReason, reason_of
 
 __all__ = ["SHAPE_UNKNOWN", "Standing", "StepDecider", "StepKind"]
 
@@ -149,5 +149,5 @@ class StepDecider:
         is_without = int(not standing.is_captured)
         if self._announcement is None:
             return kind, [own, is_without]
-        reason = max(own, EagerReason.PACKING_OVERFLOW) if step.misfit else own
+        reason = max(own, reason_of(step.misfit))
         return kind, [reason, is_without, *digest_of(kind, own, is_without)]

@@ -10,7 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from enum import Enum, IntEnum
 
-__all__ = ["NOTHING_REPLAYED", "Agree", "EagerReason", "StepMode", "agree_alone"]
+__all__ = [
+    "NOTHING_REPLAYED",
+    "NO_GRAPHS",
+    "Agree",
+    "EagerReason",
+    "StepMode",
+    "agree_alone",
+    "reason_of",
+]
 
 Agree = Callable[[Sequence[int]], list[int]]
 """Element-wise maximum over all ranks of the job, on the host; the same list on every rank."""
@@ -24,9 +32,10 @@ class EagerReason(IntEnum):
     RELEASED = 2
     SHAPES_DIFFER = 3
     PACKING_OVERFLOW = 4
-    REQUESTED = 5
-    FORWARD_ONLY = 6
-    CAPTURE_FAILED = 7
+    BANK_MISSING = 5
+    REQUESTED = 6
+    FORWARD_ONLY = 7
+    CAPTURE_FAILED = 8
 
     @property
     def text(self) -> str:
@@ -37,6 +46,7 @@ class EagerReason(IntEnum):
             EagerReason.RELEASED: "released",
             EagerReason.SHAPES_DIFFER: "input shapes differ",
             EagerReason.PACKING_OVERFLOW: "packing overflow",
+            EagerReason.BANK_MISSING: "no graphs of a bank",
             EagerReason.REQUESTED: "requested",
             EagerReason.FORWARD_ONLY: "forward only",
             EagerReason.CAPTURE_FAILED: "capture failed",
@@ -45,6 +55,18 @@ class EagerReason(IntEnum):
 
 NOTHING_REPLAYED = "nothing replayed"
 """The reason counted for a step that was to replay, but whose calls asked for no gradient."""
+
+
+NO_GRAPHS = "no graphs of "
+"""How a misfit begins that tells of a bank without graphs."""
+
+
+def reason_of(misfit: str) -> EagerReason:
+    """The reason that a misfit counts for; by its text, which is all that is announced."""
+    if not misfit:
+        return EagerReason.NONE
+    is_missing = misfit.startswith(NO_GRAPHS)
+    return EagerReason.BANK_MISSING if is_missing else EagerReason.PACKING_OVERFLOW
 
 
 class StepMode(Enum):

@@ -6,6 +6,7 @@ import functools
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from chunkgraph.engine.deciding import (
 from chunkgraph.engine.decision import Agree, EagerReason, StepMode, agree_alone
 from chunkgraph.engine.defaults import check_counts, default_backend, rank_label, sample_call
 from chunkgraph.engine.failure import SessionWatch
-from chunkgraph.engine.joint_capture import capture_together
+from chunkgraph.engine.joint_capture import JointCapture, capture_together
 from chunkgraph.engine.options import CaptureOptions
 from chunkgraph.engine.replaying import Replayer
 from chunkgraph.engine.sampling import StepSampler
@@ -69,6 +70,10 @@ class ChunkGraphs:
             `chunkgraph.engine.banks`. The same on all ranks.
         derive_sample: makes what a bank is captured from out of a call of another bank, if no
             eager step had a microbatch of it; None: capture waits for one.
+        drops_failed_banks: if one bank cannot be captured on some rank, all ranks go on without
+            it, and steps with a microbatch of it are eager on all of them; `misfit_of` says of a
+            step whether it is one. For that ranks ask each other before every graph. Needs
+            ``is_told_of_misfits``.
 
     Attributes:
         callables: one for each chunk.
@@ -94,6 +99,7 @@ class ChunkGraphs:
         is_told_of_misfits: bool = False,
         banks: Sequence[Hashable] = (None,),
         derive_sample: Derive | None = None,
+        drops_failed_banks: bool = False,
     ) -> None:
         check_counts(len(chunks), num_slots)
         self.options = options or CaptureOptions()
@@ -128,6 +134,9 @@ class ChunkGraphs:
             self._chunks, self._num_slots, self._banks, self.options, self.counters, device
         )
         self._samples = BankSamples(banks, len(self._chunks), derive_sample)
+        if drops_failed_banks and not is_told_of_misfits:
+            raise ValueError("drops_failed_banks needs is_told_of_misfits: ranks drop microbatches")
+        self._drops_failed_banks = drops_failed_banks
         self._sampler = StepSampler(self._samples, self._banks, self.options.num_warmup_steps)
         self._captured_key: Hashable = SHAPE_UNKNOWN
         self.callables = tuple(functools.partial(self._run, c) for c in range(len(self._chunks)))
@@ -189,9 +198,12 @@ class ChunkGraphs:
             self._banks.check(banks, num_microbatches)
         self._banks.begin_step(banks)
         step = StepKind(forward_only, shape_key, eager, misfit)
-        reason = self._decide(step)
+        reason = self._decide(step, banks or ())
         if reason is EagerReason.PACKING_OVERFLOW:
             self.counters.packing_overflows[misfit or "on another rank"] += 1
+        if reason is EagerReason.BANK_MISSING:
+            why = misfit or self.misfit_of(banks or ())
+            self.counters.missing_banks[why or "on another rank"] += 1
         if reason is EagerReason.NONE:
             self.mode = StepMode.REPLAY
             try:
@@ -218,12 +230,24 @@ class ChunkGraphs:
         """
         self._decider.announce(misfit, is_in_step=self.mode is not StepMode.OUTSIDE)
 
-    def _decide(self, step: StepKind) -> EagerReason:
+    def misfit_of(self, banks: Sequence[Hashable]) -> str:
+        """Why a step cannot be replayed because there are no graphs of a bank of it, or "".
+
+        Args:
+            banks: of each microbatch. The result is the misfit to call `step` or `announce` with.
+        """
+        return self._banks.misfit(banks)
+
+    def _decide(self, step: StepKind, banks: Sequence[Hashable]) -> EagerReason:
         """Agree with the other ranks on this step, capturing first if all of them are ready."""
         reason, some_without = self._decider.decide(step)
         if reason is EagerReason.NONE and some_without:
             self._capture_together(self._samples.by_bank, self._sampler.shape_key)
-            return EagerReason.CAPTURE_FAILED if self._failure else EagerReason.NONE
+            if self._failure:
+                return EagerReason.CAPTURE_FAILED
+            if self._banks.dropped:  # on all ranks, but this step may need it on some only
+                (is_missing,) = self._decider.agreement.now([int(bool(self.misfit_of(banks)))])
+                return EagerReason.BANK_MISSING if is_missing else EagerReason.NONE
         return reason
 
     def _standing(self) -> Standing:
@@ -283,7 +307,9 @@ class ChunkGraphs:
                 raise ValueError(f"got {len(of_bank)} samples for {len(self._chunks)} chunks")
         self._failure = None
         calls = {key: [sample_call(s) for s in by_bank[key]] for key in self._banks.keys}
-        self._capture_together(lambda: calls, None, must_raise=True)
+        self._capture_together(
+            lambda: {key: calls[key] for key in self._banks.keys}, None, must_raise=True
+        )
         assert self._captured is not None
         return self._captured.report
 
@@ -302,14 +328,23 @@ class ChunkGraphs:
             verifier = new_verifier(self.options.verify, self._chunks, samples, self._surroundings)
             return (self._chunks if verifier is None else verifier.chunks), samples
 
-        result = capture_together(
-            prepare,
-            self._num_slots,
-            self._backend,
-            self._settings,
-            SessionWatch(self._chunks, rank_label(self._chunks)),
-            self._decider.agreement.now,
-        )
+        def begin_bank(bank: Hashable) -> None:
+            if verifier is not None:
+                verifier.begin_bank(bank)
+
+        while True:
+            result = capture_together(
+                prepare,
+                self._num_slots,
+                self._backend,
+                replace(self._settings, before_graph=begin_bank),
+                SessionWatch(self._chunks, rank_label(self._chunks)),
+                self._decider.agreement.now,
+                in_lockstep=self._banks.keys if self._drops_failed_banks else (),
+            )
+            if result.failed_bank is None or len(self._banks.keys) == 1:
+                break
+            self._drop_bank(result)
         self._samples.forget()
         self.failed_here = result.failed_here
         if result.captured is not None:
@@ -329,6 +364,18 @@ class ChunkGraphs:
         if result.is_told_here:
             warnings.warn(f"{error}\nTraining goes on eagerly on all ranks.", stacklevel=4)
 
+    def _drop_bank(self, result: JointCapture) -> None:
+        assert result.failed_bank is not None
+        key = self._banks.keys[result.failed_bank]
+        self._banks.drop(key, "its capture failed")
+        self._samples.wanted = self._banks.keys
+        if result.is_told_here:
+            warnings.warn(
+                f"{result.error}\nAll ranks go on without graphs of {key}; steps with such a "
+                "microbatch run eagerly.",
+                stacklevel=6,
+            )
+
     def release(self) -> None:
         """Drop graphs, pools and static buffers; steps run eagerly until the next capture.
 
@@ -347,6 +394,8 @@ class ChunkGraphs:
         self._decider.released()
         self._failure = None
         self._sampler.begin_anew()
+        self._banks.restore()
+        self._samples.wanted = self._banks.keys
 
     def name_replays(self, names: Sequence[str]) -> None:
         """Put every replay into a named range of profiles; without this call it costs nothing.

@@ -33,18 +33,30 @@ from chunkgraph.engine.slot_capture import (
     footprint,
     new_slot,
 )
-from chunkgraph.engine.warm_up import check_memory, warm_up
+from chunkgraph.engine.static_inputs import SlotStatics
+from chunkgraph.engine.warm_up import WarmUp, check_memory, warm_up
 from chunkgraph.graphs import (
     GraphBackend,
     Pool,
 )
 from chunkgraph.memory import MemoryPlan, PoolPlan, prove_disjoint
 
-__all__ = ["CaptureReport", "CapturedRank", "OnCapture", "SessionSettings", "capture_session"]
+__all__ = [
+    "BeforeGraph",
+    "CaptureReport",
+    "CapturedRank",
+    "OnCapture",
+    "SessionSettings",
+    "capture_session",
+]
 
 
 OnCapture = Callable[[int, int, int | None], None]
 """Called after every graph with graphs captured, all graphs, and bytes left (None: unknown)."""
+
+
+BeforeGraph = Callable[[Hashable | None], None]
+"""Called before each part of a session with the bank it is for; None: for all of them."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +71,7 @@ class SessionSettings:
     preserve: Callable[[], AbstractContextManager[object]] = nullcontext
     generators: Callable[[], Sequence[torch.Generator]] = tuple
     progress: OnCapture | None = None
+    before_graph: BeforeGraph = lambda _: None
 
 
 @dataclass(frozen=True)
@@ -156,9 +169,11 @@ def capture_session(
                 stack.enter_context(alias.in_place())
             # What eager steps left in the cache serves neither another stream nor a pool.
             backend.release_cached_memory()
-            warm = {
-                key: [
-                    warm_up(
+            warm: dict[Hashable, list[WarmUp]] = {key: [] for key in samples}
+            for key, calls in samples.items():
+                for c, (chunk, call) in enumerate(zip(chunks, calls, strict=True)):
+                    settings.before_graph(key)
+                    found = warm_up(
                         chunk,
                         call,
                         sinks[c],
@@ -167,10 +182,8 @@ def capture_session(
                         num_passes=settings.num_passes,
                         traces=settings.memory_plan == "shared_temporaries",
                     )
-                    for c, (chunk, call) in enumerate(zip(chunks, calls, strict=True))
-                ]
-                for key, calls in samples.items()
-            }
+                    warm[key].append(found)
+            settings.before_graph(None)
             most = [
                 max(w.held_bytes for w in of_chunk) for of_chunk in zip(*warm.values(), strict=True)
             ]
@@ -178,15 +191,19 @@ def capture_session(
             backend.release_cached_memory()
             total, done = 2 * sum(num_slots) * len(samples), 0
             slot_pools: dict[Hashable, Pool] = {}
+            statics: dict[Hashable, SlotStatics] = {}
+            has_variants = len(samples) > 1 or (settings.shared_slots and len(chunks) > 1)
             for variant in _variants(samples, len(chunks), settings.shared_slots):
                 begin = len(forwards)
                 for key, c in variant:
                     chunk = chunks[c]
                     for s in range(num_slots[c]):
+                        settings.before_graph(key)
                         label = f"{chunk.label} slot {s}"
                         place = s if settings.shared_slots else (c, s)
                         if place not in slot_pools:
                             slot_pools[place] = pools.forward_pool(label)
+                            statics[place] = SlotStatics(is_shared=has_variants)
                         forwards.append(
                             capture_forward(
                                 (c, s, key),
@@ -198,6 +215,7 @@ def capture_session(
                                 warm[key][c].trace,
                                 backend,
                                 pools,
+                                statics[place],
                                 settings.generators,
                             )
                         )
@@ -205,6 +223,7 @@ def capture_session(
                         _report_progress(settings, done, total, backend)
                 # They free what the forwards keep, for the next variant of each slot.
                 for forward in forwards[begin:]:
+                    settings.before_graph(forward.bank)
                     c = forward.chunk_index
                     leaves = aliases[c].leaves
                     make_marker = chunks[c].new_marker
@@ -214,6 +233,7 @@ def capture_session(
                     )
                     done += 1
                     _report_progress(settings, done, total, backend)
+            settings.before_graph(None)
             if settings.prove:
                 prove_disjoint([footprint(f, backend, settings.shared_slots) for f in forwards])
     except BaseException:
@@ -249,7 +269,7 @@ def capture_session(
         slot_bytes=sum(pool.reserved_bytes for pool in pools.slot_pools),
         held_bytes=sum(held.values()),
         scratch_bytes=pools.scratch.reserved_bytes if pools.scratch else 0,
-        static_bytes=sum(_num_bytes([*f.inputs, *f.grads]) for f in forwards),
+        static_bytes=_num_bytes([t for f in forwards for t in (*f.inputs, *f.grads)]),
         duration_ms=(time.perf_counter() - start) * 1e3,
     )
     return CapturedRank(banks, sinks, models, pools, report)
@@ -265,7 +285,9 @@ def _variants(
 
 
 def _num_bytes(tensors: Sequence[torch.Tensor]) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors)
+    """Of their memory, which variants of a slot share."""
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
+    return sum(storage.nbytes() for storage in storages.values())
 
 
 def _report_progress(

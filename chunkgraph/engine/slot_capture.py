@@ -14,7 +14,7 @@ from chunkgraph.engine.gradients import GradientSinks
 from chunkgraph.engine.leaves import check_outputs
 from chunkgraph.engine.signature import Call, flatten
 from chunkgraph.engine.slot import Slot
-from chunkgraph.engine.static_inputs import call_with, static_like
+from chunkgraph.engine.static_inputs import SlotStatics, call_with
 from chunkgraph.errors import CaptureError, MemoryPlanError
 from chunkgraph.graphs import AddressRanges, Graph, GraphBackend, OperatorTrace, Pool
 from chunkgraph.memory import PoolPlan, SlotFootprint
@@ -38,6 +38,7 @@ class CapturedForward:
     graph: Graph
     pool: Pool
     live: AddressRanges
+    statics: SlotStatics
     grads: list[torch.Tensor] = field(default_factory=list)
     input_grads: list[torch.Tensor | None] = field(default_factory=list)
     backward: Graph | None = None
@@ -68,6 +69,7 @@ def capture_forward(
     trace: OperatorTrace | None,
     backend: GraphBackend,
     pools: PoolPlan,
+    statics: SlotStatics,
     generators: Generators,
 ) -> CapturedForward:
     """Capture the forward of one slot in one bank.
@@ -82,13 +84,14 @@ def capture_forward(
         trace: of its operators, where the memory plan needs it.
         backend: makes the graph.
         pools: of the session.
+        statics: memory for what the slot reads.
         generators: see `ChunkGraphs`.
 
     Raises:
         CaptureError: it cannot be captured; no graph is left.
         MemoryPlanError: it keeps memory of scratch.
     """
-    inputs = [static_like(t) for t in sample.tensors]
+    inputs = [statics.input_like(i, t) for i, t in enumerate(sample.tensors)]
     router = pools.router(trace)
     before = pool.live()
     in_scratch = router.scratch.live() if router is not None else AddressRanges()
@@ -106,7 +109,7 @@ def capture_forward(
         )
     results, spec = flatten(result)
     live = _minus(pool.live(), before)
-    forward = CapturedForward(*place, label, inputs, results, spec, graph, pool, live)
+    forward = CapturedForward(*place, label, inputs, results, spec, graph, pool, live, statics)
     outputs = [forward.tensors[i] for i in forward.differentiable]
     try:
         check_outputs(chunk.label, outputs, [*inputs, *leaves])
@@ -127,7 +130,7 @@ def capture_backward(
 ) -> None:
     """Capture the backward of a forward, which frees what that one keeps."""
     outputs = [forward.tensors[i] for i in forward.differentiable]
-    forward.grads = [torch.zeros_like(t, requires_grad=False) for t in outputs]
+    forward.grads = [forward.statics.gradient_like(i, t) for i, t in enumerate(outputs)]
     label = f"{forward.label} backward"
     pool = pools.backward_pool(forward.pool)
     accumulating = sinks.accumulating(leaves, forward.marker)
@@ -171,12 +174,15 @@ def new_slot(forward: CapturedForward, chunk: Chunk, backend: GraphBackend) -> S
 def footprint(forward: CapturedForward, backend: GraphBackend, are_shared: bool) -> SlotFootprint:
     """Where it reads and writes, for the proof."""
     assert forward.backward is not None
-    live = forward.live
+    loaded = AddressRanges()
     for tensor in (*forward.inputs, *forward.grads):
-        live = live | backend.raw(tensor)
+        loaded = loaded | backend.raw(tensor)
     graphs = (forward.graph, forward.backward)
     slot = forward.slot(are_shared)
-    return SlotFootprint(forward.label, live, {g.label: g.writes() for g in graphs}, slot)
+    writes = {g.label: g.writes() for g in graphs}
+    # What is copied in before a replay is written as much as what the graph writes.
+    writes[f"{forward.label} (its inputs loaded)"] = loaded
+    return SlotFootprint(forward.label, forward.live | loaded, writes, slot)
 
 
 def _minus(after: AddressRanges, before: AddressRanges) -> AddressRanges:

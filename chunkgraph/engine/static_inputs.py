@@ -11,7 +11,7 @@ import torch
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.signature import Call, unflatten
 
-__all__ = ["call_with", "static_like"]
+__all__ = ["SlotStatics", "call_with", "static_like"]
 
 
 def call_with(chunk: Chunk, sample: Call, inputs: Sequence[torch.Tensor]) -> Any:
@@ -29,3 +29,42 @@ def static_like(tensor: torch.Tensor) -> torch.Tensor:
     static = torch.empty_like(tensor, requires_grad=False)
     static.copy_(tensor.detach())
     return static.requires_grad_(tensor.requires_grad)
+
+
+class SlotStatics:
+    """Memory, outside all pools, of what the variants of one slot read: one bank's at a time.
+
+    Activations and gradients are shared. Inputs without a gradient are not: a slot may remember
+    that it holds an unchanging one, which another variant would write over.
+
+    Args:
+        is_shared: whether the slot has several variants.
+    """
+
+    def __init__(self, *, is_shared: bool) -> None:
+        self._is_shared = is_shared
+        self._memory: dict[tuple[str, int], torch.Tensor] = {}
+
+    def input_like(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
+        """The static input for argument ``index``, with the values and grad flag of ``tensor``."""
+        if not (self._is_shared and tensor.requires_grad):
+            return static_like(tensor)
+        static = self._place(("input", index), tensor)
+        return static.copy_(tensor.detach()).requires_grad_()
+
+    def gradient_like(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
+        """The static gradient, all zero, of differentiable output ``index``."""
+        if not self._is_shared:
+            return torch.zeros_like(tensor, requires_grad=False)
+        return self._place(("gradient", index), tensor).zero_()
+
+    def _place(self, key: tuple[str, int], like: torch.Tensor) -> torch.Tensor:
+        """A tensor of its own on the shared memory: variants count their writes apart."""
+        layout = torch.empty_like(like, device="meta", requires_grad=False)
+        num_bytes = layout.numel() * layout.element_size()
+        memory = self._memory.get(key)
+        if memory is None or memory.numel() < num_bytes or memory.device != like.device:
+            memory = torch.empty(num_bytes, dtype=torch.uint8, device=like.device)
+            self._memory[key] = memory
+        place = torch.empty(0, dtype=like.dtype, device=like.device)
+        return place.set_(memory.untyped_storage(), 0, layout.shape, layout.stride())

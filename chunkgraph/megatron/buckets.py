@@ -12,9 +12,9 @@ from chunkgraph.errors import ConfigError
 from chunkgraph.megatron import packed
 from chunkgraph.packing import PackedShape, smallest_that_fits
 
-__all__ = ["Buckets"]
+__all__ = ["ROWS_AT", "Buckets", "resized"]
 
-_ROWS_AT = {
+ROWS_AT = {
     "input_ids": 1,
     "position_ids": 1,
     "labels": 1,
@@ -81,22 +81,22 @@ class Buckets:
         first, *others = args
         made = {name: self._of_name(c, name, value, of, wanted) for name, value in kwargs.items()}
         rest = [self._of_name(c, f"argument {i}", v, of, wanted) for i, v in enumerate(others, 1)]
-        return (_resized(first, 0, of, wanted), *rest), made
+        return (resized(first, 0, of, wanted), *rest), made
 
     def _of_name(self, c: int, name: str, value: Any, of: int, wanted: int) -> Any:
-        if name in _ROWS_AT:
+        if name in ROWS_AT:
             if name.startswith("rotary_") and _rows_of(value) == of + 1:  # see `fixed_params`
                 of, wanted = of + 1, wanted + 1
             if isinstance(value, (tuple, list)):
-                return type(value)(_resized(v, _ROWS_AT[name], of, wanted) for v in value)
-            return _resized(value, _ROWS_AT[name], of, wanted)
+                return type(value)(resized(v, ROWS_AT[name], of, wanted) for v in value)
+            return resized(value, ROWS_AT[name], of, wanted)
         if name.startswith(_PARAMS):
             if isinstance(value, int) and not isinstance(value, bool):
                 if name in _LONGEST and value > of:
                     return value - of + wanted
                 return wanted if value == of else value
             if name == f"{_PARAMS}seq_idx":
-                return _resized(value, 1, of, wanted)
+                return resized(value, 1, of, wanted)
             if isinstance(value, torch.Tensor):  # offsets; those in rows end at the bucket's
                 return torch.where(value == of, wanted, value).clamp(max=wanted).to(value.dtype)
         if isinstance(value, torch.Tensor) and of in value.shape:
@@ -114,7 +114,7 @@ def _rows_of(value: Any) -> int | None:
     return first.size(0) if isinstance(first, torch.Tensor) else None
 
 
-def _resized(value: Any, dim: int, of: int, wanted: int) -> Any:
+def resized(value: Any, dim: int, of: int, wanted: int) -> Any:
     """``value`` with rows of the bucket ``wanted``, which this rank may have only a part of."""
     if not isinstance(value, torch.Tensor):
         return value

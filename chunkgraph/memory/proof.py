@@ -28,7 +28,7 @@ class SlotFootprint:
         label: names the slot in errors.
         slot: the same for all variants of one slot; None: it has no other.
         live: L(k), read between the slot's forward and its backward.
-        writes: W(G) by label, for each of the slot's own graphs.
+        writes: W(G) by label, for each of the slot's own graphs, and for loading its inputs.
     """
 
     label: str

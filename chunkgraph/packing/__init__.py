@@ -2,11 +2,19 @@
 
 NumPy only: everything is computed on the host, from lists of lengths. `pack` lays out one
 microbatch, `reason_not_to_fit` says beforehand whether it can, `schedule_microbatches` gathers
-documents into microbatches that fit, and `recommend` finds a shape for a dataset.
+documents into microbatches that fit, `schedule_contexts` into ones with a context-parallel size
+each, and `recommend` finds a shape for a dataset.
 """
 
 from __future__ import annotations
 
+from chunkgraph.packing.context_scheduler import (
+    ContextScheduler,
+    ForcedSizes,
+    SmallestSizes,
+    schedule_contexts,
+)
+from chunkgraph.packing.contexts import ContextLimits, ContextMicrobatch, ContextSchedule
 from chunkgraph.packing.fallback import (
     ShapeOutcome,
     allowed_misfits,
@@ -38,7 +46,12 @@ from chunkgraph.packing.shape import (
 )
 
 __all__ = [
+    "ContextLimits",
+    "ContextMicrobatch",
+    "ContextSchedule",
+    "ContextScheduler",
     "DocumentLengths",
+    "ForcedSizes",
     "LongDocuments",
     "MicrobatchSizes",
     "OverflowReason",
@@ -47,6 +60,7 @@ __all__ = [
     "ReadOptions",
     "Recommendation",
     "ShapeOutcome",
+    "SmallestSizes",
     "ValueKind",
     "allowed_misfits",
     "bucket_shapes",
@@ -64,6 +78,7 @@ __all__ = [
     "read_megatron_index",
     "reason_not_to_fit",
     "recommend",
+    "schedule_contexts",
     "schedule_microbatches",
     "sizes_of",
     "smallest_that_fits",

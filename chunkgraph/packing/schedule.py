@@ -9,7 +9,7 @@ from chunkgraph.errors import PackingError
 from chunkgraph.packing.offsets import check_lengths
 from chunkgraph.packing.shape import PackedShape
 
-__all__ = ["schedule_microbatches"]
+__all__ = ["first_fit", "schedule_microbatches"]
 
 
 def schedule_microbatches(
@@ -41,7 +41,7 @@ def schedule_microbatches(
     waiting: list[tuple[int, int]] = []
     while fresh := list(itertools.islice(numbered, window)):
         _check(fresh, shape)
-        *full, emptiest = _first_fit([*waiting, *fresh], shape)
+        *full, emptiest = first_fit([*waiting, *fresh], shape)
         for documents in full:
             yield _places(documents)
         waiting = emptiest
@@ -62,7 +62,7 @@ def _check(fresh: Sequence[tuple[int, int]], shape: PackedShape) -> None:
         raise PackingError(msg)
 
 
-def _first_fit(
+def first_fit(
     documents: Iterable[tuple[int, int]], shape: PackedShape
 ) -> list[list[tuple[int, int]]]:
     """Microbatches of (place, tokens), in the order they were begun, the emptiest last."""

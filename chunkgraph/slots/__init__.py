@@ -5,12 +5,15 @@ Needs no torch.
 
 from __future__ import annotations
 
+from .banks import BankEstimate, BankSizes, estimate_banks
 from .estimate import MemoryEstimate, ModelSizes, estimate_memory
 from .lifetime import InFlight, Lifetime, assign_slots, in_flight, lifetimes
 from .machine import SlotMachine, SlotState
 from .plan import SlotPlan, plan_all_ranks, plan_slots
 
 __all__ = [
+    "BankEstimate",
+    "BankSizes",
     "InFlight",
     "Lifetime",
     "MemoryEstimate",
@@ -19,6 +22,7 @@ __all__ = [
     "SlotPlan",
     "SlotState",
     "assign_slots",
+    "estimate_banks",
     "estimate_memory",
     "in_flight",
     "lifetimes",

@@ -200,3 +200,32 @@ def test_usage_error_exits_with_2():
     assert done.returncode == 2
     assert "for example: chunkgraph plan --pp 4" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_memory_by_bank(run, config, tmp_path):
+    flags = ("--cuda-graph-cp-sizes", 1, 4, 2, "--max-tokens-per-rank", 16)
+    rows = json.loads(run(config, "--json", *flags))
+    assert [[b["context_parallel_size"] for b in row["banks"]] for row in rows] == [[4, 2, 1]] * 2
+    assert {b["tokens_per_rank"] for row in rows for b in row["banks"]} == {16}
+    first, *others = rows[0]["banks"]
+    assert first["added_bytes"] > 10 * sum(bank["added_bytes"] for bank in others) > 0
+    printed = run(config, *flags)
+    assert "Banks, largest first; their variants of a slot share memory" in printed
+    assert "banks" not in json.loads(run(config, "--json"))[0]
+    # Length buckets are banks too, with parts of the tokens or numbers of them.
+    buckets = tmp_path / "buckets.yaml"
+    more = ", micro_batch_size: 1}\npacking: {max_packed_seqs: 4, buckets: [0.5, 8]}\n"
+    buckets.write_text(CONFIG.rstrip("}\n") + more)
+    (row, _) = json.loads(run(buckets, "--json"))
+    assert [b["tokens_per_rank"] for b in row["banks"]] == [32, 16, 8]
+    assert [b["added_bytes"] for b in row["banks"][1:]] == [0, 0]
+
+
+def test_banks_that_cannot_be_planned(run, config):
+    for arguments, message in (
+        (("--pp", 2, "--cuda-graph-cp-sizes", 2), "banks need a CONFIG"),
+        ((config, "--max-tokens-per-rank", 8), "goes with --cuda-graph-cp-sizes"),
+        ((config, "--cuda-graph-cp-sizes", 3), "3 is no power of two"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            run(*arguments)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from chunkgraph.engine import CaptureOptions, ChunkGraphs
+from chunkgraph.engine.static_inputs import SlotStatics
 from chunkgraph.errors import CaptureError, ReplayMismatchError, SlotError
 from chunkgraph.graphs import GraphBackend
 
@@ -159,6 +160,7 @@ def test_variants_of_a_slot_lie_in_the_same_memory(backend: GraphBackend) -> Non
     assert three.num_graphs == 3 * alone.num_graphs
     assert alone.held_bytes <= three.held_bytes <= alone.held_bytes * 1.01
     assert three.slot_bytes <= alone.slot_bytes * 1.1
+    assert three.static_bytes == alone.static_bytes  # inputs and output gradients too
     smallest_first = captured((16, 32, 64))  # as it is captured then: each takes new memory
     assert smallest_first.num_graphs == three.num_graphs
 
@@ -255,3 +257,19 @@ def test_a_sample_that_cannot_be_derived_fails_the_session(backend: GraphBackend
         _forward(graphs, 12).sum().backward()
     with pytest.raises(CaptureError, match="cannot be cut"), graphs.step(1, banks=[12]):
         pass
+
+
+def test_static_memory_of_two_slots_is_proved_apart(
+    backend: GraphBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only variants of one slot may share what they read; one memory for all slots is caught."""
+    from chunkgraph.engine import session
+    from chunkgraph.errors import MemoryPlanError
+
+    one_for_all = SlotStatics(is_shared=True)
+    monkeypatch.setattr(session, "SlotStatics", lambda **_: one_for_all)
+    graphs = ChunkGraphs(modules(backend.device)[:1], [2], backend=backend, banks=BANKS)
+    x = torch.ones(12, WIDTH, device=backend.device, requires_grad=True)
+    samples = {key: [(derive(0, (x,), {}, 12, key)[0][0], key)] for key in BANKS}
+    with pytest.raises(MemoryPlanError, match=r"\(its inputs loaded\) overwrites"):
+        graphs.capture(samples)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from chunkgraph.engine import CaptureOptions, ChunkGraphs, unchanging
+from chunkgraph.engine.static_inputs import SlotStatics
 from chunkgraph.graphs import GraphBackend
 
 NUM_SLOTS = 2
@@ -228,3 +229,28 @@ def test_receiving_into_the_static_input_forgets_the_source(
 
     train(received, received)
     train(mask, mask)
+
+
+def test_variants_of_a_slot_share_what_they_read_one_at_a_time() -> None:
+    statics = SlotStatics(is_shared=True)
+    large = torch.ones(6, 2).requires_grad_()
+    small = torch.ones(2, 3, dtype=torch.float64).t().requires_grad_()
+    one, two = statics.input_like(0, large), statics.input_like(0, small)
+    assert one.data_ptr() == two.data_ptr()
+    assert (two.shape, two.dtype, two.stride()) == (small.shape, small.dtype, (1, 3))
+    assert two.is_leaf
+    assert two.requires_grad
+    assert torch.equal(two, small)
+    version = one._version
+    two.data.add_(1)
+    assert one._version == version  # as if it had memory of its own
+    for other in (
+        statics.input_like(1, large),
+        statics.input_like(0, large.detach()),  # may be held unchanging
+        statics.gradient_like(0, large),
+        statics.input_like(0, torch.ones(9, 2).requires_grad_()),  # too large
+        SlotStatics(is_shared=False).input_like(0, large),
+    ):
+        assert other.data_ptr() != one.data_ptr()
+    assert not statics.gradient_like(0, large).requires_grad
+    assert not statics.gradient_like(0, large).any()

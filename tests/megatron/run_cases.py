@@ -14,6 +14,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import context_probe
 import fault_probe
 import packed_probe
 import receive_probe
@@ -34,6 +35,8 @@ def run_case(case: dict[str, Any]) -> Any:
             return receive_probe.run(config, device, case)
         if case.get("probe") == "packed":
             return packed_probe.run(config, device, case)
+        if case.get("probe") == "context":
+            return context_probe.run(case)
         if case.get("probe") == "fault":
             return fault_probe.run(config, case)
         frozen = case.get("frozen", [])

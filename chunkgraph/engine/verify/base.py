@@ -51,6 +51,10 @@ class Verifier:
         self._has_told_nan = False
         self._forget()
 
+    def begin_bank(self, bank: Hashable) -> None:
+        """The session goes on with a bank; None: with what is of none or of all."""
+        self._records.bank = bank
+
     def captured(self, rank: CapturedRank) -> None:
         """The session has succeeded."""
         self._gradients = tuple(sinks.buffers for sinks in rank.sinks)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import Any
 
@@ -17,11 +17,16 @@ __all__ = ["SavedRecords", "memory_of"]
 
 
 class SavedRecords:
-    """By slot, the addresses of what its forward keeps, with the layers that keep it."""
+    """By slot, the addresses of what its forward keeps, with the layers that keep it.
+
+    Attributes:
+        bank: that is being captured.
+    """
 
     def __init__(self) -> None:
-        # By chunk and the address of the call's first tensor, which is a slot's own.
-        self._by_input: dict[tuple[str, int], tuple[SavedTensor, ...]] = {}
+        # By bank, chunk and the address of the call's first tensor, which is a slot's own.
+        self._by_input: dict[tuple[Hashable, str, int], tuple[SavedTensor, ...]] = {}
+        self.bank: Hashable = None
 
     def noting(self, chunk: Chunk) -> Chunk:
         """``chunk``, whose forwards are noted here."""
@@ -31,7 +36,7 @@ class SavedRecords:
         """What ``slot`` keeps; empty if it has no tensor argument."""
         if not slot.inputs:
             return ()
-        return self._by_input.get((chunk.label, slot.inputs[0].data_ptr()), ())
+        return self._by_input.get((slot.bank, chunk.label, slot.inputs[0].data_ptr()), ())
 
     def _noted(self, chunk: Chunk) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -41,7 +46,7 @@ class SavedRecords:
             given = flatten_call(args, kwargs).tensors
             if given:
                 saved = saved_tensors(flatten(result)[0], watch)
-                key = (chunk.label, given[0].data_ptr())
+                key = (self.bank, chunk.label, given[0].data_ptr())
                 self._by_input[key] = tuple(s.forgotten() for s in saved)
             return result
 

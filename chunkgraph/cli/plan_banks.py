@@ -1,0 +1,78 @@
+"""The banks that ``chunkgraph plan`` tells of: by context-parallel size and by length."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from typing import TYPE_CHECKING
+
+from chunkgraph._text import format_bytes
+from chunkgraph.errors import ConfigError
+from chunkgraph.slots import BankEstimate, BankSizes
+
+if TYPE_CHECKING:
+    from chunkgraph.config import Config
+
+__all__ = ["BANK_HEADINGS", "add_bank_arguments", "bank_rows", "banks_of"]
+
+BANK_HEADINGS = ("Rank", "CP", "Tokens a rank", "Slots", "Graphs", "Alone", "Tables", "Adds")
+
+
+def add_bank_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what says which banks there are."""
+    parser.add_argument(
+        "--cuda-graph-cp-sizes",
+        type=int,
+        nargs="+",
+        default=[],
+        metavar="C",
+        help="with CONFIG, after it: context-parallel sizes of the banks, powers of two",
+    )
+    parser.add_argument(
+        "--max-tokens-per-rank",
+        type=int,
+        metavar="T",
+        help="rows of a microbatch on each context-parallel rank (default: the config's tokens "
+        "over its context_parallel_size)",
+    )
+
+
+def banks_of(args: argparse.Namespace, config: Config) -> tuple[BankSizes, ...]:
+    """The banks to plan; none where neither sizes nor length buckets are given.
+
+    Raises:
+        ConfigError: Sizes or tokens that cannot be.
+    """
+    static = config.pipeline.context_parallel_size
+    sizes = args.cuda_graph_cp_sizes
+    if args.max_tokens_per_rank is not None and not sizes:
+        raise ConfigError("plan: --max-tokens-per-rank goes with --cuda-graph-cp-sizes")
+    whole = config.tokens_per_sequence
+    if not sizes and not config.packing.buckets:
+        return ()
+    most = args.max_tokens_per_rank or -(-whole // static)
+    # Buckets are parts of the whole, or tokens of it.
+    parts = [b if b <= 1 else b / whole for b in config.packing.buckets]
+    lengths = {most, *(max(1, math.ceil(most * part)) for part in parts)}
+    return tuple(
+        BankSizes(context_parallel_size=size, tokens_per_rank=length)
+        for size in sorted(set(sizes or [static]), reverse=True)
+        for length in sorted(lengths, reverse=True)
+    )
+
+
+def bank_rows(rank: int, banks: tuple[BankEstimate, ...]) -> list[list[str]]:
+    """One row of the table for each bank of a rank."""
+    return [
+        [
+            str(rank),
+            str(bank.context_parallel_size),
+            str(bank.tokens_per_rank),
+            " ".join(map(str, bank.slots_per_chunk)),
+            str(bank.num_graphs),
+            format_bytes(bank.slot_bytes),
+            format_bytes(bank.table_bytes),
+            format_bytes(bank.added_bytes),
+        ]
+        for bank in banks
+    ]

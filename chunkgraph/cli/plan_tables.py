@@ -1,0 +1,92 @@
+"""What ``chunkgraph plan`` tells of each rank, as tables and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from chunkgraph._text import format_bytes
+from chunkgraph.cli.plan_banks import BANK_HEADINGS, bank_rows
+from chunkgraph.slots import BankEstimate, MemoryEstimate, SlotPlan
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+__all__ = ["RankRow", "as_json", "print_tables"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankRow:
+    """All that is told of one rank."""
+
+    plan: SlotPlan
+    bubble_ratio: float
+    memory: MemoryEstimate | None
+    banks: tuple[BankEstimate, ...] = ()
+
+
+def as_json(row: RankRow) -> dict[str, object]:
+    """One rank, for ``--json``."""
+    plan = row.plan
+    return {
+        "rank": plan.rank,
+        "slots_per_chunk": plan.slots_per_chunk,
+        "num_graphs": plan.num_graphs,
+        "peak_in_flight": plan.peak_in_flight,
+        "bubble_ratio": round(row.bubble_ratio, 6),
+        **({} if row.memory is None else asdict(row.memory)),
+        **({"banks": [asdict(bank) for bank in row.banks]} if row.banks else {}),
+    }
+
+
+def print_tables(console: Console, rows: Sequence[RankRow]) -> None:
+    """Slots, and with a model memory, by bank where there are any."""
+    planned = [
+        [
+            str(row.plan.rank),
+            " ".join(map(str, row.plan.slots_per_chunk)),
+            str(row.plan.num_graphs),
+            str(row.plan.peak_in_flight),
+            f"{row.bubble_ratio:.1%}",
+        ]
+        for row in rows
+    ]
+    headings = ("Rank", "Slots per chunk", "Graphs", "Peak in flight", "Bubble ratio")
+    console.print(_table(headings, planned))
+    estimated = [
+        [str(row.plan.rank)]
+        + [
+            format_bytes(size)
+            for size in (
+                row.memory.slot_bytes_per_chunk[0],
+                row.memory.slot_bytes,
+                row.memory.scratch_bytes,
+                row.memory.parameter_bytes,
+                row.memory.gradient_bytes,
+            )
+        ]
+        for row in rows
+        if row.memory is not None
+    ]
+    if estimated:
+        console.print("Memory, estimated from the model's sizes", style="bold")
+        sizes = ("Rank", "One slot", "All slots", "Scratch", "Weights", "Gradients")
+        console.print(_table(sizes, estimated))
+    banks = [cells for row in rows for cells in bank_rows(row.plan.rank, row.banks)]
+    if banks:
+        console.print("Banks, largest first; their variants of a slot share memory", style="bold")
+        console.print(_table(BANK_HEADINGS, banks))
+
+
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    for row in rows:
+        table.add_row(*row)
+    return table

@@ -1,0 +1,169 @@
+"""Which bank each microbatch of a schedule belongs to, and what calls of a bank look like."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+
+from chunkgraph.errors import ConfigError, ReplayMismatchError
+from chunkgraph.megatron import packed
+from chunkgraph.megatron.buckets import ROWS_AT, resized
+from chunkgraph.megatron.contexts.groups import ContextGroups
+from chunkgraph.megatron.contexts.key import ContextBank
+from chunkgraph.packing import ContextLimits, ContextSchedule, PackedShape, reason_not_to_fit
+
+__all__ = ["ContextBanks"]
+
+_GROUPS = ("cp_group", f"{packed.ARGUMENT}.cp_group")
+_SIZES = ("cp_size", f"{packed.ARGUMENT}.local_cp_size")
+_PARAMS = f"{packed.ARGUMENT}."
+
+
+class ContextBanks:
+    """The banks of one rank: one for each size, length bucket and variant.
+
+    Args:
+        limits: of the scheduler.
+        groups: of this rank, for all sizes of the limits.
+        cuda_graph_cp_sizes: the sizes that are captured; empty: all. Steps with another one run
+            eagerly as a whole.
+        buckets: shorter lengths that are captured too, in rows of a rank.
+        variants: what else graphs differ by.
+
+    Raises:
+        ConfigError: a size that no microbatch has, or a bucket that is none.
+    """
+
+    def __init__(
+        self,
+        limits: ContextLimits,
+        groups: ContextGroups,
+        *,
+        cuda_graph_cp_sizes: Sequence[int] = (),
+        buckets: Sequence[int] = (),
+        variants: Sequence[str] = ("",),
+    ) -> None:
+        unknown = sorted(set(cuda_graph_cp_sizes) - set(limits.group_sizes))
+        if unknown:
+            raise ConfigError(
+                f"cuda_graph_cp_sizes has {unknown}, but microbatches have one of the sizes "
+                f"{list(limits.group_sizes)}."
+            )
+        most = limits.max_tokens_per_rank
+        wrong = [b for b in buckets if not 0 < b <= most or (b % 2 and limits.world_size > 1)]
+        if wrong:
+            raise ConfigError(
+                f"buckets has {wrong}; buckets are even numbers of rows up to {most}, those of a "
+                "rank."
+            )
+        self.limits = limits
+        self.groups = groups
+        self._tokens = tuple(sorted({most, *buckets}, reverse=True))
+        captured = set(cuda_graph_cp_sizes or limits.group_sizes)
+        self._every = tuple(
+            ContextBank(size, groups.of(size), tokens, variant)
+            for size in limits.group_sizes
+            for tokens in self._tokens
+            for variant in variants
+        )
+        self.keys = tuple(key for key in self._every if key.size in captured)
+
+    def shape(self, key: ContextBank) -> PackedShape:
+        """What microbatches of a bank are packed into."""
+        limit = self.limits.max_document_tokens
+        total = key.num_packed_tokens
+        return PackedShape(
+            self.limits.max_packed_seqs,
+            total,
+            key.size,
+            None if limit is None else min(limit, total),
+        )
+
+    def of_schedule(
+        self, schedule: ContextSchedule, lengths: Sequence[int], variant: str = ""
+    ) -> list[ContextBank]:
+        """The bank of each microbatch of this rank, alike on all ranks of its group.
+
+        Args:
+            schedule: of the step.
+            lengths: tokens of each document of the global batch.
+            variant: of the step.
+        """
+        keys = []
+        for microbatch in schedule.of_rank(self.groups.rank):
+            own = [lengths[d] for d in microbatch.documents] or [1]
+            fitting = [
+                key
+                for key in self._every
+                if (key.size, key.variant) == (microbatch.size, variant)
+                and reason_not_to_fit(own, self.shape(key)) is None
+            ]
+            if not fitting:
+                raise ConfigError(
+                    f"no bank of {microbatch.size} ranks and variant {variant!r} holds a "
+                    f"microbatch with documents of {own} tokens"
+                )
+            keys.append(min(fitting, key=lambda key: key.num_tokens))
+        return keys
+
+    def check(self, keys: Sequence[ContextBank]) -> None:
+        """Make sure that microbatches use the process groups that graphs were captured with.
+
+        Raises:
+            ReplayMismatchError: one uses another group, be it of the same ranks.
+        """
+        own = {key.name: key.group for key in self._every}
+        for number, key in enumerate(keys):
+            if key.name in own and own[key.name] is not key.group:
+                raise ReplayMismatchError(
+                    f"Microbatch {number} ({key}) has another process group than the graphs of "
+                    "that size, which hold the communicator that they were captured with. Use the "
+                    "groups of these banks, or release the graphs and make others."
+                )
+
+    def derive(
+        self, c: int, args: tuple[Any, ...], kwargs: dict[str, Any], of: Hashable, wanted: Hashable
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """A chunk's arguments as a microbatch of the bank ``wanted`` would have them.
+
+        The group and what counts rows or ranks is replaced; rows are left out or filled with 0.
+
+        Raises:
+            ConfigError: an argument that is not known counts rows.
+        """
+        assert isinstance(of, ContextBank)
+        assert isinstance(wanted, ContextBank)
+        first, *others = args
+        made = {name: _derived(c, name, value, of, wanted) for name, value in kwargs.items()}
+        rest = [_derived(c, f"argument {i}", v, of, wanted) for i, v in enumerate(others, 1)]
+        return (resized(first, 0, of.num_tokens, wanted.num_tokens), *rest), made
+
+
+def _derived(c: int, name: str, value: Any, of: ContextBank, wanted: ContextBank) -> Any:
+    if name in _GROUPS or (of.group is not None and value is of.group):
+        return wanted.group
+    if name in _SIZES:
+        return wanted.size if value == of.size else value
+    whole = (of.num_packed_tokens, wanted.num_packed_tokens)
+    if name in ROWS_AT:
+        sizes = whole if name.startswith("rotary_") else (of.num_tokens, wanted.num_tokens)
+        if isinstance(value, (tuple, list)):
+            return type(value)(resized(v, ROWS_AT[name], *sizes) for v in value)
+        return resized(value, ROWS_AT[name], *sizes)
+    if name.startswith(_PARAMS):
+        if isinstance(value, int) and not isinstance(value, bool):
+            return whole[1] if value == whole[0] else value
+        if name == f"{_PARAMS}seq_idx":
+            return resized(value, 1, *whole)
+        if isinstance(value, torch.Tensor):  # offsets; those in rows end at the bank's
+            return torch.where(value == whole[0], whole[1], value).clamp(max=whole[1])
+    changed = {a for a, b in (whole, (of.num_tokens, wanted.num_tokens)) if a != b}
+    if isinstance(value, torch.Tensor) and changed & set(value.shape):
+        raise ConfigError(
+            f"Chunk {c} takes {name} of shape {tuple(value.shape)}, and it is not known how it "
+            f"looks in the bank {wanted}, which no step before the capture had. Warm up with "
+            "microbatches of every bank."
+        )
+    return value

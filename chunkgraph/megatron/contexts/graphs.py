@@ -1,0 +1,121 @@
+"""Chunk graphs of a rank whose context-parallel group changes from microbatch to microbatch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+from torch import nn
+
+from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs, StepMode
+from chunkgraph.engine.decision import Agree
+from chunkgraph.megatron.contexts.banks import ContextBanks
+from chunkgraph.megatron.contexts.groups import groups_put_back
+from chunkgraph.megatron.contexts.key import ContextBank
+
+__all__ = ["ContextGraphs"]
+
+
+class ContextGraphs:
+    """`ChunkGraphs` with a bank for each context-parallel size.
+
+    All communicators are used once before the session, largest first; the ranks capture in
+    lockstep; a bank that some rank cannot capture is dropped on all of them. A step with a
+    microbatch of a size without graphs is eager on all ranks, and counted with its reason.
+
+    Args:
+        chunks: see `ChunkGraphs`.
+        num_slots: for each chunk, the most microbatches it ever has in flight for any number of
+            microbatches; the scheduler's limits may make it fewer.
+        banks: of this rank.
+        options: see `CaptureOptions`.
+        agree: element-wise maximum over all ranks; None: there is one rank.
+        capture_scope: see `ChunkGraphs`.
+        more: further arguments of `ChunkGraphs`.
+
+    Attributes:
+        engine: the chunk graphs themselves.
+        banks: of this rank.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[nn.Module | Chunk],
+        num_slots: Sequence[int],
+        banks: ContextBanks,
+        *,
+        options: CaptureOptions | None = None,
+        agree: Agree | None = None,
+        capture_scope: Callable[[], AbstractContextManager[object]] = nullcontext,
+        **more: Any,
+    ) -> None:
+        self.banks = banks
+        self._modules = [
+            module
+            for chunk in chunks
+            if (module := chunk.module if isinstance(chunk, Chunk) else chunk) is not None
+        ]
+        first = chunks[0]
+        parameters = first.parameters if isinstance(first, Chunk) else first.parameters()
+        self._device = next(iter(parameters)).device
+
+        @contextmanager
+        def scope() -> Iterator[None]:
+            banks.groups.warm_up(self._device)
+            with groups_put_back(self._modules), capture_scope():
+                yield
+
+        self.engine = ChunkGraphs(
+            chunks,
+            banks.limits.num_slots(num_slots),
+            options=options,
+            agree=agree,
+            capture_scope=scope,
+            is_told_of_misfits=True,
+            banks=banks.keys,
+            derive_sample=banks.derive,
+            drops_failed_banks=True,
+            **more,
+        )
+        self.callables = self.engine.callables
+        self._is_announced = False  # the next training step
+
+    @property
+    def counters(self) -> Any:
+        """Captures, replays and eager fallbacks so far."""
+        return self.engine.counters
+
+    @contextmanager
+    def step(
+        self, banks: Sequence[ContextBank], *, misfit: str = "", **arguments: Any
+    ) -> Iterator[StepMode]:
+        """One call of the schedule; all ranks of the job enter it together.
+
+        Args:
+            banks: of each microbatch of this rank (`ContextBanks.of_schedule`).
+            misfit: why the step is not to be replayed for another reason, or "".
+            arguments: see `ChunkGraphs.step`.
+
+        Raises:
+            ReplayMismatchError: a microbatch has another process group than its graphs.
+        """
+        self.banks.check(banks)
+        # What was announced holds, even if banks were dropped or tried again since.
+        told = misfit or (None if self._is_announced else self.engine.misfit_of(banks))
+        self._is_announced &= bool(arguments.get("forward_only"))
+        with (
+            groups_put_back(self._modules),
+            self.engine.step(len(banks), misfit=told, banks=banks, **arguments) as mode,
+        ):
+            yield mode
+
+    def announce(self, banks: Sequence[ContextBank], misfit: str = "") -> None:
+        """Say of the next training step which banks it has; see `ChunkGraphs.announce`."""
+        self.banks.check(banks)
+        self.engine.announce(misfit or self.engine.misfit_of(banks))
+        self._is_announced = True
+
+    def release(self) -> None:
+        """Drop the graphs; process groups may be destroyed after it."""
+        self.engine.release()

@@ -1,0 +1,180 @@
+"""The context-parallel groups of one rank, one of each size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from chunkgraph.errors import TopologyError
+from chunkgraph.megatron import compat
+
+__all__ = ["ContextGroups", "groups_put_back"]
+
+_ATTRIBUTES = ("cp_group", "cp_global_ranks", "cp_stream", "cp_comm_type")
+"""Where attention modules keep the group that they were last called with."""
+
+
+class ContextGroups:
+    """Process groups of this rank by size; neighbours in its world, which starts at a multiple.
+
+    Args:
+        world: global ranks that share a global batch, this one among them.
+        groups: by size; None for the group of this rank alone. Callers close what they made.
+
+    Raises:
+        TopologyError: a group is not of the ranks that it is to be of.
+    """
+
+    def __init__(self, world: Sequence[int], groups: Mapping[int, Any]) -> None:
+        self.world = tuple(world)
+        self.rank = self.world.index(dist.get_rank())
+        self._groups = {size: groups[size] for size in sorted(groups, reverse=True)}
+        self._made: list[Any] = []
+        for size, group in self._groups.items():
+            if group is None and size == 1:
+                continue
+            first = self.rank // size * size
+            wanted = list(self.world[first : first + size])
+            found = [] if group is None else dist.get_process_group_ranks(group)
+            if found != wanted:
+                raise TopologyError(
+                    f"rank {dist.get_rank()}: the context-parallel group of size {size} has the "
+                    f"ranks {found}, not {wanted}."
+                )
+
+    @classmethod
+    def create(
+        cls, worlds: Sequence[Sequence[int]], sizes: Sequence[int], backend: str | None = None
+    ) -> ContextGroups:
+        """Make the groups; all processes of the job call it together with the same arguments.
+
+        Args:
+            worlds: of every pipeline stage and tensor-parallel rank, the ranks that share a global
+                batch.
+            sizes: of the groups, each dividing the world.
+            backend: of `torch.distributed`; None: the default one.
+
+        Raises:
+            TopologyError: a size does not divide a world, or this rank is in no world.
+        """
+        own, mine = {}, None
+        made = []
+        for world in worlds:
+            if dist.get_rank() in world:
+                mine = world
+            for size in sorted(set(sizes), reverse=True):
+                if len(world) % size:
+                    raise TopologyError(f"{len(world)} ranks do not divide in groups of {size}.")
+                if size == 1:
+                    continue
+                for first in range(0, len(world), size):
+                    ranks = list(world[first : first + size])
+                    group = dist.new_group(ranks, backend=backend)
+                    if dist.get_rank() in ranks:
+                        own[size] = group
+                        made.append(group)
+        if mine is None:
+            raise TopologyError(f"rank {dist.get_rank()} is in none of the worlds.")
+        groups = cls(mine, {**own, **({1: None} if 1 in sizes else {})})
+        groups._made = made
+        return groups
+
+    @classmethod
+    def of_megatron(cls, sizes: Sequence[int]) -> ContextGroups:
+        """Those that Megatron-core makes with ``hybrid_context_parallel`` (0.17 on, no pipeline).
+
+        Raises:
+            TopologyError: Megatron has no group of a size.
+        """
+        state = compat.import_megatron("megatron.core.parallel_state")
+        get = getattr(state, "get_hybrid_data_context_parallel_groups", None)
+        world = state.get_data_parallel_group(with_context_parallel=True)
+        groups: dict[int, Any] = {}
+        for size in sizes:
+            try:
+                groups[size] = None if size == 1 else get and get(group_size=size)
+            except (AssertionError, KeyError):
+                groups[size] = None
+            if size > 1 and groups[size] is None:
+                raise TopologyError(
+                    f"Megatron has no context-parallel group of {size} ranks. Call "
+                    "initialize_model_parallel(hybrid_context_parallel=True), or use "
+                    "ContextGroups.create()."
+                )
+        return cls(dist.get_process_group_ranks(world), groups)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Of all groups, largest first."""
+        return tuple(self._groups)
+
+    def of(self, size: int) -> Any:
+        """The group of a size, None for this rank alone.
+
+        Raises:
+            TopologyError: there is none.
+        """
+        if size not in self._groups:
+            raise TopologyError(f"There is no context-parallel group of {size}: {self.sizes}.")
+        return self._groups[size]
+
+    def warm_up(self, device: torch.device) -> None:
+        """Use every group once, largest first, in each of the ways that attention may.
+
+        A communicator that is set up in a capture breaks it. All ranks of the world call it
+        together.
+        """
+        for group in self._groups.values():
+            if group is not None:
+                _use(group, device)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    def close(self) -> None:
+        """Destroy the groups that `create` made. The graphs that hold them must be gone."""
+        while self._made:
+            dist.destroy_process_group(self._made.pop())
+
+
+def _use(group: Any, device: torch.device) -> None:
+    ranks = dist.get_process_group_ranks(group)
+    place = ranks.index(dist.get_rank())
+    value = torch.ones(len(ranks), device=device)
+    dist.all_reduce(value, group=group)
+    dist.all_gather([torch.empty_like(value) for _ in ranks], value, group=group)
+    received = torch.empty_like(value)
+    ring = [
+        dist.P2POp(dist.isend, value, ranks[(place + 1) % len(ranks)], group),
+        dist.P2POp(dist.irecv, received, ranks[place - 1], group),
+    ]
+    for work in dist.batch_isend_irecv(ring):
+        work.wait()
+    if dist.get_backend(group) == "nccl":
+        dist.all_to_all_single(received, value, group=group)
+
+
+@contextmanager
+def groups_put_back(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Give every module, at the end, the context-parallel group that it has now.
+
+    Attention of Transformer Engine keeps the group of its last call, which in a capture session is
+    that of the last bank.
+    """
+    every = {id(m): m for module in modules for m in module.modules()}
+    before = [
+        (module, {name: vars(module)[name] for name in _ATTRIBUTES if name in vars(module)})
+        for module in every.values()
+    ]
+    try:
+        yield
+    finally:
+        for module, values in before:
+            for name in _ATTRIBUTES:
+                if name in vars(module) and name not in values:
+                    delattr(module, name)
+            vars(module).update(values)

@@ -1,0 +1,50 @@
+"""What a bank of a context-parallel size is called by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["ContextBank"]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ContextBank:
+    """A bank key: two are one bank only if they hold the very same process group.
+
+    A graph holds the communicator that it was captured with, so that another group of the same
+    ranks is another group.
+
+    Attributes:
+        size: ranks of the group.
+        group: the process group; None for a group of this rank alone.
+        num_tokens: rows of a microbatch on one rank.
+        variant: whatever else graphs differ by.
+    """
+
+    size: int
+    group: Any
+    num_tokens: int
+    variant: str = ""
+
+    @property
+    def num_packed_tokens(self) -> int:
+        """Rows of a microbatch on all ranks of the group together."""
+        return self.size * self.num_tokens
+
+    @property
+    def name(self) -> tuple[int, int, str]:
+        """All but the group; the same on all ranks."""
+        return (self.size, self.num_tokens, self.variant)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ContextBank):
+            return NotImplemented
+        return self.name == other.name and self.group is other.group
+
+    def __hash__(self) -> int:
+        return hash((self.name, id(self.group)))
+
+    def __repr__(self) -> str:
+        variant = f", {self.variant}" if self.variant else ""
+        return f"CP {self.size} with {self.num_tokens} tokens a rank{variant}"

@@ -1,0 +1,226 @@
+"""Banks that cannot be captured, ranks that stop together, and banks in any interleaving."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from chunkgraph.engine import CaptureOptions, ChunkGraphs
+from chunkgraph.engine.lockstep import Lockstep, StoppedElsewhere
+from chunkgraph.errors import CaptureError
+from chunkgraph.graphs import GraphBackend, RecorderBackend
+
+WIDTH = 4
+BANKS = ("large", "middle", "small")
+ROWS = {"large": 6, "middle": 6, "small": 2}  # two banks differ by an option alone
+
+
+class Mixed(nn.Module):
+    """Reads a number on the host in the banks that cannot be captured."""
+
+    def __init__(self, faulty: Sequence[str] = ()) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.outer = nn.Linear(WIDTH, WIDTH)
+        self.dropout = nn.Dropout(0.3)
+        self.faulty = set(faulty)
+
+    def forward(self, x: torch.Tensor, bank: str) -> torch.Tensor:
+        h = torch.tanh(self.inner(x))
+        h = h * 2 if bank == "middle" else h
+        y = x + self.outer(self.dropout(h))
+        if bank in self.faulty:
+            float(y.detach().sum())
+        return y
+
+
+def derive(_c: int, args: tuple[Any, ...], kwargs: dict[str, Any], of: Any, wanted: Any) -> Any:
+    (x,) = args
+    rows = torch.ones(ROWS[wanted], WIDTH, device=x.device).requires_grad_(x.requires_grad)
+    return (rows,), {**kwargs, "bank": wanted}
+
+
+def new_module(device: torch.device, faulty: Sequence[str] = ()) -> Mixed:
+    torch.manual_seed(5)
+    return Mixed(faulty).to(device)
+
+
+def new_graphs(module: Mixed, backend: GraphBackend, **arguments: Any) -> ChunkGraphs:
+    return ChunkGraphs(
+        [module],
+        [3],
+        backend=backend,
+        banks=BANKS,
+        derive_sample=derive,
+        is_told_of_misfits=True,
+        drops_failed_banks=True,
+        **arguments,
+    )
+
+
+def run(call: Any, module: Mixed, banks: Sequence[str], order: Sequence[int]) -> list[torch.Tensor]:
+    """Outputs and gradients; ``order`` names a microbatch for its forward, then its backward."""
+    device = module.inner.weight.device
+    flying: dict[int, Any] = {}
+    results = []
+    for m in order:
+        if m in flying:
+            x, y = flying.pop(m)
+            (y * y).sum().backward()
+            results.append(x.grad.clone())
+            continue
+        x = torch.linspace(-1, m + 1, ROWS[banks[m]] * WIDTH, device=device)
+        x = x.view(-1, WIDTH).requires_grad_()
+        y = call(x, bank=banks[m])
+        results.append(y.detach().clone())
+        flying[m] = (x, y)
+    for parameter in module.parameters():
+        results.append(parameter.grad.clone())
+        parameter.grad = None
+    return results
+
+
+@st.composite
+def steps(draw: Any) -> tuple[list[str], list[int]]:
+    """Banks of microbatches, and an order in which at most three are in flight."""
+    banks = draw(st.lists(st.sampled_from(BANKS), min_size=1, max_size=6))
+    order: list[int] = []
+    flying: list[int] = []
+    left = list(range(len(banks)))
+    while left or flying:
+        if left and len(flying) < 3 and (not flying or draw(st.booleans())):
+            flying.append(left.pop(0))
+            order.append(flying[-1])
+        else:
+            order.append(flying.pop(draw(st.integers(0, len(flying) - 1))))
+    return banks, order
+
+
+@settings(max_examples=15)
+@given(st.lists(steps(), min_size=1, max_size=4), st.sampled_from([(), ("large",), ("middle",)]))
+def test_any_interleaving_with_poison_equals_eager(
+    training: list[tuple[list[str], list[int]]], faulty: tuple[str, ...]
+) -> None:
+    """Also when one bank is dropped: what was captured of it is not in the way of the others."""
+    backend = RecorderBackend()
+    eager, mine = new_module(backend.device), new_module(backend.device, faulty)
+    graphs = new_graphs(mine, backend, options=CaptureOptions(verify="poison"))
+    ignore = pytest.warns(UserWarning, match="All ranks go on without") if faulty else None
+    for number, (banks, order) in enumerate([(["small"], [0, 0]), *training]):
+        torch.manual_seed(number)
+        expected = run(eager, eager, banks, order)
+        torch.manual_seed(number)
+        misfit = graphs.misfit_of(banks)
+        lacks = bool(set(banks) & set(faulty))
+        if ignore is not None and number == 1:
+            with ignore, graphs.step(len(banks), banks=banks, misfit=misfit) as mode:
+                found = run(graphs.callables[0], mine, banks, order)
+        else:
+            with graphs.step(len(banks), banks=banks, misfit=misfit) as mode:
+                found = run(graphs.callables[0], mine, banks, order)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        assert mode.value == ("eager" if number == 0 or lacks else "replay")
+    assert graphs.counters.captures == 3 * (3 - len(faulty))
+    graphs.release()
+
+
+def test_what_was_dropped_is_tried_again_after_a_release(backend: GraphBackend) -> None:
+    module = new_module(backend.device, ["large"])
+    graphs = new_graphs(module, backend)
+    run_one = lambda bank: run(graphs.callables[0], module, [bank], [0, 0])  # noqa: E731
+    with graphs.step(1, banks=["small"], misfit=""):
+        run_one("small")
+    with (
+        pytest.warns(UserWarning, match=r"__float__(.|\n)*go on without graphs of large"),
+        graphs.step(1, banks=["large"], misfit=""),
+    ):
+        run_one("large")
+    assert graphs.misfit_of(["small", "middle"]) == ""
+    told = graphs.misfit_of(["small", "large"])
+    assert told == "no graphs of large: its capture failed"
+    with graphs.step(1, banks=["large"], misfit=told):
+        run_one("large")
+    assert graphs.counters.missing_banks == {told: 2}
+    assert graphs.counters.fallbacks == {"capture warmup": 1, "no graphs of a bank": 2}
+    graphs.release()
+    module.faulty.clear()
+    for mode in ("eager", "replay"):
+        with graphs.step(1, banks=["large"], misfit="") as found:
+            run_one("large")
+        assert found.value == mode
+    assert graphs.counters.captures == 6 + 9
+
+
+def test_the_last_bank_fails_the_session(backend: GraphBackend) -> None:
+    graphs = new_graphs(new_module(backend.device, BANKS), backend)
+    x = torch.ones(6, WIDTH, device=backend.device, requires_grad=True)
+    samples = {key: [derive(0, (x,), {}, key, key)[0] + (key,)] for key in BANKS}
+    with (
+        pytest.warns(UserWarning, match="All ranks go on without graphs of") as told,
+        pytest.raises(CaptureError, match="__float__ reads a tensor on the host"),
+    ):
+        graphs.capture(samples)
+    assert len(told) == 2
+
+
+def test_dropping_needs_the_word_of_every_step(backend: GraphBackend) -> None:
+    with pytest.raises(ValueError, match="is_told_of_misfits"):
+        ChunkGraphs([new_module(backend.device)], [1], backend=backend, drops_failed_banks=True)
+
+
+class Ranks:
+    """Element-wise maximum between threads; one that is alone in it breaks the barrier."""
+
+    def __init__(self, num: int) -> None:
+        self.values: list[Any] = [None] * num
+        self.barrier = threading.Barrier(num, timeout=5)
+
+    def agree(self, rank: int) -> Any:
+        def ask(values: Sequence[int]) -> list[int]:
+            self.values[rank] = list(values)
+            self.barrier.wait()
+            found = [max(column) for column in zip(*self.values, strict=True)]
+            self.barrier.wait()
+            return found
+
+        return ask
+
+
+@pytest.mark.parametrize("fails_at", [None, 0, 2, 5])
+def test_ranks_with_different_numbers_of_graphs_end_together(fails_at: int | None) -> None:
+    """Rank 1 fails after so many graphs of its six; the others have two and nine."""
+    ranks = Ranks(3)
+    ended: dict[int, str] = {}
+
+    def session(rank: int, num_graphs: int) -> None:
+        lockstep = Lockstep(ranks.agree(rank))
+        try:
+            for number in range(num_graphs):
+                lockstep.begin("large" if number < 3 else "small")
+                if rank == 1 and number == fails_at:
+                    raise CaptureError
+            lockstep.finish()
+            ended[rank] = "done"
+        except StoppedElsewhere:
+            ended[rank] = "stopped"
+        except CaptureError:
+            lockstep.fail()
+            ended[rank] = f"failed in {lockstep.bank}"
+
+    threads = [threading.Thread(target=session, args=(r, n)) for r, n in enumerate((2, 6, 9))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if fails_at is None:
+        assert ended == {0: "done", 1: "done", 2: "done"}
+    else:
+        bank = "large" if fails_at < 3 else "small"
+        assert ended == {0: "stopped", 1: f"failed in {bank}", 2: "stopped"}

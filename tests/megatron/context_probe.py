@@ -1,0 +1,221 @@
+"""Steps in which every microbatch has a context-parallel size, beside eager; see `run_cases`."""
+
+from __future__ import annotations
+
+import math
+import random
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from chunkgraph.engine import CaptureOptions
+from chunkgraph.engine.verify import same_bits
+from chunkgraph.errors import ReplayMismatchError
+from chunkgraph.megatron.contexts import ContextBanks, ContextGraphs, ContextGroups
+from chunkgraph.megatron.topology import agree_by_maximum
+from chunkgraph.packing import ContextLimits, ForcedSizes, SmallestSizes, schedule_contexts
+
+WIDTH, ROWS, NUM_CHUNKS = 6, 8, 2
+
+
+class _Gather(torch.autograd.Function):
+    """The rows of all ranks of a group, in order."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group, ctx.num_rows = group, x.size(0)
+        rows = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(rows, x.contiguous(), group=group)
+        return torch.cat(rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        total = grad.clone()
+        dist.all_reduce(total, group=ctx.group)
+        first = dist.get_rank(ctx.group) * ctx.num_rows
+        return total[first : first + ctx.num_rows].clone(), None
+
+
+class Mixing(nn.Module):
+    """What attention does with a group: queries of this rank, keys and values of all of them.
+
+    Args:
+        fails_at: sizes whose forward reads a number on the host, after its collectives; a graph
+            cannot hold that.
+    """
+
+    def __init__(self, fails_at: Sequence[int] = ()) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.dropout = nn.Dropout(0.2)
+        self.register_buffer("num_calls", torch.zeros(()))
+        self.fails_at = tuple(fails_at)
+        self.cp_group: Any = "its own"
+
+    def forward(self, x: torch.Tensor, *, cp_group: Any, cp_size: int) -> torch.Tensor:
+        self.cp_group = cp_group
+        self.num_calls += 1
+        query, *others = self.qkv(x).chunk(3, dim=-1)
+        key, value = (_Gather.apply(o, cp_group) if cp_group is not None else o for o in others)
+        weights = (query @ key.t() / math.sqrt(WIDTH)).softmax(-1)
+        y = x + self.dropout(self.out(weights @ value))
+        if cp_size in self.fails_at:
+            y = y * (1.0 if float(y.detach().sum()) < math.inf else 0.0)
+        return y
+
+
+def order_of(rng: random.Random, num: int, num_slots: int) -> list[tuple[int, int]]:
+    """(chunk, microbatch): its forward, later its backward; backwards in any order."""
+    order: list[tuple[int, int]] = []
+    left = {c: list(range(num)) for c in range(NUM_CHUNKS)}
+    flying: list[tuple[int, int]] = []
+    while flying or any(left.values()):
+        c = rng.randrange(NUM_CHUNKS)
+        in_flight = sum(chunk == c for chunk, _ in flying)
+        if left[c] and in_flight < num_slots and rng.random() < 0.6:
+            flying.append((c, left[c].pop(0)))
+            order.append(flying[-1])
+        elif flying:
+            order.append(flying.pop(rng.randrange(len(flying))))
+    return order
+
+
+def run_step(
+    calls: Any, chunks: Sequence[Mixing], keys: Any, order: Any, step: int
+) -> list[torch.Tensor]:
+    """Outputs, input gradients, gradients and buffers; then the parameters are moved."""
+    results: list[torch.Tensor] = []
+    flying: dict[tuple[int, int], Any] = {}
+    for c, m in order:
+        if (c, m) in flying:
+            x, y = flying.pop((c, m))
+            (y * y).sum().backward()
+            results.append(x.grad.clone())
+            continue
+        generator = torch.Generator().manual_seed(1000 * step + 10 * m + dist.get_rank())
+        x = torch.randn(keys[m].num_tokens, WIDTH, generator=generator).requires_grad_()
+        y = calls[c](x, cp_group=keys[m].group, cp_size=keys[m].size)
+        results.append(y.detach().clone())
+        flying[c, m] = (x, y)
+    for chunk in chunks:
+        results.append(chunk.num_calls.clone())
+        for parameter in chunk.parameters():
+            results.append(parameter.grad.clone())
+            dist.all_reduce(parameter.grad)
+            parameter.data.sub_(1e-3 * parameter.grad)
+            parameter.grad = None
+    return results
+
+
+def new_chunks(fails_at: Sequence[int] = ()) -> list[Mixing]:
+    torch.manual_seed(3)
+    return [Mixing(fails_at) for _ in range(NUM_CHUNKS)]
+
+
+def run(case: dict[str, Any]) -> list[dict[str, Any]]:
+    """What every rank found."""
+    rank, worlds = dist.get_rank(), case.get("worlds", [[0, 1, 2, 3]])
+    (stage,) = (s for s, world in enumerate(worlds) if rank in world)
+    num_slots = [2, 1][stage]
+    limits = ContextLimits(
+        world_size=len(worlds[0]),
+        max_tokens_per_rank=ROWS,
+        max_packed_seqs=4,
+        max_microbatches=case.get("max_microbatches"),
+    )
+    groups = ContextGroups.create(worlds, limits.group_sizes)
+    banks = ContextBanks(
+        limits,
+        groups,
+        cuda_graph_cp_sizes=case.get("cuda_graph_cp_sizes", ()),
+        buckets=case.get("buckets", ()),
+    )
+    eager, mine = new_chunks(), new_chunks(case["fails_at"] if rank == case["fails_on"] else ())
+    agree = agree_by_maximum()
+    graphs = ContextGraphs(
+        mine,
+        [num_slots] * NUM_CHUNKS,
+        banks,
+        options=CaptureOptions(**case.get("options", {})),
+        agree=agree,
+    )
+    found: dict[str, Any] = {"equal": [], "modes": [], "sizes": [], "digests": [], "warnings": []}
+
+    def planned(step: int) -> Any:
+        rng = random.Random(step)
+        if step % 2:
+            sizes = list(case.get("sizes", limits.group_sizes))
+            rng.shuffle(sizes)
+            lengths = [rng.randint(1, 6) for _ in range(case.get("num_documents", 8))]
+            schedule = schedule_contexts(lengths, limits, ForcedSizes(tuple(sizes), 2))
+        else:
+            most = max(case.get("sizes", limits.group_sizes)) * ROWS
+            lengths = [
+                rng.randint(1, most // (1 + i % 4)) for i in range(case.get("num_documents", 6))
+            ]
+            schedule = schedule_contexts(lengths, limits, SmallestSizes())
+        return schedule.digest, banks.of_schedule(schedule, lengths)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(case["num_steps"]):
+            digest, keys = planned(step)
+            in_flight = min(num_slots, case.get("max_microbatches", num_slots))
+            order = order_of(random.Random(100 + step), len(keys), in_flight)
+            torch.manual_seed(step)
+            expected = run_step(eager, eager, keys, order, step)
+            torch.manual_seed(step)
+            with graphs.step(keys) as mode:
+                if case.get("announces") and (rank + step) % 3 and step + 1 < case["num_steps"]:
+                    graphs.announce(planned(step + 1)[1])
+                result = run_step(graphs.callables, mine, keys, order, step)
+            found["equal"].append(same(result, expected))
+            found["modes"].append(mode.value)
+            found["sizes"].append([key.size for key in keys])
+            found["digests"].append(digest)
+    found["warnings"] = [str(w.message) for w in caught]
+    counters = graphs.counters
+    found["put_back"] = [chunk.cp_group for chunk in mine]
+    found["fallbacks"] = dict(counters.fallbacks)
+    found["missing"] = dict(counters.missing_banks)
+    found["replays"] = {str(k): n for k, n in counters.replays_of_bank.items()}
+    found["sessions"] = counters.capture_sessions
+    report = graphs.engine.report
+    found["num_slots"] = report.num_slots if report else None
+    found["num_graphs"] = report.num_graphs if report else 0
+    if case.get("changes_groups"):
+        found["refusals"] = refusals(graphs, banks, limits)
+    graphs.release()
+    agree and agree.close()
+    groups.close()
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, found)
+    return ranks
+
+
+def refusals(graphs: ContextGraphs, banks: ContextBanks, limits: ContextLimits) -> list[str]:
+    """Messages where a microbatch has another group than its graphs: told, and not told."""
+    others = ContextGroups.create([list(range(dist.get_world_size()))], limits.group_sizes)
+    (key,) = (k for k in banks.keys if k.size == 4 and k.num_tokens == ROWS)
+    (other,) = (
+        k for k in ContextBanks(limits, others).keys if k.size == 4 and k.num_tokens == ROWS
+    )
+    messages = []
+    for told in (other, key):
+        try:
+            with graphs.step([told]):
+                x = torch.ones(ROWS, WIDTH, requires_grad=True)
+                graphs.callables[0](x, cp_group=other.group, cp_size=4)
+        except ReplayMismatchError as error:
+            messages.append(str(error))
+    others.close()
+    return messages
+
+
+def same(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> bool:
+    return len(a) == len(b) and all(same_bits(x, y) for x, y in zip(a, b, strict=True))

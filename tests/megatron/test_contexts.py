@@ -1,0 +1,241 @@
+"""Banks by context-parallel size, in jobs of four ranks with gloo, and what they are made of."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from chunkgraph.errors import ConfigError, ReplayMismatchError, TopologyError
+from chunkgraph.megatron.contexts import (
+    ContextBank,
+    ContextBanks,
+    ContextGroups,
+    groups_put_back,
+)
+from chunkgraph.packing import ContextLimits, pack, schedule_contexts
+
+pytestmark = pytest.mark.megatron
+
+LIMITS = ContextLimits(world_size=4, max_tokens_per_rank=8, max_packed_seqs=3)
+Found = list[dict[str, Any]]
+
+
+def test_jobs_of_four_ranks(
+    run_cases: Callable[..., dict[str, Any]], make_config: Callable[..., dict[str, Any]]
+) -> None:
+    config = make_config(pipeline={"data_parallel_size": 4}, run={"timeout_s": 20})
+    base = {"config": config, "probe": "context", "fails_at": [], "fails_on": 1, "num_steps": 6}
+    results = run_cases(
+        {
+            "mixed": {
+                **base,
+                "options": {"verify": "poison"},
+                "buckets": [4],
+                "changes_groups": True,
+            },
+            "limited": {**base, "num_steps": 8, "announces": True, "cuda_graph_cp_sizes": [4, 1]},
+            "fails": {**base, "fails_at": [4], "announces": True},
+            "fails_all": {
+                **base,
+                "num_steps": 3,
+                "fails_at": [4, 2, 1],
+                "options": {"on_failure": "eager"},
+            },
+            "stages": {
+                **base,
+                "worlds": [[0, 1], [2, 3]],
+                "num_steps": 6,
+                "sizes": [1],
+                "max_microbatches": 2,
+                "num_documents": 4,
+                "fails_at": [2],
+                "fails_on": 3,
+            },
+        },
+        4,
+    )
+    for name, ranks in results.items():
+        for rank in ranks:
+            # Same groups, same numbers to the last bit, whoever replayed or not.
+            assert rank["equal"] == [True] * len(rank["modes"]), name
+            assert rank["put_back"] == ["its own"] * 2, name
+            assert rank["modes"] == ranks[0]["modes"], name
+            # Neighbours are of interpreters with different hashes of strings.
+            assert rank["digests"] == ranks[0]["digests"], name
+            assert rank["fallbacks"] == ranks[0]["fallbacks"], name
+    every_size_is_replayed(results["mixed"])
+    other_groups_are_refused(results["mixed"])
+    sizes_that_were_not_asked_for_are_eager(results["limited"])
+    what_one_rank_cannot_capture_is_dropped(results["fails"])
+    without_any_bank_all_is_eager(results["fails_all"])
+    stages_with_different_slots_stop_together(results["stages"])
+
+
+def every_size_is_replayed(ranks: Found) -> None:
+    for rank in ranks:
+        assert rank["modes"] == ["eager"] + ["replay"] * 5
+        assert (rank["num_slots"], rank["num_graphs"]) == ([2, 2], 2 * 2 * 2 * 6)
+        sizes = Counter(size for step in rank["sizes"][1:] for size in step)
+        replayed: Counter[int] = Counter()
+        for bank, count in rank["replays"].items():
+            replayed[int(bank.split()[1])] += count
+        assert replayed == {size: 2 * count for size, count in sizes.items()}
+        assert sizes.keys() == {1, 2, 4}
+    # In one step some ranks replay one size, and others another one.
+    assert any(ranks[0]["sizes"][s] != ranks[3]["sizes"][s] for s in range(1, 6))
+
+
+def other_groups_are_refused(ranks: Found) -> None:
+    for rank in ranks:
+        told, not_told = rank["refusals"]
+        assert "Microbatch 0 (CP 4 with 8 tokens a rank) has another process group" in told
+        assert "argument 'cp_group': captured" in not_told
+
+
+def sizes_that_were_not_asked_for_are_eager(ranks: Found) -> None:
+    steps = list(zip(*[rank["sizes"] for rank in ranks], strict=True))
+    eager = [any(2 in sizes for sizes in step) for step in steps]
+    assert True in eager
+    for rank in ranks:
+        # The first step that could, captures; before it there is one of capture warmup.
+        first = rank["modes"].index("replay")
+        assert [mode == "eager" for mode in rank["modes"][first:]] == eager[first:]
+        own = "no graphs of CP 2 with 8 tokens a rank: they were not asked for"
+        assert rank["missing"].keys() <= {own, "on another rank"}
+        assert sum(rank["missing"].values()) == rank["fallbacks"]["no graphs of a bank"]
+        assert not any(" 2 with" in bank for bank in rank["replays"])
+    assert any("on another rank" in rank["missing"] for rank in ranks)
+
+
+def what_one_rank_cannot_capture_is_dropped(ranks: Found) -> None:
+    for rank in ranks:
+        needs = [4 in sizes for sizes in rank["sizes"]]
+        modes = ["eager" if i == 0 or n else "replay" for i, n in enumerate(needs)]
+        assert rank["modes"] == modes
+        assert rank["missing"] == {
+            "no graphs of CP 4 with 8 tokens a rank: its capture failed": sum(needs[1:])
+        }
+        assert (rank["sessions"], rank["num_graphs"]) == (1, 2 * 2 * 2 * 2)
+    assert [len(rank["warnings"]) for rank in ranks] == [0, 1, 0, 0]
+    (warning,) = ranks[1]["warnings"]
+    assert "context_probe.py" in warning
+    assert "All ranks go on without graphs of CP 4 with 8 tokens a rank" in warning
+
+
+def without_any_bank_all_is_eager(ranks: Found) -> None:
+    for rank in ranks:
+        assert rank["fallbacks"] == {"capture warmup": 1, "capture failed": 2}
+        assert rank["num_graphs"] == 0
+    assert [len(rank["warnings"]) for rank in ranks] == [0, 3, 0, 0]
+
+
+def stages_with_different_slots_stop_together(ranks: Found) -> None:
+    """The larger size fails on the last rank, where a rank has fewer graphs than others."""
+    assert [rank["num_slots"] for rank in ranks] == [[2, 2], [2, 2], [1, 1], [1, 1]]
+    for rank in ranks:
+        assert "replay" in rank["modes"]
+        assert not any("CP 2" in bank for bank in rank["replays"])
+
+
+@pytest.fixture
+def groups(one_rank: Any) -> ContextGroups:
+    """Of one rank, with stand-ins for the larger sizes."""
+    made = ContextGroups([0], {1: None})
+    made._groups = {4: object(), 2: object(), 1: None}
+    return made
+
+
+def test_banks_are_of_sizes_buckets_and_variants(groups: ContextGroups) -> None:
+    banks = ContextBanks(LIMITS, groups, buckets=[4], variants=["", "rerun"])
+    assert [key.name for key in banks.keys] == [
+        (size, tokens, variant)
+        for size in (4, 2, 1)
+        for tokens in (8, 4)
+        for variant in ("", "rerun")
+    ]
+    assert repr(banks.keys[1]) == "CP 4 with 8 tokens a rank, rerun"
+    lengths = [30, 7, 3, 9]
+    schedule = schedule_contexts(lengths, LIMITS)
+    assert [m.size for m in schedule.of_rank(0)] == [4, 2]
+    assert [key.name for key in banks.of_schedule(schedule, lengths)] == [(4, 8, ""), (2, 8, "")]
+    short = schedule_contexts([5, 2, 3, 1], LIMITS)
+    keys = banks.of_schedule(short, [5, 2, 3, 1], "rerun")
+    assert [key.name for key in keys] == [(2, 4, "rerun")]  # the longest on two ranks
+    with pytest.raises(ConfigError, match="variant 'other'"):
+        banks.of_schedule(short, [5, 2, 3, 1], "other")
+
+
+def test_sizes_and_buckets_that_cannot_be(groups: ContextGroups) -> None:
+    assert {key.size for key in ContextBanks(LIMITS, groups, cuda_graph_cp_sizes=[2]).keys} == {2}
+    with pytest.raises(ConfigError, match=r"cuda_graph_cp_sizes has \[3, 8\]"):
+        ContextBanks(LIMITS, groups, cuda_graph_cp_sizes=[8, 3, 1])
+    with pytest.raises(ConfigError, match=r"buckets has \[3, 10\]"):
+        ContextBanks(LIMITS, groups, buckets=[3, 10])
+    with pytest.raises(TopologyError, match="no context-parallel group of 8"):
+        groups.of(8)
+    with pytest.raises(TopologyError, match=r"of size 2 has the ranks \[\], not"):
+        ContextGroups([0], {2: None})
+    with pytest.raises(TopologyError, match="do not divide in groups of 2"):
+        ContextGroups.create([[0]], [2])
+
+
+def test_a_key_is_its_group(groups: ContextGroups) -> None:
+    banks = ContextBanks(LIMITS, groups)
+    same = ContextBank(4, groups.of(4), 8)
+    other = ContextBank(4, object(), 8)
+    assert same == banks.keys[0]
+    assert hash(same) == hash(banks.keys[0])
+    assert other not in banks.keys
+    banks.check([same, banks.keys[2]])
+    with pytest.raises(ReplayMismatchError, match=r"Microbatch 1 \(CP 4 .* another process group"):
+        banks.check([same, other])
+
+
+def test_a_call_of_another_bank_is_as_that_bank_would_have_it(groups: ContextGroups) -> None:
+    banks = ContextBanks(LIMITS, groups, buckets=[4])
+
+    def call(key: ContextBank) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        packed = pack([2, 1], banks.shape(key))
+        total = key.num_packed_tokens
+        return (torch.ones(key.num_tokens, 1, 4, requires_grad=True), None), {
+            "input_ids": torch.ones(1, key.num_tokens, dtype=torch.long),
+            "rotary_pos_emb": (torch.ones(total, 1, 1, 2), torch.ones(total, 1, 1, 2)),
+            "packed_seq_params.cu_seqlens_q_padded": torch.from_numpy(packed.cu_seqlens_padded),
+            "packed_seq_params.max_seqlen_q": total,
+            "packed_seq_params.local_cp_size": key.size,
+            "packed_seq_params.cp_group": key.group,
+            "packed_seq_params.qkv_format": "thd",
+            "padding_mask": None,
+        }
+
+    every = banks.keys
+    for of in every:
+        for wanted in every:
+            args, kwargs = banks.derive(0, *call(of), of, wanted)
+            expected_args, expected = call(wanted)
+            assert args[0].shape == expected_args[0].shape
+            assert args[0].requires_grad
+            for name, value in expected.items():
+                if isinstance(value, torch.Tensor):
+                    assert (kwargs[name].shape, kwargs[name].dtype) == (value.shape, value.dtype)
+                elif isinstance(value, tuple):
+                    assert [v.shape for v in kwargs[name]] == [v.shape for v in value]
+                else:
+                    assert kwargs[name] is value or kwargs[name] == value, (name, of, wanted)
+    with pytest.raises(ConfigError, match="Chunk 0 takes mask of shape"):
+        banks.derive(0, (torch.ones(8, 1),), {"mask": torch.ones(32, 2)}, every[0], every[2])
+
+
+def test_modules_get_their_groups_back() -> None:
+    outer = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    outer[0].cp_group = "before"
+    with groups_put_back([outer, outer[0]]):
+        outer[0].cp_group = outer[1].cp_group = outer[1].cp_stream = "of the last bank"
+    assert outer[0].cp_group == "before"
+    assert not hasattr(outer[1], "cp_group")
+    assert not hasattr(outer[1], "cp_stream")

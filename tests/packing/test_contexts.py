@@ -1,0 +1,156 @@
+"""Schedules of microbatches with a context-parallel size each."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chunkgraph.errors import PackingError
+from chunkgraph.packing import (
+    ContextLimits,
+    ContextMicrobatch,
+    ContextSchedule,
+    ForcedSizes,
+    SmallestSizes,
+    pack,
+    schedule_contexts,
+)
+
+LIMITS = ContextLimits(world_size=4, max_tokens_per_rank=16, max_packed_seqs=4)
+
+
+@st.composite
+def cases(draw):
+    world = draw(st.sampled_from([1, 2, 4, 8]))
+    every = [1 << k for k in range(world.bit_length())]
+    sizes = tuple(draw(st.lists(st.sampled_from(every), unique=True)))
+    limits = ContextLimits(
+        world_size=world,
+        max_tokens_per_rank=2 * draw(st.integers(1, 8)),
+        max_packed_seqs=draw(st.integers(2, 5)),
+        sizes=sizes,
+        multiple_of=draw(st.integers(1, 3)),
+    )
+    longest = limits.max_tokens_per_rank * limits.group_sizes[0]
+    lengths = draw(st.lists(st.integers(1, longest), min_size=1, max_size=24))
+    return lengths, limits
+
+
+def microbatches(schedule):
+    return [m for each in schedule.rounds for m in each]
+
+
+@given(cases(), st.data())
+def test_every_document_once_within_all_limits(case, data):
+    lengths, limits = case
+    sizes = st.lists(st.sampled_from(limits.group_sizes), min_size=1, max_size=4)
+    forced = ForcedSizes((*data.draw(sizes), limits.group_sizes[0]), data.draw(st.integers(1, 3)))
+    for scheduler in (SmallestSizes(), forced):
+        schedule = schedule_contexts(lengths, limits, scheduler)
+        placed = sorted(d for m in microbatches(schedule) for d in m.documents)
+        assert placed == list(range(len(lengths)))
+        assert schedule.num_microbatches % limits.multiple_of == 0
+        for m in microbatches(schedule):
+            assert m.first_rank % m.size == 0
+            assert m.size in limits.group_sizes
+            if not m.documents:
+                continue
+            # Packing raises where the documents and the dummy do not fit.
+            packed = pack([lengths[d] for d in m.documents], limits.shape(m.size))
+            assert len(packed.cu_seqlens) == limits.max_packed_seqs + 1
+            assert packed.cu_seqlens_padded[-1] == limits.max_tokens_per_rank * m.size
+        for rank in range(limits.world_size):
+            own = schedule.of_rank(rank)
+            assert len(own) == schedule.num_microbatches
+            assert all(rank in m.ranks for m in own)
+        assert schedule == schedule_contexts(tuple(lengths), replace(limits), scheduler)
+
+
+@given(cases())
+def test_no_document_takes_more_ranks_unless_some_would_idle(case):
+    lengths, limits = case
+    schedule = schedule_contexts(lengths, limits)
+    ranks = sum(m.size for m in microbatches(schedule))
+    rounds = limits.multiple_of
+    assert ranks == schedule.num_microbatches * limits.world_size
+    for m in microbatches(schedule):
+        assert all(limits.smallest_size(lengths[d]) <= m.size for d in m.documents)
+        if not m.documents:  # a filler: nothing is left that could be split to these ranks
+            for other in microbatches(schedule):
+                assert len(other.documents) <= 1 or other.size > m.size
+    needed = sum(limits.smallest_size(n) for n in lengths)
+    assert schedule.num_microbatches <= max(
+        -(-needed // (limits.world_size * rounds)) * rounds, rounds
+    )
+
+
+def test_long_documents_get_more_ranks_and_idle_ranks_get_work():
+    schedule = schedule_contexts([60, 5, 9, 30, 2], LIMITS)
+    assert schedule.rounds == (
+        (ContextMicrobatch(4, 0, (0,)),),
+        (
+            ContextMicrobatch(2, 0, (3,)),
+            ContextMicrobatch(1, 2, (2,)),
+            ContextMicrobatch(1, 3, (1, 4)),
+        ),
+    )
+    # One document that fits a rank: more of them are better than fillers.
+    assert schedule_contexts([16], LIMITS).rounds == ((ContextMicrobatch(4, 0, (0,)),),)
+    alone = schedule_contexts([16], replace(LIMITS, sizes=(1,)))
+    assert [m.documents for m in microbatches(alone)] == [(0,), (), (), ()]
+
+
+def test_forced_sizes_come_in_their_order():
+    schedule = schedule_contexts([5] * 9, LIMITS, ForcedSizes((2, 4, 1)))
+    assert [each[0].size for each in schedule.rounds] == [2, 4, 1, 2]
+    with pytest.raises(PackingError, match=r"documents \[1\] need more than 2 ranks"):
+        schedule_contexts([5, 40], LIMITS, ForcedSizes((1, 2)))
+
+
+def test_slots_are_bounded_by_the_microbatches_of_a_step():
+    assert LIMITS.num_slots([5, 3]) == (5, 3)
+    limits = replace(LIMITS, max_microbatches=4)
+    assert limits.num_slots([5, 3]) == (4, 3)
+    schedule_contexts([64] * 4, limits)
+    with pytest.raises(PackingError, match=r"5 microbatches a rank: .* at most 4"):
+        schedule_contexts([64] * 5, limits)
+
+
+def test_what_cannot_be_is_refused():
+    for wrong, message in (
+        ({"world_size": 6}, "world_size: 6 is no power of two"),
+        ({"sizes": (3,)}, "sizes: 3 is no power of two"),
+        ({"sizes": (8,)}, "a group of 8 is larger than the 4 ranks"),
+        ({"max_tokens_per_rank": 7}, "cannot split"),
+        ({"max_packed_seqs": 1}, "one document and the dummy"),
+        ({"multiple_of": 0}, "multiple_of is 0"),
+        ({"multiple_of": 4, "max_microbatches": 3}, "below multiple_of"),
+    ):
+        with pytest.raises(PackingError, match=message):
+            replace(LIMITS, **wrong)
+    with pytest.raises(PackingError, match=r"document 1 has 65 tokens, and the largest group \(of"):
+        schedule_contexts([3, 65], LIMITS)
+    with pytest.raises(PackingError, match="document 0 of 1 has a length of 0"):
+        schedule_contexts([0], LIMITS)
+
+
+def test_a_scheduler_that_breaks_a_rule_is_named():
+    whole = ContextMicrobatch(4, 0, (0, 1))
+    for rounds, message in (
+        (((ContextMicrobatch(2, 0, (0, 1)),),), r"the groups have the ranks \[0, 1\]"),
+        (((whole,), (whole,)), r"documents \[0, 1\] are not in exactly one"),
+        (((replace(whole, documents=(1, 0)),),), "are not in order"),
+        (((replace(whole, documents=(0,)),),), r"documents \[1\] are not in exactly one"),
+        (((replace(whole, documents=(0, 1, 2)),),), r"there are no documents \[2\]"),
+        (
+            (tuple(ContextMicrobatch(1, r, (0, 1) if r == 2 else ()) for r in range(4)),),
+            "round 0, rank 2: .* for a group of 1",
+        ),
+        (((ContextMicrobatch(1, 0, ()), ContextMicrobatch(2, 1, ()), ContextMicrobatch(1, 3, ())),),
+         "round 0, rank 1: a group of 2"),
+    ):  # fmt: skip
+        with pytest.raises(PackingError, match=message):
+            schedule_contexts([12, 12], LIMITS, lambda *_, r=rounds: ContextSchedule(LIMITS, r))
