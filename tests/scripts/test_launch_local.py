@@ -136,10 +136,14 @@ def test_a_script_gets_its_arguments_and_its_exit_code_comes_back(
 ) -> None:
     script = tmp_path / "pretrain.py"
     script.write_text(
-        "import os, sys\n"
+        "import os, pathlib, sys, time\n"
         # In one write, so that the ranks' lines do not run into each other.
         "line = f\"{os.environ['RANK']} {os.environ['WORLD_SIZE']} {sys.argv[1:]}\\n\"\n"
         "os.write(1, line.encode())\n"
+        # The launcher ends the others when one fails: not before they have written.
+        "mark = pathlib.Path(__file__).with_suffix('.written')\n"
+        "mark.touch() if os.environ['RANK'] == '0' else None\n"
+        "while not mark.exists(): time.sleep(0.05)\n"
         "sys.exit(3 if os.environ['RANK'] == '1' else 0)\n"
     )
     result = launch(marked, str(script), "--train-iters", "2", "a b")
