@@ -19,7 +19,7 @@ from chunkgraph.megatron.contexts import (
 )
 from chunkgraph.packing import ContextLimits, pack, schedule_contexts
 
-pytestmark = pytest.mark.megatron
+# Not marked `megatron`: of Megatron only its process groups are used, alike in all versions.
 
 LIMITS = ContextLimits(world_size=4, max_tokens_per_rank=8, max_packed_seqs=3)
 Found = list[dict[str, Any]]
