@@ -30,6 +30,7 @@ class _Held:
     trains: bool
     name: str
     is_buffer: bool
+    address: int
 
 
 class CapturedModel:
@@ -52,10 +53,14 @@ class CapturedModel:
                 for key, tensor in holder.items():
                     if tensor is not None:
                         name = ".".join(part for part in (chunk.module_name, path, key) if part)
-                        held = _Held(holder, key, tensor, tensor.requires_grad, name, is_buffer)
-                        self._held.append(held)
+                        trains, address = tensor.requires_grad, tensor.data_ptr()
+                        self._held.append(
+                            _Held(holder, key, tensor, trains, name, is_buffer, address)
+                        )
         # The same as plain tuples: they are gone through in every step.
         self._facts = [(h.holder, h.key, h.tensor, h.trains) for h in self._held]
+        # Of what trains, `GradientSinks` knows.
+        self._addresses = [(h.tensor, h.address) for h in self._held if not h.trains]
 
     def refuse_hooks(self, parameters: Sequence[nn.Parameter]) -> None:
         """Refuse what waits for gradients of ``parameters`` and would not hear of them.
@@ -126,6 +131,21 @@ class CapturedModel:
             f"{name} is called in {now}, but was captured in {then}; the graphs would run it as "
             "it was captured. Ask for an eager step (`step(eager=True)`), or release the graphs "
             "and capture again."
+        )
+
+    def check_memory(self) -> None:
+        """Compare, before a step: what a graph reads may be another's memory by now.
+
+        Raises:
+            ReplayMismatchError: a tensor that does not train was moved since.
+        """
+        if all(tensor.data_ptr() == address for tensor, address in self._addresses):
+            return
+        names = [h.name for h in self._held if h.tensor.data_ptr() != h.address]
+        raise ReplayMismatchError(
+            f"{self._label}: {', '.join(names)} was moved to other memory after capture; the "
+            "graphs would read the old one. Update it in place (copy_), or release the graphs and "
+            "capture again."
         )
 
     def check(self) -> None:

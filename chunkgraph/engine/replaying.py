@@ -91,6 +91,8 @@ class Replayer:
         """
         captured, counters = self._captured, self._counters
         assert captured is not None
+        for model in captured.models:
+            model.check_memory()
         for sinks in captured.sinks:
             sinks.begin_step()
         self._machine.begin_step()

@@ -40,6 +40,10 @@ def replace_parameter(module: Scaled) -> None:
     module.linear.weight = nn.Parameter(module.linear.weight.detach().clone())
 
 
+def move(tensor: torch.Tensor) -> None:
+    tensor.data = tensor.data.clone()
+
+
 def replace_buffer(module: Scaled) -> None:
     module.num_calls = module.num_calls + 1
 
@@ -49,10 +53,12 @@ def replace_buffer(module: Scaled) -> None:
     [
         (replace_parameter, r"linear\.weight was replaced"),
         (replace_buffer, r"num_calls was replaced"),
+        (lambda m: move(m.num_calls), r"num_calls was moved to other memory"),
+        (lambda m: move(m.head.weight), r"head\.weight was moved to other memory"),
         (lambda m: m.linear.bias.requires_grad_(False), r"linear\.bias trained .* is frozen now"),
         (lambda m: m.head.weight.requires_grad_(), r"head\.weight was frozen .* trains now"),
     ],
-    ids=["parameter", "buffer", "frozen", "thawed"],
+    ids=["parameter", "buffer", "moved buffer", "moved parameter", "frozen", "thawed"],
 )
 def test_a_change_is_refused_until_the_next_capture(
     backend: GraphBackend, change: Callable[[Scaled], object], message: str
