@@ -9,7 +9,7 @@ read: a rerun, a save or an exit finds the iterators as they are without chunk g
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,7 +20,7 @@ from chunkgraph.megatron.packed import ARGUMENT, fixed_params
 from chunkgraph.megatron.rank_graphs import MegatronChunkGraphs
 from chunkgraph.megatron.sft_data import Documents, cut, documents_of
 from chunkgraph.megatron.topology import Share
-from chunkgraph.packing import PackedShape, pack, smallest_that_fits
+from chunkgraph.packing import PackedSequences, PackedShape, pack, smallest_that_fits
 
 __all__ = ["PackedSteps"]
 
@@ -46,9 +46,9 @@ class PackedSteps:
         self._graphs = graphs
         self._rank = rank
         self._share = share
-        # Of the step that runs: its documents, with their shape where they have one, and how many
+        # Of the step that runs: its documents, packed where a shape holds them, and how many
         # microbatches each chunk has seen. Empty between steps.
-        self._step: list[tuple[Documents, PackedShape | None]] = []
+        self._step: list[tuple[Documents, PackedSequences | None]] = []
         self._turns = [0] * len(model_chunks)
         self._hooks = [
             chunk.register_forward_pre_hook(self._hook_of(c), with_kwargs=True)
@@ -87,10 +87,7 @@ class PackedSteps:
             documents = self._cut(read, documents)
             # What stages exchange is as long as the longest of the shapes.
             kwargs = {**kwargs, "seq_length": most}
-        step = [
-            (d, smallest_that_fits(d.lengths, shapes.values()))  # None: the step is eager
-            for d in documents
-        ]
+        step = [(d, _packed(d, shapes.values())) for d in documents]
         handed = [None if batches is None else _Handed(batches, self._rank) for batches in read]
         kwargs["data_iterator"] = handed if isinstance(iterators, (list, tuple)) else handed[0]
         with self._running(step):
@@ -167,7 +164,7 @@ class PackedSteps:
         return made
 
     @contextmanager
-    def _running(self, step: list[tuple[Documents, PackedShape | None]]) -> Iterator[None]:
+    def _running(self, step: list[tuple[Documents, PackedSequences | None]]) -> Iterator[None]:
         self._step = step
         self._turns = [0] * len(self._turns)
         try:
@@ -186,7 +183,7 @@ class PackedSteps:
             where = f"{self._where(self._turns[c])}, chunk {c}"
             if self._turns[c] == len(self._step):
                 raise ConfigError(f"{where}: the forward step calls its model more than once.")
-            documents, shape = self._step[self._turns[c]]
+            documents, packed = self._step[self._turns[c]]
             self._turns[c] += 1
             params = kwargs.get(ARGUMENT)
             if params is None:
@@ -201,14 +198,20 @@ class PackedSteps:
                     f"microbatch whose data have {len(documents.offsets)}. It has to read one "
                     "microbatch for each call, in their order, and to leave their documents alone."
                 )
-            if shape is None:
+            if packed is None:
                 return None
-            return args, {**kwargs, ARGUMENT: fixed_params(params, pack(documents.lengths, shape))}
+            return args, {**kwargs, ARGUMENT: fixed_params(params, packed)}
 
         return hook
 
     def _where(self, microbatch: int) -> str:
         return f"rank {self._rank}, microbatch {microbatch}"
+
+
+def _packed(documents: Documents, shapes: Collection[PackedShape]) -> PackedSequences | None:
+    """The documents in the smallest shape that holds them; None: the step is eager."""
+    shape = smallest_that_fits(documents.lengths, shapes)
+    return None if shape is None else pack(documents.lengths, shape)
 
 
 class _Handed:
