@@ -50,7 +50,7 @@ CASES = {
     "pp2-mla": [
         *("--pipeline-model-parallel-size", "2", "--multi-latent-attention", *NO_DROPOUT, *EIGHT),
         *("--kv-lora-rank", "32", "--qk-head-dim", "32", "--qk-pos-emb-head-dim", "16"),
-        *("--v-head-dim", "32", "--rope-type", "rope"),
+        *("--v-head-dim", "32", "--rope-type", "rope", "--no-rope-fusion"),
     ],
     "pp2-full-recompute": [
         *("--pipeline-model-parallel-size", "2", *NO_DROPOUT, *COUNTS),
@@ -64,7 +64,14 @@ def _train(folder: Path, name: str, flags: list[str]) -> tuple[list[str], str]:
     log = folder / name
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
+            *(
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                "--nproc-per-node",
+                "2",
+            ),
             *("-m", "chunkgraph.megatron.launch", SCRIPT, *MODEL, *flags),
             *("--exact-log", log, "--data-cache-path", folder / "cache"),
         ],
