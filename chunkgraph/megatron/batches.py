@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from chunkgraph.config import Config
-from chunkgraph.data import Documents, PackedText
+from chunkgraph.data import Documents, DrawnDocuments, PackedText
 from chunkgraph.megatron.buckets import Buckets
 from chunkgraph.megatron.compat import import_megatron
 from chunkgraph.megatron.packed import make_params
@@ -53,6 +53,13 @@ def make_batches(config: Config, device: torch.device) -> SequenceBatches | Pack
     return (
         SequenceBatches(config, device) if shape is None else PackedBatches(config, shape, device)
     )
+
+
+def _documents(config: Config, shape: PackedShape) -> Documents | DrawnDocuments:
+    path, counts, seed = config.data.path, config.data.document_counts, config.train.seed
+    if counts:
+        return DrawnDocuments.from_file(path, counts, num_tokens=shape.max_packed_tokens, seed=seed)
+    return Documents.from_file(path, num_tokens=shape.max_packed_tokens, seed=seed)
 
 
 class SequenceBatches:
@@ -100,9 +107,7 @@ class PackedBatches:
         shares = config.pipeline.expert_model_parallel_size > 1 and len(self._buckets.keys) > 1
         self._agree = agree_by_maximum() if shares else None
         self._chosen: dict[tuple[int, int], list[int]] = {}
-        self._documents = Documents.from_file(
-            config.data.path, num_tokens=shape.max_packed_tokens, seed=config.train.seed
-        )
+        self._documents = _documents(config, shape)
 
     def packings(self, step: int, num_microbatches: int) -> list[tuple[int, ...]]:
         """Document lengths of the step's microbatches, for this data-parallel rank."""

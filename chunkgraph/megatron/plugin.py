@@ -25,6 +25,7 @@ from chunkgraph.engine import CaptureOptions, ChunkGraphs
 from chunkgraph.engine.defaults import check_counts
 from chunkgraph.errors import ChunkGraphError, ConfigError
 from chunkgraph.megatron import compat
+from chunkgraph.megatron.attention_limits import refuse_for_layers
 from chunkgraph.megatron.buckets import Buckets
 from chunkgraph.megatron.experts import Experts, TokenDrops
 from chunkgraph.megatron.moe_support import idle_settings, stash_refusals
@@ -122,6 +123,8 @@ def attach(
     place = PipelinePlace.current(len(chunks), config)
     refuse_unsupported(config, chunks, _device_of(chunks[0]), token_drops)
     refuse_for_scope(config, scope)
+    if packing is not None:
+        refuse_for_layers(chunks, config, packing, _device_of(chunks[0]))
     for idle in idle_settings(config) if place.rank == 0 else ():
         _log.warning("%s.", idle)
     parts = [new_part(scope, chunk, place.label(index)) for index, chunk in enumerate(chunks)]

@@ -214,6 +214,17 @@ def test_bad_override_says_which_and_why(small: Path, override: str, parts: list
             ConfigError,
             ["packing.buckets has 9999", "whole number of tokens"],
         ),
+        ("data.document_counts=[1,2,3,4]", ConfigError, ["document_counts", "packing is off"]),
+        (
+            "packing.max_packed_seqs=8; train.micro_batch_size=1; data.document_counts=[3,2,1,4]",
+            ConfigError,
+            ["data.document_counts: [3, 2, 1, 4]", "four numbers of at least 1 that do not fall"],
+        ),
+        (
+            "packing.max_packed_seqs=8; train.micro_batch_size=1; data.document_counts=[1,2,3,999]",
+            ConfigError,
+            ["999 documents do not fit in the", "tokens of a microbatch"],
+        ),
         ("packing.max_packed_tokens=64", ConfigError, ["packing is off", "max_packed_seqs is 0"]),
         (
             "packing.max_packed_seqs=8; train.micro_batch_size=2",
