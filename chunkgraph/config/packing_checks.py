@@ -74,13 +74,6 @@ def check_packing(config: Config) -> None:
             "several graphs of one slot were not tried. Set it to []."
         )
         raise ConfigError(msg)
-    if config.stash.enabled or config.moe.token_drops == "rerun":
-        key = "stash.enabled is true" if config.stash.enabled else "moe.token_drops is rerun"
-        msg = (
-            f"packing with {key}: to run a step of packed sequences anew was not tried. Leave one "
-            "of them out."
-        )
-        raise ConfigError(msg)
     if train.micro_batch_size != 1:
         msg = (
             f"train.micro_batch_size is {train.micro_batch_size}, but a packed microbatch is one "

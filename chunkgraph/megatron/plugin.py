@@ -147,12 +147,6 @@ def attach(
     # From here on the model's own objects are changed.
     experts: Experts | None = None
     if getattr(config, "num_moe_experts", None):
-        if packing is not None and (stash is not None or token_drops == "rerun"):
-            raise ConfigError(
-                "packing with "
-                + ("a stash" if stash is not None else "token_drops='rerun'")
-                + ": to run a step of packed sequences anew was not tried. Leave one of them out."
-            )
         experts = Experts(
             chunks,
             parts,
