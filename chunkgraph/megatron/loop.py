@@ -31,7 +31,7 @@ from chunkgraph.megatron.padding import keep_padding_from_experts
 from chunkgraph.megatron.plugin import MegatronChunkGraphs, attach, config_of
 from chunkgraph.megatron.processes import seed_everything
 from chunkgraph.megatron.receive import receiving_lengths
-from chunkgraph.memory.stash import StashOptions
+from chunkgraph.megatron.stash import stash_options
 
 __all__ = [
     "StepRecord",
@@ -43,7 +43,6 @@ __all__ = [
     "resume_parameter_gather",
     "run_training",
     "shared_loss",
-    "stash_options",
     "synchronize",
 ]
 
@@ -158,7 +157,7 @@ def run_training(
                 buckets=config.packing.buckets,
                 progress=on_capture,
                 token_drops=config.moe.token_drops,
-                stash=stash_options(config),
+                stash=stash_options(config.stash),
             )
             run.num_slots = graphs.num_slots
             forward_backward = graphs.wrap_forward_backward(forward_backward)
@@ -240,22 +239,6 @@ def capture_options(config: Config) -> CaptureOptions:
         on_failure=config.capture.on_failure,
         memory_plan=config.capture.memory_plan,
         shared_slots=config.capture.shared_slots,
-    )
-
-
-def stash_options(config: Config) -> StashOptions | None:
-    """How ``config`` wants experts to stash; None: not at all."""
-    stash = config.stash
-    if not stash.enabled:
-        return None
-    return StashOptions(
-        page_bytes=stash.page_bytes,
-        headroom=stash.headroom,
-        initial_bytes=stash.initial_bytes,
-        max_bytes=stash.max_bytes,
-        spill_bytes=stash.spill_bytes,
-        on_overflow=stash.on_overflow,
-        max_recaptures=stash.max_recaptures,
     )
 
 

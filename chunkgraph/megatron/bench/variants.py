@@ -21,10 +21,11 @@ from chunkgraph.config import Config
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.batches import packed_shape
 from chunkgraph.megatron.compat import import_megatron, private_names
-from chunkgraph.megatron.loop import capture_options, stash_options
+from chunkgraph.megatron.loop import capture_options
 from chunkgraph.megatron.padding import keep_padding_from_experts
 from chunkgraph.megatron.plugin import MegatronChunkGraphs, attach, config_of
 from chunkgraph.megatron.receive import receiving_lengths
+from chunkgraph.megatron.stash import stash_options
 from chunkgraph.megatron.step_packings import Packings
 
 __all__ = ["ChunkVariant", "Variant", "make_variant"]
@@ -121,7 +122,7 @@ class ChunkVariant(Variant):
             packing=packed_shape(self.config),
             buckets=self.config.packing.buckets,
             token_drops=self.config.moe.token_drops,
-            stash=stash_options(self.config),
+            stash=stash_options(self.config.stash),
         )
         self.forward_backward = self.graphs.wrap_forward_backward(self.forward_backward)
         self._first_captures = 0
