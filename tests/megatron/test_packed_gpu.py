@@ -76,6 +76,15 @@ def _case(
     return {"config": {**config, "device": "cuda"}, "transformer_options": options}
 
 
+def _shared(size: int) -> dict[str, Any]:
+    """Sizes for documents on several ranks.
+
+    cuDNN up to 9.15 is not captured where half of a rank's part of the longest sequence is no
+    multiple of 128.
+    """
+    return {"max_packed_seqs": 16, "max_packed_tokens": 256 * size}
+
+
 def _check(results: dict[str, dict[str, Any]]) -> None:
     for name, result in results.items():
         steps = result["steps"]
@@ -128,7 +137,14 @@ def test_two_gpus_share_documents(
 ) -> None:
     """Padding between documents, whose lengths are no multiples of four."""
     cases = {
-        name: _case(tmp_path, make_config, [2, 3, 1], *_CASES[name], context_parallel_size=2)
+        name: _case(
+            tmp_path,
+            make_config,
+            [2, 3, 1],
+            _shared(2),
+            *_CASES[name][1:],
+            context_parallel_size=2,
+        )
         for name in ("fused_rope_block", "fused_rope_chunk", "unfused_rope_chunk")
     }
     _check(run_cases(cases, 2, timeout_s=280.0))
@@ -140,17 +156,18 @@ def test_two_gpus_share_documents(
 def test_four_gpus_share_documents(
     run_cases: Callable[..., Any], make_config: Callable[..., Any], tmp_path: Path
 ) -> None:
-    case = _CASES["fused_rope_chunk"]
+    case = _CASES["fused_rope_chunk"][1:]
     cases = {
         "pp2": _case(
             tmp_path,
             make_config,
             [4, 2, 6],
+            _shared(2),
             *case,
             context_parallel_size=2,
             pipeline_model_parallel_size=2,
         ),
-        "cp4": _case(tmp_path, make_config, [2, 3], *case, context_parallel_size=4),
+        "cp4": _case(tmp_path, make_config, [2, 3], _shared(4), *case, context_parallel_size=4),
     }
     _check(run_cases(cases, 4, timeout_s=280.0))
 
