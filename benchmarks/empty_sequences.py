@@ -60,13 +60,17 @@ def main() -> int:
     with training_process(config) as device:
         found = _measure(config, device, args.sequences, args.rounds)
     for one in found["measured"]:
-        sys.stdout.write(
-            f"N = {one['num_seqs']:4d}: {one['ms']:8.4f} ms, {one['ratio']:.4f} of N = "
-            f"{found['measured'][0]['num_seqs']}\n"
-        )
+        sys.stdout.write(f"N = {one['num_seqs']:4d}: {_line(one, args.sequences[0])}\n")
     if args.json is not None:
         args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    return 0
+    return 1 if any(one["error"] for one in found["measured"]) else 0
+
+
+def _line(one: dict[str, Any], first: int) -> str:
+    if one["error"]:
+        return str(one["error"]).partition("\n")[0]
+    ratio = "" if one["ratio"] is None else f", {one['ratio']:.4f} of N = {first}"
+    return f"{one['ms']:8.4f} ms{ratio}"
 
 
 def _config(args: argparse.Namespace) -> Config:
@@ -97,14 +101,20 @@ def _measure(
     (chunk,) = build_model(config, device)
     tokens = config.model.seq_length
     lengths = [part * tokens // 64 for part in _PARTS]
-    replays = {n: _captured(_layer_work(chunk, lengths, tokens, n, device)) for n in sequences}
-    times: dict[int, list[float]] = {n: [] for n in sequences}
+    replays: dict[int, Callable[[], None]] = {}
+    errors: dict[int, str] = {}
+    for n in sequences:
+        try:
+            replays[n] = _captured(_layer_work(chunk, lengths, tokens, n, device))
+        except (RuntimeError, ValueError) as error:  # no memory, or no kernel: the others count
+            errors[n] = f"{type(error).__name__}: {error}"
+    times: dict[int, list[float]] = {n: [] for n in replays}
     # In turns, so that a clock that drifts does so for all of them.
     for _ in range(num_rounds):
         for n, replay in replays.items():
             times[n].append(_time_ms(replay, device))
-    medians = {n: statistics.median(times[n]) for n in sequences}
-    first = medians[sequences[0]]
+    medians = {n: statistics.median(times[n]) for n in replays}
+    first = medians.get(sequences[0])
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "versions": versions(),
@@ -115,10 +125,13 @@ def _measure(
         "measured": [
             {
                 "num_seqs": n,
-                "ms": medians[n],
-                "ratio": medians[n] / first,
-                "ms_all": times[n],
-                "kernel_us": _kernel_times(replays[n]) if device.type == "cuda" else None,
+                "error": errors.get(n),
+                "ms": medians.get(n),
+                "ratio": medians[n] / first if n in medians and first else None,
+                "ms_all": times.get(n),
+                "kernel_us": (
+                    _kernel_times(replays[n]) if n in replays and device.type == "cuda" else None
+                ),
             }
             for n in sequences
         ],

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from chunkgraph.data.counts import check_counts
-from chunkgraph.errors import ConfigError
+from chunkgraph.errors import ConfigError, TopologyError
 
 if TYPE_CHECKING:
     from chunkgraph.config.sections import Config
@@ -18,6 +19,7 @@ def check_packing(config: Config) -> None:
 
     Raises:
         ConfigError: A value is out of range, or two settings cannot go together.
+        TopologyError: The ranks cannot share the rows.
     """
     packing, model, train = config.packing, config.model, config.train
     if not packing.max_packed_seqs:
@@ -46,19 +48,16 @@ def check_packing(config: Config) -> None:
             "of the tokens, so that at least 2 are needed. 0 turns packing off."
         )
         raise ConfigError(msg)
-    if config.pipeline.context_parallel_size > 1:
-        msg = (
-            f"pipeline.context_parallel_size is {config.pipeline.context_parallel_size}, but the "
-            "training command does not split packed documents over ranks. Set it to 1, or "
-            "packing.max_packed_seqs to 0."
-        )
-        raise ConfigError(msg)
+    _check_context(config)
     if counts := config.data.document_counts:
         check_counts(counts, "data.document_counts")
-        if counts[-1] > config.tokens_per_sequence:
+        num_ranks = config.pipeline.context_parallel_size
+        least = 1 if num_ranks == 1 else 2 * num_ranks
+        if counts[-1] * least > config.tokens_per_sequence:
             msg = (
                 f"data.document_counts: {list(counts)}; {counts[-1]} documents do not fit in the "
-                f"{config.tokens_per_sequence} tokens of a microbatch. Lower the last number."
+                f"{config.tokens_per_sequence} tokens of a microbatch, in which each takes "
+                f"{least} or more. Lower the last number."
             )
             raise ConfigError(msg)
     for size in packing.buckets:
@@ -94,5 +93,32 @@ def check_packing(config: Config) -> None:
         msg = (
             f"packing.max_packed_tokens is {config.tokens_per_sequence}, and learned positions end "
             f"at model.seq_length ({model.seq_length}). Lower the former or raise the latter."
+        )
+        raise ConfigError(msg)
+
+
+def _check_context(config: Config) -> None:
+    """Documents that context-parallel ranks share, each in two pieces of every document."""
+    pipeline, size = config.pipeline, config.pipeline.context_parallel_size
+    if size == 1:
+        return
+    parts = 2 * size
+    if pipeline.sequence_parallel:
+        parts = math.lcm(parts, size * pipeline.tensor_model_parallel_size)
+    rows = config.tokens_per_sequence
+    if rows % parts:
+        below = rows // parts * parts
+        msg = (
+            f"packing.max_packed_tokens (else model.seq_length) is {rows}, which is not divisible "
+            f"by {parts}: {size} context-parallel ranks hold two pieces of every document each"
+            f"{', split once more for sequence parallelism' if parts > 2 * size else ''}. Set it "
+            f"to {f'{below} or ' if below else ''}{below + parts}."
+        )
+        raise TopologyError(msg)
+    if config.moe.num_moe_experts is not None:
+        msg = (
+            f"packing with pipeline.context_parallel_size={size} and moe.num_moe_experts="
+            f"{config.moe.num_moe_experts}: experts of documents that are split over ranks were "
+            "not tried. Leave one of them out."
         )
         raise ConfigError(msg)

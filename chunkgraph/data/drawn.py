@@ -34,34 +34,52 @@ class DrawnDocuments:
         counts: quantiles of the number of documents, see `check_counts`.
         num_tokens: T.
         seed: of everything drawn.
+        multiple: what a document's rows are padded to a multiple of, and T is one of.
 
     Raises:
-        ConfigError: no text, no quantiles, or more documents than tokens.
+        ConfigError: no text, no quantiles, or more documents than have room.
     """
 
-    def __init__(self, text: bytes, counts: Sequence[int], *, num_tokens: int, seed: int) -> None:
+    def __init__(
+        self,
+        text: bytes,
+        counts: Sequence[int],
+        *,
+        num_tokens: int,
+        seed: int,
+        multiple: int = 1,
+    ) -> None:
         check_counts(counts)
         if not text:
             msg = "The text is empty. Set data.path to another one."
             raise ConfigError(msg)
-        if counts[-1] > num_tokens:
-            msg = f"{counts[-1]} documents do not fit in {num_tokens} tokens."
+        if counts[-1] * multiple > num_tokens:
+            each = f" of at least {multiple} rows each" if multiple > 1 else ""
+            msg = f"{counts[-1]} documents{each} do not fit in {num_tokens} tokens."
             raise ConfigError(msg)
         self.num_tokens = num_tokens
+        self._multiple = multiple
         self.seed = seed
         self._counts = tuple(counts)
         self._text = np.frombuffer(text, dtype=np.uint8)
 
     @classmethod
     def from_file(
-        cls, path: str | Path | None, counts: Sequence[int], *, num_tokens: int, seed: int
+        cls,
+        path: str | Path | None,
+        counts: Sequence[int],
+        *,
+        num_tokens: int,
+        seed: int,
+        multiple: int = 1,
     ) -> DrawnDocuments:
         """Documents of a text file's words; None is the shipped text.
 
         Raises:
             ConfigError: The file cannot be read, or as for the class.
         """
-        return cls(b"\n\n".join(read_documents(path)), counts, num_tokens=num_tokens, seed=seed)
+        text = b"\n\n".join(read_documents(path))
+        return cls(text, counts, num_tokens=num_tokens, seed=seed, multiple=multiple)
 
     def lengths(self, step: int, microbatch: int, dp_rank: int = 0) -> tuple[int, ...]:
         """Tokens of each document of a microbatch, without its tokens."""
@@ -90,7 +108,10 @@ class DrawnDocuments:
 
     def _lengths(self, rng: np.random.Generator) -> NDArray[np.int64]:
         count = count_at(self._counts, float(rng.random()))
-        cuts = 1 + rng.choice(self.num_tokens, size=count, replace=False)
+        multiple = self._multiple
+        cuts = 1 + rng.choice(self.num_tokens // multiple, size=count, replace=False)
         ends = np.sort(cuts)
         lengths: NDArray[np.int64] = ends - np.concatenate([[0], ends[:-1]])
-        return lengths
+        if multiple == 1:
+            return lengths
+        return lengths * multiple - rng.integers(multiple, size=count)

@@ -11,12 +11,18 @@ import torch
 from numpy.typing import NDArray
 
 from chunkgraph.config import Config
-from chunkgraph.data import Documents, DrawnDocuments, PackedText
+from chunkgraph.data import DocumentRow, Documents, DrawnDocuments, PackedText
 from chunkgraph.megatron.buckets import Buckets
 from chunkgraph.megatron.compat import import_megatron
 from chunkgraph.megatron.packed import make_params
 from chunkgraph.megatron.topology import agree_by_maximum
-from chunkgraph.packing import PackedShape, bucket_shapes, pack, reason_not_to_fit
+from chunkgraph.packing import (
+    PackedSequences,
+    PackedShape,
+    bucket_shapes,
+    pack,
+    reason_not_to_fit,
+)
 
 __all__ = [
     "PackedBatches",
@@ -37,13 +43,19 @@ def packed_shape(config: Config) -> PackedShape | None:
     """The fixed shape of the run's packed microbatches; None without packing."""
     if not config.packing.max_packed_seqs:
         return None
-    return PackedShape(config.packing.max_packed_seqs, config.tokens_per_sequence)
+    return PackedShape(
+        config.packing.max_packed_seqs,
+        config.tokens_per_sequence,
+        context_parallel_size=config.pipeline.context_parallel_size,
+    )
 
 
 def packed_buckets(config: Config, shape: PackedShape) -> Buckets:
     """The shapes of the run's packed microbatches: ``shape`` and the shorter ones."""
     pipeline = config.pipeline
-    multiple = pipeline.tensor_model_parallel_size if pipeline.sequence_parallel else 1
+    multiple = pipeline.context_parallel_size
+    if pipeline.sequence_parallel:
+        multiple *= pipeline.tensor_model_parallel_size
     return Buckets(bucket_shapes(shape, config.packing.buckets, multiple_of=multiple))
 
 
@@ -56,10 +68,15 @@ def make_batches(config: Config, device: torch.device) -> SequenceBatches | Pack
 
 
 def _documents(config: Config, shape: PackedShape) -> Documents | DrawnDocuments:
-    path, counts, seed = config.data.path, config.data.document_counts, config.train.seed
+    path, counts = config.data.path, config.data.document_counts
+    rows = {
+        "num_tokens": shape.max_packed_tokens,
+        "seed": config.train.seed,
+        "multiple": shape.document_multiple,
+    }
     if counts:
-        return DrawnDocuments.from_file(path, counts, num_tokens=shape.max_packed_tokens, seed=seed)
-    return Documents.from_file(path, num_tokens=shape.max_packed_tokens, seed=seed)
+        return DrawnDocuments.from_file(path, counts, **rows)
+    return Documents.from_file(path, **rows)
 
 
 class SequenceBatches:
@@ -96,6 +113,8 @@ class PackedBatches:
     a weight's gradient sums products over all rows, and 0 times NaN is NaN. So it is not enough
     that these rows get no gradient; nothing on the way may leave them without a value, and their
     losses are left out by selection, not by a factor 0.
+
+    A context-parallel rank has its rows of every document, and its share of the microbatch's loss.
     """
 
     def __init__(self, config: Config, shape: PackedShape, device: torch.device) -> None:
@@ -145,19 +164,28 @@ class PackedBatches:
                 # Of tokens it never has too many: they were drawn for this shape.
                 shape = replace(shape, max_packed_seqs=len(row.lengths) + 1)
             packed = pack(row.lengths, shape, where=f"step {step}, microbatch {microbatch}")
-            batch = {
-                "tokens": self._row(packed.place(row.tokens)),
-                "labels": self._row(packed.place(row.labels)),
-                "position_ids": self._row(packed.position_ids),
-                "is_counted": self._row(~packed.padding_mask),
-                "packed_seq_params": make_params(packed, self._device),
-            }
-            if self._has_experts:  # nobody else reads it, and slots would keep copies
-                batch["padding_mask"] = self._row(packed.padding_mask)
-            yield batch
+            yield self._batch(packed, row)
 
-    def _row(self, values: NDArray[np.generic]) -> torch.Tensor:
-        return _sent(values[None], self._device)
+    def _batch(self, packed: PackedSequences, row: DocumentRow) -> Batch:
+        """This rank's rows of a microbatch."""
+        values = {
+            "tokens": packed.place(row.tokens),
+            "labels": packed.place(row.labels),
+            "position_ids": packed.position_ids,
+            "is_counted": ~packed.padding_mask,
+        }
+        if self._has_experts:  # nobody else reads it, and slots would keep copies
+            values["padding_mask"] = packed.padding_mask
+        size = packed.shape.context_parallel_size
+        if size > 1:
+            rank = import_megatron("megatron.core.parallel_state").get_context_parallel_rank()
+            own = packed.rows_of_rank(rank)
+            values = {name: value[own] for name, value in values.items()}
+        batch: Batch = {name: _sent(value[None], self._device) for name, value in values.items()}
+        if size > 1:
+            batch["num_counted"] = packed.num_valid_tokens
+        batch["packed_seq_params"] = make_params(packed, self._device)
+        return batch
 
 
 def sequence_batches(

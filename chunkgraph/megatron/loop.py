@@ -294,15 +294,20 @@ def forward_step(
         **only_some,
     )
     if "is_counted" in batch:
-        return output, partial(_mean_of, batch["is_counted"])
+        return output, partial(_mean_of, batch["is_counted"], batch.get("num_counted"))
     return output, partial(_masked_mean, batch["loss_mask"], batch.get("num_labels"))
 
 
 def _mean_of(
-    is_counted: torch.Tensor, losses: torch.Tensor
+    is_counted: torch.Tensor, num_counted: int | None, losses: torch.Tensor
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Mean loss over the rows that hold a token; a factor 0 would let a NaN of the others pass."""
-    loss = losses.float().masked_fill(~is_counted, 0.0).sum() / is_counted.sum().clamp(min=1)
+    """Mean loss over the rows that hold a token; a factor 0 would let a NaN of the others pass.
+
+    With ``num_counted``, those of all context-parallel ranks, it is this rank's share of the mean,
+    as in `_masked_mean`.
+    """
+    total = losses.float().masked_fill(~is_counted, 0.0).sum()
+    loss = total / (is_counted.sum().clamp(min=1) if num_counted is None else num_counted)
     return loss, {"lm loss": loss.detach().clone()}
 
 

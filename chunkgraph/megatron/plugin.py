@@ -30,6 +30,7 @@ from chunkgraph.megatron.buckets import Buckets
 from chunkgraph.megatron.experts import Experts, TokenDrops
 from chunkgraph.megatron.moe_support import idle_settings, stash_refusals
 from chunkgraph.megatron.overflow import OverflowGuard
+from chunkgraph.megatron.packed import refuse_other_context
 from chunkgraph.megatron.rank_graphs import MegatronChunkGraphs
 from chunkgraph.megatron.receive import SlotReceiver, waits_for_sends
 from chunkgraph.megatron.rewind import StepState
@@ -124,6 +125,7 @@ def attach(
     refuse_unsupported(config, chunks, _device_of(chunks[0]), token_drops)
     refuse_for_scope(config, scope)
     if packing is not None:
+        refuse_other_context(packing, config)
         refuse_for_layers(chunks, config, packing, _device_of(chunks[0]))
     for idle in idle_settings(config) if place.rank == 0 else ():
         _log.warning("%s.", idle)

@@ -194,10 +194,27 @@ def test_bad_override_says_which_and_why(small: Path, override: str, parts: list
         (
             (
                 "packing.max_packed_seqs=8; train.micro_batch_size=1; model.layer_spec=a.b:c; "
-                "pipeline.context_parallel_size=2; pipeline.data_parallel_size=1; device=cuda"
+                "pipeline.context_parallel_size=2; packing.max_packed_tokens=30; device=cuda"
+            ),
+            TopologyError,
+            ["is 30, which is not divisible by 4", "two pieces of every document", "28 or 32"],
+        ),
+        (
+            (
+                "packing.max_packed_seqs=8; train.micro_batch_size=1; model.layer_spec=a.b:c; "
+                "pipeline.context_parallel_size=2; moe.num_moe_experts=4; "
+                "moe.moe_expert_capacity_factor=4"
             ),
             ConfigError,
-            ["context_parallel_size is 2", "does not split packed documents"],
+            ["context_parallel_size=2", "were not tried"],
+        ),
+        (
+            (
+                "packing.max_packed_seqs=8; train.micro_batch_size=1; model.layer_spec=a.b:c; "
+                "pipeline.context_parallel_size=2; data.document_counts=[1,2,3,9]"
+            ),
+            ConfigError,
+            ["9 documents do not fit in the 32 tokens", "each takes 4 or more"],
         ),
         ("packing.max_packed_seqs=-1", ConfigError, ["packing.max_packed_seqs is -1"]),
         ("packing.buckets=[0.5]", ConfigError, ["buckets is [0.5]", "packing is off"]),

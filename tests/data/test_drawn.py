@@ -66,6 +66,15 @@ def test_other_places_and_seeds_draw_otherwise() -> None:
     assert len(set(first)) > 12
 
 
+def test_documents_fit_with_the_padding_of_each() -> None:
+    documents = DrawnDocuments(b"text", (3, 5, 8, 10), num_tokens=40, seed=1, multiple=4)
+    drawn = [documents.lengths(step, 0) for step in range(60)]
+    assert all(sum(-(-n // 4) * 4 for n in lengths) <= 40 for lengths in drawn)
+    assert {n % 4 for lengths in drawn for n in lengths} == {0, 1, 2, 3}
+    with pytest.raises(ConfigError, match="11 documents of at least 4 rows each do not fit in 40"):
+        DrawnDocuments(b"text", (3, 5, 8, 11), num_tokens=40, seed=1, multiple=4)
+
+
 @pytest.mark.parametrize("counts", [(), (1, 2, 3), (3, 2, 4, 5), (0, 1, 2, 3)])
 def test_what_is_no_distribution_is_refused(counts: tuple[int, ...]) -> None:
     with pytest.raises(ConfigError, match="expected four numbers"):

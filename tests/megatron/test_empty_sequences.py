@@ -46,3 +46,4 @@ def test_the_same_documents_among_more_sequences(tmp_path: Path) -> None:
     assert found["measured"][0]["ratio"] == 1
     assert all(one["ms"] > 0 and len(one["ms_all"]) == 2 for one in found["measured"])
     assert result.stdout.count(" ms, ") == 3
+    assert all(one["error"] is None for one in found["measured"])

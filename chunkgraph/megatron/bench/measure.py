@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from chunkgraph.config import Config
-from chunkgraph.megatron.batches import make_batches
+from chunkgraph.megatron.batches import PackedBatches, make_batches
 from chunkgraph.megatron.bench.host_times import HostTimes, host_times
 from chunkgraph.megatron.bench.packed import Work, work_of
 from chunkgraph.megatron.bench.profiled import marked, profile_steps
@@ -237,6 +237,8 @@ class VariantRun:
         return counts[step % len(counts)]
 
     def _packings_of(self, step: int) -> tuple[Packings | None, list[int] | None]:
+        if not isinstance(self._batches, PackedBatches):
+            return None, None
         count = self._count_of(step)
         return self._batches.packings(step, count), self._batches.buckets(step, count)
 
