@@ -24,6 +24,7 @@ __all__ = [
     "make_batches",
     "packed_buckets",
     "packed_shape",
+    "sent",
     "sequence_batches",
 ]
 
@@ -34,8 +35,11 @@ _NUM_CHOSEN = 4
 
 
 def packed_shape(config: Config) -> PackedShape | None:
-    """The fixed shape of the run's packed microbatches; None without packing."""
-    if not config.packing.max_packed_seqs:
+    """The fixed shape of the run's packed microbatches; None without packing.
+
+    Nor is there one where each microbatch has a context-parallel size of its own.
+    """
+    if not config.packing.max_packed_seqs or config.packing.context_parallel_sizes:
         return None
     return PackedShape(config.packing.max_packed_seqs, config.tokens_per_sequence)
 
@@ -65,11 +69,13 @@ class SequenceBatches:
             config.data.path, seq_length=config.model.seq_length, seed=config.train.seed
         )
 
-    def packings(self, _step: int, _num_microbatches: int) -> None:
+    def told(self, _step: int, _count: int, *, has_graphs: bool) -> dict[str, Any]:  # noqa: ARG002
         """Nothing: every microbatch has the one shape."""
+        return {}
 
-    def buckets(self, _step: int, _num_microbatches: int) -> None:
-        """Nothing, likewise."""
+    def num_microbatches(self, _step: int, count: int) -> int:
+        """As many as asked for."""
+        return count
 
     def close(self) -> None:
         """Nothing to give back."""
@@ -103,6 +109,17 @@ class PackedBatches:
         self._documents = Documents.from_file(
             config.data.path, num_tokens=shape.max_packed_tokens, seed=config.train.seed
         )
+
+    def told(self, step: int, count: int, *, has_graphs: bool) -> dict[str, Any]:
+        """What the schedule is told of a step, besides what Megatron's own takes."""
+        buckets = self.buckets(step, count)
+        if has_graphs:
+            return {"packings": self.packings(step, count), "buckets": buckets}
+        return {} if buckets is None else {"buckets": buckets}
+
+    def num_microbatches(self, _step: int, count: int) -> int:
+        """As many as asked for."""
+        return count
 
     def packings(self, step: int, num_microbatches: int) -> list[tuple[int, ...]]:
         """Document lengths of the step's microbatches, for this data-parallel rank."""
@@ -152,7 +169,7 @@ class PackedBatches:
             yield batch
 
     def _row(self, values: NDArray[np.generic]) -> torch.Tensor:
-        return _sent(values[None], self._device)
+        return sent(values[None], self._device)
 
 
 def sequence_batches(
@@ -179,10 +196,10 @@ def sequence_batches(
             arrays["num_labels"] = np.array(whole.num_labels, dtype=np.float32)
         if masked:
             arrays["attention_mask"] = batch.attention_mask()
-        yield {name: _sent(array, device) for name, array in arrays.items()}
+        yield {name: sent(array, device) for name, array in arrays.items()}
 
 
-def _sent(values: NDArray[Any], device: torch.device) -> torch.Tensor:
+def sent(values: NDArray[Any], device: torch.device) -> torch.Tensor:
     """The values on the device, for which the host does not wait."""
     host = torch.from_numpy(values)
     if device.type == "cuda":

@@ -67,6 +67,12 @@ def settings_of(config: Config, *, without_capture: bool) -> list[Setting]:
             "stash.enabled is true, but a pretrain script cannot stash yet. Set it to false, or "
             "use chunkgraph train."
         )
+    if config.packing.context_parallel_sizes:
+        raise ConfigError(
+            f"packing.context_parallel_sizes is {list(config.packing.context_parallel_sizes)}, but "
+            "in a pretrain script microbatches have no context-parallel size of their own yet. Set "
+            "it to [], or use chunkgraph train."
+        )
     if config.moe.token_drops == "rerun":
         raise ConfigError(
             "moe.token_drops is rerun, but the steps of a pretrain script are not run anew yet. "
