@@ -73,12 +73,6 @@ def _check_ranks(config: Config) -> None:
             f"A rank has {rows} rows of a microbatch (packing.max_packed_tokens), which do not "
             f"divide in {parts} parts. Change them."
         )
-    for step, count in enumerate(config.train.num_microbatches):
-        if count * num_ranks % largest:
-            raise TopologyError(
-                f"train.num_microbatches[{step}] is {count}: {num_ranks} data-parallel ranks then "
-                f"have no whole number of microbatches of {largest} ranks."
-            )
 
 
 def _check_others(config: Config) -> None:

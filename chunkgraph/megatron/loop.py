@@ -97,6 +97,7 @@ class TrainingRun:
         bytes_without_stash: what slots would keep in their place.
         replays_of_bank: forward graphs replayed on this rank, by bank, where there are several.
         missing_banks: eager steps, by the bank that they had no graphs of.
+        reserved_bytes: most memory that torch held on this rank's device; 0 on a CPU.
     """
 
     steps: list[StepRecord] = field(default_factory=list)
@@ -111,6 +112,7 @@ class TrainingRun:
     bytes_without_stash: int = 0
     replays_of_bank: dict[str, int] = field(default_factory=dict)
     missing_banks: dict[str, int] = field(default_factory=dict)
+    reserved_bytes: int = 0
 
     @property
     def num_graphs(self) -> int:
@@ -139,6 +141,8 @@ def run_training(
         on_step: called after every step.
         on_capture: called after every captured graph.
     """
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
     seed_everything(config.train.seed, device)
     chunks = build_model(config, device, ddp_options, **(model_options or {}))
     optimizer = build_optimizer(config, chunks)
@@ -215,6 +219,8 @@ def run_training(
             )
             run.steps.append(record)
             on_step(record)
+        if device.type == "cuda":
+            run.reserved_bytes = torch.cuda.max_memory_reserved(device)
         finish_parameter_gather(chunks)
         if graphs is not None:
             run.dropped_tokens = sum(graphs.dropped_tokens(wait=True).values())
