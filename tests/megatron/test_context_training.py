@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -35,6 +36,7 @@ def make_case(make_config: Callable[..., Any], tmp_path: Path) -> Case:
         captured: tuple[int, ...] = (),
         model: dict[str, Any] | None = None,
         capture: dict[str, Any] | None = None,
+        train: dict[str, Any] | None = None,
         **pipeline: Any,
     ) -> dict[str, Any]:
         return {
@@ -45,7 +47,7 @@ def make_case(make_config: Callable[..., Any], tmp_path: Path) -> Case:
                     **(model or {}),
                 },
                 pipeline=pipeline,
-                train={"num_microbatches": counts, "micro_batch_size": 1},
+                train={"num_microbatches": counts, "micro_batch_size": 1, **(train or {})},
                 data={"path": str(path)},
                 packing={
                     "max_packed_seqs": 8,
@@ -66,6 +68,7 @@ def check(result: dict[str, Any], name: str, captured: set[int]) -> None:
     steps = result["steps"]
     wrong = [s for s in steps if not (s["loss_equal"] and s["grad_norm_equal"])]
     assert not wrong, f"{name}: {wrong}"
+    assert all(math.isfinite(s["loss_chunk"] + s["grad_norm_chunk"]) for s in steps), name
     assert result["different_parameters"] == {}, name
     assert (result["capture_sessions"], result["captures_after_first_session"]) == (1, 0), name
     assert len({s["loss_chunk_hex"] for s in steps}) == len(steps), name
@@ -98,12 +101,15 @@ def test_four_ranks(run_cases: Callable[..., Any], make_case: Case) -> None:
     dp4 = {"data_parallel_size": 4, "model": {"num_layers": 1}}
     chunk, poison = {"scope": "chunk"}, {"verify": "poison"}
     deep = {"num_layers": 4, "hidden_dropout": 0.1}
+    sharded = {"overlap_grad_reduce": True, "use_distributed_optimizer": True}
     pp2 = {"pipeline_model_parallel_size": 2, "data_parallel_size": 2}
     vpp2 = {**pp2, "virtual_pipeline_model_parallel_size": 2}
     tp2 = {"tensor_model_parallel_size": 2, "data_parallel_size": 2, "model": {"num_layers": 1}}
     cases = {
         "random": make_case([1] * 12, [1, 2, 4], capture=poison, **dp4),
-        "smallest": make_case([1, 1, 4], [1, 2, 4], schedule="smallest", capture=chunk, **dp4),
+        "smallest": make_case(
+            [1, 1, 4], [1, 2, 4], schedule="smallest", capture=chunk, train=sharded, **dp4
+        ),
         "pp2": make_case([2, 3] * 6, [1, 2], **pp2),
         "pp2_vpp2": make_case([2, 4], [1, 2], model=deep, capture={**chunk, **poison}, **vpp2),
         "tp2": make_case([1] * 6, [1, 2], captured=(2,), capture=chunk, **tp2),

@@ -7,6 +7,7 @@ of sequences x heads x length x length in a backward, and refuses 2**30 of them:
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -79,6 +80,8 @@ def check(results: dict[str, dict[str, Any]], cases: dict[str, dict[str, Any]]) 
         steps = result["steps"]
         wrong = [s for s in steps if not (s["loss_equal"] and s["grad_norm_equal"])]
         assert not wrong, f"{name}: {len(wrong)} of {len(steps)}, first {wrong[0]}"
+        # NaN is equal to NaN, to the last bit.
+        assert all(math.isfinite(s["loss_chunk"] + s["grad_norm_chunk"]) for s in steps), name
         assert result["different_parameters"] == {}, name
         assert (result["capture_sessions"], result["captures_after_first_session"]) == (1, 0), name
         num_chunks = len(result["slots_per_chunk"][0])
