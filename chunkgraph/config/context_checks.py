@@ -81,6 +81,9 @@ def _check_others(config: Config) -> None:
         f"packing.buckets={list(packing.buckets)}": bool(packing.buckets),
         f"moe.num_moe_experts={config.moe.num_moe_experts}": config.moe.num_moe_experts is not None,
         f"model.fp8={model.fp8}": model.fp8 is not None,
+        f"data.document_counts={list(config.data.document_counts)}": bool(
+            config.data.document_counts
+        ),
     }.items():
         if is_used:
             raise ConfigError(

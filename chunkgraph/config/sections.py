@@ -210,6 +210,10 @@ class DataConfig:
     path: str | None = None
     """Text file, read as bytes, documents separated by blank lines; null is the text
     shipped with the package."""
+    document_counts: tuple[int, ...] = ()
+    """Documents of a microbatch, drawn from a distribution: how many 50%, 90%, 99% and all
+    microbatches do not exceed, in stretches of the text of random lengths. Empty: whole documents
+    of the text, as many as have room. Only with packing."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -184,9 +184,9 @@ def capture_session(
                     )
                     warm[key].append(found)
             settings.before_graph(None)
-            most = [
-                max(w.held_bytes for w in of_chunk) for of_chunk in zip(*warm.values(), strict=True)
-            ]
+            passes = list(zip(*warm.values(), strict=True))  # by chunk
+            most = [max(w.held_bytes for w in of_chunk) for of_chunk in passes]
+            kept = [max(w.kept_bytes for w in of_chunk) for of_chunk in passes]
             check_memory(chunks, num_slots, most, backend, are_shared=settings.shared_slots)
             backend.release_cached_memory()
             total, done = 2 * sum(num_slots) * len(samples), 0
@@ -202,7 +202,8 @@ def capture_session(
                         label = f"{chunk.label} slot {s}"
                         place = s if settings.shared_slots else (c, s)
                         if place not in slot_pools:
-                            slot_pools[place] = pools.forward_pool(label)
+                            ahead = max(kept) if settings.shared_slots else kept[c]
+                            slot_pools[place] = pools.forward_pool(label, ahead)
                             statics[place] = SlotStatics(is_shared=has_variants)
                         forwards.append(
                             capture_forward(

@@ -26,10 +26,12 @@ class WarmUp:
     Attributes:
         held_bytes: what one forward holds until its backward; 0 without a pass or where nobody
             counts.
+        kept_bytes: of those, what it allocated itself: all but its inputs.
         trace: of the forward's operators, where the memory plan needs it.
     """
 
     held_bytes: int
+    kept_bytes: int
     trace: OperatorTrace | None
 
 
@@ -54,22 +56,24 @@ def warm_up(
         num_passes: how many.
         traces: whether the last forward's operators are wanted, for which one pass is run at least.
     """
-    held_bytes, trace = 0, None
+    held_bytes, kept_bytes, trace = 0, 0, None
     num_passes = max(num_passes, int(traces))
     with backend.on_capture_stream(), sinks.discarding(leaves):
         for number in range(num_passes):
             before = backend.allocated_bytes()
             inputs = [static_like(t) for t in sample.tensors]
+            with_inputs = backend.allocated_bytes()
             is_last = number == num_passes - 1
             with watch_operators() if traces and is_last else nullcontext() as watch:
                 results = flatten(call_with(chunk, sample, inputs))[0]
-            held_bytes = backend.allocated_bytes() - before
+            allocated = backend.allocated_bytes()
+            held_bytes, kept_bytes = allocated - before, allocated - with_inputs
             trace = watch.trace() if watch is not None else None
             outputs = [t for t in results if isinstance(t, torch.Tensor) and t.requires_grad]
             torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
             if chunk.end_of_backward is not None:
                 chunk.end_of_backward()
-    return WarmUp(held_bytes, trace)
+    return WarmUp(held_bytes, kept_bytes, trace)
 
 
 def check_memory(

@@ -31,6 +31,13 @@ class Pool(Protocol):
     def num_allocations(self) -> int:
         """Allocations (recorder) or segments (CUDA) so far; a replay must not change it."""
 
+    def reserve(self, num_bytes: int) -> None:
+        """Take about so much from the device now, in one piece, for captures to divide.
+
+        Captures that take it bit by bit leave more unused at the ends of the pieces. A hint: no
+        pool is larger afterwards than its graphs need, if ``num_bytes`` is what they keep.
+        """
+
     def live(self) -> AddressRanges:
         """Addresses of the blocks in use now."""
 

@@ -29,9 +29,10 @@ __all__ = ["CUDABackend"]
 class CUDAPool:
     """A private pool of the caching allocator."""
 
-    def __init__(self, label: str, device: torch.device) -> None:
+    def __init__(self, label: str, device: torch.device, stream: torch.cuda.Stream) -> None:
         self.label = label
         self.device = device
+        self._stream = stream  # of the captures: a freed block serves only the stream it came from
         self.handle = torch.cuda.graph_pool_handle()
         self._is_held = False
 
@@ -54,6 +55,13 @@ class CUDAPool:
         finally:
             torch._C._cuda_endAllocateToPool(index, self.handle)
             torch._C._cuda_releasePool(index, self.handle)
+
+    def reserve(self, num_bytes: int) -> None:
+        """One segment of that size, free, for the captures that follow. Not during a capture."""
+        if num_bytes > 0:
+            self.hold()
+            with torch.cuda.stream(self._stream), self.serving_this_thread():
+                torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
     @property
     def reserved_bytes(self) -> int:
@@ -164,7 +172,7 @@ class CUDABackend:
 
     def new_pool(self, label: str) -> CUDAPool:
         """A new private pool."""
-        return CUDAPool(label, self.device)
+        return CUDAPool(label, self.device, self.stream)
 
     @contextmanager
     def capture(

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_flatten, tree_map
 
-from chunkgraph.errors import ChunkGraphError
+from chunkgraph.errors import CaptureError, ChunkGraphError
 from chunkgraph.graphs.contract import Pool, Router
 from chunkgraph.graphs.failure import capture_failure
 from chunkgraph.graphs.legality import HostReadGuard, check_operator
@@ -215,6 +215,13 @@ class _RecordingMode(TorchDispatchMode):
                 torch.empty(0, dtype=torch.uint8).set_(external.alias()).copy_(external.saved)
 
     def _meet(self, tensor: torch.Tensor, func: OpOverload) -> None:
+        if tensor.device.type != "cpu":
+            # Its bytes are read by address: of another device that ends the process.
+            raise CaptureError(
+                f"{func} is given a tensor on {tensor.device}; capturing {self.label} with the "
+                f"recorder, which serves the CPU alone.\n  at {current_location()}\n"
+                "  To do: pass backend=CUDABackend() for modules on a GPU, or move them to the CPU."
+            )
         storage = tensor.untyped_storage()
         start = storage.data_ptr()
         if storage.nbytes() == 0:

@@ -45,6 +45,11 @@ class SimulatedPool:
         """Bytes of all segments."""
         return sum(segment.nbytes for _, segment in self._segments)
 
+    def reserve(self, num_bytes: int) -> None:
+        """One segment of that size, free, for the captures that follow."""
+        if num_bytes > 0:
+            insort(self._free, self._new_segment(num_bytes))
+
     def allocate(self, num_bytes: int) -> torch.UntypedStorage:
         """A storage inside the pool; its block is free again when the last tensor on it dies.
 

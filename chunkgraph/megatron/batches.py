@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from chunkgraph.config import Config
-from chunkgraph.data import Documents, PackedText
+from chunkgraph.data import Documents, DrawnDocuments, PackedText
 from chunkgraph.megatron.buckets import Buckets
 from chunkgraph.megatron.compat import import_megatron
 from chunkgraph.megatron.packed import make_params
@@ -59,6 +59,13 @@ def make_batches(config: Config, device: torch.device) -> SequenceBatches | Pack
     )
 
 
+def _documents(config: Config, shape: PackedShape) -> Documents | DrawnDocuments:
+    path, counts, seed = config.data.path, config.data.document_counts, config.train.seed
+    if counts:
+        return DrawnDocuments.from_file(path, counts, num_tokens=shape.max_packed_tokens, seed=seed)
+    return Documents.from_file(path, num_tokens=shape.max_packed_tokens, seed=seed)
+
+
 class SequenceBatches:
     """Sequences of one length, cut from all documents end to end."""
 
@@ -72,6 +79,12 @@ class SequenceBatches:
     def told(self, _step: int, _count: int, *, has_graphs: bool) -> dict[str, Any]:  # noqa: ARG002
         """Nothing: every microbatch has the one shape."""
         return {}
+
+    def packings(self, _step: int, _num_microbatches: int) -> None:
+        """Nothing, likewise."""
+
+    def buckets(self, _step: int, _num_microbatches: int) -> None:
+        """Nothing, likewise."""
 
     def num_microbatches(self, _step: int, count: int) -> int:
         """As many as asked for."""
@@ -106,9 +119,7 @@ class PackedBatches:
         shares = config.pipeline.expert_model_parallel_size > 1 and len(self._buckets.keys) > 1
         self._agree = agree_by_maximum() if shares else None
         self._chosen: dict[tuple[int, int], list[int]] = {}
-        self._documents = Documents.from_file(
-            config.data.path, num_tokens=shape.max_packed_tokens, seed=config.train.seed
-        )
+        self._documents = _documents(config, shape)
 
     def told(self, step: int, count: int, *, has_graphs: bool) -> dict[str, Any]:
         """What the schedule is told of a step, besides what Megatron's own takes."""

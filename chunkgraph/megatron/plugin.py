@@ -27,6 +27,7 @@ from chunkgraph.engine.banks import Derive
 from chunkgraph.engine.defaults import check_counts
 from chunkgraph.errors import ChunkGraphError, ConfigError
 from chunkgraph.megatron import compat
+from chunkgraph.megatron.attention_limits import refuse_for_layers
 from chunkgraph.megatron.buckets import Buckets
 from chunkgraph.megatron.contexts import ContextBanks, StepContexts, refuse_beside_contexts
 from chunkgraph.megatron.contexts.groups import capturing_banks
@@ -132,6 +133,11 @@ def attach(
     place = PipelinePlace.current(len(chunks), config)
     refuse_unsupported(config, chunks, _device_of(chunks[0]), token_drops)
     refuse_for_scope(config, scope)
+    if packing is not None:
+        refuse_for_layers(chunks, config, packing, _device_of(chunks[0]))
+    if contexts is not None:
+        largest = contexts.limits.shape(contexts.limits.group_sizes[0])
+        refuse_for_layers(chunks, config, largest, _device_of(chunks[0]))
     for idle in idle_settings(config) if place.rank == 0 else ():
         _log.warning("%s.", idle)
     parts = [new_part(scope, chunk, place.label(index)) for index, chunk in enumerate(chunks)]
@@ -165,12 +171,6 @@ def attach(
     # From here on the model's own objects are changed.
     experts: Experts | None = None
     if getattr(config, "num_moe_experts", None):
-        if packing is not None and (stash is not None or token_drops == "rerun"):
-            raise ConfigError(
-                "packing with "
-                + ("a stash" if stash is not None else "token_drops='rerun'")
-                + ": to run a step of packed sequences anew was not tried. Leave one of them out."
-            )
         experts = Experts(
             chunks,
             parts,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from chunkgraph.engine import ChunkGraphs
 from chunkgraph.engine.decision import StepMode
-from chunkgraph.errors import ConfigError
+from chunkgraph.errors import ConfigError, SlotError
 from chunkgraph.megatron import compat
 from chunkgraph.megatron.contexts import ContextBank, StepContexts, groups_put_back
 from chunkgraph.megatron.experts import Experts
@@ -134,8 +134,12 @@ class MegatronChunkGraphs:
                 rows = None  # what fits no bucket has a length of its own: the schedule's
 
             def run(kwargs: dict[str, Any], eager: bool) -> tuple[Any, StepMode]:
+                nonlocal told
+                word = told
+                if self._packings is not None and not kwargs.get("forward_only", False):
+                    told = self._packings.misfit  # an announcement holds for the first run alone
                 return self._run_step(
-                    forward_backward, kwargs, shape_key, told, keys, rows, eager=eager
+                    forward_backward, kwargs, shape_key, word, keys, rows, eager=eager
                 )
 
             if self.guard is None or kwargs.get("forward_only"):
@@ -242,7 +246,8 @@ class MegatronChunkGraphs:
         Call it during the step before, or after it. Without it they agree when the step begins,
         for which the device waits. What is announced binds: a rank whose step then turns out to be
         another one stops with an error, since the others follow what they were told. Ranks need
-        not all announce, nor at the same time: one that does not is waited for.
+        not all announce, nor at the same time: one that does not is waited for. With a stash or
+        ``token_drops="rerun"``, only after it: until then it may be run once more.
 
         Args:
             packings: lengths of the documents of each microbatch of the step.
@@ -251,7 +256,7 @@ class MegatronChunkGraphs:
             contexts: the bank of each microbatch, where attached with ``contexts``.
 
         Raises:
-            SlotError: the next step was announced already.
+            SlotError: the next step was announced already, or too early.
             ConfigError: attached without ``packing`` and ``contexts``.
             PackingError: a microbatch without documents, or a document without tokens.
         """
@@ -263,6 +268,11 @@ class MegatronChunkGraphs:
             raise ConfigError(
                 "Steps are announced to chunk graphs attached with `packing` or `contexts`, and "
                 "with packings=... or contexts=..."
+            )
+        if self.guard is not None and self.engine.mode is not StepMode.OUTSIDE:
+            raise SlotError(
+                "The next step was announced while one runs that may be run anew (stash, or "
+                "token_drops='rerun'). Announce it after that one."
             )
         self.engine.announce(self._packings.announced(packings, misfit, buckets))
 

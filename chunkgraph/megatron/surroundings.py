@@ -34,6 +34,7 @@ def running_beside(
 ) -> Iterator[None]:
     """Around an eager pass of ``verify``: DDP's hooks keep silent, as in a capture."""
     with ExitStack() as stack:
+        stack.enter_context(compat.same_attention())
         stack.enter_context(compat.capture_flag())
         stack.enter_context(compat.recomputing())
         if fp8 is not None:

@@ -45,12 +45,18 @@ class PoolPlan:
             self.scratch = backend.new_pool(f"{label} scratch")
         self.slot_pools: list[Pool] = []
 
-    def forward_pool(self, slot_label: str) -> Pool:
-        """The pool for a new slot's forward; the caller keeps it."""
+    def forward_pool(self, slot_label: str, num_bytes: int = 0) -> Pool:
+        """The pool for a new slot's forward; the caller keeps it.
+
+        Args:
+            slot_label: names the slot in errors.
+            num_bytes: what the forward keeps for its backward, taken ahead; 0 where unknown.
+        """
         if self.plan == "one_pool":
             assert self.scratch is not None
             return self.scratch
         pool = self._backend.new_pool(f"{slot_label} pool")
+        pool.reserve(num_bytes)
         self.slot_pools.append(pool)
         return pool
 

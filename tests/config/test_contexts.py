@@ -43,6 +43,7 @@ def test_sizes_that_go_together() -> None:
             r"packing.buckets=\[0.5\]",
         ),
         (["model.fp8=hybrid"], ConfigError, "model.fp8=hybrid"),
+        (["data.document_counts=[1,2,3,4]"], ConfigError, r"data.document_counts=\[1, 2, 3"),
         (
             ["moe.num_moe_experts=4", "moe.moe_expert_capacity_factor=2"],
             ConfigError,

@@ -19,6 +19,7 @@ from chunkgraph.graphs import GraphBackend, RecorderBackend
 
 WIDTH = 4
 BANKS = ("large", "middle", "small")
+HOST_READ = "(__float__ reads a tensor on the host|not permitted when stream is capturing)"
 ROWS = {"large": 6, "middle": 6, "small": 2}  # two banks differ by an option alone
 
 
@@ -138,7 +139,7 @@ def test_what_was_dropped_is_tried_again_after_a_release(backend: GraphBackend) 
     with graphs.step(1, banks=["small"], misfit=""):
         run_one("small")
     with (
-        pytest.warns(UserWarning, match=r"__float__(.|\n)*go on without graphs of large"),
+        pytest.warns(UserWarning, match=rf"{HOST_READ}(.|\n)*go on without graphs of large"),
         graphs.step(1, banks=["large"], misfit=""),
     ):
         run_one("large")
@@ -164,7 +165,7 @@ def test_the_last_bank_fails_the_session(backend: GraphBackend) -> None:
     samples = {key: [derive(0, (x,), {}, key, key)[0] + (key,)] for key in BANKS}
     with (
         pytest.warns(UserWarning, match="All ranks go on without graphs of") as told,
-        pytest.raises(CaptureError, match="__float__ reads a tensor on the host"),
+        pytest.raises(CaptureError, match=HOST_READ),
     ):
         graphs.capture(samples)
     assert len(told) == 2

@@ -272,7 +272,7 @@ def test_too_little_memory_is_told_before_anything_is_captured() -> None:
 
         def allocated_bytes(self) -> int:
             self.num_asked += 1
-            return 2**21 * self.num_asked
+            return 2**20 * self.num_asked  # before a pass, with its inputs, after its forward
 
         def free_bytes(self) -> int | None:
             return 2**20 * 3

@@ -12,7 +12,7 @@ from torch import nn
 
 from chunkgraph.engine import CaptureOptions, ChunkGraphs
 from chunkgraph.errors import MemoryPlanError, SlotError
-from chunkgraph.graphs import GraphBackend, RecorderBackend
+from chunkgraph.graphs import GraphBackend
 from chunkgraph.schedules import megatron_schedule
 from chunkgraph.slots import plan_all_ranks
 
@@ -222,9 +222,11 @@ def test_gradients_written_over_saved_tensors(
 
 
 def test_shared_slots_hold_no_more_than_is_ever_in_flight(
-    make_pipeline: Callable[..., Any],
+    make_pipeline: Callable[..., Any], backend: GraphBackend
 ) -> None:
     """Two chunks on each of two ranks: rank 0 has 4 + 2 slots, but 5 microbatches at most."""
+    if backend.name != "recorder":
+        pytest.skip("sizes to the byte are the recorder's: a GPU's allocator rounds up to 2 MiB")
     plans = plan_all_ranks(2, 2, 2)
     assert [p.slots_per_chunk for p in plans] == [(4, 2), (3, 1)]
     assert [p.peak_in_flight for p in plans] == [5, 3]
@@ -233,7 +235,7 @@ def test_shared_slots_hold_no_more_than_is_ever_in_flight(
     for shared in (False, True):
         pipeline = make_pipeline(2, 2)
         slots = [(p.peak_in_flight,) * 2 if shared else p.slots_per_chunk for p in plans]
-        pipeline.attach(slots, RecorderBackend(), shared_slots=shared)
+        pipeline.attach(slots, backend, shared_slots=shared)
         pipeline.train(schedules, seed=3)
         reports[shared] = [graphs.report for graphs in pipeline.graphs]
     for own, together, plan in zip(reports[False], reports[True], plans, strict=True):

@@ -147,6 +147,21 @@ def test_freed_memory_serves_later_captures_of_the_same_pool_only(backend: Graph
     assert torch.equal(w, x + 3)
 
 
+def test_captures_divide_what_a_pool_reserved_ahead(backend: GraphBackend) -> None:
+    pool = backend.new_pool("pool")
+    mib = 1 << 20
+    pool.reserve(24 * mib)
+    assert (pool.reserved_bytes, pool.live().num_bytes) == (24 * mib, 0)
+    with backend.capture("thirds", pool) as graph:
+        kept = [torch.empty(2 * mib, device=backend.device).fill_(i) for i in range(3)]
+    assert (pool.reserved_bytes, pool.live().num_bytes) == (24 * mib, 24 * mib)
+    graph.replay()
+    backend.synchronize()
+    assert [t.mean().item() for t in kept] == [0.0, 1.0, 2.0]
+    pool.reserve(0)
+    assert pool.reserved_bytes == 24 * mib
+
+
 def test_poison_fills_the_pool_with_nan(backend: GraphBackend) -> None:
     x = torch.ones(8, device=backend.device)
     pool = backend.new_pool("slot")

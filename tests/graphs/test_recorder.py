@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from chunkgraph.errors import IllegalOperationError, ReplayMismatchError
+from chunkgraph.errors import CaptureError, IllegalOperationError, ReplayMismatchError
 from chunkgraph.graphs import AddressRanges, RecorderBackend, host_call
 
 
@@ -31,6 +31,16 @@ def test_freed_external_memory_is_an_error_and_names_the_operator() -> None:
     weight.data = torch.ones(4)  # rebinding instead of copying in place
     with pytest.raises(ReplayMismatchError, match=r"aten\.mul.*test_recorder\.py"):
         graph.replay()
+
+
+def test_a_tensor_of_another_device_is_refused_before_its_address_is_read() -> None:
+    backend = RecorderBackend()
+    x = torch.ones(4, device="meta")
+    with (
+        pytest.raises(CaptureError, match=r"on meta; capturing scale(.|\n)*test_recorder\.py"),
+        backend.capture("scale", backend.new_pool("pool")),
+    ):
+        x.mul_(2)
 
 
 def test_host_scalars_are_constants_of_the_graph() -> None:

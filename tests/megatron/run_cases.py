@@ -14,6 +14,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import bench_probe
 import context_probe
 import fault_probe
 import packed_probe
@@ -35,6 +36,8 @@ def run_case(case: dict[str, Any]) -> Any:
             return receive_probe.run(config, device, case)
         if case.get("probe") == "packed":
             return packed_probe.run(config, device, case)
+        if case.get("probe") == "bench":
+            return bench_probe.run(config, device, case)
         if case.get("probe") == "context":
             return context_probe.run(case)
         if case.get("probe") == "fault":

@@ -14,6 +14,7 @@ from chunkgraph.megatron.compat.access import (
     refuse_other_releases,
     versions,
 )
+from chunkgraph.megatron.compat.attention_choice import same_attention
 from chunkgraph.megatron.compat.capture import capture_flag, global_buffers
 from chunkgraph.megatron.compat.context_attention import make_attention_stream
 from chunkgraph.megatron.compat.data_parallel import (
@@ -118,6 +119,7 @@ __all__ = [
     "rope_rows",
     "routers_of",
     "running_metrics",
+    "same_attention",
     "seed_model_parallel",
     "set_capacity_factor",
     "static_dispatch",

@@ -1,0 +1,66 @@
+"""Transformer Engine's choice of attention, with a stand-in for the module that keeps it."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from chunkgraph.errors import CaptureError
+from chunkgraph.megatron.compat.attention_choice import _MODULE, same_attention
+
+
+@dataclass
+class Arguments:
+    max_seqlen_kv: int
+    cuda_graph: bool = False
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Say what attention ran last, as Transformer Engine notes it."""
+    noted: dict[str, Any] = {"attention_params": None}
+    monkeypatch.setitem(sys.modules, _MODULE, SimpleNamespace(_attention_backends=noted))
+
+    def run(length: int, kind: str, *, captured: bool) -> None:
+        noted.clear()
+        noted.update(attention_params=Arguments(length, captured))
+        noted.update({f"use_{k}_attention": k == kind for k in ("flash", "fused", "unfused")})
+
+    return run
+
+
+def test_another_attention_in_a_capture_is_refused(ran: Any) -> None:
+    ran(96, "fused", captured=False)
+    with (
+        pytest.raises(CaptureError, match=r"ran fused attention.*takes unfused.*cuDNN up to 9\.15"),
+        same_attention(),
+    ):
+        ran(96, "unfused", captured=True)
+
+
+@pytest.mark.parametrize(("length", "kind"), [(96, "fused"), (128, "unfused")])
+def test_the_same_attention_and_one_of_other_arguments_are_not(
+    ran: Any, length: int, kind: str
+) -> None:
+    """The last eager attention may have been of an evaluation step, say."""
+    ran(96, "fused", captured=False)
+    with same_attention():
+        ran(length, kind, captured=True)
+
+
+def test_nothing_is_known_before_any_attention_ran(ran: Any) -> None:
+    with same_attention():
+        ran(96, "unfused", captured=True)
+
+
+def test_no_attention_for_a_capture_comes_with_the_reason(ran: Any) -> None:
+    ran(96, "fused", captured=False)
+    with (
+        pytest.raises(ValueError, match=r"No dot product attention backend.*multiple of 128"),
+        same_attention(),
+    ):
+        raise ValueError("No dot product attention backend is available.")
