@@ -110,6 +110,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _variants(text: str | None, config: Config) -> tuple[str, ...]:
+    if sizes := config.packing.context_parallel_sizes:
+        msg = (
+            f"packing.context_parallel_sizes is {list(sizes)}, but bench measures no microbatches "
+            "of several context-parallel sizes. Set it to []."
+        )
+        raise ConfigError(msg)
     if text is None:
         has_all = config.device == "cuda" and not config.packing.max_packed_seqs
         return VARIANTS if has_all else _PROMISED

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from chunkgraph.config.context_checks import check_contexts
 from chunkgraph.config.expert_checks import check_experts
 from chunkgraph.config.packing_checks import check_packing
 from chunkgraph.config.stash import check_stash
@@ -34,6 +35,7 @@ def check_config(config: Config) -> None:
     _check_fp8(config)
     _check_train(config)
     check_packing(config)
+    check_contexts(config)
     check_experts(config)
     check_stash(config)
 

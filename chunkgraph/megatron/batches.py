@@ -30,6 +30,7 @@ __all__ = [
     "make_batches",
     "packed_buckets",
     "packed_shape",
+    "sent",
     "sequence_batches",
 ]
 
@@ -40,8 +41,11 @@ _NUM_CHOSEN = 4
 
 
 def packed_shape(config: Config) -> PackedShape | None:
-    """The fixed shape of the run's packed microbatches; None without packing."""
-    if not config.packing.max_packed_seqs:
+    """The fixed shape of the run's packed microbatches; None without packing.
+
+    Nor is there one where each microbatch has a context-parallel size of its own.
+    """
+    if not config.packing.max_packed_seqs or config.packing.context_parallel_sizes:
         return None
     return PackedShape(
         config.packing.max_packed_seqs,
@@ -89,11 +93,19 @@ class SequenceBatches:
             config.data.path, seq_length=config.model.seq_length, seed=config.train.seed
         )
 
-    def packings(self, _step: int, _num_microbatches: int) -> None:
+    def told(self, _step: int, _count: int, *, has_graphs: bool) -> dict[str, Any]:  # noqa: ARG002
         """Nothing: every microbatch has the one shape."""
+        return {}
+
+    def packings(self, _step: int, _num_microbatches: int) -> None:
+        """Nothing, likewise."""
 
     def buckets(self, _step: int, _num_microbatches: int) -> None:
         """Nothing, likewise."""
+
+    def num_microbatches(self, _step: int, count: int) -> int:
+        """As many as asked for."""
+        return count
 
     def close(self) -> None:
         """Nothing to give back."""
@@ -127,6 +139,17 @@ class PackedBatches:
         self._agree = agree_by_maximum() if shares else None
         self._chosen: dict[tuple[int, int], list[int]] = {}
         self._documents = _documents(config, shape)
+
+    def told(self, step: int, count: int, *, has_graphs: bool) -> dict[str, Any]:
+        """What the schedule is told of a step, besides what Megatron's own takes."""
+        buckets = self.buckets(step, count)
+        if has_graphs:
+            return {"packings": self.packings(step, count), "buckets": buckets}
+        return {} if buckets is None else {"buckets": buckets}
+
+    def num_microbatches(self, _step: int, count: int) -> int:
+        """As many as asked for."""
+        return count
 
     def packings(self, step: int, num_microbatches: int) -> list[tuple[int, ...]]:
         """Document lengths of the step's microbatches, for this data-parallel rank."""
@@ -181,7 +204,7 @@ class PackedBatches:
             rank = import_megatron("megatron.core.parallel_state").get_context_parallel_rank()
             own = packed.rows_of_rank(rank)
             values = {name: value[own] for name, value in values.items()}
-        batch: Batch = {name: _sent(value[None], self._device) for name, value in values.items()}
+        batch: Batch = {name: sent(value[None], self._device) for name, value in values.items()}
         if size > 1:
             batch["num_counted"] = packed.num_valid_tokens
         batch["packed_seq_params"] = make_params(packed, self._device)
@@ -212,10 +235,10 @@ def sequence_batches(
             arrays["num_labels"] = np.array(whole.num_labels, dtype=np.float32)
         if masked:
             arrays["attention_mask"] = batch.attention_mask()
-        yield {name: _sent(array, device) for name, array in arrays.items()}
+        yield {name: sent(array, device) for name, array in arrays.items()}
 
 
-def _sent(values: NDArray[Any], device: torch.device) -> torch.Tensor:
+def sent(values: NDArray[Any], device: torch.device) -> torch.Tensor:
     """The values on the device, for which the host does not wait."""
     host = torch.from_numpy(values)
     if device.type == "cuda":

@@ -70,6 +70,12 @@ def settings_of(config: Config, *, without_capture: bool) -> list[Setting]:
     Raises:
         ConfigError: a value has no flag in Megatron.
     """
+    if config.packing.context_parallel_sizes:
+        raise ConfigError(
+            f"packing.context_parallel_sizes is {list(config.packing.context_parallel_sizes)}, but "
+            "in a pretrain script microbatches have no context-parallel size of their own yet. Set "
+            "it to [], or use chunkgraph train."
+        )
     found = [*_of_model(config.model), *_of_pipeline(config.pipeline)]
     for key, flag, value in expert_flags(config):
         found.append(Setting(key, flag, () if value is None else (value,)))

@@ -105,7 +105,8 @@ def _refuse_packed_attention(config: Config, device: torch.device) -> None:
     seqs, pipeline = config.packing.max_packed_seqs, config.pipeline
     if seqs and layer_spec_name(config, device) == "transformer_engine":
         heads = config.model.num_attention_heads // pipeline.tensor_model_parallel_size
-        shape = PackedShape(seqs, config.tokens_per_sequence)
+        most = max(config.packing.context_parallel_sizes, default=1)
+        shape = PackedShape(seqs, config.tokens_per_sequence * most)
         refuse_large_deterministic(AttentionSite.here(device, with_padding=True), shape, heads)
 
 

@@ -20,6 +20,7 @@ from chunkgraph.packing import PackedSequences, PackedShape
 
 __all__ = [
     "ARGUMENT",
+    "OFFSETS",
     "fixed_params",
     "make_params",
     "put_together",
@@ -33,7 +34,8 @@ ARGUMENT = "packed_seq_params"
 _PREFIX = f"{ARGUMENT}."
 _CLASS = f"{_PREFIX}class"
 _SAME = "the same tensor as "
-_OFFSETS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+OFFSETS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+"""Fields that say where documents begin and end."""
 _MUST_BE_CONSTANT = ("max_seqlen_q", "max_seqlen_kv", "total_tokens", "local_cp_size")
 
 
@@ -174,7 +176,7 @@ def fixed_params(params: Any, packed: PackedSequences) -> Any:
     """
     made = copy.copy(params)  # its constructor may read from the device
     by_object: dict[int, torch.Tensor] = {}
-    for name in _OFFSETS:
+    for name in OFFSETS:
         own = getattr(params, name)
         if own is None:
             continue

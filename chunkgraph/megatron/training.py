@@ -141,6 +141,10 @@ def _of_rank(chunk: TrainingRun, comparison: Comparison | None) -> dict[str, Any
         "stash_bytes": chunk.stash_bytes,
         "bytes_without_stash": chunk.bytes_without_stash,
         "expert_metrics": [record.expert_metrics for record in chunk.steps],
+        "context_sizes": [record.context_sizes for record in chunk.steps],
+        "replays_of_bank": chunk.replays_of_bank,
+        "missing_banks": chunk.missing_banks,
+        "reserved_bytes": chunk.reserved_bytes,
     }
 
 
@@ -181,6 +185,9 @@ def _report(
         "recaptures": ranks[0]["recaptures"],
         "stash_bytes": [r["stash_bytes"] for r in ranks],
         "bytes_without_stash": [r["bytes_without_stash"] for r in ranks],
+        "replays_of_bank": [r["replays_of_bank"] for r in ranks],
+        "missing_banks": [r["missing_banks"] for r in ranks],
+        "reserved_bytes": [r["reserved_bytes"] for r in ranks],
     }
 
 
@@ -207,6 +214,7 @@ def _step(
         "grad_norm_equal": all(c.grad_norms[index] for c in comparisons) if twin else None,
         "expert_metrics": _summed([r["expert_metrics"][index] for r in ranks]),
         "expert_metrics_equal": all(c.expert_metrics[index] for c in comparisons) if twin else None,
+        "context_sizes": [r["context_sizes"][index] for r in ranks],
         "captures": record.captures,
         "replays": record.replays,
         "fallbacks": record.fallbacks,

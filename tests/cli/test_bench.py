@@ -138,6 +138,14 @@ def test_packed_documents_are_measured_eagerly_and_by_chunk_graphs() -> None:
         _variants("eager,local", config)
 
 
+def test_sizes_of_microbatches_are_not_measured() -> None:
+    from chunkgraph.cli.bench import _variants
+
+    changes = ["packing.context_parallel_sizes=[1]", "data.document_counts=[]"]
+    with pytest.raises(ConfigError, match="bench measures no microbatches of several"):
+        _variants(None, load_config(PACKED, changes))
+
+
 def test_a_table_of_fallbacks_and_padding() -> None:
     shares = {"misfit_share": 0.0625, "expected_misfit_share": 0.0619, "padding_waste": 0.1}
     found = document(fallback_share=0.4, step_ms_mean=77.7, replayed_step_ms=50.0, **shares)

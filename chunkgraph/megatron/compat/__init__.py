@@ -16,6 +16,7 @@ from chunkgraph.megatron.compat.access import (
 )
 from chunkgraph.megatron.compat.attention_choice import same_attention
 from chunkgraph.megatron.compat.capture import capture_flag, global_buffers
+from chunkgraph.megatron.compat.context_attention import make_attention_stream
 from chunkgraph.megatron.compat.data_parallel import (
     DDP_MODULE,
     call_parameter_gather_hooks,
@@ -99,6 +100,7 @@ __all__ = [
     "is_pipelining_schedule",
     "is_plain_communicator",
     "kept_of_tokens",
+    "make_attention_stream",
     "make_communicator",
     "moe_layers_of",
     "packed_rope",
