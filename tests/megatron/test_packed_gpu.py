@@ -7,6 +7,7 @@ some hundred bytes of workspace for each.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import random
 from collections.abc import Callable
@@ -176,8 +177,9 @@ def test_four_gpus_share_documents(
 def test_ranks_hold_the_rows_that_transformer_engine_gives_them() -> None:
     """Its kernels take for granted which rows of a document a rank has."""
     import torch
-    import transformer_engine_torch as tex
 
+    importlib.import_module("transformer_engine.pytorch")  # which finds the library
+    tex = importlib.import_module("transformer_engine_torch")
     from chunkgraph.packing import PackedShape, pack
 
     for size in (2, 4):
