@@ -95,6 +95,7 @@ class PackedBatches:
         self.shape = shape
         self._device = device
         self._has_experts = config.moe.num_moe_experts is not None
+        self._has_states = config.model.hybrid_layer_pattern is not None
         self._buckets = packed_buckets(config, shape)
         # Of ranks that share experts, microbatches go through a chunk together.
         shares = config.pipeline.expert_model_parallel_size > 1 and len(self._buckets.keys) > 1
@@ -145,7 +146,9 @@ class PackedBatches:
                 "labels": self._row(packed.place(row.labels)),
                 "position_ids": self._row(packed.position_ids),
                 "is_counted": self._row(~packed.padding_mask),
-                "packed_seq_params": make_params(packed, self._device),
+                "packed_seq_params": make_params(
+                    packed, self._device, with_seq_idx=self._has_states
+                ),
             }
             if self._has_experts:  # nobody else reads it, and slots would keep copies
                 batch["padding_mask"] = self._row(packed.padding_mask)

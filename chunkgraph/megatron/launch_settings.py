@@ -72,6 +72,12 @@ def settings_of(config: Config, *, without_capture: bool) -> list[Setting]:
             "moe.token_drops is rerun, but the steps of a pretrain script are not run anew yet. "
             "Set it to raise, or use chunkgraph train."
         )
+    if config.model.hybrid_layer_pattern is not None:
+        raise ConfigError(
+            f"model.hybrid_layer_pattern is {config.model.hybrid_layer_pattern}, which this file "
+            "cannot give to a pretrain script yet. Set it to null and give the script Megatron's "
+            "own --hybrid-layer-pattern and --spec, or use chunkgraph train."
+        )
     found = [*_of_model(config.model), *_of_pipeline(config.pipeline)]
     for key, flag, value in expert_flags(config):
         found.append(Setting(key, flag, () if value is None else (value,)))

@@ -27,6 +27,7 @@ from chunkgraph.errors import ChunkGraphError, ConfigError
 from chunkgraph.megatron import compat
 from chunkgraph.megatron.buckets import Buckets
 from chunkgraph.megatron.experts import Experts, TokenDrops
+from chunkgraph.megatron.hybrid_support import hybrid_refusals
 from chunkgraph.megatron.moe_support import idle_settings, stash_refusals
 from chunkgraph.megatron.overflow import OverflowGuard
 from chunkgraph.megatron.rank_graphs import MegatronChunkGraphs
@@ -81,8 +82,9 @@ def attach(
 
     Args:
         model_chunks: what is given to the schedule as ``model``.
-        scope: ``block`` captures the transformer blocks, ``chunk`` all of GPTModel's forward:
-            embedding, output layer and the loss of each token with them.
+        scope: ``block`` captures the transformer blocks (of a hybrid model: its stacks), ``chunk``
+            all of the model's forward: embedding, output layer and the loss of each token with
+            them.
         options: when and how to capture; default ``CaptureOptions()``.
         num_slots: slots of each chunk; default what this rank's place in the pipeline needs for
             any number of microbatches.
@@ -120,7 +122,13 @@ def attach(
         choices = ", ".join(map(repr, get_args(TokenDrops)))
         raise ConfigError(f"token_drops is {token_drops!r}; it is one of {choices}.")
     place = PipelinePlace.current(len(chunks), config)
-    refuse_unsupported(config, chunks, _device_of(chunks[0]), token_drops)
+    refuse_unsupported(
+        config,
+        chunks,
+        _device_of(chunks[0]),
+        token_drops,
+        also=hybrid_refusals(config, chunks, packing),
+    )
     refuse_for_scope(config, scope)
     for idle in idle_settings(config) if place.rank == 0 else ():
         _log.warning("%s.", idle)
