@@ -149,7 +149,7 @@ def split_conv1d_scan(
         if Switch.shared:
             if Switch.buffer is None:
                 Switch.buffer = seq_idx.clone()
-            Switch.buffer.copy_(seq_idx)
+            Switch.buffer.data.copy_(seq_idx)  # where autograd does not see it, as of a kernel
             seq_idx = Switch.buffer
         if Switch.tail is not None:
             is_tail = seq_idx == seq_idx[:, -1:]
