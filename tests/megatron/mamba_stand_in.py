@@ -21,32 +21,13 @@ from typing import Any
 import torch
 import user_specs
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from plain_conv import before, convolved
 from torch import nn
 from torch.nn import functional
 
 _MIXER = "megatron.core.ssm.mamba_mixer"
 _Sizes = tuple[int, int]
 """Width of a head, and groups of heads that share B and C."""
-
-
-def _before(t: torch.Tensor, rows: int, fill: float) -> torch.Tensor:
-    """[b, l, ...] as it was ``rows`` earlier."""
-    return torch.cat([t.new_full((t.size(0), rows, *t.shape[2:]), fill), t], 1)[:, : t.size(1)]
-
-
-def convolved(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, seq_idx: torch.Tensor | None
-) -> torch.Tensor:
-    """Causal convolution of each channel, [b, l, channels]; ``weight`` is [channels, taps]."""
-    taps = weight.size(1)
-    out = bias + x * weight[:, taps - 1]
-    for back in range(1, min(taps, x.size(1))):
-        seen = _before(x, back, 0.0)
-        if seq_idx is not None:
-            is_other = _before(seq_idx, back, -1) != seq_idx
-            seen = seen.masked_fill(is_other[..., None], 0.0)
-        out = out + seen * weight[:, taps - 1 - back]
-    return functional.silu(out)
 
 
 def scanned(
@@ -61,7 +42,7 @@ def scanned(
     """The recurrence: x [b, l, heads, width], dt [b, l, heads], B and C [b, l, heads, state]."""
     decay = (dt * a).exp()[..., None, None]
     added = (dt[..., None] * x)[..., None] * b[:, :, :, None, :]
-    begins = None if seq_idx is None else _before(seq_idx, 1, -1) != seq_idx
+    begins = None if seq_idx is None else before(seq_idx, 1, -1) != seq_idx
     state = torch.zeros_like(added[:, 0])
     read = []
     for row in range(x.size(1)):
