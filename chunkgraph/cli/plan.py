@@ -82,6 +82,7 @@ class _Request:
     num_microbatches: int
     model: ModelSizes | None
     is_largest_of_many: bool
+    is_hybrid: bool = False
     shared_slots: bool = False
     banks: tuple[BankSizes, ...] = ()
 
@@ -195,6 +196,11 @@ def _request_from_config(args: argparse.Namespace, config: Config) -> _Request:
     pipeline, model, counts = config.pipeline, config.model, config.train.num_microbatches
     num_ranks = pipeline.pipeline_model_parallel_size
     num_chunks = pipeline.virtual_pipeline_model_parallel_size or 1
+    if model.hybrid_layer_pattern is not None and args.cuda_graph_cp_sizes:
+        raise ConfigError(
+            "plan: --cuda-graph-cp-sizes is about memory, which is not estimated for a hybrid "
+            "model; leave it out, or set model.hybrid_layer_pattern=null"
+        )
     is_local = model.layer_spec == "local" or (
         model.layer_spec == "auto" and config.device == "cpu"
     )
@@ -206,7 +212,10 @@ def _request_from_config(args: argparse.Namespace, config: Config) -> _Request:
         num_chunks=num_chunks,
         group_size=pipeline.microbatch_group_size_per_vp_stage,
         num_microbatches=max(counts) if args.num_microbatches is None else args.num_microbatches,
-        model=ModelSizes(
+        # What Mamba layers keep is not estimated; without them nothing would be right.
+        model=None
+        if model.hybrid_layer_pattern is not None
+        else ModelSizes(
             num_layers=model.num_layers,
             hidden_size=model.hidden_size,
             ffn_hidden_size=model.ffn_hidden_size,
@@ -224,6 +233,7 @@ def _request_from_config(args: argparse.Namespace, config: Config) -> _Request:
             num_recomputed_layers=model.recompute_num_layers if by_layer else None,
         ),
         is_largest_of_many=args.num_microbatches is None and len(set(counts)) > 1,
+        is_hybrid=model.hybrid_layer_pattern is not None,
         shared_slots=config.capture.shared_slots,
         banks=banks_of(args, config),
     )
@@ -289,6 +299,8 @@ def _print_all(
         holds = f"up to {request.num_microbatches} microbatches"
     console.print(f"{schedule.name}: slots for {holds}", style="bold", soft_wrap=True)
     print_tables(console, rows)
+    if request.is_hybrid:
+        console.print("Memory is not estimated for hybrid models.", soft_wrap=True)
     largest = " (the largest of the config)" if request.is_largest_of_many else ""
     count = f"{schedule.num_microbatches} microbatches{largest}"
     console.print(f"One step of {count}", style="bold", soft_wrap=True)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from chunkgraph.config.context_checks import check_contexts
 from chunkgraph.config.expert_checks import check_experts
+from chunkgraph.config.hybrid_checks import check_hybrid
 from chunkgraph.config.packing_checks import check_packing
 from chunkgraph.config.stash import check_stash
 from chunkgraph.data.vocabulary import NUM_TOKENS
@@ -37,6 +38,7 @@ def check_config(config: Config) -> None:
     check_packing(config)
     check_contexts(config)
     check_experts(config)
+    check_hybrid(config)
     check_stash(config)
 
 
@@ -142,7 +144,7 @@ def _check_pipeline(config: Config) -> None:
         )
         raise TopologyError(msg)
     num_stages = pp * vpp
-    if model.num_layers % num_stages:
+    if model.hybrid_layer_pattern is None and model.num_layers % num_stages:
         below = model.num_layers // num_stages * num_stages
         nearest = f"{below} or {below + num_stages}" if below else str(num_stages)
         msg = (

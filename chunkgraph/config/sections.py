@@ -28,10 +28,10 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The GPT model that is trained."""
+    """The GPT or hybrid model that is trained."""
 
     num_layers: int
-    """Transformer layers of the whole model, all stages together."""
+    """Layers of the whole model, all stages together."""
     hidden_size: int
     """Width of the residual stream, in elements."""
     ffn_hidden_size: int
@@ -73,9 +73,22 @@ class ModelConfig:
     fp8_recipe: Literal["delayed", "tensorwise", "blockwise"] = "delayed"
     """With ``fp8``: where scales come from: earlier microbatches (``delayed``), the tensor itself
     (``tensorwise``), or each of its blocks (``blockwise``)."""
+    hybrid_layer_pattern: str | None = None
+    """Null for a GPT model. Otherwise the layers of a hybrid model, one sign each: ``M`` Mamba-2,
+    ``*`` attention, ``-`` feed-forward; ``|`` between pipeline stages, for all of them or none.
+    ``num_layers`` counts all of them. Quote it in YAML, where ``*`` and ``-`` mean something."""
+    mamba_state_dim: int = 128
+    """Elements of a Mamba head's state for each of its ``mamba_head_dim``."""
+    mamba_head_dim: int = 64
+    """Width of a Mamba head, in elements."""
+    mamba_num_groups: int = 8
+    """Groups of Mamba heads that share what goes into and comes out of their states."""
+    mamba_num_heads: int | None = None
+    """Mamba heads of each layer; null: as many as make up twice ``hidden_size``."""
     layer_spec: str = "auto"
     """``local``, ``transformer_engine``, ``auto`` (the former on a CPU, the latter on a GPU), or
-    ``package.module:function`` that returns a Megatron module spec."""
+    ``package.module:function`` that returns a Megatron module spec: of a GPT layer, from whose
+    attention and feed-forward a hybrid model takes its own, or of a whole hybrid stack."""
 
 
 @dataclass(frozen=True, kw_only=True)

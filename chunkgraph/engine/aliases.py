@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
+import torch
 from torch import nn
 
 __all__ = ["ParameterAliases"]
@@ -18,6 +20,9 @@ __all__ = ["ParameterAliases"]
 
 class ParameterAliases:
     """Fresh leaves on the memory of ``parameters``.
+
+    They take the place of parameters in modules, and in plain objects that are attributes of
+    modules, such as Megatron's helper of a Mamba mixer, which keeps some of the mixer's.
 
     Args:
         module: whose parameters are replaced; None: the parameters themselves are used.
@@ -35,11 +40,12 @@ class ParameterAliases:
         if self._module is None:
             yield
             return
-        replaced: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
-        for submodule in self._module.modules():
-            for name, parameter in submodule._parameters.items():
-                if parameter is not None and id(parameter) in self._by_parameter:
-                    replaced.append((submodule._parameters, name, parameter))
+        replaced = [
+            (holder, name, value)
+            for holder in _holders(self._module)
+            for name, value in holder.items()
+            if isinstance(value, nn.Parameter) and id(value) in self._by_parameter
+        ]
         try:
             for holder, name, parameter in replaced:
                 holder[name] = self._by_parameter[id(parameter)]
@@ -47,6 +53,20 @@ class ParameterAliases:
         finally:
             for holder, name, parameter in replaced:
                 holder[name] = parameter
+
+
+def _holders(module: nn.Module) -> Iterator[dict[str, Any]]:
+    """Where ``module`` and its parts may keep parameters."""
+    seen: set[int] = set()
+    for submodule in module.modules():
+        yield submodule._parameters
+        attributes = vars(submodule)
+        for value in (submodule, *attributes.values()):
+            own = getattr(value, "__dict__", None)
+            is_part = value is not submodule and isinstance(value, (nn.Module, torch.Tensor))
+            if isinstance(own, dict) and not is_part and id(own) not in seen:
+                seen.add(id(own))
+                yield own
 
 
 def _alias(parameter: nn.Parameter) -> nn.Parameter:

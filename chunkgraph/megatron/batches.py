@@ -133,6 +133,7 @@ class PackedBatches:
         self.shape = shape
         self._device = device
         self._has_experts = config.moe.num_moe_experts is not None
+        self._has_states = config.model.hybrid_layer_pattern is not None
         self._buckets = packed_buckets(config, shape)
         # Of ranks that share experts, microbatches go through a chunk together.
         shares = config.pipeline.expert_model_parallel_size > 1 and len(self._buckets.keys) > 1
@@ -207,7 +208,9 @@ class PackedBatches:
         batch: Batch = {name: sent(value[None], self._device) for name, value in values.items()}
         if size > 1:
             batch["num_counted"] = packed.num_valid_tokens
-        batch["packed_seq_params"] = make_params(packed, self._device)
+        batch["packed_seq_params"] = make_params(
+            packed, self._device, with_seq_idx=self._has_states
+        )
         return batch
 
 

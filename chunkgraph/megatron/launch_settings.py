@@ -76,6 +76,12 @@ def settings_of(config: Config, *, without_capture: bool) -> list[Setting]:
             "in a pretrain script microbatches have no context-parallel size of their own yet. Set "
             "it to [], or use chunkgraph train."
         )
+    if config.model.hybrid_layer_pattern is not None:
+        raise ConfigError(
+            f"model.hybrid_layer_pattern is {config.model.hybrid_layer_pattern}, which this file "
+            "cannot give to a pretrain script yet. Set it to null and give the script Megatron's "
+            "own --hybrid-layer-pattern and --spec, or use chunkgraph train."
+        )
     found = [*_of_model(config.model), *_of_pipeline(config.pipeline)]
     for key, flag, value in expert_flags(config):
         found.append(Setting(key, flag, () if value is None else (value,)))

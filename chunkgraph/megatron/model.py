@@ -1,4 +1,4 @@
-"""Megatron-core's GPTModel, in as many chunks as this rank holds, from a configuration."""
+"""Megatron-core's model, in as many chunks as this rank holds, from a configuration."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from chunkgraph.errors import ConfigError, MissingDependencyError
 from chunkgraph.megatron.attention_limits import AttentionSite, refuse_large_deterministic
 from chunkgraph.megatron.compat import import_megatron
 from chunkgraph.megatron.fusion import fuse_weight_gradients
+from chunkgraph.megatron.hybrid_model import HybridChunks, hybrid_settings
 from chunkgraph.megatron.moe_model import expert_block_spec, expert_settings
 from chunkgraph.packing import PackedShape
 
@@ -48,43 +50,21 @@ def build_model(
         ConfigError: the layers cannot train the packed sequences that are asked for.
     """
     _refuse_packed_attention(config, device)
-    gpt_model = import_megatron("megatron.core.models.gpt").GPTModel
     transformer_config = _transformer_config(config, device, transformer_options or {})
-    latent = getattr(transformer_config, "multi_latent_attention", False)
-    has_experts = transformer_config.num_moe_experts is not None
-    spec_name = layer_spec_name(config, device)
-    if not has_experts or spec_name not in {"local", "transformer_engine"}:
-        spec = layer_spec(config, device, {"multi_latent_attention": True} if latent else {})
-        specs = [spec] * config.pipeline.num_model_chunks
-    else:
-        specs = [
-            expert_block_spec(
-                config,
-                transformer_config,
-                index,
-                use_transformer_engine=spec_name == "transformer_engine",
-            )
-            for index in range(config.pipeline.num_model_chunks)
-        ]
-    state = import_megatron("megatron.core.parallel_state")
-    rank = state.get_pipeline_model_parallel_rank()
+    build = (
+        _gpt_chunks(config, transformer_config, device)
+        if config.model.hybrid_layer_pattern is None
+        else _hybrid_chunks(config, transformer_config, device)
+    )
+    rank = import_megatron("megatron.core.parallel_state").get_pipeline_model_parallel_rank()
     num_chunks = config.pipeline.num_model_chunks
     last_rank = config.pipeline.pipeline_model_parallel_size - 1
     chunks: list[nn.Module] = []
     for index in range(num_chunks):
-        chunk = gpt_model(
-            config=transformer_config,
-            transformer_layer_spec=specs[index],
-            vocab_size=config.model.vocab_size,
-            max_sequence_length=config.model.seq_length,
+        chunk = build(
+            index=index,
             pre_process=rank == 0 and index == 0,
             post_process=rank == last_rank and index == num_chunks - 1,
-            position_embedding_type=config.model.position_embedding_type,
-            share_embeddings_and_output_weights=(
-                not config.model.untie_embeddings_and_output_weights
-            ),
-            vp_stage=index if num_chunks > 1 else None,
-            **_token_predictors(config, transformer_config, device, specs[index], index),
         )
         prepare(chunk)
         chunks.append(chunk.to(device))
@@ -108,6 +88,60 @@ def _refuse_packed_attention(config: Config, device: torch.device) -> None:
         most = max(config.packing.context_parallel_sizes, default=1)
         shape = PackedShape(seqs, config.tokens_per_sequence * most)
         refuse_large_deterministic(AttentionSite.here(device, with_padding=True), shape, heads)
+
+
+def _hybrid_chunks(
+    config: Config, transformer_config: Any, device: torch.device
+) -> Callable[..., nn.Module]:
+    """Builds chunks of a hybrid model."""
+    # The user's function comes first: it may have something to prepare.
+    spec = layer_spec(config, device)
+    if layer_spec_name(config, device) == "transformer_engine":
+        spec = None  # Megatron has a stack of its own for it
+    return HybridChunks(config, transformer_config, spec).build
+
+
+def _gpt_chunks(
+    config: Config, transformer_config: Any, device: torch.device
+) -> Callable[..., nn.Module]:
+    """Builds chunks of a GPT model."""
+    gpt_model = import_megatron("megatron.core.models.gpt").GPTModel
+    latent = getattr(transformer_config, "multi_latent_attention", False)
+    has_experts = transformer_config.num_moe_experts is not None
+    spec_name = layer_spec_name(config, device)
+    num_chunks = config.pipeline.num_model_chunks
+    if not has_experts or spec_name not in {"local", "transformer_engine"}:
+        spec = layer_spec(config, device, {"multi_latent_attention": True} if latent else {})
+        specs = [spec] * num_chunks
+    else:
+        specs = [
+            expert_block_spec(
+                config,
+                transformer_config,
+                index,
+                use_transformer_engine=spec_name == "transformer_engine",
+            )
+            for index in range(num_chunks)
+        ]
+
+    def build(*, index: int, pre_process: bool, post_process: bool) -> nn.Module:
+        chunk: nn.Module = gpt_model(
+            config=transformer_config,
+            transformer_layer_spec=specs[index],
+            vocab_size=config.model.vocab_size,
+            max_sequence_length=config.model.seq_length,
+            pre_process=pre_process,
+            post_process=post_process,
+            position_embedding_type=config.model.position_embedding_type,
+            share_embeddings_and_output_weights=(
+                not config.model.untie_embeddings_and_output_weights
+            ),
+            vp_stage=index if num_chunks > 1 else None,
+            **_token_predictors(config, transformer_config, device, specs[index], index),
+        )
+        return chunk
+
+    return build
 
 
 def _token_predictors(
@@ -226,6 +260,8 @@ def _transformer_config(config: Config, device: torch.device, options: Mapping[s
         "deterministic_mode": config.train.deterministic,
     }
     wanted.update(expert_settings(config))
+    known = {field.name for field in fields(transformer_config.TransformerConfig)}
+    wanted.update({k: v for k, v in hybrid_settings(config).items() if k in known})
     if model.recompute_granularity is not None:
         wanted["recompute_granularity"] = model.recompute_granularity
         wanted["recompute_method"] = model.recompute_method

@@ -32,6 +32,7 @@ from chunkgraph.megatron.buckets import Buckets
 from chunkgraph.megatron.contexts import ContextBanks, StepContexts, refuse_beside_contexts
 from chunkgraph.megatron.contexts.groups import capturing_banks
 from chunkgraph.megatron.experts import Experts, TokenDrops
+from chunkgraph.megatron.hybrid_support import hybrid_refusals
 from chunkgraph.megatron.moe_support import idle_settings, stash_refusals
 from chunkgraph.megatron.overflow import OverflowGuard
 from chunkgraph.megatron.packed import refuse_other_context
@@ -88,8 +89,9 @@ def attach(
 
     Args:
         model_chunks: what is given to the schedule as ``model``.
-        scope: ``block`` captures the transformer blocks, ``chunk`` all of GPTModel's forward:
-            embedding, output layer and the loss of each token with them.
+        scope: ``block`` captures the transformer blocks (of a hybrid model: its stacks), ``chunk``
+            all of the model's forward: embedding, output layer and the loss of each token with
+            them.
         options: when and how to capture; default ``CaptureOptions()``.
         num_slots: slots of each chunk; default what this rank's place in the pipeline needs for
             any number of microbatches.
@@ -132,14 +134,17 @@ def attach(
         choices = ", ".join(map(repr, get_args(TokenDrops)))
         raise ConfigError(f"token_drops is {token_drops!r}; it is one of {choices}.")
     place = PipelinePlace.current(len(chunks), config)
-    refuse_unsupported(config, chunks, _device_of(chunks[0]), token_drops)
+    largest = packing
+    if contexts is not None:
+        largest = contexts.limits.shape(contexts.limits.group_sizes[0])
+    device = _device_of(chunks[0])
+    also = hybrid_refusals(config, chunks, largest)
+    refuse_unsupported(config, chunks, device, token_drops, also=also)
     refuse_for_scope(config, scope)
     if packing is not None:
         refuse_other_context(packing, config)
-        refuse_for_layers(chunks, config, packing, _device_of(chunks[0]))
-    if contexts is not None:
-        largest = contexts.limits.shape(contexts.limits.group_sizes[0])
-        refuse_for_layers(chunks, config, largest, _device_of(chunks[0]))
+    if largest is not None:
+        refuse_for_layers(chunks, config, largest, device)
     for idle in idle_settings(config) if place.rank == 0 else ():
         _log.warning("%s.", idle)
     parts = [new_part(scope, chunk, place.label(index)) for index, chunk in enumerate(chunks)]

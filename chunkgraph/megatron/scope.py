@@ -9,6 +9,7 @@ scope       captured                                            its own input
             each token on the last
 =========== =================================================== ================================
 
+Of a hybrid model it is the forward of its stack, and of HybridModel (before 0.19 MambaModel).
 Either way one module gets a ``forward`` of its own, which hands the call to the engine. Its first
 argument there is what the stage works on, so that activations can be received into it.
 """
@@ -26,6 +27,7 @@ from chunkgraph.engine import Chunk, unchanging
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron import compat
 from chunkgraph.megatron import packed as packed_params
+from chunkgraph.megatron.hybrid_support import check_seq_idx
 
 __all__ = ["CapturedPart", "Scope", "new_part", "refuse_for_scope"]
 
@@ -81,6 +83,7 @@ class CapturedPart:
         self._eager = type(module).forward
         self._names = _positional_names(self._eager)
         self._optional = _none_by_default(self._eager)
+        self._has_mamba = bool(compat.mamba_mixers_of(self.modules))
 
     def chunk(self) -> Chunk:
         """What the engine captures."""
@@ -128,6 +131,8 @@ class CapturedPart:
                 )
             given = {n: v for n, v in given.items() if v is not None or n not in self._optional}
             if packed is not None:
+                if self._has_mamba:
+                    check_seq_idx(packed, self.label)
                 given |= packed_params.take_apart(packed, self.label)
             result = call(first, *args[num_named:], **given)
             # Loss functions keep the losses they get, for logs; a slot's are soon overwritten.
@@ -188,7 +193,7 @@ class _Block(CapturedPart):
 
 
 class _Model(CapturedPart):
-    """The whole GPTModel of this stage."""
+    """The whole model of this stage."""
 
     def __init__(
         self, module: nn.Module, block: nn.Module, ddp: nn.Module | None, label: str
@@ -236,7 +241,7 @@ def new_part(scope: Scope, model_chunk: nn.Module, label: str) -> CapturedPart:
     missing = [name for name in _MODEL_ATTRIBUTES if not hasattr(model, name)]
     if missing or getattr(model, "decoder", None) is not block:
         raise ConfigError(
-            f"{label}: {type(model).__name__} is not built like GPTModel (it has no "
+            f"{label}: {type(model).__name__} is not built like GPTModel or HybridModel (it has no "
             f"{', '.join(missing) or 'transformer block as its decoder'}), so that it cannot be "
             "captured whole. Use scope='block'."
         )
@@ -282,14 +287,12 @@ def refuse_for_scope(config: Any, scope: Scope) -> None:
 
 
 def _unused_arguments(model: Any) -> tuple[str, ...]:
-    """Arguments that GPTModel's forward does not look at on this stage.
+    """Arguments that the model's forward does not look at on this stage.
 
     Schedules' forward steps pass them on every stage all the same; each would be copied into a
     slot for every microbatch. Told only of Megatron's own methods, whose code was read.
     """
-    gpt = compat.import_megatron("megatron.core.models.gpt").GPTModel
-    methods = ("forward", "_preprocess", "_postprocess")
-    if any(getattr(type(model), name) is not getattr(gpt, name, None) for name in methods):
+    if not _is_megatrons(model):
         return ()
     if getattr(model, "mtp_process", False):
         return ()  # it embeds tokens and weighs losses inside the model
@@ -301,6 +304,15 @@ def _unused_arguments(model: Any) -> tuple[str, ...]:
     if not _reads_position_ids(model):
         unused.append("position_ids")
     return tuple(unused)
+
+
+def _is_megatrons(model: Any) -> bool:
+    """Whether its forward is that of GPTModel or HybridModel."""
+    if compat.is_hybrid_model(model):
+        return type(model).forward is compat.hybrid_names().model.forward
+    gpt = compat.import_megatron("megatron.core.models.gpt").GPTModel
+    methods = ("forward", "_preprocess", "_postprocess")
+    return all(getattr(type(model), name) is getattr(gpt, name, None) for name in methods)
 
 
 def _reads_position_ids(model: Any) -> bool:

@@ -152,6 +152,8 @@ def refuse_unsupported(
     model_chunks: Sequence[nn.Module],
     device: torch.device,
     token_drops: str = "warn",
+    *,
+    also: Sequence[str] = (),
 ) -> None:
     """Check Megatron's settings before anything is attached.
 
@@ -160,11 +162,12 @@ def refuse_unsupported(
         model_chunks: the chunks as the schedule gets them, wrappers included.
         device: where the parameters are.
         token_drops: see `attach`.
+        also: what was found elsewhere, to be told together.
 
     Raises:
         ConfigError: naming every setting that cannot be captured.
     """
-    found = refused_settings(config, token_drops)
+    found = [*refused_settings(config, token_drops), *also]
     if getattr(config, "fp8", None) and not compat.fp8_is_installed():
         found.append(
             f"fp8={config.fp8!r}: it is Transformer Engine's, which cannot be imported; install "

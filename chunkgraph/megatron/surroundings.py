@@ -37,6 +37,7 @@ def running_beside(
         stack.enter_context(compat.same_attention())
         stack.enter_context(compat.capture_flag())
         stack.enter_context(compat.recomputing())
+        stack.enter_context(compat.packed_mamba_rows())
         if fp8 is not None:
             stack.enter_context(fp8.beside())
         if predictions is not None:
@@ -66,6 +67,7 @@ def capturing(
         stack.enter_context(compat.capture_flag())
         stack.enter_context(compat.recomputing())
         stack.enter_context(compat.packed_rope())
+        stack.enter_context(compat.packed_mamba_rows())
         stack.enter_context(tables.held())
         if fp8 is not None:
             stack.enter_context(fp8.capturing())

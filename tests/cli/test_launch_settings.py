@@ -74,8 +74,10 @@ CHANGES: dict[str, dict[str, list[str]]] = {
         "on_failure": ["on_failure=eager"],
     },
 }
+HYBRID = {f"mamba_{what}" for what in ("state_dim", "head_dim", "num_groups", "num_heads")}
 ELSEWHERE = {
-    "model": {"vocab_size"},  # the tokenizer's
+    # The tokenizer's; refused.
+    "model": {"vocab_size", "hybrid_layer_pattern", *HYBRID},
     "pipeline": {"data_parallel_size", "expert_model_parallel_size"},  # processes; `moe`'s test
     "capture": set[str](),
 }
@@ -89,6 +91,12 @@ def _load(*overrides: str) -> Config:
 
 def _flags(config: Config) -> list[str]:
     return merge_flags(config, [], source="run.yaml")[0]
+
+
+def test_a_hybrid_model_is_refused() -> None:
+    layers = ["model.num_layers=4", "model.hybrid_layer_pattern=M-M-"]
+    with pytest.raises(ConfigError, match=r"is M-M-, which this file.*--hybrid-layer-pattern"):
+        _flags(_load(*layers))
 
 
 @pytest.mark.parametrize("section", list(SECTIONS))

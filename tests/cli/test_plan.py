@@ -71,6 +71,15 @@ def test_overrides_apply(run, config):
     assert wider[0]["slot_bytes"] > json.loads(run(config, "--json"))[0]["slot_bytes"]
 
 
+def test_memory_of_hybrid_models_is_not_made_up(run, config):
+    groups = "model.mamba_num_groups=2"
+    hybrid = (config, "model.hybrid_layer_pattern=M-M*|M-|M|-", groups)
+    assert [set(row) & {"slot_bytes"} for row in json.loads(run(*hybrid, "--json"))] == [set()] * 2
+    assert "Memory is not estimated for hybrid models" in run(*hybrid)
+    with pytest.raises(ConfigError, match="not estimated for a hybrid model"):
+        run(*hybrid, "--cuda-graph-cp-sizes", "2")
+
+
 def test_table_and_grid(run, config):
     out = run(config)
     assert "slots for any legal number of microbatches" in out

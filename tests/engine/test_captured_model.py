@@ -132,3 +132,33 @@ def test_a_forward_that_replaces_a_buffer_is_refused(backend: GraphBackend) -> N
         graphs.capture([new_input(backend)])
     assert module.num_calls is buffer
     assert buffer.item() == 1
+
+
+class Helper:
+    """A plain object that keeps a parameter of its module, and what to do with it."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        self.weight = weight
+
+
+def test_parameters_in_plain_objects_of_a_module_train(backend: GraphBackend) -> None:
+    class Delegating(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4, 4))
+            self.helper = Helper(self.weight)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ self.helper.weight
+
+    module = Delegating().to(backend.device)
+    module.helper.weight = weight = module.weight
+    graphs = ChunkGraphs([module], num_slots=[1], backend=backend)
+    graphs.capture([(new_input(backend),)])
+    assert module.helper.weight is module.weight is weight
+    x = new_input(backend)
+    with graphs.step(1):
+        graphs.callables[0](x).sum().backward()
+    expected = x.detach().sum(0)[:, None].expand(4, 4)
+    assert weight.grad is not None
+    assert torch.equal(weight.grad, expected)

@@ -28,6 +28,16 @@ from chunkgraph.megatron.compat.data_parallel import (
 from chunkgraph.megatron.compat.expert_room import factor_for_all, set_capacity_factor
 from chunkgraph.megatron.compat.expert_rows import moe_layers_of, watch_expert_rows
 from chunkgraph.megatron.compat.fp8 import Fp8State, fp8_is_installed, fp8_recipe, reset_fp8
+from chunkgraph.megatron.compat.hybrid import (
+    can_recompute_hybrid_layers,
+    has_mamba_kernels,
+    hybrid_names,
+    is_hybrid_model,
+    is_stack,
+    local_stack,
+    mamba_mixers_of,
+    packed_mamba_rows,
+)
 from chunkgraph.megatron.compat.moe_dispatch import patch_router, static_dispatch
 from chunkgraph.megatron.compat.moe_padding import PaddedRouting, kept_of_tokens
 from chunkgraph.megatron.compat.moe_state import (
@@ -84,6 +94,7 @@ __all__ = [
     "TokenPrediction",
     "TritonStubFinder",
     "call_parameter_gather_hooks",
+    "can_recompute_hybrid_layers",
     "capture_flag",
     "count_documents_on_cpu",
     "default_groups",
@@ -95,14 +106,21 @@ __all__ = [
     "global_buffers",
     "gradient_marker",
     "graph_safe_generators",
+    "has_mamba_kernels",
+    "hybrid_names",
     "import_megatron",
     "is_fully_sharded",
+    "is_hybrid_model",
     "is_pipelining_schedule",
     "is_plain_communicator",
+    "is_stack",
     "kept_of_tokens",
+    "local_stack",
     "make_attention_stream",
     "make_communicator",
+    "mamba_mixers_of",
     "moe_layers_of",
+    "packed_mamba_rows",
     "packed_rope",
     "patch_attributes",
     "patch_pretrain",

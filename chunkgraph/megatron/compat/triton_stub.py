@@ -29,7 +29,9 @@ class _TritonStub:
 class _StubTritonLoader(importlib.machinery.SourceFileLoader):
     """Compiles one source file with its top-level triton imports turned into stubs."""
 
-    _IMPORT = re.compile(r"^import triton(?:\.language as (?P<alias>\w+))?[ \t]*$", re.MULTILINE)
+    _IMPORT = re.compile(
+        r"^import triton(?:\.language as (?P<alias>\w+))?[ \t]*(?:#.*)?$", re.MULTILINE
+    )
 
     def get_code(self, fullname: str) -> CodeType:
         source = self.get_source(fullname) or ""
@@ -39,7 +41,9 @@ class _StubTritonLoader(importlib.machinery.SourceFileLoader):
 
 
 class TritonStubFinder:
-    """Meta-path finder for the paged-stash modules, which import triton without asking.
+    """Meta-path finder for modules that import triton without asking.
+
+    Those of the paged stash, and of inference where Mamba layers come from.
 
     A stub in ``sys.modules`` would be seen by torch itself, which then believes that triton is
     there. So only these modules are compiled differently, and nothing else changes.
@@ -48,6 +52,7 @@ class TritonStubFinder:
     modules = (
         "megatron.core.transformer.moe.paged_stash",
         "megatron.core.transformer.moe.ops.paged_stash",
+        "megatron.core.inference.contexts.attention_context.triton.tensor_ops",
     )
 
     @classmethod

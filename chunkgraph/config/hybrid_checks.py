@@ -1,0 +1,172 @@
+"""What the pattern of a hybrid model must satisfy, and the sizes of its Mamba layers."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import TYPE_CHECKING
+
+from chunkgraph.errors import ConfigError, TopologyError
+
+if TYPE_CHECKING:
+    from chunkgraph.config.sections import Config, ModelConfig
+
+__all__ = ["STAGE_END", "check_hybrid"]
+
+STAGE_END = "|"
+"""Stands between the stages of a pattern."""
+
+_LAYERS = "M*-"
+_NOT_YET = {
+    "/": "multi-token prediction",
+    "E": "experts",
+    "G": "gated delta nets",
+    "D": "sparse attention",
+    "+": "multi-latent attention",
+}
+
+
+def check_hybrid(config: Config) -> None:
+    """Check the pattern, and what Mamba layers demand of the sizes.
+
+    Raises:
+        ConfigError: the pattern or a size cannot be, or goes together with something it cannot.
+        TopologyError: the layers cannot be spread over the pipeline.
+    """
+    model = config.model
+    pattern = model.hybrid_layer_pattern
+    if pattern is None:
+        _check_idle(model)
+        return
+    _check_symbols(pattern)
+    layers = pattern.replace(STAGE_END, "")
+    if len(layers) != model.num_layers:
+        msg = (
+            f"model.num_layers is {model.num_layers}, but model.hybrid_layer_pattern "
+            f"({pattern}) has {len(layers)} layers; the number counts layers of every kind. Set it "
+            f"to {len(layers)}."
+        )
+        raise ConfigError(msg)
+    _check_stages(config, pattern)
+    _check_sizes(config)
+    _check_company(config)
+
+
+def _check_idle(model: ModelConfig) -> None:
+    for item in fields(model):
+        if item.name.startswith("mamba_") and getattr(model, item.name) != item.default:
+            msg = (
+                f"model.{item.name} is {getattr(model, item.name)}, but there are no Mamba layers: "
+                "model.hybrid_layer_pattern is null. Give a pattern such as M-M*-, or leave the "
+                "former at its default."
+            )
+            raise ConfigError(msg)
+
+
+def _check_symbols(pattern: str) -> None:
+    for symbol in pattern:
+        if symbol in _LAYERS or symbol == STAGE_END:
+            continue
+        known = (
+            f"is {_NOT_YET[symbol]} in Megatron-core, which the training command does not build in "
+            "a hybrid model"
+            if symbol in _NOT_YET
+            else "is no layer"
+        )
+        msg = (
+            f"model.hybrid_layer_pattern ({pattern}) has {symbol!r}, which {known}. Use M (Mamba), "
+            "* (attention), - (feed-forward) and | between pipeline stages."
+        )
+        raise ConfigError(msg)
+    if not all(pattern.split(STAGE_END)):
+        msg = (
+            f"model.hybrid_layer_pattern ({pattern!r}) has a stage without layers. Give every "
+            "stage one."
+        )
+        raise ConfigError(msg)
+
+
+def _check_stages(config: Config, pattern: str) -> None:
+    pipeline, num_layers = config.pipeline, config.model.num_layers
+    num_ranks, num_chunks = pipeline.pipeline_model_parallel_size, pipeline.num_model_chunks
+    num_stages, num_given = num_ranks * num_chunks, pattern.count(STAGE_END) + 1
+    if num_given not in (1, num_stages):
+        msg = (
+            f"model.hybrid_layer_pattern ({pattern}) has {num_given} stages, but the pipeline has "
+            f"{num_stages} (pipeline_model_parallel_size {num_ranks} x {num_chunks} model chunks "
+            "each). Separate as many with |, or none for equal ones."
+        )
+        raise TopologyError(msg)
+    if num_given == num_stages:
+        return
+    if num_chunks > 1:
+        msg = (
+            f"model.hybrid_layer_pattern ({pattern}) does not say where stages end, which "
+            f"Megatron-core wants for {num_chunks} model chunks a rank. Separate the {num_stages} "
+            "stages with |."
+        )
+        raise TopologyError(msg)
+    if num_layers % num_ranks:
+        msg = (
+            f"model.hybrid_layer_pattern ({pattern}) has {num_layers} layers, which do not divide "
+            f"into {num_ranks} stages. Separate the stages with |, or change the pipeline."
+        )
+        raise TopologyError(msg)
+
+
+def _check_sizes(config: Config) -> None:
+    model, tp = config.model, config.pipeline.tensor_model_parallel_size
+    sizes: dict[str, int | None] = {
+        "model.mamba_state_dim": model.mamba_state_dim,
+        "model.mamba_head_dim": model.mamba_head_dim,
+        "model.mamba_num_groups": model.mamba_num_groups,
+        "model.mamba_num_heads": model.mamba_num_heads,
+    }
+    for path, value in sizes.items():
+        if value is not None and value < 1:
+            msg = f"{path} is {value}; it must be greater than 0."
+            raise ConfigError(msg)
+    heads, width = model.mamba_num_heads, 2 * model.hidden_size
+    if heads is None:
+        if width % model.mamba_head_dim:
+            msg = (
+                f"model.mamba_head_dim ({model.mamba_head_dim}) does not divide twice "
+                f"model.hidden_size ({width}), the width of a Mamba layer without "
+                "model.mamba_num_heads. Change one of them."
+            )
+            raise ConfigError(msg)
+        heads = width // model.mamba_head_dim
+    if heads % model.mamba_num_groups:
+        msg = (
+            f"{heads} Mamba heads do not divide into model.mamba_num_groups "
+            f"({model.mamba_num_groups}). Change it, model.mamba_head_dim or model.mamba_num_heads."
+        )
+        raise ConfigError(msg)
+    shared = {"Mamba heads": heads, "model.mamba_num_groups": model.mamba_num_groups}
+    for what, size in shared.items():
+        if size % tp:
+            msg = (
+                f"{what} ({size}): not divisible by pipeline.tensor_model_parallel_size ({tp}); "
+                "every rank holds an equal share. Change one of them."
+            )
+            raise TopologyError(msg)
+
+
+def _check_company(config: Config) -> None:
+    """What was not tried, or is not there, together with a hybrid model."""
+    others = {
+        "moe.num_moe_experts": config.moe.num_moe_experts,
+        "model.fp8": config.model.fp8,
+        "pipeline.context_parallel_size": (
+            config.pipeline.context_parallel_size
+            if config.pipeline.context_parallel_size > 1
+            else None
+        ),
+        "packing.context_parallel_sizes": list(config.packing.context_parallel_sizes) or None,
+    }
+    for path, value in others.items():
+        if value is not None:
+            msg = (
+                f"{path} is {value} with model.hybrid_layer_pattern: the two were not tried "
+                "together in chunk graphs. Leave one of them out."
+            )
+            raise ConfigError(msg)

@@ -1,0 +1,184 @@
+"""Megatron-core's hybrid model, Mamba, attention and feed-forward layers, from a configuration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from chunkgraph.config import Config
+from chunkgraph.errors import ConfigError, MissingDependencyError
+from chunkgraph.megatron import compat
+
+__all__ = ["HybridChunks", "hybrid_settings", "hybrid_stack_spec"]
+
+
+def hybrid_settings(config: Config) -> dict[str, Any]:
+    """Fields of Megatron's TransformerConfig; none for a GPT model."""
+    model = config.model
+    if model.hybrid_layer_pattern is None:
+        return {}
+    return {
+        "is_hybrid_model": True,
+        "mamba_state_dim": model.mamba_state_dim,
+        "mamba_head_dim": model.mamba_head_dim,
+        "mamba_num_groups": model.mamba_num_groups,
+        "mamba_num_heads": model.mamba_num_heads,
+    }
+
+
+class HybridChunks:
+    """Builds the model chunks of a hybrid model.
+
+    Args:
+        config: the run; ``model.hybrid_layer_pattern`` is given.
+        transformer_config: Megatron's.
+        spec: of a GPT layer, of a whole stack, or None for Megatron's own stack.
+
+    Raises:
+        ConfigError: the installed release cannot do it.
+        MissingDependencyError: there are Mamba layers, and no kernels for them.
+    """
+
+    def __init__(self, config: Config, transformer_config: Any, spec: Any) -> None:
+        self._config = config
+        self._transformer_config = transformer_config
+        self._names = compat.hybrid_names()
+        self._stack = (
+            self._names.transformer_engine_spec() if spec is None else hybrid_stack_spec(spec)
+        )
+        self._pattern = _pattern_of(config, knows_stages=self._names.knows_stages)
+        wants_all_anew = config.model.recompute_granularity == "full"
+        if wants_all_anew and not compat.can_recompute_hybrid_layers():
+            raise ConfigError(
+                "model.recompute_granularity is full with model.hybrid_layer_pattern, and the "
+                "hybrid stack of this Megatron-core release recomputes nothing. Set it to null, or "
+                "use release 0.19."
+            )
+        if "M" in self._pattern and not compat.has_mamba_kernels():
+            raise MissingDependencyError(
+                f"model.hybrid_layer_pattern ({self._pattern}) has Mamba layers, but mamba_ssm or "
+                "einops cannot be imported, or not completely. Install mamba-ssm, causal-conv1d "
+                "and einops, or use a pattern without M."
+            )
+
+    def build(self, *, index: int, pre_process: bool, post_process: bool) -> nn.Module:
+        """One chunk of this rank.
+
+        Args:
+            index: of the chunk on this rank.
+            pre_process: whether it has the embedding.
+            post_process: whether it has the output layer.
+        """
+        model = self._config.model
+        stage: dict[str, Any] = {}
+        if self._config.pipeline.num_model_chunks > 1:
+            stage["vp_stage"] = index
+        built: nn.Module = self._names.model(
+            config=self._transformer_config,
+            vocab_size=model.vocab_size,
+            max_sequence_length=model.seq_length,
+            pre_process=pre_process,
+            post_process=post_process,
+            position_embedding_type=model.position_embedding_type,
+            share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
+            **{
+                self._names.spec_argument: self._stack,
+                self._names.pattern_argument: self._pattern,
+            },
+            **stage,
+        )
+        return built
+
+
+def hybrid_stack_spec(spec: Any) -> Any:
+    """The spec of a hybrid stack from that of a GPT layer; one of a stack is given back as it is.
+
+    Attention and feed-forward become layers of their own, as Megatron's local layers have them:
+    each behind its norm. Mamba layers get plain linear layers.
+
+    Args:
+        spec: a Megatron module spec.
+
+    Raises:
+        ConfigError: the GPT layer has its norms inside of its linear layers.
+    """
+    names = compat.hybrid_names()
+    if isinstance(spec.module, type) and issubclass(spec.module, names.stack):
+        return spec
+    module_spec = compat.import_megatron("megatron.core.transformer.spec_utils").ModuleSpec
+    layers = compat.import_megatron("megatron.core.transformer.transformer_layer")
+    mamba = compat.import_megatron("megatron.core.ssm.mamba_layer")
+    mixer = compat.import_megatron("megatron.core.ssm.mamba_mixer")
+    linear = compat.import_megatron("megatron.core.tensor_parallel.layers")
+    feed_forward = compat.import_megatron("megatron.core.ssm.mlp_layer").MLPLayer
+    identity = compat.import_megatron("megatron.core.transformer.identity_op").IdentityOp
+    given = spec.submodules
+    norm = given.input_layernorm
+    if norm is identity:
+        raise ConfigError(
+            "model.layer_spec gives a GPT layer whose norms are inside of its linear layers, from "
+            "which no Mamba layer can be made. Return the spec of a hybrid stack, or of a layer "
+            "with norms of its own."
+        )
+    submodules = layers.TransformerLayerSubmodules
+    return module_spec(
+        module=compat.local_stack(names.stack, norm),
+        submodules=names.submodules(
+            mamba_layer=module_spec(
+                module=mamba.MambaLayer,
+                submodules=mamba.MambaLayerSubmodules(
+                    norm=norm,
+                    mixer=module_spec(
+                        module=mixer.MambaMixer,
+                        submodules=mixer.MambaMixerSubmodules(
+                            in_proj=linear.ColumnParallelLinear,
+                            out_proj=linear.RowParallelLinear,
+                        ),
+                    ),
+                    mamba_bda=given.self_attn_bda,
+                ),
+            ),
+            attention_layer=module_spec(
+                module=spec.module,
+                submodules=submodules(
+                    input_layernorm=norm,
+                    self_attention=given.self_attention,
+                    self_attn_bda=given.self_attn_bda,
+                ),
+            ),
+            mlp_layer=module_spec(
+                module=feed_forward,
+                submodules=submodules(
+                    pre_mlp_layernorm=given.pre_mlp_layernorm,
+                    mlp=given.mlp,
+                    mlp_bda=given.mlp_bda,
+                ),
+            ),
+        ),
+    )
+
+
+def _pattern_of(config: Config, *, knows_stages: bool) -> str:
+    """The pattern as the installed release takes it.
+
+    Raises:
+        ConfigError: it does not interleave hybrid stages, or only has equal ones.
+    """
+    pattern = config.model.hybrid_layer_pattern
+    assert pattern is not None
+    if knows_stages:
+        return pattern
+    if config.pipeline.num_model_chunks > 1:
+        raise ConfigError(
+            f"pipeline.virtual_pipeline_model_parallel_size is {config.pipeline.num_model_chunks} "
+            "with model.hybrid_layer_pattern, and this Megatron-core release has no interleaved "
+            "pipeline of hybrid models. Set it to null, or use release 0.19."
+        )
+    stages = pattern.split("|")
+    if len({len(stage) for stage in stages}) > 1:
+        raise ConfigError(
+            f"model.hybrid_layer_pattern ({pattern}) has stages of different lengths, which this "
+            "Megatron-core release does not have. Make them equal, or use release 0.19."
+        )
+    return "".join(stages)

@@ -1,0 +1,98 @@
+"""Hybrid models: what a chunk graph cannot hold, and what Mamba layers want of packed sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from chunkgraph.errors import ConfigError
+from chunkgraph.megatron import compat
+from chunkgraph.packing import PackedShape
+
+__all__ = ["check_seq_idx", "hybrid_refusals"]
+
+_REFUSED_LAYERS = {
+    "D": (
+        "sparse attention (D): the scale of its indexer's loss is set anew for every microbatch, "
+        "as another tensor"
+    )
+}
+
+
+def hybrid_refusals(
+    config: Any, chunks: Iterable[nn.Module], packing: PackedShape | None
+) -> list[str]:
+    """The settings of a hybrid model that a chunk graph cannot honour, each with its reason.
+
+    Args:
+        config: Megatron's TransformerConfig.
+        chunks: model chunks, wrappers included.
+        packing: the fixed shape of packed sequences, if there are any.
+    """
+    modules = [module for chunk in chunks for module in chunk.modules()]
+    stacks: list[Any] = [module for module in modules if compat.is_stack(module)]
+    if not stacks:
+        return []
+    # Those of all stages, where the model says them: every rank is to refuse, or none.
+    patterns = [
+        getattr(module, name, None) or ""
+        for module in modules
+        for name in ("hybrid_layer_pattern", "hybrid_override_pattern")
+    ]
+    layers = {symbol for pattern in patterns for symbol in pattern}
+    layers.update(symbol for stack in stacks for symbol in getattr(stack, "layer_type_list", ()))
+    found = [f"hybrid model with {why}" for s, why in _REFUSED_LAYERS.items() if s in layers]
+    if any(getattr(module, "mtp_num_depths", 0) for module in modules):
+        found.append(
+            "hybrid model with multi-token prediction: its stage has a second stack, which was not "
+            "tried"
+        )
+    if compat.fp8_recipe(config) is not None:
+        found.append(
+            f"hybrid model with fp8={config.fp8!r}: the quantized weights of its Mamba layers were "
+            "not tried in chunk graphs"
+        )
+    if packing is not None:
+        found += _packed_refusals(config, layers, packing)
+    return found
+
+
+def _packed_refusals(config: Any, layers: set[str], packing: PackedShape) -> list[str]:
+    found = []
+    if "G" in layers:
+        found.append("packed sequences with gated delta nets (G): they were not tried")
+    if "M" not in layers:
+        return found
+    if packing.context_parallel_size > 1:
+        found.append(
+            "packed sequences with Mamba layers and context parallelism: a rank's mixer sees the "
+            "rows of all ranks, in an order for which seq_idx was not tried; use "
+            "context_parallel_size=1"
+        )
+    if not getattr(config, "use_mamba_mem_eff_path", True):
+        found.append(
+            "packed sequences with use_mamba_mem_eff_path=False: only the other path of Megatron's "
+            "mixer knows documents"
+        )
+    return found
+
+
+def check_seq_idx(params: Any, label: str) -> None:
+    """Refuse packed parameters that do not tell Mamba layers where documents begin.
+
+    Args:
+        params: Megatron's ``PackedSeqParams``; of a release that numbers rows in the mixer, any.
+        label: names the chunk in errors.
+
+    Raises:
+        ConfigError: they have no ``seq_idx``.
+    """
+    if hasattr(params, "seq_idx") and params.seq_idx is None:
+        raise ConfigError(
+            f"{label} has Mamba layers and was called with packed_seq_params without seq_idx: all "
+            "documents of a microbatch would share one state. Give the document of each row, int32 "
+            "of shape (1, rows); chunkgraph.packing.pack() computes it on the host, and Megatron "
+            "itself does where total_tokens is given."
+        )

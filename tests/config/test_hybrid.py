@@ -1,0 +1,104 @@
+"""The pattern of a hybrid model, and what it cannot be or go together with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from chunkgraph.config import Config, config_from_mapping
+from chunkgraph.errors import ChunkGraphError, ConfigError, TopologyError
+
+
+def _config(
+    pattern: str | None,
+    pp: int = 1,
+    vpp: int | None = None,
+    *,
+    model: dict[str, Any] | None = None,
+    **sections: Any,
+) -> Config:
+    pipeline = {
+        "pipeline_model_parallel_size": pp,
+        "virtual_pipeline_model_parallel_size": vpp,
+        **sections.pop("pipeline", {}),
+    }
+    return config_from_mapping(
+        {
+            "device": "cuda",
+            "model": {
+                "num_layers": 6,
+                "hidden_size": 64,
+                "ffn_hidden_size": 128,
+                "num_attention_heads": 4,
+                "seq_length": 32,
+                "mamba_head_dim": 16,
+                "hybrid_layer_pattern": pattern,
+                **(model or {}),
+            },
+            "pipeline": pipeline,
+            "train": {"num_microbatches": [4]},
+            **sections,
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("pattern", "pp", "vpp"),
+    [
+        ("M-M*M-", 1, None),
+        ("M-M*M-", 2, None),
+        ("M|-M*M-", 2, None),
+        ("M|-|M*|M-", 2, 2),
+        ("*-*-*-", 3, None),
+    ],
+)
+def test_patterns(pattern: str, pp: int, vpp: int | None) -> None:
+    assert _config(pattern, pp, vpp).model.hybrid_layer_pattern == pattern
+
+
+@pytest.mark.parametrize(
+    ("pattern", "options", "error", "message"),
+    [
+        ("M-M*", {}, ConfigError, r"num_layers is 6, but .* \(M-M\*\) has 4 layers.*Set it to 4"),
+        ("M-MxM-", {}, ConfigError, "has 'x', which is no layer"),
+        ("M-MEM-", {}, ConfigError, "has 'E', which is experts in Megatron-core"),
+        ("M-M*M-/M", {}, ConfigError, "has '/', which is multi-token prediction"),
+        ("M-M*||M-", {"pp": 3}, ConfigError, "a stage without layers"),
+        ("", {}, ConfigError, "a stage without layers"),
+        ("M-M|*|M-", {"pp": 2}, TopologyError, r"has 3 stages, but the pipeline has 2"),
+        ("M-M|*M-", {}, TopologyError, r"has 2 stages, but the pipeline has 1"),
+        ("M-M*M-", {"pp": 2, "vpp": 2}, TopologyError, "does not say where stages end"),
+        ("M-M*M-", {"pp": 4}, TopologyError, "6 layers, which do not divide into 4 stages"),
+        ("M-M*M-", {"model": {"mamba_state_dim": 0}}, ConfigError, "state_dim is 0; it must be"),
+        ("M-M*M-", {"model": {"mamba_head_dim": 48}}, ConfigError, r"\(48\) does not divide twice"),
+        ("M-M*M-", {"model": {"mamba_num_heads": 4}}, ConfigError, "4 Mamba heads do not divide"),
+        (
+            "M-M*M-",
+            {"model": {"mamba_num_groups": 1}, "pipeline": {"tensor_model_parallel_size": 2}},
+            TopologyError,
+            r"mamba_num_groups \(1\): not divisible by .*tensor_model_parallel_size \(2\)",
+        ),
+        ("M-M*M-", {"model": {"fp8": "hybrid"}}, ConfigError, "model.fp8 is hybrid with"),
+        (
+            "M-M*M-",
+            {"pipeline": {"context_parallel_size": 2}},
+            ConfigError,
+            "context_parallel_size is 2 with model.hybrid_layer_pattern",
+        ),
+        (None, {"model": {"mamba_num_heads": 4}}, ConfigError, "but there are no Mamba layers"),
+    ],
+)
+def test_what_cannot_be(
+    pattern: str | None, options: dict[str, Any], error: type[ChunkGraphError], message: str
+) -> None:
+    if pattern is None:
+        options = {**options, "model": {"mamba_head_dim": 64, **options["model"]}}
+    with pytest.raises(error, match=message):
+        _config(pattern, **options)
+
+
+def test_experts_are_refused() -> None:
+    moe = {"num_moe_experts": 4, "moe_expert_capacity_factor": 2.0}
+    with pytest.raises(ConfigError, match=r"num_moe_experts is 4 with model\.hybrid_layer_pattern"):
+        _config("M-M*M-", moe=moe)

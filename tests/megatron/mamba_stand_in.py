@@ -1,0 +1,237 @@
+"""Mamba-2 without mamba-ssm: its recurrence in plain operators, where Megatron looks for kernels.
+
+From the published equations of Mamba-2: with a step ``dt = softplus(dt + bias)`` the state of a
+head, [width, state], is ``h(t) = exp(dt A) h(t-1) + dt x(t) B(t)^T``, read out as
+``y(t) = h(t) C(t) + D x(t)``; x, B and C come through a causal convolution of each channel, and y
+is gated by silu(z). Where ``seq_idx`` changes, the convolution sees zeros and the state begins at
+zero. As the kernels do, the backward reads its inputs anew, ``seq_idx`` among them.
+
+Layer specs are functions of this module, ``mamba_stand_in:local`` and others; each puts the
+recurrence into Megatron's mixer first, once for the process, unless the real package is installed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from types import ModuleType
+from typing import Any
+
+import torch
+import user_specs
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from plain_conv import before, convolved
+from torch import nn
+from torch.nn import functional
+
+_MIXER = "megatron.core.ssm.mamba_mixer"
+_Sizes = tuple[int, int]
+"""Width of a head, and groups of heads that share B and C."""
+
+
+def scanned(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    d: torch.Tensor,
+    seq_idx: torch.Tensor | None,
+) -> torch.Tensor:
+    """The recurrence: x [b, l, heads, width], dt [b, l, heads], B and C [b, l, heads, state]."""
+    decay = (dt * a).exp()[..., None, None]
+    added = (dt[..., None] * x)[..., None] * b[:, :, :, None, :]
+    begins = None if seq_idx is None else before(seq_idx, 1, -1) != seq_idx
+    state = torch.zeros_like(added[:, 0])
+    read = []
+    for row in range(x.size(1)):
+        if begins is not None:  # not by a factor: 0 times what a tail may hold need not be 0
+            state = state.masked_fill(begins[:, row, None, None, None], 0.0)
+        state = decay[:, row] * state + added[:, row]
+        read.append((state * c[:, row, :, None, :]).sum(-1))
+    return torch.stack(read, 1) + d[:, None] * x
+
+
+class _Mixed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, sizes: _Sizes, seq_idx: Any, *inputs: torch.Tensor) -> torch.Tensor:
+        ctx.sizes = sizes
+        ctx.save_for_backward(seq_idx, *inputs)
+        return _mixed(sizes, seq_idx, *inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        seq_idx, *saved = ctx.saved_tensors
+        with torch.enable_grad():
+            inputs = [t.detach().requires_grad_() for t in saved]
+            output = _mixed(ctx.sizes, seq_idx, *inputs)
+        return (None, None, *torch.autograd.grad(output, inputs, grad))
+
+
+def _mixed(
+    sizes: _Sizes,
+    seq_idx: torch.Tensor | None,
+    zxbcdt: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    dt_bias: torch.Tensor,
+    a: torch.Tensor,
+    d: torch.Tensor,
+) -> torch.Tensor:
+    width, groups = sizes
+    heads = a.size(0)
+    inner = heads * width
+    states = (weight.size(0) - inner) // 2
+    z, xbc, dt = zxbcdt.split([inner, inner + 2 * states, heads], dim=-1)
+    x, b, c = convolved(xbc, weight, bias, seq_idx).split([inner, states, states], dim=-1)
+    b, c = (t.unflatten(-1, (groups, -1)).repeat_interleave(heads // groups, 2) for t in (b, c))
+    dt = functional.softplus(dt + dt_bias)
+    y = scanned(x.unflatten(-1, (heads, width)), dt, a, b, c, d, seq_idx)
+    return y.flatten(2) * functional.silu(z)
+
+
+class Switch:
+    """What tests turn on in the recurrence, to see it noticed.
+
+    Attributes:
+        shared: all slots read ``seq_idx`` from one buffer, which each forward fills.
+        tail: put in the place of all rows of the last sequence, unless None.
+    """
+
+    shared = False
+    tail: float | None = None
+    buffer: torch.Tensor | None = None
+
+
+def split_conv1d_scan(
+    zxbcdt: torch.Tensor,
+    conv1d_weight: torch.Tensor,
+    conv1d_bias: torch.Tensor,
+    dt_bias: torch.Tensor,
+    A: torch.Tensor,
+    D: torch.Tensor,
+    chunk_size: int,
+    *,
+    activation: str = "silu",
+    headdim: int | None = None,
+    ngroups: int = 1,
+    norm_before_gate: bool = True,
+    seq_idx: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """What the mixer calls, with the arguments that it gives; [b, l, heads * width]."""
+    assert chunk_size > 0
+    assert activation == "silu"
+    assert not norm_before_gate
+    assert headdim is not None
+    if seq_idx is not None:
+        assert seq_idx.dtype == torch.int32
+        assert seq_idx.shape == zxbcdt.shape[:2]
+        if Switch.shared:
+            if Switch.buffer is None:
+                Switch.buffer = seq_idx.clone()
+            Switch.buffer.data.copy_(seq_idx)  # where autograd does not see it, as of a kernel
+            seq_idx = Switch.buffer
+        if Switch.tail is not None:
+            is_tail = seq_idx == seq_idx[:, -1:]
+            zxbcdt = zxbcdt.masked_fill(is_tail[..., None], Switch.tail)
+    inputs = (zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D)
+    return _Mixed.apply((headdim, ngroups), seq_idx, *inputs)
+
+
+def _not_here(*_: Any) -> Any:
+    raise NotImplementedError("only the memory-efficient path of training is stood in for")
+
+
+class RMSNorm(nn.Module):
+    """Root mean square normalization of groups."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-5,
+        group_size: int | None = None,
+        norm_before_gate: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__()
+        assert not norm_before_gate
+        self.eps, self.group_size = eps, group_size or hidden_size
+        self.weight = nn.Parameter(torch.ones(hidden_size, device=device, dtype=dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., hidden_size]."""
+        grouped = x.unflatten(-1, (-1, self.group_size))
+        scale = (grouped.square().mean(-1, keepdim=True) + self.eps).rsqrt()
+        return (grouped * scale).flatten(-2) * self.weight
+
+
+def rearrange(t: torch.Tensor, pattern: str) -> torch.Tensor:
+    """What the mixer asks of einops: axes in another order, those of size 1 left out."""
+    left, right = (side.split() for side in pattern.split("->"))
+    assert "(" not in pattern
+    for place in reversed(range(len(left))):
+        if left[place] == "1":
+            t = t.squeeze(place)
+    names = [name for name in left if name != "1"]
+    return t.permute([names.index(name) for name in right])
+
+
+def _modules() -> dict[str, ModuleType]:
+    """What Megatron's mixer imports, by name."""
+    triton = "mamba_ssm.ops.triton"
+    contents: dict[str, dict[str, Any]] = {
+        "einops": {"rearrange": rearrange, "repeat": _not_here},
+        "causal_conv1d": {"__version__": "1.5.0", "causal_conv1d_fn": _not_here},
+        "causal_conv1d.causal_conv1d_varlen": {"causal_conv1d_varlen_states": _not_here},
+        "mamba_ssm": {"__version__": "2.2.5", "__path__": []},
+        "mamba_ssm.ops": {"__path__": []},
+        triton: {"__path__": []},
+        f"{triton}.layernorm_gated": {"RMSNorm": RMSNorm},
+        f"{triton}.ssd_combined": {
+            "mamba_split_conv1d_scan_combined": split_conv1d_scan,
+            "mamba_chunk_scan_combined": _not_here,
+        },
+    }
+    found = {}
+    for name, values in contents.items():
+        found[name] = ModuleType(name)
+        found[name].__dict__.update(values)
+    return found
+
+
+def load_mixer() -> None:
+    """Import Megatron's mixer with the stand-ins, which are then gone from where it found them."""
+    if _MIXER in sys.modules or importlib.util.find_spec("mamba_ssm") is not None:
+        return
+    utils = importlib.import_module("megatron.core.utils")
+    modules = _modules()
+    if importlib.util.find_spec("einops") is not None:
+        del modules["einops"]
+    sys.modules.update(modules)
+    try:
+        importlib.import_module(_MIXER)
+        utils.get_mamba_version()  # each is remembered
+        utils.get_causal_conv1d_version()
+    finally:
+        for name in modules:
+            del sys.modules[name]
+
+
+def local() -> Any:
+    """Megatron's local layers, whose attention and feed-forward go between those of Mamba."""
+    load_mixer()
+    return get_gpt_layer_local_spec()
+
+
+def packed() -> Any:
+    """The same with attention of packed sequences."""
+    load_mixer()
+    return user_specs.packed()
+
+
+def packed_poisoned() -> Any:
+    """The same, with NaN in the tail of attention."""
+    load_mixer()
+    return user_specs.packed_poisoned()

@@ -1,0 +1,152 @@
+"""Hybrid models with Mamba's Triton kernels and Transformer Engine on real GPUs; equal to eager.
+
+Needs mamba_ssm; ``mamba_kernels.py`` says how to have its kernels without building it. Its kernels
+repeat to the last bit only from release 2.3 on, in a deterministic mode: ``MAMBA_DETERMINISTIC=1``,
+or ``torch.use_deterministic_algorithms(True)``, which ``train.deterministic`` asks for. The mode
+adds up gradients of the decay and the steps in a fixed order instead of with atomics, and takes one
+configuration of each kernel instead of the one that was fastest this time (or, with Triton 3.4 and
+``TRITON_CACHE_AUTOTUNING=1``, the one that was fastest once). Attention needs
+``NVTE_ALLOW_NONDETERMINISTIC_ALGO=0`` as ever, which the ranks set.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+_KERNELS = (
+    "mamba_ssm.ops.triton.ssd_combined",
+    "mamba_ssm.ops.triton.layernorm_gated",
+    "causal_conv1d.cpp_functions",
+    "einops",
+)
+_CHUNK = {"scope": "chunk"}
+_ROWS = 256
+
+pytestmark = [pytest.mark.megatron, pytest.mark.timeout(500)]
+
+
+@pytest.fixture(autouse=True)
+def _needs_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    if importlib.util.find_spec("transformer_engine") is None:
+        pytest.skip("Transformer Engine is not installed")
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    for name in _KERNELS:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            pytest.skip(f"{name} cannot be imported ({error}); see mamba_kernels.py")
+    if importlib.util.find_spec("mamba_ssm.utils.determinism") is None:
+        pytest.skip("this mamba_ssm has no deterministic mode; release 2.3 has")
+    monkeypatch.setenv("MAMBA_DETERMINISTIC", "1")
+
+
+def _case(
+    folder: Path,
+    make_config: Callable[..., Any],
+    pattern: str,
+    counts: list[int],
+    capture: dict[str, Any],
+    *,
+    packed: bool = False,
+    model: dict[str, Any] | None = None,
+    packing: dict[str, Any] | None = None,
+    **pipeline: Any,
+) -> dict[str, Any]:
+    """A model of bfloat16; ``packed`` on documents of 30 to 150 tokens, two to seven in 256."""
+    letters = random.Random(5)
+    text = ["".join(letters.choices("abcdefgh ", k=letters.randint(29, 149))) for _ in range(200)]
+    path = folder / "text.txt"
+    path.write_text("\n\n".join(t.strip() + "z" for t in text), encoding="utf-8")
+    sections: dict[str, Any] = {}
+    if packed:
+        sections = {
+            "data": {"path": str(path)},
+            "packing": {"max_packed_seqs": 9, **(packing or {})},
+        }
+    config = make_config(
+        model={
+            "layer_spec": "transformer_engine",
+            "num_layers": len(pattern.replace("|", "")),
+            "hybrid_layer_pattern": pattern,
+            "hidden_size": 256,
+            "ffn_hidden_size": 512,
+            "seq_length": _ROWS,
+            "normalization": "RMSNorm",
+            "swiglu": True,
+            "params_dtype": "bfloat16",
+            "mamba_state_dim": 64,
+            "mamba_head_dim": 64,
+            "mamba_num_groups": 4,
+            **(model or {}),
+        },
+        pipeline=pipeline,
+        train={"num_microbatches": counts, "micro_batch_size": 1, "deterministic": True},
+        capture=capture,
+        run={"timeout_s": 150},
+        **sections,
+    )
+    return {"config": {**config, "device": "cuda"}}
+
+
+def _check(results: dict[str, dict[str, Any]]) -> None:
+    for name, result in results.items():
+        steps = result["steps"]
+        wrong = [s for s in steps if not (s["loss_equal"] and s["grad_norm_equal"])]
+        assert not wrong, f"{name}: {wrong}"
+        assert result["different_parameters"] == {}, name
+        assert result["capture_sessions"] == 1, name
+        assert [bool(s["replays"]) for s in steps] == [False] + [True] * (len(steps) - 1), name
+
+
+@pytest.mark.gpu
+def test_one_gpu(
+    run_cases: Callable[..., Any], make_config: Callable[..., Any], tmp_path: Path
+) -> None:
+    def case(*args: Any, **options: Any) -> dict[str, Any]:
+        return _case(tmp_path, make_config, *args, **options)
+
+    counts = [2, 3, 1, 4]
+    cases = {
+        "block": case("M-M*-M", counts, {"verify": "poison"}),
+        "chunk": case("M-M*-M", counts, {**_CHUNK, "verify": "shadow"}),
+        "packed_block": case("M-M*-M", counts, {"verify": "poison"}, packed=True),
+        "packed_chunk": case("M-M*-M", counts, _CHUNK, packed=True),
+        "mamba_alone": case("MM", counts, _CHUNK, packed=True, packing={"buckets": [0.5]}),
+    }
+    _check(run_cases(cases, 1, timeout_s=480.0))
+
+
+@pytest.mark.multigpu
+def test_two_gpus(
+    run_cases: Callable[..., Any], make_config: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Every microbatch in flight has a ``seq_idx`` of its own."""
+
+    def case(pattern: str, *args: Any, vpp: int | None = None, **options: Any) -> dict[str, Any]:
+        sizes = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": vpp}
+        return _case(tmp_path, make_config, pattern, [4, 2, 6], *args, **options, **sizes)
+
+    cases = {
+        "block": case("M-M|*-M", {}),
+        "chunk": case("M-M*-M", _CHUNK),
+        "packed_block": case("M-M|*-M", {}, packed=True),
+        "packed_chunk": case("M-M|*-M", _CHUNK, packed=True),
+        "packed_interleaved": case("M|-*|M-|M", _CHUNK, vpp=2, packed=True),
+    }
+    _check(run_cases(cases, 2, timeout_s=480.0))
+
+
+@pytest.mark.gpu
+def test_nothing_in_a_replayed_step_waits_for_the_device(
+    run_cases: Callable[..., Any], make_config: Callable[..., Any], tmp_path: Path
+) -> None:
+    case = _case(tmp_path, make_config, "M*-M", [2, 3, 4], _CHUNK, packed=True)
+    result = run_cases({"probe": {**case, "probe": "packed"}}, 1, timeout_s=280.0)["probe"]
+    assert result["replays"] == 7

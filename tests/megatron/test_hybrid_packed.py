@@ -1,0 +1,337 @@
+"""Packed documents through captured Mamba layers, two microbatches in flight, in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from chunkgraph.errors import ConfigError
+from chunkgraph.packing import PackedShape, pack
+
+pytestmark = [pytest.mark.megatron, pytest.mark.timeout(100)]
+
+_SHAPE = PackedShape(6, 24)
+Packings = Sequence[Sequence[int]]
+# Of two microbatches each; only the first pair is there when graphs are captured.
+_PACKINGS: list[Packings] = [
+    [[9, 7, 5], [24]],
+    [[4, 4, 4, 4, 4], [1, 22]],
+    [[1], [12, 12]],
+    [[3, 1, 1, 1, 18], [23]],
+]
+
+
+@pytest.fixture
+def pattern() -> str:
+    return "M*M-"
+
+
+@pytest.fixture
+def spec() -> str:
+    return "packed"
+
+
+@pytest.fixture
+def chunks(one_rank: Any, make_config: Any, spec: str, pattern: str, monkeypatch: Any) -> list[Any]:
+    """A hybrid model whose backward reads where documents begin, as a GPU's kernels do."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    from chunkgraph.config import config_from_mapping
+    from chunkgraph.megatron.model import build_model
+    from chunkgraph.megatron.processes import seed_everything
+
+    config = config_from_mapping(
+        make_config(
+            model={
+                "layer_spec": f"mamba_stand_in:{spec}",
+                "hybrid_layer_pattern": pattern,
+                "num_layers": len(pattern),
+                "hidden_size": 16,
+                "ffn_hidden_size": 32,
+                "num_attention_heads": 2,
+                "mamba_state_dim": 4,
+                "mamba_head_dim": 8,
+                "mamba_num_groups": 2,
+            },
+            train={"micro_batch_size": 1},
+            packing={"max_packed_seqs": _SHAPE.max_packed_seqs, "max_packed_tokens": 24},
+        )
+    )
+    seed_everything(1, one_rank)
+    return build_model(config, one_rank)
+
+
+class Flight:
+    """Steps of a model chunk: the forwards of all microbatches, then their backwards."""
+
+    def __init__(self, chunk: Any, graphs: Any) -> None:
+        self.chunk = chunk
+        self.graphs = graphs
+
+    @staticmethod
+    def batch(lengths: Sequence[int], seed: int = 1) -> dict[str, Any]:
+        """A microbatch of random tokens, and which rows count."""
+        from chunkgraph.megatron.packed import make_params
+
+        packed = pack(list(lengths), _SHAPE)
+        tokens, labels = np.random.default_rng(seed).integers(1, 256, (2, packed.num_valid_tokens))
+
+        def row(values: Any) -> torch.Tensor:
+            return torch.from_numpy(values)[None]
+
+        return {
+            "input_ids": row(packed.place(tokens)),
+            "labels": row(packed.place(labels)),
+            "position_ids": row(packed.position_ids),
+            "attention_mask": None,
+            "packed_seq_params": make_params(packed, torch.device("cpu"), with_seq_idx=True),
+            "is_counted": row(~packed.padding_mask),
+        }
+
+    def fly(self, batches: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        """Losses of the rows, and all gradients."""
+        for parameter in self.chunk.parameters():
+            parameter.main_grad.zero_()
+        results, outputs = {}, []
+        for number, batch in enumerate(batches):
+            given = {name: value for name, value in batch.items() if name != "is_counted"}
+            output = self.chunk(**given)
+            results[f"losses {number}"] = output.detach().clone()
+            outputs.append(torch.where(batch["is_counted"], output, 0.0).sum())
+        for output in outputs:
+            output.backward()
+        return results | {n: p.main_grad.clone() for n, p in self.chunk.named_parameters()}
+
+    def step(
+        self, packings: Packings, batches: Sequence[dict[str, Any]] | None = None
+    ) -> dict[str, torch.Tensor]:
+        """With graphs, once there are any."""
+        made = batches or [self.batch(lengths, seed) for seed, lengths in enumerate(packings)]
+        wrapped = self.graphs.wrap_forward_backward(lambda **_: self.fly(made))
+        return wrapped(num_microbatches=len(packings), packings=packings)
+
+    def eager(self, packings: Packings) -> dict[str, torch.Tensor]:
+        """The same without graphs."""
+        saved = [part.module.__dict__.pop("forward") for part in self.graphs._parts]
+        try:
+            return self.fly([self.batch(lengths, seed) for seed, lengths in enumerate(packings)])
+        finally:
+            for part, forward in zip(self.graphs._parts, saved, strict=True):
+                part.module.forward = forward
+
+
+@pytest.fixture(params=["block", "chunk"])
+def flight(chunks: list[Any], request: Any) -> Iterator[Flight]:
+    """Graphs of two slots."""
+    from chunkgraph.megatron.plugin import attach
+
+    attached = attach(chunks, scope=request.param, num_slots=[2], packing=_SHAPE)
+    try:
+        yield Flight(chunks[0], attached)
+    finally:
+        attached.detach()
+
+
+only_block = pytest.mark.parametrize("flight", ["block"], indirect=True)
+
+
+def _differing(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
+    return [name for name in a if not torch.equal(a[name], b[name])]
+
+
+def test_packings_never_seen_at_capture(flight: Flight) -> None:
+    for packings in [*_PACKINGS, _PACKINGS[1]]:
+        expected = flight.eager(packings)
+        assert all(value.any() for value in expected.values())
+        assert _differing(flight.step(packings), expected) == []
+    assert flight.graphs.counters.capture_sessions == 1
+    assert flight.graphs.counters.replays == 8
+
+
+def _rows_of_slots(flight: Flight) -> list[torch.Tensor]:
+    (slots,) = flight.graphs.engine._captured.slots
+    return [t for slot in slots for t in slot.inputs if t.dtype == torch.int32 and t.dim() == 2]
+
+
+@only_block
+def test_the_document_of_each_row_is_an_input_of_the_slot(flight: Flight) -> None:
+    if not hasattr(flight.batch([1])["packed_seq_params"], "seq_idx"):
+        pytest.skip("in this release mixers number the rows themselves")
+    for packings in _PACKINGS[:3]:
+        flight.step(packings)
+    rows = _rows_of_slots(flight)
+    assert [t.tolist() for t in rows] == [[[0] + [1] * 23], [[0] * 12 + [1] * 12]]
+    assert rows[0].data_ptr() != rows[1].data_ptr()
+
+
+@only_block
+def test_rows_that_slots_share_give_wrong_gradients(
+    flight: Flight, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Broken on purpose: what the test above would look like with one ``seq_idx`` for all slots."""
+    from mamba_stand_in import Switch
+
+    monkeypatch.setattr(Switch, "buffer", None)
+    monkeypatch.setattr(Switch, "shared", True)
+    flight.step(_PACKINGS[0])
+    for packings in (_PACKINGS[1], _PACKINGS[3]):
+        with monkeypatch.context() as patch:
+            patch.setattr(Switch, "shared", False)
+            expected = flight.eager(packings)
+        wrong = _differing(flight.step(packings), expected)
+        assert any("mixer.A_log" in name for name in wrong), wrong
+        assert not any("losses" in name for name in wrong)
+
+
+@only_block
+@pytest.mark.parametrize("pattern", ["MM"])
+def test_documents_know_nothing_of_each_other(flight: Flight) -> None:
+    """Another text in one document: no loss of another changes, nor what it adds to a gradient."""
+    lengths = [6, 7, 3, 5]
+    first = slice(6, 13)
+
+    def run(
+        change: bool, counted: slice | None = None, *, one_state: bool = False
+    ) -> dict[str, torch.Tensor]:
+        batches = [flight.batch(lengths), flight.batch([20, 3])]
+        if change:
+            batches[0]["input_ids"][0, first] += 1
+            batches[0]["labels"][0, first] += 1
+        if counted is not None:
+            batches[0]["is_counted"] = torch.zeros(1, 24, dtype=torch.bool)
+            batches[0]["is_counted"][0, counted] = True
+        if one_state:
+            batches[0]["packed_seq_params"].seq_idx.zero_()
+        return flight.step([lengths, [20, 3]], batches)
+
+    run(False)
+    before, after = run(False)["losses 0"], run(True)["losses 0"]
+    others = torch.ones(24, dtype=torch.bool)
+    others[first] = False
+    assert torch.equal(before[0, others], after[0, others])
+    assert not torch.equal(before[0, first], after[0, first])
+    for document in (slice(0, 6), slice(13, 16), slice(16, 21)):
+        assert _differing(run(False, document), run(True, document)) == ["losses 0"]
+    assert len(_differing(run(False, first), run(True, first))) > 5
+    assert flight.graphs.counters.replays > 0
+    if hasattr(flight.batch(lengths)["packed_seq_params"], "seq_idx"):
+        # They would, of each other, if the rows were said to be of one document.
+        before, after = (run(change, one_state=True)["losses 0"] for change in (False, True))
+        assert not torch.equal(before[0, 13:], after[0, 13:])
+        assert torch.equal(before[0, :6], after[0, :6])
+
+
+@only_block
+def test_what_the_tail_holds_does_not_matter(flight: Flight) -> None:
+    """Other tokens and labels behind the documents: equal losses of documents, equal gradients."""
+    lengths = [7, 5]
+
+    def run(change: bool) -> dict[str, torch.Tensor]:
+        batch = flight.batch(lengths)
+        if change:
+            batch["input_ids"][0, 12:] = torch.arange(100, 112)
+            batch["labels"][0, 12:] = torch.arange(12)
+        return flight.step([lengths], [batch])
+
+    run(False)
+    before, after = run(False), run(True)
+    assert flight.graphs.counters.replays == 2
+    assert not torch.equal(before["losses 0"], after["losses 0"])
+    assert torch.equal(before.pop("losses 0")[0, :12], after.pop("losses 0")[0, :12])
+    assert _differing(before, after) == []
+
+
+@only_block
+def test_nan_in_the_tail_of_a_mixer_reaches_no_document(
+    flight: Flight, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Losses alone: a mixer's kernels add up gradients over all rows, and 0 times NaN is NaN."""
+    from mamba_stand_in import Switch
+
+    for packings in ([[9, 7, 5], [20]], [[3, 1, 1], [8, 2]]):
+        expected = flight.eager(packings)
+        with monkeypatch.context() as patch:
+            patch.setattr(Switch, "tail", float("nan"))
+            found = flight.step(packings)
+        for number, lengths in enumerate(packings):
+            name, end = f"losses {number}", sum(lengths)
+            assert torch.equal(found[name][0, :end], expected[name][0, :end])
+            assert found[name][0, end:].isnan().all()
+    assert flight.graphs.counters.replays == 2
+
+
+@only_block
+@pytest.mark.parametrize("spec", ["packed_poisoned"])
+def test_nan_in_the_tail_of_attention_reaches_nothing(flight: Flight) -> None:
+    from user_specs import PoisonedCore
+
+    for packings in ([[10, 8], [5]], [[3, 1, 1], [20, 2]]):
+        found = flight.step(packings)
+        assert all(value.isfinite().all() for value in found.values())
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(PoisonedCore, "poison", 0.0)
+            expected = flight.eager(packings)
+        assert _differing(found, expected) == []
+    assert flight.graphs.counters.replays == 2
+
+
+@only_block
+def test_mamba_layers_are_told_of_documents(flight: Flight) -> None:
+    batch = flight.batch([4, 5])
+    if not hasattr(batch["packed_seq_params"], "seq_idx"):
+        pytest.skip("in this release mixers number the rows themselves")
+    assert batch["packed_seq_params"].seq_idx.tolist() == [[0] * 4 + [1] * 5 + [2] * 15]
+    batch["packed_seq_params"].seq_idx = None
+    with pytest.raises(ConfigError, match="packed_seq_params without seq_idx: all documents"):
+        flight.step([[4, 5]], [batch])
+
+
+def test_the_rows_of_earlier_releases_are_the_same_without_the_host(chunks: list[Any]) -> None:
+    """Also with empty sequences in the middle and a tail."""
+    from types import SimpleNamespace
+
+    from chunkgraph.megatron import compat
+
+    (mixer,) = compat.mamba_mixers_of(chunks[0].modules())[:1]
+    if not hasattr(mixer, "_create_packed_seq_idx"):
+        pytest.skip("this release is given the rows")
+    for offsets, padded in (([0, 3, 3, 9, 9], None), ([0, 3, 9, 9], [0, 4, 12, 24])):
+        params = SimpleNamespace(
+            cu_seqlens_q=torch.tensor(offsets, dtype=torch.int32),
+            cu_seqlens_q_padded=None if padded is None else torch.tensor(padded).int(),
+        )
+        expected = mixer._create_packed_seq_idx(params, 24)
+        with compat.packed_mamba_rows():
+            found = mixer._create_packed_seq_idx(params, 24)
+        assert found.dtype == expected.dtype
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m: setattr(m.config, "use_mamba_mem_eff_path", False), "use_mamba_mem_eff_path"),
+        (lambda m: setattr(m.config, "fp8", "hybrid"), "hybrid model with fp8='hybrid'"),
+        (lambda m: setattr(m, "mtp_num_depths", 1), "multi-token prediction: its stage"),
+        (lambda m: m.decoder.layer_type_list.append("D"), r"sparse attention \(D\)"),
+        (lambda m: m.decoder.layer_type_list.append("G"), r"gated delta nets \(G\)"),
+    ],
+)
+def test_what_cannot_be_captured_is_named(chunks: list[Any], change: Any, message: str) -> None:
+    from chunkgraph.megatron.plugin import attach
+
+    change(chunks[0].module)
+    with pytest.raises(ConfigError, match=message):
+        attach(chunks, packing=_SHAPE)
+    assert "forward" not in chunks[0].module.decoder.__dict__
+
+
+def test_split_documents_are_refused(chunks: list[Any]) -> None:
+    from chunkgraph.megatron.plugin import attach
+
+    with pytest.raises(ConfigError, match="packed sequences with Mamba layers and context paral"):
+        attach(chunks, packing=PackedShape(6, 24, context_parallel_size=2))

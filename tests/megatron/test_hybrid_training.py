@@ -1,0 +1,169 @@
+"""Hybrid models of Mamba, attention and feed-forward: chunk graphs against eager, to the last bit.
+
+Mamba's kernels are stood in for by ``mamba_stand_in``; all else is Megatron's.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.megatron, pytest.mark.timeout(150)]
+
+_SMALL = {
+    "seq_length": 8,
+    "hidden_size": 16,
+    "ffn_hidden_size": 32,
+    "num_attention_heads": 2,
+    "mamba_state_dim": 4,
+    "mamba_head_dim": 8,
+    "mamba_num_groups": 2,
+}
+_TOKENS = 24
+_INTERLEAVES = importlib.util.find_spec("megatron.core.models.hybrid") is not None
+
+Case = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def make_case(make_config: Callable[..., Any], tmp_path: Path) -> Case:
+    """A run of a hybrid model; ``packed`` on documents of 3 to 12 bytes."""
+    letters = random.Random(5)
+    documents = ["".join(letters.choices("abcdefgh", k=letters.randint(2, 11))) for _ in range(80)]
+    path = tmp_path / "text.txt"
+    path.write_text("\n\n".join(documents), encoding="utf-8")
+
+    def make(
+        pattern: str,
+        counts: list[int],
+        *,
+        pp: int = 1,
+        vpp: int | None = None,
+        packed: bool = False,
+        model: dict[str, Any] | None = None,
+        capture: dict[str, Any] | None = None,
+        packing: dict[str, Any] | None = None,
+        **pipeline: Any,
+    ) -> dict[str, Any]:
+        sections: dict[str, Any] = {}
+        if packed:
+            sections["data"] = {"path": str(path)}
+            sections["packing"] = {
+                "max_packed_seqs": 12,
+                "max_packed_tokens": _TOKENS,
+                **(packing or {}),
+            }
+        config = make_config(
+            model={
+                **_SMALL,
+                "num_layers": len(pattern.replace("|", "")),
+                "hybrid_layer_pattern": pattern,
+                "layer_spec": f"mamba_stand_in:{'packed' if packed else 'local'}",
+                **(model or {}),
+            },
+            pipeline={
+                "pipeline_model_parallel_size": pp,
+                "virtual_pipeline_model_parallel_size": vpp,
+                **pipeline,
+            },
+            train={"num_microbatches": counts, "micro_batch_size": 1 if packed else 2},
+            capture=capture or {},
+            **sections,
+        )
+        return {"config": config}
+
+    return make
+
+
+def _check(results: dict[str, dict[str, Any]]) -> None:
+    for name, result in results.items():
+        steps = result["steps"]
+        wrong = [s for s in steps if not (s["loss_equal"] and s["grad_norm_equal"])]
+        assert not wrong, f"{name}: {wrong}"
+        assert result["different_parameters"] == {}, name
+        assert result["capture_sessions"] == 1, name
+        assert result["captures_after_first_session"] == 0, name
+        assert [bool(s["replays"]) for s in steps] == [False] + [True] * (len(steps) - 1), name
+        assert len({s["loss_chunk_hex"] for s in steps}) == len(steps), name
+
+
+def test_one_rank(run_cases: Callable[..., Any], make_case: Case) -> None:
+    chunk = {"scope": "chunk"}
+    cases = {
+        "block": make_case("M-M*-", [2, 3], capture={"verify": "poison"}),
+        "chunk": make_case(
+            "M*M", [1, 2], capture={**chunk, "verify": "shadow"}, model={"hidden_dropout": 0.1}
+        ),
+        "packed_block": make_case("M-M*-", [2, 3], packed=True),
+        "packed_chunk": make_case(
+            "M*M",
+            [2, 3],
+            packed=True,
+            capture={**chunk, "verify": "poison"},
+            packing={"buckets": [0.75]},
+        ),
+    }
+    _check(run_cases(cases, 1))
+
+
+def test_two_ranks(run_cases: Callable[..., Any], make_case: Case) -> None:
+    """Two to four microbatches in flight, each with the documents of its own slot."""
+    cases = {
+        "block": make_case("M-M*", [3, 1, 4], pp=2),
+        "chunk": make_case("M-|*M", [3, 1], pp=2, capture={"scope": "chunk"}),
+        "packed_chunk": make_case("M-|M*", [3, 4], pp=2, packed=True, capture={"scope": "chunk"}),
+        "tp2": make_case("M*", [2, 1], tensor_model_parallel_size=2),
+    }
+    if _INTERLEAVES:
+        cases["packed_interleaved"] = make_case(
+            "M|*|-M|M", [4, 2], pp=2, vpp=2, packed=True, capture={"scope": "chunk"}
+        )
+        cases["interleaved"] = make_case("M|-M|*|M", [4, 2], pp=2, vpp=2)
+    _check(run_cases(cases, 2))
+
+
+@pytest.mark.skipif(_INTERLEAVES, reason="this release can do it")
+@pytest.mark.parametrize(
+    ("pattern", "pipeline", "model", "message"),
+    [
+        ("M|*|M|-", {"vpp": 2}, {}, "no interleaved pipeline of hybrid models"),
+        ("M|*-", {}, {}, "stages of different lengths"),
+        (
+            "M|*",
+            {},
+            {
+                "recompute_granularity": "full",
+                "recompute_method": "uniform",
+                "recompute_num_layers": 1,
+            },
+            "recomputes nothing",
+        ),
+    ],
+)
+def test_what_the_release_has_not_is_refused(
+    run_to_its_end: Callable[..., Any],
+    make_case: Case,
+    pattern: str,
+    pipeline: dict[str, Any],
+    model: dict[str, Any],
+    message: str,
+) -> None:
+    codes, texts = run_to_its_end(make_case(pattern, [2], pp=2, model=model, **pipeline))
+    assert codes == [2, 2]
+    assert all(message in text for text in texts)
+
+
+def test_without_kernels_the_package_is_named(
+    run_to_its_end: Callable[..., Any], make_case: Case
+) -> None:
+    if importlib.util.find_spec("mamba_ssm") is not None:
+        pytest.skip("mamba_ssm is installed")
+    case = make_case("M*", [2], model={"layer_spec": "local"})
+    codes, texts = run_to_its_end(case, 1)
+    assert codes == [2]
+    assert "Install mamba-ssm, causal-conv1d and einops" in texts[0]
