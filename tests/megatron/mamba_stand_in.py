@@ -26,6 +26,7 @@ from torch import nn
 from torch.nn import functional
 
 _MIXER = "megatron.core.ssm.mamba_mixer"
+_SPLIT = "megatron.core.ssm.mamba_context_parallel"
 _Sizes = tuple[int, int]
 """Width of a head, and groups of heads that share B and C."""
 
@@ -202,9 +203,16 @@ def _modules() -> dict[str, ModuleType]:
 
 
 def load_mixer() -> None:
-    """Import Megatron's mixer with the stand-ins, which are then gone from where it found them."""
-    if _MIXER in sys.modules or importlib.util.find_spec("mamba_ssm") is not None:
+    """Import Megatron's mixer with the stand-ins, which are then gone from where it found them.
+
+    Where it was imported without them, as ``megatron.training`` does, it is imported anew.
+    """
+    if importlib.util.find_spec("mamba_ssm") is not None:
         return
+    if getattr(sys.modules.get(_MIXER), "HAVE_MAMBA_SSM", False):
+        return
+    for name in (_MIXER, _SPLIT):
+        sys.modules.pop(name, None)
     utils = importlib.import_module("megatron.core.utils")
     modules = _modules()
     if importlib.util.find_spec("einops") is not None:
