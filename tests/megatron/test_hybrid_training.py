@@ -48,9 +48,10 @@ def make_case(make_config: Callable[..., Any], tmp_path: Path) -> Case:
         model: dict[str, Any] | None = None,
         capture: dict[str, Any] | None = None,
         packing: dict[str, Any] | None = None,
+        moe: dict[str, Any] | None = None,
         **pipeline: Any,
     ) -> dict[str, Any]:
-        sections: dict[str, Any] = {}
+        sections: dict[str, Any] = {"moe": moe or {}}
         if packed:
             sections["data"] = {"path": str(path)}
             sections["packing"] = {
@@ -118,8 +119,11 @@ def test_one_rank(run_cases: Callable[..., Any], make_case: Case) -> None:
 def test_two_ranks(run_cases: Callable[..., Any], make_case: Case) -> None:
     """Two to four microbatches in flight, each with the documents of its own slot."""
     chunk = {"scope": "chunk"}
+    moe = {"num_moe_experts": 4, "moe_expert_capacity_factor": 1.0, "token_drops": "count"}
+    swiglu = {"swiglu": True}
     cases = {
         "block": make_case("M-M*", [3, 1], pp=2),
+        "packed_experts": make_case("ME*E", [3, 2], pp=2, packed=True, moe=moe, model=swiglu),
         "packed_chunk": make_case("M-|M*", [3, 4], pp=2, packed=True, capture=chunk),
         "tp2": make_case("M*", [2, 1], tensor_model_parallel_size=2),
     }
