@@ -229,6 +229,24 @@ def test_documents_know_nothing_of_each_other(flight: Flight) -> None:
 
 
 @only_block
+def test_a_document_has_the_losses_that_it_has_alone(flight: Flight) -> None:
+    """Neither other documents nor the rest of the row change the mathematics."""
+    lengths = [3, 5, 4]
+    batch = flight.batch(lengths)
+    flight.step([lengths], [batch])
+    together = flight.step([lengths], [batch])["losses 0"][0]
+    assert flight.graphs.counters.replays == 1
+    start = 0
+    for length in lengths:
+        alone = flight.batch([length])
+        for name in ("input_ids", "labels"):
+            alone[name][0, :length] = batch[name][0, start : start + length]
+        found = flight.step([[length]], [alone])["losses 0"][0, :length]
+        torch.testing.assert_close(found, together[start : start + length])
+        start += length
+
+
+@only_block
 def test_what_the_tail_holds_does_not_matter(flight: Flight) -> None:
     """Other tokens and labels behind the documents: equal losses of documents, equal gradients."""
     lengths = [4, 5]
