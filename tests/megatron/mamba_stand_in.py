@@ -7,7 +7,7 @@ is gated by silu(z). Where ``seq_idx`` changes, the convolution sees zeros and t
 zero. As the kernels do, the backward reads its inputs anew, ``seq_idx`` among them.
 
 Layer specs are functions of this module, ``mamba_stand_in:local`` and others; each puts the
-recurrence into Megatron's mixer first, once for the process, unless the real package is installed.
+recurrence into Megatron's mixer first, once for the process, also where the package is installed.
 """
 
 from __future__ import annotations
@@ -207,9 +207,8 @@ def load_mixer() -> None:
 
     Where it was imported without them, as ``megatron.training`` does, it is imported anew.
     """
-    if importlib.util.find_spec("mamba_ssm") is not None:
-        return
-    if getattr(sys.modules.get(_MIXER), "HAVE_MAMBA_SSM", False):
+    imported = sys.modules.get(_MIXER)
+    if getattr(imported, "mamba_split_conv1d_scan_combined", None) is split_conv1d_scan:
         return
     for name in (_MIXER, _SPLIT):
         sys.modules.pop(name, None)
@@ -217,6 +216,7 @@ def load_mixer() -> None:
     modules = _modules()
     if importlib.util.find_spec("einops") is not None:
         del modules["einops"]
+    hidden = {name: sys.modules[name] for name in modules if name in sys.modules}
     sys.modules.update(modules)
     try:
         importlib.import_module(_MIXER)
@@ -225,6 +225,7 @@ def load_mixer() -> None:
     finally:
         for name in modules:
             del sys.modules[name]
+        sys.modules.update(hidden)
 
 
 def local() -> Any:
