@@ -15,10 +15,9 @@ __all__ = ["STAGE_END", "check_hybrid"]
 STAGE_END = "|"
 """Stands between the stages of a pattern."""
 
-_LAYERS = "M*-"
+_LAYERS = "M*-E"
 _NOT_YET = {
     "/": "multi-token prediction",
-    "E": "experts",
     "G": "gated delta nets",
     "D": "sparse attention",
     "+": "multi-latent attention",
@@ -48,6 +47,7 @@ def check_hybrid(config: Config) -> None:
         raise ConfigError(msg)
     _check_stages(config, pattern)
     _check_sizes(config)
+    _check_experts(config, pattern)
     _check_company(config)
 
 
@@ -74,7 +74,7 @@ def _check_symbols(pattern: str) -> None:
         )
         msg = (
             f"model.hybrid_layer_pattern ({pattern}) has {symbol!r}, which {known}. Use M (Mamba), "
-            "* (attention), - (feed-forward) and | between pipeline stages."
+            "* (attention), - (feed-forward), E (experts) and | between pipeline stages."
         )
         raise ConfigError(msg)
     if not all(pattern.split(STAGE_END)):
@@ -151,10 +151,29 @@ def _check_sizes(config: Config) -> None:
             raise TopologyError(msg)
 
 
+def _check_experts(config: Config, pattern: str) -> None:
+    moe = config.moe
+    if ("E" in pattern) != (moe.num_moe_experts is not None):
+        msg = (
+            f"model.hybrid_layer_pattern is {pattern} and moe.num_moe_experts "
+            f"{moe.num_moe_experts}: the pattern says which layers have experts. Give it an E, or "
+            "set the latter to null."
+            if moe.num_moe_experts is not None
+            else f"model.hybrid_layer_pattern ({pattern}) has layers with experts (E), but "
+            "moe.num_moe_experts is null. Give their number."
+        )
+        raise ConfigError(msg)
+    if moe.num_moe_experts is not None and moe.moe_layer_freq is not None:
+        msg = (
+            f"moe.moe_layer_freq is {list(moe.moe_layer_freq)}, but model.hybrid_layer_pattern "
+            f"({pattern}) says which layers have experts. Set the former to null."
+        )
+        raise ConfigError(msg)
+
+
 def _check_company(config: Config) -> None:
     """What was not tried, or is not there, together with a hybrid model."""
     others = {
-        "moe.num_moe_experts": config.moe.num_moe_experts,
         "model.fp8": config.model.fp8,
         "pipeline.context_parallel_size": (
             config.pipeline.context_parallel_size

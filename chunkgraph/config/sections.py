@@ -75,7 +75,7 @@ class ModelConfig:
     (``tensorwise``), or each of its blocks (``blockwise``)."""
     hybrid_layer_pattern: str | None = None
     """Null for a GPT model. Otherwise the layers of a hybrid model, one sign each: ``M`` Mamba-2,
-    ``*`` attention, ``-`` feed-forward; ``|`` between pipeline stages, for all of them or none.
+    ``*`` attention, ``-`` feed-forward, ``E`` experts; ``|`` between pipeline stages, all or none.
     ``num_layers`` counts all of them. Quote it in YAML, where ``*`` and ``-`` mean something."""
     mamba_state_dim: int = 128
     """Elements of a Mamba head's state for each of its ``mamba_head_dim``."""

@@ -34,18 +34,23 @@ class HybridChunks:
         config: the run; ``model.hybrid_layer_pattern`` is given.
         transformer_config: Megatron's.
         spec: of a GPT layer, of a whole stack, or None for Megatron's own stack.
+        experts: what takes the place of the GPT layer's feed-forward in layers of experts.
 
     Raises:
         ConfigError: the installed release cannot do it.
         MissingDependencyError: there are Mamba layers, and no kernels for them.
     """
 
-    def __init__(self, config: Config, transformer_config: Any, spec: Any) -> None:
+    def __init__(
+        self, config: Config, transformer_config: Any, spec: Any, experts: Any = None
+    ) -> None:
         self._config = config
         self._transformer_config = transformer_config
         self._names = compat.hybrid_names()
         self._stack = (
-            self._names.transformer_engine_spec() if spec is None else hybrid_stack_spec(spec)
+            self._names.transformer_engine_spec()
+            if spec is None
+            else hybrid_stack_spec(spec, experts)
         )
         self._pattern = _pattern_of(config, knows_stages=self._names.knows_stages)
         wants_all_anew = config.model.recompute_granularity == "full"
@@ -91,7 +96,7 @@ class HybridChunks:
         return built
 
 
-def hybrid_stack_spec(spec: Any) -> Any:
+def hybrid_stack_spec(spec: Any, experts: Any = None) -> Any:
     """The spec of a hybrid stack from that of a GPT layer; one of a stack is given back as it is.
 
     Attention and feed-forward become layers of their own, as Megatron's local layers have them:
@@ -99,6 +104,7 @@ def hybrid_stack_spec(spec: Any) -> Any:
 
     Args:
         spec: a Megatron module spec.
+        experts: the feed-forward of layers of experts; None: there are none.
 
     Raises:
         ConfigError: the GPT layer has its norms inside of its linear layers.
@@ -122,6 +128,14 @@ def hybrid_stack_spec(spec: Any) -> Any:
             "with norms of its own."
         )
     submodules = layers.TransformerLayerSubmodules
+    more: dict[str, Any] = {}
+    if experts is not None:
+        more["moe_layer"] = module_spec(
+            module=layers.MoETransformerLayer,
+            submodules=submodules(
+                pre_mlp_layernorm=given.pre_mlp_layernorm, mlp=experts, mlp_bda=given.mlp_bda
+            ),
+        )
     return module_spec(
         module=compat.local_stack(names.stack, norm),
         submodules=names.submodules(
@@ -155,6 +169,7 @@ def hybrid_stack_spec(spec: Any) -> Any:
                     mlp_bda=given.mlp_bda,
                 ),
             ),
+            **more,
         ),
     )
 

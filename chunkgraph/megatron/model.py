@@ -97,8 +97,20 @@ def _hybrid_chunks(
     # The user's function comes first: it may have something to prepare.
     spec = layer_spec(config, device)
     if layer_spec_name(config, device) == "transformer_engine":
-        spec = None  # Megatron has a stack of its own for it
-    return HybridChunks(config, transformer_config, spec).build
+        if config.moe.num_moe_experts is not None and not config.moe.moe_grouped_gemm:
+            raise ConfigError(
+                "moe.moe_grouped_gemm is false, but the experts of Megatron's hybrid stack with "
+                "Transformer Engine are multiplied together. Set it to true."
+            )
+        return HybridChunks(config, transformer_config, None).build  # Megatron has a stack for it
+    experts = None
+    if config.moe.num_moe_experts is not None:
+        specs = import_megatron("megatron.core.models.gpt.gpt_layer_specs")
+        layer = specs.get_gpt_layer_local_spec(
+            num_experts=config.moe.num_moe_experts, moe_grouped_gemm=config.moe.moe_grouped_gemm
+        )
+        experts = layer.submodules.mlp
+    return HybridChunks(config, transformer_config, spec, experts).build
 
 
 def _gpt_chunks(

@@ -48,6 +48,11 @@ _MODEL = (
     "recompute_modules",
     "num_experts",
     "mtp_num_layers",
+    "hybrid_layer_pattern",
+    "mamba_state_dim",
+    "mamba_head_dim",
+    "mamba_num_groups",
+    "mamba_num_heads",
 )
 _PIPELINE = (
     "pipeline_model_parallel_size",

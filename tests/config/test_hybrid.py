@@ -62,7 +62,8 @@ def test_patterns(pattern: str, pp: int, vpp: int | None) -> None:
     [
         ("M-M*", {}, ConfigError, r"num_layers is 6, but .* \(M-M\*\) has 4 layers.*Set it to 4"),
         ("M-MxM-", {}, ConfigError, "has 'x', which is no layer"),
-        ("M-MEM-", {}, ConfigError, "has 'E', which is experts in Megatron-core"),
+        ("M-MGM-", {}, ConfigError, "has 'G', which is gated delta nets in Megatron-core"),
+        ("M-MEM-", {}, ConfigError, r"has layers with experts \(E\), but moe.num_moe_experts is"),
         ("M-M*M-/M", {}, ConfigError, "has '/', which is multi-token prediction"),
         ("M-M*||M-", {"pp": 3}, ConfigError, "a stage without layers"),
         ("", {}, ConfigError, "a stage without layers"),
@@ -98,7 +99,10 @@ def test_what_cannot_be(
         _config(pattern, **options)
 
 
-def test_experts_are_refused() -> None:
+def test_the_pattern_says_where_experts_are() -> None:
     moe = {"num_moe_experts": 4, "moe_expert_capacity_factor": 2.0}
-    with pytest.raises(ConfigError, match=r"num_moe_experts is 4 with model\.hybrid_layer_pattern"):
+    assert _config("M-MEM-", moe=moe).moe.num_moe_experts == 4
+    with pytest.raises(ConfigError, match=r"num_moe_experts 4: .* Give it an E"):
         _config("M-M*M-", moe=moe)
+    with pytest.raises(ConfigError, match=r"Set the former to null"):
+        _config("M-MEM-", moe={**moe, "moe_layer_freq": [1] * 6})

@@ -7,7 +7,7 @@ is gated by silu(z). Where ``seq_idx`` changes, the convolution sees zeros and t
 zero. As the kernels do, the backward reads its inputs anew, ``seq_idx`` among them.
 
 Layer specs are functions of this module, ``mamba_stand_in:local`` and others; each puts the
-recurrence into Megatron's mixer first, once for the process, unless the real package is installed.
+recurrence into Megatron's mixer first, once for the process, also where the package is installed.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from torch import nn
 from torch.nn import functional
 
 _MIXER = "megatron.core.ssm.mamba_mixer"
+_SPLIT = "megatron.core.ssm.mamba_context_parallel"
 _Sizes = tuple[int, int]
 """Width of a head, and groups of heads that share B and C."""
 
@@ -202,13 +203,20 @@ def _modules() -> dict[str, ModuleType]:
 
 
 def load_mixer() -> None:
-    """Import Megatron's mixer with the stand-ins, which are then gone from where it found them."""
-    if _MIXER in sys.modules or importlib.util.find_spec("mamba_ssm") is not None:
+    """Import Megatron's mixer with the stand-ins, which are then gone from where it found them.
+
+    Where it was imported without them, as ``megatron.training`` does, it is imported anew.
+    """
+    imported = sys.modules.get(_MIXER)
+    if getattr(imported, "mamba_split_conv1d_scan_combined", None) is split_conv1d_scan:
         return
+    for name in (_MIXER, _SPLIT):
+        sys.modules.pop(name, None)
     utils = importlib.import_module("megatron.core.utils")
     modules = _modules()
     if importlib.util.find_spec("einops") is not None:
         del modules["einops"]
+    hidden = {name: sys.modules[name] for name in modules if name in sys.modules}
     sys.modules.update(modules)
     try:
         importlib.import_module(_MIXER)
@@ -217,6 +225,7 @@ def load_mixer() -> None:
     finally:
         for name in modules:
             del sys.modules[name]
+        sys.modules.update(hidden)
 
 
 def local() -> Any:

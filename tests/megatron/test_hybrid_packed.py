@@ -15,14 +15,14 @@ from chunkgraph.packing import PackedShape, pack
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(100)]
 
-_SHAPE = PackedShape(6, 24)
+_SHAPE = PackedShape(6, 14)
 Packings = Sequence[Sequence[int]]
 # Of two microbatches each; only the first pair is there when graphs are captured.
 _PACKINGS: list[Packings] = [
-    [[9, 7, 5], [24]],
-    [[4, 4, 4, 4, 4], [1, 22]],
-    [[1], [12, 12]],
-    [[3, 1, 1, 1, 18], [23]],
+    [[5, 4, 3], [14]],
+    [[2, 2, 2, 2, 3], [1, 12]],
+    [[1], [7, 7]],
+    [[3, 1, 1, 1, 8], [13]],
 ]
 
 
@@ -58,7 +58,10 @@ def chunks(one_rank: Any, make_config: Any, spec: str, pattern: str, monkeypatch
                 "mamba_num_groups": 2,
             },
             train={"micro_batch_size": 1},
-            packing={"max_packed_seqs": _SHAPE.max_packed_seqs, "max_packed_tokens": 24},
+            packing={
+                "max_packed_seqs": _SHAPE.max_packed_seqs,
+                "max_packed_tokens": _SHAPE.max_packed_tokens,
+            },
         )
     )
     seed_everything(1, one_rank)
@@ -164,7 +167,7 @@ def test_the_document_of_each_row_is_an_input_of_the_slot(flight: Flight) -> Non
     for packings in _PACKINGS[:3]:
         flight.step(packings)
     rows = _rows_of_slots(flight)
-    assert [t.tolist() for t in rows] == [[[0] + [1] * 23], [[0] * 12 + [1] * 12]]
+    assert [t.tolist() for t in rows] == [[[0] + [1] * 13], [[0] * 7 + [1] * 7]]
     assert rows[0].data_ptr() != rows[1].data_ptr()
 
 
@@ -191,57 +194,75 @@ def test_rows_that_slots_share_give_wrong_gradients(
 @pytest.mark.parametrize("pattern", ["MM"])
 def test_documents_know_nothing_of_each_other(flight: Flight) -> None:
     """Another text in one document: no loss of another changes, nor what it adds to a gradient."""
-    lengths = [6, 7, 3, 5]
-    first = slice(6, 13)
+    lengths = [3, 4, 2, 3]
+    first = slice(3, 7)
 
     def run(
         change: bool, counted: slice | None = None, *, one_state: bool = False
     ) -> dict[str, torch.Tensor]:
-        batches = [flight.batch(lengths), flight.batch([20, 3])]
+        batches = [flight.batch(lengths), flight.batch([10, 3])]
         if change:
             batches[0]["input_ids"][0, first] += 1
             batches[0]["labels"][0, first] += 1
         if counted is not None:
-            batches[0]["is_counted"] = torch.zeros(1, 24, dtype=torch.bool)
+            batches[0]["is_counted"] = torch.zeros(1, 14, dtype=torch.bool)
             batches[0]["is_counted"][0, counted] = True
         if one_state:
             batches[0]["packed_seq_params"].seq_idx.zero_()
-        return flight.step([lengths, [20, 3]], batches)
+        return flight.step([lengths, [10, 3]], batches)
 
     run(False)
     before, after = run(False)["losses 0"], run(True)["losses 0"]
-    others = torch.ones(24, dtype=torch.bool)
+    others = torch.ones(14, dtype=torch.bool)
     others[first] = False
     assert torch.equal(before[0, others], after[0, others])
     assert not torch.equal(before[0, first], after[0, first])
-    for document in (slice(0, 6), slice(13, 16), slice(16, 21)):
+    for document in (slice(0, 3), slice(7, 9), slice(9, 12)):
         assert _differing(run(False, document), run(True, document)) == ["losses 0"]
     assert len(_differing(run(False, first), run(True, first))) > 5
     assert flight.graphs.counters.replays > 0
     if hasattr(flight.batch(lengths)["packed_seq_params"], "seq_idx"):
         # They would, of each other, if the rows were said to be of one document.
         before, after = (run(change, one_state=True)["losses 0"] for change in (False, True))
-        assert not torch.equal(before[0, 13:], after[0, 13:])
-        assert torch.equal(before[0, :6], after[0, :6])
+        assert not torch.equal(before[0, 7:], after[0, 7:])
+        assert torch.equal(before[0, :3], after[0, :3])
+
+
+@only_block
+def test_a_document_has_the_losses_that_it_has_alone(flight: Flight) -> None:
+    """Neither other documents nor the rest of the row change the mathematics."""
+    lengths = [3, 5, 4]
+    batch = flight.batch(lengths)
+    flight.step([lengths], [batch])
+    together = flight.step([lengths], [batch])["losses 0"][0]
+    assert flight.graphs.counters.replays == 1
+    start = 0
+    for length in lengths:
+        alone = flight.batch([length])
+        for name in ("input_ids", "labels"):
+            alone[name][0, :length] = batch[name][0, start : start + length]
+        found = flight.step([[length]], [alone])["losses 0"][0, :length]
+        torch.testing.assert_close(found, together[start : start + length])
+        start += length
 
 
 @only_block
 def test_what_the_tail_holds_does_not_matter(flight: Flight) -> None:
     """Other tokens and labels behind the documents: equal losses of documents, equal gradients."""
-    lengths = [7, 5]
+    lengths = [4, 5]
 
     def run(change: bool) -> dict[str, torch.Tensor]:
         batch = flight.batch(lengths)
         if change:
-            batch["input_ids"][0, 12:] = torch.arange(100, 112)
-            batch["labels"][0, 12:] = torch.arange(12)
+            batch["input_ids"][0, 9:] = torch.arange(100, 105)
+            batch["labels"][0, 9:] = torch.arange(5)
         return flight.step([lengths], [batch])
 
     run(False)
     before, after = run(False), run(True)
     assert flight.graphs.counters.replays == 2
     assert not torch.equal(before["losses 0"], after["losses 0"])
-    assert torch.equal(before.pop("losses 0")[0, :12], after.pop("losses 0")[0, :12])
+    assert torch.equal(before.pop("losses 0")[0, :9], after.pop("losses 0")[0, :9])
     assert _differing(before, after) == []
 
 
@@ -252,7 +273,7 @@ def test_nan_in_the_tail_of_a_mixer_reaches_no_document(
     """Losses alone: a mixer's kernels add up gradients over all rows, and 0 times NaN is NaN."""
     from mamba_stand_in import Switch
 
-    for packings in ([[9, 7, 5], [20]], [[3, 1, 1], [8, 2]]):
+    for packings in ([[5, 4, 3], [11]], [[3, 1, 1], [8, 2]]):
         expected = flight.eager(packings)
         with monkeypatch.context() as patch:
             patch.setattr(Switch, "tail", float("nan"))
@@ -269,7 +290,7 @@ def test_nan_in_the_tail_of_a_mixer_reaches_no_document(
 def test_nan_in_the_tail_of_attention_reaches_nothing(flight: Flight) -> None:
     from user_specs import PoisonedCore
 
-    for packings in ([[10, 8], [5]], [[3, 1, 1], [20, 2]]):
+    for packings in ([[6, 5], [5]], [[3, 1, 1], [10, 2]]):
         found = flight.step(packings)
         assert all(value.isfinite().all() for value in found.values())
         with pytest.MonkeyPatch.context() as patch:
@@ -284,7 +305,7 @@ def test_mamba_layers_are_told_of_documents(flight: Flight) -> None:
     batch = flight.batch([4, 5])
     if not hasattr(batch["packed_seq_params"], "seq_idx"):
         pytest.skip("in this release mixers number the rows themselves")
-    assert batch["packed_seq_params"].seq_idx.tolist() == [[0] * 4 + [1] * 5 + [2] * 15]
+    assert batch["packed_seq_params"].seq_idx.tolist() == [[0] * 4 + [1] * 5 + [2] * 5]
     batch["packed_seq_params"].seq_idx = None
     with pytest.raises(ConfigError, match="packed_seq_params without seq_idx: all documents"):
         flight.step([[4, 5]], [batch])
@@ -334,4 +355,4 @@ def test_split_documents_are_refused(chunks: list[Any]) -> None:
     from chunkgraph.megatron.plugin import attach
 
     with pytest.raises(ConfigError, match="packed sequences with Mamba layers and context paral"):
-        attach(chunks, packing=PackedShape(6, 24, context_parallel_size=2))
+        attach(chunks, packing=PackedShape(6, 16, context_parallel_size=2))

@@ -16,7 +16,7 @@ import pytest
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(150)]
 
 _SMALL = {
-    "seq_length": 8,
+    "seq_length": 6,
     "hidden_size": 16,
     "ffn_hidden_size": 32,
     "num_attention_heads": 2,
@@ -24,17 +24,17 @@ _SMALL = {
     "mamba_head_dim": 8,
     "mamba_num_groups": 2,
 }
-_TOKENS = 24
-_INTERLEAVES = importlib.util.find_spec("megatron.core.models.hybrid") is not None
+_TOKENS = 14
+_KNOWS_STAGES = importlib.util.find_spec("megatron.core.models.hybrid") is not None
 
 Case = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture
 def make_case(make_config: Callable[..., Any], tmp_path: Path) -> Case:
-    """A run of a hybrid model; ``packed`` on documents of 3 to 12 bytes."""
+    """A run of a hybrid model; ``packed`` on documents of 3 to 8 bytes."""
     letters = random.Random(5)
-    documents = ["".join(letters.choices("abcdefgh", k=letters.randint(2, 11))) for _ in range(80)]
+    documents = ["".join(letters.choices("abcdefgh", k=letters.randint(2, 7))) for _ in range(80)]
     path = tmp_path / "text.txt"
     path.write_text("\n\n".join(documents), encoding="utf-8")
 
@@ -48,13 +48,14 @@ def make_case(make_config: Callable[..., Any], tmp_path: Path) -> Case:
         model: dict[str, Any] | None = None,
         capture: dict[str, Any] | None = None,
         packing: dict[str, Any] | None = None,
+        moe: dict[str, Any] | None = None,
         **pipeline: Any,
     ) -> dict[str, Any]:
-        sections: dict[str, Any] = {}
+        sections: dict[str, Any] = {"moe": moe or {}}
         if packed:
             sections["data"] = {"path": str(path)}
             sections["packing"] = {
-                "max_packed_seqs": 12,
+                "max_packed_seqs": 8,
                 "max_packed_tokens": _TOKENS,
                 **(packing or {}),
             }
@@ -99,7 +100,6 @@ def test_one_rank(run_cases: Callable[..., Any], make_case: Case) -> None:
         "chunk": make_case(
             "M*M", [1, 2], capture={**chunk, "verify": "shadow"}, model={"hidden_dropout": 0.1}
         ),
-        "packed_block": make_case("M-M*-", [2, 3], packed=True),
         "packed_chunk": make_case(
             "M*M",
             [2, 3],
@@ -108,26 +108,34 @@ def test_one_rank(run_cases: Callable[..., Any], make_case: Case) -> None:
             packing={"buckets": [0.75]},
         ),
     }
+    if _KNOWS_STAGES:
+        everything = {"recompute_granularity": "full", "recompute_method": "uniform"}
+        cases["recompute"] = make_case(
+            "M*", [1, 2], packed=True, model={**everything, "recompute_num_layers": 1}
+        )
     _check(run_cases(cases, 1))
 
 
 def test_two_ranks(run_cases: Callable[..., Any], make_case: Case) -> None:
     """Two to four microbatches in flight, each with the documents of its own slot."""
+    chunk = {"scope": "chunk"}
+    moe = {"num_moe_experts": 4, "moe_expert_capacity_factor": 1.0, "token_drops": "count"}
+    swiglu = {"swiglu": True}
     cases = {
-        "block": make_case("M-M*", [3, 1, 4], pp=2),
-        "chunk": make_case("M-|*M", [3, 1], pp=2, capture={"scope": "chunk"}),
-        "packed_chunk": make_case("M-|M*", [3, 4], pp=2, packed=True, capture={"scope": "chunk"}),
+        "block": make_case("M-M*", [3, 1], pp=2),
+        "packed_experts": make_case("ME*E", [3, 2], pp=2, packed=True, moe=moe, model=swiglu),
+        "packed_chunk": make_case("M-|M*", [3, 4], pp=2, packed=True, capture=chunk),
         "tp2": make_case("M*", [2, 1], tensor_model_parallel_size=2),
     }
-    if _INTERLEAVES:
+    if _KNOWS_STAGES:
+        cases["uneven"] = make_case("M|*M-", [3, 1], pp=2, capture=chunk)
         cases["packed_interleaved"] = make_case(
-            "M|*|-M|M", [4, 2], pp=2, vpp=2, packed=True, capture={"scope": "chunk"}
+            "M|*|-M|M", [2, 4], pp=2, vpp=2, packed=True, capture=chunk
         )
-        cases["interleaved"] = make_case("M|-M|*|M", [4, 2], pp=2, vpp=2)
     _check(run_cases(cases, 2))
 
 
-@pytest.mark.skipif(_INTERLEAVES, reason="this release can do it")
+@pytest.mark.skipif(_KNOWS_STAGES, reason="this release can do it")
 @pytest.mark.parametrize(
     ("pattern", "pipeline", "model", "message"),
     [
