@@ -5,6 +5,8 @@ SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-print-directory --no-builtin-rules
+# Where it is set, each of some hundred processes compiles this package anew, and pytest its tests.
+unexport PYTHONDONTWRITEBYTECODE
 
 # Python 3.11 or newer.
 PYTHON ?= python3

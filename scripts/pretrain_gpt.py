@@ -24,8 +24,10 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, Moc
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
+    get_gpt_mtp_block_spec,
 )
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
@@ -59,9 +61,15 @@ def model_provider(
     """Build the model chunk of one pipeline stage."""
     args = get_args()
     config = config or core_transformer_config_from_args(args)
+    use_te = args.transformer_impl == "transformer_engine"
+    layer_spec: Any
     if args.spec is not None:
         layer_spec = import_module(args.spec)
-    elif args.transformer_impl == "transformer_engine":
+    elif args.num_experts:
+        layer_spec = get_gpt_decoder_block_spec(
+            config, use_te, normalization=args.normalization, vp_stage=vp_stage
+        )
+    elif use_te:
         layer_spec = get_gpt_layer_with_transformer_engine_spec(
             qk_layernorm=args.qk_layernorm, multi_latent_attention=args.multi_latent_attention
         )
@@ -71,9 +79,13 @@ def model_provider(
             multi_latent_attention=args.multi_latent_attention,
             normalization=args.normalization,
         )
+    prediction_spec = None
+    if args.mtp_num_layers:
+        prediction_spec = get_gpt_mtp_block_spec(config, layer_spec, use_te, vp_stage=vp_stage)
     return GPTModel(
         config=config,
         transformer_layer_spec=layer_spec,
+        mtp_block_spec=prediction_spec,
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
         pre_process=pre_process,

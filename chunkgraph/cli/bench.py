@@ -33,6 +33,7 @@ __all__ = ["VARIANTS", "add_parser", "run"]
 
 VARIANTS = ("eager", "chunk", "transformer_engine", "local", "full_iteration")
 
+_PROMISED = ("eager", "chunk")
 _FROZEN = ("transformer_engine", "local", "full_iteration")
 _WORKER = "chunkgraph.megatron.bench.worker:main"
 _NUM_PROFILED_STEPS = 2
@@ -58,7 +59,8 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--variants",
         metavar="NAME,...",
-        help=f"which to run, in order; default {','.join(VARIANTS)} (on a CPU eager,chunk)",
+        help=f"which to run, in order; default {','.join(VARIANTS)} (on a CPU, and "
+        "of packed documents, eager,chunk)",
     )
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the results to FILE")
     parser.add_argument("--plot", metavar="FILE", type=Path, help="draw the results to FILE")
@@ -98,9 +100,6 @@ def run(args: argparse.Namespace) -> int:
     overrides = [*args.overrides, "run.debug=true"] if args.debug else args.overrides
     config = resolve_device(load_config(args.config, overrides))
     names = _variants(args.variants, config)
-    if config.packing.max_packed_seqs:
-        msg = "packing.max_packed_seqs is set, but bench measures no packed sequences. Set it to 0."
-        raise ConfigError(msg)
     _check_steps(config)
     check_packages(config)
     if args.timeout is not None and not args.timeout > 0:
@@ -111,12 +110,25 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _variants(text: str | None, config: Config) -> tuple[str, ...]:
+    if sizes := config.packing.context_parallel_sizes:
+        msg = (
+            f"packing.context_parallel_sizes is {list(sizes)}, but bench measures no microbatches "
+            "of several context-parallel sizes. Set it to []."
+        )
+        raise ConfigError(msg)
     if text is None:
-        return VARIANTS if config.device == "cuda" else ("eager", "chunk")
+        has_all = config.device == "cuda" and not config.packing.max_packed_seqs
+        return VARIANTS if has_all else _PROMISED
     names = tuple(name.strip() for name in text.split(",") if name.strip())
     for name in names:
         if name not in VARIANTS:
             msg = f"--variants: there is no {name!r}; known are {', '.join(VARIANTS)}."
+            raise ConfigError(msg)
+        if config.packing.max_packed_seqs and name not in _PROMISED:
+            msg = (
+                f"--variants: {name} captures no packed sequences, and packing.max_packed_seqs is "
+                f"{config.packing.max_packed_seqs}. Leave it out, or set that to 0."
+            )
             raise ConfigError(msg)
     if not names or len(set(names)) < len(names):
         msg = f"--variants {text!r}: name one or more, each once."

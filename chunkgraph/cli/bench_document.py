@@ -18,7 +18,7 @@ _MEASURED = (
     *("host_us_forward", "host_us_backward", "kernel_share", "ideal_ms"),
     "num_captures_after_first",
 )
-_OF_THE_RUN = ("device", "num_gpus", "versions")
+_OF_THE_RUN = ("device", "num_gpus", "versions", "is_deterministic")
 
 
 @dataclass
@@ -96,6 +96,7 @@ class BenchDocument:
                 "device": None,
                 "num_gpus": None,
                 "versions": None,
+                "is_deterministic": None,
                 "command": command,
                 "commit": _commit() or commit,
                 "settings": to_mapping(config),
@@ -112,6 +113,11 @@ class BenchDocument:
     def result(self, name: str) -> VariantResult | None:
         """A variant that ran, by name."""
         return next((r for r in self.results if r.name == name and r.error is None), None)
+
+    @property
+    def demands_equality(self) -> bool:
+        """Whether a difference is a failure: not on a GPU whose kernels need not repeat."""
+        return self.head["is_deterministic"] is not False or not self.head["num_gpus"]
 
     def equality(self, result: VariantResult) -> tuple[bool | None, str | None]:
         """Whether a variant equals eager to the last bit, and where it does not."""
@@ -134,6 +140,15 @@ class BenchDocument:
         finally:
             temporary.unlink(missing_ok=True)
 
+    def _loss_difference(self, result: VariantResult) -> float | None:
+        """The largest relative difference of a step's loss to eager's; None without both."""
+        eager = self.result("eager")
+        if eager is None or result.error is not None:
+            return None
+        pairs = zip(result.values["losses_hex"], eager.values["losses_hex"], strict=True)
+        losses = [(float.fromhex(own), float.fromhex(theirs)) for own, theirs in pairs]
+        return max(abs(own - theirs) / max(abs(theirs), 1e-30) for own, theirs in losses)
+
     def _variant(self, result: VariantResult) -> Mapping[str, Any]:
         is_equal, difference = self.equality(result)
         rest = {
@@ -147,6 +162,7 @@ class BenchDocument:
             **{key: result.values.get(key) for key in _MEASURED},
             "equal_to_eager": is_equal,
             "first_difference": difference,
+            "largest_loss_difference": self._loss_difference(result),
             "note": result.note,
             **rest,
         }

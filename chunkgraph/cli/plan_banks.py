@@ -26,7 +26,8 @@ def add_bank_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="C",
-        help="with CONFIG, after it: context-parallel sizes of the banks, powers of two",
+        help="with CONFIG, after it: context-parallel sizes of the banks, powers of two (default: "
+        "the config's packing.cuda_graph_cp_sizes, or context_parallel_sizes)",
     )
     parser.add_argument(
         "--max-tokens-per-rank",
@@ -45,6 +46,7 @@ def banks_of(args: argparse.Namespace, config: Config) -> tuple[BankSizes, ...]:
     """
     static = config.pipeline.context_parallel_size
     sizes = args.cuda_graph_cp_sizes
+    sizes = sizes or config.packing.cuda_graph_cp_sizes or config.packing.context_parallel_sizes
     if args.max_tokens_per_rank is not None and not sizes:
         raise ConfigError("plan: --max-tokens-per-rank goes with --cuda-graph-cp-sizes")
     whole = config.tokens_per_sequence

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 
 from rich import box
@@ -133,6 +134,7 @@ def _notes(config: Config, results: RunResults) -> list[str]:
         lines.append(
             f"tokens that an expert had no room for: {results.dropped_tokens:,}, all ranks"
         )
+    lines += _banks(results)
     if config.stash.enabled and config.capture.enabled:
         sizes = ", ".join(f"{size / 2**20:.1f}" for size in results.stash_bytes)
         lines.append(f"stash of saved expert activations: {sizes} MiB by rank")
@@ -144,3 +146,14 @@ def _notes(config: Config, results: RunResults) -> list[str]:
     if config.capture.enabled and not results.capture_sessions:
         lines.append("note: nothing was captured; see the reasons above")
     return lines
+
+
+def _banks(results: RunResults) -> list[str]:
+    """How often each bank was replayed on all ranks together, and which rank 0 had no graphs of."""
+    replays: Counter[str] = Counter()
+    for of_rank in results.replays_of_bank:
+        replays.update(of_rank)
+    counts = ", ".join(f"{name}: {count}" for name, count in replays.items())
+    lines = [f"replays, all ranks: {counts}"] if replays else []
+    missing = results.missing_banks[0] if results.missing_banks else {}
+    return [*lines, *(f"{count} step(s) were eager: {why}" for why, count in missing.items())]

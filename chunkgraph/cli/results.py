@@ -84,6 +84,10 @@ class RunResults:
     """Why graphs were captured anew with more room, each time."""
     stash_bytes: Sequence[int] = ()
     """Of the stash's pages, for each rank."""
+    replays_of_bank: Sequence[Mapping[str, int]] = ()
+    """Forwards replayed, by bank, where there are several; for each rank."""
+    missing_banks: Sequence[Mapping[str, int]] = ()
+    """Eager steps, by the bank that they had no graphs of and why; for each rank."""
 
 
 def read_results(path: Path) -> RunResults:
@@ -127,6 +131,8 @@ def results_from(raw: Mapping[str, Any]) -> RunResults:
         overflow_reruns=raw.get("overflow_reruns", {}),
         recaptures=raw.get("recaptures", ()),
         stash_bytes=raw.get("stash_bytes", ()),
+        replays_of_bank=raw.get("replays_of_bank", ()),
+        missing_banks=raw.get("missing_banks", ()),
     )
 
 

@@ -20,6 +20,7 @@ from chunkgraph.config.sections import (
     StashConfig,
     TrainConfig,
 )
+from chunkgraph.config.stash import wrong_stash_value
 
 __all__ = [
     "BenchConfig",
@@ -37,4 +38,5 @@ __all__ = [
     "load_config",
     "to_mapping",
     "to_yaml",
+    "wrong_stash_value",
 ]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from chunkgraph.config.context_checks import check_contexts
 from chunkgraph.config.expert_checks import check_experts
 from chunkgraph.config.hybrid_checks import check_hybrid
+from chunkgraph.config.packing_checks import check_packing
 from chunkgraph.config.stash import check_stash
 from chunkgraph.data.vocabulary import NUM_TOKENS
 from chunkgraph.errors import ConfigError, TopologyError
@@ -33,7 +35,8 @@ def check_config(config: Config) -> None:
     _check_recompute(config)
     _check_fp8(config)
     _check_train(config)
-    _check_packing(config)
+    check_packing(config)
+    check_contexts(config)
     check_experts(config)
     check_hybrid(config)
     check_stash(config)
@@ -318,76 +321,3 @@ def _check_train(config: Config) -> None:
         if wanted and not train.use_ddp:
             msg = f"{path} is true, but it is a part of DDP and train.use_ddp is false."
             raise ConfigError(msg)
-
-
-def _check_packing(config: Config) -> None:
-    packing, model, train = config.packing, config.model, config.train
-    if not packing.max_packed_seqs:
-        if packing.buckets:
-            msg = (
-                f"packing.buckets is {list(packing.buckets)}, but packing is off: "
-                "packing.max_packed_seqs is 0. Set it to the most documents of a microbatch and 1."
-            )
-            raise ConfigError(msg)
-        if packing.max_packed_tokens is not None:
-            msg = (
-                f"packing.max_packed_tokens is {packing.max_packed_tokens}, but packing is off: "
-                "packing.max_packed_seqs is 0. Set it to the most documents of a microbatch and 1."
-            )
-            raise ConfigError(msg)
-        return
-    if packing.max_packed_seqs < 2:
-        msg = (
-            f"packing.max_packed_seqs is {packing.max_packed_seqs}; one sequence is for the rest "
-            "of the tokens, so that at least 2 are needed. 0 turns packing off."
-        )
-        raise ConfigError(msg)
-    if config.pipeline.context_parallel_size > 1:
-        msg = (
-            f"pipeline.context_parallel_size is {config.pipeline.context_parallel_size}, but the "
-            "training command does not split packed documents over ranks. Set it to 1, or "
-            "packing.max_packed_seqs to 0."
-        )
-        raise ConfigError(msg)
-    for size in packing.buckets:
-        if not 0 < size <= config.tokens_per_sequence or (size > 1 and size != int(size)):
-            msg = (
-                f"packing.buckets has {size:g}; a bucket is a part of the tokens above 0 and up to "
-                f"1, or a whole number of tokens up to {config.tokens_per_sequence}."
-            )
-            raise ConfigError(msg)
-    if packing.buckets and model.fp8 is not None:
-        msg = (
-            f"packing.buckets is {list(packing.buckets)} with model.fp8={model.fp8}: the scales of "
-            "several graphs of one slot were not tried. Set it to []."
-        )
-        raise ConfigError(msg)
-    if config.stash.enabled or config.moe.token_drops == "rerun":
-        key = "stash.enabled is true" if config.stash.enabled else "moe.token_drops is rerun"
-        msg = (
-            f"packing with {key}: to run a step of packed sequences anew was not tried. Leave one "
-            "of them out."
-        )
-        raise ConfigError(msg)
-    if train.micro_batch_size != 1:
-        msg = (
-            f"train.micro_batch_size is {train.micro_batch_size}, but a packed microbatch is one "
-            "row of documents. Set it to 1, and packing.max_packed_tokens to what all of them had."
-        )
-        raise ConfigError(msg)
-    if model.layer_spec == "local" or (model.layer_spec == "auto" and config.device == "cpu"):
-        msg = (
-            f"model.layer_spec is {model.layer_spec} (device {config.device}): Megatron's local "
-            "attention takes no packed sequences. Use transformer_engine on a GPU, or a layer spec "
-            "of your own (package.module:function) whose attention takes them."
-        )
-        raise ConfigError(msg)
-    if (
-        model.position_embedding_type == "learned_absolute"
-        and config.tokens_per_sequence > model.seq_length
-    ):
-        msg = (
-            f"packing.max_packed_tokens is {config.tokens_per_sequence}, and learned positions end "
-            f"at model.seq_length ({model.seq_length}). Lower the former or raise the latter."
-        )
-        raise ConfigError(msg)

@@ -180,6 +180,7 @@ def _check_company(config: Config) -> None:
             if config.pipeline.context_parallel_size > 1
             else None
         ),
+        "packing.context_parallel_sizes": list(config.packing.context_parallel_sizes) or None,
     }
     for path, value in others.items():
         if value is not None:

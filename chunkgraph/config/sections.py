@@ -223,6 +223,10 @@ class DataConfig:
     path: str | None = None
     """Text file, read as bytes, documents separated by blank lines; null is the text
     shipped with the package."""
+    document_counts: tuple[int, ...] = ()
+    """Documents of a microbatch, drawn from a distribution: how many 50%, 90%, 99% and all
+    microbatches do not exceed, in stretches of the text of random lengths. Empty: whole documents
+    of the text, as many as have room. Only with packing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,10 +237,21 @@ class PackingConfig:
     """Sequences of a microbatch: its documents and one for the rest of the tokens; 0 turns packing
     off. A step with a microbatch of more documents runs eagerly."""
     max_packed_tokens: int | None = None
-    """Tokens of a microbatch; null is ``model.seq_length``."""
+    """Tokens of a microbatch; null is ``model.seq_length``. With ``context_parallel_sizes`` those
+    that one rank holds."""
     buckets: tuple[float, ...] = ()
     """Shorter microbatches that are captured too, as parts of the tokens or as numbers of tokens
     above 1; each microbatch takes the smallest that it fits."""
+    context_parallel_sizes: tuple[int, ...] = ()
+    """How many of the data-parallel ranks may share a microbatch, powers of two. Each microbatch
+    has one of these sizes; a step then takes the documents that ``num_microbatches`` of full length
+    hold, in as many microbatches as its schedule makes of them. Empty: no sharing."""
+    context_parallel_schedule: Literal["smallest", "random"] = "smallest"
+    """Which size a microbatch gets: the ``smallest`` that holds its documents, or, to try graphs
+    out, one at ``random`` by ``train.seed``."""
+    cuda_graph_cp_sizes: tuple[int, ...] = ()
+    """Of ``context_parallel_sizes``, those that are captured; steps with another run eagerly.
+    Empty: all."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from chunkgraph.errors import ConfigError
 if TYPE_CHECKING:
     from chunkgraph.config.sections import Config
 
-__all__ = ["StashConfig", "check_stash"]
+__all__ = ["StashConfig", "check_stash", "wrong_stash_value"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +38,19 @@ class StashConfig:
     such steps only run eagerly. Also for tokens without room, with token_drops=rerun."""
 
 
+def wrong_stash_value(stash: StashConfig) -> tuple[str, str] | None:
+    """The first field whose value is out of range and what it must be, or None."""
+    if stash.page_bytes < 16 or stash.page_bytes % 16:
+        return "page_bytes", "it must be a multiple of 16"
+    if not (stash.headroom > 0 and math.isfinite(stash.headroom)):
+        return "headroom", "it must be greater than 0"
+    for field in ("initial_bytes", "max_bytes", "spill_bytes", "max_recaptures"):
+        value = getattr(stash, field)
+        if value is not None and value < 0:
+            return field, "it must be 0 or greater"
+    return None
+
+
 def check_stash(config: Config) -> None:
     """Check the section ``stash``.
 
@@ -45,18 +58,9 @@ def check_stash(config: Config) -> None:
         ConfigError: A value is out of range, or two settings cannot go together.
     """
     stash = config.stash
-    if stash.page_bytes < 16 or stash.page_bytes % 16:
-        raise ConfigError(f"stash.page_bytes is {stash.page_bytes}; it must be a multiple of 16.")
-    if not (stash.headroom > 0 and math.isfinite(stash.headroom)):
-        raise ConfigError(f"stash.headroom is {stash.headroom}; it must be greater than 0.")
-    for path, value in {
-        "stash.initial_bytes": stash.initial_bytes,
-        "stash.max_bytes": stash.max_bytes,
-        "stash.spill_bytes": stash.spill_bytes,
-        "stash.max_recaptures": stash.max_recaptures,
-    }.items():
-        if value is not None and value < 0:
-            raise ConfigError(f"{path} is {value}; it must be 0 or greater.")
+    if (wrong := wrong_stash_value(stash)) is not None:
+        field, what = wrong
+        raise ConfigError(f"stash.{field} is {getattr(stash, field)}; {what}.")
     if not stash.enabled:
         return
     if config.moe.num_moe_experts is None:

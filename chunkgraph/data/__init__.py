@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from chunkgraph.data.counts import check_counts, share_above
 from chunkgraph.data.documents import DocumentRow, Documents
+from chunkgraph.data.drawn import DrawnDocuments
 from chunkgraph.data.packed import PackedBatch, PackedText
 from chunkgraph.data.text import read_documents, shipped_text
 from chunkgraph.data.vocabulary import END_OF_DOCUMENT, NUM_TOKENS
@@ -12,8 +14,11 @@ __all__ = [
     "NUM_TOKENS",
     "DocumentRow",
     "Documents",
+    "DrawnDocuments",
     "PackedBatch",
     "PackedText",
+    "check_counts",
     "read_documents",
+    "share_above",
     "shipped_text",
 ]

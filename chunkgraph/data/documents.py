@@ -42,14 +42,19 @@ class Documents:
         documents: The documents' bytes.
         num_tokens: T.
         seed: Seed of the order in which documents are drawn.
+        multiple: What a document's rows are padded to a multiple of, and T is one of; that padding
+            takes room too.
 
     Raises:
         ConfigError: There is no document of at least one byte.
     """
 
-    def __init__(self, documents: Sequence[bytes], *, num_tokens: int, seed: int) -> None:
+    def __init__(
+        self, documents: Sequence[bytes], *, num_tokens: int, seed: int, multiple: int = 1
+    ) -> None:
         self.num_tokens = num_tokens
         self.seed = seed
+        self._multiple = multiple
         self._parts = [
             np.frombuffer(document[start : start + num_tokens], dtype=np.uint8)
             for document in documents
@@ -60,13 +65,15 @@ class Documents:
             raise ConfigError(msg)
 
     @classmethod
-    def from_file(cls, path: str | Path | None, *, num_tokens: int, seed: int) -> Documents:
+    def from_file(
+        cls, path: str | Path | None, *, num_tokens: int, seed: int, multiple: int = 1
+    ) -> Documents:
         """The documents of a text file; None is the shipped text.
 
         Raises:
             ConfigError: The file cannot be read, or holds nothing.
         """
-        return cls(read_documents(path), num_tokens=num_tokens, seed=seed)
+        return cls(read_documents(path), num_tokens=num_tokens, seed=seed, multiple=multiple)
 
     def lengths(self, step: int, microbatch: int, dp_rank: int = 0) -> tuple[int, ...]:
         """Tokens of each document of a microbatch, without its tokens."""
@@ -94,7 +101,7 @@ class Documents:
         left = self.num_tokens
         while True:
             index = int(rng.integers(len(self._parts)))
-            left -= len(self._parts[index])
+            left -= -(-len(self._parts[index]) // self._multiple) * self._multiple
             if left < 0:
                 return drawn
             drawn.append(index)

@@ -8,6 +8,7 @@ from the called tensor method.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -68,14 +69,23 @@ def check_operator(
         return
     if func is _aten.repeat_interleave.Tensor and kwargs.get("output_size") is not None:
         return
-    if torch.Tag.data_dependent_output in func.tags:
-        raise illegal_operation(str(func), "reads device values on the host", label)
-    if torch.Tag.dynamic_output_shape in func.tags:
-        raise illegal_operation(str(func), "has an output shape that depends on values", label)
+    why = _why_never(func)
+    if why is not None:
+        raise illegal_operation(str(func), why, label)
     if func is _aten.lift_fresh.default and cast("torch.Tensor", args[0]).dim() > 0:
         raise illegal_operation(
             "torch.tensor(...)", "copies host data to the device inside the chunk", label
         )
+
+
+@functools.cache
+def _why_never(func: OpOverload) -> str | None:
+    """Why no graph can hold ``func``, by its tags; None when one can."""
+    if torch.Tag.data_dependent_output in func.tags:
+        return "reads device values on the host"
+    if torch.Tag.dynamic_output_shape in func.tags:
+        return "has an output shape that depends on values"
+    return None
 
 
 def _fills_where_masked(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:

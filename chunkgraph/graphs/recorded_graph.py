@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_map
 
 from chunkgraph.errors import CaptureError, ReplayMismatchError
 from chunkgraph.graphs.ranges import AddressRanges
@@ -16,9 +15,11 @@ from chunkgraph.graphs.recording import (
     HostCall,
     Operation,
     TensorRef,
+    leaves_replaced,
     owner_of,
     span,
     storages_written,
+    tensors_in,
 )
 from chunkgraph.graphs.simulated_pool import SimulatedPool
 
@@ -51,15 +52,20 @@ class RecordedGraph:
         binding = _Binding(pools)
         writes: list[tuple[int, int]] = []
         steps: list[_Step] = []
-        for entry in log:
-            if isinstance(entry, HostCall):
-                steps.append(entry.call)
-                continue
-            args, kwargs = tree_map(binding.bind, (entry.args, entry.kwargs))
-            results = [None if r is None else binding.bind(r) for r in entry.results]
-            writes.extend(span(r) for r in entry.results if r is not None)
-            writes.extend(span(t) for t in storages_written(entry.func, args, kwargs))
-            steps.append(_operation_step(entry, args, kwargs, results))
+        with torch._C.DisableTorchFunction():
+            for entry in log:
+                if isinstance(entry, HostCall):
+                    steps.append(entry.call)
+                    continue
+                args = leaves_replaced(entry.args, TensorRef, binding.bind)
+                kwargs = {
+                    name: leaves_replaced(value, TensorRef, binding.bind)
+                    for name, value in entry.kwargs.items()
+                }
+                results = [None if r is None else binding.bind(r) for r in entry.results]
+                writes.extend(span(r) for r in entry.results if r is not None)
+                writes.extend(span(t) for t in storages_written(entry.func, args, kwargs))
+                steps.append(_operation_step(entry, args, kwargs, results))
         self._steps = steps
         self._externals = [e for e in externals if e.constant is None or not e.alive.expired()]
         self._writes = AddressRanges(writes)
@@ -103,9 +109,7 @@ class _Binding:
         self._pools = pools
         self._storages: dict[tuple[int, int, int], torch.UntypedStorage] = {}
 
-    def bind(self, ref: Any) -> Any:
-        if not isinstance(ref, TensorRef):
-            return ref
+    def bind(self, ref: TensorRef) -> torch.Tensor:
         external = ref.external
         if external is not None and external.alive.expired():
             if external.constant is None:
@@ -156,8 +160,7 @@ def _operation_step(
         return run_single
 
     def run() -> None:
-        made = [t for t in tree_flatten(func(*args, **kwargs))[0] if isinstance(t, torch.Tensor)]
-        for target, value in zip(results, made, strict=True):
+        for target, value in zip(results, tensors_in(func(*args, **kwargs)), strict=True):
             if target is not None:
                 _copy(target, value)
 

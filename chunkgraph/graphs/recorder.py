@@ -21,7 +21,6 @@ from torch.utils._python_dispatch import (
     _disable_current_modes,
     _get_current_dispatch_mode_stack,
 )
-from torch.utils._pytree import tree_flatten, tree_map
 
 from chunkgraph.errors import CaptureError, ChunkGraphError
 from chunkgraph.graphs.contract import Pool, Router
@@ -35,8 +34,10 @@ from chunkgraph.graphs.recording import (
     HostCall,
     Operation,
     TensorRef,
+    leaves_replaced,
     owner_of,
     storages_written,
+    tensors_in,
 )
 from chunkgraph.graphs.simulated_pool import SimulatedPool
 
@@ -174,6 +175,7 @@ class _RecordingMode(TorchDispatchMode):
         self.log: list[Operation | HostCall] = []
         self.externals: list[External] = []
         self._now: dict[int, External] = {}  # by address; one address can serve several in turn
+        self._pooled: set[int] = set()  # addresses known to be a pool's, which they are for good
 
     def __torch_dispatch__(
         self,
@@ -185,12 +187,13 @@ class _RecordingMode(TorchDispatchMode):
         kwargs = kwargs or {}
         check_operator(func, args, kwargs, self.label)
         written = storages_written(func, args, kwargs)
-        given = [a for a in tree_flatten((args, kwargs))[0] if isinstance(a, torch.Tensor)]
+        given = [*tensors_in(args), *tensors_in(list(kwargs.values()))]
         for tensor in given:
             self._meet(tensor, func)
         for tensor in written:
             self._save(tensor)
-        refs = tree_map(self._ref, (args, kwargs))
+        args_ref = leaves_replaced(args, torch.Tensor, self._ref)
+        kwargs_ref = {k: leaves_replaced(v, torch.Tensor, self._ref) for k, v in kwargs.items()}
         out = func(*args, **kwargs)
         if func.namespace == "c10d":
             # Some backends copy results in the caller's wait, which would be logged as well.
@@ -200,7 +203,8 @@ class _RecordingMode(TorchDispatchMode):
         if any(r is not None for r in results) or written:
             fresh_only = func._schema.name.startswith(_UNDEFINED_CONTENTS)
             if not fresh_only:
-                self.log.append(Operation(func, refs[0], refs[1], results, current_location()))
+                where = current_location()
+                self.log.append(Operation(func, args_ref, kwargs_ref, results, where))
         return out
 
     def host_call(self, call: Callable[[], None]) -> None:
@@ -224,12 +228,13 @@ class _RecordingMode(TorchDispatchMode):
             )
         storage = tensor.untyped_storage()
         start = storage.data_ptr()
-        if storage.nbytes() == 0:
+        if start in self._pooled or storage.nbytes() == 0:
             return
         known = self._now.get(start)
         if known is not None and not known.alive.expired():
             return
         if owner_of(self.pools, start) is not None:
+            self._pooled.add(start)
             return
         where = current_location()
         external = External(
@@ -260,9 +265,7 @@ class _RecordingMode(TorchDispatchMode):
         """Move fresh results into the pool; say where each result is to be written by a replay."""
         moved: dict[int, torch.UntypedStorage] = {}
         results: list[TensorRef | None] = []
-        for tensor in tree_flatten(out)[0]:
-            if not isinstance(tensor, torch.Tensor):
-                continue
+        for tensor in tensors_in(out):
             storage = tensor.untyped_storage()
             start = storage.data_ptr()
             if storage.nbytes() == 0 or start in known:
@@ -275,7 +278,5 @@ class _RecordingMode(TorchDispatchMode):
             results.append(TensorRef.of(tensor))
         return tuple(results)
 
-    def _ref(self, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        return TensorRef.of(value, self._now.get(value.untyped_storage().data_ptr()))
+    def _ref(self, tensor: torch.Tensor) -> TensorRef:
+        return TensorRef.of(tensor, self._now.get(tensor.untyped_storage().data_ptr()))

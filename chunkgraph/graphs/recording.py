@@ -8,7 +8,8 @@ must be kept by its owner, and a replay refuses to run when it is gone.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,17 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from chunkgraph.graphs.location import SourceLocation
 from chunkgraph.graphs.simulated_pool import SimulatedPool
 
-__all__ = ["External", "HostCall", "Operation", "TensorRef", "owner_of", "span", "storages_written"]
+__all__ = [
+    "External",
+    "HostCall",
+    "Operation",
+    "TensorRef",
+    "leaves_replaced",
+    "owner_of",
+    "span",
+    "storages_written",
+    "tensors_in",
+]
 
 
 @dataclass(eq=False)
@@ -115,15 +126,22 @@ def storages_written(
     func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> list[torch.Tensor]:
     """The argument tensors that ``func`` writes, by its schema; for collectives, all of them."""
-    collective = func.namespace == "c10d"
     written: list[torch.Tensor] = []
-    for index, argument in enumerate(func._schema.arguments):
-        info = argument.alias_info
-        if not collective and (info is None or not info.is_write):
-            continue
-        value = args[index] if index < len(args) else kwargs.get(argument.name)
-        written.extend(_tensors(value))
+    for index, name in _written_arguments(func):
+        value = args[index] if index < len(args) else kwargs.get(name)
+        written.extend(tensors_in(value))
     return written
+
+
+@functools.cache
+def _written_arguments(func: OpOverload) -> tuple[tuple[int, str], ...]:
+    """Position and name of each; torch makes the objects of a schema anew for who looks at them."""
+    collective = func.namespace == "c10d"
+    return tuple(
+        (index, argument.name)
+        for index, argument in enumerate(func._schema.arguments)
+        if collective or (argument.alias_info is not None and argument.alias_info.is_write)
+    )
 
 
 def span(tensor: torch.Tensor | TensorRef) -> tuple[int, int]:
@@ -142,12 +160,22 @@ def span(tensor: torch.Tensor | TensorRef) -> tuple[int, int]:
     return first, first + (last + 1) * item
 
 
-def _tensors(value: Any) -> Iterable[torch.Tensor]:
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors of an operator's arguments or result, which nest in lists and tuples alone."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from _tensors(item)
+            yield from tensors_in(item)
+
+
+def leaves_replaced(value: Any, kind: type, replace: Callable[[Any], Any]) -> Any:
+    """An operator's argument with ``replace`` of every leaf that is of ``kind``."""
+    if isinstance(value, kind):
+        return replace(value)
+    if isinstance(value, (list, tuple)):
+        return type(value)([leaves_replaced(item, kind, replace) for item in value])
+    return value
 
 
 def owner_of(pools: Sequence[SimulatedPool], address: int) -> SimulatedPool | None:

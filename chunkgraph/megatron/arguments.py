@@ -11,6 +11,7 @@ from typing import Any
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.flags import GraphFlags, flags_from
 from chunkgraph.megatron.launch_packing import packing_refusals
+from chunkgraph.megatron.moe_support import stash_refusals
 from chunkgraph.megatron.support import refused_settings
 
 __all__ = ["settle_arguments"]
@@ -107,6 +108,11 @@ def settle_arguments(args: argparse.Namespace, *, on_cpu: bool) -> GraphFlags | 
     ]
     found += packing_refusals(flags, args)
     found += refused_settings(_AsConfig(args), flags.token_drops)
+    if flags.stash is not None:
+        found += [
+            f"--cuda-graph-{refusal}"
+            for refusal in stash_refusals(_AsConfig(args), flags.stash.page_bytes)
+        ]
     use_te_rng = _wants_te_rng(args, on_cpu)
     if use_te_rng and importlib.util.find_spec("transformer_engine") is None:
         found.append(_missing_transformer_engine(args))

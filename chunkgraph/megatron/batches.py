@@ -11,12 +11,18 @@ import torch
 from numpy.typing import NDArray
 
 from chunkgraph.config import Config
-from chunkgraph.data import Documents, PackedText
+from chunkgraph.data import DocumentRow, Documents, DrawnDocuments, PackedText
 from chunkgraph.megatron.buckets import Buckets
 from chunkgraph.megatron.compat import import_megatron
 from chunkgraph.megatron.packed import make_params
 from chunkgraph.megatron.topology import agree_by_maximum
-from chunkgraph.packing import PackedShape, bucket_shapes, pack, reason_not_to_fit
+from chunkgraph.packing import (
+    PackedSequences,
+    PackedShape,
+    bucket_shapes,
+    pack,
+    reason_not_to_fit,
+)
 
 __all__ = [
     "PackedBatches",
@@ -24,6 +30,7 @@ __all__ = [
     "make_batches",
     "packed_buckets",
     "packed_shape",
+    "sent",
     "sequence_batches",
 ]
 
@@ -34,16 +41,25 @@ _NUM_CHOSEN = 4
 
 
 def packed_shape(config: Config) -> PackedShape | None:
-    """The fixed shape of the run's packed microbatches; None without packing."""
-    if not config.packing.max_packed_seqs:
+    """The fixed shape of the run's packed microbatches; None without packing.
+
+    Nor is there one where each microbatch has a context-parallel size of its own.
+    """
+    if not config.packing.max_packed_seqs or config.packing.context_parallel_sizes:
         return None
-    return PackedShape(config.packing.max_packed_seqs, config.tokens_per_sequence)
+    return PackedShape(
+        config.packing.max_packed_seqs,
+        config.tokens_per_sequence,
+        context_parallel_size=config.pipeline.context_parallel_size,
+    )
 
 
 def packed_buckets(config: Config, shape: PackedShape) -> Buckets:
     """The shapes of the run's packed microbatches: ``shape`` and the shorter ones."""
     pipeline = config.pipeline
-    multiple = pipeline.tensor_model_parallel_size if pipeline.sequence_parallel else 1
+    multiple = pipeline.context_parallel_size
+    if pipeline.sequence_parallel:
+        multiple *= pipeline.tensor_model_parallel_size
     return Buckets(bucket_shapes(shape, config.packing.buckets, multiple_of=multiple))
 
 
@@ -53,6 +69,18 @@ def make_batches(config: Config, device: torch.device) -> SequenceBatches | Pack
     return (
         SequenceBatches(config, device) if shape is None else PackedBatches(config, shape, device)
     )
+
+
+def _documents(config: Config, shape: PackedShape) -> Documents | DrawnDocuments:
+    path, counts = config.data.path, config.data.document_counts
+    rows = {
+        "num_tokens": shape.max_packed_tokens,
+        "seed": config.train.seed,
+        "multiple": shape.document_multiple,
+    }
+    if counts:
+        return DrawnDocuments.from_file(path, counts, **rows)
+    return Documents.from_file(path, **rows)
 
 
 class SequenceBatches:
@@ -65,11 +93,19 @@ class SequenceBatches:
             config.data.path, seq_length=config.model.seq_length, seed=config.train.seed
         )
 
-    def packings(self, _step: int, _num_microbatches: int) -> None:
+    def told(self, _step: int, _count: int, *, has_graphs: bool) -> dict[str, Any]:  # noqa: ARG002
         """Nothing: every microbatch has the one shape."""
+        return {}
+
+    def packings(self, _step: int, _num_microbatches: int) -> None:
+        """Nothing, likewise."""
 
     def buckets(self, _step: int, _num_microbatches: int) -> None:
         """Nothing, likewise."""
+
+    def num_microbatches(self, _step: int, count: int) -> int:
+        """As many as asked for."""
+        return count
 
     def close(self) -> None:
         """Nothing to give back."""
@@ -89,6 +125,8 @@ class PackedBatches:
     a weight's gradient sums products over all rows, and 0 times NaN is NaN. So it is not enough
     that these rows get no gradient; nothing on the way may leave them without a value, and their
     losses are left out by selection, not by a factor 0.
+
+    A context-parallel rank has its rows of every document, and its share of the microbatch's loss.
     """
 
     def __init__(self, config: Config, shape: PackedShape, device: torch.device) -> None:
@@ -101,9 +139,18 @@ class PackedBatches:
         shares = config.pipeline.expert_model_parallel_size > 1 and len(self._buckets.keys) > 1
         self._agree = agree_by_maximum() if shares else None
         self._chosen: dict[tuple[int, int], list[int]] = {}
-        self._documents = Documents.from_file(
-            config.data.path, num_tokens=shape.max_packed_tokens, seed=config.train.seed
-        )
+        self._documents = _documents(config, shape)
+
+    def told(self, step: int, count: int, *, has_graphs: bool) -> dict[str, Any]:
+        """What the schedule is told of a step, besides what Megatron's own takes."""
+        buckets = self.buckets(step, count)
+        if has_graphs:
+            return {"packings": self.packings(step, count), "buckets": buckets}
+        return {} if buckets is None else {"buckets": buckets}
+
+    def num_microbatches(self, _step: int, count: int) -> int:
+        """As many as asked for."""
+        return count
 
     def packings(self, step: int, num_microbatches: int) -> list[tuple[int, ...]]:
         """Document lengths of the step's microbatches, for this data-parallel rank."""
@@ -141,21 +188,30 @@ class PackedBatches:
                 # Of tokens it never has too many: they were drawn for this shape.
                 shape = replace(shape, max_packed_seqs=len(row.lengths) + 1)
             packed = pack(row.lengths, shape, where=f"step {step}, microbatch {microbatch}")
-            batch = {
-                "tokens": self._row(packed.place(row.tokens)),
-                "labels": self._row(packed.place(row.labels)),
-                "position_ids": self._row(packed.position_ids),
-                "is_counted": self._row(~packed.padding_mask),
-                "packed_seq_params": make_params(
-                    packed, self._device, with_seq_idx=self._has_states
-                ),
-            }
-            if self._has_experts:  # nobody else reads it, and slots would keep copies
-                batch["padding_mask"] = self._row(packed.padding_mask)
-            yield batch
+            yield self._batch(packed, row)
 
-    def _row(self, values: NDArray[np.generic]) -> torch.Tensor:
-        return _sent(values[None], self._device)
+    def _batch(self, packed: PackedSequences, row: DocumentRow) -> Batch:
+        """This rank's rows of a microbatch."""
+        values = {
+            "tokens": packed.place(row.tokens),
+            "labels": packed.place(row.labels),
+            "position_ids": packed.position_ids,
+            "is_counted": ~packed.padding_mask,
+        }
+        if self._has_experts:  # nobody else reads it, and slots would keep copies
+            values["padding_mask"] = packed.padding_mask
+        size = packed.shape.context_parallel_size
+        if size > 1:
+            rank = import_megatron("megatron.core.parallel_state").get_context_parallel_rank()
+            own = packed.rows_of_rank(rank)
+            values = {name: value[own] for name, value in values.items()}
+        batch: Batch = {name: sent(value[None], self._device) for name, value in values.items()}
+        if size > 1:
+            batch["num_counted"] = packed.num_valid_tokens
+        batch["packed_seq_params"] = make_params(
+            packed, self._device, with_seq_idx=self._has_states
+        )
+        return batch
 
 
 def sequence_batches(
@@ -182,10 +238,10 @@ def sequence_batches(
             arrays["num_labels"] = np.array(whole.num_labels, dtype=np.float32)
         if masked:
             arrays["attention_mask"] = batch.attention_mask()
-        yield {name: _sent(array, device) for name, array in arrays.items()}
+        yield {name: sent(array, device) for name, array in arrays.items()}
 
 
-def _sent(values: NDArray[Any], device: torch.device) -> torch.Tensor:
+def sent(values: NDArray[Any], device: torch.device) -> torch.Tensor:
     """The values on the device, for which the host does not wait."""
     host = torch.from_numpy(values)
     if device.type == "cuda":

@@ -80,6 +80,7 @@ class Buckets:
         assert isinstance(wanted, int)
         first, *others = args
         made = {name: self._of_name(c, name, value, of, wanted) for name, value in kwargs.items()}
+        _within_rows(made)
         rest = [self._of_name(c, f"argument {i}", v, of, wanted) for i, v in enumerate(others, 1)]
         return (resized(first, 0, of, wanted), *rest), made
 
@@ -106,6 +107,17 @@ class Buckets:
                 "Use no buckets with it, or warm up with microbatches of every bucket."
             )
         return value
+
+
+def _within_rows(kwargs: dict[str, Any]) -> None:
+    """Cut tokens off documents whose rows were: offsets in rows say how many each may have."""
+    for kind in ("q", "kv"):
+        name = f"{_PARAMS}cu_seqlens_{kind}"
+        real, padded = kwargs.get(name), kwargs.get(f"{name}_padded")
+        if isinstance(real, torch.Tensor) and isinstance(padded, torch.Tensor):
+            lengths = torch.minimum(real.diff(), padded.diff())
+            ends = lengths.cumsum(0).to(real.dtype)
+            kwargs[name] = torch.cat([torch.zeros_like(ends[:1]), ends])
 
 
 def _rows_of(value: Any) -> int | None:

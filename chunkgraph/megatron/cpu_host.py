@@ -33,6 +33,10 @@ from chunkgraph.megatron import compat
 __all__ = ["CpuHost", "HostRng", "HostRngState", "cpu_host"]
 
 _CPU = torch.device("cpu")
+# Methods that ask for a device, or tell one, without a keyword.
+_NAMING_DEVICES = {
+    *(torch.Tensor.cuda, torch.Tensor.pin_memory, torch.Tensor.type, torch.Tensor.to)
+}
 
 
 def _is_cuda(device: object) -> bool:
@@ -47,6 +51,9 @@ class _CudaMeansCpu(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        # Reading a shape comes through here too, and so most calls must cost next to nothing.
+        if not kwargs and func not in _NAMING_DEVICES:
+            return func(*args)
         kwargs = kwargs or {}
         if func is torch.Tensor.cuda or func is torch.Tensor.pin_memory:
             return args[0]

@@ -22,6 +22,7 @@ State = Literal["ok", "absent", "wrong"]
 
 _VERSION_PARTS = ("MAJOR", "MINOR", "PATCH")
 _CUBLASLT_NEEDED = 130801
+_CUDNN_PARTIAL = 91500
 """13.8.1, the first that takes the token counts of a grouped GEMM from the device."""
 
 
@@ -143,6 +144,24 @@ def _triton() -> Finding:
     return Finding("triton", "ok", version)
 
 
+def _cudnn() -> Finding:
+    number = None
+    if _version("torch") is not None:
+        import torch
+
+        number = torch.backends.cudnn.version()
+    if not number:
+        return Finding("cuDNN", "absent", "not found")
+    text = f"{number // 10000}.{number // 100 % 100}.{number % 100}"
+    if number <= _CUDNN_PARTIAL:
+        advice = (
+            "up to 9.15 Transformer Engine captures its attention only for sequences of a multiple "
+            "of 128 tokens (with context parallelism: 256 a rank)"
+        )
+        return Finding("cuDNN", "absent", text, advice)
+    return Finding("cuDNN", "ok", text)
+
+
 def _deep_ep() -> Finding:
     name = "DeepEP (HybridEP)"
     if importlib.util.find_spec("deep_ep") is None:
@@ -212,5 +231,6 @@ _LOOKS: tuple[Callable[[], Finding], ...] = (
     _triton,
     _deep_ep,
     _cublaslt,
+    _cudnn,
     _determinism,
 )

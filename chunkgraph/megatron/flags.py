@@ -10,7 +10,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from chunkgraph.config import StashConfig
 from chunkgraph.errors import ConfigError
+from chunkgraph.megatron.stash_flags import (
+    STASH,
+    add_stash_flags,
+    given_stash_flags,
+    stash_from,
+)
 
 if TYPE_CHECKING:
     from chunkgraph.engine import CaptureOptions
@@ -95,9 +102,9 @@ _OPTIONS = (
     ),
     _Flag(
         "--cuda-graph-token-drops",
-        ("warn", "count", "raise"),
+        ("warn", "count", "raise", "rerun"),
         "Tokens that an expert has no room for, which Megatron drops: count them and warn once; "
-        "count them; or raise an error.",
+        "count them; raise an error; or run the step anew with room for all, before the optimizer.",
     ),
 )
 COUNTS = (
@@ -151,6 +158,7 @@ class GraphFlags:
         max_packed_seqs: sequences of a packed microbatch; 0: none are packed.
         max_packed_tokens: its tokens; None: the sequence length.
         packed_buckets: lengths of shorter ones that are captured too.
+        stash: of what experts save; None: no stash.
     """
 
     scope: Literal["block", "chunk"] = "block"
@@ -162,11 +170,12 @@ class GraphFlags:
     num_verify_steps: int | None = None
     verify_every: int = 1
     on_failure: Literal["raise", "eager"] = "raise"
-    token_drops: Literal["warn", "count", "raise"] = "warn"
+    token_drops: Literal["warn", "count", "raise", "rerun"] = "warn"
     num_warmup_steps: int = 1
     max_packed_seqs: int = 0
     max_packed_tokens: int | None = None
     packed_buckets: tuple[float, ...] = ()
+    stash: StashConfig | None = None
 
     def capture_options(self) -> CaptureOptions:
         """How the engine is to capture."""
@@ -193,7 +202,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     Raises:
         ConfigError: the parser has one of them already.
     """
-    for flag in (*FLAGS, *COUNTS, *PACKING):
+    for flag in (*FLAGS, *COUNTS, *PACKING, *STASH):
         if flag.name in parser._option_string_actions:
             raise ConfigError(
                 f"This Megatron has a flag {flag.name} of its own. chunkgraph adds the same to "
@@ -213,6 +222,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         more: dict[str, Any] = {} if count.bare is None else {"nargs": "?", "const": count.bare}
         more |= {"type": float, "nargs": "+"} if count.is_list else {"type": int}
         group.add_argument(count.name, default=None, metavar="N", help=count.help, **more)
+    add_stash_flags(group)
 
 
 def flags_from(args: argparse.Namespace) -> GraphFlags | None:
@@ -229,6 +239,7 @@ def flags_from(args: argparse.Namespace) -> GraphFlags | None:
     if args.cuda_graph_granularity == "layer":
         idle = [f"{flag.name} {value}" for flag, value in given.items() if value is not None]
         idle += [f"{count.name} {_shown(n)}" for count, n in counts.items() if n is not None]
+        idle += given_stash_flags(args)
         if idle:
             raise ConfigError(
                 f"{', '.join(idle)} has no effect with --cuda-graph-granularity layer. Add "
@@ -258,7 +269,7 @@ def flags_from(args: argparse.Namespace) -> GraphFlags | None:
                 f"{count.name} {number} has no effect without --cuda-graph-verify poison or shadow."
             )
         values[count.dest.removeprefix("cuda_graph_")] = number
-    return GraphFlags(num_warmup_steps=num_warmup_steps, **values)
+    return GraphFlags(num_warmup_steps=num_warmup_steps, stash=stash_from(args), **values)
 
 
 def _packing(counts: dict[_Count, Any]) -> dict[str, Any]:

@@ -33,7 +33,11 @@ Flags that chunk graphs bring to the script:
   --cuda-graph-verify {none,poison,shadow} and, in replayed steps,
   --cuda-graph-num-verify-steps N, --cuda-graph-verify-every N
   --cuda-graph-on-failure {raise,eager}    after a capture that failed
-  --cuda-graph-token-drops {warn,count,raise}  tokens without room at experts
+  --cuda-graph-token-drops {warn,count,raise,rerun}  tokens without room
+                                           at experts; rerun: that step anew
+  --cuda-graph-stash {no,yes}              what experts save goes to pages; with
+  --cuda-graph-stash-page-bytes N, -headroom X, -initial-bytes N, -max-bytes N,
+  -spill-bytes N, -max-recaptures N, -on-overflow {rerun,raise}
 Eager steps before the capture are Megatron's --cuda-graph-warmup-steps.
 
 Where RANK and WORLD_SIZE are set, as by torchrun, the script runs in this
@@ -98,8 +102,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--config",
         metavar="FILE",
         type=Path,
-        help="YAML file as in configs/; its sections model, pipeline, moe, capture and packing "
-        "become flags, where the command line does not give them",
+        help="YAML file as in configs/; its sections model, pipeline, moe, capture, packing "
+        "and stash become flags, where the command line does not give them",
     )
     parser.add_argument(
         "--nproc-per-node",

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from chunkgraph.config import CaptureConfig, Config, ModelConfig, PackingConfig, PipelineConfig
+from chunkgraph.config import (
+    CaptureConfig,
+    Config,
+    ModelConfig,
+    PackingConfig,
+    PipelineConfig,
+    StashConfig,
+)
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.launch_experts import expert_flags
+from chunkgraph.megatron.stash_flags import STASH
 
 __all__ = ["GRANULARITY", "Off", "Setting", "settings_of", "settings_that_are_off"]
 
@@ -62,15 +70,11 @@ def settings_of(config: Config, *, without_capture: bool) -> list[Setting]:
     Raises:
         ConfigError: a value has no flag in Megatron.
     """
-    if config.stash.enabled:
+    if config.packing.context_parallel_sizes:
         raise ConfigError(
-            "stash.enabled is true, but a pretrain script cannot stash yet. Set it to false, or "
-            "use chunkgraph train."
-        )
-    if config.moe.token_drops == "rerun":
-        raise ConfigError(
-            "moe.token_drops is rerun, but the steps of a pretrain script are not run anew yet. "
-            "Set it to raise, or use chunkgraph train."
+            f"packing.context_parallel_sizes is {list(config.packing.context_parallel_sizes)}, but "
+            "in a pretrain script microbatches have no context-parallel size of their own yet. Set "
+            "it to [], or use chunkgraph train."
         )
     if config.model.hybrid_layer_pattern is not None:
         raise ConfigError(
@@ -86,7 +90,8 @@ def settings_of(config: Config, *, without_capture: bool) -> list[Setting]:
     if config.moe.num_moe_experts is not None:
         drops = config.moe.token_drops
         found.append(Setting("moe.token_drops", "--cuda-graph-token-drops", (drops,)))
-    return [*found, *_of_capture(config.capture), *_of_packing(config.packing)]
+    found += [*_of_capture(config.capture), *_of_packing(config.packing)]
+    return [*found, *_of_stash(config.stash)]
 
 
 def settings_that_are_off(config: Config) -> list[Off]:
@@ -111,6 +116,7 @@ def settings_that_are_off(config: Config) -> list[Off]:
         Off("moe.num_moe_experts", ("--num-experts",)): config.moe.num_moe_experts is None,
         Off("capture.enabled", (GRANULARITY,), "layer"): not config.capture.enabled,
         Off("packing.max_packed_seqs", (_PACKED_SEQS,), "0"): not config.packing.max_packed_seqs,
+        Off("stash.enabled", (STASH[0].name,), "no"): not config.stash.enabled,
     }
     return [off for off, is_off in found.items() if is_off]
 
@@ -255,4 +261,17 @@ def _of_packing(packing: PackingConfig) -> list[Setting]:
     if packing.buckets:
         sizes = tuple(f"{size:.17g}" for size in packing.buckets)
         found.append(Setting("packing.buckets", "--cuda-graph-packed-buckets", sizes))
+    return found
+
+
+def _of_stash(stash: StashConfig) -> list[Setting]:
+    if not stash.enabled:
+        return []
+    switch, *others = STASH
+    found = [Setting("stash.enabled", switch.name, ("yes",))]
+    for flag in others:
+        value = getattr(stash, flag.field)
+        if value is not None:
+            text = repr(value) if isinstance(value, float) else str(value)
+            found.append(Setting(f"stash.{flag.field}", flag.name, (text,)))
     return found

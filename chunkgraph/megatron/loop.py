@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from chunkgraph.config import Config
@@ -25,13 +23,16 @@ from chunkgraph.megatron.compat import (
     reset_fp8,
     take_expert_metrics,
 )
+from chunkgraph.megatron.context_batches import ContextBatches
+from chunkgraph.megatron.contexts import follow_groups
+from chunkgraph.megatron.forward_step import forward_step, shared_loss
 from chunkgraph.megatron.model import build_model
 from chunkgraph.megatron.optimizer import build_optimizer, zero_gradients
 from chunkgraph.megatron.padding import keep_padding_from_experts
 from chunkgraph.megatron.plugin import MegatronChunkGraphs, attach, config_of
 from chunkgraph.megatron.processes import seed_everything
 from chunkgraph.megatron.receive import receiving_lengths
-from chunkgraph.memory.stash import StashOptions
+from chunkgraph.megatron.stash import stash_options
 
 __all__ = [
     "StepRecord",
@@ -43,7 +44,6 @@ __all__ = [
     "resume_parameter_gather",
     "run_training",
     "shared_loss",
-    "stash_options",
     "synchronize",
 ]
 
@@ -62,6 +62,7 @@ class StepRecord:
         fallbacks: reason of an eager step -> 1.
         step_ms: wall time of schedule and optimizer, in ms.
         expert_metrics: this rank's sums over the step of each metric of the experts, by layer.
+        context_sizes: context-parallel size of each microbatch of this rank, where they differ.
     """
 
     step: int
@@ -73,6 +74,7 @@ class StepRecord:
     fallbacks: dict[str, int]
     step_ms: float
     expert_metrics: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    context_sizes: tuple[int, ...] = ()
 
 
 @dataclass
@@ -92,6 +94,9 @@ class TrainingRun:
         recaptures: why graphs were captured anew with more room, each time.
         stash_bytes: of the stash's pages on this rank's device.
         bytes_without_stash: what slots would keep in their place.
+        replays_of_bank: forward graphs replayed on this rank, by bank, where there are several.
+        missing_banks: eager steps, by the bank that they had no graphs of.
+        reserved_bytes: most memory that torch held on this rank's device; 0 on a CPU.
     """
 
     steps: list[StepRecord] = field(default_factory=list)
@@ -104,6 +109,9 @@ class TrainingRun:
     recaptures: tuple[str, ...] = ()
     stash_bytes: int = 0
     bytes_without_stash: int = 0
+    replays_of_bank: dict[str, int] = field(default_factory=dict)
+    missing_banks: dict[str, int] = field(default_factory=dict)
+    reserved_bytes: int = 0
 
     @property
     def num_graphs(self) -> int:
@@ -132,10 +140,16 @@ def run_training(
         on_step: called after every step.
         on_capture: called after every captured graph.
     """
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
     seed_everything(config.train.seed, device)
     chunks = build_model(config, device, ddp_options, **(model_options or {}))
     optimizer = build_optimizer(config, chunks)
-    batches = make_batches(config, device)
+    batches = (
+        ContextBatches(config, device)
+        if config.packing.context_parallel_sizes
+        else make_batches(config, device)
+    )
     forward_backward = import_megatron(
         "megatron.core.pipeline_parallel"
     ).get_forward_backward_func()
@@ -146,7 +160,10 @@ def run_training(
     run = TrainingRun()
     undo = ExitStack()
     undo.callback(batches.close)
+    contexts = batches.banks if isinstance(batches, ContextBatches) else None
     try:
+        if contexts is not None:
+            undo.callback(follow_groups(chunks))
         if has_experts and packed_shape(config) is not None and not use_graphs:
             undo.callback(keep_padding_from_experts(chunks, config_of(chunks[0])))
         if use_graphs:
@@ -156,30 +173,27 @@ def run_training(
                 options=capture_options(config),
                 packing=packed_shape(config),
                 buckets=config.packing.buckets,
+                contexts=contexts,
                 progress=on_capture,
                 token_drops=config.moe.token_drops,
-                stash=stash_options(config),
+                stash=stash_options(config.stash),
             )
+            undo.callback(graphs.detach)  # before process groups that graphs hold
             run.num_slots = graphs.num_slots
             forward_backward = graphs.wrap_forward_backward(forward_backward)
         elif config.packing.buckets:
             forward_backward = receiving_lengths(chunks, device, forward_backward)
         counted = _Counted(graphs)
         counts = config.train.num_microbatches
-        for step, num_microbatches in enumerate(counts):
+        for step, count in enumerate(counts):
             synchronize(device)
             started = time.perf_counter()
             zero_gradients(chunks, optimizer)
-            told: dict[str, Any] = {}
-            packings = batches.packings(step, num_microbatches)
-            buckets = batches.buckets(step, num_microbatches)
-            if graphs is not None and packings is not None:
-                told = {"packings": packings, "buckets": buckets}
-            elif buckets is not None:
-                told["buckets"] = buckets
+            told = batches.told(step, count, has_graphs=graphs is not None)
+            num_microbatches = batches.num_microbatches(step, count)
             losses = forward_backward(
                 forward_step_func=forward_step,
-                data_iterator=[batches.step(step, num_microbatches) for _ in chunks],
+                data_iterator=[batches.step(step, count) for _ in chunks],
                 model=chunks,
                 num_microbatches=num_microbatches,
                 seq_length=config.tokens_per_sequence,
@@ -189,10 +203,7 @@ def run_training(
             )
             if told and graphs is not None and step + 1 < len(counts):
                 # The ranks agree on the next step while the device works on the optimizer's.
-                following = (step + 1, counts[step + 1])
-                graphs.announce(
-                    batches.packings(*following) or (), buckets=batches.buckets(*following)
-                )
+                graphs.announce(**batches.told(step + 1, counts[step + 1], has_graphs=True))
             _, grad_norm, _ = optimizer.step()
             synchronize(device)
             record = StepRecord(
@@ -202,15 +213,22 @@ def run_training(
                 grad_norm=0.0 if grad_norm is None else float(grad_norm),
                 step_ms=(time.perf_counter() - started) * 1e3,
                 expert_metrics=take_expert_metrics() if has_experts else {},
+                context_sizes=tuple(key.size for key in told.get("contexts", ())),
                 **counted.since_last(),
             )
             run.steps.append(record)
             on_step(record)
+        if device.type == "cuda":
+            run.reserved_bytes = torch.cuda.max_memory_reserved(device)
         finish_parameter_gather(chunks)
         if graphs is not None:
             run.dropped_tokens = sum(graphs.dropped_tokens(wait=True).values())
             run.overflow_reruns = dict(graphs.counters.overflow_reruns)
             run.recaptures = tuple(graphs.counters.recaptures)
+            run.missing_banks = dict(graphs.counters.missing_banks)
+            if contexts is not None:
+                of_bank = graphs.counters.replays_of_bank
+                run.replays_of_bank = {str(key): number for key, number in of_bank.items()}
             if graphs.stash is not None and graphs.stash.size is not None:
                 run.stash_bytes = graphs.stash.size.device_bytes
                 run.bytes_without_stash = graphs.stash.full_bytes()
@@ -223,8 +241,6 @@ def run_training(
         }
     finally:
         undo.close()
-        if graphs is not None:
-            graphs.detach()
         if config.model.fp8 is not None:
             reset_fp8()  # or the next model's scales would be reduced together with these
     return run
@@ -240,22 +256,6 @@ def capture_options(config: Config) -> CaptureOptions:
         on_failure=config.capture.on_failure,
         memory_plan=config.capture.memory_plan,
         shared_slots=config.capture.shared_slots,
-    )
-
-
-def stash_options(config: Config) -> StashOptions | None:
-    """How ``config`` wants experts to stash; None: not at all."""
-    stash = config.stash
-    if not stash.enabled:
-        return None
-    return StashOptions(
-        page_bytes=stash.page_bytes,
-        headroom=stash.headroom,
-        initial_bytes=stash.initial_bytes,
-        max_bytes=stash.max_bytes,
-        spill_bytes=stash.spill_bytes,
-        on_overflow=stash.on_overflow,
-        max_recaptures=stash.max_recaptures,
     )
 
 
@@ -293,67 +293,6 @@ class _Counted:
             counters.replays,
             Counter(counters.fallbacks),
         )
-
-
-def forward_step(
-    data: Iterator[dict[str, Any]], chunk: nn.Module
-) -> tuple[torch.Tensor, Callable[[torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor]]]]:
-    """Megatron's forward step: one microbatch through ``chunk``, and the function of its loss."""
-    batch = next(data)
-    # Releases without experts on packed sequences do not know the argument.
-    only_some = {"padding_mask": batch["padding_mask"]} if "padding_mask" in batch else {}
-    output = chunk(
-        input_ids=batch["tokens"],
-        position_ids=batch["position_ids"],
-        attention_mask=batch.get("attention_mask"),
-        labels=batch["labels"],
-        packed_seq_params=batch.get("packed_seq_params"),
-        **only_some,
-    )
-    if "is_counted" in batch:
-        return output, partial(_mean_of, batch["is_counted"])
-    return output, partial(_masked_mean, batch["loss_mask"], batch.get("num_labels"))
-
-
-def _mean_of(
-    is_counted: torch.Tensor, losses: torch.Tensor
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Mean loss over the rows that hold a token; a factor 0 would let a NaN of the others pass."""
-    loss = losses.float().masked_fill(~is_counted, 0.0).sum() / is_counted.sum().clamp(min=1)
-    return loss, {"lm loss": loss.detach().clone()}
-
-
-def _masked_mean(
-    loss_mask: torch.Tensor, num_labels: torch.Tensor | None, losses: torch.Tensor
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Mean loss over the labels that count; ``losses`` and ``loss_mask`` are [b, s].
-
-    With ``num_labels``, those of all context-parallel ranks, it is this rank's share of the mean;
-    the schedule multiplies it by their number before DDP averages gradients over them.
-    """
-    if num_labels is None:
-        num_labels = loss_mask.sum()
-    loss = (losses.float() * loss_mask).sum() / num_labels.clamp(min=1.0)
-    return loss, {"lm loss": loss.detach().clone()}
-
-
-def shared_loss(losses: list[dict[str, torch.Tensor]], device: torch.device) -> float:
-    """Mean over microbatches and data-parallel ranks, from the last stage to every rank.
-
-    Context-parallel ranks hold shares of it, which are added up.
-    """
-    state = import_megatron("megatron.core.parallel_state")
-    loss = torch.zeros((), dtype=torch.float32, device=device)
-    if losses:
-        loss = torch.stack([entry["lm loss"] for entry in losses]).mean()
-        group = state.get_data_parallel_group(with_context_parallel=True)
-        if group.size() > 1:
-            dist.all_reduce(loss, group=group)
-            loss /= group.size() // state.get_context_parallel_world_size()
-    if state.get_pipeline_model_parallel_world_size() > 1:
-        source = state.get_pipeline_model_parallel_last_rank()
-        dist.broadcast(loss, source, group=state.get_pipeline_model_parallel_group())
-    return float(loss)
 
 
 def finish_parameter_gather(chunks: list[nn.Module]) -> None:

@@ -15,10 +15,12 @@ from torch.nn import functional
 
 from chunkgraph.config import Config
 from chunkgraph.errors import ConfigError, MissingDependencyError
+from chunkgraph.megatron.attention_limits import AttentionSite, refuse_large_deterministic
 from chunkgraph.megatron.compat import import_megatron
 from chunkgraph.megatron.fusion import fuse_weight_gradients
 from chunkgraph.megatron.hybrid_model import HybridChunks, hybrid_settings
 from chunkgraph.megatron.moe_model import expert_block_spec, expert_settings
+from chunkgraph.packing import PackedShape
 
 __all__ = ["build_model", "layer_spec"]
 
@@ -43,7 +45,11 @@ def build_model(
         transformer_options: further fields of Megatron's TransformerConfig.
         prepare: called with every chunk before it is wrapped, for example to freeze parameters.
         ddp_scope: entered while chunks are wrapped in DDP.
+
+    Raises:
+        ConfigError: the layers cannot train the packed sequences that are asked for.
     """
+    _refuse_packed_attention(config, device)
     transformer_config = _transformer_config(config, device, transformer_options or {})
     build = (
         _gpt_chunks(config, transformer_config, device)
@@ -72,6 +78,16 @@ def build_model(
     for chunk in chunks:
         chunk.train()
     return chunks
+
+
+def _refuse_packed_attention(config: Config, device: torch.device) -> None:
+    """Before the model is built, and in eager runs too."""
+    seqs, pipeline = config.packing.max_packed_seqs, config.pipeline
+    if seqs and layer_spec_name(config, device) == "transformer_engine":
+        heads = config.model.num_attention_heads // pipeline.tensor_model_parallel_size
+        most = max(config.packing.context_parallel_sizes, default=1)
+        shape = PackedShape(seqs, config.tokens_per_sequence * most)
+        refuse_large_deterministic(AttentionSite.here(device, with_padding=True), shape, heads)
 
 
 def _hybrid_chunks(

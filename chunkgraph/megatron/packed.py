@@ -16,9 +16,17 @@ import torch
 
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron import compat
-from chunkgraph.packing import PackedSequences
+from chunkgraph.packing import PackedSequences, PackedShape
 
-__all__ = ["ARGUMENT", "fixed_params", "make_params", "put_together", "take_apart"]
+__all__ = [
+    "ARGUMENT",
+    "OFFSETS",
+    "fixed_params",
+    "make_params",
+    "put_together",
+    "refuse_other_context",
+    "take_apart",
+]
 
 ARGUMENT = "packed_seq_params"
 """The argument of Megatron's models and blocks."""
@@ -26,8 +34,33 @@ ARGUMENT = "packed_seq_params"
 _PREFIX = f"{ARGUMENT}."
 _CLASS = f"{_PREFIX}class"
 _SAME = "the same tensor as "
-_OFFSETS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+OFFSETS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+"""Fields that say where documents begin and end."""
 _MUST_BE_CONSTANT = ("max_seqlen_q", "max_seqlen_kv", "total_tokens", "local_cp_size")
+
+
+def refuse_other_context(shape: PackedShape, config: Any) -> None:
+    """Refuse a shape that is for another context-parallel size than the model.
+
+    Args:
+        shape: of the packed sequences.
+        config: Megatron's TransformerConfig.
+
+    Raises:
+        ConfigError: the sizes differ, or the model has experts and a size above 1.
+    """
+    size = getattr(config, "context_parallel_size", 1) or 1
+    if shape.context_parallel_size != size:
+        raise ConfigError(
+            f"The packed shape is for context_parallel_size {shape.context_parallel_size}, and the "
+            f"model has {size}. Its documents are padded to a multiple of twice that size: give "
+            f"attach() packing=PackedShape(..., context_parallel_size={size})."
+        )
+    if size > 1 and getattr(config, "num_moe_experts", None):
+        raise ConfigError(
+            f"Packed sequences with context_parallel_size {size} and experts: which rows of a rank "
+            "are padding was not tried with experts. Leave one of them out."
+        )
 
 
 def take_apart(params: Any, label: str) -> dict[str, Any]:
@@ -143,7 +176,7 @@ def fixed_params(params: Any, packed: PackedSequences) -> Any:
     """
     made = copy.copy(params)  # its constructor may read from the device
     by_object: dict[int, torch.Tensor] = {}
-    for name in _OFFSETS:
+    for name in OFFSETS:
         own = getattr(params, name)
         if own is None:
             continue

@@ -14,7 +14,8 @@ Megatron's own ``cuda_graph_impl`` stays ``none``.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -22,14 +23,19 @@ import torch
 from torch import nn
 
 from chunkgraph.engine import CaptureOptions, ChunkGraphs
+from chunkgraph.engine.banks import Derive
 from chunkgraph.engine.defaults import check_counts
 from chunkgraph.errors import ChunkGraphError, ConfigError
 from chunkgraph.megatron import compat
+from chunkgraph.megatron.attention_limits import refuse_for_layers
 from chunkgraph.megatron.buckets import Buckets
+from chunkgraph.megatron.contexts import ContextBanks, StepContexts, refuse_beside_contexts
+from chunkgraph.megatron.contexts.groups import capturing_banks
 from chunkgraph.megatron.experts import Experts, TokenDrops
 from chunkgraph.megatron.hybrid_support import hybrid_refusals
 from chunkgraph.megatron.moe_support import idle_settings, stash_refusals
 from chunkgraph.megatron.overflow import OverflowGuard
+from chunkgraph.megatron.packed import refuse_other_context
 from chunkgraph.megatron.rank_graphs import MegatronChunkGraphs
 from chunkgraph.megatron.receive import SlotReceiver, waits_for_sends
 from chunkgraph.megatron.rewind import StepState
@@ -69,6 +75,7 @@ def attach(
     zero_copy: bool = True,
     packing: PackedShape | None = None,
     buckets: Sequence[float] = (),
+    contexts: ContextBanks | None = None,
     token_drops: TokenDrops = "warn",
     stash: StashOptions | None = None,
     backend: GraphBackend | None = None,
@@ -96,6 +103,11 @@ def attach(
         buckets: shorter lengths than that of ``packing`` that are captured too, as parts of it or
             in tokens, the same on every rank. A microbatch is then given the rows of the smallest
             that holds it (`MegatronChunkGraphs.buckets`), in eager steps too.
+        contexts: the banks of context-parallel sizes, where each microbatch of packed sequences has
+            one of its own; not with ``packing``. Every training step is then told the bank of each
+            microbatch, and its ``packed_seq_params`` say ``cp_group`` and ``local_cp_size``. The
+            model is built with a static context-parallel size of 1, and `contexts.follow_groups`
+            tells its attention. A step with a size that is not captured runs eagerly on all ranks.
         token_drops: what is done about tokens that an expert has no room for, which Megatron drops:
             ``count`` them (`MegatronChunkGraphs.dropped_tokens`); count them and ``warn`` at the
             first, with capacity factors below 1 refused; or ``raise`` TokenDropError on all ranks
@@ -122,14 +134,17 @@ def attach(
         choices = ", ".join(map(repr, get_args(TokenDrops)))
         raise ConfigError(f"token_drops is {token_drops!r}; it is one of {choices}.")
     place = PipelinePlace.current(len(chunks), config)
-    refuse_unsupported(
-        config,
-        chunks,
-        _device_of(chunks[0]),
-        token_drops,
-        also=hybrid_refusals(config, chunks, packing),
-    )
+    largest = packing
+    if contexts is not None:
+        largest = contexts.limits.shape(contexts.limits.group_sizes[0])
+    device = _device_of(chunks[0])
+    also = hybrid_refusals(config, chunks, largest)
+    refuse_unsupported(config, chunks, device, token_drops, also=also)
     refuse_for_scope(config, scope)
+    if packing is not None:
+        refuse_other_context(packing, config)
+    if largest is not None:
+        refuse_for_layers(chunks, config, largest, device)
     for idle in idle_settings(config) if place.rank == 0 else ():
         _log.warning("%s.", idle)
     parts = [new_part(scope, chunk, place.label(index)) for index, chunk in enumerate(chunks)]
@@ -140,6 +155,15 @@ def attach(
         why = "with FP8, whose scales were not tried with several graphs of one slot"
         why = why if fp8 is not None else "without packing: only packed sequences have them"
         raise ConfigError(f"buckets={list(buckets)} {why}. Leave them out.")
+    if contexts is not None:
+        refuse_beside_contexts(
+            packing=packing,
+            buckets=buckets,
+            stash=stash,
+            fp8=fp8,
+            experts=getattr(config, "num_moe_experts", None),
+            context_parallel_size=getattr(config, "context_parallel_size", 1) > 1,
+        )
     if stash is not None and (refused := stash_refusals(config, stash.page_bytes)):
         raise ConfigError("Experts cannot stash in this model:\n  " + "\n  ".join(refused))
     options = options if options is not None else CaptureOptions()
@@ -148,16 +172,12 @@ def attach(
         if num_slots is not None
         else place.num_slots(are_shared=options.shared_slots)
     )
+    if contexts is not None:
+        slots = contexts.limits.num_slots(slots)
     check_counts(len(parts), slots)
     # From here on the model's own objects are changed.
     experts: Experts | None = None
     if getattr(config, "num_moe_experts", None):
-        if packing is not None and (stash is not None or token_drops == "rerun"):
-            raise ConfigError(
-                "packing with "
-                + ("a stash" if stash is not None else "token_drops='rerun'")
-                + ": to run a step of packed sequences anew was not tried. Leave one of them out."
-            )
         experts = Experts(
             chunks,
             parts,
@@ -189,6 +209,23 @@ def attach(
             needs_buckets=experts is not None
             and (getattr(config, "expert_model_parallel_size", 1) or 1) > 1,
         )
+    keys: Sequence[Hashable] = (None,)
+    derive: Derive | None = None
+    if packings is not None:
+        keys, derive = packings.buckets.keys, packings.buckets.derive
+    elif contexts is not None:
+        keys, derive = contexts.keys, contexts.derive
+
+    @contextmanager
+    def capture_scope() -> Iterator[None]:
+        with ExitStack() as stack:
+            if contexts is not None:
+                modules = [part.module for part in parts]
+                device = _device_of(chunks[0])
+                stack.enter_context(capturing_banks(contexts.groups, modules, device))
+            stack.enter_context(capturing(tables, predictions, fp8, experts, pages))
+            yield
+
     # Stage 0 sends no gradient; its input's gradient may go anywhere.
     lends = [
         zero_copy and waits_for_sends(config) and place.stage(c) > 0 for c in range(len(parts))
@@ -205,13 +242,14 @@ def attach(
         options=options,
         backend=backend,
         agree=agree,
-        capture_scope=lambda: capturing(tables, predictions, fp8, experts, pages),
+        capture_scope=capture_scope,
         preserve=lambda: preserving(fp8),
         generators=compat.graph_safe_generators,
         verify_scope=lambda: running_beside(fp8, predictions, pages),
-        is_told_of_misfits=packings is not None,
-        banks=(None,) if packings is None else packings.buckets.keys,
-        derive_sample=None if packings is None else packings.buckets.derive,
+        is_told_of_misfits=packings is not None or contexts is not None,
+        banks=keys,
+        derive_sample=derive,
+        drops_failed_banks=contexts is not None,
         progress=progress,
     )
     receiver = SlotReceiver(
@@ -236,6 +274,7 @@ def attach(
         experts,
         packings,
         pages,
+        contexts=None if contexts is None else StepContexts(contexts, engine.misfit_of, place.rank),
         agree=agree,
         # Not the engine's: it asks ahead of steps, on some ranks earlier than on others.
         agree_on_buckets=agree_by_maximum() if packings is not None and buckets else None,

@@ -30,6 +30,7 @@ from chunkgraph.megatron.launch_packing import packed_shape
 from chunkgraph.megatron.packed_steps import PackedSteps
 from chunkgraph.megatron.plugin import MegatronChunkGraphs, attach
 from chunkgraph.megatron.run_record import capture_line, save_run_record, start_line
+from chunkgraph.megatron.stash import stash_options
 from chunkgraph.megatron.step_metrics import StepMetrics
 from chunkgraph.megatron.topology import share_in_tensor_group
 
@@ -123,6 +124,7 @@ class ChunkGraphsInPretrain:
             token_drops=self.flags.token_drops,
             packing=packed_shape(self.flags, args),
             buckets=self.flags.packed_buckets,
+            stash=stash_options(self.flags.stash),
         )
         if _is_profiled(args):
             self.graphs.name_replays()

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from chunkgraph.engine import ChunkGraphs
 from chunkgraph.engine.decision import StepMode
-from chunkgraph.errors import ConfigError
+from chunkgraph.errors import ConfigError, SlotError
 from chunkgraph.megatron import compat
+from chunkgraph.megatron.contexts import ContextBank, StepContexts, groups_put_back
 from chunkgraph.megatron.experts import Experts
 from chunkgraph.megatron.overflow import OverflowGuard
 from chunkgraph.megatron.receive import SlotReceiver
@@ -48,6 +49,7 @@ class MegatronChunkGraphs:
         packings: StepPackings | None = None,
         stash: ExpertStash | None = None,
         *,
+        contexts: StepContexts | None = None,
         agree: Maximum | None = None,
         agree_on_buckets: Maximum | None = None,
     ) -> None:
@@ -61,6 +63,7 @@ class MegatronChunkGraphs:
         self._names = tuple(names)
         self._experts = experts
         self._packings = packings
+        self._contexts = contexts
         self._agree = agree
         self._agree_on_buckets = agree_on_buckets
 
@@ -96,6 +99,9 @@ class MegatronChunkGraphs:
         that holds it. With buckets, ``seq_length`` is that of the longest. All of them
         may be left out of a step that was announced (`announce`). The caller passes
         ``packed_seq_params`` to the model on every pipeline stage, as without chunk graphs.
+
+        Attached with ``contexts``, training steps take ``contexts``, the bank of each microbatch
+        (`ContextBanks.of_schedule`), and ``misfit``.
         """
 
         def chunk_graph_forward_backward(
@@ -103,31 +109,37 @@ class MegatronChunkGraphs:
             packings: Packings | None = None,
             misfit: str = "",
             buckets: Sequence[int] | None = None,
+            contexts: Sequence[ContextBank] | None = None,
             **kwargs: Any,
         ) -> Any:
-            told = keys = None
-            if self._packings is not None:
-                if not kwargs.get("forward_only", False):
-                    count = kwargs["num_microbatches"]
-                    told = self._packings.begin(packings, misfit, count, buckets)
-                    if len(self._packings.buckets.keys) > 1:
-                        keys = self._packings.keys
-            elif packings is not None or misfit or buckets is not None:
-                raise ConfigError(
-                    "The step was given packings, but the chunk graphs know of no packing. Give "
-                    "attach() the shape: attach(..., packing=PackedShape(...))."
-                )
+            told: str | None = None
+            keys: Sequence[Hashable] | None = None
+            rows: Sequence[int] | None = None
+            self._refuse_unknown(packings, buckets, contexts, misfit)
+            if kwargs.get("forward_only", False):
+                pass  # nobody has to know what an evaluation step holds: it is eager
+            elif self._contexts is not None:
+                count = kwargs["num_microbatches"]
+                told, keys = self._contexts.begin(contexts, misfit, count)
+            elif self._packings is not None:
+                count = kwargs["num_microbatches"]
+                told = self._packings.begin(packings, misfit, count, buckets)
+                if len(self._packings.buckets.keys) > 1:
+                    keys = rows = self._packings.keys
             shape_key = tuple(
                 kwargs.get(name)
                 for name in ("seq_length", "micro_batch_size", "decoder_seq_length")
             )
-            rows = keys
             if told and buckets is None and kwargs.get("seq_length") not in self.buckets:
                 rows = None  # what fits no bucket has a length of its own: the schedule's
 
             def run(kwargs: dict[str, Any], eager: bool) -> tuple[Any, StepMode]:
+                nonlocal told
+                word = told
+                if self._packings is not None and not kwargs.get("forward_only", False):
+                    told = self._packings.misfit  # an announcement holds for the first run alone
                 return self._run_step(
-                    forward_backward, kwargs, shape_key, told, keys, rows, eager=eager
+                    forward_backward, kwargs, shape_key, word, keys, rows, eager=eager
                 )
 
             if self.guard is None or kwargs.get("forward_only"):
@@ -136,27 +148,56 @@ class MegatronChunkGraphs:
 
         return chunk_graph_forward_backward
 
+    def _refuse_unknown(
+        self,
+        packings: Packings | None,
+        buckets: Sequence[int] | None,
+        contexts: Sequence[ContextBank] | None,
+        misfit: str,
+    ) -> None:
+        """Stop if a step is told what these chunk graphs know nothing of."""
+        is_packed = self._packings is not None
+        if not is_packed and (packings is not None or buckets is not None):
+            raise ConfigError(
+                "The step was given packings, but the chunk graphs know of no packing. Give "
+                "attach() the shape: attach(..., packing=PackedShape(...))."
+            )
+        if self._contexts is None and contexts is not None:
+            raise ConfigError(
+                "The step was given contexts, but the chunk graphs know of none. Give attach() "
+                "the banks: attach(..., contexts=ContextBanks(...))."
+            )
+        if misfit and not is_packed and self._contexts is None:
+            raise ConfigError(
+                f"The step was told a misfit ({misfit}), which chunk graphs know of that were "
+                "attached with `packing` or `contexts`. Leave it out."
+            )
+
     def _run_step(
         self,
         forward_backward: Callable[..., Any],
         kwargs: dict[str, Any],
         shape_key: tuple[Any, ...],
         told: str | None,
-        keys: Sequence[int] | None,
+        keys: Sequence[Hashable] | None,
         rows: Sequence[int] | None,
         *,
         eager: bool,
     ) -> tuple[Any, StepMode]:
         """One call of the schedule: its result, and how it ran."""
         forward_only = bool(kwargs.get("forward_only", False))
-        with self.engine.step(
-            kwargs["num_microbatches"],
-            forward_only=forward_only,
-            shape_key=shape_key,
-            eager=eager,
-            misfit=told,
-            banks=keys,
-        ) as mode:
+        modules = [part.module for part in self._parts]
+        with (
+            groups_put_back(modules) if self._contexts is not None else nullcontext(),
+            self.engine.step(
+                kwargs["num_microbatches"],
+                forward_only=forward_only,
+                shape_key=shape_key,
+                eager=eager,
+                misfit=told,
+                banks=keys,
+            ) as mode,
+        ):
             if self._experts is not None and mode is StepMode.REPLAY:
                 self._experts.begin_replays()
             with self._stashing(mode, forward_only=forward_only):
@@ -193,27 +234,46 @@ class MegatronChunkGraphs:
         return self._packings.buckets.choose(packings, self._agree_on_buckets)
 
     def announce(
-        self, packings: Packings, misfit: str = "", buckets: Sequence[int] | None = None
+        self,
+        packings: Packings | None = None,
+        misfit: str = "",
+        buckets: Sequence[int] | None = None,
+        *,
+        contexts: Sequence[ContextBank] | None = None,
     ) -> None:
         """Say what the next training step holds, so that the ranks agree while this one runs.
 
         Call it during the step before, or after it. Without it they agree when the step begins,
         for which the device waits. What is announced binds: a rank whose step then turns out to be
         another one stops with an error, since the others follow what they were told. Ranks need
-        not all announce, nor at the same time: one that does not is waited for.
+        not all announce, nor at the same time: one that does not is waited for. With a stash or
+        ``token_drops="rerun"``, only after it: until then it may be run once more.
 
         Args:
             packings: lengths of the documents of each microbatch of the step.
             misfit: why the step is not to be replayed whatever its packings, or "".
             buckets: see `wrap_forward_backward`.
+            contexts: the bank of each microbatch, where attached with ``contexts``.
 
         Raises:
-            SlotError: the next step was announced already.
-            ConfigError: attached without ``packing``.
+            SlotError: the next step was announced already, or too early.
+            ConfigError: attached without ``packing`` and ``contexts``.
             PackingError: a microbatch without documents, or a document without tokens.
         """
-        if self._packings is None:
-            raise ConfigError("Steps are announced to chunk graphs attached with `packing`.")
+        self._refuse_unknown(packings, buckets, contexts, misfit)
+        if self._contexts is not None:
+            self.engine.announce(self._contexts.announced(contexts, misfit))
+            return
+        if self._packings is None or packings is None:
+            raise ConfigError(
+                "Steps are announced to chunk graphs attached with `packing` or `contexts`, and "
+                "with packings=... or contexts=..."
+            )
+        if self.guard is not None and self.engine.mode is not StepMode.OUTSIDE:
+            raise SlotError(
+                "The next step was announced while one runs that may be run anew (stash, or "
+                "token_drops='rerun'). Announce it after that one."
+            )
         self.engine.announce(self._packings.announced(packings, misfit, buckets))
 
     def name_replays(self) -> None:

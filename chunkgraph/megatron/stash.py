@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from chunkgraph.config import StashConfig
 from chunkgraph.engine import Chunk
 from chunkgraph.errors import CaptureError
 from chunkgraph.megatron import compat
@@ -26,7 +27,7 @@ from chunkgraph.memory.stash import (
     most_at_once,
 )
 
-__all__ = ["ExpertStash"]
+__all__ = ["ExpertStash", "stash_options"]
 
 
 class ExpertStash:
@@ -199,3 +200,18 @@ class ExpertStash:
         if self.options.max_bytes is None:
             return pages
         return min(pages, self.options.max_bytes // self.options.page_bytes)
+
+
+def stash_options(stash: StashConfig | None) -> StashOptions | None:
+    """What a configuration or flags ask for; None: no stash."""
+    if stash is None or not stash.enabled:
+        return None
+    return StashOptions(
+        page_bytes=stash.page_bytes,
+        headroom=stash.headroom,
+        initial_bytes=stash.initial_bytes,
+        max_bytes=stash.max_bytes,
+        spill_bytes=stash.spill_bytes,
+        on_overflow=stash.on_overflow,
+        max_recaptures=stash.max_recaptures,
+    )

@@ -37,6 +37,10 @@ class StepMetrics:
                 f"chunk-graphs/eager-steps/{reason}": self._step[f"eager: {reason}"]
                 for reason in self._graphs.counters.fallbacks
             },
+            **{
+                f"chunk-graphs/steps-run-anew/{reason}": self._step[f"anew: {reason}"]
+                for reason in self._graphs.counters.overflow_reruns
+            },
             "chunk-graphs/capture-seconds": report.duration_ms / 1e3 if report else 0.0,
             "chunk-graphs/pool-bytes": (
                 report.slot_bytes + report.scratch_bytes + report.static_bytes if report else 0
@@ -50,6 +54,11 @@ class StepMetrics:
         parts = [f" graph replays: {since['replays']:5d} |"]
         parts += [
             f" {name}: {count} |" for name, count in self._dropped(since, "dropped tokens").items()
+        ]
+        parts += [
+            f" steps run anew ({reason.removeprefix('anew: ')}): {count} |"
+            for reason, count in since.items()
+            if reason.startswith("anew: ")
         ]
         parts += [
             f" eager steps ({reason.removeprefix('eager: ')}): {count} |"
@@ -69,5 +78,6 @@ class StepMetrics:
                 "replays": counters.replays,
                 "dropped tokens": sum(self._graphs.dropped_tokens().values()),
                 **{f"eager: {reason}": n for reason, n in counters.fallbacks.items()},
+                **{f"anew: {reason}": n for reason, n in counters.overflow_reruns.items()},
             }
         )

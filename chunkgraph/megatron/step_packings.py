@@ -29,6 +29,7 @@ class StepPackings:
     Attributes:
         shape: the largest.
         keys: buckets of the microbatches of the step that was begun last.
+        misfit: why that step does not fit, whether it was announced or not; "" if it does.
 
     Raises:
         ConfigError: another rank has another shape.
@@ -40,9 +41,10 @@ class StepPackings:
         self.buckets = buckets
         self.shape = shape = buckets.shapes[buckets.keys[0]]
         self.keys: list[int] | None = None
+        self.misfit = ""
         self._rank = rank
         self._needs_buckets = needs_buckets and len(buckets.keys) > 1
-        self._announced: tuple[list[list[int]], str, list[int]] | None = None
+        self._announced: tuple[list[list[int]], str, str, list[int]] | None = None
         digest = zlib.crc32(repr(buckets.shapes).encode())
         if agree is not None and agree([digest, -digest]) != [digest, -digest]:
             raise ConfigError(
@@ -57,7 +59,7 @@ class StepPackings:
         if self._announced is not None:
             raise SlotError(f"rank {self._rank}: the next step was announced already.")
         told = misfit or misfit_of(packings, self.shape, None, self._rank)
-        self._announced = _plain(packings), misfit, self._chosen(packings, buckets, told)
+        self._announced = _plain(packings), misfit, told, self._chosen(packings, buckets, told)
         return told
 
     def begin(
@@ -89,11 +91,13 @@ class StepPackings:
                         "microbatches are that they receive. Give packings=... or buckets=..."
                     )
                 self.keys = None if buckets is None else list(buckets)
+                self.misfit = misfit
                 return misfit
             told = misfit or misfit_of(packings, self.shape, num_microbatches, self._rank)
             self.keys = self._chosen(packings, buckets, told)
+            self.misfit = told
             return told
-        was, said, self.keys = announced
+        was, said, self.misfit, self.keys = announced
         is_other = packings is not None and _plain(packings) != was
         is_other = is_other or (buckets is not None and list(buckets) != self.keys)
         if is_other or (misfit and misfit != said) or len(was) != num_microbatches:

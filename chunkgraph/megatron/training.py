@@ -16,7 +16,7 @@ from chunkgraph.engine.verify import same_bits
 from chunkgraph.megatron.compat import factor_for_all, versions
 from chunkgraph.megatron.loop import StepRecord, TrainingRun, run_training
 
-__all__ = ["Comparison", "compare_runs", "same_bits", "train"]
+__all__ = ["Comparison", "compare_runs", "run_eager", "same_bits", "train"]
 
 OnStep = Callable[[str, StepRecord], None]
 """Called with ``eager`` or ``chunk`` and the step's record."""
@@ -49,6 +49,7 @@ def train(
     model_options: Mapping[str, Any] | None = None,
     on_step: OnStep = lambda *_: None,
     on_capture: OnCapture | None = None,
+    eager: TrainingRun | None = None,
 ) -> dict[str, Any]:
     """Run ``config`` on this rank, with its eager twin where ``train.compare`` is ``eager``.
 
@@ -59,21 +60,17 @@ def train(
         model_options: further arguments of `build_model`.
         on_step: called after every step of either run.
         on_capture: called after every captured graph of this rank.
+        eager: the twin, where `run_eager` has been through the same steps already.
 
     Returns:
         The whole job's results as plain values for JSON, the same on every rank.
     """
-    eager: TrainingRun | None = None
-    if config.train.compare == "eager":
-        eager = run_training(
-            _with_room_for_all(config),
-            device,
-            use_graphs=False,
-            ddp_options=ddp_options,
-            model_options=model_options,
-            on_step=lambda record: on_step("eager", record),
+    if config.train.compare != "eager":
+        eager = None
+    elif eager is None:
+        eager = run_eager(
+            config, device, ddp_options=ddp_options, model_options=model_options, on_step=on_step
         )
-        _forget_model(device)
     chunk = run_training(
         config,
         device,
@@ -85,6 +82,35 @@ def train(
     )
     comparison = compare_runs(eager, chunk) if eager is not None else None
     return _report(chunk, eager, _gather(_of_rank(chunk, comparison)))
+
+
+def run_eager(
+    config: Config,
+    device: torch.device,
+    *,
+    ddp_options: Mapping[str, Any] | None = None,
+    model_options: Mapping[str, Any] | None = None,
+    on_step: OnStep = lambda *_: None,
+) -> TrainingRun:
+    """What `train` compares with: ``config`` without graphs, and nothing left of its model.
+
+    Args:
+        config: the run.
+        device: this rank's device.
+        ddp_options: as of `train`.
+        model_options: as of `train`.
+        on_step: called after every step.
+    """
+    run = run_training(
+        _with_room_for_all(config),
+        device,
+        use_graphs=False,
+        ddp_options=ddp_options,
+        model_options=model_options,
+        on_step=lambda record: on_step("eager", record),
+    )
+    _forget_model(device)
+    return run
 
 
 def _with_room_for_all(config: Config) -> Config:
@@ -141,6 +167,10 @@ def _of_rank(chunk: TrainingRun, comparison: Comparison | None) -> dict[str, Any
         "stash_bytes": chunk.stash_bytes,
         "bytes_without_stash": chunk.bytes_without_stash,
         "expert_metrics": [record.expert_metrics for record in chunk.steps],
+        "context_sizes": [record.context_sizes for record in chunk.steps],
+        "replays_of_bank": chunk.replays_of_bank,
+        "missing_banks": chunk.missing_banks,
+        "reserved_bytes": chunk.reserved_bytes,
     }
 
 
@@ -181,6 +211,9 @@ def _report(
         "recaptures": ranks[0]["recaptures"],
         "stash_bytes": [r["stash_bytes"] for r in ranks],
         "bytes_without_stash": [r["bytes_without_stash"] for r in ranks],
+        "replays_of_bank": [r["replays_of_bank"] for r in ranks],
+        "missing_banks": [r["missing_banks"] for r in ranks],
+        "reserved_bytes": [r["reserved_bytes"] for r in ranks],
     }
 
 
@@ -207,6 +240,7 @@ def _step(
         "grad_norm_equal": all(c.grad_norms[index] for c in comparisons) if twin else None,
         "expert_metrics": _summed([r["expert_metrics"][index] for r in ranks]),
         "expert_metrics_equal": all(c.expert_metrics[index] for c in comparisons) if twin else None,
+        "context_sizes": [r["context_sizes"][index] for r in ranks],
         "captures": record.captures,
         "replays": record.replays,
         "fallbacks": record.fallbacks,

@@ -11,6 +11,7 @@ from __future__ import annotations
 from chunkgraph.packing.context_scheduler import (
     ContextScheduler,
     ForcedSizes,
+    RandomSizes,
     SmallestSizes,
     schedule_contexts,
 )
@@ -57,6 +58,7 @@ __all__ = [
     "OverflowReason",
     "PackedSequences",
     "PackedShape",
+    "RandomSizes",
     "ReadOptions",
     "Recommendation",
     "ShapeOutcome",

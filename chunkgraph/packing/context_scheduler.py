@@ -7,6 +7,7 @@ find the same schedule without a word between them.
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -16,7 +17,13 @@ from chunkgraph.packing.contexts import ContextLimits, ContextMicrobatch, Contex
 from chunkgraph.packing.offsets import check_lengths
 from chunkgraph.packing.schedule import first_fit
 
-__all__ = ["ContextScheduler", "ForcedSizes", "SmallestSizes", "schedule_contexts"]
+__all__ = [
+    "ContextScheduler",
+    "ForcedSizes",
+    "RandomSizes",
+    "SmallestSizes",
+    "schedule_contexts",
+]
 
 
 class ContextScheduler(Protocol):
@@ -137,6 +144,27 @@ class ForcedSizes:
                 microbatches.append(ContextMicrobatch(size, first, tuple(p for p, _ in taken)))
             rounds.append(tuple(microbatches))
         return ContextSchedule(limits, tuple(rounds))
+
+
+@dataclass(frozen=True)
+class RandomSizes:
+    """Groups of one size in each round, in random order: each size once before one comes again.
+
+    Attributes:
+        seed: of the order; give each step its own, the same on all ranks.
+        documents_each: that a microbatch takes at most.
+    """
+
+    seed: str
+    documents_each: int = 1
+
+    def __call__(self, lengths: Sequence[int], limits: ContextLimits) -> ContextSchedule:
+        """See `ContextScheduler`."""
+        rng = random.Random(self.seed)
+        # As many turns of all sizes as there are documents: in each the longest is placed.
+        turns = [rng.sample(limits.group_sizes, len(limits.group_sizes)) for _ in lengths]
+        sizes = tuple(size for turn in turns for size in turn)
+        return ForcedSizes(sizes, self.documents_each)(lengths, limits)
 
 
 def _taken(

@@ -11,9 +11,11 @@ from chunkgraph.cli.__main__ import main
 from chunkgraph.cli.bench_document import BenchDocument, VariantResult
 from chunkgraph.cli.bench_report import find_failures, print_bench_report
 from chunkgraph.config import load_config
+from chunkgraph.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 CONFIG = str(ROOT / "configs" / "gpt_pp2_cpu.yaml")
+PACKED = str(ROOT / "configs" / "packed_pp2_n64.yaml")
 NAMES = ("eager", "chunk", "transformer_engine")
 
 
@@ -105,6 +107,55 @@ def test_a_difference_fails_and_is_named(changes: dict[str, Any], where: str) ->
     chunk = found.to_mapping()["variants"][1]
     assert chunk["equal_to_eager"] is False
     assert where in chunk["first_difference"]
+
+
+def test_a_difference_is_told_and_no_failure_where_kernels_need_not_repeat() -> None:
+    other = [(1.5).hex(), (1.25 * 1.01).hex()]
+    found = document(is_deterministic=False, losses_hex=other)
+    found.head["is_deterministic"] = False
+    assert find_failures(found, NAMES) == []
+    mapping = found.to_mapping()
+    assert mapping["is_deterministic"] is False
+    chunk = mapping["variants"][1]
+    assert chunk["equal_to_eager"] is False
+    assert chunk["largest_loss_difference"] == pytest.approx(0.01)
+    found.head["num_gpus"] = 0  # a CPU repeats in any case
+    assert find_failures(found, NAMES) == ["the variant chunk differs from eager"]
+
+
+def test_a_capture_in_a_measured_step_fails() -> None:
+    (failure,) = find_failures(document(num_measured_captures=2), NAMES)
+    assert "captured in 2 measured steps: raise bench.num_warmup_steps" in failure
+
+
+def test_packed_documents_are_measured_eagerly_and_by_chunk_graphs() -> None:
+    from chunkgraph.cli.bench import _variants
+
+    config = load_config(PACKED)
+    assert config.device == "cuda"
+    assert _variants(None, config) == ("eager", "chunk")
+    with pytest.raises(ConfigError, match="local captures no packed sequences"):
+        _variants("eager,local", config)
+
+
+def test_sizes_of_microbatches_are_not_measured() -> None:
+    from chunkgraph.cli.bench import _variants
+
+    changes = ["packing.context_parallel_sizes=[1]", "data.document_counts=[]"]
+    with pytest.raises(ConfigError, match="bench measures no microbatches of several"):
+        _variants(None, load_config(PACKED, changes))
+
+
+def test_a_table_of_fallbacks_and_padding() -> None:
+    shares = {"misfit_share": 0.0625, "expected_misfit_share": 0.0619, "padding_waste": 0.1}
+    found = document(fallback_share=0.4, step_ms_mean=77.7, replayed_step_ms=50.0, **shares)
+    console = Console(width=80, highlight=False)
+    with console.capture() as capture:
+        print_bench_report(found, NAMES, console)
+    text = capture.get()
+    assert max(map(len, text.splitlines())) <= 80
+    for cell in ("40.0%", "6.2%", "10.0%", "77.7", "50.0"):
+        assert cell in text
 
 
 def test_a_later_capture_fails() -> None:

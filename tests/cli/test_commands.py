@@ -35,12 +35,12 @@ def chunkgraph(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def train(behaviour: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """``chunkgraph train`` with workers that behave in a given way."""
+def train(behaviour: str, *arguments: str, alone: bool = False) -> subprocess.CompletedProcess[str]:
+    """``chunkgraph train`` with workers that behave in a given way; see ``driver.py``."""
     return subprocess.run(
         [
             *(sys.executable, str(WORKERS / "driver.py")),
-            *(f"stub_workers:{behaviour}", "train", CONFIG, *arguments),
+            *(f"{'alone:' * alone}stub_workers:{behaviour}", "train", CONFIG, *arguments),
         ],
         env=environment(),
         capture_output=True,
@@ -154,7 +154,7 @@ class TestTrain:
         self, tmp_path: Path, behaviour: str, message: str
     ) -> None:
         table = tmp_path / "table.json"
-        result = train(behaviour, "--json", str(table))
+        result = train(behaviour, "--json", str(table), alone=True)
         assert result.returncode == 1
         assert "FAILED: 1 problem(s)" in result.stdout
         assert message in " ".join(result.stdout.split())
@@ -169,13 +169,13 @@ class TestTrain:
         assert list(tmp_path.iterdir()) == []
 
     def test_missing_results_are_a_failed_run(self) -> None:
-        result = train("write_no_results")
+        result = train("write_no_results", alone=True)
         assert result.returncode == 1
         assert "rank0.json" in result.stderr
 
     def test_tensorboard_scalars_are_written(self, tmp_path: Path) -> None:
         pytest.importorskip("tensorboard")
-        result = train("succeed", f"train.tensorboard_dir={tmp_path / 'tb'}")
+        result = train("succeed", f"train.tensorboard_dir={tmp_path / 'tb'}", alone=True)
         assert result.returncode == 0, result.stderr
         [events] = (tmp_path / "tb").iterdir()
         content = events.read_bytes()

@@ -97,3 +97,16 @@ def test_what_is_not_installed_is_absent_with_advice(
     for name in ("megatron-core", "Transformer Engine", "triton"):
         assert findings[name]["state"] == "absent"
         assert findings[name]["advice"]
+
+
+@pytest.mark.parametrize(
+    ("number", "state", "text"),
+    [(91400, "absent", "9.14.0"), (91501, "ok", "9.15.1"), (None, "absent", "not found")],
+)
+def test_a_cudnn_that_captures_some_lengths_only_is_told(
+    monkeypatch: pytest.MonkeyPatch, number: int | None, state: str, text: str
+) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: number)
+    finding = doctor._cudnn()
+    assert (finding.state, finding.found) == (state, text)
+    assert ("multiple of 128" in finding.advice) == (number == 91400)

@@ -10,11 +10,12 @@ import pytest
 import yaml
 
 from chunkgraph.cli.__main__ import main
-from chunkgraph.config import load_config
+from chunkgraph.config import StashConfig, load_config
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.flags import COUNTS, FLAGS, GraphFlags, add_flags, flags_from
 from chunkgraph.megatron.launch_config import merge_flags
 from chunkgraph.megatron.launch_options import parse_options
+from chunkgraph.megatron.stash_flags import STASH
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -38,6 +39,8 @@ def test_help_fits_80_columns_and_names_every_flag(
     text = "\n".join(lines)
     assert all(flag.name in text and ",".join(flag.choices) in text for flag in FLAGS)
     assert all(count.name in text for count in COUNTS)
+    assert STASH[0].name in text
+    assert all(flag.name.removeprefix("--cuda-graph-stash") in text for flag in STASH)
 
 
 @pytest.mark.parametrize(
@@ -196,6 +199,15 @@ def test_flags_as_values() -> None:
     assert (options.num_verify_steps, options.verify_every) == (4, 3)
 
 
+def test_flags_of_the_stash_as_values() -> None:
+    given = "--cuda-graph-granularity chunk --cuda-graph-token-drops rerun --cuda-graph-stash yes"
+    given += " --cuda-graph-stash-headroom 1.25 --cuda-graph-stash-on-overflow raise"
+    flags = flags_from(_parse(*given.split()))
+    assert flags is not None
+    assert flags.token_drops == "rerun"
+    assert flags.stash == StashConfig(enabled=True, headroom=1.25, on_overflow="raise")
+
+
 def test_flags_that_make_no_sense_are_refused() -> None:
     with pytest.raises(ConfigError, match="no effect with --cuda-graph-granularity layer"):
         flags_from(_parse("--cuda-graph-memory-plan", "pool_per_slot"))
@@ -207,6 +219,15 @@ def test_flags_that_make_no_sense_are_refused() -> None:
         flags_from(_parse("--cuda-graph-num-verify-steps", "2"))
     with pytest.raises(ConfigError, match="--cuda-graph-verify-every 0: give 1 or more"):
         flags_from(_parse("--cuda-graph-granularity", "chunk", "--cuda-graph-verify-every", "0"))
+    chunk = ("--cuda-graph-granularity", "chunk")
+    with pytest.raises(ConfigError, match="stash-max-bytes 9 has no effect without --cuda-graph-"):
+        flags_from(_parse(*chunk, "--cuda-graph-stash-max-bytes", "9"))
+    with pytest.raises(ConfigError, match="stash-page-bytes 100: it must be a multiple of 16"):
+        flags_from(
+            _parse(*chunk, *("--cuda-graph-stash", "yes", "--cuda-graph-stash-page-bytes", "100"))
+        )
+    with pytest.raises(ConfigError, match="--cuda-graph-stash yes has no effect with"):
+        flags_from(_parse("--cuda-graph-stash", "yes"))
     parser = argparse.ArgumentParser()
     parser.add_argument("--cuda-graph-granularity")
     with pytest.raises(ConfigError, match="has a flag --cuda-graph-granularity of its own"):

@@ -185,6 +185,13 @@ def test_packed_sequences_of_the_file_are_flags() -> None:
     assert note.startswith("--cuda-graph-max-packed-seqs 9 on the command line replaces packing.")
 
 
+def test_sizes_of_microbatches_are_not_for_pretrain_scripts() -> None:
+    packing = ["packing.max_packed_seqs=4", "packing.context_parallel_sizes=[1,2]"]
+    packing += ["device=cuda", "model.layer_spec=transformer_engine", "train.micro_batch_size=1"]
+    with pytest.raises(ConfigError, match=r"context_parallel_sizes is \[1, 2\], but in a pretrain"):
+        _flags(_load(*packing, "pipeline.data_parallel_size=2"))
+
+
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
     path = tmp_path / "pretrain.py"

@@ -228,6 +228,14 @@ def test_memory_by_bank(run, config, tmp_path):
     (row, _) = json.loads(run(buckets, "--json"))
     assert [b["tokens_per_rank"] for b in row["banks"]] == [32, 16, 8]
     assert [b["added_bytes"] for b in row["banks"][1:]] == [0, 0]
+    # So are the sizes of the file.
+    sizes = tmp_path / "sizes.yaml"
+    more = ", micro_batch_size: 1}\n"
+    more += "packing: {max_packed_seqs: 4, context_parallel_sizes: [1, 4]}\n"
+    sizes.write_text(CONFIG.rstrip("}\n") + more)
+    banks = json.loads(run(sizes, "pipeline.data_parallel_size=4", "--json"))[0]["banks"]
+    assert [b["context_parallel_size"] for b in banks] == [4, 1]
+    assert {b["tokens_per_rank"] for b in banks} == {32}
 
 
 def test_banks_that_cannot_be_planned(run, config):

@@ -190,22 +190,31 @@ def test_bad_override_says_which_and_why(small: Path, override: str, parts: list
         ("pipeline.tensor_model_parallel_size=3", TopologyError, ["num_attention_heads (4)"]),
         ("pipeline.microbatch_group_size_per_vp_stage=1", TopologyError, ["(1) is smaller than"]),
         ("run.timeout_s=0", ConfigError, ["run.timeout_s is 0"]),
-        (
-            (
-                "packing.max_packed_seqs=8; moe.num_moe_experts=4; "
-                "moe.moe_expert_capacity_factor=4; moe.token_drops=rerun"
-            ),
-            ConfigError,
-            ["packing with moe.token_drops is rerun", "Leave one of them out"],
-        ),
         ("packing.max_packed_seqs=1", ConfigError, ["max_packed_seqs is 1", "0 turns packing off"]),
         (
             (
                 "packing.max_packed_seqs=8; train.micro_batch_size=1; model.layer_spec=a.b:c; "
-                "pipeline.context_parallel_size=2; pipeline.data_parallel_size=1; device=cuda"
+                "pipeline.context_parallel_size=2; packing.max_packed_tokens=30; device=cuda"
+            ),
+            TopologyError,
+            ["is 30, which is not divisible by 4", "two pieces of every document", "28 or 32"],
+        ),
+        (
+            (
+                "packing.max_packed_seqs=8; train.micro_batch_size=1; model.layer_spec=a.b:c; "
+                "pipeline.context_parallel_size=2; moe.num_moe_experts=4; "
+                "moe.moe_expert_capacity_factor=4"
             ),
             ConfigError,
-            ["context_parallel_size is 2", "does not split packed documents"],
+            ["context_parallel_size=2", "were not tried"],
+        ),
+        (
+            (
+                "packing.max_packed_seqs=8; train.micro_batch_size=1; model.layer_spec=a.b:c; "
+                "pipeline.context_parallel_size=2; data.document_counts=[1,2,3,9]"
+            ),
+            ConfigError,
+            ["9 documents do not fit in the 32 tokens", "each takes 4 or more"],
         ),
         ("packing.max_packed_seqs=-1", ConfigError, ["packing.max_packed_seqs is -1"]),
         ("packing.buckets=[0.5]", ConfigError, ["buckets is [0.5]", "packing is off"]),
@@ -213,6 +222,17 @@ def test_bad_override_says_which_and_why(small: Path, override: str, parts: list
             "packing.max_packed_seqs=8; train.micro_batch_size=1; packing.buckets=[0.5,9999]",
             ConfigError,
             ["packing.buckets has 9999", "whole number of tokens"],
+        ),
+        ("data.document_counts=[1,2,3,4]", ConfigError, ["document_counts", "packing is off"]),
+        (
+            "packing.max_packed_seqs=8; train.micro_batch_size=1; data.document_counts=[3,2,1,4]",
+            ConfigError,
+            ["data.document_counts: [3, 2, 1, 4]", "four numbers of at least 1 that do not fall"],
+        ),
+        (
+            "packing.max_packed_seqs=8; train.micro_batch_size=1; data.document_counts=[1,2,3,999]",
+            ConfigError,
+            ["999 documents do not fit in the", "tokens of a microbatch"],
         ),
         ("packing.max_packed_tokens=64", ConfigError, ["packing is off", "max_packed_seqs is 0"]),
         (

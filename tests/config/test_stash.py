@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import pytest
 
-from chunkgraph.config import config_from_mapping
+from chunkgraph.config import StashConfig, config_from_mapping
 from chunkgraph.errors import ConfigError
 
 
@@ -50,10 +51,25 @@ def test_settings_that_cannot_be_are_named(
         _config(stash, moe, **model)
 
 
-def test_a_pretrain_script_gets_no_stash_without_a_word() -> None:
+def test_every_key_becomes_a_flag_of_a_pretrain_script() -> None:
     from chunkgraph.megatron.launch_settings import settings_of
 
-    with pytest.raises(ConfigError, match=r"stash\.enabled"):
-        settings_of(_config({}), without_capture=False)
-    with pytest.raises(ConfigError, match="token_drops is rerun"):
-        settings_of(_config({"enabled": False}, {"token_drops": "rerun"}), without_capture=False)
+    changes = {
+        "page_bytes": 8192,
+        "headroom": 1.5,
+        "initial_bytes": 4096,
+        "max_bytes": 1 << 20,
+        "spill_bytes": 64,
+        "max_recaptures": 0,
+        "on_overflow": "raise",
+    }
+    assert set(changes) | {"enabled"} == {field.name for field in fields(StashConfig)}
+    found = settings_of(_config(changes, {"token_drops": "rerun"}), without_capture=False)
+    given = {setting.key: (setting.flag, *setting.values) for setting in found}
+    assert given["moe.token_drops"] == ("--cuda-graph-token-drops", "rerun")
+    assert given["stash.enabled"] == ("--cuda-graph-stash", "yes")
+    for key, value in changes.items():
+        flag = f"--cuda-graph-stash-{key.replace('_', '-')}"
+        assert given[f"stash.{key}"] == (flag, str(value))
+    off = settings_of(_config({"enabled": False}), without_capture=False)
+    assert not any("stash" in setting.key for setting in off)

@@ -38,6 +38,13 @@ def test_a_row_is_a_function_of_its_place() -> None:
     assert Documents.from_file(None, num_tokens=64, seed=1).lengths(0, 0)
 
 
+def test_padding_behind_a_document_takes_room() -> None:
+    documents = Documents([b"abcde", b"x"], num_tokens=16, seed=2, multiple=4)
+    rows = [[-(-n // 4) * 4 for n in documents.lengths(step, 0)] for step in range(40)]
+    assert all(8 < sum(row) <= 16 for row in rows)
+    assert {sum(row) for row in rows} == {12, 16}
+
+
 def test_a_text_without_a_byte_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"data\.path"):
         Documents([b""], num_tokens=8, seed=1)

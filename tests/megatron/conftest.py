@@ -134,17 +134,24 @@ def start_ranks() -> Iterator[StartRanks]:
     Args (of what it gives):
         arguments, num_ranks, log_dir, port: of the job.
         host: of the servers that fork its ranks; None starts an interpreter for each rank.
+        variables: of the ranks' environment.
     """
     servers: dict[str, list[RankServer]] = {}
 
     def start(
-        arguments: Sequence[str], num_ranks: int, log_dir: Path, port: int, host: str | None
+        arguments: Sequence[str],
+        num_ranks: int,
+        log_dir: Path,
+        port: int,
+        host: str | None,
+        **variables: str,
     ) -> list[Rank]:
         if host is not None and host not in servers:
             servers[host] = [RankServer(host), RankServer(host)]
         ranks = []
         for rank in range(num_ranks):
             environment = rank_environment(
+                **variables,
                 RANK=str(rank),
                 LOCAL_RANK=str(rank),
                 WORLD_SIZE=str(num_ranks),
@@ -199,7 +206,9 @@ def run_worker(tmp_path: Path, start_ranks: StartRanks) -> Callable[..., tuple[l
         path.write_text(json.dumps(config), encoding="utf-8")  # JSON is YAML
         arguments = ["-m", "chunkgraph.megatron.worker", str(path), str(tmp_path)]
         host = "core" if forked else None
-        ranks = start_ranks(arguments, num_ranks, tmp_path, free_port(), host)
+        # As `chunkgraph train` sets it.
+        variables = {"TORCHDYNAMO_DISABLE": "1"} if config["device"] == "cpu" else {}
+        ranks = start_ranks(arguments, num_ranks, tmp_path, free_port(), host, **variables)
         return wait_for_ranks(ranks, timeout_s), tmp_path
 
     return run

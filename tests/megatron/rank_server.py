@@ -23,16 +23,18 @@ from typing import Any
 from chunkgraph.megatron.worker import die_with_parent
 
 MODULES = (
-    *("parallel_state", "pipeline_parallel", "distributed", "optimizer", "models.gpt"),
+    *("parallel_state", "pipeline_parallel", "distributed", "optimizer"),
+    *("models.gpt", "models.gpt.gpt_layer_specs"),
     *("transformer.moe.moe_layer", "transformer.multi_token_prediction"),
 )
 
 
 def preload(host: str) -> None:
     """Import what ranks need; none of it may start a thread."""
-    if host == "pretrain":
-        os.environ["TORCHDYNAMO_DISABLE"] = "1"  # read when torch is imported; see `launch`
-    from chunkgraph.megatron import compat, training  # noqa: F401
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # as ranks on a CPU have it; torch reads it at once
+    import run_cases  # noqa: F401
+
+    from chunkgraph.megatron import compat
     from chunkgraph.megatron.cpu_host import cpu_host
     from chunkgraph.megatron.cpu_pretrain import cpu_pretrain_host
 
@@ -41,6 +43,8 @@ def preload(host: str) -> None:
         warnings.simplefilter("ignore")
         for name in MODULES:
             compat.import_megatron(f"megatron.core.{name}")
+        if host == "pretrain":
+            compat.pretrain_hooks()  # of its training program, which this imports
     num_threads = len(list(Path("/proc/self/task").iterdir()))
     assert num_threads == 1, f"{num_threads} threads: a fork would lose all but one"
     gc.collect()

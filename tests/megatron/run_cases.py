@@ -1,6 +1,6 @@
 """One rank of several jobs, one after the other: ``python run_cases.py CASES.json FOLDER``.
 
-Saves the import of Megatron for every job but the first.
+Saves the import of Megatron for every job but the first, and eager runs that others have done.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ import os
 import re
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import bench_probe
 import context_probe
 import fault_probe
 import packed_probe
@@ -21,34 +23,54 @@ import receive_probe
 from torch import nn
 
 from chunkgraph.config import config_from_mapping
+from chunkgraph.megatron.loop import TrainingRun
 from chunkgraph.megatron.processes import training_process
-from chunkgraph.megatron.training import train
+from chunkgraph.megatron.training import run_eager, train
 from chunkgraph.megatron.worker import die_with_parent, write_error
 
 
-def run_case(case: dict[str, Any]) -> Any:
+class EagerRuns:
+    """Runs without graphs of this rank: one for all cases that differ in their graphs alone."""
+
+    def __init__(self) -> None:
+        self._done: dict[str, TrainingRun] = {}
+
+    def of(self, case: dict[str, Any], run: Callable[[], TrainingRun]) -> TrainingRun:
+        """That of ``case``; made by ``run`` if it is the first of its kind."""
+        of_graphs = ("capture", "stash", "run")
+        model = {name: s for name, s in case["config"].items() if name not in of_graphs}
+        options = [case.get(name) for name in ("ddp_options", "transformer_options", "frozen")]
+        kind = json.dumps([model, *options], sort_keys=True)
+        if kind not in self._done:
+            self._done[kind] = run()
+        return self._done[kind]
+
+
+def run_case(case: dict[str, Any], eager_runs: EagerRuns) -> Any:
     """Results of one job."""
     os.environ["MASTER_PORT"] = str(case["port"])
     config = config_from_mapping(case["config"])
     with training_process(config) as device:
         if case.get("probe") == "receive":
-            return receive_probe.run(config, device, case)
+            return receive_probe.run(config, device, case, eager_runs.of)
         if case.get("probe") == "packed":
             return packed_probe.run(config, device, case)
+        if case.get("probe") == "bench":
+            return bench_probe.run(config, device, case)
         if case.get("probe") == "context":
             return context_probe.run(case)
         if case.get("probe") == "fault":
             return fault_probe.run(config, case)
         frozen = case.get("frozen", [])
-        return train(
-            config,
-            device,
-            ddp_options=case.get("ddp_options"),
-            model_options={
+        options: dict[str, Any] = {
+            "ddp_options": case.get("ddp_options"),
+            "model_options": {
                 "transformer_options": case.get("transformer_options"),
                 "prepare": lambda chunk: _freeze(chunk, frozen),
             },
-        )
+        }
+        eager = eager_runs.of(case, lambda: run_eager(config, device, **options))
+        return train(config, device, eager=eager, **options)
 
 
 def _freeze(chunk: nn.Module, patterns: list[str]) -> None:
@@ -62,9 +84,10 @@ def main(cases_path: str, folder: str) -> None:
     die_with_parent()
     warnings.simplefilter("ignore")
     logging.getLogger("megatron").setLevel(logging.ERROR)
+    eager_runs = EagerRuns()
     for case in json.loads(Path(cases_path).read_text(encoding="utf-8")):
         try:
-            results = run_case(case)
+            results = run_case(case, eager_runs)
         except Exception as error:
             if not case.get("may_end"):
                 raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import re
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from chunkgraph.megatron.arguments import settle_arguments
 from chunkgraph.megatron.cpu_pretrain import cpu_flags
 from chunkgraph.megatron.flags import COUNTS, FLAGS, PACKING, add_flags, flags_from
 from chunkgraph.megatron.launch_packing import packed_shape
+from chunkgraph.megatron.stash_flags import STASH
 from chunkgraph.packing import PackedShape
 
 HAS_TE = importlib.util.find_spec("transformer_engine") is not None
@@ -32,7 +34,8 @@ def arguments(**changes: Any) -> argparse.Namespace:
         "te_rng_tracker": False,
         "num_experts": None,
     }
-    return argparse.Namespace(**{**values, **changes})
+    stash = dict.fromkeys(flag.dest for flag in STASH)
+    return argparse.Namespace(**{**stash, **values, **changes})
 
 
 @pytest.mark.parametrize("implementation", ["local", "none"])
@@ -45,6 +48,18 @@ def test_megatron_is_told_to_build_no_graphs(implementation: str) -> None:
     assert (args.cuda_graph_chunk_scope, args.cuda_graph_verify) == ("block", "none")
     # Megatron parses its command line more than once; what is settled stays so.
     assert settle_arguments(args, on_cpu=True) == flags
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, "--cuda-graph-stash without num_moe_experts"),
+        ({"num_experts": 4, "fp8": "hybrid"}, "--cuda-graph-stash with fp8='hybrid'"),
+    ],
+)
+def test_what_a_stash_cannot_go_with_is_named(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        settle_arguments(arguments(cuda_graph_stash="yes", **changes), on_cpu=True)
 
 
 def test_layer_leaves_all_arguments_alone() -> None:

@@ -43,18 +43,18 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.megatron
 @pytest.mark.slow
-def test_eager_and_chunk_are_measured_and_equal_and_a_crash_is_recorded(tmp_path: Path) -> None:
+def test_eager_and_chunk_are_measured_and_equal(tmp_path: Path) -> None:
     path = tmp_path / "out.json"
-    names = "eager,chunk,transformer_engine"
-    result = bench("train.num_microbatches=[3]", "--variants", names, "--json", str(path))
+    arguments = ("train.num_microbatches=[3]", "--variants", "eager,chunk")
+    result = bench(*arguments, "--json", str(path))
     assert result.returncode == 0, result.stderr
     assert max(map(len, result.stdout.splitlines())) <= 80
     document = json.loads(path.read_text())
     assert {"config", "device", "num_gpus", "versions", "command", "commit"} <= document.keys()
     assert document["config"] == "gpt_pp2_cpu"
     assert document["device"] == "cpu"
-    eager, chunk, crashed = document["variants"]
-    for variant in (eager, chunk, crashed):
+    eager, chunk = document["variants"]
+    for variant in (eager, chunk):
         assert variant.keys() >= VARIANT_KEYS
     assert (eager["name"], eager["error"], eager["equal_to_eager"]) == ("eager", None, True)
     assert (chunk["name"], chunk["error"], chunk["equal_to_eager"]) == ("chunk", None, True)
@@ -68,13 +68,24 @@ def test_eager_and_chunk_are_measured_and_equal_and_a_crash_is_recorded(tmp_path
         assert variant["host_us_forward"] > 0
         assert variant["host_us_backward"] > 0
     assert 0 < chunk["host_us_forward_without_launch"] < chunk["host_us_forward"]
+
+
+# These two are not marked `megatron`: the variants end before Megatron trains.
+
+
+def test_a_crash_is_recorded(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    one_rank = ("pipeline.pipeline_model_parallel_size=1", "train.num_microbatches=[3]")
+    result = bench(*one_rank, "--variants", "transformer_engine", "--json", str(path))
+    assert result.returncode == 0, result.stderr
+    (crashed,) = json.loads(path.read_text())["variants"]
+    assert crashed.keys() >= VARIANT_KEYS
     assert crashed["name"] == "transformer_engine"
     assert "needs a GPU" in crashed["error"]
     assert crashed["step_ms"] is None
     assert crashed["equal_to_eager"] is None
 
 
-@pytest.mark.megatron
 def test_a_variant_over_its_time_is_ended_and_fails_the_command(tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     result = bench("--variants", "chunk", "--timeout", "0.2", "--json", str(path))

@@ -74,6 +74,22 @@ def test_a_call_of_another_bucket_is_as_that_bucket_would_have_it() -> None:
         _buckets().derive(1, (None,), {"bias": torch.ones(32, 2)}, 32, 8)
 
 
+def test_a_document_that_is_cut_has_no_more_tokens_than_rows() -> None:
+    """Between the ends of rows that documents have with context parallelism and of their tokens."""
+    whole = PackedShape(4, 32, context_parallel_size=2)
+    buckets = Buckets(bucket_shapes(whole, [12]))
+    packed = pack([7, 7, 9], whole)
+    name = "packed_seq_params.cu_seqlens_q"
+    call = {
+        name: torch.from_numpy(packed.cu_seqlens),
+        f"{name}_padded": torch.from_numpy(packed.cu_seqlens_padded),
+    }
+    _, made = buckets.derive(0, (torch.ones(16, 1, 2),), call, 32, 12)
+    assert made[f"{name}_padded"].tolist() == [0, 8, 12, 12, 12]
+    assert made[name].tolist() == [0, 7, 11, 11, 11]
+    assert made[name].dtype == torch.int32
+
+
 def test_steps_know_the_buckets_of_their_microbatches() -> None:
     steps = StepPackings(_buckets(), 0, None)
     assert steps.begin([[8], [9]], "", 2) == ""

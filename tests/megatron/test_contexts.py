@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from chunkgraph.errors import ConfigError, ReplayMismatchError, TopologyError
+from chunkgraph.errors import ConfigError, ReplayMismatchError, SlotError, TopologyError
 from chunkgraph.megatron.contexts import (
     ContextBank,
     ContextBanks,
     ContextGroups,
+    StepContexts,
+    follow_groups,
     groups_put_back,
+    refuse_beside_contexts,
 )
 from chunkgraph.packing import ContextLimits, pack, schedule_contexts
 
@@ -220,6 +224,9 @@ def test_a_call_of_another_bank_is_as_that_bank_would_have_it(groups: ContextGro
             expected_args, expected = call(wanted)
             assert args[0].shape == expected_args[0].shape
             assert args[0].requires_grad
+            offsets = kwargs["packed_seq_params.cu_seqlens_q_padded"]
+            assert offsets[-1] == wanted.num_packed_tokens
+            assert not any(offsets % banks.shape(wanted).document_multiple)
             for name, value in expected.items():
                 if isinstance(value, torch.Tensor):
                     assert (kwargs[name].shape, kwargs[name].dtype) == (value.shape, value.dtype)
@@ -239,3 +246,63 @@ def test_modules_get_their_groups_back() -> None:
     assert outer[0].cp_group == "before"
     assert not hasattr(outer[1], "cp_group")
     assert not hasattr(outer[1], "cp_stream")
+
+
+class _Attention(nn.Module):
+    """As far as Megatron's attention is looked at; remembers the group that it turned with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.core_attention = nn.Identity()
+        self.pg_collection = SimpleNamespace(cp="the model's", tp="as it is")
+        self.seen: list[tuple[Any, Any]] = []
+
+    def forward(self, x: torch.Tensor, *, packed_seq_params: Any = None) -> torch.Tensor:
+        self.seen.append((self.pg_collection.cp, self.pg_collection.tp))
+        return x
+
+
+def test_attention_turns_with_the_group_of_the_call() -> None:
+    attention = _Attention()
+    model = nn.Sequential(attention)
+    own = attention.pg_collection
+    undo = follow_groups([model])
+    for group in ("of four", None, "of two", "of four"):
+        attention(torch.ones(1), packed_seq_params=SimpleNamespace(cp_group=group))
+    attention(torch.ones(1))
+    undo()
+    assert attention.pg_collection is own
+    attention(torch.ones(1), packed_seq_params=SimpleNamespace(cp_group="of four"))
+    groups = ["of four", "the model's", "of two", "of four", "the model's", "the model's"]
+    assert attention.seen == [(group, "as it is") for group in groups]
+    assert own.cp == "the model's"
+
+
+def test_what_a_step_is_told(groups: ContextGroups) -> None:
+    banks = ContextBanks(LIMITS, groups, cuda_graph_cp_sizes=[4, 1])
+    four, two, one = (ContextBank(size, groups.of(size), 8) for size in (4, 2, 1))
+
+    def misfit_of(keys: Any) -> str:
+        return "" if set(keys) <= set(banks.keys) else "not captured"
+
+    steps = StepContexts(banks, misfit_of, rank=3)
+    assert steps.begin([four, one], "", 2) == ("", [four, one])
+    assert steps.begin([two, one], "", 2) == ("not captured", [two, one])
+    assert steps.begin([two], "mine", 1) == ("mine", [two])
+    assert steps.announced([two], "") == "not captured"
+    with pytest.raises(SlotError, match="rank 3: the next step was announced already"):
+        steps.announced([four], "")
+    assert steps.begin(None, "", 1) == (None, [two])
+    assert steps.announced([four, one], "") == ""
+    with pytest.raises(ConfigError, match=r"rank 3: the step has 2 microbatches.*announced were"):
+        steps.begin([one, four], "", 2)
+    for call in (lambda: steps.begin(None, "", 1), lambda: steps.announced(None, "")):
+        with pytest.raises(ConfigError, match="given no contexts"):
+            call()
+    with pytest.raises(ConfigError, match="3 microbatches, but contexts of 1"):
+        steps.begin([four], "", 3)
+    with pytest.raises(ReplayMismatchError, match="another process group"):
+        steps.begin([ContextBank(4, object(), 8)], "", 1)
+    refuse_beside_contexts(packing=None, buckets=())
+    with pytest.raises(ConfigError, match=r"with packing, experts: graphs whose"):
+        refuse_beside_contexts(packing=object(), buckets=(), experts=4)

@@ -221,6 +221,29 @@ def test_dp2_pp2_vpp2_with_overlaps_and_whole_chunks_equals_eager(jobs: Jobs) ->
             assert before == 0 < min(after)
 
 
+def test_experts_that_stash_and_run_steps_anew_equal_eager(jobs: Jobs) -> None:
+    """Pages run out in the first replayed step, on the first stage alone."""
+    experts = "--num-experts 4 --moe-router-topk 2 --moe-expert-capacity-factor 2.0 "
+    experts += "--moe-pad-expert-input-to-capacity --moe-token-dispatcher-type alltoall "
+    experts += "--moe-aux-loss-coeff 0.01 --moe-router-load-balancing-type aux_loss "
+    experts += "--disable-bias-linear --num-layers 2 --train-iters 5 --eval-interval 2"
+    flags = [*experts.split(), *EIGHT]
+    eager = jobs.train("experts-eager", *flags)
+    outputs = [jobs.output]
+    stash = "--cuda-graph-stash yes --cuda-graph-stash-page-bytes 512 "
+    stash += "--cuda-graph-stash-initial-bytes 2048 --cuda-graph-stash-max-recaptures 1 "
+    stash += "--cuda-graph-token-drops rerun"
+    chunk = jobs.train("experts-chunk", *flags, *CHUNK, *stash.split())
+    outputs.append(jobs.output)
+    assert chunk == eager
+    balance = [re.findall(r"load_balancing_loss: (\S+)", output) for output in outputs]
+    assert balance[0] == balance[1]
+    assert float(balance[0][0]) > 0
+    assert jobs.output.count("steps run anew (stash pages): 1 |") == 1
+    assert "captured anew with more room (stash pages), 1 of at most 1 times" in jobs.output
+    assert _replays(jobs.output)[-1] == 4
+
+
 def _has_tensorboard() -> bool:
     return importlib.util.find_spec("tensorboard") is not None
 

@@ -315,3 +315,17 @@ def test_pieces_come_together_as_they_were(one_rank: Any) -> None:
     assert copy.copy(again).qkv_format == "thd"
     with pytest.raises(ConfigError, match="Give Megatron's PackedSeqParams"):
         take_apart(SimpleNamespace(), "rank 0")
+
+
+def test_a_shape_for_another_context_parallel_size_is_refused() -> None:
+    from chunkgraph.megatron.packed import refuse_other_context
+
+    shape = PackedShape(4, 32, context_parallel_size=2)
+    alone = SimpleNamespace(context_parallel_size=1)
+    with pytest.raises(ConfigError, match="for context_parallel_size 2, and the model has 1"):
+        refuse_other_context(shape, alone)
+    shared = SimpleNamespace(context_parallel_size=2, num_moe_experts=None)
+    refuse_other_context(shape, shared)
+    shared.num_moe_experts = 4
+    with pytest.raises(ConfigError, match="and experts"):
+        refuse_other_context(shape, shared)

@@ -383,15 +383,16 @@ def test_detach_leaves_everything_as_it_was(one_rank: Any, make_config: Any) -> 
         assert not (type(module).__name__ in ("MoELayer", "TopKRouter") and module._forward_hooks)
 
 
-@pytest.mark.parametrize("what", ["stash", "token_drops"])
-def test_steps_that_may_have_to_run_anew_are_refused_with_packing(
-    one_rank: Any, make_config: Callable[..., dict[str, Any]], what: str
+def test_no_step_is_announced_while_one_runs_that_may_run_anew(
+    one_rank: Any, make_config: Callable[..., dict[str, Any]]
 ) -> None:
-    from chunkgraph.errors import ConfigError
-    from chunkgraph.memory.stash import StashOptions
+    from chunkgraph.errors import SlotError
 
-    options: dict[str, Any] = (
-        {"stash": StashOptions()} if what == "stash" else {"token_drops": "rerun"}
-    )
-    with pytest.raises(ConfigError, match=r"packing with .*to run .* anew was not tried"):
-        _Model(one_rank, make_config, options)
+    model = _Model(one_rank, make_config, {"token_drops": "rerun"})
+    with (
+        model.graphs.engine.step(1, misfit=""),
+        pytest.raises(SlotError, match=r"may be run anew.*Announce it after that one"),
+    ):
+        model.graphs.announce([[3]])
+    model.graphs.announce([[3]])
+    model.close()

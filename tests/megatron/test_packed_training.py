@@ -36,6 +36,7 @@ def make_case(make_config: Callable[..., Any], tmp_path: Path) -> Case:
         verify: str = "none",
         model: dict[str, Any] | None = None,
         moe: dict[str, Any] | None = None,
+        stash: dict[str, Any] | None = None,
         buckets: tuple[float, ...] = (),
         **pipeline: Any,
     ) -> dict[str, Any]:
@@ -43,6 +44,7 @@ def make_case(make_config: Callable[..., Any], tmp_path: Path) -> Case:
             "config": make_config(
                 model={"layer_spec": "user_specs:packed", **(model or {})},
                 moe=moe or {},
+                stash=stash or {},
                 pipeline={
                     "pipeline_model_parallel_size": pp,
                     "virtual_pipeline_model_parallel_size": vpp,
@@ -229,6 +231,58 @@ def test_experts_on_two_ranks(run_cases: Callable[..., Any], make_case: Case) ->
     for name, result in results.items():
         assert all(step["expert_metrics"]["z_loss"] > 0 for step in result["steps"])
         assert (result["dropped_tokens"] > 0) == (name != "ep2")
+
+
+_ROOMY = {**_EXPERTS, "moe_expert_capacity_factor": 2.0}
+_STASH = {"enabled": True, "page_bytes": 512}
+
+
+def _check_run_anew(results: dict[str, dict[str, Any]], reruns: dict[str, list[str]]) -> None:
+    """Everything equal; steps were run anew for these reasons; the last step replays."""
+    for name, result in results.items():
+        equal = ("loss_equal", "grad_norm_equal", "expert_metrics_equal")
+        wrong = [s for s in result["steps"] if not all(s[key] for key in equal)]
+        assert not wrong, f"{name}: {wrong}"
+        assert result["different_parameters"] == {}, name
+        assert result["dropped_tokens"] == 0, name
+        assert result["capture_sessions"] == 1 + len(result["recaptures"]), name
+        assert list(result["overflow_reruns"]) == reruns.get(name, []), name
+        assert result["steps"][-1]["replays"], name
+
+
+def test_experts_that_stash_or_run_anew(run_cases: Callable[..., Any], make_case: Case) -> None:
+    """A step that is run anew has the packings, buckets and misfit that were announced of it."""
+    short = {**_STASH, "initial_bytes": 2048}
+    drops = {**_EXPERTS, "token_drops": "rerun"}
+    cases = {
+        "stash": make_case([2, 1, 3], moe=_ROOMY, model=_SPARSE, stash=_STASH, verify="poison"),
+        "rerun": make_case([2, 1, 3], moe=drops, model=_SPARSE, scope="block"),
+        "buckets": make_case([2, 3, 2], moe=_ROOMY, model=_SPARSE, stash=short, buckets=(0.75,)),
+    }
+    results = run_cases(cases, 1, timeout_s=120.0)
+    _check_run_anew(results, {"rerun": ["expert capacity"], "buckets": ["stash pages"]})
+    assert results["stash"]["stash_bytes"] < results["stash"]["bytes_without_stash"]
+
+
+def test_experts_that_stash_on_two_ranks(run_cases: Callable[..., Any], make_case: Case) -> None:
+    """Packings that do not fit, on one rank, among steps whose pages run out, on one rank."""
+    few = {**_STASH, "initial_bytes": 2048, "max_recaptures": 1}
+    deep = {**_SPARSE, "num_layers": 4}
+    cases = {
+        "pp2_vpp2": make_case([2, 4], pp=2, vpp=2, moe=_ROOMY, model=deep, stash=_STASH),
+        "ep2": make_case(
+            [2, 3, 2, 1, 2],
+            moe=_ROOMY,
+            model=_SPARSE,
+            stash=few,
+            seqs=5,
+            dp=2,
+            expert_model_parallel_size=2,
+        ),
+    }
+    results = run_cases(cases, 2, timeout_s=120.0)
+    _check_run_anew(results, {"ep2": ["stash pages"]})
+    assert results["ep2"]["steps"][1]["fallbacks"] == {"packing overflow": 1}
 
 
 def test_experts_of_split_sequences_in_a_pipeline(

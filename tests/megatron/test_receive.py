@@ -17,7 +17,7 @@ from chunkgraph.megatron.topology import PipelinePlace
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(150)]
 
 _COUNTS = [2, 1, 6, 3]
-_INTERLEAVED_COUNTS = [3, 6, 9, 3]
+_INTERLEAVED_COUNTS = [6, 3, 9]
 _OVERLAP = {"overlap_p2p_comm": True, "deallocate_pipeline_outputs": False}
 _FLUSH = {**_OVERLAP, "overlap_p2p_comm_warmup_flush": True}
 

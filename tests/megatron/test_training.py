@@ -127,7 +127,7 @@ def test_two_ranks(run_cases: Callable[..., Any], make_config: Callable[..., Any
         },
         "pp2_vpp2_shared": {
             "config": make_config(
-                model={**_DROPOUT, "num_layers": 8},
+                model=_DROPOUT,
                 pipeline=_pipeline(2, 2, microbatch_group_size_per_vp_stage=3),
                 train={"num_microbatches": [5, 3, 8, 11]},
                 capture={"verify": "poison", "shared_slots": True},

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.megatron, pytest.mark.timeout(100)]
+pytestmark = pytest.mark.timeout(100)
 
 RunWorker = Callable[..., tuple[list[int], Path]]
 MakeConfig = Callable[..., dict[str, Any]]
@@ -21,6 +21,7 @@ def _line_of(marker: str) -> int:
     return next(i for i, line in enumerate(text.splitlines(), start=1) if marker in line)
 
 
+@pytest.mark.megatron
 def test_results_and_progress(run_worker: RunWorker, make_config: MakeConfig) -> None:
     """Rank 0 alone leaves results and progress; nothing temporary stays."""
     config = make_config(pipeline={"pipeline_model_parallel_size": 2})
@@ -44,6 +45,7 @@ def test_results_and_progress(run_worker: RunWorker, make_config: MakeConfig) ->
     assert left == {"config.yaml", "log0.txt", "log1.txt", "rank0.json", "progress.jsonl"}
 
 
+@pytest.mark.megatron
 def test_layer_that_reads_on_the_host(run_worker: RunWorker, make_config: MakeConfig) -> None:
     """The run fails on every rank with the operator, the file and the line of the user's layer."""
     config = make_config(
@@ -63,6 +65,7 @@ def test_layer_that_reads_on_the_host(run_worker: RunWorker, make_config: MakeCo
         assert "Traceback" in rest
 
 
+@pytest.mark.megatron
 def test_failed_capture_may_train_on_eagerly(
     run_worker: RunWorker, make_config: MakeConfig
 ) -> None:
@@ -86,6 +89,7 @@ def test_failed_capture_may_train_on_eagerly(
     assert "user_specs.py" in (folder / "log0.txt").read_text()
 
 
+# Not marked `megatron`: what is refused here is refused before Megatron is asked.
 @pytest.mark.parametrize(
     ("sections", "num_ranks", "words"),
     [
@@ -110,6 +114,7 @@ def test_bad_usage(
         assert word in message
 
 
+# Not marked `megatron`: one rank's layer fails, and the other's gloo says so.
 def test_a_rank_that_fails_ends_the_others(
     run_worker: RunWorker, make_config: MakeConfig, tmp_path: Path
 ) -> None:

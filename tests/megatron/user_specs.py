@@ -7,6 +7,7 @@ import os
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -255,3 +256,79 @@ def _with_core(core: type[nn.Module], **options: Any) -> Any:
     spec = get_gpt_layer_local_spec(**options)
     spec.submodules.self_attention.submodules.core_attention = core
     return spec
+
+
+class _Gather(torch.autograd.Function):
+    """The rows of all ranks of a group, in their order; its backward adds their gradients up."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group, ctx.num_rows = group, rows.size(0)
+        every = [torch.empty_like(rows) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(every, rows.contiguous(), group=group)
+        return torch.cat(every)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        total = grad.clone()
+        dist.all_reduce(total, group=ctx.group)
+        first = dist.get_rank(ctx.group) * ctx.num_rows
+        return total[first : first + ctx.num_rows].clone(), None
+
+
+class ContextCore(PackedCore):
+    """`PackedCore` for documents that the ranks of the parameters' group share.
+
+    Each rank has two of the 2 C pieces of every document; queries are of its own rows, keys and
+    values those of all ranks.
+    """
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        packed_seq_params: Any = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        """As the parent."""
+        group = packed_seq_params.cp_group
+        size, rank = (1, 0) if group is None else (group.size(), group.rank())
+        assert packed_seq_params.local_cp_size == size
+        real = packed_seq_params.cu_seqlens_q.long()
+        padded = packed_seq_params.cu_seqlens_q_padded.long()
+        own = torch.arange(query.size(0), device=query.device)
+        starts = padded // size
+        document = torch.searchsorted(starts[1:], own, right=True).clamp(max=len(padded) - 2)
+        piece = ((padded[1:] - padded[:-1]) // (2 * size))[document]
+        within = own - starts[document]
+
+        def place(of: int) -> torch.Tensor:
+            """Of each row of a rank, its place in its document."""
+            if size == 1:
+                return within
+            is_first = within < piece
+            return torch.where(is_first, of * piece, (2 * size - 2 - of) * piece) + within
+
+        places = [place(r) for r in range(size)]
+        length = (real[1:] - real[:-1])[document]
+        is_tail = places[rank] >= length
+        query = self.prepared(query, is_tail)
+        if group is not None:
+            key, value = _Gather.apply(key, group), _Gather.apply(value, group)
+        of_keys, all_places = document.repeat(size), torch.cat(places)
+        is_padding = all_places >= length.repeat(size)
+        key, value = (self.prepared(t, is_padding) for t in (key, value))
+        seen = (document[:, None] == of_keys) & (places[rank][:, None] >= all_places)
+        scores = torch.einsum("snd,tnd->nst", query, key) * self.scale
+        weights = scores.masked_fill(~seen, -10000.0).softmax(-1)
+        with get_cuda_rng_tracker().fork():
+            weights = self.dropout(weights)
+        mixed = torch.einsum("nst,tnd->snd", weights, value)
+        return mixed.masked_fill(is_tail[:, None, None], 0.0).reshape(query.size(0), 1, -1)
+
+
+def packed_contexts() -> Any:
+    """The local spec with `ContextCore`."""
+    return _with_core(ContextCore)

@@ -14,6 +14,7 @@ from chunkgraph.packing import (
     ContextMicrobatch,
     ContextSchedule,
     ForcedSizes,
+    RandomSizes,
     SmallestSizes,
     pack,
     schedule_contexts,
@@ -48,7 +49,8 @@ def test_every_document_once_within_all_limits(case, data):
     lengths, limits = case
     sizes = st.lists(st.sampled_from(limits.group_sizes), min_size=1, max_size=4)
     forced = ForcedSizes((*data.draw(sizes), limits.group_sizes[0]), data.draw(st.integers(1, 3)))
-    for scheduler in (SmallestSizes(), forced):
+    at_random = RandomSizes("1 2", data.draw(st.integers(1, 3)))
+    for scheduler in (SmallestSizes(), forced, at_random):
         schedule = schedule_contexts(lengths, limits, scheduler)
         placed = sorted(d for m in microbatches(schedule) for d in m.documents)
         assert placed == list(range(len(lengths)))
@@ -154,3 +156,16 @@ def test_a_scheduler_that_breaks_a_rule_is_named():
     ):  # fmt: skip
         with pytest.raises(PackingError, match=message):
             schedule_contexts([12, 12], LIMITS, lambda *_, r=rounds: ContextSchedule(LIMITS, r))
+
+
+def test_random_sizes_are_of_the_seed_and_each_comes_once_before_one_comes_again():
+    lengths = [30] * 12
+
+    def sizes(seed):
+        schedule = schedule_contexts(lengths, LIMITS, RandomSizes(seed))
+        return [m.size for m in schedule.of_rank(0)]
+
+    assert sizes("1 0") == sizes("1 0")
+    found = {tuple(sizes(f"1 {step}")[:3]) for step in range(20)}
+    assert len(found) > 3
+    assert all(sorted(order) == [1, 2, 4] for order in found)

@@ -40,6 +40,19 @@ class HostTimes:
     forward_launch: list[float] = field(default_factory=list)
     backward_launch: list[float] = field(default_factory=list)
 
+    @property
+    def num_calls(self) -> tuple[int, ...]:
+        """How many times of each kind there are so far."""
+        return tuple(map(len, self._all()))
+
+    def forget(self, num_calls: Sequence[int]) -> None:
+        """Forget all but the first so many of each kind (see `num_calls`)."""
+        for times, number in zip(self._all(), num_calls, strict=True):
+            del times[number:]
+
+    def _all(self) -> tuple[list[float], ...]:
+        return self.forward, self.backward, self.forward_launch, self.backward_launch
+
     def medians(self) -> dict[str, float | None]:
         """Medians by key of the result document; None where nothing was measured."""
         forward, backward = _median(self.forward), _median(self.backward)

@@ -15,15 +15,15 @@ import torch.distributed as dist
 from torch import nn
 
 from chunkgraph.config import Config
-from chunkgraph.data import PackedText
+from chunkgraph.megatron.batches import PackedBatches, make_batches
 from chunkgraph.megatron.bench.host_times import HostTimes, host_times
+from chunkgraph.megatron.bench.packed import Work, work_of
 from chunkgraph.megatron.bench.profiled import marked, profile_steps
 from chunkgraph.megatron.bench.trace import PREFIX, KernelTimes
 from chunkgraph.megatron.bench.variants import ChunkVariant, Variant
 from chunkgraph.megatron.loop import (
     finish_parameter_gather,
     forward_step,
-    microbatches,
     resume_parameter_gather,
     shared_loss,
     synchronize,
@@ -31,6 +31,7 @@ from chunkgraph.megatron.loop import (
 from chunkgraph.megatron.model import build_model
 from chunkgraph.megatron.optimizer import build_optimizer, zero_gradients
 from chunkgraph.megatron.processes import seed_everything
+from chunkgraph.megatron.step_packings import Packings
 
 __all__ = ["Measurement", "Step", "VariantRun"]
 
@@ -45,6 +46,10 @@ class Step:
         step_ms: from a barrier to the end of the optimizer's step on the device, in ms.
         loss: mean over microbatches and data-parallel ranks.
         grad_norm: before clipping.
+        work: what its microbatches hold.
+        captures: captures in it.
+        fallbacks: why it ran eagerly, where graphs were to be replayed.
+        overflows: which of its packed documents did not fit, by cause.
     """
 
     step: int
@@ -52,6 +57,10 @@ class Step:
     step_ms: float
     loss: float
     grad_norm: float
+    work: Work
+    captures: int = 0
+    fallbacks: tuple[str, ...] = ()
+    overflows: tuple[str, ...] = ()
 
 
 @dataclass
@@ -70,6 +79,7 @@ class Measurement:
         host: host times; None until they are measured.
         kernels: kernel times of all profiled steps; None until they are measured.
         num_profiled_steps: how many.
+        num_profiled_fallbacks: of those, how many ran eagerly where graphs were to be replayed.
         num_steps_run: steps of any kind that have run.
     """
 
@@ -84,6 +94,7 @@ class Measurement:
     host: HostTimes | None = None
     kernels: KernelTimes | None = None
     num_profiled_steps: int = 0
+    num_profiled_fallbacks: int = 0
     num_steps_run: int = 0
 
 
@@ -121,9 +132,7 @@ class VariantRun:
             ddp_scope=variant.ddp_scope,
         )
         self._optimizer = build_optimizer(config, self._chunks)
-        self._text = PackedText.from_file(
-            config.data.path, seq_length=config.model.seq_length, seed=config.train.seed
-        )
+        self._batches = make_batches(config, device)
         variant.prepare(self._chunks, self._optimizer)
         self.measurement = Measurement()
         gc.collect()
@@ -134,9 +143,11 @@ class VariantRun:
     def measure_steps(self) -> None:
         """Run warmup and measured steps, and note what they left."""
         bench, result = self._config.bench, self.measurement
-        for index in range(bench.num_warmup_steps + bench.num_steps):
+        num_steps = bench.num_warmup_steps + bench.num_steps
+        for index in range(num_steps):
             kind = "warmup" if index < bench.num_warmup_steps else "step"
-            result.steps.append(self._run_step(kind, forward_step))
+            is_last = index == num_steps - 1
+            result.steps.append(self._run_step(kind, forward_step, announces_next=not is_last))
         if self._device.type == "cuda":
             result.reserved_bytes = torch.cuda.max_memory_reserved(self._device)
             result.allocated_bytes = torch.cuda.max_memory_allocated(self._device)
@@ -155,42 +166,57 @@ class VariantRun:
             engine = self._variant.graphs.engine
         with host_times(self._chunks, engine) as times:
             for _ in range(num_steps):
-                self._run_step("host", forward_step)
+                before = times.num_calls
+                if self._run_step("host", forward_step).fallbacks:
+                    times.forget(before)  # an eager step's calls are none of the variant's
         self.measurement.host = times
 
     def measure_kernels(self, num_steps: int, trace: Path) -> None:
         """Profile further steps."""
         step = marked(forward_step, self._chunks)
+        profiled: list[Step] = []
         self.measurement.kernels = profile_steps(
-            lambda: self._run_step("profile", step), num_steps, trace
+            lambda: profiled.append(self._run_step("profile", step)), num_steps, trace
         )
         self.measurement.num_profiled_steps = num_steps
+        self.measurement.num_profiled_fallbacks = sum(
+            bool(one.fallbacks) for one in profiled[-num_steps:]
+        )
 
     def close(self) -> None:
         """Drop the graphs, before process groups end."""
         self._variant.close()
+        self._batches.close()
 
-    def _run_step(self, kind: str, step_function: Callable[..., Any]) -> Step:
-        config, device, counts = self._config, self._device, self._config.train.num_microbatches
-        index, count = self._step, counts[self._step % len(counts)]
+    def _run_step(
+        self, kind: str, step_function: Callable[..., Any], *, announces_next: bool = False
+    ) -> Step:
+        config, device, variant = self._config, self._device, self._variant
+        index, count = self._step, self._count_of(self._step)
         self._step = self.measurement.num_steps_run = index + 1
-        self._variant.before_step(index)
-        batches = list(microbatches(config, self._text, index, count, device))
+        variant.before_step(index)
+        known = self._packings_of(index)
+        # A loader that works ahead knows the next step's documents by now.
+        following = self._packings_of(index + 1) if announces_next else None
+        batches = list(self._batches.step(index, count))
         iterators = [iter(batches) for _ in self._chunks]
         synchronize(device)
         _barrier(device)
         with torch.profiler.record_function(f"{PREFIX}step"):
             started = time.perf_counter()
             zero_gradients(self._chunks, self._optimizer)
-            losses = self._variant.forward_backward(
+            losses = variant.forward_backward(
                 forward_step_func=step_function,
                 data_iterator=iterators,
                 model=self._chunks,
                 num_microbatches=count,
-                seq_length=config.model.seq_length,
+                seq_length=config.tokens_per_sequence,
                 micro_batch_size=config.train.micro_batch_size,
                 forward_only=False,
+                **variant.told(*known),
             )
+            if following is not None:
+                variant.announce(*following)
             _, grad_norm, _ = self._optimizer.step()
             synchronize(device)
             step_ms = (time.perf_counter() - started) * 1e3
@@ -200,9 +226,21 @@ class VariantRun:
             step_ms=step_ms,
             loss=shared_loss(losses, device),
             grad_norm=0.0 if grad_norm is None else float(grad_norm),
+            work=work_of(config, count, *known),
+            **variant.counted(),
         )
         self._on_step(kind, step)
         return step
+
+    def _count_of(self, step: int) -> int:
+        counts = self._config.train.num_microbatches
+        return counts[step % len(counts)]
+
+    def _packings_of(self, step: int) -> tuple[Packings | None, list[int] | None]:
+        if not isinstance(self._batches, PackedBatches):
+            return None, None
+        count = self._count_of(step)
+        return self._batches.packings(step, count), self._batches.buckets(step, count)
 
 
 def _barrier(device: torch.device) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from chunkgraph.config import Config
 from chunkgraph.megatron.bench.ideal import pipeline_ms
 from chunkgraph.megatron.bench.measure import Measurement
+from chunkgraph.megatron.bench.packed import packed_summary
 from chunkgraph.megatron.compat import import_megatron, versions
 from chunkgraph.schedules import megatron_schedule
 
@@ -21,6 +23,7 @@ __all__ = ["gathered_summary"]
 _KERNEL_KEYS = (
     *("kernel_share", "kernel_share_by_rank", "kernel_ms_by_rank", "other_kernel_ms_by_rank"),
     *("forward_kernel_ms", "backward_kernel_ms", "ideal_ms", "ideal_pipeline_ms"),
+    "num_profiled_fallbacks",
     *("graph_launches_by_rank", "kernel_launches_by_rank"),
 )
 
@@ -45,6 +48,7 @@ def gathered_summary(
         "device": _device_name(device),
         "num_gpus": len(ranks) if device.type == "cuda" else 0,
         "versions": _versions(device),
+        "is_deterministic": _is_deterministic(config),
         **_steps(config, ranks),
         **_memory(ranks),
         **_captures(config, ranks),
@@ -62,18 +66,22 @@ def _steps(config: Config, ranks: Sequence[_Rank]) -> dict[str, Any]:
         max(rank.measurement.steps[index].step_ms for rank in ranks) for index in range(len(steps))
     ]
     counts = [step.num_microbatches for step in steps]
-    tokens_per_microbatch = (
-        config.train.micro_batch_size * config.model.seq_length * config.pipeline.data_parallel_size
-    )
+    # Each data-parallel rank is here with all ranks that share its data.
+    num_tokens = sum(s.work.num_tokens for rank in ranks for s in rank.measurement.steps[first:])
+    num_tokens = num_tokens * config.pipeline.data_parallel_size // len(ranks)
     measured = times[first:]
+    captured = [index for index, step in enumerate(steps) if step.captures]
     return {
         "step_ms": statistics.median(measured),
+        "step_ms_mean": statistics.fmean(measured),
         "step_ms_min": min(measured),
         "step_ms_max": max(measured),
         "step_ms_all": measured,
         "warmup_step_ms": times[:first],
         "num_microbatches": counts[first:],
-        "tokens_per_s": sum(counts[first:]) * tokens_per_microbatch / (sum(measured) / 1e3),
+        "tokens_per_s": num_tokens / (sum(measured) / 1e3),
+        "num_measured_captures": sum(index >= first for index in captured),
+        **packed_summary(config, [rank.measurement.steps[first:] for rank in ranks], measured),
         "losses": [step.loss for step in steps],
         "losses_hex": [step.loss.hex() for step in steps],
         "grad_norms_hex": [step.grad_norm.hex() for step in steps],
@@ -146,6 +154,7 @@ def _kernels(config: Config, ranks: Sequence[_Rank]) -> dict[str, Any]:
         "backward_kernel_ms": backward,
         "ideal_ms": None if pipeline is None else pipeline + max(other),
         "ideal_pipeline_ms": pipeline,
+        "num_profiled_fallbacks": ranks[0].measurement.num_profiled_fallbacks,
         "graph_launches_by_rank": [one.num_graph_launches / num_steps for one in found],
         "kernel_launches_by_rank": [one.num_kernel_launches / num_steps for one in found],
     }
@@ -195,6 +204,12 @@ def _pipeline_ms(
 
 def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def _is_deterministic(config: Config) -> bool:
+    """Whether kernels were to repeat to the last bit: torch's and Transformer Engine's."""
+    allowed = os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1")
+    return config.train.deterministic and allowed == "0"
 
 
 def _versions(device: torch.device) -> dict[str, str]:

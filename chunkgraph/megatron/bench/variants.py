@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,9 +19,14 @@ from torch import nn
 
 from chunkgraph.config import Config
 from chunkgraph.errors import ConfigError
+from chunkgraph.megatron.batches import packed_shape
 from chunkgraph.megatron.compat import import_megatron, private_names
-from chunkgraph.megatron.loop import capture_options, stash_options
-from chunkgraph.megatron.plugin import MegatronChunkGraphs, attach
+from chunkgraph.megatron.loop import capture_options
+from chunkgraph.megatron.padding import keep_padding_from_experts
+from chunkgraph.megatron.plugin import MegatronChunkGraphs, attach, config_of
+from chunkgraph.megatron.receive import receiving_lengths
+from chunkgraph.megatron.stash import stash_options
+from chunkgraph.megatron.step_packings import Packings
 
 __all__ = ["ChunkVariant", "Variant", "make_variant"]
 
@@ -35,9 +41,11 @@ class Variant:
         forward_backward: Megatron's schedule function, wrapped as the variant needs.
         has_fragile_end: whether its graphs are not ours to take down, so that the process had
             better just end.
+        is_plain: whether the model is left as it is.
     """
 
     name = "eager"
+    is_plain = True
     has_fragile_end = False
 
     def __init__(self, config: Config) -> None:
@@ -45,6 +53,7 @@ class Variant:
         self.capture_s: float | None = None
         self.capture_step: int | None = None
         self.pool_bytes: dict[str, int] | None = None
+        self._undo = ExitStack()
 
     def transformer_options(self) -> dict[str, Any]:
         """Further fields of Megatron's TransformerConfig."""
@@ -56,8 +65,32 @@ class Variant:
 
     def prepare(self, chunks: list[nn.Module], optimizer: Any) -> None:
         """Take the model that was built; called once, before the first step."""
-        del chunks, optimizer
+        del optimizer
         self.forward_backward = _schedule()
+        if self.is_plain and packed_shape(self.config) is not None:
+            # What chunk graphs do with packed documents in eager steps too.
+            if self.config.moe.num_moe_experts is not None:
+                self._undo.callback(keep_padding_from_experts(chunks, config_of(chunks[0])))
+            if self.config.packing.buckets:
+                device = next(chunks[0].parameters()).device
+                self.forward_backward = receiving_lengths(chunks, device, self.forward_backward)
+
+    def told(self, packings: Packings | None, buckets: Sequence[int] | None) -> dict[str, Any]:
+        """What the schedule function is told besides of the step that begins.
+
+        Args:
+            packings: documents of each microbatch; None without packing.
+            buckets: rows of each microbatch; None where all have the same.
+        """
+        del packings
+        return {} if buckets is None else {"buckets": buckets}
+
+    def announce(self, packings: Packings | None, buckets: Sequence[int] | None) -> None:
+        """Told of the next step, before this one's optimizer."""
+
+    def counted(self) -> dict[str, Any]:
+        """What happened to graphs since the last call, as fields of a measured step."""
+        return {}
 
     def before_step(self, step: int) -> None:
         """Called before each step, outside its time."""
@@ -69,12 +102,14 @@ class Variant:
 
     def close(self) -> None:
         """Drop the graphs."""
+        self._undo.close()
 
 
 class ChunkVariant(Variant):
     """The plug-in of this package."""
 
     name = "chunk"
+    is_plain = False
     graphs: MegatronChunkGraphs
 
     def prepare(self, chunks: list[nn.Module], optimizer: Any) -> None:
@@ -84,11 +119,40 @@ class ChunkVariant(Variant):
             chunks,
             scope=self.config.capture.scope,
             options=capture_options(self.config),
+            packing=packed_shape(self.config),
+            buckets=self.config.packing.buckets,
             token_drops=self.config.moe.token_drops,
-            stash=stash_options(self.config),
+            stash=stash_options(self.config.stash),
         )
         self.forward_backward = self.graphs.wrap_forward_backward(self.forward_backward)
         self._first_captures = 0
+        self._last = self._counters()
+
+    def told(self, packings: Packings | None, buckets: Sequence[int] | None) -> dict[str, Any]:
+        """All there is to know; it may have been announced, too."""
+        return {} if packings is None else {"packings": packings, "buckets": buckets}
+
+    def announce(self, packings: Packings | None, buckets: Sequence[int] | None) -> None:
+        """The ranks agree on the next step while the device works on the optimizer's."""
+        if packings is not None:
+            self.graphs.announce(packings, buckets=buckets)
+
+    def counted(self) -> dict[str, Any]:
+        """Captures and eager steps since the last call."""
+        (captures, fallbacks, overflows), self._last = self._last, self._counters()
+        return {
+            "captures": self._last[0] - captures,
+            "fallbacks": tuple(self._last[1] - fallbacks),
+            "overflows": tuple(self._last[2] - overflows),
+        }
+
+    def _counters(self) -> tuple[int, Counter[str], Counter[str]]:
+        counters = self.graphs.counters
+        return (
+            int(counters.captures),
+            Counter(counters.fallbacks),
+            Counter(counters.packing_overflows),
+        )
 
     def before_step(self, step: int) -> None:
         """Note what the first session captured."""
@@ -119,6 +183,7 @@ class ChunkVariant(Variant):
 class _MegatronVariant(Variant):
     """A variant of Megatron's: its ``cuda_graph_impl`` is its name."""
 
+    is_plain = False
     has_fragile_end = True
 
     def __init__(self, config: Config) -> None:

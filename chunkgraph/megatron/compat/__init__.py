@@ -16,6 +16,7 @@ from chunkgraph.megatron.compat.access import (
 )
 from chunkgraph.megatron.compat.attention_choice import same_attention
 from chunkgraph.megatron.compat.capture import capture_flag, global_buffers
+from chunkgraph.megatron.compat.context_attention import make_attention_stream
 from chunkgraph.megatron.compat.data_parallel import (
     DDP_MODULE,
     call_parameter_gather_hooks,
@@ -115,6 +116,7 @@ __all__ = [
     "is_stack",
     "kept_of_tokens",
     "local_stack",
+    "make_attention_stream",
     "make_communicator",
     "mamba_mixers_of",
     "moe_layers_of",

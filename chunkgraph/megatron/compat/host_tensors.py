@@ -7,7 +7,12 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["TorchOfTheHost", "host_full"]
+__all__ = ["TorchOfTheHost", "has_gpu", "host_full"]
+
+
+def has_gpu() -> bool:
+    """Whether Megatron runs on GPUs: a CPU host may tell it so where there are none."""
+    return torch.cuda.is_available() and not isinstance(torch.cuda.current_device(), torch.device)
 
 
 class _HostTensor(torch.Tensor):
@@ -29,7 +34,7 @@ def host_full(shape: tuple[int, ...], value: int) -> torch.Tensor:
     """A tensor of whole numbers on the host, which no capture sees."""
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         made = torch.full(shape, value, dtype=torch.long, device="cpu")
-        return made if torch.cuda.is_available() else made.as_subclass(_HostTensor)
+        return made if has_gpu() else made.as_subclass(_HostTensor)
 
 
 class TorchOfTheHost:

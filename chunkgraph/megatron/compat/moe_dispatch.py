@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from chunkgraph.megatron.compat.access import import_megatron, patch_attributes, private_names
-from chunkgraph.megatron.compat.host_tensors import TorchOfTheHost, host_full
+from chunkgraph.megatron.compat.host_tensors import TorchOfTheHost, has_gpu, host_full
 
 __all__ = ["gather_fixed_rows", "patch_router", "static_dispatch"]
 
@@ -30,7 +30,7 @@ def static_dispatch() -> Iterator[None]:
     module = import_megatron(_DISPATCHER)
     with contextlib.ExitStack() as stack:
         stack.callback(gather_fixed_rows())
-        if not torch.cuda.is_available():
+        if not has_gpu():
             stack.callback(patch_attributes(module, {"torch": TorchOfTheHost()}))
         yield
 

@@ -6,10 +6,8 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
-
 from chunkgraph.megatron.compat.access import import_megatron, patch_attributes, private_names
-from chunkgraph.megatron.compat.host_tensors import TorchOfTheHost
+from chunkgraph.megatron.compat.host_tensors import TorchOfTheHost, has_gpu
 
 __all__ = ["recomputing"]
 
@@ -33,7 +31,7 @@ def recomputing() -> Iterator[None]:
         for name in (_RANDOM, "megatron.core.tensor_parallel"):
             private_names(name, "checkpoint")
             stack.callback(patch_attributes(import_megatron(name), {"checkpoint": checkpoint}))
-        if not torch.cuda.is_available():
+        if not has_gpu():
             # To recompute its core, attention passes the kind of mask through a small tensor.
             attention = import_megatron("megatron.core.transformer.attention")
             stack.callback(patch_attributes(attention, {"torch": TorchOfTheHost()}))

@@ -1,13 +1,25 @@
 """Context parallelism whose size changes from microbatch to microbatch: a bank for each size.
 
 `chunkgraph.packing.schedule_contexts` says which ranks work on which documents; `ContextGroups` are
-the process groups that they do it with; `ContextBanks` name the bank of every microbatch; and
-`ContextGraphs` are chunk graphs that hold all of them.
+the process groups that they do it with; `ContextBanks` name the bank of every microbatch. With a
+Megatron model, `follow_groups` tells its attention and ``attach(contexts=banks)`` makes the
+graphs; `ContextGraphs` are chunk graphs of any modules that hold all banks.
 """
 
+from chunkgraph.megatron.contexts.attention import follow_groups
 from chunkgraph.megatron.contexts.banks import ContextBanks
 from chunkgraph.megatron.contexts.graphs import ContextGraphs
 from chunkgraph.megatron.contexts.groups import ContextGroups, groups_put_back
 from chunkgraph.megatron.contexts.key import ContextBank
+from chunkgraph.megatron.contexts.steps import StepContexts, refuse_beside_contexts
 
-__all__ = ["ContextBank", "ContextBanks", "ContextGraphs", "ContextGroups", "groups_put_back"]
+__all__ = [
+    "ContextBank",
+    "ContextBanks",
+    "ContextGraphs",
+    "ContextGroups",
+    "StepContexts",
+    "follow_groups",
+    "groups_put_back",
+    "refuse_beside_contexts",
+]

@@ -12,7 +12,14 @@ from chunkgraph.megatron import packed
 from chunkgraph.megatron.buckets import ROWS_AT, resized
 from chunkgraph.megatron.contexts.groups import ContextGroups
 from chunkgraph.megatron.contexts.key import ContextBank
-from chunkgraph.packing import ContextLimits, ContextSchedule, PackedShape, reason_not_to_fit
+from chunkgraph.megatron.packed import OFFSETS
+from chunkgraph.packing import (
+    ContextLimits,
+    ContextSchedule,
+    PackedShape,
+    pack,
+    reason_not_to_fit,
+)
 
 __all__ = ["ContextBanks"]
 
@@ -137,8 +144,28 @@ class ContextBanks:
         assert isinstance(wanted, ContextBank)
         first, *others = args
         made = {name: _derived(c, name, value, of, wanted) for name, value in kwargs.items()}
+        if of.num_packed_tokens != wanted.num_packed_tokens or of.size != wanted.size:
+            made |= self._offsets(kwargs, wanted)
         rest = [_derived(c, f"argument {i}", v, of, wanted) for i, v in enumerate(others, 1)]
         return (resized(first, 0, of.num_tokens, wanted.num_tokens), *rest), made
+
+    def _offsets(self, kwargs: dict[str, Any], wanted: ContextBank) -> dict[str, Any]:
+        """Offsets of the bank in the place of given ones, which its ranks may not be able to share.
+
+        Passes before a capture really run with them.
+        """
+        shape = self.shape(wanted)
+        multiple = shape.document_multiple
+        longest = shape.document_limit // multiple * multiple or shape.document_limit
+        count = shape.max_packed_tokens // shape.padded_length(longest)
+        filled = pack([longest] * min(count, shape.max_documents), shape)
+        made = {}
+        for name in OFFSETS:
+            given = kwargs.get(f"{_PARAMS}{name}")
+            if isinstance(given, torch.Tensor):
+                values = filled.cu_seqlens_padded if "padded" in name else filled.cu_seqlens
+                made[f"{_PARAMS}{name}"] = torch.from_numpy(values).to(given.device, given.dtype)
+        return made
 
 
 def _derived(c: int, name: str, value: Any, of: ContextBank, wanted: ContextBank) -> Any:
@@ -157,8 +184,8 @@ def _derived(c: int, name: str, value: Any, of: ContextBank, wanted: ContextBank
             return whole[1] if value == whole[0] else value
         if name == f"{_PARAMS}seq_idx":
             return resized(value, 1, *whole)
-        if isinstance(value, torch.Tensor):  # offsets; those in rows end at the bank's
-            return torch.where(value == whole[0], whole[1], value).clamp(max=whole[1])
+        if isinstance(value, torch.Tensor):  # offsets: see ContextBanks._offsets
+            return value
     changed = {a for a, b in (whole, (of.num_tokens, wanted.num_tokens)) if a != b}
     if isinstance(value, torch.Tensor) and changed & set(value.shape):
         raise ConfigError(

@@ -11,7 +11,7 @@ from torch import nn
 from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs, StepMode
 from chunkgraph.engine.decision import Agree
 from chunkgraph.megatron.contexts.banks import ContextBanks
-from chunkgraph.megatron.contexts.groups import groups_put_back
+from chunkgraph.megatron.contexts.groups import capturing_banks, groups_put_back
 from chunkgraph.megatron.contexts.key import ContextBank
 
 __all__ = ["ContextGraphs"]
@@ -62,8 +62,7 @@ class ContextGraphs:
 
         @contextmanager
         def scope() -> Iterator[None]:
-            banks.groups.warm_up(self._device)
-            with groups_put_back(self._modules), capture_scope():
+            with capturing_banks(banks.groups, self._modules, self._device), capture_scope():
                 yield
 
         self.engine = ChunkGraphs(

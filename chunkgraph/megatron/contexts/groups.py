@@ -13,9 +13,9 @@ from torch import nn
 from chunkgraph.errors import TopologyError
 from chunkgraph.megatron import compat
 
-__all__ = ["ContextGroups", "groups_put_back"]
+__all__ = ["ContextGroups", "capturing_banks", "groups_put_back"]
 
-_ATTRIBUTES = ("cp_group", "cp_global_ranks", "cp_stream", "cp_comm_type")
+_ATTRIBUTES = ("cp_group", "cp_global_ranks", "cp_stream", "cp_comm_type", "pg_collection")
 """Where attention modules keep the group that they were last called with."""
 
 
@@ -83,6 +83,21 @@ class ContextGroups:
         groups = cls(mine, {**own, **({1: None} if 1 in sizes else {})})
         groups._made = made
         return groups
+
+    @classmethod
+    def of_data_parallel(cls, sizes: Sequence[int]) -> ContextGroups:
+        """Make groups among Megatron's data- and context-parallel ranks; all processes call it.
+
+        Raises:
+            TopologyError: a size does not divide the number of these ranks.
+        """
+        state = compat.import_megatron("megatron.core.parallel_state")
+        own = dist.get_process_group_ranks(
+            state.get_data_parallel_group(with_context_parallel=True)
+        )
+        worlds: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(worlds, tuple(own))
+        return cls.create(sorted(set(worlds)), sizes)
 
     @classmethod
     def of_megatron(cls, sizes: Sequence[int]) -> ContextGroups:
@@ -154,8 +169,27 @@ def _use(group: Any, device: torch.device) -> None:
     ]
     for work in dist.batch_isend_irecv(ring):
         work.wait()
+    # One by one they may use another communicator, between each two neighbours.
+    peers = (ranks[(place + 1) % len(ranks)], ranks[place - 1])
+    if place % 2 == 0:
+        started = [dist.isend(value, peers[0], group), dist.irecv(received, peers[1], group)]
+    else:
+        started = [dist.irecv(received, peers[1], group), dist.isend(value, peers[0], group)]
+    for request in started:
+        assert request is not None
+        request.wait()
     if dist.get_backend(group) == "nccl":
         dist.all_to_all_single(received, value, group=group)
+
+
+@contextmanager
+def capturing_banks(
+    groups: ContextGroups, modules: Sequence[nn.Module], device: torch.device
+) -> Iterator[None]:
+    """Around a capture session: communicators are used before it, and groups are put back."""
+    groups.warm_up(device)
+    with groups_put_back(modules):
+        yield
 
 
 @contextmanager

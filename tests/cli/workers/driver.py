@@ -1,11 +1,37 @@
-"""``chunkgraph`` with a stand-in for the training worker: driver.py TARGET ARGUMENT..."""
+"""``chunkgraph`` with a stand-in for the training worker: driver.py TARGET ARGUMENT...
+
+``alone:TARGET`` starts the workers one after the other and without torchrun's agent, whose import
+of torch takes longer than all the rest: for tests of what the command makes of their results.
+"""
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 
-from chunkgraph.cli import __main__, train
+from chunkgraph.cli import __main__, launcher, train
+
+
+class WithoutAgent(launcher.Launcher):
+    """Runs each worker to its end."""
+
+    def run(self) -> None:
+        spec = self._spec
+        for rank in range(spec.num_workers):
+            subprocess.run(
+                [
+                    *(sys.executable, "-m", "chunkgraph.cli.launch_worker"),
+                    *(spec.target, str(spec.config_path), str(spec.run_dir)),
+                ],
+                env={**os.environ, **spec.environment, "RANK": str(rank)},
+                check=True,
+            )
+
 
 if __name__ == "__main__":
-    train._WORKER = sys.argv[1]
+    target = sys.argv[1].removeprefix("alone:")
+    if target != sys.argv[1]:
+        launcher.Launcher = WithoutAgent  # type: ignore[misc]
+    train._WORKER = target
     sys.exit(__main__.main(sys.argv[2:]))

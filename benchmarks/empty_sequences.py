@@ -1,0 +1,239 @@
+"""What empty sequences cost: one transformer layer, forward and backward, in one graph's replay.
+
+    python benchmarks/empty_sequences.py --json empty_sequences.json
+
+The same eight documents fill a row each time; what changes is how many sequences the offsets are
+for, 8, 64 and 512, of which all but eight have no row. Needs one GPU and the extras `megatron` and
+`te`; takes well under a minute. `--device cpu` runs the same without graphs, to try the script.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from chunkgraph.config import Config, config_from_mapping
+from chunkgraph.megatron.compat import versions
+from chunkgraph.megatron.model import build_model
+from chunkgraph.megatron.packed import make_params
+from chunkgraph.megatron.processes import seed_everything, training_process
+from chunkgraph.packing import PackedShape, pack
+
+_PARTS = (1, 2, 3, 5, 7, 10, 16, 20)  # of 64, in tokens of the row
+_ALONE = {
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "0",
+}
+
+
+def main() -> int:
+    """Measure, print and write."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write the results to FILE")
+    parser.add_argument("--sequences", metavar="N", type=int, nargs="+", default=[8, 64, 512])
+    parser.add_argument("--tokens", metavar="T", type=int, default=4096, help="rows, 64 or more")
+    parser.add_argument("--hidden-size", type=int, default=2048)
+    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=15, help="times that each is measured")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--layer-spec", default="transformer_engine")
+    args = parser.parse_args()
+    if min(args.sequences) < len(_PARTS) or args.tokens % 64:
+        parser.error(f"--sequences are at least {len(_PARTS)}, --tokens a multiple of 64")
+    os.environ.update(_ALONE)
+    # There is no deterministic kernel for many sequences of this length.
+    os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "1"
+    config = _config(args)
+    with training_process(config) as device:
+        found = _measure(config, device, args.sequences, args.rounds)
+    for one in found["measured"]:
+        sys.stdout.write(f"N = {one['num_seqs']:4d}: {_line(one, args.sequences[0])}\n")
+    if args.json is not None:
+        args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    return 1 if any(one["error"] for one in found["measured"]) else 0
+
+
+def _line(one: dict[str, Any], first: int) -> str:
+    if one["error"]:
+        return str(one["error"]).partition("\n")[0]
+    ratio = "" if one["ratio"] is None else f", {one['ratio']:.4f} of N = {first}"
+    return f"{one['ms']:8.4f} ms{ratio}"
+
+
+def _config(args: argparse.Namespace) -> Config:
+    on_gpu = args.device == "cuda"
+    return config_from_mapping(
+        {
+            "device": args.device,
+            "model": {
+                "num_layers": 1,
+                "hidden_size": args.hidden_size,
+                "ffn_hidden_size": args.hidden_size * 11 // 4,
+                "num_attention_heads": args.heads,
+                "seq_length": args.tokens,
+                "normalization": "RMSNorm" if on_gpu else "LayerNorm",
+                "swiglu": True,
+                "params_dtype": "bfloat16" if on_gpu else "float32",
+                "layer_spec": args.layer_spec,
+            },
+            "train": {"num_microbatches": [1], "use_ddp": False, "deterministic": False},
+        }
+    )
+
+
+def _measure(
+    config: Config, device: torch.device, sequences: list[int], num_rounds: int
+) -> dict[str, Any]:
+    seed_everything(config.train.seed, device)
+    (chunk,) = build_model(config, device)
+    tokens = config.model.seq_length
+    lengths = [part * tokens // 64 for part in _PARTS]
+    replays: dict[int, Callable[[], None]] = {}
+    errors: dict[int, str] = {}
+    for n in sequences:
+        try:
+            replays[n] = _captured(_layer_work(chunk, lengths, tokens, n, device))
+        except (RuntimeError, ValueError) as error:  # no memory, or no kernel: the others count
+            errors[n] = f"{type(error).__name__}: {error}"
+    times: dict[int, list[float]] = {n: [] for n in replays}
+    # In turns, so that a clock that drifts does so for all of them.
+    for _ in range(num_rounds):
+        for n, replay in replays.items():
+            times[n].append(_time_ms(replay, device))
+    medians = {n: statistics.median(times[n]) for n in replays}
+    first = medians.get(sequences[0])
+    return {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "versions": versions(),
+        "command": " ".join(sys.argv),
+        "uses_graphs": device.type == "cuda",
+        "model": dataclasses.asdict(config.model),
+        "lengths": lengths,
+        "measured": [
+            {
+                "num_seqs": n,
+                "error": errors.get(n),
+                "ms": medians.get(n),
+                "ratio": medians[n] / first if n in medians and first else None,
+                "ms_all": times.get(n),
+                "kernel_us": (
+                    _kernel_times(replays[n]) if n in replays and device.type == "cuda" else None
+                ),
+            }
+            for n in sequences
+        ],
+    }
+
+
+def _layer_work(
+    chunk: torch.nn.Module, lengths: list[int], tokens: int, num_seqs: int, device: torch.device
+) -> Callable[[], None]:
+    """Forward and backward of the model's one layer, on offsets for so many sequences."""
+    # The shape counts a dummy, which has no row here and so may be left out.
+    packed = pack(lengths, PackedShape(max(num_seqs, len(lengths) + 1), tokens))
+    packed = dataclasses.replace(
+        packed,
+        cu_seqlens=packed.cu_seqlens[: num_seqs + 1],
+        cu_seqlens_padded=packed.cu_seqlens_padded[: num_seqs + 1],
+    )
+    assert packed.cu_seqlens_padded[-1] == tokens == sum(lengths)
+    layer = next(m for m in chunk.modules() if hasattr(m, "layers")).layers[0]
+    seen: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    hook = layer.register_forward_pre_hook(
+        lambda _module, args, kwargs: seen.append((args, kwargs)), with_kwargs=True
+    )
+    ids = torch.randint(256, (1, tokens), device=device)
+    with torch.no_grad():
+        chunk(
+            input_ids=ids,
+            position_ids=torch.from_numpy(packed.position_ids)[None].to(device),
+            attention_mask=None,
+            labels=ids,
+            packed_seq_params=make_params(packed, device),
+        )
+    hook.remove()
+    ((args, kwargs),) = seen
+    kwargs = dict(kwargs)
+    hidden = kwargs.pop("hidden_states", None)
+    if hidden is None:
+        hidden, *args = args
+    hidden = hidden.detach().clone().requires_grad_()
+    grad = torch.randn_like(hidden)
+    hidden.grad = torch.zeros_like(hidden)
+    for parameter in layer.parameters():
+        if parameter.grad is None:  # one for all graphs, which go on writing to it
+            parameter.grad = torch.zeros_like(parameter)
+
+    def work() -> None:
+        output = layer(hidden, *args, **kwargs)
+        output = output[0] if isinstance(output, tuple) else output
+        output.backward(grad)
+
+    return work
+
+
+def _captured(work: Callable[[], None]) -> Callable[[], None]:
+    """The work as the replay of one graph; itself without a GPU."""
+    if not torch.cuda.is_available():
+        return work
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            work()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        work()
+
+    def replay() -> None:
+        assert work is not None  # it holds the tensors whose addresses the graph has
+        graph.replay()
+
+    return replay
+
+
+def _time_ms(replay: Callable[[], None], device: torch.device) -> float:
+    """Of one replay, in ms."""
+    if device.type == "cpu":
+        started = time.perf_counter()
+        replay()
+        return (time.perf_counter() - started) * 1e3
+    num_replays = 20
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    replay()
+    begin.record()
+    for _ in range(num_replays):
+        replay()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / num_replays
+
+
+def _kernel_times(replay: Callable[[], None]) -> dict[str, float]:
+    """Microseconds of each kernel in a replay, by name: where the difference comes from."""
+    num_replays = 5
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        for _ in range(num_replays):
+            replay()
+        torch.cuda.synchronize()
+    found = {e.key: e.self_device_time_total / num_replays for e in profiler.key_averages()}
+    return {name: us for name, us in sorted(found.items(), key=lambda item: -item[1]) if us > 0}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

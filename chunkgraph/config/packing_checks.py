@@ -1,0 +1,124 @@
+"""What a configuration of packed sequences must satisfy."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from chunkgraph.data.counts import check_counts
+from chunkgraph.errors import ConfigError, TopologyError
+
+if TYPE_CHECKING:
+    from chunkgraph.config.sections import Config
+
+__all__ = ["check_packing"]
+
+
+def check_packing(config: Config) -> None:
+    """Check the packing of documents, and what it cannot go together with.
+
+    Raises:
+        ConfigError: A value is out of range, or two settings cannot go together.
+        TopologyError: The ranks cannot share the rows.
+    """
+    packing, model, train = config.packing, config.model, config.train
+    if not packing.max_packed_seqs:
+        if config.data.document_counts:
+            msg = (
+                f"data.document_counts is {list(config.data.document_counts)}, but packing is off: "
+                "packing.max_packed_seqs is 0. Set it to the most documents of a microbatch and 1."
+            )
+            raise ConfigError(msg)
+        if packing.buckets:
+            msg = (
+                f"packing.buckets is {list(packing.buckets)}, but packing is off: "
+                "packing.max_packed_seqs is 0. Set it to the most documents of a microbatch and 1."
+            )
+            raise ConfigError(msg)
+        if packing.max_packed_tokens is not None:
+            msg = (
+                f"packing.max_packed_tokens is {packing.max_packed_tokens}, but packing is off: "
+                "packing.max_packed_seqs is 0. Set it to the most documents of a microbatch and 1."
+            )
+            raise ConfigError(msg)
+        return
+    if packing.max_packed_seqs < 2:
+        msg = (
+            f"packing.max_packed_seqs is {packing.max_packed_seqs}; one sequence is for the rest "
+            "of the tokens, so that at least 2 are needed. 0 turns packing off."
+        )
+        raise ConfigError(msg)
+    _check_context(config)
+    if counts := config.data.document_counts:
+        check_counts(counts, "data.document_counts")
+        num_ranks = config.pipeline.context_parallel_size
+        least = 1 if num_ranks == 1 else 2 * num_ranks
+        if counts[-1] * least > config.tokens_per_sequence:
+            msg = (
+                f"data.document_counts: {list(counts)}; {counts[-1]} documents do not fit in the "
+                f"{config.tokens_per_sequence} tokens of a microbatch, in which each takes "
+                f"{least} or more. Lower the last number."
+            )
+            raise ConfigError(msg)
+    for size in packing.buckets:
+        if not 0 < size <= config.tokens_per_sequence or (size > 1 and size != int(size)):
+            msg = (
+                f"packing.buckets has {size:g}; a bucket is a part of the tokens above 0 and up to "
+                f"1, or a whole number of tokens up to {config.tokens_per_sequence}."
+            )
+            raise ConfigError(msg)
+    if packing.buckets and model.fp8 is not None:
+        msg = (
+            f"packing.buckets is {list(packing.buckets)} with model.fp8={model.fp8}: the scales of "
+            "several graphs of one slot were not tried. Set it to []."
+        )
+        raise ConfigError(msg)
+    if train.micro_batch_size != 1:
+        msg = (
+            f"train.micro_batch_size is {train.micro_batch_size}, but a packed microbatch is one "
+            "row of documents. Set it to 1, and packing.max_packed_tokens to what all of them had."
+        )
+        raise ConfigError(msg)
+    if model.layer_spec == "local" or (model.layer_spec == "auto" and config.device == "cpu"):
+        msg = (
+            f"model.layer_spec is {model.layer_spec} (device {config.device}): Megatron's local "
+            "attention takes no packed sequences. Use transformer_engine on a GPU, or a layer spec "
+            "of your own (package.module:function) whose attention takes them."
+        )
+        raise ConfigError(msg)
+    if (
+        model.position_embedding_type == "learned_absolute"
+        and config.tokens_per_sequence > model.seq_length
+    ):
+        msg = (
+            f"packing.max_packed_tokens is {config.tokens_per_sequence}, and learned positions end "
+            f"at model.seq_length ({model.seq_length}). Lower the former or raise the latter."
+        )
+        raise ConfigError(msg)
+
+
+def _check_context(config: Config) -> None:
+    """Documents that context-parallel ranks share, each in two pieces of every document."""
+    pipeline, size = config.pipeline, config.pipeline.context_parallel_size
+    if size == 1:
+        return
+    parts = 2 * size
+    if pipeline.sequence_parallel:
+        parts = math.lcm(parts, size * pipeline.tensor_model_parallel_size)
+    rows = config.tokens_per_sequence
+    if rows % parts:
+        below = rows // parts * parts
+        msg = (
+            f"packing.max_packed_tokens (else model.seq_length) is {rows}, which is not divisible "
+            f"by {parts}: {size} context-parallel ranks hold two pieces of every document each"
+            f"{', split once more for sequence parallelism' if parts > 2 * size else ''}. Set it "
+            f"to {f'{below} or ' if below else ''}{below + parts}."
+        )
+        raise TopologyError(msg)
+    if config.moe.num_moe_experts is not None:
+        msg = (
+            f"packing with pipeline.context_parallel_size={size} and moe.num_moe_experts="
+            f"{config.moe.num_moe_experts}: experts of documents that are split over ranks were "
+            "not tried. Leave one of them out."
+        )
+        raise ConfigError(msg)

@@ -1,0 +1,153 @@
+"""Whether Transformer Engine has an attention for packed sequences of a size, asked beforehand.
+
+It chooses its kernels in the first forward, and says then only that none is available.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from chunkgraph.errors import ConfigError
+from chunkgraph.packing import PackedShape
+
+__all__ = ["AttentionSite", "refuse_for_layers", "refuse_large_deterministic", "why_refused"]
+
+_SM90 = (9, 0)
+_LIMIT = 1 << 30
+_LAST_KNOWN = (2, 20)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSite:
+    """What the choice of a kernel depends on.
+
+    Attributes:
+        capability: compute capability of the device; None without a GPU.
+        is_deterministic: whether only kernels that repeat to the last bit may be used.
+        has_flash: whether a FlashAttention is installed that takes these sequences.
+        version: first two numbers of Transformer Engine's version; None: not installed.
+    """
+
+    capability: tuple[int, int] | None
+    is_deterministic: bool
+    has_flash: bool
+    version: tuple[int, int] | None
+
+    @classmethod
+    def here(cls, device: torch.device, *, with_padding: bool) -> AttentionSite:
+        """As it is in this process.
+
+        Args:
+            device: where the attention runs.
+            with_padding: whether sequences may have padding behind them (``pad_between_seqs``),
+                which FlashAttention 2 does not take.
+        """
+        capability = None
+        if device.type == "cuda":
+            capability = torch.cuda.get_device_capability(device)
+        names = ["flash-attn-3", "flash-attn-4", *([] if with_padding else ["flash-attn"])]
+        allowed = os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1")
+        return cls(
+            capability=capability,
+            is_deterministic=allowed == "0" or torch.are_deterministic_algorithms_enabled(),
+            has_flash=any(_version(name) is not None for name in names),
+            version=_version("transformer-engine"),
+        )
+
+
+def why_refused(site: AttentionSite, *, num_seqs: int, num_heads: int, max_seqlen: int) -> str:
+    """Why no kernel trains these sequences, or "".
+
+    The rule is Transformer Engine's (2.20, ``get_attention_backend`` of
+    ``pytorch/attention/dot_product_attention/utils.py``): on sm_90 the deterministic backward of
+    cuDNN for packed sequences wants about 128 bytes of workspace for each query, key, head and
+    sequence, so that from 2^30 of them on it is left out. Its unfused attention takes no padding
+    between sequences, or would keep all scores.
+
+    Args:
+        site: where it is to run.
+        num_seqs: sequences of a microbatch, empty ones included.
+        num_heads: query heads on this rank.
+        max_seqlen: the longest sequence that the kernel is told, in tokens.
+    """
+    size = num_seqs * num_heads * max_seqlen**2
+    if (
+        site.capability != _SM90
+        or not site.is_deterministic
+        or site.has_flash
+        or site.version is None
+        or site.version > _LAST_KNOWN  # which may have another limit, and says so itself
+        or size < _LIMIT
+    ):
+        return ""
+    return (
+        f"{num_seqs} packed sequences of up to {max_seqlen} tokens and {num_heads} heads: on this "
+        "GPU (sm_90) Transformer Engine has no deterministic attention for them, because the "
+        f"backward would want {128 * size / 2**30:.0f} GiB of workspace (sequences x heads x "
+        f"tokens^2 is {size / _LIMIT:.3g} times the limit)"
+    )
+
+
+def refuse_large_deterministic(site: AttentionSite, shape: PackedShape, num_heads: int) -> None:
+    """Refuse packed sequences that no kernel would train.
+
+    Raises:
+        ConfigError: naming what may be changed.
+    """
+    found = why_refused(
+        site,
+        num_seqs=shape.max_packed_seqs,
+        num_heads=num_heads,
+        max_seqlen=shape.max_packed_tokens,
+    )
+    if found:
+        raise ConfigError(
+            f"packing.max_packed_seqs ({shape.max_packed_seqs}) and the sequence length "
+            f"(packing.max_packed_tokens, else model.seq_length: {shape.max_packed_tokens}): "
+            f"{found}. Lower one of them, allow kernels that do not repeat to the last bit "
+            "(train.deterministic=false, NVTE_ALLOW_NONDETERMINISTIC_ALGO=1 or unset), or install "
+            "FlashAttention 3 (flash-attn-3), which has such a kernel."
+        )
+
+
+def refuse_for_layers(
+    chunks: Sequence[nn.Module], config: Any, shape: PackedShape, device: torch.device
+) -> None:
+    """The same for a model that was built, if its attention is Transformer Engine's.
+
+    Args:
+        chunks: the model chunks.
+        config: Megatron's TransformerConfig.
+        shape: of the packed sequences.
+        device: where the parameters are.
+
+    Raises:
+        ConfigError: no kernel would train them.
+    """
+    is_used = any(
+        kind.__module__.startswith("transformer_engine.") and "Attention" in kind.__name__
+        for chunk in chunks
+        for module in chunk.modules()
+        for kind in type(module).__mro__
+    )
+    if is_used:
+        tensor_size = getattr(config, "tensor_model_parallel_size", 1) or 1
+        # Whether a script's sequences have padding between them is not known here.
+        site = AttentionSite.here(device, with_padding=False)
+        refuse_large_deterministic(site, shape, config.num_attention_heads // tensor_size)
+
+
+def _version(distribution: str) -> tuple[int, int] | None:
+    """The first two numbers of a distribution's version."""
+    try:
+        major, minor, *_ = importlib.metadata.version(distribution).split(".")
+        return int(major), int(minor)
+    except (importlib.metadata.PackageNotFoundError, ValueError):
+        return None

@@ -1,0 +1,105 @@
+"""The context-parallel sizes of a step's microbatches: which banks they need, and what was said."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from chunkgraph.errors import ConfigError, SlotError
+from chunkgraph.megatron.contexts.banks import ContextBanks
+from chunkgraph.megatron.contexts.key import ContextBank
+
+__all__ = ["StepContexts", "refuse_beside_contexts"]
+
+
+class StepContexts:
+    """What one rank's training steps are told of the banks of their microbatches.
+
+    Args:
+        banks: of this rank.
+        misfit_of: why microbatches of these banks cannot be replayed, or "".
+        rank: named in errors.
+    """
+
+    def __init__(
+        self, banks: ContextBanks, misfit_of: Callable[[Sequence[ContextBank]], str], rank: int
+    ) -> None:
+        self.banks = banks
+        self._misfit_of = misfit_of
+        self._rank = rank
+        self._announced: tuple[list[ContextBank], str] | None = None
+
+    def announced(self, keys: Sequence[ContextBank] | None, misfit: str) -> str:
+        """Remember what was announced; why it cannot be replayed, or "".
+
+        Raises:
+            SlotError: the next step was announced already.
+            ConfigError: the banks are missing.
+            ReplayMismatchError: a microbatch has another process group than its graphs.
+        """
+        if self._announced is not None:
+            raise SlotError(f"rank {self._rank}: the next step was announced already.")
+        if keys is None:
+            raise self._missing()
+        self.banks.check(keys)
+        self._announced = list(keys), misfit
+        return misfit or self._misfit_of(keys)
+
+    def begin(
+        self, keys: Sequence[ContextBank] | None, misfit: str, num_microbatches: int
+    ) -> tuple[str | None, list[ContextBank]]:
+        """What to tell the engine of the step that begins now (None: what was announced holds).
+
+        Returns:
+            That, and the bank of each microbatch.
+
+        Raises:
+            ConfigError: nothing is known of the step, or it was announced otherwise.
+            ReplayMismatchError: a microbatch has another process group than its graphs.
+        """
+        announced, self._announced = self._announced, None
+        if announced is not None:
+            was, said = announced
+            is_other = keys is not None and list(keys) != was
+            if is_other or (misfit and misfit != said) or len(was) != num_microbatches:
+                given = "none" if keys is None else f"of {list(keys)}"
+                raise ConfigError(
+                    f"rank {self._rank}: the step has {num_microbatches} microbatches, contexts "
+                    f"{given}, misfit {misfit!r}; announced were {was}, misfit {said!r}. The other "
+                    "ranks follow what was announced. Announce each step's own banks, in the order "
+                    "of the steps."
+                )
+            return None, was
+        if keys is None:
+            raise self._missing()
+        self.banks.check(keys)
+        if len(keys) != num_microbatches:
+            raise ConfigError(
+                f"rank {self._rank}: the step has {num_microbatches} microbatches, but contexts of "
+                f"{len(keys)}. Give the bank of every microbatch (ContextBanks.of_schedule)."
+            )
+        return misfit or self._misfit_of(keys), list(keys)
+
+    def _missing(self) -> ConfigError:
+        return ConfigError(
+            f"rank {self._rank}: a training step was given no contexts. Attached with `contexts`, "
+            "every step takes contexts=..., the bank of each microbatch "
+            "(ContextBanks.of_schedule), or is announced."
+        )
+
+
+def refuse_beside_contexts(**others: Any) -> None:
+    """Stop if something is wanted that was not joined to banks of context-parallel sizes.
+
+    Args:
+        others: by the name that a user knows, whether it is wanted.
+
+    Raises:
+        ConfigError: naming all of them.
+    """
+    wanted = [name for name, is_wanted in others.items() if is_wanted]
+    if wanted:
+        raise ConfigError(
+            f"attach(contexts=...) with {', '.join(wanted)}: graphs whose context-parallel size "
+            "changes were not joined to them. Leave one of them out."
+        )

@@ -1,0 +1,77 @@
+"""Settings of a context-parallel size for each microbatch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from chunkgraph.config import load_config
+from chunkgraph.errors import ChunkGraphError, ConfigError, TopologyError
+
+CONFIG = Path(__file__).resolve().parents[2] / "configs" / "gpt_pp2_gpu.yaml"
+GOOD = (
+    "train.micro_batch_size=1",
+    "pipeline.data_parallel_size=4",
+    "packing.max_packed_seqs=8",
+    "packing.max_packed_tokens=256",
+    "packing.context_parallel_sizes=[1,2,4]",
+    "packing.cuda_graph_cp_sizes=[4]",
+)
+
+
+def test_sizes_that_go_together() -> None:
+    packing = load_config(CONFIG, GOOD).packing
+    assert packing.context_parallel_sizes == (1, 2, 4)
+    assert packing.context_parallel_schedule == "smallest"
+    assert packing.cuda_graph_cp_sizes == (4,)
+    # Nothing of them bears on a run without them.
+    assert load_config(CONFIG).packing.context_parallel_sizes == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "message"),
+    [
+        (["packing.cuda_graph_cp_sizes=[8]"], ConfigError, r"has \[8\], which"),
+        (["packing.context_parallel_sizes=[1,3]"], TopologyError, "3 is no power of two"),
+        (["packing.context_parallel_sizes=[8]"], TopologyError, "only the 4 data-parallel ranks"),
+        (["pipeline.data_parallel_size=6"], TopologyError, "data_parallel_size: 6 is no power"),
+        (["packing.max_packed_tokens=255"], TopologyError, "255 rows .* divide in 2 parts"),
+        (
+            ["packing.buckets=[0.5]"],
+            ConfigError,
+            r"packing.buckets=\[0.5\]",
+        ),
+        (["model.fp8=hybrid"], ConfigError, "model.fp8=hybrid"),
+        (["data.document_counts=[1,2,3,4]"], ConfigError, r"data.document_counts=\[1, 2, 3"),
+        (
+            ["moe.num_moe_experts=4", "moe.moe_expert_capacity_factor=2"],
+            ConfigError,
+            "num_moe_experts=4",
+        ),
+        (
+            ["model.position_embedding_type=learned_absolute", "model.seq_length=512"],
+            ConfigError,
+            r"1024 tokens, and learned positions end at model.seq_length \(512\)",
+        ),
+        (["pipeline.context_parallel_size=2"], ConfigError, "context_parallel_size=2"),
+        (
+            ["packing.max_packed_seqs=0", "packing.max_packed_tokens=null"],
+            ConfigError,
+            "packing is off",
+        ),
+        (["packing.context_parallel_sizes=[]"], ConfigError, r"cuda_graph_cp_sizes is \[4\]"),
+        (
+            [
+                "packing.context_parallel_sizes=[]",
+                "packing.cuda_graph_cp_sizes=[]",
+                "packing.context_parallel_schedule=random",
+            ],
+            ConfigError,
+            "context_parallel_schedule is random",
+        ),
+    ],
+)
+def test_sizes_that_do_not(changes: list[str], kind: type[ChunkGraphError], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        load_config(CONFIG, [*GOOD, *changes])

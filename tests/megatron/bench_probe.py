@@ -1,0 +1,23 @@
+"""A case of `run_cases`: variants of a bench, measured one after the other in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from chunkgraph.megatron.bench.measure import VariantRun
+from chunkgraph.megatron.bench.summary import gathered_summary
+from chunkgraph.megatron.bench.variants import make_variant
+
+
+def run(config: Any, device: torch.device, case: dict[str, Any]) -> dict[str, Any]:
+    """The summary of each variant, by name."""
+    summaries = {}
+    for name in case["variants"]:
+        bench = VariantRun(config, device, make_variant(name, config))
+        bench.measure_steps()
+        bench.measure_host(1)
+        summaries[name] = gathered_summary(config, device, bench.measurement)
+        bench.close()
+    return summaries

@@ -1,0 +1,91 @@
+"""Layers of packed documents that context-parallel ranks share, named ``split_specs:function``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import nn
+from user_specs import PackedCore, _with_core
+
+
+class _Gathered(torch.autograd.Function):
+    """The rows of all ranks, one after the other; gradients are summed for who has the row."""
+
+    @staticmethod
+    def forward(ctx: Any, own: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        parts = [torch.empty_like(own) for _ in range(group.size())]
+        dist.all_gather(parts, own.contiguous(), group=group)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        total = grad.contiguous().clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total.chunk(ctx.group.size())[ctx.group.rank()].clone(), None
+
+
+class SplitCore(PackedCore):
+    """`PackedCore` on the rows of all ranks of the context-parallel group; each keeps its own.
+
+    Nothing here knows `PackedSequences.rows_of_rank`: a row's place is found from the offsets, row
+    by row.
+    """
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        packed_seq_params: Any = None,
+        **options: Any,
+    ) -> torch.Tensor:
+        """[t / C, heads, width] each; gives [t / C, 1, heads * width]."""
+        group = parallel_state.get_context_parallel_group()
+        order = _places(packed_seq_params.cu_seqlens_q_padded, query.size(0), group.size())
+        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
+        whole = [_Gathered.apply(t, group).index_select(0, back) for t in (query, key, value)]
+        mixed = super().forward(*whole, attention_mask, packed_seq_params, **options)
+        own = order.chunk(group.size())[group.rank()]
+        return mixed.index_select(0, own)
+
+
+def _places(padded: torch.Tensor, num_rows: int, size: int) -> torch.Tensor:
+    """Where in the packed row each row of rank 0, then of rank 1, ... lies; int64 [size * rows]."""
+    starts, ends = padded[:-1].long(), padded[1:].long()
+    rows = torch.arange(num_rows)
+    document = torch.searchsorted(ends // size, rows, right=True).clamp(max=len(starts) - 1)
+    within = rows - starts[document] // size
+    half = (ends - starts)[document] // (2 * size)
+    found = []
+    for rank in range(size):
+        from_front = starts[document] + rank * half + within
+        from_back = ends[document] - (rank + 1) * half + (within - half)
+        found.append(torch.where(within < half, from_front, from_back))
+    return torch.cat(found)
+
+
+class PoisonedSplitCore(SplitCore):
+    """Gets NaN in every row without a token, forward and backward."""
+
+    def prepared(self, t: torch.Tensor, is_tail: torch.Tensor) -> torch.Tensor:
+        """As the parent, of a tensor whose padding is poisoned."""
+        return super().prepared(t.masked_fill(is_tail[:, None, None], float("nan")), is_tail)
+
+
+def split() -> Any:
+    """The local spec with `SplitCore`."""
+    return _spec(SplitCore)
+
+
+def split_poisoned() -> Any:
+    """The local spec with `PoisonedSplitCore`."""
+    return _spec(PoisonedSplitCore)
+
+
+def _spec(core: type[nn.Module]) -> Any:
+    return _with_core(core)

@@ -1,0 +1,142 @@
+"""Whole jobs whose microbatches have context-parallel sizes of their own, against eager."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.megatron, pytest.mark.timeout(150)]
+
+_ROWS = 12
+Case = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def make_case(make_config: Callable[..., Any], tmp_path: Path) -> Case:
+    """A run on documents of 2 to 40 bytes, where a rank has 12 rows."""
+    letters = random.Random(5)
+    documents = [
+        "".join(letters.choices("abcdefgh ", k=letters.choice([2, 5, 8, 20, 38]))) + "z"
+        for _ in range(60)
+    ]
+    path = tmp_path / "text.txt"
+    path.write_text("\n\n".join(documents), encoding="utf-8")
+
+    def make(
+        counts: list[int],
+        sizes: list[int],
+        *,
+        schedule: str = "random",
+        captured: tuple[int, ...] = (),
+        model: dict[str, Any] | None = None,
+        capture: dict[str, Any] | None = None,
+        train: dict[str, Any] | None = None,
+        **pipeline: Any,
+    ) -> dict[str, Any]:
+        return {
+            "config": make_config(
+                model={
+                    "layer_spec": "user_specs:packed_contexts",
+                    "num_layers": 2,
+                    **(model or {}),
+                },
+                pipeline=pipeline,
+                train={"num_microbatches": counts, "micro_batch_size": 1, **(train or {})},
+                data={"path": str(path)},
+                packing={
+                    "max_packed_seqs": 8,
+                    "max_packed_tokens": _ROWS,
+                    "context_parallel_sizes": sizes,
+                    "context_parallel_schedule": schedule,
+                    "cuda_graph_cp_sizes": list(captured),
+                },
+                capture=capture or {},
+            )
+        }
+
+    return make
+
+
+def check(result: dict[str, Any], name: str, captured: set[int]) -> None:
+    """All equal, captured once; eager once before it and where a size was not captured."""
+    steps = result["steps"]
+    wrong = [s for s in steps if not (s["loss_equal"] and s["grad_norm_equal"])]
+    assert not wrong, f"{name}: {wrong}"
+    assert all(math.isfinite(s["loss_chunk"] + s["grad_norm_chunk"]) for s in steps), name
+    assert result["different_parameters"] == {}, name
+    assert (result["capture_sessions"], result["captures_after_first_session"]) == (1, 0), name
+    assert len({s["loss_chunk_hex"] for s in steps}) == len(steps), name
+    assert [s["fallbacks"] for s in steps] == _fallbacks(steps, captured), name
+    num_chunks = len(result["slots_per_chunk"][0])
+    of_all_ranks = set().union(*result["replays_of_bank"])
+    assert of_all_ranks == {f"CP {c} with {_ROWS} tokens a rank" for c in captured}, name
+    for rank, replayed in enumerate(result["replays_of_bank"]):
+        expected = Counter(
+            f"CP {size} with {_ROWS} tokens a rank"
+            for step in steps
+            if not step["fallbacks"]
+            for size in step["context_sizes"][rank]
+            for _ in range(num_chunks)
+        )
+        assert replayed == expected, f"{name}, rank {rank}"
+
+
+def _fallbacks(steps: list[dict[str, Any]], captured: set[int]) -> list[dict[str, int]]:
+    found: list[dict[str, int]] = []
+    for step in steps:
+        if not {size for rank in step["context_sizes"] for size in rank} <= captured:
+            found.append({"no graphs of a bank": 1})
+        else:
+            found.append({} if {"capture warmup": 1} in found else {"capture warmup": 1})
+    return found
+
+
+def test_four_ranks(run_cases: Callable[..., Any], make_case: Case) -> None:
+    dp4 = {"data_parallel_size": 4, "model": {"num_layers": 1}}
+    chunk, poison = {"scope": "chunk"}, {"verify": "poison"}
+    deep = {"num_layers": 4, "hidden_dropout": 0.1}
+    sharded = {"overlap_grad_reduce": True, "use_distributed_optimizer": True}
+    pp2 = {"pipeline_model_parallel_size": 2, "data_parallel_size": 2}
+    vpp2 = {**pp2, "virtual_pipeline_model_parallel_size": 2}
+    tp2 = {"tensor_model_parallel_size": 2, "data_parallel_size": 2, "model": {"num_layers": 1}}
+    cases = {
+        "random": make_case([1] * 12, [1, 2, 4], capture=poison, **dp4),
+        "smallest": make_case(
+            [1, 1, 4], [1, 2, 4], schedule="smallest", capture=chunk, train=sharded, **dp4
+        ),
+        "pp2": make_case([2, 3] * 6, [1, 2], **pp2),
+        "pp2_vpp2": make_case([2, 4], [1, 2], model=deep, capture={**chunk, **poison}, **vpp2),
+        "tp2": make_case([1] * 6, [1, 2], captured=(2,), capture=chunk, **tp2),
+    }
+    results = run_cases(cases, 4)
+    for name, result in results.items():
+        asked = cases[name]["config"]["packing"]
+        check(result, name, set(asked["cuda_graph_cp_sizes"] or asked["context_parallel_sizes"]))
+    # Some ranks replay one size while others replay another.
+    last = results["smallest"]["steps"][-1]["context_sizes"]
+    assert last[0] != last[3]
+    losses_do_not_depend_on_who_shares_what(results["random"], results["smallest"])
+    without_a_bank_the_step_is_eager(results["tp2"])
+
+
+def losses_do_not_depend_on_who_shares_what(one: dict[str, Any], other: dict[str, Any]) -> None:
+    """The same documents in other groups: equal but for the order of sums."""
+    pairs = list(zip(one["steps"][:2], other["steps"][:2], strict=True))
+    assert all(a["context_sizes"] != b["context_sizes"] for a, b in pairs)
+    for key in ("loss_chunk", "grad_norm_chunk"):
+        values = [a[key] for a, _ in pairs]
+        assert values == pytest.approx([b[key] for _, b in pairs], rel=1e-4), key
+
+
+def without_a_bank_the_step_is_eager(result: dict[str, Any]) -> None:
+    """Counted, and the first step that could be captured is one of capture warmup."""
+    without = [s for s in result["steps"] if s["fallbacks"] == {"no graphs of a bank": 1}]
+    assert 0 < len(without) < len(result["steps"]) - 1
+    why = f"no graphs of CP 1 with {_ROWS} tokens a rank: they were not asked for"
+    assert result["missing_banks"] == [{why: len(without)}] * 4

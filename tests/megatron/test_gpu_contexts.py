@@ -1,0 +1,138 @@
+"""Context-parallel sizes that change from microbatch to microbatch, on real GPUs; equal to eager.
+
+Transformer Engine's deterministic attention of packed sequences asks for about 128 bytes for each
+of sequences x heads x length x length in a backward, and refuses 2**30 of them: all are small.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.megatron, pytest.mark.timeout(300)]
+
+_ROWS = 256
+_STEPS = 30
+
+
+@pytest.fixture(autouse=True)
+def _needs_transformer_engine() -> None:
+    if importlib.util.find_spec("transformer_engine") is None:
+        pytest.skip("Transformer Engine is not installed")
+
+
+@pytest.fixture
+def make_case(make_config: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
+    """A model of bfloat16 on the shipped text, whose documents need one to four ranks."""
+
+    def make(
+        sizes: list[int],
+        *,
+        counts: tuple[int, ...] = (2, 4, 1),
+        schedule: str = "random",
+        captured: tuple[int, ...] = (),
+        num_steps: int = _STEPS,
+        capture: dict[str, Any] | None = None,
+        options: dict[str, Any] | None = None,
+        **pipeline: Any,
+    ) -> dict[str, Any]:
+        config = make_config(
+            model={
+                "layer_spec": "transformer_engine",
+                "hidden_size": 256,
+                "ffn_hidden_size": 512,
+                "normalization": "RMSNorm",
+                "swiglu": True,
+                "params_dtype": "bfloat16",
+                "seq_length": _ROWS,
+            },
+            pipeline=pipeline,
+            train={
+                "num_microbatches": [counts[i % len(counts)] for i in range(num_steps)],
+                "micro_batch_size": 1,
+                "lr": 2e-5,
+            },
+            packing={
+                "max_packed_seqs": 8,
+                "max_packed_tokens": _ROWS,
+                "context_parallel_sizes": sizes,
+                "context_parallel_schedule": schedule,
+                "cuda_graph_cp_sizes": list(captured),
+            },
+            capture=capture or {},
+            run={"timeout_s": 100},
+        )
+        return {"config": {**config, "device": "cuda"}, "transformer_options": options or {}}
+
+    return make
+
+
+def check(results: dict[str, dict[str, Any]], cases: dict[str, dict[str, Any]]) -> None:
+    """Equal to eager; every captured size replayed; eager where a size was not captured."""
+    for name, result in results.items():
+        packing = cases[name]["config"]["packing"]
+        captured = set(packing["cuda_graph_cp_sizes"] or packing["context_parallel_sizes"])
+        steps = result["steps"]
+        wrong = [s for s in steps if not (s["loss_equal"] and s["grad_norm_equal"])]
+        assert not wrong, f"{name}: {len(wrong)} of {len(steps)}, first {wrong[0]}"
+        # NaN is equal to NaN, to the last bit.
+        assert all(math.isfinite(s["loss_chunk"] + s["grad_norm_chunk"]) for s in steps), name
+        assert result["different_parameters"] == {}, name
+        assert (result["capture_sessions"], result["captures_after_first_session"]) == (1, 0), name
+        num_chunks = len(result["slots_per_chunk"][0])
+        is_first = True
+        for step in steps:
+            sizes = {size for rank in step["context_sizes"] for size in rank}
+            expected = {} if sizes <= captured else {"no graphs of a bank": 1}
+            if not expected and is_first:
+                expected, is_first = {"capture warmup": 1}, False
+            assert step["fallbacks"] == expected, f"{name}: {step}"
+        for rank, replayed in enumerate(result["replays_of_bank"]):
+            sizes_of_rank = Counter(
+                size
+                for step in steps
+                if not step["fallbacks"]
+                for size in step["context_sizes"][rank]
+            )
+            assert replayed == {
+                f"CP {size} with {_ROWS} tokens a rank": number * num_chunks
+                for size, number in sizes_of_rank.items()
+            }, f"{name}, rank {rank}"
+        banks = {bank for replayed in result["replays_of_bank"] for bank in replayed}
+        assert len(banks) == len(captured), f"{name}: {banks}"
+
+
+@pytest.mark.multigpu
+def test_two_gpus(run_cases: Callable[..., Any], make_case: Callable[..., dict[str, Any]]) -> None:
+    cases = {
+        "cp2": make_case([1, 2], data_parallel_size=2, capture={"scope": "chunk"}, num_steps=12),
+    }
+    check(run_cases(cases, 2, timeout_s=140.0), cases)
+
+
+@pytest.mark.multigpu(4)
+def test_four_gpus(run_cases: Callable[..., Any], make_case: Callable[..., dict[str, Any]]) -> None:
+    pp2 = {"pipeline_model_parallel_size": 2, "data_parallel_size": 2}
+    tp2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "data_parallel_size": 2}
+    chunk = {"scope": "chunk"}
+    cases = {
+        "cp4": make_case([1, 2, 4], data_parallel_size=4),
+        "pp2_cp2": make_case([1, 2], capture=chunk, **pp2),
+        "tp2_cp2": make_case([1, 2], **tp2),
+        "cp4_smallest_unfused": make_case(
+            [1, 2, 4],
+            schedule="smallest",
+            counts=(2, 6),
+            capture={**chunk, "verify": "poison"},
+            options={"apply_rope_fusion": False},
+            data_parallel_size=4,
+            num_steps=6,
+        ),
+        "limited": make_case([1, 2, 4], captured=(2, 4), data_parallel_size=4, num_steps=8),
+    }
+    check(run_cases(cases, 4, timeout_s=280.0), cases)

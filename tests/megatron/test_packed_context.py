@@ -1,0 +1,140 @@
+"""Packed documents that two ranks share (static context parallelism), on the CPU."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from chunkgraph.data import Documents
+
+pytestmark = [pytest.mark.megatron, pytest.mark.timeout(150)]
+
+_TOKENS, _SIZE = 48, 2
+_COUNTS = [3, 1, 2]
+_ONE_LAYER: dict[str, Any] = {"model": {"num_layers": 1}}
+Case = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    """Short documents, 3 to 23 bytes each."""
+    letters = random.Random(5)
+    documents = [
+        "".join(letters.choices("abcdefgh ", k=letters.randint(2, 22))) + "z" for _ in range(80)
+    ]
+    path = tmp_path / "text.txt"
+    path.write_text("\n\n".join(documents), encoding="utf-8")
+    return path
+
+
+def _drawn(text: Path, seed: int, size: int) -> list[tuple[int, ...]]:
+    documents = Documents.from_file(
+        text, num_tokens=_TOKENS, seed=seed, multiple=1 if size == 1 else 2 * size
+    )
+    return [documents.lengths(step, m) for step, n in enumerate(_COUNTS) for m in range(n)]
+
+
+def _seed_of_equal_draws(text: Path) -> int:
+    """One with which padding keeps no document out, so that all sizes train on the same ones."""
+    return next(s for s in range(10000) if _drawn(text, s, 1) == _drawn(text, s, _SIZE))
+
+
+@pytest.fixture
+def make_case(make_config: Callable[..., Any], text: Path) -> Case:
+    """A run on these documents."""
+
+    def make(
+        counts: list[int],
+        *,
+        size: int = _SIZE,
+        spec: str = "split_specs:split",
+        seed: int = 1,
+        seqs: int = 16,
+        scope: str = "chunk",
+        buckets: tuple[float, ...] = (),
+        verify: str = "none",
+        model: dict[str, Any] | None = None,
+        **pipeline: Any,
+    ) -> dict[str, Any]:
+        return {
+            "config": make_config(
+                model={"layer_spec": spec, "num_layers": 2, **(model or {})},
+                pipeline={"context_parallel_size": size, **pipeline},
+                train={"num_microbatches": counts, "micro_batch_size": 1, "seed": seed},
+                data={"path": str(text)},
+                packing={
+                    "max_packed_seqs": seqs,
+                    "max_packed_tokens": _TOKENS,
+                    "buckets": list(buckets),
+                },
+                capture={"scope": scope, "verify": verify},
+            )
+        }
+
+    return make
+
+
+def _check(results: dict[str, dict[str, Any]], overflows: dict[str, int] | None = None) -> None:
+    for name, result in results.items():
+        steps = result["steps"]
+        wrong = [s for s in steps if not (s["loss_equal"] and s["grad_norm_equal"])]
+        assert not wrong, f"{name}: {wrong}"
+        assert result["different_parameters"] == {}, name
+        assert result["capture_sessions"] == 1, name
+        assert result["captures_after_first_session"] == 0, name
+        assert len({s["loss_chunk_hex"] for s in steps}) == len(steps), name
+        found = [s for s in steps[1:] if s["fallbacks"] == {"packing overflow": 1}]
+        assert len(found) == (overflows or {}).get(name, 0), name
+        assert all(s["replays"] for s in steps[1:] if s not in found), name
+
+
+def test_graphs_equal_eager(run_cases: Callable[..., Any], make_case: Case, text: Path) -> None:
+    assert any(length % 4 for lengths in _drawn(text, 1, _SIZE) for length in lengths)
+    documents = Documents.from_file(text, num_tokens=_TOKENS, seed=1, multiple=4)
+    is_too_long = [
+        any(len(documents.lengths(step, m)) > 3 for m in range(n))
+        for step, n in enumerate([2, 3, 1, 2, 3, 1])
+    ]
+    assert sorted(set(is_too_long[1:])) == [False, True]
+    cases = {
+        "chunk": make_case([2, 3], model={"hidden_dropout": 0.1}, verify="shadow"),
+        "padding_of_nan": make_case(
+            [2, 3, 1], spec="split_specs:split_poisoned", scope="block", verify="poison"
+        ),
+        "overflow": make_case([2, 3, 1, 2, 3, 1], seqs=4, **_ONE_LAYER),
+    }
+    results = run_cases(cases, _SIZE)
+    _check(results, {"overflow": sum(is_too_long[1:])})
+
+
+def test_a_pipeline(run_cases: Callable[..., Any], make_case: Case) -> None:
+    cases = {
+        "pp2_vpp2": make_case(
+            [2, 4],
+            model={"num_layers": 4},
+            pipeline_model_parallel_size=2,
+            virtual_pipeline_model_parallel_size=2,
+        ),
+        "pp2_buckets": make_case([2, 1, 3], buckets=(0.5, 40), pipeline_model_parallel_size=2),
+    }
+    _check(run_cases(cases, 4))
+
+
+def test_sharing_documents_changes_rounding_alone(
+    run_cases: Callable[..., Any], make_case: Case, text: Path
+) -> None:
+    """The same documents on one rank, without padding between them."""
+    seed = _seed_of_equal_draws(text)
+    assert any(length % 4 for lengths in _drawn(text, seed, 1) for length in lengths)
+    alone = run_cases({"alone": make_case(_COUNTS, size=1, spec="user_specs:packed", seed=seed)}, 1)
+    shared = run_cases({"shared": make_case(_COUNTS, seed=seed)}, _SIZE)
+    pairs = list(zip(alone["alone"]["steps"], shared["shared"]["steps"], strict=True))
+    assert len(pairs) == len(_COUNTS)
+    for one, two in pairs:
+        for key in ("loss_chunk_hex", "grad_norm_chunk_hex"):
+            values = [float.fromhex(step[key]) for step in (one, two)]
+            assert values[1] == pytest.approx(values[0], rel=2e-5), key
