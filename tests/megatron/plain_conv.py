@@ -1,7 +1,7 @@
 """The causal convolution of a Mamba mixer in plain operators, on any device.
 
-With the functions of the package causal-conv1d that mamba-ssm calls, so that its Triton kernels run
-where that package's extension is not built (see ``mamba_kernels.py``).
+With the functions of the package causal-conv1d that mamba-ssm calls, for a machine without that
+package's extension.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Hybrid models with Mamba's Triton kernels and Transformer Engine on real GPUs; equal to eager.
 
-Needs mamba_ssm; ``mamba_kernels.py`` says how to have its kernels without building it. Its kernels
-repeat to the last bit only from release 2.3 on, in a deterministic mode: ``MAMBA_DETERMINISTIC=1``,
+Needs mamba_ssm and causal_conv1d. Mamba's kernels repeat to the last bit only from release 2.3 on, in a deterministic mode: ``MAMBA_DETERMINISTIC=1``,
 or ``torch.use_deterministic_algorithms(True)``, which ``train.deterministic`` asks for. The mode
 adds up gradients of the decay and the steps in a fixed order instead of with atomics, and takes one
 configuration of each kernel instead of the one that was fastest this time (or, with Triton 3.4 and
@@ -41,7 +40,7 @@ def _needs_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         try:
             importlib.import_module(name)
         except ImportError as error:
-            pytest.skip(f"{name} cannot be imported ({error}); see mamba_kernels.py")
+            pytest.skip(f"{name} cannot be imported ({error})")
     if importlib.util.find_spec("mamba_ssm.utils.determinism") is None:
         pytest.skip("this mamba_ssm has no deterministic mode; release 2.3 has")
     monkeypatch.setenv("MAMBA_DETERMINISTIC", "1")
