@@ -1,7 +1,8 @@
 """Hybrid models with Mamba's Triton kernels and Transformer Engine on real GPUs; equal to eager.
 
-Needs mamba_ssm and causal_conv1d. Mamba's kernels repeat to the last bit only from release 2.3 on, in a deterministic mode: ``MAMBA_DETERMINISTIC=1``,
-or ``torch.use_deterministic_algorithms(True)``, which ``train.deterministic`` asks for. The mode
+Needs mamba_ssm and causal_conv1d. Mamba's kernels repeat to the last bit only from release 2.3 on,
+in a deterministic mode: ``MAMBA_DETERMINISTIC=1``, or
+``torch.use_deterministic_algorithms(True)``, which ``train.deterministic`` asks for. The mode
 adds up gradients of the decay and the steps in a fixed order instead of with atomics, and takes one
 configuration of each kernel instead of the one that was fastest this time (or, with Triton 3.4 and
 ``TRITON_CACHE_AUTOTUNING=1``, the one that was fastest once). Attention needs
