@@ -26,6 +26,8 @@ CONFIG ?= configs/gpt_pp2_vpp2_cpu.yaml
 VENV := .venv
 VENV_MCORE := .venv-mcore-0.19
 PIP_QUIET := -m pip --disable-pip-version-check -qq
+# Python compiles what it imports, a third of what there is, when it first does.
+PIP_INSTALL := $(PIP_QUIET) install --no-compile
 # Who has no more tests takes some of the other's, so that all processes end together.
 PYTEST := -m pytest -q -n $(JOBS) --dist worksteal
 
@@ -77,22 +79,22 @@ fi
 if ! $(1)/bin/python -c 'import torch; torch.ones(1)' >/dev/null 2>&1; then \
   echo "== $(1): installing $(TORCH) (about a minute)"; \
   : "--force-reinstall mends what an interrupted installation left"; \
-  $(1)/bin/python $(PIP_QUIET) install --force-reinstall $(TORCH); \
+  $(1)/bin/python $(PIP_INSTALL) --force-reinstall $(TORCH); \
 fi
 endef
 
 $(VENV)/.installed: pyproject.toml
 	@$(call make_venv,$(VENV),$(PYTHON))
 	@echo "== $(VENV): installing chunkgraph[megatron,dev,plot]"
-	@$(VENV)/bin/python $(PIP_QUIET) install -e '.[megatron,dev,plot]'
+	@$(VENV)/bin/python $(PIP_INSTALL) -e '.[megatron,dev,plot]'
 	@touch $@
 
 $(VENV_MCORE)/.installed: pyproject.toml
 	@$(call make_venv,$(VENV_MCORE),$(PYTHON_MCORE))
 	@echo "== $(VENV_MCORE): installing chunkgraph[test] and megatron-core $(MCORE)"
-	@$(VENV_MCORE)/bin/python $(PIP_QUIET) install -e '.[test]'
+	@$(VENV_MCORE)/bin/python $(PIP_INSTALL) -e '.[test]'
 	@# Its metadata asks for Python 3.12; megatron.core itself runs on 3.11.
-	@$(VENV_MCORE)/bin/python $(PIP_QUIET) install --no-deps --ignore-requires-python megatron-core==$(MCORE)
+	@$(VENV_MCORE)/bin/python $(PIP_INSTALL) --no-deps --ignore-requires-python megatron-core==$(MCORE)
 	@# What its training program imports besides, and what it logs to.
-	@$(VENV_MCORE)/bin/python $(PIP_QUIET) install packaging psutil tensorboard
+	@$(VENV_MCORE)/bin/python $(PIP_INSTALL) packaging psutil tensorboard
 	@touch $@

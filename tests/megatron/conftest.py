@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import importlib.util
 import itertools
 import json
@@ -66,27 +67,27 @@ class ForkedRank:
 
 
 class RankServer:
-    """A process that has imported torch and Megatron, and forks ranks; see ``rank_server.py``."""
+    """A process that has imported torch and Megatron, and forks ranks; see ``rank_server.py``.
 
-    def __init__(self, host: str) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, str(HERE / "rank_server.py"), str(theirs.fileno()), host],
-                env=rank_environment(),
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-                pass_fds=[theirs.fileno()],
-            )
-        self._socket = ours
-        self._stream = ours.makefile("rw", encoding="utf-8")
+    Args:
+        path: of its socket. The first test process to come starts the server, and the others of
+            the run find it there; it ends with the last of them.
+        host: what Megatron is imported in.
+    """
+
+    def __init__(self, path: Path, host: str) -> None:
+        with path.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            found = _connected(path)
+            self._socket = found if found is not None else _start_server(path, host)
+        self._stream = self._socket.makefile("rw", encoding="utf-8")
 
     def ask(self, **request: Any) -> dict[str, Any]:
         """Its answer to one request."""
         self._stream.write(f"{json.dumps(request)}\n")
         self._stream.flush()
         answer = self._stream.readline()
-        assert answer, f"the server of ranks ended: {self._process.wait()}"
+        assert answer, "the server of ranks ended; what it said is in the output above"
         return json.loads(answer)
 
     def start(self, arguments: Sequence[str], environment: dict[str, str], log: Path) -> ForkedRank:
@@ -95,10 +96,39 @@ class RankServer:
         return ForkedRank(self, self.ask(**request)["pid"])
 
     def close(self) -> None:
-        """End it, and by that all of its ranks."""
+        """End all ranks that were started here, and the server if nobody else needs it."""
         self._stream.close()
         self._socket.close()
-        self._process.wait(timeout=20)
+
+
+def _connected(path: Path) -> socket.socket | None:
+    made = socket.socket(socket.AF_UNIX)
+    try:
+        made.connect(str(path))
+    except (FileNotFoundError, ConnectionRefusedError):
+        made.close()
+        return None
+    return made
+
+
+def _start_server(path: Path, host: str) -> socket.socket:
+    path.unlink(missing_ok=True)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        found = _connected(path)  # before there is a server, which ends when nobody is connected
+        subprocess.Popen(
+            [
+                *(sys.executable, str(HERE / "rank_server.py")),
+                *(str(listener.fileno()), str(path), host),
+            ],
+            env=rank_environment(),
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            pass_fds=[listener.fileno()],
+        )
+    assert found is not None
+    return found
 
 
 Rank = subprocess.Popen[bytes] | ForkedRank
@@ -124,7 +154,7 @@ def start_fresh(arguments: Sequence[str], environment: dict[str, str], log: Path
 
 
 @pytest.fixture(scope="session")
-def start_ranks() -> Iterator[StartRanks]:
+def start_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartRanks]:
     """Start ``python arguments`` once for each rank, as torchrun would; a list of processes.
 
     Ranks are forked where nothing depends on how an interpreter starts. Neighbours come from two
@@ -137,6 +167,9 @@ def start_ranks() -> Iterator[StartRanks]:
         variables: of the ranks' environment.
     """
     servers: dict[str, list[RankServer]] = {}
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent  # of all processes of the run
 
     def start(
         arguments: Sequence[str],
@@ -147,7 +180,7 @@ def start_ranks() -> Iterator[StartRanks]:
         **variables: str,
     ) -> list[Rank]:
         if host is not None and host not in servers:
-            servers[host] = [RankServer(host), RankServer(host)]
+            servers[host] = [RankServer(folder / f"{host}{i}", host) for i in range(2)]
         ranks = []
         for rank in range(num_ranks):
             environment = rank_environment(

@@ -1,19 +1,24 @@
-"""Forks ranks from a process that has imported torch and Megatron: ``rank_server.py FD HOST``.
+"""Forks ranks from a process that has imported torch and Megatron: ``rank_server.py FD PATH HOST``.
 
 Importing them takes seconds of every rank's time, and tests start hundreds of ranks. A forked rank
 is otherwise a process like any other: a session, an environment, a log and arguments of its own,
-and it ends as the interpreter ends. The server reads one JSON object a line from the socket FD and
-answers with one: ``{"arguments": ..., "environment": ..., "log": ...}`` with ``{"pid": ...}``, and
-``{"pid": ...}`` with ``{"code": ...}``, null while that rank runs. It ends with the socket. HOST is
-what Megatron is imported in: ``core`` for `cpu_host`, ``pretrain`` for `cpu_pretrain_host`.
+and it ends as the interpreter ends. FD is a socket that listens at PATH; all processes of a test
+run connect to it, each while it holds the lock PATH.lock. The server reads one JSON object a line
+and answers with one: ``{"arguments": ..., "environment": ..., "log": ...}`` with ``{"pid": ...}``,
+and ``{"pid": ...}`` with ``{"code": ...}``, null while that rank runs. Ranks end with the
+connection that asked for them, and the server with the last connection. HOST is what Megatron is
+imported in: ``core`` for `cpu_host`, ``pretrain`` for `cpu_pretrain_host`.
 """
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import json
 import os
 import runpy
+import selectors
+import signal
 import socket
 import sys
 import warnings
@@ -51,22 +56,86 @@ def preload(host: str) -> None:
     gc.freeze()  # so that a rank's collections do not copy all of these pages
 
 
-def serve(connection: socket.socket) -> dict[str, Any] | None:
-    """Answer requests; in a forked rank: what it is to do, and None at the end."""
-    with connection, connection.makefile("rw", encoding="utf-8") as stream:
-        for line in stream:
-            request = json.loads(line)
-            if "arguments" in request:
-                pid = os.fork()
-                if pid == 0:
-                    return request
-                answer = {"pid": pid}
-            else:
-                pid, status = os.waitpid(request["pid"], os.WNOHANG)
-                answer = {"code": os.waitstatus_to_exitcode(status) if pid else None}
-            stream.write(f"{json.dumps(answer)}\n")
-            stream.flush()
-    return None
+class Server:
+    """Answers requests of all connections, in one thread."""
+
+    def __init__(self, listener: socket.socket, path: Path) -> None:
+        self._path = path
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ)
+        self._listener = listener
+        self._running: dict[socket.socket, set[int]] = {}
+
+    def serve(self) -> dict[str, Any] | None:
+        """Until the last connection ends; in a forked rank: what it is to do."""
+        while True:
+            for key, _ in self._selector.select():
+                connection = key.fileobj
+                assert isinstance(connection, socket.socket)
+                if connection is self._listener:
+                    self._accept()
+                elif (line := _read_line(connection)) is None:
+                    self._forget(connection)
+                elif (asked := self._answer(connection, json.loads(line))) is not None:
+                    self._close()
+                    return asked
+            if not self._running and self._is_over():
+                return None
+
+    def _is_over(self) -> bool:
+        """Whether nobody connects any more, as nobody can when this returns true."""
+        with self._path.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if self._selector.select(timeout=0):
+                return False
+            self._path.unlink()
+            return True
+
+    def _accept(self) -> None:
+        connection, _ = self._listener.accept()
+        self._running[connection] = set()
+        self._selector.register(connection, selectors.EVENT_READ)
+
+    def _answer(self, connection: socket.socket, request: dict[str, Any]) -> dict[str, Any] | None:
+        running = self._running[connection]
+        if "arguments" in request:
+            pid = os.fork()
+            if pid == 0:
+                return request
+            running.add(pid)
+            answer = {"pid": pid}
+        else:
+            pid, status = os.waitpid(request["pid"], os.WNOHANG)
+            running.discard(pid)
+            answer = {"code": os.waitstatus_to_exitcode(status) if pid else None}
+        connection.sendall(f"{json.dumps(answer)}\n".encode())
+        return None
+
+    def _forget(self, connection: socket.socket) -> None:
+        for pid in self._running.pop(connection):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        self._selector.unregister(connection)
+        connection.close()
+
+    def _close(self) -> None:
+        self._selector.close()
+        for connection in (self._listener, *self._running):
+            connection.close()
+
+
+def _read_line(connection: socket.socket) -> bytes | None:
+    """One request, or None at the end; a connection has never more than one under way."""
+    line = b""
+    while not line.endswith(b"\n"):
+        try:
+            part = connection.recv(1 << 16)
+        except ConnectionError:
+            part = b""
+        if not part:
+            return None
+        line += part
+    return line
 
 
 def become(request: dict[str, Any]) -> None:
@@ -92,9 +161,8 @@ def run(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    die_with_parent()
-    preload(sys.argv[2])
-    asked = serve(socket.socket(fileno=int(sys.argv[1])))
+    preload(sys.argv[3])
+    asked = Server(socket.socket(fileno=int(sys.argv[1])), Path(sys.argv[2])).serve()
     if asked is None:
         os._exit(0)  # nothing of the server's own is to be put in order
     become(asked)

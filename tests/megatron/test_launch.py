@@ -176,8 +176,9 @@ def _replays(output: str) -> list[int]:
 
 def test_pp2_saved_resumed_and_with_other_counts_equals_eager(jobs: Jobs, eager: list[str]) -> None:
     save = jobs.folder / "checkpoint"
-    flags = [*STEPS, *CHUNK, "--save", str(save), "--save-interval", "100"]
-    first = jobs.train("chunk", *flags, "--exit-interval", "3")
+    flags = [*STEPS, *CHUNK]
+    saving = ["--save", str(save), "--save-interval", "100"]
+    first = jobs.train("chunk", *flags, *saving, "--exit-interval", "3")
     assert len(first) == 3
     assert _replays(jobs.output) == [0, 2, 3]
     assert "eager steps (forward only): 1" in jobs.output  # the evaluation after step 2

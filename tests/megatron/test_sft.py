@@ -147,7 +147,7 @@ def test_pp2_vpp2_saved_and_resumed_equals_eager(
     assert runs.replays() == [0, 8, 8]
     load = ["--load", str(runs.folder / "checkpoint")]
     monkeypatch.setenv("SFT_RERUN", "3")
-    log = runs.train("chunk", *STEPS, *CHUNK, *SEVEN, *save, *load)
+    log = runs.train("chunk", *STEPS, *CHUNK, *SEVEN, *load)
     # The fourth has a microbatch of seven documents, and Megatron runs the sixth again.
     assert runs.replays() == [0, 0, 16]
     assert "eager steps (packing overflow): 1" in runs.output
