@@ -98,24 +98,26 @@ def check_packing(config: Config) -> None:
 
 
 def _check_context(config: Config) -> None:
-    """Documents that context-parallel ranks share, each in two pieces of every document."""
+    """Rows that tensor-parallel ranks share, and documents that context-parallel ranks do."""
     pipeline, size = config.pipeline, config.pipeline.context_parallel_size
-    if size == 1:
-        return
-    parts = 2 * size
+    pieces = 1 if size == 1 else 2 * size
+    parts = pieces
     if pipeline.sequence_parallel:
         parts = math.lcm(parts, size * pipeline.tensor_model_parallel_size)
     rows = config.tokens_per_sequence
     if rows % parts:
         below = rows // parts * parts
+        why = f"{size} context-parallel ranks hold two pieces of every document each"
+        if parts > pieces:
+            why += ", split once more for sequence parallelism"
+        if size == 1:
+            why = f"{parts} tensor-parallel ranks share them for sequence parallelism"
         msg = (
             f"packing.max_packed_tokens (else model.seq_length) is {rows}, which is not divisible "
-            f"by {parts}: {size} context-parallel ranks hold two pieces of every document each"
-            f"{', split once more for sequence parallelism' if parts > 2 * size else ''}. Set it "
-            f"to {f'{below} or ' if below else ''}{below + parts}."
+            f"by {parts}: {why}. Set it to {f'{below} or ' if below else ''}{below + parts}."
         )
         raise TopologyError(msg)
-    if config.moe.num_moe_experts is not None:
+    if size > 1 and config.moe.num_moe_experts is not None:
         msg = (
             f"packing with pipeline.context_parallel_size={size} and moe.num_moe_experts="
             f"{config.moe.num_moe_experts}: experts of documents that are split over ranks were "

@@ -164,6 +164,8 @@ def capture_session(
             stack.enter_context(_preserved([b for chunk in chunks for b in chunk.buffers]))
             if backend.device.type == "cuda":
                 stack.enter_context(_collector_paused())
+            # The scope may be one that ranks enter together: not if one has failed by now.
+            settings.before_graph(None)
             stack.enter_context(settings.scope())
             for alias in aliases:
                 stack.enter_context(alias.in_place())

@@ -312,15 +312,15 @@ def check_flag_values(script_args: Sequence[str]) -> None:
     Raises:
         ConfigError: naming flag, value and choices.
     """
-    for flag in FLAGS:
+    every = [(flag.name, flag.choices) for flag in (*FLAGS, *STASH) if flag.choices]
+    for flag_name, choices in every:
         for i, arg in enumerate(script_args):
             name, equals, value = arg.partition("=")
-            if name != flag.name:
+            if name != flag_name:
                 continue
             if not equals:
                 value = (list(script_args[i + 1 :]) or [""])[0]
-            if value not in flag.choices:
+            if value not in choices:
                 raise ConfigError(
-                    f"{flag.name} {value}".rstrip()
-                    + f": expected one of {', '.join(flag.choices)}."
+                    f"{flag_name} {value}".rstrip() + f": expected one of {', '.join(choices)}."
                 )

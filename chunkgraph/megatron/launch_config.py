@@ -1,8 +1,8 @@
 """A configuration file as flags of a Megatron pretrain script.
 
-``model``, ``pipeline``, ``moe``, ``capture`` and ``packing`` have flags there. ``train``, ``data``,
-``bench`` and ``run`` belong to ``chunkgraph train`` and ``bench``; a pretrain script gets its
-steps, its data and its tokenizer from its own flags.
+``model``, ``pipeline``, ``moe``, ``capture``, ``packing`` and ``stash`` have flags there.
+``train``, ``data``, ``bench`` and ``run`` belong to ``chunkgraph train`` and ``bench``; a pretrain
+script gets its steps, its data and its tokenizer from its own flags.
 """
 
 from __future__ import annotations
@@ -10,9 +10,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from chunkgraph.config import Config
+from chunkgraph.megatron.flags import COUNTS, PACKING
 from chunkgraph.megatron.launch_settings import GRANULARITY, settings_of, settings_that_are_off
+from chunkgraph.megatron.stash_flags import STASH
 
 __all__ = ["merge_flags"]
+
+_SWITCHES = {
+    STASH[0].name: ("no", [flag.name for flag in STASH[1:]]),
+    PACKING[0].name: ("0", [flag.name for flag in PACKING[1:]]),
+    "--cuda-graph-verify": ("none", [flag.name for flag in COUNTS]),
+}
+"""Flags with the value that leaves others without effect, which are refused then."""
 
 
 def merge_flags(
@@ -43,7 +52,15 @@ def merge_flags(
         shown = " ".join([name, *given[name]])
         notes.append(f"{shown} on the command line replaces {key} of {source}")
 
+    idle = {
+        name
+        for switch, (off_value, names) in _SWITCHES.items()
+        if given.get(switch) == (off_value,)
+        for name in names
+    }
     for setting in settings_of(config, without_capture=turned_off):
+        if setting.flag in idle:
+            continue  # the note of the switch says it
         decided = next((n for n in (setting.flag, *setting.rivals) if n in given), None)
         if decided is None:
             flags += [setting.flag, *setting.values]

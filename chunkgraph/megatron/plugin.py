@@ -163,6 +163,11 @@ def attach(
             fp8=fp8,
             experts=getattr(config, "num_moe_experts", None),
             context_parallel_size=getattr(config, "context_parallel_size", 1) > 1,
+            # Megatron's schedule receives microbatches of one length.
+            **{
+                "ContextBanks(buckets=...) in a pipeline": place.pipeline_size > 1
+                and len({key.num_tokens for key in contexts.keys}) > 1
+            },
         )
     if stash is not None and (refused := stash_refusals(config, stash.page_bytes)):
         raise ConfigError("Experts cannot stash in this model:\n  " + "\n  ".join(refused))

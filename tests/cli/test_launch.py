@@ -50,6 +50,7 @@ def test_help_fits_80_columns_and_names_every_flag(
         ([], ["--cuda-graph-granularity", "chnk"], "chnk: expected one of layer, chunk."),
         ([], ["--cuda-graph-verify=all"], "--cuda-graph-verify all: expected one of none, poison"),
         ([], ["--cuda-graph-on-failure"], "--cuda-graph-on-failure: expected one of raise, eager."),
+        ([], ["--cuda-graph-stash", "true"], "--cuda-graph-stash true: expected one of no, yes."),
         (["--config", "nowhere.yaml"], [], "nowhere.yaml"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from chunkgraph.cli.__main__ import main
 from chunkgraph.config import CaptureConfig, Config, ModelConfig, PipelineConfig, load_config
 from chunkgraph.errors import ConfigError
+from chunkgraph.megatron.flags import add_flags, flags_from
 from chunkgraph.megatron.launch_config import merge_flags
 from chunkgraph.megatron.launch_options import parse_options
 
@@ -183,6 +185,51 @@ def test_packed_sequences_of_the_file_are_flags() -> None:
     assert merged.count("--cuda-graph-max-packed-seqs") == 1
     (note,) = notes
     assert note.startswith("--cuda-graph-max-packed-seqs 9 on the command line replaces packing.")
+
+
+@pytest.mark.parametrize(
+    ("settings", "given", "key"),
+    [
+        (
+            (
+                *(
+                    "moe.num_moe_experts=4",
+                    "moe.moe_expert_capacity_factor=1",
+                    "stash.enabled=true",
+                ),
+                "moe.moe_pad_expert_input_to_capacity=true",
+            ),
+            ["--cuda-graph-stash", "no"],
+            "stash.enabled",
+        ),
+        (
+            (
+                *("packing.max_packed_seqs=4", "packing.buckets=[0.25]", "device=cuda"),
+                *("model.layer_spec=transformer_engine", "train.micro_batch_size=1"),
+                "packing.max_packed_tokens=12",
+            ),
+            ["--cuda-graph-max-packed-seqs", "0"],
+            "packing.max_packed_seqs",
+        ),
+        (
+            ("capture.verify=shadow", "capture.num_verify_steps=2", "capture.verify_every=2"),
+            ["--cuda-graph-verify", "none"],
+            "capture.verify",
+        ),
+    ],
+    ids=["stash", "packing", "verify"],
+)
+def test_what_the_command_line_turns_off_is_off(
+    settings: tuple[str, ...], given: list[str], key: str
+) -> None:
+    """With all of the file's flags that have no effect without it, which would be refused."""
+    flags, notes = merge_flags(_load(*settings), given, source="run.yaml")
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    asked = flags_from(parser.parse_known_args(flags)[0])
+    assert asked is not None
+    assert (asked.stash, asked.max_packed_seqs, asked.verify) == (None, 0, "none")
+    assert notes == [f"{' '.join(given)} on the command line replaces {key} of run.yaml"]
 
 
 def test_sizes_of_microbatches_are_not_for_pretrain_scripts() -> None:

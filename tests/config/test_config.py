@@ -202,6 +202,15 @@ def test_bad_override_says_which_and_why(small: Path, override: str, parts: list
         (
             (
                 "packing.max_packed_seqs=8; train.micro_batch_size=1; model.layer_spec=a.b:c; "
+                "pipeline.tensor_model_parallel_size=2; pipeline.sequence_parallel=true; "
+                "packing.max_packed_tokens=25; device=cuda"
+            ),
+            TopologyError,
+            ["is 25, which is not divisible by 2: 2 tensor-parallel ranks", "24 or 26"],
+        ),
+        (
+            (
+                "packing.max_packed_seqs=8; train.micro_batch_size=1; model.layer_spec=a.b:c; "
                 "pipeline.context_parallel_size=2; moe.num_moe_experts=4; "
                 "moe.moe_expert_capacity_factor=4"
             ),

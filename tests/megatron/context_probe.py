@@ -136,6 +136,8 @@ def run(case: dict[str, Any]) -> list[dict[str, Any]]:
         buckets=case.get("buckets", ()),
     )
     eager, mine = new_chunks(), new_chunks(case["fails_at"] if rank == case["fails_on"] else ())
+    if rank == case.get("hooked_on"):
+        mine[0].out.weight.register_hook(lambda grad: grad)  # refused before any graph
     agree = agree_by_maximum()
     graphs = ContextGraphs(
         mine,

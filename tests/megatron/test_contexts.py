@@ -50,6 +50,12 @@ def test_jobs_of_four_ranks(
                 "fails_at": [4, 2, 1],
                 "options": {"on_failure": "eager"},
             },
+            "hooked": {
+                **base,
+                "num_steps": 3,
+                "hooked_on": 1,
+                "options": {"on_failure": "eager"},
+            },
             "stages": {
                 **base,
                 "worlds": [[0, 1], [2, 3]],
@@ -77,6 +83,7 @@ def test_jobs_of_four_ranks(
     sizes_that_were_not_asked_for_are_eager(results["limited"])
     what_one_rank_cannot_capture_is_dropped(results["fails"])
     without_any_bank_all_is_eager(results["fails_all"])
+    what_fails_before_any_graph_stops_all(results["hooked"])
     stages_with_different_slots_stop_together(results["stages"])
 
 
@@ -136,6 +143,14 @@ def without_any_bank_all_is_eager(ranks: Found) -> None:
         assert rank["fallbacks"] == {"capture warmup": 1, "capture failed": 2}
         assert rank["num_graphs"] == 0
     assert [len(rank["warnings"]) for rank in ranks] == [0, 3, 0, 0]
+
+
+def what_fails_before_any_graph_stops_all(ranks: Found) -> None:
+    """The others do not wait for that rank where all communicators are used once."""
+    for rank in ranks:
+        assert rank["fallbacks"] == {"capture warmup": 1, "capture failed": 2}
+    assert [len(rank["warnings"]) for rank in ranks] == [0, 1, 0, 0]
+    assert "hooks wait for the gradients of 1 parameters" in ranks[1]["warnings"][0]
 
 
 def stages_with_different_slots_stop_together(ranks: Found) -> None:
