@@ -26,7 +26,8 @@ class WarmUp:
     Attributes:
         held_bytes: what one forward holds until its backward; 0 without a pass or where nobody
             counts.
-        kept_bytes: of those, what it allocated itself: all but its inputs.
+        kept_bytes: of those, what the backward gave back: all but its inputs and what a first pass
+            allocates for good.
         trace: of the forward's operators, where the memory plan needs it.
     """
 
@@ -62,17 +63,21 @@ def warm_up(
         for number in range(num_passes):
             before = backend.allocated_bytes()
             inputs = [static_like(t) for t in sample.tensors]
-            with_inputs = backend.allocated_bytes()
             is_last = number == num_passes - 1
             with watch_operators() if traces and is_last else nullcontext() as watch:
                 results = flatten(call_with(chunk, sample, inputs))[0]
             allocated = backend.allocated_bytes()
-            held_bytes, kept_bytes = allocated - before, allocated - with_inputs
+            held_bytes = allocated - before
             trace = watch.trace() if watch is not None else None
             outputs = [t for t in results if isinstance(t, torch.Tensor) and t.requires_grad]
             torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
             if chunk.end_of_backward is not None:
                 chunk.end_of_backward()
+            del results, outputs
+            for leaf in inputs:
+                leaf.grad = None
+            # What a first pass leaves for good, such as a library's workspace, no slot keeps.
+            kept_bytes = max(0, allocated - backend.allocated_bytes())
     return WarmUp(held_bytes, kept_bytes, trace)
 
 

@@ -8,6 +8,7 @@ from.
 from __future__ import annotations
 
 import contextlib
+import os
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -57,8 +58,11 @@ class CUDAPool:
             torch._C._cuda_releasePool(index, self.handle)
 
     def reserve(self, num_bytes: int) -> None:
-        """One segment of that size, free, for the captures that follow. Not during a capture."""
-        if num_bytes > 0:
+        """One segment of that size, free, for the captures that follow. Not during a capture.
+
+        Nothing where the allocator was told to split no large blocks: they would not use it.
+        """
+        if num_bytes > 0 and not _keeps_large_blocks_whole():
             self.hold()
             with torch.cuda.stream(self._stream), self.serving_this_thread():
                 torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
@@ -98,6 +102,11 @@ class CUDAPool:
     def _segments(self) -> list[dict]:
         wanted = tuple(self.handle)
         return [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == wanted]
+
+
+def _keeps_large_blocks_whole() -> bool:
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    return any("max_split_size_mb" in os.environ.get(name, "") for name in names)
 
 
 class CUDAGraphHandle:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from chunkgraph.engine.counters import Counters
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.flags import GraphFlags
 from chunkgraph.megatron.pretrain import _is_profiled
@@ -64,13 +64,15 @@ def test_replays_are_named_in_runs_that_are_profiled(flag: str) -> None:
 
 def test_reasons_are_zero_again_after_their_step() -> None:
     """A curve would otherwise stay where it was last."""
-    counters = SimpleNamespace(replays=0, fallbacks=Counter[str]())
+    counters = Counters()
     graphs: Any = SimpleNamespace(
         counters=counters, dropped_tokens=dict, engine=SimpleNamespace(report=None)
     )
     metrics = StepMetrics(graphs)
     counters.fallbacks["capture warmup"] += 1
+    counters.overflow_reruns["stash pages"] += 2
     metrics.step()
+    assert metrics.scalars()["chunk-graphs/steps-run-anew/stash pages"] == 2
     assert metrics.scalars()["chunk-graphs/eager-steps/capture warmup"] == 1
     counters.replays += 4
     metrics.step()
@@ -79,5 +81,6 @@ def test_reasons_are_zero_again_after_their_step() -> None:
     assert scalars["chunk-graphs/eager-steps/capture warmup"] == 0
     assert "chunk-graphs/dropped-tokens" not in scalars
     line = metrics.take_line()
-    assert line == " graph replays:     4 | eager steps (capture warmup): 1 |"
+    anew = "steps run anew (stash pages): 2 |"
+    assert line == f" graph replays:     4 | {anew} eager steps (capture warmup): 1 |"
     assert metrics.take_line() == " graph replays:     0 |"
