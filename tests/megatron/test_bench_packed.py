@@ -10,7 +10,8 @@ import pytest
 from chunkgraph.cli.bench_document import VariantResult
 from chunkgraph.data import DrawnDocuments
 
-pytestmark = [pytest.mark.megatron, pytest.mark.timeout(100)]
+# Once, not for each Megatron: what differs between releases is tested with packed training.
+pytestmark = pytest.mark.timeout(100)
 
 _COUNTS = (3, 5, 8, 12)
 _TOKENS, _SEQS, _WARMUP, _STEPS = 48, 7, 3, 6

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.megatron
+# Once, not for each Megatron: it measures with one release.
 @pytest.mark.timeout(100)
 def test_the_same_documents_among_more_sequences(tmp_path: Path) -> None:
     path = tmp_path / "out.json"
