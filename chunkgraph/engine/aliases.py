@@ -62,7 +62,10 @@ def _holders(module: nn.Module) -> Iterator[dict[str, Any]]:
         yield submodule._parameters
         attributes = vars(submodule)
         for value in (submodule, *attributes.values()):
-            own = getattr(value, "__dict__", None)
+            try:
+                own = getattr(value, "__dict__", None)
+            except ReferenceError:  # a weak proxy whose object is gone
+                continue
             is_part = value is not submodule and isinstance(value, (nn.Module, torch.Tensor))
             if isinstance(own, dict) and not is_part and id(own) not in seen:
                 seen.add(id(own))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -147,6 +148,7 @@ def test_parameters_in_plain_objects_of_a_module_train(backend: GraphBackend) ->
             super().__init__()
             self.weight = nn.Parameter(torch.ones(4, 4))
             self.helper = Helper(self.weight)
+            self.gone = weakref.proxy(Helper(self.weight))  # dies at once
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x @ self.helper.weight
