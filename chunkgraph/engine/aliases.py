@@ -8,6 +8,7 @@ same memory in the place of its parameters.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -44,7 +45,9 @@ class ParameterAliases:
             (holder, name, value)
             for holder in _holders(self._module)
             for name, value in holder.items()
-            if isinstance(value, nn.Parameter) and id(value) in self._by_parameter
+            if type(value) not in weakref.ProxyTypes
+            and isinstance(value, nn.Parameter)
+            and id(value) in self._by_parameter
         ]
         try:
             for holder, name, parameter in replaced:
@@ -62,10 +65,9 @@ def _holders(module: nn.Module) -> Iterator[dict[str, Any]]:
         yield submodule._parameters
         attributes = vars(submodule)
         for value in (submodule, *attributes.values()):
-            try:
-                own = getattr(value, "__dict__", None)
-            except ReferenceError:  # a weak proxy whose object is gone
+            if type(value) in weakref.ProxyTypes:  # whose object may be gone
                 continue
+            own = getattr(value, "__dict__", None)
             is_part = value is not submodule and isinstance(value, (nn.Module, torch.Tensor))
             if isinstance(own, dict) and not is_part and id(own) not in seen:
                 seen.add(id(own))

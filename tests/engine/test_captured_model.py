@@ -148,7 +148,8 @@ def test_parameters_in_plain_objects_of_a_module_train(backend: GraphBackend) ->
             super().__init__()
             self.weight = nn.Parameter(torch.ones(4, 4))
             self.helper = Helper(self.weight)
-            self.gone = weakref.proxy(Helper(self.weight))  # dies at once
+            short_lived = Helper(self.weight)
+            self.gone = weakref.proxy(short_lived)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x @ self.helper.weight
