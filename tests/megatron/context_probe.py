@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from gathering import Gather
 from torch import nn
 
 from chunkgraph.engine import CaptureOptions
@@ -20,24 +21,6 @@ from chunkgraph.megatron.topology import agree_by_maximum
 from chunkgraph.packing import ContextLimits, ForcedSizes, SmallestSizes, schedule_contexts
 
 WIDTH, ROWS, NUM_CHUNKS = 6, 8, 2
-
-
-class _Gather(torch.autograd.Function):
-    """The rows of all ranks of a group, in order."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
-        ctx.group, ctx.num_rows = group, x.size(0)
-        rows = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(rows, x.contiguous(), group=group)
-        return torch.cat(rows)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        total = grad.clone()
-        dist.all_reduce(total, group=ctx.group)
-        first = dist.get_rank(ctx.group) * ctx.num_rows
-        return total[first : first + ctx.num_rows].clone(), None
 
 
 class Mixing(nn.Module):
@@ -61,7 +44,7 @@ class Mixing(nn.Module):
         self.cp_group = cp_group
         self.num_calls += 1
         query, *others = self.qkv(x).chunk(3, dim=-1)
-        key, value = (_Gather.apply(o, cp_group) if cp_group is not None else o for o in others)
+        key, value = (Gather.apply(o, cp_group) if cp_group is not None else o for o in others)
         weights = (query @ key.t() / math.sqrt(WIDTH)).softmax(-1)
         y = x + self.dropout(self.out(weights @ value))
         if cp_size in self.fails_at:

@@ -5,27 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from gathering import Gather
 from megatron.core import parallel_state
 from torch import nn
 from user_specs import PackedCore, _with_core
-
-
-class _Gathered(torch.autograd.Function):
-    """The rows of all ranks, one after the other; gradients are summed for who has the row."""
-
-    @staticmethod
-    def forward(ctx: Any, own: torch.Tensor, group: Any) -> torch.Tensor:
-        ctx.group = group
-        parts = [torch.empty_like(own) for _ in range(group.size())]
-        dist.all_gather(parts, own.contiguous(), group=group)
-        return torch.cat(parts)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        total = grad.contiguous().clone()
-        dist.all_reduce(total, group=ctx.group)
-        return total.chunk(ctx.group.size())[ctx.group.rank()].clone(), None
 
 
 class SplitCore(PackedCore):
@@ -48,7 +31,7 @@ class SplitCore(PackedCore):
         group = parallel_state.get_context_parallel_group()
         order = _places(packed_seq_params.cu_seqlens_q_padded, query.size(0), group.size())
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
-        whole = [_Gathered.apply(t, group).index_select(0, back) for t in (query, key, value)]
+        whole = [Gather.apply(t, group).index_select(0, back) for t in (query, key, value)]
         mixed = super().forward(*whole, attention_mask, packed_seq_params, **options)
         own = order.chunk(group.size())[group.rank()]
         return mixed.index_select(0, own)

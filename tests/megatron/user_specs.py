@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from gathering import Gather
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -258,24 +258,6 @@ def _with_core(core: type[nn.Module], **options: Any) -> Any:
     return spec
 
 
-class _Gather(torch.autograd.Function):
-    """The rows of all ranks of a group, in their order; its backward adds their gradients up."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, group: Any) -> torch.Tensor:
-        ctx.group, ctx.num_rows = group, rows.size(0)
-        every = [torch.empty_like(rows) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(every, rows.contiguous(), group=group)
-        return torch.cat(every)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        total = grad.clone()
-        dist.all_reduce(total, group=ctx.group)
-        first = dist.get_rank(ctx.group) * ctx.num_rows
-        return total[first : first + ctx.num_rows].clone(), None
-
-
 class ContextCore(PackedCore):
     """`PackedCore` for documents that the ranks of the parameters' group share.
 
@@ -316,7 +298,7 @@ class ContextCore(PackedCore):
         is_tail = places[rank] >= length
         query = self.prepared(query, is_tail)
         if group is not None:
-            key, value = _Gather.apply(key, group), _Gather.apply(value, group)
+            key, value = Gather.apply(key, group), Gather.apply(value, group)
         of_keys, all_places = document.repeat(size), torch.cat(places)
         is_padding = all_places >= length.repeat(size)
         key, value = (self.prepared(t, is_padding) for t in (key, value))
