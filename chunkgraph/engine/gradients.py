@@ -4,9 +4,8 @@ A parameter's sink is ``param.main_grad`` where its owner (Megatron's DDP) made 
 buffer that the engine binds to ``param.grad`` at a chunk's first backward of a step, with what was
 there by then. During the capture of a
 backward a hook takes every gradient out of ``leaf.grad`` as soon as autograd has put it there, adds
-it to the sink and drops it, so that no two weight gradients are alive at once (but for vectors,
-which are small; see `VectorGradients`). Activation recomputation runs backwards inside the
-backward; their gradients arrive at the same place.
+it to the sink and drops it, so that no two weight gradients are alive at once. Activation
+recomputation runs backwards inside the backward; their gradients arrive at the same place.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from torch import nn
 
 from chunkgraph.engine.accumulate import new_accumulate
 from chunkgraph.engine.chunk import GradientMarker
-from chunkgraph.engine.vector_gradients import VectorGradients, load_kernels
 from chunkgraph.errors import ReplayMismatchError
 
 __all__ = ["GradientSinks"]
@@ -57,11 +55,7 @@ class GradientSinks:
                     main_grad = made[parameter] = torch.empty_like(parameter, requires_grad=False)
             self._sinks.append(main_grad)
         self._received = [False] * len(self.parameters)
-        dtypes = [p.dtype for p in self.parameters]
-        self._accumulate = new_accumulate(self._sinks, dtypes)
-        if self._sinks:
-            kinds = zip((sink.dtype for sink in self._sinks), dtypes, strict=True)
-            load_kernels(kinds, self._sinks[0].device)
+        self._accumulate = new_accumulate(self._sinks, [p.dtype for p in self.parameters])
         self._addresses = self._current_addresses()
         self.is_bound = not self._own
 
@@ -73,19 +67,14 @@ class GradientSinks:
     @contextmanager
     def accumulating(
         self, leaves: Sequence[nn.Parameter], marker: GradientMarker | None = None
-    ) -> Iterator[VectorGradients]:
+    ) -> Iterator[None]:
         """Inside, a gradient that autograd computes for a leaf is added to its parameter's sink.
 
         ``leaves`` stand for the parameters, in order (see `ParameterAliases`); their ``grad`` is
         None inside but for the moment when a gradient arrives, and as before afterwards.
-
-        Gives what waits for the end of the backward: call its `add_all` there. Nothing waits
-        where a ``marker`` wants to know of every gradient.
         """
-        vectors = VectorGradients()
-        hooks = [self._hook(i, marker, vectors) for i in range(len(leaves))]
-        with _taking_gradients(leaves, hooks):
-            yield vectors
+        with _taking_gradients(leaves, [self._hook(i, marker) for i in range(len(leaves))]):
+            yield
 
     @contextmanager
     def discarding(self, leaves: Sequence[nn.Parameter]) -> Iterator[None]:
@@ -151,15 +140,14 @@ class GradientSinks:
             sink.copy_(parameter.grad)
         parameter.grad = sink
 
-    def _hook(self, index: int, marker: GradientMarker | None, vectors: VectorGradients) -> _Hook:
+    def _hook(self, index: int, marker: GradientMarker | None) -> _Hook:
         sink, accumulate = self._sinks[index], self._accumulate
 
         def receive(leaf: torch.Tensor) -> None:
             gradient, leaf.grad = leaf.grad, None
             assert gradient is not None
             self._received[index] = True
-            is_added = getattr(leaf, "grad_added_to_main_grad", False)  # by the layer itself
-            if not is_added and not (marker is None and vectors.take(index, sink, gradient)):
+            if not getattr(leaf, "grad_added_to_main_grad", False):
                 with torch.no_grad():
                     accumulate(sink, gradient)
             if marker is not None:

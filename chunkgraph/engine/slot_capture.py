@@ -134,10 +134,9 @@ def capture_backward(
     label = f"{forward.label} backward"
     pool = pools.backward_pool(forward.pool)
     accumulating = sinks.accumulating(leaves, forward.marker)
-    with accumulating as waiting, backend.capture(label, pool, generators()) as graph:
+    with accumulating, backend.capture(label, pool, generators()) as graph:
         # Not autograd.grad, which forbids the backwards inside a backward of recomputation.
         torch.autograd.backward(outputs, forward.grads)
-        waiting.add_all()
         if chunk.end_of_backward is not None:
             chunk.end_of_backward()
     forward.backward = graph
