@@ -73,6 +73,12 @@ from chunkgraph.megatron.compat.random_state import (
     rng_is_graph_safe,
     seed_model_parallel,
 )
+from chunkgraph.megatron.compat.rank_budget import (
+    RankBudget,
+    knows_rank_budget,
+    rank_factor_for_all,
+    uses_rank_budget,
+)
 from chunkgraph.megatron.compat.recompute import recomputing
 from chunkgraph.megatron.compat.running_metrics import running_metrics
 from chunkgraph.megatron.compat.token_drops import TokenDrops
@@ -89,6 +95,7 @@ __all__ = [
     "ParameterGates",
     "PretrainHooks",
     "RandomStates",
+    "RankBudget",
     "ReceiveBuffers",
     "TokenDrops",
     "TokenPrediction",
@@ -115,6 +122,7 @@ __all__ = [
     "is_plain_communicator",
     "is_stack",
     "kept_of_tokens",
+    "knows_rank_budget",
     "local_stack",
     "make_attention_stream",
     "make_communicator",
@@ -130,6 +138,7 @@ __all__ = [
     "pretrain_arguments",
     "pretrain_hooks",
     "private_names",
+    "rank_factor_for_all",
     "recomputing",
     "refuse_other_releases",
     "reset_fp8",
@@ -144,6 +153,7 @@ __all__ = [
     "take_expert_metrics",
     "tensorboard_writers",
     "unwrap_ddp",
+    "uses_rank_budget",
     "versions",
     "watch_expert_rows",
 ]

@@ -26,9 +26,10 @@ SavingMode = Literal["off", "measure", "stash"]
 class _Kept:
     """A stashed tensor as autograd holds it: by one or more nodes."""
 
-    def __init__(self, stashed: Stashed, name: str) -> None:
+    def __init__(self, stashed: Stashed, name: str, shape: torch.Size) -> None:
         self.stashed = stashed
         self.name = name
+        self.shape = shape
         self.num_uses = 0
         self.loaded: torch.Tensor | None = None
 
@@ -46,7 +47,8 @@ class Saving:
     """Decides in a scope what becomes of each tensor that autograd saves there.
 
     Stashed are contiguous tensors that have the scope's rows, or are some of the rows of such a
-    tensor, and that are not parameters. The rest is saved as always.
+    tensor, and that are not parameters; all rows may be one after the other in one dimension. The
+    rest is saved as always.
 
     Args:
         page_bytes: of the stash.
@@ -139,7 +141,7 @@ class Saving:
                 before = seen.get(_key(tensor))
                 if before is None or before.expired():
                     seen[_key(tensor)] = StorageWeakRef(tensor.untyped_storage())
-                    meter.add(part, _layout_of(tensor, self._page_bytes, name))
+                    meter.add(part, _layout_of(_by_rows(tensor, part), self._page_bytes, name))
             return tensor
 
         return pack
@@ -157,7 +159,8 @@ class Saving:
             before = known.get(_key(tensor))
             is_same = before is not None and not before.storage.expired()
             if before is None or not is_same or before.version != tensor._version:
-                kept = _Kept(stash.stash(tensor, part), name)
+                stashed = stash.stash(_by_rows(tensor, part), part)
+                kept = _Kept(stashed, name, tensor.shape)
                 storage = StorageWeakRef(tensor.untyped_storage())
                 before = known[_key(tensor)] = _Known(storage, tensor._version, kept)
                 self._waiting[id(kept)] = kept
@@ -176,7 +179,7 @@ class Saving:
             )
         assert self.stash is not None
         if held.loaded is None:
-            held.loaded = self.stash.reload(held.stashed)
+            held.loaded = self.stash.reload(held.stashed).view(held.shape)
         tensor = held.loaded
         held.num_uses -= 1
         if not held.num_uses:
@@ -203,11 +206,12 @@ class _Choice:
         self._addresses = {p.untyped_storage().data_ptr() for p in parameters}
         # Copies of weights (in another type, or transposed) are no rows, whatever their number.
         shapes = [tuple(p.shape) for p in parameters]
-        self._shapes = {*shapes, *(shape[::-1] for shape in shapes)}
+        flat = [(p.numel(),) for p in parameters]
+        self._shapes = {*shapes, *(shape[::-1] for shape in shapes), *flat}
 
     def rows_of(self, tensor: torch.Tensor) -> RowsInUse | None:
         """The rows that ``tensor`` consists of, or None."""
-        if tensor.dim() < 2 or not tensor.numel() or type(tensor) is not torch.Tensor:
+        if not tensor.dim() or not tensor.numel() or type(tensor) is not torch.Tensor:
             return None
         storage = tensor.untyped_storage()
         if not tensor.is_contiguous() or storage.data_ptr() in self._addresses:
@@ -216,6 +220,10 @@ class _Choice:
             self._ambiguous.add(tuple(tensor.shape))
             return None
         size = tensor.element_size()
+        if tensor.dim() == 1:
+            width, rest = divmod(tensor.numel(), self._rows.num_rows)
+            is_whole = not rest and width * size >= self._min_row_bytes
+            return self._rows if is_whole else None
         row_bytes = tensor.numel() // tensor.shape[0] * size
         start = int(tensor.storage_offset()) * size
         if row_bytes < self._min_row_bytes or start % 8:
@@ -229,6 +237,11 @@ class _Choice:
         if part is None:
             part = self._parts[first, num_rows] = self._rows.part(first, num_rows)
         return part
+
+
+def _by_rows(tensor: torch.Tensor, rows: RowsInUse) -> torch.Tensor:
+    """A view whose first dimension are the rows."""
+    return tensor.detach().view(rows.num_rows, -1) if tensor.dim() == 1 else tensor
 
 
 def _layout_of(tensor: torch.Tensor, page_bytes: int, name: str) -> RowLayout:
