@@ -160,12 +160,14 @@ def test_training_on_a_cpu_offers_another_way(one_rank: Any, make_config: Any) -
     fields = ("moe_flex_dispatcher_backend", "moe_token_dispatcher_type", RANK_FACTOR)
     moe = {
         **{name: HOLDS[name] for name in (*fields, "moe_router_dtype", "moe_grouped_gemm")},
-        **{"num_moe_experts": 4, "use_transformer_engine_op_fuser": True, "token_drops": "rerun"},
+        "num_moe_experts": 4,
+        "use_transformer_engine_op_fuser": True,
+        "token_drops": "rerun",
     }
     config = config_from_mapping(
         make_config(model={"swiglu": True, "params_dtype": "bfloat16"}, moe=moe)
     )
-    with pytest.raises(ConfigError, match="needs GPUs.*moe_token_dispatcher_type=alltoall"):
+    with pytest.raises(ConfigError, match=r"needs GPUs.*moe_token_dispatcher_type=alltoall"):
         build_model(config, one_rank)
 
 
