@@ -63,7 +63,8 @@ class Experts:
             # First: what no router chose cannot be dropped.
             self._undo.callback(keep_padding_from_experts(model_chunks, packed_config))
         routers = compat.routers_of([m for chunk in model_chunks for m in chunk.modules()])
-        captured = compat.routers_of([m for part in parts for m in part.modules])
+        self._modules = [m for part in parts for m in part.modules]
+        captured = compat.routers_of(self._modules)
         self._state = compat.ExpertState(captured) if captured else None
         self._drops: compat.TokenDrops | compat.RankBudget | None = None
         self.room: ExpertRoom = SharedOut(self._layers)
@@ -101,6 +102,7 @@ class Experts:
         """Around captures: dispatch reads nothing on the host, and metrics are put back."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(compat.static_dispatch())
+            stack.enter_context(compat.fused_operations_anew(self._modules))
             if self._state is not None:
                 stack.enter_context(self._state.capturing())
             yield

@@ -298,3 +298,41 @@ def test_another_dispatcher_is_named(one_rank: Any) -> None:
     layer = SimpleNamespace(layer_number=3, token_dispatcher=SimpleNamespace(_comm_manager=None))
     with pytest.raises(ConfigError, match="Layer 3 dispatches its tokens by NoneType"):
         compat.RankBudget([layer])
+
+
+def test_fused_operations_are_built_anew_for_a_capture(one_rank: Any) -> None:
+    """They hold parameters, and a capture has others in their place."""
+    from chunkgraph.engine import CaptureOptions, ChunkGraphs
+    from chunkgraph.megatron import compat
+
+    class Layer(torch.nn.Linear):
+        _fused_ops: Any
+
+        def __init__(self) -> None:
+            super().__init__(3, 3)
+            self._fused_ops = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self._fused_ops is None:
+                self._fused_ops = ((self.weight, self.bias),)
+            weight, bias = self._fused_ops[0]
+            return torch.nn.functional.linear(x, weight, bias)
+
+    layer, x = Layer(), torch.randn(2, 3, requires_grad=True)
+    layer(x).sum().backward()
+    eager, held = layer.weight.grad, layer._fused_ops
+    layer.zero_grad()
+    graphs = ChunkGraphs(
+        [layer],
+        [1],
+        options=CaptureOptions(),
+        capture_scope=lambda: compat.fused_operations_anew(layer.modules()),
+    )
+    graphs.capture([(x,)])
+    assert layer._fused_ops is held
+    with graphs.step(1):
+        graphs.callables[0](x).sum().backward()
+    assert eager is not None
+    assert layer.weight.grad is not None
+    assert torch.equal(layer.weight.grad, eager)
+    graphs.release()

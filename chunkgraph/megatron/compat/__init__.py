@@ -28,6 +28,7 @@ from chunkgraph.megatron.compat.data_parallel import (
 from chunkgraph.megatron.compat.expert_room import factor_for_all, set_capacity_factor
 from chunkgraph.megatron.compat.expert_rows import moe_layers_of, watch_expert_rows
 from chunkgraph.megatron.compat.fp8 import Fp8State, fp8_is_installed, fp8_recipe, reset_fp8
+from chunkgraph.megatron.compat.fused_operations import fused_operations_anew
 from chunkgraph.megatron.compat.hybrid import (
     can_recompute_hybrid_layers,
     has_mamba_kernels,
@@ -109,6 +110,7 @@ __all__ = [
     "forget_expert_metrics",
     "fp8_is_installed",
     "fp8_recipe",
+    "fused_operations_anew",
     "gathers_parameters",
     "global_buffers",
     "gradient_marker",
