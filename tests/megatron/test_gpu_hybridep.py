@@ -13,9 +13,9 @@ import pytest
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "moe_ep2_hybridep.yaml"
 SMALL = [
-    *("model.num_layers=3", "model.hidden_size=512", "model.ffn_hidden_size=1024"),
+    *("model.num_layers=4", "model.hidden_size=512", "model.ffn_hidden_size=1024"),
     *("moe.num_moe_experts=8", "moe.moe_router_topk=2", "moe.moe_ffn_hidden_size=384"),
-    *("moe.moe_shared_expert_intermediate_size=384", "moe.moe_layer_freq=[0,1,1]"),
+    *("moe.moe_shared_expert_intermediate_size=384", "moe.moe_layer_freq=[0,1,1,1]"),
     *("model.seq_length=512", "moe.moe_z_loss_coeff=0.001", "moe.token_drops=rerun"),
 ]
 WIDE = "moe.moe_expert_rank_capacity_factor=2.0"  # has room for all on two ranks
