@@ -24,6 +24,11 @@ def expert_settings(config: Config) -> dict[str, Any]:
         if item.name not in _NOT_MEGATRONS
     }
     frequency = settings.pop("moe_layer_freq")
+    if moe.moe_token_dispatcher_type == "flex":
+        settings["moe_pad_expert_input_to_capacity"] = False
+    else:  # fields that some releases do not have
+        for name in ("moe_flex_dispatcher_backend", "moe_expert_rank_capacity_factor"):
+            del settings[name]
     return {
         **settings,
         "moe_layer_freq": 1 if frequency is None else list(frequency),

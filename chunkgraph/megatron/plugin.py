@@ -33,6 +33,7 @@ from chunkgraph.megatron.contexts import ContextBanks, StepContexts, refuse_besi
 from chunkgraph.megatron.contexts.groups import capturing_banks
 from chunkgraph.megatron.experts import Experts, TokenDrops
 from chunkgraph.megatron.hybrid_support import hybrid_refusals
+from chunkgraph.megatron.moe_hybridep import refuse_for_hybridep
 from chunkgraph.megatron.moe_support import idle_settings, stash_refusals
 from chunkgraph.megatron.overflow import OverflowGuard
 from chunkgraph.megatron.packed import refuse_other_context
@@ -175,6 +176,7 @@ def attach(
                 and len({key.num_tokens for key in contexts.keys}) > 1
             },
         )
+    refuse_for_hybridep(config, options)
     if stash is not None and (refused := stash_refusals(config, stash.page_bytes)):
         raise ConfigError("Experts cannot stash in this model:\n  " + "\n  ".join(refused))
     options = options if options is not None else CaptureOptions()

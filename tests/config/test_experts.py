@@ -54,7 +54,7 @@ def test_experts_are_off_until_their_number_is_given() -> None:
         ({"moe_router_enable_expert_bias": True}, "moe_router_score_function=sigmoid"),
         ({"moe_router_num_groups": 2}, "go together"),
         ({"moe_router_num_groups": 3, "moe_router_group_topk": 1}, "groups of equal size"),
-        ({"moe_token_dispatcher_type": "flex"}, "one of alltoall, allgather"),
+        ({"moe_token_dispatcher_type": "flex"}, "only hybridep can dispatch"),
     ],
 )
 def test_settings_that_cannot_be_are_named(changes: dict[str, Any], said: str) -> None:

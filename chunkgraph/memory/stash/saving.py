@@ -26,9 +26,10 @@ SavingMode = Literal["off", "measure", "stash"]
 class _Kept:
     """A stashed tensor as autograd holds it: by one or more nodes."""
 
-    def __init__(self, stashed: Stashed, name: str) -> None:
+    def __init__(self, stashed: Stashed, name: str, shape: torch.Size) -> None:
         self.stashed = stashed
         self.name = name
+        self.shape = shape
         self.num_uses = 0
         self.loaded: torch.Tensor | None = None
 
@@ -56,8 +57,9 @@ class Saving:
     """Decides in a scope what becomes of each tensor that autograd saves there.
 
     Stashed are contiguous tensors that have the scope's rows, or are some of the rows of such a
-    tensor, and that are not parameters. Of some columns of such a tensor (a gate that was split
-    off) all are stashed, once. The rest is saved as always.
+    tensor, and that are not parameters; all rows may be one after the other in one dimension. Of
+    some columns of such a tensor (a gate that was split off) all are stashed, once. The rest is
+    saved as always.
 
     Args:
         page_bytes: of the stash.
@@ -151,7 +153,7 @@ class Saving:
                 before = seen.get(_key(whole))
                 if before is None or before.expired():
                     seen[_key(whole)] = StorageWeakRef(tensor.untyped_storage())
-                    meter.add(part, _layout_of(whole, self._page_bytes, name))
+                    meter.add(part, _layout_of(_by_rows(whole, part), self._page_bytes, name))
             return tensor
 
         return pack
@@ -170,7 +172,8 @@ class Saving:
             before = known.get(_key(whole))
             is_same = before is not None and not before.storage.expired()
             if before is None or not is_same or before.version != tensor._version:
-                kept = _Kept(stash.stash(whole, part), name)
+                stashed = stash.stash(_by_rows(whole, part), part)
+                kept = _Kept(stashed, name, whole.shape)
                 storage = StorageWeakRef(tensor.untyped_storage())
                 before = known[_key(whole)] = _Known(storage, tensor._version, kept)
                 self._waiting[id(kept)] = kept
@@ -194,7 +197,7 @@ class Saving:
             )
         assert self.stash is not None
         if held.loaded is None:
-            held.loaded = self.stash.reload(held.stashed)
+            held.loaded = self.stash.reload(held.stashed).view(held.shape)
         tensor = held.loaded
         held.num_uses -= 1
         if not held.num_uses:
@@ -221,11 +224,12 @@ class _Choice:
         self._addresses = {p.untyped_storage().data_ptr() for p in parameters}
         # Copies of weights (in another type, or transposed) are no rows, whatever their number.
         shapes = [tuple(p.shape) for p in parameters]
-        self._shapes = {*shapes, *(shape[::-1] for shape in shapes)}
+        flat = [(p.numel(),) for p in parameters]
+        self._shapes = {*shapes, *(shape[::-1] for shape in shapes), *flat}
 
     def rows_of(self, tensor: torch.Tensor) -> RowsInUse | None:
         """The rows that ``tensor`` consists of, or None."""
-        if tensor.dim() < 2 or not tensor.numel() or type(tensor) is not torch.Tensor:
+        if not tensor.dim() or not tensor.numel() or type(tensor) is not torch.Tensor:
             return None
         storage = tensor.untyped_storage()
         if not tensor.is_contiguous() or storage.data_ptr() in self._addresses:
@@ -234,6 +238,10 @@ class _Choice:
             self._ambiguous.add(tuple(tensor.shape))
             return None
         size = tensor.element_size()
+        if tensor.dim() == 1:
+            width, rest = divmod(tensor.numel(), self._rows.num_rows)
+            is_whole = not rest and width * size >= self._min_row_bytes
+            return self._rows if is_whole else None
         row_bytes = tensor.numel() // tensor.shape[0] * size
         start = int(tensor.storage_offset()) * size
         if row_bytes < self._min_row_bytes or start % 8:
@@ -261,6 +269,11 @@ def _whole_rows(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     with torch.no_grad():
         return tensor.detach().as_strided((num_rows, width), (width, 1), 0)
+
+
+def _by_rows(tensor: torch.Tensor, rows: RowsInUse) -> torch.Tensor:
+    """A view whose first dimension are the rows."""
+    return tensor.detach().view(rows.num_rows, -1) if tensor.dim() == 1 else tensor
 
 
 def _layout_of(tensor: torch.Tensor, page_bytes: int, name: str) -> RowLayout:
