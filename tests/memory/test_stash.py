@@ -244,6 +244,42 @@ def test_columns_of_rows_are_stashed_with_all_columns_once() -> None:
     assert torch.equal(grads[0][:5], grads[1][:5])  # cos(0) of the other rows comes back as 0
 
 
+@pytest.mark.parametrize("prefetches", [False, True])
+def test_a_backward_reloads_a_layer_while_the_one_after_it_runs(prefetches: bool) -> None:
+    stash, order = make_stash(64, page_bytes=256), []
+    reload = stash.reload
+    stash.reload = lambda held: order.append("reload") or reload(held)  # type: ignore[assignment]
+    saving = Saving(256, prefetches=prefetches)
+    saving.mode, saving.stash = "stash", stash
+    x = torch.randn(8, 16, requires_grad=True)
+    twin = x.detach().clone().requires_grad_()
+    rows = RowsInUse.of(torch.ones(8, dtype=torch.bool))
+    for _ in range(2):  # two forwards know nothing of each other
+        with saving.forward(0):
+            h = x
+            for layer in range(3):
+                with saving.scope(rows, [], f"layer {layer}"):
+                    h = (h * 1.5).exp()
+                with saving.scope(rows, [], "nothing is saved here"):
+                    h = h + 1.0
+                h = h.tanh()
+                h.register_hook(lambda _, layer=layer: order.append(f"backward {layer}"))
+        h.sum().backward()
+    if prefetches:
+        one = ["backward 2", "reload", "reload", "backward 1", "reload", "backward 0"]
+    else:
+        one = ["backward 2", "reload", "backward 1", "reload", "backward 0", "reload"]
+    assert order == one * 2
+    saving.check_all_read()
+    assert stash.arena.status().num_wanted_pages == 0
+    for _ in range(2):
+        h = twin
+        for _ in range(3):
+            h = ((h * 1.5).exp() + 1.0).tanh()
+        h.sum().backward()
+    assert torch.equal(x.grad, twin.grad)  # type: ignore[arg-type]
+
+
 def test_what_no_backward_reads_or_reads_twice_is_an_error() -> None:
     saving = Saving(64)
     saving.mode, saving.stash = "stash", make_stash(64)

@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from chunkgraph.errors import ConfigError, StashError
 from chunkgraph.memory.stash.meter import PageMeter
 from chunkgraph.memory.stash.rows import RowLayout, RowsInUse
-from chunkgraph.memory.stash.stash import PagedStash, Stashed, row_layout
+from chunkgraph.memory.stash.stash import PagedStash, Reload, Stashed, row_layout
 
 __all__ = ["MIN_ROW_BYTES", "Saving", "SavingMode"]
 
@@ -23,15 +23,28 @@ MIN_ROW_BYTES = 64
 SavingMode = Literal["off", "measure", "stash"]
 
 
+class _Group:
+    """What was stashed in one scope; ``before`` it in the same forward was another.
+
+    A backward comes to the groups from the last to the first.
+    """
+
+    def __init__(self, before: _Group | None) -> None:
+        self.before = before
+        self.members: list[_Kept] = []
+        self.is_asked_for = False
+
+
 class _Kept:
     """A stashed tensor as autograd holds it: by one or more nodes."""
 
-    def __init__(self, stashed: Stashed, name: str, shape: torch.Size) -> None:
+    def __init__(self, stashed: Stashed, name: str, shape: torch.Size, group: _Group) -> None:
         self.stashed = stashed
         self.name = name
         self.shape = shape
+        self.group = group
         self.num_uses = 0
-        self.loaded: torch.Tensor | None = None
+        self.loaded: Reload | None = None
 
 
 @dataclass(frozen=True)
@@ -64,6 +77,8 @@ class Saving:
     Args:
         page_bytes: of the stash.
         min_row_bytes: smaller rows are not stashed.
+        prefetches: whether a backward that comes to a scope starts to reload what was stashed in
+            the scope before, which it needs next.
 
     Attributes:
         mode: ``off``: autograd saves as always; ``measure``: so it does, and ``meter`` counts;
@@ -73,14 +88,18 @@ class Saving:
         ambiguous: shapes of what was not stashed because a parameter has the same.
     """
 
-    def __init__(self, page_bytes: int, *, min_row_bytes: int = MIN_ROW_BYTES) -> None:
+    def __init__(
+        self, page_bytes: int, *, min_row_bytes: int = MIN_ROW_BYTES, prefetches: bool = True
+    ) -> None:
         self.mode: SavingMode = "off"
         self.meter: PageMeter | None = None
         self.stash: PagedStash | None = None
         self.ambiguous: set[tuple[int, ...]] = set()
         self._page_bytes = page_bytes
         self._min_row_bytes = min_row_bytes
+        self._prefetches = prefetches
         self._waiting: dict[int, _Kept] = {}
+        self._last: _Group | None = None  # of the forward that runs
 
     @contextmanager
     def during(self, mode: SavingMode) -> Iterator[None]:
@@ -93,7 +112,8 @@ class Saving:
 
     @contextmanager
     def forward(self, chunk: int) -> Iterator[None]:
-        """Around a chunk's forward; only measuring needs it."""
+        """Around a chunk's forward."""
+        self._last = None
         measures = self.mode == "measure" and self.meter is not None
         with self.meter.forward(chunk) if measures and self.meter else nullcontext():
             yield
@@ -163,6 +183,7 @@ class Saving:
     ) -> Callable[[torch.Tensor], Any]:
         stash = self.stash
         assert stash is not None
+        group = self._last = _Group(self._last)
 
         def pack(tensor: torch.Tensor) -> Any:
             whole = _whole_rows(tensor)
@@ -173,7 +194,8 @@ class Saving:
             is_same = before is not None and not before.storage.expired()
             if before is None or not is_same or before.version != tensor._version:
                 stashed = stash.stash(_by_rows(whole, part), part)
-                kept = _Kept(stashed, name, whole.shape)
+                kept = _Kept(stashed, name, whole.shape, group)
+                group.members.append(kept)
                 storage = StorageWeakRef(tensor.untyped_storage())
                 before = known[_key(whole)] = _Known(storage, tensor._version, kept)
                 self._waiting[id(kept)] = kept
@@ -197,14 +219,29 @@ class Saving:
             )
         assert self.stash is not None
         if held.loaded is None:
-            held.loaded = self.stash.reload(held.stashed).view(held.shape)
-        tensor = held.loaded
+            held.loaded = self.stash.reload_now(held.stashed)
+        tensor = held.loaded.tensor().view(held.shape)
+        if not held.group.is_asked_for:
+            held.group.is_asked_for = True
+            self._prefetch(held.group.before)
         held.num_uses -= 1
         if not held.num_uses:
             self.stash.give_back(held.stashed)
             held.loaded = None
             self._waiting.pop(id(held), None)
         return tensor
+
+    def _prefetch(self, group: _Group | None) -> None:
+        """Start to reload a group; where nothing was stashed in it, the one before."""
+        while group is not None and not group.members:
+            group = group.before
+        if group is None or group.is_asked_for or not self._prefetches:
+            return
+        assert self.stash is not None
+        wanted = [kept for kept in group.members if kept.num_uses and kept.loaded is None]
+        reloads = self.stash.reload_ahead([kept.stashed for kept in wanted])
+        for kept, loaded in zip(wanted, reloads, strict=True):
+            kept.loaded = loaded
 
 
 class _Choice:
