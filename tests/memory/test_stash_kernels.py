@@ -62,7 +62,7 @@ def test_reloads_ahead_run_beside_the_backward_of_a_graph() -> None:
     """Captured, replayed with other rows in use: the gradients of the same without a stash."""
     torch.manual_seed(0)
     stash = PagedStash(ArenaSize(4096, 2000), torch.device("cuda"), "triton")
-    saving = Saving(4096)
+    saving = Saving(4096, prefetches=True)
     saving.mode, saving.stash = "stash", stash
     x = torch.randn(512, 256, device="cuda", requires_grad=True)
     in_use = torch.ones(512, dtype=torch.bool, device="cuda")

@@ -89,7 +89,7 @@ class Saving:
     """
 
     def __init__(
-        self, page_bytes: int, *, min_row_bytes: int = MIN_ROW_BYTES, prefetches: bool = True
+        self, page_bytes: int, *, min_row_bytes: int = MIN_ROW_BYTES, prefetches: bool = False
     ) -> None:
         self.mode: SavingMode = "off"
         self.meter: PageMeter | None = None
@@ -112,11 +112,14 @@ class Saving:
 
     @contextmanager
     def forward(self, chunk: int) -> Iterator[None]:
-        """Around a chunk's forward."""
-        self._last = None
+        """Around a chunk's forward; what is stashed outside of one is never prefetched."""
+        self._last = _Group(None)
         measures = self.mode == "measure" and self.meter is not None
-        with self.meter.forward(chunk) if measures and self.meter else nullcontext():
-            yield
+        try:
+            with self.meter.forward(chunk) if measures and self.meter else nullcontext():
+                yield
+        finally:
+            self._last = None
 
     @contextmanager
     def scope(
@@ -183,7 +186,9 @@ class Saving:
     ) -> Callable[[torch.Tensor], Any]:
         stash = self.stash
         assert stash is not None
-        group = self._last = _Group(self._last)
+        group = _Group(self._last)
+        if self._last is not None:
+            self._last = group
 
         def pack(tensor: torch.Tensor) -> Any:
             whole = _whole_rows(tensor)
