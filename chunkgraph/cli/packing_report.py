@@ -26,6 +26,8 @@ _LONG = {
 }
 # In the table, rows with more steps than this falling back help no one.
 _HOPELESS = 0.95
+# Graphs for fewer sequences are worth having if these microbatches need less than one in so many.
+_MANY, _FEW = 0.9, 2
 
 
 def as_json(study: PackingStudy) -> dict[str, Any]:
@@ -49,6 +51,7 @@ def as_json(study: PackingStudy) -> dict[str, Any]:
         "candidates": [_outcome_json(outcome) for outcome in study.result.outcomes],
         "recommended": None if best is None else _outcome_json(best),
         "flags": None if best is None else flags(best),
+        "seq_buckets": None if best is None else _seq_buckets(study, best),
     }
 
 
@@ -76,6 +79,12 @@ def flags(outcome: ShapeOutcome) -> list[str]:
         *("--cuda-graph-max-packed-seqs", str(outcome.shape.max_packed_seqs)),
         *("--cuda-graph-max-packed-tokens", str(outcome.shape.max_packed_tokens)),
     ]
+
+
+def _seq_buckets(study: PackingStudy, best: ShapeOutcome) -> list[int]:
+    """Fewer sequences that are worth graphs of their own, or none."""
+    most = quantile(study.sizes.num_documents, _MANY)
+    return [most + 1] if _FEW * (most + 1) <= best.shape.max_packed_seqs else []
 
 
 def print_study(study: PackingStudy, plot: Path | None) -> None:
@@ -185,6 +194,11 @@ def _say_recommendation(study: PackingStudy, say: Any) -> None:
         f"{_percent(best.padding_waste)} of the rows are padding, "
         f"{_percent(best.bucketed_waste)} with buckets of 1/4, 1/2 and 1 of T"
     )
+    for fewer in _seq_buckets(study, best):
+        say(
+            f"{_MANY:.0%} of the microbatches have at most {fewer - 1} documents: with graphs for\n"
+            f"these too, packing.seq_buckets=[{fewer}], the room for more costs only the others"
+        )
     if study.result.num_allowed_misfits == 0 and study.target > 0:
         say(
             f"{len(study.sizes)} microbatches are too few to tell {target} of the steps\n"

@@ -153,7 +153,7 @@ def _banks(results: RunResults) -> list[str]:
     replays: Counter[str] = Counter()
     for of_rank in results.replays_of_bank:
         replays.update(of_rank)
-    counts = ", ".join(f"{name}: {count}" for name, count in replays.items())
+    counts = "; ".join(f"{name}: {count}" for name, count in replays.items())
     lines = [f"replays, all ranks: {counts}"] if replays else []
     missing = results.missing_banks[0] if results.missing_banks else {}
     return [*lines, *(f"{count} step(s) were eager: {why}" for why, count in missing.items())]

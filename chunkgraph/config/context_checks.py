@@ -79,6 +79,7 @@ def _check_others(config: Config) -> None:
     packing, model = config.packing, config.model
     for name, is_used in {
         f"packing.buckets={list(packing.buckets)}": bool(packing.buckets),
+        f"packing.seq_buckets={list(packing.seq_buckets)}": bool(packing.seq_buckets),
         f"moe.num_moe_experts={config.moe.num_moe_experts}": config.moe.num_moe_experts is not None,
         f"model.fp8={model.fp8}": model.fp8 is not None,
         (

@@ -29,12 +29,13 @@ def check_packing(config: Config) -> None:
                 "packing.max_packed_seqs is 0. Set it to the most documents of a microbatch and 1."
             )
             raise ConfigError(msg)
-        if packing.buckets:
-            msg = (
-                f"packing.buckets is {list(packing.buckets)}, but packing is off: "
-                "packing.max_packed_seqs is 0. Set it to the most documents of a microbatch and 1."
-            )
-            raise ConfigError(msg)
+        for name, sizes in (("buckets", packing.buckets), ("seq_buckets", packing.seq_buckets)):
+            if sizes:
+                msg = (
+                    f"packing.{name} is {list(sizes)}, but packing is off: packing.max_packed_seqs "
+                    "is 0. Set it to the most documents of a microbatch and 1."
+                )
+                raise ConfigError(msg)
         if packing.max_packed_tokens is not None:
             msg = (
                 f"packing.max_packed_tokens is {packing.max_packed_tokens}, but packing is off: "
@@ -67,12 +68,20 @@ def check_packing(config: Config) -> None:
                 f"1, or a whole number of tokens up to {config.tokens_per_sequence}."
             )
             raise ConfigError(msg)
-    if packing.buckets and model.fp8 is not None:
-        msg = (
-            f"packing.buckets is {list(packing.buckets)} with model.fp8={model.fp8}: the scales of "
-            "several graphs of one slot were not tried. Set it to []."
-        )
-        raise ConfigError(msg)
+    for count in packing.seq_buckets:
+        if not 2 <= count < packing.max_packed_seqs:
+            msg = (
+                f"packing.seq_buckets has {count}; fewer sequences that are captured too are at "
+                f"least 2 and below packing.max_packed_seqs ({packing.max_packed_seqs})."
+            )
+            raise ConfigError(msg)
+    for name, sizes in (("buckets", packing.buckets), ("seq_buckets", packing.seq_buckets)):
+        if sizes and model.fp8 is not None:
+            msg = (
+                f"packing.{name} is {list(sizes)} with model.fp8={model.fp8}: the scales of "
+                "several graphs of one slot were not tried. Set it to []."
+            )
+            raise ConfigError(msg)
     if train.micro_batch_size != 1:
         msg = (
             f"train.micro_batch_size is {train.micro_batch_size}, but a packed microbatch is one "

@@ -254,6 +254,9 @@ class PackingConfig:
     buckets: tuple[float, ...] = ()
     """Shorter microbatches that are captured too, as parts of the tokens or as numbers of tokens
     above 1; each microbatch takes the smallest that it fits."""
+    seq_buckets: tuple[int, ...] = ()
+    """Fewer sequences than ``max_packed_seqs`` that are captured too; each microbatch takes the
+    fewest that hold its documents, since attention's time grows with all of them, empty or not."""
     context_parallel_sizes: tuple[int, ...] = ()
     """How many of the data-parallel ranks may share a microbatch, powers of two. Each microbatch
     has one of these sizes; a step then takes the documents that ``num_microbatches`` of full length

@@ -60,7 +60,8 @@ def packed_buckets(config: Config, shape: PackedShape) -> Buckets:
     multiple = pipeline.context_parallel_size
     if pipeline.sequence_parallel:
         multiple *= pipeline.tensor_model_parallel_size
-    return Buckets(bucket_shapes(shape, config.packing.buckets, multiple_of=multiple))
+    shapes = bucket_shapes(shape, config.packing.buckets, multiple_of=multiple)
+    return Buckets(shapes, config.packing.seq_buckets)
 
 
 def make_batches(config: Config, device: torch.device) -> SequenceBatches | PackedBatches:
@@ -183,7 +184,8 @@ class PackedBatches:
         buckets = self.buckets(step, num_microbatches)
         for microbatch in range(num_microbatches):
             row = self._documents.row(step, microbatch, rank)
-            shape = self.shape if buckets is None else self._buckets.shapes[buckets[microbatch]]
+            tokens = self._buckets.keys[0] if buckets is None else buckets[microbatch]
+            shape = self._buckets.shape_of(row.lengths, tokens)
             if reason_not_to_fit(row.lengths, shape) is not None:
                 # Of tokens it never has too many: they were drawn for this shape.
                 shape = replace(shape, max_packed_seqs=len(row.lengths) + 1)

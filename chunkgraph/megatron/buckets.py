@@ -1,8 +1,13 @@
-"""Length buckets: packed shapes of several lengths, each with graphs of its own."""
+"""Buckets: packed shapes of several lengths and numbers of sequences, each with its own graphs.
+
+Attention's kernels are started for every sequence that a microbatch may have, empty or not. So
+room for many documents costs time also where there are few, and graphs for fewer are worth having.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,9 +15,13 @@ import torch
 from chunkgraph.engine import Agree
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron import packed
+from chunkgraph.megatron.packed import OFFSETS
 from chunkgraph.packing import PackedShape, smallest_that_fits
 
-__all__ = ["ROWS_AT", "Buckets", "resized"]
+__all__ = ["ROWS_AT", "BankKey", "Buckets", "resized"]
+
+BankKey = int | tuple[int, int]
+"""Which graphs: tokens of the shape; with several numbers of sequences, tokens and sequences."""
 
 ROWS_AT = {
     "input_ids": 1,
@@ -34,22 +43,85 @@ _LONGEST = (f"{_PARAMS}max_seqlen_q", f"{_PARAMS}max_seqlen_kv")
 class Buckets:
     """Which bucket a packed microbatch belongs to; buckets are called by their tokens.
 
+    Every bucket has the same numbers of sequences, and a microbatch of a bucket gets the least that
+    holds its documents. Ranks have to agree on tokens, which they exchange, not on sequences.
+
     Args:
-        shapes: at least one, of different lengths.
+        shapes: at least one, of different lengths and of the most sequences.
+        seq_counts: fewer sequences that there are graphs for too.
+
+    Raises:
+        ConfigError: a number of sequences is not between 2 and that of the shapes.
     """
 
-    def __init__(self, shapes: Sequence[PackedShape]) -> None:
+    def __init__(self, shapes: Sequence[PackedShape], seq_counts: Sequence[int] = ()) -> None:
         self.shapes = {
             shape.max_packed_tokens: shape
             for shape in sorted(shapes, key=lambda s: -s.max_packed_tokens)
         }
         if len(self.shapes) != len(shapes) or not shapes:
             raise ValueError(f"buckets are to be of different lengths, got {list(shapes)}")
+        most = shapes[0].max_packed_seqs
+        for count in seq_counts:
+            if isinstance(count, bool) or not isinstance(count, int) or not 2 <= count < most:
+                raise ConfigError(
+                    f"seq_buckets has {count!r}: fewer sequences that are captured too are whole "
+                    f"numbers from 2 and below max_packed_seqs ({most})."
+                )
+        self.seq_counts = tuple(sorted({*seq_counts, most}, reverse=True))
 
     @property
     def keys(self) -> tuple[int, ...]:
         """Tokens of all buckets, largest first."""
         return tuple(self.shapes)
+
+    @property
+    def banks(self) -> tuple[BankKey, ...]:
+        """Whatever has graphs of its own, largest first."""
+        return tuple(self._bank(tokens, seqs) for tokens in self.keys for seqs in self.seq_counts)
+
+    @property
+    def all_shapes(self) -> tuple[PackedShape, ...]:
+        """The shape of each of `banks`."""
+        return tuple(
+            replace(shape, max_packed_seqs=seqs)
+            for shape in self.shapes.values()
+            for seqs in self.seq_counts
+        )
+
+    def shape_of(self, lengths: Sequence[int], tokens: int) -> PackedShape:
+        """The bucket's shape for these documents, as if it held them: with the fewest sequences."""
+        return replace(self.shapes[tokens], max_packed_seqs=self._seqs_for(len(lengths)))
+
+    def banks_of(self, packings: Sequence[Sequence[int]], buckets: Sequence[int]) -> list[BankKey]:
+        """The bank of each microbatch, whose bucket was chosen; a larger one where none fits."""
+        return [
+            self._bank(tokens, self._seqs_for(len(lengths)))
+            for lengths, tokens in zip(packings, buckets, strict=True)
+        ]
+
+    def largest_banks(self, buckets: Sequence[int]) -> list[BankKey]:
+        """The banks with the most sequences, of microbatches whose documents are not known."""
+        return [self._bank(tokens, self.seq_counts[0]) for tokens in buckets]
+
+    def name(self, bank: Hashable) -> str:
+        """For reports."""
+        tokens, seqs = self._sizes(bank)
+        return f"{tokens} tokens" + (f", {seqs} sequences" if len(self.seq_counts) > 1 else "")
+
+    def _seqs_for(self, num_documents: int) -> int:
+        fewest = [seqs for seqs in self.seq_counts if num_documents < seqs]
+        return fewest[-1] if fewest else self.seq_counts[0]
+
+    def _bank(self, tokens: int, seqs: int) -> BankKey:
+        return (tokens, seqs) if len(self.seq_counts) > 1 else tokens
+
+    def _sizes(self, bank: Hashable) -> tuple[int, int]:
+        """Tokens and sequences."""
+        if isinstance(bank, tuple):
+            return bank
+        assert isinstance(bank, int)
+        return bank, self.seq_counts[0]
 
     def choose(self, packings: Sequence[Sequence[int]], agree: Agree | None = None) -> list[int]:
         """The smallest bucket that each microbatch fits; the largest where none does.
@@ -69,20 +141,24 @@ class Buckets:
     def derive(
         self, c: int, args: tuple[Any, ...], kwargs: dict[str, Any], of: Hashable, wanted: Hashable
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """A chunk's arguments as a microbatch of the bucket ``wanted`` would have them.
+        """A chunk's arguments as a microbatch of the bank ``wanted`` would have them.
 
-        For captures of buckets that no eager step has had. Rows are left out or filled with 0.
+        For captures of banks that no eager step has had. Rows are left out or filled with 0;
+        documents that are too many become one with the last.
 
         Raises:
             ConfigError: an argument that is not known counts rows.
         """
-        assert isinstance(of, int)
-        assert isinstance(wanted, int)
+        (has, _), (rows, seqs) = self._sizes(of), self._sizes(wanted)
         first, *others = args
-        made = {name: self._of_name(c, name, value, of, wanted) for name, value in kwargs.items()}
+        made = {name: self._of_name(c, name, value, has, rows) for name, value in kwargs.items()}
+        for name in OFFSETS:
+            offsets = made.get(f"{_PARAMS}{name}")
+            if isinstance(offsets, torch.Tensor):
+                made[f"{_PARAMS}{name}"] = _with_sequences(offsets, seqs)
         _within_rows(made)
-        rest = [self._of_name(c, f"argument {i}", v, of, wanted) for i, v in enumerate(others, 1)]
-        return (resized(first, 0, of, wanted), *rest), made
+        rest = [self._of_name(c, f"argument {i}", v, has, rows) for i, v in enumerate(others, 1)]
+        return (resized(first, 0, has, rows), *rest), made
 
     def _of_name(self, c: int, name: str, value: Any, of: int, wanted: int) -> Any:
         if name in ROWS_AT:
@@ -118,6 +194,14 @@ def _within_rows(kwargs: dict[str, Any]) -> None:
             lengths = torch.minimum(real.diff(), padded.diff())
             ends = lengths.cumsum(0).to(real.dtype)
             kwargs[name] = torch.cat([torch.zeros_like(ends[:1]), ends])
+
+
+def _with_sequences(offsets: torch.Tensor, num_seqs: int) -> torch.Tensor:
+    """Offsets of so many sequences that end where they did."""
+    more = num_seqs + 1 - offsets.numel()
+    if more > 0:
+        return torch.cat([offsets, offsets[-1:].expand(more)])
+    return torch.cat([offsets[:num_seqs], offsets[-1:]]) if more < 0 else offsets
 
 
 def _rows_of(value: Any) -> int | None:

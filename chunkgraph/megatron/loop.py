@@ -173,6 +173,7 @@ def run_training(
                 options=capture_options(config),
                 packing=packed_shape(config),
                 buckets=config.packing.buckets,
+                seq_buckets=config.packing.seq_buckets,
                 contexts=contexts,
                 progress=on_capture,
                 token_drops=config.moe.token_drops,
@@ -226,9 +227,7 @@ def run_training(
             run.overflow_reruns = dict(graphs.counters.overflow_reruns)
             run.recaptures = tuple(graphs.counters.recaptures)
             run.missing_banks = dict(graphs.counters.missing_banks)
-            if contexts is not None:
-                of_bank = graphs.counters.replays_of_bank
-                run.replays_of_bank = {str(key): number for key, number in of_bank.items()}
+            run.replays_of_bank = graphs.replays_of_bank
             if graphs.stash is not None and graphs.stash.size is not None:
                 run.stash_bytes = graphs.stash.size.device_bytes
                 run.bytes_without_stash = graphs.stash.full_bytes()

@@ -76,6 +76,7 @@ def attach(
     zero_copy: bool = True,
     packing: PackedShape | None = None,
     buckets: Sequence[float] = (),
+    seq_buckets: Sequence[int] = (),
     contexts: ContextBanks | None = None,
     token_drops: TokenDrops = "warn",
     stash: StashOptions | None = None,
@@ -104,6 +105,9 @@ def attach(
         buckets: shorter lengths than that of ``packing`` that are captured too, as parts of it or
             in tokens, the same on every rank. A microbatch is then given the rows of the smallest
             that holds it (`MegatronChunkGraphs.buckets`), in eager steps too.
+        seq_buckets: fewer sequences than those of ``packing`` that are captured too, the same on
+            every rank; for every length. A microbatch is then given offsets of the fewest that
+            hold its documents (`MegatronChunkGraphs.packed_shapes`), in eager steps too.
         contexts: the banks of context-parallel sizes, where each microbatch of packed sequences has
             one of its own; not with ``packing``. Every training step is then told the bank of each
             microbatch, and its ``packed_seq_params`` say ``cp_group`` and ``local_cp_size``. The
@@ -156,14 +160,16 @@ def attach(
     tables = CachedTables(module for part in parts for module in part.modules)
     predictions = compat.TokenPrediction() if predicts_tokens(parts) else None
     fp8 = fp8_state(config, parts, _device_of(chunks[0]))
-    if buckets and (packing is None or fp8 is not None):
-        why = "with FP8, whose scales were not tried with several graphs of one slot"
-        why = why if fp8 is not None else "without packing: only packed sequences have them"
-        raise ConfigError(f"buckets={list(buckets)} {why}. Leave them out.")
+    for name, sizes in (("buckets", buckets), ("seq_buckets", seq_buckets)):
+        if sizes and (packing is None or fp8 is not None):
+            why = "with FP8, whose scales were not tried with several graphs of one slot"
+            why = why if fp8 is not None else "without packing: only packed sequences have them"
+            raise ConfigError(f"{name}={list(sizes)} {why}. Leave them out.")
     if contexts is not None:
         refuse_beside_contexts(
             packing=packing,
             buckets=buckets,
+            seq_buckets=seq_buckets,
             stash=stash,
             fp8=fp8,
             experts=getattr(config, "num_moe_experts", None),
@@ -214,7 +220,7 @@ def attach(
         if getattr(config, "sequence_parallel", False):
             multiple *= getattr(config, "tensor_model_parallel_size", 1)
         packings = StepPackings(
-            Buckets(bucket_shapes(packing, buckets, multiple_of=multiple)),
+            Buckets(bucket_shapes(packing, buckets, multiple_of=multiple), seq_buckets),
             place.rank,
             agree,
             needs_buckets=experts is not None
@@ -223,7 +229,7 @@ def attach(
     keys: Sequence[Hashable] = (None,)
     derive: Derive | None = None
     if packings is not None:
-        keys, derive = packings.buckets.keys, packings.buckets.derive
+        keys, derive = packings.buckets.banks, packings.buckets.derive
     elif contexts is not None:
         keys, derive = contexts.keys, contexts.derive
 

@@ -124,8 +124,10 @@ class MegatronChunkGraphs:
             elif self._packings is not None:
                 count = kwargs["num_microbatches"]
                 told = self._packings.begin(packings, misfit, count, buckets)
+                if len(self._packings.buckets.banks) > 1:
+                    keys = self._packings.banks
                 if len(self._packings.buckets.keys) > 1:
-                    keys = rows = self._packings.keys
+                    rows = self._packings.keys
             shape_key = tuple(
                 kwargs.get(name)
                 for name in ("seq_length", "micro_batch_size", "decoder_seq_length")
@@ -221,8 +223,26 @@ class MegatronChunkGraphs:
 
     @property
     def buckets(self) -> Mapping[int, PackedShape]:
-        """By its rows, each shape that is captured, largest first; empty without packing."""
+        """By its rows, each shape that is captured, largest first; empty without packing.
+
+        Each with the most sequences; `packed_shapes` has those with fewer, too.
+        """
         return {} if self._packings is None else self._packings.buckets.shapes
+
+    @property
+    def replays_of_bank(self) -> dict[str, int]:
+        """Forwards replayed so far by bank, as a user knows it; empty where there is one."""
+        counts = self.engine.counters.replays_of_bank
+        if self._contexts is not None:
+            return {str(bank): count for bank, count in counts.items()}
+        if self._packings is None or len(self._packings.buckets.banks) == 1:
+            return {}
+        return {self._packings.buckets.name(bank): count for bank, count in counts.items()}
+
+    @property
+    def packed_shapes(self) -> tuple[PackedShape, ...]:
+        """Every shape that is captured, largest first; a microbatch gets the smallest that fits."""
+        return () if self._packings is None else self._packings.buckets.all_shapes
 
     def agree_on_buckets(self, packings: Packings) -> list[int]:
         """Rows of each microbatch of a step, the same on all ranks; all of them call it together.

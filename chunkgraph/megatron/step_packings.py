@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from chunkgraph.engine import Agree
 from chunkgraph.errors import ConfigError, PackingError, SlotError
-from chunkgraph.megatron.buckets import Buckets
+from chunkgraph.megatron.buckets import BankKey, Buckets
 from chunkgraph.packing import PackedShape, reason_not_to_fit
 
 __all__ = ["Packings", "StepPackings", "misfit_of"]
@@ -29,6 +29,7 @@ class StepPackings:
     Attributes:
         shape: the largest.
         keys: buckets of the microbatches of the step that was begun last.
+        banks: and their banks.
         misfit: why that step does not fit, whether it was announced or not; "" if it does.
 
     Raises:
@@ -41,11 +42,12 @@ class StepPackings:
         self.buckets = buckets
         self.shape = shape = buckets.shapes[buckets.keys[0]]
         self.keys: list[int] | None = None
+        self.banks: list[BankKey] | None = None
         self.misfit = ""
         self._rank = rank
         self._needs_buckets = needs_buckets and len(buckets.keys) > 1
         self._announced: tuple[list[list[int]], str, str, list[int]] | None = None
-        digest = zlib.crc32(repr(buckets.shapes).encode())
+        digest = zlib.crc32(repr(buckets.all_shapes).encode())
         if agree is not None and agree([digest, -digest]) != [digest, -digest]:
             raise ConfigError(
                 f"rank {rank}: the packed shape is {shape}, and another on another rank. Give "
@@ -91,13 +93,17 @@ class StepPackings:
                         "microbatches are that they receive. Give packings=... or buckets=..."
                     )
                 self.keys = None if buckets is None else list(buckets)
+                rows = self.keys or [self.buckets.keys[0]] * num_microbatches
+                self.banks = self.buckets.largest_banks(rows)
                 self.misfit = misfit
                 return misfit
             told = misfit or misfit_of(packings, self.shape, num_microbatches, self._rank)
             self.keys = self._chosen(packings, buckets, told)
+            self.banks = self.buckets.banks_of(packings, self.keys)
             self.misfit = told
             return told
         was, said, self.misfit, self.keys = announced
+        self.banks = self.buckets.banks_of(was, self.keys)
         is_other = packings is not None and _plain(packings) != was
         is_other = is_other or (buckets is not None and list(buckets) != self.keys)
         if is_other or (misfit and misfit != said) or len(was) != num_microbatches:

@@ -84,6 +84,11 @@ def test_packed_microbatches_are_taken_as_they_are(tmp_path, capsys):
     assert found["recommended"]["num_misfits"] == 10
     strict = json.loads(run(capsys, *arguments, "--target-fallback", "9%")[1])
     assert strict["recommended"]["max_packed_seqs"] == 10
+    assert (found["seq_buckets"], strict["seq_buckets"]) == ([], [2])
+    told = run(capsys, *arguments[:-1], "--target-fallback", "9%")[1]
+    assert "90% of the microbatches have at most 1 documents" in told
+    assert "packing.seq_buckets=[2]" in told
+    assert max(map(len, told.splitlines()[1:])) <= 80
     code, out, _ = run(capsys, *arguments, "--max-packed-tokens", "8")
     assert code == 1
     assert json.loads(out)["recommended"] is None

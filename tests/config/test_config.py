@@ -227,6 +227,12 @@ def test_bad_override_says_which_and_why(small: Path, override: str, parts: list
         ),
         ("packing.max_packed_seqs=-1", ConfigError, ["packing.max_packed_seqs is -1"]),
         ("packing.buckets=[0.5]", ConfigError, ["buckets is [0.5]", "packing is off"]),
+        ("packing.seq_buckets=[4]", ConfigError, ["seq_buckets is [4]", "packing is off"]),
+        (
+            "packing.max_packed_seqs=8; train.micro_batch_size=1; packing.seq_buckets=[4,8]",
+            ConfigError,
+            ["packing.seq_buckets has 8", "below packing.max_packed_seqs (8)"],
+        ),
         (
             "packing.max_packed_seqs=8; train.micro_batch_size=1; packing.buckets=[0.5,9999]",
             ConfigError,

@@ -114,6 +114,76 @@ def test_steps_know_the_buckets_of_their_microbatches() -> None:
         steps.begin([[3]], "", 1, [16])
 
 
+def _counted(*counts: int) -> Buckets:
+    return Buckets(bucket_shapes(PackedShape(9, 32), [0.5]), counts)
+
+
+def test_each_takes_the_fewest_sequences_that_hold_it() -> None:
+    buckets = _counted(3, 5)
+    assert buckets.banks == ((32, 9), (32, 5), (32, 3), (16, 9), (16, 5), (16, 3))
+    assert [(s.max_packed_tokens, s.max_packed_seqs) for s in buckets.all_shapes] == [
+        *buckets.banks
+    ]
+    packings = [[8], [8, 1], [1] * 3, [1] * 4, [1] * 5, [9, 9], [1] * 8, [1] * 9]
+    tokens = buckets.choose(packings)
+    assert tokens == [16, 16, 16, 16, 16, 32, 16, 32]
+    seqs = [3, 3, 5, 5, 9, 3, 9, 9]  # nothing holds the last
+    assert buckets.banks_of(packings, tokens) == list(zip(tokens, seqs, strict=True))
+    for lengths, rows, most in zip(packings, tokens, seqs, strict=True):
+        shape = buckets.shape_of(lengths, rows)
+        assert (shape.max_packed_tokens, shape.max_packed_seqs) == (rows, most)
+    assert _counted().banks == (32, 16)  # one number of sequences: as ever
+    for wrong in (1, 9, 10, 2.5, True):
+        with pytest.raises(ConfigError, match=r"seq_buckets has .* below max_packed_seqs \(9\)"):
+            _counted(3, wrong)
+
+
+def test_offsets_of_other_numbers_of_sequences() -> None:
+    """From many to few and back; documents that are too many become one with the last."""
+    name = "packed_seq_params.cu_seqlens_q"
+
+    def call(packed: Any) -> dict[str, Any]:
+        return {
+            name: torch.from_numpy(packed.cu_seqlens),
+            f"{name}_padded": torch.from_numpy(packed.cu_seqlens_padded),
+        }
+
+    def derived(
+        lengths: list[int], of: tuple[int, int], wanted: tuple[int, int]
+    ) -> list[list[int]]:
+        packed = pack(lengths, PackedShape(of[1], of[0]))
+        first = torch.ones(of[0], 1, 2)
+        (made,), kwargs = _counted(3).derive(0, (first,), call(packed), of, wanted)
+        assert made.shape == (wanted[0], 1, 2)
+        assert all(value.dtype == torch.int32 for value in kwargs.values())
+        return [kwargs[n].tolist() for n in (name, f"{name}_padded")]
+
+    assert derived([4, 5], (32, 3), (32, 9)) == [[0, 4] + [9] * 8, [0, 4, 9] + [32] * 7]
+    assert derived([4, 5], (32, 9), (32, 3)) == [[0, 4, 9, 9], [0, 4, 9, 32]]
+    assert derived([1] * 8, (32, 9), (32, 3)) == [[0, 1, 2, 8], [0, 1, 2, 32]]
+    assert derived([3] * 8, (32, 9), (16, 3)) == [[0, 3, 6, 16], [0, 3, 6, 16]]
+    packed = pack([4], PackedShape(9, 32))
+    only = {name: torch.from_numpy(packed.cu_seqlens_padded)}  # of a script that fills all rows
+    _, kwargs = _counted(3).derive(0, (torch.ones(32, 1, 2),), only, (32, 9), (32, 3))
+    assert kwargs[name].tolist() == [0, 4, 32, 32]
+
+
+def test_steps_know_the_banks_of_their_microbatches() -> None:
+    steps = StepPackings(_counted(3), 0, None)
+    assert steps.begin([[8], [1] * 4, [17]], "", 3) == ""
+    assert steps.banks == [(16, 3), (16, 9), (32, 3)]
+    assert steps.begin([[8]], "", 1, [32]) == ""
+    assert steps.banks == [(32, 3)]
+    assert steps.begin(None, "a bad day", 2, [16, 32]) == "a bad day"
+    assert steps.banks == [(16, 9), (32, 9)]
+    assert steps.announced([[3] * 3], "") == ""
+    assert steps.begin(None, "", 1) is None
+    assert steps.banks == [(16, 9)]
+    alone = StepPackings(Buckets([_SHAPE], [3]), 0, None)
+    assert alone.begin(None, "a bad day", 2) == "a bad day"
+    assert alone.banks == [(32, 5), (32, 5)]
+
+
 def test_ranks_that_share_experts_are_to_agree() -> None:
     steps = StepPackings(_buckets(), 0, None, needs_buckets=True)
     with pytest.raises(ConfigError, match=r"share experts.*agree_on_buckets"):

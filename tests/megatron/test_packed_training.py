@@ -38,6 +38,7 @@ def make_case(make_config: Callable[..., Any], tmp_path: Path) -> Case:
         moe: dict[str, Any] | None = None,
         stash: dict[str, Any] | None = None,
         buckets: tuple[float, ...] = (),
+        seq_buckets: tuple[int, ...] = (),
         **pipeline: Any,
     ) -> dict[str, Any]:
         return {
@@ -57,6 +58,7 @@ def make_case(make_config: Callable[..., Any], tmp_path: Path) -> Case:
                     "max_packed_seqs": seqs,
                     "max_packed_tokens": _TOKENS,
                     "buckets": list(buckets),
+                    "seq_buckets": list(seq_buckets),
                 },
                 capture={"scope": scope, "verify": verify},
             )
@@ -170,18 +172,32 @@ def test_length_buckets(run_cases: Callable[..., Any], make_case: Case) -> None:
         "chunk": make_case(
             [2, 3, 4], model={"num_layers": 1, "hidden_dropout": 0.1}, buckets=_BUCKETS
         ),
+        "sequences": make_case(
+            [2, 3, 4],
+            model={"num_layers": 1, "hidden_dropout": 0.1},
+            buckets=(42,),
+            seq_buckets=(4, 5),
+            verify="poison",
+        ),
     }
     assert _lengths(cases["block"]) == {36, 42, 48}
     results = run_cases(cases, 1)
     _check(results)
-    for result in results.values():
-        assert result["steps"][1]["captures"] == 4  # one slot, in four banks
+    # One slot, in as many banks.
+    captures = {name: result["steps"][1]["captures"] for name, result in results.items()}
+    assert captures == {"block": 4, "chunk": 4, "sequences": 6}
+    (replays,) = results["sequences"]["replays_of_bank"]
+    assert len(replays) > 2
+    assert sum(replays.values()) == 7
+    assert set(replays) <= {f"{t} tokens, {n} sequences" for t in (42, 48) for n in (4, 5, 16)}
 
 
 def test_length_buckets_on_two_ranks(run_cases: Callable[..., Any], make_case: Case) -> None:
     """Stages receive tensors of several lengths, into slots and elsewhere; experts are shared."""
     cases = {
-        "pp2": make_case([3, 1, 5], pp=2, model={"num_layers": 2}, buckets=_BUCKETS),
+        "pp2": make_case(
+            [3, 1, 5], pp=2, model={"num_layers": 2}, buckets=_BUCKETS, seq_buckets=(4,)
+        ),
         "pp2_vpp2": make_case([2, 4], scope="block", pp=2, vpp=2, buckets=(0.75, 42)),
         "ep2": make_case(
             [2, 3],
@@ -190,6 +206,7 @@ def test_length_buckets_on_two_ranks(run_cases: Callable[..., Any], make_case: C
             dp=2,
             expert_model_parallel_size=2,
             buckets=(0.75, 42),
+            seq_buckets=(4, 5),
         ),
     }
     assert all(len(_lengths(case)) > 1 for case in cases.values())

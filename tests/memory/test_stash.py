@@ -252,6 +252,36 @@ def test_a_tensor_saved_twice_takes_pages_once_and_parts_are_stashed() -> None:
     assert x.grad[:3].any()
 
 
+def test_columns_of_rows_are_stashed_with_all_columns_once() -> None:
+    """A gate and what it gates, split off one product: neither keeps the memory of all rows."""
+    grads, wanted = [], []
+    for is_stashed in (False, True):
+        stash = make_stash(64, page_bytes=256)
+        saving = Saving(256)
+        saving.mode, saving.stash = "stash", stash
+        torch.manual_seed(0)
+        x = torch.randn(8, 32)
+        x[5:] = 0.0
+        x.requires_grad_()
+        meter = saving.meter = PageMeter(1, torch.device("cpu"))
+        rows = RowsInUse.of(x.detach().any(1))
+        for mode in ("measure", "stash") if is_stashed else ("off",):
+            saving.mode = mode  # type: ignore[assignment]
+            with meter.forward(0), saving.scope(rows, [], "experts"):
+                whole = x * 2
+                gate, value = whole.chunk(2, dim=1)
+                result = gate.sin() * value.cos()  # saves gate and value, and their sine and cosine
+            del whole, gate, value
+        wanted.append(stash.arena.status().num_wanted_pages)
+        result.sum().backward()
+        assert stash.arena.status().num_wanted_pages == 0
+        grads.append(x.grad)
+    # Rows of 128 bytes, two to a page, and twice rows of 64, four to a page.
+    assert wanted == [0, 3 + 2 * 2]
+    assert meter.pages_for([1], 1.0) == 7
+    assert torch.equal(grads[0][:5], grads[1][:5])  # cos(0) of the other rows comes back as 0
+
+
 def test_what_no_backward_reads_or_reads_twice_is_an_error() -> None:
     saving = Saving(64)
     saving.mode, saving.stash = "stash", make_stash(64)

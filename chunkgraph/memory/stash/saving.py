@@ -35,6 +35,16 @@ class _Kept:
 
 
 @dataclass(frozen=True)
+class _Columns:
+    """Some columns of a stashed tensor's rows, as autograd holds them."""
+
+    kept: _Kept
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True)
 class _Known:
     """A tensor that was stashed already in this scope."""
 
@@ -47,8 +57,9 @@ class Saving:
     """Decides in a scope what becomes of each tensor that autograd saves there.
 
     Stashed are contiguous tensors that have the scope's rows, or are some of the rows of such a
-    tensor, and that are not parameters; all rows may be one after the other in one dimension. The
-    rest is saved as always.
+    tensor, and that are not parameters; all rows may lie one after the other in one dimension. Of
+    some columns of such a tensor (a gate that was split off) all are stashed, once. The rest is
+    saved as always.
 
     Args:
         page_bytes: of the stash.
@@ -136,12 +147,13 @@ class Saving:
         assert meter is not None
 
         def pack(tensor: torch.Tensor) -> Any:
-            part = chosen.rows_of(tensor)
+            whole = _whole_rows(tensor)
+            part = chosen.rows_of(whole)
             if part is not None:
-                before = seen.get(_key(tensor))
+                before = seen.get(_key(whole))
                 if before is None or before.expired():
-                    seen[_key(tensor)] = StorageWeakRef(tensor.untyped_storage())
-                    meter.add(part, _layout_of(_by_rows(tensor, part), self._page_bytes, name))
+                    seen[_key(whole)] = StorageWeakRef(tensor.untyped_storage())
+                    meter.add(part, _layout_of(_by_rows(whole, part), self._page_bytes, name))
             return tensor
 
         return pack
@@ -153,23 +165,29 @@ class Saving:
         assert stash is not None
 
         def pack(tensor: torch.Tensor) -> Any:
-            part = chosen.rows_of(tensor)
+            whole = _whole_rows(tensor)
+            part = chosen.rows_of(whole)
             if part is None:
                 return tensor
-            before = known.get(_key(tensor))
+            before = known.get(_key(whole))
             is_same = before is not None and not before.storage.expired()
             if before is None or not is_same or before.version != tensor._version:
-                stashed = stash.stash(_by_rows(tensor, part), part)
-                kept = _Kept(stashed, name, tensor.shape)
+                stashed = stash.stash(_by_rows(whole, part), part)
+                kept = _Kept(stashed, name, whole.shape)
                 storage = StorageWeakRef(tensor.untyped_storage())
-                before = known[_key(tensor)] = _Known(storage, tensor._version, kept)
+                before = known[_key(whole)] = _Known(storage, tensor._version, kept)
                 self._waiting[id(kept)] = kept
             before.kept.num_uses += 1
-            return before.kept
+            if whole is tensor:
+                return before.kept
+            offset = int(tensor.storage_offset())
+            return _Columns(before.kept, tensor.shape, tensor.stride(), offset)
 
         return pack
 
     def _unpack(self, held: Any) -> torch.Tensor:
+        if isinstance(held, _Columns):
+            return self._unpack(held.kept).as_strided(held.shape, held.stride, held.offset)
         if not isinstance(held, _Kept):
             return held
         if not held.num_uses:
@@ -242,6 +260,20 @@ class _Choice:
 def _by_rows(tensor: torch.Tensor, rows: RowsInUse) -> torch.Tensor:
     """A view whose first dimension are the rows."""
     return tensor.detach().view(rows.num_rows, -1) if tensor.dim() == 1 else tensor
+
+
+def _whole_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or where it is some columns of a matrix that fills its storage, that matrix."""
+    if tensor.dim() != 2 or tensor.is_contiguous() or not tensor.numel():
+        return tensor
+    storage, size = tensor.untyped_storage(), tensor.element_size()
+    (num_rows, _), (width, step) = tensor.shape, tensor.stride()
+    if step != 1 or storage.nbytes() != num_rows * width * size:
+        return tensor
+    if tensor.storage_offset() + tensor.shape[1] > width:
+        return tensor
+    with torch.no_grad():
+        return tensor.detach().as_strided((num_rows, width), (width, 1), 0)
 
 
 def _layout_of(tensor: torch.Tensor, page_bytes: int, name: str) -> RowLayout:
