@@ -16,8 +16,8 @@ _STATIC = (
     "moe_pad_expert_input_to_capacity=True"
 )
 _OTHER_BACKENDS = {
-    "deepep": "it waits on the host for the number of rows that came, and its worst-case mode "
-    "gives a layout that Megatron's dispatcher cannot take",
+    "deepep": "it waits on the host for the number of rows that came (Megatron's dispatcher does "
+    "not ask for DeepEP's mode of the worst case)",
     "ncclep": "a rank that is over its budget ends the process, so that no step can be run anew",
 }
 

@@ -193,6 +193,44 @@ def test_only_rows_are_stashed_once_each_and_no_weights() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
 
+class _Flat(torch.autograd.Function):
+    """Saves rows one after the other in one dimension, as fused grouped products do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x.reshape(-1), weight.reshape(-1).clone(), x[:, 0].clone())
+        ctx.shape = weight.shape
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        x, weight, _ = ctx.saved_tensors
+        assert x.dim() == 1
+        return grad @ weight.view(ctx.shape).t(), x.view(len(grad), -1).t() @ grad
+
+
+def test_rows_in_one_dimension_are_stashed() -> None:
+    stash = make_stash(64)
+    saving = Saving(64)
+    saving.mode, saving.stash = "stash", stash
+    weight = torch.randn(16, 12, requires_grad=True)
+    x = torch.zeros(8, 16)
+    x[:3] = torch.randn(3, 16)
+    x.requires_grad_()
+    _Flat.apply(x, weight).square().sum().backward()
+    eager, x.grad, weight.grad = (x.grad, weight.grad), None, None
+    with saving.scope(RowsInUse.first(torch.tensor([3]), 8), [weight], "experts"):
+        out = _Flat.apply(x, weight)
+    # Three rows of 64 bytes; neither the copy of the weight nor the narrow column.
+    assert stash.arena.status().num_wanted_pages == 3
+    out.square().sum().backward()
+    assert stash.arena.status().num_wanted_pages == 0
+    assert eager[0] is not None
+    assert eager[1] is not None
+    assert torch.equal(x.grad, eager[0])
+    assert torch.equal(weight.grad, eager[1])
+
+
 def test_a_tensor_saved_twice_takes_pages_once_and_parts_are_stashed() -> None:
     stash = make_stash(64)
     saving = Saving(64)

@@ -70,7 +70,7 @@ class Saving:
     """Decides in a scope what becomes of each tensor that autograd saves there.
 
     Stashed are contiguous tensors that have the scope's rows, or are some of the rows of such a
-    tensor, and that are not parameters; all rows may be one after the other in one dimension. Of
+    tensor, and that are not parameters; all rows may lie one after the other in one dimension. Of
     some columns of such a tensor (a gate that was split off) all are stashed, once. The rest is
     saved as always.
 
@@ -299,6 +299,11 @@ class _Choice:
         return part
 
 
+def _by_rows(tensor: torch.Tensor, rows: RowsInUse) -> torch.Tensor:
+    """A view whose first dimension are the rows."""
+    return tensor.detach().view(rows.num_rows, -1) if tensor.dim() == 1 else tensor
+
+
 def _whole_rows(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, or where it is some columns of a matrix that fills its storage, that matrix."""
     if tensor.dim() != 2 or tensor.is_contiguous() or not tensor.numel():
@@ -311,11 +316,6 @@ def _whole_rows(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     with torch.no_grad():
         return tensor.detach().as_strided((num_rows, width), (width, 1), 0)
-
-
-def _by_rows(tensor: torch.Tensor, rows: RowsInUse) -> torch.Tensor:
-    """A view whose first dimension are the rows."""
-    return tensor.detach().view(rows.num_rows, -1) if tensor.dim() == 1 else tensor
 
 
 def _layout_of(tensor: torch.Tensor, page_bytes: int, name: str) -> RowLayout:
