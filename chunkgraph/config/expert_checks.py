@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from chunkgraph.config.flex_checks import check_flex
 from chunkgraph.errors import ConfigError, TopologyError
 
 if TYPE_CHECKING:
@@ -55,7 +56,9 @@ def check_experts(config: Config) -> None:
             f"moe.moe_layer_freq is {list(frequency)}; it has one number for each of the "
             f"{num_layers} layers of the model, 1 (experts) or 0 (feed-forward)."
         )
-    _check_capacity(moe, moe.num_moe_experts)
+    check_flex(config)
+    if moe.moe_token_dispatcher_type != "flex":
+        _check_capacity(moe, moe.num_moe_experts)
     if moe.token_drops == "rerun" and config.model.fp8 is not None:
         raise ConfigError(
             f"moe.token_drops is rerun with model.fp8={config.model.fp8}: a step that is run anew "

@@ -103,11 +103,17 @@ class ExpertConfig:
     """Width of each expert, in elements; null is ``model.ffn_hidden_size``."""
     moe_expert_capacity_factor: float | None = None
     """Room of an expert, as a multiple of the tokens it would get if all got the same;
-    ``num_moe_experts / moe_router_topk`` has room for all tokens."""
+    ``num_moe_experts / moe_router_topk`` has room for all tokens. Null with flex."""
     moe_pad_expert_input_to_capacity: bool = True
-    """Whether an expert's input is filled up to its room, so that its shape is fixed."""
-    moe_token_dispatcher_type: Literal["alltoall", "allgather"] = "alltoall"
+    """Whether an expert's input is filled up to its room, so that its shape is fixed (not with
+    flex)."""
+    moe_token_dispatcher_type: Literal["alltoall", "allgather", "flex"] = "alltoall"
     """How tokens get to the ranks of their experts."""
+    moe_flex_dispatcher_backend: Literal["hybridep", "deepep"] | None = None
+    """What ``flex`` dispatches with: DeepEP's HybridEP."""
+    moe_expert_rank_capacity_factor: float | None = None
+    """With hybridep, rows that the experts of a rank have room for together, as a multiple of the
+    tokens of a microbatch times ``moe_router_topk``."""
     moe_aux_loss_coeff: float = 0.0
     """Weight of the loss that balances the experts' loads."""
     moe_z_loss_coeff: float | None = None
@@ -124,6 +130,8 @@ class ExpertConfig:
     """Whether a bias that follows the loads takes part in the choice (with sigmoid scores)."""
     moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
     """What turns the router's logits into scores."""
+    moe_router_dtype: Literal["fp32", "fp64"] | None = None
+    """Type of the router's arithmetic; null is that of the model."""
     moe_router_pre_softmax: bool = False
     """Whether scores are taken over all experts, instead of over the chosen ones."""
     moe_router_num_groups: int | None = None
@@ -132,8 +140,12 @@ class ExpertConfig:
     """How many groups a token may use."""
     moe_grouped_gemm: bool = False
     """Whether the experts of a rank are multiplied together (Transformer Engine layers)."""
+    use_transformer_engine_op_fuser: bool = False
+    """Whether they are one operation of Transformer Engine, which takes the number of tokens of
+    each expert from the device (hybridep)."""
     token_drops: Literal["warn", "count", "raise", "rerun"] = "warn"
-    """What is done about tokens that an expert has no room for: count them and ``warn`` once (and
+    """What is done about tokens that an expert (with hybridep: a rank; raise and rerun alone) has
+    no room for: count them and ``warn`` once (and
     refuse capacity factors below 1), ``count`` them, ``raise`` an error, or ``rerun`` the step
     eagerly with room for all and capture with more room from then on."""
 

@@ -10,7 +10,9 @@ from typing import Any
 
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.flags import GraphFlags, flags_from
+from chunkgraph.megatron.hybridep_needs import hybridep_is_missing
 from chunkgraph.megatron.launch_packing import packing_refusals
+from chunkgraph.megatron.moe_hybridep import asks_for_hybridep
 from chunkgraph.megatron.moe_support import stash_refusals
 from chunkgraph.megatron.support import refused_settings
 
@@ -113,6 +115,9 @@ def settle_arguments(args: argparse.Namespace, *, on_cpu: bool) -> GraphFlags | 
             f"--cuda-graph-{refusal}"
             for refusal in stash_refusals(_AsConfig(args), flags.stash.page_bytes)
         ]
+    if asks_for_hybridep(_AsConfig(args)):
+        missing = "it needs GPUs" if on_cpu else hybridep_is_missing()
+        found += [f"--moe-flex-dispatcher-backend hybridep: {missing}"] if missing else []
     use_te_rng = _wants_te_rng(args, on_cpu)
     if use_te_rng and importlib.util.find_spec("transformer_engine") is None:
         found.append(_missing_transformer_engine(args))

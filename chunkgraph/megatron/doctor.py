@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import importlib.metadata
 import importlib.util
 import os
@@ -14,6 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from chunkgraph.megatron.hybridep_needs import (
+    CUBLASLT_NEEDED,
+    FUSED_GROUPED_MLP,
+    cublaslt_version,
+    deep_ep_state,
+    version_text,
+    wants_fused_grouped_mlp,
+)
 from chunkgraph.megatron.releases import RANGE, is_known
 
 __all__ = ["Finding", "examine"]
@@ -21,9 +27,7 @@ __all__ = ["Finding", "examine"]
 State = Literal["ok", "absent", "wrong"]
 
 _VERSION_PARTS = ("MAJOR", "MINOR", "PATCH")
-_CUBLASLT_NEEDED = 130801
 _CUDNN_PARTIAL = 91500
-"""13.8.1, the first that takes the token counts of a grouped GEMM from the device."""
 
 
 @dataclass(frozen=True)
@@ -164,14 +168,14 @@ def _cudnn() -> Finding:
 
 def _deep_ep() -> Finding:
     name = "DeepEP (HybridEP)"
-    if importlib.util.find_spec("deep_ep") is None:
+    version, has_hybrid_ep = deep_ep_state()
+    if version is None:
         advice = (
             "mixture of experts then takes all-to-all with a capacity factor; HybridEP is built "
             "from the hybrid-ep branch of DeepEP"
         )
         return Finding(name, "absent", "not installed", advice)
-    version = _version("deep_ep") or "unknown version"
-    if importlib.util.find_spec("hybrid_ep_cpp") is None:
+    if not has_hybrid_ep:
         advice = "this build has no HybridEP; build the hybrid-ep branch"
         return Finding(name, "absent", version, advice)
     return Finding(name, "ok", version)
@@ -179,17 +183,26 @@ def _deep_ep() -> Finding:
 
 def _cublaslt() -> Finding:
     name = "cuBLASLt"
-    for library in ("libcublasLt.so.13", "libcublasLt.so.12", "libcublasLt.so"):
-        with contextlib.suppress(OSError, AttributeError):
-            get_version = ctypes.CDLL(library).cublasLtGetVersion
-            get_version.restype = ctypes.c_size_t
-            number = int(get_version())
-            text = f"{number // 10000}.{number // 100 % 100}.{number % 100}"
-            if number < _CUBLASLT_NEEDED:
-                advice = "a grouped MLP whose token counts stay on the device needs 13.8.1"
-                return Finding(name, "absent", text, advice)
-            return Finding(name, "ok", text)
-    return Finding(name, "absent", "not found")
+    number = cublaslt_version()
+    if number is None:
+        return Finding(name, "absent", "not found")
+    if number < CUBLASLT_NEEDED:
+        advice = (
+            f"HybridEP needs {version_text(CUBLASLT_NEEDED)}: a grouped MLP whose token counts "
+            "stay on the device"
+        )
+        return Finding(name, "absent", version_text(number), advice)
+    return Finding(name, "ok", version_text(number))
+
+
+def _grouped_mlp() -> Finding:
+    name = "fused grouped MLP"
+    if wants_fused_grouped_mlp():
+        return Finding(name, "ok", f"{FUSED_GROUPED_MLP}=1")
+    advice = (
+        f"HybridEP needs {FUSED_GROUPED_MLP}=1, for use_transformer_engine_op_fuser; on Hopper too"
+    )
+    return Finding(name, "absent", "not asked for", advice)
 
 
 def _determinism() -> Finding:
@@ -231,6 +244,7 @@ _LOOKS: tuple[Callable[[], Finding], ...] = (
     _triton,
     _deep_ep,
     _cublaslt,
+    _grouped_mlp,
     _cudnn,
     _determinism,
 )

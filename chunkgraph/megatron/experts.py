@@ -1,8 +1,8 @@
 """Mixture of experts in the graphs of one rank: its state, and the tokens that found no room.
 
-Dispatch with a fixed capacity has fixed shapes; what it costs is that an expert can be chosen by
-more tokens than it has room for, and Megatron drops those without a word. Here every one is
-counted, on the device and inside the graphs.
+Dispatch with a fixed capacity has fixed shapes; what it costs is that an expert, or with HybridEP
+a rank, can be chosen by more tokens than it has room for, and Megatron drops those without a word.
+Here every case is counted, on the device and inside the graphs.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import nn
 from chunkgraph.engine import Chunk
 from chunkgraph.errors import TokenDropError
 from chunkgraph.megatron import compat
+from chunkgraph.megatron.expert_room import ExpertRoom, RankRoom, SharedOut
 from chunkgraph.megatron.padding import keep_padding_from_experts
 from chunkgraph.megatron.scope import CapturedPart
 from chunkgraph.megatron.token_drops import DropReport
@@ -28,9 +29,6 @@ __all__ = ["Experts", "TokenDrops", "both"]
 
 TokenDrops = Literal["warn", "count", "raise", "rerun"]
 """What is done about a token that an expert has no room for; see `attach`."""
-
-_HEADROOM = 1.1
-"""Room given after tokens were dropped, as a multiple of what would have done."""
 
 
 class Experts:
@@ -59,14 +57,23 @@ class Experts:
     ) -> None:
         self.reruns = token_drops == "rerun"
         self._layers = compat.moe_layers_of([m for c in model_chunks for m in c.modules()])
+        self._budget: compat.RankBudget | None = None
         self._undo = contextlib.ExitStack()
         if packed_config is not None:
             # First: what no router chose cannot be dropped.
             self._undo.callback(keep_padding_from_experts(model_chunks, packed_config))
         routers = compat.routers_of([m for chunk in model_chunks for m in chunk.modules()])
-        captured = compat.routers_of([m for part in parts for m in part.modules])
+        self._modules = [m for part in parts for m in part.modules]
+        captured = compat.routers_of(self._modules)
         self._state = compat.ExpertState(captured) if captured else None
-        self._drops = compat.TokenDrops(routers) if routers else None
+        self._drops: compat.TokenDrops | compat.RankBudget | None = None
+        self.room: ExpertRoom = SharedOut(self._layers)
+        if self._layers and compat.uses_rank_budget(self._layers[0].config):
+            self._budget = compat.RankBudget(self._layers)
+            self._drops = self._budget
+            self.room = RankRoom(self._budget, self._layers[0].config)
+        elif routers:
+            self._drops = compat.TokenDrops(routers)
         self._report: DropReport | None = None
         if self._drops is not None:
             self._report = DropReport(self._drops.counts, self._drops.layers)
@@ -86,7 +93,7 @@ class Experts:
         assert self._drops is not None
         return replace(
             chunk,
-            buffers=(*chunk.buffers, *self._state.buffers, self._drops.counts),
+            buffers=(*chunk.buffers, *self._state.buffers, *self._drops.tensors),
             before_backward=both(chunk.before_backward, self._state.before_backward),
         )
 
@@ -95,18 +102,24 @@ class Experts:
         """Around captures: dispatch reads nothing on the host, and metrics are put back."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(compat.static_dispatch())
+            stack.enter_context(compat.fused_operations_anew(self._modules))
             if self._state is not None:
                 stack.enter_context(self._state.capturing())
             yield
+        if self._budget is not None:
+            self._budget.remember_buffer()
 
     def begin_replays(self) -> None:
         """Before a step that replays.
 
         Raises:
-            ReplayMismatchError: Megatron's metrics were replaced since the capture.
+            ReplayMismatchError: Megatron's metrics, or DeepEP's buffer, were replaced since the
+                capture.
         """
         if self._state is not None:
             self._state.check()
+        if self._budget is not None:
+            self._budget.check_buffer()
 
     def end_step(self) -> None:
         """After the schedule of a training step, before its gradients are used.
@@ -157,33 +170,6 @@ class Experts:
             self._report.end_step()
             self._seen = sum(self.dropped_tokens(wait=True).values())
 
-    @contextlib.contextmanager
-    def with_room_for_all(self) -> Iterator[None]:
-        """Inside, an eager step drops no token."""
-        config = self._layers[0].config if self._layers else None
-        before = config.moe_expert_capacity_factor if config is not None else 0.0
-        if config is not None:
-            self._set_room(compat.factor_for_all(config.num_moe_experts, config.moe_router_topk))
-        try:
-            yield
-        finally:
-            if config is not None:
-                self._set_room(before)
-
-    def give_room(self, most_chosen: int, num_tokens: int) -> None:
-        """From now on experts have room for so many of a microbatch's tokens of one rank."""
-        if not self._layers or not num_tokens:
-            return
-        config = self._layers[0].config
-        share = num_tokens * config.moe_router_topk / config.num_moe_experts
-        enough = compat.factor_for_all(config.num_moe_experts, config.moe_router_topk)
-        # Never less than before: shapes may have changed since the tokens were counted.
-        wanted = max(most_chosen / share * _HEADROOM, config.moe_expert_capacity_factor)
-        self._set_room(min(wanted, enough))
-
-    def _set_room(self, factor: float) -> None:
-        compat.set_capacity_factor(self._layers, factor)
-
     def dropped_tokens(self, *, wait: bool = False) -> dict[int, int]:
         """See `MegatronChunkGraphs.dropped_tokens`."""
         return self._report.by_layer(wait=wait) if self._report is not None else {}
@@ -206,10 +192,9 @@ class Experts:
             else f"none on this rank, up to {most} on another"
         )
         raise TokenDropError(
-            f"Experts had no room for tokens in this step, which were dropped: {here}. The "
+            f"{self.room.words.lacked} in this step, which were dropped: {here}. The "
             "gradients lack them; the optimizer has not used them.\n"
-            "  To do: raise moe_expert_capacity_factor; num_moe_experts / moe_router_topk has room "
-            "for all. token_drops='count' lets training go on and counts them."
+            f"  To do: {self.room.words.advice}"
         )
 
     def _told(self) -> str:

@@ -9,6 +9,7 @@ from chunkgraph.config import Config
 __all__ = ["expert_flags"]
 
 _OURS = ("token_drops",)
+_PADDING = "moe_pad_expert_input_to_capacity"
 _RENAMED = {"num_moe_experts": "--num-experts"}
 
 
@@ -27,6 +28,8 @@ def expert_flags(config: Config) -> list[tuple[str, str, str | None]]:
     for item in fields(moe):
         value = getattr(moe, item.name)
         if item.name in _OURS or value is None or value is False:
+            continue
+        if item.name == _PADDING and moe.moe_token_dispatcher_type == "flex":
             continue
         flag = _RENAMED.get(item.name, f"--{item.name.replace('_', '-')}")
         text = str(list(value)) if isinstance(value, tuple) else str(value)

@@ -16,9 +16,10 @@ from torch.nn import functional
 from chunkgraph.config import Config
 from chunkgraph.errors import ConfigError, MissingDependencyError
 from chunkgraph.megatron.attention_limits import AttentionSite, refuse_large_deterministic
-from chunkgraph.megatron.compat import import_megatron
+from chunkgraph.megatron.compat import import_megatron, knows_rank_budget, versions
 from chunkgraph.megatron.fusion import fuse_weight_gradients
 from chunkgraph.megatron.hybrid_model import HybridChunks, hybrid_settings
+from chunkgraph.megatron.hybridep_needs import hybridep_is_missing
 from chunkgraph.megatron.moe_model import expert_block_spec, expert_settings
 from chunkgraph.packing import PackedShape
 
@@ -47,9 +48,12 @@ def build_model(
         ddp_scope: entered while chunks are wrapped in DDP.
 
     Raises:
-        ConfigError: the layers cannot train the packed sequences that are asked for.
+        ConfigError: the layers cannot train the packed sequences, or dispatch to the experts, that
+            are asked for.
+        MissingDependencyError: what HybridEP needs is not there.
     """
     _refuse_packed_attention(config, device)
+    _refuse_missing_dispatcher(config, device)
     transformer_config = _transformer_config(config, device, transformer_options or {})
     build = (
         _gpt_chunks(config, transformer_config, device)
@@ -88,6 +92,27 @@ def _refuse_packed_attention(config: Config, device: torch.device) -> None:
         most = max(config.packing.context_parallel_sizes, default=1)
         shape = PackedShape(seqs, config.tokens_per_sequence * most)
         refuse_large_deterministic(AttentionSite.here(device, with_padding=True), shape, heads)
+
+
+def _refuse_missing_dispatcher(config: Config, device: torch.device) -> None:
+    """Before the model is built, and in eager runs too."""
+    moe = config.moe
+    if moe.num_moe_experts is None or moe.moe_token_dispatcher_type != "flex":
+        return
+    if device.type != "cuda" or layer_spec_name(config, device) != "transformer_engine":
+        raise ConfigError(
+            "moe.moe_flex_dispatcher_backend=hybridep needs GPUs and Transformer Engine's layers "
+            f"(device is {device.type}, model.layer_spec {layer_spec_name(config, device)}). Set "
+            "moe.moe_token_dispatcher_type=alltoall and moe.moe_expert_capacity_factor."
+        )
+    if not knows_rank_budget():
+        raise ConfigError(
+            f"megatron-core {versions()['megatron_core']} knows no "
+            "moe.moe_expert_rank_capacity_factor. Use 0.18 or later, or set "
+            "moe.moe_token_dispatcher_type=alltoall and moe.moe_expert_capacity_factor."
+        )
+    if (missing := hybridep_is_missing()) is not None:
+        raise MissingDependencyError(missing)
 
 
 def _hybrid_chunks(

@@ -11,6 +11,11 @@ from chunkgraph.megatron.compat import import_megatron
 __all__ = ["expert_block_spec", "expert_settings"]
 
 _NOT_MEGATRONS = ("token_drops",)
+_WITH_FLEX = (
+    "moe_flex_dispatcher_backend",
+    "moe_expert_rank_capacity_factor",
+    "use_transformer_engine_op_fuser",
+)
 
 
 def expert_settings(config: Config) -> dict[str, Any]:
@@ -24,6 +29,11 @@ def expert_settings(config: Config) -> dict[str, Any]:
         if item.name not in _NOT_MEGATRONS
     }
     frequency = settings.pop("moe_layer_freq")
+    if moe.moe_token_dispatcher_type == "flex":
+        settings["moe_pad_expert_input_to_capacity"] = False
+    else:  # fields that some releases do not have
+        for name in _WITH_FLEX:
+            del settings[name]
     return {
         **settings,
         "moe_layer_freq": 1 if frequency is None else list(frequency),

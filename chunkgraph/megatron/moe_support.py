@@ -1,7 +1,8 @@
 """Which mixture-of-experts settings a chunk graph can hold, and what is said of the others.
 
 A graph needs shapes that are known before the tokens are: a fixed capacity of every expert, filled
-up with padding, and a dispatcher that then asks the device for nothing.
+up with padding, and a dispatcher that then asks the device for nothing; or HybridEP with a fixed
+budget of every rank.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+from chunkgraph.megatron.moe_hybridep import asks_for_hybridep, flex_refusals
 
 __all__ = ["idle_settings", "moe_refusals", "packed_moe_refusals", "stash_refusals"]
 
@@ -29,9 +32,6 @@ class _Refusal:
 _REFUSALS = (
     _Refusal("moe_shared_expert_overlap", "it keeps activations in Python between its parts"),
     _Refusal("moe_use_legacy_grouped_gemm", "its kernels read the token counts on the host"),
-    _Refusal(
-        "use_transformer_engine_op_fuser", "its grouped MLP was not tried with fixed capacity"
-    ),
     _Refusal("moe_router_padding_for_quantization", "it changes how many rows an expert gets"),
     _Refusal("moe_router_padding_for_fp8", "it changes how many rows an expert gets"),
     _Refusal("moe_enable_routing_replay", "what it replays is Python state"),
@@ -71,8 +71,11 @@ def moe_refusals(config: Any, token_drops: str = "warn") -> list[str]:
         for refusal in _REFUSALS
         if refusal.wanted(getattr(config, refusal.field, None))
     ]
-    found += _dispatch_refusals(config)
-    found += _capacity_refusals(config, num_experts, token_drops)
+    if getattr(config, "moe_token_dispatcher_type", None) == "flex":
+        found += flex_refusals(config, token_drops)
+    else:
+        found += _dispatch_refusals(config)
+        found += _capacity_refusals(config, num_experts, token_drops)
     found += _sharding_refusals(config, num_experts)
     if token_drops == "rerun" and getattr(config, "fp8", None):
         found.append(
@@ -165,6 +168,8 @@ def packed_moe_refusals(config: Any) -> list[str]:
     Args:
         config: anything that has TransformerConfig's fields as attributes, or some of them.
     """
+    if asks_for_hybridep(config):
+        return ["moe_flex_dispatcher_backend='hybridep': rows without a token were not tried"]
     found = [
         f"{refusal.field}={getattr(config, refusal.field)!r}: {refusal.why}"
         for refusal in _PACKED_REFUSALS
@@ -179,15 +184,13 @@ def packed_moe_refusals(config: Any) -> list[str]:
 
 
 def _dispatch_refusals(config: Any) -> list[str]:
-    dispatcher = getattr(config, "moe_token_dispatcher_type", None) or "allgather"
-    if dispatcher == "flex":
-        backend = getattr(config, "moe_flex_dispatcher_backend", None)
+    if getattr(config, "use_transformer_engine_op_fuser", False):
         why = (
-            f"moe_token_dispatcher_type='flex' with moe_flex_dispatcher_backend={backend!r}: only "
-            "DeepEP's HybridEP can dispatch in a graph, with moe_expert_rank_capacity_factor, and "
-            f"chunk graphs do not drive it yet; {_STATIC}"
+            "use_transformer_engine_op_fuser=True: its grouped MLP was not tried with a fixed "
+            "capacity of each expert; it belongs to HybridEP"
         )
         return [why]
+    dispatcher = getattr(config, "moe_token_dispatcher_type", None) or "allgather"
     if dispatcher not in _STATIC_DISPATCHERS:
         return [f"moe_token_dispatcher_type={dispatcher!r}: not known; {_STATIC}"]
     if dispatcher == "allgather" and getattr(config, "moe_permute_fusion", False):

@@ -38,7 +38,8 @@ class _Overflow:
         is_short: whether pages ran out.
         is_dropping: whether tokens were dropped.
         is_at_limit: whether a rank whose pages ran out may not take more.
-        most_chosen: tokens of a microbatch and rank that chose one expert.
+        most_chosen: tokens of a microbatch and rank that chose one expert, or with a rank budget
+            rows that a microbatch wanted of a rank.
         num_tokens: of a microbatch and rank.
     """
 
@@ -170,7 +171,7 @@ class OverflowGuard:
                 f"{size.page_bytes} bytes, {status.num_peak_pages} were wanted)"
             )
         if dropped:
-            reasons.append(f"{dropped} tokens found no room at an expert")
+            reasons.append(f"{dropped} {self._experts.room.words.counted}")
         return " and ".join(reasons) or "another rank had no room"
 
     def _run_again(
@@ -194,11 +195,11 @@ class OverflowGuard:
         elif self._rank == 0 and was_captured:
             limit = "memory" if found.is_at_limit else f"{self._max_recaptures} captures"
             _log.warning("room stays as it is: the limit of %s is reached.", limit)
-        with self._experts.with_room_for_all() if found.is_dropping else nullcontext():
+        with self._experts.room.for_all() if found.is_dropping else nullcontext():
             # After a release it is one of the steps before the capture, and eager by itself.
             result, mode = step(kwargs, not (was_captured and grows))
         assert mode is StepMode.EAGER
         if found.is_dropping and grows:
-            self._experts.give_room(found.most_chosen, found.num_tokens)
+            self._experts.room.give(found.most_chosen, found.num_tokens)
         self._experts.forget_step()
         return result

@@ -33,6 +33,7 @@ from chunkgraph.megatron.contexts import ContextBanks, StepContexts, refuse_besi
 from chunkgraph.megatron.contexts.groups import capturing_banks
 from chunkgraph.megatron.experts import Experts, TokenDrops
 from chunkgraph.megatron.hybrid_support import hybrid_refusals
+from chunkgraph.megatron.moe_hybridep import refuse_for_hybridep
 from chunkgraph.megatron.moe_support import idle_settings, stash_refusals
 from chunkgraph.megatron.overflow import OverflowGuard
 from chunkgraph.megatron.packed import refuse_other_context
@@ -117,7 +118,9 @@ def attach(
             first, with capacity factors below 1 refused; or ``raise`` TokenDropError on all ranks
             at the end of the step's schedule, for which the host then waits; or ``rerun`` such a
             step eagerly with room for all, on all ranks, and capture anew with more room, at most
-            ``stash.max_recaptures`` times (2 without ``stash``).
+            ``stash.max_recaptures`` times (2 without ``stash``). With HybridEP and a
+            budget of each rank only ``raise`` and ``rerun``: it tells no more than that a rank was
+            over its budget.
         stash: what experts save for the backward in pages, only rows that hold a token; measured in
             the eager steps before the capture. A step in which pages ran out is run anew eagerly:
             it must begin without gradients, and its ``forward_step_func`` keep no state of its own.
@@ -128,6 +131,8 @@ def attach(
     Raises:
         ConfigError: the model uses something a chunk graph cannot hold, no block was found, or
             ``packing`` differs between ranks.
+        MissingDependencyError: the model dispatches through HybridEP, and something that a graph
+            of it needs is not there.
     """
     chunks = [model_chunks] if isinstance(model_chunks, nn.Module) else list(model_chunks)
     compat.refuse_other_releases()
@@ -175,6 +180,7 @@ def attach(
                 and len({key.num_tokens for key in contexts.keys}) > 1
             },
         )
+    refuse_for_hybridep(config, options)
     if stash is not None and (refused := stash_refusals(config, stash.page_bytes)):
         raise ConfigError("Experts cannot stash in this model:\n  " + "\n  ".join(refused))
     options = options if options is not None else CaptureOptions()

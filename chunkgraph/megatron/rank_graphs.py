@@ -76,7 +76,7 @@ class MegatronChunkGraphs:
         """How often an expert had no room for a token that chose it, so far, on this rank.
 
         A token that found no room at two of its experts counts twice. Forwards without gradients
-        are not counted.
+        are not counted. With a rank budget it is how many dispatches were over it.
 
         Args:
             wait: for the device, so that the last step is in it; by default the count is as of the

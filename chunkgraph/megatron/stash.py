@@ -63,7 +63,7 @@ class ExpertStash:
         self._num_distinct_slots = max(num_slots) if are_shared else sum(num_slots)
         self._most_in_flight = most_in_flight
         self._device = device
-        self._saving = Saving(options.page_bytes)
+        self._saving = Saving(options.page_bytes, prefetches=options.prefetches)
         self._saving.meter = PageMeter(len(self._num_slots), device)
         self._wanted_pages = 0  # by what a step that ran out showed
         self._readout: StashReadout | None = None

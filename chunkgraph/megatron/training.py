@@ -13,7 +13,7 @@ import torch.distributed as dist
 from chunkgraph.config import Config
 from chunkgraph.engine.session import OnCapture
 from chunkgraph.engine.verify import same_bits
-from chunkgraph.megatron.compat import factor_for_all, versions
+from chunkgraph.megatron.compat import factor_for_all, rank_factor_for_all, versions
 from chunkgraph.megatron.loop import StepRecord, TrainingRun, run_training
 
 __all__ = ["Comparison", "compare_runs", "run_eager", "same_bits", "train"]
@@ -122,6 +122,10 @@ def _with_room_for_all(config: Config) -> Config:
     moe = config.moe
     if moe.num_moe_experts is None or moe.token_drops != "rerun":
         return config
+    if moe.moe_token_dispatcher_type == "flex":
+        ranks = config.pipeline.expert_model_parallel_size
+        enough = rank_factor_for_all(moe.num_moe_experts, moe.moe_router_topk, ranks)
+        return replace(config, moe=replace(moe, moe_expert_rank_capacity_factor=enough))
     enough = factor_for_all(moe.num_moe_experts, moe.moe_router_topk)
     return replace(config, moe=replace(moe, moe_expert_capacity_factor=enough))
 

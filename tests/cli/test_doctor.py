@@ -110,3 +110,23 @@ def test_a_cudnn_that_captures_some_lengths_only_is_told(
     finding = doctor._cudnn()
     assert (finding.state, finding.found) == (state, text)
     assert ("multiple of 128" in finding.advice) == (number == 91400)
+
+
+def test_what_hybridep_needs_has_a_line_each(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NVTE_CUTEDSL_FUSED_GROUPED_MLP", raising=False)
+    monkeypatch.setattr(doctor, "deep_ep_state", lambda: ("1.1.0", False))
+    monkeypatch.setattr(doctor, "cublaslt_version", lambda: 130100)
+    findings = found(capsys, 0)
+    names = ("DeepEP (HybridEP)", "cuBLASLt", "fused grouped MLP")
+    assert [findings[name]["state"] for name in names] == ["absent"] * 3
+    assert "hybrid-ep branch" in findings[names[0]]["advice"]
+    assert findings[names[1]]["found"] == "13.1.0"
+    assert "13.8.1" in findings[names[1]]["advice"]
+    assert "NVTE_CUTEDSL_FUSED_GROUPED_MLP=1" in findings[names[2]]["advice"]
+    monkeypatch.setenv("NVTE_CUTEDSL_FUSED_GROUPED_MLP", "1")
+    monkeypatch.setattr(doctor, "deep_ep_state", lambda: ("1.2.1", True))
+    monkeypatch.setattr(doctor, "cublaslt_version", lambda: 130802)
+    findings = found(capsys, 0)
+    assert [findings[name]["state"] for name in names] == ["ok"] * 3

@@ -156,6 +156,20 @@ def test_experts_become_flags() -> None:
     assert not [flag for flag in dense if "moe" in flag or "expert" in flag or "drops" in flag]
 
 
+def test_experts_through_hybridep_become_flags() -> None:
+    config = load_config(CONFIGS / "moe_ep2_hybridep.yaml")
+    flags, _ = merge_flags(config, [], source="run.yaml")
+    given = dict(itertools.pairwise(flags))
+    assert given["--moe-token-dispatcher-type"] == "flex"
+    assert given["--moe-flex-dispatcher-backend"] == "hybridep"
+    assert given["--moe-expert-rank-capacity-factor"] == "1.5"
+    assert given["--moe-router-dtype"] == "fp32"
+    assert given["--cuda-graph-token-drops"] == "rerun"
+    assert {"--use-transformer-engine-op-fuser", "--moe-grouped-gemm"} <= set(flags)
+    # The room of each expert is another way.
+    assert not {"--moe-pad-expert-input-to-capacity", "--moe-expert-capacity-factor"} & set(flags)
+
+
 def test_layer_on_the_command_line_leaves_no_flag_of_the_capture_section() -> None:
     config = load_config(CONFIGS / "gpt_pp2_cpu.yaml")
     flags, notes = merge_flags(config, ["--cuda-graph-granularity", "layer"], source="run.yaml")

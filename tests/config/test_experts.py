@@ -54,7 +54,7 @@ def test_experts_are_off_until_their_number_is_given() -> None:
         ({"moe_router_enable_expert_bias": True}, "moe_router_score_function=sigmoid"),
         ({"moe_router_num_groups": 2}, "go together"),
         ({"moe_router_num_groups": 3, "moe_router_group_topk": 1}, "groups of equal size"),
-        ({"moe_token_dispatcher_type": "flex"}, "one of alltoall, allgather"),
+        ({"moe_token_dispatcher_type": "flex"}, "only hybridep can dispatch"),
     ],
 )
 def test_settings_that_cannot_be_are_named(changes: dict[str, Any], said: str) -> None:
@@ -76,3 +76,49 @@ def test_experts_that_cannot_be_shared_out(
 ) -> None:
     with pytest.raises(TopologyError, match=said):
         _config(moe, **pipeline)
+
+
+_HYBRIDEP = {
+    "num_moe_experts": 8,
+    "moe_token_dispatcher_type": "flex",
+    "moe_flex_dispatcher_backend": "hybridep",
+    "moe_expert_rank_capacity_factor": 1.5,
+    "use_transformer_engine_op_fuser": True,
+    "moe_grouped_gemm": True,
+    "moe_router_dtype": "fp32",
+    "token_drops": "rerun",
+}
+
+
+def _through_hybridep(moe: dict[str, Any], **sections: dict[str, Any]) -> Any:
+    sizes = {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 64, "num_attention_heads": 4}
+    kind = {"swiglu": True, "params_dtype": "bfloat16", "seq_length": 16}
+    model = {**sizes, **kind, **sections.pop("model", {})}
+    mapping = {"model": model, "pipeline": {}, "train": {"num_microbatches": [2]}}
+    return config_from_mapping({**mapping, "moe": {**_HYBRIDEP, **moe}, **sections})
+
+
+@pytest.mark.parametrize(
+    ("moe", "sections", "said"),
+    [
+        ({"moe_flex_dispatcher_backend": "deepep"}, {}, "is deepep .* waits on the host"),
+        ({"moe_flex_dispatcher_backend": "ncclep"}, {}, "hybridep, deepep"),
+        ({"moe_expert_rank_capacity_factor": None}, {}, "rank_capacity_factor is null"),
+        ({"moe_expert_rank_capacity_factor": 0.9}, {}, "below 1 ranks drop tokens"),
+        ({"moe_expert_capacity_factor": 2.0}, {}, "moe_expert_capacity_factor is 2.0 with hy"),
+        ({"token_drops": "count"}, {}, "token_drops is count with hybridep"),
+        ({"use_transformer_engine_op_fuser": False}, {}, "needs moe.use_transformer_engine_op"),
+        ({"moe_router_dtype": None}, {}, "needs moe.moe_router_dtype=fp32"),
+        ({}, {"model": {"swiglu": False}}, "needs model.swiglu=true"),
+        ({}, {"model": {"params_dtype": "float32"}}, "needs model.params_dtype=bfloat16"),
+        ({}, {"capture": {"num_warmup_steps": 0}}, "capture.num_warmup_steps=0"),
+        ({}, {"packing": {"max_packed_seqs": 4}}, "packing .* was not tried"),
+        ({"moe_token_dispatcher_type": "alltoall"}, {}, "it belongs to flex"),
+    ],
+)
+def test_what_cannot_go_with_hybridep_is_named(
+    moe: dict[str, Any], sections: dict[str, Any], said: str
+) -> None:
+    assert _through_hybridep({}).moe.moe_flex_dispatcher_backend == "hybridep"
+    with pytest.raises(ConfigError, match=said):
+        _through_hybridep(moe, **sections)

@@ -33,6 +33,10 @@ class Experts(nn.Module):
         self.saving = saving
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with nullcontext() if self.saving is None else self.saving.forward(0):
+            return self._forward(x)
+
+    def _forward(self, x: torch.Tensor) -> torch.Tensor:
         scores = self.router(x).softmax(-1)
         weight, chosen = scores.max(-1)
         chosen = (chosen.unsqueeze(-1) == torch.arange(EXPERTS, device=x.device)).long()
@@ -59,8 +63,10 @@ def make_chunks(num_chunks: int, saving: Saving | None, device: torch.device) ->
     return [Experts(saving).to(device) for _ in range(num_chunks)]
 
 
-def make_saving(num_pages: int, device: torch.device, num_spill: int = 0) -> Saving:
-    saving = Saving(PAGE_BYTES)
+def make_saving(
+    num_pages: int, device: torch.device, num_spill: int = 0, *, prefetches: bool = False
+) -> Saving:
+    saving = Saving(PAGE_BYTES, prefetches=prefetches)
     size = ArenaSize(PAGE_BYTES, num_pages, num_spill)
     saving.stash = PagedStash(size, device, "reference" if num_spill else "auto")
     return saving
@@ -164,6 +170,7 @@ def _params(module: nn.Module) -> list[nn.Parameter]:
     seed=st.integers(0, 1000),
     plan=st.sampled_from(["shared_temporaries", "shared_backward", "pool_per_slot"]),
     num_spill=st.sampled_from([0, 30]),
+    prefetches=st.booleans(),
 )
 def test_a_thousand_random_replays_equal_eager_and_conserve_pages(
     new_backend: Callable[[], GraphBackend],
@@ -171,12 +178,14 @@ def test_a_thousand_random_replays_equal_eager_and_conserve_pages(
     seed: int,
     plan: str,
     num_spill: int,
+    prefetches: bool,
 ) -> None:
     """250 an example; poison fills every slot and scratch that is not in use with NaN."""
     backend = new_backend()
     if backend.device.type == "cuda":
         num_spill = 0
-    saving = make_saving(9 * MOST_PAGES - num_spill, backend.device, num_spill)
+    pages = 9 * MOST_PAGES - num_spill
+    saving = make_saving(pages, backend.device, num_spill, prefetches=prefetches)
     run = Captured(num_slots, backend, saving, memory_plan=plan, verify="poison")
     rng = random.Random(seed)
     torch.manual_seed(seed)

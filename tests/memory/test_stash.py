@@ -193,6 +193,44 @@ def test_only_rows_are_stashed_once_each_and_no_weights() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
 
+class _Flat(torch.autograd.Function):
+    """Saves rows one after the other in one dimension, as fused grouped products do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x.reshape(-1), weight.reshape(-1).clone(), x[:, 0].clone())
+        ctx.shape = weight.shape
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        x, weight, _ = ctx.saved_tensors
+        assert x.dim() == 1
+        return grad @ weight.view(ctx.shape).t(), x.view(len(grad), -1).t() @ grad
+
+
+def test_rows_in_one_dimension_are_stashed() -> None:
+    stash = make_stash(64)
+    saving = Saving(64)
+    saving.mode, saving.stash = "stash", stash
+    weight = torch.randn(16, 12, requires_grad=True)
+    x = torch.zeros(8, 16)
+    x[:3] = torch.randn(3, 16)
+    x.requires_grad_()
+    _Flat.apply(x, weight).square().sum().backward()
+    eager, x.grad, weight.grad = (x.grad, weight.grad), None, None
+    with saving.scope(RowsInUse.first(torch.tensor([3]), 8), [weight], "experts"):
+        out = _Flat.apply(x, weight)
+    # Three rows of 64 bytes; neither the copy of the weight nor the narrow column.
+    assert stash.arena.status().num_wanted_pages == 3
+    out.square().sum().backward()
+    assert stash.arena.status().num_wanted_pages == 0
+    assert eager[0] is not None
+    assert eager[1] is not None
+    assert torch.equal(x.grad, eager[0])
+    assert torch.equal(weight.grad, eager[1])
+
+
 def test_a_tensor_saved_twice_takes_pages_once_and_parts_are_stashed() -> None:
     stash = make_stash(64)
     saving = Saving(64)
@@ -242,6 +280,42 @@ def test_columns_of_rows_are_stashed_with_all_columns_once() -> None:
     assert wanted == [0, 3 + 2 * 2]
     assert meter.pages_for([1], 1.0) == 7
     assert torch.equal(grads[0][:5], grads[1][:5])  # cos(0) of the other rows comes back as 0
+
+
+@pytest.mark.parametrize("prefetches", [False, True])
+def test_a_backward_reloads_a_layer_while_the_one_after_it_runs(prefetches: bool) -> None:
+    stash, order = make_stash(64, page_bytes=256), []
+    reload = stash.reload
+    stash.reload = lambda held: order.append("reload") or reload(held)  # type: ignore[assignment]
+    saving = Saving(256, prefetches=prefetches)
+    saving.mode, saving.stash = "stash", stash
+    x = torch.randn(8, 16, requires_grad=True)
+    twin = x.detach().clone().requires_grad_()
+    rows = RowsInUse.of(torch.ones(8, dtype=torch.bool))
+    for _ in range(2):  # two forwards know nothing of each other
+        with saving.forward(0):
+            h = x
+            for layer in range(3):
+                with saving.scope(rows, [], f"layer {layer}"):
+                    h = (h * 1.5).exp()
+                with saving.scope(rows, [], "nothing is saved here"):
+                    h = h + 1.0
+                h = h.tanh()
+                h.register_hook(lambda _, layer=layer: order.append(f"backward {layer}"))
+        h.sum().backward()
+    if prefetches:
+        one = ["backward 2", "reload", "reload", "backward 1", "reload", "backward 0"]
+    else:
+        one = ["backward 2", "reload", "backward 1", "reload", "backward 0", "reload"]
+    assert order == one * 2
+    saving.check_all_read()
+    assert stash.arena.status().num_wanted_pages == 0
+    for _ in range(2):
+        h = twin
+        for _ in range(3):
+            h = ((h * 1.5).exp() + 1.0).tanh()
+        h.sum().backward()
+    assert torch.equal(x.grad, twin.grad)  # type: ignore[arg-type]
 
 
 def test_what_no_backward_reads_or_reads_twice_is_an_error() -> None:

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from chunkgraph.memory.stash import ArenaSize, PagedStash, RowsInUse
+from chunkgraph.memory.stash import ArenaSize, PagedStash, RowsInUse, Saving
 
 pytestmark = pytest.mark.gpu
 
@@ -56,3 +56,36 @@ def test_spilled_pages_come_back_from_pinned_memory() -> None:
         stash.give_back(held)
     status = stash.arena.status()
     assert (status.num_free_pages, status.num_free_spill_pages) == (10, 200)
+
+
+def test_reloads_ahead_run_beside_the_backward_of_a_graph() -> None:
+    """Captured, replayed with other rows in use: the gradients of the same without a stash."""
+    torch.manual_seed(0)
+    stash = PagedStash(ArenaSize(4096, 2000), torch.device("cuda"), "triton")
+    saving = Saving(4096, prefetches=True)
+    saving.mode, saving.stash = "stash", stash
+    x = torch.randn(512, 256, device="cuda", requires_grad=True)
+    in_use = torch.ones(512, dtype=torch.bool, device="cuda")
+    weights = [torch.randn(256, 256, device="cuda") / 16 for _ in range(4)]
+
+    def run(*, stashes: bool) -> torch.Tensor:
+        rows = RowsInUse.of(in_use)
+        saving.mode = "stash" if stashes else "off"
+        with saving.forward(0):
+            h = x * in_use[:, None]
+            for weight in weights:
+                with saving.scope(rows, [], "experts"):
+                    h = torch.nn.functional.silu(h @ weight)
+        (grad,) = torch.autograd.grad(h.square().sum(), x)
+        return grad
+
+    run(stashes=True)  # compiles the kernels
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        grad = run(stashes=True)
+    for share in (1.0, 0.3, 0.0, 0.7):
+        x.data.normal_()
+        in_use.copy_(torch.rand(512, device="cuda") < share)
+        graph.replay()
+        assert torch.equal(grad, run(stashes=False))
+        assert stash.arena.status().num_wanted_pages == 0

@@ -28,6 +28,7 @@ from chunkgraph.megatron.compat.data_parallel import (
 from chunkgraph.megatron.compat.expert_room import factor_for_all, set_capacity_factor
 from chunkgraph.megatron.compat.expert_rows import moe_layers_of, watch_expert_rows
 from chunkgraph.megatron.compat.fp8 import Fp8State, fp8_is_installed, fp8_recipe, reset_fp8
+from chunkgraph.megatron.compat.fused_operations import fused_operations_anew
 from chunkgraph.megatron.compat.hybrid import (
     can_recompute_hybrid_layers,
     has_mamba_kernels,
@@ -73,6 +74,12 @@ from chunkgraph.megatron.compat.random_state import (
     rng_is_graph_safe,
     seed_model_parallel,
 )
+from chunkgraph.megatron.compat.rank_budget import (
+    RankBudget,
+    knows_rank_budget,
+    rank_factor_for_all,
+    uses_rank_budget,
+)
 from chunkgraph.megatron.compat.recompute import recomputing
 from chunkgraph.megatron.compat.running_metrics import running_metrics
 from chunkgraph.megatron.compat.token_drops import TokenDrops
@@ -89,6 +96,7 @@ __all__ = [
     "ParameterGates",
     "PretrainHooks",
     "RandomStates",
+    "RankBudget",
     "ReceiveBuffers",
     "TokenDrops",
     "TokenPrediction",
@@ -102,6 +110,7 @@ __all__ = [
     "forget_expert_metrics",
     "fp8_is_installed",
     "fp8_recipe",
+    "fused_operations_anew",
     "gathers_parameters",
     "global_buffers",
     "gradient_marker",
@@ -115,6 +124,7 @@ __all__ = [
     "is_plain_communicator",
     "is_stack",
     "kept_of_tokens",
+    "knows_rank_budget",
     "local_stack",
     "make_attention_stream",
     "make_communicator",
@@ -130,6 +140,7 @@ __all__ = [
     "pretrain_arguments",
     "pretrain_hooks",
     "private_names",
+    "rank_factor_for_all",
     "recomputing",
     "refuse_other_releases",
     "reset_fp8",
@@ -144,6 +155,7 @@ __all__ = [
     "take_expert_metrics",
     "tensorboard_writers",
     "unwrap_ddp",
+    "uses_rank_budget",
     "versions",
     "watch_expert_rows",
 ]

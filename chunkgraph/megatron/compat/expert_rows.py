@@ -1,9 +1,11 @@
-"""Which rows of an expert's input hold a token, where all are filled up to a fixed capacity.
+"""Which rows of an expert's input hold a token, where there are more rows than tokens.
 
 Megatron's router fills an expert's room up with tokens that did not choose it, at probability 0,
 anywhere among those that did. Here they carry probability -1 from the router to the experts, so
 that no collective is needed to tell the other ranks, and a token that chose an expert at
 probability 0 is still one. Experts themselves get probability 0 for them, as always.
+
+With HybridEP and a budget nothing is filled up: the rows in use come first.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from typing import Any
 import torch
 
 from chunkgraph.megatron.compat.access import private_names
+from chunkgraph.megatron.compat.rank_budget import uses_rank_budget
 from chunkgraph.memory.stash import RowsInUse
 
 __all__ = ["PADDING", "ExpertScope", "moe_layers_of", "watch_expert_rows"]
@@ -39,7 +42,7 @@ def watch_expert_rows(
 ) -> Callable[[], None]:
     """Give the experts of ``layers`` forwards of their own that know which rows hold a token.
 
-    The routers must mark padding (`TokenDrops.install`).
+    The routers must mark padding (`TokenDrops.install`), unless there is a rank budget.
 
     Args:
         layers: of experts.
@@ -54,6 +57,9 @@ def watch_expert_rows(
     for layer in layers:
         name = f"layer {layer.layer_number} experts"
         watched = _Watched(layer.experts, name, is_on, scope)
+        if uses_rank_budget(layer.config):
+            watched.divert(layer.experts, watched.leading_rows, undo)
+            continue
         watched.divert(layer.experts, watched.all_experts, undo)
         if isinstance(layer.experts, sequential):
             for index, expert in enumerate(layer.experts.local_experts):
@@ -92,6 +98,17 @@ class _Watched:
             return self._eager(self._experts, hidden, tokens_per_expert, probs, **kwargs)
         finally:
             self._rows = None
+
+    def leading_rows(
+        self, hidden: torch.Tensor, tokens_per_expert: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        if not (self._is_on() and torch.is_grad_enabled()):
+            return self._eager(self._experts, hidden, tokens_per_expert, *args, **kwargs)
+        # Without a budget the counts are on the host.
+        count = tokens_per_expert.sum().reshape(1).to(hidden.device)
+        rows = RowsInUse.first(count, hidden.shape[0])
+        with self._scope(rows, self._parameters, self._name):
+            return self._eager(self._experts, hidden, tokens_per_expert, *args, **kwargs)
 
     def one_expert(self, index: int, expert: Any) -> Callable[..., Any]:
         eager, parameters = type(expert).forward, tuple(expert.parameters())

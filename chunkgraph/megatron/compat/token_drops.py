@@ -43,6 +43,11 @@ class TokenDrops:
         self._routers = tuple(routers)
         self._current: int | None = None
 
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """What a captured forward adds to, besides a model's buffers."""
+        return (self.counts,)
+
     def install(
         self, *, follows_loads: bool = False, marks_padding: bool = False
     ) -> Callable[[], None]:

@@ -24,9 +24,11 @@ class StashKernels(Protocol):
 
     Attributes:
         reads_host_pages: whether it works on a GPU with spill pages in the host's memory.
+        loads_without_memory: whether `load` takes no memory, so that it may run on any stream.
     """
 
     reads_host_pages: bool
+    loads_without_memory: bool
 
     def take(self, arena: Arena, rows: RowsInUse, layout: RowLayout) -> Ticket:
         """Take pages for the rows in use; all or, where too few are free, none."""

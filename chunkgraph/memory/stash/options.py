@@ -29,6 +29,8 @@ class StashOptions:
         on_overflow: what follows a step in which pages ran out: ``rerun`` it eagerly, or ``raise``.
         max_recaptures: how many times more pages are then taken and graphs captured anew.
         kernels: see `new_kernels`.
+        prefetches: whether a backward reloads a layer's tensors on a stream beside, while the layer
+            after it runs.
 
     Raises:
         ConfigError: a value is out of its range.
@@ -42,6 +44,7 @@ class StashOptions:
     on_overflow: OnOverflow = "rerun"
     max_recaptures: int = 2
     kernels: KernelChoice = "auto"
+    prefetches: bool = False
 
     def __post_init__(self) -> None:
         ArenaSize(self.page_bytes, 0)  # raises

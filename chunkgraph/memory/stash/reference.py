@@ -15,6 +15,7 @@ class ReferenceKernels:
     """See `StashKernels`. Spill pages only where the host is the device."""
 
     reads_host_pages = False
+    loads_without_memory = False
 
     def take(self, arena: Arena, rows: RowsInUse, layout: RowLayout) -> Ticket:
         """See `StashKernels.take`."""

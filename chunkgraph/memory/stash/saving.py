@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from chunkgraph.errors import ConfigError, StashError
 from chunkgraph.memory.stash.meter import PageMeter
 from chunkgraph.memory.stash.rows import RowLayout, RowsInUse
-from chunkgraph.memory.stash.stash import PagedStash, Stashed, row_layout
+from chunkgraph.memory.stash.stash import PagedStash, Reload, Stashed, row_layout
 
 __all__ = ["MIN_ROW_BYTES", "Saving", "SavingMode"]
 
@@ -23,14 +23,28 @@ MIN_ROW_BYTES = 64
 SavingMode = Literal["off", "measure", "stash"]
 
 
+class _Group:
+    """What was stashed in one scope; ``before`` it in the same forward was another.
+
+    A backward comes to the groups from the last to the first.
+    """
+
+    def __init__(self, before: _Group | None) -> None:
+        self.before = before
+        self.members: list[_Kept] = []
+        self.is_asked_for = False
+
+
 class _Kept:
     """A stashed tensor as autograd holds it: by one or more nodes."""
 
-    def __init__(self, stashed: Stashed, name: str) -> None:
+    def __init__(self, stashed: Stashed, name: str, shape: torch.Size, group: _Group) -> None:
         self.stashed = stashed
         self.name = name
+        self.shape = shape
+        self.group = group
         self.num_uses = 0
-        self.loaded: torch.Tensor | None = None
+        self.loaded: Reload | None = None
 
 
 @dataclass(frozen=True)
@@ -56,12 +70,15 @@ class Saving:
     """Decides in a scope what becomes of each tensor that autograd saves there.
 
     Stashed are contiguous tensors that have the scope's rows, or are some of the rows of such a
-    tensor, and that are not parameters. Of some columns of such a tensor (a gate that was split
-    off) all are stashed, once. The rest is saved as always.
+    tensor, and that are not parameters; all rows may lie one after the other in one dimension. Of
+    some columns of such a tensor (a gate that was split off) all are stashed, once. The rest is
+    saved as always.
 
     Args:
         page_bytes: of the stash.
         min_row_bytes: smaller rows are not stashed.
+        prefetches: whether a backward that comes to a scope starts to reload what was stashed in
+            the scope before, which it needs next.
 
     Attributes:
         mode: ``off``: autograd saves as always; ``measure``: so it does, and ``meter`` counts;
@@ -71,14 +88,18 @@ class Saving:
         ambiguous: shapes of what was not stashed because a parameter has the same.
     """
 
-    def __init__(self, page_bytes: int, *, min_row_bytes: int = MIN_ROW_BYTES) -> None:
+    def __init__(
+        self, page_bytes: int, *, min_row_bytes: int = MIN_ROW_BYTES, prefetches: bool = False
+    ) -> None:
         self.mode: SavingMode = "off"
         self.meter: PageMeter | None = None
         self.stash: PagedStash | None = None
         self.ambiguous: set[tuple[int, ...]] = set()
         self._page_bytes = page_bytes
         self._min_row_bytes = min_row_bytes
+        self._prefetches = prefetches
         self._waiting: dict[int, _Kept] = {}
+        self._last: _Group | None = None  # of the forward that runs
 
     @contextmanager
     def during(self, mode: SavingMode) -> Iterator[None]:
@@ -91,10 +112,14 @@ class Saving:
 
     @contextmanager
     def forward(self, chunk: int) -> Iterator[None]:
-        """Around a chunk's forward; only measuring needs it."""
+        """Around a chunk's forward; what is stashed outside of one is never prefetched."""
+        self._last = _Group(None)
         measures = self.mode == "measure" and self.meter is not None
-        with self.meter.forward(chunk) if measures and self.meter else nullcontext():
-            yield
+        try:
+            with self.meter.forward(chunk) if measures and self.meter else nullcontext():
+                yield
+        finally:
+            self._last = None
 
     @contextmanager
     def scope(
@@ -151,7 +176,7 @@ class Saving:
                 before = seen.get(_key(whole))
                 if before is None or before.expired():
                     seen[_key(whole)] = StorageWeakRef(tensor.untyped_storage())
-                    meter.add(part, _layout_of(whole, self._page_bytes, name))
+                    meter.add(part, _layout_of(_by_rows(whole, part), self._page_bytes, name))
             return tensor
 
         return pack
@@ -161,6 +186,9 @@ class Saving:
     ) -> Callable[[torch.Tensor], Any]:
         stash = self.stash
         assert stash is not None
+        group = _Group(self._last)
+        if self._last is not None:
+            self._last = group
 
         def pack(tensor: torch.Tensor) -> Any:
             whole = _whole_rows(tensor)
@@ -170,7 +198,9 @@ class Saving:
             before = known.get(_key(whole))
             is_same = before is not None and not before.storage.expired()
             if before is None or not is_same or before.version != tensor._version:
-                kept = _Kept(stash.stash(whole, part), name)
+                stashed = stash.stash(_by_rows(whole, part), part)
+                kept = _Kept(stashed, name, whole.shape, group)
+                group.members.append(kept)
                 storage = StorageWeakRef(tensor.untyped_storage())
                 before = known[_key(whole)] = _Known(storage, tensor._version, kept)
                 self._waiting[id(kept)] = kept
@@ -194,14 +224,29 @@ class Saving:
             )
         assert self.stash is not None
         if held.loaded is None:
-            held.loaded = self.stash.reload(held.stashed)
-        tensor = held.loaded
+            held.loaded = self.stash.reload_now(held.stashed)
+        tensor = held.loaded.tensor().view(held.shape)
+        if not held.group.is_asked_for:
+            held.group.is_asked_for = True
+            self._prefetch(held.group.before)
         held.num_uses -= 1
         if not held.num_uses:
             self.stash.give_back(held.stashed)
             held.loaded = None
             self._waiting.pop(id(held), None)
         return tensor
+
+    def _prefetch(self, group: _Group | None) -> None:
+        """Start to reload a group; where nothing was stashed in it, the one before."""
+        while group is not None and not group.members:
+            group = group.before
+        if group is None or group.is_asked_for or not self._prefetches:
+            return
+        assert self.stash is not None
+        wanted = [kept for kept in group.members if kept.num_uses and kept.loaded is None]
+        reloads = self.stash.reload_ahead([kept.stashed for kept in wanted])
+        for kept, loaded in zip(wanted, reloads, strict=True):
+            kept.loaded = loaded
 
 
 class _Choice:
@@ -221,11 +266,12 @@ class _Choice:
         self._addresses = {p.untyped_storage().data_ptr() for p in parameters}
         # Copies of weights (in another type, or transposed) are no rows, whatever their number.
         shapes = [tuple(p.shape) for p in parameters]
-        self._shapes = {*shapes, *(shape[::-1] for shape in shapes)}
+        flat = [(p.numel(),) for p in parameters]
+        self._shapes = {*shapes, *(shape[::-1] for shape in shapes), *flat}
 
     def rows_of(self, tensor: torch.Tensor) -> RowsInUse | None:
         """The rows that ``tensor`` consists of, or None."""
-        if tensor.dim() < 2 or not tensor.numel() or type(tensor) is not torch.Tensor:
+        if not tensor.dim() or not tensor.numel() or type(tensor) is not torch.Tensor:
             return None
         storage = tensor.untyped_storage()
         if not tensor.is_contiguous() or storage.data_ptr() in self._addresses:
@@ -234,6 +280,10 @@ class _Choice:
             self._ambiguous.add(tuple(tensor.shape))
             return None
         size = tensor.element_size()
+        if tensor.dim() == 1:
+            width, rest = divmod(tensor.numel(), self._rows.num_rows)
+            is_whole = not rest and width * size >= self._min_row_bytes
+            return self._rows if is_whole else None
         row_bytes = tensor.numel() // tensor.shape[0] * size
         start = int(tensor.storage_offset()) * size
         if row_bytes < self._min_row_bytes or start % 8:
@@ -247,6 +297,11 @@ class _Choice:
         if part is None:
             part = self._parts[first, num_rows] = self._rows.part(first, num_rows)
         return part
+
+
+def _by_rows(tensor: torch.Tensor, rows: RowsInUse) -> torch.Tensor:
+    """A view whose first dimension are the rows."""
+    return tensor.detach().view(rows.num_rows, -1) if tensor.dim() == 1 else tensor
 
 
 def _whole_rows(tensor: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ whichever slots are in flight, in whatever order they are replayed, each has its
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +18,7 @@ from chunkgraph.memory.stash.kernels import KernelChoice, new_kernels
 from chunkgraph.memory.stash.rows import RowLayout, RowsInUse
 from chunkgraph.memory.stash.ticket import Ticket
 
-__all__ = ["PagedStash", "Stashed", "row_layout"]
+__all__ = ["PagedStash", "Reload", "Stashed", "row_layout"]
 
 
 @dataclass(frozen=True)
@@ -39,10 +40,31 @@ class Stashed:
     dtype: torch.dtype
 
 
+class Reload:
+    """A tensor that comes back, perhaps on a stream of its own.
+
+    Args:
+        into: where to.
+        ready: recorded behind the copy; None: the copy is ordered already.
+    """
+
+    def __init__(self, into: torch.Tensor, ready: torch.cuda.Event | None = None) -> None:
+        self._into = into
+        self._ready = ready
+
+    def tensor(self) -> torch.Tensor:
+        """The tensor; what the current stream does from now on finds it there."""
+        if self._ready is not None:
+            torch.cuda.current_stream(self._into.device).wait_event(self._ready)
+            self._ready = None
+        return self._into
+
+
 class PagedStash:
     """Pages shared by all layers, chunks and slots of a rank.
 
-    Everything runs on the current stream: stash and reload on one stream, or order them.
+    Everything but `reload_ahead` runs on the current stream: stash and reload on one stream, or
+    order them.
 
     Args:
         size: of its memory.
@@ -67,6 +89,8 @@ class PagedStash:
                 "triton and choose kernels 'auto', or set spill_bytes to 0."
             )
         self.arena = Arena(size, device)
+        aside = device.type == "cuda" and self._kernels.loads_without_memory
+        self._side = torch.cuda.Stream(device) if aside else None
 
     def stash(self, tensor: torch.Tensor, rows: RowsInUse) -> Stashed:
         """Copy the rows in use of a contiguous tensor to pages.
@@ -92,6 +116,29 @@ class PagedStash:
         into = torch.empty(stashed.shape, dtype=stashed.dtype, device=self.arena.device)
         self._kernels.load(self.arena, into, stashed.rows, stashed.layout, stashed.ticket)
         return into
+
+    def reload_now(self, stashed: Stashed) -> Reload:
+        """`reload`, ordered like everything else."""
+        return Reload(self.reload(stashed))
+
+    def reload_ahead(self, several: Sequence[Stashed]) -> list[Reload]:
+        """Start to reload tensors on a stream beside the current one, which is not held up.
+
+        Their memory is of the current stream. One of them must be taken (`Reload.tensor`) before
+        any is given back: that is what orders the streams. Without Triton's kernels it is done at
+        once.
+        """
+        if self._side is None or not several:
+            return [self.reload_now(stashed) for stashed in several]
+        device = self.arena.device
+        into = [torch.empty(s.shape, dtype=s.dtype, device=device) for s in several]
+        self._side.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(self._side):
+            for tensor, stashed in zip(into, several, strict=True):
+                self._kernels.load(self.arena, tensor, stashed.rows, stashed.layout, stashed.ticket)
+            ready = torch.cuda.Event()
+            ready.record(self._side)
+        return [Reload(tensor, ready) for tensor in into]
 
     def give_back(self, stashed: Stashed) -> None:
         """Free the pages; once for each `stash`."""

@@ -132,6 +132,7 @@ class TritonKernels:
     """See `StashKernels`. Spill pages are read and written where they are, in pinned memory."""
 
     reads_host_pages = True
+    loads_without_memory = True
 
     def take(self, arena: Arena, rows: RowsInUse, layout: RowLayout) -> Ticket:
         """See `StashKernels.take`."""

@@ -1,0 +1,104 @@
+"""What dispatch through DeepEP (``moe.moe_token_dispatcher_type: flex``) must satisfy."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from chunkgraph.errors import ConfigError
+
+if TYPE_CHECKING:
+    from chunkgraph.config.sections import Config, ExpertConfig
+
+__all__ = ["check_flex"]
+
+_OTHERWISE = "moe.moe_token_dispatcher_type=alltoall with moe.moe_expert_capacity_factor needs none"
+
+
+def check_flex(config: Config) -> None:
+    """Check what belongs to ``flex``, or to nothing without it.
+
+    Raises:
+        ConfigError: A value is out of range, or two settings cannot go together.
+    """
+    moe = config.moe
+    if moe.moe_token_dispatcher_type != "flex":
+        _refuse_without_flex(moe)
+        return
+    if moe.moe_flex_dispatcher_backend != "hybridep":
+        raise ConfigError(
+            f"moe.moe_flex_dispatcher_backend is {moe.moe_flex_dispatcher_backend or 'null'} with "
+            "moe.moe_token_dispatcher_type=flex: only hybridep can dispatch in a graph. deepep "
+            "waits on the host for the number of rows that came. Set it to hybridep; "
+            f"{_OTHERWISE}."
+        )
+    factor = moe.moe_expert_rank_capacity_factor
+    if factor is None or not (factor >= 1 and math.isfinite(factor)):
+        raise ConfigError(
+            f"moe.moe_expert_rank_capacity_factor is {'null' if factor is None else factor}: "
+            "hybridep needs a fixed number of rows for a graph, and below 1 ranks drop tokens in "
+            "every step. Set it to 1 or more; the highest load decides how much more."
+        )
+    if moe.moe_expert_capacity_factor is not None:
+        raise ConfigError(
+            f"moe.moe_expert_capacity_factor is {moe.moe_expert_capacity_factor} with hybridep, "
+            "whose room is that of a rank. Set it to null; moe.moe_expert_rank_capacity_factor "
+            "says how much."
+        )
+    if moe.token_drops not in ("raise", "rerun"):
+        raise ConfigError(
+            f"moe.token_drops is {moe.token_drops} with hybridep, which only tells that a rank had "
+            "no room. Set it to rerun, which runs such a step anew, or raise."
+        )
+    needs = {
+        "moe.use_transformer_engine_op_fuser=true": moe.use_transformer_engine_op_fuser,
+        "moe.moe_grouped_gemm=true": moe.moe_grouped_gemm,
+        "moe.moe_router_dtype=fp32": moe.moe_router_dtype == "fp32",
+        "model.swiglu=true": config.model.swiglu,
+        "model.params_dtype=bfloat16": config.model.params_dtype == "bfloat16",
+    }
+    missing = [need for need, is_met in needs.items() if not is_met]
+    if missing:
+        raise ConfigError(
+            f"moe.moe_flex_dispatcher_backend=hybridep needs {', '.join(missing)}: only that "
+            "grouped product takes the number of tokens of each expert from the device."
+        )
+    _check_untried(config)
+
+
+def _refuse_without_flex(moe: ExpertConfig) -> None:
+    given = {
+        "moe.moe_flex_dispatcher_backend": moe.moe_flex_dispatcher_backend,
+        "moe.moe_expert_rank_capacity_factor": moe.moe_expert_rank_capacity_factor,
+        "moe.use_transformer_engine_op_fuser": moe.use_transformer_engine_op_fuser or None,
+    }
+    for path, value in given.items():
+        if value is not None:
+            raise ConfigError(
+                f"{path} is {str(value).lower()}, but moe.moe_token_dispatcher_type is "
+                f"{moe.moe_token_dispatcher_type}; it belongs to flex. Set one of them."
+            )
+
+
+def _check_untried(config: Config) -> None:
+    model = config.model
+    untried = {
+        f"model.fp8={model.fp8}": model.fp8 is not None,
+        "packing (packing.max_packed_seqs)": bool(config.packing.max_packed_seqs),
+        f"model.recompute_granularity={model.recompute_granularity}": (
+            model.recompute_granularity == "full"
+            or (
+                model.recompute_granularity == "selective"
+                and bool({"moe", "moe_act"} & set(model.recompute_modules))
+            )
+        ),
+        "capture.num_warmup_steps=0 (DeepEP's buffer is made in an eager step)": (
+            config.capture.enabled and config.capture.num_warmup_steps < 1
+        ),
+    }
+    for what, is_asked in untried.items():
+        if is_asked:
+            raise ConfigError(
+                f"moe.moe_flex_dispatcher_backend is hybridep together with {what}, which was not "
+                f"tried. Leave one of them out; {_OTHERWISE}."
+            )

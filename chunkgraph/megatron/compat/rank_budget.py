@@ -1,0 +1,212 @@
+"""DeepEP's HybridEP with a fixed number of rows for each expert-parallel rank.
+
+Megatron's dispatcher then allocates what a rank's experts get at that size, and reads nothing on
+the host. What a rank has no room for is left out, with a flag on the device. Here every flag is
+counted, inside the graphs, and the rows that were wanted are kept, so that a step can be held back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from chunkgraph.errors import ConfigError, ReplayMismatchError
+from chunkgraph.megatron.compat.access import import_megatron, private_names, versions
+
+__all__ = ["RankBudget", "knows_rank_budget", "rank_factor_for_all", "uses_rank_budget"]
+
+_DISPATCHER = "megatron.core.transformer.moe.token_dispatcher"
+_FUSED = "megatron.core.transformer.moe.fused_a2a"
+_CONFIG = "megatron.core.transformer.transformer_config"
+_FACTOR = "moe_expert_rank_capacity_factor"
+_HANDLE_LENGTH = 11
+"""Of what DeepEP hands back of a dispatch; the places below are counted in it."""
+_NUM_DISPATCHED, _ROUTING_MAP, _OVERFLOW = 3, 4, 10
+
+
+def knows_rank_budget() -> bool:
+    """Whether this release of Megatron has a fixed budget of a rank (0.18 and later)."""
+    config = import_megatron(_CONFIG).TransformerConfig
+    return _FACTOR in getattr(config, "__dataclass_fields__", {})
+
+
+def uses_rank_budget(config: Any) -> bool:
+    """Whether Megatron's ``config`` asks for HybridEP with a budget."""
+    return bool(
+        getattr(config, "num_moe_experts", None)
+        and getattr(config, "moe_token_dispatcher_type", None) == "flex"
+        and getattr(config, "moe_flex_dispatcher_backend", None) == "hybridep"
+        and getattr(config, _FACTOR, None) is not None
+    )
+
+
+def rank_factor_for_all(num_experts: int, top_k: int, num_ranks: int) -> float:
+    """The budget's factor with which a rank has room for every token of all ranks.
+
+    Each of ``num_ranks`` sends a token at most once to each expert there.
+    """
+    return num_ranks * min(top_k, num_experts // num_ranks) / top_k
+
+
+class RankBudget:
+    """Counts, on the device, the dispatches of which a rank had no room for some rows.
+
+    In a graph and in eager training passes. Passes without gradients that are not captured are
+    given room for all, for which they wait for the device: nobody would hear of a flag.
+
+    Args:
+        layers: with experts, all with HybridEP's dispatcher; at least one.
+
+    Attributes:
+        counts: by layer, the dispatches that were over the budget, shape [number of layers], dtype
+            int64; it only grows.
+        layers: their layer numbers, from 1.
+        most_chosen: the most rows that one microbatch wanted of this rank since it was last
+            cleared; shape [1], int64.
+        num_tokens: of a microbatch on this rank, as last seen.
+
+    Raises:
+        ConfigError: a dispatcher is not the one that was looked at.
+    """
+
+    def __init__(self, layers: Sequence[Any]) -> None:
+        (manager,) = private_names(_DISPATCHER, "_HybridEPManager")
+        self._fused = import_megatron(_FUSED)
+        private_names(_FUSED, "_hybrid_ep_buffer")
+        self._managers: list[Any] = [
+            getattr(layer.token_dispatcher, "_comm_manager", None) for layer in layers
+        ]
+        for layer, found in zip(layers, self._managers, strict=True):
+            if not isinstance(found, manager):
+                raise ConfigError(
+                    f"Layer {layer.layer_number} dispatches its tokens by {type(found).__name__}, "
+                    f"not by {manager.__name__} of megatron-core {versions()['megatron_core']}. "
+                    "Give all layers one dispatcher."
+                )
+        self.counts = torch.zeros(
+            len(layers), dtype=torch.int64, device=next(layers[0].parameters()).device
+        )
+        self.most_chosen = torch.zeros_like(self.counts[:1])
+        self.num_tokens = 0
+        self.layers = tuple(int(layer.layer_number or 0) for layer in layers)
+        self._captured: tuple[Any, int] | None = None
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """What a captured forward adds to, besides a model's buffers."""
+        return (self.counts, *(manager.over_budget for manager in self._managers))
+
+    def install(
+        self, *, follows_loads: bool = False, marks_padding: bool = False
+    ) -> Callable[[], None]:
+        """Begin to count; returns a function that ends it.
+
+        Args:
+            follows_loads: whether ``most_chosen`` is kept.
+            marks_padding: as for `TokenDrops`; here rows without a token lie behind the others.
+        """
+        del marks_padding
+        undo = ExitStack()
+        for index, manager in enumerate(self._managers):
+            manager.setup_metadata = self._sized(manager)
+            manager.dispatch = self._counting(index, manager, follows_loads)
+            undo.callback(manager.__dict__.pop, "setup_metadata", None)
+            undo.callback(manager.__dict__.pop, "dispatch", None)
+        return undo.close
+
+    @contextmanager
+    def room_for_all(self) -> Iterator[None]:
+        """Inside, eager passes leave nothing out; they read the number of rows on the host."""
+        before = [manager.moe_expert_rank_capacity_factor for manager in self._managers]
+        self._set([None] * len(before))
+        try:
+            yield
+        finally:
+            self._set(before)
+
+    def set_factor(self, factor: float) -> None:
+        """From now on a rank has room for so many times its own tokens' rows."""
+        self._set([factor] * len(self._managers))
+        for config in {id(m.config): m.config for m in self._managers}.values():
+            setattr(config, _FACTOR, factor)
+
+    def remember_buffer(self) -> None:
+        """Graphs were captured with DeepEP's buffer as it is now."""
+        self._captured = self._buffer()
+
+    def check_buffer(self) -> None:
+        """Before a replay.
+
+        Raises:
+            ReplayMismatchError: DeepEP has another buffer since the capture.
+        """
+        if self._captured is None:
+            return
+        (held, before), (now, tokens) = self._captured, self._buffer()
+        if now is not held or tokens != before:
+            raise ReplayMismatchError(
+                "DeepEP allocated its buffer anew since the graphs were captured: a pass had "
+                f"{tokens} tokens on this rank, and the graphs write to the buffer of {before}. "
+                "Evaluate with no more tokens than a training microbatch has, or let the first "
+                "step have the most, or release() the graphs before such a pass."
+            )
+
+    def _buffer(self) -> tuple[Any, int]:
+        buffer = self._fused._hybrid_ep_buffer
+        if buffer is None:
+            return None, 0
+        return buffer, int(buffer.configurer.buffer_config.max_num_of_tokens_per_rank)
+
+    def _set(self, factors: Sequence[float | None]) -> None:
+        for manager, factor in zip(self._managers, factors, strict=True):
+            manager.moe_expert_rank_capacity_factor = factor
+
+    def _sized(self, manager: Any) -> Callable[..., None]:
+        """``setup_metadata``: no budget in an eager pass without gradients."""
+        original = type(manager).setup_metadata
+
+        def setup_metadata(routing_map: torch.Tensor, probs: torch.Tensor) -> None:
+            factor = manager.moe_expert_rank_capacity_factor
+            if not torch.is_grad_enabled() and not torch.cuda.is_current_stream_capturing():
+                manager.moe_expert_rank_capacity_factor = None
+            try:
+                original(manager, routing_map, probs)
+            finally:
+                manager.moe_expert_rank_capacity_factor = factor
+
+        return setup_metadata
+
+    def _counting(
+        self, index: int, manager: Any, follows_loads: bool
+    ) -> Callable[..., torch.Tensor]:
+        original = type(manager).dispatch
+
+        def dispatch(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            has_budget = manager.num_permuted_tokens is not None
+            rows: torch.Tensor = original(manager, hidden_states, *args, **kwargs)
+            if has_budget and torch.is_grad_enabled():
+                handle = manager.handle
+                if len(handle) != _HANDLE_LENGTH:
+                    raise ConfigError(
+                        f"DeepEP hands back {len(handle)} values of a dispatch, and "
+                        f"{_HANDLE_LENGTH} were looked at. Use the hybrid-ep branch of 1.2.1."
+                    )
+                with torch.no_grad():
+                    self.counts[index].add_((handle[_OVERFLOW] != 0).sum())
+                    if follows_loads:
+                        self.num_tokens = hidden_states.shape[0]
+                        self.most_chosen.copy_(torch.maximum(self.most_chosen, _wanted(handle)))
+            return rows
+
+        return dispatch
+
+
+def _wanted(handle: Any) -> torch.Tensor:
+    """Rows that were wanted of this rank, with those that found no room; shape [1]."""
+    chosen = handle[_ROUTING_MAP].view(torch.uint8)
+    # Only the first rows of the map are written.
+    is_row = torch.arange(chosen.shape[0], device=chosen.device) < handle[_NUM_DISPATCHED]
+    return torch.where(is_row[:, None], chosen, 0).sum(dtype=torch.int64).reshape(1)

@@ -1,0 +1,98 @@
+"""Experts through HybridEP on real GPUs: equal to eager, and no token lost where a rank is full."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CONFIG = Path(__file__).resolve().parents[2] / "configs" / "moe_ep2_hybridep.yaml"
+SMALL = [
+    *("model.num_layers=4", "model.hidden_size=512", "model.ffn_hidden_size=1024"),
+    *("moe.num_moe_experts=8", "moe.moe_router_topk=2", "moe.moe_ffn_hidden_size=384"),
+    *("moe.moe_shared_expert_intermediate_size=384", "moe.moe_layer_freq=[0,1,1,1]"),
+    *("model.seq_length=512", "moe.moe_z_loss_coeff=0.001", "moe.token_drops=rerun"),
+]
+WIDE = "moe.moe_expert_rank_capacity_factor=2.0"  # has room for all on two ranks
+EP2_PP1: list[str] = []
+PP2 = [
+    *("pipeline.pipeline_model_parallel_size=2", "pipeline.data_parallel_size=1"),
+    *("pipeline.expert_model_parallel_size=1",),
+]
+
+pytestmark = [
+    pytest.mark.megatron,
+    pytest.mark.multigpu,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(
+        importlib.util.find_spec("deep_ep") is None, reason="DeepEP's hybrid-ep is not installed"
+    ),
+]
+
+
+def _train(settings: list[str], report: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [
+            *(sys.executable, "-m", "chunkgraph.cli", "train", str(CONFIG), *SMALL, *settings),
+            *("--json", str(report)),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+
+
+def _trained(settings: list[str], tmp_path: Path) -> dict[str, Any]:
+    report = tmp_path / "report.json"
+    done = _train(settings, report)
+    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    found: dict[str, Any] = json.loads(report.read_text(encoding="utf-8"))
+    assert found["parameters_equal"]
+    assert all(step["loss_equal"] and step["grad_norm_equal"] for step in found["steps"])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("settings", "counts"),
+    [
+        pytest.param([*EP2_PP1, WIDE], [4, 1, 2, 7], id="ep2"),
+        pytest.param([*PP2, "moe.moe_expert_rank_capacity_factor=1.0"], [4, 1, 2, 7], id="pp2"),
+    ],
+)
+def test_replays_equal_eager(settings: list[str], counts: list[int], tmp_path: Path) -> None:
+    found = _trained([*settings, f"train.num_microbatches={counts}"], tmp_path)
+    assert all(step["replays"] for step in found["steps"][1:])
+    assert not any(found["overflow_reruns"].values())
+
+
+def test_stashed_rows_equal_eager(tmp_path: Path) -> None:
+    settings = [WIDE, "stash.enabled=true", "train.num_microbatches=[4,1,2,7]"]
+    found = _trained(settings, tmp_path)
+    assert all(step["replays"] for step in found["steps"][1:])
+    pairs = zip(found["stash_bytes"], found["bytes_without_stash"], strict=True)
+    # Half of the budget's rows hold a token.
+    assert all(0 < pages < 0.75 * without for pages, without in pairs)
+
+
+def test_a_step_over_the_budget_is_run_anew(tmp_path: Path) -> None:
+    settings = [
+        *("moe.moe_expert_rank_capacity_factor=1.0", "train.num_microbatches=[2,3,1,4,2]"),
+    ]
+    found = _trained(settings, tmp_path)
+    assert found["overflow_reruns"]["expert capacity"] >= 1
+
+
+def test_a_step_over_the_budget_is_an_error_where_it_may_not_be_run_anew(tmp_path: Path) -> None:
+    settings = [
+        *("moe.moe_expert_rank_capacity_factor=1.0", "moe.token_drops=raise"),
+        "train.num_microbatches=[2,3]",
+    ]
+    done = _train(settings, tmp_path / "report.json")
+    assert done.returncode != 0
+    assert "HybridEP's rank budget" in done.stdout + done.stderr

@@ -1,0 +1,338 @@
+"""HybridEP without its package: what is refused, what is asked of the machine, and the budget."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from chunkgraph.errors import ConfigError, MissingDependencyError, ReplayMismatchError
+from chunkgraph.graphs import RecorderBackend
+from chunkgraph.megatron import hybridep_needs
+from chunkgraph.megatron.moe_hybridep import refuse_for_hybridep
+from chunkgraph.megatron.moe_support import moe_refusals, packed_moe_refusals
+
+pytestmark = [pytest.mark.megatron, pytest.mark.timeout(60)]
+
+HOLDS: dict[str, Any] = {
+    "num_moe_experts": 8,
+    "moe_router_topk": 2,
+    "moe_token_dispatcher_type": "flex",
+    "moe_flex_dispatcher_backend": "hybridep",
+    "moe_expert_rank_capacity_factor": 1.5,
+    "use_transformer_engine_op_fuser": True,
+    "moe_grouped_gemm": True,
+    "moe_router_dtype": "fp32",
+    "gated_linear_unit": True,
+    "bf16": True,
+    "expert_model_parallel_size": 2,
+}
+RANK_FACTOR = "moe_expert_rank_capacity_factor"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"moe_flex_dispatcher_backend": "deepep"}, "'deepep': it waits on the host"),
+        ({"moe_flex_dispatcher_backend": None}, "'deepep': it waits on the host"),
+        ({"moe_flex_dispatcher_backend": "ncclep"}, "ends the process"),
+        ({"moe_flex_dispatcher_backend": "other"}, "'other': not known"),
+        ({RANK_FACTOR: None}, "without moe_expert_rank_capacity_factor"),
+        ({RANK_FACTOR: 0.5}, f"{RANK_FACTOR}=0.5: below 1"),
+        ({"moe_expert_capacity_factor": 2.0}, "moe_expert_capacity_factor=2.0 with HybridEP"),
+        ({"moe_pad_expert_input_to_capacity": True}, "leave it and moe_pad_expert"),
+        ({"use_transformer_engine_op_fuser": False}, "use_transformer_engine_op_fuser=False"),
+        ({"moe_grouped_gemm": False}, "moe_grouped_gemm=False"),
+        ({"gated_linear_unit": False}, "gated_linear_unit=False"),
+        ({"moe_router_dtype": None}, "moe_router_dtype=None.*'fp32'"),
+        ({"bf16": False}, "neither bf16 nor fp16"),
+        ({"fp8": "hybrid"}, "fp8='hybrid' with HybridEP: not tried"),
+        ({"recompute_granularity": "full"}, "recompute_granularity='full' of experts"),
+        ({"moe_permute_fusion_into_hybridep": True}, "moe_permute_fusion_into_hybridep=True"),
+        ({"expert_tensor_parallel_size": 2}, "expert_tensor_parallel_size=2"),
+        ({"expert_model_parallel_size": 3}, "expert_model_parallel_size=3: it does not divide"),
+        ({"moe_token_dispatcher_type": "alltoall"}, "use_transformer_engine_op_fuser=True: its"),
+    ],
+)
+def test_what_cannot_go_with_it_is_named(changes: dict[str, Any], said: str) -> None:
+    assert moe_refusals(SimpleNamespace(**HOLDS), "raise") == []
+    found = moe_refusals(SimpleNamespace(**{**HOLDS, **changes}), "raise")
+    assert re.search(said, found[0]), found
+
+
+@pytest.mark.parametrize("token_drops", ["warn", "count"])
+def test_tokens_are_never_dropped_silently(token_drops: str) -> None:
+    (found,) = moe_refusals(SimpleNamespace(**HOLDS), token_drops)
+    assert f"token_drops='{token_drops}' with HybridEP" in found
+    assert moe_refusals(SimpleNamespace(**HOLDS), "rerun") == []
+
+
+def test_packed_sequences_are_refused() -> None:
+    (found,) = packed_moe_refusals(SimpleNamespace(**HOLDS))
+    assert "were not tried" in found
+
+
+def machine(
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    deep_ep: tuple[str | None, bool] = ("1.2.1", True),
+    cublaslt: int | None = 130801,
+    fused: str = "1",
+) -> None:
+    monkeypatch.setattr(hybridep_needs, "deep_ep_state", lambda: deep_ep)
+    monkeypatch.setattr(hybridep_needs, "cublaslt_version", lambda: cublaslt)
+    monkeypatch.setenv(hybridep_needs.FUSED_GROUPED_MLP, fused)
+
+
+@pytest.mark.parametrize(
+    ("lacks", "said"),
+    [
+        ({"deep_ep": (None, False)}, "deep_ep is not installed; build the branch hybrid-ep"),
+        ({"deep_ep": ("1.1.0", False)}, r"deep_ep \(1.1.0\) has no HybridEP"),
+        ({"cublaslt": 130100}, "cuBLASLt 13.1.0 lets token counts go through the host; .*13.8.1"),
+        ({"cublaslt": None}, "cuBLASLt 13.8.1 or newer was not found"),
+        ({"fused": "0"}, "NVTE_CUTEDSL_FUSED_GROUPED_MLP is not set to 1"),
+        ({"fused": "yes"}, "NVTE_CUTEDSL_FUSED_GROUPED_MLP is not set to 1"),
+    ],
+)
+def test_what_the_machine_lacks_is_told_with_another_way(
+    monkeypatch: pytest.MonkeyPatch, lacks: dict[str, Any], said: str
+) -> None:
+    machine(monkeypatch)
+    assert hybridep_needs.hybridep_is_missing() is None
+    config = SimpleNamespace(**HOLDS)
+    refuse_for_hybridep(config, None)
+    machine(monkeypatch, **lacks)
+    with pytest.raises(MissingDependencyError, match=said) as caught:
+        refuse_for_hybridep(config, None)
+    assert "moe_token_dispatcher_type=alltoall" in str(caught.value)
+    config.moe_flex_dispatcher_backend = None
+    refuse_for_hybridep(config, None)  # not asked for
+
+
+def test_a_capture_without_eager_steps_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from chunkgraph.engine import CaptureOptions
+
+    machine(monkeypatch)
+    with pytest.raises(ConfigError, match="num_warmup_steps=0 with HybridEP"):
+        refuse_for_hybridep(SimpleNamespace(**HOLDS), CaptureOptions(num_warmup_steps=0))
+
+
+def test_launch_names_what_the_machine_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    from chunkgraph.megatron.arguments import settle_arguments
+    from chunkgraph.megatron.flags import COUNTS, FLAGS, PACKING
+    from chunkgraph.megatron.stash_flags import STASH
+
+    flags = dict.fromkeys(flag.dest for flag in (*FLAGS, *COUNTS, *PACKING, *STASH))
+    given: dict[str, Any] = {
+        **flags,
+        **{name: value for name, value in HOLDS.items() if name != "gated_linear_unit"},
+        "cuda_graph_granularity": "chunk",
+        "cuda_graph_impl": "local",
+        "cuda_graph_warmup_steps": 3,
+        "cuda_graph_token_drops": "rerun",
+        "num_experts": 8,
+        "swiglu": True,
+        "transformer_impl": "local",
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+    }
+    machine(monkeypatch, deep_ep=(None, False), fused="0")
+    with pytest.raises(ConfigError) as caught:
+        settle_arguments(argparse.Namespace(**given), on_cpu=False)
+    assert "--moe-flex-dispatcher-backend hybridep: " in str(caught.value)
+    assert "deep_ep is not installed" in str(caught.value)
+    assert "NVTE_CUTEDSL_FUSED_GROUPED_MLP" in str(caught.value)
+    with pytest.raises(ConfigError, match="hybridep: it needs GPUs"):
+        settle_arguments(argparse.Namespace(**given), on_cpu=True)
+    machine(monkeypatch)
+    assert settle_arguments(argparse.Namespace(**given), on_cpu=False) is not None
+
+
+def test_training_on_a_cpu_offers_another_way(one_rank: Any, make_config: Any) -> None:
+    from chunkgraph.config import config_from_mapping
+    from chunkgraph.megatron.model import build_model
+
+    fields = ("moe_flex_dispatcher_backend", "moe_token_dispatcher_type", RANK_FACTOR)
+    moe = {
+        **{name: HOLDS[name] for name in (*fields, "moe_router_dtype", "moe_grouped_gemm")},
+        "num_moe_experts": 4,
+        "use_transformer_engine_op_fuser": True,
+        "token_drops": "rerun",
+    }
+    config = config_from_mapping(
+        make_config(model={"swiglu": True, "params_dtype": "bfloat16"}, moe=moe)
+    )
+    with pytest.raises(ConfigError, match=r"needs GPUs.*moe_token_dispatcher_type=alltoall"):
+        build_model(config, one_rank)
+
+
+NUM_RANKS, TOKENS, LOCAL = 2, 4, 3
+
+
+def _layer(wanted: torch.Tensor) -> Any:
+    """A layer with a dispatcher that stands in for HybridEP's: it wants ``wanted`` rows."""
+    from chunkgraph.megatron import compat
+
+    (base,) = compat.private_names(
+        "megatron.core.transformer.moe.token_dispatcher", "_HybridEPManager"
+    )
+
+    class Manager(base):  # type: ignore[misc, valid-type]
+        def __init__(self) -> None:
+            self.config = SimpleNamespace(**HOLDS)
+            self.moe_expert_rank_capacity_factor = 1.0
+            self.over_budget = torch.zeros(1, dtype=torch.bool)
+            self.handle: Any = None
+
+        def setup_metadata(self, routing_map: torch.Tensor, probs: torch.Tensor) -> None:
+            factor = self.moe_expert_rank_capacity_factor
+            self.num_permuted_tokens = None if factor is None else int(TOKENS * factor)
+
+        def dispatch(self, hidden_states: torch.Tensor) -> torch.Tensor:
+            num = NUM_RANKS * TOKENS
+            place = torch.arange(num)[:, None] * LOCAL + torch.arange(LOCAL)
+            # As many rows as are wanted, in the first tokens; what lies behind is anything.
+            num_used = (wanted + LOCAL - 1) // LOCAL
+            chosen = torch.where(torch.arange(num)[:, None] < num_used, place < wanted, True)
+            flag = (wanted > (self.num_permuted_tokens or 10**6)).to(torch.int32)
+            self.handle = (*(None,) * 3, num_used, chosen, *(None,) * 5, flag)
+            return hidden_states * 2
+
+    manager = Manager()
+    return SimpleNamespace(
+        layer_number=2,
+        token_dispatcher=SimpleNamespace(_comm_manager=manager),
+        config=manager.config,
+        parameters=lambda: iter([torch.zeros(1)]),
+    )
+
+
+def test_what_a_rank_has_no_room_for_is_counted_in_replays(one_rank: Any) -> None:
+    from chunkgraph.megatron import compat
+
+    wanted = torch.tensor([3])
+    layer = _layer(wanted)
+    manager = layer.token_dispatcher._comm_manager
+    budget = compat.RankBudget([layer])
+    undo = budget.install(follows_loads=True)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        manager.setup_metadata(x > 0, x)
+        rows: torch.Tensor = manager.dispatch(x)
+        return rows
+
+    x = torch.ones(TOKENS, 2)
+    backend = RecorderBackend()
+    with backend.capture("forward", backend.new_pool("slot")) as graph:
+        forward(x)
+    budget.counts.zero_()
+    budget.most_chosen.zero_()
+    for rows, count, most in ((4, 0, 4), (7, 1, 7), (5, 2, 7), (0, 2, 7)):
+        wanted.fill_(rows)
+        graph.replay()
+        assert (int(budget.counts), int(budget.most_chosen)) == (count, most)
+    assert (budget.num_tokens, budget.layers) == (TOKENS, (2,))
+    undo()
+    assert "dispatch" not in vars(manager)
+
+
+def test_room_is_for_all_where_nobody_would_hear_of_a_flag(one_rank: Any) -> None:
+    from chunkgraph.megatron import compat
+    from chunkgraph.megatron.expert_room import RankRoom
+
+    layer = _layer(torch.tensor([9]))
+    manager = layer.token_dispatcher._comm_manager
+    budget = compat.RankBudget([layer])
+    budget.install()
+    x = torch.ones(TOKENS, 2)
+
+    def rows() -> int | None:
+        manager.setup_metadata(x > 0, x)
+        manager.dispatch(x)
+        given: int | None = manager.num_permuted_tokens
+        return given
+
+    assert (rows(), int(budget.counts)) == (4, 1)
+    with torch.no_grad():
+        assert (rows(), int(budget.counts)) == (None, 1)
+    room = RankRoom(budget, layer.config)
+    with room.for_all():
+        assert (rows(), int(budget.counts)) == (None, 1)
+    assert rows() == 4
+    room.give(10, TOKENS)  # of 4 tokens to 2 experts each: 8 rows are a factor of 1
+    assert layer.config.moe_expert_rank_capacity_factor == 1.5  # never less than it was
+    room.give(14, TOKENS)
+    assert layer.config.moe_expert_rank_capacity_factor == pytest.approx(14 / 8 * 1.1)
+    room.give(1000, TOKENS)
+    assert layer.config.moe_expert_rank_capacity_factor == 2.0  # has room for all
+    assert manager.moe_expert_rank_capacity_factor == 2.0
+
+
+def test_a_buffer_that_was_made_anew_stops_the_replays(one_rank: Any) -> None:
+    from chunkgraph.megatron import compat
+
+    budget = compat.RankBudget([_layer(torch.tensor([1]))])
+    limits = SimpleNamespace(max_num_of_tokens_per_rank=64)
+    buffer = SimpleNamespace(configurer=SimpleNamespace(buffer_config=limits))
+    module = compat.import_megatron("megatron.core.transformer.moe.fused_a2a")
+    undo = compat.patch_attributes(module, {"_hybrid_ep_buffer": buffer})
+    try:
+        budget.check_buffer()  # nothing is captured
+        budget.remember_buffer()
+        budget.check_buffer()
+        limits.max_num_of_tokens_per_rank = 128
+        with pytest.raises(ReplayMismatchError, match="a pass had 128 tokens"):
+            budget.check_buffer()
+    finally:
+        undo()
+
+
+def test_another_dispatcher_is_named(one_rank: Any) -> None:
+    from chunkgraph.megatron import compat
+
+    layer = SimpleNamespace(layer_number=3, token_dispatcher=SimpleNamespace(_comm_manager=None))
+    with pytest.raises(ConfigError, match="Layer 3 dispatches its tokens by NoneType"):
+        compat.RankBudget([layer])
+
+
+def test_fused_operations_are_built_anew_for_a_capture(one_rank: Any) -> None:
+    """They hold parameters, and a capture has others in their place."""
+    from chunkgraph.engine import CaptureOptions, ChunkGraphs
+    from chunkgraph.megatron import compat
+
+    class Layer(torch.nn.Linear):
+        _fused_ops: Any
+
+        def __init__(self) -> None:
+            super().__init__(3, 3)
+            self._fused_ops = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self._fused_ops is None:
+                self._fused_ops = ((self.weight, self.bias),)
+            weight, bias = self._fused_ops[0]
+            return torch.nn.functional.linear(x, weight, bias)
+
+    layer, x = Layer(), torch.randn(2, 3, requires_grad=True)
+    layer(x).sum().backward()
+    eager, held = layer.weight.grad, layer._fused_ops
+    layer.zero_grad()
+    graphs = ChunkGraphs(
+        [layer],
+        [1],
+        options=CaptureOptions(),
+        capture_scope=lambda: compat.fused_operations_anew(layer.modules()),
+    )
+    graphs.capture([(x,)])
+    assert layer._fused_ops is held
+    with graphs.step(1):
+        graphs.callables[0](x).sum().backward()
+    assert eager is not None
+    assert layer.weight.grad is not None
+    assert torch.equal(layer.weight.grad, eager)
+    graphs.release()
