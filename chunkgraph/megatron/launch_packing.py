@@ -33,12 +33,7 @@ def packing_refusals(flags: GraphFlags, args: argparse.Namespace) -> list[str]:
     if not sources:
         alone = "without --sft (or --dataloader-inter-document-masking) a microbatch does not say"
         return [f"{asked}: {alone} where its documents begin; leave it out"]
-    found = []
-    if _of(args, "context_parallel_size", 1) > 1 or getattr(args, "hybrid_context_parallel", False):
-        found.append(
-            f"{asked} with context parallelism: Megatron splits documents over ranks in its own "
-            "way, which was not tried; use --context-parallel-size 1"
-        )
+    found = _refusals_of_contexts(asked, args)
     if getattr(args, "num_experts", None):
         found.append(
             f"{asked} with --num-experts: experts are to be told which rows are padding, which "
@@ -74,7 +69,27 @@ def packed_shape(flags: GraphFlags, args: argparse.Namespace) -> PackedShape | N
     """
     if not flags.max_packed_seqs:
         return None
-    return PackedShape(flags.max_packed_seqs, flags.max_packed_tokens or _rows(args))
+    size = _of(args, "context_parallel_size", 1)
+    return PackedShape(flags.max_packed_seqs, flags.max_packed_tokens or _rows(args), size)
+
+
+def _refusals_of_contexts(asked: str, args: argparse.Namespace) -> list[str]:
+    """What keeps documents from being shared by context-parallel ranks."""
+    if getattr(args, "hybrid_context_parallel", False):
+        return [
+            f"{asked} with --hybrid-context-parallel: Megatron chooses the ranks of a document in "
+            "a schedule of its own, without pipelines; leave that out"
+        ]
+    size = _of(args, "context_parallel_size", 1)
+    if size == 1:
+        return []
+    if getattr(args, "sft", False):
+        return []
+    return [
+        f"{asked} with --context-parallel-size {size} and --dataloader-inter-document-masking: its "
+        "documents are not padded to what the ranks can share, so that Megatron cuts the whole "
+        "sample over them; use --sft, or --context-parallel-size 1"
+    ]
 
 
 def _refusals_of_cuts(flags: GraphFlags, args: argparse.Namespace) -> list[str]:

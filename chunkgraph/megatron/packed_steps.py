@@ -121,9 +121,16 @@ class PackedSteps:
         self, read: Sequence[deque[dict[str, Any]] | None], seq_length: int, *, may_be_cut: bool
     ) -> list[Documents]:
         """The documents of each microbatch, the same for all chunks."""
+        multiple = next(iter(self._graphs.buckets.values())).document_multiple
         found = [
             [
-                documents_of(batch, seq_length, self._where(i), may_be_cut=may_be_cut)
+                documents_of(
+                    batch,
+                    seq_length,
+                    self._where(i),
+                    may_be_cut=may_be_cut,
+                    multiple_of=multiple,
+                )
                 for i, batch in enumerate(batches)
             ]
             for batches in read

@@ -1,7 +1,9 @@
-"""A layer of packed sequences for Megatron's ``--spec``, which takes no functions."""
+"""Layers of packed sequences for Megatron's ``--spec``, which takes no functions."""
 
 from __future__ import annotations
 
+from split_specs import split
 from user_specs import packed
 
 packed_layer = packed()
+split_layer = split()

@@ -137,6 +137,10 @@ def test_the_shape_of_packed_sequences() -> None:
     assert packed_shape(flags, args) == PackedShape(4, 16)
     args = arguments(**{**PACKED, "micro_batch_size": 2})
     assert packed_shape(flags, args) == PackedShape(4, 32)
+    args = arguments(**PACKED, context_parallel_size=2)
+    flags = settle_arguments(args, on_cpu=True)
+    assert flags is not None
+    assert packed_shape(flags, args) == PackedShape(4, 16, 2)
     args = arguments(**PACKED, cuda_graph_max_packed_tokens=12, cuda_graph_packed_buckets=[0.5])
     flags = settle_arguments(args, on_cpu=True)
     assert flags is not None
@@ -148,8 +152,19 @@ def test_the_shape_of_packed_sequences() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"context_parallel_size": 2}, "seqs 4 with context parallelism: "),
-        ({"hybrid_context_parallel": True}, "seqs 4 with context parallelism: "),
+        (
+            {
+                "context_parallel_size": 2,
+                "sft": False,
+                "dataloader_inter_document_masking": True,
+            },
+            "seqs 4 with --context-parallel-size 2 and --dataloader-inter-document-masking: ",
+        ),
+        (
+            {"context_parallel_size": 2, "seq_length": 18},
+            "seqs 4: max_packed_tokens is 18, which context_parallel_size 2 cannot split",
+        ),
+        ({"hybrid_context_parallel": True}, "seqs 4 with --hybrid-context-parallel: "),
         ({"num_experts": 4}, "seqs 4 with --num-experts: "),
         (
             {"micro_batch_size": 2, "pipeline_model_parallel_size": 2},

@@ -170,6 +170,19 @@ def test_tp2_whole_chunks_equal_eager(runs: Runs) -> None:
     assert runs.replays() == [0, 4, 4, 0]
 
 
+def test_cp2_equals_eager(runs: Runs) -> None:
+    """Both ranks read the same samples; each works on its pieces of every document."""
+    flags = ["--train-iters", "4", "--eval-interval", "9", "--hidden-dropout", "0.1"]
+    flags += ["--context-parallel-size", "2", "--pipeline-model-parallel-size", "1"]
+    flags += ["--spec", "packed_spec", "split_layer"]
+    five = ["--cuda-graph-max-packed-seqs", "5", "--cuda-graph-verify", "poison"]
+    eager = runs.train("cp-eager", *flags)
+    assert runs.train("cp", *flags, *CHUNK, *five) == eager
+    # The last has the sample of many documents.
+    assert runs.replays() == [0, 4, 4, 0]
+    assert "eager steps (packing overflow): 1" in runs.output
+
+
 def test_buckets_leave_out_rows_that_no_loss_needs(runs: Runs) -> None:
     """Bit for bit equal to the same rows without graphs, and nearly so to all rows.
 
