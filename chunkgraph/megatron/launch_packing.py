@@ -77,8 +77,10 @@ def _refusals_of_contexts(asked: str, args: argparse.Namespace) -> list[str]:
     """What keeps documents from being shared by context-parallel ranks."""
     if getattr(args, "hybrid_context_parallel", False):
         return [
-            f"{asked} with --hybrid-context-parallel: Megatron chooses the ranks of a document in "
-            "a schedule of its own, without pipelines; leave that out"
+            (
+                f"{asked} with --hybrid-context-parallel: Megatron chooses the ranks of a document in "
+                "a schedule of its own, without pipelines; leave that out"
+            )
         ]
     size = _of(args, "context_parallel_size", 1)
     if size == 1:
@@ -86,9 +88,11 @@ def _refusals_of_contexts(asked: str, args: argparse.Namespace) -> list[str]:
     if getattr(args, "sft", False):
         return []
     return [
-        f"{asked} with --context-parallel-size {size} and --dataloader-inter-document-masking: its "
-        "documents are not padded to what the ranks can share, so that Megatron cuts the whole "
-        "sample over them; use --sft, or --context-parallel-size 1"
+        (
+            f"{asked} with --context-parallel-size {size} and --dataloader-inter-document-masking: its "
+            "documents are not padded to what the ranks can share, so that Megatron cuts the whole "
+            "sample over them; use --sft, or --context-parallel-size 1"
+        )
     ]
 
 
@@ -106,6 +110,13 @@ def _refusals_of_cuts(flags: GraphFlags, args: argparse.Namespace) -> list[str]:
         found.append(
             f"{name} with --tensor-model-parallel-size {args.tensor_model_parallel_size}: the "
             f"script's other ranks receive rows of --seq-length; {whole}"
+        )
+    size = _of(args, "context_parallel_size", 1)
+    if size > 1 and not getattr(args, "calculate_per_token_loss", False):
+        found.append(
+            f"{name} with --context-parallel-size {size}: each rank divides by the labels of its "
+            "own rows, which are others where rows are left out; add --calculate-per-token-loss, "
+            f"or {whole}"
         )
     if flags.packed_buckets and getattr(args, "fp8", None):
         found.append(

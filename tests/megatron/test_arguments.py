@@ -180,6 +180,10 @@ def test_the_shape_of_packed_sequences() -> None:
             "--cuda-graph-packed-buckets with --tensor-model-parallel-size 2: ",
         ),
         (
+            {"cuda_graph_packed_buckets": [0.5], "context_parallel_size": 2},
+            "--cuda-graph-packed-buckets with --context-parallel-size 2: ",
+        ),
+        (
             {"cuda_graph_packed_buckets": [0.5], "fp8": "hybrid"},
             "--cuda-graph-packed-buckets with --fp8-format: ",
         ),
