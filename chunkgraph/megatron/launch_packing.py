@@ -6,6 +6,7 @@ import argparse
 
 from chunkgraph.errors import PackingError
 from chunkgraph.megatron.flags import PACKING, GraphFlags
+from chunkgraph.megatron.launch_contexts import changing_refusals
 from chunkgraph.packing import PackedShape, bucket_shapes
 
 __all__ = ["packed_shape", "packing_refusals"]
@@ -39,6 +40,8 @@ def packing_refusals(flags: GraphFlags, args: argparse.Namespace) -> list[str]:
             f"{asked} with --num-experts: experts are to be told which rows are padding, which "
             "these data sets do not say; chunkgraph train packs for experts"
         )
+    if flags.contexts is not None:
+        return [*found, *changing_refusals(flags, args)]
     if _of(args, "micro_batch_size", 1) > 1 and _of(args, "pipeline_model_parallel_size", 1) > 1:
         found.append(
             f"{asked} with --micro-batch-size {args.micro_batch_size} in a pipeline: Megatron lays "
@@ -64,10 +67,12 @@ def packing_refusals(flags: GraphFlags, args: argparse.Namespace) -> list[str]:
 def packed_shape(flags: GraphFlags, args: argparse.Namespace) -> PackedShape | None:
     """The largest shape that is captured; None without packed sequences.
 
+    Nor is there one where each microbatch has a context-parallel size of its own.
+
     Raises:
         PackingError: there is no such shape.
     """
-    if not flags.max_packed_seqs:
+    if not flags.max_packed_seqs or flags.contexts is not None:
         return None
     size = _of(args, "context_parallel_size", 1)
     return PackedShape(flags.max_packed_seqs, flags.max_packed_tokens or _rows(args), size)
@@ -75,25 +80,21 @@ def packed_shape(flags: GraphFlags, args: argparse.Namespace) -> PackedShape | N
 
 def _refusals_of_contexts(asked: str, args: argparse.Namespace) -> list[str]:
     """What keeps documents from being shared by context-parallel ranks."""
-    if getattr(args, "hybrid_context_parallel", False):
-        return [
-            (
-                f"{asked} with --hybrid-context-parallel: Megatron chooses the ranks of a document in "
-                "a schedule of its own, without pipelines; leave that out"
-            )
-        ]
     size = _of(args, "context_parallel_size", 1)
-    if size == 1:
-        return []
-    if getattr(args, "sft", False):
-        return []
-    return [
-        (
-            f"{asked} with --context-parallel-size {size} and --dataloader-inter-document-masking: its "
+    if getattr(args, "hybrid_context_parallel", False):
+        why = (
+            "with --hybrid-context-parallel: Megatron chooses the ranks of a document in a "
+            "schedule of its own, without pipelines; leave that out"
+        )
+    elif size > 1 and not getattr(args, "sft", False):
+        why = (
+            f"with --context-parallel-size {size} and --dataloader-inter-document-masking: its "
             "documents are not padded to what the ranks can share, so that Megatron cuts the whole "
             "sample over them; use --sft, or --context-parallel-size 1"
         )
-    ]
+    else:
+        return []
+    return [f"{asked} {why}"]
 
 
 def _refusals_of_cuts(flags: GraphFlags, args: argparse.Namespace) -> list[str]:

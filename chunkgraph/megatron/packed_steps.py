@@ -85,8 +85,7 @@ class PackedSteps(ScriptSteps):
             for batches in read
             if batches is not None
         ]
-        same: list[Documents] = self._same(found)
-        return same
+        return self._shared(self._of_chunks(found))
 
     def _cut(self, read: Microbatches, documents: Sequence[Documents]) -> list[Documents]:
         """Give each microbatch the rows of the smallest shape that holds those it needs."""

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -24,6 +24,9 @@ __all__ = ["Microbatches", "ScriptSteps"]
 
 Microbatches = Sequence["deque[dict[str, Any]] | None"]
 """Of each model chunk those of a step; None where another rank reads them."""
+
+
+_Found = TypeVar("_Found")
 
 
 class ScriptSteps(ABC):
@@ -117,18 +120,25 @@ class ScriptSteps(ABC):
 
         return [None if iterator is None else take(iterator) for iterator in iterators]
 
-    def _same(self, found: Sequence[Any]) -> Any:
-        """What all chunks of this rank found in their data, or the rank that reads for it.
+    def _of_chunks(self, found: Sequence[_Found]) -> _Found | None:
+        """What all chunks of this rank found in their data; None where another rank reads.
 
         Raises:
-            ConfigError: they differ, or nobody reads.
+            ConfigError: they differ.
         """
         if any(documents != found[0] for documents in found):
             raise ConfigError(
                 f"rank {self._rank}: the data iterators of its model chunks give other documents "
                 "for the same microbatch. They have to read the same samples."
             )
-        own = found[0] if found else None
+        return found[0] if found else None
+
+    def _shared(self, own: _Found | None) -> _Found:
+        """What the first tensor-parallel rank knows, on all of them.
+
+        Raises:
+            ConfigError: nobody reads.
+        """
         shared = self._share(own) if self._share is not None else own
         if shared is None:
             raise ConfigError(

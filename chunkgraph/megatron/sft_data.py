@@ -17,10 +17,11 @@ from numpy.typing import NDArray
 from chunkgraph.errors import ConfigError
 from chunkgraph.packing import check_offsets
 
-__all__ = ["Documents", "cut", "documents_of"]
+__all__ = ["ROWS", "Documents", "cut", "documents_of"]
 
 _OFFSETS = "cu_seqlens"
-_ROWS = ("tokens", "labels", "loss_mask", "position_ids")
+ROWS = ("tokens", "labels", "loss_mask", "position_ids")
+"""What a sample has a value of for each row."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ def cut(batch: Mapping[str, Any], num_rows: int, where: str) -> dict[str, Any]:
     """
     offsets = np.minimum(_on_host(batch, _OFFSETS, where), num_rows)
     made = dict(batch)
-    for name in _ROWS:
+    for name in ROWS:
         if made.get(name) is not None:
             made[name] = made[name][:, :num_rows].contiguous()
     made[_OFFSETS] = torch.from_numpy(offsets)

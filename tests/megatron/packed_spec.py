@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from split_specs import split
-from user_specs import packed
+from user_specs import packed, packed_contexts
 
 packed_layer = packed()
 split_layer = split()
+contexts_layer = packed_contexts()

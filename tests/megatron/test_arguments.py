@@ -11,6 +11,7 @@ import pytest
 
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.arguments import settle_arguments
+from chunkgraph.megatron.context_flags import CONTEXTS
 from chunkgraph.megatron.cpu_pretrain import cpu_flags
 from chunkgraph.megatron.flags import COUNTS, FLAGS, PACKING, add_flags, flags_from
 from chunkgraph.megatron.launch_packing import packed_shape
@@ -34,7 +35,7 @@ def arguments(**changes: Any) -> argparse.Namespace:
         "te_rng_tracker": False,
         "num_experts": None,
     }
-    stash = dict.fromkeys(flag.dest for flag in STASH)
+    stash = dict.fromkeys(flag.dest for flag in (*CONTEXTS, *STASH))
     return argparse.Namespace(**{**stash, **values, **changes})
 
 
