@@ -183,6 +183,33 @@ def test_cp2_equals_eager(runs: Runs) -> None:
     assert "eager steps (packing overflow): 1" in runs.output
 
 
+def test_ranks_share_each_microbatch_as_its_documents_need(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit equal to eager with the same groups, and nearly so to every rank on its own.
+
+    A rank has half the rows of a sample; a step that Megatron runs again has the same groups.
+    """
+    flags = ["--train-iters", "5", "--eval-interval", "3", "--hidden-dropout", "0.0"]
+    flags += ["--attention-dropout", "0.0", "--num-virtual-stages-per-pipeline-rank", "2"]
+    flags += ["--global-batch-size", "8", "--calculate-per-token-loss"]
+    flags += ["--spec", "packed_spec", "contexts_layer"]
+    sizes = ["--cuda-graph-cp-sizes", "1", "2", "--cuda-graph-cp-schedule", "random"]
+    sizes += ["--cuda-graph-max-packed-tokens", "12", "--cuda-graph-max-packed-seqs", "5"]
+    never = [*CHUNK[:2], "--cuda-graph-warmup-steps", "99"]
+    logs = {}
+    for name, more in {"own": [], "groups": [*never, *sizes], "banks": [*CHUNK, *sizes]}.items():
+        monkeypatch.setenv("SFT_READS", str(runs.folder / f"{name}.reads"))
+        monkeypatch.setenv("SFT_RERUN", "4")
+        logs[name] = runs.train(name, *flags, *more, nproc=4)
+        logs[name] += runs.evaluations()
+        assert runs.reads(name, nproc=4) == runs.reads("own", nproc=4)
+    assert all(runs.replays()[1:])
+    assert logs["banks"] == logs["groups"]
+    assert logs["groups"] != logs["own"]
+    assert _numbers(logs["groups"]) == pytest.approx(_numbers(logs["own"]), rel=1e-5)
+
+
 def test_buckets_leave_out_rows_that_no_loss_needs(runs: Runs) -> None:
     """Bit for bit equal to the same rows without graphs, and nearly so to all rows.
 
