@@ -315,3 +315,13 @@ class ContextCore(PackedCore):
 def packed_contexts() -> Any:
     """The local spec with `ContextCore`."""
     return _with_core(ContextCore)
+
+
+def packed_contexts_experts() -> Any:
+    """The local spec of four experts with `ContextCore`."""
+    return _with_core(ContextCore, num_experts=4)
+
+
+def packed_contexts_latent_experts() -> Any:
+    """That with multi-latent attention."""
+    return _with_core(ContextCore, multi_latent_attention=True, num_experts=4)
