@@ -33,13 +33,12 @@ def follow_in_router(router: Any) -> tuple[Callable[[Any], None], Callable[[], N
         activation: Any, coefficient: Any, loss: Any, name: str, group: Any, *args: Any, **more: Any
     ) -> Any:
         current = router.tp_cp_group
-        if current is own or group is not current:
-            return attach(activation, coefficient, loss, name, group, *args, **more)
-        # Metrics are reduced after the step, when the group of one microbatch is no longer known.
+        if group is current and current is not own:
+            # Metrics are reduced after the step, when nobody knows this microbatch's group.
+            loss, group = loss * (current.size() // own.size()), own
         router.tp_cp_group = own
         try:
-            loss = loss * (current.size() // own.size())
-            return attach(activation, coefficient, loss, name, own, *args, **more)
+            return attach(activation, coefficient, loss, name, group, *args, **more)
         finally:
             router.tp_cp_group = current
 

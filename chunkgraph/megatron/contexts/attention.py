@@ -67,7 +67,7 @@ def refuse_without_groups(model_chunks: Iterable[nn.Module]) -> None:
                     f"attach(contexts=...): {name} of model chunk {number} would embed the "
                     "positions of every microbatch as with the model's own context-parallel group. "
                     "Call chunkgraph.megatron.contexts.follow_groups(model_chunks) before, and "
-                    "what it returns after detach()."
+                    "after detach() what it returned."
                 )
 
 
