@@ -73,5 +73,10 @@ def split_poisoned() -> Any:
     return _spec(PoisonedSplitCore)
 
 
+def split_experts() -> Any:
+    """The local spec of four experts with `PoisonedSplitCore`."""
+    return _with_core(PoisonedSplitCore, num_experts=4)
+
+
 def _spec(core: type[nn.Module]) -> Any:
     return _with_core(core)

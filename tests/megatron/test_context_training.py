@@ -162,11 +162,13 @@ def test_latent_attention_and_experts(run_cases: Callable[..., Any], make_case: 
     dp4 = {**common, "data_parallel_size": 4}
     no_losses = {**_EXPERTS, "moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": None}
     cases = {
-        "random": make_case([1] * 6, [1, 2, 4], moe=no_losses, capture={"verify": "poison"}, **dp4),
-        "smallest": make_case([1] * 3, [1, 2, 4], schedule="smallest", moe=no_losses, **dp4),
-        "losses": make_case([1, 2] * 3, [1, 2, 4], moe=_EXPERTS, capture={"scope": "chunk"}, **dp4),
+        "random": make_case(
+            [1, 1, 4], [1, 2, 4], moe=no_losses, capture={"verify": "poison"}, **dp4
+        ),
+        "smallest": make_case([1] * 2, [1, 2, 4], schedule="smallest", moe=no_losses, **dp4),
+        "losses": make_case([1, 2] * 2, [1, 2, 4], moe=_EXPERTS, capture={"scope": "chunk"}, **dp4),
         "ep2_pp2": make_case(
-            [2, 3] * 2,
+            [2, 3, 1],
             [1, 2],
             moe={**_EXPERTS, "moe_router_load_balancing_type": "seq_aux_loss"},
             pipeline_model_parallel_size=2,
