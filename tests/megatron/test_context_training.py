@@ -166,7 +166,7 @@ def test_latent_attention_and_experts(run_cases: Callable[..., Any], make_case: 
             [1, 1, 4], [1, 2, 4], moe=no_losses, capture={"verify": "poison"}, **dp4
         ),
         "smallest": make_case([1] * 2, [1, 2, 4], schedule="smallest", moe=no_losses, **dp4),
-        "losses": make_case([1, 2] * 2, [1, 2, 4], moe=_EXPERTS, capture={"scope": "chunk"}, **dp4),
+        "losses": make_case([1, 4, 3], [1, 2, 4], moe=_EXPERTS, capture={"scope": "chunk"}, **dp4),
         "ep2_pp2": make_case(
             [2, 3, 1],
             [1, 2],
