@@ -221,6 +221,13 @@ class MegatronChunkGraphs:
                 yield
 
     @property
+    def num_banks(self) -> int:
+        """Graph pairs of each slot: one for each bucket or context-parallel size."""
+        if self._contexts is not None:
+            return len(self._contexts.banks.keys)
+        return max(1, len(self.buckets))
+
+    @property
     def buckets(self) -> Mapping[int, PackedShape]:
         """By its rows, each shape that is captured, largest first; empty without packing."""
         return {} if self._packings is None else self._packings.buckets.shapes

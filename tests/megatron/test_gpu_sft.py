@@ -34,6 +34,10 @@ MODEL = [
     *("--calculate-per-token-loss", "--no-gradient-accumulation-fusion"),
 ]
 CHUNK = ["--cuda-graph-granularity", "chunk", "--cuda-graph-max-packed-seqs", "8"]
+LATENT = [
+    *("--multi-latent-attention", "--q-lora-rank", "64", "--kv-lora-rank", "64"),
+    *("--qk-head-dim", "32", "--qk-pos-emb-head-dim", "32", "--v-head-dim", "64"),
+]
 CASES = {
     "cp2": ["--context-parallel-size", "2"],
     "cp-sizes": [
@@ -41,6 +45,7 @@ CASES = {
         *("--cuda-graph-max-packed-tokens", str(ROWS // 2)),
     ],
 }
+CASES["cp-sizes-mla"] = [*CASES["cp-sizes"], *LATENT]
 
 
 def _conversations(path: Path) -> None:
