@@ -6,8 +6,7 @@ It takes Megatron's flags and knows nothing of chunk graphs; run it by itself, o
 
 ``--exact-log FILE`` (ours) appends each logged loss, gradient norm and loss scale in hexadecimal;
 ``--mock-data`` trains on made-up tokens of Megatron's; ``--sft`` on conversations, several end to
-end in a sample and each attended to alone (0.19, without context parallelism). Needs megatron-core
-0.18 or newer.
+end in a sample and each attended to alone (0.19). Needs megatron-core 0.18 or newer.
 """
 
 from __future__ import annotations
@@ -140,12 +139,35 @@ def get_batch(data: Iterator[dict[str, torch.Tensor]], vp_stage: int | None) -> 
     if args.sft:
         from megatron.core.utils import flatten_batch_for_packed_sequences
 
-        return flatten_batch_for_packed_sequences(batch)
+        return documents_on_this_cp_rank(flatten_batch_for_packed_sequences(batch))
     if args.context_parallel_size == 1:
         return batch
     return get_batch_on_this_cp_rank(
         batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group()
     )
+
+
+def documents_on_this_cp_rank(batch: dict[str, Any]) -> dict[str, Any]:
+    """The rows of each document that this context-parallel rank of C works on, in place.
+
+    Every document is cut in 2 C pieces, of which rank r has r and 2 C - 1 - r, so that all ranks
+    have the same share of causal attention; the data set pads documents for that. It is the rule
+    of Transformer Engine's ``thd_get_partitioned_indices``, which needs a GPU.
+    """
+    size, rank = mpu.get_context_parallel_world_size(), mpu.get_context_parallel_rank()
+    if size == 1:
+        return batch
+    starts, lengths = batch["cu_seqlens"][0, :-1].long(), batch["cu_seqlens"][0].diff().long()
+    num_rows = batch["tokens"].shape[1] // size
+    piece = lengths // (2 * size)
+    begins = torch.stack([starts + rank * piece, starts + (2 * size - 1 - rank) * piece], 1)
+    pieces = piece.repeat_interleave(2)
+    ends = pieces.cumsum(0)
+    shift = (begins.flatten() - (ends - pieces)).repeat_interleave(pieces, output_size=num_rows)
+    rows = torch.arange(num_rows, device=shift.device) + shift
+    for name in ("tokens", "labels", "position_ids", "loss_mask"):
+        batch[name] = batch[name].index_select(1, rows)
+    return batch
 
 
 def packed_seq_params(batch: dict[str, Any]) -> PackedSeqParams | None:

@@ -80,7 +80,19 @@ def _check_others(config: Config) -> None:
     for name, is_used in {
         f"packing.buckets={list(packing.buckets)}": bool(packing.buckets),
         f"packing.seq_buckets={list(packing.seq_buckets)}": bool(packing.seq_buckets),
-        f"moe.num_moe_experts={config.moe.num_moe_experts}": config.moe.num_moe_experts is not None,
+        (
+            f"moe.num_moe_experts={config.moe.num_moe_experts} and "
+            f"pipeline.tensor_model_parallel_size={config.pipeline.tensor_model_parallel_size}"
+        ): config.moe.num_moe_experts is not None
+        and config.pipeline.tensor_model_parallel_size > 1,
+        f"model.recompute_modules={list(model.recompute_modules)}": (
+            model.recompute_granularity == "selective"
+            and bool({"moe", "mla_up_proj"} & set(model.recompute_modules))
+        ),
+        f"stash.enabled={config.stash.enabled}": config.stash.enabled,
+        f"moe.token_drops={config.moe.token_drops}": (
+            config.moe.num_moe_experts is not None and config.moe.token_drops == "rerun"
+        ),
         f"model.fp8={model.fp8}": model.fp8 is not None,
         (
             f"pipeline.context_parallel_size={config.pipeline.context_parallel_size}"

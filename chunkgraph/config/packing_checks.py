@@ -126,10 +126,3 @@ def _check_context(config: Config) -> None:
             f"by {parts}: {why}. Set it to {f'{below} or ' if below else ''}{below + parts}."
         )
         raise TopologyError(msg)
-    if size > 1 and config.moe.num_moe_experts is not None:
-        msg = (
-            f"packing with pipeline.context_parallel_size={size} and moe.num_moe_experts="
-            f"{config.moe.num_moe_experts}: experts of documents that are split over ranks were "
-            "not tried. Leave one of them out."
-        )
-        raise ConfigError(msg)

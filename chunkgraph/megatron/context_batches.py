@@ -127,6 +127,8 @@ class ContextBatches:
             "position_ids": packed.position_ids,
             "is_counted": is_counted,
         }
+        if self._config.moe.num_moe_experts is not None:
+            whole["padding_mask"] = ~is_counted
         batch: dict[str, Any] = {
             name: sent(values[rows][None], self._device) for name, values in whole.items()
         }

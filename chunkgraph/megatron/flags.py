@@ -12,6 +12,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from chunkgraph.config import StashConfig
 from chunkgraph.errors import ConfigError
+from chunkgraph.megatron.context_flags import (
+    CONTEXTS,
+    ContextSizes,
+    add_context_flags,
+    contexts_from,
+    given_context_flags,
+)
 from chunkgraph.megatron.stash_flags import (
     STASH,
     add_stash_flags,
@@ -158,6 +165,7 @@ class GraphFlags:
         max_packed_seqs: sequences of a packed microbatch; 0: none are packed.
         max_packed_tokens: its tokens; None: the sequence length.
         packed_buckets: lengths of shorter ones that are captured too.
+        contexts: context-parallel sizes of packed microbatches; None: all have the model's.
         stash: of what experts save; None: no stash.
     """
 
@@ -175,6 +183,7 @@ class GraphFlags:
     max_packed_seqs: int = 0
     max_packed_tokens: int | None = None
     packed_buckets: tuple[float, ...] = ()
+    contexts: ContextSizes | None = None
     stash: StashConfig | None = None
 
     def capture_options(self) -> CaptureOptions:
@@ -202,7 +211,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     Raises:
         ConfigError: the parser has one of them already.
     """
-    for flag in (*FLAGS, *COUNTS, *PACKING, *STASH):
+    for flag in (*FLAGS, *COUNTS, *PACKING, *CONTEXTS, *STASH):
         if flag.name in parser._option_string_actions:
             raise ConfigError(
                 f"This Megatron has a flag {flag.name} of its own. chunkgraph adds the same to "
@@ -222,6 +231,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         more: dict[str, Any] = {} if count.bare is None else {"nargs": "?", "const": count.bare}
         more |= {"type": float, "nargs": "+"} if count.is_list else {"type": int}
         group.add_argument(count.name, default=None, metavar="N", help=count.help, **more)
+    add_context_flags(group)
     add_stash_flags(group)
 
 
@@ -239,7 +249,7 @@ def flags_from(args: argparse.Namespace) -> GraphFlags | None:
     if args.cuda_graph_granularity == "layer":
         idle = [f"{flag.name} {value}" for flag, value in given.items() if value is not None]
         idle += [f"{count.name} {_shown(n)}" for count, n in counts.items() if n is not None]
-        idle += given_stash_flags(args)
+        idle += [*given_context_flags(args), *given_stash_flags(args)]
         if idle:
             raise ConfigError(
                 f"{', '.join(idle)} has no effect with --cuda-graph-granularity layer. Add "
@@ -258,6 +268,7 @@ def flags_from(args: argparse.Namespace) -> GraphFlags | None:
     }
     values["shared_slots"] = values["shared_slots"] == "yes"
     values.update(_packing(counts))
+    values["contexts"] = contexts_from(args, values.get("max_packed_seqs", 0))
     for count in COUNTS:
         number = counts[count]
         if number is None:
@@ -312,7 +323,7 @@ def check_flag_values(script_args: Sequence[str]) -> None:
     Raises:
         ConfigError: naming flag, value and choices.
     """
-    every = [(flag.name, flag.choices) for flag in (*FLAGS, *STASH) if flag.choices]
+    every = [(flag.name, flag.choices) for flag in (*FLAGS, *CONTEXTS, *STASH) if flag.choices]
     for flag_name, choices in every:
         for i, arg in enumerate(script_args):
             name, equals, value = arg.partition("=")

@@ -54,23 +54,24 @@ def hybrid_refusals(
             f"hybrid model with fp8={config.fp8!r}: the quantized weights of its Mamba layers were "
             "not tried in chunk graphs"
         )
+    size = getattr(config, "context_parallel_size", 1) or 1
+    if max(size, 1 if packing is None else packing.context_parallel_size) > 1:
+        found.append(
+            f"hybrid model with context_parallel_size={size}{' that changes' * (size == 1)}: a "
+            "rank's mixer sees the rows of all ranks, in an order that was not tried in chunk "
+            "graphs; use context_parallel_size=1"
+        )
     if packing is not None:
-        found += _packed_refusals(config, layers, packing)
+        found += _packed_refusals(config, layers)
     return found
 
 
-def _packed_refusals(config: Any, layers: set[str], packing: PackedShape) -> list[str]:
+def _packed_refusals(config: Any, layers: set[str]) -> list[str]:
     found = []
     if "G" in layers:
         found.append("packed sequences with gated delta nets (G): they were not tried")
     if "M" not in layers:
         return found
-    if packing.context_parallel_size > 1:
-        found.append(
-            "packed sequences with Mamba layers and context parallelism: a rank's mixer sees the "
-            "rows of all ranks, in an order for which seq_idx was not tried; use "
-            "context_parallel_size=1"
-        )
     if not getattr(config, "use_mamba_mem_eff_path", True):
         found.append(
             "packed sequences with use_mamba_mem_eff_path=False: only the other path of Megatron's "

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from chunkgraph.config import Config
+from chunkgraph.megatron.context_flags import CONTEXTS
 from chunkgraph.megatron.flags import COUNTS, PACKING
 from chunkgraph.megatron.launch_settings import GRANULARITY, settings_of, settings_that_are_off
 from chunkgraph.megatron.stash_flags import STASH
@@ -18,7 +19,7 @@ __all__ = ["merge_flags"]
 
 _SWITCHES = {
     STASH[0].name: ("no", [flag.name for flag in STASH[1:]]),
-    PACKING[0].name: ("0", [flag.name for flag in PACKING[1:]]),
+    PACKING[0].name: ("0", [flag.name for flag in (*PACKING[1:], *CONTEXTS)]),
     "--cuda-graph-verify": ("none", [flag.name for flag in COUNTS]),
 }
 """Flags with the value that leaves others without effect, which are refused then."""

@@ -6,6 +6,7 @@ import argparse
 
 from chunkgraph.errors import PackingError
 from chunkgraph.megatron.flags import PACKING, GraphFlags
+from chunkgraph.megatron.launch_contexts import changing_refusals
 from chunkgraph.packing import PackedShape, bucket_shapes
 
 __all__ = ["packed_shape", "packing_refusals"]
@@ -33,17 +34,14 @@ def packing_refusals(flags: GraphFlags, args: argparse.Namespace) -> list[str]:
     if not sources:
         alone = "without --sft (or --dataloader-inter-document-masking) a microbatch does not say"
         return [f"{asked}: {alone} where its documents begin; leave it out"]
-    found = []
-    if _of(args, "context_parallel_size", 1) > 1 or getattr(args, "hybrid_context_parallel", False):
-        found.append(
-            f"{asked} with context parallelism: Megatron splits documents over ranks in its own "
-            "way, which was not tried; use --context-parallel-size 1"
-        )
+    found = _refusals_of_contexts(asked, args)
     if getattr(args, "num_experts", None):
         found.append(
             f"{asked} with --num-experts: experts are to be told which rows are padding, which "
             "these data sets do not say; chunkgraph train packs for experts"
         )
+    if flags.contexts is not None:
+        return [*found, *changing_refusals(flags, args)]
     if _of(args, "micro_batch_size", 1) > 1 and _of(args, "pipeline_model_parallel_size", 1) > 1:
         found.append(
             f"{asked} with --micro-batch-size {args.micro_batch_size} in a pipeline: Megatron lays "
@@ -69,12 +67,34 @@ def packing_refusals(flags: GraphFlags, args: argparse.Namespace) -> list[str]:
 def packed_shape(flags: GraphFlags, args: argparse.Namespace) -> PackedShape | None:
     """The largest shape that is captured; None without packed sequences.
 
+    Nor is there one where each microbatch has a context-parallel size of its own.
+
     Raises:
         PackingError: there is no such shape.
     """
-    if not flags.max_packed_seqs:
+    if not flags.max_packed_seqs or flags.contexts is not None:
         return None
-    return PackedShape(flags.max_packed_seqs, flags.max_packed_tokens or _rows(args))
+    size = _of(args, "context_parallel_size", 1)
+    return PackedShape(flags.max_packed_seqs, flags.max_packed_tokens or _rows(args), size)
+
+
+def _refusals_of_contexts(asked: str, args: argparse.Namespace) -> list[str]:
+    """What keeps documents from being shared by context-parallel ranks."""
+    size = _of(args, "context_parallel_size", 1)
+    if getattr(args, "hybrid_context_parallel", False):
+        why = (
+            "with --hybrid-context-parallel: Megatron chooses the ranks of a document in a "
+            "schedule of its own, without pipelines; leave that out"
+        )
+    elif size > 1 and not getattr(args, "sft", False):
+        why = (
+            f"with --context-parallel-size {size} and --dataloader-inter-document-masking: its "
+            "documents are not padded to what the ranks can share, so that Megatron cuts the whole "
+            "sample over them; use --sft, or --context-parallel-size 1"
+        )
+    else:
+        return []
+    return [f"{asked} {why}"]
 
 
 def _refusals_of_cuts(flags: GraphFlags, args: argparse.Namespace) -> list[str]:
@@ -91,6 +111,13 @@ def _refusals_of_cuts(flags: GraphFlags, args: argparse.Namespace) -> list[str]:
         found.append(
             f"{name} with --tensor-model-parallel-size {args.tensor_model_parallel_size}: the "
             f"script's other ranks receive rows of --seq-length; {whole}"
+        )
+    size = _of(args, "context_parallel_size", 1)
+    if size > 1 and not getattr(args, "calculate_per_token_loss", False):
+        found.append(
+            f"{name} with --context-parallel-size {size}: each rank divides by the labels of its "
+            "own rows, which are others where rows are left out; add --calculate-per-token-loss, "
+            f"or {whole}"
         )
     if flags.packed_buckets and getattr(args, "fp8", None):
         found.append(

@@ -13,6 +13,7 @@ from chunkgraph.config import (
     StashConfig,
 )
 from chunkgraph.errors import ConfigError
+from chunkgraph.megatron.context_flags import CONTEXTS
 from chunkgraph.megatron.launch_experts import expert_flags
 from chunkgraph.megatron.stash_flags import STASH
 
@@ -70,11 +71,11 @@ def settings_of(config: Config, *, without_capture: bool) -> list[Setting]:
     Raises:
         ConfigError: a value has no flag in Megatron.
     """
-    if config.packing.context_parallel_sizes:
+    if config.packing.context_parallel_sizes and (not config.capture.enabled or without_capture):
         raise ConfigError(
             f"packing.context_parallel_sizes is {list(config.packing.context_parallel_sizes)}, but "
-            "in a pretrain script microbatches have no context-parallel size of their own yet. Set "
-            "it to [], or use chunkgraph train."
+            "without capture nobody spreads the documents of a pretrain script over ranks. Set it "
+            "to [], capture the chunks, or use chunkgraph train."
         )
     if config.model.hybrid_layer_pattern is not None:
         raise ConfigError(
@@ -116,6 +117,9 @@ def settings_that_are_off(config: Config) -> list[Off]:
         Off("moe.num_moe_experts", ("--num-experts",)): config.moe.num_moe_experts is None,
         Off("capture.enabled", (GRANULARITY,), "layer"): not config.capture.enabled,
         Off("packing.max_packed_seqs", (_PACKED_SEQS,), "0"): not config.packing.max_packed_seqs,
+        Off(
+            "packing.context_parallel_sizes", (CONTEXTS[0].name,)
+        ): not config.packing.context_parallel_sizes,
         Off("stash.enabled", (STASH[0].name,), "no"): not config.stash.enabled,
     }
     return [off for off, is_off in found.items() if is_off]
@@ -261,7 +265,24 @@ def _of_packing(packing: PackingConfig) -> list[Setting]:
     if packing.buckets:
         sizes = tuple(f"{size:.17g}" for size in packing.buckets)
         found.append(Setting("packing.buckets", "--cuda-graph-packed-buckets", sizes))
-    return found
+    return [*found, *_of_contexts(packing)]
+
+
+def _of_contexts(packing: PackingConfig) -> list[Setting]:
+    sizes = packing.context_parallel_sizes
+    if not sizes:
+        return []
+    key = "packing.context_parallel_sizes"
+    captured = packing.cuda_graph_cp_sizes or sizes
+    eager = [size for size in sizes if size not in captured]
+    switch, eager_flag, schedule_flag = (flag.name for flag in CONTEXTS)
+    found = [Setting(key, switch, tuple(map(str, captured)))]
+    if eager:
+        found.append(Setting("packing.cuda_graph_cp_sizes", eager_flag, tuple(map(str, eager))))
+    schedule = (packing.context_parallel_schedule,)
+    found.append(Setting("packing.context_parallel_schedule", schedule_flag, schedule))
+    # As in `chunkgraph train`: the mean over the step's tokens, whoever works on them.
+    return [*found, Setting(key, "--calculate-per-token-loss", ())]
 
 
 def _of_stash(stash: StashConfig) -> list[Setting]:

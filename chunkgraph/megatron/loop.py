@@ -164,7 +164,8 @@ def run_training(
     try:
         if contexts is not None:
             undo.callback(follow_groups(chunks))
-        if has_experts and packed_shape(config) is not None and not use_graphs:
+        is_packed = contexts is not None or packed_shape(config) is not None
+        if has_experts and is_packed and not use_graphs:
             undo.callback(keep_padding_from_experts(chunks, config_of(chunks[0])))
         if use_graphs:
             graphs = attach(

@@ -47,7 +47,7 @@ def refuse_other_context(shape: PackedShape, config: Any) -> None:
         config: Megatron's TransformerConfig.
 
     Raises:
-        ConfigError: the sizes differ, or the model has experts and a size above 1.
+        ConfigError: the sizes differ.
     """
     size = getattr(config, "context_parallel_size", 1) or 1
     if shape.context_parallel_size != size:
@@ -55,11 +55,6 @@ def refuse_other_context(shape: PackedShape, config: Any) -> None:
             f"The packed shape is for context_parallel_size {shape.context_parallel_size}, and the "
             f"model has {size}. Its documents are padded to a multiple of twice that size: give "
             f"attach() packing=PackedShape(..., context_parallel_size={size})."
-        )
-    if size > 1 and getattr(config, "num_moe_experts", None):
-        raise ConfigError(
-            f"Packed sequences with context_parallel_size {size} and experts: which rows of a rank "
-            "are padding was not tried with experts. Leave one of them out."
         )
 
 

@@ -29,8 +29,14 @@ from chunkgraph.errors import ChunkGraphError, ConfigError
 from chunkgraph.megatron import compat
 from chunkgraph.megatron.attention_limits import refuse_for_layers
 from chunkgraph.megatron.buckets import Buckets
-from chunkgraph.megatron.contexts import ContextBanks, StepContexts, refuse_beside_contexts
-from chunkgraph.megatron.contexts.groups import capturing_banks
+from chunkgraph.megatron.contexts import (
+    ContextBanks,
+    StepContexts,
+    refuse_beside_contexts,
+    refused_with_contexts,
+)
+from chunkgraph.megatron.contexts.attention import refuse_without_groups
+from chunkgraph.megatron.contexts.groups import HeldGroups, capturing_banks
 from chunkgraph.megatron.experts import Experts, TokenDrops
 from chunkgraph.megatron.hybrid_support import hybrid_refusals
 from chunkgraph.megatron.moe_hybridep import refuse_for_hybridep
@@ -172,14 +178,16 @@ def attach(
             seq_buckets=seq_buckets,
             stash=stash,
             fp8=fp8,
-            experts=getattr(config, "num_moe_experts", None),
             context_parallel_size=getattr(config, "context_parallel_size", 1) > 1,
+            **refused_with_contexts(config),
+            **{"token_drops='rerun'": token_drops == "rerun"},
             # Megatron's schedule receives microbatches of one length.
             **{
                 "ContextBanks(buckets=...) in a pipeline": place.pipeline_size > 1
                 and len({key.num_tokens for key in contexts.keys}) > 1
             },
         )
+        refuse_without_groups(chunks)
     refuse_for_hybridep(config, options)
     if stash is not None and (refused := stash_refusals(config, stash.page_bytes)):
         raise ConfigError("Experts cannot stash in this model:\n  " + "\n  ".join(refused))
@@ -189,7 +197,9 @@ def attach(
         if num_slots is not None
         else place.num_slots(are_shared=options.shared_slots)
     )
+    held_groups = None
     if contexts is not None:
+        held_groups = HeldGroups([part.module for part in parts])
         slots = contexts.limits.num_slots(slots)
     check_counts(len(parts), slots)
     # From here on the model's own objects are changed.
@@ -199,7 +209,7 @@ def attach(
             chunks,
             parts,
             token_drops,
-            None if packing is None else config,
+            None if largest is None else config,
             marks_padding=stash is not None,
         )
     pages: ExpertStash | None = None
@@ -237,9 +247,9 @@ def attach(
     def capture_scope() -> Iterator[None]:
         with ExitStack() as stack:
             if contexts is not None:
-                modules = [part.module for part in parts]
+                assert held_groups is not None
                 device = _device_of(chunks[0])
-                stack.enter_context(capturing_banks(contexts.groups, modules, device))
+                stack.enter_context(capturing_banks(contexts.groups, held_groups, device))
             stack.enter_context(capturing(tables, predictions, fp8, experts, pages))
             yield
 
@@ -292,6 +302,7 @@ def attach(
         packings,
         pages,
         contexts=None if contexts is None else StepContexts(contexts, engine.misfit_of, place.rank),
+        held_groups=held_groups,
         agree=agree,
         # Not the engine's: it asks ahead of steps, on some ranks earlier than on others.
         agree_on_buckets=agree_by_maximum() if packings is not None and buckets else None,

@@ -17,7 +17,7 @@ import argparse
 import contextlib
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +25,22 @@ import torch.distributed as dist
 
 from chunkgraph.megatron import compat
 from chunkgraph.megatron.arguments import settle_arguments
+from chunkgraph.megatron.context_steps import ContextSteps
+from chunkgraph.megatron.contexts import ContextBanks, ContextGroups, follow_groups
 from chunkgraph.megatron.flags import GraphFlags, add_flags, flags_from
+from chunkgraph.megatron.launch_contexts import changing_limits
 from chunkgraph.megatron.launch_packing import packed_shape
 from chunkgraph.megatron.packed_steps import PackedSteps
-from chunkgraph.megatron.plugin import MegatronChunkGraphs, attach
+from chunkgraph.megatron.plugin import MegatronChunkGraphs, attach, config_of
 from chunkgraph.megatron.run_record import capture_line, save_run_record, start_line
+from chunkgraph.megatron.script_steps import ScriptSteps
 from chunkgraph.megatron.stash import stash_options
 from chunkgraph.megatron.step_metrics import StepMetrics
-from chunkgraph.megatron.topology import share_in_tensor_group
+from chunkgraph.megatron.topology import (
+    PipelinePlace,
+    gather_from_data_ranks,
+    share_in_tensor_group,
+)
 
 __all__ = ["ChunkGraphsInPretrain", "enable"]
 
@@ -90,7 +98,7 @@ class ChunkGraphsInPretrain:
         self._on_cpu = on_cpu
         self._run_dir = run_dir
         self._metrics: StepMetrics | None = None
-        self._packed: PackedSteps | None = None
+        self._steps: ScriptSteps | None = None
         self._has_told_failure = False
 
     # -- called by Megatron --------------------------------------------------------------------
@@ -117,33 +125,66 @@ class ChunkGraphsInPretrain:
         # The script may have changed them since they were parsed.
         self.flags = flags_from(args) or self.flags
         record = save_run_record(self.flags, args, self._run_dir) if _rank() == 0 else None
-        self.graphs = attach(
-            model,
-            scope=self.flags.scope,
-            options=self.flags.capture_options(),
-            token_drops=self.flags.token_drops,
-            packing=packed_shape(self.flags, args),
-            buckets=self.flags.packed_buckets,
-            stash=stash_options(self.flags.stash),
-        )
-        if _is_profiled(args):
-            self.graphs.name_replays()
-        self.has_trained = True
-        self._metrics = StepMetrics(self.graphs)
-        self._has_told_failure = False
-        _say_on_rank_0(start_line(self.graphs, self.flags, record))
-        try:
-            if self.flags.max_packed_seqs:
-                chunks = model if isinstance(model, (list, tuple)) else [model]
-                self._packed = PackedSteps(self.graphs, chunks, _rank(), share_in_tensor_group())
+        chunks = list(model) if isinstance(model, (list, tuple)) else [model]
+        # Graphs hold memory of communicators: they go before the process groups do.
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._forget)
+            contexts = self._contexts(self.flags, args, chunks, undo)
+            self.graphs = graphs = attach(
+                model,
+                scope=self.flags.scope,
+                options=self.flags.capture_options(),
+                token_drops=self.flags.token_drops,
+                packing=packed_shape(self.flags, args),
+                buckets=self.flags.packed_buckets,
+                contexts=contexts,
+                stash=stash_options(self.flags.stash),
+            )
+            undo.callback(graphs.detach)
+            if _is_profiled(args):
+                graphs.name_replays()
+            self.has_trained = True
+            self._metrics = StepMetrics(graphs)
+            self._has_told_failure = False
+            _say_on_rank_0(start_line(graphs, self.flags, record))
+            if contexts is not None:
+                assert self.flags.contexts is not None
+                self._steps = ContextSteps(
+                    contexts,
+                    chunks,
+                    _rank(),
+                    gather=gather_from_data_ranks(),
+                    share=share_in_tensor_group(),
+                    schedule=self.flags.contexts.schedule,
+                    seed=lambda: f"{args.seed} {args.curr_iteration}",
+                )
+            elif self.flags.max_packed_seqs:
+                self._steps = PackedSteps(graphs, chunks, _rank(), share_in_tensor_group())
+            if self._steps is not None:
+                undo.callback(self._steps.close)
             yield
-        finally:
-            # Graphs hold memory of communicators: they go before the process groups do.
-            graphs, self.graphs, self._metrics = self.graphs, None, None
-            packed, self._packed = self._packed, None
-            if packed is not None:
-                packed.close()
-            graphs.detach()
+
+    def _contexts(
+        self, flags: GraphFlags, args: Any, chunks: Sequence[Any], undo: contextlib.ExitStack
+    ) -> ContextBanks | None:
+        """The banks of context-parallel sizes that change; None where they do not."""
+        if flags.contexts is None:
+            return None
+        state = compat.import_megatron("megatron.core.parallel_state")
+        place = PipelinePlace.current(len(chunks), config_of(chunks[0]))
+        limits = changing_limits(
+            flags,
+            args,
+            world_size=state.get_data_parallel_world_size(with_context_parallel=True),
+            group_size=place.group_size if len(chunks) > 1 else 1,
+        )
+        groups = ContextGroups.of_data_parallel(limits.group_sizes)
+        undo.callback(groups.close)
+        undo.callback(follow_groups(chunks))
+        return ContextBanks(limits, groups, cuda_graph_cp_sizes=flags.contexts.captured)
+
+    def _forget(self) -> None:
+        self.graphs = self._metrics = self._steps = None
 
     def wrap_schedule(self, forward_backward: Callable[..., Any]) -> Callable[..., Any]:
         """A step of training or evaluation with graphs, while they are attached."""
@@ -151,8 +192,8 @@ class ChunkGraphsInPretrain:
         if graphs is None:
             return forward_backward
         wrapped = graphs.wrap_forward_backward(forward_backward)
-        if self._packed is not None:
-            wrapped = self._packed.wrap(wrapped)
+        if self._steps is not None:
+            wrapped = self._steps.wrap(wrapped)
 
         def chunk_graph_step(**kwargs: Any) -> Any:
             if graphs.engine.report is not None or self._has_told_failure:

@@ -10,7 +10,7 @@ from chunkgraph.engine import ChunkGraphs
 from chunkgraph.engine.decision import StepMode
 from chunkgraph.errors import ConfigError, SlotError
 from chunkgraph.megatron import compat
-from chunkgraph.megatron.contexts import ContextBank, StepContexts, groups_put_back
+from chunkgraph.megatron.contexts import ContextBank, HeldGroups, StepContexts
 from chunkgraph.megatron.experts import Experts
 from chunkgraph.megatron.overflow import OverflowGuard
 from chunkgraph.megatron.receive import SlotReceiver
@@ -50,6 +50,7 @@ class MegatronChunkGraphs:
         stash: ExpertStash | None = None,
         *,
         contexts: StepContexts | None = None,
+        held_groups: HeldGroups | None = None,
         agree: Maximum | None = None,
         agree_on_buckets: Maximum | None = None,
     ) -> None:
@@ -64,6 +65,7 @@ class MegatronChunkGraphs:
         self._experts = experts
         self._packings = packings
         self._contexts = contexts
+        self._held_groups = held_groups
         self._agree = agree
         self._agree_on_buckets = agree_on_buckets
 
@@ -188,9 +190,8 @@ class MegatronChunkGraphs:
     ) -> tuple[Any, StepMode]:
         """One call of the schedule: its result, and how it ran."""
         forward_only = bool(kwargs.get("forward_only", False))
-        modules = [part.module for part in self._parts]
         with (
-            groups_put_back(modules) if self._contexts is not None else nullcontext(),
+            nullcontext() if self._held_groups is None else self._held_groups.put_back(),
             self.engine.step(
                 kwargs["num_microbatches"],
                 forward_only=forward_only,
@@ -220,6 +221,13 @@ class MegatronChunkGraphs:
         else:
             with self.stash.eager_step(is_captured=self.engine.report is not None):
                 yield
+
+    @property
+    def num_banks(self) -> int:
+        """Graph pairs of each slot: one for each bucket or context-parallel size."""
+        if self._contexts is not None:
+            return len(self._contexts.banks.keys)
+        return max(1, len(self.buckets))
 
     @property
     def buckets(self) -> Mapping[int, PackedShape]:

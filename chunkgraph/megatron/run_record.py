@@ -83,7 +83,7 @@ def start_line(graphs: MegatronChunkGraphs, flags: GraphFlags, record: Path | No
     steps = f"{flags.num_warmup_steps} eager step{'s' if flags.num_warmup_steps > 1 else ''}"
     return (
         f"chunk graphs: scope {flags.scope}, {_slots(slots, flags.shared_slots)} on rank 0 "
-        f"({2 * sum(slots)} graphs), "
+        f"({2 * sum(slots) * graphs.num_banks} graphs), "
         "memory plan "
         f"{flags.memory_plan}, verify {flags.verify}; capture after {steps}; {saved}"
     )

@@ -17,10 +17,11 @@ from numpy.typing import NDArray
 from chunkgraph.errors import ConfigError
 from chunkgraph.packing import check_offsets
 
-__all__ = ["Documents", "cut", "documents_of"]
+__all__ = ["ROWS", "Documents", "cut", "documents_of"]
 
 _OFFSETS = "cu_seqlens"
-_ROWS = ("tokens", "labels", "loss_mask", "position_ids")
+ROWS = ("tokens", "labels", "loss_mask", "position_ids")
+"""What a sample has a value of for each row."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,12 @@ class Documents:
 
 
 def documents_of(
-    batch: Mapping[str, Any], seq_length: int, where: str, *, may_be_cut: bool = False
+    batch: Mapping[str, Any],
+    seq_length: int,
+    where: str,
+    *,
+    may_be_cut: bool = False,
+    multiple_of: int = 1,
 ) -> Documents:
     """The documents of a microbatch as its data set gives it, samples end to end.
 
@@ -63,9 +69,11 @@ def documents_of(
         seq_length: rows of a sample.
         where: rank and microbatch, for errors.
         may_be_cut: also look which rows losses need; for microbatches of one sample.
+        multiple_of: what context-parallel ranks cut documents in.
 
     Raises:
-        ConfigError: it holds no offsets, or not on the host.
+        ConfigError: it holds no offsets, or not on the host, or of documents that the ranks cannot
+            share.
         PackingError: its offsets are impossible.
     """
     offsets = _on_host(batch, _OFFSETS, where)
@@ -77,6 +85,13 @@ def documents_of(
                 f"{where}: the documents of a sample end at {row[-1]}, not at its {seq_length} "
                 "rows. The data set has to count what is left of a sample into its last document, "
                 "as Megatron's do."
+            )
+        if any(row % multiple_of):
+            raise ConfigError(
+                f"{where}: documents begin at {row[: _end(row, seq_length)].tolist()}, and the "
+                f"context-parallel ranks cut each in {multiple_of} equal pieces. The data set has "
+                "to pad them, as Megatron's --sft does where GPTDatasetConfig is given "
+                "context_parallel_size."
             )
         found += (row[1 : _end(row, seq_length)] + found[-1]).tolist()
     num_needed = found[-1]
@@ -93,7 +108,7 @@ def cut(batch: Mapping[str, Any], num_rows: int, where: str) -> dict[str, Any]:
     """
     offsets = np.minimum(_on_host(batch, _OFFSETS, where), num_rows)
     made = dict(batch)
-    for name in _ROWS:
+    for name in ROWS:
         if made.get(name) is not None:
             made[name] = made[name][:, :num_rows].contiguous()
     made[_OFFSETS] = torch.from_numpy(offsets)

@@ -17,6 +17,10 @@ from chunkgraph.megatron import compat
 
 __all__ = ["CachedTables"]
 
+_GET = "get_cached_cos_sin"
+_BUFFERS = ("cos_cached", "sin_cached")
+"""What fused RoPE of multi-latent attention takes its numbers from."""
+
 
 class CachedTables:
     """Holds what modules with a cached forward return while graphs are captured, and buffers.
@@ -27,6 +31,8 @@ class CachedTables:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = [m for m in modules if hasattr(type(m).forward, "cache_info")]
+        # A longer one takes its place as soon as it is wanted, such as by an eager step.
+        self._with_buffers = [m for m in self._modules if hasattr(m, _GET)]
         self._held: list[Any] = []
 
     @contextmanager
@@ -36,17 +42,24 @@ class CachedTables:
         They are let go by `release`, or the next time.
         """
         self.release()
+        watched = [compat.watch_results(m, _GET, self._hold_buffers) for m in self._with_buffers]
         handles = [module.register_forward_hook(self._hold) for module in self._modules]
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
+            for undo in watched:
+                undo()
             self._held.extend(compat.global_buffers())
 
     def release(self) -> None:
         """Let the memory go; no graph may use it any more."""
         self._held.clear()
+
+    def _hold_buffers(self, module: nn.Module) -> None:
+        for name in _BUFFERS:
+            self._hold(module, (), getattr(module, name))
 
     def _hold(self, _module: nn.Module, _args: Any, result: Any) -> None:
         if not any(result is held for held in self._held):

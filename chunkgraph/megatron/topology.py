@@ -15,7 +15,15 @@ from chunkgraph.megatron import compat
 from chunkgraph.schedules import stage_of
 from chunkgraph.slots import plan_slots
 
-__all__ = ["Maximum", "PipelinePlace", "Share", "agree_by_maximum", "share_in_tensor_group"]
+__all__ = [
+    "Gather",
+    "Maximum",
+    "PipelinePlace",
+    "Share",
+    "agree_by_maximum",
+    "gather_from_data_ranks",
+    "share_in_tensor_group",
+]
 
 _CLOSING_TIME = timedelta(seconds=2)
 
@@ -103,6 +111,43 @@ def share_in_tensor_group() -> Share | None:
     if len(ranks) == 1:
         return None
     return Share(dist.new_group(ranks, backend="gloo", use_local_synchronization=True), ranks[0])
+
+
+def gather_from_data_ranks() -> Gather:
+    """How the ranks that share a global batch tell each other, on the host.
+
+    Makes a gloo group of its own where there are several, in which all of them have to take part.
+    """
+    state = compat.import_megatron("megatron.core.parallel_state")
+    group = state.get_data_parallel_group(with_context_parallel=True)
+    ranks = dist.get_process_group_ranks(group)
+    if len(ranks) == 1:
+        return Gather(None)
+    return Gather(dist.new_group(ranks, backend="gloo", use_local_synchronization=True))
+
+
+class Gather:
+    """Gives every rank's value to all ranks of a group, on the host.
+
+    Args:
+        group: a gloo group of its own; None for this rank alone.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def __call__(self, value: Any) -> list[Any]:
+        """The values of all, in the order of the group; every rank of it calls."""
+        if self._group is None:
+            return [value]
+        values: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def close(self) -> None:
+        """Give the group back."""
+        if self._group is not None and dist.is_initialized():
+            dist.destroy_process_group(self._group)
 
 
 class Share:

@@ -12,6 +12,7 @@ import pytest
 from chunkgraph.cli.__main__ import main
 from chunkgraph.config import CaptureConfig, Config, ModelConfig, PipelineConfig, load_config
 from chunkgraph.errors import ConfigError
+from chunkgraph.megatron.context_flags import ContextSizes
 from chunkgraph.megatron.flags import add_flags, flags_from
 from chunkgraph.megatron.launch_config import merge_flags
 from chunkgraph.megatron.launch_options import parse_options
@@ -232,11 +233,33 @@ def test_what_the_command_line_turns_off_is_off(
     assert notes == [f"{' '.join(given)} on the command line replaces {key} of run.yaml"]
 
 
-def test_sizes_of_microbatches_are_not_for_pretrain_scripts() -> None:
-    packing = ["packing.max_packed_seqs=4", "packing.context_parallel_sizes=[1,2]"]
+def test_sizes_of_microbatches_are_flags() -> None:
+    packing = ["packing.max_packed_seqs=4", "packing.context_parallel_sizes=[1,2,4]"]
     packing += ["device=cuda", "model.layer_spec=transformer_engine", "train.micro_batch_size=1"]
-    with pytest.raises(ConfigError, match=r"context_parallel_sizes is \[1, 2\], but in a pretrain"):
-        _flags(_load(*packing, "pipeline.data_parallel_size=2"))
+    packing += ["pipeline.data_parallel_size=4"]
+    flags = _flags(_load(*packing))
+    assert flags[flags.index("--cuda-graph-cp-sizes") :] == [
+        *("--cuda-graph-cp-sizes", "1", "2", "4", "--cuda-graph-cp-schedule", "smallest"),
+        "--calculate-per-token-loss",
+    ]
+    some = [*packing, "packing.cuda_graph_cp_sizes=[4,1]"]
+    flags = _flags(_load(*some, "packing.context_parallel_schedule=random"))
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    asked = flags_from(parser.parse_known_args(flags)[0])
+    assert asked is not None
+    assert asked.contexts == ContextSizes((1, 4), (2,), "random")
+    given = ["--cuda-graph-cp-sizes", "2"]
+    _, notes = merge_flags(_load(*packing), given, source="run.yaml")
+    (note,) = notes
+    assert note.startswith("--cuda-graph-cp-sizes 2 on the command line replaces packing.context_")
+    for off in ("capture.enabled=false", None):
+        with pytest.raises(ConfigError, match=r"sizes is \[1, 2, 4\], but without capture"):
+            merge_flags(
+                _load(*packing, *([off] if off else [])),
+                [] if off else ["--cuda-graph-granularity", "layer"],
+                source="run.yaml",
+            )
 
 
 @pytest.fixture

@@ -211,15 +211,6 @@ def test_bad_override_says_which_and_why(small: Path, override: str, parts: list
         (
             (
                 "packing.max_packed_seqs=8; train.micro_batch_size=1; model.layer_spec=a.b:c; "
-                "pipeline.context_parallel_size=2; moe.num_moe_experts=4; "
-                "moe.moe_expert_capacity_factor=4"
-            ),
-            ConfigError,
-            ["context_parallel_size=2", "were not tried"],
-        ),
-        (
-            (
-                "packing.max_packed_seqs=8; train.micro_batch_size=1; model.layer_spec=a.b:c; "
                 "pipeline.context_parallel_size=2; data.document_counts=[1,2,3,9]"
             ),
             ConfigError,

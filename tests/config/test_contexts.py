@@ -29,6 +29,9 @@ def test_sizes_that_go_together() -> None:
     assert load_config(CONFIG).packing.context_parallel_sizes == ()
 
 
+_EXPERTS = ("moe.num_moe_experts=4", "moe.moe_expert_capacity_factor=2")
+
+
 @pytest.mark.parametrize(
     ("changes", "kind", "message"),
     [
@@ -45,10 +48,25 @@ def test_sizes_that_go_together() -> None:
         (["model.fp8=hybrid"], ConfigError, "model.fp8=hybrid"),
         (["data.document_counts=[1,2,3,4]"], ConfigError, r"data.document_counts=\[1, 2, 3"),
         (
-            ["moe.num_moe_experts=4", "moe.moe_expert_capacity_factor=2"],
+            [
+                *_EXPERTS,
+                "pipeline.tensor_model_parallel_size=2",
+                "pipeline.sequence_parallel=true",
+            ],
             ConfigError,
-            "num_moe_experts=4",
+            "num_moe_experts=4 and pipeline.tensor_model_parallel_size=2",
         ),
+        (
+            [
+                *_EXPERTS,
+                "model.recompute_granularity=selective",
+                "model.recompute_modules=[moe]",
+            ],
+            ConfigError,
+            r"recompute_modules=\['moe'\]",
+        ),
+        ([*_EXPERTS, "stash.enabled=true"], ConfigError, "stash.enabled=True"),
+        ([*_EXPERTS, "moe.token_drops=rerun"], ConfigError, "moe.token_drops=rerun"),
         (
             ["model.position_embedding_type=learned_absolute", "model.seq_length=512"],
             ConfigError,

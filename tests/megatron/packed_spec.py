@@ -1,7 +1,10 @@
-"""A layer of packed sequences for Megatron's ``--spec``, which takes no functions."""
+"""Layers of packed sequences for Megatron's ``--spec``, which takes no functions."""
 
 from __future__ import annotations
 
-from user_specs import packed
+from split_specs import split
+from user_specs import packed, packed_contexts
 
 packed_layer = packed()
+split_layer = split()
+contexts_layer = packed_contexts()

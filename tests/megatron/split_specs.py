@@ -29,7 +29,10 @@ class SplitCore(PackedCore):
     ) -> torch.Tensor:
         """[t / C, heads, width] each; gives [t / C, 1, heads * width]."""
         group = parallel_state.get_context_parallel_group()
-        order = _places(packed_seq_params.cu_seqlens_q_padded, query.size(0), group.size())
+        padded = packed_seq_params.cu_seqlens_q_padded
+        if padded is None:  # documents fill all rows
+            padded = packed_seq_params.cu_seqlens_q
+        order = _places(padded, query.size(0), group.size())
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
         whole = [Gather.apply(t, group).index_select(0, back) for t in (query, key, value)]
         mixed = super().forward(*whole, attention_mask, packed_seq_params, **options)
@@ -68,6 +71,11 @@ def split() -> Any:
 def split_poisoned() -> Any:
     """The local spec with `PoisonedSplitCore`."""
     return _spec(PoisonedSplitCore)
+
+
+def split_experts() -> Any:
+    """The local spec of four experts with `PoisonedSplitCore`."""
+    return _with_core(PoisonedSplitCore, num_experts=4)
 
 
 def _spec(core: type[nn.Module]) -> Any:

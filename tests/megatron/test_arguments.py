@@ -11,8 +11,10 @@ import pytest
 
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.arguments import settle_arguments
+from chunkgraph.megatron.context_flags import CONTEXTS, ContextSizes
 from chunkgraph.megatron.cpu_pretrain import cpu_flags
 from chunkgraph.megatron.flags import COUNTS, FLAGS, PACKING, add_flags, flags_from
+from chunkgraph.megatron.launch_contexts import changing_limits
 from chunkgraph.megatron.launch_packing import packed_shape
 from chunkgraph.megatron.stash_flags import STASH
 from chunkgraph.packing import PackedShape
@@ -34,7 +36,7 @@ def arguments(**changes: Any) -> argparse.Namespace:
         "te_rng_tracker": False,
         "num_experts": None,
     }
-    stash = dict.fromkeys(flag.dest for flag in STASH)
+    stash = dict.fromkeys(flag.dest for flag in (*CONTEXTS, *STASH))
     return argparse.Namespace(**{**stash, **values, **changes})
 
 
@@ -137,6 +139,10 @@ def test_the_shape_of_packed_sequences() -> None:
     assert packed_shape(flags, args) == PackedShape(4, 16)
     args = arguments(**{**PACKED, "micro_batch_size": 2})
     assert packed_shape(flags, args) == PackedShape(4, 32)
+    args = arguments(**PACKED, context_parallel_size=2)
+    flags = settle_arguments(args, on_cpu=True)
+    assert flags is not None
+    assert packed_shape(flags, args) == PackedShape(4, 16, 2)
     args = arguments(**PACKED, cuda_graph_max_packed_tokens=12, cuda_graph_packed_buckets=[0.5])
     flags = settle_arguments(args, on_cpu=True)
     assert flags is not None
@@ -148,8 +154,19 @@ def test_the_shape_of_packed_sequences() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"context_parallel_size": 2}, "seqs 4 with context parallelism: "),
-        ({"hybrid_context_parallel": True}, "seqs 4 with context parallelism: "),
+        (
+            {
+                "context_parallel_size": 2,
+                "sft": False,
+                "dataloader_inter_document_masking": True,
+            },
+            "seqs 4 with --context-parallel-size 2 and --dataloader-inter-document-masking: ",
+        ),
+        (
+            {"context_parallel_size": 2, "seq_length": 18},
+            "seqs 4: max_packed_tokens is 18, which context_parallel_size 2 cannot split",
+        ),
+        ({"hybrid_context_parallel": True}, "seqs 4 with --hybrid-context-parallel: "),
         ({"num_experts": 4}, "seqs 4 with --num-experts: "),
         (
             {"micro_batch_size": 2, "pipeline_model_parallel_size": 2},
@@ -163,6 +180,10 @@ def test_the_shape_of_packed_sequences() -> None:
         (
             {"cuda_graph_packed_buckets": [0.5], "tensor_model_parallel_size": 2},
             "--cuda-graph-packed-buckets with --tensor-model-parallel-size 2: ",
+        ),
+        (
+            {"cuda_graph_packed_buckets": [0.5], "context_parallel_size": 2},
+            "--cuda-graph-packed-buckets with --context-parallel-size 2: ",
         ),
         (
             {"cuda_graph_packed_buckets": [0.5], "fp8": "hybrid"},
@@ -202,6 +223,88 @@ def test_what_packed_sequences_cannot_go_with_is_named(changes: dict[str, Any], 
     ],
 )
 def test_impossible_flags_of_packed_sequences(given: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        _parsed(*given)
+
+
+CHANGING = {**PACKED, "cuda_graph_cp_sizes": [2, 1], "calculate_per_token_loss": True}
+
+
+def test_context_sizes_that_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    args = arguments(
+        **CHANGING,
+        cuda_graph_cp_eager_sizes=[4],
+        cuda_graph_max_packed_tokens=4,
+        pipeline_model_parallel_size=2,
+    )
+    flags = settle_arguments(args, on_cpu=True)
+    assert flags is not None
+    assert flags.contexts == ContextSizes((1, 2), (4,), "smallest")
+    assert packed_shape(flags, args) is None
+    limits = changing_limits(flags, args, world_size=4, group_size=2)
+    assert (limits.group_sizes, limits.max_tokens_per_rank, limits.multiple_of) == ((4, 2, 1), 4, 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"sft": False, "dataloader_inter_document_masking": True}, "1 2 without --sft: "),
+        ({"calculate_per_token_loss": False}, "1 2 without --calculate-per-token-loss: "),
+        ({"context_parallel_size": 2}, "1 2 with --context-parallel-size 2: "),
+        ({"micro_batch_size": 2}, "1 2 with --micro-batch-size 2: "),
+        ({"cuda_graph_packed_buckets": [0.5]}, "1 2 with --cuda-graph-packed-buckets: "),
+        ({"fp8": "hybrid"}, "1 2 with --fp8-format: "),
+        ({"recompute_modules": ["mla_up_proj"]}, "1 2 with --recompute-modules mla_up_proj: "),
+        ({"pipeline_model_parallel_size": 4}, "1 2 with 1 data-parallel ranks: "),
+        ({"tensor_model_parallel_size": 4}, "1 2 with 1 data-parallel ranks: "),
+        ({"cuda_graph_max_packed_tokens": 7}, "tokens 7: the rows of a rank do not divide in 2"),
+        ({"cuda_graph_max_packed_tokens": 6}, "tokens 6: 2 ranks hold 12 rows, and documents"),
+        (
+            {"cuda_graph_max_packed_tokens": 8, "tensor_model_parallel_size": 2},
+            "tokens 8 and --tensor-model-parallel-size 2: the script's other ranks",
+        ),
+        ({"num_experts": 4}, "seqs 4 with --num-experts: "),
+    ],
+)
+def test_what_changing_context_sizes_cannot_go_with_is_named(
+    changes: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ConfigError, match="cannot go together with") as error:
+        settle_arguments(arguments(**{**CHANGING, **changes}), on_cpu=True)
+    assert said in str(error.value)
+
+
+def test_data_parallel_ranks_that_are_no_power_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "6")
+    with pytest.raises(ConfigError, match="with 6 data-parallel ranks: groups of 1, 2, 4"):
+        settle_arguments(arguments(**CHANGING), on_cpu=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--cuda-graph-cp-sizes", "2"], "sizes 2 has no effect without .*max-packed-seqs"),
+        (["--cuda-graph-cp-schedule", "random"], "random has no effect without .*cp-sizes"),
+        (
+            ["--cuda-graph-cp-sizes", "1", "3", "--cuda-graph-max-packed-seqs", "4"],
+            "sizes 1 3: 3 is no power of two",
+        ),
+        (
+            [
+                *("--cuda-graph-cp-sizes", "1", "--cuda-graph-max-packed-seqs", "4"),
+                *("--cuda-graph-cp-eager-sizes", "2", "1"),
+            ],
+            "eager-sizes 2 1: 1 is in --cuda-graph-cp-sizes 1 too",
+        ),
+        (
+            ["--cuda-graph-granularity", "layer", "--cuda-graph-cp-sizes", "1", "2"],
+            "--cuda-graph-cp-sizes 1 2 has no effect with --cuda-graph-granularity layer",
+        ),
+    ],
+)
+def test_impossible_flags_of_context_sizes(given: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         _parsed(*given)
 

@@ -6,6 +6,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +38,12 @@ def make_case(make_config: Callable[..., Any], tmp_path: Path) -> Case:
         model: dict[str, Any] | None = None,
         capture: dict[str, Any] | None = None,
         train: dict[str, Any] | None = None,
+        moe: dict[str, Any] | None = None,
+        options: dict[str, Any] | None = None,
         **pipeline: Any,
     ) -> dict[str, Any]:
         return {
+            "transformer_options": options or {},
             "config": make_config(
                 model={
                     "layer_spec": "user_specs:packed_contexts",
@@ -57,7 +61,8 @@ def make_case(make_config: Callable[..., Any], tmp_path: Path) -> Case:
                     "cuda_graph_cp_sizes": list(captured),
                 },
                 capture=capture or {},
-            )
+                moe=moe or {},
+            ),
         }
 
     return make
@@ -123,6 +128,64 @@ def test_four_ranks(run_cases: Callable[..., Any], make_case: Case) -> None:
     assert last[0] != last[3]
     losses_do_not_depend_on_who_shares_what(results["random"], results["smallest"])
     without_a_bank_the_step_is_eager(results["tp2"])
+
+
+_LATENT = {
+    "multi_latent_attention": True,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_head_dim": 8,
+    "qk_pos_emb_head_dim": 8,
+    "v_head_dim": 16,
+    "apply_rope_fusion": False,
+}
+_EXPERTS = {
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 32,
+    "moe_expert_capacity_factor": 2.0,
+    "moe_aux_loss_coeff": 0.1,
+    "moe_z_loss_coeff": 0.01,
+}
+
+
+# 0.16's multi-latent attention cannot be built without Transformer Engine.
+_HAS_LATENT = not metadata.version("megatron-core").startswith("0.16")
+
+
+def test_latent_attention_and_experts(run_cases: Callable[..., Any], make_case: Case) -> None:
+    """Routers count the tokens of the ranks that share a microbatch, and tables are as long."""
+    spec = "packed_contexts_latent_experts" if _HAS_LATENT else "packed_contexts_experts"
+    model = {"num_layers": 1, "swiglu": True, "normalization": "LayerNorm"}
+    model["layer_spec"] = f"user_specs:{spec}"
+    common = {"model": model, "options": _LATENT if _HAS_LATENT else {}}
+    dp4 = {**common, "data_parallel_size": 4}
+    no_losses = {**_EXPERTS, "moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": None}
+    cases = {
+        "random": make_case(
+            [1, 1, 4], [1, 2, 4], moe=no_losses, capture={"verify": "poison"}, **dp4
+        ),
+        "smallest": make_case([1] * 2, [1, 2, 4], schedule="smallest", moe=no_losses, **dp4),
+        "losses": make_case([1, 4, 3], [1, 2, 4], moe=_EXPERTS, capture={"scope": "chunk"}, **dp4),
+        "ep2_pp2": make_case(
+            [2, 3, 1],
+            [1, 2],
+            moe={**_EXPERTS, "moe_router_load_balancing_type": "seq_aux_loss"},
+            pipeline_model_parallel_size=2,
+            data_parallel_size=2,
+            expert_model_parallel_size=2,
+            **{**common, "model": {**model, "num_layers": 2}},
+        ),
+    }
+    results = run_cases(cases, 4)
+    for name, result in results.items():
+        sizes = cases[name]["config"]["packing"]["context_parallel_sizes"]
+        if name != "smallest":
+            check(result, name, set(sizes))
+        for step in result["steps"]:
+            assert step["expert_metrics_equal"], name
+            assert bool(step["expert_metrics"]) == (name in ("losses", "ep2_pp2")), name
+    losses_do_not_depend_on_who_shares_what(results["random"], results["smallest"])
 
 
 def losses_do_not_depend_on_who_shares_what(one: dict[str, Any], other: dict[str, Any]) -> None:

@@ -16,10 +16,12 @@ from chunkgraph.megatron.contexts import (
     ContextBank,
     ContextBanks,
     ContextGroups,
+    HeldGroups,
     StepContexts,
     follow_groups,
     groups_put_back,
     refuse_beside_contexts,
+    refused_with_contexts,
 )
 from chunkgraph.packing import ContextLimits, pack, schedule_contexts
 
@@ -263,6 +265,92 @@ def test_modules_get_their_groups_back() -> None:
     assert not hasattr(outer[1], "cp_stream")
 
 
+def test_no_step_walks_over_the_modules() -> None:
+    """Those that hold a group are found before, and anew before a capture session."""
+    outer = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    outer[0].cp_group = "before"
+    held = HeldGroups([outer, outer[0]])
+    outer[1].cp_group = "of its first call"
+    held.find()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nn.Module, "named_modules", None)  # what modules() goes through
+        with held.put_back():
+            outer[0].cp_group = outer[1].cp_group = outer[1].cp_stream = "of the last bank"
+    assert (outer[0].cp_group, outer[1].cp_group) == ("before", "of its first call")
+    assert not hasattr(outer[1], "cp_stream")
+
+
+class _Group:
+    """As far as routers look at it."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def size(self) -> int:
+        return self._size
+
+
+class _Router(nn.Module):
+    """Its losses as Megatron's; remembers what they were and by which group they are reduced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tp_cp_group, self.tp_dp_cp_group = _Group(1), _Group(8)
+        self.seen: list[tuple[str, float, Any]] = []
+
+    def attach_and_log_load_balancing_loss(
+        self, activation: Any, _coefficient: float, loss: float, name: str, group: Any, **_: Any
+    ) -> Any:
+        self.seen.append((name, loss, group))
+        assert self.tp_cp_group.size() == 1  # it multiplies by it where the loss is per token
+        return activation
+
+    def apply_z_loss(self, logits: Any) -> Any:
+        self.seen.append(("z", 1.0 / self.tp_cp_group.size(), None))
+        return logits
+
+    def forward(self) -> None:
+        self.apply_z_loss(0)
+        counted_over = self.tp_cp_group
+        attach = self.attach_and_log_load_balancing_loss
+        attach(0, 0.5, 1.0, "balance", counted_over)
+        attach(0, 0.5, 1.0, "global", self.tp_dp_cp_group, valid_token_count=3)
+        assert self.tp_cp_group is counted_over
+
+
+class _Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = nn.Module()
+        self.mlp.router = _Router()
+
+    def forward(self, *, packed_seq_params: Any = None) -> None:
+        self.mlp.router()
+
+
+def test_a_microbatch_of_several_ranks_weighs_as_much_as_its_rows() -> None:
+    layer = _Layer()
+    router = layer.mlp.router
+    own = router.tp_cp_group
+    undo = follow_groups([layer])
+    for group in (_Group(4), None):
+        layer(packed_seq_params=SimpleNamespace(cp_group=group))
+    undo()
+    shared, alone = router.seen[:3], router.seen[3:]
+    assert shared == [
+        ("z", 1.0, None),
+        ("balance", 4.0, own),
+        ("global", 1.0, router.tp_dp_cp_group),
+    ]
+    assert alone == [
+        ("z", 1.0, None),
+        ("balance", 1.0, own),
+        ("global", 1.0, router.tp_dp_cp_group),
+    ]
+    assert router.tp_cp_group is own
+    assert not {"apply_z_loss", "attach_and_log_load_balancing_loss"} & vars(router).keys()
+
+
 class _Attention(nn.Module):
     """As far as Megatron's attention is looked at; remembers the group that it turned with."""
 
@@ -319,5 +407,11 @@ def test_what_a_step_is_told(groups: ContextGroups) -> None:
     with pytest.raises(ReplayMismatchError, match="another process group"):
         steps.begin([ContextBank(4, object(), 8)], "", 1)
     refuse_beside_contexts(packing=None, buckets=())
-    with pytest.raises(ConfigError, match=r"with packing, experts: graphs whose"):
-        refuse_beside_contexts(packing=object(), buckets=(), experts=4)
+    with pytest.raises(ConfigError, match=r"with packing, stash: graphs whose"):
+        refuse_beside_contexts(packing=object(), buckets=(), stash=4)
+    config = SimpleNamespace(num_moe_experts=4, tensor_model_parallel_size=2)
+    with pytest.raises(ConfigError, match=r"with experts and tensor_model_parallel_size=2 \(whose"):
+        refuse_beside_contexts(**refused_with_contexts(config))
+    config = SimpleNamespace(recompute_granularity="selective", recompute_modules=["mla_up_proj"])
+    with pytest.raises(ConfigError, match=r"with recompute_modules=mla_up_proj \(computed anew"):
+        refuse_beside_contexts(**refused_with_contexts(config))

@@ -39,6 +39,8 @@ def make_case(make_config: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
         num_steps: int = _STEPS,
         capture: dict[str, Any] | None = None,
         options: dict[str, Any] | None = None,
+        model: dict[str, Any] | None = None,
+        moe: dict[str, Any] | None = None,
         **pipeline: Any,
     ) -> dict[str, Any]:
         config = make_config(
@@ -50,6 +52,7 @@ def make_case(make_config: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
                 "swiglu": True,
                 "params_dtype": "bfloat16",
                 "seq_length": _ROWS,
+                **(model or {}),
             },
             pipeline=pipeline,
             train={
@@ -65,6 +68,7 @@ def make_case(make_config: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
                 "cuda_graph_cp_sizes": list(captured),
             },
             capture=capture or {},
+            moe=moe or {},
             run={"timeout_s": 100},
         )
         return {"config": {**config, "device": "cuda"}, "transformer_options": options or {}}
@@ -105,6 +109,59 @@ def check(results: dict[str, dict[str, Any]], cases: dict[str, dict[str, Any]]) 
             }, f"{name}, rank {rank}"
         banks = {bank for replayed in result["replays_of_bank"] for bank in replayed}
         assert len(banks) == len(captured), f"{name}: {banks}"
+
+
+# Keys as wide as values, so that nothing is filled up for attention.
+_LATENT = {
+    "multi_latent_attention": True,
+    "q_lora_rank": 64,
+    "kv_lora_rank": 64,
+    "qk_head_dim": 32,
+    "qk_pos_emb_head_dim": 32,
+    "v_head_dim": 64,
+}
+_EXPERTS = {
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 128,
+    "moe_expert_capacity_factor": 2.0,
+    "moe_aux_loss_coeff": 0.01,
+    "moe_z_loss_coeff": 0.001,
+}
+
+
+@pytest.mark.multigpu
+def test_a_hundred_steps(
+    run_cases: Callable[..., Any], make_case: Callable[..., dict[str, Any]]
+) -> None:
+    """All finite, and captured once."""
+    small = {"model": {"num_layers": 2}, "data_parallel_size": 2, "num_steps": 100}
+    cases = {
+        "dense": make_case([1, 2], capture={"scope": "chunk"}, **small),
+        "latent_experts": make_case([1, 2], moe=_EXPERTS, options=_LATENT, **small),
+    }
+    check(run_cases(cases, 2, timeout_s=280.0), cases)
+
+
+@pytest.mark.multigpu
+def test_latent_attention_and_experts(
+    run_cases: Callable[..., Any], make_case: Callable[..., dict[str, Any]]
+) -> None:
+    """Experts that the ranks share, both embeddings of positions, and a size without graphs."""
+    small = {"model": {"num_layers": 2}, "data_parallel_size": 2, "num_steps": 9}
+    unfused = {**_LATENT, "apply_rope_fusion": False}
+    cases = {
+        "ep2": make_case(
+            [1, 2],
+            moe={**_EXPERTS, "moe_router_load_balancing_type": "seq_aux_loss"},
+            expert_model_parallel_size=2,
+            capture={"scope": "chunk", "verify": "poison"},
+            **small,
+        ),
+        "limited": make_case([1, 2], captured=(2,), options=_LATENT, **small),
+        "unfused": make_case([1, 2], options=unfused, capture={"scope": "chunk"}, **small),
+    }
+    check(run_cases(cases, 2, timeout_s=280.0), cases)
 
 
 @pytest.mark.multigpu

@@ -354,5 +354,9 @@ def test_what_cannot_be_captured_is_named(chunks: list[Any], change: Any, messag
 def test_split_documents_are_refused(chunks: list[Any]) -> None:
     from chunkgraph.megatron.plugin import attach
 
-    with pytest.raises(ConfigError, match="packed sequences with Mamba layers and context paral"):
+    with pytest.raises(ConfigError, match="hybrid model with context_parallel_size=1 that changes"):
         attach(chunks, packing=PackedShape(6, 16, context_parallel_size=2))
+    chunks[0].module.config.context_parallel_size = 2
+    for packing in (None, PackedShape(6, 16, context_parallel_size=2)):
+        with pytest.raises(ConfigError, match="hybrid model with context_parallel_size=2: a rank"):
+            attach(chunks, packing=packing)

@@ -16,6 +16,18 @@ pytestmark = [pytest.mark.megatron, pytest.mark.timeout(150)]
 _TOKENS, _SIZE = 48, 2
 _COUNTS = [3, 1, 2]
 _ONE_LAYER: dict[str, Any] = {"model": {"num_layers": 1}}
+_EXPERTS = {
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 32,
+    "moe_expert_capacity_factor": 2.0,
+    "moe_aux_loss_coeff": 0.1,
+    "moe_z_loss_coeff": 0.01,
+}
+_WITH_EXPERTS: dict[str, Any] = {
+    "spec": "split_specs:split_experts",
+    "model": {"swiglu": True, "normalization": "LayerNorm", "num_layers": 1},
+}
 Case = Callable[..., dict[str, Any]]
 
 
@@ -58,6 +70,7 @@ def make_case(make_config: Callable[..., Any], text: Path) -> Case:
         buckets: tuple[float, ...] = (),
         verify: str = "none",
         model: dict[str, Any] | None = None,
+        moe: dict[str, Any] | None = None,
         **pipeline: Any,
     ) -> dict[str, Any]:
         return {
@@ -72,6 +85,7 @@ def make_case(make_config: Callable[..., Any], text: Path) -> Case:
                     "buckets": list(buckets),
                 },
                 capture={"scope": scope, "verify": verify},
+                moe=moe or {},
             )
         }
 
@@ -106,9 +120,11 @@ def test_graphs_equal_eager(run_cases: Callable[..., Any], make_case: Case, text
             [2, 3, 1], spec="split_specs:split_poisoned", scope="block", verify="poison"
         ),
         "overflow": make_case([2, 3, 1, 2, 3, 1], seqs=4, **_ONE_LAYER),
+        "experts": make_case([2, 3], moe=_EXPERTS, verify="poison", **_WITH_EXPERTS),
     }
     results = run_cases(cases, _SIZE)
     _check(results, {"overflow": sum(is_too_long[1:])})
+    _check_experts(results["experts"])
 
 
 def test_a_pipeline(run_cases: Callable[..., Any], make_case: Case) -> None:
@@ -120,8 +136,25 @@ def test_a_pipeline(run_cases: Callable[..., Any], make_case: Case) -> None:
             virtual_pipeline_model_parallel_size=2,
         ),
         "pp2_buckets": make_case([2, 1, 3], buckets=(0.5, 40), pipeline_model_parallel_size=2),
+        # Shared by data-parallel ranks, each of which shares its documents with another rank.
+        "ep2": make_case(
+            [2, 3],
+            moe={**_EXPERTS, "moe_router_load_balancing_type": "seq_aux_loss"},
+            data_parallel_size=2,
+            expert_model_parallel_size=2,
+            scope="block",
+            **_WITH_EXPERTS,
+        ),
     }
-    _check(run_cases(cases, 4))
+    results = run_cases(cases, 4)
+    _check(results)
+    _check_experts(results["ep2"])
+
+
+def _check_experts(result: dict[str, Any]) -> None:
+    for step in result["steps"]:
+        assert step["expert_metrics_equal"]
+        assert len(step["expert_metrics"]) == 2
 
 
 def test_sharing_documents_changes_rounding_alone(
@@ -130,11 +163,21 @@ def test_sharing_documents_changes_rounding_alone(
     """The same documents on one rank, without padding between them."""
     seed = _seed_of_equal_draws(text)
     assert any(length % 4 for lengths in _drawn(text, seed, 1) for length in lengths)
-    alone = run_cases({"alone": make_case(_COUNTS, size=1, spec="user_specs:packed", seed=seed)}, 1)
-    shared = run_cases({"shared": make_case(_COUNTS, seed=seed)}, _SIZE)
-    pairs = list(zip(alone["alone"]["steps"], shared["shared"]["steps"], strict=True))
-    assert len(pairs) == len(_COUNTS)
-    for one, two in pairs:
-        for key in ("loss_chunk_hex", "grad_norm_chunk_hex"):
-            values = [float.fromhex(step[key]) for step in (one, two)]
-            assert values[1] == pytest.approx(values[0], rel=2e-5), key
+    moe = {**_EXPERTS, "moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": None}
+    split = {**_WITH_EXPERTS, "moe": moe, "seed": seed}
+    one = {
+        "dense": make_case(_COUNTS, size=1, spec="user_specs:packed", seed=seed),
+        "experts": make_case(_COUNTS, size=1, **{**split, "spec": "user_specs:packed_experts"}),
+    }
+    two = {
+        "dense": make_case(_COUNTS, seed=seed),
+        "experts": make_case(_COUNTS, **split),
+    }
+    alone, shared = run_cases(one, 1), run_cases(two, _SIZE)
+    for name in one:
+        pairs = list(zip(alone[name]["steps"], shared[name]["steps"], strict=True))
+        assert len(pairs) == len(_COUNTS)
+        for of_one, of_two in pairs:
+            for key in ("loss_chunk_hex", "grad_norm_chunk_hex"):
+                values = [float.fromhex(step[key]) for step in (of_one, of_two)]
+                assert values[1] == pytest.approx(values[0], rel=2e-5), f"{name} {key}"

@@ -123,17 +123,23 @@ def test_a_pipeline_and_rows_of_several_lengths_of_contexts_are_refused(
 ) -> None:
     """Its stages would receive all microbatches with the rows of the longest."""
     from chunkgraph.megatron import attach
-    from chunkgraph.megatron.contexts import ContextBanks, ContextGroups
+    from chunkgraph.megatron.contexts import ContextBanks, ContextGroups, follow_groups
     from chunkgraph.megatron.topology import PipelinePlace
     from chunkgraph.packing import ContextLimits
 
     limits = ContextLimits(world_size=1, max_tokens_per_rank=8, max_packed_seqs=3)
     banks = ContextBanks(limits, ContextGroups([0], {1: None}), buckets=[4])
+    with pytest.raises(ConfigError, match=r"self_attention of model chunk 0 .*follow_groups"):
+        attach(chunks, contexts=banks)
+    undo = follow_groups(chunks)
     attach(chunks, contexts=banks).detach()
     place = PipelinePlace(rank=0, pipeline_rank=0, pipeline_size=2, num_chunks=1, group_size=2)
     monkeypatch.setattr(PipelinePlace, "current", lambda *_: place)
     with pytest.raises(ConfigError, match=r"with ContextBanks\(buckets=...\) in a pipeline"):
         attach(chunks, contexts=banks)
+    undo()
+    with pytest.raises(ConfigError, match="follow_groups"):
+        attach(chunks, contexts=ContextBanks(limits, banks.groups))
 
 
 def test_fully_sharded_parameters_are_refused(chunks: list[nn.Module]) -> None:

@@ -12,6 +12,7 @@ import yaml
 
 from chunkgraph.engine.counters import Counters
 from chunkgraph.errors import ConfigError
+from chunkgraph.megatron.context_flags import ContextSizes
 from chunkgraph.megatron.flags import GraphFlags
 from chunkgraph.megatron.pretrain import _is_profiled
 from chunkgraph.megatron.run_record import save_run_record, start_line
@@ -41,13 +42,23 @@ def test_the_settings_are_saved_whole(tmp_path: Path) -> None:
 
 
 def test_settings_that_are_not_saved_are_said(tmp_path: Path) -> None:
-    graphs: Any = SimpleNamespace(num_slots=(4, 2))
+    graphs: Any = SimpleNamespace(num_slots=(4, 2), num_banks=1)
     assert save_run_record(GraphFlags(), _arguments(), None) is None
     line = start_line(graphs, GraphFlags(), None)
     assert "scope block, 4 + 2 slots on rank 0 (12 graphs), memory plan shared_backward" in line
     assert "settings not saved (neither --save nor --run-dir is given)" in line
     assert "\n" not in line
     assert f"settings in {tmp_path}" in start_line(graphs, GraphFlags(), tmp_path)
+    graphs.num_banks = 2  # context-parallel sizes, or buckets
+    assert "rank 0 (24 graphs)" in start_line(graphs, GraphFlags(), None)
+
+
+def test_context_sizes_are_saved(tmp_path: Path) -> None:
+    flags = GraphFlags(max_packed_seqs=4, contexts=ContextSizes((1, 2), (4,), "random"))
+    path = save_run_record(flags, _arguments(), tmp_path)
+    assert path is not None
+    saved = yaml.safe_load(path.read_text(encoding="utf-8"))["capture"]["contexts"]
+    assert saved == {"captured": [1, 2], "eager": [4], "schedule": "random"}
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:

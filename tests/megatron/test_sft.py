@@ -170,6 +170,46 @@ def test_tp2_whole_chunks_equal_eager(runs: Runs) -> None:
     assert runs.replays() == [0, 4, 4, 0]
 
 
+def test_cp2_equals_eager(runs: Runs) -> None:
+    """Both ranks read the same samples; each works on its pieces of every document."""
+    flags = ["--train-iters", "4", "--eval-interval", "9", "--hidden-dropout", "0.1"]
+    flags += ["--context-parallel-size", "2", "--pipeline-model-parallel-size", "1"]
+    flags += ["--spec", "packed_spec", "split_layer"]
+    five = ["--cuda-graph-max-packed-seqs", "5", "--cuda-graph-verify", "poison"]
+    eager = runs.train("cp-eager", *flags)
+    assert runs.train("cp", *flags, *CHUNK, *five) == eager
+    # The last has the sample of many documents.
+    assert runs.replays() == [0, 4, 4, 0]
+    assert "eager steps (packing overflow): 1" in runs.output
+
+
+def test_ranks_share_each_microbatch_as_its_documents_need(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nearly equal to every rank on its own; each replay is compared with eager, bit for bit.
+
+    A rank has half the rows of a sample; a step that Megatron runs again has the same groups.
+    """
+    flags = ["--train-iters", "5", "--eval-interval", "3", "--hidden-dropout", "0.0"]
+    flags += ["--attention-dropout", "0.0", "--num-virtual-stages-per-pipeline-rank", "2"]
+    flags += ["--global-batch-size", "8", "--calculate-per-token-loss"]
+    flags += ["--spec", "packed_spec", "contexts_layer"]
+    sizes = ["--cuda-graph-cp-sizes", "1", "2", "--cuda-graph-cp-schedule", "random"]
+    sizes += ["--cuda-graph-max-packed-tokens", "12", "--cuda-graph-max-packed-seqs", "5"]
+    banks = [*CHUNK, *sizes, "--cuda-graph-verify", "shadow"]
+    monkeypatch.setenv("SFT_RERUN", "4")
+    logs, evaluations = {}, {}
+    for name, more in {"own": [], "banks": banks}.items():
+        monkeypatch.setenv("SFT_READS", str(runs.folder / f"{name}.reads"))
+        logs[name] = _numbers(runs.train(name, *flags, *more, nproc=4))
+        evaluations[name] = runs.evaluations()
+        assert runs.reads(name, nproc=4) == runs.reads("own", nproc=4)
+    assert all(runs.replays()[1:])
+    assert len(evaluations["own"]) == len(evaluations["banks"]) == 2
+    assert logs["banks"] != logs["own"]
+    assert logs["banks"] == pytest.approx(logs["own"], rel=1e-5)
+
+
 def test_buckets_leave_out_rows_that_no_loss_needs(runs: Runs) -> None:
     """Bit for bit equal to the same rows without graphs, and nearly so to all rows.
 

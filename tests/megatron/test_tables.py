@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 from collections.abc import Callable
@@ -92,3 +93,39 @@ def test_global_buffers_outlive_their_replacement(chunks: list[nn.Module], scope
     finally:
         graphs.detach()
     assert all(ref() is None for ref in used)
+
+
+class _LatentTables(nn.Module):
+    """As the positions of multi-latent attention: the longest tables so far take the places."""
+
+    length = 0
+
+    @functools.lru_cache(maxsize=4)  # noqa: B019
+    def forward(self, length: int) -> torch.Tensor:
+        return torch.arange(float(length))
+
+    def get_cached_cos_sin(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if length > self.length:
+            self.length = length
+            table = self.forward(length)
+            self.register_buffer("cos_cached", table.cos(), persistent=False)
+            self.register_buffer("sin_cached", table.sin(), persistent=False)
+        return self.cos_cached[:length], self.sin_cached[:length]
+
+
+def test_tables_outlive_longer_ones() -> None:
+    """What was handed out while graphs were captured stays; a longer table comes later."""
+    from chunkgraph.megatron.tables import CachedTables
+
+    module = _LatentTables()
+    tables = CachedTables([module])
+    module.get_cached_cos_sin(4)
+    with tables.held():
+        for length in (8, 4, 6):
+            module.get_cached_cos_sin(length)
+        held = weakref.ref(module.cos_cached)
+    assert "get_cached_cos_sin" not in vars(module)
+    module.get_cached_cos_sin(16)
+    assert held() is not None
+    tables.release()
+    assert held() is None

@@ -277,9 +277,10 @@ class ContextCore(PackedCore):
         """As the parent."""
         group = packed_seq_params.cp_group
         size, rank = (1, 0) if group is None else (group.size(), group.rank())
-        assert packed_seq_params.local_cp_size == size
+        assert (packed_seq_params.local_cp_size or 1) == size  # none is said in an evaluation
         real = packed_seq_params.cu_seqlens_q.long()
-        padded = packed_seq_params.cu_seqlens_q_padded.long()
+        padded = packed_seq_params.cu_seqlens_q_padded
+        padded = real if padded is None else padded.long()
         own = torch.arange(query.size(0), device=query.device)
         starts = padded // size
         document = torch.searchsorted(starts[1:], own, right=True).clamp(max=len(padded) - 2)
@@ -314,3 +315,13 @@ class ContextCore(PackedCore):
 def packed_contexts() -> Any:
     """The local spec with `ContextCore`."""
     return _with_core(ContextCore)
+
+
+def packed_contexts_experts() -> Any:
+    """The local spec of four experts with `ContextCore`."""
+    return _with_core(ContextCore, num_experts=4)
+
+
+def packed_contexts_latent_experts() -> Any:
+    """That with multi-latent attention."""
+    return _with_core(ContextCore, multi_latent_attention=True, num_experts=4)

@@ -13,10 +13,16 @@ from chunkgraph.megatron.compat.access import (
     private_names,
     refuse_other_releases,
     versions,
+    watch_results,
 )
 from chunkgraph.megatron.compat.attention_choice import same_attention
 from chunkgraph.megatron.compat.capture import capture_flag, global_buffers
-from chunkgraph.megatron.compat.context_attention import make_attention_stream
+from chunkgraph.megatron.compat.context_attention import (
+    is_latent_attention,
+    let_latent_attention_turn,
+    make_attention_stream,
+)
+from chunkgraph.megatron.compat.context_routing import follow_in_router
 from chunkgraph.megatron.compat.data_parallel import (
     DDP_MODULE,
     call_parameter_gather_hooks,
@@ -107,6 +113,7 @@ __all__ = [
     "count_documents_on_cpu",
     "default_groups",
     "factor_for_all",
+    "follow_in_router",
     "forget_expert_metrics",
     "fp8_is_installed",
     "fp8_recipe",
@@ -120,11 +127,13 @@ __all__ = [
     "import_megatron",
     "is_fully_sharded",
     "is_hybrid_model",
+    "is_latent_attention",
     "is_pipelining_schedule",
     "is_plain_communicator",
     "is_stack",
     "kept_of_tokens",
     "knows_rank_budget",
+    "let_latent_attention_turn",
     "local_stack",
     "make_attention_stream",
     "make_communicator",
@@ -158,4 +167,5 @@ __all__ = [
     "uses_rank_budget",
     "versions",
     "watch_expert_rows",
+    "watch_results",
 ]

@@ -99,6 +99,14 @@ class PaddedRouting:
             )
             return routing_probs * kept, kept
 
+        (count_tokens,) = private_names(_ROUTER, "get_tokens_per_expert_and_token_count")
+
+        def at_least_one(*args: Any, **kwargs: Any) -> Any:
+            # Losses divide by them: all rows of a microbatch may be padding.
+            of_experts, local, total = count_tokens(*args, **kwargs)
+            is_counted = isinstance(total, torch.Tensor)
+            return of_experts, local, total.clamp(min=1) if is_counted else total
+
         (kind,) = private_names(_ROUTER, "TopKRouter")
         count = kind._apply_expert_bias
 
@@ -113,6 +121,7 @@ class PaddedRouting:
         patched = {
             "topk_routing_with_score_function": choose,
             "apply_router_token_dropping": drop_to_capacity,
+            "get_tokens_per_expert_and_token_count": at_least_one,
         }
         undo.callback(patch_attributes(module, patched))
         undo.callback(gather_fixed_rows())

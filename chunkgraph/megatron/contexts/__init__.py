@@ -9,17 +9,23 @@ graphs; `ContextGraphs` are chunk graphs of any modules that hold all banks.
 from chunkgraph.megatron.contexts.attention import follow_groups
 from chunkgraph.megatron.contexts.banks import ContextBanks
 from chunkgraph.megatron.contexts.graphs import ContextGraphs
-from chunkgraph.megatron.contexts.groups import ContextGroups, groups_put_back
+from chunkgraph.megatron.contexts.groups import ContextGroups, HeldGroups, groups_put_back
 from chunkgraph.megatron.contexts.key import ContextBank
-from chunkgraph.megatron.contexts.steps import StepContexts, refuse_beside_contexts
+from chunkgraph.megatron.contexts.steps import (
+    StepContexts,
+    refuse_beside_contexts,
+    refused_with_contexts,
+)
 
 __all__ = [
     "ContextBank",
     "ContextBanks",
     "ContextGraphs",
     "ContextGroups",
+    "HeldGroups",
     "StepContexts",
     "follow_groups",
     "groups_put_back",
     "refuse_beside_contexts",
+    "refused_with_contexts",
 ]

@@ -11,7 +11,7 @@ from torch import nn
 from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs, StepMode
 from chunkgraph.engine.decision import Agree
 from chunkgraph.megatron.contexts.banks import ContextBanks
-from chunkgraph.megatron.contexts.groups import capturing_banks, groups_put_back
+from chunkgraph.megatron.contexts.groups import HeldGroups, capturing_banks
 from chunkgraph.megatron.contexts.key import ContextBank
 
 __all__ = ["ContextGraphs"]
@@ -51,18 +51,20 @@ class ContextGraphs:
         **more: Any,
     ) -> None:
         self.banks = banks
-        self._modules = [
-            module
-            for chunk in chunks
-            if (module := chunk.module if isinstance(chunk, Chunk) else chunk) is not None
-        ]
+        self._held = HeldGroups(
+            [
+                module
+                for chunk in chunks
+                if (module := chunk.module if isinstance(chunk, Chunk) else chunk) is not None
+            ]
+        )
         first = chunks[0]
         parameters = first.parameters if isinstance(first, Chunk) else first.parameters()
         self._device = next(iter(parameters)).device
 
         @contextmanager
         def scope() -> Iterator[None]:
-            with capturing_banks(banks.groups, self._modules, self._device), capture_scope():
+            with capturing_banks(banks.groups, self._held, self._device), capture_scope():
                 yield
 
         self.engine = ChunkGraphs(
@@ -104,7 +106,7 @@ class ContextGraphs:
         told = misfit or (None if self._is_announced else self.engine.misfit_of(banks))
         self._is_announced &= bool(arguments.get("forward_only"))
         with (
-            groups_put_back(self._modules),
+            self._held.put_back(),
             self.engine.step(len(banks), misfit=told, banks=banks, **arguments) as mode,
         ):
             yield mode

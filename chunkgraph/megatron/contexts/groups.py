@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import nn
 from chunkgraph.errors import TopologyError
 from chunkgraph.megatron import compat
 
-__all__ = ["ContextGroups", "capturing_banks", "groups_put_back"]
+__all__ = ["ContextGroups", "HeldGroups", "capturing_banks", "groups_put_back"]
 
 _ATTRIBUTES = ("cp_group", "cp_global_ranks", "cp_stream", "cp_comm_type", "pg_collection")
 """Where attention modules keep the group that they were last called with."""
@@ -182,13 +182,37 @@ def _use(group: Any, device: torch.device) -> None:
         dist.all_to_all_single(received, value, group=group)
 
 
+class HeldGroups:
+    """The context-parallel groups that modules keep, with a list of those that do.
+
+    Args:
+        modules: with all that are in them.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self.modules = tuple(modules)
+        self._holding: list[nn.Module] = []
+        self.find()
+
+    def find(self) -> None:
+        """Look at all modules; attention may get the attributes in its first call."""
+        self._holding = [m for m in _every(self.modules) if vars(m).keys() & set(_ATTRIBUTES)]
+
+    @contextmanager
+    def put_back(self) -> Iterator[None]:
+        """Give the modules of the list, at the end, the group that they have now."""
+        with _put_back(self._holding):
+            yield
+
+
 @contextmanager
 def capturing_banks(
-    groups: ContextGroups, modules: Sequence[nn.Module], device: torch.device
+    groups: ContextGroups, held: HeldGroups, device: torch.device
 ) -> Iterator[None]:
     """Around a capture session: communicators are used before it, and groups are put back."""
     groups.warm_up(device)
-    with groups_put_back(modules):
+    held.find()
+    with groups_put_back(held.modules):
         yield
 
 
@@ -199,10 +223,20 @@ def groups_put_back(modules: Sequence[nn.Module]) -> Iterator[None]:
     Attention of Transformer Engine keeps the group of its last call, which in a capture session is
     that of the last bank.
     """
-    every = {id(m): m for module in modules for m in module.modules()}
+    with _put_back(_every(modules)):
+        yield
+
+
+def _every(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """The modules and all that are in them, once each."""
+    return list({id(m): m for module in modules for m in module.modules()}.values())
+
+
+@contextmanager
+def _put_back(modules: Iterable[nn.Module]) -> Iterator[None]:
     before = [
         (module, {name: vars(module)[name] for name in _ATTRIBUTES if name in vars(module)})
-        for module in every.values()
+        for module in modules
     ]
     try:
         yield

@@ -9,7 +9,7 @@ from chunkgraph.errors import ConfigError, SlotError
 from chunkgraph.megatron.contexts.banks import ContextBanks
 from chunkgraph.megatron.contexts.key import ContextBank
 
-__all__ = ["StepContexts", "refuse_beside_contexts"]
+__all__ = ["StepContexts", "refuse_beside_contexts", "refused_with_contexts"]
 
 
 class StepContexts:
@@ -86,6 +86,30 @@ class StepContexts:
             "every step takes contexts=..., the bank of each microbatch "
             "(ContextBanks.of_schedule), or is announced."
         )
+
+
+def refused_with_contexts(config: Any) -> dict[str, bool]:
+    """What of a model was not joined to banks: by what a user knows it by, whether it is wanted.
+
+    Args:
+        config: Megatron's TransformerConfig, or anything with its fields.
+    """
+    has_experts = bool(getattr(config, "num_moe_experts", None))
+    tensor_ranks = getattr(config, "tensor_model_parallel_size", 1) or 1
+    recomputed = set()
+    if getattr(config, "recompute_granularity", None) == "selective":
+        recomputed = set(getattr(config, "recompute_modules", None) or ())
+    return {
+        (
+            f"experts and tensor_model_parallel_size={tensor_ranks} (whose routers count tokens "
+            "over groups of both kinds of ranks together)"
+        ): has_experts and tensor_ranks > 1,
+        **{
+            (f"recompute_modules={name} (computed anew with the group of another microbatch)"): name
+            in recomputed
+            for name in ("moe", "mla_up_proj")
+        },
+    }
 
 
 def refuse_beside_contexts(**others: Any) -> None:

@@ -1,0 +1,59 @@
+"""Routers whose tokens are those of a microbatch that several ranks share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["follow_in_router"]
+
+
+def follow_in_router(router: Any) -> tuple[Callable[[Any], None], Callable[[], None]]:
+    """Let a router balance the tokens of a whole microbatch, whoever of its ranks they are on.
+
+    Megatron's routers count the tokens of an expert over the model's tensor- and context-parallel
+    ranks. Here they do so over those of the microbatch, for the losses of it alone. A microbatch of
+    C ranks weighs C times as much as one of a single rank, in gradients and metrics, as it has C
+    times the rows; that is what Megatron makes of a static size. The z-loss stays a mean over the
+    rank's tokens, and the global loss is over all ranks anyway.
+
+    Args:
+        router: a ``TopKRouter`` of a model without tensor and context parallelism.
+
+    Returns:
+        What tells it the group of the next call (None: of this rank alone), and what ends it.
+    """
+    own = router.tp_cp_group
+    attach, z_loss = router.attach_and_log_load_balancing_loss, router.apply_z_loss
+
+    def turn(group: Any) -> None:
+        router.tp_cp_group = own if group is None else group
+
+    def attach_share(
+        activation: Any, coefficient: Any, loss: Any, name: str, group: Any, *args: Any, **more: Any
+    ) -> Any:
+        current = router.tp_cp_group
+        if group is current and current is not own:
+            # Metrics are reduced after the step, when nobody knows this microbatch's group.
+            loss, group = loss * (current.size() // own.size()), own
+        router.tp_cp_group = own
+        try:
+            return attach(activation, coefficient, loss, name, group, *args, **more)
+        finally:
+            router.tp_cp_group = current
+
+    def apply_z_loss(*args: Any, **kwargs: Any) -> Any:
+        current, router.tp_cp_group = router.tp_cp_group, own
+        try:
+            return z_loss(*args, **kwargs)
+        finally:
+            router.tp_cp_group = current
+
+    router.attach_and_log_load_balancing_loss = attach_share
+    router.apply_z_loss = apply_z_loss
+
+    def undo() -> None:
+        del router.attach_and_log_load_balancing_loss, router.apply_z_loss
+        router.tp_cp_group = own
+
+    return turn, undo

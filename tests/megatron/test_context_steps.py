@@ -1,0 +1,158 @@
+"""Documents that are spread over ranks anew, without processes: what a script is handed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from chunkgraph.errors import ConfigError
+from chunkgraph.megatron import compat
+from chunkgraph.megatron.context_steps import ContextSteps
+from chunkgraph.megatron.contexts import ContextBanks, ContextGroups
+from chunkgraph.megatron.sft_data import ROWS as ROWS_OF_SAMPLE
+from chunkgraph.packing import ContextLimits
+
+pytestmark = pytest.mark.megatron
+
+LENGTH, ROWS = 12, 8
+LIMITS = ContextLimits(world_size=2, max_tokens_per_rank=ROWS, max_packed_seqs=3)
+
+
+def sample(first: int, *ends: int, num_counted: int = LENGTH) -> dict[str, Any]:
+    """Tokens from ``first`` on, in documents that end there, with losses in the first rows."""
+    offsets = torch.full((1, LENGTH + 1), LENGTH, dtype=torch.int32)
+    offsets[0, 0] = 0
+    offsets[0, 1 : len(ends) + 1] = torch.tensor(ends, dtype=torch.int32)
+    rows = torch.arange(LENGTH)[None]
+    return {
+        "tokens": rows + first,
+        "labels": rows + first + 1,
+        "loss_mask": (rows < num_counted).float(),
+        "position_ids": rows,
+        "cu_seqlens": offsets,
+        "max_seqlen": torch.tensor([LENGTH], dtype=torch.int32),
+    }
+
+
+class Model(nn.Module):
+    """Keeps what it is called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.seen: list[tuple[dict[str, Any], Any]] = []
+
+    def forward(self, batch: dict[str, Any], packed_seq_params: Any = None) -> torch.Tensor:
+        self.seen.append((batch, packed_seq_params))
+        return self.weight
+
+
+def forward_step(data: Iterator[dict[str, Any]], model: nn.Module) -> None:
+    """As the script does it."""
+    batch = next(data)
+    row = batch["cu_seqlens"][0]
+    row = row[: int((row == batch["tokens"].shape[1]).nonzero()[0]) + 1]
+    kind = compat.import_megatron("megatron.core.packed_seq_params").PackedSeqParams
+    model(batch, packed_seq_params=kind(qkv_format="thd", cu_seqlens_q=row, cu_seqlens_kv=row))
+
+
+class OtherRank:
+    """Stands in for the exchange: the other rank has these samples' documents too."""
+
+    def __init__(self, documents: list[dict[str, Any]]) -> None:
+        self.documents = documents
+
+    def __call__(self, mine: list[Any]) -> list[list[Any]]:
+        return [mine, self.documents]
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+
+@pytest.fixture
+def run(one_rank: Any) -> Callable[..., tuple[dict[str, Any], list[Model]]]:
+    """Run a step of the first of two ranks; what the schedule was given, and its chunks."""
+
+    def run(
+        *samples: dict[str, Any],
+        lengths: tuple[int, ...] = (5,),
+        num_chunks: int = 1,
+        each: Callable[..., None] = forward_step,
+        **kwargs: Any,
+    ) -> tuple[dict[str, Any], list[Model]]:
+        groups = ContextGroups([0], {1: None})
+        groups._groups, groups.world = {2: "of two", 1: None}, (0, 1)
+        models = [Model() for _ in range(num_chunks)]
+        others = [
+            {name: sample(100 * (i + 1), LENGTH)[name][0, :n].numpy() for name in ROWS_OF_SAMPLE}
+            for i, n in enumerate(lengths)
+        ]
+        gather: Any = OtherRank(others)
+        steps = ContextSteps(ContextBanks(LIMITS, groups), models, 3, gather=gather)
+        given: dict[str, Any] = {}
+
+        def schedule(**kwargs: Any) -> None:
+            given.update(kwargs)
+            for model, data in zip(models, kwargs["data_iterator"], strict=True):
+                for _ in range(kwargs["num_microbatches"]):
+                    each(data, model)
+
+        iterators = [iter([dict(sample) for sample in samples]) for _ in models]
+        call = {"data_iterator": iterators, "num_microbatches": len(samples)}
+        steps.wrap(schedule)(**{**call, "seq_length": LENGTH, "micro_batch_size": 1, **kwargs})
+        steps.close()
+        return given, models
+
+    return run
+
+
+def test_a_long_document_is_shared_and_short_ones_are_not(run: Any) -> None:
+    """10 tokens need both ranks, which have 8 rows each; then each rank has one of the others."""
+    given, models = run(sample(0, 10, 12), num_chunks=2)
+    assert [key.size for key in given["contexts"]] == [2, 1]
+    assert (given["num_microbatches"], given["seq_length"]) == (2, ROWS)
+    for model in models:
+        (batch, shared), (_, short) = model.seen
+        assert (short.cp_group, short.local_cp_size) == (None, 1)
+        assert (shared.cp_group, shared.local_cp_size) == ("of two", 2)
+        assert shared.cu_seqlens_q.tolist() == [0, 10, 10, 10]
+        assert shared.cu_seqlens_q_padded.tolist() == [0, 12, 16, 16]
+        # Pieces 0 and 3 of a document of 12 rows, two of which hold none of its tokens.
+        assert batch["tokens"].tolist() == [[0, 1, 2, 9, 0, 0, 0, 0]]
+        assert batch["labels"].tolist() == [[1, 2, 3, 10, 0, 0, 0, 0]]
+        assert batch["position_ids"].tolist() == [[0, 1, 2, 9, 0, 0, 0, 0]]
+        assert batch["loss_mask"].tolist() == [[1, 1, 1, 1, 0, 0, 0, 0]]
+        assert batch["cu_seqlens"].shape == (1, LENGTH + 1)
+        assert {name: batch[name].dtype for name in batch} == {
+            name: values.dtype for name, values in sample(0, 12).items()
+        }
+    # Each chunk has a dictionary of its own.
+    assert models[0].seen[0][0] is not models[1].seen[0][0]
+
+
+def test_rows_that_no_loss_needs_are_left_out(run: Any) -> None:
+    given, (model,) = run(sample(0, 4, 12, num_counted=7), lengths=(1,))
+    assert [key.size for key in given["contexts"]] == [1]
+    ((batch, params),) = model.seen
+    assert params.cu_seqlens_q.tolist() == [0, 4, 7, 7]
+    assert batch["tokens"].tolist() == [[0, 1, 2, 3, 4, 5, 6, 0]]
+
+
+def test_evaluation_is_left_alone(run: Any) -> None:
+    given, (model,) = run(sample(0, 4, 12), forward_only=True)
+    assert "contexts" not in given
+    assert model.seen[0][1].cu_seqlens_q.tolist() == [0, 4, 12]
+
+
+def test_forward_steps_that_make_other_documents_are_refused(run: Any) -> None:
+    def changes_documents(data: Any, model: nn.Module) -> None:
+        batch = next(data)
+        batch["cu_seqlens"] = torch.tensor([[0, 3, ROWS]], dtype=torch.int32)
+        forward_step(iter([batch]), model)
+
+    with pytest.raises(ConfigError, match=r"rank 3, microbatch 0, chunk 0: .* made 3 offsets"):
+        run(sample(0, 12), each=changes_documents)
