@@ -197,7 +197,8 @@ def _say_recommendation(study: PackingStudy, say: Any) -> None:
     for fewer in _seq_buckets(study, best):
         say(
             f"{_MANY:.0%} of the microbatches have at most {fewer - 1} documents: with graphs for\n"
-            f"these too, packing.seq_buckets=[{fewer}], the room for more costs only the others"
+            f"these too, --cuda-graph-packed-seq-buckets {fewer} (chunkgraph train:\n"
+            f"packing.seq_buckets=[{fewer}]), the room for more costs only the others"
         )
     if study.result.num_allowed_misfits == 0 and study.target > 0:
         say(

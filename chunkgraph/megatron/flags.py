@@ -59,13 +59,15 @@ class _Flag:
 class _Count:
     """A flag that takes a number, or several if it ``is_list``.
 
-    ``bare`` is what it means without one, if it may be so.
+    ``bare`` is what it means without one, if it may be so; ``least`` what it is at least, in words.
     """
 
     name: str
     help: str
     bare: int | None = None
     is_list: bool = False
+    kind: type = int
+    least: str = "1 or more tokens"
 
     @property
     def dest(self) -> str:
@@ -142,6 +144,15 @@ PACKING = (
         "Shorter microbatches that are captured too, as parts of those tokens or as numbers of "
         "tokens above 1; each microbatch takes the smallest that holds all rows that a loss needs.",
         is_list=True,
+        kind=float,
+        least="1 or more tokens, or parts of them above 0",
+    ),
+    _Count(
+        "--cuda-graph-packed-seq-buckets",
+        "Fewer sequences that are captured too; each microbatch takes the fewest that hold its "
+        "documents, since attention's time grows with all of them, empty or not.",
+        is_list=True,
+        least="2 or more sequences",
     ),
 )
 FLAGS = (_GRANULARITY, *_OPTIONS)
@@ -165,6 +176,7 @@ class GraphFlags:
         max_packed_seqs: sequences of a packed microbatch; 0: none are packed.
         max_packed_tokens: its tokens; None: the sequence length.
         packed_buckets: lengths of shorter ones that are captured too.
+        packed_seq_buckets: fewer sequences that are captured too.
         contexts: context-parallel sizes of packed microbatches; None: all have the model's.
         stash: of what experts save; None: no stash.
     """
@@ -183,6 +195,7 @@ class GraphFlags:
     max_packed_seqs: int = 0
     max_packed_tokens: int | None = None
     packed_buckets: tuple[float, ...] = ()
+    packed_seq_buckets: tuple[int, ...] = ()
     contexts: ContextSizes | None = None
     stash: StashConfig | None = None
 
@@ -229,7 +242,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         )
     for count in (*COUNTS, *PACKING):
         more: dict[str, Any] = {} if count.bare is None else {"nargs": "?", "const": count.bare}
-        more |= {"type": float, "nargs": "+"} if count.is_list else {"type": int}
+        more |= {"type": count.kind, **({"nargs": "+"} if count.is_list else {})}
         group.add_argument(count.name, default=None, metavar="N", help=count.help, **more)
     add_context_flags(group)
     add_stash_flags(group)
@@ -303,10 +316,7 @@ def _packing(counts: dict[_Count, Any]) -> dict[str, Any]:
                 "leave this out."
             )
         if min(value if flag.is_list else [value]) <= 0:
-            raise ConfigError(
-                f"{flag.name} {_shown(value)}: give 1 or more tokens"
-                f"{', or parts of them above 0' if flag.is_list else ''}, or leave it out."
-            )
+            raise ConfigError(f"{flag.name} {_shown(value)}: give {flag.least}, or leave it out.")
         name = flag.dest.removeprefix("cuda_graph_")
         found[name] = tuple(value) if flag.is_list else value
     return found

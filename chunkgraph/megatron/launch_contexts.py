@@ -13,7 +13,7 @@ from chunkgraph.packing import ContextLimits
 __all__ = ["changing_limits", "changing_refusals"]
 
 _SIZES = CONTEXTS[0].name
-_TOKENS, _BUCKETS = PACKING[1].name, PACKING[2].name
+_TOKENS, _BUCKETS, _SEQ_BUCKETS = (flag.name for flag in PACKING[1:])
 
 
 def changing_refusals(flags: GraphFlags, args: argparse.Namespace) -> list[str]:
@@ -44,6 +44,10 @@ def changing_refusals(flags: GraphFlags, args: argparse.Namespace) -> list[str]:
             f"{asked} with {_BUCKETS}: banks of several lengths were not joined to a pretrain "
             "script; leave one of them out"
         ): bool(flags.packed_buckets),
+        (
+            f"{asked} with {_SEQ_BUCKETS}: graphs for fewer sequences were not joined to sizes "
+            "that change; leave one of them out"
+        ): bool(flags.packed_seq_buckets),
         (
             f"{asked} with --fp8-format: the scales of several graphs of one slot were not tried; "
             "leave one of them out"

@@ -11,7 +11,7 @@ from chunkgraph.packing import PackedShape, bucket_shapes
 
 __all__ = ["packed_shape", "packing_refusals"]
 
-_SEQS, _TOKENS, _BUCKETS = (flag.name for flag in PACKING)
+_SEQS, _TOKENS, _BUCKETS, _SEQ_BUCKETS = (flag.name for flag in PACKING)
 _SOURCES = ("sft", "dataloader_inter_document_masking")
 """Megatron's flags with which its data sets say where documents begin."""
 
@@ -53,6 +53,7 @@ def packing_refusals(flags: GraphFlags, args: argparse.Namespace) -> list[str]:
         shapes = bucket_shapes(shape, flags.packed_buckets)
     except PackingError as error:
         return [*found, f"{asked}: {error}"]
+    found += _refusals_of_counts(flags, args)
     rows = _rows(args)
     if shape.max_packed_tokens > rows:
         found.append(
@@ -95,6 +96,22 @@ def _refusals_of_contexts(asked: str, args: argparse.Namespace) -> list[str]:
     else:
         return []
     return [f"{asked} {why}"]
+
+
+def _refusals_of_counts(flags: GraphFlags, args: argparse.Namespace) -> list[str]:
+    """What is wrong with graphs for fewer sequences."""
+    counts, most = flags.packed_seq_buckets, flags.max_packed_seqs
+    found = [
+        f"{_SEQ_BUCKETS} {count}: give 2 or more, and less than {_SEQS} ({most})"
+        for count in counts
+        if not 2 <= count < most
+    ]
+    if counts and getattr(args, "fp8", None):
+        found.append(
+            f"{_SEQ_BUCKETS} with --fp8-format: the scales of several graphs of one slot were not "
+            f"tried; leave {_SEQ_BUCKETS} out"
+        )
+    return found
 
 
 def _refusals_of_cuts(flags: GraphFlags, args: argparse.Namespace) -> list[str]:

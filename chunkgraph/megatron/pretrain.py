@@ -137,6 +137,7 @@ class ChunkGraphsInPretrain:
                 token_drops=self.flags.token_drops,
                 packing=packed_shape(self.flags, args),
                 buckets=self.flags.packed_buckets,
+                seq_buckets=self.flags.packed_seq_buckets,
                 contexts=contexts,
                 stash=stash_options(self.flags.stash),
             )

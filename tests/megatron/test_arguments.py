@@ -111,22 +111,27 @@ def _parsed(*given: str) -> Any:
 @pytest.mark.parametrize(
     ("given", "packing"),
     [
-        ([], (0, None, ())),
-        (["--cuda-graph-max-packed-seqs"], (50, None, ())),
-        (["--cuda-graph-max-packed-seqs", "0"], (0, None, ())),
+        ([], (0, None, (), ())),
+        (["--cuda-graph-max-packed-seqs"], (50, None, (), ())),
+        (["--cuda-graph-max-packed-seqs", "0"], (0, None, (), ())),
         (
             ["--cuda-graph-max-packed-seqs", "64", "--cuda-graph-max-packed-tokens", "4096"],
-            (64, 4096, ()),
+            (64, 4096, (), ()),
         ),
         (
             ["--cuda-graph-max-packed-seqs", "--cuda-graph-packed-buckets", "0.25", "512"],
-            (50, None, (0.25, 512)),
+            (50, None, (0.25, 512), ()),
+        ),
+        (
+            ["--cuda-graph-max-packed-seqs", "--cuda-graph-packed-seq-buckets", "8", "20"],
+            (50, None, (), (8, 20)),
         ),
     ],
 )
 def test_flags_of_packed_sequences(given: list[str], packing: tuple[Any, ...]) -> None:
     flags = _parsed(*given)
-    assert (flags.max_packed_seqs, flags.max_packed_tokens, flags.packed_buckets) == packing
+    found = (flags.max_packed_seqs, flags.max_packed_tokens, flags.packed_buckets)
+    assert (*found, flags.packed_seq_buckets) == packing
 
 
 PACKED = {"sft": True, "seq_length": 16, "micro_batch_size": 1, "cuda_graph_max_packed_seqs": 4}
@@ -190,6 +195,14 @@ def test_the_shape_of_packed_sequences() -> None:
             "--cuda-graph-packed-buckets with --fp8-format: ",
         ),
         ({"cuda_graph_packed_buckets": [99.0]}, "seqs 4: A bucket of 99.0: "),
+        (
+            {"cuda_graph_packed_seq_buckets": [4]},
+            "--cuda-graph-packed-seq-buckets 4: give 2 or more, and less than ",
+        ),
+        (
+            {"cuda_graph_packed_seq_buckets": [2], "fp8": "hybrid"},
+            "--cuda-graph-packed-seq-buckets with --fp8-format: ",
+        ),
     ],
 )
 def test_what_packed_sequences_cannot_go_with_is_named(changes: dict[str, Any], said: str) -> None:

@@ -219,11 +219,12 @@ def test_buckets_leave_out_rows_that_no_loss_needs(runs: Runs) -> None:
     flags = ["--train-iters", "5", "--eval-interval", "9", "--hidden-dropout", "0.0"]
     flags += ["--attention-dropout", "0.0"]
     tokens = [*SEVEN, "--cuda-graph-max-packed-tokens", "18"]
-    tokens += ["--cuda-graph-packed-buckets", "0.5", "14"]
+    tokens += ["--cuda-graph-packed-buckets", "0.5", "14", "--cuda-graph-packed-seq-buckets", "4"]
     never = [*CHUNK[:2], "--cuda-graph-warmup-steps", "99"]
     log = runs.train("buckets", *flags, *CHUNK, *tokens, data=data)
     assert runs.replays() == [0, 0, 4, 4, 4]
-    assert "captured 12 graphs" in runs.output  # of three lengths
+    # Of three lengths, each for up to six documents and for up to three.
+    assert "captured 24 graphs" in runs.output
     assert log == runs.train("cut", *flags, *never, *tokens, data=data)
     assert sum(runs.replays()) == 0
     whole = runs.train("whole", *flags, data=data)
