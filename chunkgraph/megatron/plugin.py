@@ -150,7 +150,7 @@ def attach(
     parts = [new_part(scope, chunk, place.label(index)) for index, chunk in enumerate(chunks)]
     tables = CachedTables(module for part in parts for module in part.modules)
     predictions = compat.TokenPrediction() if predicts_tokens(parts) else None
-    fp8 = fp8_state(config, parts, _device_of(chunks[0]))
+    fp8 = fp8_state(config, parts, device)
     if buckets and (packing is None or fp8 is not None):
         why = "with FP8, whose scales were not tried with several graphs of one slot"
         why = why if fp8 is not None else "without packing: only packed sequences have them"
@@ -196,7 +196,7 @@ def attach(
             chunks,
             slots,
             stash,
-            _device_of(chunks[0]),
+            device,
             # Pages are shared whether slots are or not. Of slots that were given, any may be used.
             most_in_flight=place.num_slots(are_shared=True)[0] if num_slots is None else None,
             are_shared=options.shared_slots,
@@ -226,7 +226,6 @@ def attach(
         with ExitStack() as stack:
             if contexts is not None:
                 modules = [part.module for part in parts]
-                device = _device_of(chunks[0])
                 stack.enter_context(capturing_banks(contexts.groups, modules, device))
             stack.enter_context(capturing(tables, predictions, fp8, experts, pages))
             yield
@@ -263,7 +262,7 @@ def attach(
         config,
         wanted=zero_copy,
         lends_input_grads=lends,
-        device=_device_of(chunks[0]),
+        device=device,
     )
     for part, call in zip(parts, receiver.calls(engine.callables), strict=True):
         part.divert_to(call)

@@ -21,10 +21,6 @@ _MODEL = {"layer_spec": "fp8_stand_in:quantized", "hidden_dropout": 0.1}
 
 def _check(results: dict[str, dict[str, Any]]) -> None:
     for name, result in results.items():
-        wrong = [s for s in result["steps"] if not (s["loss_equal"] and s["grad_norm_equal"])]
-        assert not wrong, f"{name}: {wrong}"
-        assert result["different_parameters"] == {}, name
-        assert result["capture_sessions"] == 1, name
         assert all(step["replays"] > 0 for step in result["steps"][1:]), name
 
 
@@ -47,16 +43,16 @@ def _cases(make_config: Callable[..., Any], pipeline: dict[str, Any], counts: li
     }
 
 
-def test_mixed_counts(run_cases: Callable[..., Any], make_config: Callable[..., Any]) -> None:
+def test_mixed_counts(run_equal: Callable[..., Any], make_config: Callable[..., Any]) -> None:
     pipeline = {"pipeline_model_parallel_size": 2}
-    _check(run_cases(_cases(make_config, pipeline, [4, 1, 5, 2]), 2))
+    _check(run_equal(_cases(make_config, pipeline, [4, 1, 5, 2]), 2))
 
 
 def test_every_chunk_has_a_first_microbatch(
-    run_cases: Callable[..., Any], make_config: Callable[..., Any]
+    run_equal: Callable[..., Any], make_config: Callable[..., Any]
 ) -> None:
     pipeline = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
-    _check(run_cases(_cases(make_config, pipeline, [4, 2, 6]), 2))
+    _check(run_equal(_cases(make_config, pipeline, [4, 2, 6]), 2))
 
 
 @pytest.fixture
