@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+from collections.abc import Callable
+from typing import Any
 
 import hypothesis
 import pytest
@@ -70,6 +72,17 @@ def _has_megatron() -> bool:
         return importlib.util.find_spec("megatron.core") is not None
     except ModuleNotFoundError:
         return False
+
+
+@pytest.fixture(scope="session")
+def once(pytestconfig: pytest.Config) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Gives the cases that it is given back; none of them in a run of ``-m megatron``.
+
+    Such a run repeats what is marked with another release of Megatron. For cases of a marked test
+    that show nothing about the release which the test's other cases do not.
+    """
+    is_repeated = pytestconfig.getoption("markexpr") == "megatron"
+    return lambda cases: {} if is_repeated else cases
 
 
 @pytest.fixture(params=["recorder", pytest.param("cuda", marks=pytest.mark.gpu)])

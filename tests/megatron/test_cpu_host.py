@@ -5,9 +5,13 @@ from __future__ import annotations
 import importlib
 import pickle
 from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from chunkgraph.graphs import RecorderBackend
 from chunkgraph.megatron.cpu_host import CpuHost, cpu_host
@@ -52,15 +56,42 @@ def test_cuda_means_cpu(host: CpuHost) -> None:
 
 def test_everything_is_undone() -> None:
     random = importlib.import_module(_RANDOM)
-    before = dict(torch.cuda.__dict__), dict(random.__dict__)
+    modules = (torch.cuda, random, distributed_c10d)
+    before = [dict(module.__dict__) for module in modules]
     with cpu_host() as host:
         assert host.installed
-        assert torch.cuda.__dict__ != before[0]
-    assert (dict(torch.cuda.__dict__), dict(random.__dict__)) == before
+        for module, names in zip(modules, before, strict=True):
+            assert module.__dict__ != names
+    assert [dict(module.__dict__) for module in modules] == before
     assert not host.installed
     if not torch.cuda.is_available():
         with pytest.raises((AssertionError, RuntimeError)):
             torch.zeros(1, device="cuda")
+
+
+def test_groups_share_one_network_thread(host: CpuHost) -> None:
+    """One of each group's own would wake a hundred times a second."""
+    before = _num_network_threads()
+    made = [
+        distributed_c10d.ProcessGroupGloo(dist.HashStore(), 0, 1, timeout=timedelta(seconds=5))
+        for _ in range(3)
+    ]
+    assert _num_network_threads() == before + 1
+    assert all(isinstance(group, dist.ProcessGroupGloo) for group in made)
+    assert all(isinstance(group, distributed_c10d.ProcessGroupGloo) for group in made)
+    assert made[0].options._timeout == timedelta(seconds=5)
+    assert not isinstance(dist.HashStore(), distributed_c10d.ProcessGroupGloo)
+
+
+def test_interfaces_that_are_asked_for_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    with cpu_host():
+        assert distributed_c10d.ProcessGroupGloo is dist.ProcessGroupGloo
+
+
+def _num_network_threads() -> int:
+    names = (path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm"))
+    return list(names).count("gloo_tcp_loop")
 
 
 def test_installing_twice_is_the_same_as_once() -> None:
