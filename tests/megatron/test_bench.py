@@ -41,7 +41,7 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.megatron
+# Once, not for each Megatron: that it measures with either, `test_bench_packed` shows.
 @pytest.mark.slow
 def test_eager_and_chunk_are_measured_and_equal(tmp_path: Path) -> None:
     path = tmp_path / "out.json"
@@ -68,9 +68,6 @@ def test_eager_and_chunk_are_measured_and_equal(tmp_path: Path) -> None:
         assert variant["host_us_forward"] > 0
         assert variant["host_us_backward"] > 0
     assert 0 < chunk["host_us_forward_without_launch"] < chunk["host_us_forward"]
-
-
-# These two are not marked `megatron`: the variants end before Megatron trains.
 
 
 def test_a_crash_is_recorded(tmp_path: Path) -> None:

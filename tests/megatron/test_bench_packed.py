@@ -10,7 +10,6 @@ import pytest
 from chunkgraph.cli.bench_document import VariantResult
 from chunkgraph.data import DrawnDocuments
 
-# Once, not for each Megatron: what differs between releases is tested with packed training.
 pytestmark = pytest.mark.timeout(100)
 
 _COUNTS = (3, 5, 8, 12)
@@ -78,6 +77,7 @@ def _check(result: dict[str, Any], num_data_ranks: int) -> None:
     assert chunk["is_deterministic"] is True
 
 
+# Once, not for each Megatron: what differs between releases is tested with packed training.
 def test_in_a_pipeline(run_cases: Callable[..., Any], make_config: Callable[..., Any]) -> None:
     pipeline = {"pipeline_model_parallel_size": 2}
     cases = {
@@ -98,6 +98,7 @@ def test_in_a_pipeline(run_cases: Callable[..., Any], make_config: Callable[...,
             assert waste == pytest.approx(1 - num_tokens / rows), name
 
 
+@pytest.mark.megatron
 def test_where_only_one_of_two_ranks_has_too_many(
     run_cases: Callable[..., Any], make_config: Callable[..., Any]
 ) -> None:

@@ -141,7 +141,7 @@ def test_two_ranks(run_equal: Callable[..., Any], make_config: Callable[..., Any
         "pp2_vpp2": _config(
             make,
             _BIASED,
-            [4, 2, 8, 6],
+            [4, 2, 6],
             model={"num_layers": 4},
             pipeline=interleaved,
             train={"overlap_grad_reduce": True},
@@ -179,11 +179,11 @@ def test_four_ranks(run_equal: Callable[..., Any], make_config: Callable[..., An
         "expert_model_parallel_size": 2,
     }
     cases = {
-        "pp2_ep2": _config(make_config, _BIASED, [3, 1, 4], pipeline=pipeline),
+        "pp2_ep2": _config(make_config, _BIASED, [2, 1, 3], pipeline=pipeline),
         "pp2_vpp2_ep2": _config(
             make_config,
             _GROUPED,
-            [2, 6, 4],
+            [2, 4, 2],
             model={"num_layers": 4},
             pipeline={**pipeline, "virtual_pipeline_model_parallel_size": 2},
             train={"overlap_grad_reduce": True, "use_distributed_optimizer": True},

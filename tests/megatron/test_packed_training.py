@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.megatron, pytest.mark.timeout(150)]
+pytestmark = pytest.mark.timeout(150)
 
 _TOKENS = 48
 Case = Callable[..., dict[str, Any]]
@@ -77,6 +77,7 @@ def _check(
             assert bool(step["replays"]) == (not expected), f"{name}, step {index}"
 
 
+@pytest.mark.megatron
 def test_one_rank(run_equal: Callable[..., Any], make_case: Case) -> None:
     cases = {
         "block": make_case([2, 3, 1, 4], scope="block", verify="poison"),
@@ -88,6 +89,10 @@ def test_one_rank(run_equal: Callable[..., Any], make_case: Case) -> None:
     _check(run_equal(cases, 1))
 
 
+# From here on tests that are not marked `megatron` run once: what they show is the engine's and the
+# packings' own, and Megatron's part in it is that of the marked ones.
+
+
 def test_the_probe_of_host_reads(run_cases: Callable[..., Any], make_case: Case) -> None:
     """What `test_packed_gpu` watches; the recorder itself refuses host reads in captures."""
     case = {**make_case([2, 3, 2]), "probe": "packed"}
@@ -96,6 +101,7 @@ def test_the_probe_of_host_reads(run_cases: Callable[..., Any], make_case: Case)
     assert len(set(result["losses"])) == 7
 
 
+@pytest.mark.megatron
 def test_two_ranks(run_equal: Callable[..., Any], make_case: Case) -> None:
     """Pipelines, whose ranks have two to four microbatches in flight."""
     recompute = {"recompute_granularity": "selective"}
@@ -196,6 +202,7 @@ _EXPERTS = {
 _SPARSE = {"layer_spec": "user_specs:packed_experts", "swiglu": True, "num_layers": 2}
 
 
+@pytest.mark.megatron
 def test_experts_on_two_ranks(run_equal: Callable[..., Any], make_case: Case) -> None:
     """Also where only one of the ranks that share the experts has documents that do not fit."""
     biased = {
@@ -238,6 +245,7 @@ def _check_run_anew(results: dict[str, dict[str, Any]], reruns: dict[str, list[s
         assert result["steps"][-1]["replays"], name
 
 
+@pytest.mark.megatron
 def test_experts_that_stash_or_run_anew(run_cases: Callable[..., Any], make_case: Case) -> None:
     """A step that is run anew has the packings, buckets and misfit that were announced of it."""
     short = {**_STASH, "initial_bytes": 2048}
@@ -273,6 +281,7 @@ def test_experts_that_stash_on_two_ranks(run_cases: Callable[..., Any], make_cas
     assert results["ep2"]["steps"][1]["fallbacks"] == {"packing overflow": 1}
 
 
+@pytest.mark.megatron
 def test_experts_of_split_sequences_in_a_pipeline(
     run_equal: Callable[..., Any], make_case: Case
 ) -> None:
