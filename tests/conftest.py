@@ -6,6 +6,7 @@ import importlib.util
 import os
 import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -14,6 +15,10 @@ import pytest
 # Read when torch is first imported, here and by what tests start. With tensors this small more
 # threads only wait for each other, and with several test processes they also wait for a core.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# As what is started on a CPU has it, whose ranks get it from the command: Megatron's import then
+# loads no compiler. On a GPU its small functions are compiled in tests as they are in training.
+if not any(Path("/dev").glob("nvidia[0-9]*")):
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 # A shared machine stalls now and then: a deadline would test the machine.
 hypothesis.settings.register_profile("chunkgraph", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("chunkgraph")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import pickle
 from collections.abc import Iterator
@@ -69,29 +70,43 @@ def test_everything_is_undone() -> None:
             torch.zeros(1, device="cuda")
 
 
-def test_groups_share_one_network_thread(host: CpuHost) -> None:
+@pytest.mark.parametrize(("interfaces", "num_devices"), [("", 1), ("lo", 1), ("lo,lo", 2)])
+def test_groups_share_their_network_threads(
+    host: CpuHost, monkeypatch: pytest.MonkeyPatch, interfaces: str, num_devices: int
+) -> None:
     """One of each group's own would wake a hundred times a second."""
-    before = _num_network_threads()
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", interfaces)
+    before, store = _network_threads(), dist.HashStore()
     made = [
-        distributed_c10d.ProcessGroupGloo(dist.HashStore(), 0, 1, timeout=timedelta(seconds=5))
-        for _ in range(3)
+        distributed_c10d.ProcessGroupGloo(
+            dist.PrefixStore(str(index), store), 0, 1, timeout=timedelta(seconds=5)
+        )
+        for index in range(3)
     ]
-    assert _num_network_threads() == before + 1
+    assert len(_network_threads() - before) == num_devices  # those of another test may just end
     assert all(isinstance(group, dist.ProcessGroupGloo) for group in made)
     assert all(isinstance(group, distributed_c10d.ProcessGroupGloo) for group in made)
+    assert not isinstance(store, distributed_c10d.ProcessGroupGloo)
     assert made[0].options._timeout == timedelta(seconds=5)
-    assert not isinstance(dist.HashStore(), distributed_c10d.ProcessGroupGloo)
+    assert made[0].options._threads == 2 * num_devices
 
 
-def test_interfaces_that_are_asked_for_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    with cpu_host():
-        assert distributed_c10d.ProcessGroupGloo is dist.ProcessGroupGloo
+def test_an_interface_that_is_not_there_is_named(
+    host: CpuHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none0")
+    with pytest.raises(RuntimeError, match="none0"):
+        distributed_c10d.ProcessGroupGloo(dist.HashStore(), 0, 1, timeout=timedelta(seconds=5))
 
 
-def _num_network_threads() -> int:
-    names = (path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm"))
-    return list(names).count("gloo_tcp_loop")
+def _network_threads() -> set[str]:
+    """Ids of this process's threads that serve gloo's sockets."""
+    found = set()
+    for name in Path("/proc/self/task").glob("*/comm"):
+        with contextlib.suppress(OSError):  # a thread that has ended by now
+            if name.read_text().strip() == "gloo_tcp_loop":
+                found.add(name.parent.name)
+    return found
 
 
 def test_installing_twice_is_the_same_as_once() -> None:

@@ -20,12 +20,13 @@ __all__ = ["share_gloo_device"]
 
 
 def share_gloo_device() -> Callable[[], None]:
-    """Make groups from now on with one device; returns what undoes it.
+    """Make groups from now on with the same devices; returns what undoes it.
 
-    Interfaces that ``GLOO_SOCKET_IFNAME`` asks for are left to torch.
+    One device for each interface that ``GLOO_SOCKET_IFNAME`` names when the first group is made, or
+    torch's default.
     """
     gloo: Any = getattr(distributed_c10d, "ProcessGroupGloo", None)
-    if gloo is None or os.environ.get("GLOO_SOCKET_IFNAME"):
+    if gloo is None:  # this torch is built without it, and the first group says so
         return lambda: None
     devices: list[Any] = []
 
@@ -34,9 +35,10 @@ def share_gloo_device() -> Callable[[], None]:
 
         def __call__(cls, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
             if not devices:  # not before: its thread would not follow this process into a fork
-                devices.append(gloo.create_default_device())
+                devices.extend(_new_devices(gloo))
             options = gloo._Options()
             options._devices = devices
+            options._threads = 2 * len(devices)  # as torch has it
             options._timeout = timeout
             return gloo(store, rank, size, options)
 
@@ -47,3 +49,10 @@ def share_gloo_device() -> Callable[[], None]:
         """In the place of torch's."""
 
     return patch_attributes(distributed_c10d, {"ProcessGroupGloo": ProcessGroupGloo})
+
+
+def _new_devices(gloo: Any) -> list[Any]:
+    interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    if not interfaces:
+        return [gloo.create_default_device()]
+    return [gloo.create_device(interface=name) for name in interfaces.split(",")]
