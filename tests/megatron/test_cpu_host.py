@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import pickle
 from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
@@ -76,14 +74,17 @@ def test_groups_share_their_network_threads(
 ) -> None:
     """One of each group's own would wake a hundred times a second."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", interfaces)
-    before, store = _network_threads(), dist.HashStore()
+    store = dist.HashStore()
     made = [
         distributed_c10d.ProcessGroupGloo(
             dist.PrefixStore(str(index), store), 0, 1, timeout=timedelta(seconds=5)
         )
         for index in range(3)
     ]
-    assert len(_network_threads() - before) == num_devices  # those of another test may just end
+    devices = [group.options._devices for group in made]  # held: of none the id is used again
+    first, *others = ([id(device) for device in of_group] for of_group in devices)
+    assert len(set(first)) == num_devices
+    assert others == [first, first]
     assert all(isinstance(group, dist.ProcessGroupGloo) for group in made)
     assert all(isinstance(group, distributed_c10d.ProcessGroupGloo) for group in made)
     assert not isinstance(store, distributed_c10d.ProcessGroupGloo)
@@ -97,16 +98,6 @@ def test_an_interface_that_is_not_there_is_named(
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none0")
     with pytest.raises(RuntimeError, match="none0"):
         distributed_c10d.ProcessGroupGloo(dist.HashStore(), 0, 1, timeout=timedelta(seconds=5))
-
-
-def _network_threads() -> set[str]:
-    """Ids of this process's threads that serve gloo's sockets."""
-    found = set()
-    for name in Path("/proc/self/task").glob("*/comm"):
-        with contextlib.suppress(OSError):  # a thread that has ended by now
-            if name.read_text().strip() == "gloo_tcp_loop":
-                found.add(name.parent.name)
-    return found
 
 
 def test_installing_twice_is_the_same_as_once() -> None:
