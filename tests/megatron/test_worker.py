@@ -107,7 +107,7 @@ def test_bad_usage(
     words: list[str],
 ) -> None:
     """Exit code 2 and one message."""
-    codes, folder = run_worker(make_config(**sections), num_ranks)
+    codes, folder = run_worker(make_config(**sections), num_ranks, forked=True)
     assert codes == [2] * num_ranks
     message = (folder / "error_rank0.txt").read_text(encoding="utf-8").partition("\n\n")[0]
     for word in words:
