@@ -100,10 +100,9 @@ def test_bad_usage_is_the_exit_code_of_the_command() -> None:
     assert result.stdout == ""
 
 
-def test_a_gpu_run_without_gpus_is_refused() -> None:
-    result = train("succeed", "device=cuda", "pipeline.data_parallel_size=64")
-    assert result.returncode == 2
-    assert "needs 128 GPU(s)" in result.stderr
+def test_a_gpu_run_without_gpus_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", CONFIG, "device=cuda", "pipeline.data_parallel_size=64"]) == 2
+    assert "needs 128 GPU(s)" in capsys.readouterr().err
 
 
 def test_missing_megatron_is_named_with_its_command() -> None:

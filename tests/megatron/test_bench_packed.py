@@ -55,6 +55,7 @@ def _check(result: dict[str, Any], num_data_ranks: int) -> None:
         VariantResult("chunk", None, chunk).first_difference(VariantResult("eager", None, eager))
         is None
     )
+    assert len(eager["parameters_sha256"]) == len(chunk["parameters_sha256"]) == 2  # ranks
     assert (eager["fallbacks"], eager["fallback_share"]) == ({}, 0)
     assert chunk["fallbacks"] == {"packing overflow": num_eager}
     assert chunk["packing_overflows"] == {"too many documents": num_eager}
