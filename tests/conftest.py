@@ -5,6 +5,9 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -12,6 +15,10 @@ import pytest
 # Read when torch is first imported, here and by what tests start. With tensors this small more
 # threads only wait for each other, and with several test processes they also wait for a core.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# As what is started on a CPU has it, whose ranks get it from the command: Megatron's import then
+# loads no compiler. On a GPU its small functions are compiled in tests as they are in training.
+if not any(Path("/dev").glob("nvidia[0-9]*")):
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 # A shared machine stalls now and then: a deadline would test the machine.
 hypothesis.settings.register_profile("chunkgraph", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("chunkgraph")
@@ -70,6 +77,17 @@ def _has_megatron() -> bool:
         return importlib.util.find_spec("megatron.core") is not None
     except ModuleNotFoundError:
         return False
+
+
+@pytest.fixture(scope="session")
+def once(pytestconfig: pytest.Config) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Gives the cases that it is given back; none of them in a run of ``-m megatron``.
+
+    Such a run repeats what is marked with another release of Megatron. For cases of a marked test
+    that show nothing about the release which the test's other cases do not.
+    """
+    is_repeated = pytestconfig.getoption("markexpr") == "megatron"
+    return lambda cases: {} if is_repeated else cases
 
 
 @pytest.fixture(params=["recorder", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -80,7 +80,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         type=float,
         help="longest time of one variant in seconds; default run.timeout_s",
     )
-    parser.add_argument("--commit", help="commit to record where there is no git repository")
+    parser.add_argument("--commit", help="commit to record; default that of the git repository")
     parser.add_argument(
         "--run-dir", metavar="DIR", type=Path, help="keep logs and traces in DIR (empty or new)"
     )

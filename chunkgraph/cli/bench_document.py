@@ -98,7 +98,7 @@ class BenchDocument:
                 "versions": None,
                 "is_deterministic": None,
                 "command": command,
-                "commit": _commit() or commit,
+                "commit": commit or _commit(),
                 "settings": to_mapping(config),
             }
         )

@@ -12,7 +12,8 @@ What it does, all of it undone on exit:
   generator, and ``torch.cuda.is_available()`` is false even where there is a GPU;
 * Megatron's RNG tracker switches states of the CPU generator in a way that a graph can repeat,
   and recomputation restores them;
-* modules that import triton unconditionally load without it.
+* modules that import triton unconditionally load without it;
+* the process groups of gloo share one network thread.
 
 It cannot show streams, NCCL, kernels or memory of a GPU. The user's part: the local layer spec,
 fusions off, ``batch_p2p_comm=False`` and ``use_cpu_initialization=True``.
@@ -280,6 +281,7 @@ class CpuHost:
         with ExitStack() as stack:
             stack.callback(compat.patch_attributes(torch.cuda, _cuda_stubs()))
             stack.callback(compat.TritonStubFinder.install())
+            stack.callback(compat.share_gloo_device())
             stack.enter_context(_CudaMeansCpu())
             self.rng = HostRng()
             stack.callback(compat.patch_rng(self.rng))

@@ -165,7 +165,7 @@ def attach(
     parts = [new_part(scope, chunk, place.label(index)) for index, chunk in enumerate(chunks)]
     tables = CachedTables(module for part in parts for module in part.modules)
     predictions = compat.TokenPrediction() if predicts_tokens(parts) else None
-    fp8 = fp8_state(config, parts, _device_of(chunks[0]))
+    fp8 = fp8_state(config, parts, device)
     for name, sizes in (("buckets", buckets), ("seq_buckets", seq_buckets)):
         if sizes and (packing is None or fp8 is not None):
             why = "with FP8, whose scales were not tried with several graphs of one slot"
@@ -218,7 +218,7 @@ def attach(
             chunks,
             slots,
             stash,
-            _device_of(chunks[0]),
+            device,
             # Pages are shared whether slots are or not. Of slots that were given, any may be used.
             most_in_flight=place.num_slots(are_shared=True)[0] if num_slots is None else None,
             are_shared=options.shared_slots,
@@ -248,7 +248,6 @@ def attach(
         with ExitStack() as stack:
             if contexts is not None:
                 assert held_groups is not None
-                device = _device_of(chunks[0])
                 stack.enter_context(capturing_banks(contexts.groups, held_groups, device))
             stack.enter_context(capturing(tables, predictions, fp8, experts, pages))
             yield
@@ -285,7 +284,7 @@ def attach(
         config,
         wanted=zero_copy,
         lends_input_grads=lends,
-        device=_device_of(chunks[0]),
+        device=device,
     )
     for part, call in zip(parts, receiver.calls(engine.callables), strict=True):
         part.divert_to(call)

@@ -214,6 +214,15 @@ def test_results_are_drawn(tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_commit_that_is_named_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    from chunkgraph.cli import bench_document
+
+    monkeypatch.setattr(bench_document, "_commit", lambda: "of the checkout")
+    for named, recorded in (("v1.0", "v1.0"), (None, "of the checkout")):
+        found = BenchDocument.start(load_config(CONFIG), command="", commit=named)
+        assert found.head["commit"] == recorded
+
+
 def test_nothing_to_draw_is_an_error(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     found = BenchDocument.start(load_config(CONFIG), command="", commit=None)

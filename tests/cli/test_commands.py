@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from chunkgraph.cli.__main__ import main
+
 ROOT = Path(__file__).parents[2]
 WORKERS = Path(__file__).parent / "workers"
 CONFIG = str(ROOT / "configs" / "gpt_pp2_vpp2_cpu.yaml")
@@ -77,18 +79,30 @@ def test_help_and_version() -> None:
         (["train", CONFIG, "--run-dir", str(ROOT)], "the folder is not empty"),
     ],
 )
-def test_bad_usage_ends_with_2_and_one_message(arguments: list[str], message: str) -> None:
-    result = chunkgraph(*arguments)
+def test_bad_usage_ends_with_2_and_one_message(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code = main(arguments)
+    except SystemExit as end:  # what argparse itself refuses
+        code = end.code
+    assert code == 2
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert "Traceback" not in printed.err or "--debug" in arguments
+    assert printed.out == ""
+
+
+def test_bad_usage_is_the_exit_code_of_the_command() -> None:
+    result = chunkgraph("train", "none.yaml")
     assert result.returncode == 2
-    assert message in result.stderr
-    assert "Traceback" not in result.stderr or "--debug" in arguments
+    assert result.stderr.startswith("error: none.yaml: cannot read the configuration file")
     assert result.stdout == ""
 
 
-def test_a_gpu_run_without_gpus_is_refused() -> None:
-    result = train("succeed", "device=cuda", "pipeline.data_parallel_size=64")
-    assert result.returncode == 2
-    assert "needs 128 GPU(s)" in result.stderr
+def test_a_gpu_run_without_gpus_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", CONFIG, "device=cuda", "pipeline.data_parallel_size=64"]) == 2
+    assert "needs 128 GPU(s)" in capsys.readouterr().err
 
 
 def test_missing_megatron_is_named_with_its_command() -> None:

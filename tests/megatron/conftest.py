@@ -7,7 +7,9 @@ import fcntl
 import importlib.util
 import itertools
 import json
+import math
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -303,6 +305,43 @@ def run_cases(
     return run
 
 
+@pytest.fixture
+def run_equal(run_cases: Callable[..., Any]) -> Callable[..., dict[str, dict[str, Any]]]:
+    """`run_cases` of cases that must all equal eager to the last bit and have captured once."""
+    equal = ("loss_equal", "grad_norm_equal", "expert_metrics_equal")
+
+    def run(*args: Any, **options: Any) -> dict[str, dict[str, Any]]:
+        results = run_cases(*args, **options)
+        for name, result in results.items():
+            for step in result["steps"]:
+                assert all(step[key] for key in equal), f"{name}: {step}"
+                # NaN is equal to NaN.
+                assert math.isfinite(step["loss_chunk"] + step["grad_norm_chunk"]), (name, step)
+            assert result["different_parameters"] == {}, name
+            assert result["capture_sessions"] == 1, name
+            assert result["captures_after_first_session"] == 0, name
+        return results
+
+    return run
+
+
+@pytest.fixture
+def write_documents(tmp_path: Path) -> Callable[..., Path]:
+    """Write a text of short documents, of one letter more than one of ``lengths`` each."""
+
+    def write(lengths: Sequence[int], num_documents: int = 80) -> Path:
+        letters = random.Random(5)
+        documents = [
+            "".join(letters.choices("abcdefgh ", k=letters.choice(lengths))) + "z"
+            for _ in range(num_documents)
+        ]
+        path = tmp_path / "text.txt"
+        path.write_text("\n\n".join(documents), encoding="utf-8")
+        return path
+
+    return write
+
+
 def small_config(**sections: dict[str, Any]) -> dict[str, Any]:
     """A model of a few thousand parameters; ``sections`` update its sections."""
     config: dict[str, dict[str, Any]] = {
@@ -334,15 +373,10 @@ def one_rank() -> Iterator[Any]:
     from chunkgraph.config import config_from_mapping
     from chunkgraph.megatron.processes import training_process
 
-    environment = {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "0",  # any: nobody else must find it
-    }
+    environment = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in environment.items():
+        # Any port: nobody else must find it.
+        for name, value in {**environment, "MASTER_PORT": "0"}.items():
             patch.setenv(name, value)
         with training_process(config_from_mapping(small_config())) as device:
             yield device

@@ -10,7 +10,6 @@ import pytest
 from chunkgraph.cli.bench_document import VariantResult
 from chunkgraph.data import DrawnDocuments
 
-# Once, not for each Megatron: what differs between releases is tested with packed training.
 pytestmark = pytest.mark.timeout(100)
 
 _COUNTS = (3, 5, 8, 12)
@@ -56,6 +55,7 @@ def _check(result: dict[str, Any], num_data_ranks: int) -> None:
         VariantResult("chunk", None, chunk).first_difference(VariantResult("eager", None, eager))
         is None
     )
+    assert len(eager["parameters_sha256"]) == len(chunk["parameters_sha256"]) == 2  # ranks
     assert (eager["fallbacks"], eager["fallback_share"]) == ({}, 0)
     assert chunk["fallbacks"] == {"packing overflow": num_eager}
     assert chunk["packing_overflows"] == {"too many documents": num_eager}
@@ -78,6 +78,7 @@ def _check(result: dict[str, Any], num_data_ranks: int) -> None:
     assert chunk["is_deterministic"] is True
 
 
+# Once, not for each Megatron: what differs between releases is tested with packed training.
 def test_in_a_pipeline(run_cases: Callable[..., Any], make_config: Callable[..., Any]) -> None:
     pipeline = {"pipeline_model_parallel_size": 2}
     cases = {
@@ -98,6 +99,7 @@ def test_in_a_pipeline(run_cases: Callable[..., Any], make_config: Callable[...,
             assert waste == pytest.approx(1 - num_tokens / rows), name
 
 
+@pytest.mark.megatron
 def test_where_only_one_of_two_ranks_has_too_many(
     run_cases: Callable[..., Any], make_config: Callable[..., Any]
 ) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import random
 from collections import Counter
 from collections.abc import Callable
 from importlib import metadata
@@ -19,15 +17,9 @@ Case = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture
-def make_case(make_config: Callable[..., Any], tmp_path: Path) -> Case:
+def make_case(make_config: Callable[..., Any], write_documents: Callable[..., Path]) -> Case:
     """A run on documents of 2 to 40 bytes, where a rank has 12 rows."""
-    letters = random.Random(5)
-    documents = [
-        "".join(letters.choices("abcdefgh ", k=letters.choice([2, 5, 8, 20, 38]))) + "z"
-        for _ in range(60)
-    ]
-    path = tmp_path / "text.txt"
-    path.write_text("\n\n".join(documents), encoding="utf-8")
+    path = write_documents([2, 5, 8, 20, 38], num_documents=60)
 
     def make(
         counts: list[int],
@@ -69,13 +61,8 @@ def make_case(make_config: Callable[..., Any], tmp_path: Path) -> Case:
 
 
 def check(result: dict[str, Any], name: str, captured: set[int]) -> None:
-    """All equal, captured once; eager once before it and where a size was not captured."""
+    """Eager once before the capture and where a size was not captured."""
     steps = result["steps"]
-    wrong = [s for s in steps if not (s["loss_equal"] and s["grad_norm_equal"])]
-    assert not wrong, f"{name}: {wrong}"
-    assert all(math.isfinite(s["loss_chunk"] + s["grad_norm_chunk"]) for s in steps), name
-    assert result["different_parameters"] == {}, name
-    assert (result["capture_sessions"], result["captures_after_first_session"]) == (1, 0), name
     assert len({s["loss_chunk_hex"] for s in steps}) == len(steps), name
     assert [s["fallbacks"] for s in steps] == _fallbacks(steps, captured), name
     num_chunks = len(result["slots_per_chunk"][0])
@@ -102,7 +89,9 @@ def _fallbacks(steps: list[dict[str, Any]], captured: set[int]) -> list[dict[str
     return found
 
 
-def test_four_ranks(run_cases: Callable[..., Any], make_case: Case) -> None:
+def test_four_ranks(
+    run_equal: Callable[..., Any], make_case: Case, once: Callable[..., Any]
+) -> None:
     dp4 = {"data_parallel_size": 4, "model": {"num_layers": 1}}
     chunk, poison = {"scope": "chunk"}, {"verify": "poison"}
     deep = {"num_layers": 4, "hidden_dropout": 0.1}
@@ -111,15 +100,16 @@ def test_four_ranks(run_cases: Callable[..., Any], make_case: Case) -> None:
     vpp2 = {**pp2, "virtual_pipeline_model_parallel_size": 2}
     tp2 = {"tensor_model_parallel_size": 2, "data_parallel_size": 2, "model": {"num_layers": 1}}
     cases = {
-        "random": make_case([1] * 12, [1, 2, 4], capture=poison, **dp4),
+        "random": make_case([1] * 8, [1, 2, 4], capture=poison, **dp4),
         "smallest": make_case(
             [1, 1, 4], [1, 2, 4], schedule="smallest", capture=chunk, train=sharded, **dp4
         ),
-        "pp2": make_case([2, 3] * 6, [1, 2], **pp2),
         "pp2_vpp2": make_case([2, 4], [1, 2], model=deep, capture={**chunk, **poison}, **vpp2),
+        # Once, not for each Megatron: a pipeline of one chunk a rank is the simpler one.
+        **once({"pp2": make_case([2, 3] * 4, [1, 2], **pp2)}),
         "tp2": make_case([1] * 6, [1, 2], captured=(2,), capture=chunk, **tp2),
     }
-    results = run_cases(cases, 4)
+    results = run_equal(cases, 4)
     for name, result in results.items():
         asked = cases[name]["config"]["packing"]
         check(result, name, set(asked["cuda_graph_cp_sizes"] or asked["context_parallel_sizes"]))

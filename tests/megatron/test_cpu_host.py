@@ -5,9 +5,12 @@ from __future__ import annotations
 import importlib
 import pickle
 from collections.abc import Iterator
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from chunkgraph.graphs import RecorderBackend
 from chunkgraph.megatron.cpu_host import CpuHost, cpu_host
@@ -52,15 +55,49 @@ def test_cuda_means_cpu(host: CpuHost) -> None:
 
 def test_everything_is_undone() -> None:
     random = importlib.import_module(_RANDOM)
-    before = dict(torch.cuda.__dict__), dict(random.__dict__)
+    modules = (torch.cuda, random, distributed_c10d)
+    before = [dict(module.__dict__) for module in modules]
     with cpu_host() as host:
         assert host.installed
-        assert torch.cuda.__dict__ != before[0]
-    assert (dict(torch.cuda.__dict__), dict(random.__dict__)) == before
+        for module, names in zip(modules, before, strict=True):
+            assert module.__dict__ != names
+    assert [dict(module.__dict__) for module in modules] == before
     assert not host.installed
     if not torch.cuda.is_available():
         with pytest.raises((AssertionError, RuntimeError)):
             torch.zeros(1, device="cuda")
+
+
+@pytest.mark.parametrize(("interfaces", "num_devices"), [("", 1), ("lo", 1), ("lo,lo", 2)])
+def test_groups_share_their_network_threads(
+    host: CpuHost, monkeypatch: pytest.MonkeyPatch, interfaces: str, num_devices: int
+) -> None:
+    """One of each group's own would wake a hundred times a second."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", interfaces)
+    store = dist.HashStore()
+    made = [
+        distributed_c10d.ProcessGroupGloo(
+            dist.PrefixStore(str(index), store), 0, 1, timeout=timedelta(seconds=5)
+        )
+        for index in range(3)
+    ]
+    devices = [group.options._devices for group in made]  # held: of none the id is used again
+    first, *others = ([id(device) for device in of_group] for of_group in devices)
+    assert len(set(first)) == num_devices
+    assert others == [first, first]
+    assert all(isinstance(group, dist.ProcessGroupGloo) for group in made)
+    assert all(isinstance(group, distributed_c10d.ProcessGroupGloo) for group in made)
+    assert not isinstance(store, distributed_c10d.ProcessGroupGloo)
+    assert made[0].options._timeout == timedelta(seconds=5)
+    assert made[0].options._threads == 2 * num_devices
+
+
+def test_an_interface_that_is_not_there_is_named(
+    host: CpuHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none0")
+    with pytest.raises(RuntimeError, match="none0"):
+        distributed_c10d.ProcessGroupGloo(dist.HashStore(), 0, 1, timeout=timedelta(seconds=5))
 
 
 def test_installing_twice_is_the_same_as_once() -> None:

@@ -24,11 +24,7 @@ _LATENT = {
 
 def _check(results: dict[str, dict[str, Any]]) -> None:
     for name, result in results.items():
-        wrong = [s for s in result["steps"] if not (s["loss_equal"] and s["grad_norm_equal"])]
-        assert not wrong, f"{name}: {wrong}"
-        assert result["different_parameters"] == {}, name
         assert result["num_parameters_compared"] > 5_000, name
-        assert result["capture_sessions"] == 1, name
         assert len({s["loss_chunk_hex"] for s in result["steps"]}) == len(result["steps"]), name
         assert all(step["replays"] > 0 for step in result["steps"][1:]), name
 
@@ -39,12 +35,22 @@ def _in_scope(scope: str, case: dict[str, Any]) -> dict[str, Any]:
     return {**case, "config": {**config, "capture": capture}}
 
 
-def _both(cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    return {
-        f"{name}_{scope}": _in_scope(scope, case)
-        for name, case in cases.items()
-        for scope in ("block", "chunk")
-    }
+@pytest.fixture
+def in_both_scopes(once: Callable[..., Any]) -> Callable[..., dict[str, dict[str, Any]]]:
+    """Every case in both scopes; with a further release of Megatron in one of them."""
+
+    def double(cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        in_scopes = [
+            {f"{name}_{scope}": _in_scope(scope, case) for name, case in cases.items()}
+            for scope in ("block", "chunk")
+        ]
+        both: dict[str, dict[str, Any]] = {}
+        for index, pair in enumerate(zip(*(scope.items() for scope in in_scopes), strict=True)):
+            both |= [pair[index % 2]]
+            both |= once(dict([pair[1 - index % 2]]))
+        return both
+
+    return double
 
 
 def _alternately(cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -55,7 +61,11 @@ def _alternately(cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     }
 
 
-def test_one_rank(run_cases: Callable[..., Any], make_config: Callable[..., Any]) -> None:
+def test_one_rank(
+    run_equal: Callable[..., Any],
+    make_config: Callable[..., Any],
+    in_both_scopes: Callable[..., Any],
+) -> None:
     """Parameters that do not train, under DDP and without it."""
     cases = {
         "token_prediction": {
@@ -75,14 +85,14 @@ def test_one_rank(run_cases: Callable[..., Any], make_config: Callable[..., Any]
             "frozen": [r"layers\.3\.", r"output_layer"],
         },
     }
-    _check(run_cases(_both(cases), 1))
+    _check(run_equal(in_both_scopes(cases), 1))
 
 
 @pytest.mark.skipif(
     metadata.version("megatron-core").startswith("0.16"),
     reason="0.16's multi-latent attention cannot be built without Transformer Engine",
 )
-def test_latent_attention(run_cases: Callable[..., Any], make_config: Callable[..., Any]) -> None:
+def test_latent_attention(run_equal: Callable[..., Any], make_config: Callable[..., Any]) -> None:
     """Multi-latent attention with RoPE and with YARN."""
     cases = {
         "latent_rope": {
@@ -96,10 +106,14 @@ def test_latent_attention(run_cases: Callable[..., Any], make_config: Callable[.
             "transformer_options": {**_LATENT, "rope_type": "yarn", "rotary_scaling_factor": 4},
         },
     }
-    _check(run_cases(_alternately(cases), 1))
+    _check(run_equal(_alternately(cases), 1))
 
 
-def test_two_ranks(run_cases: Callable[..., Any], make_config: Callable[..., Any]) -> None:
+def test_two_ranks(
+    run_equal: Callable[..., Any],
+    make_config: Callable[..., Any],
+    in_both_scopes: Callable[..., Any],
+) -> None:
     """Sequence parallelism, and a pipeline with a frozen embedding or a frozen stage."""
     cases = {
         "sequence_parallel": {
@@ -127,17 +141,19 @@ def test_two_ranks(run_cases: Callable[..., Any], make_config: Callable[..., Any
             "frozen": [r"embedding", r"decoder\.layers\.0\."],
         },
     }
-    _check(run_cases(_both(cases), 2))
+    _check(run_equal(in_both_scopes(cases), 2))
 
 
-def test_four_ranks(run_cases: Callable[..., Any], make_config: Callable[..., Any]) -> None:
+def test_four_ranks(
+    run_equal: Callable[..., Any], make_config: Callable[..., Any], once: Callable[..., Any]
+) -> None:
     """PP 4 with tied embeddings, and PP 2 x TP 2 with sequence parallelism."""
     cases = {
         "pp4_tied": {
             "config": make_config(
                 model={**_DROPOUT, "untie_embeddings_and_output_weights": False},
                 pipeline={"pipeline_model_parallel_size": 4},
-                train={"num_microbatches": [5, 1, 8]},
+                train={"num_microbatches": [2, 1, 6]},
             ),
         },
         "pp2_sequence_parallel": {
@@ -149,7 +165,10 @@ def test_four_ranks(run_cases: Callable[..., Any], make_config: Callable[..., An
             "transformer_options": {"sequence_parallel": True},
         },
     }
-    _check(run_cases(_alternately(cases), 4))
+    cases = _alternately(cases)
+    # Embeddings tied over two stages are among other cases of either release.
+    tied = once({"pp4_tied": cases.pop("pp4_tied")})
+    _check(run_equal({**tied, **cases}, 4))
 
 
 def _prediction_metrics(

@@ -6,7 +6,6 @@ Mamba's kernels are stood in for by ``mamba_stand_in``; all else is Megatron's.
 from __future__ import annotations
 
 import importlib.util
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,12 +30,9 @@ Case = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture
-def make_case(make_config: Callable[..., Any], tmp_path: Path) -> Case:
+def make_case(make_config: Callable[..., Any], write_documents: Callable[..., Path]) -> Case:
     """A run of a hybrid model; ``packed`` on documents of 3 to 8 bytes."""
-    letters = random.Random(5)
-    documents = ["".join(letters.choices("abcdefgh", k=letters.randint(2, 7))) for _ in range(80)]
-    path = tmp_path / "text.txt"
-    path.write_text("\n\n".join(documents), encoding="utf-8")
+    path = write_documents(range(2, 8))
 
     def make(
         pattern: str,
@@ -84,16 +80,11 @@ def make_case(make_config: Callable[..., Any], tmp_path: Path) -> Case:
 def _check(results: dict[str, dict[str, Any]]) -> None:
     for name, result in results.items():
         steps = result["steps"]
-        wrong = [s for s in steps if not (s["loss_equal"] and s["grad_norm_equal"])]
-        assert not wrong, f"{name}: {wrong}"
-        assert result["different_parameters"] == {}, name
-        assert result["capture_sessions"] == 1, name
-        assert result["captures_after_first_session"] == 0, name
         assert [bool(s["replays"]) for s in steps] == [False] + [True] * (len(steps) - 1), name
         assert len({s["loss_chunk_hex"] for s in steps}) == len(steps), name
 
 
-def test_one_rank(run_cases: Callable[..., Any], make_case: Case) -> None:
+def test_one_rank(run_equal: Callable[..., Any], make_case: Case) -> None:
     chunk = {"scope": "chunk"}
     cases = {
         "block": make_case("M-M*-", [2, 3], capture={"verify": "poison"}),
@@ -113,10 +104,10 @@ def test_one_rank(run_cases: Callable[..., Any], make_case: Case) -> None:
         cases["recompute"] = make_case(
             "M*", [1, 2], packed=True, model={**everything, "recompute_num_layers": 1}
         )
-    _check(run_cases(cases, 1))
+    _check(run_equal(cases, 1))
 
 
-def test_two_ranks(run_cases: Callable[..., Any], make_case: Case) -> None:
+def test_two_ranks(run_equal: Callable[..., Any], make_case: Case) -> None:
     """Two to four microbatches in flight, each with the documents of its own slot."""
     chunk = {"scope": "chunk"}
     moe = {"num_moe_experts": 4, "moe_expert_capacity_factor": 1.0, "token_drops": "count"}
@@ -132,7 +123,7 @@ def test_two_ranks(run_cases: Callable[..., Any], make_case: Case) -> None:
         cases["packed_interleaved"] = make_case(
             "M|*|-M|M", [2, 4], pp=2, vpp=2, packed=True, capture=chunk
         )
-    _check(run_cases(cases, 2))
+    _check(run_equal(cases, 2))
 
 
 @pytest.mark.skipif(_KNOWS_STAGES, reason="this release can do it")

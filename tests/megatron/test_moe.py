@@ -57,11 +57,6 @@ def _config(
 
 def _check(results: dict[str, dict[str, Any]], metrics: dict[str, set[str]]) -> None:
     for name, result in results.items():
-        equal = ("loss_equal", "grad_norm_equal", "expert_metrics_equal")
-        wrong = [step for step in result["steps"] if not all(step[key] for key in equal)]
-        assert not wrong, f"{name}: {wrong}"
-        assert result["different_parameters"] == {}, name
-        assert result["capture_sessions"] == 1, name
         assert len({s["loss_chunk_hex"] for s in result["steps"]}) == len(result["steps"]), name
         for step in result["steps"]:
             recorded = {key for key, value in step["expert_metrics"].items() if value > 0}
@@ -69,7 +64,7 @@ def _check(results: dict[str, dict[str, Any]], metrics: dict[str, set[str]]) -> 
         assert all(step["replays"] > 0 for step in result["steps"][1:]), name
 
 
-def test_one_rank(run_cases: Callable[..., Any], make_config: Callable[..., Any]) -> None:
+def test_one_rank(run_equal: Callable[..., Any], make_config: Callable[..., Any]) -> None:
     """Score functions, losses, expert bias, shared experts, dispatchers, dense layers, scopes."""
     make, counts = make_config, [2, 1, 3]
     cases = {
@@ -112,7 +107,7 @@ def test_one_rank(run_cases: Callable[..., Any], make_config: Callable[..., Any]
         },
     }
     cases["two_losses_predicting"]["config"]["capture"] = {"scope": "chunk"}
-    results = run_cases(cases, 1, timeout_s=180.0)
+    results = run_equal(cases, 1, timeout_s=180.0)
     seq, everywhere = "seq_load_balancing_loss", "global_load_balancing_loss"
     _check(
         results,
@@ -133,7 +128,7 @@ def test_one_rank(run_cases: Callable[..., Any], make_config: Callable[..., Any]
     assert drops["biased"] == drops["half_precision"] == drops["recomputed"] == 0  # room for all
 
 
-def test_two_ranks(run_cases: Callable[..., Any], make_config: Callable[..., Any]) -> None:
+def test_two_ranks(run_equal: Callable[..., Any], make_config: Callable[..., Any]) -> None:
     """PP 2 x VPP 2, a stage without experts, experts on two ranks."""
     make = make_config
     interleaved = {
@@ -146,7 +141,7 @@ def test_two_ranks(run_cases: Callable[..., Any], make_config: Callable[..., Any
         "pp2_vpp2": _config(
             make,
             _BIASED,
-            [4, 2, 8, 6],
+            [4, 2, 6],
             model={"num_layers": 4},
             pipeline=interleaved,
             train={"overlap_grad_reduce": True},
@@ -163,7 +158,7 @@ def test_two_ranks(run_cases: Callable[..., Any], make_config: Callable[..., Any
             make, {**_EXPERTS, "moe_token_dispatcher_type": "allgather"}, [2, 1, 3], pipeline=shared
         ),
     }
-    results = run_cases(cases, 2)
+    results = run_equal(cases, 2)
     seq = "seq_load_balancing_loss"
     _check(
         results,
@@ -176,7 +171,9 @@ def test_two_ranks(run_cases: Callable[..., Any], make_config: Callable[..., Any
     )
 
 
-def test_four_ranks(run_cases: Callable[..., Any], make_config: Callable[..., Any]) -> None:
+def test_four_ranks(
+    run_equal: Callable[..., Any], make_config: Callable[..., Any], once: Callable[..., Any]
+) -> None:
     """PP 2 x EP 2 and PP 2 x VPP 2 x EP 2."""
     pipeline = {
         "pipeline_model_parallel_size": 2,
@@ -184,18 +181,19 @@ def test_four_ranks(run_cases: Callable[..., Any], make_config: Callable[..., An
         "expert_model_parallel_size": 2,
     }
     cases = {
-        "pp2_ep2": _config(make_config, _BIASED, [3, 1, 4], pipeline=pipeline),
+        # Its parts are among the cases of two ranks.
+        **once({"pp2_ep2": _config(make_config, _BIASED, [2, 1, 3], pipeline=pipeline)}),
         "pp2_vpp2_ep2": _config(
             make_config,
             _GROUPED,
-            [2, 6, 4],
+            [2, 4, 2],
             model={"num_layers": 4},
             pipeline={**pipeline, "virtual_pipeline_model_parallel_size": 2},
             train={"overlap_grad_reduce": True, "use_distributed_optimizer": True},
             capture={"scope": "chunk"},
         ),
     }
-    results = run_cases(cases, 4)
+    results = run_equal(cases, 4)
     _check(
         results,
         {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 
 from chunkgraph.data import Documents
 
-pytestmark = [pytest.mark.megatron, pytest.mark.timeout(150)]
+pytestmark = pytest.mark.timeout(150)
 
 _TOKENS, _SIZE = 48, 2
 _COUNTS = [3, 1, 2]
@@ -32,15 +31,9 @@ Case = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture
-def text(tmp_path: Path) -> Path:
+def text(write_documents: Callable[..., Path]) -> Path:
     """Short documents, 3 to 23 bytes each."""
-    letters = random.Random(5)
-    documents = [
-        "".join(letters.choices("abcdefgh ", k=letters.randint(2, 22))) + "z" for _ in range(80)
-    ]
-    path = tmp_path / "text.txt"
-    path.write_text("\n\n".join(documents), encoding="utf-8")
-    return path
+    return write_documents(range(2, 23))
 
 
 def _drawn(text: Path, seed: int, size: int) -> list[tuple[int, ...]]:
@@ -95,18 +88,14 @@ def make_case(make_config: Callable[..., Any], text: Path) -> Case:
 def _check(results: dict[str, dict[str, Any]], overflows: dict[str, int] | None = None) -> None:
     for name, result in results.items():
         steps = result["steps"]
-        wrong = [s for s in steps if not (s["loss_equal"] and s["grad_norm_equal"])]
-        assert not wrong, f"{name}: {wrong}"
-        assert result["different_parameters"] == {}, name
-        assert result["capture_sessions"] == 1, name
-        assert result["captures_after_first_session"] == 0, name
         assert len({s["loss_chunk_hex"] for s in steps}) == len(steps), name
         found = [s for s in steps[1:] if s["fallbacks"] == {"packing overflow": 1}]
         assert len(found) == (overflows or {}).get(name, 0), name
         assert all(s["replays"] for s in steps[1:] if s not in found), name
 
 
-def test_graphs_equal_eager(run_cases: Callable[..., Any], make_case: Case, text: Path) -> None:
+@pytest.mark.megatron
+def test_graphs_equal_eager(run_equal: Callable[..., Any], make_case: Case, text: Path) -> None:
     assert any(length % 4 for lengths in _drawn(text, 1, _SIZE) for length in lengths)
     documents = Documents.from_file(text, num_tokens=_TOKENS, seed=1, multiple=4)
     is_too_long = [
@@ -122,12 +111,15 @@ def test_graphs_equal_eager(run_cases: Callable[..., Any], make_case: Case, text
         "overflow": make_case([2, 3, 1, 2, 3, 1], seqs=4, **_ONE_LAYER),
         "experts": make_case([2, 3], moe=_EXPERTS, verify="poison", **_WITH_EXPERTS),
     }
-    results = run_cases(cases, _SIZE)
+    results = run_equal(cases, _SIZE)
     _check(results, {"overflow": sum(is_too_long[1:])})
     _check_experts(results["experts"])
 
 
-def test_a_pipeline(run_cases: Callable[..., Any], make_case: Case) -> None:
+@pytest.mark.megatron
+def test_a_pipeline(
+    run_equal: Callable[..., Any], make_case: Case, once: Callable[..., Any]
+) -> None:
     cases = {
         "pp2_vpp2": make_case(
             [2, 4],
@@ -135,7 +127,10 @@ def test_a_pipeline(run_cases: Callable[..., Any], make_case: Case) -> None:
             pipeline_model_parallel_size=2,
             virtual_pipeline_model_parallel_size=2,
         ),
-        "pp2_buckets": make_case([2, 1, 3], buckets=(0.5, 40), pipeline_model_parallel_size=2),
+        # Lengths are the packings', and stages receive them as without context parallelism.
+        **once(
+            {"pp2_buckets": make_case([2, 1, 3], buckets=(0.5, 40), pipeline_model_parallel_size=2)}
+        ),
         # Shared by data-parallel ranks, each of which shares its documents with another rank.
         "ep2": make_case(
             [2, 3],
@@ -146,7 +141,7 @@ def test_a_pipeline(run_cases: Callable[..., Any], make_case: Case) -> None:
             **_WITH_EXPERTS,
         ),
     }
-    results = run_cases(cases, 4)
+    results = run_equal(cases, 4)
     _check(results)
     _check_experts(results["ep2"])
 
@@ -157,8 +152,9 @@ def _check_experts(result: dict[str, Any]) -> None:
         assert len(step["expert_metrics"]) == 2
 
 
+# Once, not for each Megatron: which rows a rank has is not Megatron's choice.
 def test_sharing_documents_changes_rounding_alone(
-    run_cases: Callable[..., Any], make_case: Case, text: Path
+    run_equal: Callable[..., Any], make_case: Case, text: Path
 ) -> None:
     """The same documents on one rank, without padding between them."""
     seed = _seed_of_equal_draws(text)
@@ -173,7 +169,7 @@ def test_sharing_documents_changes_rounding_alone(
         "dense": make_case(_COUNTS, seed=seed),
         "experts": make_case(_COUNTS, **split),
     }
-    alone, shared = run_cases(one, 1), run_cases(two, _SIZE)
+    alone, shared = run_equal(one, 1), run_equal(two, _SIZE)
     for name in one:
         pairs = list(zip(alone[name]["steps"], shared[name]["steps"], strict=True))
         assert len(pairs) == len(_COUNTS)

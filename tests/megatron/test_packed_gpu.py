@@ -7,14 +7,16 @@ some hundred bytes of workspace for each.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+Case = Callable[..., dict[str, Any]]
 
 _UNFUSED = {"apply_rope_fusion": False}
 _CASES = {
@@ -44,7 +46,7 @@ def _needs_transformer_engine() -> None:
 
 
 def _case(
-    folder: Path,
+    text: Path,
     make_config: Callable[..., Any],
     counts: list[int],
     packing: dict[str, Any],
@@ -53,10 +55,6 @@ def _case(
     **pipeline: Any,
 ) -> dict[str, Any]:
     """A model of bfloat16 on documents of 30 to 150 tokens: two to seven in 256."""
-    letters = random.Random(5)
-    text = ["".join(letters.choices("abcdefgh ", k=letters.randint(29, 149))) for _ in range(200)]
-    path = folder / "text.txt"
-    path.write_text("\n\n".join(t.strip() + "z" for t in text), encoding="utf-8")
     config = make_config(
         model={
             "layer_spec": "transformer_engine",
@@ -69,12 +67,17 @@ def _case(
         },
         pipeline=pipeline,
         train={"num_microbatches": counts, "micro_batch_size": 1},
-        data={"path": str(path)},
+        data={"path": str(text)},
         packing={"max_packed_seqs": 9, **packing},
         capture=capture,
         run={"timeout_s": 150},
     )
     return {"config": {**config, "device": "cuda"}, "transformer_options": options}
+
+
+@pytest.fixture
+def make_case(make_config: Callable[..., Any], write_documents: Callable[..., Path]) -> Case:
+    return functools.partial(_case, write_documents(range(29, 150), 200), make_config)
 
 
 def _shared(size: int) -> dict[str, Any]:
@@ -89,37 +92,25 @@ def _shared(size: int) -> dict[str, Any]:
 def _check(results: dict[str, dict[str, Any]]) -> None:
     for name, result in results.items():
         steps = result["steps"]
-        wrong = [s for s in steps if not (s["loss_equal"] and s["grad_norm_equal"])]
-        assert not wrong, f"{name}: {wrong}"
-        assert result["different_parameters"] == {}, name
-        assert result["capture_sessions"] == 1, name
         assert [bool(s["replays"]) for s in steps] == [False] + [True] * (len(steps) - 1), name
 
 
 @pytest.mark.gpu
 @pytest.mark.megatron
 @pytest.mark.timeout(500)
-def test_one_gpu(
-    run_cases: Callable[..., Any], make_config: Callable[..., Any], tmp_path: Path
-) -> None:
-    cases = {
-        name: _case(tmp_path, make_config, [2, 3, 1, 4], *case) for name, case in _CASES.items()
-    }
-    _check(run_cases(cases, 1, timeout_s=480.0))
+def test_one_gpu(run_equal: Callable[..., Any], make_case: Case) -> None:
+    cases = {name: make_case([2, 3, 1, 4], *case) for name, case in _CASES.items()}
+    _check(run_equal(cases, 1, timeout_s=480.0))
 
 
 @pytest.mark.multigpu
 @pytest.mark.megatron
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize("vpp", [None, 2])
-def test_two_gpus(
-    run_cases: Callable[..., Any], make_config: Callable[..., Any], tmp_path: Path, vpp: int | None
-) -> None:
+def test_two_gpus(run_equal: Callable[..., Any], make_case: Case, vpp: int | None) -> None:
     """Every microbatch in flight has offsets of its own: with a shared buffer gradients differ."""
     cases = {
-        name: _case(
-            tmp_path,
-            make_config,
+        name: make_case(
             [4, 2, 6],
             *_CASES[name],
             pipeline_model_parallel_size=2,
@@ -127,20 +118,16 @@ def test_two_gpus(
         )
         for name in ("fused_rope_block", "fused_rope_chunk", "unfused_rope_chunk")
     }
-    _check(run_cases(cases, 2, timeout_s=480.0))
+    _check(run_equal(cases, 2, timeout_s=480.0))
 
 
 @pytest.mark.multigpu
 @pytest.mark.megatron
 @pytest.mark.timeout(300)
-def test_two_gpus_share_documents(
-    run_cases: Callable[..., Any], make_config: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_two_gpus_share_documents(run_equal: Callable[..., Any], make_case: Case) -> None:
     """Padding between documents, whose lengths are no multiples of four."""
     cases = {
-        name: _case(
-            tmp_path,
-            make_config,
+        name: make_case(
             [2, 3, 1],
             _shared(2),
             *_CASES[name][1:],
@@ -148,29 +135,25 @@ def test_two_gpus_share_documents(
         )
         for name in ("fused_rope_block", "fused_rope_chunk", "unfused_rope_chunk")
     }
-    _check(run_cases(cases, 2, timeout_s=280.0))
+    _check(run_equal(cases, 2, timeout_s=280.0))
 
 
 @pytest.mark.multigpu(4)
 @pytest.mark.megatron
 @pytest.mark.timeout(300)
-def test_four_gpus_share_documents(
-    run_cases: Callable[..., Any], make_config: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_four_gpus_share_documents(run_equal: Callable[..., Any], make_case: Case) -> None:
     case = _CASES["fused_rope_chunk"][1:]
     cases = {
-        "pp2": _case(
-            tmp_path,
-            make_config,
+        "pp2": make_case(
             [4, 2, 6],
             _shared(2),
             *case,
             context_parallel_size=2,
             pipeline_model_parallel_size=2,
         ),
-        "cp4": _case(tmp_path, make_config, [2, 3], _shared(4), *case, context_parallel_size=4),
+        "cp4": make_case([2, 3], _shared(4), *case, context_parallel_size=4),
     }
-    _check(run_cases(cases, 4, timeout_s=280.0))
+    _check(run_equal(cases, 4, timeout_s=280.0))
 
 
 @pytest.mark.gpu
@@ -196,10 +179,9 @@ def test_ranks_hold_the_rows_that_transformer_engine_gives_them() -> None:
 @pytest.mark.parametrize("options", [{}, _UNFUSED], ids=["fused", "unfused"])
 def test_nothing_in_a_replayed_step_waits_for_the_device(
     run_cases: Callable[..., Any],
-    make_config: Callable[..., Any],
-    tmp_path: Path,
+    make_case: Case,
     options: dict[str, Any],
 ) -> None:
-    case = _case(tmp_path, make_config, [2, 3, 4], {}, {"scope": "chunk"}, options)
+    case = make_case([2, 3, 4], {}, {"scope": "chunk"}, options)
     result = run_cases({"probe": {**case, "probe": "packed"}}, 1, timeout_s=280.0)["probe"]
     assert result["replays"] == 7

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.megatron, pytest.mark.timeout(150)]
+pytestmark = pytest.mark.timeout(150)
 
 _TOKENS = 48
 Case = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture
-def make_case(make_config: Callable[..., Any], tmp_path: Path) -> Case:
+def make_case(make_config: Callable[..., Any], write_documents: Callable[..., Path]) -> Case:
     """A run on a text of short documents, 3 to 24 bytes each: two to seven in a microbatch."""
-    letters = random.Random(5)
-    documents = [
-        "".join(letters.choices("abcdefgh ", k=letters.randint(2, 22))) + "z" for _ in range(80)
-    ]
-    path = tmp_path / "text.txt"
-    path.write_text("\n\n".join(documents), encoding="utf-8")
+    path = write_documents(range(2, 23))
 
     def make(
         counts: list[int],
@@ -70,15 +64,9 @@ def make_case(make_config: Callable[..., Any], tmp_path: Path) -> Case:
 def _check(
     results: dict[str, dict[str, Any]], overflows: dict[str, list[int]] | None = None
 ) -> None:
-    """Everything equal, captured once; eager in the first step and where told."""
+    """Eager in the first step and where told; all others replay."""
     for name, result in results.items():
         steps = result["steps"]
-        equal = ("loss_equal", "grad_norm_equal", "expert_metrics_equal")
-        wrong = [s for s in steps if not all(s[key] for key in equal)]
-        assert not wrong, f"{name}: {wrong}"
-        assert result["different_parameters"] == {}, name
-        assert result["capture_sessions"] == 1, name
-        assert result["captures_after_first_session"] == 0, name
         assert len({s["loss_chunk_hex"] for s in steps}) == len(steps), name
         overflowing = (overflows or {}).get(name, [])
         for index, step in enumerate(steps):
@@ -91,7 +79,8 @@ def _check(
             assert bool(step["replays"]) == (not expected), f"{name}, step {index}"
 
 
-def test_one_rank(run_cases: Callable[..., Any], make_case: Case) -> None:
+@pytest.mark.megatron
+def test_one_rank(run_equal: Callable[..., Any], make_case: Case) -> None:
     cases = {
         "block": make_case([2, 3, 1, 4], scope="block", verify="poison"),
         "chunk": make_case([2, 3, 1, 4], model={"hidden_dropout": 0.1}, verify="shadow"),
@@ -99,7 +88,11 @@ def test_one_rank(run_cases: Callable[..., Any], make_case: Case) -> None:
             [2, 3], model={"position_embedding_type": "learned_absolute", "seq_length": _TOKENS}
         ),
     }
-    _check(run_cases(cases, 1))
+    _check(run_equal(cases, 1))
+
+
+# From here on tests that are not marked `megatron` run once: what they show is the engine's and the
+# packings' own, and Megatron's part in it is that of the marked ones.
 
 
 def test_the_probe_of_host_reads(run_cases: Callable[..., Any], make_case: Case) -> None:
@@ -110,19 +103,25 @@ def test_the_probe_of_host_reads(run_cases: Callable[..., Any], make_case: Case)
     assert len(set(result["losses"])) == 7
 
 
-def test_two_ranks(run_cases: Callable[..., Any], make_case: Case) -> None:
+@pytest.mark.megatron
+def test_two_ranks(
+    run_equal: Callable[..., Any], make_case: Case, once: Callable[..., Any]
+) -> None:
     """Pipelines, whose ranks have two to four microbatches in flight."""
     recompute = {"recompute_granularity": "selective"}
-    cases = {
+    one_chunk = {
         "pp2_block": make_case([3, 1, 5], scope="block", pp=2),
         "pp2_chunk": make_case([3, 1, 5], pp=2, model={**recompute, "hidden_dropout": 0.1}),
+    }
+    cases = {
+        **once(one_chunk),  # the simpler schedule
         "pp2_vpp2_block": make_case([4, 2, 6], scope="block", pp=2, vpp=2, model=recompute),
         "pp2_vpp2_chunk": make_case([4, 2, 6], pp=2, vpp=2, verify="poison"),
     }
-    _check(run_cases(cases, 2))
+    _check(run_equal(cases, 2))
 
 
-def test_overflow_on_one_of_two_pipelines(run_cases: Callable[..., Any], make_case: Case) -> None:
+def test_overflow_on_one_of_two_pipelines(run_equal: Callable[..., Any], make_case: Case) -> None:
     """Documents that do not fit come to one data-parallel rank in the middle of the run."""
     from chunkgraph.config import config_from_mapping
     from chunkgraph.data import Documents
@@ -139,7 +138,7 @@ def test_overflow_on_one_of_two_pipelines(run_cases: Callable[..., Any], make_ca
     assert [ranks for ranks in too_many if any(ranks)] == [[False, True]] * 2
     overflows = [step for step, ranks in enumerate(too_many) if any(ranks)]
     assert overflows == [1, 5]
-    _check(run_cases(cases, 4), {"dp2_pp2": overflows})
+    _check(run_equal(cases, 4), {"dp2_pp2": overflows})
 
 
 _BUCKETS = (12, 0.75, 42)  # of 48 tokens: 12 is never enough, and captured all the same
@@ -164,7 +163,7 @@ def _lengths(case: dict[str, Any]) -> set[int]:
     }
 
 
-def test_length_buckets(run_cases: Callable[..., Any], make_case: Case) -> None:
+def test_length_buckets(run_equal: Callable[..., Any], make_case: Case) -> None:
     cases = {
         "block": make_case(
             [2, 3, 4], scope="block", model={"num_layers": 1}, verify="poison", buckets=_BUCKETS
@@ -181,7 +180,7 @@ def test_length_buckets(run_cases: Callable[..., Any], make_case: Case) -> None:
         ),
     }
     assert _lengths(cases["block"]) == {36, 42, 48}
-    results = run_cases(cases, 1)
+    results = run_equal(cases, 1)
     _check(results)
     # One slot, in as many banks.
     captures = {name: result["steps"][1]["captures"] for name, result in results.items()}
@@ -192,7 +191,7 @@ def test_length_buckets(run_cases: Callable[..., Any], make_case: Case) -> None:
     assert set(replays) <= {f"{t} tokens, {n} sequences" for t in (42, 48) for n in (4, 5, 16)}
 
 
-def test_length_buckets_on_two_ranks(run_cases: Callable[..., Any], make_case: Case) -> None:
+def test_length_buckets_on_two_ranks(run_equal: Callable[..., Any], make_case: Case) -> None:
     """Stages receive tensors of several lengths, into slots and elsewhere; experts are shared."""
     cases = {
         "pp2": make_case(
@@ -210,7 +209,7 @@ def test_length_buckets_on_two_ranks(run_cases: Callable[..., Any], make_case: C
         ),
     }
     assert all(len(_lengths(case)) > 1 for case in cases.values())
-    _check(run_cases(cases, 2))
+    _check(run_equal(cases, 2))
 
 
 _EXPERTS = {
@@ -225,7 +224,8 @@ _EXPERTS = {
 _SPARSE = {"layer_spec": "user_specs:packed_experts", "swiglu": True, "num_layers": 2}
 
 
-def test_experts_on_two_ranks(run_cases: Callable[..., Any], make_case: Case) -> None:
+@pytest.mark.megatron
+def test_experts_on_two_ranks(run_equal: Callable[..., Any], make_case: Case) -> None:
     """Also where only one of the ranks that share the experts has documents that do not fit."""
     biased = {
         **_EXPERTS,
@@ -243,7 +243,7 @@ def test_experts_on_two_ranks(run_cases: Callable[..., Any], make_case: Case) ->
         "ep2": make_case([2, 3, 2, 1, 3], moe=biased, model=_SPARSE, seqs=5, **ep2),
         "ep2_allgather": make_case([2, 1], moe=gathered, model=_SPARSE, scope="block", **ep2),
     }
-    results = run_cases(cases, 2)
+    results = run_equal(cases, 2)
     _check(results, {"ep2": [1]})
     for name, result in results.items():
         assert all(step["expert_metrics"]["z_loss"] > 0 for step in result["steps"])
@@ -267,14 +267,24 @@ def _check_run_anew(results: dict[str, dict[str, Any]], reruns: dict[str, list[s
         assert result["steps"][-1]["replays"], name
 
 
-def test_experts_that_stash_or_run_anew(run_cases: Callable[..., Any], make_case: Case) -> None:
+@pytest.mark.megatron
+def test_experts_that_stash_or_run_anew(
+    run_cases: Callable[..., Any], make_case: Case, once: Callable[..., Any]
+) -> None:
     """A step that is run anew has the packings, buckets and misfit that were announced of it."""
     short = {**_STASH, "initial_bytes": 2048}
     drops = {**_EXPERTS, "token_drops": "rerun"}
     cases = {
         "stash": make_case([2, 1, 3], moe=_ROOMY, model=_SPARSE, stash=_STASH, verify="poison"),
         "rerun": make_case([2, 1, 3], moe=drops, model=_SPARSE, scope="block"),
-        "buckets": make_case([2, 3, 2], moe=_ROOMY, model=_SPARSE, stash=short, buckets=(0.75,)),
+        # Which graphs are dropped and captured anew is the engine's.
+        **once(
+            {
+                "buckets": make_case(
+                    [2, 3, 2], moe=_ROOMY, model=_SPARSE, stash=short, buckets=(0.75,)
+                )
+            }
+        ),
     }
     results = run_cases(cases, 1, timeout_s=120.0)
     _check_run_anew(results, {"rerun": ["expert capacity"], "buckets": ["stash pages"]})
@@ -302,8 +312,9 @@ def test_experts_that_stash_on_two_ranks(run_cases: Callable[..., Any], make_cas
     assert results["ep2"]["steps"][1]["fallbacks"] == {"packing overflow": 1}
 
 
+@pytest.mark.megatron
 def test_experts_of_split_sequences_in_a_pipeline(
-    run_cases: Callable[..., Any], make_case: Case
+    run_equal: Callable[..., Any], make_case: Case
 ) -> None:
     """PP 2 x TP 2: every tensor-parallel rank has its part of the padding, on both stages."""
     case = make_case(
@@ -314,4 +325,4 @@ def test_experts_of_split_sequences_in_a_pipeline(
         tensor_model_parallel_size=2,
         sequence_parallel=True,
     )
-    _check(run_cases({"pp2_tp2": case}, 4))
+    _check(run_equal({"pp2_tp2": case}, 4))

@@ -16,8 +16,8 @@ from chunkgraph.megatron.topology import PipelinePlace
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(150)]
 
-_COUNTS = [2, 1, 6, 3]
-_INTERLEAVED_COUNTS = [6, 3, 9]
+_COUNTS = [2, 1, 4]
+_INTERLEAVED_COUNTS = [3, 3, 6]
 _OVERLAP = {"overlap_p2p_comm": True, "deallocate_pipeline_outputs": False}
 _FLUSH = {**_OVERLAP, "overlap_p2p_comm_warmup_flush": True}
 
@@ -61,28 +61,35 @@ def _replayed(result: dict[str, Any]) -> list[dict[str, Any]]:
     return steps
 
 
-def test_three_ranks(run_cases: Callable[..., Any], make_case: Callable[..., Any]) -> None:
+def test_three_ranks(
+    run_cases: Callable[..., Any], make_case: Callable[..., Any], once: Callable[..., Any]
+) -> None:
     one_f_one_b = {
         "in_place": make_case(3),
         "own_groups": make_case(3, communicator="plain"),
-        "whole_chunk": make_case(3, scope="chunk"),
-        "off": make_case(3, zero_copy=False),
         "own_communicator": make_case(3, communicator="own"),
         "unknown_schedule": make_case(3, hides_schedule=True),
+        # What is copied when nothing is received in place, and what is captured, is the engine's.
+        **once({"whole_chunk": make_case(3, scope="chunk"), "off": make_case(3, zero_copy=False)}),
     }
+    shared = {"shared_slots": True}
     interleaved = {
         "interleaved": make_case(3, 2, _INTERLEAVED_COUNTS),
         "overlap": make_case(3, 2, _INTERLEAVED_COUNTS, megatron=_OVERLAP),
         "flush": make_case(3, 2, _INTERLEAVED_COUNTS, megatron=_FLUSH),
-        "shared": make_case(3, 2, _INTERLEAVED_COUNTS, shared_slots=True),
-        "shared_overlap": make_case(
-            3, 2, _INTERLEAVED_COUNTS, shared_slots=True, megatron=_OVERLAP
+        # Which slots there are is no matter of Megatron's.
+        **once(
+            {
+                "shared": make_case(3, 2, _INTERLEAVED_COUNTS, **shared),
+                "shared_overlap": make_case(3, 2, _INTERLEAVED_COUNTS, megatron=_OVERLAP, **shared),
+            }
         ),
     }
     results = run_cases({**one_f_one_b, **interleaved}, 3)
-    for name in ("in_place", "own_groups", "whole_chunk"):
+    for name in results.keys() & {"in_place", "own_groups", "whole_chunk"}:
         _check_1f1b(results[name], is_whole_chunk=name == "whole_chunk")
-    _check_off(results["off"], "not wanted")
+    if "off" in results:
+        _check_off(results["off"], "not wanted")
     _check_off(results["own_communicator"], "the caller's own communicator", ["Own"])
     _check_off(results["unknown_schedule"], "not a pipeline schedule of Megatron's")
     for name in interleaved:
@@ -136,14 +143,19 @@ def _check_interleaved(ranks: list[dict[str, Any]], *, is_overlapped: bool, leas
 
 
 def test_groups_larger_than_the_pipeline(
-    run_cases: Callable[..., Any], make_case: Callable[..., Any]
+    run_cases: Callable[..., Any], make_case: Callable[..., Any], once: Callable[..., Any]
 ) -> None:
     """The first rank then receives well before it forwards, and the last group is smaller."""
-    counts = [5, 3, 8, 11]
+    counts = [5, 3, 8]
     cases = {
-        "plain": make_case(2, 2, counts, group_size=3),
         "overlap": make_case(2, 2, counts, group_size=3, megatron=_OVERLAP),
-        "flush": make_case(2, 2, counts, group_size=3, megatron=_FLUSH),
+        # The order of microbatches is the same; how its receives are posted, other tests show.
+        **once(
+            {
+                "plain": make_case(2, 2, counts, group_size=3),
+                "flush": make_case(2, 2, counts, group_size=3, megatron=_FLUSH),
+            }
+        ),
     }
     for name, ranks in run_cases(cases, 2).items():
         for result in ranks:

@@ -28,16 +28,12 @@ def _selective(*modules: str) -> dict[str, Any]:
     return {"recompute_granularity": "selective", "recompute_modules": list(modules)}
 
 
-def _assert_equal_to_eager(results: dict[str, dict[str, Any]]) -> None:
+def _assert_replayed(results: dict[str, dict[str, Any]]) -> None:
     for name, result in results.items():
-        wrong = [s for s in result["steps"] if not (s["loss_equal"] and s["grad_norm_equal"])]
-        assert not wrong, f"{name}: {wrong}"
-        assert result["different_parameters"] == {}, name
-        assert result["capture_sessions"] == 1, name
         assert all(step["replays"] > 0 for step in result["steps"][1:]), name
 
 
-def test_one_rank(run_cases: Callable[..., Any], make_config: Callable[..., Any]) -> None:
+def test_one_rank(run_equal: Callable[..., Any], make_config: Callable[..., Any]) -> None:
     """Every way of recomputing gives the very bits of keeping all activations, with dropout."""
     ways: dict[str, dict[str, Any]] = {
         "kept": {},
@@ -67,8 +63,8 @@ def test_one_rank(run_cases: Callable[..., Any], make_config: Callable[..., Any]
             capture={"scope": "chunk"},
         )
     }
-    results = run_cases(cases, 1)
-    _assert_equal_to_eager(results)
+    results = run_equal(cases, 1)
+    _assert_replayed(results)
     kept = results.pop("kept")
     del results["mlp"]  # a model of its own
     for name, result in results.items():
@@ -78,7 +74,7 @@ def test_one_rank(run_cases: Callable[..., Any], make_config: Callable[..., Any]
                 assert step["grad_norm_chunk_hex"] == wanted["grad_norm_chunk_hex"], name
 
 
-def test_two_ranks(run_cases: Callable[..., Any], make_config: Callable[..., Any]) -> None:
+def test_two_ranks(run_equal: Callable[..., Any], make_config: Callable[..., Any]) -> None:
     """PP 2 x VPP 2, TP 2 and DP 2 with overlapped reduction, in both scopes and plans."""
     cases = {
         "pp2_vpp2": {
@@ -112,7 +108,7 @@ def test_two_ranks(run_cases: Callable[..., Any], make_config: Callable[..., Any
             "ddp_options": {"bucket_size": 8000, "overlap_param_gather": True},
         },
     }
-    _assert_equal_to_eager(run_cases(cases, 2))
+    _assert_replayed(run_equal(cases, 2))
 
 
 def test_slots_hold_only_the_inputs_of_layers(

@@ -22,13 +22,25 @@ def _pipeline(pp: int = 1, vpp: int | None = None, **others: int) -> dict[str, A
     }
 
 
-def _in_both_scopes(cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Every case as it is, and once more with whole chunks captured."""
-    both = dict(cases)
-    for name, case in cases.items():
-        capture = {**case["config"].get("capture", {}), "scope": "chunk"}
-        both[f"{name}_chunk"] = {**case, "config": {**case["config"], "capture": capture}}
-    return both
+@pytest.fixture
+def in_both_scopes(once: Callable[..., Any]) -> Callable[..., dict[str, dict[str, Any]]]:
+    """Every case as it is, and once more with whole chunks captured.
+
+    Where all is repeated with another release, every second case as it is and the others with
+    whole chunks: that both scopes are equal to eager in each way to split a model is shown once.
+    """
+
+    def double(cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        both: dict[str, dict[str, Any]] = {}
+        for index, (name, case) in enumerate(cases.items()):
+            capture = {**case["config"].get("capture", {}), "scope": "chunk"}
+            whole = {**case, "config": {**case["config"], "capture": capture}}
+            pair = [{name: case}, {f"{name}_chunk": whole}]
+            both |= pair.pop(index % 2)
+            both |= once(pair[0])
+        return both
+
+    return double
 
 
 def _check(
@@ -47,14 +59,9 @@ def _check(
         assert [s["num_microbatches"] for s in steps] == counts, name
         assert len({s["loss_chunk_hex"] for s in steps}) == len(counts), f"{name}: nothing trained"
         assert all(s["grad_norm_chunk"] > 0 for s in steps), name
-        wrong = [s for s in steps if not (s["loss_equal"] and s["grad_norm_equal"])]
-        assert not wrong, f"{name}: {wrong}"
-        assert result["different_parameters"] == {}, name
         assert result["parameters_equal"] is True, name
         assert result["num_parameters_compared"] > 10_000, name
         assert result["slots_per_chunk"] == slots[name], name
-        assert result["capture_sessions"] == 1, name
-        assert result["captures_after_first_session"] == 0, name
         assert result["num_graphs"] == 2 * sum(map(sum, slots[name])), name
         for index, step in enumerate(steps):
             warm = index < num_warmup
@@ -66,7 +73,11 @@ def _check(
             assert step["fallbacks"] == fallbacks, f"{name} step {index}"
 
 
-def test_one_rank(run_cases: Callable[..., Any], make_config: Callable[..., Any]) -> None:
+def test_one_rank(
+    run_equal: Callable[..., Any],
+    make_config: Callable[..., Any],
+    in_both_scopes: Callable[..., Any],
+) -> None:
     """PP 1: dropout with DDP; no DDP with two warmup steps and poison; tied in bfloat16."""
     cases = {
         "ddp": {"config": make_config(model=_DROPOUT, train={"num_microbatches": [2, 5, 1, 3]})},
@@ -89,11 +100,15 @@ def test_one_rank(run_cases: Callable[..., Any], make_config: Callable[..., Any]
         },
     }
     slots = {name: [[1]] for name in cases}
-    cases = _in_both_scopes(cases)
-    _check(run_cases(cases, 1), cases, slots)
+    cases = in_both_scopes(cases)
+    _check(run_equal(cases, 1), cases, slots)
 
 
-def test_two_ranks(run_cases: Callable[..., Any], make_config: Callable[..., Any]) -> None:
+def test_two_ranks(
+    run_equal: Callable[..., Any],
+    make_config: Callable[..., Any],
+    in_both_scopes: Callable[..., Any],
+) -> None:
     """PP 2, PP 2 x VPP 2 (with group tails), TP 2, DP 2 with all of DDP's overlap."""
     overlap = {"overlap_grad_reduce": True, "use_distributed_optimizer": True}
     cases = {
@@ -101,27 +116,28 @@ def test_two_ranks(run_cases: Callable[..., Any], make_config: Callable[..., Any
             "config": make_config(
                 model={**_DROPOUT, "untie_embeddings_and_output_weights": False},
                 pipeline=_pipeline(2),
-                train={"num_microbatches": [2, 1, 5, 2, 3, 1]},
+                train={"num_microbatches": [2, 1, 5, 3]},
             )
         },
         "pp2_no_ddp": {
             "config": make_config(
                 model=_DROPOUT,
                 pipeline=_pipeline(2),
-                train={"num_microbatches": [3, 4, 1, 2], "use_ddp": False},
+                train={"num_microbatches": [3, 4, 1], "use_ddp": False},
             )
         },
         "pp2_vpp2": {
             "config": make_config(
-                model={**_DROPOUT, "num_layers": 8},
+                model=_DROPOUT,
                 pipeline=_pipeline(2, 2),
-                train={"num_microbatches": [4, 2, 8, 4, 6], "overlap_grad_reduce": True},
+                train={"num_microbatches": [4, 2, 6], "overlap_grad_reduce": True},
             )
         },
         "pp2_vpp2_tails": {
             "config": make_config(
+                model=_DROPOUT,
                 pipeline=_pipeline(2, 2, microbatch_group_size_per_vp_stage=3),
-                train={"num_microbatches": [5, 3, 8, 11, 6]},
+                train={"num_microbatches": [5, 3, 8]},
                 capture={"verify": "poison"},
             )
         },
@@ -129,7 +145,7 @@ def test_two_ranks(run_cases: Callable[..., Any], make_config: Callable[..., Any
             "config": make_config(
                 model=_DROPOUT,
                 pipeline=_pipeline(2, 2, microbatch_group_size_per_vp_stage=3),
-                train={"num_microbatches": [5, 3, 8, 11]},
+                train={"num_microbatches": [5, 3, 8]},
                 capture={"verify": "poison", "shared_slots": True},
             )
         },
@@ -155,18 +171,22 @@ def test_two_ranks(run_cases: Callable[..., Any], make_config: Callable[..., Any
         "tp2": [[1], [1]],
         "dp2": [[1], [1]],
     }
-    cases = _in_both_scopes(cases)
-    _check(run_cases(cases, 2), cases, slots)
+    cases = in_both_scopes(cases)
+    _check(run_equal(cases, 2), cases, slots)
 
 
-def test_four_ranks(run_cases: Callable[..., Any], make_config: Callable[..., Any]) -> None:
+def test_four_ranks(
+    run_equal: Callable[..., Any],
+    make_config: Callable[..., Any],
+    in_both_scopes: Callable[..., Any],
+) -> None:
     """PP 4 x VPP 2, and DP 2 x PP 2 x VPP 2 with overlapped reduction."""
     cases = {
         "pp4_vpp2": {
             "config": make_config(
                 model={**_DROPOUT, "num_layers": 8},
                 pipeline=_pipeline(4, 2),
-                train={"num_microbatches": [8, 4, 12, 8]},
+                train={"num_microbatches": [4, 12, 8]},
             )
         },
         "dp2_pp2_vpp2": {
@@ -186,8 +206,8 @@ def test_four_ranks(run_cases: Callable[..., Any], make_config: Callable[..., An
         "pp4_vpp2": [[8, 4], [8, 4], [7, 3], [5, 1]],
         "dp2_pp2_vpp2": [[4, 2], [4, 2], [3, 1], [3, 1]],
     }
-    cases = _in_both_scopes(cases)
-    _check(run_cases(cases, 4), cases, slots)
+    cases = in_both_scopes(cases)
+    _check(run_equal(cases, 4), cases, slots)
 
 
 def test_no_more_threads_than_the_environment_allows(one_rank: torch.device) -> None:

@@ -21,7 +21,7 @@ def _line_of(marker: str) -> int:
     return next(i for i, line in enumerate(text.splitlines(), start=1) if marker in line)
 
 
-@pytest.mark.megatron
+# Once, not for each Megatron: the files are the worker's own.
 def test_results_and_progress(run_worker: RunWorker, make_config: MakeConfig) -> None:
     """Rank 0 alone leaves results and progress; nothing temporary stays."""
     config = make_config(pipeline={"pipeline_model_parallel_size": 2})
@@ -107,7 +107,7 @@ def test_bad_usage(
     words: list[str],
 ) -> None:
     """Exit code 2 and one message."""
-    codes, folder = run_worker(make_config(**sections), num_ranks)
+    codes, folder = run_worker(make_config(**sections), num_ranks, forked=True)
     assert codes == [2] * num_ranks
     message = (folder / "error_rank0.txt").read_text(encoding="utf-8").partition("\n\n")[0]
     for word in words:
@@ -124,7 +124,7 @@ def test_a_rank_that_fails_ends_the_others(
         pipeline={"pipeline_model_parallel_size": 2},
         run={"timeout_s": 20},
     )
-    codes, folder = run_worker(config, 2, timeout_s=60)
+    codes, folder = run_worker(config, 2, timeout_s=60, forked=True)
     assert codes == [1, 1]
     assert "told to fail" in (folder / "error_rank1.txt").read_text().partition("\n\n")[0]
     assert "another rank" in (folder / "error_rank0.txt").read_text().partition("\n\n")[0]

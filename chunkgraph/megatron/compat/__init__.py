@@ -35,6 +35,7 @@ from chunkgraph.megatron.compat.expert_room import factor_for_all, set_capacity_
 from chunkgraph.megatron.compat.expert_rows import moe_layers_of, watch_expert_rows
 from chunkgraph.megatron.compat.fp8 import Fp8State, fp8_is_installed, fp8_recipe, reset_fp8
 from chunkgraph.megatron.compat.fused_operations import fused_operations_anew
+from chunkgraph.megatron.compat.gloo import share_gloo_device
 from chunkgraph.megatron.compat.hybrid import (
     can_recompute_hybrid_layers,
     has_mamba_kernels,
@@ -160,6 +161,7 @@ __all__ = [
     "same_attention",
     "seed_model_parallel",
     "set_capacity_factor",
+    "share_gloo_device",
     "static_dispatch",
     "take_expert_metrics",
     "tensorboard_writers",
