@@ -227,7 +227,7 @@ class MegatronChunkGraphs:
         """Graph pairs of each slot: one for each bucket or context-parallel size."""
         if self._contexts is not None:
             return len(self._contexts.banks.keys)
-        return max(1, len(self.buckets))
+        return 1 if self._packings is None else len(self._packings.buckets.banks)
 
     @property
     def buckets(self) -> Mapping[int, PackedShape]:
