@@ -124,10 +124,11 @@ def test_a_capture_without_eager_steps_is_refused(monkeypatch: pytest.MonkeyPatc
 
 def test_launch_names_what_the_machine_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     from chunkgraph.megatron.arguments import settle_arguments
+    from chunkgraph.megatron.context_flags import CONTEXTS
     from chunkgraph.megatron.flags import COUNTS, FLAGS, PACKING
     from chunkgraph.megatron.stash_flags import STASH
 
-    flags = dict.fromkeys(flag.dest for flag in (*FLAGS, *COUNTS, *PACKING, *STASH))
+    flags = dict.fromkeys(flag.dest for flag in (*FLAGS, *COUNTS, *PACKING, *CONTEXTS, *STASH))
     given: dict[str, Any] = {
         **flags,
         **{name: value for name, value in HOLDS.items() if name != "gated_linear_unit"},
