@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from chunkgraph.cli.plan_banks import add_bank_arguments, banks_of
+from chunkgraph.cli.plan_banks import add_bank_arguments, banks_of, seq_counts_of
 from chunkgraph.cli.plan_tables import RankRow, as_json, print_tables
 from chunkgraph.errors import ConfigError
 from chunkgraph.schedules import (
@@ -85,6 +85,7 @@ class _Request:
     is_hybrid: bool = False
     shared_slots: bool = False
     banks: tuple[BankSizes, ...] = ()
+    seq_counts: tuple[int, ...] = ()
 
 
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -236,6 +237,7 @@ def _request_from_config(args: argparse.Namespace, config: Config) -> _Request:
         is_hybrid=model.hybrid_layer_pattern is not None,
         shared_slots=config.capture.shared_slots,
         banks=banks_of(args, config),
+        seq_counts=seq_counts_of(config),
     )
 
 
@@ -299,6 +301,10 @@ def _print_all(
         holds = f"up to {request.num_microbatches} microbatches"
     console.print(f"{schedule.name}: slots for {holds}", style="bold", soft_wrap=True)
     print_tables(console, rows)
+    if request.seq_counts:
+        numbers = ", ".join(map(str, request.seq_counts))
+        times = f"{len(request.seq_counts)} times as many graphs, in the same memory"
+        console.print(f"For {numbers} packed sequences: {times}", soft_wrap=True)
     if request.is_hybrid:
         console.print("Memory is not estimated for hybrid models.", soft_wrap=True)
     largest = " (the largest of the config)" if request.is_largest_of_many else ""

@@ -13,7 +13,7 @@ from chunkgraph.slots import BankEstimate, BankSizes
 if TYPE_CHECKING:
     from chunkgraph.config import Config
 
-__all__ = ["BANK_HEADINGS", "add_bank_arguments", "bank_rows", "banks_of"]
+__all__ = ["BANK_HEADINGS", "add_bank_arguments", "bank_rows", "banks_of", "seq_counts_of"]
 
 BANK_HEADINGS = ("Rank", "CP", "Tokens a rank", "Slots", "Graphs", "Alone", "Tables", "Adds")
 
@@ -61,6 +61,14 @@ def banks_of(args: argparse.Namespace, config: Config) -> tuple[BankSizes, ...]:
         for size in sorted(set(sizes or [static]), reverse=True)
         for length in sorted(lengths, reverse=True)
     )
+
+
+def seq_counts_of(config: Config) -> tuple[int, ...]:
+    """The numbers of packed sequences that every graph is captured for; none where there is one."""
+    packing = config.packing
+    if not packing.seq_buckets:
+        return ()
+    return tuple(sorted({packing.max_packed_seqs, *packing.seq_buckets}, reverse=True))
 
 
 def bank_rows(rank: int, banks: tuple[BankEstimate, ...]) -> list[list[str]]:

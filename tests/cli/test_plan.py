@@ -228,6 +228,9 @@ def test_memory_by_bank(run, config, tmp_path):
     (row, _) = json.loads(run(buckets, "--json"))
     assert [b["tokens_per_rank"] for b in row["banks"]] == [32, 16, 8]
     assert [b["added_bytes"] for b in row["banks"][1:]] == [0, 0]
+    assert "packed sequences" not in run(buckets)
+    said = "For 4, 3, 2 packed sequences: 3 times as many graphs, in the same memory"
+    assert said in run(buckets, "packing.seq_buckets=[2,3]")
     # So are the sizes of the file.
     sizes = tmp_path / "sizes.yaml"
     more = ", micro_batch_size: 1}\n"
