@@ -94,7 +94,8 @@ def step(models: list[Model]) -> Iterator[Step]:
         **kwargs: Any,
     ) -> dict[str, Any]:
         shapes = bucket_shapes(PackedShape(4, most), buckets)
-        graphs: Any = SimpleNamespace(buckets={s.max_packed_tokens: s for s in shapes})
+        by_rows = {s.max_packed_tokens: s for s in shapes}
+        graphs: Any = SimpleNamespace(buckets=by_rows, packed_shapes=tuple(shapes))
         steps.append(PackedSteps(graphs, models, 3))
         given: dict[str, Any] = {}
 
