@@ -68,6 +68,10 @@ class Experts:
         self._state = compat.ExpertState(captured) if captured else None
         self._drops: compat.TokenDrops | compat.RankBudget | None = None
         self.room: ExpertRoom = SharedOut(self._layers)
+        # Of the whole model: this rank may have none of its experts.
+        self.words = SharedOut.words
+        if compat.uses_rank_budget(_config_of(model_chunks)):
+            self.words = RankRoom.words
         if self._layers and compat.uses_rank_budget(self._layers[0].config):
             self._budget = compat.RankBudget(self._layers)
             self._drops = self._budget
@@ -143,8 +147,12 @@ class Experts:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """What a step writes here besides the model's buffers and Megatron's metrics."""
-        return (self._drops.counts,) if self._drops is not None else ()
+        """What a step writes here besides the model's buffers and Megatron's metrics.
+
+        Flags of Megatron's own are among them: its training loop would run a step that was run
+        anew here once more.
+        """
+        return self._drops.tensors if self._drops is not None else ()
 
     def begin_step(self) -> None:
         """Before a training step whose loads are followed."""
@@ -192,9 +200,9 @@ class Experts:
             else f"none on this rank, up to {most} on another"
         )
         raise TokenDropError(
-            f"{self.room.words.lacked} in this step, which were dropped: {here}. The "
+            f"{self.words.lacked} in this step, which were dropped: {here}. The "
             "gradients lack them; the optimizer has not used them.\n"
-            f"  To do: {self.room.words.advice}"
+            f"  To do: {self.words.advice}"
         )
 
     def _told(self) -> str:
@@ -212,3 +220,9 @@ def both(first: Callable[[], None] | None, second: Callable[[], None]) -> Callab
         second()
 
     return call
+
+
+def _config_of(model_chunks: Sequence[nn.Module]) -> Any:
+    """Megatron's configuration of the model, from any module that has it."""
+    modules = (module for chunk in model_chunks for module in chunk.modules())
+    return next((m.config for m in modules if getattr(m, "config", None) is not None), None)

@@ -59,8 +59,11 @@ def merge_flags(
         if given.get(switch) == (off_value,)
         for name in names
     }
+    # Also what the section asks of Megatron by a flag of Megatron's own.
+    has_no_packing = given.get(PACKING[0].name) == ("0",)
     for setting in settings_of(config, without_capture=turned_off):
-        if setting.flag in idle:
+        is_unpacked = has_no_packing and setting.key.startswith("packing.")
+        if setting.flag in idle or (is_unpacked and setting.flag != PACKING[0].name):
             continue  # the note of the switch says it
         decided = next((n for n in (setting.flag, *setting.rivals) if n in given), None)
         if decided is None:

@@ -53,6 +53,10 @@ def changing_refusals(flags: GraphFlags, args: argparse.Namespace) -> list[str]:
             "leave one of them out"
         ): bool(_of(args, "fp8")),
         (
+            f"{asked} with --mtp-num-layers: several tokens are predicted over the rows of one "
+            "rank alone; leave one of them out"
+        ): bool(_of(args, "mtp_num_layers")),
+        (
             f"{asked} with --recompute-modules mla_up_proj: it would be computed anew with the "
             "context-parallel group of another microbatch; leave it out"
         ): "mla_up_proj" in (_of(args, "recompute_modules") or ()),

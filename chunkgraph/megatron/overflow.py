@@ -171,7 +171,7 @@ class OverflowGuard:
                 f"{size.page_bytes} bytes, {status.num_peak_pages} were wanted)"
             )
         if dropped:
-            reasons.append(f"{dropped} {self._experts.room.words.counted}")
+            reasons.append(f"{dropped} {self._experts.words.counted}")
         return " and ".join(reasons) or "another rank had no room"
 
     def _run_again(

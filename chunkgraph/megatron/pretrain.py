@@ -180,7 +180,8 @@ class ChunkGraphsInPretrain:
             group_size=place.group_size if len(chunks) > 1 else 1,
         )
         groups = ContextGroups.of_data_parallel(limits.group_sizes)
-        undo.callback(groups.close)
+        # Not after an error, which this rank may have alone: others may wait in them for ever.
+        undo.push(lambda kind, _error, _trace: groups.close() if kind is None else None)
         undo.callback(follow_groups(chunks))
         return ContextBanks(limits, groups, cuda_graph_cp_sizes=flags.contexts.captured)
 

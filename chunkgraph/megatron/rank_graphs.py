@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from chunkgraph.engine import ChunkGraphs
@@ -191,7 +191,6 @@ class MegatronChunkGraphs:
         """One call of the schedule: its result, and how it ran."""
         forward_only = bool(kwargs.get("forward_only", False))
         with (
-            nullcontext() if self._held_groups is None else self._held_groups.put_back(),
             self.engine.step(
                 kwargs["num_microbatches"],
                 forward_only=forward_only,
@@ -200,6 +199,7 @@ class MegatronChunkGraphs:
                 misfit=told,
                 banks=keys,
             ) as mode,
+            self._groups_put_back(mode),
         ):
             if self._experts is not None and mode is StepMode.REPLAY:
                 self._experts.begin_replays()
@@ -209,6 +209,11 @@ class MegatronChunkGraphs:
         if self._experts is not None and not forward_only:
             self._experts.end_step()
         return result, mode
+
+    def _groups_put_back(self, mode: StepMode) -> AbstractContextManager[None]:
+        if self._held_groups is None:
+            return nullcontext()
+        return self._held_groups.put_back(is_replayed=mode is StepMode.REPLAY)
 
     @contextmanager
     def _stashing(self, mode: StepMode, *, forward_only: bool) -> Iterator[None]:

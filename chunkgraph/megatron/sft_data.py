@@ -86,7 +86,7 @@ def documents_of(
                 "rows. The data set has to count what is left of a sample into its last document, "
                 "as Megatron's do."
             )
-        if any(row % multiple_of):
+        if multiple_of > 1 and (row % multiple_of).any():
             raise ConfigError(
                 f"{where}: documents begin at {row[: _end(row, seq_length)].tolist()}, and the "
                 f"context-parallel ranks cut each in {multiple_of} equal pieces. The data set has "

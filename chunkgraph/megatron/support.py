@@ -116,6 +116,15 @@ def refused_settings(config: Any, token_drops: str = "warn") -> list[str]:
         for refusal in _REFUSALS
         if refusal.wanted(getattr(config, refusal.field, None))
     ]
+    fuses, experts = (
+        getattr(config, name, None)
+        for name in ("use_transformer_engine_op_fuser", "num_moe_experts")
+    )
+    if fuses and not experts and compat.fp8_recipe(config) is None:
+        found.append(
+            "use_transformer_engine_op_fuser=True without experts: fused operations hold "
+            "parameters of their own, which was tried with experts alone; leave it out"
+        )
     return found + _fp8_refusals(config) + moe_refusals(config, token_drops)
 
 

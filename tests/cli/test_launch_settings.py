@@ -254,6 +254,12 @@ def test_sizes_of_microbatches_are_flags() -> None:
     _, notes = merge_flags(_load(*packing), given, source="run.yaml")
     (note,) = notes
     assert note.startswith("--cuda-graph-cp-sizes 2 on the command line replaces packing.context_")
+    # Without packing the loss is a mean as ever.
+    flags, notes = merge_flags(
+        _load(*packing), ["--cuda-graph-max-packed-seqs", "0"], source="run.yaml"
+    )
+    assert "--calculate-per-token-loss" not in flags
+    assert len(notes) == 1
     for off in ("capture.enabled=false", None):
         with pytest.raises(ConfigError, match=r"sizes is \[1, 2, 4\], but without capture"):
             merge_flags(

@@ -47,8 +47,10 @@ class Launched:
         launcher.run()
 
     def workers_are_gone(self) -> bool:
-        pids = [int(path.read_text()) for path in self.run_dir.glob("pid*")]
-        assert pids, "no worker said who it was"
+        # A worker may be killed between making its file and writing to it.
+        said = [path.read_text() for path in self.run_dir.glob("pid*")]
+        pids = [int(text) for text in said if text]
+        assert said, "no worker said who it was"
         return all(self.has_ended(pid) for pid in pids)
 
 

@@ -269,6 +269,7 @@ def test_context_sizes_that_change(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"cuda_graph_packed_buckets": [0.5]}, "1 2 with --cuda-graph-packed-buckets: "),
         ({"fp8": "hybrid"}, "1 2 with --fp8-format: "),
         ({"recompute_modules": ["mla_up_proj"]}, "1 2 with --recompute-modules mla_up_proj: "),
+        ({"mtp_num_layers": 1}, " with --mtp-num-layers: several tokens are predicted"),
         ({"pipeline_model_parallel_size": 4}, "1 2 with 1 data-parallel ranks: "),
         ({"tensor_model_parallel_size": 4}, "1 2 with 1 data-parallel ranks: "),
         ({"cuda_graph_max_packed_tokens": 7}, "tokens 7: the rows of a rank do not divide in 2"),

@@ -143,7 +143,7 @@ _EXPERTS = {
 _HAS_LATENT = not metadata.version("megatron-core").startswith("0.16")
 
 
-def test_latent_attention_and_experts(run_cases: Callable[..., Any], make_case: Case) -> None:
+def test_latent_attention_and_experts(run_equal: Callable[..., Any], make_case: Case) -> None:
     """Routers count the tokens of the ranks that share a microbatch, and tables are as long."""
     spec = "packed_contexts_latent_experts" if _HAS_LATENT else "packed_contexts_experts"
     model = {"num_layers": 1, "swiglu": True, "normalization": "LayerNorm"}
@@ -167,7 +167,7 @@ def test_latent_attention_and_experts(run_cases: Callable[..., Any], make_case: 
             **{**common, "model": {**model, "num_layers": 2}},
         ),
     }
-    results = run_cases(cases, 4)
+    results = run_equal(cases, 4)
     for name, result in results.items():
         sizes = cases[name]["config"]["packing"]["context_parallel_sizes"]
         if name != "smallest":

@@ -265,18 +265,21 @@ def test_modules_get_their_groups_back() -> None:
     assert not hasattr(outer[1], "cp_stream")
 
 
-def test_no_step_walks_over_the_modules() -> None:
-    """Those that hold a group are found before, and anew before a capture session."""
+def test_a_replayed_step_walks_over_no_modules() -> None:
+    """Those that hold a group are found before a capture session; eager steps look at all."""
     outer = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     outer[0].cp_group = "before"
     held = HeldGroups([outer, outer[0]])
-    outer[1].cp_group = "of its first call"
+    with held.put_back(is_replayed=False):  # the warmup: attention gets the attribute
+        outer[0].cp_group = outer[1].cp_group = "of its first call"
+    assert (outer[0].cp_group, hasattr(outer[1], "cp_group")) == ("before", False)
+    outer[1].cp_group = "the user's"
     held.find()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nn.Module, "named_modules", None)  # what modules() goes through
-        with held.put_back():
+        with held.put_back(is_replayed=True):
             outer[0].cp_group = outer[1].cp_group = outer[1].cp_stream = "of the last bank"
-    assert (outer[0].cp_group, outer[1].cp_group) == ("before", "of its first call")
+    assert (outer[0].cp_group, outer[1].cp_group) == ("before", "the user's")
     assert not hasattr(outer[1], "cp_stream")
 
 
@@ -411,6 +414,9 @@ def test_what_a_step_is_told(groups: ContextGroups) -> None:
         refuse_beside_contexts(packing=object(), buckets=(), stash=4)
     config = SimpleNamespace(num_moe_experts=4, tensor_model_parallel_size=2)
     with pytest.raises(ConfigError, match=r"with experts and tensor_model_parallel_size=2 \(whose"):
+        refuse_beside_contexts(**refused_with_contexts(config))
+    config = SimpleNamespace(mtp_num_layers=1)
+    with pytest.raises(ConfigError, match=r"with mtp_num_layers \(several tokens"):
         refuse_beside_contexts(**refused_with_contexts(config))
     config = SimpleNamespace(recompute_granularity="selective", recompute_modules=["mla_up_proj"])
     with pytest.raises(ConfigError, match=r"with recompute_modules=mla_up_proj \(computed anew"):

@@ -15,6 +15,7 @@ from chunkgraph.graphs import RecorderBackend
 from chunkgraph.megatron import hybridep_needs
 from chunkgraph.megatron.moe_hybridep import refuse_for_hybridep
 from chunkgraph.megatron.moe_support import moe_refusals, packed_moe_refusals
+from chunkgraph.megatron.rewind import StepState
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(60)]
 
@@ -120,6 +121,22 @@ def test_a_capture_without_eager_steps_is_refused(monkeypatch: pytest.MonkeyPatc
     machine(monkeypatch)
     with pytest.raises(ConfigError, match="num_warmup_steps=0 with HybridEP"):
         refuse_for_hybridep(SimpleNamespace(**HOLDS), CaptureOptions(num_warmup_steps=0))
+
+
+def test_flags_of_megatron_are_put_back_with_a_step_that_is_run_anew() -> None:
+    """Else its own training loop would run the step once more."""
+    from chunkgraph.megatron.experts import Experts
+
+    counts, flag = torch.zeros(2, dtype=torch.int64), torch.zeros(1, dtype=torch.bool)
+    experts: Any = SimpleNamespace(_drops=SimpleNamespace(counts=counts, tensors=(counts, flag)))
+    written = Experts.tensors.fget(experts)  # type: ignore[attr-defined]
+    assert [t is w for t, w in zip(written, (counts, flag), strict=True)] == [True, True]
+    state = StepState([], written)
+    state.keep()
+    flag.fill_(True)
+    counts.add_(3)
+    state.restore()
+    assert (flag.item(), counts.tolist()) == (False, [0, 0])
 
 
 def test_launch_names_what_the_machine_lacks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,6 +48,7 @@ def _inputs(requires_grad: bool = True) -> dict[str, Any]:
         ("expert_gtp_weight_remat_size", 2),
         ("experimental_attention_variant", "dsa"),
         ("overlap_dispatch_backward_with_experts_wgrad", True),
+        ("use_transformer_engine_op_fuser", True),
         ("cuda_graph_impl", "local"),
     ],
 )

@@ -204,6 +204,7 @@ def test_ranks_share_each_microbatch_as_its_documents_need(
         logs[name] = _numbers(runs.train(name, *flags, *more, nproc=4))
         evaluations[name] = runs.evaluations()
         assert runs.reads(name, nproc=4) == runs.reads("own", nproc=4)
+    assert len(runs.replays()) == 5
     assert all(runs.replays()[1:])
     assert len(evaluations["own"]) == len(evaluations["banks"]) == 2
     assert logs["banks"] != logs["own"]

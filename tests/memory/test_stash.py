@@ -231,6 +231,21 @@ def test_rows_in_one_dimension_are_stashed() -> None:
     assert torch.equal(weight.grad, eager[1])
 
 
+def test_a_rank_that_gets_no_row_stashes_nothing() -> None:
+    """What else is saved, such as counts, stays where it is."""
+    for mode in ("measure", "stash"):
+        saving = Saving(64)
+        saving.mode, saving.stash = mode, make_stash(4)  # type: ignore[assignment]
+        saving.meter = PageMeter(1, torch.device("cpu"))
+        weight, counts = torch.ones(2, 16, requires_grad=True), torch.zeros(16)
+        no_rows = RowsInUse.first(torch.tensor([0]), 0)
+        with saving.forward(0), saving.scope(no_rows, [weight], "experts"):
+            total = (torch.zeros(0, 16) @ weight.t()).sum() + (weight[0] * counts).sum()
+        total.backward()
+        saving.check_all_read()
+        assert saving.meter.pages_for([1], 1.0) == 0
+
+
 def test_a_tensor_saved_twice_takes_pages_once_and_parts_are_stashed() -> None:
     stash = make_stash(64)
     saving = Saving(64)

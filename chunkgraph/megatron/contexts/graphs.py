@@ -106,8 +106,8 @@ class ContextGraphs:
         told = misfit or (None if self._is_announced else self.engine.misfit_of(banks))
         self._is_announced &= bool(arguments.get("forward_only"))
         with (
-            self._held.put_back(),
             self.engine.step(len(banks), misfit=told, banks=banks, **arguments) as mode,
+            self._held.put_back(is_replayed=mode is StepMode.REPLAY),
         ):
             yield mode
 

@@ -185,23 +185,26 @@ def _use(group: Any, device: torch.device) -> None:
 class HeldGroups:
     """The context-parallel groups that modules keep, with a list of those that do.
 
+    Eager steps look at all modules, since attention may get the attributes in any call. A replay
+    calls none, so that the list of those that held a group before the capture will do.
+
     Args:
         modules: with all that are in them.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.modules = tuple(modules)
-        self._holding: list[nn.Module] = []
-        self.find()
+        self._holding: list[nn.Module] | None = None
 
     def find(self) -> None:
-        """Look at all modules; attention may get the attributes in its first call."""
+        """Make the list."""
         self._holding = [m for m in _every(self.modules) if vars(m).keys() & set(_ATTRIBUTES)]
 
     @contextmanager
-    def put_back(self) -> Iterator[None]:
-        """Give the modules of the list, at the end, the group that they have now."""
-        with _put_back(self._holding):
+    def put_back(self, *, is_replayed: bool) -> Iterator[None]:
+        """Give the modules, at the end of a step, the group that they have now."""
+        known = self._holding if is_replayed else None
+        with _put_back(_every(self.modules) if known is None else known):
             yield
 
 

@@ -100,6 +100,9 @@ def refused_with_contexts(config: Any) -> dict[str, bool]:
     if getattr(config, "recompute_granularity", None) == "selective":
         recomputed = set(getattr(config, "recompute_modules", None) or ())
     return {
+        "mtp_num_layers (several tokens are predicted over the rows of one rank alone)": bool(
+            getattr(config, "mtp_num_layers", None)
+        ),
         (
             f"experts and tensor_model_parallel_size={tensor_ranks} (whose routers count tokens "
             "over groups of both kinds of ranks together)"

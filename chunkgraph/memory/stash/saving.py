@@ -280,13 +280,15 @@ class _Choice:
             self._ambiguous.add(tuple(tensor.shape))
             return None
         size = tensor.element_size()
+        start = int(tensor.storage_offset()) * size
+        if start % 8 or not self._rows.num_rows:
+            return None
         if tensor.dim() == 1:
             width, rest = divmod(tensor.numel(), self._rows.num_rows)
             is_whole = not rest and width * size >= self._min_row_bytes
             return self._rows if is_whole else None
         row_bytes = tensor.numel() // tensor.shape[0] * size
-        start = int(tensor.storage_offset()) * size
-        if row_bytes < self._min_row_bytes or start % 8:
+        if row_bytes < self._min_row_bytes:
             return None
         if tensor.shape[0] == self._rows.num_rows:
             return self._rows
