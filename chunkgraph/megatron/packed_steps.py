@@ -53,7 +53,8 @@ class PackedSteps(ScriptSteps):
             documents = self._cut(read, documents)
             # What stages exchange is as long as the longest of the shapes.
             changes["seq_length"] = most
-        self._step = [(d, _packed(d, self._graphs.packed_shapes)) for d in documents]
+        every = self._graphs.packed_shapes
+        self._step = [(d, _packed(d, every)) for d in documents]
         return read, {**changes, "packings": [d.lengths for d in documents]}
 
     def _params(self, turn: int, given: Any, where: str) -> Any:
