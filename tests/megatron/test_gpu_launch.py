@@ -33,6 +33,8 @@ CHUNK = shlex.split(
     "--cuda-graph-impl local --cuda-graph-granularity chunk --cuda-graph-warmup-steps 1"
 )
 
+FP8 = ["--pipeline-model-parallel-size", "2", *NO_DROPOUT, "--fp8-format", "hybrid"]
+
 CASES = {
     "pp2-dropout-counts": ["--pipeline-model-parallel-size", "2", *COUNTS],
     "pp2-vpp2-whole-chunk": [
@@ -57,6 +59,12 @@ CASES = {
         *("--kv-lora-rank", "32", "--qk-head-dim", "32", "--qk-pos-emb-head-dim", "16"),
         *("--v-head-dim", "32", "--rope-type", "rope", "--no-rope-fusion"),
     ],
+    # Scales of a step come from the steps before it; weights are cast once a step.
+    "pp2-fp8-delayed": [
+        *(*FP8, *COUNTS, "--fp8-recipe", "delayed"),
+        *("--fp8-amax-history-len", "4", "--fp8-amax-compute-algo", "max"),
+    ],
+    "pp2-fp8-tensorwise": [*FP8, *COUNTS, "--fp8-recipe", "tensorwise"],
     "pp2-full-recompute": [
         *("--pipeline-model-parallel-size", "2", *NO_DROPOUT, *COUNTS),
         *("--recompute-granularity", "full", "--recompute-method", "uniform"),
