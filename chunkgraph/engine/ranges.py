@@ -34,7 +34,7 @@ class ReplayRanges:
         """Count microbatches from 0 again."""
         self._next = [0] * len(self._names)
 
-    def replay_forward(self, slot: Slot, tensors: tuple[torch.Tensor, ...]) -> None:
+    def replay_forward(self, slot: Slot, tensors: Sequence[torch.Tensor]) -> None:
         """Replay the slot's forward inside its range."""
         microbatch = self._next[slot.chunk]
         self._next[slot.chunk] += 1

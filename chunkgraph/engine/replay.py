@@ -6,6 +6,7 @@ graph, so that the host cost does not grow with their number.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -19,7 +20,7 @@ __all__ = ["SlotReplay", "SlotRunner"]
 class SlotRunner(Protocol):
     """What the node needs of the engine."""
 
-    def replay_forward(self, slot: Slot, tensors: tuple[torch.Tensor, ...]) -> None:
+    def replay_forward(self, slot: Slot, tensors: Sequence[torch.Tensor]) -> None:
         """Load inputs and replay the forward."""
 
     def replay_backward(
@@ -39,7 +40,12 @@ class SlotReplay(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, runner: SlotRunner, slot: Slot, _anchor: torch.Tensor, *tensors: torch.Tensor
+        ctx: Any,
+        runner: SlotRunner,
+        slot: Slot,
+        tensors: Sequence[torch.Tensor],
+        _anchor: torch.Tensor,
+        *_differentiable: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         """Replay the forward.
 
@@ -47,8 +53,9 @@ class SlotReplay(torch.autograd.Function):
             ctx: carries runner and slot to the backward.
             runner: the engine.
             slot: an acquired slot.
+            tensors: the call's tensor arguments.
             _anchor: requires grad, so that the backward runs even when no input does.
-            *tensors: the call's tensor arguments.
+            *_differentiable: those of ``slot.differentiable_inputs``, for autograd alone.
 
         Returns:
             Fresh aliases of the slot's static outputs. A caller may rebind their ``.data``
@@ -75,4 +82,5 @@ class SlotReplay(torch.autograd.Function):
         slot = ctx.slot
         ctx.runner.replay_backward(slot, ctx.turn, grads)
         hand_out = torch.clone if slot.keeps_input_grads else torch.detach
-        return (None, None, None, *[g if g is None else hand_out(g) for g in slot.input_grads])
+        grads_of_inputs = [hand_out(g) for g in slot.input_grads if g is not None]
+        return (None, None, None, None, *grads_of_inputs)

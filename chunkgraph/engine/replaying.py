@@ -142,7 +142,8 @@ class Replayer:
         tensors = self._captured.banks[key].signatures[c].tensors_of(args, kwargs)
         slot = reserved.popleft() if reserved else self._acquire(c)
         self._awaiting_grads[c].append(slot)
-        outputs = SlotReplay.apply(self._runner, slot, self._anchor, *tensors)
+        differentiable = [tensors[i] for i in slot.differentiable_inputs]
+        outputs = SlotReplay.apply(self._runner, slot, tensors, self._anchor, *differentiable)
         return slot.result(outputs)
 
     def reserve_input(self, c: int, index: int, num_before: int) -> torch.Tensor | None:
@@ -162,7 +163,7 @@ class Replayer:
             return None
         return waiting.popleft().output_grads[index]
 
-    def replay_forward(self, slot: Slot, tensors: tuple[torch.Tensor, ...]) -> None:
+    def replay_forward(self, slot: Slot, tensors: Sequence[torch.Tensor]) -> None:
         """Load inputs and replay. Called by `SlotReplay`."""
         before = self._chunks[slot.chunk].before_forward
         if before is not None:

@@ -100,7 +100,14 @@ class Signature:
         self._spec = call.spec
         self._autocast = call.autocast
         self._key = _key(call.leaves)
-        self._frozen = tuple(i for i, t in enumerate(call.tensors) if not t.requires_grad)
+        self._plain = [
+            (i, leaf) for i, leaf in enumerate(call.leaves) if not isinstance(leaf, torch.Tensor)
+        ]
+        self._tensors = [
+            (i, leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad)
+            for i, leaf in enumerate(call.leaves)
+            if isinstance(leaf, torch.Tensor)
+        ]
         args, kwargs = unflatten(call.leaves, call.spec)
         values = (*args, *kwargs.values())
         # Where every argument is a leaf, a call needs no walk over trees.
@@ -126,17 +133,23 @@ class Signature:
             if call.spec != self._spec:
                 raise self._mismatch(call)
             leaves = call.leaves
-        tensors: list[torch.Tensor] = []
-        for leaf, wanted in zip(leaves, self._key, strict=True):
-            if isinstance(leaf, torch.Tensor):
-                if (leaf.shape, leaf.dtype, leaf.device) != wanted:
-                    raise self._mismatch(flatten_call(args, kwargs))
-                tensors.append(leaf)
-            elif leaf is not wanted and not _equal(leaf, wanted):
+        for i, wanted in self._plain:
+            leaf = leaves[i]
+            if leaf is not wanted and not _equal(leaf, wanted):
                 raise self._mismatch(flatten_call(args, kwargs))
-        for i in self._frozen:
-            if tensors[i].requires_grad:
-                raise self._missing_gradient(i, tensors[i])
+        tensors: list[torch.Tensor] = []
+        for i, shape, dtype, device, requires_grad in self._tensors:
+            leaf = leaves[i]
+            if (
+                not isinstance(leaf, torch.Tensor)
+                or leaf.shape != shape
+                or leaf.dtype is not dtype
+                or leaf.device != device
+            ):
+                raise self._mismatch(flatten_call(args, kwargs))
+            if not requires_grad and leaf.requires_grad:
+                raise self._missing_gradient(len(tensors), leaf)
+            tensors.append(leaf)
         return tensors
 
     def _mismatch(self, call: Call) -> ReplayMismatchError:

@@ -62,6 +62,9 @@ class Slot:
     def __post_init__(self) -> None:
         self.is_single = self.output_spec.is_leaf() and isinstance(self.outputs[0], torch.Tensor)
         self.output_tensors = tuple(x for x in self.outputs if isinstance(x, torch.Tensor))
+        self.differentiable_inputs = tuple(
+            i for i, grad in enumerate(self.input_grads) if grad is not None
+        )
         self._sources: list[LoadedSource | None] = [None] * len(self.inputs)
         self.has_frozen_outputs = len(self.differentiable) < len(self.output_tensors)
 
