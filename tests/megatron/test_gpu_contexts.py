@@ -193,3 +193,25 @@ def test_four_gpus(run_cases: Callable[..., Any], make_case: Callable[..., dict[
         "limited": make_case([1, 2, 4], captured=(2, 4), data_parallel_size=4, num_steps=8),
     }
     check(run_cases(cases, 4, timeout_s=280.0), cases)
+
+
+@pytest.mark.multigpu(4)
+def test_latent_attention_and_experts_on_four_gpus(
+    run_cases: Callable[..., Any], make_case: Callable[..., dict[str, Any]]
+) -> None:
+    """Experts that ranks share while microbatches are shared by one, two and four of them."""
+    small = {"model": {"num_layers": 2}, "num_steps": 9, "capture": {"scope": "chunk"}}
+    both: dict[str, Any] = {"moe": _EXPERTS, "options": _LATENT, **small}
+    cases = {
+        "cp4_ep2": make_case([1, 2, 4], data_parallel_size=4, expert_model_parallel_size=2, **both),
+        "pp2_cp2": make_case([1, 2], data_parallel_size=2, pipeline_model_parallel_size=2, **both),
+        "tp2_cp2": make_case(
+            [1, 2],
+            data_parallel_size=2,
+            tensor_model_parallel_size=2,
+            sequence_parallel=True,
+            options=_LATENT,
+            **small,
+        ),
+    }
+    check(run_cases(cases, 4, timeout_s=280.0), cases)
