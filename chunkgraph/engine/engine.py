@@ -6,13 +6,13 @@ import functools
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from chunkgraph.engine.banks import BankSamples, Derive, StepBanks
+from chunkgraph.engine.capturing import Capturer
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.counters import Counters
 from chunkgraph.engine.deciding import (
@@ -22,9 +22,7 @@ from chunkgraph.engine.deciding import (
     StepKind,
 )
 from chunkgraph.engine.decision import Agree, EagerReason, StepMode, agree_alone
-from chunkgraph.engine.defaults import check_counts, default_backend, rank_label, sample_call
-from chunkgraph.engine.failure import SessionWatch
-from chunkgraph.engine.joint_capture import JointCapture, capture_together
+from chunkgraph.engine.defaults import check_counts, default_backend, sample_call
 from chunkgraph.engine.options import CaptureOptions
 from chunkgraph.engine.replaying import Replayer
 from chunkgraph.engine.sampling import StepSampler
@@ -35,7 +33,7 @@ from chunkgraph.engine.session import (
     SessionSettings,
 )
 from chunkgraph.engine.signature import Call
-from chunkgraph.engine.verify import Surroundings, Verifier, new_verifier
+from chunkgraph.engine.verify import Surroundings
 from chunkgraph.errors import CaptureError, SlotError
 from chunkgraph.graphs import GraphBackend
 
@@ -114,16 +112,6 @@ class ChunkGraphs:
         self._decider = StepDecider(
             agree or agree_alone, self._standing, is_told_of_misfits=is_told_of_misfits
         )
-        self._settings = SessionSettings(
-            memory_plan=self.options.memory_plan,
-            shared_slots=self.options.shared_slots,
-            num_passes=self.options.num_passes_on(self._backend.name),
-            scope=capture_scope,
-            preserve=preserve,
-            generators=generators,
-            progress=progress,
-        )
-        self._surroundings = Surroundings(self._backend, preserve, generators, verify_scope)
         self._captured: CapturedRank | None = None
         self._failure: CaptureError | None = None
         self.failed_here = False
@@ -136,7 +124,25 @@ class ChunkGraphs:
         self._samples = BankSamples(banks, len(self._chunks), derive_sample)
         if drops_failed_banks and not is_told_of_misfits:
             raise ValueError("drops_failed_banks needs is_told_of_misfits: ranks drop microbatches")
-        self._drops_failed_banks = drops_failed_banks
+        self._capturer = Capturer(
+            chunks=self._chunks,
+            num_slots=self._num_slots,
+            settings=SessionSettings(
+                memory_plan=self.options.memory_plan,
+                shared_slots=self.options.shared_slots,
+                num_passes=self.options.num_passes_on(self._backend.name),
+                scope=capture_scope,
+                preserve=preserve,
+                generators=generators,
+                progress=progress,
+            ),
+            surroundings=Surroundings(self._backend, preserve, generators, verify_scope),
+            verify=self.options.verify,
+            banks=self._banks,
+            samples=self._samples,
+            agree=self._decider.agreement.now,
+            drops_failed_banks=drops_failed_banks,
+        )
         self._sampler = StepSampler(self._samples, self._banks, self.options.num_warmup_steps)
         self._captured_key: Hashable = SHAPE_UNKNOWN
         self.callables = tuple(functools.partial(self._run, c) for c in range(len(self._chunks)))
@@ -320,31 +326,7 @@ class ChunkGraphs:
         *,
         must_raise: bool = False,
     ) -> None:
-        verifier: Verifier | None = None
-
-        def prepare() -> tuple[Sequence[Chunk], Mapping[Hashable, Sequence[Call]]]:
-            nonlocal verifier
-            samples = make_samples()
-            verifier = new_verifier(self.options.verify, self._chunks, samples, self._surroundings)
-            return (self._chunks if verifier is None else verifier.chunks), samples
-
-        def begin_bank(bank: Hashable) -> None:
-            if verifier is not None:
-                verifier.begin_bank(bank)
-
-        while True:
-            result = capture_together(
-                prepare,
-                self._num_slots,
-                self._backend,
-                replace(self._settings, before_graph=begin_bank),
-                SessionWatch(self._chunks, rank_label(self._chunks)),
-                self._decider.agreement.now,
-                in_lockstep=self._banks.keys if self._drops_failed_banks else (),
-            )
-            if result.failed_bank is None or len(self._banks.keys) == 1:
-                break
-            self._drop_bank(result)
+        result, verifier = self._capturer.capture(make_samples)
         self._samples.forget()
         self.failed_here = result.failed_here
         if result.captured is not None:
@@ -363,18 +345,6 @@ class ChunkGraphs:
             raise error
         if result.is_told_here:
             warnings.warn(f"{error}\nTraining goes on eagerly on all ranks.", stacklevel=4)
-
-    def _drop_bank(self, result: JointCapture) -> None:
-        assert result.failed_bank is not None
-        key = self._banks.keys[result.failed_bank]
-        self._banks.drop(key, "its capture failed")
-        self._samples.wanted = self._banks.keys
-        if result.is_told_here:
-            warnings.warn(
-                f"{result.error}\nAll ranks go on without graphs of {key}; steps with such a "
-                "microbatch run eagerly.",
-                stacklevel=6,
-            )
 
     def release(self) -> None:
         """Drop graphs, pools and static buffers; steps run eagerly until the next capture.

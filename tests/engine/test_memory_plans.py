@@ -45,7 +45,8 @@ def test_a_naive_shared_pool_gives_wrong_numbers(
 ) -> None:
     pipeline = attached(make_pipeline, backend, memory_plan="one_pool")
     for graphs in pipeline.graphs:
-        graphs._settings = dataclasses.replace(graphs._settings, prove=False)
+        unproved = dataclasses.replace(graphs._capturer.settings, prove=False)
+        graphs._capturer = dataclasses.replace(graphs._capturer, settings=unproved)
     eager = make_pipeline(2).train(schedules(), seed=1)
     assert not pipeline.train(schedules(), seed=1).equals(eager)
 

@@ -350,7 +350,8 @@ def test_poison_names_the_layer_that_read_dead_memory(
 def test_shadow_finds_what_one_pool_for_all_corrupts(stack: Stack, backend: GraphBackend) -> None:
     options = CaptureOptions(verify="shadow", memory_plan="one_pool")
     graphs = ChunkGraphs([stack], [2], backend=backend, options=options)
-    graphs._settings = dataclasses.replace(graphs._settings, prove=False)
+    unproved = dataclasses.replace(graphs._capturer.settings, prove=False)
+    graphs._capturer = dataclasses.replace(graphs._capturer, settings=unproved)
     graphs.capture([(new_input(backend),)])
     with pytest.raises(VerifyError, match="the replayed backward of microbatch"):
         train_in_flight(graphs, backend, 2, lambda: None, order=-1)
