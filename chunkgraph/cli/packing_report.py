@@ -41,6 +41,7 @@ def as_json(study: PackingStudy) -> dict[str, Any]:
         "num_documents_above_capacity": study.num_long,
         "long_documents": study.long_documents.value,
         "capacity_tokens": study.capacity.max_packed_tokens,
+        "max_document_tokens": study.capacity.max_document_tokens,
         "context_parallel_size": study.capacity.context_parallel_size,
         "num_microbatches": len(sizes),
         "microbatches_per_step": study.microbatches_per_step,
@@ -75,9 +76,11 @@ def _outcome_json(outcome: ShapeOutcome) -> dict[str, Any]:
 
 def flags(outcome: ShapeOutcome) -> list[str]:
     """The flags of training that choose a shape."""
+    limit = outcome.shape.max_document_tokens
     return [
         *("--cuda-graph-max-packed-seqs", str(outcome.shape.max_packed_seqs)),
         *("--cuda-graph-max-packed-tokens", str(outcome.shape.max_packed_tokens)),
+        *(() if limit is None else ("--cuda-graph-max-document-tokens", str(limit))),
     ]
 
 
@@ -104,7 +107,7 @@ def print_study(study: PackingStudy, plot: Path | None) -> None:
     if study.is_default_capacity and lengths.microbatch_ends is None:
         say(f"No --max-packed-tokens: microbatches are packed with up to {capacity} tokens")
     if study.num_long:
-        say(f"{study.num_long} documents of more than {capacity} tokens: "
+        say(f"{study.num_long} documents of more than {study.capacity.document_limit} tokens: "
             f"{_LONG[study.long_documents]}")  # fmt: skip
     say(f"{len(study.sizes)} microbatches of up to {capacity} tokens, "
         f"{study.microbatches_per_step} in a step")  # fmt: skip
@@ -184,10 +187,18 @@ def _say_recommendation(study: PackingStudy, say: Any) -> None:
             "bold",
         )
         return
-    say(f"Recommended: {' '.join(flags(best))}", "bold")
+    asked = flags(best)
+    say(f"Recommended: {' '.join(asked[:4])}", "bold")
+    if asked[4:]:
+        say(" ".join(asked[4:]), "bold")
     say(
         f"For chunkgraph train: packing.max_packed_seqs={best.shape.max_packed_seqs} "
         f"packing.max_packed_tokens={best.shape.max_packed_tokens}"
+        + (
+            ""
+            if best.shape.max_document_tokens is None
+            else f"\npacking.max_document_tokens={best.shape.max_document_tokens}"
+        )
     )
     say(f"{_percent(best.fallback_share)} of the steps run eagerly (target {target})")
     say(

@@ -153,8 +153,7 @@ def cpu_case(
     kind: str,
     counts: list[int],
     *,
-    max_packed_seqs: int = 16,
-    max_packed_tokens: int = 48,
+    packing: dict[str, Any] | None = None,
     capture: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """A case of `run_cases` with two layers."""
@@ -164,7 +163,7 @@ def cpu_case(
         moe=moe,
         train={"num_microbatches": counts, "micro_batch_size": 1},
         data={"path": str(text)},
-        packing={"max_packed_seqs": max_packed_seqs, "max_packed_tokens": max_packed_tokens},
+        packing={"max_packed_seqs": 16, "max_packed_tokens": 48, **(packing or {})},
         capture=capture or {},
     )
     return {"config": config, "transformer_options": options}

@@ -56,8 +56,14 @@ def test_on_a_cpu(
     kinds = ["attention", "roomy_experts", *(["latent"] if made.HAS_LATENT else [])]
     chunk = {"capture": {"scope": "chunk"}}
     cases = {k: made.cpu_case(text, make_config, k, [2, 1, 2], **chunk) for k in kinds}
-    short = {"max_packed_seqs": 12, "max_packed_tokens": 24}
+    short = {"packing": {"max_packed_tokens": 24}}
     cases["hybrid"] = made.cpu_case(text, make_config, "hybrid", [2, 1, 2], **short, **chunk)
+    # The tail takes three sequences, since none may have more rows than a document.
+    limited = {"packing": {"max_packed_tokens": 80, "max_document_tokens": 24}}
+    cases["limited"] = {
+        **made.cpu_case(text, make_config, "attention", [2, 1, 2], **limited, **chunk),
+        "num_drawn": 24,
+    }
     results = run_cases({n: {**c, "probe": "unpadded"} for n, c in cases.items()}, 1)
     _check(results, 3, loss=_CPU_LOSS, gradient=_CPU_GRADIENT)
 
@@ -79,5 +85,9 @@ def test_on_a_gpu(
         kinds.append("hybrid")
     chunk = {"capture": {"scope": "chunk"}}
     cases = {k: made.gpu_case(text, make_config, k, [2, 3, 1, 2, 4], **chunk) for k in kinds}
+    limited = {"packing": {"max_packed_tokens": 512, "max_document_tokens": 128}}
+    for kind in ("attention", "unfused", "latent"):
+        case = made.gpu_case(text, make_config, kind, [2, 3, 1, 2, 4], **limited, **chunk)
+        cases[f"limited_{kind}"] = {**case, "num_drawn": 200}
     probes = {n: {**c, "probe": "unpadded"} for n, c in cases.items()}
     _check(run_cases(probes, 1, timeout_s=280.0), 10, loss=_GPU_LOSS, gradient=_GPU_GRADIENT)

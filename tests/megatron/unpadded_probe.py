@@ -81,7 +81,10 @@ class _Model:
 def run(config: Any, device: torch.device, case: dict[str, Any]) -> dict[str, Any]:
     """Largest differences over all steps: of losses, and of each parameter's gradient."""
     options = case.get("transformer_options")
-    padded = _with_graphs(config, device, options)
+    # Fewer than there are rows: then even the longest document leaves many.
+    num_drawn = case.get("num_drawn", config.tokens_per_sequence)
+    documents = Documents.from_file(config.data.path, num_tokens=num_drawn, seed=config.train.seed)
+    padded = _with_graphs(config, device, options, documents)
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -93,7 +96,7 @@ def run(config: Any, device: torch.device, case: dict[str, Any]) -> dict[str, An
         zip(config.train.num_microbatches, padded["steps"], strict=True)
     ):
         model.set(expected.parameters)
-        found = model.step(_without_padding(config, device, number, count), count)
+        found = model.step(_without_padding(config, device, documents, number, count), count)
         assert all((found.parameters[n] == p).all() for n, p in expected.parameters.items())
         for a, b in zip(found.losses, expected.losses, strict=True):
             losses.append(abs(a - b) / abs(a))
@@ -111,11 +114,14 @@ def run(config: Any, device: torch.device, case: dict[str, Any]) -> dict[str, An
     }
 
 
-def _with_graphs(config: Any, device: torch.device, options: Any) -> dict[str, Any]:
+def _with_graphs(
+    config: Any, device: torch.device, options: Any, documents: Documents
+) -> dict[str, Any]:
     model = _Model(config, device, options)
     shape = packed_shape(config)
     assert shape is not None
     batches = PackedBatches(config, shape, device)
+    batches._documents = documents
     graphs = attach(
         model.chunks,
         scope=config.capture.scope,
@@ -137,12 +143,9 @@ def _with_graphs(config: Any, device: torch.device, options: Any) -> dict[str, A
 
 
 def _without_padding(
-    config: Any, device: torch.device, step: int, count: int
+    config: Any, device: torch.device, documents: Documents, step: int, count: int
 ) -> Iterator[dict[str, Any]]:
     """The step's microbatches on as many rows as they have tokens."""
-    documents = Documents.from_file(
-        config.data.path, num_tokens=config.tokens_per_sequence, seed=config.train.seed
-    )
     for microbatch in range(count):
         row = documents.row(step, microbatch)
         # A shape always has a dummy; here it has no rows and is left out.
