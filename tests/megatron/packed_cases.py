@@ -109,21 +109,27 @@ def gpu_case(
     return {"config": {**config, "device": "cuda"}, "transformer_options": options}
 
 
+_SMALL_LATENT = {
+    **LATENT,
+    "apply_rope_fusion": False,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_head_dim": 8,
+    "qk_pos_emb_head_dim": 8,
+    "v_head_dim": 16,
+}
 _NORMS = {"swiglu": True, "normalization": "LayerNorm"}
 _CPU_KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "attention": ({"layer_spec": "user_specs:packed"}, {}, {}),
     "latent": (
         {"layer_spec": "user_specs:packed_latent", **_NORMS},
         {},
-        {
-            **LATENT,
-            "apply_rope_fusion": False,
-            "q_lora_rank": 16,
-            "kv_lora_rank": 16,
-            "qk_head_dim": 8,
-            "qk_pos_emb_head_dim": 8,
-            "v_head_dim": 16,
-        },
+        _SMALL_LATENT,
+    ),
+    "shared_latent": (
+        {"layer_spec": "split_specs:split_latent", **_NORMS},
+        {},
+        _SMALL_LATENT,
     ),
     "roomy_experts": (
         {"layer_spec": "user_specs:packed_experts", **_NORMS},
@@ -155,12 +161,14 @@ def cpu_case(
     *,
     packing: dict[str, Any] | None = None,
     capture: dict[str, Any] | None = None,
+    **pipeline: Any,
 ) -> dict[str, Any]:
     """A case of `run_cases` with two layers."""
     model, moe, options = _CPU_KINDS[kind]
     config = make_config(
         model={"num_layers": 2, **model},
         moe=moe,
+        pipeline=pipeline,
         train={"num_microbatches": counts, "micro_batch_size": 1},
         data={"path": str(text)},
         packing={"max_packed_seqs": 16, "max_packed_tokens": 48, **(packing or {})},
