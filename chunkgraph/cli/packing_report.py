@@ -28,6 +28,8 @@ _LONG = {
 _HOPELESS = 0.95
 # Graphs for fewer sequences are worth having if these microbatches need less than one in so many.
 _MANY, _FEW = 0.9, 2
+# Transformer Engine rounds sequences up: to 32, to powers of two, from 512 on to multiples of it.
+_LEAST_LAUNCHED, _LINEAR_FROM = 32, 512
 
 
 def as_json(study: PackingStudy) -> dict[str, Any]:
@@ -86,8 +88,20 @@ def flags(outcome: ShapeOutcome) -> list[str]:
 
 def _seq_buckets(study: PackingStudy, best: ShapeOutcome) -> list[int]:
     """Fewer sequences that are worth graphs of their own, or none."""
-    most = quantile(study.sizes.num_documents, _MANY)
-    return [most + 1] if _FEW * (most + 1) <= best.shape.max_packed_seqs else []
+    fewer = _as_launched(quantile(study.sizes.num_documents, _MANY) + 1)
+    return [fewer] if _FEW * fewer <= best.shape.max_packed_seqs else []
+
+
+def _as_launched(num_seqs: int) -> int:
+    """The most sequences for which attention's kernels are started as for ``num_seqs``.
+
+    Transformer Engine's rule for cuDNN (``get_max_batch_size``), but for the smallest numbers.
+    """
+    if num_seqs <= _LEAST_LAUNCHED:
+        return num_seqs
+    if num_seqs > _LINEAR_FROM:
+        return -(-num_seqs // _LINEAR_FROM) * _LINEAR_FROM
+    return 1 << (num_seqs - 1).bit_length()
 
 
 def print_study(study: PackingStudy, plot: Path | None) -> None:

@@ -234,3 +234,12 @@ def test_a_limit_on_documents(numbers, capsys):
         code, _, err = run(capsys, *limited[:3], "--max-document-tokens", wrong)
         assert code == 2
         assert said in err
+
+
+def test_fewer_sequences_are_as_many_as_kernels_are_started_for(tmp_path, capsys):
+    path = tmp_path / "packed.txt"
+    # Of a hundred microbatches 95 have 40 documents, the others 300.
+    path.write_text("\n".join(" ".join(["1"] * (300 if i % 20 == 0 else 40)) for i in range(100)))
+    found = json.loads(run(capsys, str(path), "--target-fallback", "0%", "--json")[1])
+    assert found["recommended"]["max_packed_seqs"] == 301
+    assert found["seq_buckets"] == [64]
