@@ -3,8 +3,10 @@
     python benchmarks/empty_sequences.py --json empty_sequences.json
 
 The same eight documents fill a row each time; what changes is how many sequences the offsets are
-for, 8, 64 and 512, of which all but eight have no row. Needs one GPU and the extras `megatron` and
-`te`; takes well under a minute. `--device cpu` runs the same without graphs, to try the script.
+for, 8, 64 and 512, of which all but eight have no row. `--max-document-tokens` L tells kernels that
+no sequence is longer, and cuts the documents to that, which makes more of them. Needs one GPU and
+the extras `megatron` and `te`; takes well under a minute. `--device cpu` runs the same without
+graphs, to try the script.
 """
 
 from __future__ import annotations
@@ -43,27 +45,49 @@ def main() -> int:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the results to FILE")
-    parser.add_argument("--sequences", metavar="N", type=int, nargs="+", default=[8, 64, 512])
+    parser.add_argument(
+        "--sequences", metavar="N", type=int, nargs="+", help="default: of the documents, 64, 512"
+    )
     parser.add_argument("--tokens", metavar="T", type=int, default=4096, help="rows, 64 or more")
+    parser.add_argument(
+        "--max-document-tokens", metavar="L", type=int, help="of any document (default: T)"
+    )
     parser.add_argument("--hidden-size", type=int, default=2048)
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=15, help="times that each is measured")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--layer-spec", default="transformer_engine")
     args = parser.parse_args()
-    if min(args.sequences) < len(_PARTS) or args.tokens % 64:
-        parser.error(f"--sequences are at least {len(_PARTS)}, --tokens a multiple of 64")
+    if args.tokens % 64:
+        parser.error("--tokens is a multiple of 64")
+    if args.max_document_tokens is not None and not 0 < args.max_document_tokens <= args.tokens:
+        parser.error("--max-document-tokens is above 0 and at most --tokens")
+    lengths = _lengths(args.tokens, args.max_document_tokens)
+    sequences = args.sequences or sorted({len(lengths), 64, 512})
+    if min(sequences) < len(lengths):
+        parser.error(f"--sequences are at least {len(lengths)}, the documents there are")
     os.environ.update(_ALONE)
     # There is no deterministic kernel for many sequences of this length.
     os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "1"
     config = _config(args)
     with training_process(config) as device:
-        found = _measure(config, device, args.sequences, args.rounds)
+        found = _measure(config, device, sequences, lengths, args.max_document_tokens, args.rounds)
     for one in found["measured"]:
-        sys.stdout.write(f"N = {one['num_seqs']:4d}: {_line(one, args.sequences[0])}\n")
+        sys.stdout.write(f"N = {one['num_seqs']:4d}: {_line(one, sequences[0])}\n")
     if args.json is not None:
         args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return 1 if any(one["error"] for one in found["measured"]) else 0
+
+
+def _lengths(tokens: int, limit: int | None) -> list[int]:
+    """Of the documents, which fill the row."""
+    lengths: list[int] = []
+    for part in _PARTS:
+        left = part * tokens // 64
+        while left:
+            lengths.append(min(left, limit or left))
+            left -= lengths[-1]
+    return lengths
 
 
 def _line(one: dict[str, Any], first: int) -> str:
@@ -95,17 +119,21 @@ def _config(args: argparse.Namespace) -> Config:
 
 
 def _measure(
-    config: Config, device: torch.device, sequences: list[int], num_rounds: int
+    config: Config,
+    device: torch.device,
+    sequences: list[int],
+    lengths: list[int],
+    longest: int | None,
+    num_rounds: int,
 ) -> dict[str, Any]:
     seed_everything(config.train.seed, device)
     (chunk,) = build_model(config, device)
     tokens = config.model.seq_length
-    lengths = [part * tokens // 64 for part in _PARTS]
     replays: dict[int, Callable[[], None]] = {}
     errors: dict[int, str] = {}
     for n in sequences:
         try:
-            replays[n] = _captured(_layer_work(chunk, lengths, tokens, n, device))
+            replays[n] = _captured(_layer_work(chunk, lengths, tokens, n, longest, device))
         except (RuntimeError, ValueError) as error:  # no memory, or no kernel: the others count
             errors[n] = f"{type(error).__name__}: {error}"
     times: dict[int, list[float]] = {n: [] for n in replays}
@@ -122,6 +150,7 @@ def _measure(
         "uses_graphs": device.type == "cuda",
         "model": dataclasses.asdict(config.model),
         "lengths": lengths,
+        "max_document_tokens": longest,
         "measured": [
             {
                 "num_seqs": n,
@@ -139,11 +168,17 @@ def _measure(
 
 
 def _layer_work(
-    chunk: torch.nn.Module, lengths: list[int], tokens: int, num_seqs: int, device: torch.device
+    chunk: torch.nn.Module,
+    lengths: list[int],
+    tokens: int,
+    num_seqs: int,
+    longest: int | None,
+    device: torch.device,
 ) -> Callable[[], None]:
     """Forward and backward of the model's one layer, on offsets for so many sequences."""
     # The shape counts a dummy, which has no row here and so may be left out.
-    packed = pack(lengths, PackedShape(max(num_seqs, len(lengths) + 1), tokens))
+    shape = PackedShape(max(num_seqs, len(lengths) + 1), tokens, max_document_tokens=longest)
+    packed = pack(lengths, shape)
     packed = dataclasses.replace(
         packed,
         cu_seqlens=packed.cu_seqlens[: num_seqs + 1],

@@ -62,7 +62,11 @@ def _takes_long(item: pytest.Item) -> bool:
 def _count_gpus() -> int:
     import torch
 
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not torch.cuda.is_available():
+        return 0
+    # Then two ranks may share one.
+    ranks_of_each = 2 if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" else 1
+    return torch.cuda.device_count() * ranks_of_each
 
 
 def _missing_of_slurm() -> list[str]:

@@ -103,6 +103,13 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         f"{_DEFAULT_CAPACITY}; of packed microbatches what holds the largest)",
     )
     parser.add_argument(
+        "--max-document-tokens",
+        type=int,
+        metavar="L",
+        help="tokens that a document may have (default: T); longer ones fall back, or are what "
+        "--long-documents says",
+    )
+    parser.add_argument(
         "--max-packed-seqs",
         type=int,
         metavar="N",
@@ -136,8 +143,8 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         "--long-documents",
         choices=[policy.value for policy in LongDocuments],
         default=LongDocuments.TRUNCATE.value,
-        help="what becomes of documents longer than T: cut to T, split, or kept, to fall back "
-        "(default truncate)",
+        help="what becomes of documents longer than L, else T: cut to it, split, or kept, to fall "
+        "back (default truncate)",
     )
     parser.add_argument("--key", metavar="KEY", help="JSON lines: the key that holds the document")
     parser.add_argument(
@@ -197,9 +204,11 @@ def _study(args: argparse.Namespace) -> PackingStudy:
         msg = f"packing: --bytes-per-token {args.bytes_per_token:g} is not above 0"
         raise ConfigError(msg)
     wanted_tokens: int | None = args.max_packed_tokens
+    if args.max_document_tokens is not None:
+        _at_least(1, "--max-document-tokens", args.max_document_tokens)
     if wanted_tokens is not None or args.context_parallel_size < 1:
         # A wrong size is told before a long file is read.
-        _capacity(1 if wanted_tokens is None else wanted_tokens, args)
+        _capacity(args.max_document_tokens or 1 if wanted_tokens is None else wanted_tokens, args)
     options = ReadOptions(
         key=args.key, kind=ValueKind(args.value), bytes_per_token=args.bytes_per_token
     )
@@ -210,10 +219,10 @@ def _study(args: argparse.Namespace) -> PackingStudy:
         capacity = _capacity(
             _default_capacity(lengths, args) if wanted_tokens is None else wanted_tokens, args
         )
-        num_long = int((tokens > capacity.max_packed_tokens).sum())
+        num_long = int((tokens > capacity.document_limit).sum())
         ends = lengths.microbatch_ends
         if ends is None:
-            tokens = fit_long_documents(tokens, capacity.max_packed_tokens, policy)
+            tokens = fit_long_documents(tokens, capacity.document_limit, policy)
             tokens = np.random.default_rng(args.seed).permutation(tokens)
             ends = pack_in_order(tokens, capacity, progress.phase("packing"))
         sizes = sizes_of(tokens, ends, capacity)
@@ -280,6 +289,7 @@ def _capacity(tokens: int, args: argparse.Namespace) -> PackedShape:
         max_packed_seqs=2,
         max_packed_tokens=tokens,
         context_parallel_size=args.context_parallel_size,
+        max_document_tokens=args.max_document_tokens,
     )
 
 
@@ -290,6 +300,9 @@ def _default_capacity(lengths: DocumentLengths, args: argparse.Namespace) -> int
         totals = np.concatenate([[0], np.cumsum(padded)])[lengths.microbatch_ends]
         unit = math.lcm(_ROUND_TOKENS, multiple)
         return -(-int(np.diff(totals, prepend=0).max()) // unit) * unit
-    longest = max(_DEFAULT_CAPACITY, int(lengths.tokens.max()))
+    longest = int(lengths.tokens.max())
+    if args.max_document_tokens is not None:
+        longest = args.max_document_tokens
+    longest = max(_DEFAULT_CAPACITY, longest)
     power = 1 << (longest - 1).bit_length()
     return -(-power // multiple) * multiple

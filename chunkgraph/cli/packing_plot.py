@@ -100,7 +100,13 @@ def _draw_steps(axes: Any, study: PackingStudy) -> None:
 
 
 def _share(study: PackingStudy, num_seqs: int, tokens: int) -> float:
-    shape = replace(study.capacity, max_packed_seqs=num_seqs, max_packed_tokens=tokens)
+    limit = study.capacity.max_document_tokens
+    shape = replace(
+        study.capacity,
+        max_packed_seqs=num_seqs,
+        max_packed_tokens=tokens,
+        max_document_tokens=None if limit is None else min(limit, tokens),
+    )
     num_misfits = int((~fits(study.sizes, shape)).sum())
     return fallback_share(num_misfits, len(study.sizes), study.microbatches_per_step)
 

@@ -28,6 +28,8 @@ _LONG = {
 _HOPELESS = 0.95
 # Graphs for fewer sequences are worth having if these microbatches need less than one in so many.
 _MANY, _FEW = 0.9, 2
+# Transformer Engine rounds sequences up: to 32, to powers of two, from 512 on to multiples of it.
+_LEAST_LAUNCHED, _LINEAR_FROM = 32, 512
 
 
 def as_json(study: PackingStudy) -> dict[str, Any]:
@@ -41,6 +43,7 @@ def as_json(study: PackingStudy) -> dict[str, Any]:
         "num_documents_above_capacity": study.num_long,
         "long_documents": study.long_documents.value,
         "capacity_tokens": study.capacity.max_packed_tokens,
+        "max_document_tokens": study.capacity.max_document_tokens,
         "context_parallel_size": study.capacity.context_parallel_size,
         "num_microbatches": len(sizes),
         "microbatches_per_step": study.microbatches_per_step,
@@ -75,16 +78,30 @@ def _outcome_json(outcome: ShapeOutcome) -> dict[str, Any]:
 
 def flags(outcome: ShapeOutcome) -> list[str]:
     """The flags of training that choose a shape."""
+    limit = outcome.shape.max_document_tokens
     return [
         *("--cuda-graph-max-packed-seqs", str(outcome.shape.max_packed_seqs)),
         *("--cuda-graph-max-packed-tokens", str(outcome.shape.max_packed_tokens)),
+        *(() if limit is None else ("--cuda-graph-max-document-tokens", str(limit))),
     ]
 
 
 def _seq_buckets(study: PackingStudy, best: ShapeOutcome) -> list[int]:
     """Fewer sequences that are worth graphs of their own, or none."""
-    most = quantile(study.sizes.num_documents, _MANY)
-    return [most + 1] if _FEW * (most + 1) <= best.shape.max_packed_seqs else []
+    fewer = _as_launched(quantile(study.sizes.num_documents, _MANY) + 1)
+    return [fewer] if _FEW * fewer <= best.shape.max_packed_seqs else []
+
+
+def _as_launched(num_seqs: int) -> int:
+    """The most sequences for which attention's kernels are started as for ``num_seqs``.
+
+    Transformer Engine's rule for cuDNN (``get_max_batch_size``), but for the smallest numbers.
+    """
+    if num_seqs <= _LEAST_LAUNCHED:
+        return num_seqs
+    if num_seqs > _LINEAR_FROM:
+        return -(-num_seqs // _LINEAR_FROM) * _LINEAR_FROM
+    return 1 << (num_seqs - 1).bit_length()
 
 
 def print_study(study: PackingStudy, plot: Path | None) -> None:
@@ -104,7 +121,7 @@ def print_study(study: PackingStudy, plot: Path | None) -> None:
     if study.is_default_capacity and lengths.microbatch_ends is None:
         say(f"No --max-packed-tokens: microbatches are packed with up to {capacity} tokens")
     if study.num_long:
-        say(f"{study.num_long} documents of more than {capacity} tokens: "
+        say(f"{study.num_long} documents of more than {study.capacity.document_limit} tokens: "
             f"{_LONG[study.long_documents]}")  # fmt: skip
     say(f"{len(study.sizes)} microbatches of up to {capacity} tokens, "
         f"{study.microbatches_per_step} in a step")  # fmt: skip
@@ -184,10 +201,18 @@ def _say_recommendation(study: PackingStudy, say: Any) -> None:
             "bold",
         )
         return
-    say(f"Recommended: {' '.join(flags(best))}", "bold")
+    asked = flags(best)
+    say(f"Recommended: {' '.join(asked[:4])}", "bold")
+    if asked[4:]:
+        say(" ".join(asked[4:]), "bold")
     say(
         f"For chunkgraph train: packing.max_packed_seqs={best.shape.max_packed_seqs} "
         f"packing.max_packed_tokens={best.shape.max_packed_tokens}"
+        + (
+            ""
+            if best.shape.max_document_tokens is None
+            else f"\npacking.max_document_tokens={best.shape.max_document_tokens}"
+        )
     )
     say(f"{_percent(best.fallback_share)} of the steps run eagerly (target {target})")
     say(

@@ -154,7 +154,8 @@ def resolve_device(config: Config, num_local_ranks: int | None = None) -> Config
     if device == "auto":
         device = "cuda" if num_gpus else "cpu"
     num_needed = config.pipeline.world_size if num_local_ranks is None else num_local_ranks
-    if device == "cuda" and num_gpus < num_needed:
+    may_share = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"  # see `choose_device`
+    if device == "cuda" and num_gpus < (1 if may_share else num_needed):
         msg = (
             f"device is cuda and the run needs {num_needed} GPU(s), one for each rank, but torch "
             f"sees {num_gpus} here. Set device=cpu, or lower the sizes in the pipeline section."

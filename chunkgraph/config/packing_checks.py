@@ -36,12 +36,16 @@ def check_packing(config: Config) -> None:
                     "is 0. Set it to the most documents of a microbatch and 1."
                 )
                 raise ConfigError(msg)
-        if packing.max_packed_tokens is not None:
-            msg = (
-                f"packing.max_packed_tokens is {packing.max_packed_tokens}, but packing is off: "
-                "packing.max_packed_seqs is 0. Set it to the most documents of a microbatch and 1."
-            )
-            raise ConfigError(msg)
+        for name, value in (
+            ("max_packed_tokens", packing.max_packed_tokens),
+            ("max_document_tokens", packing.max_document_tokens),
+        ):
+            if value is not None:
+                msg = (
+                    f"packing.{name} is {value}, but packing is off: packing.max_packed_seqs is 0. "
+                    "Set it to the most documents of a microbatch and 1."
+                )
+                raise ConfigError(msg)
         return
     if packing.max_packed_seqs < 2:
         msg = (
@@ -50,6 +54,7 @@ def check_packing(config: Config) -> None:
         )
         raise ConfigError(msg)
     _check_context(config)
+    _check_longest(config)
     if counts := config.data.document_counts:
         check_counts(counts, "data.document_counts")
         num_ranks = config.pipeline.context_parallel_size
@@ -102,6 +107,27 @@ def check_packing(config: Config) -> None:
         msg = (
             f"packing.max_packed_tokens is {config.tokens_per_sequence}, and learned positions end "
             f"at model.seq_length ({model.seq_length}). Lower the former or raise the latter."
+        )
+        raise ConfigError(msg)
+
+
+def _check_longest(config: Config) -> None:
+    """The limit on documents."""
+    packing, limit = config.packing, config.packing.max_document_tokens
+    if limit is None:
+        return
+    if packing.context_parallel_sizes:
+        msg = (
+            f"packing.max_document_tokens is {limit} with packing.context_parallel_sizes "
+            f"{list(packing.context_parallel_sizes)}: a document may there have as many tokens as "
+            "the most ranks hold. Set the former to null."
+        )
+        raise ConfigError(msg)
+    if limit > config.tokens_per_sequence:
+        msg = (
+            f"packing.max_document_tokens is {limit}, more than the {config.tokens_per_sequence} "
+            "tokens of a microbatch (packing.max_packed_tokens, else model.seq_length). Set it to "
+            "null, or lower it."
         )
         raise ConfigError(msg)
 

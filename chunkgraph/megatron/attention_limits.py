@@ -103,7 +103,7 @@ def refuse_large_deterministic(site: AttentionSite, shape: PackedShape, num_head
     """
     found = why_refused(
         site,
-        num_seqs=shape.max_packed_seqs,
+        num_seqs=shape.num_sequences,
         num_heads=num_heads,
         max_seqlen=shape.max_packed_tokens,
     )

@@ -51,6 +51,7 @@ def packed_shape(config: Config) -> PackedShape | None:
         config.packing.max_packed_seqs,
         config.tokens_per_sequence,
         context_parallel_size=config.pipeline.context_parallel_size,
+        max_document_tokens=config.packing.max_document_tokens,
     )
 
 
@@ -188,7 +189,8 @@ class PackedBatches:
             shape = self._buckets.shape_of(row.lengths, tokens)
             if reason_not_to_fit(row.lengths, shape) is not None:
                 # Of tokens it never has too many: they were drawn for this shape.
-                shape = replace(shape, max_packed_seqs=len(row.lengths) + 1)
+                seqs = max(shape.max_packed_seqs, len(row.lengths) + 1)
+                shape = replace(shape, max_packed_seqs=seqs, max_document_tokens=None)
             packed = pack(row.lengths, shape, where=f"step {step}, microbatch {microbatch}")
             yield self._batch(packed, row)
 

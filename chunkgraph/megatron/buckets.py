@@ -6,7 +6,7 @@ room for many documents costs time also where there are few, and graphs for fewe
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,9 +16,9 @@ from chunkgraph.engine import Agree
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron import packed
 from chunkgraph.megatron.packed import OFFSETS
-from chunkgraph.packing import PackedShape, smallest_that_fits
+from chunkgraph.packing import PackedShape, pack, smallest_that_fits
 
-__all__ = ["ROWS_AT", "BankKey", "Buckets", "resized"]
+__all__ = ["ROWS_AT", "BankKey", "Buckets", "filled_offsets", "resized"]
 
 BankKey = int | tuple[int, int]
 """Which graphs: tokens of the shape; with several numbers of sequences, tokens and sequences."""
@@ -152,25 +152,32 @@ class Buckets:
         (has, _), (rows, seqs) = self._sizes(of), self._sizes(wanted)
         first, *others = args
         made = {name: self._of_name(c, name, value, has, rows) for name, value in kwargs.items()}
-        for name in OFFSETS:
-            offsets = made.get(f"{_PARAMS}{name}")
-            if isinstance(offsets, torch.Tensor):
-                made[f"{_PARAMS}{name}"] = _with_sequences(offsets, seqs)
-        _within_rows(made)
+        shape = replace(self.shapes[rows], max_packed_seqs=seqs)
+        if shape.max_document_tokens is None:
+            for name in OFFSETS:
+                offsets = made.get(f"{_PARAMS}{name}")
+                if isinstance(offsets, torch.Tensor):
+                    made[f"{_PARAMS}{name}"] = _with_sequences(offsets, seqs)
+            _within_rows(made)
+        else:  # no sequence may become longer than kernels are told
+            made |= filled_offsets(made, shape)
         rest = [self._of_name(c, f"argument {i}", v, has, rows) for i, v in enumerate(others, 1)]
         return (resized(first, 0, has, rows), *rest), made
 
     def _of_name(self, c: int, name: str, value: Any, of: int, wanted: int) -> Any:
         if name in ROWS_AT:
-            if name.startswith("rotary_") and _rows_of(value) == of + 1:  # see `fixed_params`
-                of, wanted = of + 1, wanted + 1
+            if name.startswith("rotary_"):
+                longest, other = (self.shapes[size].longest_rows for size in (of, wanted))
+                more = _rows_of(value) == longest + 1  # see `fixed_params`
+                of, wanted = longest + more, other + more
             if isinstance(value, (tuple, list)):
                 return type(value)(resized(v, ROWS_AT[name], of, wanted) for v in value)
             return resized(value, ROWS_AT[name], of, wanted)
         if name.startswith(_PARAMS):
             if isinstance(value, int) and not isinstance(value, bool):
-                if name in _LONGEST and value > of:
-                    return value - of + wanted
+                longest, other = (self.shapes[size].longest_rows for size in (of, wanted))
+                if name in _LONGEST and value >= longest:
+                    return value - longest + other
                 return wanted if value == of else value
             if name == f"{_PARAMS}seq_idx":
                 return resized(value, 1, of, wanted)
@@ -183,6 +190,24 @@ class Buckets:
                 "Use no buckets with it, or warm up with microbatches of every bucket."
             )
         return value
+
+
+def filled_offsets(kwargs: Mapping[str, Any], shape: PackedShape) -> dict[str, torch.Tensor]:
+    """Offsets of a shape that documents fill as far as they can, in the place of given ones."""
+    longest = shape.document_limit // shape.document_multiple * shape.document_multiple
+    longest = longest or shape.document_limit
+    count = shape.max_packed_tokens // shape.padded_length(longest)
+    filled = pack([longest] * min(count, shape.max_documents), shape)
+    made = {}
+    for name in OFFSETS:
+        given = kwargs.get(f"{_PARAMS}{name}")
+        if isinstance(given, torch.Tensor):
+            # Where nobody is told of padding there is none.
+            padded = kwargs.get(f"{_PARAMS}{name}_padded")
+            is_padded = "padded" in name or not isinstance(padded, torch.Tensor)
+            values = filled.cu_seqlens_padded if is_padded else filled.cu_seqlens
+            made[f"{_PARAMS}{name}"] = torch.from_numpy(values).to(given.device, given.dtype)
+    return made
 
 
 def _within_rows(kwargs: dict[str, Any]) -> None:

@@ -140,6 +140,11 @@ PACKING = (
         "fewer, rows at its end that no loss needs are left out.",
     ),
     _Count(
+        "--cuda-graph-max-document-tokens",
+        "Rows of the longest document in such a microbatch (default: all). A step with a longer "
+        "one runs eagerly; kernels whose work grows with the longest sequence have less to do.",
+    ),
+    _Count(
         "--cuda-graph-packed-buckets",
         "Shorter microbatches that are captured too, as parts of those tokens or as numbers of "
         "tokens above 1; each microbatch takes the smallest that holds all rows that a loss needs.",
@@ -175,6 +180,7 @@ class GraphFlags:
         num_warmup_steps: eager steps before the capture, Megatron's ``--cuda-graph-warmup-steps``.
         max_packed_seqs: sequences of a packed microbatch; 0: none are packed.
         max_packed_tokens: its tokens; None: the sequence length.
+        max_document_tokens: those of its longest document; None: all.
         packed_buckets: lengths of shorter ones that are captured too.
         packed_seq_buckets: fewer sequences that are captured too.
         contexts: context-parallel sizes of packed microbatches; None: all have the model's.
@@ -194,6 +200,7 @@ class GraphFlags:
     num_warmup_steps: int = 1
     max_packed_seqs: int = 0
     max_packed_tokens: int | None = None
+    max_document_tokens: int | None = None
     packed_buckets: tuple[float, ...] = ()
     packed_seq_buckets: tuple[int, ...] = ()
     contexts: ContextSizes | None = None

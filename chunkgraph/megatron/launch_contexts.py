@@ -13,7 +13,7 @@ from chunkgraph.packing import ContextLimits
 __all__ = ["changing_limits", "changing_refusals"]
 
 _SIZES = CONTEXTS[0].name
-_TOKENS, _BUCKETS, _SEQ_BUCKETS = (flag.name for flag in PACKING[1:])
+_TOKENS, _DOCUMENT, _BUCKETS, _SEQ_BUCKETS = (flag.name for flag in PACKING[1:])
 
 
 def changing_refusals(flags: GraphFlags, args: argparse.Namespace) -> list[str]:
@@ -40,6 +40,10 @@ def changing_refusals(flags: GraphFlags, args: argparse.Namespace) -> list[str]:
             f"{asked} with --micro-batch-size {_of(args, 'micro_batch_size')}: a microbatch is one "
             f"row of documents; use 1, and {_TOKENS} for its length"
         ): (_of(args, "micro_batch_size") or 1) > 1,
+        (
+            f"{asked} with {_DOCUMENT}: a document may have as many tokens as the most ranks hold; "
+            "leave one of them out"
+        ): flags.max_document_tokens is not None,
         (
             f"{asked} with {_BUCKETS}: banks of several lengths were not joined to a pretrain "
             "script; leave one of them out"

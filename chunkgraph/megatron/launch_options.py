@@ -33,8 +33,8 @@ Flags that chunk graphs bring to the script:
   --cuda-graph-verify {none,poison,shadow} and, in replayed steps,
   --cuda-graph-num-verify-steps N, --cuda-graph-verify-every N
   --cuda-graph-max-packed-seqs [N]         packed documents (--sft); with
-  --cuda-graph-max-packed-tokens N, --cuda-graph-packed-buckets N ...,
-  --cuda-graph-packed-seq-buckets N ..., and
+  --cuda-graph-max-packed-tokens N, --cuda-graph-max-document-tokens N,
+  --cuda-graph-packed-buckets N ..., --cuda-graph-packed-seq-buckets N ..., and
   --cuda-graph-cp-sizes N ..., -cp-eager-sizes N ..., -cp-schedule {smallest,
   random}: ranks that share a microbatch, as many as its documents need
   --cuda-graph-on-failure {raise,eager}    after a capture that failed

@@ -11,7 +11,7 @@ from chunkgraph.packing import PackedShape, bucket_shapes
 
 __all__ = ["packed_shape", "packing_refusals"]
 
-_SEQS, _TOKENS, _BUCKETS, _SEQ_BUCKETS = (flag.name for flag in PACKING)
+_SEQS, _TOKENS, _DOCUMENT, _BUCKETS, _SEQ_BUCKETS = (flag.name for flag in PACKING)
 _SOURCES = ("sft", "dataloader_inter_document_masking")
 """Megatron's flags with which its data sets say where documents begin."""
 
@@ -76,7 +76,8 @@ def packed_shape(flags: GraphFlags, args: argparse.Namespace) -> PackedShape | N
     if not flags.max_packed_seqs or flags.contexts is not None:
         return None
     size = _of(args, "context_parallel_size", 1)
-    return PackedShape(flags.max_packed_seqs, flags.max_packed_tokens or _rows(args), size)
+    rows = flags.max_packed_tokens or _rows(args)
+    return PackedShape(flags.max_packed_seqs, rows, size, flags.max_document_tokens)
 
 
 def _refusals_of_contexts(asked: str, args: argparse.Namespace) -> list[str]:

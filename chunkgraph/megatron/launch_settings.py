@@ -262,6 +262,11 @@ def _of_packing(packing: PackingConfig) -> list[Setting]:
     if packing.max_packed_tokens is not None:
         tokens = (str(packing.max_packed_tokens),)
         found.append(Setting("packing.max_packed_tokens", "--cuda-graph-max-packed-tokens", tokens))
+    if packing.max_document_tokens is not None:
+        longest = (str(packing.max_document_tokens),)
+        found.append(
+            Setting("packing.max_document_tokens", "--cuda-graph-max-document-tokens", longest)
+        )
     if packing.buckets:
         sizes = tuple(f"{size:.17g}" for size in packing.buckets)
         found.append(Setting("packing.buckets", "--cuda-graph-packed-buckets", sizes))

@@ -22,6 +22,8 @@ __all__ = ["choose_device", "seed_everything", "training_process"]
 def choose_device(config: Config) -> torch.device:
     """The device of this process, by ``config.device`` and LOCAL_RANK.
 
+    Ranks share GPUs only with ``NCCL_MULTI_RANK_GPU_ENABLE=1``, with which NCCL lets them.
+
     Raises:
         ConfigError: a GPU is asked for and this process has none.
     """
@@ -29,6 +31,8 @@ def choose_device(config: Config) -> torch.device:
     if config.device == "cpu" or (config.device == "auto" and num_devices == 0):
         return torch.device("cpu")
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if num_devices and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":
+        local_rank %= num_devices
     if local_rank >= num_devices:
         raise ConfigError(
             f"device is {config.device}, but local rank {local_rank} finds {num_devices} GPUs. "

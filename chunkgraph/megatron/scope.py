@@ -84,6 +84,7 @@ class CapturedPart:
         self._names = _positional_names(self._eager)
         self._optional = _none_by_default(self._eager)
         self._has_mamba = bool(compat.mamba_mixers_of(self.modules))
+        self._leave_mamba: Callable[[], None] = lambda: None
 
     def chunk(self) -> Chunk:
         """What the engine captures."""
@@ -111,6 +112,7 @@ class CapturedPart:
 
     def divert_to(self, call: Callable[..., Any]) -> None:
         """Send the module's training forwards to the engine."""
+        self._leave_mamba = compat.clear_mamba_padding(self.modules)
         module, num_named = self.module, len(self._names)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -142,6 +144,7 @@ class CapturedPart:
 
     def restore(self) -> None:
         """Give the module the forward of its class back."""
+        self._leave_mamba()
         self.module.__dict__.pop("forward", None)
 
     def _take_input(self, given: dict[str, Any]) -> Any:

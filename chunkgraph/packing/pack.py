@@ -18,7 +18,9 @@ A graph holds the flag as a constant, and any microbatch may have a tail. So it 
 capture.
 
 ``max_seqlen`` is T for the same reason. It bounds the rows of a sequence, the dummy's too: fused
-RoPE visits that many rows of each, and the dummy of a short microbatch takes nearly all.
+RoPE visits that many rows of each and has a table of as many, and the dummy of a short microbatch
+takes nearly all. Where documents are known to be shorter, it is the longest that one may be, and
+no dummy has more rows either: the tail has as many as it needs.
 """
 
 from __future__ import annotations
@@ -44,9 +46,10 @@ class PackedSequences:
 
     shape: PackedShape
     cu_seqlens: NDArray[np.int32]
-    """Offsets in tokens, [N + 1]; entries after the last document repeat its end."""
+    """Offsets in tokens, [S + 1]; entries after the last document repeat its end. S is N, or more
+    with a limit on documents (`PackedShape.num_sequences`)."""
     cu_seqlens_padded: NDArray[np.int32]
-    """Offsets in rows, [N + 1]; the dummy, and every empty sequence after it, ends at T."""
+    """Offsets in rows, [S + 1]; the last dummy, and every empty sequence after it, ends at T."""
     position_ids: NDArray[np.int64]
     """Place of each row in its document, [T]; 0 in padding."""
     padding_mask: NDArray[np.bool_]
@@ -56,7 +59,7 @@ class PackedSequences:
     num_valid_tokens: int
     """Tokens of all documents."""
     max_seqlen: int
-    """The most rows that any sequence of this shape can take, a constant: T."""
+    """The most rows that any sequence of this shape can take, a constant: T without a limit."""
     num_documents: int
 
     def place(self, values: NDArray[_Value], fill: object = 0) -> NDArray[_Value]:
@@ -121,12 +124,16 @@ def pack(lengths: Lengths, shape: PackedShape, *, where: str = "") -> PackedSequ
     num_documents, num_rows = tokens.size, int(rows.sum())
     token_ends, row_ends = np.cumsum(tokens), np.cumsum(rows)
 
-    cu_seqlens = np.full(shape.max_packed_seqs + 1, token_ends[-1], dtype=np.int32)
+    cu_seqlens = np.full(shape.num_sequences + 1, token_ends[-1], dtype=np.int32)
     cu_seqlens[0] = 0
     cu_seqlens[1 : num_documents + 1] = token_ends
-    cu_seqlens_padded = np.full(shape.max_packed_seqs + 1, shape.max_packed_tokens, dtype=np.int32)
+    cu_seqlens_padded = np.full(shape.num_sequences + 1, shape.max_packed_tokens, dtype=np.int32)
     cu_seqlens_padded[0] = 0
     cu_seqlens_padded[1 : num_documents + 1] = row_ends
+    dummies = np.arange(1, shape.num_sequences - num_documents + 1)
+    cu_seqlens_padded[num_documents + 1 :] = np.minimum(
+        num_rows + dummies * shape.longest_rows, shape.max_packed_tokens
+    )
 
     document = np.repeat(np.arange(num_documents, dtype=np.int32), rows)
     position = np.arange(num_rows, dtype=np.int64) - np.repeat(row_ends - rows, rows)
@@ -146,7 +153,7 @@ def pack(lengths: Lengths, shape: PackedShape, *, where: str = "") -> PackedSequ
         padding_mask=padding_mask,
         seq_idx=seq_idx,
         num_valid_tokens=int(token_ends[-1]),
-        max_seqlen=shape.max_packed_tokens,
+        max_seqlen=shape.longest_rows,
         num_documents=int(num_documents),
     )
 

@@ -44,8 +44,9 @@ class PackedShape:
             together; a multiple of 2 C when C is above 1.
         context_parallel_size: C. Above 1 every document is padded to a multiple of 2 C rows,
             because each rank holds two of the 2 C pieces of every document.
-        max_document_tokens: Tokens that one document may have, for models whose position tables
-            end before T; None allows T.
+        max_document_tokens: Tokens that one document may have; None allows T. Kernels are then told
+            of no longer sequence, so that the tail is spread over several dummies, which come on
+            top of N.
 
     Raises:
         PackingError: A size is out of its range.
@@ -103,6 +104,16 @@ class PackedShape:
         """Tokens that one document may have."""
         limit = self.max_document_tokens
         return self.max_packed_tokens if limit is None else limit
+
+    @property
+    def longest_rows(self) -> int:
+        """The most rows that a sequence can take, a document or a dummy."""
+        return self.padded_length(self.document_limit)
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that offsets tell of: N, and what dummies the longest tail needs besides."""
+        return self.max_documents + -(-self.max_packed_tokens // self.longest_rows)
 
     @property
     def tokens_per_rank(self) -> int:

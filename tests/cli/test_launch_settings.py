@@ -174,10 +174,11 @@ def test_what_asks_for_nothing_is_not_said(given: list[str]) -> None:
 def test_packed_sequences_of_the_file_are_flags() -> None:
     packing = ["packing.max_packed_seqs=4", "packing.buckets=[0.25,8]", "packing.seq_buckets=[3,2]"]
     packing += ["device=cuda", "model.layer_spec=transformer_engine", "train.micro_batch_size=1"]
-    flags = _flags(_load(*packing, "packing.max_packed_tokens=12"))
+    flags = _flags(_load(*packing, "packing.max_packed_tokens=12", "packing.max_document_tokens=7"))
     at = flags.index("--cuda-graph-max-packed-seqs")
     assert flags[at:] == [
         *("--cuda-graph-max-packed-seqs", "4", "--cuda-graph-max-packed-tokens", "12"),
+        *("--cuda-graph-max-document-tokens", "7"),
         *("--cuda-graph-packed-buckets", "0.25", "8"),
         *("--cuda-graph-packed-seq-buckets", "3", "2"),
     ]

@@ -215,3 +215,31 @@ def test_the_help_fits_a_narrow_terminal(
     with pytest.raises(SystemExit):
         main(["packing", "--help"])
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+
+
+def test_a_limit_on_documents(numbers, capsys):
+    limited = (numbers, "--max-packed-tokens", "128", "--max-document-tokens", "40", "--json")
+    found = json.loads(run(capsys, *limited)[1])
+    assert found["max_document_tokens"] == 40
+    assert found["num_documents_above_capacity"] == 200
+    assert found["flags"][-2:] == ["--cuda-graph-max-document-tokens", "40"]
+    assert found["recommended"]["num_misfits"] == 0  # they were cut
+    kept = json.loads(run(capsys, *limited, "--long-documents", "keep")[1])
+    assert kept["candidates"][-1]["num_misfits"] > 0.2 * kept["num_microbatches"]
+    code, out, _ = run(capsys, *limited[:-1])
+    assert code == 0
+    assert "packing.max_document_tokens=40" in out
+    assert max(map(len, out.splitlines()[1:])) <= 80
+    for wrong, said in (("0", "is below 1"), ("129", "more than max_packed_tokens 128")):
+        code, _, err = run(capsys, *limited[:3], "--max-document-tokens", wrong)
+        assert code == 2
+        assert said in err
+
+
+def test_fewer_sequences_are_as_many_as_kernels_are_started_for(tmp_path, capsys):
+    path = tmp_path / "packed.txt"
+    # Of a hundred microbatches 95 have 40 documents, the others 300.
+    path.write_text("\n".join(" ".join(["1"] * (300 if i % 20 == 0 else 40)) for i in range(100)))
+    found = json.loads(run(capsys, str(path), "--target-fallback", "0%", "--json")[1])
+    assert found["recommended"]["max_packed_seqs"] == 301
+    assert found["seq_buckets"] == [64]

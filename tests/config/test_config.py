@@ -241,6 +241,25 @@ def test_bad_override_says_which_and_why(small: Path, override: str, parts: list
             ["999 documents do not fit in the", "tokens of a microbatch"],
         ),
         ("packing.max_packed_tokens=64", ConfigError, ["packing is off", "max_packed_seqs is 0"]),
+        ("packing.max_document_tokens=9", ConfigError, ["max_document_tokens is 9", "is off"]),
+        (
+            "packing.max_packed_seqs=8; train.micro_batch_size=1; packing.max_document_tokens=9999",
+            ConfigError,
+            ["packing.max_document_tokens is 9999, more than the", "tokens of a microbatch"],
+        ),
+        (
+            "packing.max_packed_seqs=8; train.micro_batch_size=1; packing.max_document_tokens=0",
+            ConfigError,
+            ["packing.max_document_tokens is 0", "greater than 0"],
+        ),
+        (
+            (
+                "packing.max_packed_seqs=8; packing.max_document_tokens=9; "
+                "train.micro_batch_size=1; packing.context_parallel_sizes=[1]"
+            ),
+            ConfigError,
+            ["max_document_tokens is 9 with packing.context_parallel_sizes", "to null"],
+        ),
         (
             "packing.max_packed_seqs=8; train.micro_batch_size=2",
             ConfigError,

@@ -97,11 +97,9 @@ class Switch:
 
     Attributes:
         shared: all slots read ``seq_idx`` from one buffer, which each forward fills.
-        tail: put in the place of all rows of the last sequence, unless None.
     """
 
     shared = False
-    tail: float | None = None
     buffer: torch.Tensor | None = None
 
 
@@ -133,9 +131,6 @@ def split_conv1d_scan(
                 Switch.buffer = seq_idx.clone()
             Switch.buffer.data.copy_(seq_idx)  # where autograd does not see it, as of a kernel
             seq_idx = Switch.buffer
-        if Switch.tail is not None:
-            is_tail = seq_idx == seq_idx[:, -1:]
-            zxbcdt = zxbcdt.masked_fill(is_tail[..., None], Switch.tail)
     inputs = (zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D)
     return _Mixed.apply((headdim, ngroups), seq_idx, *inputs)
 

@@ -20,6 +20,7 @@ import context_probe
 import fault_probe
 import packed_probe
 import receive_probe
+import unpadded_probe
 from torch import nn
 
 from chunkgraph.config import config_from_mapping
@@ -55,6 +56,8 @@ def run_case(case: dict[str, Any], eager_runs: EagerRuns) -> Any:
             return receive_probe.run(config, device, case, eager_runs.of)
         if case.get("probe") == "packed":
             return packed_probe.run(config, device, case)
+        if case.get("probe") == "unpadded":
+            return unpadded_probe.run(config, device, case)
         if case.get("probe") == "bench":
             return bench_probe.run(config, device, case)
         if case.get("probe") == "context":

@@ -73,6 +73,11 @@ def split_poisoned() -> Any:
     return _spec(PoisonedSplitCore)
 
 
+def split_latent() -> Any:
+    """The local spec of multi-latent attention with `SplitCore`."""
+    return _with_core(SplitCore, multi_latent_attention=True)
+
+
 def split_experts() -> Any:
     """The local spec of four experts with `PoisonedSplitCore`."""
     return _with_core(PoisonedSplitCore, num_experts=4)

@@ -152,6 +152,10 @@ def test_the_shape_of_packed_sequences() -> None:
     flags = settle_arguments(args, on_cpu=True)
     assert flags is not None
     assert packed_shape(flags, args) == PackedShape(4, 12)
+    args = arguments(**PACKED, cuda_graph_max_document_tokens=7)
+    flags = settle_arguments(args, on_cpu=True)
+    assert flags is not None
+    assert packed_shape(flags, args) == PackedShape(4, 16, max_document_tokens=7)
     args = arguments(**{**PACKED, "sft": False}, dataloader_inter_document_masking=True)
     assert settle_arguments(args, on_cpu=True) is not None
 
@@ -195,6 +199,10 @@ def test_the_shape_of_packed_sequences() -> None:
             "--cuda-graph-packed-buckets with --fp8-format: ",
         ),
         ({"cuda_graph_packed_buckets": [99.0]}, "seqs 4: A bucket of 99.0: "),
+        (
+            {"cuda_graph_max_document_tokens": 17},
+            "seqs 4: max_document_tokens is 17, more than max_packed_tokens 16",
+        ),
         (
             {"cuda_graph_packed_seq_buckets": [4]},
             "--cuda-graph-packed-seq-buckets 4: give 2 or more, and less than ",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -72,6 +74,46 @@ def test_a_call_of_another_bucket_is_as_that_bucket_would_have_it() -> None:
         assert np.all(np.diff(kwargs["packed_seq_params.cu_seqlens_q"].numpy()) >= 0)
     with pytest.raises(ConfigError, match=r"Chunk 1 takes bias of shape .*bucket of 8 tokens"):
         _buckets().derive(1, (None,), {"bias": torch.ones(32, 2)}, 32, 8)
+
+
+def test_no_sequence_of_another_bucket_is_longer_than_a_document_may_be() -> None:
+    """Offsets are made anew; tables and the longest sequence are those of the wanted bucket."""
+    shape = PackedShape(5, 32, max_document_tokens=10)
+    buckets = Buckets(bucket_shapes(shape, [0.25]), [3])
+
+    def call(tokens: int, seqs: int) -> dict[str, Any]:
+        packed = pack([3, 2], replace(buckets.shapes[tokens], max_packed_seqs=seqs))
+        return {
+            "rotary_pos_emb": torch.ones(packed.max_seqlen, 1, 1, 2),
+            "packed_seq_params.cu_seqlens_q": torch.from_numpy(packed.cu_seqlens),
+            "packed_seq_params.cu_seqlens_kv": "the same tensor as cu_seqlens_q",
+            "packed_seq_params.cu_seqlens_q_padded": torch.from_numpy(packed.cu_seqlens_padded),
+            "packed_seq_params.max_seqlen_q": packed.max_seqlen,
+        }
+
+    for of, wanted in itertools.permutations(buckets.banks, 2):
+        made_of = call(*of)
+        _, made = buckets.derive(0, (torch.ones(of[0], 1, 2),), made_of, of, wanted)
+        expected = call(*wanted)
+        for name, value in expected.items():
+            if isinstance(value, torch.Tensor):
+                assert (made[name].shape, made[name].dtype) == (value.shape, value.dtype), name
+            else:
+                assert made[name] == value, name
+        rows = made["packed_seq_params.cu_seqlens_q_padded"]
+        tokens = made["packed_seq_params.cu_seqlens_q"]
+        assert rows[-1] == wanted[0]
+        assert rows.diff().max() <= expected["packed_seq_params.max_seqlen_q"]
+        assert (tokens.diff() <= rows.diff()).all()
+    # Of a script whose documents fill all rows, and whose table has one row more.
+    only = {
+        "rotary_pos_emb": torch.ones(11, 1, 1, 2),
+        "packed_seq_params.cu_seqlens_q": torch.tensor([0, 9, 18, 27, 32, 32, 32, 32]).int(),
+        "packed_seq_params.max_seqlen_q": 11,
+    }
+    _, made = buckets.derive(0, (torch.ones(32, 1, 2),), only, (32, 5), (8, 3))
+    assert made["rotary_pos_emb"].size(0) == made["packed_seq_params.max_seqlen_q"] == 9
+    assert made["packed_seq_params.cu_seqlens_q"].tolist() == [0, 8, 8, 8]
 
 
 def test_a_document_that_is_cut_has_no_more_tokens_than_rows() -> None:

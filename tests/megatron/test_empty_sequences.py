@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -47,3 +48,14 @@ def test_the_same_documents_among_more_sequences(tmp_path: Path) -> None:
     assert all(one["ms"] > 0 and len(one["ms_all"]) == 2 for one in found["measured"])
     assert result.stdout.count(" ms, ") == 3
     assert all(one["error"] is None for one in found["measured"])
+
+
+def test_documents_are_cut_to_their_limit() -> None:
+    path = ROOT / "benchmarks" / "empty_sequences.py"
+    spec = importlib.util.spec_from_file_location("empty_sequences", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module._lengths(128, None) == [2, 4, 6, 10, 14, 20, 32, 40]
+    assert module._lengths(128, 16) == [2, 4, 6, 10, 14, 16, 4, 16, 16, 16, 16, 8]

@@ -20,12 +20,6 @@ from typing import Any
 
 import pytest
 
-_KERNELS = (
-    "mamba_ssm.ops.triton.ssd_combined",
-    "mamba_ssm.ops.triton.layernorm_gated",
-    "causal_conv1d.cpp_functions",
-    "einops",
-)
 _CHUNK = {"scope": "chunk"}
 _ROWS = 256
 
@@ -39,13 +33,8 @@ def _needs_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     if importlib.util.find_spec("transformer_engine") is None:
         pytest.skip("Transformer Engine is not installed")
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    for name in _KERNELS:
-        try:
-            importlib.import_module(name)
-        except ImportError as error:
-            pytest.skip(f"{name} cannot be imported ({error})")
-    if importlib.util.find_spec("mamba_ssm.utils.determinism") is None:
-        pytest.skip("this mamba_ssm has no deterministic mode; release 2.3 has")
+    if missing := importlib.import_module("mamba_needs").missing_kernels():
+        pytest.skip(missing)
     monkeypatch.setenv("MAMBA_DETERMINISTIC", "1")
 
 

@@ -234,6 +234,38 @@ def test_a_step_that_does_not_fit_runs_eagerly(chunks: list[Any], graphs: Any) -
     assert graphs.counters.fallbacks == {"capture warmup": 1, "packing overflow": 3}
 
 
+def test_sequences_no_longer_than_a_document_may_be(chunks: list[Any]) -> None:
+    """The tail is several sequences; as many rows as without the limit, and the same losses."""
+    from chunkgraph.megatron.plugin import attach
+
+    shape = PackedShape(6, 32, max_document_tokens=9)
+    packings = [[[9, 8, 6], [3]], [[1], [9, 9, 9, 5]], [[2, 2, 2, 2, 2], [9]]]
+
+    def batches(pair: list[list[int]], of: PackedShape) -> list[dict[str, Any]]:
+        return [_batch(lengths, seed, of) for seed, lengths in enumerate(pair)]
+
+    plain = [_flight(chunks[0], batches(pair, _SHAPE)) for pair in packings]
+    limited = [_flight(chunks[0], batches(pair, shape)) for pair in packings]
+    graphs = attach(chunks, scope="block", num_slots=[2], packing=shape)
+    try:
+        for pair, one, other in zip(packings, plain, limited, strict=True):
+            made = batches(pair, shape)
+            assert made[0]["packed_seq_params"].max_seqlen_q == 9
+            assert made[0]["packed_seq_params"].cu_seqlens_q.numel() == 10
+            run = graphs.wrap_forward_backward(lambda made=made, **_: _flight(chunks[0], made))
+            found = run(num_microbatches=2, packings=pair)
+            assert _differing(found, other) == []
+            for number, lengths in enumerate(pair):
+                name, end = f"losses {number}", sum(lengths)
+                torch.testing.assert_close(found[name][0, :end], one[name][0, :end])
+        assert graphs.counters.replays == 4
+        wrapped = graphs.wrap_forward_backward(lambda **_: None)
+        wrapped(num_microbatches=1, packings=[[10, 1]])
+        assert graphs.counters.packing_overflows == {"a document is longer than allowed": 1}
+    finally:
+        graphs.detach()
+
+
 def test_what_differs_from_the_capture_is_named(chunks: list[Any], graphs: Any) -> None:
     def call(change: Any) -> None:
         batch = _batch([4, 5])

@@ -131,6 +131,12 @@ def test_a_pipeline(
         **once(
             {"pp2_buckets": make_case([2, 1, 3], buckets=(0.5, 40), pipeline_model_parallel_size=2)}
         ),
+        "experts_pp2": make_case(
+            [2, 1],
+            moe=_EXPERTS,
+            pipeline_model_parallel_size=2,
+            **{**_WITH_EXPERTS, "model": {**_WITH_EXPERTS["model"], "num_layers": 2}},
+        ),
         # Shared by data-parallel ranks, each of which shares its documents with another rank.
         "ep2": make_case(
             [2, 3],
@@ -144,6 +150,7 @@ def test_a_pipeline(
     results = run_equal(cases, 4)
     _check(results)
     _check_experts(results["ep2"])
+    _check_experts(results["experts_pp2"])
 
 
 def _check_experts(result: dict[str, Any]) -> None:

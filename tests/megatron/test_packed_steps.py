@@ -89,11 +89,13 @@ def step(models: list[Model]) -> Iterator[Step]:
         each: Callable[..., None] = forward_step,
         num_microbatches: int = 2,
         most: int = ROWS,
+        longest: int | None = None,
         buckets: Sequence[float] = (),
         iterators: Any = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        shapes = bucket_shapes(PackedShape(4, most), buckets)
+        shape = PackedShape(4, most, max_document_tokens=longest)
+        shapes = bucket_shapes(shape, buckets)
         by_rows = {s.max_packed_tokens: s for s in shapes}
         graphs: Any = SimpleNamespace(buckets=by_rows, packed_shapes=tuple(shapes))
         steps.append(PackedSteps(graphs, models, 3))
@@ -136,6 +138,17 @@ def test_the_model_gets_offsets_of_fixed_shape(step: Step, models: list[Model]) 
     assert fits.max_seqlen_q == fits.max_seqlen_kv == ROWS + 1
     assert too_many.cu_seqlens_q.tolist() == [0, 3, 5, 7, 12]  # the script's own
     assert too_many.max_seqlen_q == ROWS
+
+
+def test_no_document_is_longer_than_allowed(step: Step, models: list[Model]) -> None:
+    """What is left of a sample belongs to its last document."""
+    given = step([batch(5, 10, 12), batch(4, 12)], longest=7)
+    assert given["packings"] == [(5, 5, 2), (4, 8)]
+    (_, fits), (_, too_long) = models[0].seen
+    assert fits.cu_seqlens_q.tolist() == [0, 5, 10, 12, 12, 12]
+    assert fits.max_seqlen_q == fits.max_seqlen_kv == 8
+    assert too_long.cu_seqlens_q.tolist() == [0, 4, 12]
+    assert too_long.max_seqlen_q == ROWS
 
 
 def test_empty_documents_and_several_samples(step: Step) -> None:

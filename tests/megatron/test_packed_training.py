@@ -33,6 +33,7 @@ def make_case(make_config: Callable[..., Any], write_documents: Callable[..., Pa
         stash: dict[str, Any] | None = None,
         buckets: tuple[float, ...] = (),
         seq_buckets: tuple[int, ...] = (),
+        longest: int | None = None,
         **pipeline: Any,
     ) -> dict[str, Any]:
         return {
@@ -51,6 +52,7 @@ def make_case(make_config: Callable[..., Any], write_documents: Callable[..., Pa
                 packing={
                     "max_packed_seqs": seqs,
                     "max_packed_tokens": _TOKENS,
+                    "max_document_tokens": longest,
                     "buckets": list(buckets),
                     "seq_buckets": list(seq_buckets),
                 },
@@ -189,6 +191,32 @@ def test_length_buckets(run_equal: Callable[..., Any], make_case: Case) -> None:
     assert len(replays) > 2
     assert sum(replays.values()) == 7
     assert set(replays) <= {f"{t} tokens, {n} sequences" for t in (42, 48) for n in (4, 5, 16)}
+
+
+def test_documents_that_are_too_long(run_equal: Callable[..., Any], make_case: Case) -> None:
+    """Their steps are eager; the others have graphs of sequences no longer than allowed."""
+    from chunkgraph.data import Documents
+
+    counts, longest = [2, 3, 1, 4, 2, 3, 1], 22
+    cases = {
+        "limited": make_case(
+            counts,
+            model={"num_layers": 1},
+            longest=longest,
+            buckets=(42,),
+            seq_buckets=(4,),
+            verify="poison",
+        )
+    }
+    path = cases["limited"]["config"]["data"]["path"]
+    documents = Documents.from_file(path, num_tokens=_TOKENS, seed=1234)
+    too_long = [
+        step
+        for step, count in enumerate(counts)
+        if any(max(documents.lengths(step, m)) > longest for m in range(count))
+    ]
+    assert too_long == [3, 5]
+    _check(run_equal(cases, 1), {"limited": too_long})
 
 
 def test_length_buckets_on_two_ranks(run_equal: Callable[..., Any], make_case: Case) -> None:

@@ -234,6 +234,11 @@ def packed() -> Any:
     return _with_core(PackedCore)
 
 
+def packed_latent() -> Any:
+    """The local spec of multi-latent attention with `PackedCore`."""
+    return _with_core(PackedCore, multi_latent_attention=True)
+
+
 def packed_experts() -> Any:
     """The local spec of four experts with `PackedCore`."""
     return _with_core(PackedCore, num_experts=4)

@@ -18,10 +18,12 @@ def fitting(draw: st.DrawFn) -> tuple[list[int], PackedShape]:
     size = draw(st.sampled_from([1, 1, 2, 3, 4]))
     multiple = 1 if size == 1 else 2 * size
     rows = sum(-(-length // multiple) for length in lengths)
+    num_rows = multiple * (rows + draw(st.integers(0, 5)))
     shape = PackedShape(
         max_packed_seqs=len(lengths) + 1 + draw(st.integers(0, 4)),
-        max_packed_tokens=multiple * (rows + draw(st.integers(0, 5))),
+        max_packed_tokens=num_rows,
         context_parallel_size=size,
+        max_document_tokens=draw(st.none() | st.integers(max(lengths), num_rows)),
     )
     return lengths, shape
 
@@ -38,9 +40,11 @@ def test_rows_are_what_a_loop_over_documents_gives(drawn):
         rows += [(document, position, False) for position in range(length)]
         rows += [(len(lengths), 0, True)] * (padded - length)
     rows += [(len(lengths), 0, True)] * (shape.max_packed_tokens - len(rows))
-    empty = shape.max_packed_seqs - len(lengths)
+    empty = shape.num_sequences - len(lengths)
+    for _ in range(empty):
+        cu_padded.append(min(cu_padded[-1] + shape.longest_rows, shape.max_packed_tokens))
     assert packed.cu_seqlens.tolist() == cu_seqlens + [cu_seqlens[-1]] * empty
-    assert packed.cu_seqlens_padded.tolist() == cu_padded + [shape.max_packed_tokens] * empty
+    assert packed.cu_seqlens_padded.tolist() == cu_padded
     found = zip(packed.seq_idx, packed.position_ids, packed.padding_mask, strict=True)
     assert [(int(i), int(p), bool(m)) for i, p, m in found] == rows
     assert packed.num_documents == len(lengths)
@@ -50,7 +54,8 @@ def test_rows_are_what_a_loop_over_documents_gives(drawn):
 def test_shapes_depend_on_the_shape_alone_and_tokens_are_conserved(drawn):
     lengths, shape = drawn
     packed = pack(lengths, shape)
-    num_seqs, num_rows = shape.max_packed_seqs, shape.max_packed_tokens
+    num_seqs, num_rows = shape.num_sequences, shape.max_packed_tokens
+    assert shape.max_document_tokens is not None or num_seqs == shape.max_packed_seqs
     assert packed.cu_seqlens.shape == packed.cu_seqlens_padded.shape == (num_seqs + 1,)
     assert packed.cu_seqlens.dtype == packed.cu_seqlens_padded.dtype == np.int32
     for array, dtype in (
@@ -60,7 +65,7 @@ def test_shapes_depend_on_the_shape_alone_and_tokens_are_conserved(drawn):
     ):
         assert array.shape == (num_rows,)
         assert array.dtype == dtype
-    assert packed.max_seqlen == num_rows
+    assert packed.max_seqlen == shape.longest_rows
     assert packed.num_valid_tokens == sum(lengths) == (~packed.padding_mask).sum()
     assert packed.cu_seqlens[-1] == sum(lengths)
     assert packed.cu_seqlens_padded[-1] == num_rows
@@ -114,6 +119,11 @@ def test_a_worked_example():
     assert packed.seq_idx.tolist() == [0, 0, 0, 1, 1, 2, 2, 2]
     with pytest.raises(PackingError, match="rank 1 is outside"):
         packed.rows_of_rank(1)
+    limited = pack([3, 2], PackedShape(4, 16, max_document_tokens=4))
+    assert limited.cu_seqlens.tolist() == [0, 3, 5, 5, 5, 5, 5, 5]
+    assert limited.cu_seqlens_padded.tolist() == [0, 3, 5, 9, 13, 16, 16, 16]
+    assert limited.max_seqlen == 4
+    assert limited.seq_idx.tolist() == [0, 0, 0, 1, 1] + [2] * 11
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,12 @@ def test_a_limit_on_documents_alone():
     assert reason_not_to_fit([5, 5], shape) is None
     assert reason_not_to_fit([6], shape) is OverflowReason.DOCUMENT_TOO_LONG
     assert [bucket.max_document_tokens for bucket in shape.buckets()] == [4, 5, 5]
+    # As many documents as without it, and as many dummies as the longest tail needs.
+    assert [(b.longest_rows, b.num_sequences) for b in shape.buckets()] == [(4, 4), (5, 5), (5, 7)]
+    assert {b.max_documents for b in shape.buckets()} == {3}
+    assert (PackedShape(4, 16).longest_rows, PackedShape(4, 16).num_sequences) == (16, 4)
+    split = PackedShape(4, 16, 2, max_document_tokens=5)
+    assert (split.longest_rows, split.num_sequences) == (8, 5)
 
 
 @given(lengths_of_documents, st.integers(1, 20), st.sampled_from([1, 2]))

@@ -46,6 +46,7 @@ from chunkgraph.megatron.compat.hybrid import (
     mamba_mixers_of,
     packed_mamba_rows,
 )
+from chunkgraph.megatron.compat.mamba_padding import clear_mamba_padding, rows_without_token
 from chunkgraph.megatron.compat.moe_dispatch import patch_router, static_dispatch
 from chunkgraph.megatron.compat.moe_padding import PaddedRouting, kept_of_tokens
 from chunkgraph.megatron.compat.moe_state import (
@@ -111,6 +112,7 @@ __all__ = [
     "call_parameter_gather_hooks",
     "can_recompute_hybrid_layers",
     "capture_flag",
+    "clear_mamba_padding",
     "count_documents_on_cpu",
     "default_groups",
     "factor_for_all",
@@ -157,6 +159,7 @@ __all__ = [
     "rng_is_graph_safe",
     "rope_rows",
     "routers_of",
+    "rows_without_token",
     "running_metrics",
     "same_attention",
     "seed_model_parallel",

@@ -9,15 +9,13 @@ import torch
 
 from chunkgraph.errors import ConfigError, ReplayMismatchError
 from chunkgraph.megatron import packed
-from chunkgraph.megatron.buckets import ROWS_AT, resized
+from chunkgraph.megatron.buckets import ROWS_AT, filled_offsets, resized
 from chunkgraph.megatron.contexts.groups import ContextGroups
 from chunkgraph.megatron.contexts.key import ContextBank
-from chunkgraph.megatron.packed import OFFSETS
 from chunkgraph.packing import (
     ContextLimits,
     ContextSchedule,
     PackedShape,
-    pack,
     reason_not_to_fit,
 )
 
@@ -143,48 +141,37 @@ class ContextBanks:
         assert isinstance(of, ContextBank)
         assert isinstance(wanted, ContextBank)
         first, *others = args
-        made = {name: _derived(c, name, value, of, wanted) for name, value in kwargs.items()}
+        longest = (self.shape(of).longest_rows, self.shape(wanted).longest_rows)
+        made = {n: _derived(c, n, value, of, wanted, longest) for n, value in kwargs.items()}
         if of.num_packed_tokens != wanted.num_packed_tokens or of.size != wanted.size:
-            made |= self._offsets(kwargs, wanted)
-        rest = [_derived(c, f"argument {i}", v, of, wanted) for i, v in enumerate(others, 1)]
+            # Its ranks may not be able to share the given ones, and passes before a capture really
+            # run with them.
+            made |= filled_offsets(kwargs, self.shape(wanted))
+        rest = [
+            _derived(c, f"argument {i}", v, of, wanted, longest) for i, v in enumerate(others, 1)
+        ]
         return (resized(first, 0, of.num_tokens, wanted.num_tokens), *rest), made
 
-    def _offsets(self, kwargs: dict[str, Any], wanted: ContextBank) -> dict[str, Any]:
-        """Offsets of the bank in the place of given ones, which its ranks may not be able to share.
 
-        Passes before a capture really run with them.
-        """
-        shape = self.shape(wanted)
-        multiple = shape.document_multiple
-        longest = shape.document_limit // multiple * multiple or shape.document_limit
-        count = shape.max_packed_tokens // shape.padded_length(longest)
-        filled = pack([longest] * min(count, shape.max_documents), shape)
-        made = {}
-        for name in OFFSETS:
-            given = kwargs.get(f"{_PARAMS}{name}")
-            if isinstance(given, torch.Tensor):
-                values = filled.cu_seqlens_padded if "padded" in name else filled.cu_seqlens
-                made[f"{_PARAMS}{name}"] = torch.from_numpy(values).to(given.device, given.dtype)
-        return made
-
-
-def _derived(c: int, name: str, value: Any, of: ContextBank, wanted: ContextBank) -> Any:
+def _derived(
+    c: int, name: str, value: Any, of: ContextBank, wanted: ContextBank, longest: tuple[int, int]
+) -> Any:
     if name in _GROUPS or (of.group is not None and value is of.group):
         return wanted.group
     if name in _SIZES:
         return wanted.size if value == of.size else value
     whole = (of.num_packed_tokens, wanted.num_packed_tokens)
     if name in ROWS_AT:
-        sizes = whole if name.startswith("rotary_") else (of.num_tokens, wanted.num_tokens)
+        sizes = longest if name.startswith("rotary_") else (of.num_tokens, wanted.num_tokens)
         if isinstance(value, (tuple, list)):
             return type(value)(resized(v, ROWS_AT[name], *sizes) for v in value)
         return resized(value, ROWS_AT[name], *sizes)
     if name.startswith(_PARAMS):
         if isinstance(value, int) and not isinstance(value, bool):
-            return whole[1] if value == whole[0] else value
+            return dict([whole, longest]).get(value, value)
         if name == f"{_PARAMS}seq_idx":
             return resized(value, 1, *whole)
-        if isinstance(value, torch.Tensor):  # offsets: see ContextBanks._offsets
+        if isinstance(value, torch.Tensor):  # offsets: see `filled_offsets`
             return value
     changed = {a for a, b in (whole, (of.num_tokens, wanted.num_tokens)) if a != b}
     if isinstance(value, torch.Tensor) and changed & set(value.shape):

@@ -1,0 +1,27 @@
+"""What hybrid models need on a GPU."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+
+__all__ = ["missing_kernels"]
+
+_KERNELS = (
+    "mamba_ssm.ops.triton.ssd_combined",
+    "mamba_ssm.ops.triton.layernorm_gated",
+    "causal_conv1d.cpp_functions",
+    "einops",
+)
+
+
+def missing_kernels() -> str:
+    """Why Mamba layers cannot be trained here to the last bit; "" if they can."""
+    for name in _KERNELS:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            return f"{name} cannot be imported ({error})"
+    if importlib.util.find_spec("mamba_ssm.utils.determinism") is None:
+        return "this mamba_ssm has no deterministic mode; release 2.3 has"
+    return ""

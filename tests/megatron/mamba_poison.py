@@ -1,0 +1,53 @@
+"""NaN in the padding of Mamba layers, from every side."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class _Poisoned(torch.autograd.Function):
+    """The identity, whose gradient is spoilt in the tail."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, tail: torch.Tensor, poison: float) -> torch.Tensor:
+        ctx.save_for_backward(tail)
+        ctx.poison = poison
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return grad.masked_fill(ctx.saved_tensors[0], ctx.poison), None, None
+
+
+class Poison:
+    """Spoils what goes into Mamba layers, what their mixers give, and the gradients that come back.
+
+    Attributes:
+        value: in all rows of the tail.
+    """
+
+    def __init__(self, chunk: Any) -> None:
+        self.value = float("nan")
+        for layer in chunk.modules():
+            if type(layer).__name__ == "MambaLayer":
+                layer.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
+                layer.mixer.register_forward_hook(self._mixed, with_kwargs=True)
+                layer.register_forward_hook(self._leave, with_kwargs=True)
+
+    @staticmethod
+    def _tail(kwargs: dict[str, Any], like: torch.Tensor) -> torch.Tensor:
+        end = kwargs["packed_seq_params"].cu_seqlens_q[-1]
+        return (torch.arange(like.size(0)) >= end)[:, None, None]
+
+    def _enter(self, _: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        hidden = kwargs.pop("hidden_states", args[0] if args else None)
+        return (hidden.masked_fill(self._tail(kwargs, hidden), self.value),), kwargs
+
+    def _mixed(self, _: Any, _args: Any, kwargs: dict[str, Any], result: Any) -> Any:
+        output, bias = result
+        return output.masked_fill(self._tail(kwargs, output), self.value), bias
+
+    def _leave(self, _: Any, _args: Any, kwargs: dict[str, Any], result: torch.Tensor) -> Any:
+        return _Poisoned.apply(result, self._tail(kwargs, result), self.value)

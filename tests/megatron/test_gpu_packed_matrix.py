@@ -1,0 +1,133 @@
+"""Packed documents on real GPUs: every kind of model, context parallelism and pipelines.
+
+Each case has packings in every step that its capture never saw, other numbers of microbatches, and
+Transformer Engine's layers in bfloat16; it equals eager training on the same padded rows to the
+last bit. Attention alone is in `test_packed_gpu`, most of the hybrid models in `test_gpu_hybrid`;
+hybrid models have no context parallelism.
+
+Four ranks on two GPUs: `NCCL_MULTI_RANK_GPU_ENABLE=1`, with a release of NCCL that knows it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.megatron, pytest.mark.timeout(590)]
+
+_BLOCK: dict[str, Any] = {"capture": {"scope": "block"}}
+_CHUNK: dict[str, Any] = {"capture": {"scope": "chunk"}}
+_POISON: dict[str, Any] = {"capture": {"scope": "chunk", "verify": "poison"}}
+_PP2 = {"pipeline_model_parallel_size": 2}
+_VPP2 = {**_PP2, "virtual_pipeline_model_parallel_size": 2}
+_CP2, _CP4 = {"context_parallel_size": 2}, {"context_parallel_size": 4}
+_BY_SEQUENCE = {"moe": {"moe_router_load_balancing_type": "seq_aux_loss"}}
+
+Make = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def make(
+    make_config: Callable[..., Any],
+    write_documents: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> Make:
+    """A case of one kind of model."""
+    if importlib.util.find_spec("transformer_engine") is None:
+        pytest.skip("Transformer Engine is not installed")
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    monkeypatch.setenv("MAMBA_DETERMINISTIC", "1")
+    made = importlib.import_module("packed_cases")
+    text = write_documents(range(9, 110), 200)
+
+    def case(kind: str, counts: list[int], *options: dict[str, Any]) -> dict[str, Any]:
+        together = {name: value for given in options for name, value in given.items()}
+        return made.gpu_case(text, make_config, kind, counts, **together)
+
+    return case
+
+
+def _missing_kernels() -> str:
+    return importlib.import_module("mamba_needs").missing_kernels()
+
+
+def _check(results: dict[str, dict[str, Any]]) -> None:
+    """All steps but the first replay, each on documents of its own."""
+    for name, result in results.items():
+        steps = result["steps"]
+        assert [bool(s["replays"]) for s in steps] == [False] + [True] * (len(steps) - 1), name
+        assert [s["fallbacks"] for s in steps[1:]] == [{}] * (len(steps) - 1), name
+        assert len({s["loss_chunk_hex"] for s in steps}) == len(steps), name
+        if "experts" in name:
+            assert all(step["expert_metrics"]["z_loss"] > 0 for step in steps), name
+            assert result["dropped_tokens"] > 0, name
+
+
+@pytest.mark.gpu
+def test_one_gpu(run_equal: Callable[..., Any], make: Make) -> None:
+    counts = [2, 3, 1, 4, 2]
+    cases = {
+        "latent": make("latent", counts, _CHUNK),
+        "latent_block": make("latent", counts, {"capture": {"verify": "poison"}}),
+        "latent_unfused": make("latent_unfused", counts, _CHUNK),
+        "experts": make("experts", counts, _POISON),
+        "experts_block": make("experts", counts, _BLOCK, _BY_SEQUENCE),
+        "latent_experts": make("latent_experts", counts, _CHUNK),
+        "short_documents": make(
+            "attention", counts, _CHUNK, {"packing": {"max_document_tokens": 128}}
+        ),
+    }
+    _check(run_equal(cases, 1, timeout_s=580.0))
+
+
+@pytest.mark.multigpu
+def test_two_ranks(run_equal: Callable[..., Any], make: Make) -> None:
+    shared, flying = [2, 3, 1, 2, 4], [4, 2, 6, 1, 3]
+    cases = {
+        "latent_cp2": make("latent", shared, _CP2, _CHUNK),
+        "latent_unfused_cp2": make("latent_unfused", shared, _CP2, _POISON),
+        "experts_cp2": make("experts", shared, _CP2, _CHUNK),
+        "experts_by_sequence_cp2": make("experts", shared, _CP2, _BLOCK, _BY_SEQUENCE),
+        "latent_pp2": make("latent", flying, _PP2, _CHUNK),
+        "latent_pp2_vpp2": make("latent_unfused", [4, 2, 6, 2, 4], _VPP2, _POISON),
+        "experts_pp2": make("experts", flying, _PP2, _CHUNK),
+        "experts_ep2": make(
+            "experts",
+            shared,
+            {"data_parallel_size": 2, "expert_model_parallel_size": 2},
+            _CHUNK,
+        ),
+    }
+    if not _missing_kernels():
+        cases["hybrid_pp2"] = make("hybrid", flying, _PP2, _CHUNK)
+        cases["hybrid_pp2_block"] = make("hybrid", flying, _PP2, {"capture": {"verify": "poison"}})
+    _check(run_equal(cases, 2, timeout_s=580.0))
+
+
+@pytest.mark.multigpu
+@pytest.mark.usefixtures("make")
+def test_two_ranks_have_hybrid_models_among_them() -> None:
+    """Skipped where they are left out above, to be seen."""
+    if missing := _missing_kernels():
+        pytest.skip(missing)
+
+
+@pytest.mark.multigpu(4)
+def test_four_ranks(run_equal: Callable[..., Any], make: Make) -> None:
+    shared, flying = [2, 3, 1, 2, 4], [4, 2, 6, 1, 3]
+    both = {**_CP2, **_PP2}
+    cases = {
+        "attention_cp4": make("grouped", shared, _CP4, _CHUNK),
+        "latent_cp4": make("latent", shared, _CP4, _CHUNK),
+        "experts_cp4": make("experts", shared, _CP4, _CHUNK),
+        "attention_cp2_pp2": make("grouped", flying, both, _CHUNK),
+        "latent_cp2_pp2": make("latent", flying, both, _CHUNK),
+        "latent_unfused_cp2_pp2": make("latent_unfused", flying, both, _BLOCK),
+        "experts_cp2_pp2": make("experts", flying, both, _CHUNK),
+    }
+    _check(run_equal(cases, 4, timeout_s=580.0))

@@ -1,0 +1,61 @@
+"""Multi-latent attention with YARN on packed documents, on a CPU: chunk graphs equal eager."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.megatron, pytest.mark.timeout(150)]
+
+_PP2 = {"pipeline_model_parallel_size": 2}
+
+
+@pytest.fixture
+def make(
+    make_config: Callable[..., Any],
+    write_documents: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> Callable[..., dict[str, Any]]:
+    """A run of two layers on documents of 3 to 23 bytes."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    made = importlib.import_module("packed_cases")
+    if not made.HAS_LATENT:
+        pytest.skip("this release's multi-latent attention cannot be built on a CPU")
+    text = write_documents(range(2, 23))
+    return lambda kind, counts, **more: made.cpu_case(text, make_config, kind, counts, **more)
+
+
+def _check(results: dict[str, dict[str, Any]]) -> None:
+    for name, result in results.items():
+        steps = result["steps"]
+        assert [bool(s["replays"]) for s in steps] == [False] + [True] * (len(steps) - 1), name
+        assert len({s["loss_chunk_hex"] for s in steps}) == len(steps), name
+
+
+def test_one_rank(run_equal: Callable[..., Any], make: Callable[..., dict[str, Any]]) -> None:
+    cases = {
+        "block": make("latent", [2, 3, 1], capture={"verify": "poison"}),
+        "limited": make(
+            "latent", [2, 3], capture={"scope": "chunk"}, packing={"max_document_tokens": 23}
+        ),
+    }
+    _check(run_equal(cases, 1))
+
+
+def test_two_ranks(run_equal: Callable[..., Any], make: Callable[..., dict[str, Any]]) -> None:
+    """Two stages; and two ranks that share every document."""
+    chunk = {"capture": {"scope": "chunk"}}
+    cases = {
+        "pp2": make("latent", [3, 1, 2], **chunk, **_PP2),
+        "cp2": make("shared_latent", [2, 3], context_parallel_size=2),
+    }
+    _check(run_equal(cases, 2))
+
+
+def test_four_ranks(run_equal: Callable[..., Any], make: Callable[..., dict[str, Any]]) -> None:
+    cases = {"cp2_pp2": make("shared_latent", [2, 1], context_parallel_size=2, **_PP2)}
+    _check(run_equal(cases, 4))

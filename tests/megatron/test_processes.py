@@ -1,0 +1,32 @@
+"""Which device a rank takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from chunkgraph.config import config_from_mapping
+from chunkgraph.errors import ConfigError
+from chunkgraph.megatron.processes import choose_device
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_ranks_share_a_gpu_only_where_nccl_lets_them(
+    make_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_from_mapping({**make_config(), "device": "cuda"})
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert choose_device(config) == torch.device("cuda", 1)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    with pytest.raises(ConfigError, match="local rank 3 finds 2 GPUs"):
+        choose_device(config)
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    assert choose_device(config) == torch.device("cuda", 1)

@@ -1,0 +1,105 @@
+"""Padding does not change the mathematics: graphs on padded rows beside plain eager training.
+
+Plain means Megatron as it is, on rows without padding and offsets of the documents alone. Both
+begin every step from the same parameters. The rows of a matrix product differ, so that kernels may
+add up in another order: equal but for rounding, by how much is said here. Experts have room for
+all tokens: these texts have many equal ones, and which of them is dropped is nobody's promise
+(`test_packed_moe` has dropped tokens, of texts without equal ones).
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.megatron, pytest.mark.timeout(300)]
+
+# Of a loss, and of a gradient as a part of its length. On a CPU in float32.
+_CPU_LOSS, _CPU_GRADIENT = 1e-6, 1e-5
+# bfloat16 has 8 bits: a product that is rounded otherwise differs by 2^-8, a gradient adds up many.
+# And a token whose second and third expert score nearly the same may go to the other.
+_GPU_LOSS, _GPU_GRADIENT, _GPU_GRADIENT_OF_EXPERTS = 2e-3, 5e-2, 0.2
+
+
+@pytest.fixture(autouse=True)
+def _beside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+
+
+def _check(
+    results: dict[str, dict[str, Any]],
+    num_replays: int,
+    *,
+    loss: float,
+    gradient: float,
+    of_experts: float,
+) -> None:
+    for name, result in results.items():
+        assert result["replays"] == num_replays, name
+        assert max(result["padding"]) > 0, name
+        worst = max(result["gradient_errors"].items(), key=lambda item: item[1])
+        print(
+            f"{name}: losses differ by {result['loss_error']:.2g} at most, "
+            f"{result['num_equal_losses']} of {result['num_losses']} not at all, "
+            f"gradients by {worst[1]:.2g} ({worst[0]})"
+        )
+        assert worst[1] <= (of_experts if "experts" in name else gradient), f"{name}: {worst}"
+        assert result["loss_error"] <= loss, f"{name}: {result}"
+
+
+def test_on_a_cpu(
+    run_cases: Callable[..., Any],
+    make_config: Callable[..., Any],
+    write_documents: Callable[..., Path],
+) -> None:
+    made = importlib.import_module("packed_cases")
+    text = write_documents(range(2, 23))
+    kinds = ["attention", "roomy_experts", *(["latent"] if made.HAS_LATENT else [])]
+    chunk = {"capture": {"scope": "chunk"}}
+    cases = {k: made.cpu_case(text, make_config, k, [2, 1, 2], **chunk) for k in kinds}
+    short = {"packing": {"max_packed_tokens": 24}}
+    cases["hybrid"] = made.cpu_case(text, make_config, "hybrid", [2, 1, 2], **short, **chunk)
+    # The tail takes three sequences, since none may have more rows than a document.
+    limited = {"packing": {"max_packed_tokens": 80, "max_document_tokens": 24}}
+    cases["limited"] = {
+        **made.cpu_case(text, make_config, "attention", [2, 1, 2], **limited, **chunk),
+        "num_drawn": 24,
+    }
+    results = run_cases({n: {**c, "probe": "unpadded"} for n, c in cases.items()}, 1)
+    _check(results, 3, loss=_CPU_LOSS, gradient=_CPU_GRADIENT, of_experts=_CPU_GRADIENT)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(
+    run_cases: Callable[..., Any],
+    make_config: Callable[..., Any],
+    write_documents: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if importlib.util.find_spec("transformer_engine") is None:
+        pytest.skip("Transformer Engine is not installed")
+    made = importlib.import_module("packed_cases")
+    monkeypatch.setenv("MAMBA_DETERMINISTIC", "1")
+    text = write_documents(range(9, 110), 200)
+    kinds = ["attention", "unfused", "latent", "roomy_experts"]
+    if not importlib.import_module("mamba_needs").missing_kernels():
+        kinds.append("hybrid")
+    chunk = {"capture": {"scope": "chunk"}}
+    cases = {k: made.gpu_case(text, make_config, k, [2, 3, 1, 2, 4], **chunk) for k in kinds}
+    limited = {"packing": {"max_packed_tokens": 512, "max_document_tokens": 128}}
+    for kind in ("attention", "unfused", "latent"):
+        case = made.gpu_case(text, make_config, kind, [2, 3, 1, 2, 4], **limited, **chunk)
+        cases[f"limited_{kind}"] = {**case, "num_drawn": 200}
+    probes = {n: {**c, "probe": "unpadded"} for n, c in cases.items()}
+    _check(
+        run_cases(probes, 1, timeout_s=280.0),
+        10,
+        loss=_GPU_LOSS,
+        gradient=_GPU_GRADIENT,
+        of_experts=_GPU_GRADIENT_OF_EXPERTS,
+    )

@@ -1,0 +1,179 @@
+"""A case of `run_cases`: graphs on padded rows beside plain eager training on rows without padding.
+
+The same documents from the same parameters in every step. Without padding means: as many rows as
+tokens, as many sequences as documents, and offsets in rows that nobody is told.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from chunkgraph.data import Documents
+from chunkgraph.megatron.batches import PackedBatches, packed_shape, sent
+from chunkgraph.megatron.compat import import_megatron
+from chunkgraph.megatron.forward_step import forward_step
+from chunkgraph.megatron.loop import capture_options
+from chunkgraph.megatron.model import build_model
+from chunkgraph.megatron.optimizer import build_optimizer, zero_gradients
+from chunkgraph.megatron.packed import make_params
+from chunkgraph.megatron.plugin import attach
+from chunkgraph.megatron.processes import seed_everything
+from chunkgraph.packing import PackedShape, pack
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclasses.dataclass
+class _Step:
+    """What a step began with, and what came of it; all on the CPU."""
+
+    parameters: Tensors
+    gradients: Tensors
+    losses: list[float]
+
+
+class _Model:
+    """One chunk, of the case's configuration and seed."""
+
+    def __init__(self, config: Any, device: torch.device, options: Any) -> None:
+        seed_everything(config.train.seed, device)
+        self.config, self.device = config, device
+        self.chunks = build_model(config, device, transformer_options=options)
+        self.optimizer = build_optimizer(config, self.chunks)
+        schedules = import_megatron("megatron.core.pipeline_parallel")
+        self.forward_backward: Callable[..., Any] = schedules.get_forward_backward_func()
+
+    def step(self, batches: Iterator[dict[str, Any]], count: int, **told: Any) -> _Step:
+        """Losses of the microbatches and gradients, before the optimizer."""
+        zero_gradients(self.chunks, self.optimizer)
+        before = self._copied(lambda p: p)
+        found = self.forward_backward(
+            forward_step_func=forward_step,
+            data_iterator=[batches],
+            model=self.chunks,
+            num_microbatches=count,
+            seq_length=self.config.tokens_per_sequence,
+            micro_batch_size=1,
+            forward_only=False,
+            **told,
+        )
+        losses = [float(entry["lm loss"]) for entry in found]
+        return _Step(before, self._copied(lambda p: p.main_grad), losses)
+
+    def set(self, parameters: Tensors) -> None:
+        """Begin where another model began."""
+        with torch.no_grad():
+            for name, parameter in self.chunks[0].named_parameters():
+                parameter.copy_(parameters[name])
+
+    def _copied(self, of: Callable[[Any], torch.Tensor]) -> Tensors:
+        return {n: of(p).detach().to("cpu", copy=True) for n, p in self._named()}
+
+    def _named(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        return self.chunks[0].named_parameters()
+
+
+def run(config: Any, device: torch.device, case: dict[str, Any]) -> dict[str, Any]:
+    """Largest differences over all steps: of losses, and of each parameter's gradient."""
+    options = case.get("transformer_options")
+    # Fewer than there are rows: then even the longest document leaves many.
+    num_drawn = case.get("num_drawn", config.tokens_per_sequence)
+    documents = Documents.from_file(config.data.path, num_tokens=num_drawn, seed=config.train.seed)
+    padded = _with_graphs(config, device, options, documents)
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    model = _Model(config, device, options)
+    losses: list[float] = []
+    gradients: dict[str, float] = {}
+    num_equal_losses = 0
+    for number, (count, expected) in enumerate(
+        zip(config.train.num_microbatches, padded["steps"], strict=True)
+    ):
+        model.set(expected.parameters)
+        found = model.step(_without_padding(config, device, documents, number, count), count)
+        assert all((found.parameters[n] == p).all() for n, p in expected.parameters.items())
+        for a, b in zip(found.losses, expected.losses, strict=True):
+            losses.append(abs(a - b) / abs(a))
+            num_equal_losses += a.hex() == b.hex()
+        for name, gradient in found.gradients.items():
+            error = _relative(gradient, expected.gradients[name])
+            gradients[name] = max(error, gradients.get(name, 0.0))
+    return {
+        "replays": padded["replays"],
+        "padding": padded["padding"],
+        "num_losses": len(losses),
+        "num_equal_losses": num_equal_losses,
+        "loss_error": max(losses),
+        "gradient_errors": gradients,
+    }
+
+
+def _with_graphs(
+    config: Any, device: torch.device, options: Any, documents: Documents
+) -> dict[str, Any]:
+    model = _Model(config, device, options)
+    shape = packed_shape(config)
+    assert shape is not None
+    batches = PackedBatches(config, shape, device)
+    batches._documents = documents
+    graphs = attach(
+        model.chunks,
+        scope=config.capture.scope,
+        options=capture_options(config),
+        packing=shape,
+        token_drops=config.moe.token_drops,
+    )
+    model.forward_backward = graphs.wrap_forward_backward(model.forward_backward)
+    steps, padding = [], []
+    try:
+        for number, count in enumerate(config.train.num_microbatches):
+            packings = batches.packings(number, count)
+            padding += [shape.max_packed_tokens - sum(lengths) for lengths in packings]
+            steps.append(model.step(batches.step(number, count), count, packings=packings))
+            model.optimizer.step()
+        return {"steps": steps, "replays": graphs.counters.replays, "padding": padding}
+    finally:
+        graphs.detach()
+
+
+def _without_padding(
+    config: Any, device: torch.device, documents: Documents, step: int, count: int
+) -> Iterator[dict[str, Any]]:
+    """The step's microbatches on as many rows as they have tokens."""
+    for microbatch in range(count):
+        row = documents.row(step, microbatch)
+        # A shape always has a dummy; here it has no rows and is left out.
+        packed = pack(row.lengths, PackedShape(len(row.lengths) + 1, len(row.tokens)))
+        packed = dataclasses.replace(
+            packed,
+            cu_seqlens=packed.cu_seqlens[:-1],
+            cu_seqlens_padded=packed.cu_seqlens_padded[:-1],
+            max_seqlen=max(row.lengths),
+        )
+        has_states = config.model.hybrid_layer_pattern is not None
+        params = make_params(packed, device, with_seq_idx=has_states)
+        params.cu_seqlens_q_padded = params.cu_seqlens_kv_padded = None
+        if hasattr(params, "pad_between_seqs"):
+            params.pad_between_seqs = False
+        values = {
+            "tokens": row.tokens,
+            "labels": row.labels,
+            "position_ids": packed.position_ids,
+            "is_counted": ~packed.padding_mask,
+        }
+        batch: dict[str, Any] = {n: sent(v[None], device) for n, v in values.items()}
+        yield {**batch, "packed_seq_params": params}
+
+
+def _relative(expected: torch.Tensor, found: torch.Tensor) -> float:
+    """How far apart, as a part of the gradient's length."""
+    expected, found = expected.double(), found.double()
+    length = expected.norm().item()
+    apart = (found - expected).norm().item()
+    return apart / length if length else apart
