@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from chunkgraph.megatron.moe_hybridep import asks_for_hybridep, flex_refusals
+from chunkgraph.megatron.moe_hybridep import flex_refusals
 
 __all__ = ["idle_settings", "moe_refusals", "packed_moe_refusals", "stash_refusals"]
 
@@ -168,8 +168,6 @@ def packed_moe_refusals(config: Any) -> list[str]:
     Args:
         config: anything that has TransformerConfig's fields as attributes, or some of them.
     """
-    if asks_for_hybridep(config):
-        return ["moe_flex_dispatcher_backend='hybridep': rows without a token were not tried"]
     found = [
         f"{refusal.field}={getattr(config, refusal.field)!r}: {refusal.why}"
         for refusal in _PACKED_REFUSALS

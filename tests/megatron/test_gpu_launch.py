@@ -65,12 +65,24 @@ CASES = {
         *("--fp8-amax-history-len", "4", "--fp8-amax-compute-algo", "max"),
     ],
     "pp2-fp8-tensorwise": [*FP8, *COUNTS, "--fp8-recipe", "tensorwise"],
+    # Room for all tokens from the start, so that Megatron's own loop runs no step anew.
+    "ep2-hybridep": [
+        *("--expert-model-parallel-size", "2", "--num-experts", "8", "--moe-router-topk", "2"),
+        *("--moe-ffn-hidden-size", "384", "--moe-grouped-gemm", "--moe-router-dtype", "fp32"),
+        *("--moe-token-dispatcher-type", "flex", "--moe-flex-dispatcher-backend", "hybridep"),
+        *("--moe-expert-rank-capacity-factor", "2", "--use-transformer-engine-op-fuser"),
+        *("--moe-router-load-balancing-type", "aux_loss", "--moe-aux-loss-coeff", "1e-2"),
+        *(*NO_DROPOUT, *COUNTS, "--cuda-graph-chunk-scope", "chunk"),
+        *("--cuda-graph-token-drops", "rerun"),
+    ],
     "pp2-full-recompute": [
         *("--pipeline-model-parallel-size", "2", *NO_DROPOUT, *COUNTS),
         *("--recompute-granularity", "full", "--recompute-method", "uniform"),
         *("--recompute-num-layers", "1"),
     ],
 }
+CASES["ep2-hybridep-stash"] = [*CASES["ep2-hybridep"], "--cuda-graph-stash", "yes"]
+HYBRIDEP = ("ep2-hybridep", "ep2-hybridep-stash")
 
 
 def _train(folder: Path, name: str, flags: list[str]) -> tuple[list[str], str]:
@@ -94,6 +106,8 @@ def _train(folder: Path, name: str, flags: list[str]) -> tuple[list[str], str]:
             "PYTHONWARNINGS": "ignore",
             "CUDA_DEVICE_MAX_CONNECTIONS": "1",
             "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+            # Of HybridEP alone; without it Megatron takes no fused grouped MLP.
+            "NVTE_CUTEDSL_FUSED_GROUPED_MLP": "1",
         },
         capture_output=True,
         text=True,
@@ -115,8 +129,11 @@ def test_pretrain_equals_the_run_without_the_flag(case: str, tmp_path: Path) -> 
     for needed in ("transformer_engine", "megatron.training"):
         if importlib.util.find_spec(needed) is None:
             pytest.skip(f"{needed} is not installed")
+    if case in HYBRIDEP and importlib.util.find_spec("deep_ep") is None:
+        pytest.skip("DeepEP's hybrid-ep is not installed")
     flags = CASES[case]
-    of_chunks = ("--cuda-graph-chunk-scope", "chunk")
+    of_chunks = ("--cuda-graph-chunk-scope", "chunk", "--cuda-graph-token-drops", "rerun")
+    of_chunks += ("--cuda-graph-stash", "yes")
     eager, _ = _train(tmp_path, "eager", [f for f in flags if f not in of_chunks])
     chunk, output = _train(tmp_path, "chunk", [*flags, *CHUNK])
     assert len(eager) == 5
