@@ -173,6 +173,12 @@ def packed_moe_refusals(config: Any) -> list[str]:
         for refusal in _PACKED_REFUSALS
         if refusal.wanted(getattr(config, refusal.field, None))
     ]
+    has_room = getattr(config, "moe_expert_capacity_factor", None) is not None
+    if not has_room and getattr(config, "moe_token_dispatcher_type", None) != "flex":
+        found.append(
+            "moe_expert_capacity_factor=None: Megatron then takes for granted that every row goes "
+            "to moe_router_topk experts; set it"
+        )
     kinds = getattr(config, "moe_router_load_balancing_type", None)
     if "quantile_balancing" in (kinds if isinstance(kinds, (list, tuple)) else [kinds]):
         found.append(

@@ -85,7 +85,9 @@ CASES["ep2-hybridep-stash"] = [*CASES["ep2-hybridep"], "--cuda-graph-stash", "ye
 HYBRIDEP = ("ep2-hybridep", "ep2-hybridep-stash")
 
 
-def _train(folder: Path, name: str, flags: list[str]) -> tuple[list[str], str]:
+def _train(
+    folder: Path, name: str, flags: list[str], num_processes: int = 2
+) -> tuple[list[str], str]:
     log = folder / name
     done = subprocess.run(
         [
@@ -95,7 +97,7 @@ def _train(folder: Path, name: str, flags: list[str]) -> tuple[list[str], str]:
                 "torch.distributed.run",
                 "--standalone",
                 "--nproc-per-node",
-                "2",
+                str(num_processes),
             ),
             *("-m", "chunkgraph.megatron.launch", SCRIPT, *MODEL, *flags),
             *("--exact-log", log, "--data-cache-path", folder / "cache"),
@@ -117,7 +119,7 @@ def _train(folder: Path, name: str, flags: list[str]) -> tuple[list[str], str]:
     )
     output = done.stdout + done.stderr
     assert done.returncode == 0, output[-12000:]
-    [path] = folder.glob(f"{name}.rank1")
+    [path] = folder.glob(f"{name}.rank{num_processes - 1}")
     return path.read_text(encoding="utf-8").splitlines(), output
 
 
@@ -126,16 +128,33 @@ def _train(folder: Path, name: str, flags: list[str]) -> tuple[list[str], str]:
 @pytest.mark.timeout(360)
 @pytest.mark.parametrize("case", CASES)
 def test_pretrain_equals_the_run_without_the_flag(case: str, tmp_path: Path) -> None:
+    _skip_without_packages(case)
+    _compare(tmp_path, CASES[case], num_processes=2)
+
+
+@pytest.mark.megatron
+@pytest.mark.gpu
+@pytest.mark.timeout(360)
+@pytest.mark.parametrize("case", HYBRIDEP)
+def test_hybridep_of_one_rank(case: str, tmp_path: Path) -> None:
+    _skip_without_packages(case)
+    flags = [*CASES[case], "--expert-model-parallel-size", "1"]
+    _compare(tmp_path, flags, num_processes=1)
+
+
+def _skip_without_packages(case: str) -> None:
     for needed in ("transformer_engine", "megatron.training"):
         if importlib.util.find_spec(needed) is None:
             pytest.skip(f"{needed} is not installed")
     if case in HYBRIDEP and importlib.util.find_spec("deep_ep") is None:
         pytest.skip("DeepEP's hybrid-ep is not installed")
-    flags = CASES[case]
-    of_chunks = ("--cuda-graph-chunk-scope", "chunk", "--cuda-graph-token-drops", "rerun")
-    of_chunks += ("--cuda-graph-stash", "yes")
-    eager, _ = _train(tmp_path, "eager", [f for f in flags if f not in of_chunks])
-    chunk, output = _train(tmp_path, "chunk", [*flags, *CHUNK])
+
+
+def _compare(folder: Path, flags: list[str], num_processes: int) -> None:
+    ours = ("--cuda-graph-chunk-scope", "chunk", "--cuda-graph-token-drops", "rerun")
+    ours += ("--cuda-graph-stash", "yes")
+    eager, _ = _train(folder, "eager", [f for f in flags if f not in ours], num_processes)
+    chunk, output = _train(folder, "chunk", [*flags, *CHUNK], num_processes)
     assert len(eager) == 5
     assert chunk == eager
     replays = [int(n) for n in re.findall(r"graph replays: +(\d+)", output)]
