@@ -38,11 +38,6 @@ _CASES: dict[str, dict[str, Any]] = {
     "everywhere": {"moe_router_load_balancing_type": "global_aux_loss"},
     "allgather": {**_DROPPING, "moe_token_dispatcher_type": "allgather"},
 }
-_CASES["without_capacity"] = {
-    **_CASES["biased"],
-    "moe_expert_capacity_factor": None,
-    "moe_pad_expert_input_to_capacity": False,
-}
 _OPTIONS = {"by_position": {"moe_token_drop_policy": "position"}}
 
 
@@ -102,7 +97,6 @@ class _Model:
                 },
                 train={"micro_batch_size": 1},
                 packing={"max_packed_seqs": _SHAPE.max_packed_seqs, "max_packed_tokens": 32},
-                capture={"enabled": case != "without_capacity"},
             )
         )
         compat.forget_expert_metrics()
@@ -235,42 +229,6 @@ def test_padding_does_not_change_the_mathematics(
             assert torch.allclose(found[name], value, rtol=1e-4, atol=1e-5 * scale), name
             if "tokens_per_expert" in name:
                 assert torch.equal(found[name], value), name
-
-
-def test_without_a_capacity_routers_choose_for_tokens_alone(
-    one_rank: Any, make_config: Any
-) -> None:
-    """What HybridEP is given: a map that is empty in padding rows, and their probabilities."""
-    from chunkgraph.megatron import compat
-
-    results = []
-    for is_padded in (False, True):
-        model = _Model(one_rank, make_config, False, "without_capacity")
-        undo = compat.PaddedRouting(list(model.chunk.modules())).install()
-        router = model.layers[0].router
-        router.weight.main_grad.zero_()
-        torch.manual_seed(3)
-        hidden = torch.randn(32, 1, 32)
-        hidden[24:] = 0.0
-        padding = torch.arange(32)[:, None] >= 24
-        given = (hidden, padding) if is_padded else (hidden[:24], None)
-        probs, chosen = router(*given)
-        probs.square().sum().backward()
-        undo()
-        assert chosen[:24].sum(1).tolist() == [2] * 24
-        assert not chosen[24:].any()
-        assert not probs[24:].any()
-        found = {"probs": probs[:24].detach(), "chosen": chosen[:24]}
-        found["gradient"] = router.weight.main_grad.clone()
-        found["counts"] = router.local_tokens_per_expert.clone()
-        found |= {n: torch.tensor(v) for n, v in compat.take_expert_metrics().items()}
-        results.append(found)
-    without, padded = results
-    assert without.keys() == padded.keys()
-    assert without["gradient"].any()
-    assert without["seq_load_balancing_loss"].any()
-    for name, value in without.items():
-        assert torch.allclose(padded[name].float(), value.float(), rtol=1e-5, atol=1e-7), name
 
 
 def test_megatron_alone_routes_padding(one_rank: Any, make_config: Any) -> None:
