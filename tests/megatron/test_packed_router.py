@@ -1,4 +1,4 @@
-"""Routers without a capacity, as with HybridEP, on packed sequences: they choose for tokens alone."""
+"""Routers without a capacity, as with HybridEP, choose for tokens alone in packed sequences."""
 
 from __future__ import annotations
 
