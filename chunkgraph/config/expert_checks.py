@@ -57,7 +57,12 @@ def check_experts(config: Config) -> None:
             f"{num_layers} layers of the model, 1 (experts) or 0 (feed-forward)."
         )
     check_flex(config)
-    if moe.moe_token_dispatcher_type != "flex":
+    has_room_for_what_comes = (
+        not config.capture.enabled
+        and moe.moe_expert_capacity_factor is None
+        and not moe.moe_pad_expert_input_to_capacity
+    )
+    if moe.moe_token_dispatcher_type != "flex" and not has_room_for_what_comes:
         _check_capacity(moe, moe.num_moe_experts)
     if moe.token_drops == "rerun" and config.model.fp8 is not None:
         raise ConfigError(
@@ -101,7 +106,8 @@ def _check_capacity(moe: ExpertConfig, num_experts: int) -> None:
             "moe.moe_expert_capacity_factor and moe.moe_pad_expert_input_to_capacity=true are "
             "needed with experts: without them the shapes in a layer depend on the tokens, and a "
             f"graph has fixed ones. A factor of {enough:g} (num_moe_experts / moe_router_topk) "
-            "has room for all tokens; a smaller one drops some when the loads are uneven."
+            "has room for all tokens; a smaller one drops some when the loads are uneven. Without "
+            "graphs (capture.enabled=false) set the one to null and the other to false."
         )
     if factor < 1 and moe.token_drops != "count":
         raise ConfigError(

@@ -84,7 +84,6 @@ def _check_untried(config: Config) -> None:
     model = config.model
     untried = {
         f"model.fp8={model.fp8}": model.fp8 is not None,
-        "packing (packing.max_packed_seqs)": bool(config.packing.max_packed_seqs),
         f"model.recompute_granularity={model.recompute_granularity}": (
             model.recompute_granularity == "full"
             or (

@@ -36,6 +36,12 @@ class StashConfig:
     max_recaptures: int = 2
     """How many times after such a step more pages are taken and graphs captured anew; after that
     such steps only run eagerly. Also for tokens without room, with token_drops=rerun."""
+    prefetches: bool = False
+    """Whether a backward reloads a layer's rows on a stream beside, while the layer after it runs;
+    takes the memory of one layer more."""
+    skips_single_slots: bool = False
+    """Whether chunks with one slot, each of whose backwards follows its forward at once, keep what
+    their experts save where it is: no way through the pages, for the memory of all rows once."""
 
 
 def wrong_stash_value(stash: StashConfig) -> tuple[str, str] | None:

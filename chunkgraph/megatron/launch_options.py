@@ -42,7 +42,8 @@ Flags that chunk graphs bring to the script:
                                            at experts; rerun: that step anew
   --cuda-graph-stash {no,yes}              what experts save goes to pages; with
   --cuda-graph-stash-page-bytes N, -headroom X, -initial-bytes N, -max-bytes N,
-  -spill-bytes N, -max-recaptures N, -on-overflow {rerun,raise}
+  -spill-bytes N, -max-recaptures N, -on-overflow {rerun,raise},
+  -prefetches {no,yes}, -skips-single-slots {no,yes}
 Eager steps before the capture are Megatron's --cuda-graph-warmup-steps.
 
 Where RANK and WORLD_SIZE are set, as by torchrun, the script runs in this

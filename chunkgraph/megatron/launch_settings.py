@@ -301,6 +301,5 @@ def _of_stash(stash: StashConfig) -> list[Setting]:
     for flag in others:
         value = getattr(stash, flag.field)
         if value is not None:
-            text = repr(value) if isinstance(value, float) else str(value)
-            found.append(Setting(f"stash.{flag.field}", flag.name, (text,)))
+            found.append(Setting(f"stash.{flag.field}", flag.name, (flag.text_of(value),)))
     return found

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from chunkgraph.megatron.moe_hybridep import asks_for_hybridep, flex_refusals
+from chunkgraph.megatron.moe_hybridep import flex_refusals
 
 __all__ = ["idle_settings", "moe_refusals", "packed_moe_refusals", "stash_refusals"]
 
@@ -168,13 +168,17 @@ def packed_moe_refusals(config: Any) -> list[str]:
     Args:
         config: anything that has TransformerConfig's fields as attributes, or some of them.
     """
-    if asks_for_hybridep(config):
-        return ["moe_flex_dispatcher_backend='hybridep': rows without a token were not tried"]
     found = [
         f"{refusal.field}={getattr(config, refusal.field)!r}: {refusal.why}"
         for refusal in _PACKED_REFUSALS
         if refusal.wanted(getattr(config, refusal.field, None))
     ]
+    has_room = getattr(config, "moe_expert_capacity_factor", None) is not None
+    if not has_room and getattr(config, "moe_token_dispatcher_type", None) != "flex":
+        found.append(
+            "moe_expert_capacity_factor=None: Megatron then takes for granted that every row goes "
+            "to moe_router_topk experts; set it"
+        )
     kinds = getattr(config, "moe_router_load_balancing_type", None)
     if "quantile_balancing" in (kinds if isinstance(kinds, (list, tuple)) else [kinds]):
         found.append(

@@ -59,8 +59,10 @@ class ExpertStash:
         self.options = options
         self.size: ArenaSize | None = None
         self.has_experts = bool(layers)
-        self._num_slots = tuple(num_slots)
-        self._num_distinct_slots = max(num_slots) if are_shared else sum(num_slots)
+        # Slots whose forwards stash.
+        skips = options.skips_single_slots and not are_shared
+        self._num_slots = tuple(0 if skips and count == 1 else count for count in num_slots)
+        self._num_distinct_slots = max(num_slots) if are_shared else sum(self._num_slots)
         self._most_in_flight = most_in_flight
         self._device = device
         self._saving = Saving(options.page_bytes, prefetches=options.prefetches)
@@ -78,7 +80,10 @@ class ExpertStash:
         forward = chunk.forward
 
         def measured(*args: Any, **kwargs: Any) -> Any:
-            with self._saving.forward(index):
+            mode = self._saving.mode
+            if mode == "stash" and not self._num_slots[index]:
+                mode = "off"
+            with self._saving.during(mode), self._saving.forward(index):
                 return forward(*args, **kwargs)
 
         return replace(chunk, forward=measured)
@@ -214,4 +219,6 @@ def stash_options(stash: StashConfig | None) -> StashOptions | None:
         spill_bytes=stash.spill_bytes,
         on_overflow=stash.on_overflow,
         max_recaptures=stash.max_recaptures,
+        prefetches=stash.prefetches,
+        skips_single_slots=stash.skips_single_slots,
     )

@@ -15,6 +15,7 @@ from chunkgraph.errors import ConfigError
 __all__ = ["STASH", "StashFlag", "add_stash_flags", "given_stash_flags", "stash_from"]
 
 _SWITCH = "--cuda-graph-stash"
+_SWITCHED = ("no", "yes")
 
 
 @dataclass(frozen=True)
@@ -43,13 +44,23 @@ class StashFlag:
         """As in the parsed arguments."""
         return self.name.removeprefix("--").replace("-", "_")
 
+    def value_of(self, given: Any) -> Any:
+        """Of the field, as the parsed argument gives it."""
+        return given == "yes" if given is not None and self.choices == _SWITCHED else given
+
+    def text_of(self, value: Any) -> str:
+        """What stands for a value of the field on the command line."""
+        if self.choices == _SWITCHED:
+            return "yes" if value else "no"
+        return repr(value) if isinstance(value, float) else str(value)
+
 
 STASH = (
     StashFlag(
         "enabled",
         "yes: what experts save for the backward goes to pages, only rows that hold a token "
         "(default: no).",
-        choices=("no", "yes"),
+        choices=_SWITCHED,
     ),
     StashFlag("page_bytes", "Bytes of a page, a multiple of 16 (default: 65536)."),
     StashFlag(
@@ -68,6 +79,17 @@ STASH = (
         "on_overflow",
         "After a step in which pages ran out: run it anew eagerly, or an error (default: rerun).",
         choices=("rerun", "raise"),
+    ),
+    StashFlag(
+        "prefetches",
+        "yes: a backward reloads a layer's rows beside, while the layer after it runs "
+        "(default: no).",
+        choices=_SWITCHED,
+    ),
+    StashFlag(
+        "skips_single_slots",
+        "yes: chunks whose backwards follow their forwards at once do not stash (default: no).",
+        choices=_SWITCHED,
     ),
 )
 """All of them, the switch first."""
@@ -95,7 +117,7 @@ def stash_from(args: argparse.Namespace) -> StashConfig | None:
         ConfigError: a value is out of range, or has no effect.
     """
     switch, *others = STASH
-    values = {flag.field: getattr(args, flag.dest) for flag in others}
+    values = {flag.field: flag.value_of(getattr(args, flag.dest)) for flag in others}
     values = {field: value for field, value in values.items() if value is not None}
     if getattr(args, switch.dest) != "yes":
         if values:

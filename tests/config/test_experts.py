@@ -27,6 +27,17 @@ def _config(moe: dict[str, Any], **pipeline: int) -> Any:
     )
 
 
+_DROPLESS = {"moe_expert_capacity_factor": None, "moe_pad_expert_input_to_capacity": False}
+
+
+def test_experts_take_what_comes_where_nothing_is_captured() -> None:
+    sizes = {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 64, "num_attention_heads": 4}
+    mapping = {"model": {**sizes, "seq_length": 16}, "train": {"num_microbatches": [2]}}
+    moe = {**_EXPERTS, **_DROPLESS}
+    config = config_from_mapping({**mapping, "moe": moe, "capture": {"enabled": False}})
+    assert config.moe.moe_expert_capacity_factor is None
+
+
 def test_experts_are_off_until_their_number_is_given() -> None:
     assert _config({"moe_expert_capacity_factor": 0.1}).moe.num_moe_experts is None
     assert _config(_EXPERTS).moe.moe_router_topk == 2
@@ -41,6 +52,7 @@ def test_experts_are_off_until_their_number_is_given() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
+        (_DROPLESS, "without them the shapes in a layer depend on the tokens"),
         ({"moe_expert_capacity_factor": None}, r"A factor of 4 \(num_moe_experts"),
         ({"moe_pad_expert_input_to_capacity": False}, "moe_pad_expert_input_to_capacity=true"),
         ({"moe_expert_capacity_factor": 0.5}, "below 1 tokens are dropped"),
@@ -90,6 +102,12 @@ _HYBRIDEP = {
 }
 
 
+_PACKED: dict[str, dict[str, Any]] = {
+    "model": {"layer_spec": "transformer_engine"},
+    "packing": {"max_packed_seqs": 4},
+}
+
+
 def _through_hybridep(moe: dict[str, Any], **sections: dict[str, Any]) -> Any:
     sizes = {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 64, "num_attention_heads": 4}
     kind = {"swiglu": True, "params_dtype": "bfloat16", "seq_length": 16}
@@ -112,7 +130,6 @@ def _through_hybridep(moe: dict[str, Any], **sections: dict[str, Any]) -> Any:
         ({}, {"model": {"swiglu": False}}, "needs model.swiglu=true"),
         ({}, {"model": {"params_dtype": "float32"}}, "needs model.params_dtype=bfloat16"),
         ({}, {"capture": {"num_warmup_steps": 0}}, "capture.num_warmup_steps=0"),
-        ({}, {"packing": {"max_packed_seqs": 4}}, "packing .* was not tried"),
         ({"moe_token_dispatcher_type": "alltoall"}, {}, "it belongs to flex"),
     ],
 )
@@ -120,5 +137,6 @@ def test_what_cannot_go_with_hybridep_is_named(
     moe: dict[str, Any], sections: dict[str, Any], said: str
 ) -> None:
     assert _through_hybridep({}).moe.moe_flex_dispatcher_backend == "hybridep"
+    assert _through_hybridep({}, **_PACKED).packing.max_packed_seqs == 4
     with pytest.raises(ConfigError, match=said):
         _through_hybridep(moe, **sections)

@@ -62,6 +62,8 @@ def test_every_key_becomes_a_flag_of_a_pretrain_script() -> None:
         "spill_bytes": 64,
         "max_recaptures": 0,
         "on_overflow": "raise",
+        "prefetches": True,
+        "skips_single_slots": True,
     }
     assert set(changes) | {"enabled"} == {field.name for field in fields(StashConfig)}
     found = settings_of(_config(changes, {"token_drops": "rerun"}), without_capture=False)
@@ -70,6 +72,6 @@ def test_every_key_becomes_a_flag_of_a_pretrain_script() -> None:
     assert given["stash.enabled"] == ("--cuda-graph-stash", "yes")
     for key, value in changes.items():
         flag = f"--cuda-graph-stash-{key.replace('_', '-')}"
-        assert given[f"stash.{key}"] == (flag, str(value))
+        assert given[f"stash.{key}"] == (flag, "yes" if value is True else str(value))
     off = settings_of(_config({"enabled": False}), without_capture=False)
     assert not any("stash" in setting.key for setting in off)

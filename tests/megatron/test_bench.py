@@ -152,6 +152,28 @@ def test_kernels_belong_to_what_launched_them() -> None:
     assert times.kernel_share == pytest.approx(80 / 100)
 
 
+def test_kernels_of_dispatch_and_stash_are_told_apart() -> None:
+    names = {
+        "void hybrid_ep::dispatch_kernel<(int)1>(param)": 100,
+        "void permute_kernel<short>(args)": 20,
+        "ncclDevKernel_SendRecv(args)": 7,
+        "_copy_row": 3,
+        "_take": 1,
+        "nvjet_copy_row_gemm": 50,
+    }
+    events = [mark("step", 0, 1000)]
+    for number, (name, microseconds) in enumerate(names.items()):
+        events += [
+            host("cudaLaunchKernel", 10 + number, number),
+            kernel(name, 500 + number, microseconds, number),
+        ]
+    times = kernel_times(events)
+    assert times.dispatch == pytest.approx(0.120)
+    assert times.stash == pytest.approx(0.004)
+    assert times.send_receive == pytest.approx(0.007)
+    assert times.total == pytest.approx(0.174)
+
+
 def test_without_graphs_there_is_no_share() -> None:
     assert kernel_times([mark("step", 0, 10)]).kernel_share is None
 

@@ -65,15 +65,29 @@ CASES = {
         *("--fp8-amax-history-len", "4", "--fp8-amax-compute-algo", "max"),
     ],
     "pp2-fp8-tensorwise": [*FP8, *COUNTS, "--fp8-recipe", "tensorwise"],
+    # Room for all tokens from the start, so that Megatron's own loop runs no step anew.
+    "ep2-hybridep": [
+        *("--expert-model-parallel-size", "2", "--num-experts", "8", "--moe-router-topk", "2"),
+        *("--moe-ffn-hidden-size", "384", "--moe-grouped-gemm", "--moe-router-dtype", "fp32"),
+        *("--moe-token-dispatcher-type", "flex", "--moe-flex-dispatcher-backend", "hybridep"),
+        *("--moe-expert-rank-capacity-factor", "2", "--use-transformer-engine-op-fuser"),
+        *("--moe-router-load-balancing-type", "aux_loss", "--moe-aux-loss-coeff", "1e-2"),
+        *(*NO_DROPOUT, *COUNTS, "--cuda-graph-chunk-scope", "chunk"),
+        *("--cuda-graph-token-drops", "rerun"),
+    ],
     "pp2-full-recompute": [
         *("--pipeline-model-parallel-size", "2", *NO_DROPOUT, *COUNTS),
         *("--recompute-granularity", "full", "--recompute-method", "uniform"),
         *("--recompute-num-layers", "1"),
     ],
 }
+CASES["ep2-hybridep-stash"] = [*CASES["ep2-hybridep"], "--cuda-graph-stash", "yes"]
+HYBRIDEP = ("ep2-hybridep", "ep2-hybridep-stash")
 
 
-def _train(folder: Path, name: str, flags: list[str]) -> tuple[list[str], str]:
+def _train(
+    folder: Path, name: str, flags: list[str], num_processes: int = 2
+) -> tuple[list[str], str]:
     log = folder / name
     done = subprocess.run(
         [
@@ -83,7 +97,7 @@ def _train(folder: Path, name: str, flags: list[str]) -> tuple[list[str], str]:
                 "torch.distributed.run",
                 "--standalone",
                 "--nproc-per-node",
-                "2",
+                str(num_processes),
             ),
             *("-m", "chunkgraph.megatron.launch", SCRIPT, *MODEL, *flags),
             *("--exact-log", log, "--data-cache-path", folder / "cache"),
@@ -94,6 +108,8 @@ def _train(folder: Path, name: str, flags: list[str]) -> tuple[list[str], str]:
             "PYTHONWARNINGS": "ignore",
             "CUDA_DEVICE_MAX_CONNECTIONS": "1",
             "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+            # Of HybridEP alone; without it Megatron takes no fused grouped MLP.
+            "NVTE_CUTEDSL_FUSED_GROUPED_MLP": "1",
         },
         capture_output=True,
         text=True,
@@ -103,7 +119,7 @@ def _train(folder: Path, name: str, flags: list[str]) -> tuple[list[str], str]:
     )
     output = done.stdout + done.stderr
     assert done.returncode == 0, output[-12000:]
-    [path] = folder.glob(f"{name}.rank1")
+    [path] = folder.glob(f"{name}.rank{num_processes - 1}")
     return path.read_text(encoding="utf-8").splitlines(), output
 
 
@@ -112,13 +128,33 @@ def _train(folder: Path, name: str, flags: list[str]) -> tuple[list[str], str]:
 @pytest.mark.timeout(360)
 @pytest.mark.parametrize("case", CASES)
 def test_pretrain_equals_the_run_without_the_flag(case: str, tmp_path: Path) -> None:
+    _skip_without_packages(case)
+    _compare(tmp_path, CASES[case], num_processes=2)
+
+
+@pytest.mark.megatron
+@pytest.mark.gpu
+@pytest.mark.timeout(360)
+@pytest.mark.parametrize("case", HYBRIDEP)
+def test_hybridep_of_one_rank(case: str, tmp_path: Path) -> None:
+    _skip_without_packages(case)
+    flags = [*CASES[case], "--expert-model-parallel-size", "1"]
+    _compare(tmp_path, flags, num_processes=1)
+
+
+def _skip_without_packages(case: str) -> None:
     for needed in ("transformer_engine", "megatron.training"):
         if importlib.util.find_spec(needed) is None:
             pytest.skip(f"{needed} is not installed")
-    flags = CASES[case]
-    of_chunks = ("--cuda-graph-chunk-scope", "chunk")
-    eager, _ = _train(tmp_path, "eager", [f for f in flags if f not in of_chunks])
-    chunk, output = _train(tmp_path, "chunk", [*flags, *CHUNK])
+    if case in HYBRIDEP and importlib.util.find_spec("deep_ep") is None:
+        pytest.skip("DeepEP's hybrid-ep is not installed")
+
+
+def _compare(folder: Path, flags: list[str], num_processes: int) -> None:
+    ours = ("--cuda-graph-chunk-scope", "chunk", "--cuda-graph-token-drops", "rerun")
+    ours += ("--cuda-graph-stash", "yes")
+    eager, _ = _train(folder, "eager", [f for f in flags if f not in ours], num_processes)
+    chunk, output = _train(folder, "chunk", [*flags, *CHUNK], num_processes)
     assert len(eager) == 5
     assert chunk == eager
     replays = [int(n) for n in re.findall(r"graph replays: +(\d+)", output)]

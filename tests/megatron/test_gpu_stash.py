@@ -19,8 +19,12 @@ SMALL = [
     *("pipeline.data_parallel_size=1", "train.deterministic=true"),
 ]
 PP1 = ["pipeline.pipeline_model_parallel_size=1"]
-EP2 = [*PP1, "pipeline.data_parallel_size=2", "pipeline.expert_model_parallel_size=2"]
-ONE, TWO = pytest.mark.gpu, pytest.mark.multigpu
+OF_TWO = ["pipeline.data_parallel_size=2", "pipeline.expert_model_parallel_size=2"]
+EP2 = [*PP1, *OF_TWO]
+VPP2 = ["pipeline.virtual_pipeline_model_parallel_size=2"]
+MIXED = [4, 6, 8, 3] * 2
+EVEN = [4, 6, 8, 2] * 2  # groups of two microbatches
+ONE, TWO, FOUR = pytest.mark.gpu, pytest.mark.multigpu, pytest.mark.multigpu(4)
 
 
 @pytest.mark.megatron
@@ -33,6 +37,9 @@ ONE, TWO = pytest.mark.gpu, pytest.mark.multigpu
         pytest.param([*PP1, "stash.initial_bytes=1048576"], [2, 1, 3], 1, marks=ONE, id="short"),
         pytest.param([], [4, 1, 2, 7], 0, marks=TWO, id="pp2"),
         pytest.param(EP2, [4, 1, 2, 7], 0, marks=TWO, id="ep2"),
+        pytest.param(VPP2, EVEN, 0, marks=TWO, id="pp2-vpp2"),
+        pytest.param(OF_TWO, MIXED, 0, marks=FOUR, id="pp2-ep2"),
+        pytest.param([*VPP2, *OF_TWO], EVEN, 0, marks=FOUR, id="pp2-vpp2-ep2"),
     ],
 )
 def test_stashed_experts_equal_eager(

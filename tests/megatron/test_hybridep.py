@@ -72,9 +72,13 @@ def test_tokens_are_never_dropped_silently(token_drops: str) -> None:
     assert moe_refusals(SimpleNamespace(**HOLDS), "rerun") == []
 
 
-def test_packed_sequences_are_refused() -> None:
-    (found,) = packed_moe_refusals(SimpleNamespace(**HOLDS))
-    assert "were not tried" in found
+def test_packed_sequences_go_with_it() -> None:
+    assert packed_moe_refusals(SimpleNamespace(**HOLDS)) == []
+    (found,) = packed_moe_refusals(SimpleNamespace(**HOLDS, moe_router_fusion=True))
+    assert "moe_router_fusion=True" in found
+    others = {**HOLDS, "moe_token_dispatcher_type": "alltoall"}
+    (found,) = packed_moe_refusals(SimpleNamespace(**others))
+    assert "moe_expert_capacity_factor=None: Megatron then takes for granted" in found
 
 
 def machine(

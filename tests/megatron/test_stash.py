@@ -230,6 +230,23 @@ def test_the_log_says_why_a_step_is_run_anew_and_detach_leaves_nothing(
     plain.graphs.detach()
 
 
+@pytest.mark.parametrize(("skips", "stashes"), [(False, True), (True, False)])
+def test_a_chunk_with_one_slot_may_keep_what_it_saves(
+    one_rank: Any, config: Any, *, skips: bool, stashes: bool
+) -> None:
+    run = _Run(one_rank, config, stash=_options(skips_single_slots=skips))
+    losses = [run.step(step, 2) for step in range(3)]
+    assert run.graphs.num_slots == (1,)
+    assert bool(run.graphs.stash.size.num_pages) == stashes
+    assert bool(run.graphs.stash.full_bytes()) == stashes
+    assert (run.graphs.stash.status().num_peak_pages > 0) == stashes
+    assert run.graphs.counters.replays
+    run.graphs.detach()
+    plain = _Run(one_rank, config)
+    assert [plain.step(step, 2) for step in range(3)] == losses
+    plain.graphs.detach()
+
+
 def test_without_a_measured_step_the_capture_says_what_is_missing(
     one_rank: Any, config: Any
 ) -> None:

@@ -24,6 +24,7 @@ _KERNEL_KEYS = (
     *("kernel_share", "kernel_share_by_rank", "kernel_ms_by_rank", "other_kernel_ms_by_rank"),
     *("forward_kernel_ms", "backward_kernel_ms", "ideal_ms", "ideal_pipeline_ms"),
     "num_profiled_fallbacks",
+    *("dispatch_ms_by_rank", "stash_ms_by_rank", "send_receive_ms_by_rank"),
     *("graph_launches_by_rank", "kernel_launches_by_rank"),
 )
 
@@ -150,6 +151,9 @@ def _kernels(config: Config, ranks: Sequence[_Rank]) -> dict[str, Any]:
         "kernel_share_by_rank": shares,
         "kernel_ms_by_rank": [one.total / num_steps for one in found],
         "other_kernel_ms_by_rank": other,
+        "dispatch_ms_by_rank": [one.dispatch / num_steps for one in found],
+        "stash_ms_by_rank": [one.stash / num_steps for one in found],
+        "send_receive_ms_by_rank": [one.send_receive / num_steps for one in found],
         "forward_kernel_ms": forward,
         "backward_kernel_ms": backward,
         "ideal_ms": None if pipeline is None else pipeline + max(other),

@@ -24,6 +24,12 @@ _HOST = {"cuda_runtime", "cuda_driver"}
 # They wait for another rank, and are counted as no one's work.
 _POINT_TO_POINT = ("sendrecv",)
 _COLLECTIVE = ("nccl",)
+# DeepEP's, by namespace, and of those without one by name.
+_DISPATCH = (
+    *("hybrid_ep::", "permute_kernel", "device_sync_kernel", "pad_tokens_per_expert_kernel"),
+    *("update_expected_value_kernel", "ag_nvl_kernel"),
+)
+_STASH = ("_take", "_give_back", "_copy_row")  # whole names
 
 
 @dataclass
@@ -34,6 +40,10 @@ class KernelTimes:
         total: of all kernels and copies but sends and receives.
         forward: by chunk.
         backward: by chunk.
+        dispatch: of HybridEP's kernels, which wait for other ranks, wherever they ran.
+        stash: of the stash's kernels.
+        send_receive: of NCCL's sends and receives, which all-to-all dispatch consists of; they are
+            not in ``total``.
         other: of the rest (optimizer, zeroing, copies for communication), without collectives.
         graph_busy: time in which any kernel of a graph ran, from its first to its last kernel.
         graph_span: from a graph's first to its last kernel, summed over graph launches.
@@ -44,6 +54,9 @@ class KernelTimes:
     total: float = 0.0
     forward: dict[int, float] = field(default_factory=lambda: defaultdict(float))
     backward: dict[int, float] = field(default_factory=lambda: defaultdict(float))
+    dispatch: float = 0.0
+    stash: float = 0.0
+    send_receive: float = 0.0
     other: float = 0.0
     graph_busy: float = 0.0
     graph_span: float = 0.0
@@ -87,8 +100,13 @@ def kernel_times(events: Sequence[Mapping[str, Any]]) -> KernelTimes:
             start = float(event["ts"])
             in_graphs[correlation].append((start, start + float(event["dur"])))
         if any(word in name for word in _POINT_TO_POINT):
+            times.send_receive += ms
             continue
         times.total += ms
+        if any(word in name for word in _DISPATCH):
+            times.dispatch += ms
+        elif name in _STASH:
+            times.stash += ms
         what, chunk = launches[correlation]
         if what == "other":
             if not any(word in name for word in _COLLECTIVE):

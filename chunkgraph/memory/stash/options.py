@@ -31,6 +31,8 @@ class StashOptions:
         kernels: see `new_kernels`.
         prefetches: whether a backward reloads a layer's tensors on a stream beside, while the layer
             after it runs.
+        skips_single_slots: whether a chunk with one slot, each of whose backwards follows its
+            forward at once, keeps what its experts save where it is.
 
     Raises:
         ConfigError: a value is out of its range.
@@ -45,6 +47,7 @@ class StashOptions:
     max_recaptures: int = 2
     kernels: KernelChoice = "auto"
     prefetches: bool = False
+    skips_single_slots: bool = False
 
     def __post_init__(self) -> None:
         ArenaSize(self.page_bytes, 0)  # raises
