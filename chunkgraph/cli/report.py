@@ -131,9 +131,13 @@ def _notes(config: Config, results: RunResults) -> list[str]:
         f"{results.captures_after_first_session} captured later; slots per chunk: {slots}"
     )
     if config.moe.num_moe_experts is not None and config.capture.enabled:
-        lines.append(
-            f"tokens that an expert had no room for: {results.dropped_tokens:,}, all ranks"
+        has_budget = config.moe.moe_token_dispatcher_type == "flex"
+        what = (
+            "dispatches over HybridEP's rank budget"
+            if has_budget
+            else "tokens that an expert had no room for"
         )
+        lines.append(f"{what}: {results.dropped_tokens:,}, all ranks")
     lines += _banks(results)
     if config.stash.enabled and config.capture.enabled:
         sizes = ", ".join(f"{size / 2**20:.1f}" for size in results.stash_bytes)

@@ -42,6 +42,7 @@ class Standing:
         has_failed: the last session failed.
         was_released: graphs were there and were released.
         is_ready: whether graphs could be captured before a step of this shape key.
+        is_replaced: whether something else lies, since the last step, where graphs work.
     """
 
     is_captured: bool
@@ -49,6 +50,7 @@ class Standing:
     has_failed: bool
     was_released: bool
     is_ready: Callable[[Hashable], bool]
+    is_replaced: bool = False
 
 
 class StepDecider:
@@ -140,6 +142,8 @@ class StepDecider:
             own = EagerReason.CAPTURE_FAILED
         elif step.is_asked_eager:
             own = EagerReason.REQUESTED
+        elif standing.is_replaced:
+            own = EagerReason.MEMORY_REPLACED
         elif standing.is_captured:
             if shape_key != standing.captured_key:
                 own = EagerReason.SHAPES_DIFFER

@@ -30,12 +30,13 @@ class EagerReason(IntEnum):
     NONE = 0
     CAPTURE_WARMUP = 1
     RELEASED = 2
-    SHAPES_DIFFER = 3
-    PACKING_OVERFLOW = 4
-    BANK_MISSING = 5
-    REQUESTED = 6
-    FORWARD_ONLY = 7
-    CAPTURE_FAILED = 8
+    MEMORY_REPLACED = 3
+    SHAPES_DIFFER = 4
+    PACKING_OVERFLOW = 5
+    BANK_MISSING = 6
+    REQUESTED = 7
+    FORWARD_ONLY = 8
+    CAPTURE_FAILED = 9
 
     @property
     def text(self) -> str:
@@ -44,6 +45,7 @@ class EagerReason(IntEnum):
             EagerReason.NONE: "none",
             EagerReason.CAPTURE_WARMUP: "capture warmup",
             EagerReason.RELEASED: "released",
+            EagerReason.MEMORY_REPLACED: "memory of the graphs was replaced",
             EagerReason.SHAPES_DIFFER: "input shapes differ",
             EagerReason.PACKING_OVERFLOW: "packing overflow",
             EagerReason.BANK_MISSING: "no graphs of a bank",

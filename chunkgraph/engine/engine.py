@@ -145,6 +145,9 @@ class ChunkGraphs:
         )
         self._sampler = StepSampler(self._samples, self._banks, self.options.num_warmup_steps)
         self._captured_key: Hashable = SHAPE_UNKNOWN
+        self._is_replaced: Callable[[], bool] = lambda: False
+        self._release_replaced: Callable[[], None] = self.release
+        self._was_replaced = False  # as of the end of the last step
         self.callables = tuple(functools.partial(self._run, c) for c in range(len(self._chunks)))
 
     @property
@@ -220,6 +223,7 @@ class ChunkGraphs:
         else:
             with self._running_eagerly(reason, shape_key):
                 yield self.mode
+        self._was_replaced = self._captured is not None and self._is_replaced()
         self._decider.end_step(step)
 
     def announce(self, misfit: str) -> None:
@@ -247,6 +251,9 @@ class ChunkGraphs:
     def _decide(self, step: StepKind, banks: Sequence[Hashable]) -> EagerReason:
         """Agree with the other ranks on this step, capturing first if all of them are ready."""
         reason, some_without = self._decider.decide(step)
+        if reason is EagerReason.MEMORY_REPLACED:
+            self._was_replaced = False
+            self._release_replaced()
         if reason is EagerReason.NONE and some_without:
             self._capture_together(self._samples.by_bank, self._sampler.shape_key)
             if self._failure:
@@ -263,6 +270,7 @@ class ChunkGraphs:
             has_failed=self._failure is not None,
             was_released=self._was_released,
             is_ready=self._sampler.is_ready,
+            is_replaced=self._was_replaced,
         )
 
     @contextmanager
@@ -271,6 +279,7 @@ class ChunkGraphs:
         wants_samples = self._captured is None and reason in (
             EagerReason.CAPTURE_WARMUP,
             EagerReason.RELEASED,
+            EagerReason.MEMORY_REPLACED,
         )
         try:
             with self._sampler.step(shape_key) if wants_samples else nullcontext():
@@ -366,6 +375,17 @@ class ChunkGraphs:
         self._sampler.begin_anew()
         self._banks.restore()
         self._samples.wanted = self._banks.keys
+
+    def watch_memory(self, is_replaced: Callable[[], bool], release: Callable[[], None]) -> None:
+        """Capture anew when a library has replaced, on any rank, memory that graphs work in.
+
+        Args:
+            is_replaced: asked at the end of every step, evaluation too. After a step in which it
+                was, the next training step is eager on all ranks, and the first of a new warmup.
+            release: then called on all ranks before that step; calls `release`, and lets go
+                whatever else lived as long as the graphs.
+        """
+        self._is_replaced, self._release_replaced = is_replaced, release
 
     def name_replays(self, names: Sequence[str]) -> None:
         """Put every replay into a named range of profiles; without this call it costs nothing.

@@ -113,12 +113,16 @@ class Experts:
         if self._budget is not None:
             self._budget.remember_buffer()
 
+    def is_memory_replaced(self) -> bool:
+        """Whether graphs write to a buffer that DeepEP has replaced since."""
+        return self._budget is not None and self._budget.is_buffer_replaced()
+
     def begin_replays(self) -> None:
         """Before a step that replays.
 
         Raises:
-            ReplayMismatchError: Megatron's metrics, or DeepEP's buffer, were replaced since the
-                capture.
+            ReplayMismatchError: Megatron's metrics, or DeepEP's buffer outside of all steps, were
+                replaced since the capture.
         """
         if self._state is not None:
             self._state.check()

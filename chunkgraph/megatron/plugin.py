@@ -306,6 +306,8 @@ def attach(
         # Not the engine's: it asks ahead of steps, on some ranks earlier than on others.
         agree_on_buckets=agree_by_maximum() if packings is not None and buckets else None,
     )
+    if experts is not None:
+        engine.watch_memory(experts.is_memory_replaced, graphs.release)
     if experts is not None and (pages is not None or experts.reruns):
         graphs.guard = OverflowGuard(
             StepState(chunks, experts.tensors),

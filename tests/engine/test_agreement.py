@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from chunkgraph.engine import CaptureOptions, ChunkGraphs, EagerReason
+from chunkgraph.engine import CaptureOptions, ChunkGraphs, EagerReason, StepMode
 from chunkgraph.engine.agreement import Agreement
 from chunkgraph.graphs import RecorderBackend
 
@@ -135,3 +135,55 @@ def test_training_steps_ask_ahead_and_another_rank_still_decides() -> None:
     ranks.others = [0, 0]
     step(forward_only=True)
     assert graphs.counters.fallbacks["forward only"] == 1
+
+
+class WithReason(Ranks):
+    """The others have a reason of their own for an eager step, and no word on captures."""
+
+    reason = EagerReason.NONE
+
+    def start(self, values: Sequence[int]) -> Callable[[], list[int]]:
+        is_of_step = len(values) == 2
+        self.others = [int(self.reason) if is_of_step else 0, 0][: len(values)]
+        return super().start(values)
+
+
+@pytest.mark.parametrize("is_here", [True, False])
+def test_memory_that_was_replaced_on_one_rank_makes_all_capture_anew(is_here: bool) -> None:
+    ranks = WithReason()
+    module = torch.nn.Linear(4, 4)
+    graphs = ChunkGraphs(
+        [module], [1], options=CaptureOptions(), backend=RecorderBackend(), agree=ranks
+    )
+    is_replaced, released = False, []
+
+    def release() -> None:
+        released.append(graphs.mode)
+        ranks.reason = EagerReason.NONE  # they let theirs go as well
+        graphs.release()
+
+    graphs.watch_memory(lambda: is_replaced, release)
+
+    def step(*, forward_only: bool = False) -> None:
+        with graphs.step(1, forward_only=forward_only):
+            if forward_only:
+                with torch.no_grad():
+                    graphs.callables[0](torch.ones(2, 4))
+            else:
+                graphs.callables[0](torch.ones(2, 4)).sum().backward()
+
+    for _ in range(3):
+        step()
+    assert (graphs.counters.capture_sessions, graphs.counters.replayed_steps) == (1, 2)
+    is_replaced = is_here
+    step(forward_only=True)
+    if not is_here:
+        ranks.reason = EagerReason.MEMORY_REPLACED
+    step()
+    assert released == [StepMode.OUTSIDE]
+    assert graphs.counters.fallbacks["memory of the graphs was replaced"] == 1
+    is_replaced = False
+    for _ in range(2):
+        step()
+    assert (graphs.counters.capture_sessions, graphs.counters.replayed_steps) == (2, 4)
+    assert len(released) == 1

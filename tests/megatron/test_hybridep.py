@@ -307,7 +307,9 @@ def test_a_buffer_that_was_made_anew_stops_the_replays(one_rank: Any) -> None:
         budget.check_buffer()  # nothing is captured
         budget.remember_buffer()
         budget.check_buffer()
+        assert not budget.is_buffer_replaced()
         limits.max_num_of_tokens_per_rank = 128
+        assert budget.is_buffer_replaced()  # what a step does is seen at its end
         with pytest.raises(ReplayMismatchError, match="a pass had 128 tokens"):
             budget.check_buffer()
     finally:

@@ -172,6 +172,33 @@ def test_a_step_that_was_given_up_leaves_no_page_behind(one_rank: Any, make_conf
     assert losses[0] == losses[1]
 
 
+def test_graphs_and_pages_are_made_anew_where_their_memory_was_replaced(
+    one_rank: Any, make_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As DeepEP does with its buffer when a pass has more tokens than those before."""
+    from chunkgraph.megatron.experts import Experts
+    from chunkgraph.memory.stash import StashOptions
+
+    losses, now = [], False
+    monkeypatch.setattr(Experts, "is_memory_replaced", lambda _: now)
+    for is_replaced in (False, True):
+        run = _Run(one_rank, make_config, {}, {"stash": StashOptions(), "token_drops": "rerun"})
+        found = [run.step(step, 2) for step in range(3)]
+        now = is_replaced
+        found.append(run.step(3, 3))  # is seen at its end
+        now = False
+        found += [run.step(step, 2) for step in (4, 5)]
+        fallbacks = {"capture warmup": 1}
+        if is_replaced:
+            fallbacks["memory of the graphs was replaced"] = 1
+        assert run.graphs.counters.fallbacks == fallbacks
+        assert run.graphs.counters.capture_sessions == 1 + is_replaced
+        assert run.graphs.counters.replayed_steps == 5 - is_replaced
+        losses.append(found)
+        run.graphs.detach()
+    assert losses[0] == losses[1]
+
+
 class _Pages:
     """Stands for a rank's stash after a replayed step."""
 

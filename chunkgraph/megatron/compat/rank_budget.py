@@ -137,21 +137,27 @@ class RankBudget:
         """Graphs were captured with DeepEP's buffer as it is now."""
         self._captured = self._buffer()
 
+    def is_buffer_replaced(self) -> bool:
+        """Whether DeepEP has another buffer since the last capture."""
+        if self._captured is None:
+            return False
+        (held, before), (now, tokens) = self._captured, self._buffer()
+        return now is not held or tokens != before
+
     def check_buffer(self) -> None:
         """Before a replay.
 
         Raises:
             ReplayMismatchError: DeepEP has another buffer since the capture.
         """
-        if self._captured is None:
-            return
-        (held, before), (now, tokens) = self._captured, self._buffer()
-        if now is not held or tokens != before:
+        if self.is_buffer_replaced():
+            assert self._captured is not None
+            (_, before), (_, tokens) = self._captured, self._buffer()
             raise ReplayMismatchError(
-                "DeepEP allocated its buffer anew since the graphs were captured: a pass had "
-                f"{tokens} tokens on this rank, and the graphs write to the buffer of {before}. "
-                "Evaluate with no more tokens than a training microbatch has, or let the first "
-                "step have the most, or release() the graphs before such a pass."
+                "DeepEP allocated its buffer anew outside of all steps since the graphs were "
+                f"captured: a pass had {tokens} tokens on this rank, and the graphs write to the "
+                f"buffer of {before}. Run such passes through the wrapped schedule (forward_only), "
+                "after which all ranks capture anew, or release() the graphs before them."
             )
 
     def _buffer(self) -> tuple[Any, int]:
