@@ -31,7 +31,7 @@ PIP_INSTALL := $(PIP_QUIET) install --no-compile
 # Who has no more tests takes some of the other's, so that all processes end together.
 PYTEST := -m pytest -q -n $(JOBS) --dist worksteal
 
-.PHONY: help train test test-gpu lint clean
+.PHONY: help train test test-first test-gpu lint clean
 .DEFAULT_GOAL := help
 
 help: ## Show this
@@ -43,12 +43,14 @@ train: $(VENV)/.installed ## Train a tiny GPT through a pipeline on this machine
 	@$(VENV)/bin/chunkgraph train $(CONFIG)
 
 test: ## Lint, types, import contracts, and every test that needs no GPU
-	@# The second environment is made while the first is looked through.
-	@$(MAKE) -j2 lint $(VENV_MCORE)/.installed
-	@echo "== tests (megatron-core of $(VENV))"
-	@$(VENV)/bin/python $(PYTEST)
+	@# The second environment, some gigabytes, is made while the first is looked through and tested.
+	@$(MAKE) -j2 test-first $(VENV_MCORE)/.installed
 	@echo "== tests marked megatron (megatron-core $(MCORE))"
 	@$(VENV_MCORE)/bin/python $(PYTEST) -m megatron
+
+test-first: lint
+	@echo "== tests (megatron-core of $(VENV))"
+	@$(VENV)/bin/python $(PYTEST)
 
 test-gpu: $(VENV)/.installed ## The tests that need GPUs; fails where there is none
 	@CHUNKGRAPH_REQUIRE_GPU=1 $(VENV)/bin/python -m pytest -m "gpu or multigpu"
