@@ -115,7 +115,10 @@ def test_two_ranks(
     }
     cases = {
         **once(one_chunk),  # the simpler schedule
-        "pp2_vpp2_block": make_case([4, 2, 6], scope="block", pp=2, vpp=2, model=recompute),
+        # Experts are recomputed in such a pipeline below.
+        **once(
+            {"pp2_vpp2_block": make_case([4, 2, 6], scope="block", pp=2, vpp=2, model=recompute)}
+        ),
         "pp2_vpp2_chunk": make_case([4, 2, 6], pp=2, vpp=2, verify="poison"),
     }
     _check(run_equal(cases, 2))
