@@ -48,7 +48,7 @@ test: ## Lint, types, import contracts, and every test that needs no GPU
 	@echo "== tests marked megatron (megatron-core $(MCORE))"
 	@$(VENV_MCORE)/bin/python $(PYTEST) -m megatron
 
-test-first: lint
+test-first: lint $(VENV)/.compiled
 	@echo "== tests (megatron-core of $(VENV))"
 	@$(VENV)/bin/python $(PYTEST)
 
@@ -91,6 +91,17 @@ $(VENV)/.installed: pyproject.toml
 	@$(VENV)/bin/python $(PIP_INSTALL) -e '.[megatron,dev,plot]'
 	@touch $@
 
+# $(call compile,folder,options): once what tests import; processes that start together would each
+# compile all of it. What is wrong with the tests they say themselves.
+define compile
+echo "== $(1): compiling what tests import"; \
+$(1)/bin/python -m pytest --collect-only -q $(2) >/dev/null 2>&1 || true
+endef
+
+$(VENV)/.compiled: $(VENV)/.installed
+	@$(call compile,$(VENV))
+	@touch $@
+
 $(VENV_MCORE)/.installed: pyproject.toml
 	@$(call make_venv,$(VENV_MCORE),$(PYTHON_MCORE))
 	@echo "== $(VENV_MCORE): installing chunkgraph[test] and megatron-core $(MCORE)"
@@ -99,4 +110,5 @@ $(VENV_MCORE)/.installed: pyproject.toml
 	@$(VENV_MCORE)/bin/python $(PIP_INSTALL) --no-deps --ignore-requires-python megatron-core==$(MCORE)
 	@# What its training program imports besides, and what it logs to.
 	@$(VENV_MCORE)/bin/python $(PIP_INSTALL) packaging psutil tensorboard
+	@$(call compile,$(VENV_MCORE),-m megatron)
 	@touch $@
