@@ -107,7 +107,7 @@ def test_four_ranks(
         ),
         "pp2_vpp2": make_case([2, 4], [1, 2], model=deep, capture={**chunk, **poison}, **vpp2),
         # Once, not for each Megatron: a pipeline of one chunk a rank is the simpler one.
-        **once({"pp2": make_case([2, 3] * 4, [1, 2], **pp2)}),
+        **once({"pp2": make_case([2, 3] * 2, [1, 2], **pp2)}),
         "tp2": make_case([1] * 6, [1, 2], captured=(2,), capture=chunk, **tp2),
     }
     results = run_equal(cases, 4)

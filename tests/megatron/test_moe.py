@@ -146,7 +146,7 @@ def test_two_ranks(
                 "pp2_vpp2": _config(
                     make,
                     _BIASED,
-                    [4, 2, 6],
+                    [2, 2, 4],
                     model={"num_layers": 4},
                     pipeline=interleaved,
                     train={"overlap_grad_reduce": True},

@@ -82,7 +82,7 @@ def test_two_ranks(run_equal: Callable[..., Any], make_config: Callable[..., Any
                     "pipeline_model_parallel_size": 2,
                     "virtual_pipeline_model_parallel_size": 2,
                 },
-                train={"num_microbatches": [4, 2, 6], "overlap_grad_reduce": True},
+                train={"num_microbatches": [2, 2, 4], "overlap_grad_reduce": True},
                 capture={"verify": "poison", "scope": "chunk"},
             )
         },
@@ -95,7 +95,12 @@ def test_two_ranks(run_equal: Callable[..., Any], make_config: Callable[..., Any
         },
         "dp2": {
             "config": make_config(
-                model={**_DROPOUT, **_selective("core_attn", "mlp"), "swiglu": True},
+                model={
+                    **_DROPOUT,
+                    **_selective("core_attn", "mlp"),
+                    "num_layers": 2,
+                    "swiglu": True,
+                },
                 pipeline={"data_parallel_size": 2},
                 train={
                     "num_microbatches": [2, 1, 3],
