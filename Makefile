@@ -31,7 +31,7 @@ PIP_INSTALL := $(PIP_QUIET) install --no-compile
 # Who has no more tests takes some of the other's, so that all processes end together.
 PYTEST := -m pytest -q -n $(JOBS) --dist worksteal
 
-.PHONY: help train test test-gpu lint clean
+.PHONY: help train test test-first test-gpu lint clean
 .DEFAULT_GOAL := help
 
 help: ## Show this
@@ -43,12 +43,14 @@ train: $(VENV)/.installed ## Train a tiny GPT through a pipeline on this machine
 	@$(VENV)/bin/chunkgraph train $(CONFIG)
 
 test: ## Lint, types, import contracts, and every test that needs no GPU
-	@# The second environment is made while the first is looked through.
-	@$(MAKE) -j2 lint $(VENV_MCORE)/.installed
-	@echo "== tests (megatron-core of $(VENV))"
-	@$(VENV)/bin/python $(PYTEST)
+	@# The second environment, some gigabytes, is made while the first is looked through and tested.
+	@$(MAKE) -j2 test-first $(VENV_MCORE)/.installed
 	@echo "== tests marked megatron (megatron-core $(MCORE))"
 	@$(VENV_MCORE)/bin/python $(PYTEST) -m megatron
+
+test-first: lint $(VENV)/.compiled
+	@echo "== tests (megatron-core of $(VENV))"
+	@$(VENV)/bin/python $(PYTEST)
 
 test-gpu: $(VENV)/.installed ## The tests that need GPUs; fails where there is none
 	@CHUNKGRAPH_REQUIRE_GPU=1 $(VENV)/bin/python -m pytest -m "gpu or multigpu"
@@ -89,6 +91,17 @@ $(VENV)/.installed: pyproject.toml
 	@$(VENV)/bin/python $(PIP_INSTALL) -e '.[megatron,dev,plot]'
 	@touch $@
 
+# $(call compile,folder,options): once what tests import; processes that start together would each
+# compile all of it. What is wrong with the tests they say themselves.
+define compile
+echo "== $(1): compiling what tests import"; \
+$(1)/bin/python -m pytest --collect-only -q $(2) >/dev/null 2>&1 || true
+endef
+
+$(VENV)/.compiled: $(VENV)/.installed
+	@$(call compile,$(VENV))
+	@touch $@
+
 $(VENV_MCORE)/.installed: pyproject.toml
 	@$(call make_venv,$(VENV_MCORE),$(PYTHON_MCORE))
 	@echo "== $(VENV_MCORE): installing chunkgraph[test] and megatron-core $(MCORE)"
@@ -97,4 +110,5 @@ $(VENV_MCORE)/.installed: pyproject.toml
 	@$(VENV_MCORE)/bin/python $(PIP_INSTALL) --no-deps --ignore-requires-python megatron-core==$(MCORE)
 	@# What its training program imports besides, and what it logs to.
 	@$(VENV_MCORE)/bin/python $(PIP_INSTALL) packaging psutil tensorboard
+	@$(call compile,$(VENV_MCORE),-m megatron)
 	@touch $@

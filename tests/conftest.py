@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import shutil
@@ -22,6 +23,19 @@ if not any(Path("/dev").glob("nvidia[0-9]*")):
 # A shared machine stalls now and then: a deadline would test the machine.
 hypothesis.settings.register_profile("chunkgraph", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("chunkgraph")
+
+
+# Collections would walk over every module of torch and Megatron while these are imported, a second
+# of each test process's time, and again and again while tests run: see `pytest_collection_finish`.
+gc.disable()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """Collect what tests leave behind, not what was there before."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 # What starts the processes of whole jobs, for the most part; such tests take longest.

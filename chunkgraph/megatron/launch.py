@@ -25,6 +25,7 @@ from chunkgraph.errors import ChunkGraphError, ConfigError, MissingDependencyErr
 from chunkgraph.megatron.launch_options import LaunchOptions, parse_options
 from chunkgraph.megatron.launch_settings import GRANULARITY
 from chunkgraph.megatron.launch_variables import REPORT_FOLDER_VARIABLE
+from chunkgraph.megatron.start import without_collections
 from chunkgraph.megatron.worker import die_with_parent, keep_quiet, write_error, write_whole
 
 if TYPE_CHECKING:
@@ -86,17 +87,18 @@ def run_script(options: LaunchOptions) -> int:
     # As Python does with a script; a checkout's own `megatron` lies beside it.
     sys.path.insert(0, str(options.script.resolve().parent))
     with contextlib.ExitStack() as stack:
-        if options.device == "cpu":
-            from chunkgraph.megatron.cpu_pretrain import cpu_flags, cpu_pretrain_host
+        with without_collections():
+            if options.device == "cpu":
+                from chunkgraph.megatron.cpu_pretrain import cpu_flags, cpu_pretrain_host
 
-            warnings.simplefilter("ignore")
-            keep_quiet()
-            script_args += cpu_flags(script_args)
-            stack.enter_context(cpu_pretrain_host())
-        sys.argv = [str(options.script), *script_args]
-        from chunkgraph.megatron.pretrain import enable
+                warnings.simplefilter("ignore")
+                keep_quiet()
+                script_args += cpu_flags(script_args)
+                stack.enter_context(cpu_pretrain_host())
+            sys.argv = [str(options.script), *script_args]
+            from chunkgraph.megatron.pretrain import enable
 
-        hooks = enable(on_cpu=options.device == "cpu", run_dir=options.run_dir)
+            hooks = enable(on_cpu=options.device == "cpu", run_dir=options.run_dir)
         hooks.on_parser = _explain_in_one_line
         stack.callback(hooks.disable)
         code, is_over = 0, True

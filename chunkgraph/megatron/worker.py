@@ -19,10 +19,12 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from chunkgraph.errors import ChunkGraphError, ConfigError, MissingDependencyError
+from chunkgraph.megatron.start import without_collections
 
 if TYPE_CHECKING:
     from chunkgraph.config import Config
@@ -104,9 +106,10 @@ def train_rank(
     if not config.run.debug:
         keep_quiet()
     # Imported here: a bad configuration needs no torch.
-    from chunkgraph.megatron.loop import StepRecord
-    from chunkgraph.megatron.processes import training_process
-    from chunkgraph.megatron.training import train
+    with without_collections():
+        from chunkgraph.megatron.loop import StepRecord
+        from chunkgraph.megatron.processes import training_process
+        from chunkgraph.megatron.training import train
 
     def on_step(phase: str, record: StepRecord) -> None:
         if on_progress is None:
@@ -128,7 +131,9 @@ def train_rank(
         line = {"phase": "chunk", "event": "capturing", "num_captured": num_captured}
         on_progress({**line, "num_graphs": num_graphs, "free_bytes": free_bytes})
 
-    with training_process(config) as device:
+    with ExitStack() as stack:
+        with without_collections():  # it imports Megatron
+            device = stack.enter_context(training_process(config))
         return train(config, device, on_step=on_step, on_capture=on_capture)
 
 

@@ -72,7 +72,7 @@ def test_progress_and_output_are_passed_on(launched: Launched) -> None:
 @pytest.mark.parametrize(
     ("behaviour", "error", "message"),
     [
-        ("fail", WorkerError, "Rank 1 failed: model.py:12: .item() waits for the device."),
+        # An error of chunkgraph's own: `test_commands.py`.
         ("crash", WorkerError, "Rank 1 failed: ZeroDivisionError: one\ntwo"),
         ("refuse", ConfigError, "failed: model.layer_spec: cannot import nowhere."),
         ("exit_silently", WorkerError, "ended with exit code 7 and left no message"),

@@ -75,13 +75,13 @@ class RankServer:
         path: of its socket. The first test process to come starts the server, and the others of
             the run find it there; it ends with the last of them.
         host: what Megatron is imported in.
+        parent: the server of another host that forks this one; None starts an interpreter.
     """
 
-    def __init__(self, path: Path, host: str) -> None:
+    def __init__(self, path: Path, host: str, parent: RankServer | None = None) -> None:
         with path.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            found = _connected(path)
-            self._socket = found if found is not None else _start_server(path, host)
+            self._socket = _connected(path) or _start_server(path, host, parent)
         self._stream = self._socket.makefile("rw", encoding="utf-8")
 
     def ask(self, **request: Any) -> dict[str, Any]:
@@ -113,17 +113,18 @@ def _connected(path: Path) -> socket.socket | None:
     return made
 
 
-def _start_server(path: Path, host: str) -> socket.socket:
+def _start_server(path: Path, host: str, parent: RankServer | None) -> socket.socket:
     path.unlink(missing_ok=True)
+    if parent is not None:
+        parent.ask(path=str(path), host=host)
+        return _connected(path) or pytest.fail(f"{path} was given up at once")
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
         listener.listen()
         found = _connected(path)  # before there is a server, which ends when nobody is connected
+        arguments = (str(listener.fileno()), str(path), host)
         subprocess.Popen(
-            [
-                *(sys.executable, str(HERE / "rank_server.py")),
-                *(str(listener.fileno()), str(path), host),
-            ],
+            [sys.executable, str(HERE / "rank_server.py"), *arguments],
             env=rank_environment(),
             stdin=subprocess.DEVNULL,
             start_new_session=True,
@@ -181,8 +182,10 @@ def start_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartRanks
         host: str | None,
         **variables: str,
     ) -> list[Rank]:
-        if host is not None and host not in servers:
-            servers[host] = [RankServer(folder / f"{host}{i}", host) for i in range(2)]
+        for name in () if host is None else ("core", host):
+            if name not in servers:
+                of = servers.get("core", [None, None])
+                servers[name] = [RankServer(folder / f"{name}{i}", name, of[i]) for i in range(2)]
         ranks = []
         for rank in range(num_ranks):
             environment = rank_environment(
@@ -276,8 +279,7 @@ def run_to_its_end(
     ) -> tuple[list[int], list[str]]:
         codes = start_cases([{"name": "end", "may_end": True, **case}], num_ranks, timeout_s)
         files = [tmp_path / f"error_rank{rank}.txt" for rank in range(num_ranks)]
-        texts = [f.read_text(encoding="utf-8") if f.exists() else "" for f in files]
-        return codes, [text.partition("\n\n")[0] for text in texts]
+        return codes, [f.read_text().partition("\n\n")[0] if f.exists() else "" for f in files]
 
     return run
 
@@ -297,10 +299,7 @@ def run_cases(
             for rank, code in enumerate(codes)
         )
         assert not any(codes), logs
-        return {
-            name: json.loads((tmp_path / f"{name}.json").read_text(encoding="utf-8"))
-            for name in cases
-        }
+        return {name: json.loads((tmp_path / f"{name}.json").read_text()) for name in cases}
 
     return run
 

@@ -7,7 +7,8 @@ run connect to it, each while it holds the lock PATH.lock. The server reads one 
 and answers with one: ``{"arguments": ..., "environment": ..., "log": ...}`` with ``{"pid": ...}``,
 and ``{"pid": ...}`` with ``{"code": ...}``, null while that rank runs. Ranks end with the
 connection that asked for them, and the server with the last connection. HOST is what Megatron is
-imported in: ``core`` for `cpu_host`, ``pretrain`` for `cpu_pretrain_host`.
+imported in: ``core`` for `cpu_host`, ``pretrain`` for `cpu_pretrain_host`. The latter's server is
+forked too, from one that has imported the most of it: ``{"host": ..., "path": ...}``.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ MODULES = (
 
 def preload(host: str) -> None:
     """Import what ranks need; none of it may start a thread."""
+    gc.disable()  # a quarter of the time that the imports take
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # as ranks on a CPU have it; torch reads it at once
     import run_cases  # noqa: F401
 
@@ -54,6 +56,7 @@ def preload(host: str) -> None:
     assert num_threads == 1, f"{num_threads} threads: a fork would lose all but one"
     gc.collect()
     gc.freeze()  # so that a rank's collections do not copy all of these pages
+    gc.enable()
 
 
 class Server:
@@ -98,7 +101,15 @@ class Server:
 
     def _answer(self, connection: socket.socket, request: dict[str, Any]) -> dict[str, Any] | None:
         running = self._running[connection]
-        if "arguments" in request:
+        if "host" in request:
+            with socket.socket(socket.AF_UNIX) as listener:
+                listener.bind(request["path"])
+                listener.listen()
+                pid = os.fork()
+                if pid == 0:
+                    return {**request, "listener": listener.detach()}
+            answer = {"pid": pid}
+        elif "arguments" in request:
             pid = os.fork()
             if pid == 0:
                 return request
@@ -160,10 +171,19 @@ def run(arguments: list[str]) -> None:
         runpy.run_path(arguments[0], run_name="__main__")
 
 
-if __name__ == "__main__":
-    preload(sys.argv[3])
-    asked = Server(socket.socket(fileno=int(sys.argv[1])), Path(sys.argv[2])).serve()
+def serve(listener: int, path: str, host: str) -> dict[str, Any]:
+    """Until nobody is left, or in a forked rank: what it is to do."""
+    preload(host)
+    asked = Server(socket.socket(fileno=listener), Path(path)).serve()
     if asked is None:
         os._exit(0)  # nothing of the server's own is to be put in order
+    if "host" in asked:
+        die_with_parent()  # which ends after all that are connected here
+        return serve(asked["listener"], asked["path"], asked["host"])
+    return asked
+
+
+if __name__ == "__main__":
+    asked = serve(int(sys.argv[1]), *sys.argv[2:])
     become(asked)
     run(asked["arguments"])

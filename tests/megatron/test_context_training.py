@@ -100,13 +100,14 @@ def test_four_ranks(
     vpp2 = {**pp2, "virtual_pipeline_model_parallel_size": 2}
     tp2 = {"tensor_model_parallel_size": 2, "data_parallel_size": 2, "model": {"num_layers": 1}}
     cases = {
-        "random": make_case([1] * 8, [1, 2, 4], capture=poison, **dp4),
+        # Once, not for each Megatron: with experts it is below.
+        **once({"random": make_case([1] * 8, [1, 2, 4], capture=poison, **dp4)}),
         "smallest": make_case(
             [1, 1, 4], [1, 2, 4], schedule="smallest", capture=chunk, train=sharded, **dp4
         ),
         "pp2_vpp2": make_case([2, 4], [1, 2], model=deep, capture={**chunk, **poison}, **vpp2),
         # Once, not for each Megatron: a pipeline of one chunk a rank is the simpler one.
-        **once({"pp2": make_case([2, 3] * 4, [1, 2], **pp2)}),
+        **once({"pp2": make_case([2, 3] * 2, [1, 2], **pp2)}),
         "tp2": make_case([1] * 6, [1, 2], captured=(2,), capture=chunk, **tp2),
     }
     results = run_equal(cases, 4)
@@ -116,7 +117,8 @@ def test_four_ranks(
     # Some ranks replay one size while others replay another.
     last = results["smallest"]["steps"][-1]["context_sizes"]
     assert last[0] != last[3]
-    losses_do_not_depend_on_who_shares_what(results["random"], results["smallest"])
+    if "random" in results:
+        losses_do_not_depend_on_who_shares_what(results["random"], results["smallest"])
     without_a_bank_the_step_is_eager(results["tp2"])
 
 

@@ -49,7 +49,7 @@ def test_faults_of_one_rank(
 ) -> None:
     """A capture that fails on rank 1, out of memory there, SIGTERM there, evaluation, shapes."""
     watchful = {"layer_spec": "user_specs:watchful_where_faulty"}
-    eager = {"on_failure": "eager"}
+    eager, shallow = {"on_failure": "eager"}, {"num_layers": 2}
     mixed = [
         *STEPS,
         {"num_microbatches": 2, "evaluates": True},
@@ -68,7 +68,7 @@ def test_faults_of_one_rank(
     }
     cases = {
         "fails": case(STEPS, eager, watchful, layer_fails=True),
-        "mixed": case(mixed),
+        "mixed": case(mixed, model=shallow),
         # What all ranks do when one of them cannot go on is the engine's.
         **once(
             {
@@ -76,7 +76,7 @@ def test_faults_of_one_rank(
                 "memory": case(STEPS, eager, limit_bytes=2**20),
                 "in_capture": case(STEPS, signalled="capture"),
                 "in_replay": case([*STEPS, *STEPS], signalled="replay"),
-                "shadow": case(mixed, {"verify": "shadow", "scope": "chunk"}),
+                "shadow": case(mixed, {"verify": "shadow", "scope": "chunk"}, shallow),
             }
         ),
     }

@@ -70,8 +70,8 @@ def test_one_rank(
     cases = {
         "token_prediction": {
             "config": make_config(
-                model=_DROPOUT,
-                train={"num_microbatches": [2, 3, 1, 4]},
+                model={**_DROPOUT, "num_layers": 2},
+                train={"num_microbatches": [2, 3, 1]},
                 capture={"verify": "poison"},
             ),
             "transformer_options": {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.3},
@@ -118,7 +118,11 @@ def test_two_ranks(
     cases = {
         "sequence_parallel": {
             "config": make_config(
-                model={**_DROPOUT, "layer_spec": "user_specs:split_sequences_4"},
+                model={
+                    **_DROPOUT,
+                    "num_layers": 2,
+                    "layer_spec": "user_specs:split_sequences_2",
+                },
                 pipeline={"tensor_model_parallel_size": 2},
                 capture={"verify": "poison"},
             ),
@@ -126,7 +130,11 @@ def test_two_ranks(
         },
         "token_prediction": {
             "config": make_config(
-                model={**_DROPOUT, "untie_embeddings_and_output_weights": False},
+                model={
+                    **_DROPOUT,
+                    "num_layers": 2,
+                    "untie_embeddings_and_output_weights": False,
+                },
                 pipeline={"pipeline_model_parallel_size": 2},
                 train={"num_microbatches": [3, 1, 4]},
             ),

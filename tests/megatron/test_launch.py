@@ -296,7 +296,8 @@ def test_sigterm_saves_and_ends_well(
     save = jobs.folder / "terminated"
     data = ["--data-cache-path", str(jobs.folder / "cache")]
     process = jobs.start(
-        *(*MODEL, *EIGHT, *CHUNK, *data, "--exit-signal-handler", "--train-iters", "100000"),
+        *(*MODEL, "--global-batch-size", "4", "--num-layers", "2", *CHUNK, *data),
+        *("--exit-signal-handler", "--train-iters", "100000"),
         *("--eval-interval", "100000", "--save", str(save), "--save-interval", "100000"),
     )
     try:

@@ -95,7 +95,9 @@ def _check(results: dict[str, dict[str, Any]], overflows: dict[str, int] | None 
 
 
 @pytest.mark.megatron
-def test_graphs_equal_eager(run_equal: Callable[..., Any], make_case: Case, text: Path) -> None:
+def test_graphs_equal_eager(
+    run_equal: Callable[..., Any], make_case: Case, text: Path, once: Callable[..., Any]
+) -> None:
     assert any(length % 4 for lengths in _drawn(text, 1, _SIZE) for length in lengths)
     documents = Documents.from_file(text, num_tokens=_TOKENS, seed=1, multiple=4)
     is_too_long = [
@@ -108,7 +110,8 @@ def test_graphs_equal_eager(run_equal: Callable[..., Any], make_case: Case, text
         "padding_of_nan": make_case(
             [2, 3, 1], spec="split_specs:split_poisoned", scope="block", verify="poison"
         ),
-        "overflow": make_case([2, 3, 1, 2, 3, 1], seqs=4, **_ONE_LAYER),
+        # What does not fit is no matter of Megatron's.
+        **once({"overflow": make_case([2, 3, 1, 2, 3, 1], seqs=4, **_ONE_LAYER)}),
         "experts": make_case([2, 3], moe=_EXPERTS, verify="poison", **_WITH_EXPERTS),
     }
     results = run_equal(cases, _SIZE)

@@ -38,7 +38,11 @@ def make_case(make_config: Callable[..., Any], write_documents: Callable[..., Pa
     ) -> dict[str, Any]:
         return {
             "config": make_config(
-                model={"layer_spec": "user_specs:packed", **(model or {})},
+                model={
+                    "layer_spec": "user_specs:packed",
+                    "num_layers": 2 * (vpp or 1),
+                    **(model or {}),
+                },
                 moe=moe or {},
                 stash=stash or {},
                 pipeline={
@@ -117,8 +121,11 @@ def test_two_ranks(
     }
     cases = {
         **once(one_chunk),  # the simpler schedule
-        "pp2_vpp2_block": make_case([4, 2, 6], scope="block", pp=2, vpp=2, model=recompute),
-        "pp2_vpp2_chunk": make_case([4, 2, 6], pp=2, vpp=2, verify="poison"),
+        # Experts are recomputed in such a pipeline below.
+        **once(
+            {"pp2_vpp2_block": make_case([2, 2, 4], scope="block", pp=2, vpp=2, model=recompute)}
+        ),
+        "pp2_vpp2_chunk": make_case([2, 2, 4], pp=2, vpp=2, verify="poison"),
     }
     _check(run_equal(cases, 2))
 

@@ -64,7 +64,9 @@ def _share(result: dict[str, Any], rank: int = 0) -> float:
     return float(result["stash_bytes"][rank] / result["bytes_without_stash"][rank])
 
 
-def test_one_rank(run_cases: Callable[..., Any], make_config: Callable[..., Any]) -> None:
+def test_one_rank(
+    run_cases: Callable[..., Any], make_config: Callable[..., Any], once: Callable[..., Any]
+) -> None:
     counts = [2, 1, 3]
     cases = {
         "poison": _case(make_config, counts, capture={"scope": "chunk", "verify": "poison"}),
@@ -76,13 +78,6 @@ def test_one_rank(run_cases: Callable[..., Any], make_config: Callable[..., Any]
             stash={"initial_bytes": 4096, "spill_bytes": 1 << 20},
             capture={"memory_plan": "shared_temporaries"},
         ),
-        # Every step runs out of pages but the one before the capture.
-        "never_enough": _case(
-            make_config,
-            counts,
-            stash={"initial_bytes": 0, "max_bytes": 4096},
-            train={"use_ddp": False},
-        ),
         "no_drops": _case(
             make_config,
             [2, 1, 2],
@@ -90,6 +85,12 @@ def test_one_rank(run_cases: Callable[..., Any], make_config: Callable[..., Any]
             stash={"enabled": False},
         ),
     }
+    # Every step runs out of pages but the one before the capture. Once, not for each Megatron: what
+    # runs anew is the engine's; "no_drops" does so with either, and so do jobs of two ranks.
+    without = {"initial_bytes": 0, "max_bytes": 4096}
+    cases |= once(
+        {"never_enough": _case(make_config, counts, stash=without, train={"use_ddp": False})}
+    )
     results = run_cases(cases, 1, timeout_s=180.0)
     _check_equal(results)
     # Half of the rows are in use, and there is headroom of a tenth.
@@ -97,11 +98,12 @@ def test_one_rank(run_cases: Callable[..., Any], make_config: Callable[..., Any]
     for name in ("poison", "allgather_spilled"):
         assert results[name]["overflow_reruns"] == {}, name
         assert all(step["replays"] for step in results[name]["steps"][1:]), name
-    never = results["never_enough"]
-    assert never["overflow_reruns"] == {"stash pages": 2}
-    assert never["recaptures"] == ["stash pages"]
-    assert never["stash_bytes"] == [4096 + 512]
     assert results["no_drops"]["overflow_reruns"]["expert capacity"] >= 1
+    if "never_enough" in results:
+        never = results["never_enough"]
+        assert never["overflow_reruns"] == {"stash pages": 2}
+        assert never["recaptures"] == ["stash pages"]
+        assert never["stash_bytes"] == [4096 + 512]
 
 
 def test_two_ranks(
@@ -115,7 +117,7 @@ def test_two_ranks(
         {
             "pp2_vpp2": _case(
                 make_config,
-                [4, 2, 6],
+                [2, 4, 2],
                 model={"num_layers": 4},
                 pipeline={**pp2, "virtual_pipeline_model_parallel_size": 2},
                 train={"overlap_grad_reduce": True},
