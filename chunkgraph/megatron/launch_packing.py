@@ -35,10 +35,11 @@ def packing_refusals(flags: GraphFlags, args: argparse.Namespace) -> list[str]:
         alone = "without --sft (or --dataloader-inter-document-masking) a microbatch does not say"
         return [f"{asked}: {alone} where its documents begin; leave it out"]
     found = _refusals_of_contexts(asked, args)
-    if getattr(args, "num_experts", None):
+    if getattr(args, "num_experts", None) and flags.contexts is not None:
         found.append(
-            f"{asked} with --num-experts: experts are to be told which rows are padding, which "
-            "these data sets do not say; chunkgraph train packs for experts"
+            f"{asked} with --num-experts and context-parallel sizes that change: experts are to be "
+            "told which rows are padding, which these data sets do not say; chunkgraph train packs "
+            "for experts"
         )
     if flags.contexts is not None:
         return [*found, *changing_refusals(flags, args)]
@@ -129,6 +130,11 @@ def _refusals_of_cuts(flags: GraphFlags, args: argparse.Namespace) -> list[str]:
         found.append(
             f"{name} with --tensor-model-parallel-size {args.tensor_model_parallel_size}: the "
             f"script's other ranks receive rows of --seq-length; {whole}"
+        )
+    if getattr(args, "num_experts", None):
+        found.append(
+            f"{name} with --num-experts: routers count every row, and their losses would be others "
+            f"where rows are left out; {whole}"
         )
     size = _of(args, "context_parallel_size", 1)
     if size > 1 and not getattr(args, "calculate_per_token_loss", False):

@@ -83,6 +83,7 @@ def attach(
     packing: PackedShape | None = None,
     buckets: Sequence[float] = (),
     seq_buckets: Sequence[int] = (),
+    fills_rows: bool = False,
     contexts: ContextBanks | None = None,
     token_drops: TokenDrops = "warn",
     stash: StashOptions | None = None,
@@ -114,6 +115,10 @@ def attach(
         seq_buckets: fewer sequences than those of ``packing`` that are captured too, the same on
             every rank; for every length. A microbatch is then given offsets of the fewest that
             hold its documents (`MegatronChunkGraphs.packed_shapes`), in eager steps too.
+        fills_rows: with ``packing``, whether documents fill all rows of every microbatch, as
+            Megatron's data sets make them. Experts then take every row, as they do without chunk
+            graphs; a step with rows left over is an error. Otherwise rows behind the documents are
+            kept from experts (`keep_padding_from_experts`), and the model takes ``padding_mask``.
         contexts: the banks of context-parallel sizes, where each microbatch of packed sequences has
             one of its own; not with ``packing``. Every training step is then told the bank of each
             microbatch, and its ``packed_seq_params`` say ``cp_group`` and ``local_cp_size``. The
@@ -156,6 +161,8 @@ def attach(
     also = hybrid_refusals(config, chunks, largest)
     refuse_unsupported(config, chunks, device, token_drops, also=also)
     refuse_for_scope(config, scope)
+    if fills_rows and packing is None:
+        raise ConfigError("fills_rows is of packed sequences; give packing too, or leave it out.")
     if packing is not None:
         refuse_other_context(packing, config)
     if largest is not None:
@@ -209,7 +216,7 @@ def attach(
             chunks,
             parts,
             token_drops,
-            None if largest is None else config,
+            None if largest is None or fills_rows else config,
             marks_padding=stash is not None,
         )
     pages: ExpertStash | None = None
@@ -235,6 +242,7 @@ def attach(
             agree,
             needs_buckets=experts is not None
             and (getattr(config, "expert_model_parallel_size", 1) or 1) > 1,
+            fills_rows=fills_rows,
         )
     keys: Sequence[Hashable] = (None,)
     derive: Derive | None = None

@@ -135,7 +135,8 @@ class ChunkGraphsInPretrain:
                 scope=self.flags.scope,
                 options=self.flags.capture_options(),
                 token_drops=self.flags.token_drops,
-                packing=packed_shape(self.flags, args),
+                packing=(shape := packed_shape(self.flags, args)),
+                fills_rows=shape is not None,
                 buckets=self.flags.packed_buckets,
                 seq_buckets=self.flags.packed_seq_buckets,
                 contexts=contexts,
@@ -195,6 +196,7 @@ class ChunkGraphsInPretrain:
             return forward_backward
         wrapped = graphs.wrap_forward_backward(forward_backward)
         if self._steps is not None:
+            graphs.before_run = self._steps.begin_run
             wrapped = self._steps.wrap(wrapped)
 
         def chunk_graph_step(**kwargs: Any) -> Any:

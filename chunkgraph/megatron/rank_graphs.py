@@ -34,6 +34,7 @@ class MegatronChunkGraphs:
         num_slots: slots of each chunk.
         receiver: counts what was received into slots, and says why if nothing is.
         guard: runs steps anew in which something had no room, or None.
+        before_run: called before each run of a step's schedule; a step that is run anew has two.
         stash: of the experts, or None.
     """
 
@@ -56,6 +57,7 @@ class MegatronChunkGraphs:
     ) -> None:
         self.engine = engine
         self.guard: OverflowGuard | None = None
+        self.before_run: Callable[[], None] = lambda: None
         self.stash = stash
         self.num_slots = num_slots
         self.receiver = receiver
@@ -139,6 +141,7 @@ class MegatronChunkGraphs:
 
             def run(kwargs: dict[str, Any], eager: bool) -> tuple[Any, StepMode]:
                 nonlocal told
+                self.before_run()
                 word = told
                 if self._packings is not None and not kwargs.get("forward_only", False):
                     told = self._packings.misfit  # an announcement holds for the first run alone

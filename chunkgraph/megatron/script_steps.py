@@ -73,6 +73,10 @@ class ScriptSteps(ABC):
 
         return read_ahead
 
+    def begin_run(self) -> None:
+        """Count microbatches from 0: the schedule is about to run a step, or to run it anew."""
+        self._turns = [0] * len(self._turns)
+
     def close(self) -> None:
         """Leave the model as it was."""
         for hook in self._hooks:

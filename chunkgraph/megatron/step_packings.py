@@ -25,6 +25,7 @@ class StepPackings:
         agree: to compare the shapes between ranks; None in a job of one.
         needs_buckets: whether other ranks' data bear on a microbatch's bucket, so that steps are
             told buckets that were agreed on.
+        fills_rows: whether documents are to fill all rows of every microbatch.
 
     Attributes:
         shape: the largest.
@@ -37,7 +38,13 @@ class StepPackings:
     """
 
     def __init__(
-        self, buckets: Buckets, rank: int, agree: Agree | None, *, needs_buckets: bool = False
+        self,
+        buckets: Buckets,
+        rank: int,
+        agree: Agree | None,
+        *,
+        needs_buckets: bool = False,
+        fills_rows: bool = False,
     ) -> None:
         self.buckets = buckets
         self.shape = shape = buckets.shapes[buckets.keys[0]]
@@ -45,6 +52,7 @@ class StepPackings:
         self.banks: list[BankKey] | None = None
         self.misfit = ""
         self._rank = rank
+        self._fills_rows = fills_rows
         self._needs_buckets = needs_buckets and len(buckets.keys) > 1
         self._announced: tuple[list[list[int]], str, str, list[int]] | None = None
         digest = zlib.crc32(repr(buckets.all_shapes).encode())
@@ -117,6 +125,21 @@ class StepPackings:
 
     def _chosen(self, packings: Packings, given: Sequence[int] | None, misfit: str) -> list[int]:
         """The buckets of a step: those that were given, or the smallest that fit."""
+        chosen = self._buckets_of(packings, given, misfit)
+        if self._fills_rows and not misfit:
+            for microbatch, (lengths, rows) in enumerate(zip(packings, chosen, strict=True)):
+                if sum(lengths) != rows:
+                    raise ConfigError(
+                        f"rank {self._rank}, microbatch {microbatch}: its documents have "
+                        f"{sum(lengths)} of {rows} rows. Attached with fills_rows, which lets "
+                        "experts take every row, documents have to fill them; count what is left "
+                        "into the last one, or leave fills_rows out."
+                    )
+        return chosen
+
+    def _buckets_of(
+        self, packings: Packings, given: Sequence[int] | None, misfit: str
+    ) -> list[int]:
         if given is None:
             if self._needs_buckets:
                 raise ConfigError(

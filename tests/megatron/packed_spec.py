@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from split_specs import split
-from user_specs import packed, packed_contexts
+from user_specs import packed, packed_contexts, packed_experts
 
 packed_layer = packed()
+experts_layer = packed_experts()
 split_layer = split()
 contexts_layer = packed_contexts()

@@ -176,7 +176,10 @@ def test_the_shape_of_packed_sequences() -> None:
             "seqs 4: max_packed_tokens is 18, which context_parallel_size 2 cannot split",
         ),
         ({"hybrid_context_parallel": True}, "seqs 4 with --hybrid-context-parallel: "),
-        ({"num_experts": 4}, "seqs 4 with --num-experts: "),
+        (
+            {"num_experts": 4, "cuda_graph_max_packed_tokens": 8},
+            "tokens with --num-experts: routers count every row",
+        ),
         (
             {"micro_batch_size": 2, "pipeline_model_parallel_size": 2},
             "with --micro-batch-size 2 in a pipeline: ",
@@ -286,7 +289,7 @@ def test_context_sizes_that_change(monkeypatch: pytest.MonkeyPatch) -> None:
             {"cuda_graph_max_packed_tokens": 8, "tensor_model_parallel_size": 2},
             "tokens 8 and --tensor-model-parallel-size 2: the script's other ranks",
         ),
-        ({"num_experts": 4}, "seqs 4 with --num-experts: "),
+        ({"num_experts": 4}, "seqs 4 with --num-experts and context-parallel sizes"),
     ],
 )
 def test_what_changing_context_sizes_cannot_go_with_is_named(

@@ -233,3 +233,14 @@ def test_ranks_that_share_experts_are_to_agree() -> None:
     assert steps.begin([[8]], "", 1, [32]) == ""
     alone = StepPackings(Buckets([_SHAPE]), 0, None, needs_buckets=True)
     assert alone.begin([[8]], "", 1) == ""
+
+
+def test_rows_that_were_promised_to_hold_documents_hold_them() -> None:
+    steps = StepPackings(Buckets([_SHAPE]), 3, None, fills_rows=True)
+    rows = _SHAPE.max_packed_tokens
+    assert steps.begin([[rows - 2, 2], [rows]], "", 2) == ""
+    assert steps.begin([[2, 2]], "told otherwise", 1) == "told otherwise"
+    with pytest.raises(ConfigError, match=rf"rank 3, microbatch 1: .* {rows - 1} of {rows} rows"):
+        steps.begin([[rows], [rows - 3, 2]], "", 2)
+    with pytest.raises(ConfigError, match="have 2 of"):
+        steps.announced([[2]], "")

@@ -160,6 +160,29 @@ def test_pp2_vpp2_saved_and_resumed_equals_eager(
         assert of_rank["train 0"] == of_rank["train 1"] == list(range(6 * 4))
 
 
+def test_experts_that_stash_and_run_steps_anew_equal_eager(runs: Runs) -> None:
+    """Routers count every row, as without the flag: documents fill all of them.
+
+    Pages run out in the first replayed step, which is run anew from the same samples.
+    """
+    flags = ["--train-iters", "5", "--eval-interval", "9", "--hidden-dropout", "0.1"]
+    flags += ["--num-layers", "2", "--spec", "packed_spec", "experts_layer", "--num-experts", "4"]
+    flags += ["--moe-router-topk", "2", "--moe-expert-capacity-factor", "2.0"]
+    flags += ["--moe-pad-expert-input-to-capacity", "--moe-token-dispatcher-type", "alltoall"]
+    flags += ["--moe-aux-loss-coeff", "0.01", "--moe-router-load-balancing-type", "seq_aux_loss"]
+    flags += ["--disable-bias-linear"]
+    stash = ["--cuda-graph-stash", "yes", "--cuda-graph-stash-page-bytes", "512"]
+    stash += ["--cuda-graph-stash-initial-bytes", "2048", "--cuda-graph-token-drops", "rerun"]
+    eager = runs.train("experts-eager", *flags)
+    balance = re.findall(r"load_balancing_loss: (\S+)", runs.output)
+    assert max(map(float, balance)) > 0
+    assert runs.train("experts", *flags, *CHUNK, *SEVEN, *stash) == eager
+    assert re.findall(r"load_balancing_loss: (\S+)", runs.output) == balance
+    assert runs.output.count("steps run anew (stash pages): 1 |") == 1
+    assert runs.replays() == [0, 4, 4, 0, 4]
+    assert "eager steps (packing overflow): 1" in runs.output
+
+
 def test_tp2_whole_chunks_equal_eager(runs: Runs) -> None:
     """Only the first of the tensor-parallel ranks reads data."""
     flags = ["--train-iters", "4", "--eval-interval", "9", "--hidden-dropout", "0.1"]
