@@ -115,6 +115,7 @@ def _check_stages(config: Config, pattern: str) -> None:
 
 def _check_sizes(config: Config) -> None:
     model, tp = config.model, config.pipeline.tensor_model_parallel_size
+    cp = config.pipeline.context_parallel_size
     sizes: dict[str, int | None] = {
         "model.mamba_state_dim": model.mamba_state_dim,
         "model.mamba_head_dim": model.mamba_head_dim,
@@ -149,6 +150,29 @@ def _check_sizes(config: Config) -> None:
                 "every rank holds an equal share. Change one of them."
             )
             raise TopologyError(msg)
+    if cp > 1 and "M" in (model.hybrid_layer_pattern or ""):
+        _check_split_sizes(heads // tp, model.mamba_num_groups // tp, cp)
+
+
+def _check_split_sizes(heads: int, groups: int, cp: int) -> None:
+    """Heads and groups of a tensor-parallel rank, which context-parallel ranks share.
+
+    As Megatron's ``MambaContextParallel`` asserts: there a rank works on all rows for its heads.
+    """
+    if heads % cp:
+        msg = (
+            f"{heads} Mamba heads of a tensor-parallel rank do not divide into "
+            f"pipeline.context_parallel_size ({cp}) equal shares. Change it, model.mamba_head_dim "
+            "or model.mamba_num_heads."
+        )
+        raise TopologyError(msg)
+    if groups % cp and cp % groups:
+        msg = (
+            f"model.mamba_num_groups is {groups} on a tensor-parallel rank: neither that divides "
+            f"into pipeline.context_parallel_size ({cp}) equal shares, nor the ranks into the "
+            "groups. Change one of them."
+        )
+        raise TopologyError(msg)
 
 
 def _check_experts(config: Config, pattern: str) -> None:
@@ -175,11 +199,6 @@ def _check_company(config: Config) -> None:
     """What was not tried, or is not there, together with a hybrid model."""
     others = {
         "model.fp8": config.model.fp8,
-        "pipeline.context_parallel_size": (
-            config.pipeline.context_parallel_size
-            if config.pipeline.context_parallel_size > 1
-            else None
-        ),
         "packing.context_parallel_sizes": list(config.packing.context_parallel_sizes) or None,
     }
     for path, value in others.items():

@@ -55,11 +55,10 @@ def hybrid_refusals(
             "not tried in chunk graphs"
         )
     size = getattr(config, "context_parallel_size", 1) or 1
-    if max(size, 1 if packing is None else packing.context_parallel_size) > 1:
+    if size == 1 and packing is not None and packing.context_parallel_size > 1:
         found.append(
-            f"hybrid model with context_parallel_size={size}{' that changes' * (size == 1)}: a "
-            "rank's mixer sees the rows of all ranks, in an order that was not tried in chunk "
-            "graphs; use context_parallel_size=1"
+            "hybrid model with context-parallel sizes that change: the heads of a mixer are shared "
+            "by the ranks that it was built for; use one context_parallel_size"
         )
     if packing is not None:
         found += _packed_refusals(config, layers)

@@ -186,6 +186,12 @@ def fixed_params(params: Any, packed: PackedSequences) -> Any:
             setattr(made, name, min(number, rows))
     seq_idx = getattr(params, "seq_idx", None)
     if seq_idx is not None:
+        if seq_idx.numel() != rows:
+            raise ConfigError(
+                f"{ARGUMENT}.seq_idx has {seq_idx.numel()} rows, and a Mamba layer sees {rows}: "
+                "those of all context-parallel ranks. Give PackedSeqParams their number as "
+                "total_tokens."
+            )
         own = _to_device(torch.from_numpy(packed.seq_idx), seq_idx.device)
         made.seq_idx = own.to(seq_idx.dtype).view(seq_idx.shape)
     return made

@@ -15,9 +15,10 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import split_specs
 import torch
 import user_specs
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -174,11 +175,25 @@ def rearrange(t: torch.Tensor, pattern: str) -> torch.Tensor:
     return t.permute([names.index(name) for name in right])
 
 
+def repeat(t: torch.Tensor, pattern: str, *, g: int, n: int, r: int) -> torch.Tensor:
+    """What the mixer asks of einops where ranks share heads: every group, r times."""
+    assert pattern == "l b (g n) -> l b (g r n)"
+    assert t.size(-1) == g * n
+    return t.unflatten(-1, (g, 1, n)).expand(*t.shape[:-1], g, r, n).flatten(-3)
+
+
+def thd_get_partitioned_indices(
+    offsets: torch.Tensor, num_rows: int, size: int, rank: int
+) -> torch.Tensor:
+    """Transformer Engine's operator: the rows of all documents that one of ``size`` ranks has."""
+    return split_specs._places(offsets, num_rows // size, size).chunk(size)[rank]
+
+
 def _modules() -> dict[str, ModuleType]:
     """What Megatron's mixer imports, by name."""
     triton = "mamba_ssm.ops.triton"
     contents: dict[str, dict[str, Any]] = {
-        "einops": {"rearrange": rearrange, "repeat": _not_here},
+        "einops": {"rearrange": rearrange, "repeat": repeat},
         "causal_conv1d": {"__version__": "1.5.0", "causal_conv1d_fn": _not_here},
         "causal_conv1d.causal_conv1d_varlen": {"causal_conv1d_varlen_states": _not_here},
         "mamba_ssm": {"__version__": "2.2.5", "__path__": []},
@@ -215,6 +230,9 @@ def load_mixer() -> None:
     sys.modules.update(modules)
     try:
         importlib.import_module(_MIXER)
+        split: Any = importlib.import_module(_SPLIT)
+        split.tex = SimpleNamespace(thd_get_partitioned_indices=thd_get_partitioned_indices)
+        split.is_te_min_version = lambda *_: True
         utils.get_mamba_version()  # each is remembered
         utils.get_causal_conv1d_version()
     finally:
@@ -233,6 +251,12 @@ def packed() -> Any:
     """The same with attention of packed sequences."""
     load_mixer()
     return user_specs.packed()
+
+
+def packed_split() -> Any:
+    """The same with attention of documents that context-parallel ranks share."""
+    load_mixer()
+    return split_specs.split()
 
 
 def packed_poisoned() -> Any:

@@ -2,8 +2,7 @@
 
 Each case has packings in every step that its capture never saw, other numbers of microbatches, and
 Transformer Engine's layers in bfloat16; it equals eager training on the same padded rows to the
-last bit. Attention alone is in `test_packed_gpu`, most of the hybrid models in `test_gpu_hybrid`;
-hybrid models have no context parallelism.
+last bit. Attention alone is in `test_packed_gpu`, most of the hybrid models in `test_gpu_hybrid`.
 
 Four ranks on two GPUs: `NCCL_MULTI_RANK_GPU_ENABLE=1`, with a release of NCCL that knows it.
 """
@@ -105,6 +104,8 @@ def test_two_ranks(run_equal: Callable[..., Any], make: Make) -> None:
     }
     if not _missing_kernels():
         cases["hybrid_pp2"] = make("hybrid", flying, _PP2, _CHUNK)
+        cases["hybrid_cp2"] = make("hybrid", shared, _CP2, _CHUNK)
+        cases["hybrid_cp2_block"] = make("hybrid", shared, _CP2, {"capture": {"verify": "poison"}})
         cases["hybrid_pp2_block"] = make("hybrid", flying, _PP2, {"capture": {"verify": "poison"}})
     _check(run_equal(cases, 2, timeout_s=580.0))
 
@@ -130,4 +131,7 @@ def test_four_ranks(run_equal: Callable[..., Any], make: Make) -> None:
         "latent_unfused_cp2_pp2": make("latent_unfused", flying, both, _BLOCK),
         "experts_cp2_pp2": make("experts", flying, both, _CHUNK),
     }
+    if not _missing_kernels():
+        cases["hybrid_cp4"] = make("hybrid", shared, _CP4, _CHUNK)
+        cases["hybrid_cp2_pp2"] = make("hybrid", flying, both, _CHUNK)
     _check(run_equal(cases, 4, timeout_s=580.0))

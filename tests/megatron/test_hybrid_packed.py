@@ -357,12 +357,12 @@ def test_what_cannot_be_captured_is_named(chunks: list[Any], change: Any, messag
     assert "forward" not in chunks[0].module.decoder.__dict__
 
 
-def test_split_documents_are_refused(chunks: list[Any]) -> None:
-    from chunkgraph.megatron.plugin import attach
+def test_sizes_that_change_are_refused(chunks: list[Any]) -> None:
+    from chunkgraph.megatron.hybrid_support import hybrid_refusals
 
-    with pytest.raises(ConfigError, match="hybrid model with context_parallel_size=1 that changes"):
-        attach(chunks, packing=PackedShape(6, 16, context_parallel_size=2))
-    chunks[0].module.config.context_parallel_size = 2
-    for packing in (None, PackedShape(6, 16, context_parallel_size=2)):
-        with pytest.raises(ConfigError, match="hybrid model with context_parallel_size=2: a rank"):
-            attach(chunks, packing=packing)
+    config = chunks[0].module.config
+    shape = PackedShape(6, 16, context_parallel_size=2)
+    (said,) = hybrid_refusals(config, chunks, shape)
+    assert "context-parallel sizes that change" in said
+    config.context_parallel_size = 2
+    assert hybrid_refusals(config, chunks, shape) == []

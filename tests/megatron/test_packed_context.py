@@ -27,6 +27,16 @@ _WITH_EXPERTS: dict[str, Any] = {
     "spec": "split_specs:split_experts",
     "model": {"swiglu": True, "normalization": "LayerNorm", "num_layers": 1},
 }
+_HYBRID: dict[str, Any] = {
+    "spec": "mamba_stand_in:packed_split",
+    "model": {
+        "hybrid_layer_pattern": "M*M",
+        "num_layers": 3,
+        "mamba_state_dim": 4,
+        "mamba_head_dim": 8,
+        "mamba_num_groups": 2,
+    },
+}
 Case = Callable[..., dict[str, Any]]
 
 
@@ -113,6 +123,7 @@ def test_graphs_equal_eager(
         # What does not fit is no matter of Megatron's.
         **once({"overflow": make_case([2, 3, 1, 2, 3, 1], seqs=4, **_ONE_LAYER)}),
         "experts": make_case([2, 3], moe=_EXPERTS, verify="poison", **_WITH_EXPERTS),
+        "hybrid": make_case([2, 3], verify="poison", **_HYBRID),
     }
     results = run_equal(cases, _SIZE)
     _check(results, {"overflow": sum(is_too_long[1:])})
@@ -133,6 +144,21 @@ def test_a_pipeline(
         # Lengths are the packings', and stages receive them as without context parallelism.
         **once(
             {"pp2_buckets": make_case([2, 1, 3], buckets=(0.5, 40), pipeline_model_parallel_size=2)}
+        ),
+        # Ranks that share a group of heads, which all of them then have.
+        "hybrid_pp2": make_case(
+            [3, 1],
+            pipeline_model_parallel_size=2,
+            scope="block",
+            **{
+                **_HYBRID,
+                "model": {
+                    **_HYBRID["model"],
+                    "hybrid_layer_pattern": "M*-M",
+                    "num_layers": 4,
+                    "mamba_num_groups": 1,
+                },
+            },
         ),
         "experts_pp2": make_case(
             [2, 1],
@@ -174,10 +200,14 @@ def test_sharing_documents_changes_rounding_alone(
     one = {
         "dense": make_case(_COUNTS, size=1, spec="user_specs:packed", seed=seed),
         "experts": make_case(_COUNTS, size=1, **{**split, "spec": "user_specs:packed_experts"}),
+        "hybrid": make_case(
+            _COUNTS, size=1, seed=seed, **{**_HYBRID, "spec": "mamba_stand_in:packed"}
+        ),
     }
     two = {
         "dense": make_case(_COUNTS, seed=seed),
         "experts": make_case(_COUNTS, **split),
+        "hybrid": make_case(_COUNTS, seed=seed, **_HYBRID),
     }
     alone, shared = run_equal(one, 1), run_equal(two, _SIZE)
     for name in one:

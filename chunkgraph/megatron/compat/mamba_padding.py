@@ -46,21 +46,38 @@ def clear_mamba_padding(modules: Iterable[nn.Module]) -> Callable[[], None]:
 
 
 def rows_without_token(
-    offsets: torch.Tensor, padded: torch.Tensor | None, first: int, num_rows: int
+    offsets: torch.Tensor,
+    padded: torch.Tensor | None,
+    first: int,
+    num_rows: int,
+    share: tuple[int, int] = (0, 1),
 ) -> torch.Tensor:
     """Which rows hold no token, bool [num_rows]; computed on the device.
+
+    Of C context-parallel ranks each has two of the 2 C equal pieces of every document, its first
+    one counted from the front and the other from the back (the rule of Transformer Engine's
+    ``thd_get_partitioned_indices``).
 
     Args:
         offsets: of the documents in tokens, [documents + 1].
         padded: the same in rows; None where documents have no padding behind them.
-        first: of the rows that are asked for.
+        first: of the rows that are asked for, among those of the rank.
         num_rows: how many are asked for.
+        share: context-parallel rank, and their number.
     """
+    rank, size = share
     lengths, starts = offsets.diff(), offsets if padded is None else padded
+    pieces = starts.diff() // (2 * size)
+    starts = starts // size
     rows = torch.arange(first, first + num_rows, device=offsets.device, dtype=offsets.dtype)
     # Rows behind the last document are beyond its end as well.
     document = torch.searchsorted(starts[1:], rows, right=True).clamp(max=lengths.numel() - 1)
-    return rows - starts[document] >= lengths[document]
+    place = rows - starts[document]
+    if size > 1:
+        piece = pieces[document]
+        skipped = torch.where(place < piece, rank, 2 * (size - 1) - rank)
+        place = place + skipped * piece
+    return place >= lengths[document]
 
 
 def _clear_input(
@@ -90,5 +107,9 @@ def _padding_of(layer: Any, kwargs: dict[str, Any], num_rows: int) -> torch.Tens
     if layer.config.sequence_parallel:
         state = import_megatron("megatron.core.parallel_state")
         first = state.get_tensor_model_parallel_rank() * num_rows
-    padding = rows_without_token(params.cu_seqlens_q, params.cu_seqlens_q_padded, first, num_rows)
+    split = layer.mixer.cp
+    share = (split.cp_rank, split.cp_size) if split.cp_size > 1 else (0, 1)
+    padding = rows_without_token(
+        params.cu_seqlens_q, params.cu_seqlens_q_padded, first, num_rows, share
+    )
     return padding[:, None, None]
