@@ -83,9 +83,18 @@ def test_patterns(pattern: str, pp: int, vpp: int | None) -> None:
         ("M-M*M-", {"model": {"fp8": "hybrid"}}, ConfigError, "model.fp8 is hybrid with"),
         (
             "M-M*M-",
-            {"pipeline": {"context_parallel_size": 2}},
-            ConfigError,
-            "context_parallel_size is 2 with model.hybrid_layer_pattern",
+            {"pipeline": {"context_parallel_size": 3}, "model": {"seq_length": 36}},
+            TopologyError,
+            r"\d+ Mamba heads .* do not divide into pipeline.context_parallel_size \(3\)",
+        ),
+        (
+            "M-M*M-",
+            {
+                "pipeline": {"context_parallel_size": 2},
+                "model": {"mamba_num_heads": 12, "mamba_num_groups": 3},
+            },
+            TopologyError,
+            "mamba_num_groups is 3 on a tensor-parallel rank: neither",
         ),
         (None, {"model": {"mamba_num_heads": 4}}, ConfigError, "but there are no Mamba layers"),
     ],
