@@ -88,7 +88,9 @@ def flags(outcome: ShapeOutcome) -> list[str]:
 
 def _seq_buckets(study: PackingStudy, best: ShapeOutcome) -> list[int]:
     """Fewer sequences that are worth graphs of their own, or none."""
-    fewer = _as_launched(quantile(study.sizes.num_documents, _MANY) + 1)
+    # Kernels see the dummies of a limit on documents too.
+    dummies = best.shape.num_sequences - best.shape.max_packed_seqs
+    fewer = _as_launched(quantile(study.sizes.num_documents, _MANY) + 1 + dummies) - dummies
     return [fewer] if _FEW * fewer <= best.shape.max_packed_seqs else []
 
 
@@ -195,9 +197,11 @@ def _say_recommendation(study: PackingStudy, say: Any) -> None:
     best = study.result.best
     target = f"{100 * study.target:.4g}%"
     if best is None:
+        limit = study.capacity.max_document_tokens
+        raised = "--max-packed-tokens" if limit is None else "--max-document-tokens"
         say(
             f"No shape of up to {study.capacity.max_packed_tokens} tokens keeps eager steps at or\n"
-            f"below {target}. Raise --max-packed-tokens, or the target.",
+            f"below {target}. Raise {raised}, or the target.",
             "bold",
         )
         return

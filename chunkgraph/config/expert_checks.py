@@ -64,12 +64,24 @@ def check_experts(config: Config) -> None:
     )
     if moe.moe_token_dispatcher_type != "flex" and not has_room_for_what_comes:
         _check_capacity(moe, moe.num_moe_experts)
+    if has_room_for_what_comes and pipeline.expert_model_parallel_size > 1:
+        _check_sizes_on_host(config)
     if moe.token_drops == "rerun" and config.model.fp8 is not None:
         raise ConfigError(
             f"moe.token_drops is rerun with model.fp8={config.model.fp8}: a step that is run anew "
             "would update the scales a second time. Set token_drops to raise, or fp8 to null."
         )
     _check_router(moe, moe.num_moe_experts)
+
+
+def _check_sizes_on_host(config: Config) -> None:
+    """Megatron sends rows by numbers that it fetches from GPUs alone."""
+    if config.device == "cpu" and config.moe.moe_token_dispatcher_type == "alltoall":
+        raise ConfigError(
+            "moe.moe_expert_capacity_factor is null with device cpu, alltoall and "
+            f"pipeline.expert_model_parallel_size={config.pipeline.expert_model_parallel_size}: "
+            "Megatron's dispatcher wants a GPU for that. Set the size to 1, or give a capacity."
+        )
 
 
 def _check_ranges(moe: ExpertConfig, num_experts: int) -> None:

@@ -111,7 +111,14 @@ def refuse_large_deterministic(site: AttentionSite, shape: PackedShape, num_head
         raise ConfigError(
             f"packing.max_packed_seqs ({shape.max_packed_seqs}) and the sequence length "
             f"(packing.max_packed_tokens, else model.seq_length: {shape.max_packed_tokens}): "
-            f"{found}. Lower one of them, allow kernels that do not repeat to the last bit "
+            f"{found}"
+            + (
+                ""
+                if shape.max_document_tokens is None
+                else ", those of the tail included, none of which is longer than "
+                f"max_document_tokens ({shape.max_document_tokens})"
+            )
+            + ". Lower one of them, allow kernels that do not repeat to the last bit "
             "(train.deterministic=false, NVTE_ALLOW_NONDETERMINISTIC_ALGO=1 or unset), or install "
             "FlashAttention 3 (flash-attn-3), which has such a kernel."
         )

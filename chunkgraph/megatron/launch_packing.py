@@ -63,6 +63,13 @@ def packing_refusals(flags: GraphFlags, args: argparse.Namespace) -> list[str]:
         )
     elif len(shapes) > 1 or shape.max_packed_tokens < rows:
         found += _refusals_of_cuts(flags, args)
+    table = shape.longest_rows + 1  # what models are told; see `packed.fixed_params`
+    if table in {one.max_packed_tokens for one in shapes}:
+        found.append(
+            f"{_DOCUMENT} {flags.max_document_tokens}: Megatron's unfused RoPE would take a table "
+            f"of one row more ({table}) for that of a whole microbatch of so many rows; give one "
+            "less"
+        )
     return found
 
 

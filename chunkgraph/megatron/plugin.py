@@ -17,6 +17,7 @@ import logging
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, get_args
 
 import torch
@@ -117,7 +118,8 @@ def attach(
             hold its documents (`MegatronChunkGraphs.packed_shapes`), in eager steps too.
         fills_rows: with ``packing``, whether documents fill all rows of every microbatch, as
             Megatron's data sets make them. Experts then take every row, as they do without chunk
-            graphs; a step with rows left over is an error. Otherwise rows behind the documents are
+            graphs; a step that fits and has rows left over is an error (of one that does not fit,
+            and runs eagerly, the rows are the caller's). Otherwise rows behind the documents are
             kept from experts (`keep_padding_from_experts`), and the model takes ``padding_mask``.
         contexts: the banks of context-parallel sizes, where each microbatch of packed sequences has
             one of its own; not with ``packing``. Every training step is then told the bank of each
@@ -199,6 +201,11 @@ def attach(
     if stash is not None and (refused := stash_refusals(config, stash.page_bytes)):
         raise ConfigError("Experts cannot stash in this model:\n  " + "\n  ".join(refused))
     options = options if options is not None else CaptureOptions()
+    if stash is not None and stash.skips_single_slots and options.shared_slots:
+        raise ConfigError(
+            "StashOptions(skips_single_slots=True) with shared slots: no chunk has a slot of its "
+            "own. Leave one of them out."
+        )
     slots = (
         tuple(num_slots)
         if num_slots is not None
@@ -295,7 +302,7 @@ def attach(
         device=device,
     )
     for part, call in zip(parts, receiver.calls(engine.callables), strict=True):
-        part.divert_to(call)
+        part.divert_to(call, may_hold_padding=not fills_rows)
     names = [f"stage {place.stage(c)} chunk {c}" for c in range(len(parts))]
     held = (tables,) if fp8 is None else (tables, fp8)
     graphs = MegatronChunkGraphs(
@@ -315,7 +322,7 @@ def attach(
         agree_on_buckets=agree_by_maximum() if packings is not None and buckets else None,
     )
     if experts is not None:
-        engine.watch_memory(experts.is_memory_replaced, graphs.release)
+        engine.watch_memory(experts.is_memory_replaced, partial(_release_replaced, graphs, place))
     if experts is not None and (pages is not None or experts.reruns):
         graphs.guard = OverflowGuard(
             StepState(chunks, experts.tensors),
@@ -328,6 +335,15 @@ def attach(
             rank=place.rank,
         )
     return graphs
+
+
+def _release_replaced(graphs: MegatronChunkGraphs, place: PipelinePlace) -> None:
+    _log.warning(
+        "rank %d: memory that graphs work in was replaced on some rank (DeepEP's buffer, by a pass "
+        "with more tokens); this step runs eagerly, and graphs are captured anew.",
+        place.rank,
+    )
+    graphs.release()
 
 
 def config_of(chunk: nn.Module) -> Any:

@@ -110,9 +110,15 @@ class CapturedPart:
             new_marker=new_marker,
         )
 
-    def divert_to(self, call: Callable[..., Any]) -> None:
-        """Send the module's training forwards to the engine."""
-        self._leave_mamba = compat.clear_mamba_padding(self.modules)
+    def divert_to(self, call: Callable[..., Any], *, may_hold_padding: bool = True) -> None:
+        """Send the module's training forwards to the engine.
+
+        Args:
+            call: of the engine.
+            may_hold_padding: whether rows of packed sequences may hold no token.
+        """
+        if may_hold_padding:
+            self._leave_mamba = compat.clear_mamba_padding(self.modules)
         module, num_named = self.module, len(self._names)
 
         def forward(*args: Any, **kwargs: Any) -> Any:

@@ -36,6 +36,10 @@ def test_experts_take_what_comes_where_nothing_is_captured() -> None:
     moe = {**_EXPERTS, **_DROPLESS}
     config = config_from_mapping({**mapping, "moe": moe, "capture": {"enabled": False}})
     assert config.moe.moe_expert_capacity_factor is None
+    shared = {"data_parallel_size": 2, "expert_model_parallel_size": 2}
+    on_cpu = {**mapping, "moe": moe, "capture": {"enabled": False}, "pipeline": shared}
+    with pytest.raises(ConfigError, match="Megatron's dispatcher wants a GPU"):
+        config_from_mapping({**on_cpu, "device": "cpu"})
 
 
 def test_experts_are_off_until_their_number_is_given() -> None:

@@ -9,9 +9,12 @@ from chunkgraph.config import StashConfig, config_from_mapping
 from chunkgraph.errors import ConfigError
 
 
-def _config(stash: dict[str, Any], moe: Any = None, **model: Any) -> Any:
+def _config(stash: dict[str, Any], moe: Any = None, stages: int = 2, **model: Any) -> Any:
+    shares = stash.pop("shared_slots", False)
     return config_from_mapping(
         {
+            "pipeline": {"pipeline_model_parallel_size": stages},
+            "capture": {"shared_slots": shares},
             "model": {
                 "num_layers": 2,
                 "hidden_size": 32,
@@ -36,6 +39,8 @@ def _config(stash: dict[str, Any], moe: Any = None, **model: Any) -> Any:
         ({"initial_bytes": -1}, {}, {}, "initial_bytes is -1"),
         ({"max_recaptures": -1}, {}, {}, "max_recaptures is -1"),
         ({}, {"num_moe_experts": None}, {}, "only experts stash"),
+        ({"skips_single_slots": True}, {}, {"stages": 1}, "nothing would be stashed"),
+        ({"skips_single_slots": True, "shared_slots": True}, {}, {}, "with capture.shared_slots"),
         (
             {},
             {},

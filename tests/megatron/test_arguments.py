@@ -203,6 +203,10 @@ def test_the_shape_of_packed_sequences() -> None:
         ),
         ({"cuda_graph_packed_buckets": [99.0]}, "seqs 4: A bucket of 99.0: "),
         (
+            {"cuda_graph_max_document_tokens": 15},
+            "tokens 15: Megatron's unfused RoPE would take a table of one row more (16)",
+        ),
+        (
             {"cuda_graph_max_document_tokens": 17},
             "seqs 4: max_document_tokens is 17, more than max_packed_tokens 16",
         ),

@@ -112,8 +112,8 @@ def test_two_ranks(run_equal: Callable[..., Any], make: Make) -> None:
 
 @pytest.mark.multigpu
 @pytest.mark.usefixtures("make")
-def test_two_ranks_have_hybrid_models_among_them() -> None:
-    """Skipped where they are left out above, to be seen."""
+def test_hybrid_models_are_among_them() -> None:
+    """Skipped where they are left out of two and four ranks, to be seen."""
     if missing := _missing_kernels():
         pytest.skip(missing)
 

@@ -357,6 +357,30 @@ def test_what_cannot_be_captured_is_named(chunks: list[Any], change: Any, messag
     assert "forward" not in chunks[0].module.decoder.__dict__
 
 
+def test_clearing_rows_without_a_token_changes_no_bit_of_the_others(flight: Flight) -> None:
+    for packings in _PACKINGS:
+        cleared = flight.eager(packings)
+        hooks = [
+            hooks
+            for module in flight.chunk.modules()
+            if type(module).__name__ == "MambaLayer"
+            for hooks in (module._forward_pre_hooks, module._forward_hooks)
+        ]
+        kept = [dict(found) for found in hooks]
+        assert kept
+        assert all(kept)
+        for found in hooks:
+            found.clear()
+        left = flight.eager(packings)
+        for found, own in zip(hooks, kept, strict=True):
+            found.update(own)
+        for number, lengths in enumerate(packings):
+            name = f"losses {number}"
+            of_tokens = slice(0, sum(lengths))
+            assert torch.equal(cleared.pop(name)[0, of_tokens], left.pop(name)[0, of_tokens])
+        assert _differing(cleared, left) == []
+
+
 def test_sizes_that_change_are_refused(chunks: list[Any]) -> None:
     from chunkgraph.megatron.hybrid_support import hybrid_refusals
 

@@ -22,6 +22,8 @@ def test_which_rows_hold_no_token() -> None:
     assert found([0, 3, 5, 5, 5], [0, 3, 5, 8, 8], 0, 8) == [5, 6, 7]
     assert found([0, 3, 5, 5], None, 0, 8) == [5, 6, 7]
     assert found([0, 3, 3, 8], None, 0, 8) == []
+    behind = rows_without_token(torch.tensor([0, 4]), torch.tensor([0, 4]), 0, 4, (1, 2))
+    assert behind.tolist() == [False, False, True, True]
     assert found([0, 3, 3, 5, 5], [0, 4, 4, 8, 12], 0, 12) == [3, 6, 7, 8, 9, 10, 11]
     assert found([0, 3, 3, 5, 5], [0, 4, 4, 8, 12], 6, 6) == [6, 7, 8, 9, 10, 11]
 

@@ -117,7 +117,7 @@ def test_two_ranks(
         {
             "pp2_vpp2": _case(
                 make_config,
-                [2, 4, 2],
+                [2, 6, 2],
                 model={"num_layers": 4},
                 pipeline={**pp2, "virtual_pipeline_model_parallel_size": 2},
                 train={"overlap_grad_reduce": True},

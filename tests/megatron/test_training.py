@@ -209,7 +209,7 @@ def test_four_ranks(
             "config": make_config(
                 model={**_DROPOUT, "num_layers": 8},
                 pipeline=_pipeline(4, 2),
-                train={"num_microbatches": [4, 8, 4]},
+                train={"num_microbatches": [4, 12]},
             )
         },
     }

@@ -70,14 +70,13 @@ def rows_without_token(
     pieces = starts.diff() // (2 * size)
     starts = starts // size
     rows = torch.arange(first, first + num_rows, device=offsets.device, dtype=offsets.dtype)
-    # Rows behind the last document are beyond its end as well.
     document = torch.searchsorted(starts[1:], rows, right=True).clamp(max=lengths.numel() - 1)
     place = rows - starts[document]
     if size > 1:
         piece = pieces[document]
         skipped = torch.where(place < piece, rank, 2 * (size - 1) - rank)
         place = place + skipped * piece
-    return place >= lengths[document]
+    return (place >= lengths[document]) | (rows >= starts[-1])
 
 
 def _clear_input(
