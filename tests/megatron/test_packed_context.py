@@ -166,6 +166,12 @@ def test_a_pipeline(
             pipeline_model_parallel_size=2,
             **{**_WITH_EXPERTS, "model": {**_WITH_EXPERTS["model"], "num_layers": 2}},
         ),
+        **once(
+            {
+                "cp4": make_case([2, 3], size=4, **_ONE_LAYER),
+                "hybrid_cp4": make_case([2, 3], size=4, verify="poison", **_HYBRID),
+            }
+        ),
         # Shared by data-parallel ranks, each of which shares its documents with another rank.
         "ep2": make_case(
             [2, 3],
