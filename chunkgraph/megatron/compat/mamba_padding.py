@@ -37,9 +37,10 @@ def clear_mamba_padding(modules: Iterable[nn.Module]) -> Callable[[], None]:
     undo = ExitStack()
     for module in modules:
         if kind is not None and isinstance(module, kind):
+            cleared = _Cleared()
             for handle in (
-                module.register_forward_pre_hook(_clear_input, with_kwargs=True),
-                module.register_forward_hook(_clear_output, with_kwargs=True),
+                module.register_forward_pre_hook(cleared.enter, with_kwargs=True),
+                module.register_forward_hook(cleared.leave, with_kwargs=True),
             ):
                 undo.callback(handle.remove)
     return undo.close
@@ -79,22 +80,29 @@ def rows_without_token(
     return (place >= lengths[document]) | (rows >= starts[-1])
 
 
-def _clear_input(
-    layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    hidden = args[0] if args else kwargs[_HIDDEN]
-    padding = _padding_of(layer, kwargs, hidden.size(0))
-    if padding is None:
-        return None
-    cleared = hidden.masked_fill(padding, 0.0)
-    return ((cleared, *args[1:]), kwargs) if args else ((), {**kwargs, _HIDDEN: cleared})
+class _Cleared:
+    """One layer, whose padding is found where it is entered."""
 
+    def __init__(self) -> None:
+        self._padding: torch.Tensor | None = None
 
-def _clear_output(
-    layer: nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any], result: torch.Tensor
-) -> torch.Tensor | None:
-    padding = _padding_of(layer, kwargs, result.size(0))
-    return None if padding is None else result.masked_fill(padding, 0.0)
+    def enter(
+        self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """The layer's arguments with zeros in padding rows, whatever lies there."""
+        hidden = args[0] if args else kwargs[_HIDDEN]
+        self._padding = _padding_of(layer, kwargs, hidden.size(0))
+        if self._padding is None:
+            return None
+        cleared = hidden.masked_fill(self._padding, 0.0)
+        return ((cleared, *args[1:]), kwargs) if args else ((), {**kwargs, _HIDDEN: cleared})
+
+    def leave(
+        self, _layer: nn.Module, _args: Any, _kwargs: Any, result: torch.Tensor
+    ) -> torch.Tensor | None:
+        """The layer's result, through whose padding rows no gradient comes back."""
+        padding, self._padding = self._padding, None
+        return None if padding is None else result.masked_fill(padding, 0.0)
 
 
 def _padding_of(layer: Any, kwargs: dict[str, Any], num_rows: int) -> torch.Tensor | None:
