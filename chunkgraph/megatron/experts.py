@@ -38,8 +38,8 @@ class Experts:
         model_chunks: all of this rank's model; its routers' drops are counted.
         parts: what is captured of it.
         token_drops: see `attach`.
-        packed_config: Megatron's config if sequences are packed, so that rows behind documents are
-            kept from the experts; else None.
+        config: Megatron's.
+        keeps_padding: whether rows behind packed documents are kept from the experts.
         marks_padding: whether rows that only fill an expert's room are marked for the stash.
 
     Raises:
@@ -51,17 +51,18 @@ class Experts:
         model_chunks: Sequence[nn.Module],
         parts: Sequence[CapturedPart],
         token_drops: TokenDrops,
-        packed_config: Any = None,
+        config: Any,
         *,
+        keeps_padding: bool = False,
         marks_padding: bool = False,
     ) -> None:
         self.reruns = token_drops == "rerun"
         self._layers = compat.moe_layers_of([m for c in model_chunks for m in c.modules()])
         self._budget: compat.RankBudget | None = None
         self._undo = contextlib.ExitStack()
-        if packed_config is not None:
+        if keeps_padding:
             # First: what no router chose cannot be dropped.
-            self._undo.callback(keep_padding_from_experts(model_chunks, packed_config))
+            self._undo.callback(keep_padding_from_experts(model_chunks, config))
         routers = compat.routers_of([m for chunk in model_chunks for m in chunk.modules()])
         self._modules = [m for part in parts for m in part.modules]
         captured = compat.routers_of(self._modules)
@@ -70,7 +71,7 @@ class Experts:
         self.room: ExpertRoom = SharedOut(self._layers)
         # Of the whole model: this rank may have none of its experts.
         self.words = SharedOut.words
-        if compat.uses_rank_budget(_config_of(model_chunks)):
+        if compat.uses_rank_budget(config):
             self.words = RankRoom.words
         if self._layers and compat.uses_rank_budget(self._layers[0].config):
             self._budget = compat.RankBudget(self._layers)
@@ -224,9 +225,3 @@ def both(first: Callable[[], None] | None, second: Callable[[], None]) -> Callab
         second()
 
     return call
-
-
-def _config_of(model_chunks: Sequence[nn.Module]) -> Any:
-    """Megatron's configuration of the model, from any module that has it."""
-    modules = (module for chunk in model_chunks for module in chunk.modules())
-    return next((m.config for m in modules if getattr(m, "config", None) is not None), None)

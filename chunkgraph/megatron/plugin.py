@@ -223,7 +223,8 @@ def attach(
             chunks,
             parts,
             token_drops,
-            None if largest is None or fills_rows else config,
+            config,
+            keeps_padding=largest is not None and not fills_rows,
             marks_padding=stash is not None,
         )
     pages: ExpertStash | None = None
