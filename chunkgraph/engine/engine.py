@@ -252,7 +252,6 @@ class ChunkGraphs:
         """Agree with the other ranks on this step, capturing first if all of them are ready."""
         reason, some_without = self._decider.decide(step)
         if reason is EagerReason.MEMORY_REPLACED:
-            self._was_replaced = False
             self._release_replaced()
         if reason is EagerReason.NONE and some_without:
             self._capture_together(self._samples.by_bank, self._sampler.shape_key)
@@ -369,6 +368,7 @@ class ChunkGraphs:
                 slot.release()
             self._was_released = True
         self._captured = None
+        self._was_replaced = False
         self._replayer.drop()
         self._decider.released()
         self._failure = None
