@@ -253,8 +253,8 @@ class PackingConfig:
     that one rank holds."""
     max_document_tokens: int | None = None
     """Tokens of the longest document; null allows all of a microbatch's. A step with a longer one
-    runs eagerly. Kernels whose work grows with the longest sequence have less to do for each; it
-    takes the more sequences for the rest of the tokens, on top of ``max_packed_seqs``."""
+    runs eagerly. Kernels are told the limit, which makes cuDNN's attention no faster; it takes more
+    sequences for the rest of the tokens, on top of ``max_packed_seqs``."""
     buckets: tuple[float, ...] = ()
     """Shorter microbatches that are captured too, as parts of the tokens or as numbers of tokens
     above 1; each microbatch takes the smallest that it fits."""

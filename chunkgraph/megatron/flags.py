@@ -142,7 +142,7 @@ PACKING = (
     _Count(
         "--cuda-graph-max-document-tokens",
         "Rows of the longest document in such a microbatch (default: all). A step with a longer "
-        "one runs eagerly; kernels whose work grows with the longest sequence have less to do.",
+        "one runs eagerly; kernels are told the limit, which makes cuDNN's attention no faster.",
     ),
     _Count(
         "--cuda-graph-packed-buckets",

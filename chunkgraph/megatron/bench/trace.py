@@ -40,7 +40,8 @@ class KernelTimes:
         total: of all kernels and copies but sends and receives.
         forward: by chunk.
         backward: by chunk.
-        dispatch: of HybridEP's kernels, which wait for other ranks, wherever they ran.
+        dispatch: of HybridEP's kernels, which wait for other ranks, and of all that permute rows
+            (by name), wherever they ran.
         stash: of the stash's kernels.
         send_receive: of NCCL's sends and receives, which all-to-all dispatch consists of; they are
             not in ``total``.
