@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import gc
 import importlib.util
+import itertools
 import os
 import shutil
-from collections.abc import Callable
+import socket
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +54,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     than two, which are skipped even then. Processes of a run that divide the tests among them end
     together if what is left at the end is short.
     """
+    _refuse_unrepeated(items)
     items.sort(key=_takes_long, reverse=True)
     num_gpus: int | None = None
     for item in items:
@@ -66,6 +72,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if num_gpus < needed and not must_run:
                 reason = f"needs {needed} CUDA GPU(s), found {num_gpus}"
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _refuse_unrepeated(items: list[pytest.Item]) -> None:
+    """A test that is left out of the first run, and not marked for the second, would never run."""
+    marked = [item for item in items if item.get_closest_marker("newest")]
+    lost = [item.nodeid for item in marked if not item.get_closest_marker("megatron")]
+    if lost:
+        raise pytest.UsageError(f"marked `newest`, but not `megatron`: {', '.join(lost)}")
 
 
 def _takes_long(item: pytest.Item) -> bool:
@@ -99,13 +113,58 @@ def _has_megatron() -> bool:
 
 @pytest.fixture(scope="session")
 def once(pytestconfig: pytest.Config) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Gives the cases that it is given back; none of them in a run of ``-m megatron``.
+    """Gives the cases that it is given back; none of them in a run of ``-m "not newest"``.
 
-    Such a run repeats what is marked with another release of Megatron. For cases of a marked test
-    that show nothing about the release which the test's other cases do not.
+    All of them then run with the newest release of Megatron, by ``-m megatron``, or without ``-m``.
+    For cases of a test marked ``megatron`` that show nothing about the release which the test's
+    other cases do not; a test whose cases are all of this kind is marked ``newest``.
     """
-    is_repeated = pytestconfig.getoption("markexpr") == "megatron"
-    return lambda cases: {} if is_repeated else cases
+    is_older = pytestconfig.getoption("markexpr") == "not newest"
+    return lambda cases: {} if is_older else cases
+
+
+# Below those of outgoing connections, in blocks of which each test process takes one.
+_FIRST_PORT, _NUM_PORTS, _NUM_BLOCKS = 20000, 250, 40
+
+
+@pytest.fixture(scope="session")
+def free_port() -> Iterator[Callable[[], int]]:
+    """Gives TCP ports of which no other test process of this machine is given one.
+
+    That nobody listens on a port now is not enough: another process may find the same a moment
+    before one of the two jobs begins to listen, and both jobs then meet at one store.
+    """
+    with contextlib.ExitStack() as held:
+        block = next(filter(lambda block: _lock(held, block), range(_NUM_BLOCKS)), None)
+        assert block is not None, "every block of ports is in use by other test processes"
+        first = _FIRST_PORT + _NUM_PORTS * block
+        ports = itertools.cycle(range(first, first + _NUM_PORTS))
+        yield lambda: next(filter(_is_free, ports))
+
+
+def _lock(held: contextlib.ExitStack, block: int) -> bool:
+    """Whether this process holds the block from now on; the file may be another user's."""
+    path = Path(tempfile.gettempdir()) / f"chunkgraph-test-ports-{block}.lock"
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    except PermissionError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return False
+    held.callback(os.close, descriptor)
+    return True
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
 
 
 @pytest.fixture(params=["recorder", pytest.param("cuda", marks=pytest.mark.gpu)])

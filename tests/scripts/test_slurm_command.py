@@ -14,6 +14,10 @@ SCRIPT = ROOT / "scripts" / "launch_slurm.sbatch"
 SRUN = """#!/bin/sh
 for argument; do printf '%s\\n' "$argument"; done
 printf '%s\\n' "env:$TORCH_ELASTIC_SHUTDOWN_TIMEOUT:$MASTER_ADDR:$MASTER_PORT"
+if [ -n "${FAKE_RUNS:-}" ]; then
+  while [ "$1" != bash ]; do shift; done
+  exec "$@"
+fi
 exit "${FAKE_CODE:-0}"
 """
 SCONTROL = "#!/bin/sh\nprintf 'node7\\nnode8\\n'\n"
@@ -137,6 +141,27 @@ def test_a_container_sees_this_folder_and_runs_its_own_python(site: Site) -> Non
 
 def test_the_exit_code_is_sruns(site: Site) -> None:
     assert site.run("run.yaml", **JOB, FAKE_CODE="7").returncode == 7
+
+
+@pytest.mark.parametrize(
+    ("ends", "code"),
+    [
+        ("exit 0", 0),
+        ("exit 5", 5),
+        # srun reports the highest code. Where it ends the tasks beside one that failed, a rank may
+        # have ended by the signal before its task heard of it.
+        ("kill -TERM $$", 1),
+        ("exit 143", 1),
+        # Of a rank that was killed from outside, for want of memory, the job tells.
+        ("kill -KILL $$", 137),
+    ],
+)
+def test_a_rank_that_slurm_ended_hides_no_failure(site: Site, ends: str, code: int) -> None:
+    python = site.folder / "python"
+    python.write_text(f"#!/bin/sh\n{ends}\n")
+    python.chmod(0o755)
+    result = site.run("run.yaml", **JOB, CHUNKGRAPH_PYTHON=str(python), FAKE_RUNS="1")
+    assert result.returncode == code, result.stderr
 
 
 @pytest.mark.parametrize(

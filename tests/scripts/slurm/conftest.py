@@ -11,7 +11,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -55,10 +55,11 @@ class Slurm:
 
     Args:
         folder: Short: a socket's path has at most 107 characters.
+        free_port: Gives ports for the daemons.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, free_port: Callable[[], int]) -> None:
+        self.folder, self.free_port = folder, free_port
         path = f"{os.environ.get('PATH', '')}{os.pathsep}/usr/sbin"
         self.environment = {"PATH": path, "SLURM_CONF": str(folder / "slurm.conf")}
         self._processes = ExitStack()
@@ -76,8 +77,8 @@ class Slurm:
             host=socket.gethostname().partition(".")[0],
             user=getpass.getuser(),
             folder=folder,
-            ctld_port=free_port(),
-            slurmd_port=free_port(),
+            ctld_port=self.free_port(),
+            slurmd_port=self.free_port(),
         )
         (folder / "slurm.conf").write_text(config)
         (folder / "cgroup.conf").write_text(self._cgroup_conf())
@@ -182,17 +183,11 @@ def end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
-
-
 @pytest.fixture(scope="session")
-def slurm() -> Iterator[Slurm]:
+def slurm(free_port: Callable[[], int]) -> Iterator[Slurm]:
     """A Slurm of one node, started for the tests and ended after them."""
     with tempfile.TemporaryDirectory(prefix="slurm-", ignore_cleanup_errors=True) as folder:
-        started = Slurm(Path(folder))
+        started = Slurm(Path(folder), free_port)
         try:
             started.start()
             yield started

@@ -47,6 +47,8 @@ class Submitted:
             **self.marked.environment,
             "CHUNKGRAPH_PYTHON": sys.executable,
             "GLOO_SOCKET_IFNAME": "lo",
+            # Each test process has a Slurm of its own, and all of them count jobs from one.
+            "CHUNKGRAPH_MASTER_PORT": str(self.slurm.free_port()),
             **variables,
         }
         return self.slurm.submit(
@@ -65,11 +67,11 @@ def jobs(slurm: Any, marked: Any, tmp_path: Path) -> Submitted:
     return Submitted(slurm, marked, tmp_path)
 
 
-@BOTH
+# As in `test_launch_local`, but by ranks of Slurm's; by torchrun's those below fail and end.
 @TRAINS
-def test_a_configuration_trains_on_two_ranks(jobs: Submitted, way: Any, tmp_path: Path) -> None:
+def test_a_configuration_trains_on_two_ranks(jobs: Submitted, tmp_path: Path) -> None:
     table = tmp_path / "table.json"
-    ended = jobs.run(way, CONFIG, *SMALL, "--json", str(table))
+    ended = jobs.run(BY_SRUN, CONFIG, *SMALL, "--json", str(table))
     log = jobs.log.read_text()
     assert ended == ("COMPLETED", 0), log
     assert log.count("parameters after the run: equal") == 1
@@ -87,12 +89,24 @@ def test_a_configuration_that_fails_fails_the_job(jobs: Submitted, way: Any) -> 
     assert jobs.marked.is_alone()
 
 
+def test_a_job_whose_script_ends_well_is_completed(jobs: Submitted, tmp_path: Path) -> None:
+    script = tmp_path / "pretrain.py"
+    # In one piece: with PYTHONUNBUFFERED, print writes word by word, and ranks into each other.
+    script.write_text("import os\nos.write(1, f'rank {os.environ[\"RANK\"]}\\n'.encode())\n")
+    ended = jobs.run(BY_TORCHRUN, str(script))
+    log = jobs.log.read_text()
+    assert ended == ("COMPLETED", 0), log
+    assert "rank 0" in log
+    assert "rank 1" in log
+    assert jobs.marked.is_alone()
+
+
 @BOTH
 def test_a_scripts_exit_code_is_the_jobs(jobs: Submitted, way: Any, tmp_path: Path) -> None:
     # The other rank has to be ended, and must not count.
     script = tmp_path / "pretrain.py"
     script.write_text(
-        "import os, sys, time\nprint('arguments', sys.argv[1:], flush=True)\n"
+        "import os, sys, time\nos.write(1, f'arguments {sys.argv[1:]}\\n'.encode())\n"
         "sys.exit(3) if os.environ['RANK'] == '1' else time.sleep(60)\n"
     )
     ended = jobs.run(way, str(script), "--train-iters", "2")

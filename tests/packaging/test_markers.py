@@ -1,0 +1,46 @@
+"""What `make test` runs of the suite: every test, in one of its two runs or in both."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+class _Item:
+    """A test with these markers."""
+
+    nodeid = "test_it"
+
+    def __init__(self, *markers: str) -> None:
+        self._markers = markers
+
+    def get_closest_marker(self, name: str) -> str | None:
+        return name if name in self._markers else None
+
+
+@pytest.fixture
+def refuse(pytestconfig: pytest.Config) -> Callable[..., None]:
+    """The check of the suite's own conftest, of tests with these markers."""
+    conftest: Any = pytestconfig.pluginmanager.get_plugin(str(ROOT / "tests" / "conftest.py"))
+    return lambda *markers: conftest._refuse_unrepeated([_Item(), _Item(*markers)])
+
+
+def test_what_the_first_run_leaves_out_is_in_the_second(refuse: Callable[..., None]) -> None:
+    refuse("megatron")
+    refuse("newest", "megatron")
+    with pytest.raises(pytest.UsageError, match="marked `newest`, but not `megatron`: test_it"):
+        refuse("newest")
+
+
+def test_the_runs_leave_out_what_the_fixtures_take_for_left_out() -> None:
+    """`once` knows the first run by its very words."""
+    runs = re.findall(r"\$\(PYTEST\) -m (.+)", (ROOT / "Makefile").read_text(encoding="utf-8"))
+    assert runs == ["megatron", '"not newest"']
+    conftest = (ROOT / "tests" / "conftest.py").read_text(encoding="utf-8")
+    assert 'getoption("markexpr") == "not newest"' in conftest
