@@ -18,6 +18,7 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from chunkgraph._collector import collector_paused
 from chunkgraph.errors import CaptureError, ChunkGraphError
 from chunkgraph.graphs.address import tensor_at
 from chunkgraph.graphs.contract import Pool, Router
@@ -200,7 +201,7 @@ class CUDABackend:
         for generator in generators:
             graph.register_generator_state(generator)
         self.synchronize()
-        with torch.cuda.stream(self.stream):
+        with collector_paused(), torch.cuda.stream(self.stream):
             graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
             try:
                 with routing if routing is not None else nullcontext():

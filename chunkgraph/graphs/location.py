@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import linecache
 import os
 import sys
@@ -32,10 +33,12 @@ class SourceLocation:
         return f"{shown}: {self.text}" if self.text else shown
 
 
+@functools.cache  # of as many files as the program has: a capture asks for every operator
 def _is_users(file: str) -> bool:
     return not file.startswith((*_MACHINERY, *_CAPTURING)) and not file.endswith("contextlib.py")
 
 
+@functools.cache
 def _make(file: str, line: int, function: str) -> SourceLocation:
     return SourceLocation(file, line, function, linecache.getline(file, line).strip())
 

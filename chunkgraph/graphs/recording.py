@@ -11,7 +11,7 @@ import ctypes
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._ops import OpOverload
@@ -57,11 +57,11 @@ class External:
         return torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
 
 
-@dataclass(frozen=True)
-class TensorRef:
+class TensorRef(NamedTuple):
     """A strided view of the bytes ``[start, start + num_bytes)``; keeps no memory alive.
 
-    ``external`` is the record of the memory when no simulated pool owns it.
+    ``external`` is the record of the memory when no simulated pool owns it. A tuple, because a
+    capture makes several for every operator.
     """
 
     start: int

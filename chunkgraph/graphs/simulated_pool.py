@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from bisect import insort
+from collections import deque
 from collections.abc import Callable
 
 import numpy as np
@@ -39,6 +40,9 @@ class SimulatedPool:
         self._segments: list[tuple[int, np.ndarray]] = []
         self._free: list[tuple[int, int]] = []  # (num_bytes, start), sorted: best fit first
         self._used: dict[int, int] = {}  # start -> num_bytes
+        # Storages may die anywhere: in the middle of a line here (the garbage collector), and in
+        # other threads (gloo's, which hold what they send). So that is only noted.
+        self._dead: deque[int] = deque()
 
     @property
     def reserved_bytes(self) -> int:
@@ -65,7 +69,7 @@ class SimulatedPool:
         owner = self._bytes_at(start, num_bytes)
         storage = torch.frombuffer(owner, dtype=torch.uint8).untyped_storage()
         # The storage keeps `owner` alive, so its end is exactly the end of the storage.
-        weakref.finalize(owner, self._release, start).atexit = False
+        weakref.finalize(owner, self._dead.append, start).atexit = False
         return storage
 
     def alias(self, start: int, num_bytes: int) -> torch.UntypedStorage:
@@ -83,6 +87,7 @@ class SimulatedPool:
 
     def live(self) -> AddressRanges:
         """Addresses of the blocks in use now (rounded sizes)."""
+        self._release_dead()
         return AddressRanges((start, start + size) for start, size in self._used.items())
 
     def reserved(self) -> AddressRanges:
@@ -102,6 +107,7 @@ class SimulatedPool:
         return segment[start - base : start - base + num_bytes]
 
     def _take(self, size: int) -> int:
+        self._release_dead()
         index = next((i for i, (free, _) in enumerate(self._free) if free >= size), None)
         free_size, start = self._new_segment(size) if index is None else self._free.pop(index)
         if free_size > size:
@@ -119,6 +125,10 @@ class SimulatedPool:
         segment = raw[shift : shift + num_bytes]
         self._segments.append((segment.ctypes.data, segment))
         return num_bytes, segment.ctypes.data
+
+    def _release_dead(self) -> None:
+        while self._dead:
+            self._release(self._dead.popleft())
 
     def _release(self, start: int) -> None:
         size = self._used.pop(start)

@@ -231,6 +231,25 @@ def test_illegal_work_is_refused_with_file_and_line(backend: GraphBackend, illeg
     assert torch.equal(y, module(x))
 
 
+@pytest.mark.gpu
+def test_what_a_collection_would_free_does_not_spoil_a_capture() -> None:
+    """Graphs of captures that failed hang on tracebacks, whose cycles only a collection ends."""
+    backend = CUDABackend()
+    x = torch.ones(8, device=backend.device)
+    with backend.capture("old", backend.new_pool("old")) as old:
+        x + 1
+    cycle: list[object] = [old.graph]
+    cycle.append(cycle)
+    old.graph = None
+    del cycle
+    with backend.capture("new", backend.new_pool("new")) as new:
+        _ = [[i] for i in range(20 * gc.get_threshold()[0])]  # starts collections of the young
+        _ = [[i] for i in range(20 * gc.get_threshold()[0])]
+        y = x + 2
+    new.replay()
+    assert y.tolist() == [3.0] * 8
+
+
 def test_filling_by_a_mask_is_legal(backend: GraphBackend) -> None:
     """``x[mask] = number`` needs no shape from values, forward or backward."""
     x = torch.randn(6, 4, device=backend.device, requires_grad=True)

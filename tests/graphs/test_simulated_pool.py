@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import queue
+import sys
+import threading
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -43,6 +47,39 @@ def test_a_freed_block_is_reused_and_an_alias_does_not_hold_it() -> None:
     assert not pool.live()
     assert pool.allocate(800).data_ptr() == start
     assert alias.data_ptr() == start
+
+
+def test_storages_may_die_in_other_threads() -> None:
+    """As those that gloo's threads hold do: at any line of the pool's own."""
+    pool = SimulatedPool("pool")
+    others: queue.SimpleQueue[torch.UntypedStorage | None] = queue.SimpleQueue()
+
+    def drop() -> None:
+        while others.get() is not None:
+            pass
+
+    thread = threading.Thread(target=drop)
+    thread.start()
+    interval, held = sys.getswitchinterval(), []
+    sys.setswitchinterval(1e-6)
+    try:
+        for number in range(3000):
+            storage = pool.allocate(1 + 37 * number % 5000)
+            if number % 3:
+                others.put(storage)
+            else:
+                held.append(storage)
+            del storage
+            del held[:-20]
+    finally:
+        sys.setswitchinterval(interval)
+        others.put(None)
+        thread.join()
+    spans = AddressRanges((s.data_ptr(), s.data_ptr() + s.nbytes()) for s in held)
+    assert spans.num_bytes == sum(s.nbytes() for s in held)
+    held.clear()
+    assert not pool.live()
+    assert sum(size for size, _ in pool._free) == pool.reserved_bytes
 
 
 @given(*[st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), max_size=6)] * 2)
