@@ -49,6 +49,9 @@ class Chunk:
         keeps_input_grads: whether the caller may still use an input gradient when the next
             backward of this rank runs. True copies it once on the way out; False hands out the
             slot's own memory, valid until the next replay of any backward.
+        copies_outputs: told the arguments of the captured call, whether the caller may still use
+            the result when the slot's next forward runs. It is then copied once on the way out;
+            otherwise, and without it, the slot's own memory is handed out.
     """
 
     forward: Callable[..., Any]
@@ -63,6 +66,7 @@ class Chunk:
     end_of_backward: Callable[[], None] | None = None
     new_marker: Callable[[], GradientMarker] | None = None
     keeps_input_grads: bool = True
+    copies_outputs: Callable[..., bool] | None = None
 
     @staticmethod
     def from_module(module: nn.Module, label: str) -> Chunk:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.signature import Call, flatten_call
 from chunkgraph.graphs import CUDABackend, GraphBackend, RecorderBackend
 
-__all__ = ["check_counts", "default_backend", "rank_label", "sample_call"]
+__all__ = ["as_function", "check_counts", "default_backend", "rank_label", "sample_call"]
+
+
+def as_function(
+    call: Callable[[int, tuple[Any, ...], dict[str, Any]], Any], c: int
+) -> Callable[..., Any]:
+    """``call`` of chunk ``c``, to be called like the chunk itself."""
+    return lambda *args, **kwargs: call(c, args, kwargs)
 
 
 def check_counts(num_chunks: int, num_slots: Sequence[int]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -22,7 +21,7 @@ from chunkgraph.engine.deciding import (
     StepKind,
 )
 from chunkgraph.engine.decision import Agree, EagerReason, StepMode, agree_alone
-from chunkgraph.engine.defaults import check_counts, default_backend, sample_call
+from chunkgraph.engine.defaults import as_function, check_counts, default_backend, sample_call
 from chunkgraph.engine.options import CaptureOptions
 from chunkgraph.engine.replaying import Replayer
 from chunkgraph.engine.sampling import StepSampler
@@ -148,7 +147,7 @@ class ChunkGraphs:
         self._is_replaced: Callable[[], bool] = lambda: False
         self._release_replaced: Callable[[], None] = self.release
         self._was_replaced = False  # as of the end of the last step
-        self.callables = tuple(functools.partial(self._run, c) for c in range(len(self._chunks)))
+        self.callables = tuple(as_function(self.call, c) for c in range(len(self._chunks)))
 
     @property
     def report(self) -> CaptureReport | None:
@@ -397,7 +396,8 @@ class ChunkGraphs:
 
     # -- calls ---------------------------------------------------------------------------------
 
-    def _run(self, c: int, *args: Any, **kwargs: Any) -> Any:
+    def call(self, c: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """``callables[c](*args, **kwargs)``, for callers that have them in this form."""
         if self.mode is StepMode.REPLAY and torch.is_grad_enabled():
             return self._replayer.call(c, args, kwargs)
         if self.mode is StepMode.OUTSIDE and torch.is_grad_enabled():

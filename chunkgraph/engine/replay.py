@@ -6,7 +6,7 @@ graph, so that the host cost does not grow with their number.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from chunkgraph.engine.slot import Slot
 
-__all__ = ["SlotReplay", "SlotRunner"]
+__all__ = ["SlotReplay", "SlotRunner", "replay_node"]
 
 
 class SlotRunner(Protocol):
@@ -44,9 +44,8 @@ class SlotReplay(torch.autograd.Function):
         runner: SlotRunner,
         slot: Slot,
         tensors: Sequence[torch.Tensor],
-        _anchor: torch.Tensor,
         *_differentiable: torch.Tensor,
-    ) -> tuple[torch.Tensor, ...]:
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """Replay the forward.
 
         Args:
@@ -54,33 +53,48 @@ class SlotReplay(torch.autograd.Function):
             runner: the engine.
             slot: an acquired slot.
             tensors: the call's tensor arguments.
-            _anchor: requires grad, so that the backward runs even when no input does.
-            *_differentiable: those of ``slot.differentiable_inputs``, for autograd alone.
+            *_differentiable: those of ``slot.differentiable_inputs``, for autograd alone; where
+                none of them requires grad, one more that does, so that the backward runs.
 
         Returns:
-            Fresh aliases of the slot's static outputs. A caller may rebind their ``.data``
-            (Megatron frees sent outputs so) without touching the static memory.
+            Fresh aliases of the slot's static outputs, one alone if it is the whole result. A
+            caller may rebind their ``.data`` (Megatron frees sent outputs so) without touching the
+            static memory. Copies where ``slot.copies_outputs``.
         """
         runner.replay_forward(slot, tensors)
-        ctx.runner, ctx.slot, ctx.turn = runner, slot, slot.turn
+        ctx.replayed = runner, slot, slot.turn
         ctx.set_materialize_grads(False)
-        outputs = tuple([tensor.detach() for tensor in slot.output_tensors])
-        if slot.has_frozen_outputs:
-            frozen = [out for i, out in enumerate(outputs) if i not in slot.differentiable]
-            ctx.mark_non_differentiable(*frozen)
-        return outputs
+        hand_out = torch.clone if slot.copies_outputs else torch.detach
+        if slot.is_single and not slot.has_frozen_outputs:
+            return hand_out(slot.output_tensors[0])
+        outputs = tuple([hand_out(tensor) for tensor in slot.output_tensors])
+        frozen = [out for i, out in enumerate(outputs) if i not in slot.differentiable]
+        ctx.mark_non_differentiable(*frozen)
+        return outputs[0] if slot.is_single else outputs
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
-        """Replay the backward.
+        """Replay the backward."""
+        if torch.is_grad_enabled():  # create_graph: it must not be differentiated again
+            return _differentiated_once(ctx, *grads)
+        return _backward(ctx, *grads)
 
-        Input gradients lie where the next backward writes its own. Autograd holds them beyond that
-        where several nodes read one tensor (it adds up what all of them return) and where a leaf
-        keeps them. So they are copied, unless the caller is known to be done with them by then.
-        """
-        slot = ctx.slot
-        ctx.runner.replay_backward(slot, ctx.turn, grads)
-        hand_out = torch.clone if slot.keeps_input_grads else torch.detach
-        grads_of_inputs = [hand_out(g) for g in slot.input_grads if g is not None]
-        return (None, None, None, None, *grads_of_inputs)
+
+def _backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+    """Replay the backward, without gradients of it.
+
+    Input gradients lie where the next backward writes its own. Autograd holds them beyond that
+    where several nodes read one tensor (it adds up what all of them return) and where a leaf keeps
+    them. So they are copied, unless the caller is known to be done with them by then.
+    """
+    runner, slot, turn = ctx.replayed
+    runner.replay_backward(slot, turn, grads)
+    hand_out = torch.clone if slot.keeps_input_grads else torch.detach
+    grads_of_inputs = [hand_out(g) for g in slot.input_grads if g is not None]
+    return (None, None, None, *grads_of_inputs, None)
+
+
+_differentiated_once = once_differentiable(_backward)
+
+replay_node: Callable[..., Any] = super(torch.autograd.Function, SlotReplay).apply
+"""`SlotReplay.apply`, without its support of ``torch.func``, which no chunk can be called under."""

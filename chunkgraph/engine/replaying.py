@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +16,7 @@ from chunkgraph.engine.decision import NOTHING_REPLAYED
 from chunkgraph.engine.defaults import rank_label
 from chunkgraph.engine.options import CaptureOptions
 from chunkgraph.engine.ranges import ReplayRanges
-from chunkgraph.engine.replay import SlotReplay, SlotRunner
+from chunkgraph.engine.replay import SlotRunner, replay_node
 from chunkgraph.engine.session import CapturedRank
 from chunkgraph.engine.slot import Slot
 from chunkgraph.engine.verify import Verifier
@@ -135,23 +135,26 @@ class Replayer:
             ReplayMismatchError: the call does not fit what was captured.
             SlotError: no slot is free.
         """
-        assert self._captured is not None
-        self._captured.models[c].check_mode()
+        captured = self._captured
+        assert captured is not None
+        captured.models[c].check_mode()
         reserved = self._reserved[c]
         key = reserved[0].bank if reserved else self._banks.key_of_next(c)
-        tensors = self._captured.banks[key].signatures[c].tensors_of(args, kwargs)
-        slot = reserved.popleft() if reserved else self._acquire(c)
+        tensors = captured.banks[key].signatures[c].tensors_of(args, kwargs)
+        slot = reserved.popleft() if reserved else self._acquire(c, key)
         self._awaiting_grads[c].append(slot)
-        differentiable = [tensors[i] for i in slot.differentiable_inputs]
-        outputs = SlotReplay.apply(self._runner, slot, tensors, self._anchor, *differentiable)
-        return slot.result(outputs)
+        leaves = [tensors[i] for i in slot.differentiable_inputs]
+        if not any(leaf.requires_grad for leaf in leaves):
+            leaves.append(self._anchor)
+        outputs = replay_node(self._runner, slot, tensors, *leaves)
+        return outputs if slot.is_single else slot.result(outputs)
 
     def reserve_input(self, c: int, index: int, num_before: int) -> torch.Tensor | None:
         """See `ChunkGraphs.reserve_input`."""
         num_others = num_before if self._options.shared_slots else 0
         if not self._is_in_step or self._machine.num_free(c) <= num_others:
             return None
-        slot = self._acquire(c)
+        slot = self._acquire(c, self._banks.key_of_next(c))
         self._reserved[c].append(slot)
         wants_grad = slot.input_grads[index] is not None
         return slot.inputs[index].detach().requires_grad_(wants_grad)
@@ -207,11 +210,10 @@ class Replayer:
         if after is not None:
             after()
 
-    def _acquire(self, c: int) -> Slot:
+    def _acquire(self, c: int, key: Hashable) -> Slot:
         assert self._captured is not None
-        bank = self._captured.banks[self._banks.key_of_next(c)]
-        slot = bank.slots[c][self._machine.acquire_forward(c)]
-        slot.turn = self._machine.turn(c, slot.index)
+        slot = self._captured.banks[key].slots[c][self._machine.acquire_forward(c)]
+        slot.turn = self._machine.latest_turn
         self._banks.advance(c)
         return slot
 

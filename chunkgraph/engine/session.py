@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from chunkgraph._collector import collector_paused
 from chunkgraph.engine.aliases import ParameterAliases
 from chunkgraph.engine.banks import Bank
 from chunkgraph.engine.captured_model import CapturedModel
@@ -163,7 +164,8 @@ def capture_session(
             stack.enter_context(backend.preserve_random_state())
             stack.enter_context(_preserved([b for chunk in chunks for b in chunk.buffers]))
             if backend.device.type == "cuda":
-                stack.enter_context(_collector_paused())
+                gc.collect()  # none is started until the last graph is captured
+                stack.enter_context(collector_paused())
             # The scope may be one that ranks enter together: not if one has failed by now.
             settings.before_graph(None)
             stack.enter_context(settings.scope())
@@ -309,16 +311,3 @@ def _preserved(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
         with torch.no_grad():
             for tensor, value in zip(tensors, saved, strict=True):
                 tensor.copy_(value)
-
-
-@contextmanager
-def _collector_paused() -> Iterator[None]:
-    """A collection inside a capture may free CUDA objects, which a capture does not allow."""
-    gc.collect()
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

@@ -38,6 +38,7 @@ class Slot:
             it over a saved tensor).
         marker: watches the gradients of the backward, or None.
         keeps_input_grads: see `Chunk`.
+        copies_outputs: whether the result that is handed out has memory of its own.
         turn: tells the microbatch that took the slot last from all others.
     """
 
@@ -56,6 +57,7 @@ class Slot:
     grads_lie_in_pool: bool = False
     marker: GradientMarker | None = None
     keeps_input_grads: bool = True
+    copies_outputs: bool = False
     bank: Hashable = None
     turn: int = 0
 
@@ -65,6 +67,7 @@ class Slot:
         self.differentiable_inputs = tuple(
             i for i, grad in enumerate(self.input_grads) if grad is not None
         )
+        self._places = [(t.data_ptr(), t.stride()) for t in self.inputs]
         self._sources: list[LoadedSource | None] = [None] * len(self.inputs)
         self.has_frozen_outputs = len(self.differentiable) < len(self.output_tensors)
 
@@ -81,18 +84,19 @@ class Slot:
         sources = self._sources
         statics: list[torch.Tensor] = []
         copied: list[torch.Tensor] = []
-        for i, (static, given) in enumerate(zip(self.inputs, tensors, strict=True)):
+        for i, given in enumerate(tensors):
             source = sources[i]
             if source is not None:
                 if source.is_still(given):
                     continue
                 sources[i] = None
-            if static.data_ptr() != given.data_ptr():
-                statics.append(static)
+            address, stride = self._places[i]
+            if given.data_ptr() != address:
+                statics.append(self.inputs[i])
                 copied.append(given)
                 sources[i] = LoadedSource.of(given)
-            elif static.stride() != given.stride():  # a view of what was received
-                statics.append(static)
+            elif given.stride() != stride:  # a view of what was received
+                statics.append(self.inputs[i])
                 copied.append(given.clone())
         if len(copied) == 1:
             statics[0].copy_(copied[0])
@@ -116,8 +120,6 @@ class Slot:
 
     def result(self, tensors: Sequence[torch.Tensor]) -> Any:
         """The chunk's result with ``tensors`` in the places of its tensors."""
-        if self.is_single:
-            return tensors[0]
         given = iter(tensors)
         leaves = [next(given) if isinstance(x, torch.Tensor) else x for x in self.outputs]
         return unflatten(leaves, self.output_spec)

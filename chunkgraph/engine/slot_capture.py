@@ -39,6 +39,7 @@ class CapturedForward:
     pool: Pool
     live: AddressRanges
     statics: SlotStatics
+    copies_outputs: bool = False
     grads: list[torch.Tensor] = field(default_factory=list)
     input_grads: list[torch.Tensor | None] = field(default_factory=list)
     backward: Graph | None = None
@@ -110,6 +111,9 @@ def capture_forward(
     results, spec = flatten(result)
     live = _minus(pool.live(), before)
     forward = CapturedForward(*place, label, inputs, results, spec, graph, pool, live, statics)
+    if chunk.copies_outputs is not None:
+        args, kwargs = sample.arguments()
+        forward.copies_outputs = chunk.copies_outputs(*args, **kwargs)
     outputs = [forward.tensors[i] for i in forward.differentiable]
     try:
         check_outputs(chunk.label, outputs, [*inputs, *leaves])
@@ -167,6 +171,7 @@ def new_slot(forward: CapturedForward, chunk: Chunk, backend: GraphBackend) -> S
         ),
         marker=forward.marker,
         keeps_input_grads=chunk.keeps_input_grads,
+        copies_outputs=forward.copies_outputs,
         bank=forward.bank,
     )
 

@@ -40,6 +40,9 @@ class SlotMachine:
             microbatch of one of them; all counts are then equal.
         schedule: If given, messages also show where in it the rank was; see ``begin_step``.
         rank: The rank in ``schedule``.
+
+    Attributes:
+        latest_turn: A number of the forward that took any slot last: no other ever has it.
     """
 
     def __init__(
@@ -62,7 +65,7 @@ class SlotMachine:
         self._schedule = schedule
         self._rank = rank
         self._in_step = False
-        self._num_turns = 0
+        self.latest_turn = 0
         self._turns = [[0] * count for count in num_slots]  # by set
         self._events: list[Event] = []
         self._reset()
@@ -104,11 +107,6 @@ class SlotMachine:
         is_free = self._states[of_set][slot] is SlotState.FREE
         return None if is_free else self._microbatches[of_set][slot]
 
-    def turn(self, chunk: int, slot: int) -> int:
-        """A number of the forward that took a slot last: no other forward ever has it."""
-        self._check_place("turn", chunk, None, slot)
-        return self._turns[self._set_of[chunk]][slot]
-
     def begin_step(self, schedule: Schedule | None = None) -> None:
         """Start a step.
 
@@ -142,8 +140,9 @@ class SlotMachine:
         Raises:
             SlotError: Outside a step, unknown chunk, or no slot is free.
         """
-        self._check_in_step("forward", chunk, microbatch, None)
-        self._check_place("forward", chunk, microbatch, None)
+        if not (self._in_step and 0 <= chunk < len(self._num_slots)):
+            self._check_in_step("forward", chunk, microbatch, None)
+            self._check_place("forward", chunk, microbatch, None)
         if microbatch is None:
             microbatch = self._num_forwards[chunk]
         of_set = self._set_of[chunk]
@@ -165,8 +164,8 @@ class SlotMachine:
         self._microbatches[of_set][slot] = microbatch
         self._chunks[of_set][slot] = chunk
         self._num_forwards[chunk] += 1
-        self._num_turns += 1
-        self._turns[of_set][slot] = self._num_turns
+        self.latest_turn += 1
+        self._turns[of_set][slot] = self.latest_turn
         self._events.append(("forward", chunk, microbatch, slot))
         return slot
 
@@ -182,10 +181,8 @@ class SlotMachine:
             SlotError: Outside a step, unknown chunk or slot, the slot holds no finished forward, or
                 that of another microbatch.
         """
-        self._check_in_step("backward", chunk, None, slot)
-        self._check_place("backward", chunk, None, slot)
+        self._check_holds("backward", chunk, slot)
         of_set = self._set_of[chunk]
-        self._check_chunk("backward", chunk, slot)
         state = self._states[of_set][slot]
         if state is not SlotState.FORWARD_DONE:
             if state is SlotState.FREE:
@@ -212,10 +209,8 @@ class SlotMachine:
         Raises:
             SlotError: Outside a step, unknown chunk or slot, or the slot is not in backward.
         """
-        self._check_in_step("release", chunk, None, slot)
-        self._check_place("release", chunk, None, slot)
+        self._check_holds("release", chunk, slot)
         of_set = self._set_of[chunk]
-        self._check_chunk("release", chunk, slot)
         state = self._states[of_set][slot]
         if state is not SlotState.BACKWARD:
             if state is SlotState.FREE:
@@ -256,7 +251,14 @@ class SlotMachine:
         self._chunks = [[-1] * count for count in counts]
         self._num_forwards = [0] * len(self._num_slots)
 
-    def _check_chunk(self, what: str, chunk: int, slot: int) -> None:
+    def _check_holds(self, what: str, chunk: int, slot: int) -> None:
+        if not (
+            self._in_step
+            and 0 <= chunk < len(self._num_slots)
+            and 0 <= slot < self._num_slots[chunk]
+        ):
+            self._check_in_step(what, chunk, None, slot)
+            self._check_place(what, chunk, None, slot)
         of_set = self._set_of[chunk]
         holder = self._chunks[of_set][slot]
         if holder != chunk and self._states[of_set][slot] is not SlotState.FREE:

@@ -310,3 +310,71 @@ def test_a_step_whose_calls_want_no_gradient_is_counted_as_eager(backend: GraphB
     assert dict(graphs.counters.fallbacks) == {"nothing replayed": 1}
     with graphs.counters.expect(replays=1, replayed_steps=1, num_fallbacks=0), graphs.step(1):
         train_microbatch(graphs.callables[0], sample(backend))
+
+
+@pytest.mark.parametrize("is_copied", [True, False])
+def test_a_result_outlives_its_slot_where_it_is_copied(
+    backend: GraphBackend, *, is_copied: bool
+) -> None:
+    told: list[Any] = []
+
+    def copies_outputs(*args: Any, **kwargs: Any) -> bool:
+        told.append((args[0].shape, kwargs))
+        return is_copied
+
+    (module,) = tower(backend)
+    module.dropout.p = 0.0
+    chunk = dataclasses.replace(Chunk.from_module(module, "it"), copies_outputs=copies_outputs)
+    graphs = ChunkGraphs([chunk], [1], backend=backend)
+    graphs.capture([(sample(backend), 2.0)])
+    assert told == [((4, 8), {})]
+    kept, x = [], sample(backend)
+    with graphs.step(2):
+        for factor in (1.0, 3.0):
+            kept.append(graphs.callables[0](x * factor, 2.0))
+            kept[-1].sum().backward()
+    wanted = module(x, 2.0) if is_copied else module(x * 3.0, 2.0)
+    assert torch.equal(kept[0], wanted)
+    assert torch.equal(kept[1], module(x * 3.0, 2.0))
+    assert (kept[0].data_ptr() == kept[1].data_ptr()) is not is_copied
+
+
+def test_a_gradient_is_not_differentiated_again(backend: GraphBackend) -> None:
+    graphs = ChunkGraphs(tower(backend), [1], backend=backend)
+    x = sample(backend)
+    graphs.capture([x])
+    with graphs.step(1):
+        loss = graphs.callables[0](x).square().sum()
+        (found,) = torch.autograd.grad(loss, x, create_graph=True)
+        assert found.shape == x.shape
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            found.sum().backward()
+
+
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_the_backward_runs_whether_the_input_takes_a_gradient_or_not(
+    backend: GraphBackend, *, requires_grad: bool
+) -> None:
+    """Captured with one that does."""
+    (module,) = tower(backend)
+    graphs = ChunkGraphs([module], [1], backend=backend)
+    graphs.capture([sample(backend)])
+    x = sample(backend).detach().requires_grad_(requires_grad)
+    with graphs.step(1):
+        graphs.callables[0](x).sum().backward()
+    assert graphs.counters.backward_replays == 1
+    assert module.linear.weight.grad is not None
+    assert module.linear.weight.grad.any()
+    assert (x.grad is not None) is requires_grad
+
+
+def test_keyword_arguments_may_come_in_any_order(backend: GraphBackend) -> None:
+    (module,) = tower(backend)
+    module.dropout.p = 0.0
+    graphs = ChunkGraphs([module], [1], backend=backend)
+    x = sample(backend)
+    graphs.capture([{"x": x, "scale": 2.0}])
+    with graphs.step(1):
+        y = graphs.callables[0](scale=2.0, x=x)
+        assert torch.equal(y, module(x, 2.0))
+        y.sum().backward()
