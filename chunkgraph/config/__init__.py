@@ -7,6 +7,7 @@ when it is read, and the sections are checked against each other when the whole 
 from __future__ import annotations
 
 from chunkgraph.config.loader import config_from_mapping, load_config, to_mapping, to_yaml
+from chunkgraph.config.resolved import resolved
 from chunkgraph.config.sections import (
     BenchConfig,
     CaptureConfig,
@@ -20,6 +21,7 @@ from chunkgraph.config.sections import (
     StashConfig,
     TrainConfig,
 )
+from chunkgraph.config.seq_buckets import default_seq_buckets
 from chunkgraph.config.stash import wrong_stash_value
 
 __all__ = [
@@ -35,7 +37,9 @@ __all__ = [
     "StashConfig",
     "TrainConfig",
     "config_from_mapping",
+    "default_seq_buckets",
     "load_config",
+    "resolved",
     "to_mapping",
     "to_yaml",
     "wrong_stash_value",

@@ -47,14 +47,14 @@ def config_from_mapping(raw: Mapping[str, object], *, source: str = "config") ->
 
 
 def to_mapping(config: Config) -> dict[str, Any]:
-    """The resolved configuration as nested plain values (lists, not tuples)."""
+    """The configuration as nested plain values (lists, not tuples)."""
     mapping = _plain(config)
     assert isinstance(mapping, dict)
     return mapping
 
 
 def to_yaml(config: Config) -> str:
-    """The resolved configuration as YAML that ``load_config`` reads back to an equal value."""
+    """The configuration as YAML that ``load_config`` reads back to an equal value."""
     return yaml.safe_dump(to_mapping(config), sort_keys=False, default_flow_style=None)
 
 

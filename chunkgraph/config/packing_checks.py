@@ -73,7 +73,7 @@ def check_packing(config: Config) -> None:
                 f"1, or a whole number of tokens up to {config.tokens_per_sequence}."
             )
             raise ConfigError(msg)
-    for count in packing.seq_buckets:
+    for count in packing.seq_buckets or ():
         if not 2 <= count < packing.max_packed_seqs:
             msg = (
                 f"packing.seq_buckets has {count}; fewer sequences that are captured too are at "

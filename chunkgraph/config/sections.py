@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from chunkgraph.config.seq_buckets import default_seq_buckets
 from chunkgraph.config.stash import StashConfig
 
 __all__ = [
@@ -258,9 +259,10 @@ class PackingConfig:
     buckets: tuple[float, ...] = ()
     """Shorter microbatches that are captured too, as parts of the tokens or as numbers of tokens
     above 1; each microbatch takes the smallest that it fits."""
-    seq_buckets: tuple[int, ...] = ()
+    seq_buckets: tuple[int, ...] | None = None
     """Fewer sequences than ``max_packed_seqs`` that are captured too; each microbatch takes the
-    fewest that hold its documents, since attention's time grows with all of them, empty or not."""
+    fewest that hold its documents, since attention's time grows with all of them, empty or not.
+    Null: `default_seq_buckets`, but none with FP8 and with ``context_parallel_sizes``."""
     context_parallel_sizes: tuple[int, ...] = ()
     """How many of the data-parallel ranks may share a microbatch, powers of two. Each microbatch
     has one of these sizes; a step then takes the documents that ``num_microbatches`` of full length
@@ -360,6 +362,18 @@ class Config:
         from chunkgraph.config.checks import check_config
 
         check_config(self)
+
+    @property
+    def seq_buckets(self) -> tuple[int, ...]:
+        """Fewer sequences that are captured too, by ``packing.seq_buckets`` or by default."""
+        packing = self.packing
+        if packing.seq_buckets is not None:
+            return packing.seq_buckets
+        return default_seq_buckets(
+            packing.max_packed_seqs,
+            has_fp8=self.model.fp8 is not None,
+            has_contexts=bool(packing.context_parallel_sizes),
+        )
 
     @property
     def tokens_per_sequence(self) -> int:

@@ -394,5 +394,6 @@ def configs(draw: st.DrawFn) -> Config:
 @given(configs())
 def test_yaml_round_trip(config: Config) -> None:
     text = to_yaml(config)
-    assert config_from_mapping(yaml.safe_load(text)) == config
-    assert to_yaml(config_from_mapping(yaml.safe_load(text))) == text
+    again = config_from_mapping(yaml.safe_load(text))
+    assert again == config
+    assert to_yaml(again) == text

@@ -48,13 +48,9 @@ _EXPERTS = ("moe.num_moe_experts=4", "moe.moe_expert_capacity_factor=2")
         (["model.fp8=hybrid"], ConfigError, "model.fp8=hybrid"),
         (["data.document_counts=[1,2,3,4]"], ConfigError, r"data.document_counts=\[1, 2, 3"),
         (
-            [
-                *_EXPERTS,
-                "pipeline.tensor_model_parallel_size=2",
-                "pipeline.sequence_parallel=true",
-            ],
-            ConfigError,
-            "num_moe_experts=4 and pipeline.tensor_model_parallel_size=2",
+            [*_EXPERTS, "pipeline.tensor_model_parallel_size=2"],
+            TopologyError,
+            "only with sequence parallelism",
         ),
         (
             [

@@ -1,0 +1,78 @@
+"""What is saved with a run: every default that depends on other settings, written out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from chunkgraph.config import Config, config_from_mapping, load_config, resolved, to_yaml
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+
+
+def _config(**sections: dict[str, Any]) -> Config:
+    raw: dict[str, Any] = {
+        "device": "cuda",
+        "model": {
+            "num_layers": 4,
+            "hidden_size": 64,
+            "ffn_hidden_size": 128,
+            "num_attention_heads": 4,
+            "seq_length": 512,
+        },
+        "train": {"micro_batch_size": 1, "num_microbatches": [2]},
+    }
+    for name, values in sections.items():
+        raw[name] = {**raw.get(name, {}), **values}
+    return config_from_mapping(raw)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_the_same_run_is_read_back(path: Path) -> None:
+    config = load_config(path)
+    found = resolved(config)
+    assert config_from_mapping(yaml.safe_load(to_yaml(found))) == found == resolved(found)
+    for name in ("seq_buckets", "tokens_per_sequence"):
+        assert getattr(found, name) == getattr(config, name)
+    for name in ("num_model_chunks", "microbatch_group_size", "world_size"):
+        assert getattr(found.pipeline, name) == getattr(config.pipeline, name)
+
+
+def test_what_others_decide_is_written_out() -> None:
+    found = resolved(
+        _config(
+            packing={"max_packed_seqs": 200},
+            pipeline={"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
+            moe={"num_moe_experts": 4, "moe_expert_capacity_factor": 2.0},
+        )
+    )
+    assert found.model.layer_spec == "transformer_engine"
+    assert (found.packing.max_packed_tokens, found.packing.seq_buckets) == (512, (64,))
+    assert found.packing.max_document_tokens is None  # there is no limit
+    assert found.pipeline.microbatch_group_size_per_vp_stage == 2
+    assert found.moe.moe_ffn_hidden_size == 128
+    assert resolved(_config()).pipeline.virtual_pipeline_model_parallel_size == 1
+    assert resolved(_config()).packing.max_packed_tokens is None
+    assert resolved(_config()).moe.moe_ffn_hidden_size is None
+
+
+def test_sizes_that_change_are_all_captured_and_have_no_fewer_sequences() -> None:
+    packing = {"max_packed_seqs": 200, "context_parallel_sizes": [1, 2]}
+    found = resolved(_config(packing=packing, pipeline={"data_parallel_size": 2})).packing
+    assert (found.cuda_graph_cp_sizes, found.seq_buckets) == ((1, 2), ())
+
+
+def test_heads_of_hybrid_models_are_written_out() -> None:
+    model = {"hybrid_layer_pattern": "M*M-", "mamba_head_dim": 16, "normalization": "RMSNorm"}
+    found = resolved(_config(model=model)).model
+    assert found.mamba_num_heads == 8
+
+
+def test_layers_that_the_machine_decides_stay_open() -> None:
+    config = config_from_mapping(
+        {**yaml.safe_load(to_yaml(_config())), "device": "auto"}, source="test"
+    )
+    assert resolved(config).model.layer_spec == "auto"
