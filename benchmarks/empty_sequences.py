@@ -2,11 +2,12 @@
 
     python benchmarks/empty_sequences.py --json empty_sequences.json
 
-The same eight documents fill a row each time; what changes is how many sequences the offsets are
-for, 8, 64 and 512, of which all but eight have no row. `--max-document-tokens` L tells kernels that
-no sequence is longer, and cuts the documents to that, which makes more of them. Needs one GPU and
-the extras `megatron` and `te`; takes well under a minute. `--device cpu` runs the same without
-graphs, to try the script.
+The same eight documents fill a row each time (`--documents` for others); what changes is how many
+sequences the offsets are for: as many as documents, 64 and 512, and the number that training for up
+to 512 would replay by default, of which the rest have no row. `--max-document-tokens` L tells
+kernels that no sequence is longer, and cuts the documents to that, which makes more of them. Needs
+one GPU and the extras `megatron` and `te`; takes well under a minute. `--device cpu` runs the same
+without graphs, to try the script.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from chunkgraph.config import Config, config_from_mapping
+from chunkgraph.config import Config, config_from_mapping, default_seq_buckets
 from chunkgraph.megatron.compat import versions
 from chunkgraph.megatron.model import build_model
 from chunkgraph.megatron.packed import make_params
@@ -46,7 +48,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the results to FILE")
     parser.add_argument(
-        "--sequences", metavar="N", type=int, nargs="+", help="default: of the documents, 64, 512"
+        "--documents",
+        metavar="D",
+        type=int,
+        nargs="+",
+        default=[len(_PARTS)],
+        help="that fill the row, one measurement after the other (default: 8)",
+    )
+    parser.add_argument(
+        "--sequences",
+        metavar="N",
+        type=int,
+        nargs="+",
+        default=[64, 512],
+        help="that offsets are for, besides as many as documents; less than these are left out "
+        "(default: 64 512)",
     )
     parser.add_argument("--tokens", metavar="T", type=int, default=4096, help="rows, 64 or more")
     parser.add_argument(
@@ -62,39 +78,71 @@ def main() -> int:
         parser.error("--tokens is a multiple of 64")
     if args.max_document_tokens is not None and not 0 < args.max_document_tokens <= args.tokens:
         parser.error("--max-document-tokens is above 0 and at most --tokens")
-    lengths = _lengths(args.tokens, args.max_document_tokens)
-    sequences = args.sequences or sorted({len(lengths), 64, 512})
-    if min(sequences) < len(lengths):
-        parser.error(f"--sequences are at least {len(lengths)}, the documents there are")
+    if not all(0 < count <= args.tokens for count in args.documents):
+        parser.error("--documents are from 1 to --tokens")
+    rows = [_lengths(count, args.tokens, args.max_document_tokens) for count in args.documents]
     os.environ.update(_ALONE)
     # There is no deterministic kernel for many sequences of this length.
     os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "1"
     config = _config(args)
     with training_process(config) as device:
-        found = _measure(config, device, sequences, lengths, args.max_document_tokens, args.rounds)
-    for one in found["measured"]:
-        sys.stdout.write(f"N = {one['num_seqs']:4d}: {_line(one, sequences[0])}\n")
+        seed_everything(config.train.seed, device)
+        (chunk,) = build_model(config, device)
+        measured = [
+            one
+            for lengths in rows
+            for one in _measure(
+                _sequences(len(lengths), args.sequences),
+                lambda n, lengths=lengths: _layer_work(
+                    chunk, lengths, args.tokens, n, args.max_document_tokens, device
+                ),
+                lengths,
+                device,
+                args.rounds,
+            )
+        ]
+    for one in measured:
+        what = f"{len(one['lengths']):4d} documents, N = {one['num_seqs']:4d}"
+        sys.stdout.write(f"{what}: {_line(one)}\n")
+    found = {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "versions": versions(),
+        "command": " ".join(sys.argv),
+        "uses_graphs": device.type == "cuda",
+        "model": dataclasses.asdict(config.model),
+        "max_document_tokens": args.max_document_tokens,
+        "measured": measured,
+    }
     if args.json is not None:
         args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    return 1 if any(one["error"] for one in found["measured"]) else 0
+    return 1 if any(one["error"] for one in measured) else 0
 
 
-def _lengths(tokens: int, limit: int | None) -> list[int]:
-    """Of the documents, which fill the row."""
-    lengths: list[int] = []
-    for part in _PARTS:
-        left = part * tokens // 64
-        while left:
-            lengths.append(min(left, limit or left))
-            left -= lengths[-1]
-    return lengths
+def _lengths(num_documents: int, tokens: int, limit: int | None) -> list[int]:
+    """Of the documents, which fill the row; cut to the limit, they are more."""
+    if num_documents == len(_PARTS):
+        whole = [part * tokens // 64 for part in _PARTS]
+    else:  # lengths as in text: the logarithm is normal
+        weights = np.random.default_rng(num_documents).lognormal(size=num_documents)
+        ends = np.cumsum(weights) / weights.sum() * (tokens - num_documents)
+        whole = (np.diff(np.rint(ends), prepend=0).astype(int) + 1).tolist()
+    longest = limit or tokens
+    return [min(longest, length - begin) for length in whole for begin in range(0, length, longest)]
 
 
-def _line(one: dict[str, Any], first: int) -> str:
+def _sequences(num_documents: int, given: list[int]) -> dict[int, bool]:
+    """Numbers of sequences to measure, and whether training for the most would replay it."""
+    most = max(given)
+    replayed = min((n for n in (*default_seq_buckets(most), most) if n > num_documents), default=0)
+    wanted = sorted({num_documents, replayed, *given})
+    return {n: n == replayed for n in wanted if n >= num_documents}
+
+
+def _line(one: dict[str, Any]) -> str:
     if one["error"]:
         return str(one["error"]).partition("\n")[0]
-    ratio = "" if one["ratio"] is None else f", {one['ratio']:.4f} of N = {first}"
-    return f"{one['ms']:8.4f} ms{ratio}"
+    ratio = "" if one["ratio"] is None else f", {one['ratio']:.4f} of that without empty ones"
+    return f"{one['ms']:8.4f} ms{ratio}{' (replayed by default)' if one['is_replayed'] else ''}"
 
 
 def _config(args: argparse.Namespace) -> Config:
@@ -119,21 +167,26 @@ def _config(args: argparse.Namespace) -> Config:
 
 
 def _measure(
-    config: Config,
-    device: torch.device,
-    sequences: list[int],
+    sequences: dict[int, bool],
+    work: Callable[[int], Callable[[], None]],
     lengths: list[int],
-    longest: int | None,
+    device: torch.device,
     num_rounds: int,
-) -> dict[str, Any]:
-    seed_everything(config.train.seed, device)
-    (chunk,) = build_model(config, device)
-    tokens = config.model.seq_length
+) -> list[dict[str, Any]]:
+    """Times of the same documents among more and more sequences.
+
+    Args:
+        sequences: see `_sequences`; the first have no empty one.
+        work: of a number of sequences.
+        lengths: of the documents.
+        device: of the work.
+        num_rounds: times that each is measured.
+    """
     replays: dict[int, Callable[[], None]] = {}
     errors: dict[int, str] = {}
     for n in sequences:
         try:
-            replays[n] = _captured(_layer_work(chunk, lengths, tokens, n, longest, device))
+            replays[n] = _captured(work(n))
         except (RuntimeError, ValueError) as error:  # no memory, or no kernel: the others count
             errors[n] = f"{type(error).__name__}: {error}"
     times: dict[int, list[float]] = {n: [] for n in replays}
@@ -142,29 +195,22 @@ def _measure(
         for n, replay in replays.items():
             times[n].append(_time_ms(replay, device))
     medians = {n: statistics.median(times[n]) for n in replays}
-    first = medians.get(sequences[0])
-    return {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "versions": versions(),
-        "command": " ".join(sys.argv),
-        "uses_graphs": device.type == "cuda",
-        "model": dataclasses.asdict(config.model),
-        "lengths": lengths,
-        "max_document_tokens": longest,
-        "measured": [
-            {
-                "num_seqs": n,
-                "error": errors.get(n),
-                "ms": medians.get(n),
-                "ratio": medians[n] / first if n in medians and first else None,
-                "ms_all": times.get(n),
-                "kernel_us": (
-                    _kernel_times(replays[n]) if n in replays and device.type == "cuda" else None
-                ),
-            }
-            for n in sequences
-        ],
-    }
+    first = medians.get(len(lengths))
+    return [
+        {
+            "lengths": lengths,
+            "num_seqs": n,
+            "is_replayed": is_replayed,
+            "error": errors.get(n),
+            "ms": medians.get(n),
+            "ratio": medians[n] / first if n in medians and first else None,
+            "ms_all": times.get(n),
+            "kernel_us": (
+                _kernel_times(replays[n]) if n in replays and device.type == "cuda" else None
+            ),
+        }
+        for n, is_replayed in sequences.items()
+    ]
 
 
 def _layer_work(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import shlex
 import sys
@@ -16,6 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from chunkgraph.cli.bench_document import BenchDocument, VariantResult
+from chunkgraph.cli.bench_variants import FROZEN, VARIANTS, chosen_variants, config_of, run_as
 from chunkgraph.cli.train import (
     STALL_GRACE_S,
     check_packages,
@@ -29,12 +29,8 @@ from chunkgraph.errors import ChunkGraphError, ConfigError
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-__all__ = ["VARIANTS", "add_parser", "run"]
+__all__ = ["add_parser", "run"]
 
-VARIANTS = ("eager", "chunk", "transformer_engine", "local", "full_iteration")
-
-_PROMISED = ("eager", "chunk")
-_FROZEN = ("transformer_engine", "local", "full_iteration")
 _WORKER = "chunkgraph.megatron.bench.worker:main"
 _NUM_PROFILED_STEPS = 2
 
@@ -59,8 +55,9 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--variants",
         metavar="NAME,...",
-        help=f"which to run, in order; default {','.join(VARIANTS)} (on a CPU, and "
-        "of packed documents, eager,chunk)",
+        help=f"which to run, in order; default {', '.join(VARIANTS)} (on a CPU, and "
+        "of packed documents, eager,chunk; eager_dropless, an all-to-all without a capacity, with "
+        "experts alone)",
     )
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the results to FILE")
     parser.add_argument("--plot", metavar="FILE", type=Path, help="draw the results to FILE")
@@ -99,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(msg)
     overrides = [*args.overrides, "run.debug=true"] if args.debug else args.overrides
     config = resolve_device(load_config(args.config, overrides))
-    names = _variants(args.variants, config)
+    names = chosen_variants(args.variants, config)
     _check_steps(config)
     check_packages(config)
     if args.timeout is not None and not args.timeout > 0:
@@ -107,33 +104,6 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(msg)
     with run_folder(args.run_dir) as folder:
         return _Bench(config, names, args, folder).run()
-
-
-def _variants(text: str | None, config: Config) -> tuple[str, ...]:
-    if sizes := config.packing.context_parallel_sizes:
-        msg = (
-            f"packing.context_parallel_sizes is {list(sizes)}, but bench measures no microbatches "
-            "of several context-parallel sizes. Set it to []."
-        )
-        raise ConfigError(msg)
-    if text is None:
-        has_all = config.device == "cuda" and not config.packing.max_packed_seqs
-        return VARIANTS if has_all else _PROMISED
-    names = tuple(name.strip() for name in text.split(",") if name.strip())
-    for name in names:
-        if name not in VARIANTS:
-            msg = f"--variants: there is no {name!r}; known are {', '.join(VARIANTS)}."
-            raise ConfigError(msg)
-        if config.packing.max_packed_seqs and name not in _PROMISED:
-            msg = (
-                f"--variants: {name} captures no packed sequences, and packing.max_packed_seqs is "
-                f"{config.packing.max_packed_seqs}. Leave it out, or set that to 0."
-            )
-            raise ConfigError(msg)
-    if not names or len(set(names)) < len(names):
-        msg = f"--variants {text!r}: name one or more, each once."
-        raise ConfigError(msg)
-    return names
 
 
 def _check_steps(config: Config) -> None:
@@ -214,7 +184,7 @@ class _Bench:
 
     def _run_variant(self, name: str) -> VariantResult:
         counts = set(self._config.train.num_microbatches)
-        if name in _FROZEN and len(counts) > 1:
+        if name in FROZEN and len(counts) > 1:
             return VariantResult.failed(
                 name,
                 "captures one number of microbatches for good, and this run changes it "
@@ -222,14 +192,13 @@ class _Bench:
             )
         from chunkgraph.cli.launcher import Launcher, LaunchSpec
 
-        # The workers run one variant; this command compares.
-        train = dataclasses.replace(self._config.train, compare="none")
-        config, folder = dataclasses.replace(self._config, train=train), self._folder / name
+        config, folder = config_of(name, self._config), self._folder / name
         folder.mkdir()
         config_path = folder / "config.yaml"
         config_path.write_text(to_yaml(config), encoding="utf-8")
         request = {
-            "variant": name,
+            "variant": run_as(name),
+            "label": name,
             "num_profiled_steps": _NUM_PROFILED_STEPS if self._args.profile else 0,
         }
         (folder / "bench.json").write_text(json.dumps(request), encoding="utf-8")

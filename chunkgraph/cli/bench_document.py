@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from chunkgraph.cli.bench_variants import UNCOMPARED
 from chunkgraph.config import Config, to_mapping
 
 __all__ = ["BenchDocument", "VariantResult"]
@@ -120,9 +121,9 @@ class BenchDocument:
         return self.head["is_deterministic"] is not False or not self.head["num_gpus"]
 
     def equality(self, result: VariantResult) -> tuple[bool | None, str | None]:
-        """Whether a variant equals eager to the last bit, and where it does not."""
+        """Whether a variant equals eager to the last bit, and where not; None: it need not."""
         eager = self.result("eager")
-        if eager is None or result.error is not None:
+        if eager is None or result.error is not None or result.name in UNCOMPARED:
             return None, None
         difference = result.first_difference(eager)
         return difference is None, difference

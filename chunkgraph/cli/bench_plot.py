@@ -15,6 +15,7 @@ __all__ = ["plot_documents", "require_matplotlib"]
 
 _LABELS = {
     "eager": "eager",
+    "eager_dropless": "eager, all-to-all without drops",
     "transformer_engine": "per-layer graphs (TE)",
     "local": "per-layer graphs (local)",
     "full_iteration": "full-iteration graph",
@@ -23,6 +24,7 @@ _LABELS = {
 # Distinct in grey and to the colour-blind; ours alone is saturated.
 _COLOURS = {
     "eager": "#9a9a9a",
+    "eager_dropless": "#cfcfcf",
     "transformer_engine": "#6c8ebf",
     "local": "#b5a1d0",
     "full_iteration": "#d6b656",

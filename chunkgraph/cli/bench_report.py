@@ -10,12 +10,16 @@ from rich.console import Console
 from rich.table import Table
 
 from chunkgraph.cli.bench_document import BenchDocument, VariantResult
+from chunkgraph.cli.bench_variants import PROMISED, run_as
 
 __all__ = ["find_failures", "print_bench_report"]
 
 _WIDTH = 80
-_PROMISED = ("eager", "chunk")
-_SHORT = {"transformer_engine": "te layers", "full_iteration": "full iter."}
+_SHORT = {
+    "eager_dropless": "dropless",
+    "transformer_engine": "te layers",
+    "full_iteration": "full iter.",
+}
 
 
 def print_bench_report(
@@ -34,6 +38,9 @@ def print_bench_report(
     details = _details_table(document)
     if details.row_count:
         console.print(details)
+    experts = _experts_table(document)
+    if experts.row_count:
+        console.print(experts)
     for result in document.results:
         _, difference = document.equality(result)
         for what, text in (("", result.error), (" differs in", difference), ("", result.note)):
@@ -51,7 +58,7 @@ def print_bench_report(
 def find_failures(document: BenchDocument, names: Sequence[str]) -> list[str]:
     """What breaks the promise: eager and chunk run, and are equal."""
     failures = []
-    for name in _PROMISED:
+    for name in PROMISED:
         if name not in names:
             continue
         result = document.result(name)
@@ -111,7 +118,7 @@ def _packed_table(document: BenchDocument) -> Table:
     for result in document.results:
         if result.error is not None or result.get("padding_waste") is None:
             continue
-        has_graphs = result.name != "eager"
+        has_graphs = run_as(result.name) != "eager"
         table.add_row(
             _name(result),
             _percent(result.get("fallback_share") if has_graphs else None),
@@ -150,6 +157,29 @@ def _details_table(document: BenchDocument) -> Table:
             _number(ideal, 1),
             _number(result.step_ms / ideal if ideal else None, 3),
         )
+    return table
+
+
+def _experts_table(document: BenchDocument) -> Table:
+    """What experts cost besides their products, by profile; no row where there are none.
+
+    Of the rank whose kernels took longest: what waits for another rank is in its times, too.
+    """
+    table = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)
+    table.add_column("variant", no_wrap=True, min_width=10)
+    for heading in ("dispatch\nms", "of kernel\nms", "stash\nms", "of kernel\nms"):
+        table.add_column(heading, justify="right", no_wrap=True, min_width=9)
+    for result in document.results:
+        kernel_ms = result.get("kernel_ms_by_rank")
+        parts = [result.get(f"{part}_ms_by_rank") for part in ("dispatch", "stash")]
+        if result.error is not None or not kernel_ms or not any(any(p or ()) for p in parts):
+            continue
+        rank = kernel_ms.index(max(kernel_ms))
+        cells = []
+        for part in parts:
+            took_ms = part[rank] if part else None
+            cells += [_number(took_ms, 1), _percent(took_ms and took_ms / kernel_ms[rank])]
+        table.add_row(_name(result), *cells)
     return table
 
 

@@ -13,11 +13,13 @@ import sys
 import uuid
 from pathlib import Path
 
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
+from chunkgraph._collector import collector_paused
 from chunkgraph.cli.processes import PARENT_PID_VARIABLE, die_with_parent
+
+with collector_paused():  # these imports are most of what an agent does
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 __all__ = ["FAILURES_FILE", "main", "run_elastic"]
 

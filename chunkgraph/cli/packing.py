@@ -52,7 +52,8 @@ nothing of graphs. Where the lines hold several lengths each, every line is one
 microbatch that was packed already, and is taken as it is. Steps draw
 microbatches in random order.
 
-N counts the dummy sequence that fills the tail: N - 1 documents fit.
+N counts the dummy sequence that fills the tail: N - 1 documents fit. Misfits
+are microbatches with more documents or tokens than that.
 """
 _DEFAULT_CAPACITY = 4096
 _DEFAULT_MICROBATCHES = 8

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from chunkgraph.cli.packing_seqs import MANY, most_for_the_same, seq_buckets_to_ask_for
+from chunkgraph.config import default_seq_buckets
 from chunkgraph.packing import LongDocuments, ShapeOutcome, quantile
 
 if TYPE_CHECKING:
@@ -26,10 +29,11 @@ _LONG = {
 }
 # In the table, rows with more steps than this falling back help no one.
 _HOPELESS = 0.95
-# Graphs for fewer sequences are worth having if these microbatches need less than one in so many.
-_MANY, _FEW = 0.9, 2
-# Transformer Engine rounds sequences up: to 32, to powers of two, from 512 on to multiples of it.
-_LEAST_LAUNCHED, _LINEAR_FROM = 32, 512
+# Shorter lengths are worth graphs if they leave out so much of all rows.
+_WORTH = 0.01
+_WIDTH = 80
+# More than these and one are not told one by one.
+_MANY_COUNTS = 2
 
 
 def as_json(study: PackingStudy) -> dict[str, Any]:
@@ -54,7 +58,10 @@ def as_json(study: PackingStudy) -> dict[str, Any]:
         "candidates": [_outcome_json(outcome) for outcome in study.result.outcomes],
         "recommended": None if best is None else _outcome_json(best),
         "flags": None if best is None else flags(best),
-        "seq_buckets": None if best is None else _seq_buckets(study, best),
+        "seq_buckets": None if best is None else seq_buckets_to_ask_for(sizes, best.shape),
+        "default_seq_buckets": (
+            None if best is None else list(default_seq_buckets(best.shape.max_packed_seqs))
+        ),
     }
 
 
@@ -84,26 +91,6 @@ def flags(outcome: ShapeOutcome) -> list[str]:
         *("--cuda-graph-max-packed-tokens", str(outcome.shape.max_packed_tokens)),
         *(() if limit is None else ("--cuda-graph-max-document-tokens", str(limit))),
     ]
-
-
-def _seq_buckets(study: PackingStudy, best: ShapeOutcome) -> list[int]:
-    """Fewer sequences that are worth graphs of their own, or none."""
-    # Kernels see the dummies of a limit on documents too.
-    dummies = best.shape.num_sequences - best.shape.max_packed_seqs
-    fewer = _as_launched(quantile(study.sizes.num_documents, _MANY) + 1 + dummies) - dummies
-    return [fewer] if _FEW * fewer <= best.shape.max_packed_seqs else []
-
-
-def _as_launched(num_seqs: int) -> int:
-    """The most sequences for which attention's kernels are started as for ``num_seqs``.
-
-    Transformer Engine's rule for cuDNN (``get_max_batch_size``), but for the smallest numbers.
-    """
-    if num_seqs <= _LEAST_LAUNCHED:
-        return num_seqs
-    if num_seqs > _LINEAR_FROM:
-        return -(-num_seqs // _LINEAR_FROM) * _LINEAR_FROM
-    return 1 << (num_seqs - 1).bit_length()
 
 
 def print_study(study: PackingStudy, plot: Path | None) -> None:
@@ -205,35 +192,87 @@ def _say_recommendation(study: PackingStudy, say: Any) -> None:
             "bold",
         )
         return
-    asked = flags(best)
-    say(f"Recommended: {' '.join(asked[:4])}", "bold")
-    if asked[4:]:
-        say(" ".join(asked[4:]), "bold")
-    say(
-        f"For chunkgraph train: packing.max_packed_seqs={best.shape.max_packed_seqs} "
-        f"packing.max_packed_tokens={best.shape.max_packed_tokens}"
-        + (
-            ""
-            if best.shape.max_document_tokens is None
-            else f"\npacking.max_document_tokens={best.shape.max_document_tokens}"
-        )
-    )
+    tokens = best.shape.max_packed_tokens
+    names = flags(best)
+    pairs = zip(names[::2], names[1::2], strict=True)
+    say(_lines("Recommended:", [f"{n} {v}" for n, v in pairs]), "bold")
+    keys = [f"packing.max_packed_seqs={best.shape.max_packed_seqs}"]
+    keys.append(f"packing.max_packed_tokens={tokens}")
+    if best.shape.max_document_tokens is not None:
+        keys.append(f"packing.max_document_tokens={best.shape.max_document_tokens}")
+    say(_lines("For chunkgraph train:", keys))
+    say(f"T may be left out where the sequence length is {tokens}, its default")
     say(f"{_percent(best.fallback_share)} of the steps run eagerly (target {target})")
-    say(
-        f"{_percent(best.padding_waste)} of the rows are padding, "
-        f"{_percent(best.bucketed_waste)} with buckets of 1/4, 1/2 and 1 of T"
-    )
-    for fewer in _seq_buckets(study, best):
+    _say_same_cost(study, best, say)
+    say(f"{_percent(best.padding_waste)} of the rows are padding")
+    plain, bucketed = best.padding_waste, best.bucketed_waste
+    if plain is not None and bucketed is not None and bucketed <= plain - _WORTH:
         say(
-            f"{_MANY:.0%} of the microbatches have at most {fewer - 1} documents: with graphs for\n"
-            f"these too, --cuda-graph-packed-seq-buckets {fewer} (chunkgraph train:\n"
-            f"packing.seq_buckets=[{fewer}]), the room for more costs only the others"
+            f"{_percent(best.bucketed_waste)} with --cuda-graph-packed-buckets 0.25 0.5 "
+            "(packing.buckets=[0.25,0.5])"
         )
+    _say_seq_buckets(study, best, say)
     if study.result.num_allowed_misfits == 0 and study.target > 0:
         say(
             f"{len(study.sizes)} microbatches are too few to tell {target} of the steps\n"
             "from none: the shape holds all of them"
         )
+
+
+def _lines(head: str, parts: Sequence[str]) -> str:
+    """The parts behind each other, in as many lines as they need."""
+    lines = [head]
+    for part in parts:
+        if len(lines[-1]) + 1 + len(part) > _WIDTH:
+            lines.append(part)
+        else:
+            lines[-1] += f" {part}"
+    return "\n".join(lines)
+
+
+def _say_same_cost(study: PackingStudy, best: ShapeOutcome, say: Any) -> None:
+    """What the next number costs that attention's kernels are started for, where it helps."""
+    same = most_for_the_same(best.shape)
+    shape = replace(best.shape, max_packed_seqs=same)
+    other = next((o for o in study.result.outcomes if o.shape == shape), None)
+    if other is not None and other.num_misfits < best.num_misfits:
+        say(
+            f"{_percent(other.fallback_share)} with N = {same}, for which attention's kernels take "
+            "as long"
+        )
+
+
+def _say_seq_buckets(study: PackingStudy, best: ShapeOutcome, say: Any) -> None:
+    most = best.shape.max_packed_seqs
+    default, fewer = default_seq_buckets(most), seq_buckets_to_ask_for(study.sizes, best.shape)
+    if default:
+        say(
+            f"By default there are graphs for {_and(default)} sequences too, so that few\n"
+            "documents do not pay for many (not with FP8 or --cuda-graph-cp-sizes)"
+        )
+    elif fewer:
+        say("By default all graphs are for N sequences")
+    if fewer == [0]:
+        say(
+            "Hardly any microbatch has so few: spare them their graphs with\n"
+            "--cuda-graph-packed-seq-buckets 0 (packing.seq_buckets=[])",
+            "bold",
+        )
+    elif fewer:
+        needed = quantile(study.sizes.num_documents, MANY)
+        say(
+            f"{MANY:.0%} of the microbatches have at most {needed} documents. Cheaper for them:\n"
+            f"--cuda-graph-packed-seq-buckets {' '.join(map(str, fewer))}\n"
+            f"(packing.seq_buckets={str(fewer).replace(' ', '')})",
+            "bold",
+        )
+
+
+def _and(counts: Sequence[int]) -> str:
+    *first, last = map(str, counts)
+    if len(first) > _MANY_COUNTS:
+        return f"{first[0]}, {first[1]}, ... {last}"
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def _table(headings: Sequence[str]) -> Table:

@@ -65,10 +65,9 @@ def banks_of(args: argparse.Namespace, config: Config) -> tuple[BankSizes, ...]:
 
 def seq_counts_of(config: Config) -> tuple[int, ...]:
     """The numbers of packed sequences that every graph is captured for; none where there is one."""
-    packing = config.packing
-    if not packing.seq_buckets:
+    if not config.seq_buckets:
         return ()
-    return tuple(sorted({packing.max_packed_seqs, *packing.seq_buckets}, reverse=True))
+    return tuple(sorted({config.packing.max_packed_seqs, *config.seq_buckets}, reverse=True))
 
 
 def bank_rows(rank: int, banks: tuple[BankEstimate, ...]) -> list[list[str]]:

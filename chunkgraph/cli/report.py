@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from chunkgraph.cli.results import RunResults, StepResult, find_failures
-from chunkgraph.config import Config, to_mapping
+from chunkgraph.config import Config, resolved, to_mapping
 
 __all__ = ["print_report", "write_json", "write_tensorboard"]
 
@@ -44,7 +44,7 @@ def write_json(path: Path, config: Config, results: RunResults, failures: list[s
     content = {
         "ok": not failures,
         "failures": failures,
-        "config": to_mapping(config),
+        "config": to_mapping(resolved(config)),
         **results.raw,
     }
     temporary = path.with_name(f".{path.name}.tmp")

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from chunkgraph.config import Config, load_config, to_yaml
+from chunkgraph.config import Config, load_config, resolved, to_yaml
 from chunkgraph.data import Documents, PackedText
 from chunkgraph.errors import ConfigError, MissingDependencyError
 
@@ -110,7 +110,7 @@ def _train(args: argparse.Namespace, config: Config, run_dir: Path) -> int:
     from chunkgraph.cli.results import read_results
 
     config_path = run_dir / "config.yaml"
-    config_path.write_text(to_yaml(config), encoding="utf-8")
+    config_path.write_text(to_yaml(resolved(config)), encoding="utf-8")
     spec = LaunchSpec(
         target=_WORKER,
         config_path=config_path,

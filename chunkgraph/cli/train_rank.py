@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from chunkgraph.cli.processes import die_with_parent
-from chunkgraph.config import Config, to_yaml
+from chunkgraph.config import Config, resolved, to_yaml
 from chunkgraph.errors import (
     ChunkGraphError,
     ConfigError,
@@ -122,7 +122,7 @@ def _train(args: argparse.Namespace, started: StartedRank) -> int:
         callbacks = []
         if args.run_dir is not None:
             run_dir = stack.enter_context(run_folder(args.run_dir))
-            (run_dir / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+            (run_dir / "config.yaml").write_text(to_yaml(resolved(config)), encoding="utf-8")
             callbacks.append(append_progress(run_dir / "progress.jsonl"))
         progress = stack.enter_context(TrainProgress(config))
         callbacks.append(progress.update)

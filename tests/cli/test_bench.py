@@ -15,6 +15,8 @@ from chunkgraph.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 CONFIG = str(ROOT / "configs" / "gpt_pp2_cpu.yaml")
+EXPERTS = str(ROOT / "configs" / "moe_ep2_hybridep.yaml")
+EXPERTS_ON_CPU = str(ROOT / "configs" / "moe_pp2_ep2_cpu.yaml")
 PACKED = str(ROOT / "configs" / "packed_pp2_n64.yaml")
 NAMES = ("eager", "chunk", "transformer_engine")
 
@@ -129,30 +131,74 @@ def test_a_capture_in_a_measured_step_fails() -> None:
 
 
 def test_packed_documents_are_measured_eagerly_and_by_chunk_graphs() -> None:
-    from chunkgraph.cli.bench import _variants
+    from chunkgraph.cli.bench_variants import chosen_variants
 
     config = load_config(PACKED)
     assert config.device == "cuda"
-    assert _variants(None, config) == ("eager", "chunk")
+    assert chosen_variants(None, config) == ("eager", "chunk")
     with pytest.raises(ConfigError, match="local captures no packed sequences"):
-        _variants("eager,local", config)
+        chosen_variants("eager,local", config)
 
 
 def test_sizes_of_microbatches_are_not_measured() -> None:
-    from chunkgraph.cli.bench import _variants
+    from chunkgraph.cli.bench_variants import chosen_variants
 
     changes = ["packing.context_parallel_sizes=[1]", "data.document_counts=[]"]
     with pytest.raises(ConfigError, match="bench measures no microbatches of several"):
-        _variants(None, load_config(PACKED, changes))
+        chosen_variants(None, load_config(PACKED, changes))
+
+
+def test_experts_are_also_measured_without_a_capacity() -> None:
+    from chunkgraph.cli.bench_variants import chosen_variants, config_of, run_as
+
+    experts = load_config(EXPERTS)
+    assert chosen_variants(None, experts)[:3] == ("eager", "eager_dropless", "chunk")
+    assert "eager_dropless" not in chosen_variants(None, load_config(CONFIG, ["device=cuda"]))
+    with pytest.raises(ConfigError, match="eager_dropless is for experts"):
+        chosen_variants("eager,eager_dropless", load_config(CONFIG))
+    with pytest.raises(ConfigError, match="Megatron's dispatcher wants a GPU for that"):
+        chosen_variants("eager_dropless", load_config(EXPERTS_ON_CPU))
+    found = config_of("eager_dropless", experts)
+    assert (experts.moe.moe_token_dispatcher_type, experts.capture.enabled) == ("flex", True)
+    assert (found.moe.moe_token_dispatcher_type, found.capture.enabled) == ("alltoall", False)
+    assert found.moe.moe_expert_capacity_factor is None
+    assert (run_as("eager_dropless"), run_as("local")) == ("eager", "local")
+    assert config_of("chunk", experts).moe == experts.moe
+
+
+def test_what_drops_no_token_need_not_equal_what_does() -> None:
+    found = document()
+    other = values(losses_hex=["0x1.8p+1", "0x1.0p+1"])
+    found.add(VariantResult("eager_dropless", None, other))
+    assert found.equality(found.results[-1]) == (None, None)
+    assert find_failures(found, (*NAMES, "eager_dropless")) == []
+    found.add(VariantResult("local", None, other))
+    assert found.equality(found.results[-1])[0] is False
+
+
+def printed(found: BenchDocument) -> str:
+    console = Console(width=80, highlight=False)
+    with console.capture() as capture:
+        print_bench_report(found, NAMES, console)
+    return capture.get()
+
+
+def test_a_table_of_what_experts_cost() -> None:
+    profiled = {
+        "kernel_ms_by_rank": [20.0, 40.0],
+        "dispatch_ms_by_rank": [1.0, 10.0],
+        "stash_ms_by_rank": [0.0, 2.0],
+    }
+    shown = printed(document(**profiled))
+    row = next(line for line in shown.splitlines() if line.startswith("chunk") and "25.0%" in line)
+    assert row.split() == ["chunk", "10.0", "25.0%", "2.0", "5.0%"]
+    assert "dispatch" not in printed(document(kernel_ms_by_rank=[1.0], dispatch_ms_by_rank=[0.0]))
 
 
 def test_a_table_of_fallbacks_and_padding() -> None:
     shares = {"misfit_share": 0.0625, "expected_misfit_share": 0.0619, "padding_waste": 0.1}
     found = document(fallback_share=0.4, step_ms_mean=77.7, replayed_step_ms=50.0, **shares)
-    console = Console(width=80, highlight=False)
-    with console.capture() as capture:
-        print_bench_report(found, NAMES, console)
-    text = capture.get()
+    text = printed(found)
     assert max(map(len, text.splitlines())) <= 80
     for cell in ("40.0%", "6.2%", "10.0%", "77.7", "50.0"):
         assert cell in text

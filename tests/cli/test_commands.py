@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 
 from chunkgraph.cli.__main__ import main
 
@@ -152,6 +153,11 @@ class TestTrain:
         content = json.loads(table.read_text())
         assert content["ok"] is True
         assert content["config"]["run"]["timeout_s"] == 50
+        # As it was resolved.
+        saved = yaml.safe_load((run_dir / "config.yaml").read_text())
+        for config in (saved, content["config"]):
+            assert config["model"]["layer_spec"] == "local"
+            assert config["pipeline"]["microbatch_group_size_per_vp_stage"] == 2
         assert content["steps"][0]["loss_chunk_hex"] == (5.123456789).hex()
         assert {"config.yaml", "rank0.json"} <= {path.name for path in run_dir.iterdir()}
         assert [path.name for path in tmp_path.iterdir() if path.name.endswith(".tmp")] == []

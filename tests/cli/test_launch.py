@@ -162,12 +162,20 @@ def test_experts_through_hybridep_become_flags() -> None:
     given = dict(itertools.pairwise(flags))
     assert given["--moe-token-dispatcher-type"] == "flex"
     assert given["--moe-flex-dispatcher-backend"] == "hybridep"
-    assert given["--moe-expert-rank-capacity-factor"] == "1.5"
+    assert given["--moe-expert-rank-capacity-factor"] == "2.0"
     assert given["--moe-router-dtype"] == "fp32"
     assert given["--cuda-graph-token-drops"] == "rerun"
     assert {"--use-transformer-engine-op-fuser", "--moe-grouped-gemm"} <= set(flags)
     # The room of each expert is another way.
     assert not {"--moe-pad-expert-input-to-capacity", "--moe-expert-capacity-factor"} & set(flags)
+
+
+def test_tensor_parallel_ranks_hold_experts_whole_as_in_train() -> None:
+    shared = ["pipeline.tensor_model_parallel_size=2", "pipeline.sequence_parallel=true"]
+    for changes, size in (([], None), (shared, "1")):
+        config = load_config(CONFIGS / "moe_pp2_ep2.yaml", changes)
+        flags, _ = merge_flags(config, [], source="run.yaml")
+        assert dict(itertools.pairwise(flags)).get("--expert-tensor-parallel-size") == size
 
 
 def test_layer_on_the_command_line_leaves_no_flag_of_the_capture_section() -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -84,11 +85,8 @@ def test_packed_microbatches_are_taken_as_they_are(tmp_path, capsys):
     assert found["recommended"]["num_misfits"] == 10
     strict = json.loads(run(capsys, *arguments, "--target-fallback", "9%")[1])
     assert strict["recommended"]["max_packed_seqs"] == 10
-    assert (found["seq_buckets"], strict["seq_buckets"]) == ([], [2])
-    told = run(capsys, *arguments[:-1], "--target-fallback", "9%")[1]
-    assert "90% of the microbatches have at most 1 documents" in told
-    assert "packing.seq_buckets=[2]" in told
-    assert max(map(len, told.splitlines()[1:])) <= 80
+    # Kernels are started for 32 either way.
+    assert (found["seq_buckets"], strict["seq_buckets"]) == ([], [])
     code, out, _ = run(capsys, *arguments, "--max-packed-tokens", "8")
     assert code == 1
     assert json.loads(out)["recommended"] is None
@@ -236,10 +234,64 @@ def test_a_limit_on_documents(numbers, capsys):
         assert said in err
 
 
-def test_fewer_sequences_are_as_many_as_kernels_are_started_for(tmp_path, capsys):
+@pytest.fixture
+def packed(tmp_path: Path):
+    """Writes a hundred microbatches of one-token documents, a twentieth with ``most`` of them."""
+
+    def write(most: int, others: int) -> str:
+        path = tmp_path / "packed.txt"
+        counts = [most if i % 20 == 0 else others for i in range(100)]
+        path.write_text("\n".join(" ".join(["1"] * n) for n in counts))
+        return str(path)
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("most", "others", "default", "fewer"),
+    [
+        (300, 40, [64, 128], []),  # the default has graphs for 64
+        (300, 10, [64, 128], []),  # 64 cost hardly more than 32
+        (99, 12, [], [32]),  # there is no default
+        (60, 12, [], []),  # all are cheap
+        (99, 60, [], []),  # not fewer than half
+        (180, 150, [64], [0]),  # nobody has so few
+        (3199, 1200, [64, 128, 256, 512, 1024], [1536]),
+    ],
+)
+def test_fewer_sequences_are_recommended_where_the_default_does_not_have_them(
+    packed, capsys, most, others, default, fewer
+):
+    arguments = (packed(most, others), "--target-fallback", "0%")
+    found = json.loads(run(capsys, *arguments, "--json")[1])
+    assert found["recommended"]["max_packed_seqs"] == most + 1
+    assert (found["default_seq_buckets"], found["seq_buckets"]) == (default, fewer)
+    told = run(capsys, *arguments)[1]
+    assert max(map(len, told.splitlines()[1:])) <= 80
+    assert ("--cuda-graph-packed-seq-buckets" in told) == bool(fewer)
+    if default:
+        assert f"By default there are graphs for {default[0]}" in told
+    if fewer == [0]:
+        assert "--cuda-graph-packed-seq-buckets 0 (packing.seq_buckets=[])" in told
+    elif fewer:
+        assert f"90% of the microbatches have at most {others} documents." in told
+        assert f"packing.seq_buckets={str(fewer).replace(' ', '')}" in told
+
+
+def test_dummies_of_a_limit_on_documents_count_as_sequences(packed, capsys):
+    """So the default's 64 are started for as 128, but 64 less the dummies as 64."""
+    limited = ("--target-fallback", "0%", "--max-document-tokens", "64", "--json")
+    found = json.loads(run(capsys, packed(500, 40), *limited)[1])
+    assert found["default_seq_buckets"] == [64, 128]
+    assert found["recommended"]["max_packed_tokens"] == 512
+    assert found["seq_buckets"] == [64 - 7, 128 - 7]
+
+
+def test_a_number_of_sequences_that_costs_the_same_is_told(tmp_path, capsys):
     path = tmp_path / "packed.txt"
-    # Of a hundred microbatches 95 have 40 documents, the others 300.
-    path.write_text("\n".join(" ".join(["1"] * (300 if i % 20 == 0 else 40)) for i in range(100)))
-    found = json.loads(run(capsys, str(path), "--target-fallback", "0%", "--json")[1])
-    assert found["recommended"]["max_packed_seqs"] == 301
-    assert found["seq_buckets"] == [64]
+    path.write_text("\n".join(["1 " * 40] * 5 + ["3 " * 35] * 95))
+    told = run(capsys, str(path), "--target-fallback", "50%", "--num-microbatches", "1")[1]
+    assert "--cuda-graph-max-packed-seqs 36" in told
+    assert "0.00% with N = 64, for which attention's kernels take as long" in told
+    (tokens,) = re.findall(r"--cuda-graph-max-packed-tokens (\d+)", told)
+    assert f"T may be left out where the sequence length is {tokens}, its default" in told

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -69,7 +70,8 @@ def _succeed(config_path: str, run_dir: str, **changes: object) -> int:
         }
         steps[-1].update(changes.pop("last_step", {}))  # type: ignore[call-overload]
         (Path(run_dir) / "rank0.json").write_text(json.dumps({**results, **changes}))
-    print(f"hello from [rank {RANK}]")
+    # In one piece: unbuffered, `print` writes the end of the line apart, and ranks share the pipe.
+    sys.stdout.write(f"hello from [rank {RANK}]\n")
     return 0
 
 

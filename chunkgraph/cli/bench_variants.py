@@ -1,0 +1,94 @@
+"""The variants of ``chunkgraph bench`` by name, and which of them a configuration can have."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from chunkgraph.config import Config
+from chunkgraph.errors import ConfigError
+
+__all__ = ["FROZEN", "PROMISED", "UNCOMPARED", "VARIANTS", "chosen_variants", "config_of", "run_as"]
+
+VARIANTS = (
+    *("eager", "eager_dropless", "chunk", "transformer_engine", "local"),
+    "full_iteration",
+)
+"""All, in the order in which they run."""
+
+PROMISED = ("eager", "chunk")
+"""Those that must run, and be equal."""
+
+FROZEN = ("transformer_engine", "local", "full_iteration")
+"""Megatron's graphs, which keep the number of microbatches that they were captured with."""
+
+UNCOMPARED = ("eager_dropless",)
+"""Those that compute something else than eager."""
+
+
+def chosen_variants(text: str | None, config: Config) -> tuple[str, ...]:
+    """Those of ``--variants``, or by default all that a configuration can have.
+
+    Raises:
+        ConfigError: one is unknown, or this configuration cannot have it.
+    """
+    if sizes := config.packing.context_parallel_sizes:
+        msg = (
+            f"packing.context_parallel_sizes is {list(sizes)}, but bench measures no microbatches "
+            "of several context-parallel sizes. Set it to []."
+        )
+        raise ConfigError(msg)
+    can_drop = config.moe.num_moe_experts is not None
+    if text is None:
+        has_all = config.device == "cuda" and not config.packing.max_packed_seqs
+        found: tuple[str, ...] = VARIANTS if has_all else PROMISED
+        return tuple(name for name in found if can_drop or name != "eager_dropless")
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    for name in names:
+        if name not in VARIANTS:
+            msg = f"--variants: there is no {name!r}; known are {', '.join(VARIANTS)}."
+            raise ConfigError(msg)
+        if name == "eager_dropless" and not can_drop:
+            msg = "--variants: eager_dropless is for experts, and moe.num_moe_experts is null."
+            raise ConfigError(msg)
+        if config.packing.max_packed_seqs and name in FROZEN:
+            msg = (
+                f"--variants: {name} captures no packed sequences, and packing.max_packed_seqs is "
+                f"{config.packing.max_packed_seqs}. Leave it out, or set that to 0."
+            )
+            raise ConfigError(msg)
+        config_of(name, config)
+    if not names or len(set(names)) < len(names):
+        msg = f"--variants {text!r}: name one or more, each once."
+        raise ConfigError(msg)
+    return names
+
+
+def run_as(name: str) -> str:
+    """The variant that the workers run."""
+    return "eager" if name in UNCOMPARED else name
+
+
+def config_of(name: str, config: Config) -> Config:
+    """What the workers of a variant are given; they run one variant, the command compares.
+
+    ``eager_dropless`` is Megatron's own way to lose no token: an all-to-all of as many tokens as
+    there are, whose numbers are read on the host, and no room to overflow.
+    """
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, compare="none"))
+    if name != "eager_dropless":
+        return config
+    return dataclasses.replace(
+        config,
+        moe=dataclasses.replace(
+            config.moe,
+            moe_token_dispatcher_type="alltoall",
+            moe_flex_dispatcher_backend=None,
+            moe_expert_rank_capacity_factor=None,
+            moe_expert_capacity_factor=None,
+            moe_pad_expert_input_to_capacity=False,
+            use_transformer_engine_op_fuser=False,
+            token_drops="count",
+        ),
+        capture=dataclasses.replace(config.capture, enabled=False),
+        stash=dataclasses.replace(config.stash, enabled=False),
+    )
