@@ -62,7 +62,7 @@ def packed_buckets(config: Config, shape: PackedShape) -> Buckets:
     if pipeline.sequence_parallel:
         multiple *= pipeline.tensor_model_parallel_size
     shapes = bucket_shapes(shape, config.packing.buckets, multiple_of=multiple)
-    return Buckets(shapes, config.packing.seq_buckets)
+    return Buckets(shapes, config.seq_buckets)
 
 
 def make_batches(config: Config, device: torch.device) -> SequenceBatches | PackedBatches:

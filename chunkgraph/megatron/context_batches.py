@@ -81,7 +81,9 @@ class ContextBatches:
             num_tokens=limits.max_tokens_per_rank * limits.group_sizes[0],
             seed=config.train.seed,
         )
-        self._groups = ContextGroups.of_data_parallel(limits.group_sizes)
+        self._groups = ContextGroups.of_data_parallel(
+            limits.group_sizes, has_experts=config.moe.num_moe_experts is not None
+        )
         self.banks = ContextBanks(
             limits, self._groups, cuda_graph_cp_sizes=config.packing.cuda_graph_cp_sizes
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -17,8 +18,9 @@ from numpy.typing import NDArray
 from torch import nn
 
 from chunkgraph.errors import ConfigError
+from chunkgraph.megatron.batches import sent
 from chunkgraph.megatron.contexts import ContextBank, ContextBanks
-from chunkgraph.megatron.packed import make_params
+from chunkgraph.megatron.packed import PADDING_MASK, make_params
 from chunkgraph.megatron.script_steps import Microbatches, ScriptSteps
 from chunkgraph.megatron.sft_data import ROWS, Documents, documents_of
 from chunkgraph.megatron.topology import Gather, Share
@@ -38,6 +40,28 @@ _Document = dict[str, NDArray[Any]]
 """Rows of a document by the name that the data set gives them."""
 
 
+@dataclass(frozen=True)
+class _Turn:
+    """A microbatch of this rank.
+
+    Attributes:
+        packed: its documents, on all ranks that share it.
+        key: of its bank.
+        rows: which of those this rank has.
+        is_filler: whether it is there for the number alone, and no row of it holds a token.
+    """
+
+    packed: PackedSequences
+    key: ContextBank
+    rows: NDArray[Any]
+    is_filler: bool
+
+    @property
+    def padding_mask(self) -> NDArray[Any]:
+        """Bool [1, rows], True where a row of this rank holds no token."""
+        return (self.packed.padding_mask | self.is_filler)[self.rows][None]
+
+
 class ContextSteps(ScriptSteps):
     """Schedules each step's documents, and gives the model the groups that they are shared in.
 
@@ -50,6 +74,8 @@ class ContextSteps(ScriptSteps):
         schedule: which size a microbatch gets.
         seed: of random sizes: a word that differs between steps, the same on all ranks and where a
             step is run again.
+        has_experts: whether the model has any, on whatever rank; it is then told which rows are
+            padding, which go to none of them.
     """
 
     def __init__(
@@ -62,15 +88,17 @@ class ContextSteps(ScriptSteps):
         share: Share | None = None,
         schedule: Literal["smallest", "random"] = "smallest",
         seed: Callable[[], str] = str,
+        has_experts: bool = False,
     ) -> None:
         super().__init__(model_chunks, rank, share)
         self._banks = banks
         self._gather = gather
         self._schedule = schedule
         self._seed = seed
+        self._has_experts = has_experts
         self._device = next(model_chunks[0].parameters()).device
         # Of the step that runs: its microbatches on this rank.
-        self._step: list[tuple[PackedSequences, ContextBank]] = []
+        self._step: list[_Turn] = []
 
     def close(self) -> None:
         """Leave the model as it was."""
@@ -88,7 +116,7 @@ class ContextSteps(ScriptSteps):
         keys = self._banks.of_schedule(schedule, lengths)
         mine = schedule.of_rank(self._banks.groups.rank)
         self._step = [
-            (pack([lengths[d] for d in m.documents] or [1], self._banks.shape(key)), key)
+            self._turn([lengths[d] for d in m.documents], key)
             for m, key in zip(mine, keys, strict=True)
         ]
         handed: Microbatches = [None] * len(read)
@@ -110,10 +138,21 @@ class ContextSteps(ScriptSteps):
                 "microbatch that was handed to it as one document. It has to read one microbatch "
                 "for each call, in their order, and to leave their documents alone."
             )
-        packed, key = self._step[turn]
-        params = make_params(packed, self._device)
-        params.cp_group, params.local_cp_size = key.group, key.size
+        own = self._step[turn]
+        params = make_params(own.packed, self._device)
+        params.cp_group, params.local_cp_size = own.key.group, own.key.size
         return params
+
+    def _besides(self, turn: int) -> dict[str, Any]:
+        if not self._has_experts:
+            return {}
+        return {PADDING_MASK: sent(self._step[turn].padding_mask, self._device)}
+
+    def _turn(self, lengths: Sequence[int], key: ContextBank) -> _Turn:
+        # A filler forwards one token, whose loss does not count.
+        packed = pack(lengths or [1], self._banks.shape(key))
+        rows = packed.rows_of_rank(self._banks.groups.rank % key.size)
+        return _Turn(packed, key, rows, is_filler=not lengths)
 
     def _scheduler(self) -> ContextScheduler:
         if self._schedule == "smallest":
@@ -147,9 +186,7 @@ class ContextSteps(ScriptSteps):
         self, number: int, m: ContextMicrobatch, documents: Sequence[_Document], width: int
     ) -> dict[str, torch.Tensor]:
         """This rank's rows of a microbatch, as a sample of one document that fills them all."""
-        packed, key = self._step[number]
-        rows = packed.rows_of_rank(self._banks.groups.rank % key.size)
-        # A filler forwards one token, whose loss does not count.
+        packed, rows = self._step[number].packed, self._step[number].rows
         own = [documents[d] for d in m.documents] or [
             {name: np.zeros_like(values[:1]) for name, values in documents[0].items()}
         ]

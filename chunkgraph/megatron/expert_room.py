@@ -74,7 +74,7 @@ class SharedOut:
                 compat.set_capacity_factor(self._layers, before)
 
     def give(self, most_chosen: int, num_tokens: int) -> None:
-        """See `ExpertRoom`; ``most_chosen`` are tokens of one rank that chose one expert."""
+        """See `ExpertRoom`; ``most_chosen``: a rank's tokens that chose one expert, but for one."""
         if not self._layers or not num_tokens:
             return
         config = self._layers[0].config

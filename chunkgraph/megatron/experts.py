@@ -20,7 +20,7 @@ from chunkgraph.engine import Chunk
 from chunkgraph.errors import TokenDropError
 from chunkgraph.megatron import compat
 from chunkgraph.megatron.expert_room import ExpertRoom, RankRoom, SharedOut
-from chunkgraph.megatron.padding import keep_padding_from_experts
+from chunkgraph.megatron.padding import padded_routing
 from chunkgraph.megatron.scope import CapturedPart
 from chunkgraph.megatron.token_drops import DropReport
 from chunkgraph.megatron.topology import agree_by_maximum
@@ -60,9 +60,10 @@ class Experts:
         self._layers = compat.moe_layers_of([m for c in model_chunks for m in c.modules()])
         self._budget: compat.RankBudget | None = None
         self._undo = contextlib.ExitStack()
-        if keeps_padding:
+        self._padding = padded_routing(model_chunks, config) if keeps_padding else None
+        if self._padding is not None:
             # First: what no router chose cannot be dropped.
-            self._undo.callback(keep_padding_from_experts(model_chunks, config))
+            self._undo.callback(self._padding.install())
         routers = compat.routers_of([m for chunk in model_chunks for m in chunk.modules()])
         self._modules = [m for part in parts for m in part.modules]
         captured = compat.routers_of(self._modules)
@@ -81,11 +82,10 @@ class Experts:
             self._drops = compat.TokenDrops(routers)
         self._report: DropReport | None = None
         if self._drops is not None:
-            self._report = DropReport(self._drops.counts, self._drops.layers)
-            self._undo.callback(
-                self._drops.install(follows_loads=self.reruns, marks_padding=marks_padding)
-            )
+            self._report = DropReport(self._drops.counts.total, self._drops.layers)
+            self._undo.callback(self._drops.install(marks_padding=marks_padding))
         self._token_drops = token_drops
+        self._is_told = self._was_abandoned = False
         self._seen = 0
         self._has_warned = token_drops != "warn"
         # Every rank makes the group, in the same order; only then does it know the others' drops.
@@ -95,10 +95,18 @@ class Experts:
         """The part's chunk; one that has routers follows Megatron's state of them."""
         if self._state is None or not compat.routers_of(part.modules):
             return chunk
-        assert self._drops is not None
+        drops, padding, eager = self._drops, self._padding, chunk.forward
+        assert drops is not None
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            of_padding = padding.forward() if padding is not None else contextlib.nullcontext()
+            with drops.counts.forward(), of_padding:
+                return eager(*args, **kwargs)
+
         return replace(
             chunk,
-            buffers=(*chunk.buffers, *self._state.buffers, *self._drops.tensors),
+            forward=forward,
+            buffers=(*chunk.buffers, *self._state.buffers, *drops.tensors),
             before_backward=both(chunk.before_backward, self._state.before_backward),
         )
 
@@ -130,14 +138,43 @@ class Experts:
         if self._budget is not None:
             self._budget.check_buffer()
 
+    def end_forwards(self) -> None:
+        """After the last forward of a training step, while backwards are left.
+
+        With experts that are computed anew in the backward, their tokens are counted there.
+        """
+        if self._report is not None and not self.counts_in_backwards:
+            self._report.end_step()
+            self._is_told = True
+
+    def resume_forwards(self) -> None:
+        """After one more forward than was thought to be the last."""
+        self._is_told = False
+
+    @property
+    def counts_in_backwards(self) -> bool:
+        """Whether experts were seen to be computed anew there; the first pass has no gradients."""
+        return self._drops is not None and self._drops.counts.is_recomputed
+
+    def abandon_step(self) -> None:
+        """The step failed on its way: its tokens are nobody's."""
+        self._is_told, self._was_abandoned = False, True
+
+    def forget_abandoned(self) -> None:
+        """Before a training step."""
+        if self._was_abandoned:
+            self._was_abandoned = False
+            self.forget_step()
+
     def end_step(self) -> None:
         """After the schedule of a training step, before its gradients are used.
 
         Raises:
             TokenDropError: tokens were dropped on any rank, and that was to be an error.
         """
-        if self._report is not None:
+        if self._report is not None and not (self._is_told and not self.counts_in_backwards):
             self._report.end_step()
+        self._is_told = False
         if self._token_drops == "raise":
             self._raise_if_dropped()
         elif not self._has_warned and any(self.dropped_tokens().values()):
@@ -159,23 +196,34 @@ class Experts:
         """
         return self._drops.tensors if self._drops is not None else ()
 
-    def begin_step(self) -> None:
-        """Before a training step whose loads are followed."""
-        if self.reruns and self._drops is not None:
-            self._drops.most_chosen.zero_()
+    def look(self) -> int:
+        """Tokens that were dropped in the last step, on this rank; waits for its forwards.
 
-    def look(self) -> tuple[int, int, int]:
-        """Of the last step, on this rank: tokens dropped, most that chose one expert, of how many.
+        For the whole step where experts are computed anew in the backward.
+        """
+        if self._drops is None:
+            return 0
+        now = sum(self.dropped_tokens(wait=True).values())
+        dropped, self._seen = now - self._seen, now
+        return dropped
+
+    @contextlib.contextmanager
+    def room_for_all(self) -> Iterator[None]:
+        """Inside, an eager step drops no token, and `heaviest_load` is of it."""
+        followed = self._drops.load.following() if self._drops else contextlib.nullcontext()
+        with self.room.for_all(), followed:
+            yield
+
+    def heaviest_load(self) -> int:
+        """What of `LOAD_OF` tokens a microbatch sent to one expert, or one rank; see `give_room`.
 
         Waits for the device.
         """
-        if self._drops is None:
-            return 0, 0, 0
-        now = sum(self.dropped_tokens(wait=True).values())
-        dropped, self._seen = now - self._seen, now
-        # The load is read where it matters: a read waits for all that the device was given.
-        most_chosen = int(self._drops.most_chosen) if dropped else 0
-        return dropped, most_chosen, self._drops.num_tokens
+        return self._drops.load.take() if self._drops is not None else 0
+
+    def give_room(self, load: int) -> None:
+        """From now on there is room for such a load, the heaviest of all ranks."""
+        self.room.give(load, compat.LOAD_OF)
 
     def forget_step(self) -> None:
         """The step that was looked at was run anew, with the counts of before."""

@@ -126,6 +126,7 @@ COUNTS = (
         "Of those, it checks every N-th (default: 1).",
     ),
 )
+SEQ_BUCKETS = "--cuda-graph-packed-seq-buckets"
 PACKING = (
     _Count(
         "--cuda-graph-max-packed-seqs",
@@ -153,11 +154,13 @@ PACKING = (
         least="1 or more tokens, or parts of them above 0",
     ),
     _Count(
-        "--cuda-graph-packed-seq-buckets",
+        SEQ_BUCKETS,
         "Fewer sequences that are captured too; each microbatch takes the fewest that hold its "
-        "documents, since attention's time grows with all of them, empty or not.",
+        "documents, since attention's time grows with all of them, empty or not. Default: powers "
+        "of two from 64 to half of the most, but none with FP8 and with --cuda-graph-cp-sizes. "
+        "0: none.",
         is_list=True,
-        least="2 or more sequences",
+        least="2 or more sequences, or 0",
     ),
 )
 FLAGS = (_GRANULARITY, *_OPTIONS)
@@ -182,7 +185,7 @@ class GraphFlags:
         max_packed_tokens: its tokens; None: the sequence length.
         max_document_tokens: those of its longest document; None: all.
         packed_buckets: lengths of shorter ones that are captured too.
-        packed_seq_buckets: fewer sequences that are captured too.
+        packed_seq_buckets: fewer sequences that are captured too; None: not said.
         contexts: context-parallel sizes of packed microbatches; None: all have the model's.
         stash: of what experts save; None: no stash.
     """
@@ -202,7 +205,7 @@ class GraphFlags:
     max_packed_tokens: int | None = None
     max_document_tokens: int | None = None
     packed_buckets: tuple[float, ...] = ()
-    packed_seq_buckets: tuple[int, ...] = ()
+    packed_seq_buckets: tuple[int, ...] | None = None
     contexts: ContextSizes | None = None
     stash: StashConfig | None = None
 
@@ -322,10 +325,11 @@ def _packing(counts: dict[_Count, Any]) -> dict[str, Any]:
                 f"{flag.name} {_shown(value)} has no effect without {seqs_flag.name}; add it, or "
                 "leave this out."
             )
-        if min(value if flag.is_list else [value]) <= 0:
+        is_none = flag.name == SEQ_BUCKETS and value == [0]
+        if not is_none and min(value if flag.is_list else [value]) <= 0:
             raise ConfigError(f"{flag.name} {_shown(value)}: give {flag.least}, or leave it out.")
         name = flag.dest.removeprefix("cuda_graph_")
-        found[name] = tuple(value) if flag.is_list else value
+        found[name] = () if is_none else tuple(value) if flag.is_list else value
     return found
 
 

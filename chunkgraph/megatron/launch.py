@@ -20,12 +20,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from chunkgraph._collector import collector_paused
 from chunkgraph._text import did_you_mean
 from chunkgraph.errors import ChunkGraphError, ConfigError, MissingDependencyError
 from chunkgraph.megatron.launch_options import LaunchOptions, parse_options
 from chunkgraph.megatron.launch_settings import GRANULARITY
 from chunkgraph.megatron.launch_variables import REPORT_FOLDER_VARIABLE
-from chunkgraph.megatron.start import without_collections
 from chunkgraph.megatron.worker import die_with_parent, keep_quiet, write_error, write_whole
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def run_script(options: LaunchOptions) -> int:
     # As Python does with a script; a checkout's own `megatron` lies beside it.
     sys.path.insert(0, str(options.script.resolve().parent))
     with contextlib.ExitStack() as stack:
-        with without_collections():
+        with collector_paused():
             if options.device == "cpu":
                 from chunkgraph.megatron.cpu_pretrain import cpu_flags, cpu_pretrain_host
 

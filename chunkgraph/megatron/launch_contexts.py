@@ -8,6 +8,8 @@ from typing import Any
 
 from chunkgraph.megatron.context_flags import CONTEXTS
 from chunkgraph.megatron.flags import PACKING, GraphFlags
+from chunkgraph.megatron.moe_support import packed_moe_refusals
+from chunkgraph.megatron.stash_flags import STASH
 from chunkgraph.packing import ContextLimits
 
 __all__ = ["changing_limits", "changing_refusals"]
@@ -61,11 +63,20 @@ def changing_refusals(flags: GraphFlags, args: argparse.Namespace) -> list[str]:
             "rank alone; leave one of them out"
         ): bool(_of(args, "mtp_num_layers")),
         (
-            f"{asked} with --recompute-modules mla_up_proj: it would be computed anew with the "
-            "context-parallel group of another microbatch; leave it out"
-        ): "mla_up_proj" in (_of(args, "recompute_modules") or ()),
+            f"{asked} with --hybrid-layer-pattern: the heads of a mixer are shared by the ranks "
+            "that it was built for; leave one of them out"
+        ): bool(_of(args, "hybrid_layer_pattern")),
+        **{
+            (
+                f"{asked} with --recompute-modules {name}: it would be computed anew with the "
+                "context-parallel group of another microbatch; leave it out"
+            ): _of(args, "recompute_granularity") == "selective"
+            and name in (_of(args, "recompute_modules") or ())
+            for name in ("moe", "mla_up_proj")
+        },
     }
     found = [text for text, is_refused in refused.items() if is_refused]
+    found += _refusals_of_experts(flags, args, asked)
     return [*found, *_refusals_of_ranks(asked, max(every), args), *_of_rows(flags, args, asked)]
 
 
@@ -91,6 +102,24 @@ def changing_limits(
         sizes=flags.contexts.every,
         multiple_of=group_size,
     )
+
+
+def _refusals_of_experts(flags: GraphFlags, args: argparse.Namespace, asked: str) -> list[str]:
+    """What experts that leave padding out, or steps that are run anew, do not go with."""
+    found = []
+    if flags.stash is not None:
+        found.append(
+            f"{asked} with {STASH[0].name}: pages were not joined to sizes that change; leave one "
+            "of them out"
+        )
+    if flags.token_drops == "rerun":
+        found.append(
+            f"{asked} with --cuda-graph-token-drops rerun: steps whose sizes change are not run "
+            "anew; use warn, count or raise"
+        )
+    if _of(args, "num_experts"):
+        found += [f"{asked} with {refusal}" for refusal in packed_moe_refusals(args)]
+    return found
 
 
 def _refusals_of_ranks(asked: str, largest: int, args: argparse.Namespace) -> list[str]:

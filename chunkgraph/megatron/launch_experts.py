@@ -25,6 +25,11 @@ def expert_flags(config: Config) -> list[tuple[str, str, str | None]]:
             str(config.pipeline.expert_model_parallel_size),
         )
     ]
+    if config.pipeline.tensor_model_parallel_size > 1:
+        # As `chunkgraph train` has it; Megatron would split experts over those ranks.
+        found.append(
+            ("pipeline.tensor_model_parallel_size", "--expert-tensor-parallel-size", "1"),
+        )
     for item in fields(moe):
         value = getattr(moe, item.name)
         if item.name in _OURS or value is None or value is False:

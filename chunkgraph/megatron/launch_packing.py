@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 
+from chunkgraph.config import default_seq_buckets
 from chunkgraph.errors import PackingError
 from chunkgraph.megatron.flags import PACKING, GraphFlags
 from chunkgraph.megatron.launch_contexts import changing_refusals
 from chunkgraph.packing import PackedShape, bucket_shapes
 
-__all__ = ["packed_shape", "packing_refusals"]
+__all__ = ["packed_shape", "packing_refusals", "resolved_flags"]
 
 _SEQS, _TOKENS, _DOCUMENT, _BUCKETS, _SEQ_BUCKETS = (flag.name for flag in PACKING)
 _SOURCES = ("sft", "dataloader_inter_document_masking")
@@ -35,12 +37,6 @@ def packing_refusals(flags: GraphFlags, args: argparse.Namespace) -> list[str]:
         alone = "without --sft (or --dataloader-inter-document-masking) a microbatch does not say"
         return [f"{asked}: {alone} where its documents begin; leave it out"]
     found = _refusals_of_contexts(asked, args)
-    if getattr(args, "num_experts", None) and flags.contexts is not None:
-        found.append(
-            f"{asked} with --num-experts and context-parallel sizes that change: experts are to be "
-            "told which rows are padding, which these data sets do not say; chunkgraph train packs "
-            "for experts"
-        )
     if flags.contexts is not None:
         return [*found, *changing_refusals(flags, args)]
     if _of(args, "micro_batch_size", 1) > 1 and _of(args, "pipeline_model_parallel_size", 1) > 1:
@@ -88,6 +84,26 @@ def packed_shape(flags: GraphFlags, args: argparse.Namespace) -> PackedShape | N
     return PackedShape(flags.max_packed_seqs, rows, size, flags.max_document_tokens)
 
 
+def resolved_flags(flags: GraphFlags, args: argparse.Namespace) -> GraphFlags:
+    """The same with every value written out that packed sequences take from elsewhere.
+
+    Args:
+        flags: those of chunk graphs, as given.
+        args: Megatron's.
+    """
+    if not flags.max_packed_seqs:
+        return flags
+    counts = flags.packed_seq_buckets
+    if counts is None:
+        counts = default_seq_buckets(
+            flags.max_packed_seqs,
+            has_fp8=bool(getattr(args, "fp8", None)),
+            has_contexts=flags.contexts is not None,
+        )
+    rows = flags.max_packed_tokens or _rows(args)
+    return replace(flags, max_packed_tokens=rows, packed_seq_buckets=counts)
+
+
 def _refusals_of_contexts(asked: str, args: argparse.Namespace) -> list[str]:
     """What keeps documents from being shared by context-parallel ranks."""
     size = _of(args, "context_parallel_size", 1)
@@ -109,7 +125,7 @@ def _refusals_of_contexts(asked: str, args: argparse.Namespace) -> list[str]:
 
 def _refusals_of_counts(flags: GraphFlags, args: argparse.Namespace) -> list[str]:
     """What is wrong with graphs for fewer sequences."""
-    counts, most = flags.packed_seq_buckets, flags.max_packed_seqs
+    counts, most = flags.packed_seq_buckets or (), flags.max_packed_seqs
     found = [
         f"{_SEQ_BUCKETS} {count}: give 2 or more, and less than {_SEQS} ({most})"
         for count in counts

@@ -270,8 +270,8 @@ def _of_packing(packing: PackingConfig) -> list[Setting]:
     if packing.buckets:
         sizes = tuple(f"{size:.17g}" for size in packing.buckets)
         found.append(Setting("packing.buckets", "--cuda-graph-packed-buckets", sizes))
-    if packing.seq_buckets:
-        counts = tuple(map(str, packing.seq_buckets))
+    if packing.seq_buckets is not None:
+        counts = tuple(map(str, packing.seq_buckets or (0,)))
         found.append(Setting("packing.seq_buckets", "--cuda-graph-packed-seq-buckets", counts))
     return [*found, *_of_contexts(packing)]
 

@@ -163,7 +163,7 @@ def run_training(
     contexts = batches.banks if isinstance(batches, ContextBatches) else None
     try:
         if contexts is not None:
-            undo.callback(follow_groups(chunks))
+            undo.callback(follow_groups(chunks, contexts.groups))
         is_packed = contexts is not None or packed_shape(config) is not None
         if has_experts and is_packed and not use_graphs:
             undo.callback(keep_padding_from_experts(chunks, config_of(chunks[0])))
@@ -174,7 +174,7 @@ def run_training(
                 options=capture_options(config),
                 packing=packed_shape(config),
                 buckets=config.packing.buckets,
-                seq_buckets=config.packing.seq_buckets,
+                seq_buckets=config.seq_buckets,
                 contexts=contexts,
                 progress=on_capture,
                 token_drops=config.moe.token_drops,

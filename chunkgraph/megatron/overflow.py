@@ -1,7 +1,8 @@
 """Steps in which the stash or an expert had no room are run anew, before anyone uses their result.
 
-The flags stay on the device while a step runs. When its schedule is over they are read, behind the
-step's own kernels and nothing else, and all ranks agree on them on the host. Where one had no room,
+The flags stay on the device while a step runs. When its schedule is over they are read as they were
+behind the last forward, so that the device still runs backwards meanwhile, and all ranks agree on
+them on the host. Where one had no room,
 gradients, random state, buffers and metrics are put back on all ranks, and the step runs once more,
 eagerly, from the same inputs. Then there is more room, and graphs are captured anew.
 """
@@ -38,16 +39,11 @@ class _Overflow:
         is_short: whether pages ran out.
         is_dropping: whether tokens were dropped.
         is_at_limit: whether a rank whose pages ran out may not take more.
-        most_chosen: tokens of a microbatch and rank that chose one expert, or with a rank budget
-            rows that a microbatch wanted of a rank.
-        num_tokens: of a microbatch and rank.
     """
 
     is_short: bool
     is_dropping: bool
     is_at_limit: bool
-    most_chosen: int
-    num_tokens: int
 
 
 class OverflowGuard:
@@ -103,7 +99,6 @@ class OverflowGuard:
         inputs = RewindableInputs(kwargs["data_iterator"])
         kwargs = {**kwargs, "data_iterator": inputs.given}
         self._state.keep()
-        self._experts.begin_step()
         try:
             result, mode = step(kwargs, False)
         except BaseException:
@@ -130,19 +125,27 @@ class OverflowGuard:
         status = None
         if self._stash is not None and mode is StepMode.REPLAY:
             status = self._stash.status()
-        dropped, most_chosen, num_tokens = self._experts.look() if follows_drops else (0, 0, 0)
+        dropped = self._experts.look() if follows_drops else 0
         short = status.num_short if status is not None else 0
         at_limit = bool(short and status and self._stash and not self._stash.can_grow(status))
-        left = status.num_wanted_pages if status is not None else 0
-        *agreed, most_left = self._agree(
-            [short, dropped, int(at_limit), most_chosen, num_tokens, left]
-        )
+        # Of the step before: this one's backwards are under way.
+        left = self._stash.num_pages_left() if self._stash is not None else 0
+        late = self._stash.num_short_late() if self._stash is not None else 0
+        *agreed, most_left, most_late = self._agree([short, dropped, int(at_limit), left, late])
         if most_left and self._stash is not None:  # on all ranks: none waits for one that raised
             self._stash.abandon_step()
             raise StashError(
-                f"Rank {self._rank}: {left} pages of the stash were not given back in this step "
-                f"(on one rank {most_left}), though every microbatch was run backward. Please "
-                "report it; stash.enabled=false trains without."
+                f"Rank {self._rank}: {left} pages of the stash were not given back in the step "
+                f"before (on one rank {most_left}), though every microbatch was run backward. "
+                "Please report it; stash.enabled=false trains without."
+            )
+        if most_late and self._stash is not None:
+            self._stash.abandon_step()
+            raise StashError(
+                f"Rank {self._rank}: {late} tensors found no page of the stash in the step before "
+                f"(on one rank {most_late}) after its last forward, where nothing is stashed: its "
+                "gradients were wrong. Are experts computed anew in the backward, by a layer of "
+                "your own? Train without the stash (stash.enabled=false), or without that."
             )
         if not (agreed[0] or agreed[1]):
             return None
@@ -160,7 +163,7 @@ class OverflowGuard:
                 self._counters.overflow_reruns[name] += 1
         if short or dropped or self._rank == 0:
             _log.warning("rank %d: the step is run anew eagerly: %s.", self._rank, told)
-        return _Overflow(bool(agreed[0]), bool(agreed[1]), bool(agreed[2]), *agreed[3:])
+        return _Overflow(*map(bool, agreed))
 
     def _told(self, short: int, dropped: int, status: Any) -> str:
         reasons = []
@@ -195,11 +198,12 @@ class OverflowGuard:
         elif self._rank == 0 and was_captured:
             limit = "memory" if found.is_at_limit else f"{self._max_recaptures} captures"
             _log.warning("room stays as it is: the limit of %s is reached.", limit)
-        with self._experts.room.for_all() if found.is_dropping else nullcontext():
+        with self._experts.room_for_all() if found.is_dropping else nullcontext():
             # After a release it is one of the steps before the capture, and eager by itself.
             result, mode = step(kwargs, not (was_captured and grows))
         assert mode is StepMode.EAGER
-        if found.is_dropping and grows:
-            self._experts.room.give(found.most_chosen, found.num_tokens)
+        if found.is_dropping and grows:  # on all ranks, or on none
+            (load,) = self._agree([self._experts.heaviest_load()])
+            self._experts.give_room(load)
         self._experts.forget_step()
         return result

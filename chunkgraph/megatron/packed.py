@@ -21,6 +21,7 @@ from chunkgraph.packing import PackedSequences, PackedShape
 __all__ = [
     "ARGUMENT",
     "OFFSETS",
+    "PADDING_MASK",
     "fixed_params",
     "make_params",
     "put_together",
@@ -30,6 +31,9 @@ __all__ = [
 
 ARGUMENT = "packed_seq_params"
 """The argument of Megatron's models and blocks."""
+
+PADDING_MASK = "padding_mask"
+"""Another, which models with experts need: bool [1, rows], True where a row holds no token."""
 
 _PREFIX = f"{ARGUMENT}."
 _CLASS = f"{_PREFIX}class"

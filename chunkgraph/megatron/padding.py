@@ -11,7 +11,7 @@ from chunkgraph.errors import ConfigError
 from chunkgraph.megatron import compat
 from chunkgraph.megatron.moe_support import packed_moe_refusals
 
-__all__ = ["keep_padding_from_experts"]
+__all__ = ["keep_padding_from_experts", "padded_routing"]
 
 
 def keep_padding_from_experts(
@@ -35,6 +35,13 @@ def keep_padding_from_experts(
     Raises:
         ConfigError: a setting, or this release of Megatron, cannot do it.
     """
+    return padded_routing(model_chunks, config).install()
+
+
+def padded_routing(
+    model_chunks: nn.Module | Sequence[nn.Module], config: Any
+) -> compat.PaddedRouting:
+    """What `keep_padding_from_experts` installs."""
     found = packed_moe_refusals(config)
     if found:
         raise ConfigError(
@@ -43,4 +50,4 @@ def keep_padding_from_experts(
             + "\nChange them, or leave packing out."
         )
     chunks = [model_chunks] if isinstance(model_chunks, nn.Module) else model_chunks
-    return compat.PaddedRouting([m for chunk in chunks for m in chunk.modules()]).install()
+    return compat.PaddedRouting([m for chunk in chunks for m in chunk.modules()])

@@ -190,13 +190,21 @@ def attach(
             context_parallel_size=getattr(config, "context_parallel_size", 1) > 1,
             **refused_with_contexts(config),
             **{"token_drops='rerun'": token_drops == "rerun"},
-            # Megatron's schedule receives microbatches of one length.
+            # Megatron's schedule receives microbatches of one length, and ranks that share experts
+            # send each other the same room.
             **{
-                "ContextBanks(buckets=...) in a pipeline": place.pipeline_size > 1
+                f"ContextBanks(buckets=...) {where}": (ranks or 1) > 1
                 and len({key.num_tokens for key in contexts.keys}) > 1
+                for where, ranks in (
+                    ("in a pipeline", place.pipeline_size),
+                    (
+                        "and experts on several ranks",
+                        getattr(config, "expert_model_parallel_size", 1),
+                    ),
+                )
             },
         )
-        refuse_without_groups(chunks)
+        refuse_without_groups(chunks, contexts.groups)
     refuse_for_hybridep(config, options)
     if stash is not None and (refused := stash_refusals(config, stash.page_bytes)):
         raise ConfigError("Experts cannot stash in this model:\n  " + "\n  ".join(refused))
@@ -302,8 +310,8 @@ def attach(
         lends_input_grads=lends,
         device=device,
     )
-    for part, call in zip(parts, receiver.calls(engine.callables), strict=True):
-        part.divert_to(call, may_hold_padding=not fills_rows)
+    for c, part in enumerate(parts):
+        part.divert_to(partial(receiver.call, c), may_hold_padding=not fills_rows)
     names = [f"stage {place.stage(c)} chunk {c}" for c in range(len(parts))]
     held = (tables,) if fp8 is None else (tables, fp8)
     graphs = MegatronChunkGraphs(

@@ -29,7 +29,7 @@ from chunkgraph.megatron.context_steps import ContextSteps
 from chunkgraph.megatron.contexts import ContextBanks, ContextGroups, follow_groups
 from chunkgraph.megatron.flags import GraphFlags, add_flags, flags_from
 from chunkgraph.megatron.launch_contexts import changing_limits
-from chunkgraph.megatron.launch_packing import packed_shape
+from chunkgraph.megatron.launch_packing import packed_shape, resolved_flags
 from chunkgraph.megatron.packed_steps import PackedSteps
 from chunkgraph.megatron.plugin import MegatronChunkGraphs, attach, config_of
 from chunkgraph.megatron.run_record import capture_line, save_run_record, start_line
@@ -80,7 +80,8 @@ class ChunkGraphsInPretrain:
     """What Megatron's pretrain program calls; see `chunkgraph.megatron.compat.PretrainHooks`.
 
     Attributes:
-        flags: what the command line asked for; None before it is parsed and for ``layer``.
+        flags: what the command line asked for, while training with every default written out; None
+            before it is parsed and for ``layer``.
         graphs: attached to the model while it is trained, otherwise None.
         was_parsed: whether Megatron's arguments were parsed.
         has_trained: whether graphs were ever attached to a model.
@@ -123,24 +124,23 @@ class ChunkGraphsInPretrain:
             return
         args = compat.pretrain_arguments()
         # The script may have changed them since they were parsed.
-        self.flags = flags_from(args) or self.flags
-        record = save_run_record(self.flags, args, self._run_dir) if _rank() == 0 else None
+        self.flags = flags = resolved_flags(flags_from(args) or self.flags, args)
         chunks = list(model) if isinstance(model, (list, tuple)) else [model]
         # Graphs hold memory of communicators: they go before the process groups do.
         with contextlib.ExitStack() as undo:
             undo.callback(self._forget)
-            contexts = self._contexts(self.flags, args, chunks, undo)
+            contexts = self._contexts(flags, args, chunks, undo)
             self.graphs = graphs = attach(
                 model,
-                scope=self.flags.scope,
-                options=self.flags.capture_options(),
-                token_drops=self.flags.token_drops,
-                packing=(shape := packed_shape(self.flags, args)),
+                scope=flags.scope,
+                options=flags.capture_options(),
+                token_drops=flags.token_drops,
+                packing=(shape := packed_shape(flags, args)),
                 fills_rows=shape is not None,
-                buckets=self.flags.packed_buckets,
-                seq_buckets=self.flags.packed_seq_buckets,
+                buckets=flags.packed_buckets,
+                seq_buckets=flags.packed_seq_buckets or (),
                 contexts=contexts,
-                stash=stash_options(self.flags.stash),
+                stash=stash_options(flags.stash),
             )
             undo.callback(graphs.detach)
             if _is_profiled(args):
@@ -148,19 +148,22 @@ class ChunkGraphsInPretrain:
             self.has_trained = True
             self._metrics = StepMetrics(graphs)
             self._has_told_failure = False
-            _say_on_rank_0(start_line(graphs, self.flags, record))
+            if _rank() == 0:
+                record = save_run_record(graphs, flags, args, self._run_dir)
+                _say_on_rank_0(start_line(graphs, flags, record))
             if contexts is not None:
-                assert self.flags.contexts is not None
+                assert flags.contexts is not None
                 self._steps = ContextSteps(
                     contexts,
                     chunks,
                     _rank(),
                     gather=gather_from_data_ranks(),
                     share=share_in_tensor_group(),
-                    schedule=self.flags.contexts.schedule,
+                    schedule=flags.contexts.schedule,
                     seed=lambda: f"{args.seed} {args.curr_iteration}",
+                    has_experts=_has_experts(args),
                 )
-            elif self.flags.max_packed_seqs:
+            elif flags.max_packed_seqs:
                 self._steps = PackedSteps(graphs, chunks, _rank(), share_in_tensor_group())
             if self._steps is not None:
                 undo.callback(self._steps.close)
@@ -180,10 +183,10 @@ class ChunkGraphsInPretrain:
             world_size=state.get_data_parallel_world_size(with_context_parallel=True),
             group_size=place.group_size if len(chunks) > 1 else 1,
         )
-        groups = ContextGroups.of_data_parallel(limits.group_sizes)
+        groups = ContextGroups.of_data_parallel(limits.group_sizes, has_experts=_has_experts(args))
         # Not after an error, which this rank may have alone: others may wait in them for ever.
         undo.push(lambda kind, _error, _trace: groups.close() if kind is None else None)
-        undo.callback(follow_groups(chunks))
+        undo.callback(follow_groups(chunks, groups))
         return ContextBanks(limits, groups, cuda_graph_cp_sizes=flags.contexts.captured)
 
     def _forget(self) -> None:
@@ -242,6 +245,11 @@ class ChunkGraphsInPretrain:
 def _is_profiled(args: argparse.Namespace) -> bool:
     names = ("profile", "use_pytorch_profiler", "nvtx_ranges")
     return any(getattr(args, name, False) for name in names)
+
+
+def _has_experts(args: argparse.Namespace) -> bool:
+    """Whether the model has any, be it on other ranks."""
+    return bool(getattr(args, "num_experts", None))
 
 
 def _rank() -> int:

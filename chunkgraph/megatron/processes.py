@@ -89,6 +89,8 @@ def training_process(config: Config) -> Iterator[torch.device]:
             virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
             context_parallel_size=config.pipeline.context_parallel_size,
             expert_model_parallel_size=config.pipeline.expert_model_parallel_size,
+            # As `expert_settings` tells the model; Megatron would take the tensor-parallel ranks.
+            expert_tensor_parallel_size=None if config.moe.num_moe_experts is None else 1,
             distributed_timeout_minutes=math.ceil(config.run.timeout_s / 60),
         )
         stack.callback(state.destroy_model_parallel)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from chunkgraph.engine import ChunkGraphs
@@ -12,6 +13,7 @@ from chunkgraph.errors import ConfigError, SlotError
 from chunkgraph.megatron import compat
 from chunkgraph.megatron.contexts import ContextBank, HeldGroups, StepContexts
 from chunkgraph.megatron.experts import Experts
+from chunkgraph.megatron.last_forward import telling_last_forward
 from chunkgraph.megatron.overflow import OverflowGuard
 from chunkgraph.megatron.receive import SlotReceiver
 from chunkgraph.megatron.scope import CapturedPart
@@ -204,14 +206,44 @@ class MegatronChunkGraphs:
             ) as mode,
             self._groups_put_back(mode),
         ):
+            if self._experts is not None and not forward_only:
+                self._experts.forget_abandoned()
             if self._experts is not None and mode is StepMode.REPLAY:
                 self._experts.begin_replays()
             with self._stashing(mode, forward_only=forward_only):
+                if not forward_only and (self._experts is not None or self.stash is not None):
+                    kwargs = telling_last_forward(
+                        kwargs,
+                        len(self._parts),
+                        partial(self._end_forwards, mode),
+                        self._resume_forwards,
+                    )
                 given = self.receiver.begin_step(mode, forward_backward, kwargs, rows)
-                result = forward_backward(**given)
+                try:
+                    result = forward_backward(**given)
+                except BaseException:
+                    if self._experts is not None and not forward_only:
+                        self._experts.abandon_step()
+                    raise
         if self._experts is not None and not forward_only:
             self._experts.end_step()
         return result, mode
+
+    def _end_forwards(self, mode: StepMode) -> None:
+        """What was counted in forwards goes to the host while backwards run."""
+        if self._experts is not None:
+            if self._experts.counts_in_backwards:
+                return
+            self._experts.end_forwards()
+        if self.stash is not None and mode is StepMode.REPLAY:
+            self.stash.end_forwards()
+
+    def _resume_forwards(self) -> None:
+        """There was another forward: what was sent is not the end of it."""
+        if self._experts is not None:
+            self._experts.resume_forwards()
+        if self.stash is not None:
+            self.stash.resume_forwards()
 
     def _groups_put_back(self, mode: StepMode) -> AbstractContextManager[None]:
         if self._held_groups is None:
@@ -236,6 +268,11 @@ class MegatronChunkGraphs:
         if self._contexts is not None:
             return len(self._contexts.banks.keys)
         return 1 if self._packings is None else len(self._packings.buckets.banks)
+
+    @property
+    def context_banks(self) -> tuple[ContextBank, ...]:
+        """Those of each context-parallel size that is captured; empty where the size is fixed."""
+        return () if self._contexts is None else self._contexts.banks.keys
 
     @property
     def buckets(self) -> Mapping[int, PackedShape]:

@@ -218,21 +218,16 @@ class SlotReceiver:
             communicator = compat.make_communicator(given.pp_group, given.config, self)
         return {**keywords, "p2p_communicator": communicator, "pg_collection": groups}
 
-    def calls(self, callables: Sequence[Callable[..., Any]]) -> tuple[Callable[..., Any], ...]:
-        """The engine's callables, watched by the receiver; the input is the first argument."""
-        return tuple(self._watched(c, call) for c, call in enumerate(callables))
-
-    def _watched(self, c: int, call: Callable[..., Any]) -> Callable[..., Any]:
-        def forward(received: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._is_receiving:
-                self._num_begun += 1
-                if self._arrived[c]:
-                    self._arrived[c].popleft()
-            if self._copies_input_grads and self._lends_input_grads[c] and received.requires_grad:
-                received.register_hook(torch.clone)
-            return call(received, *args, **kwargs)
-
-        return forward
+    def call(self, c: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """`ChunkGraphs.call`, watched by the receiver; the input is the first argument."""
+        if self._is_receiving:
+            self._num_begun += 1
+            if self._arrived[c]:
+                self._arrived[c].popleft()
+        if self._copies_input_grads and self._lends_input_grads[c] and args[0].requires_grad:
+            args[0].register_hook(torch.clone)
+        assert self._engine is not None
+        return self._engine.call(c, args, kwargs)
 
     def take(
         self, direction: Direction, shape: tuple[int, ...] | None, dtype: torch.dtype | None

@@ -87,8 +87,14 @@ class StepState:
     def keep(self) -> None:
         """Remember all of it, before a step."""
         self._random = compat.RandomStates()
-        _copy(self._kept, self._tensors)
-        self._metrics = {name: value.clone() for name, value in compat.running_metrics().items()}
+        running = compat.running_metrics()
+        before, self._metrics = self._metrics, {}
+        for name, value in running.items():
+            kept = before.get(name)
+            if kept is None or kept.shape != value.shape:
+                kept = torch.empty_like(value)
+            self._metrics[name] = kept
+        _copy([*self._kept, *self._metrics.values()], [*self._tensors, *running.values()])
 
     def restore(self) -> None:
         """Put it back, and drop the gradients: a step begins without any."""
@@ -111,6 +117,10 @@ class StepState:
 
 
 def _copy(into: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> None:
-    if into:  # in few kernels: this happens before every step
-        with torch.no_grad():
-            torch._foreach_copy_(list(into), list(given))
+    """In few kernels, one for each type: this happens before every step."""
+    alike: dict[torch.dtype, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    for pair in zip(into, given, strict=True):
+        alike.setdefault(pair[0].dtype, []).append(pair)
+    with torch.no_grad():
+        for pairs in alike.values():
+            torch._foreach_copy_([to for to, _ in pairs], [of for _, of in pairs])

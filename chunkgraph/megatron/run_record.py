@@ -42,11 +42,11 @@ _MODEL = (
     "fp8",
     "fp8_recipe",
     "transformer_impl",
+    "te_rng_tracker",
     "recompute_granularity",
     "recompute_method",
     "recompute_num_layers",
     "recompute_modules",
-    "num_experts",
     "mtp_num_layers",
     "hybrid_layer_pattern",
     "mamba_state_dim",
@@ -54,6 +54,23 @@ _MODEL = (
     "mamba_num_groups",
     "mamba_num_heads",
 )
+_EXPERTS = (
+    "num_experts",
+    "moe_router_topk",
+    "moe_ffn_hidden_size",
+    "moe_shared_expert_intermediate_size",
+    "moe_layer_freq",
+    "moe_token_dispatcher_type",
+    "moe_flex_dispatcher_backend",
+    "moe_expert_capacity_factor",
+    "moe_expert_rank_capacity_factor",
+    "moe_pad_expert_input_to_capacity",
+    "moe_router_load_balancing_type",
+    "moe_aux_loss_coeff",
+    "moe_z_loss_coeff",
+)
+"""Those of a model that has any."""
+
 _PIPELINE = (
     "pipeline_model_parallel_size",
     "virtual_pipeline_model_parallel_size",
@@ -83,7 +100,7 @@ def start_line(graphs: MegatronChunkGraphs, flags: GraphFlags, record: Path | No
     steps = f"{flags.num_warmup_steps} eager step{'s' if flags.num_warmup_steps > 1 else ''}"
     return (
         f"chunk graphs: scope {flags.scope}, {_slots(slots, flags.shared_slots)} on rank 0 "
-        f"({2 * sum(slots) * graphs.num_banks} graphs), "
+        f"({_num_graphs(graphs)} graphs), "
         "memory plan "
         f"{flags.memory_plan}, verify {flags.verify}; capture after {steps}; {saved}"
     )
@@ -102,9 +119,18 @@ def capture_line(report: CaptureReport) -> str:
 
 
 def save_run_record(
-    flags: GraphFlags, args: argparse.Namespace, run_dir: Path | None
+    graphs: MegatronChunkGraphs,
+    flags: GraphFlags,
+    args: argparse.Namespace,
+    run_dir: Path | None,
 ) -> Path | None:
     """Write the resolved settings into ``run_dir``, or Megatron's ``--save`` folder.
+
+    Args:
+        graphs: attached to the model.
+        flags: with every default written out.
+        args: Megatron's, checked and filled in by it.
+        run_dir: the folder; None: that of Megatron.
 
     Returns:
         The file, or None where the run has neither folder.
@@ -116,15 +142,17 @@ def save_run_record(
     folder = run_dir or (Path(save) if save else None)
     if folder is None:
         return None
+    model = (*_MODEL, *(_EXPERTS if getattr(args, "num_experts", None) else ()))
     record: dict[str, Any] = {
         "chunkgraph": __version__,
         "versions": compat.versions(),
         "command": list(sys.argv),
         "world_size": int(os.environ.get("WORLD_SIZE", "1")),
-        "model": {name: _plain(getattr(args, name, None)) for name in _MODEL},
+        "model": {name: _plain(getattr(args, name, None)) for name in model},
         "pipeline": {name: _plain(getattr(args, name, None)) for name in _PIPELINE},
         "cuda_graph_granularity": "chunk",
         "capture": flags.as_dict(),
+        "graphs_of_rank_0": _graphs(graphs),
     }
     path = folder / RECORD_NAME
     try:
@@ -135,6 +163,29 @@ def save_run_record(
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror or error}.") from None
     return path
+
+
+def _graphs(graphs: MegatronChunkGraphs) -> dict[str, Any]:
+    """What this rank captures; packed shapes and context-parallel sizes where there are any."""
+    found: dict[str, Any] = {
+        "slots_per_chunk": list(graphs.num_slots),
+        "num_graphs": _num_graphs(graphs),
+    }
+    if graphs.packed_shapes:
+        found["packed_shapes"] = [
+            {"max_packed_seqs": one.max_packed_seqs, "max_packed_tokens": one.max_packed_tokens}
+            for one in graphs.packed_shapes
+        ]
+    if graphs.context_banks:
+        found["context_banks"] = [
+            {"context_parallel_size": key.size, "tokens_per_rank": key.num_tokens}
+            for key in graphs.context_banks
+        ]
+    return found
+
+
+def _num_graphs(graphs: MegatronChunkGraphs) -> int:
+    return 2 * sum(graphs.num_slots) * graphs.num_banks
 
 
 def _plain(value: Any) -> Any:

@@ -32,6 +32,7 @@ from chunkgraph.megatron.hybrid_support import check_seq_idx
 __all__ = ["CapturedPart", "Scope", "new_part", "refuse_for_scope"]
 
 Scope = Literal["block", "chunk"]
+Call = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 
 _BLOCK_ATTRIBUTES = ("layers", "set_input_tensor", "input_tensor", "pre_process")
 _MODEL_ATTRIBUTES = ("decoder", "set_input_tensor", "pre_process", "post_process")
@@ -108,13 +109,14 @@ class CapturedPart:
             buffers=tuple(self.module.buffers()),
             before_forward=before,
             new_marker=new_marker,
+            copies_outputs=self._gives_losses,
         )
 
-    def divert_to(self, call: Callable[..., Any], *, may_hold_padding: bool = True) -> None:
+    def divert_to(self, call: Call, *, may_hold_padding: bool = True) -> None:
         """Send the module's training forwards to the engine.
 
         Args:
-            call: of the engine.
+            call: of the engine; it gets positional arguments and keyword arguments.
             may_hold_padding: whether rows of packed sequences may hold no token.
         """
         if may_hold_padding:
@@ -124,8 +126,9 @@ class CapturedPart:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not (module.training and torch.is_grad_enabled()):
                 return self._eager(module, *args, **kwargs)
-            # By name, so that calls that mean the same look the same to the engine.
-            given = {**dict(zip(self._names, args, strict=False)), **kwargs}
+            given = kwargs
+            if args:  # by name, so that calls that mean the same look the same to the engine
+                given = {**dict(zip(self._names, args, strict=False)), **kwargs}
             for name in _REFUSED_ARGUMENTS:
                 if given.get(name) is not None:
                     raise _refused(self.label, name)
@@ -142,9 +145,7 @@ class CapturedPart:
                 if self._has_mamba:
                     check_seq_idx(packed, self.label)
                 given |= packed_params.take_apart(packed, self.label)
-            result = call(first, *args[num_named:], **given)
-            # Loss functions keep the losses they get, for logs; a slot's are soon overwritten.
-            return result.clone() if self._gives_losses(given) else result
+            return call((first, *args[num_named:]), given)
 
         module.forward = forward
 
@@ -157,8 +158,11 @@ class CapturedPart:
         """The engine's first argument; ``given`` is left with what else the engine gets."""
         raise NotImplementedError
 
-    def _gives_losses(self, _given: dict[str, Any]) -> bool:
-        """Whether the result of a call with these arguments is a tensor of losses."""
+    def _gives_losses(self, *_args: Any, **_kwargs: Any) -> bool:
+        """Whether the result of the engine's call with these arguments is a tensor of losses.
+
+        Loss functions keep the losses they get, for logs; a slot's are soon overwritten.
+        """
         return False
 
     def _run(self, first: Any, *args: Any, **kwargs: Any) -> Any:
@@ -216,8 +220,8 @@ class _Model(CapturedPart):
                 given[name] = None
         return self._block.input_tensor
 
-    def _gives_losses(self, given: dict[str, Any]) -> bool:
-        return self.module.post_process and given.get("labels") is not None
+    def _gives_losses(self, *_args: Any, labels: Any = None, **_kwargs: Any) -> bool:
+        return self.module.post_process and labels is not None
 
     def _run(self, first: Any, *args: Any, **kwargs: Any) -> Any:
         return self._run_received(first, *args, **kwargs)

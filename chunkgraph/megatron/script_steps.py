@@ -104,6 +104,10 @@ class ScriptSteps(ABC):
     def _params(self, turn: int, given: Any, where: str) -> Any:
         """Megatron's parameters of a microbatch of the step, where the script made ``given``."""
 
+    def _besides(self, _turn: int) -> dict[str, Any]:
+        """What else the model is called with for a microbatch, in the script's place."""
+        return {}
+
     # -- reading -------------------------------------------------------------------------------
 
     def _read(self, iterators: Sequence[Any], num_microbatches: int) -> Microbatches:
@@ -181,7 +185,8 @@ class ScriptSteps(ABC):
                     "--cuda-graph-max-packed-seqs it gives them by name on every stage, as "
                     "pretrain_gpt.py does with --sft."
                 )
-            return args, {**kwargs, ARGUMENT: self._params(turn, params, where)}
+            told = {ARGUMENT: self._params(turn, params, where), **self._besides(turn)}
+            return args, {**kwargs, **told}
 
         return hook
 

@@ -22,8 +22,8 @@ from chunkgraph.memory.stash import (
     PageMeter,
     Saving,
     StashOptions,
-    StashReadout,
     StashStatus,
+    StepReadout,
     most_at_once,
 )
 
@@ -68,7 +68,8 @@ class ExpertStash:
         self._saving = Saving(options.page_bytes, prefetches=options.prefetches)
         self._saving.meter = PageMeter(len(self._num_slots), device)
         self._wanted_pages = 0  # by what a step that ran out showed
-        self._readout: StashReadout | None = None
+        # Of the last step that replayed, and of the one before.
+        self._steps: tuple[StepReadout, StepReadout] | None = None
         self._undo: Callable[[], None] = lambda: None
         if layers:
             self._undo = compat.watch_expert_rows(
@@ -125,17 +126,41 @@ class ExpertStash:
 
     def begin_replays(self) -> None:
         """Before a step that replays."""
-        if self._saving.stash is not None:
+        if self._saving.stash is not None and self._steps is not None:
             self._saving.stash.arena.forget_overflow()
+            before, now = self._steps
+            now.begin()
+            self._steps = now, before
+
+    def end_forwards(self) -> None:
+        """After its last forward: send the counts on their way to the host."""
+        if self._steps is not None:
+            self._steps[0].end_forwards()
+
+    def resume_forwards(self) -> None:
+        """There was one more."""
+        if self._steps is not None:
+            self._steps[0].resume_forwards()
 
     def end_replays(self) -> None:
-        """After its schedule: send the counts on their way to the host."""
-        if self._readout is not None:
-            self._readout.send()
+        """After its schedule: send what its backwards left."""
+        if self._steps is not None:
+            self._steps[0].end()
 
     def status(self) -> StashStatus | None:
-        """The counts of the last step that replayed; waits for it alone. None without pages."""
-        return self._readout.wait() if self._readout is not None else None
+        """The counts behind the last forward of the last step that replayed; None without pages.
+
+        Waits for that forward, not for the backwards behind it.
+        """
+        return self._steps[0].status() if self._steps is not None else None
+
+    def num_short_late(self) -> int:
+        """Tensors that found no page in the step before, behind what `status` told of it."""
+        return self._steps[1].num_short_late() if self._steps is not None else 0
+
+    def num_pages_left(self, *, steps_ago: int = 1) -> int:
+        """Pages that a replayed step did not give back, now or ``steps_ago``; waits for its end."""
+        return self._steps[steps_ago].num_pages_left() if self._steps is not None else 0
 
     def can_grow(self, status: StashStatus) -> bool:
         """Whether more pages may be taken than there are, after a step with this status."""
@@ -148,12 +173,14 @@ class ExpertStash:
 
     def abandon_step(self) -> None:
         """What is stashed will not be read any more: a step was abandoned."""
+        for step in self._steps or ():
+            step.begin()
         if self._saving.stash is not None:
             self._saving.stash.arena.reset()
 
     def release(self) -> None:
         """Drop the pages; the graphs that used them are gone."""
-        self._saving.stash = self._readout = None
+        self._saving.stash = self._steps = None
 
     def detach(self) -> None:
         """Give the experts their own forwards back."""
@@ -194,7 +221,8 @@ class ExpertStash:
             options.spill_bytes // options.page_bytes,
         )
         self._saving.stash = PagedStash(self.size, self._device, options.kernels)
-        self._readout = StashReadout(self._saving.stash.arena)
+        arena = self._saving.stash.arena
+        self._steps = StepReadout(arena), StepReadout(arena)
 
     def _pages_after(self, status: StashStatus) -> int:
         assert self.size is not None

@@ -12,8 +12,9 @@ __all__ = ["DropReport"]
 class DropReport:
     """Follows a count on the device from the host.
 
-    After every step the count is copied to the host behind the step's kernels. Nobody waits for
-    it: `by_layer` is as of the last copy that has arrived, most often one step behind on a GPU.
+    In every step the count is copied to the host, behind the last forward (behind all kernels where
+    experts are computed anew). Nobody waits for it: `by_layer` is as of the last copy that has
+    arrived.
     The count only grows, so that nothing is lost when a copy is left out because the one before it
     is still under way.
 

@@ -23,8 +23,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from chunkgraph._collector import collector_paused
 from chunkgraph.errors import ChunkGraphError, ConfigError, MissingDependencyError
-from chunkgraph.megatron.start import without_collections
 
 if TYPE_CHECKING:
     from chunkgraph.config import Config
@@ -106,7 +106,7 @@ def train_rank(
     if not config.run.debug:
         keep_quiet()
     # Imported here: a bad configuration needs no torch.
-    with without_collections():
+    with collector_paused():
         from chunkgraph.megatron.loop import StepRecord
         from chunkgraph.megatron.processes import training_process
         from chunkgraph.megatron.training import train
@@ -132,7 +132,7 @@ def train_rank(
         on_progress({**line, "num_graphs": num_graphs, "free_bytes": free_bytes})
 
     with ExitStack() as stack:
-        with without_collections():  # it imports Megatron
+        with collector_paused():  # it imports Megatron
             device = stack.enter_context(training_process(config))
         return train(config, device, on_step=on_step, on_capture=on_capture)
 

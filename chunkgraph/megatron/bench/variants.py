@@ -121,7 +121,7 @@ class ChunkVariant(Variant):
             options=capture_options(self.config),
             packing=packed_shape(self.config),
             buckets=self.config.packing.buckets,
-            seq_buckets=self.config.packing.seq_buckets,
+            seq_buckets=self.config.seq_buckets,
             token_drops=self.config.moe.token_drops,
             stash=stash_options(self.config.stash),
         )

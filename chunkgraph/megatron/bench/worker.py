@@ -27,11 +27,13 @@ class Request:
 
     Attributes:
         variant: its name.
+        label: what progress calls it; None: by its name.
         num_host_steps: further steps in which host times are taken.
         num_profiled_steps: further steps under the profiler; 0 for none.
     """
 
     variant: str
+    label: str | None = None
     num_host_steps: int = 3
     num_profiled_steps: int = 0
 
@@ -76,7 +78,7 @@ def _measure(config: Config, request: Request, device: Any, variant: Any, folder
             return
         line = {
             "event": "step",
-            "phase": request.variant,
+            "phase": request.label or request.variant,
             "kind": kind,
             "step": step.step,
             "num_steps": num_steps,

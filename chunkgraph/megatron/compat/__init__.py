@@ -31,6 +31,7 @@ from chunkgraph.megatron.compat.data_parallel import (
     is_fully_sharded,
     unwrap_ddp,
 )
+from chunkgraph.megatron.compat.expert_counts import LOAD_OF
 from chunkgraph.megatron.compat.expert_room import factor_for_all, set_capacity_factor
 from chunkgraph.megatron.compat.expert_rows import moe_layers_of, watch_expert_rows
 from chunkgraph.megatron.compat.fp8 import Fp8State, fp8_is_installed, fp8_recipe, reset_fp8
@@ -46,7 +47,7 @@ from chunkgraph.megatron.compat.hybrid import (
     mamba_mixers_of,
     packed_mamba_rows,
 )
-from chunkgraph.megatron.compat.mamba_padding import clear_mamba_padding, rows_without_token
+from chunkgraph.megatron.compat.mamba_padding import clear_mamba_padding, rows_behind_documents
 from chunkgraph.megatron.compat.moe_dispatch import patch_router, static_dispatch
 from chunkgraph.megatron.compat.moe_padding import PaddedRouting, kept_of_tokens
 from chunkgraph.megatron.compat.moe_state import (
@@ -64,6 +65,7 @@ from chunkgraph.megatron.compat.p2p import (
     make_communicator,
 )
 from chunkgraph.megatron.compat.packed_rope import packed_rope, rope_rows
+from chunkgraph.megatron.compat.padded_rows import PaddedRows
 from chunkgraph.megatron.compat.parameter_gather import ParameterGates
 from chunkgraph.megatron.compat.pretrain import (
     PretrainHooks,
@@ -96,11 +98,13 @@ from chunkgraph.megatron.compat.triton_stub import TritonStubFinder
 
 __all__ = [
     "DDP_MODULE",
+    "LOAD_OF",
     "Direction",
     "ExpertState",
     "Fp8State",
     "HostGenerator",
     "PaddedRouting",
+    "PaddedRows",
     "ParameterGates",
     "PretrainHooks",
     "RandomStates",
@@ -159,7 +163,7 @@ __all__ = [
     "rng_is_graph_safe",
     "rope_rows",
     "routers_of",
-    "rows_without_token",
+    "rows_behind_documents",
     "running_metrics",
     "same_attention",
     "seed_model_parallel",

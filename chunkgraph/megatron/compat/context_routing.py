@@ -13,15 +13,17 @@ def follow_in_router(router: Any) -> tuple[Callable[[Any], None], Callable[[], N
 
     Megatron's routers count the tokens of an expert over the model's tensor- and context-parallel
     ranks. Here they do so over those of the microbatch, for the losses of it alone. A microbatch of
-    C ranks weighs C times as much as one of a single rank, in gradients and metrics, as it has C
-    times the rows; that is what Megatron makes of a static size. The z-loss stays a mean over the
-    rank's tokens, and the global loss is over all ranks anyway.
+    context-parallel size C weighs C times as much as one of size 1, in gradients and metrics, as it
+    has C times the rows; that is what Megatron makes of a static size. The z-loss stays a mean over
+    the rank's tokens, and the global loss is over all ranks anyway.
 
     Args:
-        router: a ``TopKRouter`` of a model without tensor and context parallelism.
+        router: a ``TopKRouter`` of a model without static context parallelism, whose own group is
+            of its tensor-parallel ranks.
 
     Returns:
-        What tells it the group of the next call (None: of this rank alone), and what ends it.
+        What tells it the group of the next call, tensor-parallel ranks among it (None: its own),
+        and what ends it.
     """
     own = router.tp_cp_group
     attach, z_loss = router.attach_and_log_load_balancing_loss, router.apply_z_loss

@@ -1,8 +1,12 @@
-"""Mamba layers on packed rows: rows without a token go in and come out as zeros.
+"""Mamba layers on packed rows: rows behind the last document go in and come out as zeros.
 
 Nothing in a mixer leaves rows out: the gradients of its weights add up products over all of them,
-and 0 times NaN is NaN. So what lies in rows that belong to no document is cleared before a layer
-and behind it, by selection. Behind it also clears what comes back there as a gradient.
+and 0 times NaN is NaN. So whatever lies behind the last document is cleared before a layer and
+behind it, by selection. Behind it also clears what comes back there as a gradient.
+
+Padding between documents (context parallelism has it) is left as it is. With zeros there graphs
+left eager training in the last bits, most likely since a kernel adds up its decay within a block of
+rows whatever document they belong to.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from torch import nn
 
 from chunkgraph.megatron.compat.access import import_megatron
 
-__all__ = ["clear_mamba_padding", "rows_without_token"]
+__all__ = ["clear_mamba_padding", "rows_behind_documents"]
 
 _LAYER = "megatron.core.ssm.mamba_layer"
 _PARAMS = "packed_seq_params"
@@ -25,10 +29,10 @@ _HIDDEN = "hidden_states"
 
 
 def clear_mamba_padding(modules: Iterable[nn.Module]) -> Callable[[], None]:
-    """Clear the padding of all Mamba layers among the modules, in eager passes and captured ones.
+    """Clear what is behind the documents for all Mamba layers among the modules, eager or captured.
 
-    Rows with a token keep their bits, and so do all gradients as long as padding is finite. A layer
-    that is called without packed sequences is left alone.
+    Rows of documents keep their bits, and so do all gradients as long as the others are finite. A
+    layer that is called without packed sequences is left alone.
 
     Returns:
         A function that ends it.
@@ -46,38 +50,25 @@ def clear_mamba_padding(modules: Iterable[nn.Module]) -> Callable[[], None]:
     return undo.close
 
 
-def rows_without_token(
-    offsets: torch.Tensor,
-    padded: torch.Tensor | None,
-    first: int,
-    num_rows: int,
-    share: tuple[int, int] = (0, 1),
+def rows_behind_documents(
+    offsets: torch.Tensor, padded: torch.Tensor | None, first: int, num_rows: int, size: int = 1
 ) -> torch.Tensor:
-    """Which rows hold no token, bool [num_rows]; computed on the device.
+    """Which rows are behind the last document that has a token, bool [num_rows]; on the device.
 
-    Of C context-parallel ranks each has two of the 2 C equal pieces of every document, its first
-    one counted from the front and the other from the back (the rule of Transformer Engine's
-    ``thd_get_partitioned_indices``).
+    Each of C context-parallel ranks has one C-th of every document's rows, in the documents' order
+    (the rule of Transformer Engine's ``thd_get_partitioned_indices``).
 
     Args:
         offsets: of the documents in tokens, [documents + 1].
         padded: the same in rows; None where documents have no padding behind them.
         first: of the rows that are asked for, among those of the rank.
         num_rows: how many are asked for.
-        share: context-parallel rank, and their number.
+        size: context-parallel ranks.
     """
-    rank, size = share
-    lengths, starts = offsets.diff(), offsets if padded is None else padded
-    pieces = starts.diff() // (2 * size)
-    starts = starts // size
+    ends = (offsets if padded is None else padded)[1:]
+    end = (ends * (offsets.diff() > 0)).amax() // size
     rows = torch.arange(first, first + num_rows, device=offsets.device, dtype=offsets.dtype)
-    document = torch.searchsorted(starts[1:], rows, right=True).clamp(max=lengths.numel() - 1)
-    place = rows - starts[document]
-    if size > 1:
-        piece = pieces[document]
-        skipped = torch.where(place < piece, rank, 2 * (size - 1) - rank)
-        place = place + skipped * piece
-    return (place >= lengths[document]) | (rows >= starts[-1])
+    return rows >= end
 
 
 class _Cleared:
@@ -114,9 +105,7 @@ def _padding_of(layer: Any, kwargs: dict[str, Any], num_rows: int) -> torch.Tens
     if layer.config.sequence_parallel:
         state = import_megatron("megatron.core.parallel_state")
         first = state.get_tensor_model_parallel_rank() * num_rows
-    split = layer.mixer.cp
-    share = (split.cp_rank, split.cp_size) if split.cp_size > 1 else (0, 1)
-    padding = rows_without_token(
-        params.cu_seqlens_q, params.cu_seqlens_q_padded, first, num_rows, share
+    padding = rows_behind_documents(
+        params.cu_seqlens_q, params.cu_seqlens_q_padded, first, num_rows, layer.mixer.cp.cp_size
     )
     return padding[:, None, None]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from chunkgraph.megatron.compat.access import (
     versions,
 )
 from chunkgraph.megatron.compat.moe_dispatch import gather_fixed_rows
+from chunkgraph.megatron.compat.padded_rows import PaddedRows, RowsOfForward
 
 __all__ = ["PaddedRouting", "kept_of_tokens"]
 
@@ -63,7 +64,12 @@ class PaddedRouting:
                 "that has it, such as 0.16 or 0.19, or leave packing out."
             )
         self._layers = [m for m in dict.fromkeys(modules) if isinstance(m, layer)]
-        self._padding: torch.Tensor | None = None
+        self._rows: PaddedRows | None = None
+        self._rows_of_forward = RowsOfForward()
+
+    def forward(self) -> AbstractContextManager[None]:
+        """Around the forward of a chunk: its layers share what only depends on the padding."""
+        return self._rows_of_forward.forward()
 
     def install(self) -> Callable[[], None]:
         """Begin; returns a function that ends it."""
@@ -77,22 +83,22 @@ class PaddedRouting:
 
         def choose(*args: Any, **kwargs: Any) -> Any:
             probs, chosen, *more = top_k(*args, **kwargs)
-            if self._padding is not None:
-                probs = probs.masked_fill(self._padding[:, None], 0.0)
-                chosen = chosen & ~self._padding[:, None]
+            if self._rows is not None:
+                probs = probs.masked_fill(self._rows.padding[:, None], 0.0)
+                chosen = chosen & self._rows.tokens[:, None]
             return (probs, chosen, *more)
 
         def drop_to_capacity(
             routing_probs: torch.Tensor, routing_map: torch.Tensor, *args: Any, **kwargs: Any
         ) -> tuple[torch.Tensor, torch.Tensor]:
-            if self._padding is None:
+            if self._rows is None:
                 return drop(routing_probs, routing_map, *args, **kwargs)
             given = signature.bind(routing_probs, routing_map, *args, **kwargs)
             given.apply_defaults()
             kept = kept_of_tokens(
                 routing_probs,
                 routing_map,
-                self._padding,
+                self._rows,
                 top_k=given.arguments["router_topk"],
                 capacity_factor=given.arguments["capacity_factor"],
                 by_position=given.arguments["drop_policy"] == "position",
@@ -114,7 +120,7 @@ class PaddedRouting:
             router: Any, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None
         ) -> Any:
             # The map holds no padding, and Megatron's masking here takes shapes that do not match.
-            return count(router, routing_map, None if self._padding is not None else padding_mask)
+            return count(router, routing_map, None if self._rows is not None else padding_mask)
 
         undo = ExitStack()
         undo.callback(patch_attributes(kind, {"_apply_expert_bias": count_chosen}))
@@ -137,16 +143,16 @@ class PaddedRouting:
 
     def _entered(self, _router: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         padding = kwargs.get(_MASK, args[1] if len(args) > 1 else None)
-        self._padding = None if padding is None else padding.reshape(-1)
+        self._rows = None if padding is None else self._rows_of_forward.of(padding.reshape(-1))
 
     def _left(self, *_: Any) -> None:
-        self._padding = None
+        self._rows = None
 
 
 def kept_of_tokens(
     routing_probs: torch.Tensor,
     routing_map: torch.Tensor,
-    padding: torch.Tensor,
+    rows: PaddedRows,
     *,
     top_k: int,
     capacity_factor: float,
@@ -161,26 +167,20 @@ def kept_of_tokens(
     Args:
         routing_probs: [rows, experts], 0 where an expert was not chosen.
         routing_map: bool [rows, experts], the experts that were chosen.
-        padding: bool [rows], True where a row holds no token.
+        rows: of which some hold no token.
         top_k: experts of a token.
         capacity_factor: of an expert.
         by_position: keep the first tokens instead of those with the largest probability.
     """
-    (get_capacity,) = private_names(_UTILS, "get_capacity")
-    num_rows, num_experts = routing_probs.shape
-    most = get_capacity(num_rows * top_k, num_experts, capacity_factor)
-    # The same arithmetic as Megatron's, in the same precision.
-    num_chosen = (~padding).sum().double() * top_k
-    capacity = torch.ceil(num_chosen / num_experts * capacity_factor)
     order = routing_probs.detach()
     if by_position:
-        places = torch.arange(num_rows, 0, -1, device=padding.device)
+        places = torch.arange(routing_map.shape[0], 0, -1, device=routing_map.device)
         order = routing_map * places[:, None]
-    order = order.masked_fill(padding[:, None], -1)
-    best = order.topk(min(most, num_rows), dim=0).indices
-    has_room = torch.arange(best.size(0), device=padding.device) < capacity
+    order = order.masked_fill(rows.padding[:, None], -1)
+    has_room = rows.room(routing_probs.shape[1], top_k, capacity_factor)
+    best = order.topk(has_room.shape[0], dim=0).indices
     kept = torch.zeros_like(routing_map).scatter(0, best, has_room[:, None].expand_as(best))
-    return kept & ~padding[:, None]
+    return kept & rows.tokens[:, None]
 
 
 def _clear_input(

@@ -8,6 +8,7 @@ graph as long as the tensors stay the ones that it was captured with.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -145,7 +146,9 @@ def _tracker() -> Any:
     return get_tracker()
 
 
+@functools.cache
 def _has_entries() -> bool:
+    """Asked in every step; of a module that is not there Python looks at the disk."""
     return importlib.util.find_spec(_LOGGING) is not None
 
 

@@ -15,6 +15,7 @@ import torch
 
 from chunkgraph.errors import ConfigError, ReplayMismatchError
 from chunkgraph.megatron.compat.access import import_megatron, private_names, versions
+from chunkgraph.megatron.compat.expert_counts import DropCounts, HeaviestLoad
 
 __all__ = ["RankBudget", "knows_rank_budget", "rank_factor_for_all", "uses_rank_budget"]
 
@@ -23,8 +24,8 @@ _FUSED = "megatron.core.transformer.moe.fused_a2a"
 _CONFIG = "megatron.core.transformer.transformer_config"
 _FACTOR = "moe_expert_rank_capacity_factor"
 _HANDLE_LENGTH = 11
-"""Of what DeepEP hands back of a dispatch; the places below are counted in it."""
-_NUM_DISPATCHED, _ROUTING_MAP, _OVERFLOW = 3, 4, 10
+"""Of what DeepEP hands back of a dispatch; the place below is counted in it."""
+_OVERFLOW = 10
 
 
 def knows_rank_budget() -> bool:
@@ -61,12 +62,9 @@ class RankBudget:
         layers: with experts, all with HybridEP's dispatcher; at least one.
 
     Attributes:
-        counts: by layer, the dispatches that were over the budget, shape [number of layers], dtype
-            int64; it only grows.
+        counts: by layer, the dispatches that were over the budget.
         layers: their layer numbers, from 1.
-        most_chosen: the most rows that one microbatch wanted of this rank since it was last
-            cleared; shape [1], int64.
-        num_tokens: of a microbatch on this rank, as last seen.
+        load: rows that a microbatch sent to this rank, where it is followed.
 
     Raises:
         ConfigError: a dispatcher is not the one that was looked at.
@@ -86,33 +84,27 @@ class RankBudget:
                     f"not by {manager.__name__} of megatron-core {versions()['megatron_core']}. "
                     "Give all layers one dispatcher."
                 )
-        self.counts = torch.zeros(
-            len(layers), dtype=torch.int64, device=next(layers[0].parameters()).device
-        )
-        self.most_chosen = torch.zeros_like(self.counts[:1])
-        self.num_tokens = 0
+        self.counts = DropCounts(len(layers), next(layers[0].parameters()).device)
+        self.load = HeaviestLoad()
         self.layers = tuple(int(layer.layer_number or 0) for layer in layers)
         self._captured: tuple[Any, int] | None = None
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """What a captured forward adds to, besides a model's buffers."""
-        return (self.counts, *(manager.over_budget for manager in self._managers))
+        return (self.counts.total, *(manager.over_budget for manager in self._managers))
 
-    def install(
-        self, *, follows_loads: bool = False, marks_padding: bool = False
-    ) -> Callable[[], None]:
+    def install(self, *, marks_padding: bool = False) -> Callable[[], None]:
         """Begin to count; returns a function that ends it.
 
         Args:
-            follows_loads: whether ``most_chosen`` is kept.
             marks_padding: as for `TokenDrops`; here rows without a token lie behind the others.
         """
         del marks_padding
         undo = ExitStack()
         for index, manager in enumerate(self._managers):
             manager.setup_metadata = self._sized(manager)
-            manager.dispatch = self._counting(index, manager, follows_loads)
+            manager.dispatch = self._counting(index, manager)
             undo.callback(manager.__dict__.pop, "setup_metadata", None)
             undo.callback(manager.__dict__.pop, "dispatch", None)
         return undo.close
@@ -185,34 +177,25 @@ class RankBudget:
 
         return setup_metadata
 
-    def _counting(
-        self, index: int, manager: Any, follows_loads: bool
-    ) -> Callable[..., torch.Tensor]:
+    def _counting(self, index: int, manager: Any) -> Callable[..., torch.Tensor]:
         original = type(manager).dispatch
 
         def dispatch(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             has_budget = manager.num_permuted_tokens is not None
             rows: torch.Tensor = original(manager, hidden_states, *args, **kwargs)
-            if has_budget and torch.is_grad_enabled():
+            if not torch.is_grad_enabled():
+                return rows
+            if has_budget:
                 handle = manager.handle
                 if len(handle) != _HANDLE_LENGTH:
                     raise ConfigError(
                         f"DeepEP hands back {len(handle)} values of a dispatch, and "
                         f"{_HANDLE_LENGTH} were looked at. Use the hybrid-ep branch of 1.2.1."
                     )
-                with torch.no_grad():
-                    self.counts[index].add_((handle[_OVERFLOW] != 0).sum())
-                    if follows_loads:
-                        self.num_tokens = hidden_states.shape[0]
-                        self.most_chosen.copy_(torch.maximum(self.most_chosen, _wanted(handle)))
+                self.counts.add(index, handle[_OVERFLOW])
+            elif self.load.is_followed:
+                # As many as came: without a budget the host knows.
+                self.load.add(hidden_states.shape[0], torch.tensor(rows.shape[0]))
             return rows
 
         return dispatch
-
-
-def _wanted(handle: Any) -> torch.Tensor:
-    """Rows that were wanted of this rank, with those that found no room; shape [1]."""
-    chosen = handle[_ROUTING_MAP].view(torch.uint8)
-    # Only the first rows of the map are written.
-    is_row = torch.arange(chosen.shape[0], device=chosen.device) < handle[_NUM_DISPATCHED]
-    return torch.where(is_row[:, None], chosen, 0).sum(dtype=torch.int64).reshape(1)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from chunkgraph.megatron.compat.access import import_megatron, patch_attributes, private_names
+from chunkgraph.megatron.compat.expert_counts import DropCounts, HeaviestLoad
 from chunkgraph.megatron.compat.expert_rows import PADDING
 
 __all__ = ["TokenDrops"]
@@ -26,19 +27,15 @@ class TokenDrops:
         routers: whose drops are counted; at least one.
 
     Attributes:
-        counts: by router, shape [number of routers], dtype int64; it only grows.
+        counts: by router, in tokens.
         layers: layer numbers of the routers, from 1.
-        most_chosen: the most tokens of a microbatch on this rank that chose one expert, since it
-            was last cleared; shape [1], int64.
-        num_tokens: of a microbatch on this rank, as last seen.
+        load: tokens of a microbatch on this rank that chose one expert but for one of them,
+            where it is followed.
     """
 
     def __init__(self, routers: Sequence[Any]) -> None:
-        self.counts = torch.zeros(
-            len(routers), dtype=torch.int64, device=next(routers[0].parameters()).device
-        )
-        self.most_chosen = torch.zeros_like(self.counts[:1])
-        self.num_tokens = 0
+        self.counts = DropCounts(len(routers), next(routers[0].parameters()).device)
+        self.load = HeaviestLoad()
         self.layers = tuple(int(router.layer_number or 0) for router in routers)
         self._routers = tuple(routers)
         self._current: int | None = None
@@ -46,15 +43,12 @@ class TokenDrops:
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """What a captured forward adds to, besides a model's buffers."""
-        return (self.counts,)
+        return (self.counts.total,)
 
-    def install(
-        self, *, follows_loads: bool = False, marks_padding: bool = False
-    ) -> Callable[[], None]:
+    def install(self, *, marks_padding: bool = False) -> Callable[[], None]:
         """Begin to count; returns a function that ends it.
 
         Args:
-            follows_loads: whether ``most_chosen`` is kept.
             marks_padding: whether rows that only fill an expert's room get probability `PADDING`;
                 their experts must know of it (`watch_expert_rows`).
         """
@@ -72,15 +66,18 @@ class TokenDrops:
             routing_probs: torch.Tensor, routing_map: torch.Tensor, *args: Any, **kwargs: Any
         ) -> tuple[torch.Tensor, torch.Tensor]:
             probs, kept = drop(routing_probs, routing_map, *args, **kwargs)
-            if self._current is not None and torch.is_grad_enabled():
-                with torch.no_grad():
-                    self.counts[self._current].add_((routing_map & ~kept).sum())
-                    if follows_loads:
-                        self.num_tokens = routing_map.shape[0]
-                        most = routing_map.sum(0).max()
-                        self.most_chosen.copy_(torch.maximum(self.most_chosen, most))
-            if marks_padding and self._current is not None:
-                probs = probs.masked_fill(kept & ~routing_map, PADDING)
+            if self._current is None:
+                return probs, kept
+            if torch.is_grad_enabled():
+                self.counts.add(self._current, routing_map > kept)
+                if self.load.is_followed:
+                    # Of packed documents, an expert's room is that of the tokens, not of all rows.
+                    num_tokens = routing_map.any(1).sum()
+                    # It is rounded up: one token less decides, of few tokens much.
+                    self.load.add(num_tokens, (routing_map.sum(0).max() - 1).clamp(min=0))
+            if marks_padding:
+                # Of what was not chosen the probability is 0.
+                probs = torch.add(probs, kept > routing_map, alpha=PADDING)
             return probs, kept
 
         undo.callback(patch_attributes(module, {"apply_router_token_dropping": counting}))

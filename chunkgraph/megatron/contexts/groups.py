@@ -12,11 +12,15 @@ from torch import nn
 
 from chunkgraph.errors import TopologyError
 from chunkgraph.megatron import compat
+from chunkgraph.megatron.contexts.router_groups import RouterGroups
 
 __all__ = ["ContextGroups", "HeldGroups", "capturing_banks", "groups_put_back"]
 
-_ATTRIBUTES = ("cp_group", "cp_global_ranks", "cp_stream", "cp_comm_type", "pg_collection")
-"""Where attention modules keep the group that they were last called with."""
+_ATTRIBUTES = (
+    *("cp_group", "cp_global_ranks", "cp_stream", "cp_comm_type", "pg_collection"),
+    "tp_cp_group",
+)
+"""Where attention modules and routers keep the group that they were last called with."""
 
 
 class ContextGroups:
@@ -25,12 +29,22 @@ class ContextGroups:
     Args:
         world: global ranks that share a global batch, this one among them.
         groups: by size; None for the group of this rank alone. Callers close what they made.
+        for_routers: the groups that routers count over, where tensor-parallel ranks share rows.
+
+    Attributes:
+        for_routers: see above.
 
     Raises:
         TopologyError: a group is not of the ranks that it is to be of.
     """
 
-    def __init__(self, world: Sequence[int], groups: Mapping[int, Any]) -> None:
+    def __init__(
+        self,
+        world: Sequence[int],
+        groups: Mapping[int, Any],
+        for_routers: RouterGroups | None = None,
+    ) -> None:
+        self.for_routers = for_routers
         self.world = tuple(world)
         self.rank = self.world.index(dist.get_rank())
         self._groups = {size: groups[size] for size in sorted(groups, reverse=True)}
@@ -49,7 +63,12 @@ class ContextGroups:
 
     @classmethod
     def create(
-        cls, worlds: Sequence[Sequence[int]], sizes: Sequence[int], backend: str | None = None
+        cls,
+        worlds: Sequence[Sequence[int]],
+        sizes: Sequence[int],
+        backend: str | None = None,
+        *,
+        tensor_groups: Sequence[Sequence[int]] = (),
     ) -> ContextGroups:
         """Make the groups; all processes of the job call it together with the same arguments.
 
@@ -58,9 +77,12 @@ class ContextGroups:
                 batch.
             sizes: of the groups, each dividing the world.
             backend: of `torch.distributed`; None: the default one.
+            tensor_groups: for a model with experts on several tensor-parallel ranks, those ranks,
+                each in a world of its own; routers count tokens over them too.
 
         Raises:
-            TopologyError: a size does not divide a world, or this rank is in no world.
+            TopologyError: a size does not divide a world, this rank is in no world, or the
+                tensor-parallel ranks do not stand at one place of their worlds.
         """
         own, mine = {}, None
         made = []
@@ -80,28 +102,37 @@ class ContextGroups:
                         made.append(group)
         if mine is None:
             raise TopologyError(f"rank {dist.get_rank()} is in none of the worlds.")
-        groups = cls(mine, {**own, **({1: None} if 1 in sizes else {})})
+        for_routers = None
+        if tensor_groups:
+            for_routers = RouterGroups.create(worlds, tensor_groups, sizes, backend)
+        groups = cls(mine, {**own, **({1: None} if 1 in sizes else {})}, for_routers)
         groups._made = made
         return groups
 
     @classmethod
-    def of_data_parallel(cls, sizes: Sequence[int]) -> ContextGroups:
+    def of_data_parallel(cls, sizes: Sequence[int], *, has_experts: bool = False) -> ContextGroups:
         """Make groups among Megatron's data- and context-parallel ranks; all processes call it.
+
+        Args:
+            sizes: of the groups.
+            has_experts: whether the model has routers; on several tensor-parallel ranks they need
+                further groups.
 
         Raises:
             TopologyError: a size does not divide the number of these ranks.
         """
-        state = compat.import_megatron("megatron.core.parallel_state")
-        own = dist.get_process_group_ranks(
-            state.get_data_parallel_group(with_context_parallel=True)
-        )
-        worlds: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(worlds, tuple(own))
-        return cls.create(sorted(set(worlds)), sizes)
+        worlds, tensor_groups = _ranks_of_megatron()
+        needs_more = has_experts and len(tensor_groups[0]) > 1
+        return cls.create(worlds, sizes, tensor_groups=tensor_groups if needs_more else ())
 
     @classmethod
-    def of_megatron(cls, sizes: Sequence[int]) -> ContextGroups:
-        """Those that Megatron-core makes with ``hybrid_context_parallel`` (0.17 on, no pipeline).
+    def of_megatron(cls, sizes: Sequence[int], *, has_experts: bool = False) -> ContextGroups:
+        """Those that Megatron-core makes with ``hybrid_context_parallel`` (no pipeline).
+
+        Args:
+            sizes: of the groups.
+            has_experts: see `of_data_parallel`; Megatron makes no groups for routers, so these are
+                made here, and all processes of the job call it.
 
         Raises:
             TopologyError: Megatron has no group of a size.
@@ -121,7 +152,12 @@ class ContextGroups:
                     "initialize_model_parallel(hybrid_context_parallel=True), or use "
                     "ContextGroups.create()."
                 )
-        return cls(dist.get_process_group_ranks(world), groups)
+        for_routers = None
+        if has_experts:
+            worlds, tensor_groups = _ranks_of_megatron()
+            if len(tensor_groups[0]) > 1:
+                for_routers = RouterGroups.create(worlds, tensor_groups, sizes)
+        return cls(dist.get_process_group_ranks(world), groups, for_routers)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -138,22 +174,66 @@ class ContextGroups:
             raise TopologyError(f"There is no context-parallel group of {size}: {self.sizes}.")
         return self._groups[size]
 
+    def of_routers(self, group: Any) -> Any:
+        """What routers count over in a microbatch of a context-parallel group; see `RouterGroups`.
+
+        Args:
+            group: one of these; None: of this rank alone.
+
+        Returns:
+            That group; None: the model's own.
+
+        Raises:
+            TopologyError: ``group`` is none of these, or they were made without groups of routers.
+        """
+        if group is None:
+            return None
+        size = next((s for s, own in self._groups.items() if own is group), None)
+        if size is None or self.for_routers is None:
+            why = "is none of" if size is None else "has no group of routers among"
+            raise TopologyError(
+                f"rank {dist.get_rank()}: the context-parallel group of the ranks "
+                f"{dist.get_process_group_ranks(group)} {why} those that follow_groups was called "
+                "with. Make all with ContextGroups.of_data_parallel(sizes, has_experts=True) (or "
+                "of_megatron), and give the microbatches these."
+            )
+        return self.for_routers.of(size)
+
     def warm_up(self, device: torch.device) -> None:
         """Use every group once, largest first, in each of the ways that attention may.
 
         A communicator that is set up in a capture breaks it. All ranks of the world call it
-        together.
+        together, and with groups for routers all of their worlds.
         """
         for group in self._groups.values():
             if group is not None:
                 _use(group, device)
+        if self.for_routers is not None:
+            self.for_routers.warm_up(device)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
     def close(self) -> None:
         """Destroy the groups that `create` made. The graphs that hold them must be gone."""
+        if self.for_routers is not None:
+            self.for_routers.close()
         while self._made:
             dist.destroy_process_group(self._made.pop())
+
+
+def _ranks_of_megatron() -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    """Every group of data- and context-parallel ranks, and every one of tensor-parallel ranks.
+
+    All processes of the job call it together.
+    """
+    state = compat.import_megatron("megatron.core.parallel_state")
+    world = state.get_data_parallel_group(with_context_parallel=True)
+    tensor = state.get_tensor_model_parallel_group()
+    own = tuple(tuple(dist.get_process_group_ranks(group)) for group in (world, tensor))
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, own)
+    worlds, tensor_groups = (sorted(set(ranks)) for ranks in zip(*of_ranks, strict=True))
+    return worlds, tensor_groups
 
 
 def _use(group: Any, device: torch.device) -> None:

@@ -94,8 +94,6 @@ def refused_with_contexts(config: Any) -> dict[str, bool]:
     Args:
         config: Megatron's TransformerConfig, or anything with its fields.
     """
-    has_experts = bool(getattr(config, "num_moe_experts", None))
-    tensor_ranks = getattr(config, "tensor_model_parallel_size", 1) or 1
     recomputed = set()
     if getattr(config, "recompute_granularity", None) == "selective":
         recomputed = set(getattr(config, "recompute_modules", None) or ())
@@ -103,10 +101,6 @@ def refused_with_contexts(config: Any) -> dict[str, bool]:
         "mtp_num_layers (several tokens are predicted over the rows of one rank alone)": bool(
             getattr(config, "mtp_num_layers", None)
         ),
-        (
-            f"experts and tensor_model_parallel_size={tensor_ranks} (whose routers count tokens "
-            "over groups of both kinds of ranks together)"
-        ): has_experts and tensor_ranks > 1,
         **{
             (f"recompute_modules={name} (computed anew with the group of another microbatch)"): name
             in recomputed

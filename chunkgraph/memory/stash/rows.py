@@ -25,13 +25,15 @@ class RowsInUse:
     @staticmethod
     def of(in_use: torch.Tensor) -> RowsInUse:
         """The rows where ``in_use``, of shape [num_rows] and type bool, is true."""
-        ends = in_use.cumsum(0)
-        return RowsInUse(torch.where(in_use, ends - 1, -1).to(torch.int32), ends[-1:].clone())
+        ends = in_use.cumsum(0, dtype=torch.int32)
+        return RowsInUse((ends * in_use).sub_(1), ends[-1:].to(torch.int64))
 
     @staticmethod
     def first(count: torch.Tensor, num_rows: int) -> RowsInUse:
         """The first ``count`` (shape [1], any integer type) of ``num_rows`` rows."""
-        return RowsInUse.of(torch.arange(num_rows, device=count.device) < count)
+        places = torch.arange(num_rows, dtype=torch.int32, device=count.device)
+        places.masked_fill_(places >= count, -1)
+        return RowsInUse(places, count.clamp(max=num_rows).to(torch.int64))
 
     @property
     def num_rows(self) -> int:
