@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,10 +14,10 @@ import torch.distributed as dist
 
 from chunkgraph.config import Config
 from chunkgraph.data import PackedText
-from chunkgraph.engine import StepMode
 from chunkgraph.engine.verify import same_bits
 from chunkgraph.errors import ChunkGraphError
-from chunkgraph.graphs import RecorderBackend
+from chunkgraph.graphs import RecorderBackend, host_call
+from chunkgraph.graphs.recorded_graph import RecordedGraph
 from chunkgraph.megatron.compat import import_megatron
 from chunkgraph.megatron.loop import capture_options, forward_step, microbatches, shared_loss
 from chunkgraph.megatron.model import build_model
@@ -36,11 +34,10 @@ class Job:
 
     Args:
         config: of the model; every step gives its own number of microbatches.
-        limit_bytes: of the memory of this rank's graphs; None: no limit.
-        use_graphs: False: Megatron alone.
+        backend: of this rank's graphs; None: Megatron alone.
     """
 
-    def __init__(self, config: Config, limit_bytes: int | None, *, use_graphs: bool) -> None:
+    def __init__(self, config: Config, backend: RecorderBackend | None) -> None:
         seed_everything(config.train.seed, CPU)
         self.config = config
         self.chunks = build_model(config, CPU)
@@ -48,12 +45,12 @@ class Job:
         pipeline = import_megatron("megatron.core.pipeline_parallel")
         self.schedule = pipeline.get_forward_backward_func()
         self.graphs: MegatronChunkGraphs | None = None
-        if use_graphs:
+        if backend is not None:
             self.graphs = attach(
                 self.chunks,
                 scope=config.capture.scope,
                 options=capture_options(config),
-                backend=RecorderBackend(limit_bytes),
+                backend=backend,
             )
             self.schedule = self.graphs.wrap_forward_backward(self.schedule)
         self.losses: list[float] = []
@@ -103,9 +100,39 @@ class Terminated:
         return bool(flag.item())
 
 
+class SignallingBackend(RecorderBackend):
+    """Sends this process a signal once: in the first capture, or in the first replay.
+
+    A thread that watched for the moment could miss it on a busy machine.
+
+    Args:
+        limit_bytes: as of `RecorderBackend`.
+        when: "capture" or "replay"; None: never.
+        number: of the signal.
+    """
+
+    def __init__(self, limit_bytes: int | None, when: str | None, number: int) -> None:
+        super().__init__(limit_bytes)
+        self.state: Callable[[], str] = str
+        self._when = when
+        self._number = number
+
+    @contextmanager
+    def capture(self, *args: Any, **kwargs: Any) -> Iterator[RecordedGraph]:
+        """That of `RecorderBackend`; what is captured begins with the signal, if it is time."""
+        with super().capture(*args, **kwargs) as graph:
+            host_call(self._send)
+            yield graph
+
+    def _send(self) -> None:
+        if self._when is not None and self.state() == self._when:
+            self._when = None
+            os.kill(os.getpid(), self._number)
+
+
 @contextmanager
-def signalled(job: Job, when: str | None, number: int) -> Iterator[Terminated]:
-    """Send this process a signal once, during the capture or during a replayed step."""
+def handled(job: Job, backend: SignallingBackend) -> Iterator[Terminated]:
+    """Notes in which state of the job its signal comes."""
     assert job.graphs is not None
     engine = job.graphs.engine
     is_capturing = import_megatron("megatron.core.transformer.cuda_graphs").is_graph_capturing
@@ -113,24 +140,12 @@ def signalled(job: Job, when: str | None, number: int) -> Iterator[Terminated]:
     def state() -> str:
         return "capture" if is_capturing() else engine.mode.value
 
+    backend.state = state
     handler = Terminated(state)
     before = signal.signal(signal.SIGTERM, handler)
-    wanted = {"capture": "capture", "replay": StepMode.REPLAY.value}.get(when or "")
-
-    def send() -> None:
-        end = time.monotonic() + 60
-        while state() != wanted and time.monotonic() < end:
-            time.sleep(0.0005)  # a thread that only spun would keep the step from its end
-        os.kill(os.getpid(), number)
-
-    thread = threading.Thread(target=send, daemon=True)
-    if wanted is not None:
-        thread.start()
     try:
         yield handler
     finally:
-        if wanted is not None:
-            thread.join(timeout=60)
         signal.signal(signal.SIGTERM, before)
 
 
@@ -139,17 +154,18 @@ def run(config: Config, case: dict[str, Any]) -> list[dict[str, Any]]:
     faulty = dist.get_rank() == dist.get_world_size() - 1
     steps: list[Step] = case["steps"]
     os.environ["FAULTY"] = str(int(faulty)) if case.get("layer_fails") else ""
-    job = Job(config, case.get("limit_bytes") if faulty else None, use_graphs=True)
+    backend = SignallingBackend(
+        case.get("limit_bytes") if faulty else None,
+        case.get("signalled") if faulty else None,
+        case.get("signal", signal.SIGTERM),
+    )
+    job = Job(config, backend)
     assert job.graphs is not None
     error = ""
     num_done = 0
     with (
         warnings.catch_warnings(record=True) as caught,
-        signalled(
-            job,
-            case.get("signalled") if faulty else None,
-            case.get("signal", signal.SIGTERM),
-        ) as handler,
+        handled(job, backend) as handler,
     ):
         warnings.simplefilter("always")
         for number, step in enumerate(steps):
@@ -165,7 +181,7 @@ def run(config: Config, case: dict[str, Any]) -> list[dict[str, Any]]:
                 break
     state = [torch.get_rng_state(), *job.parameters()]
     os.environ["FAULTY"] = ""
-    eager = Job(config, None, use_graphs=False)
+    eager = Job(config, None)
     for number, step in enumerate(steps[:num_done]):
         eager.run(number, step)
     expected = [torch.get_rng_state(), *eager.parameters()]
