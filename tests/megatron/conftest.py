@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import importlib.util
 import itertools
@@ -32,19 +31,6 @@ def pytest_configure(config: pytest.Config) -> None:
     """Megatron warns of every optional package that is missing and of its own deprecations."""
     for module in (r"megatron\..*", r"torch\.jit\..*"):
         config.addinivalue_line("filterwarnings", f"ignore:::{module}")
-
-
-_PORTS = itertools.count()
-
-
-def free_port() -> int:
-    """A TCP port for one job: below those of outgoing connections, apart for every test process."""
-    process = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 4
-    while True:
-        port = 20000 + 2500 * process + (os.getpid() * 37 + next(_PORTS)) % 2500
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
 
 
 class ForkedRank:
@@ -219,7 +205,9 @@ def wait_for_ranks(processes: Sequence[Rank], timeout_s: float) -> list[int]:
 
 
 @pytest.fixture(scope="session")
-def run_ranks(start_ranks: StartRanks) -> Callable[..., tuple[list[int], str]]:
+def run_ranks(
+    start_ranks: StartRanks, free_port: Callable[[], int]
+) -> Callable[..., tuple[list[int], str]]:
     """Run a pretrain script in its ranks; exit codes, and what all of them printed."""
 
     def run(
@@ -234,7 +222,9 @@ def run_ranks(start_ranks: StartRanks) -> Callable[..., tuple[list[int], str]]:
 
 
 @pytest.fixture
-def run_worker(tmp_path: Path, start_ranks: StartRanks) -> Callable[..., tuple[list[int], Path]]:
+def run_worker(
+    tmp_path: Path, start_ranks: StartRanks, free_port: Callable[[], int]
+) -> Callable[..., tuple[list[int], Path]]:
     """Run ``chunkgraph.megatron.worker`` on a configuration; exit codes and the run folder."""
 
     def run(
@@ -253,7 +243,9 @@ def run_worker(tmp_path: Path, start_ranks: StartRanks) -> Callable[..., tuple[l
 
 
 @pytest.fixture
-def start_cases(tmp_path: Path, start_ranks: StartRanks) -> Callable[..., list[int]]:
+def start_cases(
+    tmp_path: Path, start_ranks: StartRanks, free_port: Callable[[], int]
+) -> Callable[..., list[int]]:
     """Start ``run_cases.py`` on a list of cases, all for the same ranks; their exit codes."""
 
     def start(cases: list[dict[str, Any]], num_ranks: int, timeout_s: float) -> list[int]:

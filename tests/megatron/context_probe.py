@@ -102,6 +102,8 @@ def new_chunks(fails_at: Sequence[int] = ()) -> list[Mixing]:
 
 def run(case: dict[str, Any]) -> list[dict[str, Any]]:
     """What every rank found."""
+    if case.get("is_megatron"):
+        return groups_of_megatron()
     rank, worlds = dist.get_rank(), case.get("worlds", [[0, 1, 2, 3]])
     (stage,) = (s for s, world in enumerate(worlds) if rank in world)
     num_slots = [2, 1][stage]
@@ -177,6 +179,27 @@ def run(case: dict[str, Any]) -> list[dict[str, Any]]:
         found["refusals"] = refusals(graphs, banks, limits)
     graphs.release()
     agree and agree.close()
+    groups.close()
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, found)
+    return ranks
+
+
+def groups_of_megatron() -> list[dict[str, Any]]:
+    """Of every rank: who shares a microbatch of two, and whom its routers count over."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(2, hybrid_context_parallel=True)
+    without = ContextGroups.of_megatron([1, 2])
+    groups = ContextGroups.of_megatron([1, 2], has_experts=True)
+    groups.warm_up(torch.device("cpu"))
+    shared = groups.of(2)
+    found = {
+        "shared": dist.get_process_group_ranks(shared),
+        "counted": dist.get_process_group_ranks(groups.of_routers(shared)),
+        "without": without.for_routers,
+    }
     groups.close()
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, found)

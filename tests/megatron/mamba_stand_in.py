@@ -41,18 +41,24 @@ def scanned(
     d: torch.Tensor,
     seq_idx: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The recurrence: x [b, l, heads, width], dt [b, l, heads], B and C [b, l, heads, state]."""
-    decay = (dt * a).exp()[..., None, None]
-    added = (dt[..., None] * x)[..., None] * b[:, :, :, None, :]
-    begins = None if seq_idx is None else before(seq_idx, 1, -1) != seq_idx
-    state = torch.zeros_like(added[:, 0])
-    read = []
+    """The recurrence: x [b, l, heads, width], dt [b, l, heads], B and C [b, l, heads, state].
+
+    A row alone is only what the next one needs: an operator for each of them takes long to record.
+    """
+    decay = (dt * a).exp()[..., None, None].unbind(1)
+    added = ((dt[..., None] * x)[..., None] * b[:, :, :, None, :]).unbind(1)
+    begins = None
+    if seq_idx is not None:
+        begins = (before(seq_idx, 1, -1) != seq_idx)[..., None, None, None].unbind(1)
+    state = torch.zeros_like(added[0])
+    states = []
     for row in range(x.size(1)):
         if begins is not None:  # not by a factor: 0 times what a tail may hold need not be 0
-            state = state.masked_fill(begins[:, row, None, None, None], 0.0)
-        state = decay[:, row] * state + added[:, row]
-        read.append((state * c[:, row, :, None, :]).sum(-1))
-    return torch.stack(read, 1) + d[:, None] * x
+            state = state.masked_fill(begins[row], 0.0)
+        state = torch.addcmul(added[row], decay[row], state)
+        states.append(state)
+    read = (torch.stack(states, 1) * c[:, :, :, None, :]).sum(-1)
+    return read + d[:, None] * x
 
 
 class _Mixed(torch.autograd.Function):

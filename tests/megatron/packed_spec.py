@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from context_specs import experts
 from split_specs import split
-from user_specs import packed, packed_contexts, packed_experts
+from user_specs import packed, packed_contexts, packed_contexts_experts, packed_experts
 
 packed_layer = packed()
 experts_layer = packed_experts()
 split_layer = split()
 contexts_layer = packed_contexts()
+contexts_experts_layer = packed_contexts_experts()
+split_contexts_experts_layer = experts()

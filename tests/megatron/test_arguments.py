@@ -15,7 +15,7 @@ from chunkgraph.megatron.context_flags import CONTEXTS, ContextSizes
 from chunkgraph.megatron.cpu_pretrain import cpu_flags
 from chunkgraph.megatron.flags import COUNTS, FLAGS, PACKING, add_flags, flags_from
 from chunkgraph.megatron.launch_contexts import changing_limits
-from chunkgraph.megatron.launch_packing import packed_shape
+from chunkgraph.megatron.launch_packing import packed_shape, resolved_flags
 from chunkgraph.megatron.stash_flags import STASH
 from chunkgraph.packing import PackedShape
 
@@ -111,20 +111,24 @@ def _parsed(*given: str) -> Any:
 @pytest.mark.parametrize(
     ("given", "packing"),
     [
-        ([], (0, None, (), ())),
-        (["--cuda-graph-max-packed-seqs"], (50, None, (), ())),
-        (["--cuda-graph-max-packed-seqs", "0"], (0, None, (), ())),
+        ([], (0, None, (), None)),
+        (["--cuda-graph-max-packed-seqs"], (50, None, (), None)),
+        (["--cuda-graph-max-packed-seqs", "0"], (0, None, (), None)),
         (
             ["--cuda-graph-max-packed-seqs", "64", "--cuda-graph-max-packed-tokens", "4096"],
-            (64, 4096, (), ()),
+            (64, 4096, (), None),
         ),
         (
             ["--cuda-graph-max-packed-seqs", "--cuda-graph-packed-buckets", "0.25", "512"],
-            (50, None, (0.25, 512), ()),
+            (50, None, (0.25, 512), None),
         ),
         (
             ["--cuda-graph-max-packed-seqs", "--cuda-graph-packed-seq-buckets", "8", "20"],
             (50, None, (), (8, 20)),
+        ),
+        (
+            ["--cuda-graph-max-packed-seqs", "--cuda-graph-packed-seq-buckets", "0"],
+            (50, None, (), ()),
         ),
     ],
 )
@@ -132,6 +136,33 @@ def test_flags_of_packed_sequences(given: list[str], packing: tuple[Any, ...]) -
     flags = _parsed(*given)
     found = (flags.max_packed_seqs, flags.max_packed_tokens, flags.packed_buckets)
     assert (*found, flags.packed_seq_buckets) == packing
+
+
+@pytest.mark.parametrize(
+    ("given", "fp8", "found"),
+    [
+        ([], None, ()),
+        (["--cuda-graph-max-packed-seqs", "512"], None, (64, 128, 256)),
+        (["--cuda-graph-max-packed-seqs", "512"], "hybrid", ()),
+        (["--cuda-graph-max-packed-seqs", "512", "--cuda-graph-cp-sizes", "1", "2"], None, ()),
+        (
+            [*("--cuda-graph-max-packed-seqs", "512"), *("--cuda-graph-packed-seq-buckets", "0")],
+            None,
+            (),
+        ),
+        (
+            [*("--cuda-graph-max-packed-seqs", "512"), *("--cuda-graph-packed-seq-buckets", "9")],
+            None,
+            (9,),
+        ),
+    ],
+)
+def test_fewer_sequences_by_default(
+    given: list[str], fp8: str | None, found: tuple[int, ...]
+) -> None:
+    flags = resolved_flags(_parsed(*given), argparse.Namespace(fp8=fp8, seq_length=16))
+    assert (flags.packed_seq_buckets or ()) == found
+    assert flags.max_packed_tokens == (16 if given else None)
 
 
 PACKED = {"sft": True, "seq_length": 16, "micro_batch_size": 1, "cuda_graph_max_packed_seqs": 4}
@@ -255,6 +286,7 @@ def test_impossible_flags_of_packed_sequences(given: list[str], said: str) -> No
         _parsed(*given)
 
 
+SELECTIVE = {"recompute_granularity": "selective"}
 CHANGING = {**PACKED, "cuda_graph_cp_sizes": [2, 1], "calculate_per_token_loss": True}
 
 
@@ -271,6 +303,11 @@ def test_context_sizes_that_change(monkeypatch: pytest.MonkeyPatch) -> None:
     assert flags.contexts == ContextSizes((1, 2), (4,), "smallest")
     assert packed_shape(flags, args) is None
     limits = changing_limits(flags, args, world_size=4, group_size=2)
+    experts = {"num_experts": 4, "moe_token_dispatcher_type": "alltoall"}
+    experts |= {"moe_expert_capacity_factor": 2.0, "moe_pad_expert_input_to_capacity": True}
+    assert settle_arguments(arguments(**{**vars(args), **experts}), on_cpu=True) == flags
+    unused = {"recompute_granularity": None, "recompute_modules": ["moe"]}
+    assert settle_arguments(arguments(**{**vars(args), **unused}), on_cpu=True) == flags
     assert (limits.group_sizes, limits.max_tokens_per_rank, limits.multiple_of) == ((4, 2, 1), 4, 2)
 
 
@@ -283,7 +320,10 @@ def test_context_sizes_that_change(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"micro_batch_size": 2}, "1 2 with --micro-batch-size 2: "),
         ({"cuda_graph_packed_buckets": [0.5]}, "1 2 with --cuda-graph-packed-buckets: "),
         ({"fp8": "hybrid"}, "1 2 with --fp8-format: "),
-        ({"recompute_modules": ["mla_up_proj"]}, "1 2 with --recompute-modules mla_up_proj: "),
+        (
+            {**SELECTIVE, "recompute_modules": ["mla_up_proj"]},
+            "1 2 with --recompute-modules mla_up_proj: ",
+        ),
         ({"mtp_num_layers": 1}, " with --mtp-num-layers: several tokens are predicted"),
         ({"pipeline_model_parallel_size": 4}, "1 2 with 1 data-parallel ranks: "),
         ({"tensor_model_parallel_size": 4}, "1 2 with 1 data-parallel ranks: "),
@@ -293,7 +333,11 @@ def test_context_sizes_that_change(monkeypatch: pytest.MonkeyPatch) -> None:
             {"cuda_graph_max_packed_tokens": 8, "tensor_model_parallel_size": 2},
             "tokens 8 and --tensor-model-parallel-size 2: the script's other ranks",
         ),
-        ({"num_experts": 4}, "seqs 4 with --num-experts and context-parallel sizes"),
+        ({"hybrid_layer_pattern": "M*"}, "1 2 with --hybrid-layer-pattern: the heads of a mixer"),
+        ({**SELECTIVE, "recompute_modules": ["moe"]}, "1 2 with --recompute-modules moe: "),
+        ({"cuda_graph_stash": "yes", "num_experts": 4}, "1 2 with --cuda-graph-stash: pages"),
+        ({"cuda_graph_token_drops": "rerun"}, "1 2 with --cuda-graph-token-drops rerun: "),
+        ({"num_experts": 4, "moe_router_fusion": True}, "1 2 with moe_router_fusion=True: "),
     ],
 )
 def test_what_changing_context_sizes_cannot_go_with_is_named(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -45,9 +46,13 @@ class Model(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(1))
         self.seen: list[tuple[dict[str, Any], Any]] = []
+        self.besides: list[dict[str, Any]] = []
 
-    def forward(self, batch: dict[str, Any], packed_seq_params: Any = None) -> torch.Tensor:
+    def forward(
+        self, batch: dict[str, Any], packed_seq_params: Any = None, **besides: Any
+    ) -> torch.Tensor:
         self.seen.append((batch, packed_seq_params))
+        self.besides.append(besides)
         return self.weight
 
 
@@ -82,6 +87,8 @@ def run(one_rank: Any) -> Callable[..., tuple[dict[str, Any], list[Model]]]:
         lengths: tuple[int, ...] = (5,),
         num_chunks: int = 1,
         each: Callable[..., None] = forward_step,
+        has_experts: bool = False,
+        multiple_of: int = 1,
         **kwargs: Any,
     ) -> tuple[dict[str, Any], list[Model]]:
         groups = ContextGroups([0], {1: None})
@@ -92,7 +99,8 @@ def run(one_rank: Any) -> Callable[..., tuple[dict[str, Any], list[Model]]]:
             for i, n in enumerate(lengths)
         ]
         gather: Any = OtherRank(others)
-        steps = ContextSteps(ContextBanks(LIMITS, groups), models, 3, gather=gather)
+        banks = ContextBanks(replace(LIMITS, multiple_of=multiple_of), groups)
+        steps = ContextSteps(banks, models, 3, gather=gather, has_experts=has_experts)
         given: dict[str, Any] = {}
 
         def schedule(**kwargs: Any) -> None:
@@ -140,6 +148,22 @@ def test_rows_that_no_loss_needs_are_left_out(run: Any) -> None:
     ((batch, params),) = model.seen
     assert params.cu_seqlens_q.tolist() == [0, 4, 7, 7]
     assert batch["tokens"].tolist() == [[0, 1, 2, 3, 4, 5, 6, 0]]
+
+
+def test_experts_are_told_which_rows_are_padding(run: Any) -> None:
+    """On this rank: behind its pieces of documents, and all rows of a filler."""
+    _, models = run(sample(0, 10, 12), num_chunks=2, has_experts=True)
+    for model in models:
+        shared, short = (besides["padding_mask"] for besides in model.besides)
+        assert shared.tolist() == [[False] * 4 + [True] * 4]
+        assert short.tolist() == [[False] * 5 + [True] * 3]
+    alone = {"lengths": (), "multiple_of": 2, "has_experts": True}
+    _, (model,) = run(sample(0, 12, num_counted=4), **alone)
+    of_tokens, filler = (besides["padding_mask"] for besides in model.besides)
+    assert of_tokens.tolist() == [[False] * 2 + [True] * 6]
+    assert filler.tolist() == [[True] * 8]
+    _, (model,) = run(sample(0, 12))
+    assert model.besides == [{}] * len(model.seen)
 
 
 def test_evaluation_is_left_alone(run: Any) -> None:

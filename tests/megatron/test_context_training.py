@@ -89,9 +89,8 @@ def _fallbacks(steps: list[dict[str, Any]], captured: set[int]) -> list[dict[str
     return found
 
 
-def test_four_ranks(
-    run_equal: Callable[..., Any], make_case: Case, once: Callable[..., Any]
-) -> None:
+@pytest.mark.newest
+def test_four_ranks(run_equal: Callable[..., Any], make_case: Case) -> None:
     dp4 = {"data_parallel_size": 4, "model": {"num_layers": 1}}
     chunk, poison = {"scope": "chunk"}, {"verify": "poison"}
     deep = {"num_layers": 4, "hidden_dropout": 0.1}
@@ -100,14 +99,12 @@ def test_four_ranks(
     vpp2 = {**pp2, "virtual_pipeline_model_parallel_size": 2}
     tp2 = {"tensor_model_parallel_size": 2, "data_parallel_size": 2, "model": {"num_layers": 1}}
     cases = {
-        # Once, not for each Megatron: with experts it is below.
-        **once({"random": make_case([1] * 8, [1, 2, 4], capture=poison, **dp4)}),
+        "random": make_case([1] * 6, [1, 2, 4], capture=poison, **dp4),
         "smallest": make_case(
             [1, 1, 4], [1, 2, 4], schedule="smallest", capture=chunk, train=sharded, **dp4
         ),
         "pp2_vpp2": make_case([2, 4], [1, 2], model=deep, capture={**chunk, **poison}, **vpp2),
-        # Once, not for each Megatron: a pipeline of one chunk a rank is the simpler one.
-        **once({"pp2": make_case([2, 3] * 2, [1, 2], **pp2)}),
+        "pp2": make_case([2, 3, 2], [1, 2], **pp2),
         "tp2": make_case([1] * 6, [1, 2], captured=(2,), capture=chunk, **tp2),
     }
     results = run_equal(cases, 4)
@@ -117,8 +114,7 @@ def test_four_ranks(
     # Some ranks replay one size while others replay another.
     last = results["smallest"]["steps"][-1]["context_sizes"]
     assert last[0] != last[3]
-    if "random" in results:
-        losses_do_not_depend_on_who_shares_what(results["random"], results["smallest"])
+    losses_do_not_depend_on_who_shares_what(results["random"], results["smallest"])
     without_a_bank_the_step_is_eager(results["tp2"])
 
 
@@ -145,6 +141,7 @@ _EXPERTS = {
 _HAS_LATENT = not metadata.version("megatron-core").startswith("0.16")
 
 
+@pytest.mark.newest
 def test_latent_attention_and_experts(run_equal: Callable[..., Any], make_case: Case) -> None:
     """Routers count the tokens of the ranks that share a microbatch, and tables are as long."""
     spec = "packed_contexts_latent_experts" if _HAS_LATENT else "packed_contexts_experts"
@@ -178,6 +175,79 @@ def test_latent_attention_and_experts(run_equal: Callable[..., Any], make_case: 
             assert step["expert_metrics_equal"], name
             assert bool(step["expert_metrics"]) == (name in ("losses", "ep2_pp2")), name
     losses_do_not_depend_on_who_shares_what(results["random"], results["smallest"])
+
+
+def test_experts_and_tensor_parallelism(
+    run_equal: Callable[..., Any], make_case: Case, once: Callable[..., Any]
+) -> None:
+    """Routers count tokens over all ranks that have rows of a microbatch.
+
+    One size alone is a static one, which Megatron makes itself of the same documents.
+    """
+    latent = {"options": _LATENT} if _HAS_LATENT else {}
+    spec = "latent_experts" if _HAS_LATENT else "experts"
+    tp2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    dp2: dict[str, Any] = {"data_parallel_size": 2, **tp2}
+
+    def of(spec: str) -> dict[str, Any]:
+        model = {"num_layers": 1, "swiglu": True, "normalization": "LayerNorm"}
+        return {"model": {**model, "layer_spec": f"context_specs:{spec}"}}
+
+    two, own, static = (
+        make_case([1, 1], [2], moe=_EXPERTS, **of(spec), **dp2)
+        for spec in (
+            "experts",
+            "experts_with_own_group",
+            "static_experts",
+        )
+    )
+    static["config"] |= {
+        "pipeline": {"context_parallel_size": 2, **tp2},
+        "packing": {"max_packed_seqs": 8, "max_packed_tokens": 2 * _ROWS},
+    }
+    cases = {
+        "random": make_case(
+            [2, 3],
+            [1, 2],
+            moe={
+                **_EXPERTS,
+                "moe_router_load_balancing_type": "seq_aux_loss",
+                "moe_shared_expert_intermediate_size": 16,
+            },
+            capture={"verify": "poison", "scope": "chunk"},
+            expert_model_parallel_size=2,
+            **of(spec),
+            **latent,
+            **dp2,
+        ),
+        # What is equal there is what the graphs of "random" are equal to.
+        **once({"two": two, "static": static, "own": own}),
+    }
+    results = run_equal(cases, 4)
+    check(results["random"], "random", {1, 2})
+    assert all(len(step["expert_metrics"]) == 2 for step in results["random"]["steps"])
+    # Megatron takes the mean over data-parallel ranks; here metrics are their sum.
+    copies = {"two": 2, "own": 2, "static": 1}
+    found = {name: _numbers(r, copies[name]) for name, r in results.items() if name in copies}
+    if found:
+        assert found["two"] == found["static"]
+        assert found["own"][0][0] == found["static"][0][0]  # before any gradient
+        for step, expected in zip(found["own"], found["static"], strict=True):
+            assert step[1:] != expected[1:]
+        assert found["own"][1][0] != found["static"][1][0]
+
+
+def _numbers(result: dict[str, Any], num_copies: int) -> list[tuple[Any, ...]]:
+    """Of each step loss, gradient norm and the routers' losses, to the last bit."""
+    return [
+        (
+            step["loss_chunk_hex"],
+            step["grad_norm_chunk_hex"],
+            step["expert_metrics"]["load_balancing_loss"] / num_copies,
+            step["expert_metrics"]["z_loss"],
+        )
+        for step in result["steps"]
+    ]
 
 
 def losses_do_not_depend_on_who_shares_what(one: dict[str, Any], other: dict[str, Any]) -> None:

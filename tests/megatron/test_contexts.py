@@ -68,9 +68,14 @@ def test_jobs_of_four_ranks(
                 "fails_at": [2],
                 "fails_on": 3,
             },
+            "megatron": {"config": config, "probe": "context", "is_megatron": True},
         },
         4,
     )
+    # Two tensor-parallel ranks; data-parallel ones are two apart.
+    for number, rank in enumerate(results.pop("megatron")):
+        assert rank["shared"] == [number % 2, number % 2 + 2]
+        assert (rank["counted"], rank["without"]) == ([0, 1, 2, 3], None)
     for name, ranks in results.items():
         for rank in ranks:
             # Same groups, same numbers to the last bit, whoever replayed or not.
@@ -257,10 +262,11 @@ def test_a_call_of_another_bank_is_as_that_bank_would_have_it(groups: ContextGro
 
 def test_modules_get_their_groups_back() -> None:
     outer = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    outer[0].cp_group = "before"
+    outer[0].cp_group = outer[0].tp_cp_group = "before"
     with groups_put_back([outer, outer[0]]):
         outer[0].cp_group = outer[1].cp_group = outer[1].cp_stream = "of the last bank"
-    assert outer[0].cp_group == "before"
+        outer[0].tp_cp_group = "a router's, of the last bank"
+    assert outer[0].cp_group == outer[0].tp_cp_group == "before"
     assert not hasattr(outer[1], "cp_group")
     assert not hasattr(outer[1], "cp_stream")
 
@@ -281,77 +287,6 @@ def test_a_replayed_step_walks_over_no_modules() -> None:
             outer[0].cp_group = outer[1].cp_group = outer[1].cp_stream = "of the last bank"
     assert (outer[0].cp_group, outer[1].cp_group) == ("before", "the user's")
     assert not hasattr(outer[1], "cp_stream")
-
-
-class _Group:
-    """As far as routers look at it."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-
-    def size(self) -> int:
-        return self._size
-
-
-class _Router(nn.Module):
-    """Its losses as Megatron's; remembers what they were and by which group they are reduced."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tp_cp_group, self.tp_dp_cp_group = _Group(1), _Group(8)
-        self.seen: list[tuple[str, float, Any]] = []
-
-    def attach_and_log_load_balancing_loss(
-        self, activation: Any, _coefficient: float, loss: float, name: str, group: Any, **_: Any
-    ) -> Any:
-        self.seen.append((name, loss, group))
-        assert self.tp_cp_group.size() == 1  # it multiplies by it where the loss is per token
-        return activation
-
-    def apply_z_loss(self, logits: Any) -> Any:
-        self.seen.append(("z", 1.0 / self.tp_cp_group.size(), None))
-        return logits
-
-    def forward(self) -> None:
-        self.apply_z_loss(0)
-        counted_over = self.tp_cp_group
-        attach = self.attach_and_log_load_balancing_loss
-        attach(0, 0.5, 1.0, "balance", counted_over)
-        attach(0, 0.5, 1.0, "global", self.tp_dp_cp_group, valid_token_count=3)
-        assert self.tp_cp_group is counted_over
-
-
-class _Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mlp = nn.Module()
-        self.mlp.router = _Router()
-
-    def forward(self, *, packed_seq_params: Any = None) -> None:
-        self.mlp.router()
-
-
-def test_a_microbatch_of_several_ranks_weighs_as_much_as_its_rows() -> None:
-    layer = _Layer()
-    router = layer.mlp.router
-    own = router.tp_cp_group
-    undo = follow_groups([layer])
-    for group in (_Group(4), None):
-        layer(packed_seq_params=SimpleNamespace(cp_group=group))
-    undo()
-    shared, alone = router.seen[:3], router.seen[3:]
-    assert shared == [
-        ("z", 1.0, None),
-        ("balance", 4.0, own),
-        ("global", 1.0, router.tp_dp_cp_group),
-    ]
-    assert alone == [
-        ("z", 1.0, None),
-        ("balance", 1.0, own),
-        ("global", 1.0, router.tp_dp_cp_group),
-    ]
-    assert router.tp_cp_group is own
-    assert not {"apply_z_loss", "attach_and_log_load_balancing_loss"} & vars(router).keys()
 
 
 class _Attention(nn.Module):
@@ -412,9 +347,6 @@ def test_what_a_step_is_told(groups: ContextGroups) -> None:
     refuse_beside_contexts(packing=None, buckets=())
     with pytest.raises(ConfigError, match=r"with packing, stash: graphs whose"):
         refuse_beside_contexts(packing=object(), buckets=(), stash=4)
-    config = SimpleNamespace(num_moe_experts=4, tensor_model_parallel_size=2)
-    with pytest.raises(ConfigError, match=r"with experts and tensor_model_parallel_size=2 \(whose"):
-        refuse_beside_contexts(**refused_with_contexts(config))
     config = SimpleNamespace(mtp_num_layers=1)
     with pytest.raises(ConfigError, match=r"with mtp_num_layers \(several tokens"):
         refuse_beside_contexts(**refused_with_contexts(config))

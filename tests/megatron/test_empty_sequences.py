@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -26,12 +27,14 @@ def test_the_same_documents_among_more_sequences(tmp_path: Path) -> None:
         "--hidden-size": "32",
         "--heads": "2",
         "--rounds": "2",
+        "--documents": "8",
     }
     result = subprocess.run(
         [
             sys.executable,
             str(ROOT / "benchmarks" / "empty_sequences.py"),
             *(part for item in arguments.items() for part in item),
+            "20",
         ],
         env={**os.environ, "PYTHONPATH": f"{ROOT}:{Path(__file__).parent}"},
         capture_output=True,
@@ -41,21 +44,43 @@ def test_the_same_documents_among_more_sequences(tmp_path: Path) -> None:
     )
     assert result.returncode == 0, result.stderr
     found = json.loads(path.read_text())
-    assert sum(found["lengths"]) == 64
-    assert len(found["lengths"]) == 8
-    assert [one["num_seqs"] for one in found["measured"]] == [8, 64, 512]
-    assert found["measured"][0]["ratio"] == 1
-    assert all(one["ms"] > 0 and len(one["ms_all"]) == 2 for one in found["measured"])
-    assert result.stdout.count(" ms, ") == 3
-    assert all(one["error"] is None for one in found["measured"])
+    measured = found["measured"]
+    assert [(len(one["lengths"]), one["num_seqs"]) for one in measured] == [
+        *((8, 8), (8, 64), (8, 512)),
+        *((20, 20), (20, 64), (20, 512)),
+    ]
+    assert [one["num_seqs"] for one in measured if one["is_replayed"]] == [64, 64]
+    assert [one["ratio"] == 1 for one in measured] == [True, False, False] * 2
+    assert all(sum(one["lengths"]) == 64 for one in measured)
+    assert all(one["ms"] > 0 and len(one["ms_all"]) == 2 for one in measured)
+    assert result.stdout.count(" ms, ") == 6
+    assert result.stdout.count("replayed by default") == 2
+    assert all(one["error"] is None for one in measured)
 
 
-def test_documents_are_cut_to_their_limit() -> None:
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
     path = ROOT / "benchmarks" / "empty_sequences.py"
     spec = importlib.util.spec_from_file_location("empty_sequences", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    assert module._lengths(128, None) == [2, 4, 6, 10, 14, 20, 32, 40]
-    assert module._lengths(128, 16) == [2, 4, 6, 10, 14, 16, 4, 16, 16, 16, 16, 8]
+    return module
+
+
+def test_documents_fill_the_row_and_are_cut_to_their_limit(script: ModuleType) -> None:
+    assert script._lengths(8, 128, None) == [2, 4, 6, 10, 14, 20, 32, 40]
+    assert script._lengths(8, 128, 16) == [2, 4, 6, 10, 14, 16, 4, 16, 16, 16, 16, 8]
+    for count in (1, 65, 260, 4096):
+        lengths = script._lengths(count, 4096, None)
+        assert len(lengths) == count
+        assert sum(lengths) == 4096
+        assert min(lengths) > 0
+
+
+def test_what_training_would_replay_is_measured(script: ModuleType) -> None:
+    # The dummy is a sequence too.
+    assert script._sequences(63, [64, 512]) == {63: False, 64: True, 512: False}
+    assert script._sequences(64, [64, 512]) == {64: False, 128: True, 512: False}
+    assert script._sequences(260, [64, 512]) == {260: False, 512: True}

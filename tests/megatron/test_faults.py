@@ -68,10 +68,10 @@ def test_faults_of_one_rank(
     }
     cases = {
         "fails": case(STEPS, eager, watchful, layer_fails=True),
-        "mixed": case(mixed, model=shallow),
         # What all ranks do when one of them cannot go on is the engine's.
         **once(
             {
+                "mixed": case(mixed, model=shallow),
                 "raises": case(STEPS, {"on_failure": "raise"}, watchful, layer_fails=True),
                 "memory": case(STEPS, eager, limit_bytes=2**20),
                 "in_capture": case(STEPS, signalled="capture"),
@@ -157,6 +157,7 @@ def evaluated(ranks: list[dict[str, Any]]) -> None:
         }
 
 
+@pytest.mark.newest
 def test_a_shape_changed_without_a_word(
     run_to_its_end: Callable[..., Any], case: Callable[..., dict[str, Any]]
 ) -> None:
@@ -168,6 +169,7 @@ def test_a_shape_changed_without_a_word(
     assert "another rank ended" in messages[1]
 
 
+@pytest.mark.newest
 def test_a_rank_killed_in_a_replayed_step(
     run_to_its_end: Callable[..., Any], case: Callable[..., dict[str, Any]]
 ) -> None:
@@ -177,6 +179,7 @@ def test_a_rank_killed_in_a_replayed_step(
     assert "Rank 0 stopped because another rank ended" in messages[0]
 
 
+@pytest.mark.newest
 def test_shadow_names_slot_and_layer_of_one_rank(
     run_to_its_end: Callable[..., Any], case: Callable[..., dict[str, Any]]
 ) -> None:

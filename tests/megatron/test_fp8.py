@@ -49,9 +49,12 @@ def test_two_ranks(
     """Every chunk has a first microbatch, which makes the weights of FP8; counts change."""
     pp2 = {"pipeline_model_parallel_size": 2}
     cases = _cases(make_config, [2, 2, 4], **pp2, virtual_pipeline_model_parallel_size=2)
+    # Of the older release what marks a chunk's first microbatch; FP8 itself is no part of it.
+    delayed = {"delayed_block": cases.pop("delayed_block")}
     # A stage of one chunk is the simpler case.
-    mixed = once(_cases(make_config, [4, 1, 5, 2], **pp2))
-    _check(run_equal({**cases, **{f"{name}_mixed": case for name, case in mixed.items()}}, 2))
+    mixed = _cases(make_config, [4, 1, 5, 2], **pp2)
+    others = once({**cases, **{f"{name}_mixed": case for name, case in mixed.items()}})
+    _check(run_equal({**delayed, **others}, 2))
 
 
 @pytest.fixture

@@ -23,6 +23,7 @@ FOUR = pytest.mark.multigpu(4)
 
 
 PP1 = ["pipeline.pipeline_model_parallel_size=1"]
+PP4 = ["pipeline.pipeline_model_parallel_size=4"]
 TENSORWISE = ["model.fp8=hybrid", "model.fp8_recipe=tensorwise"]
 DELAYED = ["model.fp8=hybrid", "model.fp8_recipe=delayed"]
 TP2_SEQUENCE = [
@@ -30,6 +31,11 @@ TP2_SEQUENCE = [
     "pipeline.sequence_parallel=true",
 ]
 CP2 = ["pipeline.context_parallel_size=2"]
+OVERLAPPED = [
+    "train.overlap_grad_reduce=true",
+    "train.use_distributed_optimizer=true",
+    "train.overlap_param_gather=true",
+]
 
 
 @pytest.mark.megatron
@@ -67,9 +73,7 @@ CP2 = ["pipeline.context_parallel_size=2"]
             [
                 "pipeline.pipeline_model_parallel_size=1",
                 "pipeline.data_parallel_size=2",
-                "train.overlap_grad_reduce=true",
-                "train.use_distributed_optimizer=true",
-                "train.overlap_param_gather=true",
+                *OVERLAPPED,
                 "capture.scope=chunk",
             ],
             [2, 5, 3],
@@ -204,9 +208,7 @@ CP2 = ["pipeline.context_parallel_size=2"]
                 *PP1,
                 *DELAYED,
                 "pipeline.data_parallel_size=2",
-                "train.overlap_grad_reduce=true",
-                "train.use_distributed_optimizer=true",
-                "train.overlap_param_gather=true",
+                *OVERLAPPED,
             ],
             [2, 5, 3],
             marks=TWO,
@@ -231,6 +233,28 @@ CP2 = ["pipeline.context_parallel_size=2"]
             id="cp2-whole-chunk-overlap",
         ),
         pytest.param([*CP2], [4, 1, 2, 7], marks=FOUR, id="pp2-cp2"),
+        pytest.param([*PP4, "capture.scope=chunk"], [4, 1, 2, 7], marks=FOUR, id="pp4"),
+        pytest.param(
+            [
+                *PP4,
+                "pipeline.virtual_pipeline_model_parallel_size=2",
+                "train.overlap_grad_reduce=true",
+                "capture.verify=poison",
+            ],
+            [4, 12, 8],
+            marks=FOUR,
+            id="pp4-vpp2-overlap-poison",
+        ),
+        pytest.param(
+            [
+                "pipeline.data_parallel_size=2",
+                *OVERLAPPED,
+                "capture.scope=chunk",
+            ],
+            [4, 1, 2, 7],
+            marks=FOUR,
+            id="pp2-dp2-distributed-optimizer-overlap",
+        ),
     ],
 )
 def test_training_on_gpus_equals_eager(

@@ -143,6 +143,33 @@ def test_a_hundred_steps(
     check(run_cases(cases, 2, timeout_s=280.0), cases)
 
 
+@pytest.mark.multigpu(4)
+@pytest.mark.timeout(590)
+@pytest.mark.parametrize("kind", ["dense", "latent_experts"])
+def test_a_hundred_steps_on_four_gpus(
+    kind: str, run_cases: Callable[..., Any], make_case: Callable[..., dict[str, Any]]
+) -> None:
+    """The same with more ranks, and with pipeline and tensor parallelism."""
+    kinds: dict[str, dict[str, Any]] = {
+        "dense": {},
+        "latent_experts": {"moe": _EXPERTS, "options": _LATENT},
+    }
+    small: dict[str, Any] = {
+        "model": {"num_layers": 2},
+        "num_steps": 100,
+        "capture": {"scope": "chunk"},
+        **kinds[kind],
+    }
+    pp2 = {"pipeline_model_parallel_size": 2, "data_parallel_size": 2}
+    tp2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "data_parallel_size": 2}
+    cases = {
+        "cp4": make_case([1, 2, 4], data_parallel_size=4, **small),
+        "pp2_cp2": make_case([1, 2], **pp2, **small),
+        "tp2_cp2": make_case([1, 2], **tp2, **small),
+    }
+    check(run_cases(cases, 4, timeout_s=580.0), cases)
+
+
 @pytest.mark.multigpu
 def test_latent_attention_and_experts(
     run_cases: Callable[..., Any], make_case: Callable[..., dict[str, Any]]

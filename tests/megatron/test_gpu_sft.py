@@ -38,7 +38,14 @@ LATENT = [
     *("--multi-latent-attention", "--q-lora-rank", "64", "--kv-lora-rank", "64"),
     *("--qk-head-dim", "32", "--qk-pos-emb-head-dim", "32", "--v-head-dim", "64"),
 ]
+EXPERTS = [
+    *("--num-experts", "4", "--moe-router-topk", "2", "--moe-token-dispatcher-type", "alltoall"),
+    *("--moe-expert-capacity-factor", "2.0", "--moe-pad-expert-input-to-capacity"),
+    *("--moe-router-load-balancing-type", "aux_loss", "--moe-aux-loss-coeff", "0.01"),
+    *("--expert-model-parallel-size", "2"),
+]
 CASES = {
+    "experts": EXPERTS,
     "cp2": ["--context-parallel-size", "2"],
     "cp-sizes": [
         *("--cuda-graph-cp-sizes", "1", "2", "--cuda-graph-cp-schedule", "random"),
@@ -46,6 +53,7 @@ CASES = {
     ],
 }
 CASES["cp-sizes-mla"] = [*CASES["cp-sizes"], *LATENT]
+CASES["cp-sizes-experts"] = [*CASES["cp-sizes"], *EXPERTS]
 
 
 def _conversations(path: Path) -> None:

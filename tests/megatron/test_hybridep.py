@@ -223,6 +223,8 @@ def _layer(wanted: torch.Tensor) -> Any:
             chosen = torch.where(torch.arange(num)[:, None] < num_used, place < wanted, True)
             flag = (wanted > (self.num_permuted_tokens or 10**6)).to(torch.int32)
             self.handle = (*(None,) * 3, num_used, chosen, *(None,) * 5, flag)
+            if self.num_permuted_tokens is None:
+                return torch.zeros(int(wanted), hidden_states.shape[1])
             return hidden_states * 2
 
     manager = Manager()
@@ -241,26 +243,59 @@ def test_what_a_rank_has_no_room_for_is_counted_in_replays(one_rank: Any) -> Non
     layer = _layer(wanted)
     manager = layer.token_dispatcher._comm_manager
     budget = compat.RankBudget([layer])
-    undo = budget.install(follows_loads=True)
+    undo = budget.install()
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        manager.setup_metadata(x > 0, x)
-        rows: torch.Tensor = manager.dispatch(x)
-        return rows
+        with budget.counts.forward():
+            manager.setup_metadata(x > 0, x)
+            rows: torch.Tensor = manager.dispatch(x)
+            return rows
 
     x = torch.ones(TOKENS, 2)
     backend = RecorderBackend()
     with backend.capture("forward", backend.new_pool("slot")) as graph:
         forward(x)
-    budget.counts.zero_()
-    budget.most_chosen.zero_()
-    for rows, count, most in ((4, 0, 4), (7, 1, 7), (5, 2, 7), (0, 2, 7)):
+    counts = budget.counts.total
+    counts.zero_()
+    for rows, count in ((4, 0), (7, 1), (5, 2), (0, 2)):
         wanted.fill_(rows)
         graph.replay()
-        assert (int(budget.counts), int(budget.most_chosen)) == (count, most)
-    assert (budget.num_tokens, budget.layers) == (TOKENS, (2,))
+        assert int(counts) == count
+    assert budget.layers == (2,)
     undo()
     assert "dispatch" not in vars(manager)
+
+
+@pytest.mark.parametrize("num_layers", [1, 5])
+def test_counting_adds_three_operators_to_a_chunk(one_rank: Any, num_layers: int) -> None:
+    """Whatever its layers: flags are added up at the end of the forward; one is not stacked."""
+    from chunkgraph.megatron import compat
+
+    wanted = [torch.tensor([0]) for _ in range(num_layers)]
+    layers = [_layer(count) for count in wanted]
+    budget = compat.RankBudget(layers)
+
+    x = torch.ones(TOKENS, 2)
+
+    def captured() -> Any:
+        backend = RecorderBackend()
+        with backend.capture("forward", backend.new_pool("slot")) as graph, budget.counts.forward():
+            for manager in (layer.token_dispatcher._comm_manager for layer in layers):
+                manager.setup_metadata(x > 0, x)
+                manager.dispatch(x)
+        return graph
+
+    plain = captured()
+    budget.install()
+    graph = captured()
+    assert len(graph._steps) - len(plain._steps) == (3 if num_layers > 1 else 2)
+    budget.counts.total.zero_()
+    for turn in range(3):
+        for number, count in enumerate(wanted):
+            count.fill_(TOKENS + (number + turn) % 2)
+        graph.replay()
+    over = [sum((number + turn) % 2 for turn in range(3)) for number in range(num_layers)]
+    assert budget.counts.total.tolist() == over
 
 
 def test_room_is_for_all_where_nobody_would_hear_of_a_flag(one_rank: Any) -> None:
@@ -271,6 +306,7 @@ def test_room_is_for_all_where_nobody_would_hear_of_a_flag(one_rank: Any) -> Non
     manager = layer.token_dispatcher._comm_manager
     budget = compat.RankBudget([layer])
     budget.install()
+    counts = budget.counts.total
     x = torch.ones(TOKENS, 2)
 
     def rows() -> int | None:
@@ -279,13 +315,15 @@ def test_room_is_for_all_where_nobody_would_hear_of_a_flag(one_rank: Any) -> Non
         given: int | None = manager.num_permuted_tokens
         return given
 
-    assert (rows(), int(budget.counts)) == (4, 1)
+    assert (rows(), int(counts)) == (4, 1)
     with torch.no_grad():
-        assert (rows(), int(budget.counts)) == (None, 1)
+        assert (rows(), int(counts)) == (None, 1)
     room = RankRoom(budget, layer.config)
-    with room.for_all():
-        assert (rows(), int(budget.counts)) == (None, 1)
-    assert rows() == 4
+    with room.for_all(), budget.load.following():
+        assert (rows(), int(counts)) == (None, 1)
+    assert (rows(), int(counts)) == (4, 2)
+    # 9 rows of 4 tokens; what had a budget is not looked at.
+    assert (budget.load.take(), budget.load.take()) == (9 * compat.LOAD_OF // TOKENS, 0)
     room.give(10, TOKENS)  # of 4 tokens to 2 experts each: 8 rows are a factor of 1
     assert layer.config.moe_expert_rank_capacity_factor == 1.5  # never less than it was
     room.give(14, TOKENS)

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from chunkgraph.engine.counters import Counters
-from chunkgraph.engine.decision import StepMode
-from chunkgraph.errors import ConfigError, StashError
+from chunkgraph.errors import ConfigError
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(60)]
 
@@ -58,7 +55,13 @@ class _Run:
         self.graphs = attach(self.chunks, **graphs)
         self.train = self.graphs.wrap_forward_backward(schedule.get_forward_backward_func())
 
-    def step(self, step: int, count: int, fails_at: int | None = None) -> list[float]:
+    def step(
+        self,
+        step: int,
+        count: int,
+        fails_at: int | None = None,
+        on_backward: Callable[[], None] | None = None,
+    ) -> list[float]:
         from chunkgraph.data import PackedText
         from chunkgraph.megatron.loop import forward_step, microbatches
 
@@ -69,6 +72,8 @@ class _Run:
         def failing(data: Any, chunk: Any) -> Any:
             nonlocal num_forwards
             output, loss = forward_step(data, chunk)
+            if on_backward is not None:
+                output.register_hook(lambda _: on_backward())
             num_forwards += 1
             if num_forwards - 1 == fails_at:
                 raise KeyError("a loss that is not there")
@@ -149,6 +154,7 @@ def test_no_metric_counts_a_step_twice(one_rank: Any, make_config: Any, scope: s
         assert seen[1][name] == pytest.approx(values, rel=1e-4), name
 
 
+@pytest.mark.newest
 def test_a_step_that_was_given_up_leaves_no_page_behind(one_rank: Any, make_config: Any) -> None:
     from chunkgraph.memory.stash import StashOptions
 
@@ -165,13 +171,17 @@ def test_a_step_that_was_given_up_leaves_no_page_behind(one_rank: Any, make_conf
         assert run.graphs.stash is not None
         status = run.graphs.stash.status()
         assert status is not None
-        assert (status.num_wanted_pages, status.num_short) == (0, 0)
+        assert status.num_short == 0
+        assert run.graphs.stash.num_pages_left(steps_ago=0) == 0
         assert run.graphs.stash.size is not None
-        assert status.num_free_pages == run.graphs.stash.size.num_pages
+        # As of the last forward: one microbatch's pages are out.
+        pages = status.num_free_pages + status.num_wanted_pages
+        assert pages == run.graphs.stash.size.num_pages
         run.graphs.detach()
     assert losses[0] == losses[1]
 
 
+@pytest.mark.newest
 def test_graphs_and_pages_are_made_anew_where_their_memory_was_replaced(
     one_rank: Any, make_config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -199,93 +209,93 @@ def test_graphs_and_pages_are_made_anew_where_their_memory_was_replaced(
     assert losses[0] == losses[1]
 
 
-class _Pages:
-    """Stands for a rank's stash after a replayed step."""
-
-    def __init__(self, num_left: int) -> None:
-        self.options = SimpleNamespace(on_overflow="rerun")
-        self.num_left = num_left
-        self.was_abandoned = False
-
-    def status(self) -> Any:
-        return SimpleNamespace(num_wanted_pages=self.num_left, num_short=0, num_peak_pages=9)
-
-    def abandon_step(self) -> None:
-        self.was_abandoned = True
-
-
-@pytest.mark.parametrize("mine", [0, 3])
-def test_pages_that_were_not_given_back_are_an_error_on_all_ranks(mine: int) -> None:
-    """A rank that raised alone would leave the others in the agreement."""
-    from chunkgraph.megatron.overflow import OverflowGuard
-
-    asked = []
-
-    def agree(values: Sequence[int]) -> list[int]:
-        asked.append(list(values))
-        return [max(value, other) for value, other in zip(values, [0, 0, 0, 0, 0, 3], strict=True)]
-
-    pages = _Pages(mine)
-    nothing: Any = SimpleNamespace(reruns=False, begin_step=lambda: None, keep=lambda: None)
-    guard = OverflowGuard(
-        nothing,
-        nothing,
-        pages,  # type: ignore[arg-type]
-        agree=agree,
-        release=lambda: None,
-        counters=Counters(),
-        max_recaptures=1,
-        rank=1,
-    )
-    with pytest.raises(StashError, match=rf"Rank 1: {mine} pages .* \(on one rank 3\)"):
-        guard.run(lambda _kwargs, _eager: (None, StepMode.REPLAY), {"data_iterator": None})
-    assert asked == [[0, 0, 0, 0, 0, mine]]
-    assert pages.was_abandoned
-
-
-class _Event:
-    """Stands for a CUDA event: a copy arrives when somebody waits for it."""
-
-    def __init__(self, copies: list[Callable[[], Any]]) -> None:
-        self.copies = copies
-
-    def record(self) -> None: ...
-
-    def query(self) -> bool:
-        return not self.copies
-
-    def synchronize(self) -> None:
-        while self.copies:
-            self.copies.pop(0)()
-
-
-def test_who_waits_for_dropped_tokens_sees_those_of_the_last_step() -> None:
-    """Also where the copy of that step was left out, since the one before was under way."""
+@pytest.mark.parametrize("is_recomputed", [False, True])
+def test_what_forwards_decide_is_sent_before_the_last_backward(
+    one_rank: Any, make_config: Any, is_recomputed: bool
+) -> None:
+    """Experts that are computed anew are counted in backwards: then behind those."""
     from chunkgraph.megatron.token_drops import DropReport
+    from chunkgraph.memory.stash import StashOptions, StashReadout
 
-    counts = torch.zeros(2, dtype=torch.int64)
-    copies: list[Callable[[], Any]] = []
-    report = DropReport(counts, [1, 2])
+    options = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+    run = _Run(
+        one_rank,
+        make_config,
+        {},
+        {"token_drops": "rerun", "stash": None if is_recomputed else StashOptions()},
+        transformer_options=options if is_recomputed else {},
+    )
+    for step in range(2):
+        run.step(step, 2)
+    events: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        for kind, method in ((DropReport, "end_step"), (StashReadout, "send")):
+            plain = getattr(kind, method)
 
-    class Host:
-        values = torch.zeros_like(counts)
+            def noted(self: Any, plain: Any = plain, name: str = kind.__name__) -> None:
+                events.append(name)
+                plain(self)
 
-        def copy_(self, given: torch.Tensor, *, non_blocking: bool) -> None:
-            assert non_blocking
-            copies.append(partial(self.values.copy_, given.clone()))
+            patch.setattr(kind, method, noted)
+        run.step(2, 3, on_backward=lambda: events.append("backward"))
+    assert run.graphs.counters.replayed_steps == 2
+    if is_recomputed:
+        assert events == ["backward"] * 3 + ["DropReport"]
+    else:
+        # The stash's counts are sent once more, of which pages came back.
+        sent = ["DropReport", "StashReadout"]
+        assert events == ["backward"] * 2 + sent + ["backward", "StashReadout"]
+    run.graphs.detach()
 
-        def tolist(self) -> list[int]:
-            return self.values.tolist()
 
-    report._event, report._host = _Event(copies), Host()  # type: ignore[assignment]
-    for _ in range(3):
-        counts += 1
-        report.end_step()
-    assert report.by_layer() == {1: 0, 2: 0}  # nobody waited
-    assert report.by_layer(wait=True) == {1: 3, 2: 3}
-    counts += 1
-    report.end_step()
-    assert report.by_layer(wait=True) == {1: 4, 2: 4}
+def _recompute_experts(patch: pytest.MonkeyPatch) -> None:
+    """As a layer of one's own may, of which the configuration says nothing."""
+    from megatron.core.tensor_parallel import checkpoint
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    plain = MoELayer.forward
+
+    def forward(self: Any, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return plain(self, hidden, *args, **kwargs)
+        return checkpoint(lambda h: plain(self, h, *args, **kwargs), False, hidden)
+
+    patch.setattr(MoELayer, "forward", forward)
+
+
+@pytest.mark.parametrize("what", ["drops", "pages"])
+def test_experts_that_are_recomputed_unsaid_are_looked_at_behind_backwards(
+    one_rank: Any, make_config: Any, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    from chunkgraph.memory.stash import StashOptions
+
+    _recompute_experts(monkeypatch)
+    graphs: dict[str, Any] = {"token_drops": "rerun"}
+    if what == "pages":
+        graphs = {"stash": StashOptions(page_bytes=512, initial_bytes=3 * 512)}
+    factor = {"moe_expert_capacity_factor": 1.0 if what == "drops" else 2.0}
+    run = _Run(one_rank, make_config, factor, graphs)
+    reruns = run.graphs.counters.overflow_reruns
+    name = "expert capacity" if what == "drops" else "stash pages"
+    first = 0 if what == "drops" else 1  # pages are there from the first replay on
+    for step in range(first + 1):
+        assert reruns[name] == 0
+        run.step(step, 1)
+    assert reruns[name] == 1
+    run.graphs.detach()
+
+
+def test_tokens_of_a_step_that_failed_are_not_the_next_ones(
+    one_rank: Any, make_config: Any
+) -> None:
+    run = _Run(one_rank, make_config, {}, {"token_drops": "raise"})
+    run.step(0, 2)
+    experts: Any = run.graphs._experts
+    experts._drops.counts.total[0] += 5  # as if its forwards had dropped some
+    with pytest.raises(KeyError):
+        run.step(1, 2, fails_at=0)
+    run.step(1, 2)
+    run.graphs.detach()
 
 
 def test_ranks_agree_on_buckets_apart_from_steps(

@@ -143,7 +143,7 @@ class _Model:
         run = flight
         if self.graphs is not None:
             run = self.graphs.wrap_forward_backward(flight)
-            results = run(num_microbatches=len(packings), packings=packings)
+            results = run(num_microbatches=len(packings), packings=packings, data_iterator=None)
         else:
             results = run()
         results.update({n: p.main_grad.clone() for n, p in self.chunk.named_parameters()})
@@ -296,7 +296,7 @@ def test_no_expert_takes_padding() -> None:
     """Capacities are those of the tokens, as Megatron computes them for an input of these alone."""
     from megatron.core.transformer.moe.moe_utils import apply_router_token_dropping, get_capacity
 
-    from chunkgraph.megatron.compat import kept_of_tokens
+    from chunkgraph.megatron.compat import PaddedRows, kept_of_tokens
 
     torch.manual_seed(1)
     for num_tokens, factor in [(24, 1.0), (7, 1.5), (32, 2.0), (1, 2.0), (13, 0.5)]:
@@ -305,9 +305,9 @@ def test_no_expert_takes_padding() -> None:
         padding = torch.ones(32, dtype=torch.bool)
         padding[torch.randperm(32)[:num_tokens]] = False
         chosen &= ~padding[:, None]
-        probs = scores * chosen
+        probs, rows = scores * chosen, PaddedRows(padding)
         kept = kept_of_tokens(
-            probs, chosen, padding, top_k=2, capacity_factor=factor, by_position=False
+            probs, chosen, rows, top_k=2, capacity_factor=factor, by_position=False
         )
         capacity = get_capacity(num_tokens * 2, 4, factor)
         assert kept.sum(0).tolist() == [min(capacity, num_tokens)] * 4
@@ -317,7 +317,7 @@ def test_no_expert_takes_padding() -> None:
         )
         assert torch.equal((probs * kept)[~padding], alone)
         first = kept_of_tokens(
-            probs, chosen, padding, top_k=2, capacity_factor=factor, by_position=True
+            probs, chosen, rows, top_k=2, capacity_factor=factor, by_position=True
         )
         for expert in range(4):
             wanted = chosen[:, expert].nonzero().flatten()[:capacity]
@@ -395,4 +395,19 @@ def test_no_step_is_announced_while_one_runs_that_may_run_anew(
     ):
         model.graphs.announce([[3]])
     model.graphs.announce([[3]])
+    model.close()
+
+
+def test_room_that_is_given_is_enough_for_the_same_documents(
+    one_rank: Any, make_config: Callable[..., dict[str, Any]]
+) -> None:
+    """An expert's room is that of the tokens: rows without one must not make loads look even."""
+    model = _Model(one_rank, make_config, {"token_drops": "rerun"})
+    for _ in range(5):
+        model.step([[5, 4], [1]])
+    # In the first step, which ran eagerly: its graphs are captured with that room.
+    assert model.graphs.counters.overflow_reruns["expert capacity"] == 1
+    assert model.graphs.counters.recaptures == []
+    # One token finds room at any factor, and asks for no more.
+    assert model.layers[0].config.moe_expert_capacity_factor < 2.0
     model.close()

@@ -119,10 +119,10 @@ def test_several_refusals_are_told_at_once(chunks: list[nn.Module]) -> None:
         attach(chunks)
 
 
-def test_a_pipeline_and_rows_of_several_lengths_of_contexts_are_refused(
+def test_rows_of_several_lengths_of_contexts_are_refused(
     chunks: list[nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its stages would receive all microbatches with the rows of the longest."""
+    """Stages would receive all microbatches with the rows of the longest, and so would experts."""
     from chunkgraph.megatron import attach
     from chunkgraph.megatron.contexts import ContextBanks, ContextGroups, follow_groups
     from chunkgraph.megatron.topology import PipelinePlace
@@ -134,6 +134,10 @@ def test_a_pipeline_and_rows_of_several_lengths_of_contexts_are_refused(
         attach(chunks, contexts=banks)
     undo = follow_groups(chunks)
     attach(chunks, contexts=banks).detach()
+    chunks[0].config.expert_model_parallel_size = 2
+    with pytest.raises(ConfigError, match=r"\(buckets=...\) and experts on several ranks"):
+        attach(chunks, contexts=banks)
+    chunks[0].config.expert_model_parallel_size = 1
     place = PipelinePlace(rank=0, pipeline_rank=0, pipeline_size=2, num_chunks=1, group_size=2)
     monkeypatch.setattr(PipelinePlace, "current", lambda *_: place)
     with pytest.raises(ConfigError, match=r"with ContextBanks\(buckets=...\) in a pipeline"):

@@ -14,11 +14,18 @@ from chunkgraph.engine.counters import Counters
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.context_flags import ContextSizes
 from chunkgraph.megatron.flags import GraphFlags
+from chunkgraph.megatron.launch_packing import resolved_flags
 from chunkgraph.megatron.pretrain import _is_profiled
 from chunkgraph.megatron.run_record import save_run_record, start_line
 from chunkgraph.megatron.step_metrics import StepMetrics
+from chunkgraph.packing import PackedShape
 
 pytestmark = pytest.mark.megatron
+
+
+def _graphs(**changes: Any) -> Any:
+    values = {"num_slots": (4, 2), "num_banks": 1, "packed_shapes": (), "context_banks": ()}
+    return SimpleNamespace(**{**values, **changes})
 
 
 def _arguments(**changes: Any) -> argparse.Namespace:
@@ -28,7 +35,7 @@ def _arguments(**changes: Any) -> argparse.Namespace:
 
 def test_the_settings_are_saved_whole(tmp_path: Path) -> None:
     args = _arguments(save=str(tmp_path / "run"), recompute_modules=["core_attn"], bf16=True)
-    path = save_run_record(GraphFlags(scope="chunk", num_warmup_steps=2), args, None)
+    path = save_run_record(_graphs(), GraphFlags(scope="chunk", num_warmup_steps=2), args, None)
     assert path == tmp_path / "run" / "chunkgraph.yaml"
     record = yaml.safe_load(path.read_text(encoding="utf-8"))
     assert record["model"]["num_layers"] == 4
@@ -37,13 +44,15 @@ def test_the_settings_are_saved_whole(tmp_path: Path) -> None:
     assert record["pipeline"]["pipeline_model_parallel_size"] == 2
     assert record["capture"]["scope"] == "chunk"
     assert record["capture"]["num_warmup_steps"] == 2
-    other = save_run_record(GraphFlags(), args, tmp_path / "given")
+    assert record["graphs_of_rank_0"] == {"slots_per_chunk": [4, 2], "num_graphs": 12}
+    assert "moe_router_topk" not in record["model"]
+    other = save_run_record(_graphs(), GraphFlags(), args, tmp_path / "given")
     assert other == tmp_path / "given" / "chunkgraph.yaml"  # --run-dir wins
 
 
 def test_settings_that_are_not_saved_are_said(tmp_path: Path) -> None:
-    graphs: Any = SimpleNamespace(num_slots=(4, 2), num_banks=1)
-    assert save_run_record(GraphFlags(), _arguments(), None) is None
+    graphs = _graphs()
+    assert save_run_record(graphs, GraphFlags(), _arguments(), None) is None
     line = start_line(graphs, GraphFlags(), None)
     assert "scope block, 4 + 2 slots on rank 0 (12 graphs), memory plan shared_backward" in line
     assert "settings not saved (neither --save nor --run-dir is given)" in line
@@ -53,18 +62,54 @@ def test_settings_that_are_not_saved_are_said(tmp_path: Path) -> None:
     assert "rank 0 (24 graphs)" in start_line(graphs, GraphFlags(), None)
 
 
-def test_context_sizes_are_saved(tmp_path: Path) -> None:
-    flags = GraphFlags(max_packed_seqs=4, contexts=ContextSizes((1, 2), (4,), "random"))
-    path = save_run_record(flags, _arguments(), tmp_path)
+def _saved(graphs: Any, flags: GraphFlags, folder: Path, **arguments: Any) -> dict[str, Any]:
+    """What is saved of a run with these flags, as training has them."""
+    args = _arguments(**{"seq_length": 1024, "micro_batch_size": 2, **arguments})
+    path = save_run_record(graphs, resolved_flags(flags, args), args, folder)
     assert path is not None
-    saved = yaml.safe_load(path.read_text(encoding="utf-8"))["capture"]["contexts"]
-    assert saved == {"captured": [1, 2], "eager": [4], "schedule": "random"}
+    found: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return found
+
+
+def test_context_sizes_are_saved(tmp_path: Path) -> None:
+    flags = GraphFlags(max_packed_seqs=512, contexts=ContextSizes((1, 2), (4,), "random"))
+    banks = [SimpleNamespace(size=size, num_tokens=1024) for size in (2, 1)]
+    record = _saved(_graphs(num_banks=2, context_banks=banks), flags, tmp_path, micro_batch_size=1)
+    saved = record["capture"]
+    assert saved["contexts"] == {"captured": [1, 2], "eager": [4], "schedule": "random"}
+    assert (saved["packed_seq_buckets"], saved["max_packed_tokens"]) == ([], 1024)
+    assert record["graphs_of_rank_0"]["context_banks"] == [
+        {"context_parallel_size": 2, "tokens_per_rank": 1024},
+        {"context_parallel_size": 1, "tokens_per_rank": 1024},
+    ]
+
+
+def test_defaults_are_saved_as_they_were_resolved(tmp_path: Path) -> None:
+    """Not as they were given: another release may have other defaults."""
+    shapes = (PackedShape(200, 2048), PackedShape(64, 2048))
+    graphs = _graphs(num_banks=2, packed_shapes=shapes)
+    flags = GraphFlags(max_packed_seqs=200)
+    record = _saved(graphs, flags, tmp_path, num_experts=8, moe_router_topk=2)
+    assert record["capture"]["max_packed_tokens"] == 2048
+    assert record["capture"]["packed_seq_buckets"] == [64]
+    assert record["graphs_of_rank_0"] == {
+        "slots_per_chunk": [4, 2],
+        "num_graphs": 24,
+        "packed_shapes": [
+            {"max_packed_seqs": 200, "max_packed_tokens": 2048},
+            {"max_packed_seqs": 64, "max_packed_tokens": 2048},
+        ],
+    }
+    assert record["model"]["moe_router_topk"] == 2
+    assert _saved(graphs, flags, tmp_path, fp8="hybrid")["capture"]["packed_seq_buckets"] == []
+    unpacked = _saved(_graphs(), GraphFlags(), tmp_path)["capture"]
+    assert (unpacked["max_packed_tokens"], unpacked["packed_seq_buckets"]) == (None, None)
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"chunkgraph\.yaml cannot be written"):
-        save_run_record(GraphFlags(), _arguments(), tmp_path / "file")
+        save_run_record(_graphs(), GraphFlags(), _arguments(), tmp_path / "file")
 
 
 @pytest.mark.parametrize("flag", ["profile", "use_pytorch_profiler", "nvtx_ranges"])

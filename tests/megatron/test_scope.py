@@ -110,7 +110,6 @@ def test_a_replayed_chunk_runs_nothing_but_the_copies_of_its_inputs(
         assert first.shape == (BATCH, LENGTH)
         assert operators.seen == {
             "copied tensors": 3,
-            "aten.detach.default": 1,
             "aten.clone.default": 1,  # losses are the caller's to keep
         }
         assert "forward" in model.__dict__

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+import yaml
 
 HERE = Path(__file__).parent
 SCRIPT = HERE.parents[1] / "scripts" / "pretrain_gpt.py"
@@ -145,6 +146,14 @@ def test_pp2_vpp2_saved_and_resumed_equals_eager(
     save = ["--save", str(runs.folder / "checkpoint"), "--save-interval", "100"]
     runs.train("chunk", *STEPS, *CHUNK, *SEVEN, *save, "--exit-interval", "3")
     assert runs.replays() == [0, 8, 8]
+    record = yaml.safe_load((runs.folder / "checkpoint" / "chunkgraph.yaml").read_text("utf-8"))
+    assert record["capture"]["max_packed_tokens"] == ROWS  # by default
+    assert record["capture"]["packed_seq_buckets"] == []
+    assert record["graphs_of_rank_0"] == {
+        "slots_per_chunk": [4, 2],
+        "num_graphs": 12,
+        "packed_shapes": [{"max_packed_seqs": 7, "max_packed_tokens": ROWS}],
+    }
     load = ["--load", str(runs.folder / "checkpoint")]
     monkeypatch.setenv("SFT_RERUN", "3")
     log = runs.train("chunk", *STEPS, *CHUNK, *SEVEN, *load)
@@ -187,6 +196,7 @@ def test_tp2_whole_chunks_equal_eager(runs: Runs) -> None:
     """Only the first of the tensor-parallel ranks reads data."""
     flags = ["--train-iters", "4", "--eval-interval", "9", "--hidden-dropout", "0.1"]
     flags += ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "1"]
+    flags += ["--num-layers", "2"]
     whole = ["--cuda-graph-chunk-scope", "chunk", "--cuda-graph-verify", "poison"]
     eager = runs.train("tp-eager", *flags)
     assert runs.train("tp", *flags, *CHUNK, *SEVEN, *whole) == eager
@@ -197,7 +207,7 @@ def test_cp2_equals_eager(runs: Runs) -> None:
     """Both ranks read the same samples; each works on its pieces of every document."""
     flags = ["--train-iters", "4", "--eval-interval", "9", "--hidden-dropout", "0.1"]
     flags += ["--context-parallel-size", "2", "--pipeline-model-parallel-size", "1"]
-    flags += ["--spec", "packed_spec", "split_layer"]
+    flags += ["--spec", "packed_spec", "split_layer", "--num-layers", "2"]
     five = ["--cuda-graph-max-packed-seqs", "5", "--cuda-graph-verify", "poison"]
     eager = runs.train("cp-eager", *flags)
     assert runs.train("cp", *flags, *CHUNK, *five) == eager
@@ -213,7 +223,7 @@ def test_ranks_share_each_microbatch_as_its_documents_need(
 
     A rank has half the rows of a sample; a step that Megatron runs again has the same groups.
     """
-    flags = ["--train-iters", "5", "--eval-interval", "3", "--hidden-dropout", "0.0"]
+    flags = ["--train-iters", "4", "--eval-interval", "3", "--hidden-dropout", "0.0"]
     flags += ["--attention-dropout", "0.0", "--num-virtual-stages-per-pipeline-rank", "2"]
     flags += ["--global-batch-size", "8", "--calculate-per-token-loss"]
     flags += ["--spec", "packed_spec", "contexts_layer"]
@@ -227,11 +237,44 @@ def test_ranks_share_each_microbatch_as_its_documents_need(
         logs[name] = _numbers(runs.train(name, *flags, *more, nproc=4))
         evaluations[name] = runs.evaluations()
         assert runs.reads(name, nproc=4) == runs.reads("own", nproc=4)
-    assert len(runs.replays()) == 5
+    assert len(runs.replays()) == 4
     assert all(runs.replays()[1:])
     assert len(evaluations["own"]) == len(evaluations["banks"]) == 2
     assert logs["banks"] != logs["own"]
     assert logs["banks"] == pytest.approx(logs["own"], rel=1e-5)
+
+
+@pytest.mark.parametrize("ranks", ["pipeline", "tensor"])
+def test_ranks_share_microbatches_of_experts(runs: Runs, ranks: str) -> None:
+    """Bit for bit equal to the same groups without graphs; experts are on two ranks.
+
+    With tensor parallelism routers count over the groups of `RouterGroups`.
+    """
+    flags = ["--train-iters", "4", "--eval-interval", "3", "--hidden-dropout", "0.1"]
+    flags += ["--global-batch-size", "8", "--calculate-per-token-loss"]
+    flags += ["--num-experts", "4", "--moe-router-topk", "2", "--disable-bias-linear"]
+    flags += ["--moe-expert-capacity-factor", "2.0", "--moe-pad-expert-input-to-capacity"]
+    flags += ["--moe-aux-loss-coeff", "0.01", "--moe-router-load-balancing-type", "aux_loss"]
+    flags += ["--moe-token-dispatcher-type", "alltoall", "--expert-model-parallel-size", "2"]
+    chunk = [*CHUNK, "--cuda-graph-verify", "poison"]
+    if ranks == "pipeline":
+        flags += ["--num-layers", "2", "--spec", "packed_spec", "contexts_experts_layer"]
+    else:
+        flags += ["--num-layers", "1", "--spec", "packed_spec", "split_contexts_experts_layer"]
+        flags += ["--pipeline-model-parallel-size", "1", "--tensor-model-parallel-size", "2"]
+        flags += ["--sequence-parallel", "--expert-tensor-parallel-size", "1"]
+        chunk += ["--cuda-graph-chunk-scope", "chunk"]
+    sizes = ["--cuda-graph-cp-sizes", "1", "2", "--cuda-graph-cp-schedule", "random"]
+    sizes += ["--cuda-graph-max-packed-seqs", "5"]
+    never = [*CHUNK[:2], "--cuda-graph-warmup-steps", "99"]
+    found = {}
+    for name, more in {"eager": never, "chunk": chunk}.items():
+        log = runs.train(f"{ranks}-{name}", *flags, *more, *sizes, nproc=4)
+        balance = re.findall(r"load_balancing_loss: (\S+)", runs.output)
+        found[name] = (log, balance, runs.evaluations())
+        assert min(map(float, balance)) > 0
+        assert [n > 0 for n in runs.replays()] == [False, *[name == "chunk"] * 3]
+    assert found["chunk"] == found["eager"]
 
 
 def test_buckets_leave_out_rows_that_no_loss_needs(runs: Runs) -> None:
@@ -241,7 +284,7 @@ def test_buckets_leave_out_rows_that_no_loss_needs(runs: Runs) -> None:
     """
     data = _write(runs.folder / "short.jsonl", 5, 2, 7)
     flags = ["--train-iters", "5", "--eval-interval", "9", "--hidden-dropout", "0.0"]
-    flags += ["--attention-dropout", "0.0"]
+    flags += ["--attention-dropout", "0.0", "--num-layers", "2"]
     tokens = [*SEVEN, "--cuda-graph-max-packed-tokens", "18"]
     tokens += ["--cuda-graph-packed-buckets", "0.5", "14", "--cuda-graph-packed-seq-buckets", "4"]
     never = [*CHUNK[:2], "--cuda-graph-warmup-steps", "99"]

@@ -70,14 +70,6 @@ def test_one_rank(
     counts = [2, 1, 3]
     cases = {
         "poison": _case(make_config, counts, capture={"scope": "chunk", "verify": "poison"}),
-        "allgather_spilled": _case(
-            make_config,
-            counts,
-            experts={"moe_token_dispatcher_type": "allgather"},
-            model={"params_dtype": "bfloat16"},
-            stash={"initial_bytes": 4096, "spill_bytes": 1 << 20},
-            capture={"memory_plan": "shared_temporaries"},
-        ),
         "no_drops": _case(
             make_config,
             [2, 1, 2],
@@ -86,16 +78,27 @@ def test_one_rank(
         ),
     }
     # Every step runs out of pages but the one before the capture. Once, not for each Megatron: what
-    # runs anew is the engine's; "no_drops" does so with either, and so do jobs of two ranks.
+    # runs anew and where pages lie is the engine's; "no_drops" runs anew with either, and so do
+    # jobs of two ranks.
     without = {"initial_bytes": 0, "max_bytes": 4096}
     cases |= once(
-        {"never_enough": _case(make_config, counts, stash=without, train={"use_ddp": False})}
+        {
+            "never_enough": _case(make_config, counts, stash=without, train={"use_ddp": False}),
+            "allgather_spilled": _case(
+                make_config,
+                counts,
+                experts={"moe_token_dispatcher_type": "allgather"},
+                model={"params_dtype": "bfloat16"},
+                stash={"initial_bytes": 4096, "spill_bytes": 1 << 20},
+                capture={"memory_plan": "shared_temporaries"},
+            ),
+        }
     )
     results = run_cases(cases, 1, timeout_s=180.0)
     _check_equal(results)
     # Half of the rows are in use, and there is headroom of a tenth.
     assert 0.4 < _share(results["poison"]) < 0.7
-    for name in ("poison", "allgather_spilled"):
+    for name in results.keys() & {"poison", "allgather_spilled"}:
         assert results[name]["overflow_reruns"] == {}, name
         assert all(step["replays"] for step in results[name]["steps"][1:]), name
     assert results["no_drops"]["overflow_reruns"]["expert capacity"] >= 1
@@ -112,8 +115,8 @@ def test_two_ranks(
     """Interleaved; pages run out on one rank alone; experts on two ranks."""
     pp2 = {"pipeline_model_parallel_size": 2}
     overlap = {"overlap_grad_reduce": True, "use_distributed_optimizer": True}
-    # Once, not for each Megatron: what is stashed does not depend on the number of chunks.
-    interleaved = once(
+    # Once, not for each Megatron: what is stashed does not depend on the pipeline.
+    pipelines = once(
         {
             "pp2_vpp2": _case(
                 make_config,
@@ -122,19 +125,19 @@ def test_two_ranks(
                 pipeline={**pp2, "virtual_pipeline_model_parallel_size": 2},
                 train={"overlap_grad_reduce": True},
                 capture={"shared_slots": True},
-            )
+            ),
+            "one_rank_short": _case(
+                make_config,
+                [3, 1, 5, 4],
+                experts={"moe_layer_freq": [0, 1]},
+                stash={"headroom": 0.6},
+                pipeline=pp2,
+                capture={"scope": "chunk"},
+            ),
         }
     )
     cases = {
-        **interleaved,
-        "one_rank_short": _case(
-            make_config,
-            [3, 1, 5, 4],
-            experts={"moe_layer_freq": [0, 1]},
-            stash={"headroom": 0.6},
-            pipeline=pp2,
-            capture={"scope": "chunk"},
-        ),
+        **pipelines,
         "ep2": _case(
             make_config,
             [2, 1, 3],
@@ -145,16 +148,16 @@ def test_two_ranks(
     }
     results = run_cases(cases, 2, timeout_s=150.0)
     _check_equal(results)
-    for name in interleaved:
-        assert results[name]["overflow_reruns"] == {}
-        assert all(_share(results[name], rank) < 0.7 for rank in range(2))
-    alone = results["one_rank_short"]
-    assert alone["stash_bytes"][0] == alone["bytes_without_stash"][0] == 0
-    assert alone["overflow_reruns"]["stash pages"] >= 1
-    assert alone["recaptures"]
-    assert alone["steps"][-1]["replays"] == 4
     assert results["ep2"]["overflow_reruns"]["stash pages"] >= 1
     assert results["ep2"]["recaptures"] == []
+    if pipelines:
+        assert results["pp2_vpp2"]["overflow_reruns"] == {}
+        assert all(_share(results["pp2_vpp2"], rank) < 0.7 for rank in range(2))
+        alone = results["one_rank_short"]
+        assert alone["stash_bytes"][0] == alone["bytes_without_stash"][0] == 0
+        assert alone["overflow_reruns"]["stash pages"] >= 1
+        assert alone["recaptures"]
+        assert alone["steps"][-1]["replays"] == 4
 
 
 class _Run:
@@ -213,6 +216,7 @@ def test_an_overflow_is_an_error_where_that_is_asked_for(one_rank: Any, config: 
     run.graphs.detach()
 
 
+@pytest.mark.newest
 def test_the_log_says_why_a_step_is_run_anew_and_detach_leaves_nothing(
     one_rank: Any, config: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -232,6 +236,7 @@ def test_the_log_says_why_a_step_is_run_anew_and_detach_leaves_nothing(
     plain.graphs.detach()
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize(("skips", "stashes"), [(False, True), (True, False)])
 def test_a_chunk_with_one_slot_may_keep_what_it_saves(
     one_rank: Any, config: Any, *, skips: bool, stashes: bool

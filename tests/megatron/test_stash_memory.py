@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-pytestmark = [pytest.mark.megatron, pytest.mark.timeout(120)]
+# Bytes of the stash and of tensors, of which Megatron decides nothing.
+pytestmark = [pytest.mark.megatron, pytest.mark.newest, pytest.mark.timeout(120)]
 
 _SEQUENCE, _ROWS = 384, 2
 

@@ -28,8 +28,8 @@ def _pipeline(pp: int = 1, vpp: int | None = None, **others: int) -> dict[str, A
 def in_both_scopes(once: Callable[..., Any]) -> Callable[..., dict[str, dict[str, Any]]]:
     """Every case as it is, and once more with whole chunks captured.
 
-    Where all is repeated with another release, every second case as it is and the others with
-    whole chunks: that both scopes are equal to eager in each way to split a model is shown once.
+    With an older release every second case as it is and the others with whole chunks: that both
+    scopes are equal to eager in each way to split a model is shown once.
     """
 
     def double(cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -123,15 +123,18 @@ def test_two_ranks(
                 train={"num_microbatches": [2, 1, 5, 3]},
             )
         },
+        "tp2": {
+            "config": make_config(model=_SHALLOW, pipeline=_pipeline(tensor_model_parallel_size=2))
+        },
+    }
+    # With older releases too: their interleaved schedule, and all of their DDP.
+    in_each = {
         "pp2_vpp2": {
             "config": make_config(
                 model=_DROPOUT,
                 pipeline=_pipeline(2, 2),
                 train={"num_microbatches": [4, 2, 6], "overlap_grad_reduce": True},
             )
-        },
-        "tp2": {
-            "config": make_config(model=_SHALLOW, pipeline=_pipeline(tensor_model_parallel_size=2))
         },
         "dp2": {
             "config": make_config(
@@ -147,8 +150,7 @@ def test_two_ranks(
         "pipeline": _pipeline(2, 2, microbatch_group_size_per_vp_stage=3),
         "train": {"num_microbatches": [5, 3, 8]},
     }
-    # In one scope, and once: without DDP one rank runs with either release, groups of another size
-    # than the pipeline's do in `test_receive`, and slots are no matter of Megatron's.
+    # In one scope: slots are no matter of Megatron's.
     others = {
         "pp2_no_ddp": {
             "config": make_config(
@@ -178,15 +180,15 @@ def test_two_ranks(
         "tp2": [[1], [1]],
         "dp2": [[1], [1]],
     }
-    cases = {**in_both_scopes(cases), **once(others)}
+    cases = {**in_both_scopes(in_each), **once({**in_both_scopes(cases), **others})}
     _check(run_equal(cases, 2), cases, slots)
 
 
+@pytest.mark.newest
 def test_four_ranks(
     run_equal: Callable[..., Any],
     make_config: Callable[..., Any],
     in_both_scopes: Callable[..., Any],
-    once: Callable[..., Any],
 ) -> None:
     """PP 4 x VPP 2, and DP 2 x PP 2 x VPP 2 with overlapped reduction."""
     cases = {
@@ -203,7 +205,6 @@ def test_four_ranks(
             "ddp_options": {"bucket_size": 8000, "overlap_param_gather": True},
         },
     }
-    # Stages in the middle, and both kinds of pipeline, are among other cases of either release.
     deep = {
         "pp4_vpp2": {
             "config": make_config(
@@ -217,7 +218,7 @@ def test_four_ranks(
         "pp4_vpp2": [[8, 4], [8, 4], [7, 3], [5, 1]],
         "dp2_pp2_vpp2": [[4, 2], [4, 2], [3, 1], [3, 1]],
     }
-    cases = {**in_both_scopes(cases), **once(deep)}
+    cases = {**in_both_scopes(cases), **deep}
     _check(run_equal(cases, 4), cases, slots)
 
 

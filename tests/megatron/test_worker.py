@@ -25,7 +25,7 @@ def _line_of(marker: str) -> int:
 def test_results_and_progress(run_worker: RunWorker, make_config: MakeConfig) -> None:
     """Rank 0 alone leaves results and progress; nothing temporary stays."""
     config = make_config(pipeline={"pipeline_model_parallel_size": 2})
-    codes, folder = run_worker(config, 2)
+    codes, folder = run_worker(config, 2, forked=True)
     assert codes == [0, 0], (folder / "log0.txt").read_text()
     result = json.loads((folder / "rank0.json").read_text(encoding="utf-8"))
     assert result["parameters_equal"] is True

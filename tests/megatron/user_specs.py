@@ -245,8 +245,11 @@ def packed_experts() -> Any:
 
 
 def packed_experts_split() -> Any:
-    """Two such layers with `SplitNorm`, for sequence parallelism."""
-    spec = packed_experts()
+    """Such layers with `SplitNorm`, for sequence parallelism."""
+    return _split_layer(packed_experts())
+
+
+def _split_layer(spec: Any) -> Any:
     spec.submodules.input_layernorm = SplitNorm
     spec.submodules.pre_mlp_layernorm = SplitNorm
     return TransformerBlockSubmodules(layer_specs=[spec], layer_norm=SplitNorm)
@@ -270,6 +273,12 @@ class ContextCore(PackedCore):
     values those of all ranks.
     """
 
+    is_static = False
+
+    def group_of(self, packed_seq_params: Any) -> Any:
+        """The ranks that share the microbatch; None: this one alone."""
+        return packed_seq_params.cp_group
+
     def forward(
         self,
         query: torch.Tensor,
@@ -280,9 +289,10 @@ class ContextCore(PackedCore):
         **_: Any,
     ) -> torch.Tensor:
         """As the parent."""
-        group = packed_seq_params.cp_group
+        group = self.group_of(packed_seq_params)
         size, rank = (1, 0) if group is None else (group.size(), group.rank())
-        assert (packed_seq_params.local_cp_size or 1) == size  # none is said in an evaluation
+        # None is said in an evaluation.
+        assert (packed_seq_params.local_cp_size or 1) == size or self.is_static
         real = packed_seq_params.cu_seqlens_q.long()
         padded = packed_seq_params.cu_seqlens_q_padded
         padded = real if padded is None else padded.long()

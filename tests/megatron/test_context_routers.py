@@ -1,0 +1,166 @@
+"""Routers that count the tokens of whole microbatches, and the groups that they count over."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch import nn
+
+from chunkgraph.errors import ConfigError, TopologyError
+from chunkgraph.megatron.contexts import ContextGroups, follow_groups
+from chunkgraph.megatron.contexts.attention import refuse_without_groups
+from chunkgraph.megatron.contexts.router_groups import RouterGroups
+
+# Not marked `megatron`: whole jobs are in `test_context_training`.
+
+
+class _Group:
+    """As far as routers look at it."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def size(self) -> int:
+        return self._size
+
+
+class _Router(nn.Module):
+    """Its losses as Megatron's; remembers what they were and by which group they are reduced."""
+
+    def __init__(self, num_tensor_ranks: int) -> None:
+        super().__init__()
+        self.tp_group = self.tp_cp_group = _Group(num_tensor_ranks)
+        self.tp_dp_cp_group = _Group(8 * num_tensor_ranks)
+        self.seen: list[tuple[str, float, Any]] = []
+
+    def attach_and_log_load_balancing_loss(
+        self, activation: Any, _coefficient: float, loss: float, name: str, group: Any, **_: Any
+    ) -> Any:
+        self.seen.append((name, loss, group))
+        assert self.tp_cp_group is self.tp_group  # multiplied by where the loss is per token
+        return activation
+
+    def apply_z_loss(self, logits: Any) -> Any:
+        self.seen.append(("z", 1.0 / self.tp_cp_group.size(), None))
+        return logits
+
+    def forward(self) -> None:
+        self.apply_z_loss(0)
+        counted_over = self.tp_cp_group
+        attach = self.attach_and_log_load_balancing_loss
+        attach(0, 0.5, 1.0, "balance", counted_over)
+        attach(0, 0.5, 1.0, "global", self.tp_dp_cp_group, valid_token_count=3)
+        assert self.tp_cp_group is counted_over
+
+
+class _Layer(nn.Module):
+    def __init__(self, num_tensor_ranks: int = 1) -> None:
+        super().__init__()
+        self.mlp = nn.Module()
+        self.mlp.router = _Router(num_tensor_ranks)
+
+    def forward(self, *, packed_seq_params: Any = None) -> None:
+        self.mlp.router()
+
+
+def test_a_microbatch_of_several_ranks_weighs_as_much_as_its_rows() -> None:
+    layer = _Layer()
+    router = layer.mlp.router
+    own = router.tp_cp_group
+    undo = follow_groups([layer])
+    for group in (_Group(4), None):
+        layer(packed_seq_params=SimpleNamespace(cp_group=group))
+    undo()
+    shared, alone = router.seen[:3], router.seen[3:]
+    assert shared == [
+        ("z", 1.0, None),
+        ("balance", 4.0, own),
+        ("global", 1.0, router.tp_dp_cp_group),
+    ]
+    assert alone == [
+        ("z", 1.0, None),
+        ("balance", 1.0, own),
+        ("global", 1.0, router.tp_dp_cp_group),
+    ]
+    assert router.tp_cp_group is own
+    assert not {"apply_z_loss", "attach_and_log_load_balancing_loss"} & vars(router).keys()
+
+
+class _Groups:
+    """Of microbatches that two, four and one of the ranks share, on two tensor-parallel ranks."""
+
+    def __init__(self, for_routers: Any = "made") -> None:
+        self.for_routers = for_routers
+        self.two, self.four = _Group(2), _Group(4)
+        self._of_routers = {self.two: _Group(4), self.four: _Group(8), None: None}
+
+    def of_routers(self, group: Any) -> Any:
+        return self._of_routers[group]
+
+
+def test_tensor_parallel_ranks_count_their_rows_together() -> None:
+    layer, groups = _Layer(num_tensor_ranks=2), _Groups()
+    router = layer.mlp.router
+    own = router.tp_cp_group
+    counted_over = []
+    router.register_forward_pre_hook(lambda *_: counted_over.append(router.tp_cp_group))
+    undo = follow_groups([layer], groups)  # type: ignore[arg-type]
+    for group in (groups.four, None, groups.two):
+        layer(packed_seq_params=SimpleNamespace(cp_group=group))
+    layer()  # an evaluation
+    undo()
+    assert counted_over == [groups.of_routers(groups.four), own, groups.of_routers(groups.two), own]
+    # As often as the context-parallel ranks, whatever the tensor-parallel ones.
+    losses = [loss for name, loss, group in router.seen if name == "balance" and group is own]
+    assert losses == [4.0, 1.0, 2.0, 1.0]
+    assert {loss for name, loss, _ in router.seen if name == "z"} == {0.5}
+    assert router.tp_cp_group is own
+
+
+def test_routers_that_would_count_over_others_are_refused() -> None:
+    chunks, groups = [nn.Sequential(_Layer(), _Layer(num_tensor_ranks=2))], _Groups()
+    for given in (None, _Groups(for_routers=None)):
+        with pytest.raises(ConfigError, match="1 of model chunk 0 has experts on several tensor"):
+            follow_groups(chunks, given)  # type: ignore[arg-type]
+    assert not any(layer._forward_pre_hooks for layer in chunks[0])
+    undo = follow_groups(chunks, groups)  # type: ignore[arg-type]
+    refuse_without_groups(chunks, groups)  # type: ignore[arg-type]
+    others = r"router of 1 of model chunk 0 would count tokens over other groups"
+    with pytest.raises(ConfigError, match=others):
+        refuse_without_groups(chunks, _Groups())  # type: ignore[arg-type]
+    undo()
+    with pytest.raises(ConfigError, match=others):
+        refuse_without_groups(chunks, groups)  # type: ignore[arg-type]
+
+
+def test_groups_of_routers_belong_to_those_of_microbatches(one_rank: Any) -> None:
+    import torch.distributed as dist
+
+    world = dist.group.WORLD
+    alone = ContextGroups([0], {1: world}, RouterGroups({}))
+    assert alone.of_routers(None) is alone.of_routers(world) is None
+    without = ContextGroups([0], {1: world})
+    with pytest.raises(TopologyError, match=r"rank 0: .* ranks \[0\] has no group of routers"):
+        without.of_routers(world)
+    other = dist.new_group([0])
+    with pytest.raises(TopologyError, match=r"ranks \[0\] is none of those that follow_groups"):
+        alone.of_routers(other)
+    dist.destroy_process_group(other)
+    assert ContextGroups.create([[0]], [1]).for_routers is None
+    assert ContextGroups.of_data_parallel([1], has_experts=True).for_routers is None
+
+
+@pytest.mark.parametrize(
+    ("tensor_groups", "message"),
+    [
+        ([[0, 3], [2, 1]], r"ranks \[0, 3\] do not stand at one place"),
+        ([[0, 1], [2, 3]], r"ranks \[0, 1\] do not stand at one place"),
+        ([[0, 2]], r"Of the ranks \[0, 1\] only some are in tensor_groups"),
+        ([[0, 4], [1, 5]], r"ranks \[0, 4\] are in no world"),
+    ],
+)
+def test_tensor_parallel_ranks_that_cannot_be(tensor_groups: list[list[int]], message: str) -> None:
+    with pytest.raises(TopologyError, match=message):
+        RouterGroups.create([[0, 1], [2, 3]], tensor_groups, [2])

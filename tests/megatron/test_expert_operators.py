@@ -1,0 +1,157 @@
+"""What graphs of experts hold that eager training does not run: every kernel of it takes time."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from chunkgraph.graphs.recorded_graph import RecordedGraph
+from chunkgraph.graphs.recording import storages_written, tensors_in
+
+pytestmark = [pytest.mark.megatron, pytest.mark.timeout(60)]
+
+_EXPERTS = {
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 32,
+    "moe_expert_capacity_factor": 2.0,
+    "moe_aux_loss_coeff": 0.1,
+}
+
+
+_UNDEFINED_CONTENTS = ("aten::empty", "aten::new_empty")
+
+
+class _EagerOperators(TorchDispatchMode):
+    """Counts, by name, operators that make or write memory; views are none, nor are replays.
+
+    Attributes:
+        found: how often each ran.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        given = tensors_in([*args, *kwargs.values()])
+        known = {tensor.untyped_storage().data_ptr() for tensor in given}
+        out = func(*args, **kwargs)
+        made = [t.untyped_storage() for t in tensors_in(out)]
+        is_fresh = any(s.nbytes() and s.data_ptr() not in known for s in made)
+        name = func._schema.name
+        if name.startswith(_UNDEFINED_CONTENTS):
+            return out
+        if is_fresh or storages_written(func, args, kwargs):
+            self.found[name.removeprefix("aten::")] += 1
+        return out
+
+
+@contextmanager
+def _graph_operators() -> Iterator[dict[str, Counter[str]]]:
+    """Inside, every graph that the recorder captures is noted: its label, and what it holds."""
+    graphs: dict[str, Counter[str]] = {}
+    finish = RecordedGraph.finish
+
+    def noting(self: RecordedGraph, log: Any, *more: Any) -> None:
+        names = [entry.func._schema.name for entry in log if hasattr(entry, "func")]
+        graphs[self.label] = Counter(name.removeprefix("aten::") for name in names)
+        finish(self, log, *more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RecordedGraph, "finish", noting)
+        yield graphs
+
+
+def _operators(
+    device: Any,
+    make_config: Callable[..., dict[str, Any]],
+    num_layers: int,
+    graphs: dict[str, Any] | None,
+) -> tuple[Counter[str], Counter[str]]:
+    """Of a step of one microbatch: those that graphs hold, and those that run eagerly."""
+    from chunkgraph.config import config_from_mapping
+    from chunkgraph.data import PackedText
+    from chunkgraph.megatron import attach, compat
+    from chunkgraph.megatron.loop import forward_step, microbatches
+    from chunkgraph.megatron.model import build_model
+    from chunkgraph.megatron.processes import seed_everything
+
+    compat.forget_expert_metrics()
+    seed_everything(1, device)
+    config = config_from_mapping(
+        make_config(
+            model={"num_layers": num_layers, "swiglu": True},
+            moe=_EXPERTS,
+            train={"micro_batch_size": 3},
+        )
+    )
+    chunks: Any = build_model(config, device)
+    schedule = compat.import_megatron("megatron.core.pipeline_parallel")
+    train = schedule.get_forward_backward_func()
+    attached = attach(chunks, **graphs) if graphs is not None else None
+    if attached is not None:
+        train = attached.wrap_forward_backward(train)
+    text = PackedText.from_file(None, seq_length=16, seed=1)
+    with _graph_operators() as captured:
+        for step in range(3):
+            chunks[0].zero_grad_buffer()
+            data = list(itertools.islice(microbatches(config, text, step, 1, device), 1))
+            with _EagerOperators() as eager:
+                train(
+                    forward_step_func=forward_step,
+                    data_iterator=[iter(data)],
+                    model=chunks,
+                    num_microbatches=1,
+                    seq_length=16,
+                    micro_batch_size=3,
+                    forward_only=False,
+                )
+    if attached is not None:
+        assert attached.counters.replayed_steps == 2
+        attached.detach()
+    return sum(captured.values(), Counter()), eager.found
+
+
+def _added(
+    device: Any, make_config: Any, num_layers: int, **graphs: Any
+) -> tuple[Counter[str], Counter[str]]:
+    """What graphs add to eager training: all in all, and of that outside of the graphs."""
+    _, plain = _operators(device, make_config, num_layers, None)
+    held, eager = _operators(device, make_config, num_layers, {"scope": "chunk", **graphs})
+    return held + eager - plain, eager - plain
+
+
+@pytest.mark.parametrize("token_drops", ["count", "raise", "rerun"])
+def test_a_layer_adds_one_operator_that_counts(
+    one_rank: Any, make_config: Any, token_drops: str
+) -> None:
+    """And their sum is one more for all layers; what a rerun has to know is for reruns."""
+    added, outside = _added(one_rank, make_config, 3, token_drops=token_drops)
+    # Tokens and labels go into the slot, the gradient of the loss too; the loss is copied out.
+    copies = Counter({"_foreach_copy_": 1, "copy_": 1, "clone": 1})
+    if token_drops == "rerun":
+        # Before a step: random state, on the host, and all that it counts up, by type.
+        states = Counter({"clone": 3, "_foreach_copy_": 2})
+        assert outside - copies - states == Counter()
+        copies += states
+    assert added - copies == Counter({"gt": 3, "stack": 1, "sum": 1, "add_": 1})
+
+
+def test_the_stash_looks_at_rows_once(one_rank: Any, make_config: Any) -> None:
+    """Here experts are run one after the other, and each looks at its rows too."""
+    from chunkgraph.memory.stash import StashOptions
+
+    added, _ = _added(one_rank, make_config, 1, stash=StashOptions(page_bytes=512))
+    # Which tokens found no room, and which rows hold none: one comparison each.
+    assert added["gt"] == 2
+    assert added["cumsum"] == 1 + 4

@@ -1,0 +1,137 @@
+"""What ranks are told of steps without room: who waits for what, and what is an error on all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from chunkgraph.engine.counters import Counters
+from chunkgraph.engine.decision import StepMode
+from chunkgraph.errors import StashError
+
+pytestmark = pytest.mark.megatron
+
+
+class _Pages:
+    """Stands for a rank's stash after a replayed step."""
+
+    def __init__(self, num_left: int, num_late: int) -> None:
+        self.options = SimpleNamespace(on_overflow="rerun")
+        self.num_left, self.num_late = num_left, num_late
+        self.was_abandoned = False
+
+    def status(self) -> Any:
+        return SimpleNamespace(num_wanted_pages=7, num_short=0, num_peak_pages=9)
+
+    def num_pages_left(self) -> int:
+        return self.num_left
+
+    def num_short_late(self) -> int:
+        return self.num_late
+
+    def abandon_step(self) -> None:
+        self.was_abandoned = True
+
+
+@pytest.mark.parametrize("mine", [0, 3])
+@pytest.mark.parametrize(
+    ("place", "what"),
+    [
+        (3, r"Rank 1: {} pages .* not given back in the step before \(on one rank 3\)"),
+        (4, r"Rank 1: {} tensors found no page .* after its last forward"),
+    ],
+)
+def test_what_a_look_comes_late_for_is_an_error_on_all_ranks(
+    mine: int, place: int, what: str
+) -> None:
+    """A rank that raised alone would leave the others in the agreement."""
+    from chunkgraph.megatron.overflow import OverflowGuard
+
+    asked = []
+
+    def agree(values: Sequence[int]) -> list[int]:
+        asked.append(list(values))
+        others = [3 * (index == place) for index in range(5)]
+        return [max(value, other) for value, other in zip(values, others, strict=True)]
+
+    pages = _Pages(*(mine * (place == late) for late in (3, 4)))
+    nothing: Any = SimpleNamespace(reruns=False, keep=lambda: None)
+    guard = OverflowGuard(
+        nothing,
+        nothing,
+        pages,  # type: ignore[arg-type]
+        agree=agree,
+        release=lambda: None,
+        counters=Counters(),
+        max_recaptures=1,
+        rank=1,
+    )
+    with pytest.raises(StashError, match=what.format(mine)):
+        guard.run(lambda _kwargs, _eager: (None, StepMode.REPLAY), {"data_iterator": None})
+    assert asked == [[mine * (index == place) for index in range(5)]]
+    assert pages.was_abandoned
+
+
+class _Event:
+    """Stands for a CUDA event: a copy arrives when somebody waits for it."""
+
+    def __init__(self, copies: list[Callable[[], Any]]) -> None:
+        self.copies = copies
+
+    def record(self) -> None: ...
+
+    def query(self) -> bool:
+        return not self.copies
+
+    def synchronize(self) -> None:
+        while self.copies:
+            self.copies.pop(0)()
+
+
+def test_who_waits_for_dropped_tokens_sees_those_of_the_last_step() -> None:
+    """Also where the copy of that step was left out, since the one before was under way."""
+    from chunkgraph.megatron.token_drops import DropReport
+
+    counts = torch.zeros(2, dtype=torch.int64)
+    copies: list[Callable[[], Any]] = []
+    report = DropReport(counts, [1, 2])
+
+    class Host:
+        values = torch.zeros_like(counts)
+
+        def copy_(self, given: torch.Tensor, *, non_blocking: bool) -> None:
+            assert non_blocking
+            copies.append(partial(self.values.copy_, given.clone()))
+
+        def tolist(self) -> list[int]:
+            return self.values.tolist()
+
+    report._event, report._host = _Event(copies), Host()  # type: ignore[assignment]
+    for _ in range(3):
+        counts += 1
+        report.end_step()
+    assert report.by_layer() == {1: 0, 2: 0}  # nobody waited
+    assert report.by_layer(wait=True) == {1: 3, 2: 3}
+    counts += 1
+    report.end_step()
+    assert report.by_layer(wait=True) == {1: 4, 2: 4}
+
+
+def test_a_forward_more_takes_back_what_was_told() -> None:
+    from chunkgraph.megatron.last_forward import telling_last_forward
+
+    told: list[str] = []
+    kwargs = {"forward_step_func": lambda *_: told.append("forward"), "num_microbatches": 2}
+    given = telling_last_forward(
+        kwargs, 2, lambda: told.append("told"), lambda: told.append("back")
+    )
+    for _ in range(6):
+        given["forward_step_func"]("data", "model")
+    assert told == [*["forward"] * 4, "told", "forward", "back", "forward"]
+    assert kwargs["forward_step_func"] is not given["forward_step_func"]
+    assert telling_last_forward({}, 1, lambda: None, lambda: None) == {}

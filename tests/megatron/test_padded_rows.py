@@ -1,0 +1,111 @@
+"""What follows from padding alone is computed once in a forward, and anew in every other one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from chunkgraph.graphs import RecorderBackend
+
+pytestmark = [pytest.mark.megatron, pytest.mark.timeout(60)]
+
+_NUM_ROWS, _NUM_EXPERTS = 12, 4
+
+
+class _Operators(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found[func._schema.name.removeprefix("aten::")] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _kept(padding: torch.Tensor, rows_of: Any, factor: float = 1.0) -> torch.Tensor:
+    """What a layer asks: its experts' rows, where all rows chose the first two experts."""
+    from chunkgraph.megatron.compat import kept_of_tokens
+
+    probs = torch.zeros(_NUM_ROWS, _NUM_EXPERTS)
+    probs[:, :2] = 0.5
+    kept: torch.Tensor = kept_of_tokens(
+        *(probs, probs > 0, rows_of.of(padding.reshape(-1))),
+        top_k=2,
+        capacity_factor=factor,
+        by_position=False,
+    )
+    return kept
+
+
+def _padding(num_tokens: int) -> torch.Tensor:
+    return (torch.arange(_NUM_ROWS) >= num_tokens)[:, None]
+
+
+def test_layers_of_a_forward_share_it(one_rank: Any) -> None:
+    from chunkgraph.megatron.compat.padded_rows import RowsOfForward
+
+    rows_of, padding = RowsOfForward(), _padding(6)
+    with _Operators() as apart:
+        alone = [_kept(padding, rows_of) for _ in range(3)]
+    with _Operators() as together, rows_of.forward():
+        shared = [_kept(padding, rows_of) for _ in range(3)]
+        other = _kept(padding, rows_of, factor=2.0)  # layers need not be alike
+    assert all(torch.equal(a, b) for a, b in zip(alone, shared, strict=True))
+    assert (apart.found["ceil"], together.found["ceil"]) == (3, 2)
+    assert (apart.found["bitwise_not"], together.found["bitwise_not"]) == (3, 1)
+    assert (int(shared[0].sum()), int(other.sum())) == (_NUM_EXPERTS * 3, _NUM_EXPERTS * 6)
+
+
+def test_nothing_is_known_of_another_padding(one_rank: Any) -> None:
+    """Neither of another tensor, nor of what was written into one, nor of another forward."""
+    from chunkgraph.megatron.compat.padded_rows import RowsOfForward
+
+    rows_of, padding = RowsOfForward(), _padding(6)
+    with rows_of.forward():
+        assert int(_kept(padding, rows_of).sum()) == _NUM_EXPERTS * 3
+        assert int(_kept(_padding(4), rows_of).sum()) == _NUM_EXPERTS * 2
+        padding.copy_(_padding(8))
+        assert int(_kept(padding, rows_of).sum()) == _NUM_EXPERTS * 4
+    backend = RecorderBackend()
+    with (
+        backend.capture("forward", backend.new_pool("slot")) as graph,
+        rows_of.forward(),
+    ):
+        held = [_kept(padding, rows_of) for _ in range(2)]
+    for num_tokens in (4, 8, 2):
+        padding.copy_(_padding(num_tokens))
+        graph.replay()
+        assert [int(kept.sum()) for kept in held] == [_NUM_EXPERTS * num_tokens // 2] * 2
+
+
+def test_a_backward_computes_it_anew(one_rank: Any) -> None:
+    """What a graph of a forward holds is its slot's, and gone where a backward begins."""
+    from chunkgraph.megatron.compat.padded_rows import RowsOfForward
+
+    rows_of, padding = RowsOfForward(), _padding(6)
+    x = torch.ones(2, requires_grad=True)
+    found = []
+    with rows_of.forward():
+        found.append(rows_of.of(padding))
+        y = x * 2
+        y.register_hook(lambda _: found.append(rows_of.of(padding)))
+        y.sum().backward()
+        found.append(rows_of.of(padding))
+    assert found[0] is found[2]
+    assert found[0] is not found[1]
+
+
+def test_padding_that_was_made_in_inference_mode_is_looked_at_anew(one_rank: Any) -> None:
+    """Such a tensor does not tell whether it was written to."""
+    from chunkgraph.megatron.compat.padded_rows import RowsOfForward
+
+    rows_of = RowsOfForward()
+    with torch.inference_mode(), rows_of.forward():
+        padding = _padding(6)
+        assert int(_kept(padding, rows_of).sum()) == _NUM_EXPERTS * 3
+        padding.copy_(_padding(8))
+        assert int(_kept(padding, rows_of).sum()) == _NUM_EXPERTS * 4
