@@ -19,8 +19,9 @@ PYTHON_MCORE ?= $(shell for p in python3.12 $(wildcard $(HOME)/.pyenv/versions/3
 TORCH ?= torch==2.13.0
 # The second Megatron-core that the tests marked `megatron` run against.
 MCORE ?= 0.19.2
-# Processes of the test run.
+# Processes of the test run, and of that on GPUs, which its tests have to themselves.
 JOBS ?= 2
+GPU_JOBS ?= 8
 CONFIG ?= configs/gpt_pp2_vpp2_cpu.yaml
 
 VENV := .venv
@@ -54,7 +55,9 @@ test-first: lint $(VENV)/.compiled
 	@$(VENV)/bin/python $(PYTEST) -m "not newest"
 
 test-gpu: $(VENV)/.installed ## The tests that need GPUs; fails where there is none
-	@CHUNKGRAPH_REQUIRE_GPU=1 $(VENV)/bin/python -m pytest -m "gpu or multigpu"
+	@# In order, those first that need most GPUs.
+	@CHUNKGRAPH_REQUIRE_GPU=1 $(VENV)/bin/python -m pytest -q -n $(GPU_JOBS) --dist load \
+	  --maxschedchunk 1 --durations 0 -m "gpu or multigpu"
 
 lint: $(VENV)/.installed ## ruff, mypy and import-linter
 	@echo "== ruff"

@@ -11,7 +11,8 @@ import os
 import shutil
 import socket
 import tempfile
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     together if what is left at the end is short.
     """
     _refuse_unrepeated(items)
-    items.sort(key=_takes_long, reverse=True)
+    items.sort(key=lambda item: (_num_gpus_needed(item), _takes_long(item)), reverse=True)
     num_gpus: int | None = None
     for item in items:
         if item.get_closest_marker("megatron") and not _has_megatron():
@@ -63,15 +64,68 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("slurm") and (missing := _missing_of_slurm()):
             reason = f"Slurm is not installed: no {', '.join(missing)}"
             item.add_marker(pytest.mark.skip(reason=reason))
-        multigpu = item.get_closest_marker("multigpu")
-        needed = (multigpu.args[0] if multigpu.args else 2) if multigpu else 1
-        if multigpu or item.get_closest_marker("gpu"):
+        if needed := _num_gpus_needed(item):
             if num_gpus is None:
                 num_gpus = _count_gpus()
             must_run = os.environ.get("CHUNKGRAPH_REQUIRE_GPU") == "1" and needed <= 2
             if num_gpus < needed and not must_run:
                 reason = f"needs {needed} CUDA GPU(s), found {num_gpus}"
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """A test has its GPUs to itself, in a run of several processes too.
+
+    Outermost, since a wait for them must not count against the test's time limit.
+    """
+    needed = _num_gpus_needed(item)
+    if needed == 0 or item.get_closest_marker("skip"):
+        return (yield)
+    # Of this process itself the first is used, whatever is asked for after CUDA has begun here.
+    in_processes = item.get_closest_marker("multigpu") or item.get_closest_marker("megatron")
+    num = -(-needed // _ranks_of_each_gpu()) if in_processes else 0
+    folder = Path(tempfile.gettempdir())
+    with (
+        pytest.MonkeyPatch.context() as environment,
+        gpus_held(num, _visible_gpus(), folder) as held,
+    ):
+        if held:
+            environment.setenv("CUDA_VISIBLE_DEVICES", ",".join(held))
+        return (yield)
+
+
+@contextlib.contextmanager
+def gpus_held(num: int, gpus: Sequence[str], folder: Path) -> Iterator[list[str]]:
+    """Wait for ``num`` of these GPUs, which no other test process of this machine then uses.
+
+    Args:
+        num: of GPUs, the last that are free first; 0: the first one, together with others that
+            ask so. More than there are: nothing is waited for, and the test says what it lacks.
+        gpus: as CUDA_VISIBLE_DEVICES names them.
+        folder: of the lock files.
+    """
+    lock = f"chunkgraph-test-gpu-{os.getuid()}-{{}}.lock".format
+    held: list[str] = []
+    with contextlib.ExitStack() as locks:
+        # One waits at a time: who needs all would wait for ever beside those who need one.
+        with contextlib.ExitStack() as queue:
+            _lock(queue, folder / lock("queue"), fcntl.LOCK_EX)
+            if num == 0 and gpus:
+                _lock(locks, folder / lock(gpus[0]), fcntl.LOCK_SH)
+            while len(held) < num <= len(gpus):
+                for gpu in reversed(gpus):
+                    if len(held) < num and gpu not in held and _lock(locks, folder / lock(gpu)):
+                        held.append(gpu)
+                if len(held) < num:
+                    time.sleep(0.05)
+        yield sorted(held, key=gpus.index)
+
+
+def _num_gpus_needed(item: pytest.Item) -> int:
+    if multigpu := item.get_closest_marker("multigpu"):
+        return multigpu.args[0] if multigpu.args else 2
+    return 1 if item.get_closest_marker("gpu") else 0
 
 
 def _refuse_unrepeated(items: list[pytest.Item]) -> None:
@@ -92,9 +146,20 @@ def _count_gpus() -> int:
 
     if not torch.cuda.is_available():
         return 0
-    # Then two ranks may share one.
-    ranks_of_each = 2 if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" else 1
-    return torch.cuda.device_count() * ranks_of_each
+    return torch.cuda.device_count() * _ranks_of_each_gpu()
+
+
+def _ranks_of_each_gpu() -> int:
+    return 2 if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" else 1
+
+
+def _visible_gpus() -> list[str]:
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is not None:
+        return [name for name in named.split(",") if name]
+    import torch
+
+    return [str(index) for index in range(torch.cuda.device_count())]
 
 
 def _missing_of_slurm() -> list[str]:
@@ -135,22 +200,24 @@ def free_port() -> Iterator[Callable[[], int]]:
     before one of the two jobs begins to listen, and both jobs then meet at one store.
     """
     with contextlib.ExitStack() as held:
-        block = next(filter(lambda block: _lock(held, block), range(_NUM_BLOCKS)), None)
+        folder = Path(tempfile.gettempdir())
+        blocks = range(_NUM_BLOCKS)
+        lock = "chunkgraph-test-ports-{}.lock".format
+        block = next((b for b in blocks if _lock(held, folder / lock(b))), None)
         assert block is not None, "every block of ports is in use by other test processes"
         first = _FIRST_PORT + _NUM_PORTS * block
         ports = itertools.cycle(range(first, first + _NUM_PORTS))
         yield lambda: next(filter(_is_free, ports))
 
 
-def _lock(held: contextlib.ExitStack, block: int) -> bool:
-    """Whether this process holds the block from now on; the file may be another user's."""
-    path = Path(tempfile.gettempdir()) / f"chunkgraph-test-ports-{block}.lock"
+def _lock(held: contextlib.ExitStack, path: Path, how: int = fcntl.LOCK_EX | fcntl.LOCK_NB) -> bool:
+    """Whether this process holds the file from now on; it may be another user's."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     except PermissionError:
         return False
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, how)
     except BlockingIOError:
         os.close(descriptor)
         return False

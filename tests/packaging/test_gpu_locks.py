@@ -1,0 +1,82 @@
+"""GPUs of tests in several processes: each has its own, and who needs all of them gets them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+GPUS = ["2", "3", "5", "7"]
+Hold = Callable[..., AbstractContextManager[list[str]]]
+
+
+@pytest.fixture
+def hold(pytestconfig: pytest.Config, tmp_path: Path) -> Hold:
+    path = str(Path(__file__).parents[1] / "conftest.py")
+    conftest: Any = pytestconfig.pluginmanager.get_plugin(path)
+    return lambda num, gpus=GPUS: conftest.gpus_held(num, gpus, tmp_path)
+
+
+def together(*calls: Callable[[], None]) -> None:
+    threads = [threading.Thread(target=call, daemon=True) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert not any(thread.is_alive() for thread in threads)
+
+
+@pytest.mark.timeout(90)
+def test_no_gpu_has_two_users(hold: Hold) -> None:
+    users = dict.fromkeys(GPUS, 0)
+    found: list[tuple[int, int]] = []
+    count = threading.Lock()
+
+    def use(num: int) -> None:
+        for _ in range(5):
+            with hold(num) as held:
+                with count:
+                    for gpu in held:
+                        users[gpu] += 1
+                found.append((len(held), max(users.values())))
+                time.sleep(0.002)
+                with count:
+                    for gpu in held:
+                        users[gpu] -= 1
+
+    together(*(lambda num=num: use(num) for num in (4, 1, 2, 1, 4, 2)))  # type: ignore[misc]
+    assert sorted(num for num, _ in found) == sorted(5 * [4, 1, 2, 1, 4, 2])
+    assert {most for _, most in found} == {1}
+
+
+@pytest.mark.timeout(90)
+def test_the_first_is_shared_by_tests_of_this_process_alone(hold: Hold) -> None:
+    both = threading.Barrier(2, timeout=30)
+    state = {"alone": False}
+
+    def share() -> None:
+        with hold(0) as held:
+            assert held == []
+            both.wait()
+            assert not state["alone"]
+
+    together(share, share)
+    with hold(0), hold(3) as held:
+        assert held == ["3", "5", "7"]
+
+
+def test_the_last_are_taken_first_and_listed_in_order(hold: Hold) -> None:
+    with hold(2) as late, hold(1) as early:
+        assert (late, early) == (["5", "7"], ["3"])
+
+
+def test_more_than_there_are_is_not_waited_for(hold: Hold) -> None:
+    with hold(5) as held:
+        assert held == []
+    with hold(0, []) as held:
+        assert held == []
