@@ -45,7 +45,7 @@ class _Rank:
         def wait() -> list[int]:
             with group.changed:
                 is_whole = lambda: len(group.calls[number]) == group.num_ranks  # noqa: E731
-                assert group.changed.wait_for(is_whole, timeout=10), "a rank waits for ever"
+                assert group.changed.wait_for(is_whole, timeout=60), "a rank waits for ever"
                 columns = zip(*group.calls[number].values(), strict=True)
                 return [max(column) for column in columns]
 
@@ -106,7 +106,7 @@ def _run(plans: Sequence[Plan], announcing: Sequence[str]) -> tuple[list[list[st
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=30)
+        thread.join(timeout=60)
         assert not thread.is_alive()
     assert not errors, errors
     return modes, engines

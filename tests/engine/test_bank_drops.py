@@ -181,7 +181,7 @@ class Ranks:
 
     def __init__(self, num: int) -> None:
         self.values: list[Any] = [None] * num
-        self.barrier = threading.Barrier(num, timeout=5)
+        self.barrier = threading.Barrier(num, timeout=60)
 
     def agree(self, rank: int) -> Any:
         def ask(values: Sequence[int]) -> list[int]:

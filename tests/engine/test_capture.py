@@ -176,7 +176,7 @@ class Together:
     """Ranks as threads: agreement by a barrier, as the collective would."""
 
     def __init__(self, num_ranks: int) -> None:
-        self.barrier = threading.Barrier(num_ranks, timeout=20)
+        self.barrier = threading.Barrier(num_ranks, timeout=60)
         self.values: list[Sequence[int]] = [()] * num_ranks
 
     def agree(self, rank: int) -> Callable[[Sequence[int]], list[int]]:

@@ -129,7 +129,7 @@ def test_a_mended_cause_is_captured_after_release() -> None:
 
 def together(texts: Sequence[str]) -> list[tuple[str, bool]]:
     """`agree_on_cause` of ranks as threads."""
-    barrier = threading.Barrier(len(texts), timeout=20)
+    barrier = threading.Barrier(len(texts), timeout=60)
     given_by: list[Sequence[int]] = [()] * len(texts)
     results: list[Any] = [None] * len(texts)
 
@@ -150,7 +150,7 @@ def together(texts: Sequence[str]) -> list[tuple[str, bool]]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=30)
+        thread.join(timeout=60)
     return results
 
 

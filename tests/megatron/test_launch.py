@@ -328,7 +328,7 @@ def test_ctrl_c_leaves_no_process(
     try:
         pid = int(wait_for_line(process, r"^pid ")[-1].split()[1])
         process.send_signal(signal.SIGINT)
-        output, _ = process.communicate(timeout=30)
+        output, _ = process.communicate(timeout=60)
         assert process.returncode == 130
         assert "interrupted" in output
         _assert_gone(pid)
@@ -337,7 +337,7 @@ def test_ctrl_c_leaves_no_process(
 
 
 def _assert_gone(pid: int) -> None:
-    end = time.monotonic() + 5
+    end = time.monotonic() + 30
     while Path(f"/proc/{pid}").exists() and time.monotonic() < end:
         time.sleep(0.05)
     assert not Path(f"/proc/{pid}").exists()

@@ -60,7 +60,7 @@ class Marked:
                 continue
         return found
 
-    def is_alone(self, within_s: float = 10.0) -> bool:
+    def is_alone(self, within_s: float = 30.0) -> bool:
         """Whether nothing that the commands started is left."""
         end = time.monotonic() + within_s
         while self.processes():
@@ -82,9 +82,9 @@ def marked(package_path: Path) -> Iterator[Marked]:
 
 @pytest.fixture(scope="session")
 def wait_until() -> Callable[[Callable[[], bool]], None]:
-    """Wait for a condition, or fail after half a minute."""
+    """Wait for a condition, or fail after a minute."""
 
-    def wait(condition: Callable[[], bool], within_s: float = 30.0) -> None:
+    def wait(condition: Callable[[], bool], within_s: float = 60.0) -> None:
         end = time.monotonic() + within_s
         while not condition():
             assert time.monotonic() < end, "it did not happen in time"

@@ -107,7 +107,7 @@ class Slurm:
             env={**os.environ, **self.environment},
             capture_output=True,
             text=True,
-            timeout=30,
+            timeout=60,
             check=False,
         )
         return done.stdout.strip()
@@ -121,7 +121,7 @@ class Slurm:
             cwd=folder,
             capture_output=True,
             text=True,
-            timeout=30,
+            timeout=60,
             check=False,
         )
         assert done.returncode == 0, done.stderr
@@ -160,7 +160,7 @@ class Slurm:
         )
         self._processes.callback(end, process)
 
-    def _wait_for(self, condition: object, within_s: float = 20.0) -> None:
+    def _wait_for(self, condition: object, within_s: float = 60.0) -> None:
         assert callable(condition)
         end = time.monotonic() + within_s
         while not condition():
