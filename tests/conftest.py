@@ -9,6 +9,7 @@ import importlib.util
 import itertools
 import os
 import shutil
+import signal
 import socket
 import tempfile
 import time
@@ -26,6 +27,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # loads no compiler. On a GPU its small functions are compiled in tests as they are in training.
 if not any(Path("/dev").glob("nvidia[0-9]*")):
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+# What a script runs in the background begins with Ctrl-C ignored, and passes that on to its own.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # A shared machine stalls now and then: a deadline would test the machine.
 hypothesis.settings.register_profile("chunkgraph", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("chunkgraph")
