@@ -114,6 +114,8 @@ class ContextSteps(ScriptSteps):
         lengths: list[int] = self._shared(own)
         schedule = schedule_contexts(lengths, limits, self._scheduler())
         keys = self._banks.of_schedule(schedule, lengths)
+        # Fillers add nothing to them.
+        self.metrics_scale = kwargs["num_microbatches"] / schedule.mean_filled_microbatches
         mine = schedule.of_rank(self._banks.groups.rank)
         self._step = [
             self._turn([lengths[d] for d in m.documents], key)

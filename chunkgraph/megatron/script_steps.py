@@ -37,6 +37,10 @@ class ScriptSteps(ABC):
         rank: named in errors.
         share: gives a value of the first tensor-parallel rank, which reads data, to all of them;
             None where there is one.
+
+    Attributes:
+        metrics_scale: what routers added up over the last training step's microbatches, times
+            this, is of as many as the script asked for.
     """
 
     def __init__(
@@ -44,6 +48,7 @@ class ScriptSteps(ABC):
     ) -> None:
         self._rank = rank
         self._share = share
+        self.metrics_scale = 1.0
         self._num_calls = 0  # of each chunk in the step that runs; 0 between steps
         self._turns = [0] * len(model_chunks)
         self._hooks = [

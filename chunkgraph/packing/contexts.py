@@ -139,6 +139,12 @@ class ContextSchedule:
         """Of every rank."""
         return len(self.rounds)
 
+    @property
+    def mean_filled_microbatches(self) -> float:
+        """Those that are no fillers, in the mean over the ranks."""
+        filled = [m.size for microbatches in self.rounds for m in microbatches if m.documents]
+        return sum(filled) / self.limits.world_size
+
     def of_rank(self, rank: int) -> tuple[ContextMicrobatch, ...]:
         """The microbatches of one rank of the world, in their order."""
         return tuple(

@@ -272,7 +272,8 @@ def test_ranks_share_microbatches_of_experts(runs: Runs, ranks: str) -> None:
         log = runs.train(f"{ranks}-{name}", *flags, *more, *sizes, nproc=4)
         balance = re.findall(r"load_balancing_loss: (\S+)", runs.output)
         found[name] = (log, balance, runs.evaluations())
-        assert min(map(float, balance)) > 0
+        # One of tokens that are spread evenly, whatever the number of microbatches became.
+        assert all(0.97 < float(value) < 1.1 for value in balance), balance
         assert [n > 0 for n in runs.replays()] == [False, *[name == "chunk"] * 3]
     assert found["chunk"] == found["eager"]
 

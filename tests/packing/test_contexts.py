@@ -55,6 +55,9 @@ def test_every_document_once_within_all_limits(case, data):
         placed = sorted(d for m in microbatches(schedule) for d in m.documents)
         assert placed == list(range(len(lengths)))
         assert schedule.num_microbatches % limits.multiple_of == 0
+        turns = [m for rank in range(limits.world_size) for m in schedule.of_rank(rank)]
+        filled = sum(bool(turn.documents) for turn in turns)
+        assert schedule.mean_filled_microbatches * limits.world_size == filled
         for m in microbatches(schedule):
             assert m.first_rank % m.size == 0
             assert m.size in limits.group_sizes

@@ -16,6 +16,7 @@ from chunkgraph.megatron.compat.access import (
     watch_results,
 )
 from chunkgraph.megatron.compat.attention_choice import same_attention
+from chunkgraph.megatron.compat.backward_pass import is_in_backward
 from chunkgraph.megatron.compat.capture import capture_flag, global_buffers
 from chunkgraph.megatron.compat.context_attention import (
     is_latent_attention,
@@ -54,6 +55,7 @@ from chunkgraph.megatron.compat.moe_state import (
     ExpertState,
     forget_expert_metrics,
     routers_of,
+    scale_expert_metrics,
     take_expert_metrics,
 )
 from chunkgraph.megatron.compat.p2p import (
@@ -134,6 +136,7 @@ __all__ = [
     "import_megatron",
     "is_fully_sharded",
     "is_hybrid_model",
+    "is_in_backward",
     "is_latent_attention",
     "is_pipelining_schedule",
     "is_plain_communicator",
@@ -166,6 +169,7 @@ __all__ = [
     "rows_behind_documents",
     "running_metrics",
     "same_attention",
+    "scale_expert_metrics",
     "seed_model_parallel",
     "set_capacity_factor",
     "share_gloo_device",

@@ -23,6 +23,7 @@ __all__ = [
     "expert_metrics",
     "forget_expert_metrics",
     "routers_of",
+    "scale_expert_metrics",
     "take_expert_metrics",
 ]
 
@@ -158,6 +159,12 @@ def expert_metrics() -> dict[str, torch.Tensor]:
         name: entry["values"] if isinstance(entry, dict) else entry.values
         for name, entry in _tracker().items()
     }
+
+
+def scale_expert_metrics(factor: float) -> None:
+    """Multiply in place what routers have added up since it was last taken."""
+    for values in expert_metrics().values():
+        values.mul_(factor)
 
 
 def _forget_metrics(names: Sequence[str]) -> None:
