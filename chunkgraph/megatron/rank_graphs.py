@@ -196,6 +196,7 @@ class MegatronChunkGraphs:
         """One call of the schedule: its result, and how it ran."""
         forward_only = bool(kwargs.get("forward_only", False))
         with (
+            self._abandoning(forward_only=forward_only),
             self.engine.step(
                 kwargs["num_microbatches"],
                 forward_only=forward_only,
@@ -219,15 +220,20 @@ class MegatronChunkGraphs:
                         self._resume_forwards,
                     )
                 given = self.receiver.begin_step(mode, forward_backward, kwargs, rows)
-                try:
-                    result = forward_backward(**given)
-                except BaseException:
-                    if self._experts is not None and not forward_only:
-                        self._experts.abandon_step()
-                    raise
+                result = forward_backward(**given)
         if self._experts is not None and not forward_only:
             self._experts.end_step()
         return result, mode
+
+    @contextmanager
+    def _abandoning(self, *, forward_only: bool) -> Iterator[None]:
+        """Around a step: one that fails, be it in what follows its schedule, is nobody's."""
+        try:
+            yield
+        except BaseException:
+            if self._experts is not None and not forward_only:
+                self._experts.abandon_step()
+            raise
 
     def _end_forwards(self, mode: StepMode) -> None:
         """What was counted in forwards goes to the host while backwards run."""

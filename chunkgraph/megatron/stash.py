@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from chunkgraph.memory.stash import (
     ArenaSize,
     PagedStash,
     PageMeter,
+    RowsInUse,
     Saving,
     StashOptions,
     StashStatus,
@@ -43,6 +44,8 @@ class ExpertStash:
 
     Attributes:
         size: of the pages that graphs were last captured with, or None.
+        stashes_in_backwards: whether experts were seen to be computed anew there, whose first pass
+            has no gradients and stashes nothing.
     """
 
     def __init__(
@@ -59,6 +62,7 @@ class ExpertStash:
         self.options = options
         self.size: ArenaSize | None = None
         self.has_experts = bool(layers)
+        self.stashes_in_backwards = False
         # Slots whose forwards stash.
         skips = options.skips_single_slots and not are_shared
         self._num_slots = tuple(0 if skips and count == 1 else count for count in num_slots)
@@ -73,8 +77,15 @@ class ExpertStash:
         self._undo: Callable[[], None] = lambda: None
         if layers:
             self._undo = compat.watch_expert_rows(
-                layers, lambda: self._saving.mode != "off", self._saving.scope
+                layers, lambda: self._saving.mode != "off", self._scope
             )
+
+    def _scope(
+        self, rows: RowsInUse, parameters: Collection[torch.Tensor], name: str
+    ) -> AbstractContextManager[None]:
+        if compat.is_in_backward():
+            self.stashes_in_backwards = True
+        return self._saving.scope(rows, parameters, name)
 
     def following(self, index: int, chunk: Chunk) -> Chunk:
         """Chunk ``index``, whose forwards are measured one by one."""
@@ -133,8 +144,8 @@ class ExpertStash:
             self._steps = now, before
 
     def end_forwards(self) -> None:
-        """After its last forward: send the counts on their way to the host."""
-        if self._steps is not None:
+        """After its last forward: send the counts on their way to the host, if it has them."""
+        if self._steps is not None and not self.stashes_in_backwards:
             self._steps[0].end_forwards()
 
     def resume_forwards(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from chunkgraph.errors import ConfigError
+from chunkgraph.errors import ConfigError, SlotError
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(60)]
 
@@ -263,18 +263,37 @@ def _recompute_experts(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(MoELayer, "forward", forward)
 
 
-@pytest.mark.parametrize("what", ["drops", "pages"])
+def _recompute_experts_alone(chunks: Sequence[Any]) -> None:
+    """The same without their router, whose tokens are then counted in the forward."""
+    from megatron.core.tensor_parallel import checkpoint
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    def recomputed(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(rows: torch.Tensor, counts: torch.Tensor, probs: torch.Tensor) -> Any:
+            return checkpoint(lambda r, p: plain(r, counts, p)[0], False, rows, probs), None
+
+        return forward
+
+    for module in (m for chunk in chunks for m in chunk.modules()):
+        if isinstance(module, MoELayer):
+            module.experts.forward = recomputed(module.experts.forward)
+
+
+@pytest.mark.parametrize("what", ["drops", "pages", "pages of experts alone"])
 def test_experts_that_are_recomputed_unsaid_are_looked_at_behind_backwards(
     one_rank: Any, make_config: Any, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     from chunkgraph.memory.stash import StashOptions
 
-    _recompute_experts(monkeypatch)
+    if "alone" not in what:
+        _recompute_experts(monkeypatch)
     graphs: dict[str, Any] = {"token_drops": "rerun"}
-    if what == "pages":
+    if what != "drops":
         graphs = {"stash": StashOptions(page_bytes=512, initial_bytes=3 * 512)}
     factor = {"moe_expert_capacity_factor": 1.0 if what == "drops" else 2.0}
     run = _Run(one_rank, make_config, factor, graphs)
+    if "alone" in what:
+        _recompute_experts_alone(run.chunks)
     reruns = run.graphs.counters.overflow_reruns
     name = "expert capacity" if what == "drops" else "stash pages"
     first = 0 if what == "drops" else 1  # pages are there from the first replay on
@@ -285,17 +304,31 @@ def test_experts_that_are_recomputed_unsaid_are_looked_at_behind_backwards(
     run.graphs.detach()
 
 
+@pytest.mark.parametrize("is_behind", [False, True])
 def test_tokens_of_a_step_that_failed_are_not_the_next_ones(
-    one_rank: Any, make_config: Any
+    one_rank: Any, make_config: Any, monkeypatch: pytest.MonkeyPatch, is_behind: bool
 ) -> None:
+    """Be it in its schedule or in what the engine finds behind it."""
+    from chunkgraph.slots import SlotMachine
+
     run = _Run(one_rank, make_config, {}, {"token_drops": "raise"})
     run.step(0, 2)
     experts: Any = run.graphs._experts
     experts._drops.counts.total[0] += 5  # as if its forwards had dropped some
-    with pytest.raises(KeyError):
-        run.step(1, 2, fails_at=0)
+    if is_behind:
+        with monkeypatch.context() as patch:
+            patch.setattr(SlotMachine, "end_step", _fail)
+            with pytest.raises(SlotError, match="told to fail"):
+                run.step(1, 2)
+    else:
+        with pytest.raises(KeyError):
+            run.step(1, 2, fails_at=0)
     run.step(1, 2)
     run.graphs.detach()
+
+
+def _fail(_: Any) -> None:
+    raise SlotError("told to fail")
 
 
 def test_ranks_agree_on_buckets_apart_from_steps(
