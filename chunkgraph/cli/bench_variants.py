@@ -50,6 +50,13 @@ def chosen_variants(text: str | None, config: Config) -> tuple[str, ...]:
         if name == "eager_dropless" and not can_drop:
             msg = "--variants: eager_dropless is for experts, and moe.num_moe_experts is null."
             raise ConfigError(msg)
+        if config.packing.max_packed_seqs and name == "eager_dropless":
+            msg = (
+                "--variants: eager_dropless has no fixed capacity, and packed documents need one "
+                f"to be kept from the experts; packing.max_packed_seqs is "
+                f"{config.packing.max_packed_seqs}. Leave it out, or set that to 0."
+            )
+            raise ConfigError(msg)
         if config.packing.max_packed_seqs and name in FROZEN:
             msg = (
                 f"--variants: {name} captures no packed sequences, and packing.max_packed_seqs is "

@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 CONFIG = str(ROOT / "configs" / "gpt_pp2_cpu.yaml")
 EXPERTS = str(ROOT / "configs" / "moe_ep2_hybridep.yaml")
 EXPERTS_ON_CPU = str(ROOT / "configs" / "moe_pp2_ep2_cpu.yaml")
+EXPERTS_IN_PIPELINE = str(ROOT / "configs" / "moe_pp2_ep2.yaml")
 PACKED = str(ROOT / "configs" / "packed_pp2_n64.yaml")
 NAMES = ("eager", "chunk", "transformer_engine")
 
@@ -158,6 +159,9 @@ def test_experts_are_also_measured_without_a_capacity() -> None:
         chosen_variants("eager,eager_dropless", load_config(CONFIG))
     with pytest.raises(ConfigError, match="Megatron's dispatcher wants a GPU for that"):
         chosen_variants("eager_dropless", load_config(EXPERTS_ON_CPU))
+    packed = ["packing.max_packed_seqs=8", "train.micro_batch_size=1"]
+    with pytest.raises(ConfigError, match="eager_dropless has no fixed capacity"):
+        chosen_variants("eager,eager_dropless", load_config(EXPERTS_IN_PIPELINE, packed))
     found = config_of("eager_dropless", experts)
     assert (experts.moe.moe_token_dispatcher_type, experts.capture.enabled) == ("flex", True)
     assert (found.moe.moe_token_dispatcher_type, found.capture.enabled) == ("alltoall", False)
