@@ -86,13 +86,17 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     needed = _num_gpus_needed(item)
     if needed == 0 or item.get_closest_marker("skip"):
         return (yield)
+    gpus = _visible_gpus()
+    if needed > len(gpus):
+        needed = -(-needed // _ranks_of_each_gpu())
     # Of this process itself the first is used, whatever is asked for after CUDA has begun here.
-    in_processes = item.get_closest_marker("multigpu") or item.get_closest_marker("megatron")
-    num = -(-needed // _ranks_of_each_gpu()) if in_processes else 0
-    folder = Path(tempfile.gettempdir())
+    here = None if item.get_closest_marker("multigpu") else item.get_closest_marker("gpu")
+    if here is not None and here.kwargs.get("in_process", not item.get_closest_marker("megatron")):
+        needed = 0
+    folder, alone = Path(tempfile.gettempdir()), here is not None and here.kwargs.get("alone")
     with (
         pytest.MonkeyPatch.context() as environment,
-        gpus_held(num, _visible_gpus(), folder) as held,
+        gpus_held(needed, gpus, folder, alone=bool(alone)) as held,
     ):
         if held:
             environment.setenv("CUDA_VISIBLE_DEVICES", ",".join(held))
@@ -100,7 +104,9 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 
 @contextlib.contextmanager
-def gpus_held(num: int, gpus: Sequence[str], folder: Path) -> Iterator[list[str]]:
+def gpus_held(
+    num: int, gpus: Sequence[str], folder: Path, *, alone: bool = False
+) -> Iterator[list[str]]:
     """Wait for ``num`` of these GPUs, which no other test process of this machine then uses.
 
     Args:
@@ -108,6 +114,7 @@ def gpus_held(num: int, gpus: Sequence[str], folder: Path) -> Iterator[list[str]
             ask so. More than there are: nothing is waited for, and the test says what it lacks.
         gpus: as CUDA_VISIBLE_DEVICES names them.
         folder: of the lock files.
+        alone: where ``num`` is 0: not together with others.
     """
     lock = f"chunkgraph-test-gpu-{os.getuid()}-{{}}.lock".format
     held: list[str] = []
@@ -116,7 +123,7 @@ def gpus_held(num: int, gpus: Sequence[str], folder: Path) -> Iterator[list[str]
         with contextlib.ExitStack() as queue:
             _lock(queue, folder / lock("queue"), fcntl.LOCK_EX)
             if num == 0 and gpus:
-                _lock(locks, folder / lock(gpus[0]), fcntl.LOCK_SH)
+                _lock(locks, folder / lock(gpus[0]), fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
             while len(held) < num <= len(gpus):
                 for gpu in reversed(gpus):
                     if len(held) < num and gpu not in held and _lock(locks, folder / lock(gpu)):

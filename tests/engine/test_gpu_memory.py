@@ -11,7 +11,8 @@ from torch import nn
 from chunkgraph.engine import CaptureOptions, ChunkGraphs, StepMode
 from chunkgraph.errors import CaptureError
 
-pytestmark = pytest.mark.gpu
+# All of the GPU's memory is looked at.
+pytestmark = pytest.mark.gpu(alone=True)
 
 ROWS, WIDTH, NUM_LAYERS = 4096, 2048, 6
 ACTIVATION_BYTES = ROWS * WIDTH * 4

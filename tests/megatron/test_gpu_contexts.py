@@ -146,8 +146,9 @@ def test_a_hundred_steps(
 @pytest.mark.multigpu(4)
 @pytest.mark.timeout(590)
 @pytest.mark.parametrize("kind", ["dense", "latent_experts"])
+@pytest.mark.parametrize("ranks", ["cp4", "pp2_cp2", "tp2_cp2"])
 def test_a_hundred_steps_on_four_gpus(
-    kind: str, run_cases: Callable[..., Any], make_case: Callable[..., dict[str, Any]]
+    ranks: str, kind: str, run_cases: Callable[..., Any], make_case: Callable[..., dict[str, Any]]
 ) -> None:
     """The same with more ranks, and with pipeline and tensor parallelism."""
     kinds: dict[str, dict[str, Any]] = {
@@ -160,13 +161,16 @@ def test_a_hundred_steps_on_four_gpus(
         "capture": {"scope": "chunk"},
         **kinds[kind],
     }
-    pp2 = {"pipeline_model_parallel_size": 2, "data_parallel_size": 2}
-    tp2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "data_parallel_size": 2}
-    cases = {
-        "cp4": make_case([1, 2, 4], data_parallel_size=4, **small),
-        "pp2_cp2": make_case([1, 2], **pp2, **small),
-        "tp2_cp2": make_case([1, 2], **tp2, **small),
+    pipelines: dict[str, tuple[list[int], dict[str, Any]]] = {
+        "cp4": ([1, 2, 4], {"data_parallel_size": 4}),
+        "pp2_cp2": ([1, 2], {"pipeline_model_parallel_size": 2, "data_parallel_size": 2}),
+        "tp2_cp2": (
+            [1, 2],
+            {"tensor_model_parallel_size": 2, "sequence_parallel": True, "data_parallel_size": 2},
+        ),
     }
+    sizes, pipeline = pipelines[ranks]
+    cases = {ranks: make_case(sizes, **pipeline, **small)}
     check(run_cases(cases, 4, timeout_s=580.0), cases)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-pytestmark = [pytest.mark.gpu, pytest.mark.megatron]
+pytestmark = [pytest.mark.gpu(in_process=True), pytest.mark.megatron]
 
 LATE = 20_000_000  # cycles, some 10 ms: far longer than a launch
 

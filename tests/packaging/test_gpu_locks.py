@@ -19,7 +19,7 @@ Hold = Callable[..., AbstractContextManager[list[str]]]
 def hold(pytestconfig: pytest.Config, tmp_path: Path) -> Hold:
     path = str(Path(__file__).parents[1] / "conftest.py")
     conftest: Any = pytestconfig.pluginmanager.get_plugin(path)
-    return lambda num, gpus=GPUS: conftest.gpus_held(num, gpus, tmp_path)
+    return lambda num, gpus=GPUS, **more: conftest.gpus_held(num, gpus, tmp_path, **more)
 
 
 def together(*calls: Callable[[], None]) -> None:
@@ -57,15 +57,25 @@ def test_no_gpu_has_two_users(hold: Hold) -> None:
 @pytest.mark.timeout(90)
 def test_the_first_is_shared_by_tests_of_this_process_alone(hold: Hold) -> None:
     both = threading.Barrier(2, timeout=30)
-    state = {"alone": False}
+    inside: list[str] = []
 
     def share() -> None:
         with hold(0) as held:
             assert held == []
+            inside.append("shared")
             both.wait()
-            assert not state["alone"]
+            inside.remove("shared")
+
+    def be_alone() -> None:
+        with hold(0, alone=True) as held:
+            assert held == []
+            assert not inside
+            inside.append("alone")
+            time.sleep(0.05)
+            inside.remove("alone")
 
     together(share, share)
+    together(be_alone, be_alone, be_alone)
     with hold(0), hold(3) as held:
         assert held == ["3", "5", "7"]
 
