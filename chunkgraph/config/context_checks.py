@@ -84,10 +84,6 @@ def _check_others(config: Config) -> None:
             model.recompute_granularity == "selective"
             and bool({"moe", "mla_up_proj"} & set(model.recompute_modules))
         ),
-        f"stash.enabled={config.stash.enabled}": config.stash.enabled,
-        f"moe.token_drops={config.moe.token_drops}": (
-            config.moe.num_moe_experts is not None and config.moe.token_drops == "rerun"
-        ),
         f"model.fp8={model.fp8}": model.fp8 is not None,
         (
             f"pipeline.context_parallel_size={config.pipeline.context_parallel_size}"

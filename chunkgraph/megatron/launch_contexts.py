@@ -9,7 +9,6 @@ from typing import Any
 from chunkgraph.megatron.context_flags import CONTEXTS
 from chunkgraph.megatron.flags import PACKING, GraphFlags
 from chunkgraph.megatron.moe_support import packed_moe_refusals
-from chunkgraph.megatron.stash_flags import STASH
 from chunkgraph.packing import ContextLimits
 
 __all__ = ["changing_limits", "changing_refusals"]
@@ -76,7 +75,8 @@ def changing_refusals(flags: GraphFlags, args: argparse.Namespace) -> list[str]:
         },
     }
     found = [text for text, is_refused in refused.items() if is_refused]
-    found += _refusals_of_experts(flags, args, asked)
+    if _of(args, "num_experts"):
+        found += [f"{asked} with {refusal}" for refusal in packed_moe_refusals(args)]
     return [*found, *_refusals_of_ranks(asked, max(every), args), *_of_rows(flags, args, asked)]
 
 
@@ -102,24 +102,6 @@ def changing_limits(
         sizes=flags.contexts.every,
         multiple_of=group_size,
     )
-
-
-def _refusals_of_experts(flags: GraphFlags, args: argparse.Namespace, asked: str) -> list[str]:
-    """What experts that leave padding out, or steps that are run anew, do not go with."""
-    found = []
-    if flags.stash is not None:
-        found.append(
-            f"{asked} with {STASH[0].name}: pages were not joined to sizes that change; leave one "
-            "of them out"
-        )
-    if flags.token_drops == "rerun":
-        found.append(
-            f"{asked} with --cuda-graph-token-drops rerun: steps whose sizes change are not run "
-            "anew; use warn, count or raise"
-        )
-    if _of(args, "num_experts"):
-        found += [f"{asked} with {refusal}" for refusal in packed_moe_refusals(args)]
-    return found
 
 
 def _refusals_of_ranks(asked: str, largest: int, args: argparse.Namespace) -> list[str]:

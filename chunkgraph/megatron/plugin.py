@@ -185,11 +185,9 @@ def attach(
             packing=packing,
             buckets=buckets,
             seq_buckets=seq_buckets,
-            stash=stash,
             fp8=fp8,
             context_parallel_size=getattr(config, "context_parallel_size", 1) > 1,
             **refused_with_contexts(config),
-            **{"token_drops='rerun'": token_drops == "rerun"},
             # Megatron's schedule receives microbatches of one length, and ranks that share experts
             # send each other the same room.
             **{

@@ -145,8 +145,9 @@ class MegatronChunkGraphs:
                 nonlocal told
                 self.before_run()
                 word = told
-                if self._packings is not None and not kwargs.get("forward_only", False):
-                    told = self._packings.misfit  # an announcement holds for the first run alone
+                of_step = self._packings if self._contexts is None else self._contexts
+                if of_step is not None and not kwargs.get("forward_only", False):
+                    told = of_step.misfit  # an announcement holds for the first run alone
                 return self._run_step(
                     forward_backward, kwargs, shape_key, word, keys, rows, eager=eager
                 )

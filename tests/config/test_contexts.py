@@ -61,8 +61,6 @@ _EXPERTS = ("moe.num_moe_experts=4", "moe.moe_expert_capacity_factor=2")
             ConfigError,
             r"recompute_modules=\['moe'\]",
         ),
-        ([*_EXPERTS, "stash.enabled=true"], ConfigError, "stash.enabled=True"),
-        ([*_EXPERTS, "moe.token_drops=rerun"], ConfigError, "moe.token_drops=rerun"),
         (
             ["model.position_embedding_type=learned_absolute", "model.seq_length=512"],
             ConfigError,

@@ -335,8 +335,6 @@ def test_context_sizes_that_change(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         ({"hybrid_layer_pattern": "M*"}, "1 2 with --hybrid-layer-pattern: the heads of a mixer"),
         ({**SELECTIVE, "recompute_modules": ["moe"]}, "1 2 with --recompute-modules moe: "),
-        ({"cuda_graph_stash": "yes", "num_experts": 4}, "1 2 with --cuda-graph-stash: pages"),
-        ({"cuda_graph_token_drops": "rerun"}, "1 2 with --cuda-graph-token-drops rerun: "),
         ({"num_experts": 4, "moe_router_fusion": True}, "1 2 with moe_router_fusion=True: "),
     ],
 )

@@ -345,8 +345,8 @@ def test_what_a_step_is_told(groups: ContextGroups) -> None:
     with pytest.raises(ReplayMismatchError, match="another process group"):
         steps.begin([ContextBank(4, object(), 8)], "", 1)
     refuse_beside_contexts(packing=None, buckets=())
-    with pytest.raises(ConfigError, match=r"with packing, stash: graphs whose"):
-        refuse_beside_contexts(packing=object(), buckets=(), stash=4)
+    with pytest.raises(ConfigError, match=r"with packing, fp8: graphs whose"):
+        refuse_beside_contexts(packing=object(), buckets=(), fp8=4)
     config = SimpleNamespace(mtp_num_layers=1)
     with pytest.raises(ConfigError, match=r"with mtp_num_layers \(several tokens"):
         refuse_beside_contexts(**refused_with_contexts(config))

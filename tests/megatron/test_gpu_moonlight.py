@@ -138,6 +138,19 @@ def test_rows_of_several_lengths(run_equal: Callable[..., Any], make_case: Case)
 
 
 @pytest.mark.multigpu
+def test_context_parallel_sizes_of_their_own(
+    run_equal: Callable[..., Any], make_case: Case
+) -> None:
+    """Each microbatch is one rank's or both ranks', while experts stay on two."""
+    ranks = {"data_parallel_size": 2, "expert_model_parallel_size": 2}
+    packing = {"context_parallel_sizes": [1, 2], "context_parallel_schedule": "random"}
+    case = make_case([4, 2, 3, 6, 5, 1], packing={**packing, "max_packed_tokens": ROWS}, **ranks)
+    result = run_equal({"sizes": case}, 2, timeout_s=280.0)["sizes"]
+    _check(result, most=1.2)
+    assert all(len(replays) == 2 and all(replays.values()) for replays in result["replays_of_bank"])
+
+
+@pytest.mark.multigpu
 def test_two_stages(run_equal: Callable[..., Any], make_case: Case) -> None:
     """All experts on either rank; the first stage has a layer without."""
     case = make_case([4, 6, 8, 3], pipeline_model_parallel_size=2, factor=1.0)

@@ -248,7 +248,8 @@ def test_ranks_share_each_microbatch_as_its_documents_need(
 def test_ranks_share_microbatches_of_experts(runs: Runs, ranks: str) -> None:
     """Bit for bit equal to the same groups without graphs; experts are on two ranks.
 
-    With tensor parallelism routers count over the groups of `RouterGroups`.
+    With tensor parallelism routers count over the groups of `RouterGroups`; in the pipeline pages
+    of the stash run out in the first replayed step, which is run anew with the same groups.
     """
     flags = ["--train-iters", "4", "--eval-interval", "3", "--hidden-dropout", "0.1"]
     flags += ["--global-batch-size", "8", "--calculate-per-token-loss"]
@@ -259,6 +260,8 @@ def test_ranks_share_microbatches_of_experts(runs: Runs, ranks: str) -> None:
     chunk = [*CHUNK, "--cuda-graph-verify", "poison"]
     if ranks == "pipeline":
         flags += ["--num-layers", "2", "--spec", "packed_spec", "contexts_experts_layer"]
+        chunk += ["--cuda-graph-stash", "yes", "--cuda-graph-stash-page-bytes", "512"]
+        chunk += ["--cuda-graph-stash-initial-bytes", "2048", "--cuda-graph-token-drops", "rerun"]
     else:
         flags += ["--num-layers", "1", "--spec", "packed_spec", "split_contexts_experts_layer"]
         flags += ["--pipeline-model-parallel-size", "1", "--tensor-model-parallel-size", "2"]
@@ -276,6 +279,7 @@ def test_ranks_share_microbatches_of_experts(runs: Runs, ranks: str) -> None:
         assert all(0.97 < float(value) < 1.1 for value in balance), balance
         assert [n > 0 for n in runs.replays()] == [False, *[name == "chunk"] * 3]
     assert found["chunk"] == found["eager"]
+    assert runs.output.count("steps run anew (stash pages): 1 |") == (ranks == "pipeline")
 
 
 def test_buckets_leave_out_rows_that_no_loss_needs(runs: Runs) -> None:

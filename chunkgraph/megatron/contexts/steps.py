@@ -19,6 +19,9 @@ class StepContexts:
         banks: of this rank.
         misfit_of: why microbatches of these banks cannot be replayed, or "".
         rank: named in errors.
+
+    Attributes:
+        misfit: why the step that began last was not to be replayed, or "".
     """
 
     def __init__(
@@ -28,6 +31,7 @@ class StepContexts:
         self._misfit_of = misfit_of
         self._rank = rank
         self._announced: tuple[list[ContextBank], str] | None = None
+        self.misfit = ""
 
     def announced(self, keys: Sequence[ContextBank] | None, misfit: str) -> str:
         """Remember what was announced; why it cannot be replayed, or "".
@@ -69,6 +73,7 @@ class StepContexts:
                     "ranks follow what was announced. Announce each step's own banks, in the order "
                     "of the steps."
                 )
+            self.misfit = said or self._misfit_of(was)
             return None, was
         if keys is None:
             raise self._missing()
@@ -78,7 +83,8 @@ class StepContexts:
                 f"rank {self._rank}: the step has {num_microbatches} microbatches, but contexts of "
                 f"{len(keys)}. Give the bank of every microbatch (ContextBanks.of_schedule)."
             )
-        return misfit or self._misfit_of(keys), list(keys)
+        self.misfit = misfit or self._misfit_of(keys)
+        return self.misfit, list(keys)
 
     def _missing(self) -> ConfigError:
         return ConfigError(
