@@ -19,7 +19,7 @@ PYTHON_MCORE ?= $(shell for p in python3.12 $(wildcard $(HOME)/.pyenv/versions/3
 TORCH ?= torch==2.13.0
 # The second Megatron-core that the tests marked `megatron` run against.
 MCORE ?= 0.19.2
-# Processes of the test run, and of that on GPUs, which its tests have to themselves.
+# Processes of the test run, and of that on GPUs, of which jobs of several processes have their own.
 JOBS ?= 2
 GPU_JOBS ?= 8
 CONFIG ?= configs/gpt_pp2_vpp2_cpu.yaml

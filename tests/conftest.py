@@ -79,7 +79,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """A test has its GPUs to itself, in a run of several processes too.
+    """A test that starts processes has its GPUs to itself, in a run of several processes too.
+
+    What runs in a test process shares the first GPU with others of its kind, if not marked
+    otherwise.
 
     Outermost, since a wait for them must not count against the test's time limit.
     """

@@ -115,7 +115,9 @@ class ContextSteps(ScriptSteps):
         schedule = schedule_contexts(lengths, limits, self._scheduler())
         keys = self._banks.of_schedule(schedule, lengths)
         # Fillers add nothing to them.
-        self.metrics_scale = kwargs["num_microbatches"] / schedule.mean_filled_microbatches
+        asked = kwargs["num_microbatches"]
+        self.metrics_scale = asked / schedule.mean_filled_microbatches
+        self.global_metrics_scale = asked / schedule.num_filled_rounds
         mine = schedule.of_rank(self._banks.groups.rank)
         self._step = [
             self._turn([lengths[d] for d in m.documents], key)

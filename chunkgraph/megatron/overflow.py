@@ -57,6 +57,7 @@ class OverflowGuard:
         stash: whose pages run out, or None.
         agree: see `Agree`.
         release: drops the graphs, so that they are captured anew.
+        has_graphs: whether there are any.
         counters: counts what happens.
         max_recaptures: how many times that may be.
         rank: names this rank in the log.
@@ -70,6 +71,7 @@ class OverflowGuard:
         *,
         agree: Agree | None,
         release: Callable[[], None],
+        has_graphs: Callable[[], bool],
         counters: Counters,
         max_recaptures: int,
         rank: int,
@@ -79,6 +81,7 @@ class OverflowGuard:
         self._stash = stash
         self._agree = agree or agree_alone
         self._release = release
+        self._has_graphs = has_graphs
         self._counters = counters
         self._max_recaptures = max_recaptures
         self._rank = rank
@@ -181,9 +184,11 @@ class OverflowGuard:
         self, step: RunStep, kwargs: dict[str, Any], mode: StepMode, found: _Overflow
     ) -> Any:
         was_captured = mode is StepMode.REPLAY
-        grows = not found.is_at_limit and (
-            not was_captured or len(self._counters.recaptures) < self._max_recaptures
-        )
+        if was_captured:
+            grows = len(self._counters.recaptures) < self._max_recaptures
+        else:  # with more room than the graphs have, eager passes would be others than replays
+            grows = not self._has_graphs()
+        grows = grows and not found.is_at_limit
         if was_captured and grows:
             self._release()
             why = "stash pages" if found.is_short else "expert capacity"

@@ -337,6 +337,7 @@ def attach(
             pages,
             agree=agree_by_maximum(),
             release=graphs.release,
+            has_graphs=lambda: engine.report is not None,
             counters=engine.counters,
             max_recaptures=(stash or StashOptions()).max_recaptures,
             rank=place.rank,

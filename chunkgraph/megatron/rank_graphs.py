@@ -341,10 +341,7 @@ class MegatronChunkGraphs:
             PackingError: a microbatch without documents, or a document without tokens.
         """
         self._refuse_unknown(packings, buckets, contexts, misfit)
-        if self._contexts is not None:
-            self.engine.announce(self._contexts.announced(contexts, misfit))
-            return
-        if self._packings is None or packings is None:
+        if self._contexts is None and (self._packings is None or packings is None):
             raise ConfigError(
                 "Steps are announced to chunk graphs attached with `packing` or `contexts`, and "
                 "with packings=... or contexts=..."
@@ -354,7 +351,12 @@ class MegatronChunkGraphs:
                 "The next step was announced while one runs that may be run anew (stash, or "
                 "token_drops='rerun'). Announce it after that one."
             )
-        self.engine.announce(self._packings.announced(packings, misfit, buckets))
+        if self._contexts is not None:
+            self.engine.announce(self._contexts.announced(contexts, misfit))
+        else:
+            assert self._packings is not None
+            assert packings is not None
+            self.engine.announce(self._packings.announced(packings, misfit, buckets))
 
     def name_replays(self) -> None:
         """Name every replay in profiles by stage, chunk, action and microbatch."""

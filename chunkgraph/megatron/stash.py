@@ -206,6 +206,7 @@ class ExpertStash:
         return most_at_once(self._num_slots, full_bytes, self._num_distinct_slots)
 
     def _allocate(self) -> None:
+        self.release()  # of a session that another rank ended: not two of them at once
         options, meter = self.options, self._saving.meter
         assert meter is not None
         if self._saving.ambiguous:

@@ -145,6 +145,11 @@ class ContextSchedule:
         filled = [m.size for microbatches in self.rounds for m in microbatches if m.documents]
         return sum(filled) / self.limits.world_size
 
+    @property
+    def num_filled_rounds(self) -> int:
+        """Those in which some rank has a document."""
+        return sum(any(m.documents for m in microbatches) for microbatches in self.rounds)
+
     def of_rank(self, rank: int) -> tuple[ContextMicrobatch, ...]:
         """The microbatches of one rank of the world, in their order."""
         return tuple(

@@ -319,6 +319,26 @@ def test_attention_turns_with_the_group_of_the_call() -> None:
     assert own.cp == "the model's"
 
 
+@pytest.mark.parametrize("may_run_anew", [False, True])
+def test_a_step_is_announced_behind_one_that_may_run_anew(may_run_anew: bool) -> None:
+    from chunkgraph.engine import StepMode
+    from chunkgraph.megatron.rank_graphs import MegatronChunkGraphs
+
+    told: list[str] = []
+    graphs: Any = SimpleNamespace(
+        _refuse_unknown=lambda *_: None,
+        _contexts=SimpleNamespace(announced=lambda _keys, misfit: misfit),
+        guard=object() if may_run_anew else None,
+        engine=SimpleNamespace(mode=StepMode.REPLAY, announce=told.append),
+    )
+    if may_run_anew:
+        with pytest.raises(SlotError, match=r"may be run anew.*Announce it after that one"):
+            MegatronChunkGraphs.announce(graphs, misfit="inside", contexts=[])
+        graphs.engine.mode = StepMode.OUTSIDE
+    MegatronChunkGraphs.announce(graphs, misfit="outside", contexts=[])
+    assert told == ["outside"]
+
+
 def test_what_a_step_is_told(groups: ContextGroups) -> None:
     banks = ContextBanks(LIMITS, groups, cuda_graph_cp_sizes=[4, 1])
     four, two, one = (ContextBank(size, groups.of(size), 8) for size in (4, 2, 1))

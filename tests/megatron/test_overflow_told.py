@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -67,6 +68,7 @@ def test_what_a_look_comes_late_for_is_an_error_on_all_ranks(
         pages,  # type: ignore[arg-type]
         agree=agree,
         release=lambda: None,
+        has_graphs=lambda: True,
         counters=Counters(),
         max_recaptures=1,
         rank=1,
@@ -75,6 +77,37 @@ def test_what_a_look_comes_late_for_is_an_error_on_all_ranks(
         guard.run(lambda _kwargs, _eager: (None, StepMode.REPLAY), {"data_iterator": None})
     assert asked == [[mine * (index == place) for index in range(5)]]
     assert pages.was_abandoned
+
+
+@pytest.mark.parametrize("has_graphs", [False, True])
+def test_an_eager_step_gives_room_where_no_graph_has_less(has_graphs: bool) -> None:
+    """Eager passes beside replays, as `verify` runs them, must drop what the replays drop."""
+    from chunkgraph.megatron.overflow import OverflowGuard
+
+    done: list[Any] = []
+    experts: Any = SimpleNamespace(
+        reruns=True,
+        look=lambda: 2,
+        words=SimpleNamespace(counted="tokens"),
+        room_for_all=nullcontext,
+        heaviest_load=lambda: 7,
+        give_room=done.append,
+        forget_step=lambda: done.append("forgotten"),
+    )
+    state: Any = SimpleNamespace(keep=lambda: None, restore=lambda: done.append("restored"))
+    guard = OverflowGuard(
+        state,
+        experts,
+        None,
+        agree=None,
+        release=lambda: done.append("released"),
+        has_graphs=lambda: has_graphs,
+        counters=Counters(),
+        max_recaptures=1,
+        rank=0,
+    )
+    guard.run(lambda _kwargs, _eager: (None, StepMode.EAGER), {"data_iterator": None})
+    assert done == ["restored", *([] if has_graphs else [7]), "forgotten"]
 
 
 class _Event:

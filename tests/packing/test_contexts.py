@@ -58,6 +58,8 @@ def test_every_document_once_within_all_limits(case, data):
         turns = [m for rank in range(limits.world_size) for m in schedule.of_rank(rank)]
         filled = sum(bool(turn.documents) for turn in turns)
         assert schedule.mean_filled_microbatches * limits.world_size == filled
+        empty = [all(not m.documents for m in each) for each in schedule.rounds]
+        assert schedule.num_filled_rounds + sum(empty) == schedule.num_microbatches
         for m in microbatches(schedule):
             assert m.first_rank % m.size == 0
             assert m.size in limits.group_sizes

@@ -161,10 +161,17 @@ def expert_metrics() -> dict[str, torch.Tensor]:
     }
 
 
-def scale_expert_metrics(factor: float) -> None:
-    """Multiply in place what routers have added up since it was last taken."""
-    for values in expert_metrics().values():
-        values.mul_(factor)
+def scale_expert_metrics(factor: float, of_global: float) -> None:
+    """Multiply in place what routers have added up since it was last taken.
+
+    Args:
+        factor: of what a rank adds up for its microbatches.
+        of_global: of the loss that is counted over all ranks' microbatches of a turn together.
+    """
+    for name, values in expert_metrics().items():
+        scale = of_global if name == _LOSSES["global_aux_loss"] else factor
+        if scale != 1.0:
+            values.mul_(scale)
 
 
 def _forget_metrics(names: Sequence[str]) -> None:
