@@ -114,10 +114,11 @@ class ContextSteps(ScriptSteps):
         lengths: list[int] = self._shared(own)
         schedule = schedule_contexts(lengths, limits, self._scheduler())
         keys = self._banks.of_schedule(schedule, lengths)
-        # Fillers add nothing to them.
-        asked = kwargs["num_microbatches"]
-        self.metrics_scale = asked / schedule.mean_filled_microbatches
-        self.global_metrics_scale = asked / schedule.num_filled_rounds
+        if self._has_experts:
+            asked = kwargs["num_microbatches"]
+            # Fillers add nothing to them.
+            ran = schedule.mean_filled_microbatches, schedule.num_filled_rounds
+            self.metrics_scales = asked / ran[0], asked / ran[1]
         mine = schedule.of_rank(self._banks.groups.rank)
         self._step = [
             self._turn([lengths[d] for d in m.documents], key)

@@ -38,8 +38,8 @@ class ExpertRoom(Protocol):
     def for_all(self) -> AbstractContextManager[None]:
         """Inside, an eager step drops no token."""
 
-    def give(self, most_chosen: int, num_tokens: int) -> None:
-        """From now on there is room for what was wanted most, in microbatches of so many tokens."""
+    def give(self, load: int) -> None:
+        """From now on there is room for the heaviest load, of `LOAD_OF` tokens on a rank."""
 
 
 class SharedOut:
@@ -73,15 +73,15 @@ class SharedOut:
             if config is not None:
                 compat.set_capacity_factor(self._layers, before)
 
-    def give(self, most_chosen: int, num_tokens: int) -> None:
-        """See `ExpertRoom`; ``most_chosen``: a rank's tokens that chose one expert, but for one."""
-        if not self._layers or not num_tokens:
+    def give(self, load: int) -> None:
+        """See `ExpertRoom`; the tokens that chose one expert, but for one."""
+        if not self._layers:
             return
         config = self._layers[0].config
-        share = num_tokens * config.moe_router_topk / config.num_moe_experts
+        share = compat.LOAD_OF * config.moe_router_topk / config.num_moe_experts
         enough = compat.factor_for_all(config.num_moe_experts, config.moe_router_topk)
         # Never less than before: shapes may have changed since the tokens were counted.
-        wanted = max(most_chosen / share * _HEADROOM, config.moe_expert_capacity_factor)
+        wanted = max(load / share * _HEADROOM, config.moe_expert_capacity_factor)
         compat.set_capacity_factor(self._layers, min(wanted, enough))
 
 
@@ -108,13 +108,11 @@ class RankRoom:
         """See `ExpertRoom`."""
         return self._budget.room_for_all()
 
-    def give(self, most_chosen: int, num_tokens: int) -> None:
-        """See `ExpertRoom`; ``most_chosen`` are rows that were wanted of one rank."""
-        if not num_tokens:
-            return
+    def give(self, load: int) -> None:
+        """See `ExpertRoom`; the rows that were wanted of one rank."""
         config = self._config
         now = config.moe_expert_rank_capacity_factor
-        wanted = most_chosen / (num_tokens * config.moe_router_topk) * _HEADROOM
+        wanted = load / (compat.LOAD_OF * config.moe_router_topk) * _HEADROOM
         enough = compat.rank_factor_for_all(
             config.num_moe_experts, config.moe_router_topk, config.expert_model_parallel_size
         )

@@ -223,7 +223,7 @@ class Experts:
 
     def give_room(self, load: int) -> None:
         """From now on there is room for such a load, the heaviest of all ranks."""
-        self.room.give(load, compat.LOAD_OF)
+        self.room.give(load)
 
     def forget_step(self) -> None:
         """The step that was looked at was run anew, with the counts of before."""

@@ -216,10 +216,9 @@ class ChunkGraphsInPretrain:
 
     def before_log(self, iteration: int) -> None:
         """Count the step, and write its numbers where Megatron writes its own."""
-        if self._steps is not None:
+        if self._steps is not None and self._steps.metrics_scales is not None:
             # Megatron divides them by the microbatches that it asked for.
-            of_steps = self._steps.metrics_scale, self._steps.global_metrics_scale
-            compat.scale_expert_metrics(*of_steps)
+            compat.scale_expert_metrics(*self._steps.metrics_scales)
         if self._metrics is not None:
             self._metrics.step()
             for write in compat.tensorboard_writers(iteration):

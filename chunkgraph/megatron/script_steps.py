@@ -39,9 +39,9 @@ class ScriptSteps(ABC):
             None where there is one.
 
     Attributes:
-        metrics_scale: what routers added up over the last training step's microbatches, times
-            this, is of as many as the script asked for.
-        global_metrics_scale: the same of what they count over all ranks.
+        metrics_scales: factors that make what routers added up over the last training step's
+            microbatches that of as many as the script asked for; see `scale_expert_metrics`. None:
+            these are what ran.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class ScriptSteps(ABC):
     ) -> None:
         self._rank = rank
         self._share = share
-        self.metrics_scale = self.global_metrics_scale = 1.0
+        self.metrics_scales: tuple[float, float] | None = None
         self._num_calls = 0  # of each chunk in the step that runs; 0 between steps
         self._turns = [0] * len(model_chunks)
         self._hooks = [

@@ -324,11 +324,12 @@ def test_room_is_for_all_where_nobody_would_hear_of_a_flag(one_rank: Any) -> Non
     assert (rows(), int(counts)) == (4, 2)
     # 9 rows of 4 tokens; what had a budget is not looked at.
     assert (budget.load.take(), budget.load.take()) == (9 * compat.LOAD_OF // TOKENS, 0)
-    room.give(10, TOKENS)  # of 4 tokens to 2 experts each: 8 rows are a factor of 1
+    of_one = compat.LOAD_OF // TOKENS
+    room.give(10 * of_one)  # of 4 tokens to 2 experts each: 8 rows are a factor of 1
     assert layer.config.moe_expert_rank_capacity_factor == 1.5  # never less than it was
-    room.give(14, TOKENS)
+    room.give(14 * of_one)
     assert layer.config.moe_expert_rank_capacity_factor == pytest.approx(14 / 8 * 1.1)
-    room.give(1000, TOKENS)
+    room.give(1000 * of_one)
     assert layer.config.moe_expert_rank_capacity_factor == 2.0  # has room for all
     assert manager.moe_expert_rank_capacity_factor == 2.0
 

@@ -169,9 +169,7 @@ def scale_expert_metrics(factor: float, of_global: float) -> None:
         of_global: of the loss that is counted over all ranks' microbatches of a turn together.
     """
     for name, values in expert_metrics().items():
-        scale = of_global if name == _LOSSES["global_aux_loss"] else factor
-        if scale != 1.0:
-            values.mul_(scale)
+        values.mul_(of_global if name == _LOSSES["global_aux_loss"] else factor)
 
 
 def _forget_metrics(names: Sequence[str]) -> None:
