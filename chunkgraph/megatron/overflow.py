@@ -2,9 +2,9 @@
 
 The flags stay on the device while a step runs. When its schedule is over they are read as they were
 behind the last forward, so that the device still runs backwards meanwhile, and all ranks agree on
-them on the host. Where one had no room,
-gradients, random state, buffers and metrics are put back on all ranks, and the step runs once more,
-eagerly, from the same inputs. Then there is more room, and graphs are captured anew.
+them on the host. Where one had no room, gradients, random state, buffers and metrics are put back
+on all ranks, and the step runs once more, eagerly, from the same inputs. Then there is more room,
+and graphs are captured anew.
 """
 
 from __future__ import annotations

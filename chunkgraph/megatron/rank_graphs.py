@@ -239,8 +239,6 @@ class MegatronChunkGraphs:
     def _end_forwards(self, mode: StepMode) -> None:
         """What was counted in forwards goes to the host while backwards run."""
         if self._experts is not None:
-            if self._experts.counts_in_backwards:
-                return
             self._experts.end_forwards()
         if self.stash is not None and mode is StepMode.REPLAY:
             self.stash.end_forwards()
@@ -341,11 +339,6 @@ class MegatronChunkGraphs:
             PackingError: a microbatch without documents, or a document without tokens.
         """
         self._refuse_unknown(packings, buckets, contexts, misfit)
-        if self._contexts is None and (self._packings is None or packings is None):
-            raise ConfigError(
-                "Steps are announced to chunk graphs attached with `packing` or `contexts`, and "
-                "with packings=... or contexts=..."
-            )
         if self.guard is not None and self.engine.mode is not StepMode.OUTSIDE:
             raise SlotError(
                 "The next step was announced while one runs that may be run anew (stash, or "
@@ -353,10 +346,13 @@ class MegatronChunkGraphs:
             )
         if self._contexts is not None:
             self.engine.announce(self._contexts.announced(contexts, misfit))
-        else:
-            assert self._packings is not None
-            assert packings is not None
-            self.engine.announce(self._packings.announced(packings, misfit, buckets))
+            return
+        if self._packings is None or packings is None:
+            raise ConfigError(
+                "Steps are announced to chunk graphs attached with `packing` or `contexts`, and "
+                "with packings=... or contexts=..."
+            )
+        self.engine.announce(self._packings.announced(packings, misfit, buckets))
 
     def name_replays(self) -> None:
         """Name every replay in profiles by stage, chunk, action and microbatch."""
