@@ -97,9 +97,10 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     if here is not None and here.kwargs.get("in_process", not item.get_closest_marker("megatron")):
         needed = 0
     folder, alone = Path(tempfile.gettempdir()), here is not None and here.kwargs.get("alone")
+    seats = int(os.environ.get("CHUNKGRAPH_TESTS_PER_GPU", "1"))
     with (
         pytest.MonkeyPatch.context() as environment,
-        gpus_held(needed, gpus, folder, alone=bool(alone)) as held,
+        gpus_held(needed, gpus, folder, alone=bool(alone), seats=seats) as held,
     ):
         if held:
             environment.setenv("CUDA_VISIBLE_DEVICES", ",".join(held))
@@ -108,9 +109,9 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 @contextlib.contextmanager
 def gpus_held(
-    num: int, gpus: Sequence[str], folder: Path, *, alone: bool = False
+    num: int, gpus: Sequence[str], folder: Path, *, alone: bool = False, seats: int = 1
 ) -> Iterator[list[str]]:
-    """Wait for ``num`` of these GPUs, which no other test process of this machine then uses.
+    """Wait for ``num`` of these GPUs, which ``seats`` test processes at most then use.
 
     Args:
         num: of GPUs, the last that are free first; 0: the first one, together with others that
@@ -118,20 +119,30 @@ def gpus_held(
         gpus: as CUDA_VISIBLE_DEVICES names them.
         folder: of the lock files.
         alone: where ``num`` is 0: not together with others.
+        seats: who may use a GPU at once. All GPUs together are one process's alone.
     """
     lock = f"chunkgraph-test-gpu-{os.getuid()}-{{}}.lock".format
-    held: list[str] = []
+    held: set[str] = set()
+    # Who needs all of them, small steps of many ranks for the most part, would be slowed down most.
+    seats_of_each = seats if alone or num == len(gpus) else 1
+    taken: set[tuple[str, int]] = set()
     with contextlib.ExitStack() as locks:
         # One waits at a time: who needs all would wait for ever beside those who need one.
         with contextlib.ExitStack() as queue:
             _lock(queue, folder / lock("queue"), fcntl.LOCK_EX)
             if num == 0 and gpus:
-                _lock(locks, folder / lock(gpus[0]), fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
-            while len(held) < num <= len(gpus):
-                for gpu in reversed(gpus):
-                    if len(held) < num and gpu not in held and _lock(locks, folder / lock(gpu)):
-                        held.append(gpu)
-                if len(held) < num:
+                for seat in range(seats_of_each):
+                    how = fcntl.LOCK_EX if alone else fcntl.LOCK_SH
+                    _lock(locks, folder / lock(f"{gpus[0]}-{seat}"), how)
+            while num <= len(gpus) and len(taken) < (wanted := num * seats_of_each):
+                for seat, gpu in itertools.product(range(seats), reversed(gpus)):
+                    has_it = gpu in held if seats_of_each == 1 else (gpu, seat) in taken
+                    if has_it or len(taken) == wanted:
+                        continue
+                    if _lock(locks, folder / lock(f"{gpu}-{seat}")):
+                        taken.add((gpu, seat))
+                        held.add(gpu)
+                if len(taken) < wanted:
                     time.sleep(0.05)
         yield sorted(held, key=gpus.index)
 
