@@ -293,6 +293,8 @@ class CaptureConfig:
     shared_slots: bool = False
     """Whether the chunks of a rank share its slots, as many as it ever has microbatches in flight:
     less memory in interleaved schedules, for graphs of every chunk in every slot."""
+    memset_kernels: bool = True
+    """Whether small memsets inside CUDA graphs run as kernels, for which the GPU waits less."""
     verify: Literal["none", "poison", "shadow"] = "none"
     """How replays are checked: ``poison`` fills freed slots and scratch with NaN, to expose a read
     of stale memory; ``shadow`` compares every replay with an eager pass on the same inputs."""

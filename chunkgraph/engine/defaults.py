@@ -34,7 +34,7 @@ def check_counts(num_chunks: int, num_slots: Sequence[int]) -> None:
         raise ValueError(f"every chunk needs at least one slot, got {list(num_slots)}")
 
 
-def default_backend(chunks: Sequence[Chunk]) -> GraphBackend:
+def default_backend(chunks: Sequence[Chunk], *, memset_kernels: bool = True) -> GraphBackend:
     """CUDA graphs or the CPU recorder, by where the parameters are."""
     devices = {p.device for chunk in chunks for p in chunk.parameters}
     if len(devices) != 1:
@@ -43,8 +43,9 @@ def default_backend(chunks: Sequence[Chunk]) -> GraphBackend:
             "put all of them on one device or pass a backend"
         )
     device = devices.pop()
-    backend: GraphBackend = CUDABackend(device) if device.type == "cuda" else RecorderBackend()
-    return backend
+    if device.type == "cuda":
+        return CUDABackend(device, memset_kernels=memset_kernels)
+    return RecorderBackend()
 
 
 def rank_label(chunks: Sequence[Chunk]) -> str:

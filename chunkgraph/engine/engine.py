@@ -107,7 +107,9 @@ class ChunkGraphs:
             for i, c in enumerate(chunks)
         )
         self._num_slots = tuple(num_slots)
-        self._backend = backend or default_backend(self._chunks)
+        self._backend = backend or default_backend(
+            self._chunks, memset_kernels=self.options.memset_kernels
+        )
         self._decider = StepDecider(
             agree or agree_alone, self._standing, is_told_of_misfits=is_told_of_misfits
         )

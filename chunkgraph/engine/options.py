@@ -26,6 +26,9 @@ class CaptureOptions:
             them. Interleaved schedules never have as many microbatches in flight as their chunks'
             slots are together, so it takes less memory, for a pair of graphs for each chunk in
             each slot.
+        memset_kernels: small memsets inside CUDA graphs run as kernels, which the device does not
+            wait for as long, where torch and its CUDA bindings can do that
+            (`chunkgraph.graphs.memset_nodes`). The numbers stay the same.
         verify: how replays are checked (debugging; slow; the numbers stay the same). ``poison``:
             scratch and freed slots are filled with NaN around every replay. ``shadow``: every
             replay is compared, bit for bit, with an eager pass on the same inputs and random
@@ -44,6 +47,7 @@ class CaptureOptions:
     num_warmup_passes: int | None = None
     memory_plan: MemoryPlan = "shared_backward"
     shared_slots: bool = False
+    memset_kernels: bool = True
     verify: VerifyMode = "none"
     num_verify_steps: int | None = None
     verify_every: int = 1

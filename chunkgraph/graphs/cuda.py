@@ -23,6 +23,7 @@ from chunkgraph.errors import CaptureError, ChunkGraphError
 from chunkgraph.graphs.address import tensor_at
 from chunkgraph.graphs.contract import Pool, Router
 from chunkgraph.graphs.failure import capture_failure
+from chunkgraph.graphs.memset_nodes import MemsetKernels
 from chunkgraph.graphs.ranges import AddressRanges
 
 __all__ = ["CUDABackend"]
@@ -113,11 +114,30 @@ def _keeps_large_blocks_whole() -> bool:
 class CUDAGraphHandle:
     """A captured CUDA graph and the pool that it writes."""
 
-    def __init__(self, label: str, pool: CUDAPool, scratch: CUDAPool | None = None) -> None:
+    def __init__(
+        self,
+        label: str,
+        pool: CUDAPool,
+        scratch: CUDAPool | None = None,
+        *,
+        memset_kernels: MemsetKernels | None = None,
+    ) -> None:
         self.label = label
         self.pool = pool
         self.scratch = scratch
-        self.graph: torch.cuda.CUDAGraph | None = torch.cuda.CUDAGraph()
+        self._memset_kernels = memset_kernels
+        self.graph: torch.cuda.CUDAGraph | None = (
+            torch.cuda.CUDAGraph(keep_graph=True) if memset_kernels else torch.cuda.CUDAGraph()
+        )
+        self.num_memset_kernels = 0
+
+    def finish(self) -> None:
+        """End the capture, and make what the device runs of it."""
+        assert self.graph is not None
+        self.graph.capture_end()
+        if self._memset_kernels is not None:
+            self.num_memset_kernels = self._memset_kernels.replace(self.graph.raw_cuda_graph())
+            self.graph.instantiate()
 
     def replay(self) -> None:
         """Launch on the current stream; the host does not wait."""
@@ -171,14 +191,29 @@ class CUDABackend:
 
     Args:
         device: the device whose current context captures run in.
+        memset_kernels: whether small memsets inside graphs become kernels, where this torch and
+            its CUDA bindings can do that; ``memset_nodes`` then says whether.
+
+    Attributes:
+        memset_nodes: what becomes of small memsets: ``kernels``, or why they are left as they are.
     """
 
     name = "cuda"
 
-    def __init__(self, device: torch.device | None = None) -> None:
+    def __init__(self, device: torch.device | None = None, *, memset_kernels: bool = True) -> None:
         self.device = device or torch.device("cuda", torch.cuda.current_device())
         self.stream = torch.cuda.Stream(self.device)
         self._token = torch.zeros(1, device=self.device)
+        self._memset_kernels: MemsetKernels | None = None
+        self.memset_nodes = "kept: not asked for"
+        if memset_kernels:
+            words = torch.zeros(3, dtype=torch.int32, device=self.device)
+            try:
+                with torch.cuda.device(self.device):
+                    self._memset_kernels = MemsetKernels(words)
+                self.memset_nodes = "kernels"
+            except Exception as error:  # noqa: BLE001 - whatever it is, graphs work without
+                self.memset_nodes = f"kept: {error or type(error).__name__}"
 
     def new_pool(self, label: str) -> CUDAPool:
         """A new private pool."""
@@ -195,7 +230,12 @@ class CUDABackend:
         """Stream-capture the block. See `GraphBackend.capture`."""
         assert isinstance(pool, CUDAPool)
         routing = _RoutingMode(router) if router is not None else None
-        handle = CUDAGraphHandle(label, pool, routing.scratch if routing else None)
+        handle = CUDAGraphHandle(
+            label,
+            pool,
+            routing.scratch if routing else None,
+            memset_kernels=self._memset_kernels,
+        )
         graph = handle.graph
         assert graph is not None
         for generator in generators:
@@ -212,7 +252,7 @@ class CUDABackend:
                     raise
                 raise capture_failure(label, error) from error
             try:
-                graph.capture_end()
+                handle.finish()
             except Exception as error:
                 self._abandon(handle, generators)
                 raise capture_failure(label, error) from error

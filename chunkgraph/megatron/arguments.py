@@ -132,6 +132,7 @@ def settle_arguments(args: argparse.Namespace, *, on_cpu: bool) -> GraphFlags | 
     args.cuda_graph_chunk_scope = flags.scope
     args.cuda_graph_memory_plan = flags.memory_plan
     args.cuda_graph_shared_slots = "yes" if flags.shared_slots else "no"
+    args.cuda_graph_memset_kernels = "yes" if flags.memset_kernels else "no"
     args.cuda_graph_verify = flags.verify
     args.cuda_graph_on_failure = flags.on_failure
     args.cuda_graph_token_drops = flags.token_drops

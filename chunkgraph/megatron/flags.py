@@ -99,6 +99,11 @@ _OPTIONS = (
         "for graphs of every chunk in every slot.",
     ),
     _Flag(
+        "--cuda-graph-memset-kernels",
+        ("yes", "no"),
+        "yes: small memsets inside the graphs run as kernels, for which the GPU waits less.",
+    ),
+    _Flag(
         "--cuda-graph-verify",
         ("none", "poison", "shadow"),
         "poison: fill freed slots and scratch with NaN around every replay (slow). shadow: compare "
@@ -175,6 +180,7 @@ class GraphFlags:
         scope: what of a model chunk is captured.
         memory_plan: where graphs keep their memory.
         shared_slots: whether the chunks of a rank share its slots.
+        memset_kernels: whether small memsets inside the graphs run as kernels.
         verify: what is checked while training.
         num_verify_steps: replayed steps that are checked; None: all.
         verify_every: of those, every so many.
@@ -195,6 +201,7 @@ class GraphFlags:
         "shared_backward"
     )
     shared_slots: bool = False
+    memset_kernels: bool = True
     verify: Literal["none", "poison", "shadow"] = "none"
     num_verify_steps: int | None = None
     verify_every: int = 1
@@ -217,6 +224,7 @@ class GraphFlags:
             num_warmup_steps=self.num_warmup_steps,
             memory_plan=self.memory_plan,
             shared_slots=self.shared_slots,
+            memset_kernels=self.memset_kernels,
             verify=self.verify,
             num_verify_steps=self.num_verify_steps,
             verify_every=self.verify_every,
@@ -289,7 +297,8 @@ def flags_from(args: argparse.Namespace) -> GraphFlags | None:
         flag.dest.removeprefix("cuda_graph_").removeprefix("chunk_"): value or flag.choices[0]
         for flag, value in given.items()
     }
-    values["shared_slots"] = values["shared_slots"] == "yes"
+    for name in ("shared_slots", "memset_kernels"):
+        values[name] = values[name] == "yes"
     values.update(_packing(counts))
     values["contexts"] = contexts_from(args, values.get("max_packed_seqs", 0))
     for count in COUNTS:

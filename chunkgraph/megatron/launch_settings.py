@@ -239,6 +239,11 @@ def _of_capture(capture: CaptureConfig) -> list[Setting]:
             "--cuda-graph-shared-slots",
             ("yes" if capture.shared_slots else "no",),
         ),
+        Setting(
+            "capture.memset_kernels",
+            "--cuda-graph-memset-kernels",
+            ("yes" if capture.memset_kernels else "no",),
+        ),
         Setting("capture.verify", "--cuda-graph-verify", (capture.verify,)),
     ]
     if capture.verify != "none":

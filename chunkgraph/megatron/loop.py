@@ -256,6 +256,7 @@ def capture_options(config: Config) -> CaptureOptions:
         on_failure=config.capture.on_failure,
         memory_plan=config.capture.memory_plan,
         shared_slots=config.capture.shared_slots,
+        memset_kernels=config.capture.memset_kernels,
     )
 
 

@@ -71,6 +71,7 @@ CHANGES: dict[str, dict[str, list[str]]] = {
         "num_warmup_steps": ["num_warmup_steps=3"],
         "memory_plan": ["memory_plan=pool_per_slot"],
         "shared_slots": ["shared_slots=true"],
+        "memset_kernels": ["memset_kernels=false"],
         "verify": ["verify=poison"],
         "num_verify_steps": ["verify=poison", "num_verify_steps=2"],
         "verify_every": ["verify=poison", "verify_every=2"],

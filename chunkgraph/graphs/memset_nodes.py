@@ -1,0 +1,222 @@
+"""Small memsets of a captured graph become kernels.
+
+Between two kernels of a graph the device needs about a third of a microsecond. A memset node in
+between is no kernel: it waits until the first has drained, and the second until memory is flushed,
+some 6 us for four bytes (measured on H200s). cuBLAS and cuDNN clear a counter in this way before
+many of their kernels, six times for a transformer layer and microbatch. `torch.cuda.CUDAGraph` lets
+a graph be changed between its capture and its instantiation (``keep_graph=True``).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import defaultdict
+from typing import Any
+
+import torch
+
+__all__ = ["MAX_BYTES", "MemsetKernels"]
+
+MAX_BYTES = 1 << 16
+"""Longer memsets stay: what they wait for is little beside what they write."""
+
+_THREADS = 256
+# One element for each thread; of all GPUs that torch knows of today.
+_PTX = """
+.version 6.0
+.target sm_50
+.address_size 64
+""" + "".join(
+    f"""
+.visible .entry chunkgraph_fill_b{bits}(
+    .param .u64 start, .param .u32 value, .param .u32 count)
+{{
+    .reg .pred %beyond;
+    .reg .b32 %block, %threads, %thread, %index, %count, %value;
+    .reg .b64 %address, %offset;
+    mov.u32 %block, %ctaid.x;
+    mov.u32 %threads, %ntid.x;
+    mov.u32 %thread, %tid.x;
+    mad.lo.u32 %index, %block, %threads, %thread;
+    ld.param.u32 %count, [count];
+    setp.ge.u32 %beyond, %index, %count;
+    @%beyond ret;
+    ld.param.u64 %address, [start];
+    ld.param.u32 %value, [value];
+    mul.wide.u32 %offset, %index, {bits // 8};
+    add.u64 %address, %address, %offset;
+    st.{kind} [%address], %value;
+    ret;
+}}
+"""
+    for bits, kind in ((8, "u8"), (16, "u16"), (32, "u32"))
+)
+
+
+class MemsetKernels:
+    """Replaces memset nodes of graphs on the current device.
+
+    What it loads stays as long as the process: graphs that were changed need it.
+
+    Args:
+        words: three int32 on the device, which a first graph writes.
+
+    Raises:
+        RuntimeError: this torch, or its CUDA bindings with this driver, cannot change graphs; the
+            message says what is missing.
+    """
+
+    def __init__(self, words: torch.Tensor) -> None:
+        try:
+            from cuda.bindings import driver
+        except ImportError as error:
+            raise RuntimeError(f"cuda-bindings cannot be imported ({error})") from error
+        try:
+            torch.cuda.CUDAGraph(keep_graph=True)
+        except TypeError as error:
+            raise RuntimeError(f"torch {torch.__version__} keeps no captured graph") from error
+        self._driver: Any = driver
+        module = self._call("cuModuleLoadData", _PTX.encode() + b"\0")
+        self._functions = {
+            width: self._call(
+                "cuModuleGetFunction", module, f"chunkgraph_fill_b{8 * width}".encode()
+            )
+            for width in (1, 2, 4)
+        }
+        self._names_kinds = False
+        self._try(words)
+
+    def replace(self, graph: int) -> int:
+        """Replace the small memsets of a graph that is not instantiated yet.
+
+        Args:
+            graph: a ``cudaGraph_t``, as `torch.cuda.CUDAGraph.raw_cuda_graph` gives it.
+
+        Returns:
+            How many were replaced.
+
+        Raises:
+            RuntimeError: from the driver. The graph then still does what it did.
+        """
+        driver = self._driver
+        handle = driver.CUgraph(graph)
+        _, num_nodes = self._call("cuGraphGetNodes", handle, 0)
+        nodes, _ = self._call("cuGraphGetNodes", handle, num_nodes)
+        memsets = [
+            node
+            for node in nodes
+            if self._call("cuGraphNodeGetType", node)
+            == driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_MEMSET
+        ]
+        if not memsets:
+            return 0
+        edges = self._edges(handle)
+        if edges is None:
+            return 0
+        before, after, unusual = edges
+        replaced: dict[int, Any] = {}
+        for node in memsets:
+            parameters = self._kernel_for(self._call("cuGraphMemsetNodeGetParams", node))
+            if parameters is None or int(node) in unusual:
+                continue
+            replaced[int(node)] = self._put_in_place(
+                handle,
+                node,
+                parameters,
+                [replaced.get(int(other), other) for other in before[int(node)]],
+                [replaced.get(int(other), other) for other in after[int(node)]],
+            )
+        return len(replaced)
+
+    def _edges(
+        self, graph: Any
+    ) -> tuple[dict[int, list[Any]], dict[int, list[Any]], set[int]] | None:
+        """What each node waits for, what waits for it, and which nodes do so in a special way.
+
+        None where the driver cannot say.
+        """
+        driver = self._driver
+        before: dict[int, list[Any]] = defaultdict(list)
+        after: dict[int, list[Any]] = defaultdict(list)
+        special: set[int] = set()
+        found = driver.cuGraphGetEdges(graph, 0)
+        if found[0] == driver.CUresult.CUDA_SUCCESS and found[-1]:
+            found = driver.cuGraphGetEdges(graph, found[-1])
+        # Before CUDA 13 edges are told without their kind, unless there is one of a special kind.
+        if found[0] == driver.CUresult.CUDA_ERROR_LOSSY_QUERY:
+            return None
+        self._check("cuGraphGetEdges", found[0])
+        sources, targets, *kinds, _ = found[1:]
+        self._names_kinds = bool(kinds)
+        for i, (source, target) in enumerate(zip(sources, targets, strict=True)):
+            before[int(target)].append(source)
+            after[int(source)].append(target)
+            if kinds and any((kinds[0][i].from_port, kinds[0][i].to_port, int(kinds[0][i].type))):
+                special |= {int(source), int(target)}
+        return before, after, special
+
+    def _kernel_for(self, memset: Any) -> Any | None:
+        """The parameters of a kernel that does the same; None for what stays a memset."""
+        width, size = int(memset.elementSize), int(memset.width)
+        if memset.height > 1 or width * size > MAX_BYTES or width not in self._functions:
+            return None
+        parameters = self._driver.CUDA_KERNEL_NODE_PARAMS()
+        parameters.func = self._functions[width]
+        parameters.gridDimX, parameters.gridDimY, parameters.gridDimZ = -(-size // _THREADS), 1, 1
+        parameters.blockDimX, parameters.blockDimY, parameters.blockDimZ = _THREADS, 1, 1
+        parameters.sharedMemBytes = 0
+        parameters.kernelParams = (
+            (int(memset.dst), int(memset.value), size),
+            (ctypes.c_void_p, ctypes.c_uint32, ctypes.c_uint32),
+        )
+        return parameters
+
+    def _put_in_place(
+        self, graph: Any, node: Any, parameters: Any, before: list[Any], after: list[Any]
+    ) -> Any:
+        """A kernel node between the same nodes. An error leaves the graph doing what it did."""
+        kernel = self._call("cuGraphAddKernelNode", graph, before, len(before), parameters)
+        try:
+            if after:
+                kinds = (None,) if self._names_kinds else ()
+                edges = ([kernel] * len(after), after, *kinds, len(after))
+                self._call("cuGraphAddDependencies", graph, *edges)
+        except RuntimeError:
+            self._call("cuGraphDestroyNode", kernel)
+            raise
+        self._call("cuGraphDestroyNode", node)
+        return kernel
+
+    def _try(self, words: torch.Tensor) -> None:
+        """Run a graph of three memsets, one behind the other, as kernels."""
+        assert words.dtype == torch.int32
+        assert words.numel() == 3
+        graph = self._call("cuGraphCreate", 0)
+        context = self._call("cuCtxGetCurrent")
+        before: list[Any] = []
+        for i, width in enumerate((1, 2, 4)):
+            memset = self._driver.CUDA_MEMSET_NODE_PARAMS()
+            memset.dst = self._driver.CUdeviceptr(words.data_ptr() + 4 * i)
+            memset.elementSize, memset.width, memset.height = width, 4 // width, 1
+            memset.value = i + 1
+            added = self._call("cuGraphAddMemsetNode", graph, before, len(before), memset, context)
+            before = [added]
+        num_replaced = self.replace(int(graph))
+        executable = self._call("cuGraphInstantiate", graph, 0)
+        stream = torch.cuda.current_stream(words.device).cuda_stream
+        self._call("cuGraphLaunch", executable, stream)
+        found = words.tolist()
+        self._call("cuGraphExecDestroy", executable)
+        self._call("cuGraphDestroy", graph)
+        if num_replaced != 3 or found != [0x01010101, 0x00020002, 3]:
+            raise RuntimeError(f"a first graph with {num_replaced} of 3 replaced wrote {found}")
+
+    def _call(self, name: str, *args: Any) -> Any:
+        """What the driver's function returns besides its status."""
+        status, *values = getattr(self._driver, name)(*args)
+        self._check(name, status)
+        return values[0] if len(values) == 1 else tuple(values)
+
+    def _check(self, name: str, status: Any) -> None:
+        if status != self._driver.CUresult.CUDA_SUCCESS:
+            raise RuntimeError(f"{name} failed: {status!r}")

@@ -1,0 +1,222 @@
+"""Memsets of captured graphs become kernels: on GPUs, and in a stand-in for the driver."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from chunkgraph.graphs import CUDABackend
+from chunkgraph.graphs.memset_nodes import MAX_BYTES, MemsetKernels
+
+OK, WRONG, LOSSY = 0, 1, 2
+
+
+class Node(int):
+    """A handle, as the driver's bindings have them: a new object for the same node each time."""
+
+
+class FakeDriver(ModuleType):
+    """As much of the CUDA driver's graphs as is used; it runs memsets and fills in their order."""
+
+    CUresult = SimpleNamespace(CUDA_SUCCESS=OK, CUDA_ERROR_LOSSY_QUERY=LOSSY)
+    CUgraphNodeType = SimpleNamespace(CU_GRAPH_NODE_TYPE_MEMSET="memset")
+    CUgraph = CUdeviceptr = int
+    CUDA_KERNEL_NODE_PARAMS = CUDA_MEMSET_NODE_PARAMS = SimpleNamespace
+
+    def __init__(self, *, has_kinds: bool = True) -> None:
+        super().__init__("cuda.bindings.driver")
+        self.has_kinds = has_kinds
+        self.nodes: dict[int, tuple[str, Any]] = {}
+        self.edges: list[tuple[int, int, Any]] = []
+        self.refuses = ""
+        self._handles = itertools.count(100)
+
+    def add(self, what: str, parameters: Any, *before: int, kind: Any = None) -> Node:
+        node = Node(next(self._handles))
+        self.nodes[node] = (what, parameters)
+        self.edges += [(other, node, kind) for other in before]
+        return node
+
+    def order(self) -> list[tuple[str, Any]]:
+        """What the nodes do, each behind all that it waits for."""
+        left, done, found = dict(self.nodes), set[int](), []
+        while left:
+            node = min(n for n in left if all(a in done for a, b, _ in self.edges if b == n))
+            done.add(node)
+            found.append(left.pop(node))
+        return found
+
+    def cuModuleLoadData(self, image: bytes) -> tuple[int, str]:  # noqa: N802
+        assert image.endswith(b"\0")
+        return OK, "module"
+
+    def cuModuleGetFunction(self, module: str, name: bytes) -> tuple[int, bytes]:  # noqa: N802
+        return OK, name
+
+    def cuGraphGetNodes(self, graph: int, num: int) -> tuple[int, list[Node], int]:  # noqa: N802
+        return OK, [Node(n) for n in self.nodes][:num], len(self.nodes)
+
+    def cuGraphNodeGetType(self, node: Node) -> tuple[int, str]:  # noqa: N802
+        return OK, self.nodes[node][0]
+
+    def cuGraphMemsetNodeGetParams(self, node: Node) -> tuple[int, Any]:  # noqa: N802
+        return OK, self.nodes[node][1]
+
+    def cuGraphGetEdges(self, graph: int, num: int) -> tuple[Any, ...]:  # noqa: N802
+        if not self.has_kinds and any(kind for _, _, kind in self.edges):
+            return LOSSY, [], [], 0
+        plain = SimpleNamespace(from_port=0, to_port=0, type=0)
+        kinds = ([kind or plain for _, _, kind in self.edges[:num]],) if self.has_kinds else ()
+        sources = [Node(a) for a, _, _ in self.edges[:num]]
+        targets = [Node(b) for _, b, _ in self.edges[:num]]
+        return OK, sources, targets, *kinds, len(self.edges)
+
+    def cuGraphAddKernelNode(  # noqa: N802
+        self, graph: int, before: list[int], num: int, parameters: Any
+    ) -> tuple[int, Node]:
+        assert num == len(before)
+        return OK, self.add("fill", parameters, *before)
+
+    def cuGraphAddDependencies(self, *args: Any) -> tuple[int]:  # noqa: N802
+        if self.refuses == "dependencies":
+            return (WRONG,)
+        _, sources, targets, *kinds, num = args
+        assert bool(kinds) == self.has_kinds
+        assert len(sources) == len(targets) == num
+        assert all(int(n) in self.nodes for n in (*sources, *targets))
+        self.edges += [(int(a), int(b), None) for a, b in zip(sources, targets, strict=True)]
+        return (OK,)
+
+    def cuGraphDestroyNode(self, node: Node) -> tuple[int]:  # noqa: N802
+        del self.nodes[node]
+        self.edges = [edge for edge in self.edges if node not in edge[:2]]
+        return (OK,)
+
+
+def memset(at: int, value: int = 0, *, width: int = 4, num: int = 1, height: int = 1) -> Any:
+    return SimpleNamespace(dst=at, value=value, elementSize=width, width=num, height=height)
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch, driver: FakeDriver) -> MemsetKernels:
+    package = ModuleType("cuda.bindings")
+    package.driver = driver  # type: ignore[attr-defined]
+    for name, module in (("cuda", ModuleType("cuda")), ("cuda.bindings", package)):
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda keep_graph: None)
+    monkeypatch.setattr(MemsetKernels, "_try", lambda self, words: None)
+    return MemsetKernels(torch.zeros(3, dtype=torch.int32))
+
+
+@pytest.fixture(params=[True, False], ids=["cuda13", "cuda12"])
+def driver(request: pytest.FixtureRequest) -> FakeDriver:
+    return FakeDriver(has_kinds=request.param)
+
+
+def test_a_kernel_takes_the_place_of_each_memset(
+    kernels: MemsetKernels, driver: FakeDriver
+) -> None:
+    first = driver.add("kernel", "A")
+    one = driver.add("memset", memset(64), first)
+    two = driver.add("memset", memset(32, 7, width=1, num=600), one)
+    both = driver.add("kernel", "B", two, one)
+    driver.add("memset", memset(96, 5, width=2), both)  # nothing behind it
+    driver.add("kernel", "C", both)
+    before = len(driver.edges)
+    assert kernels.replace(1) == 3
+    order = driver.order()
+    fills = [parameters for what, parameters in order if what == "fill"]
+    assert [what for what, _ in order].count("memset") == 0
+    assert [(f.func, f.kernelParams[0], f.gridDimX) for f in fills] == [
+        (b"chunkgraph_fill_b32", (64, 0, 1), 1),
+        (b"chunkgraph_fill_b8", (32, 7, 600), 3),
+        (b"chunkgraph_fill_b16", (96, 5, 1), 1),
+    ]
+    names = [p if what == "kernel" else p.kernelParams[0][0] for what, p in order]
+    assert [n for n in names if n != 96] == ["A", 64, 32, "B", "C"]
+    assert names.index(96) > names.index("B")
+    assert len(driver.edges) == before
+
+
+def test_what_no_kernel_does_as_well_stays(kernels: MemsetKernels, driver: FakeDriver) -> None:
+    first = driver.add("memset", memset(0, width=4, num=MAX_BYTES // 4 + 1))
+    second = driver.add("memset", memset(0, height=2), first)
+    driver.add("memset", memset(0, width=4, num=MAX_BYTES // 4), second)
+    assert kernels.replace(1) == 1
+    assert [what for what, _ in driver.order()] == ["memset", "memset", "fill"]
+
+
+def test_edges_of_a_special_kind_are_left_alone(kernels: MemsetKernels, driver: FakeDriver) -> None:
+    first = driver.add("memset", memset(0))
+    kind = SimpleNamespace(from_port=1, to_port=0, type=1)
+    driver.add("kernel", "early", first, kind=kind)
+    driver.add("memset", memset(4), first)
+    # Drivers that do not tell kinds refuse to tell edges at all then.
+    assert kernels.replace(1) == int(driver.has_kinds)
+    assert driver.nodes[first][0] == "memset"
+
+
+def test_an_error_leaves_the_graph_as_it_was(kernels: MemsetKernels, driver: FakeDriver) -> None:
+    driver.add("kernel", "B", driver.add("memset", memset(0), driver.add("kernel", "A")))
+    before = driver.order()
+    driver.refuses = "dependencies"
+    with pytest.raises(RuntimeError, match="cuGraphAddDependencies failed"):
+        kernels.replace(1)
+    assert driver.order() == before
+
+
+def test_without_bindings_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    with pytest.raises(RuntimeError, match="cuda-bindings cannot be imported"):
+        MemsetKernels(torch.zeros(3, dtype=torch.int32))
+
+
+@pytest.mark.gpu
+def test_replays_write_what_memsets_wrote() -> None:
+    from cuda.bindings import runtime
+
+    results = []
+    for asked in (True, False):
+        backend = CUDABackend(memset_kernels=asked)
+        assert backend.memset_nodes == ("kernels" if asked else "kept: not asked for")
+        x = torch.ones(4096, dtype=torch.int32, device=backend.device)
+        with backend.capture("memsets", backend.new_pool("slot")) as graph:
+            stream = torch.cuda.current_stream().cuda_stream
+            seen = []
+            for i, num_bytes in enumerate((4, 3, 1000, 16384)):
+                (status,) = runtime.cudaMemsetAsync(x.data_ptr(), 17 + i, num_bytes, stream)
+                assert status == runtime.cudaError_t.cudaSuccess
+                seen.append(x.clone())
+                x.add_(1)
+        assert graph.num_memset_kernels == (4 if asked else 0)
+        for _ in range(3):
+            x.fill_(-1)
+            graph.replay()
+        results.append([x.tolist(), *(t.tolist() for t in seen)])
+        graph.release()
+    assert results[0] == results[1]
+    assert results[0][1][:2] == [0x11111111, -1]
+
+
+@pytest.mark.gpu
+def test_a_layer_norm_and_a_matrix_product_stay_equal_to_eager() -> None:
+    """cuBLAS clears counters for its own kernels, where it chooses such."""
+    backend = CUDABackend()
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.LayerNorm(2048), torch.nn.Linear(2048, 6144, bias=False))
+    module.to(backend.device, torch.bfloat16)
+    x = torch.randn(1024, 2048, device=backend.device, dtype=torch.bfloat16)
+    with torch.no_grad(), backend.on_capture_stream():
+        module(x)
+    with torch.no_grad(), backend.capture("product", backend.new_pool("slot")) as graph:
+        y = module(x)
+    for seed in range(5):
+        x.copy_(torch.randn(1024, 2048, generator=torch.Generator().manual_seed(seed)))
+        graph.replay()
+        with torch.no_grad():
+            assert torch.equal(y, module(x))
