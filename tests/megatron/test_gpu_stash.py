@@ -16,10 +16,14 @@ SMALL = [
     *("moe.moe_shared_expert_intermediate_size=384", "moe.moe_layer_freq=[0,1,1,1]"),
     *("moe.moe_expert_capacity_factor=4.0", "moe.token_drops=raise", "model.seq_length=768"),
     *("stash.enabled=true", "pipeline.expert_model_parallel_size=1"),
-    *("pipeline.data_parallel_size=1", "train.deterministic=true"),
+    *("pipeline.data_parallel_size=1", "train.deterministic=true", "run.timeout_s=360"),
 ]
 PP1 = ["pipeline.pipeline_model_parallel_size=1"]
-OF_TWO = ["pipeline.data_parallel_size=2", "pipeline.expert_model_parallel_size=2"]
+# What comes to a rank differs from step to step, and a step that runs out of pages is run anew.
+OF_TWO = [
+    *("pipeline.data_parallel_size=2", "pipeline.expert_model_parallel_size=2"),
+    "stash.headroom=1.5",
+]
 EP2 = [*PP1, *OF_TWO]
 VPP2 = ["pipeline.virtual_pipeline_model_parallel_size=2"]
 MIXED = [4, 6, 8, 3] * 2
@@ -61,6 +65,6 @@ def test_stashed_experts_equal_eager(
     if num_reruns:
         assert found["overflow_reruns"]["stash pages"] >= num_reruns
         return
-    assert all(step["replays"] for step in found["steps"][1:])
+    assert all(step["replays"] for step in found["steps"][1:]), found["overflow_reruns"]
     pairs = zip(found["stash_bytes"], found["bytes_without_stash"], strict=True)
     assert all(0 < pages < 0.5 * without for pages, without in pairs)
