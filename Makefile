@@ -19,9 +19,9 @@ PYTHON_MCORE ?= $(shell for p in python3.12 $(wildcard $(HOME)/.pyenv/versions/3
 TORCH ?= torch==2.13.0
 # The second Megatron-core that the tests marked `megatron` run against.
 MCORE ?= 0.19.2
-# Processes of the test run, and of that on GPUs, of which jobs of several processes have their own.
+# Processes of the test run, and of that on GPUs, which share the GPUs.
 JOBS ?= 2
-GPU_JOBS ?= 8
+GPU_JOBS ?= 24
 CONFIG ?= configs/gpt_pp2_vpp2_cpu.yaml
 
 VENV := .venv

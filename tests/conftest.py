@@ -97,7 +97,9 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     if here is not None and here.kwargs.get("in_process", not item.get_closest_marker("megatron")):
         needed = 0
     folder, alone = Path(tempfile.gettempdir()), here is not None and here.kwargs.get("alone")
-    seats = int(os.environ.get("CHUNKGRAPH_TESTS_PER_GPU", "1"))
+    # A short job is mostly its start, which needs a core for each rank and no GPU.
+    cores = len(os.sched_getaffinity(0)) // max(1, len(gpus))
+    seats = int(os.environ.get("CHUNKGRAPH_TESTS_PER_GPU", "0")) or max(1, cores // 2)
     with (
         pytest.MonkeyPatch.context() as environment,
         gpus_held(needed, gpus, folder, alone=bool(alone), seats=seats) as held,
@@ -119,30 +121,24 @@ def gpus_held(
         gpus: as CUDA_VISIBLE_DEVICES names them.
         folder: of the lock files.
         alone: where ``num`` is 0: not together with others.
-        seats: who may use a GPU at once. All GPUs together are one process's alone.
+        seats: how many may use a GPU at once.
     """
     lock = f"chunkgraph-test-gpu-{os.getuid()}-{{}}.lock".format
-    held: set[str] = set()
-    # Who needs all of them, small steps of many ranks for the most part, would be slowed down most.
-    seats_of_each = seats if alone or num == len(gpus) else 1
-    taken: set[tuple[str, int]] = set()
+    held: list[str] = []
     with contextlib.ExitStack() as locks:
         # One waits at a time: who needs all would wait for ever beside those who need one.
         with contextlib.ExitStack() as queue:
             _lock(queue, folder / lock("queue"), fcntl.LOCK_EX)
             if num == 0 and gpus:
-                for seat in range(seats_of_each):
-                    how = fcntl.LOCK_EX if alone else fcntl.LOCK_SH
+                how = fcntl.LOCK_EX if alone else fcntl.LOCK_SH
+                for seat in range(seats if alone else 1):
                     _lock(locks, folder / lock(f"{gpus[0]}-{seat}"), how)
-            while num <= len(gpus) and len(taken) < (wanted := num * seats_of_each):
+            while len(held) < num <= len(gpus):
                 for seat, gpu in itertools.product(range(seats), reversed(gpus)):
-                    has_it = gpu in held if seats_of_each == 1 else (gpu, seat) in taken
-                    if has_it or len(taken) == wanted:
-                        continue
-                    if _lock(locks, folder / lock(f"{gpu}-{seat}")):
-                        taken.add((gpu, seat))
-                        held.add(gpu)
-                if len(taken) < wanted:
+                    is_wanted = len(held) < num and gpu not in held
+                    if is_wanted and _lock(locks, folder / lock(f"{gpu}-{seat}")):
+                        held.append(gpu)
+                if len(held) < num:
                     time.sleep(0.05)
         yield sorted(held, key=gpus.index)
 
