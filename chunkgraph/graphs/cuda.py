@@ -213,7 +213,7 @@ class CUDABackend:
                     self._memset_kernels = MemsetKernels(words)
                 self.memset_nodes = "kernels"
             except Exception as error:  # noqa: BLE001 - whatever it is, graphs work without
-                self.memset_nodes = f"kept: {error or type(error).__name__}"
+                self.memset_nodes = f"kept: {str(error) or type(error).__name__}"
 
     def new_pool(self, label: str) -> CUDAPool:
         """A new private pool."""

@@ -100,9 +100,11 @@ def host(name: str, ts: float, correlation: int, tid: int = 1) -> dict[str, Any]
     return {"cat": "cuda_runtime", "name": name, "ts": ts, "dur": 1, "tid": tid, "args": arguments}
 
 
-def kernel(name: str, ts: float, dur: float, correlation: int) -> dict[str, Any]:
+def kernel(
+    name: str, ts: float, dur: float, correlation: int, cat: str = "kernel"
+) -> dict[str, Any]:
     return {
-        "cat": "kernel",
+        "cat": cat,
         "name": name,
         "ts": ts,
         "dur": dur,
@@ -150,6 +152,27 @@ def test_kernels_belong_to_what_launched_them() -> None:
     assert times.num_graph_launches == 1
     assert times.num_kernel_launches == 7
     assert times.kernel_share == pytest.approx(80 / 100)
+
+
+def test_what_a_graph_waits_for_at_its_copies() -> None:
+    times = kernel_times(
+        [
+            mark("step", 0, 1000),
+            host("cudaGraphLaunch", 10, 1),
+            host("cudaMemcpyAsync", 11, 2),
+            kernel("gemm", 100, 10, 1),
+            kernel("Memset", 112, 1, 1, "gpu_memset"),  # 2 before, 4 behind
+            kernel("gemm", 117, 10, 1),
+            kernel("norm", 130, 10, 1),  # 3 between kernels
+            kernel("Memcpy", 135, 10, 1, "gpu_memcpy"),  # begins beside a kernel; 5 behind
+            kernel("Memset", 136, 1, 1, "gpu_memset"),  # within another
+            kernel("add", 150, 1, 1),
+            kernel("Memcpy", 300, 10, 2, "gpu_memcpy"),  # of no graph
+        ]
+    )
+    assert times.num_graph_copies == 3
+    assert times.idle_at_copies == pytest.approx(0.011)
+    assert times.kernel_share == pytest.approx((51 - 14) / 51)
 
 
 def test_kernels_of_dispatch_and_stash_are_told_apart() -> None:

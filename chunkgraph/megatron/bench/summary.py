@@ -26,6 +26,7 @@ _KERNEL_KEYS = (
     "num_profiled_fallbacks",
     *("dispatch_ms_by_rank", "stash_ms_by_rank", "send_receive_ms_by_rank"),
     *("graph_launches_by_rank", "kernel_launches_by_rank"),
+    *("graph_copies_by_rank", "idle_at_copies_ms_by_rank"),
 )
 
 
@@ -161,6 +162,8 @@ def _kernels(config: Config, ranks: Sequence[_Rank]) -> dict[str, Any]:
         "num_profiled_fallbacks": ranks[0].measurement.num_profiled_fallbacks,
         "graph_launches_by_rank": [one.num_graph_launches / num_steps for one in found],
         "kernel_launches_by_rank": [one.num_kernel_launches / num_steps for one in found],
+        "graph_copies_by_rank": [one.num_graph_copies / num_steps for one in found],
+        "idle_at_copies_ms_by_rank": [one.idle_at_copies / num_steps for one in found],
     }
 
 

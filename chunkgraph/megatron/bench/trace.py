@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import bisect
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,6 +48,9 @@ class KernelTimes:
         other: of the rest (optimizer, zeroing, copies for communication), without collectives.
         graph_busy: time in which any kernel of a graph ran, from its first to its last kernel.
         graph_span: from a graph's first to its last kernel, summed over graph launches.
+        idle_at_copies: of a graph's time, in which nothing ran right before or behind a memset or
+            memcpy of its own (see `chunkgraph.graphs.memset_nodes`).
+        num_graph_copies: of those.
         num_graph_launches: of ``cudaGraphLaunch``.
         num_kernel_launches: of single kernels.
     """
@@ -61,6 +64,8 @@ class KernelTimes:
     other: float = 0.0
     graph_busy: float = 0.0
     graph_span: float = 0.0
+    idle_at_copies: float = 0.0
+    num_graph_copies: int = 0
     num_graph_launches: int = 0
     num_kernel_launches: int = 0
 
@@ -90,6 +95,7 @@ def kernel_times(events: Sequence[Mapping[str, Any]]) -> KernelTimes:
         elif "LaunchKernel" in name:
             times.num_kernel_launches += 1
     in_graphs: dict[int, list[tuple[float, float]]] = defaultdict(list)
+    copies: dict[int, set[tuple[float, float]]] = defaultdict(set)
     for event in events:
         if event.get("cat") not in _DEVICE:
             continue
@@ -100,6 +106,9 @@ def kernel_times(events: Sequence[Mapping[str, Any]]) -> KernelTimes:
         if correlation in graph_launches:
             start = float(event["ts"])
             in_graphs[correlation].append((start, start + float(event["dur"])))
+            if event["cat"] != "kernel":
+                copies[correlation].add(in_graphs[correlation][-1])
+                times.num_graph_copies += 1
         if any(word in name for word in _POINT_TO_POINT):
             times.send_receive += ms
             continue
@@ -115,8 +124,9 @@ def kernel_times(events: Sequence[Mapping[str, Any]]) -> KernelTimes:
         elif chunk is not None:
             target = times.forward if what == "forward" else times.backward
             target[chunk] += ms
-    for intervals in in_graphs.values():
+    for launch, intervals in in_graphs.items():
         times.graph_busy += _covered(intervals) / 1e3
+        times.idle_at_copies += _idle_beside(copies[launch], intervals) / 1e3
         start, end = min(a for a, _ in intervals), max(b for _, b in intervals)
         times.graph_span += (end - start) / 1e3
     return times
@@ -163,6 +173,19 @@ class _Places:
             # What comes before the first mark is the backward of its loss.
             return "backward", marks[max(at, 0)][1]
         return "other", None
+
+
+def _idle_beside(
+    some: Container[tuple[float, float]], intervals: Sequence[tuple[float, float]]
+) -> float:
+    """Length of the gaps in the union of intervals that begin or end with one of ``some``."""
+    latest, *others = sorted(intervals)
+    idle = 0.0
+    for interval in others:
+        if interval[0] > latest[1] and (interval in some or latest in some):
+            idle += interval[0] - latest[1]
+        latest = max(latest, interval, key=lambda one: one[1])
+    return idle
 
 
 def _covered(intervals: Sequence[tuple[float, float]]) -> float:
