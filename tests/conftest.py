@@ -99,7 +99,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     folder, alone = Path(tempfile.gettempdir()), here is not None and here.kwargs.get("alone")
     # A short job is mostly its start, which needs a core for each rank and no GPU.
     cores = len(os.sched_getaffinity(0)) // max(1, len(gpus))
-    seats = int(os.environ.get("CHUNKGRAPH_TESTS_PER_GPU", "0")) or max(1, cores // 2)
+    seats = int(os.environ.get("CHUNKGRAPH_TESTS_PER_GPU", "0")) or max(1, cores * 3 // 4)
     with (
         pytest.MonkeyPatch.context() as environment,
         gpus_held(needed, gpus, folder, alone=bool(alone), seats=seats) as held,

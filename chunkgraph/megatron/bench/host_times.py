@@ -77,8 +77,12 @@ def host_times(chunks: Sequence[nn.Module], engine: ChunkGraphs | None) -> Itera
     times = HostTimes()
     with ExitStack() as stack:
         for chunk in chunks:
-            for handle in _time_block(captured_part(chunk), times, with_backward=engine is None):
-                stack.callback(handle.remove)
+            part = captured_part(chunk)
+            if engine is None:
+                for handle in _time_block(part, times):
+                    stack.callback(handle.remove)
+            else:
+                stack.callback(_time_diverted(part, times))
         if engine is not None:
             stack.callback(_time_replays(engine, times))
         yield times
@@ -93,22 +97,42 @@ def captured_part(chunk: nn.Module) -> nn.Module:
     return chunk
 
 
-def _time_block(block: nn.Module, times: HostTimes, *, with_backward: bool) -> list[Any]:
+def _time_diverted(part: Any, times: HostTimes) -> Callable[[], None]:
+    """Time the forward that the plug-in gave to the part; returns what undoes it.
+
+    Without hooks, which would be a fifth of what is timed.
+    """
+    forward = part.forward
+
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        started = time.perf_counter()
+        result = forward(*args, **kwargs)
+        times.forward.append((time.perf_counter() - started) * 1e6)
+        return result
+
+    part.forward = timed
+
+    def undo() -> None:
+        part.forward = forward
+
+    return undo
+
+
+def _time_block(block: nn.Module, times: HostTimes) -> list[Any]:
     started: list[float] = []
 
     def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if with_backward:
-            hidden = kwargs.get("hidden_states", args[0] if args else None)
-            if not getattr(module, "pre_process", True):
-                hidden = module.input_tensor
-            if isinstance(hidden, torch.Tensor) and hidden.requires_grad:
-                hidden.register_hook(end_backward)
+        hidden = kwargs.get("hidden_states", args[0] if args else None)
+        if not getattr(module, "pre_process", True):
+            hidden = module.input_tensor
+        if isinstance(hidden, torch.Tensor) and hidden.requires_grad:
+            hidden.register_hook(end_backward)
         started.append(time.perf_counter())
 
     def after(_module: Any, _args: Any, _kwargs: Any, output: Any) -> None:
         times.forward.append((time.perf_counter() - started.pop()) * 1e6)
         tensor = output[0] if isinstance(output, tuple) else output
-        if with_backward and isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+        if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
             tensor.register_hook(begin_backward)
 
     # Backwards of one rank run one after the other, so one place for the start is enough.
