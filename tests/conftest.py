@@ -79,10 +79,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """A test that starts processes has its GPUs to itself, in a run of several processes too.
+    """In a run of several processes, no more tests use a GPU at once than it has seats.
 
-    What runs in a test process shares the first GPU with others of its kind, if not marked
-    otherwise.
+    What runs in a test process uses the first GPU, and takes no seat.
 
     Outermost, since a wait for them must not count against the test's time limit.
     """
@@ -116,28 +115,32 @@ def gpus_held(
     """Wait for ``num`` of these GPUs, which ``seats`` test processes at most then use.
 
     Args:
-        num: of GPUs, the last that are free first; 0: the first one, together with others that
-            ask so. More than there are: nothing is waited for, and the test says what it lacks.
+        num: of GPUs, the last that are free first; 0: the first one, without a seat. More than
+            there are: nothing is waited for, and the test says what it lacks.
         gpus: as CUDA_VISIBLE_DEVICES names them.
         folder: of the lock files.
-        alone: where ``num`` is 0: not together with others.
-        seats: how many may use a GPU at once.
+        alone: where ``num`` is 0: together with nobody, with a seat or without.
+        seats: how many that ask for a number may use a GPU at once.
     """
     lock = f"chunkgraph-test-gpu-{os.getuid()}-{{}}.lock".format
+    seats = max(1, seats)
     held: list[str] = []
     with contextlib.ExitStack() as locks:
         # One waits at a time: who needs all would wait for ever beside those who need one.
         with contextlib.ExitStack() as queue:
             _lock(queue, folder / lock("queue"), fcntl.LOCK_EX)
             if num == 0 and gpus:
-                how = fcntl.LOCK_EX if alone else fcntl.LOCK_SH
-                for seat in range(seats if alone else 1):
-                    _lock(locks, folder / lock(f"{gpus[0]}-{seat}"), how)
+                _lock(locks, folder / lock(gpus[0]), fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
             while len(held) < num <= len(gpus):
                 for seat, gpu in itertools.product(range(seats), reversed(gpus)):
-                    is_wanted = len(held) < num and gpu not in held
-                    if is_wanted and _lock(locks, folder / lock(f"{gpu}-{seat}")):
-                        held.append(gpu)
+                    if len(held) == num or gpu in held:
+                        continue
+                    with contextlib.ExitStack() as both:
+                        if _lock(both, folder / lock(f"{gpu}-{seat}")) and _lock(
+                            both, folder / lock(gpu), fcntl.LOCK_SH | fcntl.LOCK_NB
+                        ):
+                            locks.enter_context(both.pop_all())
+                            held.append(gpu)
                 if len(held) < num:
                     time.sleep(0.05)
         yield sorted(held, key=gpus.index)

@@ -28,7 +28,8 @@ class CaptureOptions:
             each slot.
         memset_kernels: small memsets inside CUDA graphs run as kernels, which the device does not
             wait for as long, where torch and its CUDA bindings can do that
-            (`chunkgraph.graphs.memset_nodes`). The numbers stay the same.
+            (`chunkgraph.graphs.memset_nodes`). The numbers stay the same. A backend that is given
+            to the engine has its own setting.
         verify: how replays are checked (debugging; slow; the numbers stay the same). ``poison``:
             scratch and freed slots are filled with NaN around every replay. ``shadow``: every
             replay is compared, bit for bit, with an eager pass on the same inputs and random

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -23,7 +24,7 @@ from chunkgraph.errors import CaptureError, ChunkGraphError
 from chunkgraph.graphs.address import tensor_at
 from chunkgraph.graphs.contract import Pool, Router
 from chunkgraph.graphs.failure import capture_failure
-from chunkgraph.graphs.memset_nodes import MemsetKernels
+from chunkgraph.graphs.memset_nodes import DamagedGraphError, MemsetKernels
 from chunkgraph.graphs.ranges import AddressRanges
 
 __all__ = ["CUDABackend"]
@@ -130,14 +131,29 @@ class CUDAGraphHandle:
             torch.cuda.CUDAGraph(keep_graph=True) if memset_kernels else torch.cuda.CUDAGraph()
         )
         self.num_memset_kernels = 0
+        self.memsets_kept = ""
 
     def finish(self) -> None:
-        """End the capture, and make what the device runs of it."""
-        assert self.graph is not None
-        self.graph.capture_end()
-        if self._memset_kernels is not None:
-            self.num_memset_kernels = self._memset_kernels.replace(self.graph.raw_cuda_graph())
-            self.graph.instantiate()
+        """End the capture, and make what the device runs of it.
+
+        Where memsets could not be replaced, ``memsets_kept`` says why; the graph has them still.
+        """
+        graph = self.graph
+        assert graph is not None
+        graph.capture_end()
+        if self._memset_kernels is None:
+            return
+        try:
+            try:
+                self.num_memset_kernels = self._memset_kernels.replace(graph.raw_cuda_graph())
+            except DamagedGraphError:
+                raise
+            except Exception as error:  # noqa: BLE001 - whatever it is, the graph is as it was
+                self.memsets_kept = str(error) or type(error).__name__
+            graph.instantiate()
+        except BaseException:
+            self.release()
+            raise
 
     def replay(self) -> None:
         """Launch on the current stream; the host does not wait."""
@@ -195,7 +211,7 @@ class CUDABackend:
             its CUDA bindings can do that; ``memset_nodes`` then says whether.
 
     Attributes:
-        memset_nodes: what becomes of small memsets: ``kernels``, or why they are left as they are.
+        memset_nodes: what becomes of small memsets: ``kernels``, or why they are ``kept``.
     """
 
     name = "cuda"
@@ -213,7 +229,7 @@ class CUDABackend:
                     self._memset_kernels = MemsetKernels(words)
                 self.memset_nodes = "kernels"
             except Exception as error:  # noqa: BLE001 - whatever it is, graphs work without
-                self.memset_nodes = f"kept: {str(error) or type(error).__name__}"
+                self._keep_memsets(str(error) or type(error).__name__)
 
     def new_pool(self, label: str) -> CUDAPool:
         """A new private pool."""
@@ -254,8 +270,20 @@ class CUDABackend:
             try:
                 handle.finish()
             except Exception as error:
-                self._abandon(handle, generators)
+                if handle.graph is not None:
+                    self._abandon(handle, generators)
                 raise capture_failure(label, error) from error
+            if handle.memsets_kept:
+                self._keep_memsets(handle.memsets_kept)
+                warnings.warn(
+                    f"Memsets inside graphs stay what they are, from {label} on, which costs some "
+                    f"microseconds each: {handle.memsets_kept}. memset_kernels=False says no more.",
+                    stacklevel=3,
+                )
+
+    def _keep_memsets(self, why: str) -> None:
+        self._memset_kernels = None
+        self.memset_nodes = f"kept: {why}"
 
     def _abandon(self, handle: CUDAGraphHandle, generators: Sequence[torch.Generator]) -> None:
         """End a capture that failed; the error it reports is the consequence, not the cause.

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["MAX_BYTES", "MemsetKernels"]
+__all__ = ["MAX_BYTES", "DamagedGraphError", "MemsetKernels"]
 
 MAX_BYTES = 1 << 16
 """Longer memsets stay: what they wait for is little beside what they write."""
@@ -53,6 +53,10 @@ _PTX = """
 )
 
 
+class DamagedGraphError(RuntimeError):
+    """A graph was left half changed, and must not run."""
+
+
 class MemsetKernels:
     """Replaces memset nodes of graphs on the current device.
 
@@ -70,12 +74,18 @@ class MemsetKernels:
         try:
             from cuda.bindings import driver
         except ImportError as error:
-            raise RuntimeError(f"cuda-bindings cannot be imported ({error})") from error
+            raise RuntimeError(
+                f"cuda-bindings cannot be imported ({error}); pip install cuda-bindings"
+            ) from error
         try:
             torch.cuda.CUDAGraph(keep_graph=True)
         except TypeError as error:
             raise RuntimeError(f"torch {torch.__version__} keeps no captured graph") from error
         self._driver: Any = driver
+        # Bindings of CUDA 12 have a second pair, which knows all kinds of edges.
+        latest = "_v2" if hasattr(driver, "cuGraphGetEdges_v2") else ""
+        self._get_edges = getattr(driver, f"cuGraphGetEdges{latest}")
+        self._add_edges = f"cuGraphAddDependencies{latest}"
         module = self._call("cuModuleLoadData", _PTX.encode() + b"\0")
         self._functions = {
             width: self._call(
@@ -97,18 +107,17 @@ class MemsetKernels:
 
         Raises:
             RuntimeError: from the driver. The graph then still does what it did.
+            DamagedGraphError: from the driver, and it does not.
         """
-        driver = self._driver
-        handle = driver.CUgraph(graph)
+        handle, kinds = self._driver.CUgraph(graph), self._driver.CUgraphNodeType
         _, num_nodes = self._call("cuGraphGetNodes", handle, 0)
         nodes, _ = self._call("cuGraphGetNodes", handle, num_nodes)
-        memsets = [
-            node
-            for node in nodes
-            if self._call("cuGraphNodeGetType", node)
-            == driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_MEMSET
-        ]
-        if not memsets:
+        types = [self._call("cuGraphNodeGetType", node) for node in nodes]
+        pairs = zip(nodes, types, strict=True)
+        memsets = [n for n, kind in pairs if kind == kinds.CU_GRAPH_NODE_TYPE_MEMSET]
+        # From graphs that allocate memory the driver removes no node.
+        allocating = {kinds.CU_GRAPH_NODE_TYPE_MEM_ALLOC, kinds.CU_GRAPH_NODE_TYPE_MEM_FREE}
+        if not memsets or not allocating.isdisjoint(types):
             return 0
         edges = self._edges(handle)
         if edges is None:
@@ -139,10 +148,10 @@ class MemsetKernels:
         before: dict[int, list[Any]] = defaultdict(list)
         after: dict[int, list[Any]] = defaultdict(list)
         special: set[int] = set()
-        found = driver.cuGraphGetEdges(graph, 0)
+        found = self._get_edges(graph, 0)
         if found[0] == driver.CUresult.CUDA_SUCCESS and found[-1]:
-            found = driver.cuGraphGetEdges(graph, found[-1])
-        # Before CUDA 13 edges are told without their kind, unless there is one of a special kind.
+            found = self._get_edges(graph, found[-1])
+        # Before CUDA 12.3 edges are told without their kind, unless there is one of a special kind.
         if found[0] == driver.CUresult.CUDA_ERROR_LOSSY_QUERY:
             return None
         self._check("cuGraphGetEdges", found[0])
@@ -158,7 +167,8 @@ class MemsetKernels:
     def _kernel_for(self, memset: Any) -> Any | None:
         """The parameters of a kernel that does the same; None for what stays a memset."""
         width, size = int(memset.elementSize), int(memset.width)
-        if memset.height > 1 or width * size > MAX_BYTES or width not in self._functions:
+        fits = 0 < width * size <= MAX_BYTES and memset.height <= 1
+        if not fits or width not in self._functions:
             return None
         parameters = self._driver.CUDA_KERNEL_NODE_PARAMS()
         parameters.func = self._functions[width]
@@ -180,9 +190,12 @@ class MemsetKernels:
             if after:
                 kinds = (None,) if self._names_kinds else ()
                 edges = ([kernel] * len(after), after, *kinds, len(after))
-                self._call("cuGraphAddDependencies", graph, *edges)
-        except RuntimeError:
-            self._call("cuGraphDestroyNode", kernel)
+                self._call(self._add_edges, graph, *edges)
+        except BaseException as error:
+            try:
+                self._call("cuGraphDestroyNode", kernel)
+            except RuntimeError as second:
+                raise DamagedGraphError(f"{error}; then {second}") from error
             raise
         self._call("cuGraphDestroyNode", node)
         return kernel
@@ -191,23 +204,26 @@ class MemsetKernels:
         """Run a graph of three memsets, one behind the other, as kernels."""
         assert words.dtype == torch.int32
         assert words.numel() == 3
-        graph = self._call("cuGraphCreate", 0)
+        driver, graph, executable = self._driver, self._call("cuGraphCreate", 0), None
         context = self._call("cuCtxGetCurrent")
         before: list[Any] = []
-        for i, width in enumerate((1, 2, 4)):
-            memset = self._driver.CUDA_MEMSET_NODE_PARAMS()
-            memset.dst = self._driver.CUdeviceptr(words.data_ptr() + 4 * i)
-            memset.elementSize, memset.width, memset.height = width, 4 // width, 1
-            memset.value = i + 1
-            added = self._call("cuGraphAddMemsetNode", graph, before, len(before), memset, context)
-            before = [added]
-        num_replaced = self.replace(int(graph))
-        executable = self._call("cuGraphInstantiate", graph, 0)
-        stream = torch.cuda.current_stream(words.device).cuda_stream
-        self._call("cuGraphLaunch", executable, stream)
-        found = words.tolist()
-        self._call("cuGraphExecDestroy", executable)
-        self._call("cuGraphDestroy", graph)
+        try:
+            for i, width in enumerate((1, 2, 4)):
+                memset = driver.CUDA_MEMSET_NODE_PARAMS()
+                memset.dst = driver.CUdeviceptr(words.data_ptr() + 4 * i)
+                memset.elementSize, memset.width, memset.height = width, 4 // width, 1
+                memset.value = i + 1
+                arguments = (graph, before, len(before), memset, context)
+                before = [self._call("cuGraphAddMemsetNode", *arguments)]
+            num_replaced = self.replace(int(graph))
+            executable = self._call("cuGraphInstantiate", graph, 0)
+            stream = torch.cuda.current_stream(words.device).cuda_stream
+            self._call("cuGraphLaunch", executable, stream)
+            found = words.tolist()
+        finally:
+            if executable is not None:
+                self._call("cuGraphExecDestroy", executable)
+            self._call("cuGraphDestroy", graph)
         if num_replaced != 3 or found != [0x01010101, 0x00020002, 3]:
             raise RuntimeError(f"a first graph with {num_replaced} of 3 replaced wrote {found}")
 
