@@ -30,6 +30,7 @@ Flags that chunk graphs bring to the script:
   --cuda-graph-chunk-scope {block,chunk}   chunk: also embedding and loss
   --cuda-graph-memory-plan {shared_backward,shared_temporaries,pool_per_slot}
   --cuda-graph-shared-slots {no,yes}       one set for a rank's chunks
+  --cuda-graph-memset-kernels {yes,no}     memsets in graphs as kernels
   --cuda-graph-verify {none,poison,shadow} and, in replayed steps,
   --cuda-graph-num-verify-steps N, --cuda-graph-verify-every N
   --cuda-graph-max-packed-seqs [N]         packed documents (--sft); with
