@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from chunkgraph.cli.__main__ import main
+from chunkgraph.graphs import RecorderBackend
 from chunkgraph.megatron import doctor
 
 
@@ -80,6 +81,16 @@ def test_a_replay_that_differs_is_told(
 ) -> None:
     monkeypatch.setattr(torch, "equal", lambda *_: False)
     assert found(capsys, 1)["capture"]["found"] == "a replay differs from eager"
+
+
+def test_memsets_that_stay_are_told_with_the_reason(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(RecorderBackend, "memset_nodes", "kept: no bindings", raising=False)
+    capture = found(capsys, 0)["capture"]
+    assert capture["state"] == "ok"
+    assert capture["advice"].endswith("are kept: no bindings")
 
 
 def test_what_is_not_installed_is_absent_with_advice(

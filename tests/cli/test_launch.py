@@ -205,9 +205,12 @@ def test_flags_as_values() -> None:
             *("--cuda-graph-memory-plan", "pool_per_slot", "--cuda-graph-verify", "poison"),
             *("--cuda-graph-on-failure", "eager", "--cuda-graph-warmup-steps", "2"),
             *("--cuda-graph-num-verify-steps", "4", "--cuda-graph-verify-every", "3"),
+            *("--cuda-graph-shared-slots", "yes", "--cuda-graph-memset-kernels", "no"),
         )
     )
     assert everything == GraphFlags(
+        shared_slots=True,
+        memset_kernels=False,
         scope="chunk",
         memory_plan="pool_per_slot",
         verify="poison",
@@ -220,6 +223,7 @@ def test_flags_as_values() -> None:
     options = everything.capture_options()
     assert (options.verify, options.on_failure, options.num_warmup_steps) == ("poison", "eager", 2)
     assert (options.num_verify_steps, options.verify_every) == (4, 3)
+    assert (options.shared_slots, options.memset_kernels) == (True, False)
 
 
 def test_flags_of_the_stash_as_values() -> None:

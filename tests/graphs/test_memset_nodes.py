@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import sys
@@ -11,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from chunkgraph.graphs import CUDABackend
+from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs, defaults
+from chunkgraph.graphs import CUDABackend, RecorderBackend
 from chunkgraph.graphs.cuda import CUDAGraphHandle
 from chunkgraph.graphs.memset_nodes import MAX_BYTES, DamagedGraphError, MemsetKernels
 
@@ -269,6 +271,23 @@ def test_a_graph_that_cannot_be_made_is_given_back(
     assert graph.done == ["end", "instantiate", "reset"]
     assert handle.graph is None
     assert handle.memsets_kept == ""
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_the_default_backend_is_made_as_asked(monkeypatch: pytest.MonkeyPatch, asked: bool) -> None:
+    made: list[tuple[str, bool]] = []
+
+    def cuda(device: torch.device, *, memset_kernels: bool) -> RecorderBackend:
+        made.append((str(device), memset_kernels))
+        return RecorderBackend()
+
+    monkeypatch.setattr(defaults, "CUDABackend", cuda)
+    parameter: Any = SimpleNamespace(device=torch.device("cuda", 3))
+    chunk = Chunk(forward=lambda x: x, parameters=(parameter,), label="chunk 0")
+    options = CaptureOptions(memset_kernels=asked)
+    with contextlib.suppress(AttributeError):  # it is no parameter
+        ChunkGraphs([chunk], [1], options=options)
+    assert made == [("cuda:3", asked)]
 
 
 def test_without_bindings_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,13 +10,16 @@ from typing import Any
 import pytest
 import yaml
 
+from chunkgraph.config import load_config
+from chunkgraph.engine import CaptureReport
 from chunkgraph.engine.counters import Counters
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.context_flags import ContextSizes
 from chunkgraph.megatron.flags import GraphFlags
 from chunkgraph.megatron.launch_packing import resolved_flags
+from chunkgraph.megatron.loop import capture_options
 from chunkgraph.megatron.pretrain import _is_profiled
-from chunkgraph.megatron.run_record import save_run_record, start_line
+from chunkgraph.megatron.run_record import capture_line, save_run_record, start_line
 from chunkgraph.megatron.step_metrics import StepMetrics
 from chunkgraph.packing import PackedShape
 
@@ -48,6 +51,23 @@ def test_the_settings_are_saved_whole(tmp_path: Path) -> None:
     assert "moe_router_topk" not in record["model"]
     other = save_run_record(_graphs(), GraphFlags(), args, tmp_path / "given")
     assert other == tmp_path / "given" / "chunkgraph.yaml"  # --run-dir wins
+
+
+def test_memsets_that_stay_are_said() -> None:
+    numbers = {"num_graphs": 8, "slot_bytes": 1, "held_bytes": 1, "scratch_bytes": 1}
+    more = {"shared_slots": False, "static_bytes": 1, "duration_ms": 1.0, **numbers}
+    for what in ("", "kernels"):
+        line = capture_line(CaptureReport(num_slots=(4,), memset_nodes=what, **more))  # type: ignore[arg-type]
+        assert "memsets" not in line
+    kept = CaptureReport(num_slots=(4,), memset_nodes="kept: no bindings", **more)  # type: ignore[arg-type]
+    assert capture_line(kept).endswith("; memsets kept: no bindings")
+
+
+@pytest.mark.parametrize("value", ["true", "false"])
+def test_a_configuration_says_how_memsets_are_captured(value: str) -> None:
+    configs = Path(__file__).parents[2] / "configs"
+    config = load_config(configs / "gpt_pp2_cpu.yaml", [f"capture.memset_kernels={value}"])
+    assert capture_options(config).memset_kernels == (value == "true")
 
 
 def test_settings_that_are_not_saved_are_said(tmp_path: Path) -> None:
