@@ -130,6 +130,11 @@ def _notes(config: Config, results: RunResults) -> list[str]:
         f"graphs: {results.num_graphs} from {results.capture_sessions} capture session(s), "
         f"{results.captures_after_first_session} captured later; slots per chunk: {slots}"
     )
+    lines += [
+        f"memsets inside graphs are no kernels, which costs some microseconds each: {why}"
+        for why in dict.fromkeys(results.memsets_kept)
+        if why
+    ]
     if config.moe.num_moe_experts is not None and config.capture.enabled:
         has_budget = config.moe.moe_token_dispatcher_type == "flex"
         what = (

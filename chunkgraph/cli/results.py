@@ -88,6 +88,8 @@ class RunResults:
     """Forwards replayed, by bank, where there are several; for each rank."""
     missing_banks: Sequence[Mapping[str, int]] = ()
     """Eager steps, by the bank that they had no graphs of and why; for each rank."""
+    memsets_kept: Sequence[str] = ()
+    """Why memsets inside graphs are no kernels, empty where they are; for each rank."""
 
 
 def read_results(path: Path) -> RunResults:
@@ -133,6 +135,7 @@ def results_from(raw: Mapping[str, Any]) -> RunResults:
         stash_bytes=raw.get("stash_bytes", ()),
         replays_of_bank=raw.get("replays_of_bank", ()),
         missing_banks=raw.get("missing_banks", ()),
+        memsets_kept=raw.get("memsets_kept", ()),
     )
 
 

@@ -89,8 +89,7 @@ class CaptureReport:
         scratch_bytes: reserved by the pool shared by all backwards.
         static_bytes: inputs and gradients outside the pools.
         duration_ms: wall time of the session on this rank.
-        memset_nodes: what became of small memsets: ``kernels``, why they are ``kept``, or empty
-            where the backend has none.
+        memsets_kept: see `GraphBackend`.
     """
 
     num_slots: tuple[int, ...]
@@ -101,7 +100,7 @@ class CaptureReport:
     scratch_bytes: int
     static_bytes: int
     duration_ms: float
-    memset_nodes: str = ""
+    memsets_kept: str = ""
 
 
 @dataclass(frozen=True)
@@ -279,7 +278,7 @@ def capture_session(
         scratch_bytes=pools.scratch.reserved_bytes if pools.scratch else 0,
         static_bytes=_num_bytes([t for f in forwards for t in (*f.inputs, *f.grads)]),
         duration_ms=(time.perf_counter() - start) * 1e3,
-        memset_nodes=getattr(backend, "memset_nodes", ""),
+        memsets_kept=backend.memsets_kept,
     )
     return CapturedRank(banks, sinks, models, pools, report)
 

@@ -81,6 +81,8 @@ class GraphBackend(Protocol):
 
     name: str
     device: torch.device
+    memsets_kept: str
+    """Why small memsets, which were to become kernels, stay what they are; empty: they do not."""
 
     def new_pool(self, label: str) -> Pool:
         """An empty pool of its own."""

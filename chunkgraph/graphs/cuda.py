@@ -208,10 +208,7 @@ class CUDABackend:
     Args:
         device: the device whose current context captures run in.
         memset_kernels: whether small memsets inside graphs become kernels, where this torch and
-            its CUDA bindings can do that; ``memset_nodes`` then says whether.
-
-    Attributes:
-        memset_nodes: what becomes of small memsets: ``kernels``, or why they are ``kept``.
+            its CUDA bindings can do that; else ``memsets_kept`` says why not.
     """
 
     name = "cuda"
@@ -221,15 +218,14 @@ class CUDABackend:
         self.stream = torch.cuda.Stream(self.device)
         self._token = torch.zeros(1, device=self.device)
         self._memset_kernels: MemsetKernels | None = None
-        self.memset_nodes = "kept: not asked for"
+        self.memsets_kept = ""
         if memset_kernels:
             words = torch.zeros(3, dtype=torch.int32, device=self.device)
             try:
                 with torch.cuda.device(self.device):
                     self._memset_kernels = MemsetKernels(words)
-                self.memset_nodes = "kernels"
             except Exception as error:  # noqa: BLE001 - whatever it is, graphs work without
-                self._keep_memsets(str(error) or type(error).__name__)
+                self.memsets_kept = str(error) or type(error).__name__
 
     def new_pool(self, label: str) -> CUDAPool:
         """A new private pool."""
@@ -274,16 +270,12 @@ class CUDABackend:
                     self._abandon(handle, generators)
                 raise capture_failure(label, error) from error
             if handle.memsets_kept:
-                self._keep_memsets(handle.memsets_kept)
+                self._memset_kernels, self.memsets_kept = None, handle.memsets_kept
                 warnings.warn(
                     f"Memsets inside graphs stay what they are, from {label} on, which costs some "
                     f"microseconds each: {handle.memsets_kept}. memset_kernels=False says no more.",
                     stacklevel=3,
                 )
-
-    def _keep_memsets(self, why: str) -> None:
-        self._memset_kernels = None
-        self.memset_nodes = f"kept: {why}"
 
     def _abandon(self, handle: CUDAGraphHandle, generators: Sequence[torch.Generator]) -> None:
         """End a capture that failed; the error it reports is the consequence, not the cause.

@@ -106,8 +106,8 @@ class MemsetKernels:
             How many were replaced.
 
         Raises:
-            RuntimeError: from the driver. The graph then still does what it did.
-            DamagedGraphError: from the driver, and it does not.
+            RuntimeError: the driver cannot do it. The graph then still does what it did.
+            DamagedGraphError: the driver failed, and it does not.
         """
         handle, kinds = self._driver.CUgraph(graph), self._driver.CUgraphNodeType
         _, num_nodes = self._call("cuGraphGetNodes", handle, 0)
@@ -115,14 +115,12 @@ class MemsetKernels:
         types = [self._call("cuGraphNodeGetType", node) for node in nodes]
         pairs = zip(nodes, types, strict=True)
         memsets = [n for n, kind in pairs if kind == kinds.CU_GRAPH_NODE_TYPE_MEMSET]
-        # From graphs that allocate memory the driver removes no node.
+        if not memsets:
+            return 0
         allocating = {kinds.CU_GRAPH_NODE_TYPE_MEM_ALLOC, kinds.CU_GRAPH_NODE_TYPE_MEM_FREE}
-        if not memsets or not allocating.isdisjoint(types):
-            return 0
-        edges = self._edges(handle)
-        if edges is None:
-            return 0
-        before, after, unusual = edges
+        if not allocating.isdisjoint(types):
+            raise RuntimeError("the driver removes no node of a graph that allocates memory")
+        before, after, unusual = self._edges(handle)
         replaced: dict[int, Any] = {}
         for node in memsets:
             parameters = self._kernel_for(self._call("cuGraphMemsetNodeGetParams", node))
@@ -137,23 +135,15 @@ class MemsetKernels:
             )
         return len(replaced)
 
-    def _edges(
-        self, graph: Any
-    ) -> tuple[dict[int, list[Any]], dict[int, list[Any]], set[int]] | None:
-        """What each node waits for, what waits for it, and which nodes do so in a special way.
-
-        None where the driver cannot say.
-        """
-        driver = self._driver
+    def _edges(self, graph: Any) -> tuple[dict[int, list[Any]], dict[int, list[Any]], set[int]]:
+        """What each node waits for, what waits for it, and which nodes do so in a special way."""
         before: dict[int, list[Any]] = defaultdict(list)
         after: dict[int, list[Any]] = defaultdict(list)
         special: set[int] = set()
         found = self._get_edges(graph, 0)
-        if found[0] == driver.CUresult.CUDA_SUCCESS and found[-1]:
+        if found[0] == self._driver.CUresult.CUDA_SUCCESS and found[-1]:
             found = self._get_edges(graph, found[-1])
-        # Before CUDA 12.3 edges are told without their kind, unless there is one of a special kind.
-        if found[0] == driver.CUresult.CUDA_ERROR_LOSSY_QUERY:
-            return None
+        # Before CUDA 12.3 edges are told without their kind, and not at all where one is special.
         self._check("cuGraphGetEdges", found[0])
         sources, targets, *kinds, _ = found[1:]
         self._names_kinds = bool(kinds)

@@ -74,6 +74,7 @@ class RecorderBackend:
     """
 
     name = "recorder"
+    memsets_kept = ""
 
     def __init__(self, limit_bytes: int | None = None) -> None:
         self.device = torch.device("cpu")

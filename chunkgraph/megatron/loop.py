@@ -96,6 +96,7 @@ class TrainingRun:
         bytes_without_stash: what slots would keep in their place.
         replays_of_bank: forward graphs replayed on this rank, by bank, where there are several.
         missing_banks: eager steps, by the bank that they had no graphs of.
+        memsets_kept: see `CaptureReport`.
         reserved_bytes: most memory that torch held on this rank's device; 0 on a CPU.
     """
 
@@ -111,6 +112,7 @@ class TrainingRun:
     bytes_without_stash: int = 0
     replays_of_bank: dict[str, int] = field(default_factory=dict)
     missing_banks: dict[str, int] = field(default_factory=dict)
+    memsets_kept: str = ""
     reserved_bytes: int = 0
 
     @property
@@ -228,6 +230,8 @@ def run_training(
             run.overflow_reruns = dict(graphs.counters.overflow_reruns)
             run.recaptures = tuple(graphs.counters.recaptures)
             run.missing_banks = dict(graphs.counters.missing_banks)
+            if graphs.engine.report is not None:
+                run.memsets_kept = graphs.engine.report.memsets_kept
             run.replays_of_bank = graphs.replays_of_bank
             if graphs.stash is not None and graphs.stash.size is not None:
                 run.stash_bytes = graphs.stash.size.device_bytes

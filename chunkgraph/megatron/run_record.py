@@ -115,7 +115,7 @@ def capture_line(report: CaptureReport) -> str:
         f"in {report.duration_ms / 1e3:.2f} s; {format_bytes(total)}: slots "
         f"{format_bytes(report.slot_bytes)}, scratch {format_bytes(report.scratch_bytes)}, static "
         f"{format_bytes(report.static_bytes)}"
-        + (f"; memsets {report.memset_nodes}" if report.memset_nodes not in ("", "kernels") else "")
+        + (f"; memsets are no kernels: {report.memsets_kept}" if report.memsets_kept else "")
     )
 
 

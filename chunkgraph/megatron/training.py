@@ -174,6 +174,7 @@ def _of_rank(chunk: TrainingRun, comparison: Comparison | None) -> dict[str, Any
         "context_sizes": [record.context_sizes for record in chunk.steps],
         "replays_of_bank": chunk.replays_of_bank,
         "missing_banks": chunk.missing_banks,
+        "memsets_kept": chunk.memsets_kept,
         "reserved_bytes": chunk.reserved_bytes,
     }
 
@@ -217,6 +218,7 @@ def _report(
         "bytes_without_stash": [r["bytes_without_stash"] for r in ranks],
         "replays_of_bank": [r["replays_of_bank"] for r in ranks],
         "missing_banks": [r["missing_banks"] for r in ranks],
+        "memsets_kept": [r["memsets_kept"] for r in ranks],
         "reserved_bytes": [r["reserved_bytes"] for r in ranks],
     }
 

@@ -87,10 +87,10 @@ def test_memsets_that_stay_are_told_with_the_reason(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(RecorderBackend, "memset_nodes", "kept: no bindings", raising=False)
+    monkeypatch.setattr(RecorderBackend, "memsets_kept", "no bindings")
     capture = found(capsys, 0)["capture"]
     assert capture["state"] == "ok"
-    assert capture["advice"].endswith("are kept: no bindings")
+    assert capture["advice"].endswith("are no kernels: no bindings")
 
 
 def test_what_is_not_installed_is_absent_with_advice(

@@ -100,7 +100,7 @@ def captured_part(chunk: nn.Module) -> nn.Module:
 def _time_diverted(part: Any, times: HostTimes) -> Callable[[], None]:
     """Time the forward that the plug-in gave to the part; returns what undoes it.
 
-    Without hooks, which would be a fifth of what is timed.
+    Without hooks, whose own time would count.
     """
     forward = part.forward
 
