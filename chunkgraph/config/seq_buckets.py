@@ -14,7 +14,7 @@ def default_seq_buckets(
 
     Attention's kernels are started for every sequence, empty or not, by numbers that Transformer
     Engine rounds up to powers of two between 32 and 512 (``get_max_batch_size``). So a microbatch
-    costs at most what it does without empty sequences, or with 64 (0.5% of a layer more than
+    costs at most what it does without empty sequences, or with 64 (0.4% of a layer more than
     with 8: `benchmarks/empty_sequences.json`).
 
     Args:

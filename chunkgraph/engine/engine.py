@@ -359,7 +359,8 @@ class ChunkGraphs:
         """Drop graphs, pools and static buffers; steps run eagerly until the next capture.
 
         All ranks call it at the same place between their steps. The next steps count as warmup
-        again, so that a new session follows by itself.
+        again, so that a new session follows by itself. Call it before process groups end whose
+        collectives are in the graphs: NCCL waits for such graphs to go, without a time limit.
         """
         if self.mode is not StepMode.OUTSIDE:
             raise SlotError("release() was called inside a step; release between steps.")

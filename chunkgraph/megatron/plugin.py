@@ -5,7 +5,7 @@
     graphs = attach(model_chunks)
     forward_backward = graphs.wrap_forward_backward(get_forward_backward_func())
     ...                               # train as before, with any number of microbatches
-    graphs.detach()
+    graphs.detach()                   # before process groups end
 
 An instance of a block or model gets a ``forward`` of its own; nothing of Megatron is replaced.
 Megatron's own ``cuda_graph_impl`` stays ``none``.

@@ -72,6 +72,9 @@ class MegatronChunkGraphs:
         self._held_groups = held_groups
         self._agree = agree
         self._agree_on_buckets = agree_on_buckets
+        self._forget_groups = [compat.before_groups_end(self.detach)]
+        if contexts is not None:
+            self._forget_groups.append(contexts.banks.groups.hold(self))
 
     @property
     def counters(self) -> Any:
@@ -370,8 +373,12 @@ class MegatronChunkGraphs:
         """Release the graphs and give every module its own forward back.
 
         Whatever goes wrong in one of the two, the other is done. Detaching again does nothing.
+        ``torch.distributed.destroy_process_group()`` detaches first what still is attached: it
+        would wait for ever for graphs that hold collectives.
         """
         with ExitStack() as stack:  # from the last to the first
+            for forget in self._forget_groups:
+                stack.callback(forget)
             for agree in (self._agree, self._agree_on_buckets):
                 if agree is not None:
                     stack.callback(agree.close)

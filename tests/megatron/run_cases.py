@@ -18,6 +18,7 @@ from typing import Any
 import bench_probe
 import context_probe
 import fault_probe
+import groups_end_probe
 import packed_probe
 import receive_probe
 import unpadded_probe
@@ -62,6 +63,8 @@ def run_case(case: dict[str, Any], eager_runs: EagerRuns) -> Any:
             return bench_probe.run(config, device, case)
         if case.get("probe") == "context":
             return context_probe.run(case)
+        if case.get("probe") == "groups_end":
+            groups_end_probe.run(config, device, case)
         if case.get("probe") == "fault":
             return fault_probe.run(config, case)
         frozen = case.get("frozen", [])

@@ -134,6 +134,7 @@ def test_rows_of_several_lengths_of_contexts_are_refused(
         attach(chunks, contexts=banks)
     undo = follow_groups(chunks)
     attach(chunks, contexts=banks).detach()
+    banks.groups.close()
     chunks[0].config.expert_model_parallel_size = 2
     with pytest.raises(ConfigError, match=r"\(buckets=...\) and experts on several ranks"):
         attach(chunks, contexts=banks)
@@ -145,6 +146,22 @@ def test_rows_of_several_lengths_of_contexts_are_refused(
     undo()
     with pytest.raises(ConfigError, match="follow_groups"):
         attach(chunks, contexts=ContextBanks(limits, banks.groups))
+
+
+def test_groups_are_not_closed_under_their_graphs(chunks: list[nn.Module]) -> None:
+    from chunkgraph.megatron import attach
+    from chunkgraph.megatron.contexts import ContextBanks, ContextGroups, follow_groups
+    from chunkgraph.packing import ContextLimits
+
+    limits = ContextLimits(world_size=1, max_tokens_per_rank=8, max_packed_seqs=3)
+    banks = ContextBanks(limits, ContextGroups([0], {1: None}))
+    undo = follow_groups(chunks)
+    graphs = attach(chunks, contexts=banks)
+    with pytest.raises(ConfigError, match=r"NCCL would wait for ever.*detach\(\)"):
+        banks.groups.close()
+    graphs.detach()
+    banks.groups.close()
+    undo()
 
 
 def test_fully_sharded_parameters_are_refused(chunks: list[nn.Module]) -> None:

@@ -77,6 +77,7 @@ from chunkgraph.megatron.compat.pretrain import (
     pretrain_hooks,
     tensorboard_writers,
 )
+from chunkgraph.megatron.compat.process_groups import before_groups_end
 from chunkgraph.megatron.compat.random_state import (
     HostGenerator,
     RandomStates,
@@ -115,6 +116,7 @@ __all__ = [
     "TokenDrops",
     "TokenPrediction",
     "TritonStubFinder",
+    "before_groups_end",
     "call_parameter_gather_hooks",
     "can_recompute_hybrid_layers",
     "capture_flag",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from chunkgraph.errors import TopologyError
+from chunkgraph.errors import ConfigError, TopologyError
 from chunkgraph.megatron import compat
 from chunkgraph.megatron.contexts.router_groups import RouterGroups
 
@@ -49,6 +50,7 @@ class ContextGroups:
         self.rank = self.world.index(dist.get_rank())
         self._groups = {size: groups[size] for size in sorted(groups, reverse=True)}
         self._made: list[Any] = []
+        self._holders: weakref.WeakSet[Any] = weakref.WeakSet()
         for size, group in self._groups.items():
             if group is None and size == 1:
                 continue
@@ -213,8 +215,23 @@ class ContextGroups:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
+    def hold(self, holder: object) -> Callable[[], None]:
+        """Refuse to close until this is undone, or ``holder`` is gone; returns what undoes it."""
+        self._holders.add(holder)
+        return lambda: self._holders.discard(holder)
+
     def close(self) -> None:
-        """Destroy the groups that `create` made. The graphs that hold them must be gone."""
+        """Destroy the groups that `create` made.
+
+        Raises:
+            ConfigError: chunk graphs that hold collectives of them are still attached; NCCL would
+                wait for those for ever.
+        """
+        if self._holders:
+            raise ConfigError(
+                "Context-parallel groups were closed while chunk graphs are attached that hold "
+                "collectives of them, for which NCCL would wait for ever. Call detach() first."
+            )
         if self.for_routers is not None:
             self.for_routers.close()
         while self._made:

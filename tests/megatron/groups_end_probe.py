@@ -1,0 +1,44 @@
+"""A case of `run_cases`: a script that ends its process groups while graphs are attached."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from chunkgraph.data import PackedText
+from chunkgraph.megatron.compat import import_megatron
+from chunkgraph.megatron.loop import capture_options, forward_step, microbatches
+from chunkgraph.megatron.model import build_model
+from chunkgraph.megatron.plugin import attach
+from chunkgraph.megatron.processes import seed_everything
+
+
+def run(config: Any, device: torch.device, case: dict[str, Any]) -> NoReturn:
+    """Writes what was there before and after, and ends the process."""
+    seed_everything(config.train.seed, device)
+    chunks = build_model(config, device)
+    graphs = attach(chunks, scope=config.capture.scope, options=capture_options(config))
+    schedules = import_megatron("megatron.core.pipeline_parallel")
+    run_step = graphs.wrap_forward_backward(schedules.get_forward_backward_func())
+    text = PackedText.from_file(None, seq_length=config.model.seq_length, seed=1)
+    for step, count in enumerate(config.train.num_microbatches):
+        run_step(
+            forward_step_func=forward_step,
+            data_iterator=[microbatches(config, text, step, count, device) for _ in chunks],
+            model=chunks,
+            num_microbatches=count,
+            seq_length=config.model.seq_length,
+            micro_batch_size=config.train.micro_batch_size,
+            forward_only=False,
+        )
+    found = {"replays": graphs.counters.replays, "was_captured": graphs.engine.report is not None}
+    dist.destroy_process_group()
+    found["is_captured"] = graphs.engine.report is not None
+    found["has_groups"] = dist.is_initialized()
+    Path(f"{case['out']}{os.environ['RANK']}.json").write_text(json.dumps(found), encoding="utf-8")
+    os._exit(0)  # what is around this would end the groups once more

@@ -1,0 +1,125 @@
+"""Process groups that end while chunk graphs are attached, which NCCL would wait for for ever."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import json
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+pytestmark = [pytest.mark.megatron, pytest.mark.timeout(200)]
+
+GONE = {"was_captured": True, "is_captured": False, "has_groups": False}
+
+
+@pytest.fixture
+def ended(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """What torch's own function would have ended."""
+    calls: list[Any] = []
+
+    def destroy_process_group(group: Any = None) -> None:
+        calls.append(group)
+
+    for module in (dist, dist.distributed_c10d):
+        monkeypatch.setattr(module, "destroy_process_group", destroy_process_group)
+    yield calls
+    assert dist.destroy_process_group is destroy_process_group
+    assert dist.distributed_c10d.destroy_process_group is destroy_process_group
+
+
+def test_graphs_are_detached_before_the_groups_end(chunks: list[Any], ended: list[Any]) -> None:
+    from chunkgraph.megatron.plugin import attach
+
+    graphs = attach(chunks)
+    diverted = [m for chunk in chunks for m in chunk.modules() if "forward" in m.__dict__]
+    assert diverted
+    group = object()
+    dist.destroy_process_group(group)  # type: ignore[arg-type]
+    assert ended == [group]
+    assert all("forward" in module.__dict__ for module in diverted)
+    seen: list[bool] = []
+    graphs.engine.release = lambda: seen.append(None in ended)  # type: ignore[method-assign]
+    dist.destroy_process_group()
+    assert seen == [False]  # released, and no group had ended then
+    assert ended[-1] is None
+    assert not any("forward" in module.__dict__ for module in diverted)
+    graphs.detach()
+    assert len(seen) == 2
+
+
+def test_a_detach_that_fails_leaves_the_groups(chunks: list[Any], ended: list[Any]) -> None:
+    from chunkgraph.errors import SlotError
+    from chunkgraph.megatron.plugin import attach
+
+    graphs = attach(chunks)
+    with graphs.engine.step(1, eager=True), pytest.raises(SlotError, match="inside a step"):
+        dist.destroy_process_group()
+    assert ended == []
+    graphs.detach()
+
+
+def test_several_end_in_any_order_and_are_not_kept_alive(ended: list[Any]) -> None:
+    from chunkgraph.megatron.compat import before_groups_end
+
+    class Graphs:
+        def __init__(self, told: list[str], name: str) -> None:
+            self.told, self.name = told, name
+
+        def end(self) -> None:
+            self.told.append(self.name)
+
+    told: list[str] = []
+    first, second, third = (Graphs(told, name) for name in ("first", "second", "third"))
+    undos = [before_groups_end(one.end) for one in (first, second, third)]
+    undos[0]()
+    gone = weakref.ref(third)
+    del third
+    gc.collect()
+    assert gone() is None
+    dist.destroy_process_group()
+    dist.destroy_process_group()
+    assert told == ["second"]
+    assert ended == [None, None]
+    for undo in reversed(undos):
+        undo()
+        undo()
+
+
+def _ends(
+    start_cases: Callable[..., list[int]], config: Any, folder: Path, timeout_s: float
+) -> list[dict[str, Any]]:
+    case = {"name": "forgotten", "probe": "groups_end", "config": config, "out": f"{folder}/out"}
+    codes = start_cases([case], 2, timeout_s)
+    assert codes == [0, 0], (folder / "log0.txt").read_text()[-3000:]
+    return [json.loads((folder / f"out{rank}.json").read_text()) for rank in range(2)]
+
+
+def test_a_script_that_forgets_to_detach_ends(
+    start_cases: Callable[..., list[int]], make_config: Callable[..., Any], tmp_path: Path
+) -> None:
+    config = make_config(
+        pipeline={"tensor_model_parallel_size": 2}, train={"num_microbatches": [2, 2, 1]}
+    )
+    found = _ends(start_cases, {**config, "device": "cpu"}, tmp_path, 60.0)
+    assert found == [{"replays": 3, **GONE}] * 2
+
+
+@pytest.mark.multigpu
+def test_graphs_with_collectives_of_nccl_do_not_hold_the_end_up(
+    start_cases: Callable[..., list[int]], make_config: Callable[..., Any], tmp_path: Path
+) -> None:
+    if importlib.util.find_spec("transformer_engine") is None:
+        pytest.skip("Transformer Engine is not installed")
+    config = make_config(
+        model={"layer_spec": "transformer_engine", "hidden_size": 64, "params_dtype": "bfloat16"},
+        pipeline={"tensor_model_parallel_size": 2},
+        train={"num_microbatches": [2, 2, 1]},
+    )
+    found = _ends(start_cases, {**config, "device": "cuda"}, tmp_path, 150.0)
+    assert found == [{"replays": 3, **GONE}] * 2
