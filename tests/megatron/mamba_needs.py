@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import importlib.util
 
 __all__ = ["missing_kernels"]
@@ -22,6 +23,11 @@ def missing_kernels() -> str:
             importlib.import_module(name)
         except ImportError as error:
             return f"{name} cannot be imported ({error})"
+    for package in ("mamba_ssm", "causal_conv1d"):
+        try:
+            importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            return f"{package} is not installed as a package; Megatron asks for its version"
     if importlib.util.find_spec("mamba_ssm.utils.determinism") is None:
         return "this mamba_ssm has no deterministic mode; release 2.3 has"
     return ""

@@ -66,5 +66,10 @@ def test_stashed_experts_equal_eager(
         assert found["overflow_reruns"]["stash pages"] >= num_reruns
         return
     assert all(step["replays"] for step in found["steps"][1:]), found["overflow_reruns"]
-    pairs = zip(found["stash_bytes"], found["bytes_without_stash"], strict=True)
-    assert all(0 < pages < 0.5 * without for pages, without in pairs)
+    # The pages are what eager steps needed times the headroom, which four ranks have more of.
+    most = 0.75 if OF_TWO[-1] in settings else 0.5
+    shares = [
+        pages / without
+        for pages, without in zip(found["stash_bytes"], found["bytes_without_stash"], strict=True)
+    ]
+    assert all(0 < share < most for share in shares), shares
