@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import Any, Self
 
 import torch
@@ -240,6 +241,11 @@ def _cuda_stubs() -> dict[str, Any]:
         "is_available": lambda: False,
         "device_count": lambda: 0,
         "current_device": lambda: _CPU,
+        # Transformer Engine may ask while it is imported, also where there is a GPU.
+        "get_device_capability": lambda *_: (0, 0),
+        "get_device_properties": lambda *_: SimpleNamespace(
+            name="cpu", major=0, minor=0, total_memory=0, multi_processor_count=0
+        ),
         "set_device": nothing(),
         "synchronize": nothing(),
         "empty_cache": nothing(),

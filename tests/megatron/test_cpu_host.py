@@ -53,6 +53,13 @@ def test_cuda_means_cpu(host: CpuHost) -> None:
     assert not torch.cuda.is_available()
 
 
+@pytest.mark.usefixtures("host")
+def test_a_library_that_asks_for_the_gpu_hears_of_none() -> None:
+    """As Transformer Engine does in its import, with NVTE_CUTEDSL_FUSED_GROUPED_MLP=1."""
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    assert (properties.major, properties.minor) == torch.cuda.get_device_capability() == (0, 0)
+
+
 def test_everything_is_undone() -> None:
     random = importlib.import_module(_RANDOM)
     modules = (torch.cuda, random, distributed_c10d)
