@@ -41,6 +41,8 @@ def print_bench_report(
     experts = _experts_table(document)
     if experts.row_count:
         console.print(experts)
+    for line in _uneven_gpus(document):
+        console.print(line, markup=False)
     for result in document.results:
         _, difference = document.equality(result)
         for what, text in (("", result.error), (" differs in", difference), ("", result.note)):
@@ -53,6 +55,20 @@ def print_bench_report(
     if not failures:
         console.print("OK", style="bold green")
     return failures
+
+
+def _uneven_gpus(document: BenchDocument) -> list[str]:
+    """Of each variant in whose run one GPU was clearly slower than another."""
+    lines = []
+    for result in document.results:
+        speeds = [s for s in result.get("matmul_tflops_by_rank") or () if s is not None]
+        if speeds and min(speeds) < 0.9 * max(speeds):
+            shown = ", ".join(f"{speed:.0f}" for speed in speeds)
+            lines.append(
+                f"{result.name}: GPUs are not equally fast, its times are those of the slowest "
+                f"(TFLOP/s of bfloat16 products by rank: {shown})"
+            )
+    return lines
 
 
 def find_failures(document: BenchDocument, names: Sequence[str]) -> list[str]:

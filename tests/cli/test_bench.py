@@ -245,6 +245,14 @@ def test_tables_are_80_wide_and_show_ratios() -> None:
     assert "illegal memory access" in text
 
 
+def test_a_slow_gpu_is_told() -> None:
+    assert "equally fast" not in printed(document(matmul_tflops_by_rank=[None, None]))
+    assert "equally fast" not in printed(document(matmul_tflops_by_rank=[700.0, 650.0]))
+    text = " ".join(printed(document(matmul_tflops_by_rank=[401.2, 702.9])).split())
+    assert "chunk: GPUs are not equally fast, its times are those of the slowest" in text
+    assert "by rank: 401, 703)" in text
+
+
 def test_document_is_written_whole(tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     document().write(path)

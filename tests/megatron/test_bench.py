@@ -69,6 +69,7 @@ def test_eager_and_chunk_are_measured_and_equal(tmp_path: Path) -> None:
         assert variant["host_us_forward"] > 0
         assert variant["host_us_backward"] > 0
     assert 0 < chunk["host_us_forward_without_launch"] < chunk["host_us_forward"]
+    assert chunk["matmul_tflops_by_rank"] == [None] * len(chunk["reserved_bytes_by_rank"])
 
 
 def test_a_crash_is_recorded(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from torch import nn
 
 from chunkgraph.config import Config
 from chunkgraph.megatron.batches import PackedBatches, make_batches
+from chunkgraph.megatron.bench.gpu_speed import matmul_tflops
 from chunkgraph.megatron.bench.host_times import HostTimes, host_times
 from chunkgraph.megatron.bench.packed import Work, work_of
 from chunkgraph.megatron.bench.profiled import marked, profile_steps
@@ -76,6 +77,7 @@ class Measurement:
         capture_step: the step whose time contains them, where they were not.
         captures_after_first: captures after the first session.
         pool_bytes: what the graphs reserve, by part; None where it is not known.
+        matmul_tflops: of its GPU behind the measured steps; None where it was not measured.
         host: host times; None until they are measured.
         kernels: kernel times of all profiled steps; None until they are measured.
         num_profiled_steps: how many.
@@ -91,6 +93,7 @@ class Measurement:
     capture_step: int | None = None
     captures_after_first: int = 0
     pool_bytes: dict[str, int] | None = None
+    matmul_tflops: float | None = None
     host: HostTimes | None = None
     kernels: KernelTimes | None = None
     num_profiled_steps: int = 0
@@ -158,6 +161,12 @@ class VariantRun:
         finish_parameter_gather(self._chunks)
         result.parameters_sha256 = _parameters_sha256(self._chunks)
         resume_parameter_gather(self._chunks)
+
+    def measure_gpu(self) -> None:
+        """See how fast the GPU is, while those of all ranks are at work."""
+        synchronize(self._device)
+        _barrier(self._device)
+        self.measurement.matmul_tflops = matmul_tflops(self._device)
 
     def measure_host(self, num_steps: int) -> None:
         """Time the host in further steps, which change the parameters again."""

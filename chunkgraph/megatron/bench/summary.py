@@ -56,6 +56,7 @@ def gathered_summary(
         **_captures(config, ranks),
         **_host(ranks),
         **_kernels(config, ranks),
+        "matmul_tflops_by_rank": [rank.measurement.matmul_tflops for rank in ranks],
         "parameters_sha256": [rank.measurement.parameters_sha256 for rank in ranks],
     }
 
