@@ -98,7 +98,7 @@ class ContextBatches:
         return self._step(step, count).schedule.num_microbatches
 
     def close(self) -> None:
-        """Destroy the process groups; the graphs that hold them must be gone."""
+        """Destroy the process groups; see `ContextGroups.close`."""
         self._groups.close()
 
     def step(self, step: int, count: int) -> Iterator[dict[str, Any]]:

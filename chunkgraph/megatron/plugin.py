@@ -300,6 +300,8 @@ def attach(
         drops_failed_banks=contexts is not None,
         progress=progress,
     )
+    if contexts is not None:
+        contexts.groups.hold(engine)
     receiver = SlotReceiver(
         engine,
         place,

@@ -80,7 +80,7 @@ def training_process(config: Config) -> Iterator[torch.device]:
             "gloo" if device.type == "cpu" else "nccl",
             timeout=timedelta(seconds=config.run.timeout_s),
         )
-        stack.callback(dist.destroy_process_group)
+        stack.callback(_end_groups)
         state = compat.import_megatron("megatron.core.parallel_state")
         virtual = config.pipeline.num_model_chunks
         state.initialize_model_parallel(
@@ -95,6 +95,10 @@ def training_process(config: Config) -> Iterator[torch.device]:
         )
         stack.callback(state.destroy_model_parallel)
         yield device
+
+
+def _end_groups() -> None:
+    dist.destroy_process_group()  # what it is by then: attached graphs hook into it
 
 
 def seed_everything(seed: int, device: torch.device) -> None:

@@ -72,9 +72,9 @@ class MegatronChunkGraphs:
         self._held_groups = held_groups
         self._agree = agree
         self._agree_on_buckets = agree_on_buckets
-        self._forget_groups = [compat.before_groups_end(self.detach)]
-        if contexts is not None:
-            self._forget_groups.append(contexts.banks.groups.hold(self))
+        self._forget_groups = compat.before_groups_end(self.detach)
+        # Whoever drops this has not detached it: the model still holds the graphs.
+        receiver.owner = self
 
     @property
     def counters(self) -> Any:
@@ -376,18 +376,20 @@ class MegatronChunkGraphs:
         ``torch.distributed.destroy_process_group()`` detaches first what still is attached: it
         would wait for ever for graphs that hold collectives.
         """
-        with ExitStack() as stack:  # from the last to the first
-            for forget in self._forget_groups:
-                stack.callback(forget)
-            for agree in (self._agree, self._agree_on_buckets):
-                if agree is not None:
-                    stack.callback(agree.close)
-            if self.guard is not None:
-                stack.callback(self.guard.close)
-            if self._experts is not None:
-                stack.callback(self._experts.detach)
-            if self.stash is not None:
-                stack.callback(self.stash.detach)
-            for part in self._parts:
-                stack.callback(part.restore)
-            stack.callback(self.release)
+        try:
+            with ExitStack() as stack:  # from the last to the first
+                for agree in (self._agree, self._agree_on_buckets):
+                    if agree is not None:
+                        stack.callback(agree.close)
+                if self.guard is not None:
+                    stack.callback(self.guard.close)
+                if self._experts is not None:
+                    stack.callback(self._experts.detach)
+                if self.stash is not None:
+                    stack.callback(self.stash.detach)
+                for part in self._parts:
+                    stack.callback(part.restore)
+                stack.callback(self.release)
+        finally:
+            if self.engine.report is None:  # else groups would still wait for the graphs
+                self._forget_groups()

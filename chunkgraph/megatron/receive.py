@@ -108,6 +108,7 @@ class SlotReceiver:
         num_received_copied: those that landed elsewhere while the communicator was in use, because
             no slot was free when they were posted or the shape was not the captured one.
         off_because: why the last replayed step used Megatron's own receives; "" if it did not.
+        owner: what lives as long as the model's forwards come here.
     """
 
     def __init__(
@@ -123,6 +124,7 @@ class SlotReceiver:
         self.num_received_in_place = 0
         self.num_received_copied = 0
         self.off_because = ""
+        self.owner: object = None
         self._engine = engine
         self._place = place
         self._config = config

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 from pathlib import Path
@@ -36,9 +37,13 @@ def run(config: Any, device: torch.device, case: dict[str, Any]) -> NoReturn:
             micro_batch_size=config.train.micro_batch_size,
             forward_only=False,
         )
-    found = {"replays": graphs.counters.replays, "was_captured": graphs.engine.report is not None}
+    engine = graphs.engine
+    found = {"replays": engine.counters.replays, "was_captured": engine.report is not None}
+    del graphs, run_step  # as the end of a function does
+    gc.collect()
+    import_megatron("megatron.core.parallel_state").destroy_model_parallel()
     dist.destroy_process_group()
-    found["is_captured"] = graphs.engine.report is not None
+    found["is_captured"] = engine.report is not None
     found["has_groups"] = dist.is_initialized()
     Path(f"{case['out']}{os.environ['RANK']}.json").write_text(json.dumps(found), encoding="utf-8")
     os._exit(0)  # what is around this would end the groups once more

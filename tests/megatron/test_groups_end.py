@@ -53,42 +53,90 @@ def test_graphs_are_detached_before_the_groups_end(chunks: list[Any], ended: lis
     assert len(seen) == 2
 
 
-def test_a_detach_that_fails_leaves_the_groups(chunks: list[Any], ended: list[Any]) -> None:
+def test_a_detach_that_fails_leaves_the_groups_and_is_tried_again(
+    chunks: list[Any], ended: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from chunkgraph.engine import ChunkGraphs
     from chunkgraph.errors import SlotError
     from chunkgraph.megatron.plugin import attach
 
     graphs = attach(chunks)
-    with graphs.engine.step(1, eager=True), pytest.raises(SlotError, match="inside a step"):
-        dist.destroy_process_group()
-    assert ended == []
-    graphs.detach()
+    with monkeypatch.context() as patch:
+        patch.setattr(ChunkGraphs, "report", "there are graphs")
+        with graphs.engine.step(1, eager=True), pytest.raises(SlotError, match="inside a step"):
+            dist.destroy_process_group()
+        assert ended == []
+    released: list[int] = []
+    graphs.engine.release = lambda: released.append(len(ended))  # type: ignore[method-assign]
+    dist.destroy_process_group()
+    assert released == [0]
+    assert ended == [None]
+    dist.destroy_process_group()
+    assert released == [0]
+
+
+def test_graphs_that_nobody_holds_are_detached_too(chunks: list[Any], ended: list[Any]) -> None:
+    """The model holds them, and lets them go with itself."""
+    from chunkgraph.megatron.plugin import attach
+
+    graphs = attach(chunks)
+    gone, released = weakref.ref(graphs), []
+    graphs.engine.release = lambda: released.append(len(ended))  # type: ignore[method-assign]
+    del graphs
+    gc.collect()
+    dist.destroy_process_group()
+    assert released == [0]
+    gc.collect()
+    assert gone() is None
+
+
+class Graphs:
+    """Is told."""
+
+    def __init__(self, told: list[str], name: str) -> None:
+        self.told, self.name = told, name
+
+    def end(self) -> None:
+        """The groups do."""
+        self.told.append(self.name)
 
 
 def test_several_end_in_any_order_and_are_not_kept_alive(ended: list[Any]) -> None:
     from chunkgraph.megatron.compat import before_groups_end
 
-    class Graphs:
-        def __init__(self, told: list[str], name: str) -> None:
-            self.told, self.name = told, name
-
-        def end(self) -> None:
-            self.told.append(self.name)
-
+    before = dist.destroy_process_group
     told: list[str] = []
     first, second, third = (Graphs(told, name) for name in ("first", "second", "third"))
-    undos = [before_groups_end(one.end) for one in (first, second, third)]
-    undos[0]()
+    undo, _, _ = [before_groups_end(one.end) for one in (first, second, third)]
+    undo()
+    undo()
     gone = weakref.ref(third)
     del third
     gc.collect()
     assert gone() is None
     dist.destroy_process_group()
-    dist.destroy_process_group()
     assert told == ["second"]
-    assert ended == [None, None]
-    for undo in reversed(undos):
+    assert ended == [None]
+    assert dist.destroy_process_group is not before
+    del second  # and nothing is left behind, as `ended` sees
+
+
+def test_who_stands_before_it_is_called(ended: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    from chunkgraph.megatron.compat import before_groups_end
+
+    told: list[str] = []
+    graphs = Graphs(told, "graphs")
+    with monkeypatch.context() as patch:
+        patch.setattr(dist, "destroy_process_group", lambda group=None: told.append("other"))
+        others = dist.destroy_process_group
+        undo = before_groups_end(graphs.end)
+        dist.destroy_process_group()
+        assert told == ["graphs", "other"]
+        dist.distributed_c10d.destroy_process_group()
+        assert told == ["graphs", "other", "graphs"]
+        assert ended == [None]
         undo()
-        undo()
+        assert dist.destroy_process_group is others
 
 
 def _ends(

@@ -154,6 +154,8 @@ class VariantRun:
         if self._device.type == "cuda":
             result.reserved_bytes = torch.cuda.max_memory_reserved(self._device)
             result.allocated_bytes = torch.cuda.max_memory_allocated(self._device)
+        # At once: on all GPUs together, and while they are as warm as they were.
+        result.matmul_tflops = matmul_tflops(self._device)
         result.capture_s = self._variant.capture_s
         result.capture_step = self._variant.capture_step
         result.pool_bytes = self._variant.pool_bytes
@@ -161,12 +163,6 @@ class VariantRun:
         finish_parameter_gather(self._chunks)
         result.parameters_sha256 = _parameters_sha256(self._chunks)
         resume_parameter_gather(self._chunks)
-
-    def measure_gpu(self) -> None:
-        """See how fast the GPU is, while those of all ranks are at work."""
-        synchronize(self._device)
-        _barrier(self._device)
-        self.measurement.matmul_tflops = matmul_tflops(self._device)
 
     def measure_host(self, num_steps: int) -> None:
         """Time the host in further steps, which change the parameters again."""

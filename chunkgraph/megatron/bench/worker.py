@@ -97,7 +97,6 @@ def _measure(config: Config, request: Request, device: Any, variant: Any, folder
     run = VariantRun(config, device, variant, on_step)
     run.measure_steps()
     write("steps")
-    run.measure_gpu()
     if request.num_host_steps:
         run.measure_host(request.num_host_steps)
         write("host")

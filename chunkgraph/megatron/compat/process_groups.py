@@ -14,46 +14,68 @@ from typing import Any
 
 import torch.distributed as dist
 
-from chunkgraph.megatron.compat.access import patch_attributes
-
 __all__ = ["before_groups_end"]
+
+_NAME = "destroy_process_group"
+_HOOK = "_chunkgraph_hook"
 
 
 def before_groups_end(done: Callable[[], None]) -> Callable[[], None]:
-    """Call a method when all process groups are about to end, at most once.
+    """Call a method when all process groups are about to end.
 
     Single groups may come and go without it. Whoever has taken the function out of
     ``torch.distributed`` before does not come by here.
 
     Args:
-        done: a bound method; its object is not kept alive for this.
+        done: a bound method; its object is not kept alive for this. If it raises, the groups stay.
 
     Returns:
         What ends it.
     """
-    method = weakref.WeakMethod(done)
-    c10d = dist.distributed_c10d
-    destroy: Callable[..., None] = c10d.destroy_process_group
-    is_over = False
+    hook: _Hook | None = getattr(getattr(dist, _NAME), _HOOK, None)
+    if hook is None:
+        hook = _Hook()
+    return hook.add(done)
 
-    @functools.wraps(destroy)
-    def destroy_process_group(group: Any = None) -> None:
-        nonlocal is_over
-        call = None if is_over or group not in (None, dist.GroupMember.WORLD) else method()
-        if call is not None:
-            call()
-            is_over = True
-        destroy(group)
 
-    replaced = {"destroy_process_group": destroy_process_group}
-    undos = [(module, patch_attributes(module, replaced)) for module in (dist, c10d)]
+class _Hook:
+    """Stands in both modules that have the function, as long as somebody is to be called.
 
-    def undo() -> None:
-        nonlocal is_over
-        is_over = True
-        for module, put_back in undos:
-            # Another of these may stand before it by now, which then calls this one, which passes.
-            if module.destroy_process_group is destroy_process_group:
-                put_back()
+    It knows itself in the functions that it puts there, so that there is one, whoever comes.
+    """
 
-    return undo
+    def __init__(self) -> None:
+        self._methods: list[weakref.WeakMethod[Callable[[], None]]] = []
+        self._replaced: list[tuple[Any, Any, Any]] = []
+        for module in (dist, dist.distributed_c10d):
+            original = getattr(module, _NAME)
+            own = self._before(original)
+            self._replaced.append((module, original, own))
+            setattr(module, _NAME, own)
+
+    def add(self, done: Callable[[], None]) -> Callable[[], None]:
+        """Call a bound method; returns what ends that."""
+        method = weakref.WeakMethod(done, self._remove)
+        self._methods.append(method)
+        return lambda: self._remove(method)
+
+    def _remove(self, method: weakref.WeakMethod[Callable[[], None]]) -> None:
+        self._methods[:] = [one for one in self._methods if one is not method]
+        if self._methods:
+            return
+        for module, original, own in self._replaced:
+            # Somebody else may stand before it by now, and then calls it, which passes.
+            if getattr(module, _NAME) is own:
+                setattr(module, _NAME, original)
+
+    def _before(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def destroy_process_group(group: Any = None) -> None:
+            if group in (None, dist.GroupMember.WORLD):
+                for method in list(self._methods):
+                    if (call := method()) is not None:
+                        call()
+            original(group)
+
+        setattr(destroy_process_group, _HOOK, self)
+        return destroy_process_group

@@ -10,6 +10,7 @@ from torch import nn
 
 from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs, StepMode
 from chunkgraph.engine.decision import Agree
+from chunkgraph.megatron import compat
 from chunkgraph.megatron.contexts.banks import ContextBanks
 from chunkgraph.megatron.contexts.groups import HeldGroups, capturing_banks
 from chunkgraph.megatron.contexts.key import ContextBank
@@ -79,6 +80,8 @@ class ContextGraphs:
             drops_failed_banks=True,
             **more,
         )
+        banks.groups.hold(self.engine)
+        compat.before_groups_end(self.engine.release)
         self.callables = self.engine.callables
         self._is_announced = False  # the next training step
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from chunkgraph.engine import ChunkGraphs
 from chunkgraph.errors import ConfigError, TopologyError
 from chunkgraph.megatron import compat
 from chunkgraph.megatron.contexts.router_groups import RouterGroups
@@ -50,7 +51,7 @@ class ContextGroups:
         self.rank = self.world.index(dist.get_rank())
         self._groups = {size: groups[size] for size in sorted(groups, reverse=True)}
         self._made: list[Any] = []
-        self._holders: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._holders: weakref.WeakSet[ChunkGraphs] = weakref.WeakSet()
         for size, group in self._groups.items():
             if group is None and size == 1:
                 continue
@@ -215,22 +216,22 @@ class ContextGroups:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
-    def hold(self, holder: object) -> Callable[[], None]:
-        """Refuse to close until this is undone, or ``holder`` is gone; returns what undoes it."""
-        self._holders.add(holder)
-        return lambda: self._holders.discard(holder)
+    def hold(self, graphs: ChunkGraphs) -> None:
+        """Do not close while there are graphs of these."""
+        self._holders.add(graphs)
 
     def close(self) -> None:
-        """Destroy the groups that `create` made.
+        """Destroy the groups that `create` made, those of routers too.
 
         Raises:
-            ConfigError: chunk graphs that hold collectives of them are still attached; NCCL would
-                wait for those for ever.
+            ConfigError: there are still graphs that hold collectives of them, for which NCCL would
+                wait for ever.
         """
-        if self._holders:
+        if any(graphs.report is not None for graphs in self._holders):
             raise ConfigError(
-                "Context-parallel groups were closed while chunk graphs are attached that hold "
-                "collectives of them, for which NCCL would wait for ever. Call detach() first."
+                "Context-parallel groups were closed while there are chunk graphs that hold "
+                "collectives of them, for which NCCL would wait for ever. Call detach() first, or "
+                "release()."
             )
         if self.for_routers is not None:
             self.for_routers.close()

@@ -70,7 +70,7 @@ class RouterGroups:
             dist.all_reduce(torch.ones(8, dtype=torch.int64, device=device), group=group)
 
     def close(self) -> None:
-        """Destroy the groups that `create` made. The graphs that hold them must be gone."""
+        """Destroy the groups that `create` made; `ContextGroups.close` does, and looks first."""
         while self._made:
             dist.destroy_process_group(self._made.pop())
 
