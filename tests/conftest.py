@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import fcntl
 import gc
 import importlib.util
@@ -11,6 +12,7 @@ import os
 import shutil
 import signal
 import socket
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -87,7 +89,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     """
     needed = _num_gpus_needed(item)
     if needed == 0 or item.get_closest_marker("skip"):
-        return (yield)
+        with hard_limit(_limit_s(item)):
+            return (yield)
     gpus = _visible_gpus()
     if needed > len(gpus):
         needed = -(-needed // _ranks_of_each_gpu())
@@ -102,10 +105,35 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     with (
         pytest.MonkeyPatch.context() as environment,
         gpus_held(needed, gpus, folder, alone=bool(alone), seats=seats) as held,
+        hard_limit(_limit_s(item)),
     ):
         if held:
             environment.setenv("CUDA_VISIBLE_DEVICES", ",".join(held))
         return (yield)
+
+
+@contextlib.contextmanager
+def hard_limit(seconds: float) -> Iterator[None]:
+    """End this process after so long, with the places where its threads are.
+
+    pytest-timeout needs Python to run for that, which it does not where a thread waits for a lock
+    without giving other threads a turn. Not in a debugger.
+    """
+    if sys.gettrace() is not None:
+        yield
+        return
+    faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _limit_s(item: pytest.Item) -> float:
+    """Well beyond the time limit of a test."""
+    marker = item.get_closest_marker("timeout")
+    limit = marker.args[0] if marker is not None and marker.args else item.config.getini("timeout")
+    return float(limit or 180) + 60.0
 
 
 @contextlib.contextmanager

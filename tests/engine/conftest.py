@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -174,3 +175,19 @@ def make_pipeline(backend: GraphBackend) -> Callable[..., Pipeline]:
 def new_backend(backend: GraphBackend) -> Callable[[], GraphBackend]:
     """Backends of the parametrised kind, one for each pipeline of a property test."""
     return RecorderBackend if backend.name == "recorder" else CUDABackend
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """Python's collector rests.
+
+    Needed where several threads stand for ranks. torch holds the lock of its default generator
+    while it makes a tensor of the state. A collection that begins there may free tensors, for which
+    torch gives other threads a turn; one that then waits for that lock keeps its turn for ever.
+    """
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

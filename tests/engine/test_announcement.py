@@ -13,6 +13,8 @@ from chunkgraph.engine import CaptureOptions, ChunkGraphs
 from chunkgraph.errors import SlotError
 from chunkgraph.graphs import RecorderBackend
 
+pytestmark = pytest.mark.usefixtures("no_collector")
+
 
 class Collectives:
     """Element-wise maxima between threads; like a process group's, they pair up by number."""

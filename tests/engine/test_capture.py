@@ -190,6 +190,7 @@ class Together:
         return all_reduce
 
 
+@pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize("failing", [None, 0, 1])
 def test_all_ranks_take_every_decision_alike(failing: int | None) -> None:
     together = Together(2)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -76,16 +75,6 @@ def test_the_layer_is_named_beside_operator_and_line() -> None:
     assert "torch.Tensor.__float__" in message
     assert "test_failures.py:" in message
     assert "\n  in layer decoder.layers.1\n  To do:" in message
-
-
-@pytest.fixture
-def no_collector() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 @pytest.mark.parametrize("on_failure", ["eager", "raise"])
