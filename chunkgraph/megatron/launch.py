@@ -14,6 +14,7 @@ import os
 import runpy
 import signal
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Sequence
@@ -109,6 +110,10 @@ def run_script(options: LaunchOptions) -> int:
             is_over = hooks.was_parsed  # else it was asked for help
         if code == 0 and is_over and os.environ.get("RANK", "0") == "0":
             _say_if_unused(options, hooks)
+    if options.device == "cpu":
+        # A thread of gloo frees its tensors a moment after who waits is told of the result. Where
+        # Python ends meanwhile, that thread is ended inside C++, and the process with it (SIGABRT).
+        time.sleep(0.1)
     return code
 
 
