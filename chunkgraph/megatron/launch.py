@@ -111,9 +111,9 @@ def run_script(options: LaunchOptions) -> int:
         if code == 0 and is_over and os.environ.get("RANK", "0") == "0":
             _say_if_unused(options, hooks)
     if options.device == "cpu" and code == 0:
-        # Ranks were seen to end with SIGABRT ("terminate called without an active exception") behind
-        # a training that was over. Likely, not shown: a thread of gloo frees its tensors a moment
-        # after who waits is told of the result, and Python ends meanwhile.
+        # Ranks were seen to end with SIGABRT ("terminate called without an active exception")
+        # behind a training that was over. Likely, not shown: a thread of gloo frees its tensors a
+        # moment after who waits is told of the result, and Python ends meanwhile.
         time.sleep(0.1)
     return code
 
