@@ -57,7 +57,8 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         metavar="NAME,...",
         help=f"which to run, in order; default {', '.join(VARIANTS)} (on a CPU, and "
         "of packed documents, eager,chunk; eager_dropless, an all-to-all without a capacity, with "
-        "experts alone)",
+        "experts alone; eager_stash, Megatron's own paged stash, with stash.enabled and HybridEP "
+        "alone)",
     )
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the results to FILE")
     parser.add_argument("--plot", metavar="FILE", type=Path, help="draw the results to FILE")
@@ -187,7 +188,7 @@ class _Bench:
         if name in FROZEN and len(counts) > 1:
             return VariantResult.failed(
                 name,
-                "captures one number of microbatches for good, and this run changes it "
+                "keeps the number of microbatches that it began with, and this run changes it "
                 f"({min(counts)} to {max(counts)})",
             )
         from chunkgraph.cli.launcher import Launcher, LaunchSpec

@@ -16,6 +16,7 @@ __all__ = ["plot_documents", "require_matplotlib"]
 _LABELS = {
     "eager": "eager",
     "eager_dropless": "eager, all-to-all without drops",
+    "eager_stash": "eager, Megatron's stash",
     "transformer_engine": "per-layer graphs (TE)",
     "local": "per-layer graphs (local)",
     "full_iteration": "full-iteration graph",
@@ -25,6 +26,7 @@ _LABELS = {
 _COLOURS = {
     "eager": "#9a9a9a",
     "eager_dropless": "#cfcfcf",
+    "eager_stash": "#b8b8b8",
     "transformer_engine": "#6c8ebf",
     "local": "#b5a1d0",
     "full_iteration": "#d6b656",

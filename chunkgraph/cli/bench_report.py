@@ -17,6 +17,7 @@ __all__ = ["find_failures", "print_bench_report"]
 _WIDTH = 80
 _SHORT = {
     "eager_dropless": "dropless",
+    "eager_stash": "stash",
     "transformer_engine": "te layers",
     "full_iteration": "full iter.",
 }

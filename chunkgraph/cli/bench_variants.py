@@ -10,7 +10,7 @@ from chunkgraph.errors import ConfigError
 __all__ = ["FROZEN", "PROMISED", "UNCOMPARED", "VARIANTS", "chosen_variants", "config_of", "run_as"]
 
 VARIANTS = (
-    *("eager", "eager_dropless", "chunk", "transformer_engine", "local"),
+    *("eager", "eager_dropless", "eager_stash", "chunk", "transformer_engine", "local"),
     "full_iteration",
 )
 """All, in the order in which they run."""
@@ -18,8 +18,8 @@ VARIANTS = (
 PROMISED = ("eager", "chunk")
 """Those that must run, and be equal."""
 
-FROZEN = ("transformer_engine", "local", "full_iteration")
-"""Megatron's graphs, which keep the number of microbatches that they were captured with."""
+FROZEN = ("eager_stash", "transformer_engine", "local", "full_iteration")
+"""Megatron's graphs and stash, which keep the number of microbatches that they began with."""
 
 UNCOMPARED = ("eager_dropless",)
 """Those that compute something else than eager."""
@@ -37,19 +37,19 @@ def chosen_variants(text: str | None, config: Config) -> tuple[str, ...]:
             "of several context-parallel sizes. Set it to []."
         )
         raise ConfigError(msg)
-    can_drop = config.moe.num_moe_experts is not None
     if text is None:
         has_all = config.device == "cuda" and not config.packing.max_packed_seqs
         found: tuple[str, ...] = VARIANTS if has_all else PROMISED
-        return tuple(name for name in found if can_drop or name != "eager_dropless")
+        cannot = {name for name in VARIANTS if _lacks(name, config) is not None}
+        return tuple(name for name in found if name not in cannot)
     names = tuple(name.strip() for name in text.split(",") if name.strip())
     for name in names:
         if name not in VARIANTS:
             msg = f"--variants: there is no {name!r}; known are {', '.join(VARIANTS)}."
             raise ConfigError(msg)
-        if name == "eager_dropless" and not can_drop:
-            msg = "--variants: eager_dropless is for experts, and moe.num_moe_experts is null."
-            raise ConfigError(msg)
+        lack = _lacks(name, config)
+        if lack is not None:
+            raise ConfigError(f"--variants: {lack}")
         if config.packing.max_packed_seqs and name == "eager_dropless":
             msg = (
                 "--variants: eager_dropless has no fixed capacity, and packed documents need one "
@@ -68,6 +68,23 @@ def chosen_variants(text: str | None, config: Config) -> tuple[str, ...]:
         msg = f"--variants {text!r}: name one or more, each once."
         raise ConfigError(msg)
     return names
+
+
+def _lacks(name: str, config: Config) -> str | None:
+    """What a configuration lacks for a variant."""
+    moe = config.moe
+    if name == "eager_dropless" and moe.num_moe_experts is None:
+        return "eager_dropless is for experts, and moe.num_moe_experts is null."
+    if name != "eager_stash":
+        return None
+    if moe.num_moe_experts is None or moe.moe_flex_dispatcher_backend != "hybridep":
+        return (
+            "eager_stash is Megatron's own stash, which is for HybridEP alone, and "
+            f"moe.moe_flex_dispatcher_backend is {moe.moe_flex_dispatcher_backend or 'null'}."
+        )
+    if not config.stash.enabled:
+        return "eager_stash is compared with ours, and stash.enabled is false."
+    return None
 
 
 def run_as(name: str) -> str:

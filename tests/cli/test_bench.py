@@ -170,6 +170,21 @@ def test_experts_are_also_measured_without_a_capacity() -> None:
     assert config_of("chunk", experts).moe == experts.moe
 
 
+def test_the_stash_is_also_compared_with_megatrons() -> None:
+    from chunkgraph.cli.bench_variants import chosen_variants, config_of, run_as
+
+    both = load_config(EXPERTS, ["stash.enabled=true"])
+    assert chosen_variants(None, both)[:4] == ("eager", "eager_dropless", "eager_stash", "chunk")
+    assert config_of("eager_stash", both).stash == both.stash
+    assert run_as("eager_stash") == "eager_stash"
+    assert "eager_stash" not in chosen_variants(None, load_config(EXPERTS))
+    with pytest.raises(ConfigError, match="eager_stash is compared with ours"):
+        chosen_variants("eager,eager_stash", load_config(EXPERTS))
+    for name in (CONFIG, EXPERTS_IN_PIPELINE):
+        with pytest.raises(ConfigError, match="Megatron's own stash, which is for HybridEP alone"):
+            chosen_variants("eager_stash", load_config(name))
+
+
 def test_what_drops_no_token_need_not_equal_what_does() -> None:
     found = document()
     other = values(losses_hex=["0x1.8p+1", "0x1.0p+1"])

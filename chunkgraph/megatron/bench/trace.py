@@ -29,7 +29,8 @@ _DISPATCH = (
     *("hybrid_ep::", "permute_kernel", "device_sync_kernel", "pad_tokens_per_expert_kernel"),
     *("update_expected_value_kernel", "ag_nvl_kernel"),
 )
-_STASH = ("_take", "_give_back", "_copy_row")  # whole names
+# Whole names: of ours, and of Megatron's.
+_STASH = ("_take", "_give_back", "_copy_row", "paged_stash_copy_kernel", "paged_stash_pop_kernel")
 
 
 @dataclass

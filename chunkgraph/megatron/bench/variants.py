@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from chunkgraph.config import Config
-from chunkgraph.errors import ConfigError
+from chunkgraph.errors import ConfigError, StashError
 from chunkgraph.megatron.batches import packed_shape
 from chunkgraph.megatron.compat import import_megatron, private_names
 from chunkgraph.megatron.loop import capture_options
@@ -181,6 +181,43 @@ class ChunkVariant(Variant):
         self.graphs.detach()
 
 
+class EagerStashVariant(Variant):
+    """Eager with Megatron's own paged stash, which HybridEP's experts save to.
+
+    Its pages follow what the first step took, with the room that the configuration gives to ours;
+    a step that runs out of them is not run anew here, as Megatron's training loop would.
+    """
+
+    name = "eager_stash"
+
+    def transformer_options(self) -> dict[str, Any]:
+        """Its switch and its size."""
+        module = import_megatron("megatron.core.transformer.transformer_config")
+        if not hasattr(module.TransformerConfig, "moe_paged_stash"):
+            msg = "this release of megatron-core has no moe_paged_stash, so no eager_stash"
+            raise ConfigError(msg)
+        return {
+            "moe_paged_stash": True,
+            # Negative: of the tokens that came, not of their even share.
+            "moe_paged_stash_buffer_size_factor_cuda": -self.config.stash.headroom,
+        }
+
+    def counted(self) -> dict[str, Any]:
+        """Nothing; but pages that ran out are an error, since gradients would be of other tokens.
+
+        Raises:
+            StashError: they did, in this step.
+        """
+        module = import_megatron("megatron.core.transformer.moe.paged_stash")
+        if bool(module.check_paged_stash_overflow().item()):
+            msg = (
+                "Megatron's paged stash ran out of pages in a step of eager_stash; give it more "
+                f"by stash.headroom, which is {self.config.stash.headroom:g}."
+            )
+            raise StashError(msg)
+        return {}
+
+
 class _MegatronVariant(Variant):
     """A variant of Megatron's: its ``cuda_graph_impl`` is its name."""
 
@@ -320,6 +357,7 @@ class FullIterationVariant(_MegatronVariant):
 
 _VARIANTS: tuple[type[Variant], ...] = (
     Variant,
+    EagerStashVariant,
     ChunkVariant,
     TransformerEngineVariant,
     LocalVariant,
