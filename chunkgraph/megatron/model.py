@@ -147,6 +147,7 @@ def _gpt_chunks(
     has_experts = transformer_config.num_moe_experts is not None
     spec_name = layer_spec_name(config, device)
     num_chunks = config.pipeline.num_model_chunks
+    is_alone = num_chunks == 1
     if not has_experts or spec_name not in {"local", "transformer_engine"}:
         spec = layer_spec(config, device, {"multi_latent_attention": True} if latent else {})
         specs = [spec] * num_chunks
@@ -164,7 +165,11 @@ def _gpt_chunks(
     def build(*, index: int, pre_process: bool, post_process: bool) -> nn.Module:
         chunk: nn.Module = gpt_model(
             config=transformer_config,
-            transformer_layer_spec=specs[index],
+            transformer_layer_spec=(
+                _with_torch_norm(specs[index], transformer_config, None if is_alone else index)
+                if device.type == "cpu"
+                else specs[index]
+            ),
             vocab_size=config.model.vocab_size,
             max_sequence_length=config.model.seq_length,
             pre_process=pre_process,
@@ -173,12 +178,29 @@ def _gpt_chunks(
             share_embeddings_and_output_weights=(
                 not config.model.untie_embeddings_and_output_weights
             ),
-            vp_stage=index if num_chunks > 1 else None,
+            vp_stage=None if is_alone else index,
             **_token_predictors(config, transformer_config, device, specs[index], index),
         )
         return chunk
 
     return build
+
+
+def _with_torch_norm(spec: Any, transformer_config: Any, stage: int | None) -> Any:
+    """The spec of a block whose last norm is torch's.
+
+    Behind layers of any spec Megatron puts Transformer Engine's norm wherever that is installed,
+    and it needs a GPU.
+    """
+    block = import_megatron("megatron.core.transformer.transformer_block")
+    norm = import_megatron("megatron.core.transformer.torch_norm").WrappedTorchNorm
+    is_layer = not isinstance(spec, block.TransformerBlockSubmodules) and not (
+        isinstance(spec.module, type) and issubclass(spec.module, block.TransformerBlock)
+    )
+    if not is_layer or block.LayerNormImpl is norm:
+        return spec
+    num_layers = block.get_num_layers_to_build(transformer_config, stage)
+    return block.TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=norm)
 
 
 def _token_predictors(
