@@ -17,7 +17,13 @@ from torch import nn
 from chunkgraph.errors import ConfigError
 from chunkgraph.packing import PackedShape
 
-__all__ = ["AttentionSite", "refuse_for_layers", "refuse_large_deterministic", "why_refused"]
+__all__ = [
+    "AttentionSite",
+    "needs_tokens_in_pieces",
+    "refuse_for_layers",
+    "refuse_large_deterministic",
+    "why_refused",
+]
 
 _SM90 = (9, 0)
 _LIMIT = 1 << 30
@@ -138,17 +144,44 @@ def refuse_for_layers(
     Raises:
         ConfigError: no kernel would train them.
     """
-    is_used = any(
+    if _is_transformer_engines(chunks):
+        tensor_size = getattr(config, "tensor_model_parallel_size", 1) or 1
+        # Whether a script's sequences have padding between them is not known here.
+        site = AttentionSite.here(device, with_padding=False)
+        refuse_large_deterministic(site, shape, config.num_attention_heads // tensor_size)
+
+
+def needs_tokens_in_pieces(chunks: Sequence[nn.Module], config: Any) -> bool:
+    """Whether documents that leave a context-parallel rank without a token are to be warned of.
+
+    Where several heads share their keys, cuDNN's backward of packed sequences adds up what each
+    head left in its workspace, and a sequence without queries leaves nothing there: its keys get
+    what was there before (Transformer Engine's issue 2448). With four ranks on H200s (2.20.2) and
+    documents of 10 tokens and more, gradient norms of graphs were not eager's, nor always those of
+    an eager step beside other memory; without shared keys they were equal.
+
+    Args:
+        chunks: the model chunks.
+        config: Megatron's TransformerConfig.
+    """
+    heads, groups = config.num_attention_heads, getattr(config, "num_query_groups", None)
+    return (
+        (getattr(config, "context_parallel_size", 1) or 1) > 1
+        and not getattr(config, "multi_latent_attention", False)
+        and groups is not None
+        and groups < heads
+        and _is_transformer_engines(chunks)
+    )
+
+
+def _is_transformer_engines(chunks: Sequence[nn.Module]) -> bool:
+    """Whether attention is."""
+    return any(
         kind.__module__.startswith("transformer_engine.") and "Attention" in kind.__name__
         for chunk in chunks
         for module in chunk.modules()
         for kind in type(module).__mro__
     )
-    if is_used:
-        tensor_size = getattr(config, "tensor_model_parallel_size", 1) or 1
-        # Whether a script's sequences have padding between them is not known here.
-        site = AttentionSite.here(device, with_padding=False)
-        refuse_large_deterministic(site, shape, config.num_attention_heads // tensor_size)
 
 
 def _version(distribution: str) -> tuple[int, int] | None:

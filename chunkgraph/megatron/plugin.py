@@ -28,7 +28,7 @@ from chunkgraph.engine.banks import Derive
 from chunkgraph.engine.defaults import check_counts
 from chunkgraph.errors import ChunkGraphError, ConfigError
 from chunkgraph.megatron import compat
-from chunkgraph.megatron.attention_limits import refuse_for_layers
+from chunkgraph.megatron.attention_limits import needs_tokens_in_pieces, refuse_for_layers
 from chunkgraph.megatron.buckets import Buckets
 from chunkgraph.megatron.contexts import (
     ContextBanks,
@@ -257,6 +257,7 @@ def attach(
             needs_buckets=experts is not None
             and (getattr(config, "expert_model_parallel_size", 1) or 1) > 1,
             fills_rows=fills_rows,
+            needs_tokens=needs_tokens_in_pieces(chunks, config),
         )
     keys: Sequence[Hashable] = (None,)
     derive: Derive | None = None

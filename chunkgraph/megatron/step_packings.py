@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import zlib
 from collections.abc import Sequence
 
@@ -26,6 +27,8 @@ class StepPackings:
         needs_buckets: whether other ranks' data bear on a microbatch's bucket, so that steps are
             told buckets that were agreed on.
         fills_rows: whether documents are to fill all rows of every microbatch.
+        needs_tokens: whether to warn, once, of a document that leaves a context-parallel rank
+            without a token; see `needs_tokens_in_pieces`.
 
     Attributes:
         shape: the largest.
@@ -45,6 +48,7 @@ class StepPackings:
         *,
         needs_buckets: bool = False,
         fills_rows: bool = False,
+        needs_tokens: bool = False,
     ) -> None:
         self.buckets = buckets
         self.shape = shape = buckets.shapes[buckets.keys[0]]
@@ -53,6 +57,7 @@ class StepPackings:
         self.misfit = ""
         self._rank = rank
         self._fills_rows = fills_rows
+        self._needs_tokens = needs_tokens
         self._needs_buckets = needs_buckets and len(buckets.keys) > 1
         self._announced: tuple[list[list[int]], str, str, list[int]] | None = None
         digest = zlib.crc32(repr(buckets.all_shapes).encode())
@@ -125,6 +130,8 @@ class StepPackings:
 
     def _chosen(self, packings: Packings, given: Sequence[int] | None, misfit: str) -> list[int]:
         """The buckets of a step: those that were given, or the smallest that fit."""
+        if self._needs_tokens:
+            self._warn_of_empty_pieces(packings)
         chosen = self._buckets_of(packings, given, misfit)
         if self._fills_rows and not misfit:
             for microbatch, (lengths, rows) in enumerate(zip(packings, chosen, strict=True)):
@@ -136,6 +143,25 @@ class StepPackings:
                         "into the last one, or leave fills_rows out."
                     )
         return chosen
+
+    def _warn_of_empty_pieces(self, packings: Packings) -> None:
+        shape = self.shape
+        for microbatch, lengths in enumerate(packings):
+            document = shape.first_with_empty_piece(lengths)
+            if document is None:
+                continue
+            self._needs_tokens = False
+            warnings.warn(
+                f"rank {self._rank}, microbatch {microbatch}: document {document} has "
+                f"{lengths[document]} tokens, and the last of its {shape.document_multiple} pieces "
+                "for the context-parallel ranks has none. Where heads share keys "
+                "(num_query_groups), Transformer Engine's attention may give such documents' keys "
+                "gradients of memory that nobody wrote (its issue 2448), in eager training too; "
+                "then graphs do not equal it. Leave out documents of fewer than "
+                f"{shape.document_multiple**2} tokens, or count their padding as tokens.",
+                stacklevel=2,
+            )
+            return
 
     def _buckets_of(
         self, packings: Packings, given: Sequence[int] | None, misfit: str

@@ -128,6 +128,19 @@ class PackedShape:
         """Rows that each document takes, int64 [documents]."""
         return -(-lengths // self.document_multiple) * self.document_multiple
 
+    def first_with_empty_piece(self, lengths: Lengths) -> int | None:
+        """The first document that has no token in the last of its 2 C pieces, or None.
+
+        A rank with two pieces works on each alone at times. Documents of 4 C^2 tokens or more have
+        tokens in all of them.
+        """
+        if self.context_parallel_size == 1:
+            return None
+        tokens = np.asarray(lengths, dtype=np.int64)
+        rows = self.padded_lengths(tokens)
+        found = np.flatnonzero(rows - tokens >= rows // self.document_multiple)
+        return int(found[0]) if found.size else None
+
     def buckets(
         self, fractions: Sequence[float] = (1 / 4, 1 / 2, 1), *, multiple_of: int = 1
     ) -> tuple[PackedShape, ...]:

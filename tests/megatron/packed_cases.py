@@ -11,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-__all__ = ["EXPERTS", "HAS_LATENT", "LATENT", "cpu_case", "gpu_case"]
+__all__ = ["EXPERTS", "HAS_LATENT", "LATENT", "NORMS", "SMALL_LATENT", "cpu_case", "gpu_case"]
 
 HAS_LATENT = not metadata.version("megatron-core").startswith("0.16")
 """Whether multi-latent attention can be built without Transformer Engine."""
@@ -109,7 +109,7 @@ def gpu_case(
     return {"config": {**config, "device": "cuda"}, "transformer_options": options}
 
 
-_SMALL_LATENT = {
+SMALL_LATENT = {
     **LATENT,
     "apply_rope_fusion": False,
     "q_lora_rank": 16,
@@ -118,21 +118,21 @@ _SMALL_LATENT = {
     "qk_pos_emb_head_dim": 8,
     "v_head_dim": 16,
 }
-_NORMS = {"swiglu": True, "normalization": "LayerNorm"}
+NORMS = {"swiglu": True, "normalization": "LayerNorm"}
 _CPU_KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "attention": ({"layer_spec": "user_specs:packed"}, {}, {}),
     "latent": (
-        {"layer_spec": "user_specs:packed_latent", **_NORMS},
+        {"layer_spec": "user_specs:packed_latent", **NORMS},
         {},
-        _SMALL_LATENT,
+        SMALL_LATENT,
     ),
     "shared_latent": (
-        {"layer_spec": "split_specs:split_latent", **_NORMS},
+        {"layer_spec": "split_specs:split_latent", **NORMS},
         {},
-        _SMALL_LATENT,
+        SMALL_LATENT,
     ),
     "roomy_experts": (
-        {"layer_spec": "user_specs:packed_experts", **_NORMS},
+        {"layer_spec": "user_specs:packed_experts", **NORMS},
         {**EXPERTS, "moe_ffn_hidden_size": 32, "moe_expert_capacity_factor": 2.0},
         {},
     ),

@@ -14,6 +14,7 @@ from torch import nn
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.attention_limits import (
     AttentionSite,
+    needs_tokens_in_pieces,
     refuse_for_layers,
     refuse_large_deterministic,
     why_refused,
@@ -112,3 +113,21 @@ def test_a_model_is_asked_for_its_attention(monkeypatch: pytest.MonkeyPatch) -> 
     refuse_for_layers([nn.Sequential(nn.Linear(2, 2))], config, shape, device)
     config.tensor_model_parallel_size = 2
     refuse_for_layers([nn.Sequential(own())], config, shape, device)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, True),
+        ({"num_query_groups": 4}, False),
+        ({"num_query_groups": None}, False),
+        ({"context_parallel_size": 1}, False),
+        ({"multi_latent_attention": True}, False),
+    ],
+)
+def test_shared_keys_with_context_parallelism(changes: dict[str, Any], expected: bool) -> None:
+    engine = type("DotProductAttention", (nn.Module,), {"__module__": "transformer_engine.x"})
+    found = {"num_attention_heads": 4, "num_query_groups": 2, "context_parallel_size": 2, **changes}
+    config = SimpleNamespace(**found)
+    assert needs_tokens_in_pieces([nn.Sequential(engine())], config) == expected
+    assert not needs_tokens_in_pieces([nn.Linear(2, 2)], config)

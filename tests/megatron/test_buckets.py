@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -233,6 +234,21 @@ def test_ranks_that_share_experts_are_to_agree() -> None:
     assert steps.begin([[8]], "", 1, [32]) == ""
     alone = StepPackings(Buckets([_SHAPE]), 0, None, needs_buckets=True)
     assert alone.begin([[8]], "", 1) == ""
+
+
+def test_documents_of_which_a_rank_has_nothing_are_told_once() -> None:
+    """Where heads share keys, Transformer Engine reads what nobody wrote."""
+    shape = PackedShape(9, 256, context_parallel_size=4)
+    steps = StepPackings(Buckets([shape]), 3, None, needs_tokens=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert steps.begin([[64, 100]], "", 1) == ""
+        assert StepPackings(Buckets([shape]), 3, None).begin([[9]], "", 1) == ""
+    with pytest.warns(UserWarning, match="rank 3, microbatch 1: document 1 has 9 tokens.* 64 "):
+        assert steps.begin([[64], [100, 9]], "", 2) == ""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert steps.begin([[9]], "", 1) == ""
 
 
 def test_rows_that_were_promised_to_hold_documents_hold_them() -> None:

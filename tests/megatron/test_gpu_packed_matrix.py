@@ -42,11 +42,17 @@ def make(
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     monkeypatch.setenv("MAMBA_DETERMINISTIC", "1")
     made = importlib.import_module("packed_cases")
+    # Where heads share keys, every context-parallel rank needs tokens of every document
+    # (docs/packed_training.md): four ranks have them from 64 on.
+    longer = write_documents(range(64, 110), 200)
+    longer = longer.rename(longer.with_name("longer.txt"))
     text = write_documents(range(9, 110), 200)
 
     def case(kind: str, counts: list[int], *options: dict[str, Any]) -> dict[str, Any]:
         together = {name: value for given in options for name, value in given.items()}
-        return made.gpu_case(text, make_config, kind, counts, **together)
+        return made.gpu_case(
+            longer if kind == "grouped" else text, make_config, kind, counts, **together
+        )
 
     return case
 

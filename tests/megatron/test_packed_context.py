@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -183,6 +184,30 @@ def test_a_pipeline(run_equal: Callable[..., Any], make_case: Case) -> None:
     _check(results)
     _check_experts(results["ep2"])
     _check_experts(results["experts_pp2"])
+
+
+@pytest.mark.newest
+@pytest.mark.megatron
+@pytest.mark.timeout(200)
+def test_four_ranks_share_documents_in_a_pipeline(
+    run_equal: Callable[..., Any], make_case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of every kind of model, eight ranks."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    made = importlib.import_module("packed_cases")
+    shape = {"size": 4, "pipeline_model_parallel_size": 2}
+    experts = {**_WITH_EXPERTS, "model": {**_WITH_EXPERTS["model"], "num_layers": 2}}
+    hybrid = {**_HYBRID, "model": {**_HYBRID["model"], "hybrid_layer_pattern": "M|*M"}}
+    latent = make_case([2, 1], spec="split_specs:split_latent", model=made.NORMS, **shape)
+    cases = {
+        "dense": make_case([2, 1], **shape),
+        "latent": {**latent, "transformer_options": made.SMALL_LATENT},
+        "experts": make_case([2, 1], moe=_EXPERTS, **experts, **shape),
+        "hybrid": make_case([2, 1], **hybrid, **shape),
+    }
+    results = run_equal(cases, 8, timeout_s=180.0)
+    _check(results)
+    _check_experts(results["experts"])
 
 
 def _check_experts(result: dict[str, Any]) -> None:

@@ -103,6 +103,23 @@ def test_one_gpu(run_equal: Callable[..., Any], make_case: Case) -> None:
     _check(run_equal(cases, 1, timeout_s=480.0))
 
 
+@pytest.mark.gpu
+@pytest.mark.megatron
+@pytest.mark.timeout(300)
+def test_sliding_window(run_equal: Callable[..., Any], make_case: Case) -> None:
+    """Narrower than most documents: tokens see the 40 before them."""
+    options = {"window_size": [40, 0]}
+    cases = {
+        "block": make_case([2, 3, 1, 4], {}, {"scope": "block", "verify": "poison"}, options),
+        "chunk": make_case([2, 3, 1, 4], {}, {"scope": "chunk"}, options),
+        "whole": make_case([2, 3, 1, 4], {}, {"scope": "chunk"}, {}),
+    }
+    results = run_equal(cases, 1, timeout_s=280.0)
+    _check(results)
+    losses = [[s["loss_chunk_hex"] for s in results[n]["steps"]] for n in ("chunk", "whole")]
+    assert losses[0] != losses[1]
+
+
 @pytest.mark.multigpu
 @pytest.mark.megatron
 @pytest.mark.timeout(500)

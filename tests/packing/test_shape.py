@@ -5,7 +5,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chunkgraph.errors import PackingError
-from chunkgraph.packing import OverflowReason, PackedShape, reason_not_to_fit, smallest_that_fits
+from chunkgraph.packing import (
+    OverflowReason,
+    PackedShape,
+    pack,
+    reason_not_to_fit,
+    smallest_that_fits,
+)
 
 lengths_of_documents = st.lists(st.integers(1, 40), min_size=1, max_size=8)
 
@@ -80,3 +86,18 @@ def test_buckets_are_rounded_up_and_told_once():
             PackedShape(4, 8).buckets(fractions)
     with pytest.raises(PackingError, match="no multiple of 16"):
         PackedShape(4, 40).buckets(multiple_of=16)
+
+
+@given(st.lists(st.integers(1, 90), min_size=1, max_size=4), st.sampled_from([1, 2, 4]))
+def test_documents_without_a_token_in_some_piece(lengths, size):
+    shape = PackedShape(5, 400, context_parallel_size=size)
+    found = shape.first_with_empty_piece(lengths)
+    packed = pack(lengths, shape)
+    starts = packed.cu_seqlens_padded
+    pieces = [
+        ~packed.padding_mask[starts[i] : starts[i + 1]].reshape(shape.document_multiple, -1)
+        for i in range(len(lengths))
+    ]
+    empty = [i for i, piece in enumerate(pieces) if size > 1 and not piece.any(axis=1).all()]
+    assert found == (empty[0] if empty else None)
+    assert found is None or lengths[found] < 4 * size**2
