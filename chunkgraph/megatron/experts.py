@@ -61,9 +61,6 @@ class Experts:
         self._budget: compat.RankBudget | None = None
         self._undo = contextlib.ExitStack()
         self._padding = padded_routing(model_chunks, config) if keeps_padding else None
-        if self._padding is not None:
-            # First: what no router chose cannot be dropped.
-            self._undo.callback(self._padding.install())
         routers = compat.routers_of([m for chunk in model_chunks for m in chunk.modules()])
         self._modules = [m for part in parts for m in part.modules]
         captured = compat.routers_of(self._modules)
@@ -80,6 +77,9 @@ class Experts:
             self.room = RankRoom(self._budget, self._layers[0].config)
         elif routers:
             self._drops = compat.TokenDrops(routers)
+        if self._padding is not None:
+            # First: what no router chose cannot be dropped.
+            self._undo.callback(self._padding.install())
         self._report: DropReport | None = None
         if self._drops is not None:
             self._report = DropReport(self._drops.counts.total, self._drops.layers)

@@ -222,129 +222,139 @@ def attach(
         held_groups = HeldGroups([part.module for part in parts])
         slots = contexts.limits.num_slots(slots)
     check_counts(len(parts), slots)
-    # From here on the model's own objects are changed.
-    experts: Experts | None = None
-    if getattr(config, "num_moe_experts", None):
-        experts = Experts(
-            chunks,
-            parts,
-            token_drops,
-            config,
-            keeps_padding=largest is not None and not fills_rows,
-            marks_padding=stash is not None,
-        )
-    pages: ExpertStash | None = None
-    if stash is not None:
-        pages = ExpertStash(
-            chunks,
-            slots,
-            stash,
-            device,
-            # Pages are shared whether slots are or not. Of slots that were given, any may be used.
-            most_in_flight=place.num_slots(are_shared=True)[0] if num_slots is None else None,
-            are_shared=options.shared_slots,
-        )
-    agree = agree_by_maximum()
-    packings: StepPackings | None = None
-    if packing is not None:
-        multiple = packing.context_parallel_size
-        if getattr(config, "sequence_parallel", False):
-            multiple *= getattr(config, "tensor_model_parallel_size", 1)
-        packings = StepPackings(
-            Buckets(bucket_shapes(packing, buckets, multiple_of=multiple), seq_buckets),
-            place.rank,
-            agree,
-            needs_buckets=experts is not None
-            and (getattr(config, "expert_model_parallel_size", 1) or 1) > 1,
-            fills_rows=fills_rows,
-            needs_tokens=needs_tokens_in_pieces(chunks, config),
-        )
-    keys: Sequence[Hashable] = (None,)
-    derive: Derive | None = None
-    if packings is not None:
-        keys, derive = packings.buckets.banks, packings.buckets.derive
-    elif contexts is not None:
-        keys, derive = contexts.keys, contexts.derive
-
-    @contextmanager
-    def capture_scope() -> Iterator[None]:
-        with ExitStack() as stack:
-            if contexts is not None:
-                assert held_groups is not None
-                stack.enter_context(capturing_banks(contexts.groups, held_groups, device))
-            stack.enter_context(capturing(tables, predictions, fp8, experts, pages))
-            yield
-
-    # Stage 0 sends no gradient; its input's gradient may go anywhere.
-    lends = [
-        zero_copy and waits_for_sends(config) and place.stage(c) > 0 for c in range(len(parts))
-    ]
-    engine = ChunkGraphs(
-        [
-            replace(
-                following(c, part, predictions, fp8, experts, pages),
-                keeps_input_grads=not lends[c],
+    # From here on the model's own objects are changed; what follows may fail.
+    with ExitStack() as undo:
+        experts: Experts | None = None
+        if getattr(config, "num_moe_experts", None):
+            experts = Experts(
+                chunks,
+                parts,
+                token_drops,
+                config,
+                keeps_padding=largest is not None and not fills_rows,
+                marks_padding=stash is not None,
             )
-            for c, part in enumerate(parts)
-        ],
-        slots,
-        options=options,
-        backend=backend,
-        agree=agree,
-        capture_scope=capture_scope,
-        preserve=lambda: preserving(fp8),
-        generators=compat.graph_safe_generators,
-        verify_scope=lambda: running_beside(fp8, predictions, pages),
-        is_told_of_misfits=packings is not None or contexts is not None,
-        banks=keys,
-        derive_sample=derive,
-        drops_failed_banks=contexts is not None,
-        progress=progress,
-    )
-    if contexts is not None:
-        contexts.groups.hold(engine)
-    receiver = SlotReceiver(
-        engine,
-        place,
-        config,
-        wanted=zero_copy,
-        lends_input_grads=lends,
-        device=device,
-    )
-    for c, part in enumerate(parts):
-        part.divert_to(partial(receiver.call, c), may_hold_padding=not fills_rows)
-    names = [f"stage {place.stage(c)} chunk {c}" for c in range(len(parts))]
-    held = (tables,) if fp8 is None else (tables, fp8)
-    graphs = MegatronChunkGraphs(
-        engine,
-        parts,
-        slots,
-        held,
-        receiver,
-        names,
-        experts,
-        packings,
-        pages,
-        contexts=None if contexts is None else StepContexts(contexts, engine.misfit_of, place.rank),
-        held_groups=held_groups,
-        agree=agree,
-        # Not the engine's: it asks ahead of steps, on some ranks earlier than on others.
-        agree_on_buckets=agree_by_maximum() if packings is not None and buckets else None,
-    )
-    if experts is not None:
-        engine.watch_memory(experts.is_memory_replaced, partial(_release_replaced, graphs, place))
-    if experts is not None and (pages is not None or experts.reruns):
-        graphs.guard = OverflowGuard(
-            StepState(chunks, experts.tensors),
-            experts,
-            pages,
-            agree=agree_by_maximum(),
-            release=graphs.release,
-            has_graphs=lambda: engine.report is not None,
-            counters=engine.counters,
-            max_recaptures=(stash or StashOptions()).max_recaptures,
-            rank=place.rank,
+            undo.callback(experts.detach)
+        pages: ExpertStash | None = None
+        if stash is not None:
+            pages = ExpertStash(
+                chunks,
+                slots,
+                stash,
+                device,
+                # Shared whether slots are or not. Of slots that were given, any may be used.
+                most_in_flight=place.num_slots(are_shared=True)[0] if num_slots is None else None,
+                are_shared=options.shared_slots,
+            )
+            undo.callback(pages.detach)
+        agree = agree_by_maximum()
+        packings: StepPackings | None = None
+        if packing is not None:
+            multiple = packing.context_parallel_size
+            if getattr(config, "sequence_parallel", False):
+                multiple *= getattr(config, "tensor_model_parallel_size", 1)
+            packings = StepPackings(
+                Buckets(bucket_shapes(packing, buckets, multiple_of=multiple), seq_buckets),
+                place.rank,
+                agree,
+                needs_buckets=experts is not None
+                and (getattr(config, "expert_model_parallel_size", 1) or 1) > 1,
+                fills_rows=fills_rows,
+                needs_tokens=needs_tokens_in_pieces(chunks, config),
+            )
+        keys: Sequence[Hashable] = (None,)
+        derive: Derive | None = None
+        if packings is not None:
+            keys, derive = packings.buckets.banks, packings.buckets.derive
+        elif contexts is not None:
+            keys, derive = contexts.keys, contexts.derive
+
+        @contextmanager
+        def capture_scope() -> Iterator[None]:
+            with ExitStack() as stack:
+                if contexts is not None:
+                    assert held_groups is not None
+                    stack.enter_context(capturing_banks(contexts.groups, held_groups, device))
+                stack.enter_context(capturing(tables, predictions, fp8, experts, pages))
+                yield
+
+        # Stage 0 sends no gradient; its input's gradient may go anywhere.
+        lends = [
+            zero_copy and waits_for_sends(config) and place.stage(c) > 0 for c in range(len(parts))
+        ]
+        engine = ChunkGraphs(
+            [
+                replace(
+                    following(c, part, predictions, fp8, experts, pages),
+                    keeps_input_grads=not lends[c],
+                )
+                for c, part in enumerate(parts)
+            ],
+            slots,
+            options=options,
+            backend=backend,
+            agree=agree,
+            capture_scope=capture_scope,
+            preserve=lambda: preserving(fp8),
+            generators=compat.graph_safe_generators,
+            verify_scope=lambda: running_beside(fp8, predictions, pages),
+            is_told_of_misfits=packings is not None or contexts is not None,
+            banks=keys,
+            derive_sample=derive,
+            drops_failed_banks=contexts is not None,
+            progress=progress,
         )
+        if contexts is not None:
+            contexts.groups.hold(engine)
+        receiver = SlotReceiver(
+            engine,
+            place,
+            config,
+            wanted=zero_copy,
+            lends_input_grads=lends,
+            device=device,
+        )
+        for c, part in enumerate(parts):
+            undo.callback(part.restore)
+            part.divert_to(partial(receiver.call, c), may_hold_padding=not fills_rows)
+        names = [f"stage {place.stage(c)} chunk {c}" for c in range(len(parts))]
+        held = (tables,) if fp8 is None else (tables, fp8)
+        graphs = MegatronChunkGraphs(
+            engine,
+            parts,
+            slots,
+            held,
+            receiver,
+            names,
+            experts,
+            packings,
+            pages,
+            contexts=None
+            if contexts is None
+            else StepContexts(contexts, engine.misfit_of, place.rank),
+            held_groups=held_groups,
+            agree=agree,
+            # Not the engine's: it asks ahead of steps, on some ranks earlier than on others.
+            agree_on_buckets=agree_by_maximum() if packings is not None and buckets else None,
+        )
+        undo.callback(graphs.detach)
+        if experts is not None:
+            engine.watch_memory(
+                experts.is_memory_replaced, partial(_release_replaced, graphs, place)
+            )
+        if experts is not None and (pages is not None or experts.reruns):
+            graphs.guard = OverflowGuard(
+                StepState(chunks, experts.tensors),
+                experts,
+                pages,
+                agree=agree_by_maximum(),
+                release=graphs.release,
+                has_graphs=lambda: engine.report is not None,
+                counters=engine.counters,
+                max_recaptures=(stash or StashOptions()).max_recaptures,
+                rank=place.rank,
+            )
+        undo.pop_all()
     return graphs
 
 

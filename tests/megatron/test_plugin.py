@@ -63,6 +63,54 @@ def test_unsupported_settings_are_refused_by_name(
     assert "forward" not in _block(chunks).__dict__
 
 
+def _of_the_model(chunk: nn.Module) -> list[Any]:
+    """What attaching changes of it."""
+    objects: list[Any] = []
+    for module in chunk.modules():
+        objects += [module, getattr(module, "token_dispatcher", None)]
+    hooks = ("_forward_hooks", "_forward_pre_hooks")
+    return [
+        (sorted(vars(one)), [len(vars(one).get(name, ())) for name in hooks])
+        for one in objects
+        if one is not None
+    ] + [torch.distributed.destroy_process_group]
+
+
+@pytest.mark.parametrize(
+    "failing", ["ExpertStash", "StepPackings", "ChunkGraphs", "SlotReceiver", "OverflowGuard"]
+)
+def test_a_failure_half_way_leaves_the_model_as_it_was(
+    one_rank: Any, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    from chunkgraph.megatron import plugin
+    from chunkgraph.megatron.model import build_model
+    from chunkgraph.memory.stash import StashOptions
+    from chunkgraph.packing import PackedShape
+
+    experts = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_expert_capacity_factor": 2.0}
+    model = {"swiglu": True, "normalization": "RMSNorm"}
+    (chunk,) = build_model(config_from_mapping(make_config(model=model, moe=experts)), one_rank)
+    options: dict[str, Any] = {
+        "packing": PackedShape(4, 16),
+        "stash": StashOptions(),
+        "token_drops": "rerun",
+    }
+    before = _of_the_model(chunk)
+    with monkeypatch.context() as patch:
+
+        def fails(*_args: Any, **_options: Any) -> None:
+            raise MemoryError("half way")
+
+        patch.setattr(plugin, failing, fails)
+        with pytest.raises(MemoryError, match="half way"):
+            plugin.attach([chunk], **options)
+    assert _of_the_model(chunk) == before
+    graphs = plugin.attach([chunk], **options)
+    assert _of_the_model(chunk) != before
+    graphs.detach()
+    assert _of_the_model(chunk) == before
+
+
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
