@@ -72,6 +72,7 @@ class ExpertStash:
         self._saving = Saving(options.page_bytes, prefetches=options.prefetches)
         self._saving.meter = PageMeter(len(self._num_slots), device)
         self._wanted_pages = 0  # by what a step that ran out showed
+        self._num_grown = 0
         # Of the last step that replayed, and of the one before.
         self._steps: tuple[StepReadout, StepReadout] | None = None
         self._undo: Callable[[], None] = lambda: None
@@ -179,8 +180,12 @@ class ExpertStash:
         return self._limited(self._pages_after(status)) > self.size.num_pages
 
     def grow(self, status: StashStatus) -> None:
-        """Take more pages at the next capture, after a step with this status."""
+        """Take more pages at the next capture, after a step with this status.
+
+        With twice the margin of the time before, since captures are few, and loads drift.
+        """
         self._wanted_pages = max(self._wanted_pages, self._pages_after(status))
+        self._num_grown += 1
 
     def abandon_step(self) -> None:
         """What is stashed will not be read any more: a step was abandoned."""
@@ -238,8 +243,13 @@ class ExpertStash:
 
     def _pages_after(self, status: StashStatus) -> int:
         assert self.size is not None
-        spill = self.size.num_spill_pages
-        return math.ceil(status.num_peak_pages * max(self.options.headroom, 1.0)) - spill
+        margin = max(self.options.headroom - 1.0, 0.0) * 2 ** (self._num_grown + 1)
+        pages = math.ceil(status.num_peak_pages * (1.0 + margin))
+        meter = self._saving.meter
+        if meter is not None and meter.was_used:  # more could never be used
+            most = meter.most_pages(self._num_slots, self._most_in_flight)
+            pages = min(pages, max(most, status.num_peak_pages))
+        return pages - self.size.num_spill_pages
 
     def _limited(self, pages: int) -> int:
         if self.options.max_bytes is None:

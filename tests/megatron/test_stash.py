@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from chunkgraph.errors import CaptureError, ConfigError, StashError
 
@@ -312,3 +313,23 @@ def test_what_cannot_stash_is_refused_by_name(changes: dict[str, Any], said: str
     (found,) = stash_refusals(SimpleNamespace(**{**holds, **changes}))
     with pytest.raises(ConfigError, match=said):
         raise ConfigError(found)
+
+
+def test_every_time_more_pages_are_taken_with_twice_the_margin() -> None:
+    from chunkgraph.megatron.stash import ExpertStash
+    from chunkgraph.memory.stash import ArenaSize, StashOptions, StashStatus
+
+    def wanted(pages: int) -> StashStatus:
+        return StashStatus(0, 0, 0, num_peak_pages=pages, num_short=1)
+
+    stash = ExpertStash([], (2,), StashOptions(headroom=1.25), torch.device("cpu"))
+    # 80 and a half of it, 10 of them on the host.
+    stash.size = ArenaSize(65536, 110, 10)
+    assert not stash.can_grow(wanted(80))
+    stash.size = ArenaSize(65536, 109, 10)
+    assert stash.can_grow(wanted(80))
+    stash.grow(wanted(80))
+    # 60 and all of it.
+    stash.size = ArenaSize(65536, 110, 10)
+    assert not stash.can_grow(wanted(60))
+    assert stash.can_grow(wanted(61))

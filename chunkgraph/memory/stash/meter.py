@@ -75,8 +75,16 @@ class PageMeter:
             most_in_flight: microbatches of all chunks together; None: as many as slots.
         """
         wanted = most_at_once(num_slots, self._peaks.tolist(), most_in_flight)
-        most = most_at_once(num_slots, self._most, most_in_flight)
-        return min(math.ceil(wanted * headroom), most)
+        return min(math.ceil(wanted * headroom), self.most_pages(num_slots, most_in_flight))
+
+    def most_pages(self, num_slots: Sequence[int], most_in_flight: int | None = None) -> int:
+        """Pages for all that is in flight at once, all rows in use; 0 if none was measured.
+
+        Args:
+            num_slots: of each chunk.
+            most_in_flight: as for `pages_for`.
+        """
+        return most_at_once(num_slots, self._most, most_in_flight)
 
 
 def most_at_once(
