@@ -166,9 +166,9 @@ class ExpertStash:
         """
         return self._steps[0].status() if self._steps is not None else None
 
-    def num_short_late(self) -> int:
-        """Tensors that found no page in the step before, behind what `status` told of it."""
-        return self._steps[1].num_short_late() if self._steps is not None else 0
+    def num_short_late(self, *, steps_ago: int = 1) -> int:
+        """Tensors that found no page in such a step, behind what `status` told of it."""
+        return self._steps[steps_ago].num_short_late() if self._steps is not None else 0
 
     def num_pages_left(self, *, steps_ago: int = 1) -> int:
         """Pages that a replayed step did not give back, now or ``steps_ago``; waits for its end."""
@@ -195,8 +195,20 @@ class ExpertStash:
             self._saving.stash.arena.reset()
 
     def release(self) -> None:
-        """Drop the pages; the graphs that used them are gone."""
+        """Drop the pages; the graphs that used them are gone.
+
+        Waits for the last step that used them, behind which no other looks at what it left.
+        """
+        short, left = self.num_short_late(steps_ago=0), self.num_pages_left(steps_ago=0)
         self._saving.stash = self._steps = None
+        if short or left:
+            warnings.warn(
+                f"In the last replayed step {short} tensors found no page of the stash after its "
+                f"last forward, and {left} pages were not given back: its gradients were wrong, "
+                "and the optimizer may have used them. Train without the stash "
+                "(stash.enabled=false), and please report it.",
+                stacklevel=2,
+            )
 
     def detach(self) -> None:
         """Give the experts their own forwards back."""

@@ -333,3 +333,20 @@ def test_every_time_more_pages_are_taken_with_twice_the_margin() -> None:
     stash.size = ArenaSize(65536, 110, 10)
     assert not stash.can_grow(wanted(60))
     assert stash.can_grow(wanted(61))
+
+
+@pytest.mark.parametrize(("short", "left"), [(2, 0), (0, 3)])
+def test_what_the_last_step_left_is_told_when_pages_are_released(
+    short: int, left: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from chunkgraph.megatron.stash import ExpertStash
+    from chunkgraph.memory.stash import StashOptions
+
+    stash = ExpertStash([], (2,), StashOptions(), torch.device("cpu"))
+    stash.release()  # nothing was replayed, nothing is said
+    with monkeypatch.context() as patch:
+        patch.setattr(stash, "num_short_late", lambda *, steps_ago: short * (steps_ago == 0))
+        patch.setattr(stash, "num_pages_left", lambda *, steps_ago: left * (steps_ago == 0))
+        with pytest.warns(UserWarning, match=f"step {short} tensors .* and {left} pages"):
+            stash.release()
+    stash.release()
