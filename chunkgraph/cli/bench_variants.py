@@ -59,7 +59,7 @@ def chosen_variants(text: str | None, config: Config) -> tuple[str, ...]:
             raise ConfigError(msg)
         if config.packing.max_packed_seqs and name in FROZEN:
             msg = (
-                f"--variants: {name} captures no packed sequences, and packing.max_packed_seqs is "
+                f"--variants: {name} knows no packed sequences, and packing.max_packed_seqs is "
                 f"{config.packing.max_packed_seqs}. Leave it out, or set that to 0."
             )
             raise ConfigError(msg)

@@ -152,13 +152,13 @@ def refuse_for_layers(
 
 
 def needs_tokens_in_pieces(chunks: Sequence[nn.Module], config: Any) -> bool:
-    """Whether documents that leave a context-parallel rank without a token are to be warned of.
+    """Whether documents with context-parallel pieces that hold no token are to be warned of.
 
-    Where several heads share their keys, cuDNN's backward of packed sequences adds up what each
-    head left in its workspace, and a sequence without queries leaves nothing there: its keys get
-    what was there before (Transformer Engine's issue 2448). With four ranks on H200s (2.20.2) and
-    documents of 10 tokens and more, gradient norms of graphs were not eager's, nor always those of
-    an eager step beside other memory; without shared keys they were equal.
+    With four ranks on H200s (Transformer Engine 2.20.2) and documents of 10 tokens and more,
+    gradient norms of graphs were not eager's where heads share keys, nor always those of an eager
+    step beside other memory; with keys of their own they were. Most likely it is Transformer
+    Engine's issue 2448: cuDNN's backward adds up what each head left in its workspace, and a
+    sequence without queries leaves nothing there.
 
     Args:
         chunks: the model chunks.

@@ -77,19 +77,24 @@ class Experts:
             self.room = RankRoom(self._budget, self._layers[0].config)
         elif routers:
             self._drops = compat.TokenDrops(routers)
-        if self._padding is not None:
-            # First: what no router chose cannot be dropped.
-            self._undo.callback(self._padding.install())
         self._report: DropReport | None = None
         if self._drops is not None:
             self._report = DropReport(self._drops.counts.total, self._drops.layers)
-            self._undo.callback(self._drops.install(marks_padding=marks_padding))
         self._token_drops = token_drops
         self._is_told = self._was_abandoned = False
         self._seen = 0
         self._has_warned = token_drops != "warn"
         # Every rank makes the group, in the same order; only then does it know the others' drops.
         self._agree = agree_by_maximum() if token_drops == "raise" else None
+        try:
+            if self._padding is not None:
+                # First: what no router chose cannot be dropped.
+                self._undo.callback(self._padding.install())
+            if self._drops is not None:
+                self._undo.callback(self._drops.install(marks_padding=marks_padding))
+        except BaseException:
+            self.detach()
+            raise
 
     def following(self, part: CapturedPart, chunk: Chunk) -> Chunk:
         """The part's chunk; one that has routers follows Megatron's state of them."""

@@ -194,9 +194,9 @@ def _with_torch_norm(spec: Any, transformer_config: Any, stage: int | None) -> A
     """
     block = import_megatron("megatron.core.transformer.transformer_block")
     norm = import_megatron("megatron.core.transformer.torch_norm").WrappedTorchNorm
-    is_layer = not isinstance(spec, block.TransformerBlockSubmodules) and not (
-        isinstance(spec.module, type) and issubclass(spec.module, block.TransformerBlock)
-    )
+    layer = import_megatron("megatron.core.transformer.transformer_layer").BaseTransformerLayer
+    kind = getattr(spec, "module", None)
+    is_layer = isinstance(kind, type) and issubclass(kind, layer)
     if not is_layer or block.LayerNormImpl is norm:
         return spec
     num_layers = block.get_num_layers_to_build(transformer_config, stage)

@@ -60,7 +60,7 @@ from chunkgraph.megatron.surroundings import (
     running_beside,
 )
 from chunkgraph.megatron.tables import CachedTables
-from chunkgraph.megatron.topology import PipelinePlace, agree_by_maximum
+from chunkgraph.megatron.topology import Maximum, PipelinePlace, agree_by_maximum
 from chunkgraph.memory.stash import StashOptions
 from chunkgraph.packing import bucket_shapes
 
@@ -247,7 +247,7 @@ def attach(
                 are_shared=options.shared_slots,
             )
             undo.callback(pages.detach)
-        agree = agree_by_maximum()
+        agree = _agree(undo)
         packings: StepPackings | None = None
         if packing is not None:
             multiple = packing.context_parallel_size
@@ -335,7 +335,7 @@ def attach(
             held_groups=held_groups,
             agree=agree,
             # Not the engine's: it asks ahead of steps, on some ranks earlier than on others.
-            agree_on_buckets=agree_by_maximum() if packings is not None and buckets else None,
+            agree_on_buckets=_agree(undo) if packings is not None and buckets else None,
         )
         undo.callback(graphs.detach)
         if experts is not None:
@@ -347,7 +347,7 @@ def attach(
                 StepState(chunks, experts.tensors),
                 experts,
                 pages,
-                agree=agree_by_maximum(),
+                agree=_agree(undo),
                 release=graphs.release,
                 has_graphs=lambda: engine.report is not None,
                 counters=engine.counters,
@@ -356,6 +356,14 @@ def attach(
             )
         undo.pop_all()
     return graphs
+
+
+def _agree(undo: ExitStack) -> Maximum | None:
+    """`agree_by_maximum`, whose process group ends if the rest fails."""
+    agree = agree_by_maximum()
+    if agree is not None:
+        undo.callback(agree.close)
+    return agree
 
 
 def _release_replaced(graphs: MegatronChunkGraphs, place: PipelinePlace) -> None:

@@ -30,6 +30,9 @@ from chunkgraph.memory.stash import (
 
 __all__ = ["ExpertStash", "stash_options"]
 
+_MOST_DOUBLED = 4
+"""How often a margin is doubled."""
+
 
 class ExpertStash:
     """What of the stash belongs to Megatron's experts. A rank without experts has one that is idle.
@@ -72,7 +75,7 @@ class ExpertStash:
         self._saving = Saving(options.page_bytes, prefetches=options.prefetches)
         self._saving.meter = PageMeter(len(self._num_slots), device)
         self._wanted_pages = 0  # by what a step that ran out showed
-        self._num_grown = 0
+        self._num_grown = 0  # captures with them
         # Of the last step that replayed, and of the one before.
         self._steps: tuple[StepReadout, StepReadout] | None = None
         self._undo: Callable[[], None] = lambda: None
@@ -166,9 +169,9 @@ class ExpertStash:
         """
         return self._steps[0].status() if self._steps is not None else None
 
-    def num_short_late(self, *, steps_ago: int = 1) -> int:
-        """Tensors that found no page in such a step, behind what `status` told of it."""
-        return self._steps[steps_ago].num_short_late() if self._steps is not None else 0
+    def num_short_late(self) -> int:
+        """Tensors that found no page in the step before, behind what `status` told of it."""
+        return self._steps[1].num_short_late() if self._steps is not None else 0
 
     def num_pages_left(self, *, steps_ago: int = 1) -> int:
         """Pages that a replayed step did not give back, now or ``steps_ago``; waits for its end."""
@@ -180,12 +183,8 @@ class ExpertStash:
         return self._limited(self._pages_after(status)) > self.size.num_pages
 
     def grow(self, status: StashStatus) -> None:
-        """Take more pages at the next capture, after a step with this status.
-
-        With twice the margin of the time before, since captures are few, and loads drift.
-        """
+        """Take more pages at the next capture, after a step with this status."""
         self._wanted_pages = max(self._wanted_pages, self._pages_after(status))
-        self._num_grown += 1
 
     def abandon_step(self) -> None:
         """What is stashed will not be read any more: a step was abandoned."""
@@ -199,8 +198,10 @@ class ExpertStash:
 
         Waits for the last step that used them, behind which no other looks at what it left.
         """
-        short, left = self.num_short_late(steps_ago=0), self.num_pages_left(steps_ago=0)
-        self._saving.stash = self._steps = None
+        steps, self._steps, self._saving.stash = self._steps, None, None
+        if steps is None:
+            return
+        short, left = steps[0].num_short_late(), steps[0].num_pages_left()
         if short or left:
             warnings.warn(
                 f"In the last replayed step {short} tensors found no page of the stash after its "
@@ -244,6 +245,8 @@ class ExpertStash:
                 "How many pages the stash needs was never measured: no step ran eagerly before the "
                 "capture. Train with num_warmup_steps=1 or more, or give the stash initial_bytes."
             )
+        if self.size is not None and self._limited(self._wanted_pages) > self.size.num_pages:
+            self._num_grown += 1
         self.size = ArenaSize(
             options.page_bytes,
             self._limited(max(pages, self._wanted_pages)),
@@ -255,7 +258,9 @@ class ExpertStash:
 
     def _pages_after(self, status: StashStatus) -> int:
         assert self.size is not None
-        margin = max(self.options.headroom - 1.0, 0.0) * 2 ** (self._num_grown + 1)
+        # Twice the margin of the time before: captures are few, and loads drift.
+        doubled = 2 ** min(self._num_grown + 1, _MOST_DOUBLED)
+        margin = max(self.options.headroom - 1.0, 0.0) * doubled
         pages = math.ceil(status.num_peak_pages * (1.0 + margin))
         meter = self._saving.meter
         if meter is not None and meter.was_used:  # more could never be used

@@ -27,8 +27,8 @@ class StepPackings:
         needs_buckets: whether other ranks' data bear on a microbatch's bucket, so that steps are
             told buckets that were agreed on.
         fills_rows: whether documents are to fill all rows of every microbatch.
-        needs_tokens: whether to warn, once, of a document that leaves a context-parallel rank
-            without a token; see `needs_tokens_in_pieces`.
+        needs_tokens: whether to warn, once, of a document with a context-parallel piece that holds
+            no token; see `needs_tokens_in_pieces`.
 
     Attributes:
         shape: the largest.
@@ -130,7 +130,7 @@ class StepPackings:
 
     def _chosen(self, packings: Packings, given: Sequence[int] | None, misfit: str) -> list[int]:
         """The buckets of a step: those that were given, or the smallest that fit."""
-        if self._needs_tokens:
+        if self._needs_tokens and not misfit:
             self._warn_of_empty_pieces(packings)
         chosen = self._buckets_of(packings, given, misfit)
         if self._fills_rows and not misfit:

@@ -137,7 +137,7 @@ def test_packed_documents_are_measured_eagerly_and_by_chunk_graphs() -> None:
     config = load_config(PACKED)
     assert config.device == "cuda"
     assert chosen_variants(None, config) == ("eager", "chunk")
-    with pytest.raises(ConfigError, match="local captures no packed sequences"):
+    with pytest.raises(ConfigError, match="local knows no packed sequences"):
         chosen_variants("eager,local", config)
 
 

@@ -236,7 +236,7 @@ def test_ranks_that_share_experts_are_to_agree() -> None:
     assert alone.begin([[8]], "", 1) == ""
 
 
-def test_documents_of_which_a_rank_has_nothing_are_told_once() -> None:
+def test_documents_with_a_piece_without_tokens_are_told_once() -> None:
     """Where heads share keys, Transformer Engine reads what nobody wrote."""
     shape = PackedShape(9, 256, context_parallel_size=4)
     steps = StepPackings(Buckets([shape]), 3, None, needs_tokens=True)

@@ -77,7 +77,11 @@ def _of_the_model(chunk: nn.Module) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    "failing", ["ExpertStash", "StepPackings", "ChunkGraphs", "SlotReceiver", "OverflowGuard"]
+    "failing",
+    [
+        *("ExpertStash", "StepPackings", "ChunkGraphs", "SlotReceiver", "OverflowGuard"),
+        "compat.TokenDrops.install",
+    ],
 )
 def test_a_failure_half_way_leaves_the_model_as_it_was(
     one_rank: Any, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, failing: str
@@ -101,7 +105,7 @@ def test_a_failure_half_way_leaves_the_model_as_it_was(
         def fails(*_args: Any, **_options: Any) -> None:
             raise MemoryError("half way")
 
-        patch.setattr(plugin, failing, fails)
+        patch.setattr(f"chunkgraph.megatron.plugin.{failing}", fails)
         with pytest.raises(MemoryError, match="half way"):
             plugin.attach([chunk], **options)
     assert _of_the_model(chunk) == before

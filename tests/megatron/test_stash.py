@@ -315,38 +315,84 @@ def test_what_cannot_stash_is_refused_by_name(changes: dict[str, Any], said: str
         raise ConfigError(found)
 
 
-def test_every_time_more_pages_are_taken_with_twice_the_margin() -> None:
+def _wanted(pages: int) -> Any:
+    from chunkgraph.memory.stash import StashStatus
+
+    return StashStatus(0, 0, 0, num_peak_pages=pages, num_short=1)
+
+
+def _stash(num_pages: int, **options: Any) -> Any:
+    """Of a rank that captured with so many pages on the device and ten on the host."""
     from chunkgraph.megatron.stash import ExpertStash
-    from chunkgraph.memory.stash import ArenaSize, StashOptions, StashStatus
+    from chunkgraph.memory.stash import StashOptions
 
-    def wanted(pages: int) -> StashStatus:
-        return StashStatus(0, 0, 0, num_peak_pages=pages, num_short=1)
+    given = {"initial_bytes": num_pages * 65536, "spill_bytes": 10 * 65536, **options}
+    stash = ExpertStash([], (2,), StashOptions(page_bytes=65536, **given), torch.device("cpu"))
+    _capture(stash)
+    assert stash.size.num_pages == num_pages
+    return stash
 
-    stash = ExpertStash([], (2,), StashOptions(headroom=1.25), torch.device("cpu"))
-    # 80 and a half of it, 10 of them on the host.
-    stash.size = ArenaSize(65536, 110, 10)
-    assert not stash.can_grow(wanted(80))
-    stash.size = ArenaSize(65536, 109, 10)
-    assert stash.can_grow(wanted(80))
-    stash.grow(wanted(80))
-    # 60 and all of it.
-    stash.size = ArenaSize(65536, 110, 10)
-    assert not stash.can_grow(wanted(60))
-    assert stash.can_grow(wanted(61))
+
+def _capture(stash: Any) -> None:
+    stash.has_experts = True
+    with stash.capturing():
+        pass
+
+
+def test_every_time_more_pages_are_taken_with_twice_the_margin() -> None:
+    stash = _stash(90, headroom=1.25)
+    for _ in range(2000):  # of steps that are run anew alone
+        assert stash.can_grow(_wanted(80))
+        stash.grow(_wanted(80))
+    _capture(stash)
+    assert stash.size.num_pages == 110  # 80 and a half of it, ten of them on the host
+    _capture(stash)
+    assert stash.size.num_pages == 110
+    assert not stash.can_grow(_wanted(60))
+    stash.grow(_wanted(61))
+    _capture(stash)
+    assert stash.size.num_pages == 112  # 61 and all of it
+    stash.grow(_wanted(100))
+    _capture(stash)
+    assert stash.size.num_pages == 290
+
+
+@pytest.mark.parametrize("headroom", [0.5, 1.0])
+def test_without_a_margin_there_is_none_later(headroom: float) -> None:
+    stash = _stash(20, headroom=headroom)
+    assert not stash.can_grow(_wanted(30))
+    stash.grow(_wanted(31))
+    _capture(stash)
+    assert stash.size.num_pages == 21
+
+
+def test_no_more_pages_are_taken_than_can_be_used_or_are_allowed() -> None:
+    from chunkgraph.memory.stash import RowLayout, RowsInUse
+
+    stash = _stash(20, headroom=1.5)
+    meter, rows = stash._saving.meter, RowsInUse.of(torch.ones(64, dtype=torch.bool))
+    with meter.forward(0):
+        for _ in range(20):
+            meter.add(rows, RowLayout(64, 1024, 65536))
+    assert meter.most_pages((2,)) == 40
+    stash.grow(_wanted(39))
+    _capture(stash)
+    assert stash.size.num_pages == 30
+    limited = _stash(20, headroom=1.5, max_bytes=25 * 65536)
+    limited.grow(_wanted(100))
+    _capture(limited)
+    assert limited.size.num_pages == 25
+    assert not limited.can_grow(_wanted(100))
 
 
 @pytest.mark.parametrize(("short", "left"), [(2, 0), (0, 3)])
 def test_what_the_last_step_left_is_told_when_pages_are_released(
     short: int, left: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from chunkgraph.megatron.stash import ExpertStash
-    from chunkgraph.memory.stash import StashOptions
-
-    stash = ExpertStash([], (2,), StashOptions(), torch.device("cpu"))
-    stash.release()  # nothing was replayed, nothing is said
-    with monkeypatch.context() as patch:
-        patch.setattr(stash, "num_short_late", lambda *, steps_ago: short * (steps_ago == 0))
-        patch.setattr(stash, "num_pages_left", lambda *, steps_ago: left * (steps_ago == 0))
-        with pytest.warns(UserWarning, match=f"step {short} tensors .* and {left} pages"):
-            stash.release()
-    stash.release()
+    stash = _stash(20)
+    last = stash._steps[0]
+    monkeypatch.setattr(last, "num_short_late", lambda: short)
+    monkeypatch.setattr(last, "num_pages_left", lambda: left)
+    with pytest.warns(UserWarning, match=f"step {short} tensors .* and {left} pages"):
+        stash.release()
+    stash.release()  # told once

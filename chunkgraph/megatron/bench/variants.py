@@ -182,10 +182,10 @@ class ChunkVariant(Variant):
 
 
 class EagerStashVariant(Variant):
-    """Eager with Megatron's own paged stash, which HybridEP's experts save to.
+    """Eager with Megatron's own paged stash, which keeps what Transformer Engine marks for it.
 
-    Its pages follow what the first step took, with the room that the configuration gives to ours;
-    a step that runs out of them is not run anew here, as Megatron's training loop would.
+    Its pages follow what the first step took, with the room that the configuration gives to ours.
+    Megatron's training loop would also wait for a flag in every step, and run it anew.
     """
 
     name = "eager_stash"
@@ -206,16 +206,26 @@ class EagerStashVariant(Variant):
         """Nothing; but pages that ran out are an error, since gradients would be of other tokens.
 
         Raises:
-            StashError: they did, in this step.
+            StashError: they did, in this step, on some rank.
         """
-        module = import_megatron("megatron.core.transformer.moe.paged_stash")
-        if bool(module.check_paged_stash_overflow().item()):
+        flag = self._stash().check_paged_stash_overflow().int()
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        if flag.item():
             msg = (
                 "Megatron's paged stash ran out of pages in a step of eager_stash; give it more "
                 f"by stash.headroom, which is {self.config.stash.headroom:g}."
             )
             raise StashError(msg)
         return {}
+
+    def close(self) -> None:
+        """Turn it off, which is one for the process."""
+        self._stash().paged_stash_reset(enabled=False)
+        super().close()
+
+    @staticmethod
+    def _stash() -> Any:
+        return import_megatron("megatron.core.transformer.moe.paged_stash")
 
 
 class _MegatronVariant(Variant):

@@ -22,7 +22,8 @@ class StashOptions:
 
     Attributes:
         page_bytes: of a page, a multiple of 16, no smaller than a row of a saved tensor.
-        headroom: pages taken, as a multiple of what eager steps showed to be needed.
+        headroom: pages taken, as a multiple of what eager steps showed to be needed. What is over
+            1 is doubled with every capture after a step that ran out.
         initial_bytes: of the pages at first; None: as the eager steps before the capture show.
         max_bytes: the most that pages on the device may grow to; None: no limit.
         spill_bytes: of pages in pinned memory of the host, for what finds none on the device.
