@@ -42,8 +42,8 @@ def make(
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     monkeypatch.setenv("MAMBA_DETERMINISTIC", "1")
     made = importlib.import_module("packed_cases")
-    # Where heads share keys, every piece of a document needs a token (docs/packed_training.md): those
-    # of four ranks have one from 64 tokens on.
+    # Where heads share keys, every piece of a document needs a token (docs/packed_training.md):
+    # those of four ranks have one from 64 tokens on.
     longer = write_documents(range(64, 110), 200)
     longer = longer.rename(longer.with_name("longer.txt"))
     text = write_documents(range(9, 110), 200)
