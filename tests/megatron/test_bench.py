@@ -5,9 +5,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -231,3 +233,36 @@ def test_host_times_without_launch_are_taken_call_by_call() -> None:
         "host_us_forward_without_launch": 6.0,
         "host_us_backward_without_launch": None,
     }
+
+
+@pytest.mark.newest
+@pytest.mark.megatron
+def test_pages_of_megatrons_stash_that_ran_out_are_an_error(
+    one_rank: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from chunkgraph.config import load_config
+    from chunkgraph.errors import StashError
+    from chunkgraph.megatron.bench.variants import EagerStashVariant, make_variant
+    from chunkgraph.megatron.compat import versions
+
+    if versions()["megatron_core"].startswith("0.16"):
+        pytest.skip("this release has no stash")
+    path = Path(__file__).resolve().parents[2] / "configs" / "moe_ep2_hybridep.yaml"
+    variant = make_variant("eager_stash", load_config(path, ["stash.headroom=1.5"]))
+    assert variant.transformer_options() == {
+        "moe_paged_stash": True,
+        "moe_paged_stash_buffer_size_factor_cuda": -1.5,
+    }
+    flag = torch.zeros(1, dtype=torch.bool)
+    calls: list[dict[str, Any]] = []
+    stash = SimpleNamespace(
+        check_paged_stash_overflow=lambda: flag,
+        paged_stash_reset=lambda **options: calls.append(options),
+    )
+    monkeypatch.setattr(EagerStashVariant, "_stash", staticmethod(lambda: stash))
+    assert variant.counted() == {}
+    flag.fill_(True)
+    with pytest.raises(StashError, match=r"ran out .* stash\.headroom, which is 1\.5"):
+        variant.counted()
+    variant.close()
+    assert calls == [{"enabled": False}]
