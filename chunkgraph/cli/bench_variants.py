@@ -38,31 +38,16 @@ def chosen_variants(text: str | None, config: Config) -> tuple[str, ...]:
         )
         raise ConfigError(msg)
     if text is None:
-        has_all = config.device == "cuda" and not config.packing.max_packed_seqs
-        found: tuple[str, ...] = VARIANTS if has_all else PROMISED
-        cannot = {name for name in VARIANTS if _lacks(name, config) is not None}
-        return tuple(name for name in found if name not in cannot)
+        found: tuple[str, ...] = VARIANTS if config.device == "cuda" else PROMISED
+        return tuple(name for name in found if _why_not(name, config) is None)
     names = tuple(name.strip() for name in text.split(",") if name.strip())
     for name in names:
         if name not in VARIANTS:
             msg = f"--variants: there is no {name!r}; known are {', '.join(VARIANTS)}."
             raise ConfigError(msg)
-        lack = _lacks(name, config)
-        if lack is not None:
-            raise ConfigError(f"--variants: {lack}")
-        if config.packing.max_packed_seqs and name == "eager_dropless":
-            msg = (
-                "--variants: eager_dropless has no fixed capacity, and packed documents need one "
-                f"to be kept from the experts; packing.max_packed_seqs is "
-                f"{config.packing.max_packed_seqs}. Leave it out, or set that to 0."
-            )
-            raise ConfigError(msg)
-        if config.packing.max_packed_seqs and name in FROZEN:
-            msg = (
-                f"--variants: {name} knows no packed sequences, and packing.max_packed_seqs is "
-                f"{config.packing.max_packed_seqs}. Leave it out, or set that to 0."
-            )
-            raise ConfigError(msg)
+        why = _why_not(name, config)
+        if why is not None:
+            raise ConfigError(f"--variants: {why}")
         config_of(name, config)
     if not names or len(set(names)) < len(names):
         msg = f"--variants {text!r}: name one or more, each once."
@@ -70,20 +55,29 @@ def chosen_variants(text: str | None, config: Config) -> tuple[str, ...]:
     return names
 
 
-def _lacks(name: str, config: Config) -> str | None:
-    """What a configuration lacks for a variant."""
-    moe = config.moe
+def _why_not(name: str, config: Config) -> str | None:
+    """Why a configuration cannot have a variant, or None."""
+    moe, num_seqs = config.moe, config.packing.max_packed_seqs
     if name == "eager_dropless" and moe.num_moe_experts is None:
         return "eager_dropless is for experts, and moe.num_moe_experts is null."
-    if name != "eager_stash":
-        return None
-    if moe.num_moe_experts is None or moe.moe_flex_dispatcher_backend != "hybridep":
+    if name == "eager_stash":
+        if moe.num_moe_experts is None or moe.moe_flex_dispatcher_backend != "hybridep":
+            return (
+                "eager_stash is Megatron's own stash, which is for HybridEP alone, and "
+                f"moe.moe_flex_dispatcher_backend is {moe.moe_flex_dispatcher_backend or 'null'}."
+            )
+        if not config.stash.enabled:
+            return "eager_stash is compared with ours, and stash.enabled is false."
+    if num_seqs and name == "eager_dropless":
         return (
-            "eager_stash is Megatron's own stash, which is for HybridEP alone, and "
-            f"moe.moe_flex_dispatcher_backend is {moe.moe_flex_dispatcher_backend or 'null'}."
+            "eager_dropless has no fixed capacity, and packed documents need one to be kept from "
+            f"the experts; packing.max_packed_seqs is {num_seqs}. Leave it out, or set that to 0."
         )
-    if not config.stash.enabled:
-        return "eager_stash is compared with ours, and stash.enabled is false."
+    if num_seqs and name in FROZEN:
+        return (
+            f"{name} knows no packed sequences, and packing.max_packed_seqs is {num_seqs}. Leave "
+            "it out, or set that to 0."
+        )
     return None
 
 

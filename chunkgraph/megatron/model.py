@@ -147,7 +147,6 @@ def _gpt_chunks(
     has_experts = transformer_config.num_moe_experts is not None
     spec_name = layer_spec_name(config, device)
     num_chunks = config.pipeline.num_model_chunks
-    is_alone = num_chunks == 1
     if not has_experts or spec_name not in {"local", "transformer_engine"}:
         spec = layer_spec(config, device, {"multi_latent_attention": True} if latent else {})
         specs = [spec] * num_chunks
@@ -163,13 +162,13 @@ def _gpt_chunks(
         ]
 
     def build(*, index: int, pre_process: bool, post_process: bool) -> nn.Module:
+        stage = index if num_chunks > 1 else None
+        spec = specs[index]
+        if device.type == "cpu":
+            spec = _with_torch_norm(spec, transformer_config, stage)
         chunk: nn.Module = gpt_model(
             config=transformer_config,
-            transformer_layer_spec=(
-                _with_torch_norm(specs[index], transformer_config, None if is_alone else index)
-                if device.type == "cpu"
-                else specs[index]
-            ),
+            transformer_layer_spec=spec,
             vocab_size=config.model.vocab_size,
             max_sequence_length=config.model.seq_length,
             pre_process=pre_process,
@@ -178,7 +177,7 @@ def _gpt_chunks(
             share_embeddings_and_output_weights=(
                 not config.model.untie_embeddings_and_output_weights
             ),
-            vp_stage=None if is_alone else index,
+            vp_stage=stage,
             **_token_predictors(config, transformer_config, device, specs[index], index),
         )
         return chunk
