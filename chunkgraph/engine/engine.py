@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -364,6 +365,7 @@ class ChunkGraphs:
         """
         if self.mode is not StepMode.OUTSIDE:
             raise SlotError("release() was called inside a step; release between steps.")
+        had_graphs = self._captured is not None
         if self._captured is not None:
             self._backend.synchronize()
             for slot in (s for slots in self._captured.slots for s in slots):
@@ -377,6 +379,10 @@ class ChunkGraphs:
         self._sampler.begin_anew()
         self._banks.restore()
         self._samples.wanted = self._banks.keys
+        if had_graphs:
+            # Or the pools stay reserved, and the eager steps that follow get nothing from them.
+            gc.collect()
+            self._backend.release_cached_memory()
 
     def watch_memory(self, is_replaced: Callable[[], bool], release: Callable[[], None]) -> None:
         """Capture anew when a library has replaced, on any rank, memory that graphs work in.

@@ -170,10 +170,12 @@ def capture_session(
                 stack.enter_context(collector_paused())
             # The scope may be one that ranks enter together: not if one has failed by now.
             settings.before_graph(None)
+            # What is in the cache serves neither another stream nor a pool. Before the scope, which
+            # may allocate in its stead; and after what follows.
+            backend.release_cached_memory()
             stack.enter_context(settings.scope())
             for alias in aliases:
                 stack.enter_context(alias.in_place())
-            # What eager steps left in the cache serves neither another stream nor a pool.
             backend.release_cached_memory()
             warm: dict[Hashable, list[WarmUp]] = {key: [] for key in samples}
             for key, calls in samples.items():

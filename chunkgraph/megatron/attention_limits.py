@@ -15,13 +15,14 @@ import torch
 from torch import nn
 
 from chunkgraph.errors import ConfigError
-from chunkgraph.packing import PackedShape
+from chunkgraph.packing import ContextLimits, PackedShape
 
 __all__ = [
     "AttentionSite",
     "needs_tokens_in_pieces",
     "refuse_for_layers",
     "refuse_large_deterministic",
+    "shares_keys",
     "why_refused",
 ]
 
@@ -151,26 +152,41 @@ def refuse_for_layers(
         refuse_large_deterministic(site, shape, config.num_attention_heads // tensor_size)
 
 
-def needs_tokens_in_pieces(chunks: Sequence[nn.Module], config: Any) -> bool:
+def needs_tokens_in_pieces(
+    chunks: Sequence[nn.Module], config: Any, limits: ContextLimits | None = None
+) -> bool:
     """Whether documents with context-parallel pieces that hold no token are to be warned of.
 
     With four ranks on H200s (Transformer Engine 2.20.2) and documents of 10 tokens and more,
     gradient norms of graphs were not eager's where heads share keys, nor always those of an eager
-    step beside other memory; with keys of their own they were. Most likely it is Transformer
-    Engine's issue 2448: cuDNN's backward adds up what each head left in its workspace, and a
-    sequence without queries leaves nothing there.
+    step beside other memory; with keys of their own, or no empty piece, they were. Most likely it
+    is Transformer Engine's issue 2448: cuDNN's backward adds up what each head left in its
+    workspace, and a sequence without queries leaves nothing there.
 
     Args:
         chunks: the model chunks.
         config: Megatron's TransformerConfig.
+        limits: of context-parallel sizes that change; None: the size is the config's.
     """
-    heads, groups = config.num_attention_heads, getattr(config, "num_query_groups", None)
+    size = getattr(config, "context_parallel_size", 1) or 1
+    if limits is not None:
+        size = 1 if limits.counts_padding else max(limits.group_sizes)
+    return size > 1 and shares_keys(config) and _is_transformer_engines(chunks)
+
+
+def shares_keys(config: Any) -> bool:
+    """Whether several heads of attention have one head of keys and values.
+
+    Args:
+        config: Megatron's TransformerConfig, or its arguments.
+    """
+    groups = getattr(config, "num_query_groups", None)
     return (
-        (getattr(config, "context_parallel_size", 1) or 1) > 1
+        groups is not None
+        and groups < config.num_attention_heads
+        # Of arguments alone: the number counts only with it.
+        and getattr(config, "group_query_attention", True)
         and not getattr(config, "multi_latent_attention", False)
-        and groups is not None
-        and groups < heads
-        and _is_transformer_engines(chunks)
     )
 
 

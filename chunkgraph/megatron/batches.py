@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from chunkgraph.config import Config
 from chunkgraph.data import DocumentRow, Documents, DrawnDocuments, PackedText
+from chunkgraph.megatron.attention_limits import shares_keys
 from chunkgraph.megatron.buckets import Buckets
 from chunkgraph.megatron.compat import import_megatron
 from chunkgraph.megatron.packed import make_params
@@ -40,10 +41,15 @@ _NUM_CHOSEN = 4
 """Steps whose buckets are remembered: this one, and the next, which is announced."""
 
 
-def packed_shape(config: Config) -> PackedShape | None:
+def packed_shape(config: Config, model_config: Any = None) -> PackedShape | None:
     """The fixed shape of the run's packed microbatches; None without packing.
 
     Nor is there one where each microbatch has a context-parallel size of its own.
+
+    Args:
+        config: the run.
+        model_config: Megatron's TransformerConfig, where documents are packed into the shape:
+            padding is counted where heads share keys (`needs_tokens_in_pieces` says why).
     """
     if not config.packing.max_packed_seqs or config.packing.context_parallel_sizes:
         return None
@@ -52,6 +58,7 @@ def packed_shape(config: Config) -> PackedShape | None:
         config.tokens_per_sequence,
         context_parallel_size=config.pipeline.context_parallel_size,
         max_document_tokens=config.packing.max_document_tokens,
+        counts_padding=model_config is not None and shares_keys(model_config),
     )
 
 
@@ -65,9 +72,17 @@ def packed_buckets(config: Config, shape: PackedShape) -> Buckets:
     return Buckets(shapes, config.seq_buckets)
 
 
-def make_batches(config: Config, device: torch.device) -> SequenceBatches | PackedBatches:
-    """The run's microbatches, by its configuration. All ranks call it together."""
-    shape = packed_shape(config)
+def make_batches(
+    config: Config, device: torch.device, model_config: Any
+) -> SequenceBatches | PackedBatches:
+    """The run's microbatches, by its configuration. All ranks call it together.
+
+    Args:
+        config: the run.
+        device: of this rank.
+        model_config: Megatron's TransformerConfig.
+    """
+    shape = packed_shape(config, model_config)
     return (
         SequenceBatches(config, device) if shape is None else PackedBatches(config, shape, device)
     )

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from chunkgraph.config import Config
 from chunkgraph.data import Documents
+from chunkgraph.megatron.attention_limits import shares_keys
 from chunkgraph.megatron.batches import sent
 from chunkgraph.megatron.contexts import ContextBank, ContextBanks, ContextGroups
 from chunkgraph.megatron.packed import make_params
@@ -31,8 +32,13 @@ _NUM_REMEMBERED = 3
 """Steps whose schedules are remembered: this one, and the next, which is announced."""
 
 
-def context_limits(config: Config) -> ContextLimits:
-    """What every schedule of the run keeps to."""
+def context_limits(config: Config, model_config: Any) -> ContextLimits:
+    """What every schedule of the run keeps to.
+
+    Args:
+        config: the run.
+        model_config: Megatron's TransformerConfig.
+    """
     packing, pipeline = config.packing, config.pipeline
     return ContextLimits(
         world_size=pipeline.data_parallel_size,
@@ -40,6 +46,7 @@ def context_limits(config: Config) -> ContextLimits:
         max_packed_seqs=packing.max_packed_seqs,
         sizes=packing.context_parallel_sizes,
         multiple_of=pipeline.microbatch_group_size if pipeline.num_model_chunks > 1 else 1,
+        counts_padding=shares_keys(model_config),
     )
 
 
@@ -67,15 +74,16 @@ class ContextBatches:
     Args:
         config: the run.
         device: of this rank.
+        model_config: Megatron's TransformerConfig.
 
     Attributes:
         banks: of this rank.
     """
 
-    def __init__(self, config: Config, device: torch.device) -> None:
+    def __init__(self, config: Config, device: torch.device, model_config: Any) -> None:
         self._config = config
         self._device = device
-        self._limits = limits = context_limits(config)
+        self._limits = limits = context_limits(config, model_config)
         self._documents = Documents.from_file(
             config.data.path,
             num_tokens=limits.max_tokens_per_rank * limits.group_sizes[0],

@@ -6,6 +6,7 @@ import argparse
 import os
 from typing import Any
 
+from chunkgraph.megatron.attention_limits import shares_keys
 from chunkgraph.megatron.context_flags import CONTEXTS
 from chunkgraph.megatron.flags import PACKING, GraphFlags
 from chunkgraph.megatron.moe_support import packed_moe_refusals
@@ -101,6 +102,7 @@ def changing_limits(
         max_packed_seqs=flags.max_packed_seqs,
         sizes=flags.contexts.every,
         multiple_of=group_size,
+        counts_padding=shares_keys(args),
     )
 
 

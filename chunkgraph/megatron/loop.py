@@ -147,10 +147,11 @@ def run_training(
     seed_everything(config.train.seed, device)
     chunks = build_model(config, device, ddp_options, **(model_options or {}))
     optimizer = build_optimizer(config, chunks)
+    model_config = config_of(chunks[0])
     batches = (
-        ContextBatches(config, device)
+        ContextBatches(config, device, model_config)
         if config.packing.context_parallel_sizes
-        else make_batches(config, device)
+        else make_batches(config, device, model_config)
     )
     forward_backward = import_megatron(
         "megatron.core.pipeline_parallel"
@@ -168,13 +169,13 @@ def run_training(
             undo.callback(follow_groups(chunks, contexts.groups))
         is_packed = contexts is not None or packed_shape(config) is not None
         if has_experts and is_packed and not use_graphs:
-            undo.callback(keep_padding_from_experts(chunks, config_of(chunks[0])))
+            undo.callback(keep_padding_from_experts(chunks, model_config))
         if use_graphs:
             graphs = attach(
                 chunks,
                 scope=config.capture.scope,
                 options=capture_options(config),
-                packing=packed_shape(config),
+                packing=packed_shape(config, model_config),
                 buckets=config.packing.buckets,
                 seq_buckets=config.seq_buckets,
                 contexts=contexts,

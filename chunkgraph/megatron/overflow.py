@@ -111,6 +111,7 @@ class OverflowGuard:
         found = self._look(mode)
         if found is None:
             return result
+        del result  # it may be memory of graphs
         inputs.rewind()
         self._state.restore()
         return self._run_again(step, kwargs, mode, found)

@@ -14,6 +14,7 @@ Megatron's own ``cuda_graph_impl`` stays ``none``.
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -203,6 +204,15 @@ def attach(
             },
         )
         refuse_without_groups(chunks, contexts.groups)
+        if needs_tokens_in_pieces(chunks, config, contexts.limits):
+            warnings.warn(
+                f"rank {place.rank}: heads share keys (num_query_groups) and documents are shared "
+                "by context-parallel ranks. Of short ones some pieces hold no token, whose keys "
+                "Transformer Engine's attention may give gradients of memory that nobody wrote "
+                "(its issue 2448), in eager training too; then graphs do not equal it. Count "
+                "padding as tokens: ContextLimits(..., counts_padding=True).",
+                stacklevel=2,
+            )
     refuse_for_hybridep(config, options)
     if stash is not None and (refused := stash_refusals(config, stash.page_bytes)):
         raise ConfigError("Experts cannot stash in this model:\n  " + "\n  ".join(refused))

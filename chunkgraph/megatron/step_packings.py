@@ -158,7 +158,8 @@ class StepPackings:
                 "(num_query_groups), Transformer Engine's attention may give such documents' keys "
                 "gradients of memory that nobody wrote (its issue 2448), in eager training too; "
                 "then graphs do not equal it. Leave out documents of fewer than "
-                f"{shape.document_multiple**2} tokens, or count their padding as tokens.",
+                f"{shape.document_multiple**2} tokens, or count their padding as tokens: give "
+                "attach() packing=PackedShape(..., counts_padding=True) and pack into that shape.",
                 stacklevel=2,
             )
             return

@@ -38,6 +38,7 @@ class ContextLimits:
         multiple_of: what the number of microbatches of a step is a multiple of (interleaved
             schedules need that of their group size).
         max_microbatches: of a rank in a step; None: no bound.
+        counts_padding: see `PackedShape`.
 
     Raises:
         PackingError: A size is out of its range.
@@ -50,6 +51,7 @@ class ContextLimits:
     max_document_tokens: int | None = None
     multiple_of: int = 1
     max_microbatches: int | None = None
+    counts_padding: bool = False
 
     def __post_init__(self) -> None:
         for name, value in (("world_size", self.world_size), *(("sizes", s) for s in self.sizes)):
@@ -81,7 +83,11 @@ class ContextLimits:
         tokens = self.max_tokens_per_rank * size
         limit = self.max_document_tokens
         return PackedShape(
-            self.max_packed_seqs, tokens, size, None if limit is None else min(limit, tokens)
+            self.max_packed_seqs,
+            tokens,
+            size,
+            None if limit is None else min(limit, tokens),
+            self.counts_padding,
         )
 
     def smallest_size(self, length: int) -> int | None:

@@ -1,9 +1,9 @@
 """One microbatch's documents as arrays of fixed shapes.
 
 What the two offset arrays mean. ``cu_seqlens`` counts tokens: its differences are the documents'
-true lengths. ``cu_seqlens_padded`` counts rows: it says where each sequence lies in memory.
-Transformer Engine reads lengths from the one and places from the other, but only with
-``pad_between_seqs=True``; with False it takes the first for both.
+true lengths, or those with padding where the shape counts it. ``cu_seqlens_padded`` counts rows: it
+says where each sequence lies in memory. Transformer Engine reads lengths from the one and places
+from the other, but only with ``pad_between_seqs=True``; with False it takes the first for both.
 
 *A tail alone* (C = 1): documents lie end to end, so the arrays agree up to the last document, and
 only the dummy after it differs: no token, all remaining rows. With False attention would still be
@@ -46,8 +46,9 @@ class PackedSequences:
 
     shape: PackedShape
     cu_seqlens: NDArray[np.int32]
-    """Offsets in tokens, [S + 1]; entries after the last document repeat its end. S is N, or more
-    with a limit on documents (`PackedShape.num_sequences`)."""
+    """Offsets in tokens, with the shape's ``counts_padding`` in rows, [S + 1]; entries after the
+    last document repeat its end. S is N, or more with a limit on documents
+    (`PackedShape.num_sequences`)."""
     cu_seqlens_padded: NDArray[np.int32]
     """Offsets in rows, [S + 1]; the last dummy, and every empty sequence after it, ends at T."""
     position_ids: NDArray[np.int64]
@@ -122,11 +123,12 @@ def pack(lengths: Lengths, shape: PackedShape, *, where: str = "") -> PackedSequ
         raise PackingError(_overflow_message(tokens, shape, reason, where))
     rows = shape.padded_lengths(tokens)
     num_documents, num_rows = tokens.size, int(rows.sum())
-    token_ends, row_ends = np.cumsum(tokens), np.cumsum(rows)
+    row_ends = np.cumsum(rows)
+    ends = row_ends if shape.counts_padding else np.cumsum(tokens)
 
-    cu_seqlens = np.full(shape.num_sequences + 1, token_ends[-1], dtype=np.int32)
+    cu_seqlens = np.full(shape.num_sequences + 1, ends[-1], dtype=np.int32)
     cu_seqlens[0] = 0
-    cu_seqlens[1 : num_documents + 1] = token_ends
+    cu_seqlens[1 : num_documents + 1] = ends
     cu_seqlens_padded = np.full(shape.num_sequences + 1, shape.max_packed_tokens, dtype=np.int32)
     cu_seqlens_padded[0] = 0
     cu_seqlens_padded[1 : num_documents + 1] = row_ends
@@ -152,7 +154,7 @@ def pack(lengths: Lengths, shape: PackedShape, *, where: str = "") -> PackedSequ
         position_ids=position_ids,
         padding_mask=padding_mask,
         seq_idx=seq_idx,
-        num_valid_tokens=int(token_ends[-1]),
+        num_valid_tokens=int(tokens.sum()),
         max_seqlen=shape.longest_rows,
         num_documents=int(num_documents),
     )

@@ -47,6 +47,10 @@ class PackedShape:
         max_document_tokens: Tokens that one document may have; None allows T. Kernels are then told
             of no longer sequence, so that the tail is spread over several dummies, which come on
             top of N.
+        counts_padding: Whether attention is told that the padding behind a document belongs to it,
+            as Megatron's ``--sft`` data does. Causal attention gives its tokens the same numbers:
+            none looks at a later row. Loss, routers and state-space layers leave padding out either
+            way.
 
     Raises:
         PackingError: A size is out of its range.
@@ -56,6 +60,7 @@ class PackedShape:
     max_packed_tokens: int
     context_parallel_size: int = 1
     max_document_tokens: int | None = None
+    counts_padding: bool = False
 
     def __post_init__(self) -> None:
         for name, value, least in (
@@ -129,12 +134,12 @@ class PackedShape:
         return -(-lengths // self.document_multiple) * self.document_multiple
 
     def first_with_empty_piece(self, lengths: Lengths) -> int | None:
-        """The first document that has no token in the last of its 2 C pieces, or None.
+        """The first document that has nothing for attention in the last of its 2 C pieces, or None.
 
         A rank with two pieces works on each alone at times. Documents of 4 C^2 tokens or more have
-        tokens in all of them.
+        tokens in all of them, and with ``counts_padding`` no piece is empty.
         """
-        if self.context_parallel_size == 1:
+        if self.context_parallel_size == 1 or self.counts_padding:
             return None
         tokens = np.asarray(lengths, dtype=np.int64)
         rows = self.padded_lengths(tokens)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -146,6 +148,42 @@ def test_release_and_capture_again(
     counters = graphed.graphs[0].counters
     assert (counters.capture_sessions, counters.captures) == (2, 4)
     assert dict(counters.fallbacks) == {"capture warmup": 1, "released": 1}
+
+
+def test_memory_of_the_cache_is_given_back_around_what_takes_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before a capture's scope allocates, before pools are filled, and once graphs are gone."""
+    backend = RecorderBackend()
+    said: list[str] = []
+
+    @contextmanager
+    def scope() -> Iterator[None]:
+        said.append("scope")
+        yield
+
+    graphs = ChunkGraphs(towers(backend, False), [2], backend=backend, capture_scope=scope)
+    graphs.release()
+    pools: list[weakref.ref[Any]] = []
+
+    def new_pool(label: str) -> Any:
+        pool = RecorderBackend.new_pool(backend, label)
+        pools.append(weakref.ref(pool))
+        return pool
+
+    def given_back() -> None:
+        said.append(f"{sum(pool() is not None for pool in pools)} of {len(pools)}")
+
+    monkeypatch.setattr(backend, "new_pool", new_pool)
+    monkeypatch.setattr(backend, "release_cached_memory", given_back)
+    graphs.capture([(sample(backend),)])
+    assert said[:3] == ["1 of 1", "scope", "1 of 1"]  # scratch's, which is empty yet
+    assert len(pools) > 1
+    said.clear()
+    graphs.release()
+    assert said == [f"0 of {len(pools)}"]
+    graphs.release()  # there is nothing
+    assert len(said) == 1
 
 
 def test_accumulators_that_ddp_keeps_from_another_stream_do_not_disturb(

@@ -91,3 +91,16 @@ def test_running_out_in_a_capture_gives_all_of_it_back() -> None:
     with small.step(1) as mode:
         assert mode is StepMode.REPLAY
         assert torch.equal(gradient_of(small.callables[0], module), expected)
+
+
+def test_graphs_that_are_gone_leave_no_memory_reserved() -> None:
+    """Eager steps that follow, as those that are run anew, have what eager training has."""
+    module = Tower()
+    gradient_of(module, module)
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    graphs = ChunkGraphs([module], [4])
+    graphs.capture([(sample(),)])
+    assert torch.cuda.memory_reserved() >= before + 4 * NUM_LAYERS * ACTIVATION_BYTES
+    graphs.release()
+    assert torch.cuda.memory_reserved() <= before + ACTIVATION_BYTES

@@ -17,9 +17,10 @@ from chunkgraph.megatron.attention_limits import (
     needs_tokens_in_pieces,
     refuse_for_layers,
     refuse_large_deterministic,
+    shares_keys,
     why_refused,
 )
-from chunkgraph.packing import PackedShape
+from chunkgraph.packing import ContextLimits, PackedShape
 
 pytestmark = pytest.mark.megatron
 
@@ -131,3 +132,32 @@ def test_shared_keys_with_context_parallelism(changes: dict[str, Any], expected:
     config = SimpleNamespace(**found)
     assert needs_tokens_in_pieces([nn.Sequential(engine())], config) == expected
     assert not needs_tokens_in_pieces([nn.Linear(2, 2)], config)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "sizes", "counts_padding", "expected"),
+    [(4, (), False, True), (4, (1,), False, False), (1, (), False, False), (4, (), True, False)],
+)
+def test_shared_keys_with_sizes_that_change(
+    world_size: int, sizes: tuple[int, ...], counts_padding: bool, expected: bool
+) -> None:
+    engine = type("DotProductAttention", (nn.Module,), {"__module__": "transformer_engine.x"})
+    config = SimpleNamespace(num_attention_heads=4, num_query_groups=2, context_parallel_size=1)
+    limits = ContextLimits(
+        world_size=world_size,
+        max_tokens_per_rank=8,
+        max_packed_seqs=3,
+        sizes=sizes,
+        counts_padding=counts_padding,
+    )
+    assert needs_tokens_in_pieces([engine()], config, limits) == expected
+    assert all(limits.shape(size).counts_padding == counts_padding for size in limits.group_sizes)
+
+
+def test_keys_are_shared_by_what_the_model_or_its_arguments_say() -> None:
+    given = {"num_attention_heads": 4, "num_query_groups": 1}
+    assert shares_keys(SimpleNamespace(**given))
+    # Megatron's arguments say 1 group where heads share none.
+    assert not shares_keys(SimpleNamespace(**given, group_query_attention=False))
+    assert shares_keys(SimpleNamespace(**given, group_query_attention=True))
+    assert not shares_keys(SimpleNamespace(num_attention_heads=4))

@@ -244,6 +244,8 @@ def test_documents_with_a_piece_without_tokens_are_told_once() -> None:
         warnings.simplefilter("error")
         assert steps.begin([[64, 100]], "", 1) == ""
         assert StepPackings(Buckets([shape]), 3, None).begin([[9]], "", 1) == ""
+        counted = Buckets([replace(shape, counts_padding=True)])
+        assert StepPackings(counted, 3, None, needs_tokens=True).begin([[9]], "", 1) == ""
     with pytest.warns(UserWarning, match="rank 3, microbatch 1: document 1 has 9 tokens.* 64 "):
         assert steps.begin([[64], [100, 9]], "", 2) == ""
     with warnings.catch_warnings():

@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from chunkgraph.config import config_from_mapping
 from chunkgraph.data import Documents
 
 pytestmark = pytest.mark.timeout(150)
@@ -212,6 +214,19 @@ def test_four_ranks_share_documents_in_a_pipeline(
     _check_experts(results["experts"])
 
 
+@pytest.mark.parametrize("num_query_groups", [2, 4])
+def test_padding_counts_where_heads_share_keys(make_case: Case, num_query_groups: int) -> None:
+    from chunkgraph.megatron.batches import packed_shape
+    from chunkgraph.megatron.context_batches import context_limits
+
+    config = config_from_mapping(make_case([1])["config"])
+    model = SimpleNamespace(num_attention_heads=4, num_query_groups=num_query_groups)
+    shape = packed_shape(config, model)
+    assert shape is not None
+    expected = num_query_groups == 2
+    assert (shape.counts_padding, context_limits(config, model).counts_padding) == (expected,) * 2
+
+
 def _check_experts(result: dict[str, Any]) -> None:
     for step in result["steps"]:
         assert step["expert_metrics_equal"]
@@ -229,6 +244,7 @@ def test_sharing_documents_changes_rounding_alone(
     split = {**_WITH_EXPERTS, "moe": moe, "seed": seed}
     one = {
         "dense": make_case(_COUNTS, size=1, spec="user_specs:packed", seed=seed),
+        "grouped": make_case(_COUNTS, size=1, spec="user_specs:packed", seed=seed),
         "experts": make_case(_COUNTS, size=1, **{**split, "spec": "user_specs:packed_experts"}),
         "hybrid": make_case(
             _COUNTS, size=1, seed=seed, **{**_HYBRID, "spec": "mamba_stand_in:packed"}
@@ -236,9 +252,13 @@ def test_sharing_documents_changes_rounding_alone(
     }
     two = {
         "dense": make_case(_COUNTS, seed=seed),
+        # With padding that counts as tokens.
+        "grouped": make_case(_COUNTS, seed=seed),
         "experts": make_case(_COUNTS, **split),
         "hybrid": make_case(_COUNTS, seed=seed, **_HYBRID),
     }
+    for cases in (one, two):
+        cases["grouped"]["transformer_options"] = {"num_query_groups": 2}
     alone, shared = run_equal(one, 1), run_equal(two, _SIZE)
     for name in one:
         pairs = list(zip(alone[name]["steps"], shared[name]["steps"], strict=True))

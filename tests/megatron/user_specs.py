@@ -183,6 +183,9 @@ class PackedCore(nn.Module):
         document = torch.searchsorted(padded[1:], rows, right=True).clamp(max=len(padded) - 2)
         is_tail = rows - padded[document] >= (real[1:] - real[:-1])[document]
         query, key, value = (self.prepared(t, is_tail) for t in (query, key, value))
+        if key.size(1) != query.size(1):  # grouped queries
+            heads = query.size(1) // key.size(1)
+            key, value = (t.repeat_interleave(heads, 1) for t in (key, value))
         seen = (document[:, None] == document) & (rows[:, None] >= rows)
         scores = torch.einsum("snd,tnd->nst", query, key) * self.scale
         weights = scores.masked_fill(~seen, -10000.0).softmax(-1)

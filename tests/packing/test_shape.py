@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -86,6 +89,22 @@ def test_buckets_are_rounded_up_and_told_once():
             PackedShape(4, 8).buckets(fractions)
     with pytest.raises(PackingError, match="no multiple of 16"):
         PackedShape(4, 40).buckets(multiple_of=16)
+
+
+@given(st.lists(st.integers(1, 90), min_size=1, max_size=4), st.sampled_from([1, 2, 4]))
+def test_no_piece_is_empty_where_padding_is_counted(lengths, size):
+    shape = PackedShape(5, 400, context_parallel_size=size, counts_padding=True)
+    assert shape.first_with_empty_piece(lengths) is None
+    assert all(bucket.counts_padding for bucket in shape.buckets())
+    counted, alone = pack(lengths, shape), pack(lengths, replace(shape, counts_padding=False))
+    ends = counted.cu_seqlens_padded[len(lengths)]
+    assert (counted.cu_seqlens == np.minimum(counted.cu_seqlens_padded, ends)).all()
+    if not any(length % shape.document_multiple for length in lengths):
+        assert (counted.cu_seqlens == alone.cu_seqlens).all()
+    # Attention alone is told so.
+    for name in ("cu_seqlens_padded", "position_ids", "padding_mask", "seq_idx"):
+        assert (getattr(counted, name) == getattr(alone, name)).all()
+    assert counted.num_valid_tokens == alone.num_valid_tokens == sum(lengths)
 
 
 @given(st.lists(st.integers(1, 90), min_size=1, max_size=4), st.sampled_from([1, 2, 4]))

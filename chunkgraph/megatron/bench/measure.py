@@ -31,6 +31,7 @@ from chunkgraph.megatron.loop import (
 )
 from chunkgraph.megatron.model import build_model
 from chunkgraph.megatron.optimizer import build_optimizer, zero_gradients
+from chunkgraph.megatron.plugin import config_of
 from chunkgraph.megatron.processes import seed_everything
 from chunkgraph.megatron.step_packings import Packings
 
@@ -76,6 +77,7 @@ class Measurement:
         capture_s: seconds of the captures, where they were apart from a step.
         capture_step: the step whose time contains them, where they were not.
         captures_after_first: captures after the first session.
+        overflow_reruns: steps of any kind that were run anew so far, by what had no room.
         pool_bytes: what the graphs reserve, by part; None where it is not known.
         matmul_tflops: of its GPU behind the measured steps; None where it was not measured.
         host: host times; None until they are measured.
@@ -92,6 +94,7 @@ class Measurement:
     capture_s: float | None = None
     capture_step: int | None = None
     captures_after_first: int = 0
+    overflow_reruns: dict[str, int] = field(default_factory=dict)
     pool_bytes: dict[str, int] | None = None
     matmul_tflops: float | None = None
     host: HostTimes | None = None
@@ -135,7 +138,7 @@ class VariantRun:
             ddp_scope=variant.ddp_scope,
         )
         self._optimizer = build_optimizer(config, self._chunks)
-        self._batches = make_batches(config, device)
+        self._batches = make_batches(config, device, config_of(self._chunks[0]))
         variant.prepare(self._chunks, self._optimizer)
         self.measurement = Measurement()
         gc.collect()
@@ -160,6 +163,7 @@ class VariantRun:
         result.capture_step = self._variant.capture_step
         result.pool_bytes = self._variant.pool_bytes
         result.captures_after_first = self._variant.captures_after_first
+        result.overflow_reruns = self._variant.overflow_reruns
         finish_parameter_gather(self._chunks)
         result.parameters_sha256 = _parameters_sha256(self._chunks)
         resume_parameter_gather(self._chunks)

@@ -117,6 +117,8 @@ def _captures(config: Config, ranks: Sequence[_Rank]) -> dict[str, Any]:
     return {
         "capture_s": max(seconds) if seconds else None,
         "num_captures_after_first": max(rank.measurement.captures_after_first for rank in ranks),
+        # The ranks agree on each.
+        "overflow_reruns": ranks[0].measurement.overflow_reruns,
     }
 
 

@@ -100,6 +100,11 @@ class Variant:
         """Captures after the first session."""
         return 0
 
+    @property
+    def overflow_reruns(self) -> dict[str, int]:
+        """Steps that were run anew, by what had no room."""
+        return {}
+
     def close(self) -> None:
         """Drop the graphs."""
         self._undo.close()
@@ -119,7 +124,7 @@ class ChunkVariant(Variant):
             chunks,
             scope=self.config.capture.scope,
             options=capture_options(self.config),
-            packing=packed_shape(self.config),
+            packing=packed_shape(self.config, config_of(chunks[0])),
             buckets=self.config.packing.buckets,
             seq_buckets=self.config.seq_buckets,
             token_drops=self.config.moe.token_drops,
@@ -175,6 +180,11 @@ class ChunkVariant(Variant):
     def captures_after_first(self) -> int:
         """Captures after the first session."""
         return int(self.graphs.counters.captures) - self._first_captures
+
+    @property
+    def overflow_reruns(self) -> dict[str, int]:
+        """Steps that were run anew, by what had no room."""
+        return dict(self.graphs.counters.overflow_reruns)
 
     def close(self) -> None:
         """Detach."""

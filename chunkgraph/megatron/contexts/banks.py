@@ -84,6 +84,7 @@ class ContextBanks:
             total,
             key.size,
             None if limit is None else min(limit, total),
+            self.limits.counts_padding,
         )
 
     def of_schedule(
