@@ -366,12 +366,7 @@ class ChunkGraphs:
         if self.mode is not StepMode.OUTSIDE:
             raise SlotError("release() was called inside a step; release between steps.")
         had_graphs = self._captured is not None
-        if self._captured is not None:
-            self._backend.synchronize()
-            for slot in (s for slots in self._captured.slots for s in slots):
-                slot.release()
-            self._was_released = True
-        self._captured = None
+        self._drop_captured()
         self._was_replaced = False
         self._replayer.drop()
         self._decider.released()
@@ -383,6 +378,14 @@ class ChunkGraphs:
             # Or the pools stay reserved, and the eager steps that follow get nothing from them.
             gc.collect()
             self._backend.release_cached_memory()
+
+    def _drop_captured(self) -> None:
+        if self._captured is not None:
+            self._backend.synchronize()
+            for slot in (s for slots in self._captured.slots for s in slots):
+                slot.release()
+            self._was_released = True
+        self._captured = None
 
     def watch_memory(self, is_replaced: Callable[[], bool], release: Callable[[], None]) -> None:
         """Capture anew when a library has replaced, on any rank, memory that graphs work in.
