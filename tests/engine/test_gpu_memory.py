@@ -101,6 +101,7 @@ def test_graphs_that_are_gone_leave_no_memory_reserved() -> None:
     before = torch.cuda.memory_reserved()
     graphs = ChunkGraphs([module], [4])
     graphs.capture([(sample(),)])
-    assert torch.cuda.memory_reserved() >= before + 4 * NUM_LAYERS * ACTIVATION_BYTES
+    # Of each slot what a backward reads: all but the last layer's output, and some of that shared.
+    assert torch.cuda.memory_reserved() >= before + 4 * (NUM_LAYERS - 2) * ACTIVATION_BYTES
     graphs.release()
     assert torch.cuda.memory_reserved() <= before + ACTIVATION_BYTES
