@@ -81,7 +81,10 @@ def packed_shape(flags: GraphFlags, args: argparse.Namespace) -> PackedShape | N
         return None
     size = _of(args, "context_parallel_size", 1)
     rows = flags.max_packed_tokens or _rows(args)
-    return PackedShape(flags.max_packed_seqs, rows, size, flags.max_document_tokens)
+    # Such data counts padding as tokens itself: the offsets are the same.
+    return PackedShape(
+        flags.max_packed_seqs, rows, size, flags.max_document_tokens, counts_padding=size > 1
+    )
 
 
 def resolved_flags(flags: GraphFlags, args: argparse.Namespace) -> GraphFlags:

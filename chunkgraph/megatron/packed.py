@@ -26,6 +26,7 @@ __all__ = [
     "make_params",
     "put_together",
     "refuse_other_context",
+    "refuse_predictions_over_padding",
     "take_apart",
 ]
 
@@ -59,6 +60,29 @@ def refuse_other_context(shape: PackedShape, config: Any) -> None:
             f"The packed shape is for context_parallel_size {shape.context_parallel_size}, and the "
             f"model has {size}. Its documents are padded to a multiple of twice that size: give "
             f"attach() packing=PackedShape(..., context_parallel_size={size})."
+        )
+
+
+def refuse_predictions_over_padding(shape: PackedShape, config: Any) -> None:
+    """Refuse multi-token prediction where padding between documents is not counted as theirs.
+
+    Megatron rolls labels within documents by the offsets of tokens, which are those of rows only
+    where nothing lies between documents; eager training has the same wrong labels.
+
+    Args:
+        shape: of the packed sequences.
+        config: Megatron's TransformerConfig.
+
+    Raises:
+        ConfigError: the model would learn from labels of other documents.
+    """
+    predicts = getattr(config, "mtp_num_layers", None)
+    if predicts and shape.context_parallel_size > 1 and not shape.counts_padding:
+        raise ConfigError(
+            f"mtp_num_layers={predicts} with packed documents that {shape.context_parallel_size} "
+            "context-parallel ranks share: Megatron then takes labels of several documents for "
+            "one's, as padding lies between them. Give attach() PackedShape(..., "
+            "counts_padding=True) and pack into that shape, or leave multi-token prediction out."
         )
 
 

@@ -44,7 +44,10 @@ from chunkgraph.megatron.hybrid_support import hybrid_refusals
 from chunkgraph.megatron.moe_hybridep import refuse_for_hybridep
 from chunkgraph.megatron.moe_support import idle_settings, stash_refusals
 from chunkgraph.megatron.overflow import OverflowGuard
-from chunkgraph.megatron.packed import refuse_other_context
+from chunkgraph.megatron.packed import (
+    refuse_other_context,
+    refuse_predictions_over_padding,
+)
 from chunkgraph.megatron.rank_graphs import MegatronChunkGraphs
 from chunkgraph.megatron.receive import SlotReceiver, waits_for_sends
 from chunkgraph.megatron.rewind import StepState
@@ -168,6 +171,7 @@ def attach(
         raise ConfigError("fills_rows is of packed sequences; give packing too, or leave it out.")
     if packing is not None:
         refuse_other_context(packing, config)
+        refuse_predictions_over_padding(packing, config)
     if largest is not None:
         refuse_for_layers(chunks, config, largest, device)
     for idle in idle_settings(config) if place.rank == 0 else ():

@@ -49,8 +49,8 @@ class PackedShape:
             top of N.
         counts_padding: Whether attention is told that the padding behind a document belongs to it,
             as Megatron's ``--sft`` data does. Causal attention gives its tokens the same numbers:
-            none looks at a later row. Loss, routers and state-space layers leave padding out either
-            way.
+            none looks at a later row; of another kind they would look at padding. Loss, routers and
+            state-space layers leave padding out either way.
 
     Raises:
         PackingError: A size is out of its range.

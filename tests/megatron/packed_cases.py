@@ -121,6 +121,7 @@ SMALL_LATENT = {
 NORMS = {"swiglu": True, "normalization": "LayerNorm"}
 _CPU_KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "attention": ({"layer_spec": "user_specs:packed"}, {}, {}),
+    "grouped": ({"layer_spec": "user_specs:packed"}, {}, {"num_query_groups": 2}),
     "latent": (
         {"layer_spec": "user_specs:packed_latent", **NORMS},
         {},

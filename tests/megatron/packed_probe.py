@@ -10,7 +10,7 @@ from chunkgraph.megatron.batches import PackedBatches, packed_shape
 from chunkgraph.megatron.compat import import_megatron
 from chunkgraph.megatron.loop import capture_options, forward_step
 from chunkgraph.megatron.model import build_model
-from chunkgraph.megatron.plugin import attach
+from chunkgraph.megatron.plugin import attach, config_of
 from chunkgraph.megatron.processes import seed_everything
 
 
@@ -18,7 +18,7 @@ def run(config: Any, device: torch.device, case: dict[str, Any]) -> dict[str, An
     """Replays and losses."""
     seed_everything(config.train.seed, device)
     chunks = build_model(config, device, transformer_options=case.get("transformer_options"))
-    shape = packed_shape(config)
+    shape = packed_shape(config, config_of(chunks[0]))
     assert shape is not None
     batches = PackedBatches(config, shape, device)
     graphs = attach(

@@ -19,6 +19,7 @@ import bench_probe
 import context_probe
 import fault_probe
 import groups_end_probe
+import isolation_probe
 import packed_probe
 import receive_probe
 import unpadded_probe
@@ -59,6 +60,8 @@ def run_case(case: dict[str, Any], eager_runs: EagerRuns) -> Any:
             return packed_probe.run(config, device, case)
         if case.get("probe") == "unpadded":
             return unpadded_probe.run(config, device, case)
+        if case.get("probe") == "isolation":
+            return isolation_probe.run(config, device, case)
         if case.get("probe") == "bench":
             return bench_probe.run(config, device, case)
         if case.get("probe") == "context":

@@ -178,7 +178,7 @@ def test_the_shape_of_packed_sequences() -> None:
     args = arguments(**PACKED, context_parallel_size=2)
     flags = settle_arguments(args, on_cpu=True)
     assert flags is not None
-    assert packed_shape(flags, args) == PackedShape(4, 16, 2)
+    assert packed_shape(flags, args) == PackedShape(4, 16, 2, counts_padding=True)
     args = arguments(**PACKED, cuda_graph_max_packed_tokens=12, cuda_graph_packed_buckets=[0.5])
     flags = settle_arguments(args, on_cpu=True)
     assert flags is not None
@@ -309,6 +309,9 @@ def test_context_sizes_that_change(monkeypatch: pytest.MonkeyPatch) -> None:
     unused = {"recompute_granularity": None, "recompute_modules": ["moe"]}
     assert settle_arguments(arguments(**{**vars(args), **unused}), on_cpu=True) == flags
     assert (limits.group_sizes, limits.max_tokens_per_rank, limits.multiple_of) == ((4, 2, 1), 4, 2)
+    assert not limits.counts_padding
+    args.group_query_attention, args.num_query_groups, args.num_attention_heads = True, 2, 4
+    assert changing_limits(flags, args, world_size=4, group_size=2).counts_padding
 
 
 @pytest.mark.parametrize(

@@ -108,6 +108,7 @@ def test_four_ranks(run_equal: Callable[..., Any], make_case: Case) -> None:
         "pp2_vpp2": make_case([2, 4], [1, 2], model=deep, capture={**chunk, **poison}, **vpp2),
         "pp2": make_case([2, 3, 2], [1, 2], **pp2),
         "tp2": make_case([1] * 6, [1, 2], captured=(2,), capture=chunk, **tp2),
+        "grouped": make_case([1] * 6, [1, 2, 4], options={"num_query_groups": 2}, **dp4),
     }
     results = run_equal(cases, 4)
     for name, result in results.items():

@@ -222,6 +222,9 @@ def test_four_gpus(run_cases: Callable[..., Any], make_case: Callable[..., dict[
             num_steps=6,
         ),
         "limited": make_case([1, 2, 4], captured=(2, 4), data_parallel_size=4, num_steps=8),
+        "grouped": make_case(
+            [1, 2, 4], options={"num_query_groups": 2}, data_parallel_size=4, num_steps=8
+        ),
     }
     check(run_cases(cases, 4, timeout_s=280.0), cases)
 

@@ -357,3 +357,31 @@ def test_a_shape_for_another_context_parallel_size_is_refused() -> None:
     with pytest.raises(ConfigError, match="for context_parallel_size 2, and the model has 1"):
         refuse_other_context(shape, alone)
     refuse_other_context(shape, SimpleNamespace(context_parallel_size=2))
+
+
+def test_labels_of_other_documents_are_refused() -> None:
+    """Megatron rolls labels by the offsets of tokens, as if they were those of rows."""
+    from chunkgraph.megatron.packed import refuse_predictions_over_padding
+
+    predicts = SimpleNamespace(mtp_num_layers=1)
+    shape = PackedShape(4, 32, context_parallel_size=2)
+    with pytest.raises(ConfigError, match=r"mtp_num_layers=1 .* 2 context-.*counts_padding=True"):
+        refuse_predictions_over_padding(shape, predicts)
+    refuse_predictions_over_padding(shape, SimpleNamespace(mtp_num_layers=None))
+    refuse_predictions_over_padding(PackedShape(4, 32), predicts)
+    counted = PackedShape(4, 32, context_parallel_size=2, counts_padding=True)
+    refuse_predictions_over_padding(counted, predicts)
+
+
+@pytest.mark.parametrize("counts_padding", [False, True])
+def test_attention_is_told_of_tokens_rows_and_padding(counts_padding: bool) -> None:
+    from chunkgraph.megatron.packed import make_params
+
+    shape = PackedShape(4, 32, context_parallel_size=2, counts_padding=counts_padding)
+    params = make_params(pack([5, 8], shape), torch.device("cpu"))
+    ends = [0, 8, 16, 16, 16] if counts_padding else [0, 5, 13, 13, 13]
+    assert params.cu_seqlens_q.tolist() == params.cu_seqlens_kv.tolist() == ends
+    assert params.cu_seqlens_q_padded.tolist() == [0, 8, 16, 32, 32]
+    assert params.cu_seqlens_kv_padded is params.cu_seqlens_q_padded
+    if hasattr(type(params), "pad_between_seqs"):  # Megatron-core 0.17 and later
+        assert params.pad_between_seqs is True

@@ -127,6 +127,11 @@ def test_graphs_equal_eager(
                     [2, 3, 1], spec="split_specs:split_poisoned", scope="block", verify="poison"
                 ),
                 "overflow": make_case([2, 3, 1, 2, 3, 1], seqs=4, **_ONE_LAYER),
+                # Padding between documents counts there; behind them all is NaN.
+                "grouped": {
+                    **make_case([2, 3], spec="split_specs:split_poisoned", verify="poison"),
+                    "transformer_options": {"num_query_groups": 2},
+                },
             }
         ),
         "experts": make_case([2, 3], moe=_EXPERTS, verify="poison", **_WITH_EXPERTS),

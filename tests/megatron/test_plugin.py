@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -198,6 +200,30 @@ def test_rows_of_several_lengths_of_contexts_are_refused(
     undo()
     with pytest.raises(ConfigError, match="follow_groups"):
         attach(chunks, contexts=ContextBanks(limits, banks.groups))
+
+
+def test_padding_that_is_not_counted_is_told_where_sizes_change(
+    chunks: list[nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where heads share keys; `test_attention_limits` says which these are."""
+    from chunkgraph.megatron import attach
+    from chunkgraph.megatron import plugin as attaching
+    from chunkgraph.megatron.contexts import ContextBanks, ContextGroups, follow_groups
+    from chunkgraph.packing import ContextLimits
+
+    monkeypatch.setattr(
+        attaching, "needs_tokens_in_pieces", lambda _, __, limits=None: not limits.counts_padding
+    )
+    limits = ContextLimits(world_size=1, max_tokens_per_rank=8, max_packed_seqs=3)
+    undo = follow_groups(chunks)
+    with pytest.warns(UserWarning, match=r"rank 0: heads share keys.*counts_padding=True"):
+        attach(chunks, contexts=ContextBanks(limits, ContextGroups([0], {1: None}))).detach()
+    banks = ContextBanks(replace(limits, counts_padding=True), ContextGroups([0], {1: None}))
+    assert banks.shape(banks.keys[0]).counts_padding
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        attach(chunks, contexts=banks).detach()
+    undo()
 
 
 def test_groups_are_not_closed_under_their_graphs(

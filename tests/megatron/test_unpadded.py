@@ -59,7 +59,7 @@ def test_on_a_cpu(
 ) -> None:
     made = importlib.import_module("packed_cases")
     text = write_documents(range(2, 23))
-    kinds = ["attention", "roomy_experts", *(["latent"] if made.HAS_LATENT else [])]
+    kinds = ["attention", "grouped", "roomy_experts", *(["latent"] if made.HAS_LATENT else [])]
     chunk = {"capture": {"scope": "chunk"}}
     cases = {k: made.cpu_case(text, make_config, k, [2, 1, 2], **chunk) for k in kinds}
     short = {"packing": {"max_packed_tokens": 24}}
@@ -86,7 +86,7 @@ def test_on_a_gpu(
     made = importlib.import_module("packed_cases")
     monkeypatch.setenv("MAMBA_DETERMINISTIC", "1")
     text = write_documents(range(9, 110), 200)
-    kinds = ["attention", "unfused", "latent", "roomy_experts"]
+    kinds = ["attention", "grouped", "unfused", "latent", "roomy_experts"]
     if not importlib.import_module("mamba_needs").missing_kernels():
         kinds.append("hybrid")
     chunk = {"capture": {"scope": "chunk"}}

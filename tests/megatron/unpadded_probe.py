@@ -21,7 +21,7 @@ from chunkgraph.megatron.loop import capture_options
 from chunkgraph.megatron.model import build_model
 from chunkgraph.megatron.optimizer import build_optimizer, zero_gradients
 from chunkgraph.megatron.packed import make_params
-from chunkgraph.megatron.plugin import attach
+from chunkgraph.megatron.plugin import attach, config_of
 from chunkgraph.megatron.processes import seed_everything
 from chunkgraph.packing import PackedShape, pack
 
@@ -118,7 +118,7 @@ def _with_graphs(
     config: Any, device: torch.device, options: Any, documents: Documents
 ) -> dict[str, Any]:
     model = _Model(config, device, options)
-    shape = packed_shape(config)
+    shape = packed_shape(config, config_of(model.chunks[0]))
     assert shape is not None
     batches = PackedBatches(config, shape, device)
     batches._documents = documents

@@ -183,9 +183,7 @@ class PackedCore(nn.Module):
         document = torch.searchsorted(padded[1:], rows, right=True).clamp(max=len(padded) - 2)
         is_tail = rows - padded[document] >= (real[1:] - real[:-1])[document]
         query, key, value = (self.prepared(t, is_tail) for t in (query, key, value))
-        if key.size(1) != query.size(1):  # grouped queries
-            heads = query.size(1) // key.size(1)
-            key, value = (t.repeat_interleave(heads, 1) for t in (key, value))
+        key, value = (_of_every_head(t, query) for t in (key, value))
         seen = (document[:, None] == document) & (rows[:, None] >= rows)
         scores = torch.einsum("snd,tnd->nst", query, key) * self.scale
         weights = scores.masked_fill(~seen, -10000.0).softmax(-1)
@@ -193,6 +191,13 @@ class PackedCore(nn.Module):
             weights = self.dropout(weights)
         mixed = torch.einsum("nst,tnd->snd", weights, value)
         return mixed.masked_fill(is_tail[:, None, None], 0.0).reshape(query.size(0), 1, -1)
+
+
+def _of_every_head(t: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """Keys or values [rows, groups, width] for all heads of the queries."""
+    if t.size(1) == query.size(1):
+        return t
+    return t.repeat_interleave(query.size(1) // t.size(1), 1)
 
 
 class PoisonedCore(PackedCore):
@@ -320,7 +325,7 @@ class ContextCore(PackedCore):
             key, value = Gather.apply(key, group), Gather.apply(value, group)
         of_keys, all_places = document.repeat(size), torch.cat(places)
         is_padding = all_places >= length.repeat(size)
-        key, value = (self.prepared(t, is_padding) for t in (key, value))
+        key, value = (_of_every_head(self.prepared(t, is_padding), query) for t in (key, value))
         seen = (document[:, None] == of_keys) & (places[rank][:, None] >= all_places)
         scores = torch.einsum("snd,tnd->nst", query, key) * self.scale
         weights = scores.masked_fill(~seen, -10000.0).softmax(-1)
