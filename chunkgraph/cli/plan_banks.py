@@ -52,7 +52,14 @@ def banks_of(args: argparse.Namespace, config: Config) -> tuple[BankSizes, ...]:
     whole = config.tokens_per_sequence
     if not sizes and not config.packing.buckets:
         return ()
-    most = args.max_tokens_per_rank or -(-whole // static)
+    most = args.max_tokens_per_rank
+    if most is None:
+        most = -(-whole // static)
+    elif most % 2 and max(sizes) > 1:
+        raise ConfigError(
+            f"plan: --max-tokens-per-rank {most} is odd, and ranks that share a microbatch each "
+            "hold two pieces of every document. Give an even number."
+        )
     # Buckets are parts of the whole, or tokens of it.
     parts = [b if b <= 1 else b / whole for b in config.packing.buckets]
     lengths = {most, *(max(1, math.ceil(most * part)) for part in parts)}

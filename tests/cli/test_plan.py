@@ -246,6 +246,14 @@ def test_banks_that_cannot_be_planned(run, config):
         (("--pp", 2, "--cuda-graph-cp-sizes", 2), "banks need a CONFIG"),
         ((config, "--max-tokens-per-rank", 8), "goes with --cuda-graph-cp-sizes"),
         ((config, "--cuda-graph-cp-sizes", 3), "3 is no power of two"),
+        (
+            (config, "--cuda-graph-cp-sizes", 1, 2, "--max-tokens-per-rank", 0),
+            "0 tokens on a rank",
+        ),
+        (
+            (config, "--cuda-graph-cp-sizes", 1, 2, "--max-tokens-per-rank", 7),
+            "--max-tokens-per-rank 7 is odd",
+        ),
     ):
         with pytest.raises(ConfigError, match=message):
             run(*arguments)
