@@ -27,14 +27,20 @@ class Announcement:
 
     def __init__(self) -> None:
         self._misfit: str | None = None
+        self.plan_digest = 0
+        """What `give` was told of the step, or of the one before."""
 
     @property
     def misfit(self) -> str | None:
         """Why the next step does not fit, "" if it does, None if nothing was announced."""
         return self._misfit
 
-    def give(self, misfit: str) -> None:
+    def give(self, misfit: str, plan_digest: int = 0) -> None:
         """Announce the next step.
+
+        Args:
+            misfit: why it does not fit, or "".
+            plan_digest: see `StepKind`.
 
         Raises:
             SlotError: it was announced before.
@@ -44,7 +50,7 @@ class Announcement:
                 "The next step was announced already. One announcement belongs to each step: give "
                 "it while the step before is running or after it, and only once."
             )
-        self._misfit = misfit
+        self._misfit, self.plan_digest = misfit, plan_digest
 
     def take(self, given: str | None) -> str:
         """What holds for the step that begins now, given what it was called with.

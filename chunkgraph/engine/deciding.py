@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from chunkgraph.engine.agreement import Agreement
 from chunkgraph.engine.announcement import Announcement, digest_of, has_one_digest
 from chunkgraph.engine.decision import Agree, EagerReason, reason_of
+from chunkgraph.errors import ConfigError
 
 __all__ = ["SHAPE_UNKNOWN", "Standing", "StepDecider", "StepKind"]
 
@@ -24,12 +25,15 @@ class StepKind:
         shape_key: whatever fixes the input shapes.
         is_asked_eager: the caller wants it eager.
         misfit: why this rank's inputs do not fit the graphs, "" if they do.
+        plan_digest: of a plan that all ranks are to follow together, such as who works on which
+            documents; 0 without one.
     """
 
     forward_only: bool = False
     shape_key: Hashable = None
     is_asked_eager: bool = False
     misfit: str = ""
+    plan_digest: int = 0
 
 
 @dataclass(frozen=True)
@@ -78,7 +82,7 @@ class StepDecider:
         """Whether the next step was announced."""
         return self._announcement is not None and self._announcement.misfit is not None
 
-    def announce(self, misfit: str, *, is_in_step: bool) -> None:
+    def announce(self, misfit: str, plan_digest: int, *, is_in_step: bool) -> None:
         """Take the word on the next training step; ask about it unless a step is running.
 
         Raises:
@@ -86,17 +90,24 @@ class StepDecider:
         """
         if self._announcement is None:
             raise ValueError("is_told_of_misfits is False: steps are not announced")
-        self._announcement.give(misfit)
+        self._announcement.give(misfit, plan_digest)
         if not is_in_step:
             self._ask_ahead(self._usual_key)
 
-    def told(self, misfit: str | None, *, forward_only: bool) -> str:
-        """Why this rank's inputs of the step that begins do not fit, or ""."""
+    def told(self, misfit: str | None, plan_digest: int, *, forward_only: bool) -> tuple[str, int]:
+        """Why this rank's inputs of the step that begins do not fit, or ""; and its plan's digest.
+
+        Both as they were announced, if they were.
+        """
         if self._announcement is None:
             if misfit is not None:
                 raise ValueError("is_told_of_misfits is False: steps take no misfit")
-            return ""
-        return "" if forward_only else self._announcement.take(misfit)
+            return "", plan_digest
+        if forward_only:
+            return "", 0
+        if self.has_announcement:
+            plan_digest = self._announcement.plan_digest
+        return self._announcement.take(misfit), plan_digest
 
     def decide(self, step: StepKind) -> tuple[EagerReason, bool]:
         """Agree with the other ranks on this step.
@@ -104,12 +115,23 @@ class StepDecider:
         Returns:
             Why it is eager, if it is, and whether graphs are missing on some rank: all of them
             then capture before a step that replays.
+
+        Raises:
+            ConfigError: on all ranks: they were given different plans of the step.
         """
         kind, asked = self._question(step)
         if self._announcement is None:
             reason, some_without = self.agreement.answer(kind, asked)
         else:
-            reason, some_without, *_ = self.agreement.answer(kind, asked, has_one_digest)
+            reason, some_without, *plans = self.agreement.answer(kind, asked, has_one_digest)
+            if plans[0] != -plans[1]:
+                raise ConfigError(
+                    "The ranks were given different plans of this step: of who works on which "
+                    "documents, or in how many microbatches "
+                    f"(digests {-plans[1]} to {plans[0]}, this rank's {step.plan_digest}). They "
+                    "would wait for each other for ever, or mix up results. Make the plan of the "
+                    "same documents and limits on every rank, pipeline stages included."
+                )
         if not (step.forward_only or step.misfit):
             self._usual_key = step.shape_key
         return EagerReason(reason), bool(some_without)
@@ -126,9 +148,14 @@ class StepDecider:
 
     def _ask_ahead(self, shape_key: Hashable) -> None:
         """Ask about the next step, if enough of it is known."""
-        misfit = self._announcement.misfit if self._announcement is not None else ""
-        if misfit is not None and shape_key is not SHAPE_UNKNOWN:
-            self.agreement.post(*self._question(StepKind(shape_key=shape_key, misfit=misfit)))
+        misfit, plan_digest = "", 0
+        if self._announcement is not None:
+            if self._announcement.misfit is None:
+                return
+            misfit, plan_digest = self._announcement.misfit, self._announcement.plan_digest
+        if shape_key is not SHAPE_UNKNOWN:
+            step = StepKind(shape_key=shape_key, misfit=misfit, plan_digest=plan_digest)
+            self.agreement.post(*self._question(step))
 
     def _question(self, step: StepKind) -> tuple[Hashable, list[int]]:
         """The kind of a step, and what this rank asks the others about it."""
@@ -154,4 +181,5 @@ class StepDecider:
         if self._announcement is None:
             return kind, [own, is_without]
         reason = max(own, reason_of(step.misfit))
-        return kind, [reason, is_without, *digest_of(kind, own, is_without)]
+        plans = [step.plan_digest, -step.plan_digest]
+        return kind, [reason, is_without, *plans, *digest_of(kind, own, is_without)]

@@ -174,6 +174,7 @@ class ChunkGraphs:
         eager: bool = False,
         misfit: str | None = None,
         banks: Sequence[Hashable] | None = None,
+        plan_digest: int = 0,
     ) -> Iterator[StepMode]:
         """One call of the schedule. All ranks enter it together.
 
@@ -193,22 +194,26 @@ class ChunkGraphs:
                 training steps where there are several. Of microbatches that fit none (there is a
                 misfit) it says nothing. Not agreed on: ranks whose collectives inside a chunk
                 meet must be given the same.
+            plan_digest: where ``is_told_of_misfits``: a number of the plan that all ranks follow in
+                this step (who works on which documents), 0 without one. Where it was announced,
+                what was announced holds.
 
         Yields:
             How the step runs.
 
         Raises:
             CaptureError: the session failed and ``on_failure`` is ``raise``.
+            ConfigError: on all ranks: they were given different plans.
             SlotError: a microbatch was forwarded but not run backward when the step ended.
             ReplayMismatchError: a call did not fit what was captured.
         """
         if self.mode is not StepMode.OUTSIDE:
             raise SlotError("A step was begun inside a step; end the first one before.")
-        misfit = self._decider.told(misfit, forward_only=forward_only)
+        misfit, plan_digest = self._decider.told(misfit, plan_digest, forward_only=forward_only)
         if not (misfit or forward_only or eager):
             self._banks.check(banks, num_microbatches)
         self._banks.begin_step(banks)
-        step = StepKind(forward_only, shape_key, eager, misfit)
+        step = StepKind(forward_only, shape_key, eager, misfit, plan_digest)
         reason = self._decide(step, banks or ())
         if reason is EagerReason.PACKING_OVERFLOW:
             self.counters.packing_overflows[misfit or "on another rank"] += 1
@@ -228,7 +233,7 @@ class ChunkGraphs:
         self._was_replaced = self._captured is not None and self._is_replaced()
         self._decider.end_step(step)
 
-    def announce(self, misfit: str) -> None:
+    def announce(self, misfit: str, *, plan_digest: int = 0) -> None:
         """Say of the next training step whether its inputs fit, so that ranks agree ahead of it.
 
         While a step runs, it is of the one after it. See `chunkgraph.engine.announcement` for what
@@ -236,11 +241,12 @@ class ChunkGraphs:
 
         Args:
             misfit: why they do not fit, or "".
+            plan_digest: see `step`.
 
         Raises:
             SlotError: that step was announced already.
         """
-        self._decider.announce(misfit, is_in_step=self.mode is not StepMode.OUTSIDE)
+        self._decider.announce(misfit, plan_digest, is_in_step=self.mode is not StepMode.OUTSIDE)
 
     def misfit_of(self, banks: Sequence[Hashable]) -> str:
         """Why a step cannot be replayed because there are no graphs of a bank of it, or "".

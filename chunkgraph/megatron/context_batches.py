@@ -14,7 +14,12 @@ from chunkgraph.config import Config
 from chunkgraph.data import Documents
 from chunkgraph.megatron.attention_limits import shares_keys
 from chunkgraph.megatron.batches import sent
-from chunkgraph.megatron.contexts import ContextBank, ContextBanks, ContextGroups
+from chunkgraph.megatron.contexts import (
+    ContextBank,
+    ContextBanks,
+    ContextGroups,
+    ScheduledBanks,
+)
 from chunkgraph.megatron.packed import make_params
 from chunkgraph.packing import (
     ContextLimits,
@@ -62,7 +67,7 @@ class _Step:
 
     documents: Sequence[_Document]
     schedule: ContextSchedule
-    keys: tuple[ContextBank, ...]
+    keys: ScheduledBanks
 
 
 class ContextBatches:
@@ -162,8 +167,7 @@ class ContextBatches:
             documents += [_Document(tokens, labels) for tokens, labels in parts]
         lengths = [len(document.tokens) for document in documents]
         schedule = schedule_contexts(lengths, self._limits, self._scheduler(step))
-        keys = tuple(self.banks.of_schedule(schedule, lengths))
-        return _Step(documents, schedule, keys)
+        return _Step(documents, schedule, self.banks.of_schedule(schedule, lengths))
 
     def _scheduler(self, step: int) -> ContextScheduler:
         if self._config.packing.context_parallel_schedule == "smallest":

@@ -345,7 +345,7 @@ def attach(
             pages,
             contexts=None
             if contexts is None
-            else StepContexts(contexts, engine.misfit_of, place.rank),
+            else StepContexts(contexts, engine.misfit_of, place.rank, agree),
             held_groups=held_groups,
             agree=agree,
             # Not the engine's: it asks ahead of steps, on some ranks earlier than on others.

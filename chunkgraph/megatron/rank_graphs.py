@@ -11,7 +11,7 @@ from chunkgraph.engine import ChunkGraphs
 from chunkgraph.engine.decision import StepMode
 from chunkgraph.errors import ConfigError, SlotError
 from chunkgraph.megatron import compat
-from chunkgraph.megatron.contexts import ContextBank, HeldGroups, StepContexts
+from chunkgraph.megatron.contexts import ContextBank, HeldGroups, StepContexts, digest_of_plan
 from chunkgraph.megatron.experts import Experts
 from chunkgraph.megatron.last_forward import telling_last_forward
 from chunkgraph.megatron.overflow import OverflowGuard
@@ -208,6 +208,7 @@ class MegatronChunkGraphs:
                 eager=eager,
                 misfit=told,
                 banks=keys,
+                plan_digest=0 if self._contexts is None else self._contexts.plan_digest,
             ) as mode,
             self._groups_put_back(mode),
         ):
@@ -348,7 +349,8 @@ class MegatronChunkGraphs:
                 "token_drops='rerun'). Announce it after that one."
             )
         if self._contexts is not None:
-            self.engine.announce(self._contexts.announced(contexts, misfit))
+            told = self._contexts.announced(contexts, misfit)
+            self.engine.announce(told, plan_digest=digest_of_plan(contexts or ()))
             return
         if self._packings is None or packings is None:
             raise ConfigError(

@@ -6,8 +6,10 @@ import math
 import random
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from gathering import Gather
@@ -15,7 +17,7 @@ from torch import nn
 
 from chunkgraph.engine import CaptureOptions
 from chunkgraph.engine.verify import same_bits
-from chunkgraph.errors import ReplayMismatchError
+from chunkgraph.errors import ConfigError, ReplayMismatchError
 from chunkgraph.megatron.contexts import ContextBanks, ContextGraphs, ContextGroups
 from chunkgraph.megatron.topology import agree_by_maximum
 from chunkgraph.packing import ContextLimits, ForcedSizes, SmallestSizes, schedule_contexts
@@ -124,6 +126,13 @@ def run(case: dict[str, Any]) -> list[dict[str, Any]]:
     if rank == case.get("hooked_on"):
         mine[0].out.weight.register_hook(lambda grad: grad)  # refused before any graph
     agree = agree_by_maximum()
+    if case.get("other_limits_on") == rank:
+        limits = replace(limits, max_packed_seqs=5)
+        banks = ContextBanks(limits, groups)
+    if "other_limits_on" in case:
+        with pytest.raises(ConfigError, match="others on another rank") as told:
+            ContextGraphs(mine, [num_slots] * NUM_CHUNKS, banks, agree=agree)
+        return gathered({"refused": str(told.value)}, groups, agree)
     graphs = ContextGraphs(
         mine,
         [num_slots] * NUM_CHUNKS,
@@ -134,7 +143,8 @@ def run(case: dict[str, Any]) -> list[dict[str, Any]]:
     found: dict[str, Any] = {"equal": [], "modes": [], "sizes": [], "digests": [], "warnings": []}
 
     def planned(step: int) -> Any:
-        rng = random.Random(step)
+        is_other = stage == case.get("other_plan_on") and step == case.get("other_plan_in")
+        rng = random.Random(step + 50 * is_other)
         if step % 2:
             sizes = list(case.get("sizes", limits.group_sizes))
             rng.shuffle(sizes)
@@ -152,6 +162,11 @@ def run(case: dict[str, Any]) -> list[dict[str, Any]]:
         warnings.simplefilter("always")
         for step in range(case["num_steps"]):
             digest, keys = planned(step)
+            if step == case.get("other_plan_in"):
+                with pytest.raises(ConfigError, match="different plans of this step") as told:
+                    graphs.step(keys).__enter__()
+                graphs.release()
+                return gathered({"refused": str(told.value)}, groups, agree)
             in_flight = min(num_slots, case.get("max_microbatches", num_slots))
             order = order_of(random.Random(100 + step), len(keys), in_flight)
             torch.manual_seed(step)
@@ -178,6 +193,11 @@ def run(case: dict[str, Any]) -> list[dict[str, Any]]:
     if case.get("changes_groups"):
         found["refusals"] = refusals(graphs, banks, limits)
     graphs.release()
+    return gathered(found, groups, agree)
+
+
+def gathered(found: dict[str, Any], groups: ContextGroups, agree: Any) -> list[dict[str, Any]]:
+    """What all ranks found; the end of a case."""
     agree and agree.close()
     groups.close()
     ranks: list[Any] = [None] * dist.get_world_size()

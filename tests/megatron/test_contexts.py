@@ -68,6 +68,20 @@ def test_jobs_of_four_ranks(
                 "fails_at": [2],
                 "fails_on": 3,
             },
+            # The later stage has other documents in the fourth step, announced before or not.
+            **{
+                f"plan_{announces}": {
+                    **base,
+                    "worlds": [[0, 1], [2, 3]],
+                    "sizes": [1],
+                    "num_documents": 4,
+                    "announces": announces,
+                    "other_plan_on": 1,
+                    "other_plan_in": 3,
+                }
+                for announces in (False, True)
+            },
+            "limits": {**base, "other_limits_on": 2},
             "megatron": {"config": config, "probe": "context", "is_megatron": True},
         },
         4,
@@ -76,6 +90,8 @@ def test_jobs_of_four_ranks(
     for number, rank in enumerate(results.pop("megatron")):
         assert rank["shared"] == [number % 2, number % 2 + 2]
         assert (rank["counted"], rank["without"]) == ([0, 1, 2, 3], None)
+    for name in ("plan_False", "plan_True", "limits"):  # on every rank: none is left waiting
+        assert [bool(rank["refused"]) for rank in results.pop(name)] == [True] * 4
     for name, ranks in results.items():
         for rank in ranks:
             # Same groups, same numbers to the last bit, whoever replayed or not.
@@ -329,7 +345,9 @@ def test_a_step_is_announced_behind_one_that_may_run_anew(may_run_anew: bool) ->
         _refuse_unknown=lambda *_: None,
         _contexts=SimpleNamespace(announced=lambda _keys, misfit: misfit),
         guard=object() if may_run_anew else None,
-        engine=SimpleNamespace(mode=StepMode.REPLAY, announce=told.append),
+        engine=SimpleNamespace(
+            mode=StepMode.REPLAY, announce=lambda misfit, **_: told.append(misfit)
+        ),
     )
     if may_run_anew:
         with pytest.raises(SlotError, match=r"may be run anew.*Announce it after that one"):

@@ -10,7 +10,7 @@ from chunkgraph.megatron.contexts.attention import follow_groups
 from chunkgraph.megatron.contexts.banks import ContextBanks
 from chunkgraph.megatron.contexts.graphs import ContextGraphs
 from chunkgraph.megatron.contexts.groups import ContextGroups, HeldGroups, groups_put_back
-from chunkgraph.megatron.contexts.key import ContextBank
+from chunkgraph.megatron.contexts.key import ContextBank, ScheduledBanks, digest_of_plan
 from chunkgraph.megatron.contexts.steps import (
     StepContexts,
     refuse_beside_contexts,
@@ -23,7 +23,9 @@ __all__ = [
     "ContextGraphs",
     "ContextGroups",
     "HeldGroups",
+    "ScheduledBanks",
     "StepContexts",
+    "digest_of_plan",
     "follow_groups",
     "groups_put_back",
     "refuse_beside_contexts",

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
 
+from chunkgraph.engine import Agree
 from chunkgraph.errors import ConfigError, ReplayMismatchError
 from chunkgraph.megatron import packed
 from chunkgraph.megatron.buckets import ROWS_AT, filled_offsets, resized
 from chunkgraph.megatron.contexts.groups import ContextGroups
-from chunkgraph.megatron.contexts.key import ContextBank
+from chunkgraph.megatron.contexts.key import ContextBank, ScheduledBanks
 from chunkgraph.packing import (
     ContextLimits,
     ContextSchedule,
@@ -89,8 +91,10 @@ class ContextBanks:
 
     def of_schedule(
         self, schedule: ContextSchedule, lengths: Sequence[int], variant: str = ""
-    ) -> list[ContextBank]:
+    ) -> ScheduledBanks:
         """The bank of each microbatch of this rank, alike on all ranks of its group.
+
+        Steps that are given these, as they are, make sure that all ranks have them of one schedule.
 
         Args:
             schedule: of the step.
@@ -112,7 +116,28 @@ class ContextBanks:
                     f"microbatch with documents of {own} tokens"
                 )
             keys.append(min(fitting, key=lambda key: key.num_tokens))
-        return keys
+        told = repr((schedule.digest, [int(length) for length in lengths], variant))
+        return ScheduledBanks(keys, zlib.crc32(told.encode()))
+
+    def refuse_others(self, rank: int, agree: Agree | None) -> None:
+        """Make sure that all ranks have these limits, sizes and lengths; all of them call it.
+
+        Args:
+            rank: named in errors.
+            agree: maximum over all ranks; None in a job of one.
+
+        Raises:
+            ConfigError: on all ranks: another one has others.
+        """
+        captured = [key.name for key in self.keys]
+        told = repr((self.limits, [key.name for key in self._every], captured))
+        digest = zlib.crc32(told.encode())
+        if agree is not None and agree([digest, -digest]) != [digest, -digest]:
+            raise ConfigError(
+                f"rank {rank}: banks of {list(self.keys)} within {self.limits}, and others on "
+                "another rank. Give every rank the same limits, sizes and buckets, pipeline stages "
+                "included."
+            )
 
     def check(self, keys: Sequence[ContextBank]) -> None:
         """Make sure that microbatches use the process groups that graphs were captured with.

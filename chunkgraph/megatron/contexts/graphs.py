@@ -13,7 +13,7 @@ from chunkgraph.engine.decision import Agree
 from chunkgraph.megatron import compat
 from chunkgraph.megatron.contexts.banks import ContextBanks
 from chunkgraph.megatron.contexts.groups import HeldGroups, capturing_banks
-from chunkgraph.megatron.contexts.key import ContextBank
+from chunkgraph.megatron.contexts.key import ContextBank, digest_of_plan
 
 __all__ = ["ContextGraphs"]
 
@@ -38,6 +38,9 @@ class ContextGraphs:
     Attributes:
         engine: the chunk graphs themselves.
         banks: of this rank.
+
+    Raises:
+        ConfigError: another rank has other banks.
     """
 
     def __init__(
@@ -52,6 +55,7 @@ class ContextGraphs:
         **more: Any,
     ) -> None:
         self.banks = banks
+        banks.refuse_others(banks.groups.rank, agree)
         self._held = HeldGroups(
             [
                 module
@@ -103,13 +107,20 @@ class ContextGraphs:
 
         Raises:
             ReplayMismatchError: a microbatch has another process group than its graphs.
+            ConfigError: on all ranks: the banks are of different schedules.
         """
         self.banks.check(banks)
         # What was announced holds, even if banks were dropped or tried again since.
         told = misfit or (None if self._is_announced else self.engine.misfit_of(banks))
         self._is_announced &= bool(arguments.get("forward_only"))
         with (
-            self.engine.step(len(banks), misfit=told, banks=banks, **arguments) as mode,
+            self.engine.step(
+                len(banks),
+                misfit=told,
+                banks=banks,
+                plan_digest=digest_of_plan(banks),
+                **arguments,
+            ) as mode,
             self._held.put_back(is_replayed=mode is StepMode.REPLAY),
         ):
             yield mode
@@ -117,7 +128,9 @@ class ContextGraphs:
     def announce(self, banks: Sequence[ContextBank], misfit: str = "") -> None:
         """Say of the next training step which banks it has; see `ChunkGraphs.announce`."""
         self.banks.check(banks)
-        self.engine.announce(misfit or self.engine.misfit_of(banks))
+        self.engine.announce(
+            misfit or self.engine.misfit_of(banks), plan_digest=digest_of_plan(banks)
+        )
         self._is_announced = True
 
     def release(self) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["ContextBank"]
+__all__ = ["ContextBank", "ScheduledBanks", "digest_of_plan"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -48,3 +49,21 @@ class ContextBank:
     def __repr__(self) -> str:
         variant = f", {self.variant}" if self.variant else ""
         return f"CP {self.size} with {self.num_tokens} tokens a rank{variant}"
+
+
+class ScheduledBanks(list[ContextBank]):
+    """The banks of one rank's microbatches, and what tells apart the schedule that they are of.
+
+    Args:
+        banks: in the order of the microbatches.
+        digest: of the schedule, the same on all ranks.
+    """
+
+    def __init__(self, banks: Iterable[ContextBank], digest: int) -> None:
+        super().__init__(banks)
+        self.digest = digest
+
+
+def digest_of_plan(banks: Sequence[ContextBank]) -> int:
+    """Of the schedule that banks are of; 0 where they were put together without one."""
+    return banks.digest if isinstance(banks, ScheduledBanks) else 0

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from chunkgraph.engine import Agree
 from chunkgraph.errors import ConfigError, SlotError
 from chunkgraph.megatron.contexts.banks import ContextBanks
-from chunkgraph.megatron.contexts.key import ContextBank
+from chunkgraph.megatron.contexts.key import ContextBank, digest_of_plan
 
 __all__ = ["StepContexts", "refuse_beside_contexts", "refused_with_contexts"]
 
@@ -19,19 +20,30 @@ class StepContexts:
         banks: of this rank.
         misfit_of: why microbatches of these banks cannot be replayed, or "".
         rank: named in errors.
+        agree: to compare the banks between ranks; None in a job of one.
 
     Attributes:
         misfit: why the step that began last was not to be replayed, or "".
+        plan_digest: of the schedule of that step, see `ChunkGraphs.step`.
+
+    Raises:
+        ConfigError: another rank has other banks.
     """
 
     def __init__(
-        self, banks: ContextBanks, misfit_of: Callable[[Sequence[ContextBank]], str], rank: int
+        self,
+        banks: ContextBanks,
+        misfit_of: Callable[[Sequence[ContextBank]], str],
+        rank: int,
+        agree: Agree | None = None,
     ) -> None:
         self.banks = banks
         self._misfit_of = misfit_of
         self._rank = rank
-        self._announced: tuple[list[ContextBank], str] | None = None
+        self._announced: tuple[list[ContextBank], str, int] | None = None
         self.misfit = ""
+        self.plan_digest = 0
+        banks.refuse_others(rank, agree)
 
     def announced(self, keys: Sequence[ContextBank] | None, misfit: str) -> str:
         """Remember what was announced; why it cannot be replayed, or "".
@@ -46,7 +58,7 @@ class StepContexts:
         if keys is None:
             raise self._missing()
         self.banks.check(keys)
-        self._announced = list(keys), misfit
+        self._announced = list(keys), misfit, digest_of_plan(keys)
         return misfit or self._misfit_of(keys)
 
     def begin(
@@ -63,7 +75,7 @@ class StepContexts:
         """
         announced, self._announced = self._announced, None
         if announced is not None:
-            was, said = announced
+            was, said, self.plan_digest = announced
             is_other = keys is not None and list(keys) != was
             if is_other or (misfit and misfit != said) or len(was) != num_microbatches:
                 given = "none" if keys is None else f"of {list(keys)}"
@@ -83,7 +95,7 @@ class StepContexts:
                 f"rank {self._rank}: the step has {num_microbatches} microbatches, but contexts of "
                 f"{len(keys)}. Give the bank of every microbatch (ContextBanks.of_schedule)."
             )
-        self.misfit = misfit or self._misfit_of(keys)
+        self.misfit, self.plan_digest = misfit or self._misfit_of(keys), digest_of_plan(keys)
         return self.misfit, list(keys)
 
     def _missing(self) -> ConfigError:
