@@ -100,9 +100,9 @@ class StepDecider:
         Both as they were announced, if they were.
         """
         if self._announcement is None:
-            if misfit is not None:
-                raise ValueError("is_told_of_misfits is False: steps take no misfit")
-            return "", plan_digest
+            if misfit is not None or plan_digest:
+                raise ValueError("is_told_of_misfits is False: steps take no misfit and no plan")
+            return "", 0
         if forward_only:
             return "", 0
         if self.has_announcement:

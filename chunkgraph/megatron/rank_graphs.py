@@ -208,7 +208,7 @@ class MegatronChunkGraphs:
                 eager=eager,
                 misfit=told,
                 banks=keys,
-                plan_digest=0 if self._contexts is None else self._contexts.plan_digest,
+                plan_digest=digest_of_plan(keys),
             ) as mode,
             self._groups_put_back(mode),
         ):
@@ -350,7 +350,7 @@ class MegatronChunkGraphs:
             )
         if self._contexts is not None:
             told = self._contexts.announced(contexts, misfit)
-            self.engine.announce(told, plan_digest=digest_of_plan(contexts or ()))
+            self.engine.announce(told, plan_digest=digest_of_plan(contexts))
             return
         if self._packings is None or packings is None:
             raise ConfigError(

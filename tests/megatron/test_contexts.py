@@ -17,7 +17,9 @@ from chunkgraph.megatron.contexts import (
     ContextBanks,
     ContextGroups,
     HeldGroups,
+    ScheduledBanks,
     StepContexts,
+    digest_of_plan,
     follow_groups,
     groups_put_back,
     refuse_beside_contexts,
@@ -372,6 +374,13 @@ def test_what_a_step_is_told(groups: ContextGroups) -> None:
     with pytest.raises(SlotError, match="rank 3: the next step was announced already"):
         steps.announced([four], "")
     assert steps.begin(None, "", 1) == (None, [two])
+    # What is known of a schedule stays with its banks, whatever becomes of them.
+    given = ScheduledBanks([four], 7)
+    steps.announced(given, "")
+    given.append(two)
+    assert digest_of_plan(steps.begin(None, "", 1)[1]) == 7
+    assert digest_of_plan(steps.begin(given, "", 2)[1]) == 7
+    assert digest_of_plan([four]) == digest_of_plan(None) == 0
     assert steps.announced([four, one], "") == ""
     with pytest.raises(ConfigError, match=r"rank 3: the step has 2 microbatches.*announced were"):
         steps.begin([one, four], "", 2)

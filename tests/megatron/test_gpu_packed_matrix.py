@@ -150,7 +150,7 @@ def test_four_ranks(run_equal: Callable[..., Any], make: Make) -> None:
 def test_heads_that_share_keys_on_four_ranks(
     run_equal: Callable[..., Any], make: Make, is_longer: bool
 ) -> None:
-    """Of short documents they were not equal with CP 4 (docs/packed_training.md)."""
+    """Of short documents they were not equal with CP 4 until padding was counted as theirs."""
     cases = {
         "cp4": make("grouped", _SHARED, _CP4, _CHUNK, is_longer=is_longer),
         "cp2_pp2": make("grouped", _FLYING, _BOTH, _CHUNK, is_longer=is_longer),

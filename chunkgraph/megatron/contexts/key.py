@@ -64,6 +64,6 @@ class ScheduledBanks(list[ContextBank]):
         self.digest = digest
 
 
-def digest_of_plan(banks: Sequence[ContextBank]) -> int:
+def digest_of_plan(banks: Sequence[object] | None) -> int:
     """Of the schedule that banks are of; 0 where they were put together without one."""
     return banks.digest if isinstance(banks, ScheduledBanks) else 0

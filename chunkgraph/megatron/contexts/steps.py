@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from chunkgraph.engine import Agree
 from chunkgraph.errors import ConfigError, SlotError
 from chunkgraph.megatron.contexts.banks import ContextBanks
-from chunkgraph.megatron.contexts.key import ContextBank, digest_of_plan
+from chunkgraph.megatron.contexts.key import ContextBank
 
 __all__ = ["StepContexts", "refuse_beside_contexts", "refused_with_contexts"]
 
@@ -24,7 +25,6 @@ class StepContexts:
 
     Attributes:
         misfit: why the step that began last was not to be replayed, or "".
-        plan_digest: of the schedule of that step, see `ChunkGraphs.step`.
 
     Raises:
         ConfigError: another rank has other banks.
@@ -40,9 +40,8 @@ class StepContexts:
         self.banks = banks
         self._misfit_of = misfit_of
         self._rank = rank
-        self._announced: tuple[list[ContextBank], str, int] | None = None
+        self._announced: tuple[Sequence[ContextBank], str] | None = None
         self.misfit = ""
-        self.plan_digest = 0
         banks.refuse_others(rank, agree)
 
     def announced(self, keys: Sequence[ContextBank] | None, misfit: str) -> str:
@@ -58,12 +57,12 @@ class StepContexts:
         if keys is None:
             raise self._missing()
         self.banks.check(keys)
-        self._announced = list(keys), misfit, digest_of_plan(keys)
+        self._announced = copy.copy(keys), misfit  # its caller may change it
         return misfit or self._misfit_of(keys)
 
     def begin(
         self, keys: Sequence[ContextBank] | None, misfit: str, num_microbatches: int
-    ) -> tuple[str | None, list[ContextBank]]:
+    ) -> tuple[str | None, Sequence[ContextBank]]:
         """What to tell the engine of the step that begins now (None: what was announced holds).
 
         Returns:
@@ -75,15 +74,15 @@ class StepContexts:
         """
         announced, self._announced = self._announced, None
         if announced is not None:
-            was, said, self.plan_digest = announced
-            is_other = keys is not None and list(keys) != was
+            was, said = announced
+            is_other = keys is not None and list(keys) != list(was)
             if is_other or (misfit and misfit != said) or len(was) != num_microbatches:
                 given = "none" if keys is None else f"of {list(keys)}"
                 raise ConfigError(
                     f"rank {self._rank}: the step has {num_microbatches} microbatches, contexts "
-                    f"{given}, misfit {misfit!r}; announced were {was}, misfit {said!r}. The other "
-                    "ranks follow what was announced. Announce each step's own banks, in the order "
-                    "of the steps."
+                    f"{given}, misfit {misfit!r}; announced were {list(was)}, misfit "
+                    f"{said!r}. The other ranks follow what was announced. Announce each step's "
+                    "own banks, in the order of the steps."
                 )
             self.misfit = said or self._misfit_of(was)
             return None, was
@@ -95,8 +94,8 @@ class StepContexts:
                 f"rank {self._rank}: the step has {num_microbatches} microbatches, but contexts of "
                 f"{len(keys)}. Give the bank of every microbatch (ContextBanks.of_schedule)."
             )
-        self.misfit, self.plan_digest = misfit or self._misfit_of(keys), digest_of_plan(keys)
-        return self.misfit, list(keys)
+        self.misfit = misfit or self._misfit_of(keys)
+        return self.misfit, copy.copy(keys)
 
     def _missing(self) -> ConfigError:
         return ConfigError(
