@@ -138,7 +138,7 @@ def _notes(config: Config, results: RunResults) -> list[str]:
     if config.moe.num_moe_experts is not None and config.capture.enabled:
         has_budget = config.moe.moe_token_dispatcher_type == "flex"
         what = (
-            "dispatches over HybridEP's rank budget"
+            "dispatches over the ranks' budget"
             if has_budget
             else "tokens that an expert had no room for"
         )

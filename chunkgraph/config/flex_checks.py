@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 __all__ = ["check_flex"]
 
+_DEEPEP_RANKS = (2, 4, 8)
 _OTHERWISE = "moe.moe_token_dispatcher_type=alltoall with moe.moe_expert_capacity_factor needs none"
 
 
@@ -25,30 +26,36 @@ def check_flex(config: Config) -> None:
     if moe.moe_token_dispatcher_type != "flex":
         _refuse_without_flex(moe)
         return
-    if moe.moe_flex_dispatcher_backend != "hybridep":
+    backend = moe.moe_flex_dispatcher_backend
+    if backend is None:
         raise ConfigError(
-            f"moe.moe_flex_dispatcher_backend is {moe.moe_flex_dispatcher_backend or 'null'} with "
-            "moe.moe_token_dispatcher_type=flex: only hybridep can dispatch in a graph. deepep "
-            "waits on the host for the number of rows that came. Set it to hybridep; "
-            f"{_OTHERWISE}."
+            "moe.moe_flex_dispatcher_backend is null with moe.moe_token_dispatcher_type=flex. Set "
+            f"it to hybridep, or to deepep for DeepEP's dispatch within a node; {_OTHERWISE}."
+        )
+    ranks = config.pipeline.expert_model_parallel_size
+    if backend == "deepep" and ranks not in _DEEPEP_RANKS:
+        raise ConfigError(
+            f"pipeline.expert_model_parallel_size is {ranks} with deepep, which dispatches in a "
+            f"graph between {', '.join(map(str, _DEEPEP_RANKS))} ranks of a node. Set it to one "
+            "of these, or moe.moe_flex_dispatcher_backend to hybridep."
         )
     factor = moe.moe_expert_rank_capacity_factor
     if factor is None or not (factor >= 1 and math.isfinite(factor)):
         raise ConfigError(
             f"moe.moe_expert_rank_capacity_factor is {'null' if factor is None else factor}: "
-            "hybridep needs a fixed number of rows for a graph, and below 1 ranks drop tokens in "
+            f"{backend} needs a fixed number of rows for a graph, and below 1 ranks drop tokens in "
             "every step. Set it to 1 or more; the highest load decides how much more."
         )
     if moe.moe_expert_capacity_factor is not None:
         raise ConfigError(
-            f"moe.moe_expert_capacity_factor is {moe.moe_expert_capacity_factor} with hybridep, "
+            f"moe.moe_expert_capacity_factor is {moe.moe_expert_capacity_factor} with {backend}, "
             "whose room is that of a rank. Set it to null; moe.moe_expert_rank_capacity_factor "
             "says how much."
         )
     if moe.token_drops not in ("raise", "rerun"):
         raise ConfigError(
-            f"moe.token_drops is {moe.token_drops} with hybridep, which only tells that a rank had "
-            "no room. Set it to rerun, which runs such a step anew, or raise."
+            f"moe.token_drops is {moe.token_drops} with {backend}, which only tells that a rank "
+            "had no room. Set it to rerun, which runs such a step anew, or raise."
         )
     needs = {
         "moe.use_transformer_engine_op_fuser=true": moe.use_transformer_engine_op_fuser,
@@ -60,10 +67,10 @@ def check_flex(config: Config) -> None:
     missing = [need for need, is_met in needs.items() if not is_met]
     if missing:
         raise ConfigError(
-            f"moe.moe_flex_dispatcher_backend=hybridep needs {', '.join(missing)}: only that "
+            f"moe.moe_flex_dispatcher_backend={backend} needs {', '.join(missing)}: only that "
             "grouped product takes the number of tokens of each expert from the device."
         )
-    _check_untried(config)
+    _check_untried(config, backend)
 
 
 def _refuse_without_flex(moe: ExpertConfig) -> None:
@@ -80,7 +87,7 @@ def _refuse_without_flex(moe: ExpertConfig) -> None:
             )
 
 
-def _check_untried(config: Config) -> None:
+def _check_untried(config: Config, backend: str) -> None:
     model = config.model
     untried = {
         f"model.fp8={model.fp8}": model.fp8 is not None,
@@ -98,6 +105,6 @@ def _check_untried(config: Config) -> None:
     for what, is_asked in untried.items():
         if is_asked:
             raise ConfigError(
-                f"moe.moe_flex_dispatcher_backend is hybridep together with {what}, which was not "
+                f"moe.moe_flex_dispatcher_backend is {backend} together with {what}, which was not "
                 f"tried. Leave one of them out; {_OTHERWISE}."
             )

@@ -111,9 +111,9 @@ class ExpertConfig:
     moe_token_dispatcher_type: Literal["alltoall", "allgather", "flex"] = "alltoall"
     """How tokens get to the ranks of their experts."""
     moe_flex_dispatcher_backend: Literal["hybridep", "deepep"] | None = None
-    """What ``flex`` dispatches with: DeepEP's HybridEP."""
+    """What ``flex`` dispatches with: DeepEP's HybridEP, or DeepEP within a node."""
     moe_expert_rank_capacity_factor: float | None = None
-    """With hybridep, rows that the experts of a rank have room for together, as a multiple of the
+    """With flex, rows that the experts of a rank have room for together, as a multiple of the
     tokens of a microbatch times ``moe_router_topk``."""
     moe_aux_loss_coeff: float = 0.0
     """Weight of the loss that balances the experts' loads."""
@@ -143,9 +143,9 @@ class ExpertConfig:
     """Whether the experts of a rank are multiplied together (Transformer Engine layers)."""
     use_transformer_engine_op_fuser: bool = False
     """Whether they are one operation of Transformer Engine, which takes the number of tokens of
-    each expert from the device (hybridep)."""
+    each expert from the device (flex)."""
     token_drops: Literal["warn", "count", "raise", "rerun"] = "warn"
-    """What is done about tokens that an expert (with hybridep: a rank; raise and rerun alone) has
+    """What is done about tokens that an expert (with flex: a rank; raise and rerun alone) has
     no room for: count them and ``warn`` once (and
     refuse capacity factors below 1), ``count`` them, ``raise`` an error, or ``rerun`` the step
     eagerly with room for all and capture with more room from then on."""

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from chunkgraph.errors import ConfigError
+from chunkgraph.megatron.deep_ep_needs import deep_ep_is_missing
 from chunkgraph.megatron.flags import GraphFlags, flags_from
-from chunkgraph.megatron.hybridep_needs import hybridep_is_missing
 from chunkgraph.megatron.launch_packing import packing_refusals
-from chunkgraph.megatron.moe_hybridep import asks_for_hybridep
+from chunkgraph.megatron.moe_flex import BACKEND_NAMES, backend_of
 from chunkgraph.megatron.moe_support import stash_refusals
 from chunkgraph.megatron.support import refused_settings
 
@@ -115,9 +115,10 @@ def settle_arguments(args: argparse.Namespace, *, on_cpu: bool) -> GraphFlags | 
             f"--cuda-graph-{refusal}"
             for refusal in stash_refusals(_AsConfig(args), flags.stash.page_bytes)
         ]
-    if asks_for_hybridep(_AsConfig(args)):
-        missing = "it needs GPUs" if on_cpu else hybridep_is_missing()
-        found += [f"--moe-flex-dispatcher-backend hybridep: {missing}"] if missing else []
+    backend = backend_of(_AsConfig(args))
+    if backend in BACKEND_NAMES:
+        missing = "it needs GPUs" if on_cpu else deep_ep_is_missing(backend)
+        found += [f"--moe-flex-dispatcher-backend {backend}: {missing}"] if missing else []
     use_te_rng = _wants_te_rng(args, on_cpu)
     if use_te_rng and importlib.util.find_spec("transformer_engine") is None:
         found.append(_missing_transformer_engine(args))
@@ -125,6 +126,10 @@ def settle_arguments(args: argparse.Namespace, *, on_cpu: bool) -> GraphFlags | 
         raise ConfigError(
             "--cuda-graph-granularity chunk cannot go together with\n  - " + "\n  - ".join(found)
         )
+    if backend == "deepep":
+        # Megatron's own config refuses a budget with this backend; it is put there once it is made.
+        args.cuda_graph_expert_rank_capacity_factor = args.moe_expert_rank_capacity_factor
+        args.moe_expert_rank_capacity_factor = None
     # Megatron builds graphs of its own, and other code paths with them, for anything else.
     args.cuda_graph_impl = "none"
     if use_te_rng:

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from chunkgraph.megatron.hybridep_needs import (
+from chunkgraph.megatron.deep_ep_needs import (
     CUBLASLT_NEEDED,
     FUSED_GROUPED_MLP,
     cublaslt_version,
     deep_ep_state,
+    knows_the_worst_case,
     version_text,
     wants_fused_grouped_mlp,
 )
@@ -170,16 +171,18 @@ def _cudnn() -> Finding:
 
 
 def _deep_ep() -> Finding:
-    name = "DeepEP (HybridEP)"
+    name = "DeepEP"
     version, has_hybrid_ep = deep_ep_state()
     if version is None:
         advice = (
-            "mixture of experts then takes all-to-all with a capacity factor; HybridEP is built "
-            "from the hybrid-ep branch of DeepEP"
+            "mixture of experts then takes all-to-all with a capacity factor; DeepEP's branch "
+            "hybrid-ep has HybridEP and the dispatch within a node"
         )
         return Finding(name, "absent", "not installed", advice)
     if not has_hybrid_ep:
         advice = "this build has no HybridEP; build the hybrid-ep branch"
+        if knows_the_worst_case():
+            return Finding(name, "ok", f"{version}, deepep alone", advice)
         return Finding(name, "absent", version, advice)
     return Finding(name, "ok", version)
 
@@ -191,8 +194,8 @@ def _cublaslt() -> Finding:
         return Finding(name, "absent", "not found")
     if number < CUBLASLT_NEEDED:
         advice = (
-            f"HybridEP needs {version_text(CUBLASLT_NEEDED)}: a grouped MLP whose token counts "
-            "stay on the device"
+            f"DeepEP's dispatch needs {version_text(CUBLASLT_NEEDED)}: a grouped MLP whose token "
+            "counts stay on the device"
         )
         return Finding(name, "absent", version_text(number), advice)
     return Finding(name, "ok", version_text(number))
@@ -203,7 +206,8 @@ def _grouped_mlp() -> Finding:
     if wants_fused_grouped_mlp():
         return Finding(name, "ok", f"{FUSED_GROUPED_MLP}=1")
     advice = (
-        f"HybridEP needs {FUSED_GROUPED_MLP}=1, for use_transformer_engine_op_fuser; on Hopper too"
+        f"DeepEP's dispatch needs {FUSED_GROUPED_MLP}=1, for use_transformer_engine_op_fuser; on "
+        "Hopper too"
     )
     return Finding(name, "absent", "not asked for", advice)
 

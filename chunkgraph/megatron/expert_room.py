@@ -86,7 +86,7 @@ class SharedOut:
 
 
 class RankRoom:
-    """The experts of a rank share a fixed number of rows (HybridEP with a budget).
+    """The experts of a rank share a fixed number of rows (DeepEP with a budget).
 
     Args:
         budget: of the layers here.
@@ -94,8 +94,8 @@ class RankRoom:
     """
 
     words = RoomWords(
-        "Expert-parallel ranks had no room for tokens (HybridEP's rank budget)",
-        "dispatches were over HybridEP's rank budget",
+        "Expert-parallel ranks had no room for tokens (moe_expert_rank_capacity_factor)",
+        "dispatches were over the ranks' budget",
         "raise moe_expert_rank_capacity_factor, or say token_drops='rerun', which runs such a "
         "step anew and then gives more room.",
     )

@@ -1,6 +1,6 @@
 """Mixture of experts in the graphs of one rank: its state, and the tokens that found no room.
 
-Dispatch with a fixed capacity has fixed shapes; what it costs is that an expert, or with HybridEP
+Dispatch with a fixed capacity has fixed shapes; what it costs is that an expert, or with DeepEP
 a rank, can be chosen by more tokens than it has room for, and Megatron drops those without a word.
 Here every case is counted, on the device and inside the graphs.
 """
@@ -73,6 +73,7 @@ class Experts:
             self.words = RankRoom.words
         if self._layers and compat.uses_rank_budget(self._layers[0].config):
             self._budget = compat.RankBudget(self._layers)
+            self._undo.callback(self._budget.restore_managers)
             self._drops = self._budget
             self.room = RankRoom(self._budget, self._layers[0].config)
         elif routers:

@@ -16,10 +16,17 @@ from torch.nn import functional
 from chunkgraph.config import Config
 from chunkgraph.errors import ConfigError, MissingDependencyError
 from chunkgraph.megatron.attention_limits import AttentionSite, refuse_large_deterministic
-from chunkgraph.megatron.compat import import_megatron, knows_rank_budget, versions
+from chunkgraph.megatron.compat import (
+    import_megatron,
+    knows_rank_budget,
+    moe_layers_of,
+    use_worst_case_dispatch,
+    versions,
+)
+from chunkgraph.megatron.deep_ep_needs import deep_ep_is_missing
 from chunkgraph.megatron.fusion import fuse_weight_gradients
 from chunkgraph.megatron.hybrid_model import HybridChunks, hybrid_settings
-from chunkgraph.megatron.hybridep_needs import hybridep_is_missing
+from chunkgraph.megatron.moe_flex import backend_of
 from chunkgraph.megatron.moe_model import expert_block_spec, expert_settings
 from chunkgraph.packing import PackedShape
 
@@ -50,7 +57,7 @@ def build_model(
     Raises:
         ConfigError: the layers cannot train the packed sequences, or dispatch to the experts, that
             are asked for.
-        MissingDependencyError: what HybridEP needs is not there.
+        MissingDependencyError: what DeepEP needs is not there.
     """
     _refuse_packed_attention(config, device)
     _refuse_missing_dispatcher(config, device)
@@ -71,6 +78,8 @@ def build_model(
             post_process=rank == last_rank and index == num_chunks - 1,
         )
         prepare(chunk)
+        if backend_of(transformer_config) == "deepep":
+            use_worst_case_dispatch(moe_layers_of(list(chunk.modules())))
         chunks.append(chunk.to(device))
     if config.model.params_dtype == "bfloat16":
         half = import_megatron("megatron.core.transformer.module").Float16Module
@@ -101,7 +110,8 @@ def _refuse_missing_dispatcher(config: Config, device: torch.device) -> None:
         return
     if device.type != "cuda" or layer_spec_name(config, device) != "transformer_engine":
         raise ConfigError(
-            "moe.moe_flex_dispatcher_backend=hybridep needs GPUs and Transformer Engine's layers "
+            f"moe.moe_flex_dispatcher_backend={moe.moe_flex_dispatcher_backend} needs GPUs and "
+            "Transformer Engine's layers "
             f"(device is {device.type}, model.layer_spec {layer_spec_name(config, device)}). Set "
             "moe.moe_token_dispatcher_type=alltoall and moe.moe_expert_capacity_factor."
         )
@@ -111,7 +121,8 @@ def _refuse_missing_dispatcher(config: Config, device: torch.device) -> None:
             "moe.moe_expert_rank_capacity_factor. Use 0.18 or later, or set "
             "moe.moe_token_dispatcher_type=alltoall and moe.moe_expert_capacity_factor."
         )
-    if (missing := hybridep_is_missing()) is not None:
+    assert moe.moe_flex_dispatcher_backend is not None  # the configuration was checked
+    if (missing := deep_ep_is_missing(moe.moe_flex_dispatcher_backend)) is not None:
         raise MissingDependencyError(missing)
 
 
@@ -331,9 +342,12 @@ def _transformer_config(config: Config, device: torch.device, options: Mapping[s
     if interleaved:
         wanted["microbatch_group_size_per_vp_stage"] = pipeline.microbatch_group_size
     wanted.update(options)
-    if wanted.get("multi_latent_attention"):
-        return transformer_config.MLATransformerConfig(**wanted)
-    return transformer_config.TransformerConfig(**wanted)
+    kind = "MLATransformerConfig" if wanted.get("multi_latent_attention") else "TransformerConfig"
+    made = getattr(transformer_config, kind)(**wanted)
+    if backend_of(made) == "deepep":
+        # Megatron's own check knows of no budget with this backend.
+        made.moe_expert_rank_capacity_factor = config.moe.moe_expert_rank_capacity_factor
+    return made
 
 
 def _wrap_for_data_parallel(

@@ -31,6 +31,8 @@ def expert_settings(config: Config) -> dict[str, Any]:
     frequency = settings.pop("moe_layer_freq")
     if moe.moe_token_dispatcher_type == "flex":
         settings["moe_pad_expert_input_to_capacity"] = False
+        if moe.moe_flex_dispatcher_backend == "deepep":
+            del settings["moe_expert_rank_capacity_factor"]  # set once the config is made
     else:  # fields that some releases do not have
         for name in _WITH_FLEX:
             del settings[name]

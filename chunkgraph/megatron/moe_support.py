@@ -1,7 +1,7 @@
 """Which mixture-of-experts settings a chunk graph can hold, and what is said of the others.
 
 A graph needs shapes that are known before the tokens are: a fixed capacity of every expert, filled
-up with padding, and a dispatcher that then asks the device for nothing; or HybridEP with a fixed
+up with padding, and a dispatcher that then asks the device for nothing; or DeepEP with a fixed
 budget of every rank.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from chunkgraph.megatron.moe_hybridep import flex_refusals
+from chunkgraph.megatron.moe_flex import flex_refusals
 
 __all__ = ["idle_settings", "moe_refusals", "packed_moe_refusals", "stash_refusals"]
 
@@ -191,7 +191,7 @@ def _dispatch_refusals(config: Any) -> list[str]:
     if getattr(config, "use_transformer_engine_op_fuser", False):
         why = (
             "use_transformer_engine_op_fuser=True: its grouped MLP was not tried with a fixed "
-            "capacity of each expert; it belongs to HybridEP"
+            "capacity of each expert; it belongs to DeepEP's dispatch"
         )
         return [why]
     dispatcher = getattr(config, "moe_token_dispatcher_type", None) or "allgather"

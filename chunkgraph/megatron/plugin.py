@@ -41,7 +41,7 @@ from chunkgraph.megatron.contexts.attention import refuse_without_groups
 from chunkgraph.megatron.contexts.groups import HeldGroups, capturing_banks
 from chunkgraph.megatron.experts import Experts, TokenDrops
 from chunkgraph.megatron.hybrid_support import hybrid_refusals
-from chunkgraph.megatron.moe_hybridep import refuse_for_hybridep
+from chunkgraph.megatron.moe_flex import refuse_for_deep_ep
 from chunkgraph.megatron.moe_support import idle_settings, stash_refusals
 from chunkgraph.megatron.overflow import OverflowGuard
 from chunkgraph.megatron.packed import (
@@ -217,7 +217,7 @@ def attach(
                 "padding as tokens: ContextLimits(..., counts_padding=True).",
                 stacklevel=2,
             )
-    refuse_for_hybridep(config, options)
+    refuse_for_deep_ep(config, options)
     if stash is not None and (refused := stash_refusals(config, stash.page_bytes)):
         raise ConfigError("Experts cannot stash in this model:\n  " + "\n  ".join(refused))
     options = options if options is not None else CaptureOptions()

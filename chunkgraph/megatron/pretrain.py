@@ -130,6 +130,7 @@ class ChunkGraphsInPretrain:
         with contextlib.ExitStack() as undo:
             undo.callback(self._forget)
             contexts = self._contexts(flags, args, chunks, undo)
+            _give_rank_budget(args, chunks)
             self.graphs = graphs = attach(
                 model,
                 scope=flags.scope,
@@ -243,6 +244,14 @@ class ChunkGraphsInPretrain:
                 sys.stderr.flush()
         elif engine.report is not None:
             _say_on_rank_0(capture_line(engine.report))
+
+
+def _give_rank_budget(args: argparse.Namespace, chunks: Sequence[Any]) -> None:
+    """Put the budget of ``--moe-expert-rank-capacity-factor`` where `settle_arguments` took it."""
+    factor = getattr(args, "cuda_graph_expert_rank_capacity_factor", None)
+    if factor is not None:
+        for chunk in chunks:
+            config_of(chunk).moe_expert_rank_capacity_factor = factor
 
 
 def _is_profiled(args: argparse.Namespace) -> bool:

@@ -123,14 +123,14 @@ def test_a_cudnn_that_captures_some_lengths_only_is_told(
     assert ("multiple of 128" in finding.advice) == (number == 91400)
 
 
-def test_what_hybridep_needs_has_a_line_each(
+def test_what_deep_ep_needs_has_a_line_each(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("NVTE_CUTEDSL_FUSED_GROUPED_MLP", raising=False)
     monkeypatch.setattr(doctor, "deep_ep_state", lambda: ("1.1.0", False))
     monkeypatch.setattr(doctor, "cublaslt_version", lambda: 130100)
     findings = found(capsys, 0)
-    names = ("DeepEP (HybridEP)", "cuBLASLt", "fused grouped MLP")
+    names = ("DeepEP", "cuBLASLt", "fused grouped MLP")
     assert [findings[name]["state"] for name in names] == ["absent"] * 3
     assert "hybrid-ep branch" in findings[names[0]]["advice"]
     assert findings[names[1]]["found"] == "13.1.0"

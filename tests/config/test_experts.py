@@ -70,7 +70,10 @@ def test_experts_are_off_until_their_number_is_given() -> None:
         ({"moe_router_enable_expert_bias": True}, "moe_router_score_function=sigmoid"),
         ({"moe_router_num_groups": 2}, "go together"),
         ({"moe_router_num_groups": 3, "moe_router_group_topk": 1}, "groups of equal size"),
-        ({"moe_token_dispatcher_type": "flex"}, "only hybridep can dispatch"),
+        (
+            {"moe_token_dispatcher_type": "flex"},
+            "is null .* Set it to hybridep, or to deepep",
+        ),
     ],
 )
 def test_settings_that_cannot_be_are_named(changes: dict[str, Any], said: str) -> None:
@@ -123,7 +126,7 @@ def _through_hybridep(moe: dict[str, Any], **sections: dict[str, Any]) -> Any:
 @pytest.mark.parametrize(
     ("moe", "sections", "said"),
     [
-        ({"moe_flex_dispatcher_backend": "deepep"}, {}, "is deepep .* waits on the host"),
+        ({"moe_flex_dispatcher_backend": "deepep"}, {}, "parallel_size is 1 with deepep"),
         ({"moe_flex_dispatcher_backend": "ncclep"}, {}, "hybridep, deepep"),
         ({"moe_expert_rank_capacity_factor": None}, {}, "rank_capacity_factor is null"),
         ({"moe_expert_rank_capacity_factor": 0.9}, {}, "below 1 ranks drop tokens"),

@@ -203,49 +203,57 @@ def test_two_gpus(run_cases: Callable[..., Any], make_case: Callable[..., dict[s
     check(run_cases(cases, 2, timeout_s=140.0), cases)
 
 
+_PP2 = {"pipeline_model_parallel_size": 2, "data_parallel_size": 2}
+_TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "data_parallel_size": 2}
+_CHUNK = {"scope": "chunk"}
+_ON_FOUR: dict[str, tuple[list[int], dict[str, Any]]] = {
+    "cp4": ([1, 2, 4], {"data_parallel_size": 4}),
+    "pp2_cp2": ([1, 2], {"capture": _CHUNK, **_PP2}),
+    "tp2_cp2": ([1, 2], _TP2),
+    "cp4_smallest_unfused": (
+        [1, 2, 4],
+        {
+            "schedule": "smallest",
+            "counts": (2, 6),
+            "capture": {**_CHUNK, "verify": "poison"},
+            "options": {"apply_rope_fusion": False},
+            "data_parallel_size": 4,
+            "num_steps": 6,
+        },
+    ),
+    "limited": ([1, 2, 4], {"captured": (2, 4), "data_parallel_size": 4, "num_steps": 8}),
+    "grouped": (
+        [1, 2, 4],
+        {"options": {"num_query_groups": 2}, "data_parallel_size": 4, "num_steps": 8},
+    ),
+}
+
+
 @pytest.mark.multigpu(4)
-def test_four_gpus(run_cases: Callable[..., Any], make_case: Callable[..., dict[str, Any]]) -> None:
-    pp2 = {"pipeline_model_parallel_size": 2, "data_parallel_size": 2}
-    tp2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "data_parallel_size": 2}
-    chunk = {"scope": "chunk"}
-    cases = {
-        "cp4": make_case([1, 2, 4], data_parallel_size=4),
-        "pp2_cp2": make_case([1, 2], capture=chunk, **pp2),
-        "tp2_cp2": make_case([1, 2], **tp2),
-        "cp4_smallest_unfused": make_case(
-            [1, 2, 4],
-            schedule="smallest",
-            counts=(2, 6),
-            capture={**chunk, "verify": "poison"},
-            options={"apply_rope_fusion": False},
-            data_parallel_size=4,
-            num_steps=6,
-        ),
-        "limited": make_case([1, 2, 4], captured=(2, 4), data_parallel_size=4, num_steps=8),
-        "grouped": make_case(
-            [1, 2, 4], options={"num_query_groups": 2}, data_parallel_size=4, num_steps=8
-        ),
-    }
+@pytest.mark.parametrize("name", _ON_FOUR)
+def test_four_gpus(
+    run_cases: Callable[..., Any], make_case: Callable[..., dict[str, Any]], name: str
+) -> None:
+    sizes, settings = _ON_FOUR[name]
+    cases = {name: make_case(sizes, **settings)}
     check(run_cases(cases, 4, timeout_s=280.0), cases)
 
 
+_SMALL: dict[str, Any] = {"model": {"num_layers": 2}, "num_steps": 9, "capture": _CHUNK}
+_BOTH: dict[str, Any] = {"moe": _EXPERTS, "options": _LATENT, **_SMALL}
+_LATENT_ON_FOUR: dict[str, tuple[list[int], dict[str, Any]]] = {
+    "cp4_ep2": ([1, 2, 4], {"data_parallel_size": 4, "expert_model_parallel_size": 2, **_BOTH}),
+    "pp2_cp2": ([1, 2], {**_PP2, **_BOTH}),
+    "tp2_cp2": ([1, 2], {**_TP2, "options": _LATENT, **_SMALL}),
+}
+
+
 @pytest.mark.multigpu(4)
+@pytest.mark.parametrize("name", _LATENT_ON_FOUR)
 def test_latent_attention_and_experts_on_four_gpus(
-    run_cases: Callable[..., Any], make_case: Callable[..., dict[str, Any]]
+    run_cases: Callable[..., Any], make_case: Callable[..., dict[str, Any]], name: str
 ) -> None:
     """Experts that ranks share while microbatches are shared by one, two and four of them."""
-    small = {"model": {"num_layers": 2}, "num_steps": 9, "capture": {"scope": "chunk"}}
-    both: dict[str, Any] = {"moe": _EXPERTS, "options": _LATENT, **small}
-    cases = {
-        "cp4_ep2": make_case([1, 2, 4], data_parallel_size=4, expert_model_parallel_size=2, **both),
-        "pp2_cp2": make_case([1, 2], data_parallel_size=2, pipeline_model_parallel_size=2, **both),
-        "tp2_cp2": make_case(
-            [1, 2],
-            data_parallel_size=2,
-            tensor_model_parallel_size=2,
-            sequence_parallel=True,
-            options=_LATENT,
-            **small,
-        ),
-    }
+    sizes, settings = _LATENT_ON_FOUR[name]
+    cases = {name: make_case(sizes, **settings)}
     check(run_cases(cases, 4, timeout_s=280.0), cases)

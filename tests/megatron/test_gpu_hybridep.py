@@ -1,4 +1,4 @@
-"""Experts through HybridEP on real GPUs: equal to eager, and no token lost where a rank is full."""
+"""Experts through DeepEP on real GPUs: equal to eager, and no token lost where a rank is full."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ SMALL = [
 ]
 WIDE = "moe.moe_expert_rank_capacity_factor=2.0"  # has room for all on two ranks
 EP2_PP1: list[str] = []
+DEEPEP = ["moe.moe_flex_dispatcher_backend=deepep"]
 PP2 = [
     *("pipeline.pipeline_model_parallel_size=2", "pipeline.data_parallel_size=1"),
     *("pipeline.expert_model_parallel_size=1",),
 ]
+BACKENDS = [pytest.param([], id="hybridep"), pytest.param(DEEPEP, id="deepep")]
 
 pytestmark = [
     pytest.mark.megatron,
@@ -63,6 +65,8 @@ def _trained(settings: list[str], tmp_path: Path) -> dict[str, Any]:
     [
         pytest.param([*EP2_PP1, WIDE], [4, 1, 2, 7], id="ep2"),
         pytest.param([*PP2, "moe.moe_expert_rank_capacity_factor=1.0"], [4, 1, 2, 7], id="pp2"),
+        pytest.param([*DEEPEP, WIDE], [4, 1, 2, 7], id="deepep"),
+        pytest.param([*DEEPEP, WIDE, "capture.verify=poison"], [2, 3, 1], id="deepep-poison"),
     ],
 )
 def test_replays_equal_eager(settings: list[str], counts: list[int], tmp_path: Path) -> None:
@@ -71,8 +75,9 @@ def test_replays_equal_eager(settings: list[str], counts: list[int], tmp_path: P
     assert not any(found["overflow_reruns"].values())
 
 
-def test_stashed_rows_equal_eager(tmp_path: Path) -> None:
-    settings = [WIDE, "stash.enabled=true", "train.num_microbatches=[4,1,2,7]"]
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_stashed_rows_equal_eager(backend: list[str], tmp_path: Path) -> None:
+    settings = [*backend, WIDE, "stash.enabled=true", "train.num_microbatches=[4,1,2,7]"]
     found = _trained(settings, tmp_path)
     assert all(step["replays"] for step in found["steps"][1:])
     pairs = zip(found["stash_bytes"], found["bytes_without_stash"], strict=True)
@@ -80,19 +85,25 @@ def test_stashed_rows_equal_eager(tmp_path: Path) -> None:
     assert all(0 < pages < 0.75 * without for pages, without in pairs)
 
 
-def test_a_step_over_the_budget_is_run_anew(tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_step_over_the_budget_is_run_anew(backend: list[str], tmp_path: Path) -> None:
     settings = [
+        *backend,
         *("moe.moe_expert_rank_capacity_factor=1.0", "train.num_microbatches=[2,3,1,4,2]"),
     ]
     found = _trained(settings, tmp_path)
     assert found["overflow_reruns"]["expert capacity"] >= 1
 
 
-def test_a_step_over_the_budget_is_an_error_where_it_may_not_be_run_anew(tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_step_over_the_budget_is_an_error_where_it_may_not_be_run_anew(
+    backend: list[str], tmp_path: Path
+) -> None:
     settings = [
+        *backend,
         *("moe.moe_expert_rank_capacity_factor=1.0", "moe.token_drops=raise"),
         "train.num_microbatches=[2,3]",
     ]
     done = _train(settings, tmp_path / "report.json")
     assert done.returncode != 0
-    assert "HybridEP's rank budget" in done.stdout + done.stderr
+    assert "had no room for tokens (moe_expert_rank_cap" in done.stdout + done.stderr

@@ -1,9 +1,11 @@
-"""HybridEP without its package: what is refused, what is asked of the machine, and the budget."""
+"""DeepEP's dispatchers without the package: what is refused, what machines lack, and the budget."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +14,8 @@ import torch
 
 from chunkgraph.errors import ConfigError, MissingDependencyError, ReplayMismatchError
 from chunkgraph.graphs import RecorderBackend
-from chunkgraph.megatron import hybridep_needs
-from chunkgraph.megatron.moe_hybridep import refuse_for_hybridep
+from chunkgraph.megatron import deep_ep_needs
+from chunkgraph.megatron.moe_flex import refuse_for_deep_ep
 from chunkgraph.megatron.moe_support import moe_refusals, packed_moe_refusals
 from chunkgraph.megatron.rewind import StepState
 
@@ -33,25 +35,24 @@ HOLDS: dict[str, Any] = {
     "expert_model_parallel_size": 2,
 }
 RANK_FACTOR = "moe_expert_rank_capacity_factor"
+BACKENDS = ("hybridep", "deepep")
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"moe_flex_dispatcher_backend": "deepep"}, "'deepep': it waits on the host"),
-        ({"moe_flex_dispatcher_backend": None}, "'deepep': it waits on the host"),
         ({"moe_flex_dispatcher_backend": "ncclep"}, "ends the process"),
         ({"moe_flex_dispatcher_backend": "other"}, "'other': not known"),
         ({RANK_FACTOR: None}, "without moe_expert_rank_capacity_factor"),
         ({RANK_FACTOR: 0.5}, f"{RANK_FACTOR}=0.5: below 1"),
-        ({"moe_expert_capacity_factor": 2.0}, "moe_expert_capacity_factor=2.0 with HybridEP"),
+        ({"moe_expert_capacity_factor": 2.0}, "moe_expert_capacity_factor=2.0 with {name}"),
         ({"moe_pad_expert_input_to_capacity": True}, "leave it and moe_pad_expert"),
         ({"use_transformer_engine_op_fuser": False}, "use_transformer_engine_op_fuser=False"),
         ({"moe_grouped_gemm": False}, "moe_grouped_gemm=False"),
         ({"gated_linear_unit": False}, "gated_linear_unit=False"),
         ({"moe_router_dtype": None}, "moe_router_dtype=None.*'fp32'"),
         ({"bf16": False}, "neither bf16 nor fp16"),
-        ({"fp8": "hybrid"}, "fp8='hybrid' with HybridEP: not tried"),
+        ({"fp8": "hybrid"}, "fp8='hybrid' with {name}: not tried"),
         ({"recompute_granularity": "full"}, "recompute_granularity='full' of experts"),
         ({"moe_permute_fusion_into_hybridep": True}, "moe_permute_fusion_into_hybridep=True"),
         ({"expert_tensor_parallel_size": 2}, "expert_tensor_parallel_size=2"),
@@ -59,17 +60,33 @@ RANK_FACTOR = "moe_expert_rank_capacity_factor"
         ({"moe_token_dispatcher_type": "alltoall"}, "use_transformer_engine_op_fuser=True: its"),
     ],
 )
-def test_what_cannot_go_with_it_is_named(changes: dict[str, Any], said: str) -> None:
-    assert moe_refusals(SimpleNamespace(**HOLDS), "raise") == []
-    found = moe_refusals(SimpleNamespace(**{**HOLDS, **changes}), "raise")
-    assert re.search(said, found[0]), found
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_cannot_go_with_it_is_named(backend: str, changes: dict[str, Any], said: str) -> None:
+    holds = {**HOLDS, "moe_flex_dispatcher_backend": backend}
+    assert moe_refusals(SimpleNamespace(**holds), "raise") == []
+    found = moe_refusals(SimpleNamespace(**{**holds, **changes}), "raise")
+    said = said.replace("{name}", deep_ep_needs.BACKEND_NAMES[backend])
+    assert any(re.search(said, why) for why in found), found
 
 
+@pytest.mark.parametrize("ranks", [1, 6, 16])
+def test_deep_ep_itself_serves_some_numbers_of_ranks(ranks: int) -> None:
+    changes = {"expert_model_parallel_size": ranks, "num_moe_experts": 48}
+    assert moe_refusals(SimpleNamespace(**{**HOLDS, **changes}), "raise") == []
+    # Megatron's own default.
+    (found,) = moe_refusals(
+        SimpleNamespace(**{**HOLDS, **changes, "moe_flex_dispatcher_backend": None}), "raise"
+    )
+    assert f"expert_model_parallel_size={ranks} with DeepEP" in found
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("token_drops", ["warn", "count"])
-def test_tokens_are_never_dropped_silently(token_drops: str) -> None:
-    (found,) = moe_refusals(SimpleNamespace(**HOLDS), token_drops)
-    assert f"token_drops='{token_drops}' with HybridEP" in found
-    assert moe_refusals(SimpleNamespace(**HOLDS), "rerun") == []
+def test_tokens_are_never_dropped_silently(token_drops: str, backend: str) -> None:
+    holds = {**HOLDS, "moe_flex_dispatcher_backend": backend}
+    (found,) = moe_refusals(SimpleNamespace(**holds), token_drops)
+    assert f"token_drops='{token_drops}' with {deep_ep_needs.BACKEND_NAMES[backend]}" in found
+    assert moe_refusals(SimpleNamespace(**holds), "rerun") == []
 
 
 def test_packed_sequences_go_with_it() -> None:
@@ -88,9 +105,10 @@ def machine(
     cublaslt: int | None = 130801,
     fused: str = "1",
 ) -> None:
-    monkeypatch.setattr(hybridep_needs, "deep_ep_state", lambda: deep_ep)
-    monkeypatch.setattr(hybridep_needs, "cublaslt_version", lambda: cublaslt)
-    monkeypatch.setenv(hybridep_needs.FUSED_GROUPED_MLP, fused)
+    monkeypatch.setattr(deep_ep_needs, "deep_ep_state", lambda: deep_ep)
+    monkeypatch.setattr(deep_ep_needs, "knows_the_worst_case", lambda: deep_ep[1])
+    monkeypatch.setattr(deep_ep_needs, "cublaslt_version", lambda: cublaslt)
+    monkeypatch.setenv(deep_ep_needs.FUSED_GROUPED_MLP, fused)
 
 
 @pytest.mark.parametrize(
@@ -108,15 +126,47 @@ def test_what_the_machine_lacks_is_told_with_another_way(
     monkeypatch: pytest.MonkeyPatch, lacks: dict[str, Any], said: str
 ) -> None:
     machine(monkeypatch)
-    assert hybridep_needs.hybridep_is_missing() is None
+    assert deep_ep_needs.deep_ep_is_missing("hybridep") is None
     config = SimpleNamespace(**HOLDS)
-    refuse_for_hybridep(config, None)
+    refuse_for_deep_ep(config, None)
     machine(monkeypatch, **lacks)
     with pytest.raises(MissingDependencyError, match=said) as caught:
-        refuse_for_hybridep(config, None)
+        refuse_for_deep_ep(config, None)
     assert "moe_token_dispatcher_type=alltoall" in str(caught.value)
-    config.moe_flex_dispatcher_backend = None
-    refuse_for_hybridep(config, None)  # not asked for
+    config.moe_token_dispatcher_type = "alltoall"
+    refuse_for_deep_ep(config, None)  # not asked for
+
+
+@pytest.mark.parametrize(
+    ("lacks", "said"),
+    [
+        ({"deep_ep": (None, False)}, "deep_ep is not installed; build DeepEP for this machine"),
+        ({"deep_ep": ("1.1.0", False)}, r"deep_ep \(1.1.0\) cannot be told the most rows"),
+        ({"cublaslt": 130100}, "cuBLASLt 13.1.0 lets token counts"),
+    ],
+)
+def test_what_deep_ep_itself_lacks_is_told(
+    monkeypatch: pytest.MonkeyPatch, lacks: dict[str, Any], said: str
+) -> None:
+    config = SimpleNamespace(**{**HOLDS, "moe_flex_dispatcher_backend": "deepep"})
+    machine(monkeypatch)
+    refuse_for_deep_ep(config, None)
+    machine(monkeypatch, **lacks)
+    with pytest.raises(MissingDependencyError, match=rf"Dispatch with DeepEP (.|\n)*{said}"):
+        refuse_for_deep_ep(config, None)
+
+
+def test_the_worst_case_is_looked_for_without_an_import(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    folder = tmp_path / "deep_ep"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("raise RuntimeError('it wants a GPU')")
+    importlib.invalidate_caches()
+    assert not deep_ep_needs.knows_the_worst_case()
+    (folder / "buffer.py").write_text("def dispatch(num_worst_tokens: int = 0) -> None: ...")
+    assert deep_ep_needs.knows_the_worst_case()
 
 
 def test_a_capture_without_eager_steps_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +174,7 @@ def test_a_capture_without_eager_steps_is_refused(monkeypatch: pytest.MonkeyPatc
 
     machine(monkeypatch)
     with pytest.raises(ConfigError, match="num_warmup_steps=0 with HybridEP"):
-        refuse_for_hybridep(SimpleNamespace(**HOLDS), CaptureOptions(num_warmup_steps=0))
+        refuse_for_deep_ep(SimpleNamespace(**HOLDS), CaptureOptions(num_warmup_steps=0))
 
 
 def test_flags_of_megatron_are_put_back_with_a_step_that_is_run_anew() -> None:
@@ -143,7 +193,8 @@ def test_flags_of_megatron_are_put_back_with_a_step_that_is_run_anew() -> None:
     assert (flag.item(), counts.tolist()) == (False, [0, 0])
 
 
-def test_launch_names_what_the_machine_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_launch_names_what_the_machine_lacks(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
     from chunkgraph.megatron.arguments import settle_arguments
     from chunkgraph.megatron.context_flags import CONTEXTS
     from chunkgraph.megatron.flags import COUNTS, FLAGS, PACKING
@@ -153,6 +204,7 @@ def test_launch_names_what_the_machine_lacks(monkeypatch: pytest.MonkeyPatch) ->
     given: dict[str, Any] = {
         **flags,
         **{name: value for name, value in HOLDS.items() if name != "gated_linear_unit"},
+        "moe_flex_dispatcher_backend": backend,
         "cuda_graph_granularity": "chunk",
         "cuda_graph_impl": "local",
         "cuda_graph_warmup_steps": 3,
@@ -166,13 +218,18 @@ def test_launch_names_what_the_machine_lacks(monkeypatch: pytest.MonkeyPatch) ->
     machine(monkeypatch, deep_ep=(None, False), fused="0")
     with pytest.raises(ConfigError) as caught:
         settle_arguments(argparse.Namespace(**given), on_cpu=False)
-    assert "--moe-flex-dispatcher-backend hybridep: " in str(caught.value)
+    assert f"--moe-flex-dispatcher-backend {backend}: " in str(caught.value)
     assert "deep_ep is not installed" in str(caught.value)
     assert "NVTE_CUTEDSL_FUSED_GROUPED_MLP" in str(caught.value)
-    with pytest.raises(ConfigError, match="hybridep: it needs GPUs"):
+    with pytest.raises(ConfigError, match=f"{backend}: it needs GPUs"):
         settle_arguments(argparse.Namespace(**given), on_cpu=True)
     machine(monkeypatch)
-    assert settle_arguments(argparse.Namespace(**given), on_cpu=False) is not None
+    args = argparse.Namespace(**given)
+    assert settle_arguments(args, on_cpu=False) is not None
+    # Megatron's config refuses a budget with deepep; it is put there later.
+    later = getattr(args, "cuda_graph_expert_rank_capacity_factor", None)
+    kept = (args.moe_expert_rank_capacity_factor, later)
+    assert kept == ((1.5, None) if backend == "hybridep" else (None, 1.5))
 
 
 def test_training_on_a_cpu_offers_another_way(one_rank: Any, make_config: Any) -> None:
@@ -355,10 +412,15 @@ def test_a_buffer_that_was_made_anew_stops_the_replays(one_rank: Any) -> None:
         undo()
 
 
-def test_another_dispatcher_is_named(one_rank: Any) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_another_dispatcher_is_named(one_rank: Any, backend: str) -> None:
     from chunkgraph.megatron import compat
 
-    layer = SimpleNamespace(layer_number=3, token_dispatcher=SimpleNamespace(_comm_manager=None))
+    layer = SimpleNamespace(
+        layer_number=3,
+        token_dispatcher=SimpleNamespace(_comm_manager=None),
+        config=SimpleNamespace(moe_flex_dispatcher_backend=backend),
+    )
     with pytest.raises(ConfigError, match="Layer 3 dispatches its tokens by NoneType"):
         compat.RankBudget([layer])
 

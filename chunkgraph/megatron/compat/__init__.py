@@ -98,6 +98,7 @@ from chunkgraph.megatron.compat.running_metrics import running_metrics
 from chunkgraph.megatron.compat.token_drops import TokenDrops
 from chunkgraph.megatron.compat.token_prediction import TokenPrediction
 from chunkgraph.megatron.compat.triton_stub import TritonStubFinder
+from chunkgraph.megatron.compat.worst_case_dispatch import use_worst_case_dispatch
 
 __all__ = [
     "DDP_MODULE",
@@ -179,6 +180,7 @@ __all__ = [
     "take_expert_metrics",
     "tensorboard_writers",
     "unwrap_ddp",
+    "use_worst_case_dispatch",
     "uses_rank_budget",
     "versions",
     "watch_expert_rows",

@@ -1,8 +1,8 @@
-"""DeepEP's HybridEP with a fixed number of rows for each expert-parallel rank.
+"""DeepEP with a fixed number of rows for each expert-parallel rank, by HybridEP or within a node.
 
-Megatron's dispatcher then allocates what a rank's experts get at that size, and reads nothing on
-the host. What a rank has no room for is left out, with a flag on the device. Here every flag is
-counted, inside the graphs, and the rows that were wanted are kept, so that a step can be held back.
+What a rank's experts get is then allocated at that size, and nothing is read on the host. What a
+rank has no room for is left out, with a flag on the device. Here every flag is counted, inside the
+graphs, and the rows that were wanted are kept, so that a step can be held back.
 """
 
 from __future__ import annotations
@@ -16,6 +16,10 @@ import torch
 from chunkgraph.errors import ConfigError, ReplayMismatchError
 from chunkgraph.megatron.compat.access import import_megatron, private_names, versions
 from chunkgraph.megatron.compat.expert_counts import DropCounts, HeaviestLoad
+from chunkgraph.megatron.compat.worst_case_dispatch import (
+    WorstCaseManager,
+    use_worst_case_dispatch,
+)
 
 __all__ = ["RankBudget", "knows_rank_budget", "rank_factor_for_all", "uses_rank_budget"]
 
@@ -23,6 +27,7 @@ _DISPATCHER = "megatron.core.transformer.moe.token_dispatcher"
 _FUSED = "megatron.core.transformer.moe.fused_a2a"
 _CONFIG = "megatron.core.transformer.transformer_config"
 _FACTOR = "moe_expert_rank_capacity_factor"
+_BACKENDS = ("hybridep", "deepep")
 _HANDLE_LENGTH = 11
 """Of what DeepEP hands back of a dispatch; the place below is counted in it."""
 _OVERFLOW = 10
@@ -35,11 +40,11 @@ def knows_rank_budget() -> bool:
 
 
 def uses_rank_budget(config: Any) -> bool:
-    """Whether Megatron's ``config`` asks for HybridEP with a budget."""
+    """Whether Megatron's ``config`` asks for DeepEP, in either way, with a budget."""
     return bool(
         getattr(config, "num_moe_experts", None)
         and getattr(config, "moe_token_dispatcher_type", None) == "flex"
-        and getattr(config, "moe_flex_dispatcher_backend", None) == "hybridep"
+        and getattr(config, "moe_flex_dispatcher_backend", None) in _BACKENDS
         and getattr(config, _FACTOR, None) is not None
     )
 
@@ -56,15 +61,16 @@ class RankBudget:
     """Counts, on the device, the dispatches of which a rank had no room for some rows.
 
     In a graph and in eager training passes. Passes without gradients that are not captured are
-    given room for all, for which they wait for the device: nobody would hear of a flag.
+    given room for all, for which HybridEP waits for the device: nobody would hear of a flag.
 
     Args:
-        layers: with experts, all with HybridEP's dispatcher; at least one.
+        layers: with experts, all with one of DeepEP's two dispatchers; at least one.
 
     Attributes:
         counts: by layer, the dispatches that were over the budget.
         layers: their layer numbers, from 1.
         load: rows that a microbatch sent to this rank, where it is followed.
+        restore_managers: gives layers back Megatron's dispatch, where it had to be replaced.
 
     Raises:
         ConfigError: a dispatcher is not the one that was looked at.
@@ -73,7 +79,12 @@ class RankBudget:
     def __init__(self, layers: Sequence[Any]) -> None:
         (manager,) = private_names(_DISPATCHER, "_HybridEPManager")
         self._fused = import_megatron(_FUSED)
-        private_names(_FUSED, "_hybrid_ep_buffer")
+        self._is_hybrid = layers[0].config.moe_flex_dispatcher_backend == "hybridep"
+        private_names(_FUSED, "_hybrid_ep_buffer" if self._is_hybrid else "_buffer")
+        self.restore_managers: Callable[[], None] = lambda: None
+        if not self._is_hybrid:
+            manager = WorstCaseManager
+            self.restore_managers = use_worst_case_dispatch(layers)
         self._managers: list[Any] = [
             getattr(layer.token_dispatcher, "_comm_manager", None) for layer in layers
         ]
@@ -153,6 +164,8 @@ class RankBudget:
             )
 
     def _buffer(self) -> tuple[Any, int]:
+        if not self._is_hybrid:  # its size does not depend on the tokens
+            return self._fused._buffer, 0
         buffer = self._fused._hybrid_ep_buffer
         if buffer is None:
             return None, 0
@@ -184,6 +197,12 @@ class RankBudget:
             has_budget = manager.num_permuted_tokens is not None
             rows: torch.Tensor = original(manager, hidden_states, *args, **kwargs)
             if not torch.is_grad_enabled():
+                return rows
+            if not self._is_hybrid:
+                if manager.has_budget:
+                    self.counts.add(index, manager.num_wanted > manager.num_permuted_tokens)
+                elif self.load.is_followed:
+                    self.load.add(hidden_states.shape[0], manager.num_wanted)
                 return rows
             if has_budget:
                 handle = manager.handle

@@ -1,4 +1,4 @@
-"""What HybridEP with a fixed budget needs of a machine, looked at without changing anything."""
+"""What DeepEP with a fixed budget needs of a machine, looked at without changing anything."""
 
 from __future__ import annotations
 
@@ -7,16 +7,26 @@ import ctypes
 import importlib.metadata
 import importlib.util
 import os
+from pathlib import Path
 
 __all__ = [
+    "BACKEND_NAMES",
     "CUBLASLT_NEEDED",
+    "DEEPEP_RANKS",
     "FUSED_GROUPED_MLP",
     "cublaslt_version",
+    "deep_ep_is_missing",
     "deep_ep_state",
-    "hybridep_is_missing",
+    "knows_the_worst_case",
     "version_text",
     "wants_fused_grouped_mlp",
 ]
+
+BACKEND_NAMES = {"hybridep": "HybridEP", "deepep": "DeepEP"}
+"""Dispatchers that a graph can hold, by Megatron's name of the backend; one package has both."""
+
+DEEPEP_RANKS = (2, 4, 8)
+"""Ranks of a node between which DeepEP itself can dispatch in a graph; it has kernels for these."""
 
 FUSED_GROUPED_MLP = "NVTE_CUTEDSL_FUSED_GROUPED_MLP"
 """Megatron takes the grouped MLP as one operation only with this, on any GPU."""
@@ -24,19 +34,28 @@ FUSED_GROUPED_MLP = "NVTE_CUTEDSL_FUSED_GROUPED_MLP"
 CUBLASLT_NEEDED = 130801
 """13.8.1: the first that takes the token counts of a grouped product from the device rightly."""
 
+_OLD = (
+    "deep_ep ({}) cannot be told the most rows that could come (num_worst_tokens); build 1.2 or "
+    "newer"
+)
 _WAY_1 = (
     "Or dispatch with moe_token_dispatcher_type=alltoall, moe_expert_capacity_factor and "
     "moe_pad_expert_input_to_capacity=True, which needs none of it."
 )
 
 
-def hybridep_is_missing() -> str | None:
-    """What is to be installed or set before HybridEP can be captured, or None."""
-    found = [text for text in (_deep_ep(), _cublaslt(), _environment()) if text]
+def deep_ep_is_missing(backend: str) -> str | None:
+    """What is to be installed or set before a dispatcher can be captured, or None.
+
+    Args:
+        backend: one of `BACKEND_NAMES`.
+    """
+    found = [text for text in (_deep_ep(backend), _cublaslt(), _environment()) if text]
     if not found:
         return None
     listed = "\n  - ".join(found)
-    return f"Dispatch with HybridEP cannot be captured here:\n  - {listed}\n{_WAY_1}"
+    name = BACKEND_NAMES[backend]
+    return f"Dispatch with {name} cannot be captured here:\n  - {listed}\n{_WAY_1}"
 
 
 def deep_ep_state() -> tuple[str | None, bool]:
@@ -47,6 +66,19 @@ def deep_ep_state() -> tuple[str | None, bool]:
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         version = importlib.metadata.version("deep_ep")
     return version, importlib.util.find_spec("hybrid_ep_cpp") is not None
+
+
+def knows_the_worst_case() -> bool:
+    """Whether the DeepEP that is installed can be told the most rows that could come.
+
+    That is looked for in the text, since its import wants a GPU.
+    """
+    spec = importlib.util.find_spec("deep_ep")
+    for folder in spec.submodule_search_locations or () if spec is not None else ():
+        buffer = Path(folder, "buffer.py")
+        if buffer.exists():
+            return "num_worst_tokens" in buffer.read_text(encoding="utf-8")
+    return False
 
 
 def cublaslt_version() -> int | None:
@@ -72,10 +104,14 @@ def wants_fused_grouped_mlp() -> bool:
         return False
 
 
-def _deep_ep() -> str | None:
+def _deep_ep(backend: str) -> str | None:
     version, has_hybrid_ep = deep_ep_state()
+    if backend == "deepep" and version is not None:
+        return None if knows_the_worst_case() else _OLD.format(version)
     if has_hybrid_ep:
         return None
+    if backend == "deepep":
+        return "deep_ep is not installed; build DeepEP for this machine"
     how = "build the branch hybrid-ep of DeepEP for this machine"
     if version is None:
         return f"deep_ep is not installed; {how}"

@@ -1,4 +1,4 @@
-"""Which settings of Megatron's flexible dispatcher a chunk graph can hold: HybridEP's alone."""
+"""Which settings of Megatron's flexible dispatcher a graph can hold: DeepEP's with a budget."""
 
 from __future__ import annotations
 
@@ -7,28 +7,27 @@ from typing import Any
 
 from chunkgraph.engine import CaptureOptions
 from chunkgraph.errors import ConfigError, MissingDependencyError
-from chunkgraph.megatron.hybridep_needs import hybridep_is_missing
+from chunkgraph.megatron.deep_ep_needs import BACKEND_NAMES, DEEPEP_RANKS, deep_ep_is_missing
 
-__all__ = ["asks_for_hybridep", "flex_refusals", "refuse_for_hybridep"]
+__all__ = ["BACKEND_NAMES", "backend_of", "flex_refusals", "refuse_for_deep_ep"]
 
 _STATIC = (
     "set moe_token_dispatcher_type='alltoall', moe_expert_capacity_factor and "
     "moe_pad_expert_input_to_capacity=True"
 )
 _OTHER_BACKENDS = {
-    "deepep": "it waits on the host for the number of rows that came (Megatron's dispatcher does "
-    "not ask for DeepEP's mode of the worst case)",
     "ncclep": "a rank that is over its budget ends the process, so that no step can be run anew",
 }
+_FACTOR = "moe_expert_rank_capacity_factor"
 
 
-def asks_for_hybridep(config: Any) -> bool:
-    """Whether Megatron's config, or arguments, name HybridEP."""
-    return bool(
-        getattr(config, "num_moe_experts", None)
-        and getattr(config, "moe_token_dispatcher_type", None) == "flex"
-        and getattr(config, "moe_flex_dispatcher_backend", None) == "hybridep"
-    )
+def backend_of(config: Any) -> str | None:
+    """``hybridep``, ``deepep`` or another, of Megatron's config or arguments; None: not flex."""
+    if not getattr(config, "num_moe_experts", None):
+        return None
+    if getattr(config, "moe_token_dispatcher_type", None) != "flex":
+        return None
+    return getattr(config, "moe_flex_dispatcher_backend", None) or "deepep"
 
 
 def flex_refusals(config: Any, token_drops: str) -> list[str]:
@@ -39,22 +38,32 @@ def flex_refusals(config: Any, token_drops: str) -> list[str]:
         token_drops: see `attach`.
     """
     backend = getattr(config, "moe_flex_dispatcher_backend", None) or "deepep"
-    if backend != "hybridep":
+    if backend not in BACKEND_NAMES:
         why = (
             f"moe_token_dispatcher_type='flex' with moe_flex_dispatcher_backend={backend!r}: "
-            f"{_OTHER_BACKENDS.get(backend, 'not known')}; only DeepEP's HybridEP can dispatch in "
-            f"a graph ('hybridep', with moe_expert_rank_capacity_factor); or {_STATIC}"
+            f"{_OTHER_BACKENDS.get(backend, 'not known')}; only DeepEP can dispatch in a graph "
+            f"('hybridep', or 'deepep' within a node, with {_FACTOR}); or {_STATIC}"
         )
         return [why]
+    name = BACKEND_NAMES[backend]
+    ranks = getattr(config, "expert_model_parallel_size", None) or 1
+    found = []
+    if backend == "deepep" and ranks not in DEEPEP_RANKS:
+        found.append(
+            f"expert_model_parallel_size={ranks} with {name}: it dispatches in a graph between "
+            f"{', '.join(map(str, DEEPEP_RANKS))} ranks of a node; set it to one of these, or "
+            "moe_flex_dispatcher_backend to 'hybridep'"
+        )
     return [
-        *_budget_refusals(config, token_drops),
-        *_product_refusals(config),
-        *_untried(config),
+        *found,
+        *_budget_refusals(config, backend, token_drops),
+        *_product_refusals(config, name),
+        *_untried(config, name),
     ]
 
 
-def refuse_for_hybridep(config: Any, options: CaptureOptions | None) -> None:
-    """Check what HybridEP needs besides Megatron's settings, if they ask for it.
+def refuse_for_deep_ep(config: Any, options: CaptureOptions | None) -> None:
+    """Check what DeepEP needs besides Megatron's settings, if they ask for it.
 
     Args:
         config: Megatron's TransformerConfig.
@@ -64,47 +73,54 @@ def refuse_for_hybridep(config: Any, options: CaptureOptions | None) -> None:
         ConfigError: no step would run eagerly before the capture.
         MissingDependencyError: what it needs of the machine is not there.
     """
-    if not asks_for_hybridep(config):
+    backend = backend_of(config)
+    if backend not in BACKEND_NAMES:
         return
     if options is not None and options.num_warmup_steps < 1:
         raise ConfigError(
-            "num_warmup_steps=0 with HybridEP: its buffer is made, and its kernels are compiled, "
-            "in the first eager step. Make it 1 or more."
+            f"num_warmup_steps=0 with {BACKEND_NAMES[backend]}: its buffer is made, and kernels "
+            "are compiled, in the first eager step. Make it 1 or more."
         )
-    if (missing := hybridep_is_missing()) is not None:
+    if (missing := deep_ep_is_missing(backend)) is not None:
         raise MissingDependencyError(missing)
 
 
-def _budget_refusals(config: Any, token_drops: str) -> list[str]:
+def _budget_refusals(config: Any, backend: str, token_drops: str) -> list[str]:
     found = []
-    name = "moe_expert_rank_capacity_factor"
-    factor = getattr(config, name, None)
+    name = BACKEND_NAMES[backend]
+    factor = getattr(config, _FACTOR, None)
     if factor is None or not math.isfinite(factor):
+        how = (
+            " (on Megatron's config once it is made, which refuses it for this backend)"
+            if backend == "deepep"
+            else ""
+        )
         found.append(
-            f"moe_flex_dispatcher_backend='hybridep' without {name}: how many rows come depends on "
-            f"the tokens, and a graph has fixed shapes; set it to 1 or more, or {_STATIC}"
+            f"moe_flex_dispatcher_backend={backend!r} without {_FACTOR}: how many rows come "
+            f"depends on the tokens, and a graph has fixed shapes; set it to 1 or more{how}, or "
+            f"{_STATIC}"
         )
     elif factor < 1:
         found.append(
-            f"{name}={factor!r}: below 1 ranks drop tokens in every step; set it to 1 or more"
+            f"{_FACTOR}={factor!r}: below 1 ranks drop tokens in every step; set it to 1 or more"
         )
     capacity = getattr(config, "moe_expert_capacity_factor", None)
     if (capacity is not None and capacity >= 0) or getattr(
         config, "moe_pad_expert_input_to_capacity", False
     ):
         found.append(
-            f"moe_expert_capacity_factor={capacity!r} with HybridEP: the room is that of a rank; "
-            f"leave it and moe_pad_expert_input_to_capacity out, and set {name}"
+            f"moe_expert_capacity_factor={capacity!r} with {name}: the room is that of a rank; "
+            f"leave it and moe_pad_expert_input_to_capacity out, and set {_FACTOR}"
         )
     if token_drops not in ("raise", "rerun"):
         found.append(
-            f"token_drops={token_drops!r} with HybridEP: it only tells that a rank had no room; "
+            f"token_drops={token_drops!r} with {name}: it only tells that a rank had no room; "
             "say 'rerun', which runs such a step anew, or 'raise'"
         )
     return found
 
 
-def _product_refusals(config: Any) -> list[str]:
+def _product_refusals(config: Any, name: str) -> list[str]:
     why = "only that grouped product takes the number of tokens of each expert from the device"
     needs = {
         "use_transformer_engine_op_fuser": True,
@@ -118,19 +134,19 @@ def _product_refusals(config: Any) -> list[str]:
         if field == "gated_linear_unit" and value is None:
             value = getattr(config, "swiglu", None)
         if bool(value) != wanted:
-            found.append(f"{field}={value!r} with HybridEP: {why}; turn it on, or {_STATIC}")
+            found.append(f"{field}={value!r} with {name}: {why}; turn it on, or {_STATIC}")
     dtype = getattr(config, "moe_router_dtype", None)
     if dtype != "fp32":
         found.append(
-            f"moe_router_dtype={dtype!r} with HybridEP: it sends probabilities in float32; set it "
+            f"moe_router_dtype={dtype!r} with {name}: it sends probabilities in float32; set it "
             "to 'fp32'"
         )
     if not (getattr(config, "bf16", False) or getattr(config, "fp16", False)):
-        found.append("neither bf16 nor fp16 with HybridEP: it sends rows of 2 bytes; set bf16")
+        found.append(f"neither bf16 nor fp16 with {name}: it sends rows of 2 bytes; set bf16")
     return found
 
 
-def _untried(config: Any) -> list[str]:
+def _untried(config: Any, name: str) -> list[str]:
     recomputed = set(getattr(config, "recompute_modules", None) or ())
     how = getattr(config, "recompute_granularity", None)
     asked = {
@@ -144,12 +160,12 @@ def _untried(config: Any) -> list[str]:
         "moe_latent_size": getattr(config, "moe_latent_size", None),
     }
     found = [
-        f"{what} with HybridEP: not tried; leave it out" for what, is_it in asked.items() if is_it
+        f"{what} with {name}: not tried; leave it out" for what, is_it in asked.items() if is_it
     ]
     ranks = getattr(config, "expert_tensor_parallel_size", None)
     if (ranks or 1) > 1:
         found.append(
-            f"expert_tensor_parallel_size={ranks} with HybridEP: its grouped product cannot be "
+            f"expert_tensor_parallel_size={ranks} with {name}: the grouped product cannot be "
             "split; set it to 1"
         )
     return found

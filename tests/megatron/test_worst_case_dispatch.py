@@ -1,0 +1,262 @@
+"""DeepEP's dispatch of the worst case without its package: what is computed around it.
+
+A stand-in of DeepEP's buffer serves one rank: tokens with an expert come first, and what nobody
+wrote is NaN.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chunkgraph.errors import ConfigError
+from chunkgraph.graphs import RecorderBackend
+from chunkgraph.megatron import compat
+from chunkgraph.megatron.compat import worst_case_dispatch
+from chunkgraph.megatron.compat.worst_case_dispatch import WorstCaseManager, rows_within
+
+pytestmark = [pytest.mark.megatron, pytest.mark.timeout(60)]
+
+TOKENS, HIDDEN, EXPERTS, TOP_K = 7, 4, 5, 2
+
+
+class OneRank:
+    """As `deep_ep.Buffer`, for one rank and without any memory between calls."""
+
+    def get_dispatch_layout(self, indices: torch.Tensor, num_experts: int) -> tuple[Any, ...]:
+        assert num_experts == EXPERTS
+        return None, None, None, (indices >= 0).any(1, keepdim=True), None
+
+    def dispatch(
+        self, x: torch.Tensor, handle: Any = None, **given: torch.Tensor | int
+    ) -> tuple[Any, ...]:
+        if handle is not None:
+            (sent,) = handle
+            return self._moved(x, sent), None, None, None, None, None
+        is_sent: Any = given["is_token_in_rank"]
+        assert given["num_worst_tokens"] == x.shape[0]
+        sent = is_sent[:, 0]
+        places = self._moved(given["topk_idx"], sent, -1)
+        weights = self._moved(given["topk_weights"], sent)
+        return self._moved(x, sent), places, weights, [], (sent,), None
+
+    def combine(
+        self, x: torch.Tensor, handle: Any, topk_weights: torch.Tensor | None = None
+    ) -> tuple[Any, ...]:
+        (sent,) = handle
+        weights = None if topk_weights is None else self._back(topk_weights, sent)
+        return self._back(x, sent), weights, None
+
+    def _moved(self, given: Any, sent: torch.Tensor, rest: float = float("nan")) -> torch.Tensor:
+        order = torch.argsort(~sent, stable=True)
+        behind = torch.arange(len(sent)) >= sent.sum()
+        return given[order].masked_fill(behind[:, None], rest)
+
+    def _back(self, given: torch.Tensor, sent: torch.Tensor) -> torch.Tensor:
+        order = torch.argsort(~sent, stable=True)
+        out = torch.empty_like(given)
+        out[order] = given
+        return out.masked_fill(~sent[:, None], 0.0)
+
+
+def _permute(
+    rows: torch.Tensor, kept: torch.Tensor, probs: torch.Tensor, num_out_tokens: int, fused: bool
+) -> tuple[Any, ...]:
+    """As Transformer Engine's; what nobody wrote is NaN."""
+    assert fused
+    by_expert = kept.T.reshape(-1)
+    first = by_expert.to(torch.int8).argsort(descending=True, stable=True)[:num_out_tokens]
+    source = first % rows.shape[0]
+    behind = ~by_expert[first]
+    permuted = rows[source].masked_fill(behind[:, None], float("nan"))
+    weights = probs.T.reshape(-1)[first].masked_fill(behind, float("nan"))
+    return permuted, weights, (source, behind), None, None
+
+
+def _unpermute(
+    rows: torch.Tensor, row_map: Any, restore_shape: torch.Size, fused: bool
+) -> torch.Tensor:
+    assert fused
+    source, behind = row_map
+    out = torch.zeros(restore_shape)
+    return out.index_add(0, source, torch.where(behind[:, None], 0.0, rows))
+
+
+@pytest.fixture
+def manager(monkeypatch: pytest.MonkeyPatch) -> WorstCaseManager:
+    replaced = SimpleNamespace(
+        group=SimpleNamespace(size=lambda: 1),
+        config=SimpleNamespace(
+            moe_router_topk=TOP_K,
+            moe_expert_rank_capacity_factor=None,
+            use_transformer_engine_op_fuser=False,
+        ),
+        num_local_experts=EXPERTS,
+        num_experts=EXPERTS,
+        router_topk=TOP_K,
+    )
+    made = WorstCaseManager(replaced)
+    made._fused = SimpleNamespace(get_buffer=lambda *_: OneRank(), get_hidden_bytes=lambda _: 0)
+    made._utils = SimpleNamespace(
+        permute=_permute, unpermute=_unpermute, get_align_size_for_quantization=lambda _: 0
+    )
+    return made
+
+
+def _routed(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Experts of each token, and their probabilities: one token has none, one a probability 0."""
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.rand(TOKENS, EXPERTS, generator=generator)
+    chosen = torch.zeros(TOKENS, EXPERTS, dtype=torch.bool)
+    chosen.scatter_(1, scores.topk(TOP_K).indices, value=True)
+    chosen[3] = False
+    probs = torch.where(chosen, scores, 0.0)
+    probs[5, int(chosen[5].nonzero()[0])] = 0.0
+    return chosen, probs
+
+
+def _through(
+    manager: WorstCaseManager, x: torch.Tensor, chosen: torch.Tensor, probs: torch.Tensor
+) -> torch.Tensor:
+    """Expert e multiplies a row by e + 1, and by the row's probability."""
+    manager.setup_metadata(chosen, probs)
+    rows, weights = manager.get_permuted_hidden_states_by_experts(manager.dispatch(x))
+    counts, of_rows = manager.get_number_of_tokens_per_expert(), torch.arange(rows.shape[0])
+    assert counts is not None
+    assert weights is not None
+    expert = torch.searchsorted(counts.cumsum(0), of_rows, right=True)
+    done = rows * (expert + 1)[:, None] * weights[:, None]
+    return manager.combine(manager.get_restored_hidden_states_by_experts(done))
+
+
+def test_what_comes_back_is_what_experts_make_of_each_token(manager: WorstCaseManager) -> None:
+    chosen, probs = _routed(0)
+    x = torch.randn(TOKENS, HIDDEN, dtype=torch.float32).requires_grad_()
+    probs.requires_grad_()
+    found = _through(manager, x, chosen, probs)
+    factors = torch.arange(1, EXPERTS + 1) * torch.where(chosen, probs, 0.0)
+    expected = x * factors.sum(1, keepdim=True)
+    torch.testing.assert_close(found, expected)
+    weight = torch.randn(TOKENS, HIDDEN)
+    of_x, of_probs = torch.autograd.grad((found * weight).sum(), (x, probs), retain_graph=True)
+    wanted = torch.autograd.grad((expected * weight).sum(), (x, probs))
+    torch.testing.assert_close(of_x, wanted[0])
+    torch.testing.assert_close(of_probs, wanted[1])
+    assert of_probs[5].count_nonzero() == TOP_K  # an expert chosen at probability 0 is one
+    assert not manager.over_budget
+
+
+def test_rows_without_room_are_left_out_and_told_in_replays(manager: WorstCaseManager) -> None:
+    manager.moe_expert_rank_capacity_factor = 10 / (TOKENS * TOP_K)
+    layer = SimpleNamespace(
+        layer_number=3,
+        token_dispatcher=SimpleNamespace(_comm_manager=manager),
+        config=SimpleNamespace(moe_flex_dispatcher_backend="deepep"),
+        parameters=lambda: iter([torch.zeros(1)]),
+    )
+    budget = compat.RankBudget([layer])
+    undo = budget.install()
+    chosen, probs = _routed(1)
+    x = torch.randn(TOKENS, HIDDEN)
+    backend = RecorderBackend()
+    with (
+        backend.capture("forward", backend.new_pool("slot")) as graph,
+        budget.counts.forward(),
+        torch.enable_grad(),
+    ):
+        found = _through(manager, x, chosen, probs)
+    total = budget.counts.total
+    total.zero_()
+    manager.over_budget.zero_()
+    for seed in range(2, 5):
+        again, others = _routed(seed)
+        if seed == 3:  # 8 rows are enough
+            again[[0, 1]] = False
+            others = torch.where(again, others, 0.0)
+        chosen.copy_(again)
+        probs.copy_(others)
+        before = int(total)
+        graph.replay()
+        assert int(total) - before == (0 if seed == 3 else 1)
+        assert manager.num_wanted is not None
+        assert int(manager.num_wanted) == int(again.sum())
+        kept, _, _ = rows_within(again, 10)
+        factors = torch.arange(1, EXPERTS + 1) * torch.where(kept, others, 0.0)
+        torch.testing.assert_close(found, x * factors.sum(1, keepdim=True))
+    assert manager.over_budget
+    with budget.room_for_all(), budget.load.following():
+        whole = _through(manager, x, chosen, probs)
+        assert not manager.has_budget
+    factors = torch.arange(1, EXPERTS + 1) * torch.where(chosen, probs, 0.0)
+    torch.testing.assert_close(whole, x * factors.sum(1, keepdim=True))
+    assert budget.load.take() == -(-int(chosen.sum()) * compat.LOAD_OF // TOKENS)
+    undo()
+    budget.restore_managers()
+    assert layer.token_dispatcher._comm_manager is manager  # it was there before
+
+
+@given(
+    st.lists(st.lists(st.booleans(), min_size=3, max_size=3), min_size=1, max_size=9),
+    st.integers(1, 30),
+)
+def test_room_is_given_expert_by_expert(rows: list[list[bool]], budget: int) -> None:
+    chosen = torch.tensor(rows)
+    kept, counts, wanted = rows_within(chosen, budget)
+    order = [(e, r) for e in range(3) for r in range(len(rows)) if rows[r][e]]
+    assert int(wanted) == len(order)
+    assert {(e, r) for r, e in kept.nonzero().tolist()} == set(order[:budget])
+    assert counts.tolist() == [sum(e == of for of, _ in order[:budget]) for e in range(3)]
+
+
+class _Megatrons:
+    """In the place of Megatron's manager, which wants the package."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.group = SimpleNamespace(size=lambda: num_ranks)
+        self.config = SimpleNamespace(moe_expert_rank_capacity_factor=2.0)
+        self.num_local_experts, self.num_experts, self.router_topk = 2, 4, 2
+
+
+def _layers(*managers: object) -> list[Any]:
+    return [
+        SimpleNamespace(layer_number=i, token_dispatcher=SimpleNamespace(_comm_manager=m))
+        for i, m in enumerate(managers, 1)
+    ]
+
+
+def test_layers_get_it_and_get_theirs_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = compat.import_megatron("megatron.core.transformer.moe.token_dispatcher")
+    monkeypatch.setattr(module, "_DeepepManager", _Megatrons)
+    theirs = _Megatrons(2), _Megatrons(2)
+    layers = _layers(*theirs)
+    undo = worst_case_dispatch.use_worst_case_dispatch(layers)
+    given = [layer.token_dispatcher._comm_manager for layer in layers]
+    assert all(isinstance(manager, WorstCaseManager) for manager in given)
+    assert given[0].moe_expert_rank_capacity_factor == 2.0
+    worst_case_dispatch.use_worst_case_dispatch(layers)()  # they have it
+    assert [layer.token_dispatcher._comm_manager for layer in layers] == given
+    undo()
+    assert [layer.token_dispatcher._comm_manager for layer in layers] == list(theirs)
+
+
+@pytest.mark.parametrize(
+    ("managers", "said"),
+    [
+        ((_Megatrons(2), _Megatrons(16)), "Layer 2 shares its experts between 16 ranks"),
+        ((_Megatrons(2), object()), "Layer 2 dispatches its tokens by object"),
+    ],
+)
+def test_what_it_cannot_serve_is_left_as_it_was(
+    monkeypatch: pytest.MonkeyPatch, managers: tuple[object, ...], said: str
+) -> None:
+    module = compat.import_megatron("megatron.core.transformer.moe.token_dispatcher")
+    monkeypatch.setattr(module, "_DeepepManager", _Megatrons)
+    layers = _layers(*managers)
+    with pytest.raises(ConfigError, match=said):
+        worst_case_dispatch.use_worst_case_dispatch(layers)
+    assert [layer.token_dispatcher._comm_manager for layer in layers] == list(managers)
