@@ -278,7 +278,10 @@ _HOLDS = {
         ({"moe_expert_capacity_factor": 0.5}, "moe_expert_capacity_factor=0.5: below 1"),
         ({"moe_expert_capacity_factor": 4.5}, r"moe_expert_capacity_factor=4.5: above .*\(4\)"),
         ({"expert_model_parallel_size": 3}, "expert_model_parallel_size=3: it does not divide"),
-        ({"moe_token_dispatcher_type": "flex"}, "DeepEP.*moe_token_dispatcher_type='alltoall'"),
+        (
+            {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "ncclep"},
+            "only DeepEP.*moe_token_dispatcher_type='alltoall'",
+        ),
         (
             {"moe_token_dispatcher_type": "allgather", "moe_permute_fusion": True},
             "moe_permute_fusion=True",

@@ -28,6 +28,16 @@ TOKENS, HIDDEN, EXPERTS, TOP_K = 7, 4, 5, 2
 class OneRank:
     """As `deep_ep.Buffer`, for one rank and without any memory between calls."""
 
+    def __init__(self, group: object, num_nvl_bytes: int, num_rdma_bytes: int) -> None:
+        assert num_rdma_bytes == 0
+        self.group, self.num_nvl_bytes = group, num_nvl_bytes
+
+    @staticmethod
+    def get_dispatch_config(num_ranks: int) -> Any:
+        return SimpleNamespace(get_nvl_buffer_size_hint=lambda size, _: size * num_ranks)
+
+    get_combine_config = get_dispatch_config
+
     def get_dispatch_layout(self, indices: torch.Tensor, num_experts: int) -> tuple[Any, ...]:
         assert num_experts == EXPERTS
         return None, None, None, (indices >= 0).any(1, keepdim=True), None
@@ -101,7 +111,9 @@ def manager(monkeypatch: pytest.MonkeyPatch) -> WorstCaseManager:
         router_topk=TOP_K,
     )
     made = WorstCaseManager(replaced)
-    made._fused = SimpleNamespace(get_buffer=lambda *_: OneRank(), get_hidden_bytes=lambda _: 0)
+    made._fused = SimpleNamespace(
+        Buffer=OneRank, _buffer=None, get_hidden_bytes=lambda x: x.shape[1] * 4
+    )
     made._utils = SimpleNamespace(
         permute=_permute, unpermute=_unpermute, get_align_size_for_quantization=lambda _: 0
     )
@@ -149,6 +161,15 @@ def test_what_comes_back_is_what_experts_make_of_each_token(manager: WorstCaseMa
     torch.testing.assert_close(of_probs, wanted[1])
     assert of_probs[5].count_nonzero() == TOP_K  # an expert chosen at probability 0 is one
     assert not manager.over_budget
+
+
+def test_one_buffer_serves_until_rows_are_wider(manager: WorstCaseManager) -> None:
+    one = manager.buffer(torch.zeros(3, HIDDEN))
+    assert manager.buffer(torch.zeros(9, HIDDEN)) is one  # whatever the tokens
+    assert manager._fused._buffer is one  # where Megatron looks for it
+    wider = manager.buffer(torch.zeros(3, 2 * HIDDEN))
+    assert wider is not one
+    assert manager.buffer(torch.zeros(3, HIDDEN)) is wider
 
 
 def test_rows_without_room_are_left_out_and_told_in_replays(manager: WorstCaseManager) -> None:

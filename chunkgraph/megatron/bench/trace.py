@@ -26,7 +26,14 @@ _POINT_TO_POINT = ("sendrecv",)
 _COLLECTIVE = ("nccl",)
 # DeepEP's, by namespace, and of those without one by name.
 _DISPATCH = (
-    *("hybrid_ep::", "permute_kernel", "device_sync_kernel", "pad_tokens_per_expert_kernel"),
+    *(
+        "hybrid_ep::",
+        "deep_ep::",
+        "permute_kernel",
+        "_row_id_map_pass",
+        "device_sync_kernel",
+        "pad_tokens_per_expert_kernel",
+    ),
     *("update_expected_value_kernel", "ag_nvl_kernel"),
 )
 # Whole names: of ours, and of Megatron's.
@@ -41,7 +48,7 @@ class KernelTimes:
         total: of all kernels and copies but sends and receives.
         forward: by chunk.
         backward: by chunk.
-        dispatch: of HybridEP's kernels, which wait for other ranks, and of all that permute rows
+        dispatch: of DeepEP's kernels, which wait for other ranks, and of all that permute rows
             (by name), wherever they ran.
         stash: of the stash's kernels.
         send_receive: of NCCL's sends and receives, which all-to-all dispatch consists of; they are

@@ -36,7 +36,7 @@ def use_worst_case_dispatch(layers: Sequence[Any]) -> Callable[[], None]:
         ConfigError: a layer dispatches in another way, or over ranks that DeepEP cannot serve.
     """
     (megatrons,) = private_names(_DISPATCHER, "_DeepepManager")
-    private_names(_FUSED, "get_buffer", "get_hidden_bytes")
+    private_names(_FUSED, "_buffer", "get_hidden_bytes")
     undo = ExitStack()
     for layer in layers:
         dispatcher = layer.token_dispatcher
@@ -194,8 +194,20 @@ class WorstCaseManager:
         return combined
 
     def buffer(self, hidden_states: torch.Tensor) -> Any:
-        """DeepEP's, of the process; Megatron makes it in the first eager step."""
-        return self._fused.get_buffer(self.group, self._fused.get_hidden_bytes(hidden_states))
+        """DeepEP's, of the process, where Megatron keeps it; made in the first eager step.
+
+        Megatron asks for the size of one between nodes too, which a build for one node has not.
+        """
+        kind, size = self._fused.Buffer, self.group.size()
+        hidden_bytes = self._fused.get_hidden_bytes(hidden_states)
+        needed = max(
+            config.get_nvl_buffer_size_hint(hidden_bytes, size)
+            for config in (kind.get_dispatch_config(size), kind.get_combine_config(size))
+        )
+        kept = self._fused._buffer
+        if kept is None or kept.group != self.group or kept.num_nvl_bytes < needed:
+            kept = self._fused._buffer = kind(self.group, needed, 0)
+        return kept
 
     def most_rows(self, num_tokens: int) -> int:
         """That could come to this rank."""
