@@ -26,15 +26,8 @@ _POINT_TO_POINT = ("sendrecv",)
 _COLLECTIVE = ("nccl",)
 # DeepEP's, by namespace, and of those without one by name.
 _DISPATCH = (
-    *(
-        "hybrid_ep::",
-        "deep_ep::",
-        "permute_kernel",
-        "_row_id_map_pass",
-        "device_sync_kernel",
-        "pad_tokens_per_expert_kernel",
-    ),
-    *("update_expected_value_kernel", "ag_nvl_kernel"),
+    *("hybrid_ep::", "deep_ep::", "permute_kernel", "_row_id_map_pass", "device_sync_kernel"),
+    *("pad_tokens_per_expert_kernel", "update_expected_value_kernel", "ag_nvl_kernel"),
 )
 # Whole names: of ours, and of Megatron's.
 _STASH = ("_take", "_give_back", "_copy_row", "paged_stash_copy_kernel", "paged_stash_pop_kernel")

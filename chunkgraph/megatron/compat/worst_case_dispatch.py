@@ -120,8 +120,8 @@ class WorstCaseManager:
         self._handle: tuple[Any, ...] | None = None
         self._row_map: torch.Tensor | None = None
         self._came: torch.Size | None = None
-        self._fused = import_megatron(_FUSED)
-        self._utils = import_megatron(_UTILS)
+        self._fused: Any = import_megatron(_FUSED)
+        self._utils: Any = import_megatron(_UTILS)
 
     def setup_metadata(self, routing_map: torch.Tensor, probs: torch.Tensor) -> None:
         """Before `dispatch`: where each token goes.
