@@ -249,9 +249,12 @@ class ChunkGraphsInPretrain:
 def _give_rank_budget(args: argparse.Namespace, chunks: Sequence[Any]) -> None:
     """Put the budget of ``--moe-expert-rank-capacity-factor`` where `settle_arguments` took it."""
     factor = getattr(args, "cuda_graph_expert_rank_capacity_factor", None)
-    if factor is not None:
-        for chunk in chunks:
-            config_of(chunk).moe_expert_rank_capacity_factor = factor
+    if factor is None:
+        return
+    for chunk in chunks:
+        config_of(chunk).moe_expert_rank_capacity_factor = factor
+        # Evaluation behind the training too: what it computes depends on no graph.
+        compat.use_worst_case_dispatch(compat.moe_layers_of(list(chunk.modules())))
 
 
 def _is_profiled(args: argparse.Namespace) -> bool:
