@@ -63,6 +63,11 @@ class Capturer:
         def prepare() -> tuple[Sequence[Chunk], Mapping[Hashable, Sequence[Call]]]:
             nonlocal verifier
             samples = make_samples()
+            for calls in samples.values():
+                for chunk, call in zip(self.chunks, calls, strict=True):
+                    if chunk.check_sample is not None:
+                        args, kwargs = call.arguments()
+                        chunk.check_sample(*args, **kwargs)
             verifier = new_verifier(self.verify, self.chunks, samples, self.surroundings)
             return (self.chunks if verifier is None else verifier.chunks), samples
 

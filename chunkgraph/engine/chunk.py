@@ -52,6 +52,8 @@ class Chunk:
         copies_outputs: told the arguments of the captured call, whether the caller may still use
             the result when the slot's next forward runs. It is then copied once on the way out;
             otherwise, and without it, the slot's own memory is handed out.
+        check_sample: given the arguments of a call that graphs are to be captured from; it raises
+            for what they must not hold, and may read the device.
     """
 
     forward: Callable[..., Any]
@@ -67,6 +69,7 @@ class Chunk:
     new_marker: Callable[[], GradientMarker] | None = None
     keeps_input_grads: bool = True
     copies_outputs: Callable[..., bool] | None = None
+    check_sample: Callable[..., None] | None = None
 
     @staticmethod
     def from_module(module: nn.Module, label: str) -> Chunk:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ __all__ = [
     "put_together",
     "refuse_other_context",
     "refuse_predictions_over_padding",
+    "refuse_rows_behind_offsets",
     "take_apart",
 ]
 
@@ -145,6 +147,44 @@ def put_together(given: dict[str, Any]) -> None:
         own = fields[value.removeprefix(_SAME)] if is_same else value
         object.__setattr__(params, name, own)
     given[ARGUMENT] = params
+
+
+def refuse_rows_behind_offsets(
+    given: Mapping[str, Any], num_rows: int, context_parallel_size: int, label: str
+) -> None:
+    """Refuse offsets that end before the last row does; reads the device.
+
+    Kernels of packed sequences write the rows up to the last offset. What they leave as it was is
+    another microbatch's in a replay.
+
+    Args:
+        given: arguments of a call, with what `take_apart` made of the parameters, if it had any.
+        num_rows: of this rank's input.
+        context_parallel_size: ranks that share the rows, where the parameters do not say.
+        label: names the chunk in errors.
+
+    Raises:
+        ConfigError: they do.
+    """
+    if _CLASS not in given:
+        return
+    group = given.get(f"{_PREFIX}cp_group")
+    size = given.get(f"{_PREFIX}local_cp_size")
+    if size is None:
+        size = context_parallel_size if group is None else group.size()
+    for plain, padded in zip(OFFSETS[:2], OFFSETS[2:], strict=True):
+        name = padded if given.get(f"{_PREFIX}{padded}") is not None else plain
+        offsets = given.get(f"{_PREFIX}{name}")
+        if not isinstance(offsets, torch.Tensor):  # the same tensor as another's
+            continue
+        end = int(offsets[-1])
+        if end != num_rows * size:
+            raise ConfigError(
+                f"{label}: {ARGUMENT}.{name} ends at {end}, and there are {num_rows * size} rows "
+                f"({num_rows} on each of {size} context-parallel ranks). Rows behind it would hold "
+                "what an earlier microbatch left there. Pack with chunkgraph.packing.pack(), whose "
+                "last sequence has no token and reaches the last row, or give offsets that do."
+            )
 
 
 def make_params(

@@ -110,6 +110,7 @@ class CapturedPart:
             before_forward=before,
             new_marker=new_marker,
             copies_outputs=self._gives_losses,
+            check_sample=self._check_sample,
         )
 
     def divert_to(self, call: Call, *, may_hold_padding: bool = True) -> None:
@@ -168,6 +169,19 @@ class CapturedPart:
     def _run(self, first: Any, *args: Any, **kwargs: Any) -> Any:
         """The module's eager forward, from its arguments alone."""
         raise NotImplementedError
+
+    def _check_sample(self, first: Any, *_args: Any, **kwargs: Any) -> None:
+        """Offsets of packed sequences must reach the last row."""
+        config = self._block.config
+        if not isinstance(first, torch.Tensor):  # token numbers, which all tensor ranks have
+            rows = kwargs["input_ids"].shape[1]
+        else:
+            rows = first.shape[0]
+            if getattr(config, "sequence_parallel", False):
+                rows *= config.tensor_model_parallel_size
+        packed_params.refuse_rows_behind_offsets(
+            kwargs, rows, getattr(config, "context_parallel_size", 1) or 1, self.label
+        )
 
     def _run_gated(self, first: Any, *args: Any, **kwargs: Any) -> Any:
         with self._gates.held_by_forward():

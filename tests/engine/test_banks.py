@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from chunkgraph.engine import CaptureOptions, ChunkGraphs
+from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs
 from chunkgraph.engine.static_inputs import SlotStatics
-from chunkgraph.errors import CaptureError, ReplayMismatchError, SlotError
+from chunkgraph.errors import CaptureError, ConfigError, ReplayMismatchError, SlotError
 from chunkgraph.graphs import GraphBackend
 
 WIDTH = 8
@@ -257,6 +258,28 @@ def test_a_sample_that_cannot_be_derived_fails_the_session(backend: GraphBackend
         _forward(graphs, 12).sum().backward()
     with pytest.raises(CaptureError, match="cannot be cut"), graphs.step(1, banks=[12]):
         pass
+
+
+@pytest.mark.parametrize("bad", [12, 6])
+def test_a_sample_that_a_chunk_refuses_fails_the_session(backend: GraphBackend, bad: int) -> None:
+    """Whether a step had it, or it was derived."""
+    module = modules(backend.device)[0]
+    seen: list[int] = []
+
+    def check(x: torch.Tensor, rows: int) -> None:
+        seen.append(rows)
+        assert x.shape[0] == rows
+        if rows == bad:
+            raise ConfigError(f"{rows} rows are refused")
+
+    chunk = replace(Chunk.from_module(module, "chunk 0"), check_sample=check)
+    graphs = ChunkGraphs([chunk], [2], backend=backend, banks=BANKS, derive_sample=derive)
+    with graphs.step(1, banks=[12]):
+        _forward(graphs, 12).sum().backward()
+    with pytest.raises(ConfigError, match=f"{bad} rows are refused"), graphs.step(1, banks=[12]):
+        pass
+    assert seen == list(BANKS)[: len(seen)]
+    assert seen[-1] == bad
 
 
 def test_static_memory_of_two_slots_is_proved_apart(

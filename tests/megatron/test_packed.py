@@ -13,7 +13,12 @@ import pytest
 import torch
 from torch import nn
 
-from chunkgraph.errors import ChunkGraphError, ConfigError, PackingError, ReplayMismatchError
+from chunkgraph.errors import (
+    ChunkGraphError,
+    ConfigError,
+    PackingError,
+    ReplayMismatchError,
+)
 from chunkgraph.packing import PackedShape, pack
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(100)]
@@ -385,3 +390,37 @@ def test_attention_is_told_of_tokens_rows_and_padding(counts_padding: bool) -> N
     assert params.cu_seqlens_kv_padded is params.cu_seqlens_q_padded
     if hasattr(type(params), "pad_between_seqs"):  # Megatron-core 0.17 and later
         assert params.pad_between_seqs is True
+
+
+@pytest.mark.parametrize("graphs", ["block", "chunk"], indirect=True)
+@pytest.mark.parametrize("names", [("cu_seqlens_q_padded",), ("cu_seqlens_kv_padded",), ()])
+def test_rows_behind_the_last_offset_are_refused(
+    chunks: list[Any], graphs: Any, names: tuple[str, ...]
+) -> None:
+    """Megatron's unfused RoPE cannot take them; its kernel leaves such rows as they were."""
+    from chunkgraph.megatron.packed import take_apart
+
+    batch = _batch([7, 5])
+    params = batch["packed_seq_params"]
+    check = graphs._parts[0].chunk().check_sample
+    is_whole = graphs._parts[0].module is not graphs._parts[0]._block
+    first = None if is_whole else torch.zeros(32, 1, 8)
+    check(first, input_ids=batch["input_ids"], **take_apart(params, "chunk"))
+    check(first, input_ids=batch["input_ids"])  # not packed
+    if not names:  # as for sequences without padding between them
+        params.cu_seqlens_q_padded = params.cu_seqlens_kv_padded = None
+    for name in names:
+        short = params.cu_seqlens_q_padded.clone()
+        short[-1] -= 3
+        setattr(params, name, short)
+    ends_at = f"{names[0]} ends at 29" if names else "cu_seqlens_q ends at 12"
+    given = take_apart(params, "chunk")
+    with pytest.raises(ConfigError, match=rf"chunk 0.*{ends_at}, and there are 32 rows"):
+        check(first, input_ids=batch["input_ids"], **given)
+    # A quarter of the rows on each of four ranks that share the microbatch.
+    rows = {"input_ids": torch.zeros(1, 8)} if is_whole else {}
+    part = torch.zeros(8, 1, 8) if first is not None else None
+    whole = take_apart(_batch([7, 5])["packed_seq_params"], "chunk")
+    check(part, **rows, **{**whole, "packed_seq_params.local_cp_size": 4})
+    with pytest.raises(ConfigError, match=r"there are 8 rows \(8 on each of 1 context"):
+        check(part, **rows, **whole)
