@@ -6,6 +6,7 @@ when it is read, and the sections are checked against each other when the whole 
 
 from __future__ import annotations
 
+from chunkgraph.config.flex_checks import DEEPEP_RANKS, deep_ep_limits
 from chunkgraph.config.loader import config_from_mapping, load_config, to_mapping, to_yaml
 from chunkgraph.config.resolved import resolved
 from chunkgraph.config.sections import (
@@ -25,6 +26,7 @@ from chunkgraph.config.seq_buckets import default_seq_buckets
 from chunkgraph.config.stash import wrong_stash_value
 
 __all__ = [
+    "DEEPEP_RANKS",
     "BenchConfig",
     "CaptureConfig",
     "Config",
@@ -37,6 +39,7 @@ __all__ = [
     "StashConfig",
     "TrainConfig",
     "config_from_mapping",
+    "deep_ep_limits",
     "default_seq_buckets",
     "load_config",
     "resolved",

@@ -10,10 +10,30 @@ from chunkgraph.errors import ConfigError
 if TYPE_CHECKING:
     from chunkgraph.config.sections import Config, ExpertConfig
 
-__all__ = ["check_flex"]
+__all__ = ["DEEPEP_RANKS", "check_flex", "deep_ep_limits"]
 
-_DEEPEP_RANKS = (2, 4, 8)
+DEEPEP_RANKS = (2, 4, 8)
+"""Ranks of a node between which DeepEP itself can dispatch in a graph; it has kernels for these."""
+_MOST_HIDDEN, _HIDDEN_MULTIPLE, _MOST_TOPK = 8176, 16, 32
 _OTHERWISE = "moe.moe_token_dispatcher_type=alltoall with moe.moe_expert_capacity_factor needs none"
+
+
+def deep_ep_limits(hidden_size: int, moe_router_topk: int) -> list[str]:
+    """What of a model DeepEP's kernels of one node cannot take; they stop the GPU where it is.
+
+    Read in its source (release 1.2.1, ``intranode.cu``: asserts on the device).
+    """
+    found = []
+    if hidden_size > _MOST_HIDDEN or hidden_size % _HIDDEN_MULTIPLE:
+        found.append(
+            f"hidden_size={hidden_size} with DeepEP: its kernels take up to {_MOST_HIDDEN}, a "
+            f"multiple of {_HIDDEN_MULTIPLE}"
+        )
+    if moe_router_topk > _MOST_TOPK:
+        found.append(
+            f"moe_router_topk={moe_router_topk} with DeepEP: its kernels take up to {_MOST_TOPK}"
+        )
+    return found
 
 
 def check_flex(config: Config) -> None:
@@ -33,12 +53,15 @@ def check_flex(config: Config) -> None:
             f"it to hybridep, or to deepep for DeepEP's dispatch within a node; {_OTHERWISE}."
         )
     ranks = config.pipeline.expert_model_parallel_size
-    if backend == "deepep" and ranks not in _DEEPEP_RANKS:
+    if backend == "deepep" and ranks not in DEEPEP_RANKS:
         raise ConfigError(
             f"pipeline.expert_model_parallel_size is {ranks} with deepep, which dispatches in a "
-            f"graph between {', '.join(map(str, _DEEPEP_RANKS))} ranks of a node. Set it to one "
+            f"graph between {', '.join(map(str, DEEPEP_RANKS))} ranks of a node. Set it to one "
             "of these, or moe.moe_flex_dispatcher_backend to hybridep."
         )
+    limits = deep_ep_limits(config.model.hidden_size, moe.moe_router_topk)
+    if backend == "deepep" and limits:
+        raise ConfigError(f"{'; '.join(limits)}. Set moe.moe_flex_dispatcher_backend to hybridep.")
     factor = moe.moe_expert_rank_capacity_factor
     if factor is None or not (factor >= 1 and math.isfinite(factor)):
         raise ConfigError(

@@ -12,7 +12,6 @@ from pathlib import Path
 __all__ = [
     "BACKEND_NAMES",
     "CUBLASLT_NEEDED",
-    "DEEPEP_RANKS",
     "FUSED_GROUPED_MLP",
     "cublaslt_version",
     "deep_ep_is_missing",
@@ -24,9 +23,6 @@ __all__ = [
 
 BACKEND_NAMES = {"hybridep": "HybridEP", "deepep": "DeepEP"}
 """Dispatchers that a graph can hold, by Megatron's name of the backend; one package has both."""
-
-DEEPEP_RANKS = (2, 4, 8)
-"""Ranks of a node between which DeepEP itself can dispatch in a graph; it has kernels for these."""
 
 FUSED_GROUPED_MLP = "NVTE_CUTEDSL_FUSED_GROUPED_MLP"
 """Megatron takes the grouped MLP as one operation only with this, on any GPU."""
@@ -107,7 +103,11 @@ def wants_fused_grouped_mlp() -> bool:
 def _deep_ep(backend: str) -> str | None:
     version, has_hybrid_ep = deep_ep_state()
     if backend == "deepep" and version is not None:
-        return None if knows_the_worst_case() else _OLD.format(version)
+        if not knows_the_worst_case():
+            return _OLD.format(version)
+        if importlib.util.find_spec("pynvml") is None:
+            return "pynvml is not installed, by which deep_ep looks for NVLink"
+        return None
     if has_hybrid_ep:
         return None
     if backend == "deepep":

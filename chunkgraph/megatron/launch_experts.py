@@ -10,6 +10,7 @@ __all__ = ["expert_flags"]
 
 _OURS = ("token_drops",)
 _PADDING = "moe_pad_expert_input_to_capacity"
+_BUDGET = "moe_expert_rank_capacity_factor"
 _RENAMED = {"num_moe_experts": "--num-experts"}
 
 
@@ -36,6 +37,8 @@ def expert_flags(config: Config) -> list[tuple[str, str, str | None]]:
             continue
         if item.name == _PADDING and moe.moe_token_dispatcher_type == "flex":
             continue
+        if item.name == _BUDGET and not config.capture.enabled:
+            continue  # nobody would count what it cuts
         flag = _RENAMED.get(item.name, f"--{item.name.replace('_', '-')}")
         text = str(list(value)) if isinstance(value, tuple) else str(value)
         found.append((f"moe.{item.name}", flag, None if value is True else text))

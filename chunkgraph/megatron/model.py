@@ -27,7 +27,7 @@ from chunkgraph.megatron.deep_ep_needs import deep_ep_is_missing
 from chunkgraph.megatron.fusion import fuse_weight_gradients
 from chunkgraph.megatron.hybrid_model import HybridChunks, hybrid_settings
 from chunkgraph.megatron.moe_flex import backend_of
-from chunkgraph.megatron.moe_model import expert_block_spec, expert_settings
+from chunkgraph.megatron.moe_model import expert_block_spec, expert_settings, rank_capacity_factor
 from chunkgraph.packing import PackedShape
 
 __all__ = ["build_model", "layer_spec"]
@@ -346,7 +346,7 @@ def _transformer_config(config: Config, device: torch.device, options: Mapping[s
     made = getattr(transformer_config, kind)(**wanted)
     if backend_of(made) == "deepep":
         # Megatron's own check knows of no budget with this backend.
-        made.moe_expert_rank_capacity_factor = config.moe.moe_expert_rank_capacity_factor
+        made.moe_expert_rank_capacity_factor = rank_capacity_factor(config)
     return made
 
 

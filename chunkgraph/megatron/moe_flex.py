@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from chunkgraph.config import DEEPEP_RANKS, deep_ep_limits
 from chunkgraph.engine import CaptureOptions
 from chunkgraph.errors import ConfigError, MissingDependencyError
-from chunkgraph.megatron.deep_ep_needs import BACKEND_NAMES, DEEPEP_RANKS, deep_ep_is_missing
+from chunkgraph.megatron.deep_ep_needs import BACKEND_NAMES, deep_ep_is_missing
 
 __all__ = ["BACKEND_NAMES", "backend_of", "flex_refusals", "refuse_for_deep_ep"]
 
@@ -54,6 +55,14 @@ def flex_refusals(config: Any, token_drops: str) -> list[str]:
             f"{', '.join(map(str, DEEPEP_RANKS))} ranks of a node; set it to one of these, or "
             "moe_flex_dispatcher_backend to 'hybridep'"
         )
+    if backend == "deepep":
+        sizes = (getattr(config, name, None) or 0 for name in ("hidden_size", "moe_router_topk"))
+        found += [
+            f"{limit}; set moe_flex_dispatcher_backend to 'hybridep'"
+            for limit in deep_ep_limits(*sizes)
+        ]
+        if getattr(config, "fp16", False):
+            found.append("fp16 with DeepEP: it adds up bfloat16 alone; set bf16")
     return [
         *found,
         *_budget_refusals(config, backend, token_drops),
@@ -91,7 +100,8 @@ def _budget_refusals(config: Any, backend: str, token_drops: str) -> list[str]:
     factor = getattr(config, _FACTOR, None)
     if factor is None or not math.isfinite(factor):
         how = (
-            " (on Megatron's config once it is made, which refuses it for this backend)"
+            " (a flag of chunkgraph launch; before attach() set it on Megatron's config once that "
+            "is made, whose own check refuses it for this backend)"
             if backend == "deepep"
             else ""
         )

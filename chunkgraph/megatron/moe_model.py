@@ -8,12 +8,13 @@ from typing import Any
 from chunkgraph.config import Config
 from chunkgraph.megatron.compat import import_megatron
 
-__all__ = ["expert_block_spec", "expert_settings"]
+__all__ = ["expert_block_spec", "expert_settings", "rank_capacity_factor"]
 
 _NOT_MEGATRONS = ("token_drops",)
+_FACTOR = "moe_expert_rank_capacity_factor"
 _WITH_FLEX = (
     "moe_flex_dispatcher_backend",
-    "moe_expert_rank_capacity_factor",
+    _FACTOR,
     "use_transformer_engine_op_fuser",
 )
 
@@ -31,8 +32,9 @@ def expert_settings(config: Config) -> dict[str, Any]:
     frequency = settings.pop("moe_layer_freq")
     if moe.moe_token_dispatcher_type == "flex":
         settings["moe_pad_expert_input_to_capacity"] = False
+        settings[_FACTOR] = rank_capacity_factor(config)
         if moe.moe_flex_dispatcher_backend == "deepep":
-            del settings["moe_expert_rank_capacity_factor"]  # set once the config is made
+            del settings[_FACTOR]  # set once Megatron's config is made
     else:  # fields that some releases do not have
         for name in _WITH_FLEX:
             del settings[name]
@@ -43,6 +45,11 @@ def expert_settings(config: Config) -> dict[str, Any]:
         "expert_model_parallel_size": config.pipeline.expert_model_parallel_size,
         "expert_tensor_parallel_size": 1,
     }
+
+
+def rank_capacity_factor(config: Config) -> float | None:
+    """The budget of a rank; none where nothing is captured, and nobody would count what it cuts."""
+    return config.moe.moe_expert_rank_capacity_factor if config.capture.enabled else None
 
 
 def expert_block_spec(

@@ -6,6 +6,8 @@ import pytest
 
 from chunkgraph.config import config_from_mapping
 from chunkgraph.errors import ConfigError, TopologyError
+from chunkgraph.megatron.launch_experts import expert_flags
+from chunkgraph.megatron.moe_model import rank_capacity_factor
 
 _EXPERTS = {"num_moe_experts": 8, "moe_expert_capacity_factor": 1.5}
 
@@ -123,10 +125,29 @@ def _through_hybridep(moe: dict[str, Any], **sections: dict[str, Any]) -> Any:
     return config_from_mapping({**mapping, "moe": {**_HYBRIDEP, **moe}, **sections})
 
 
+_OF_NODE = {"pipeline": {"data_parallel_size": 2, "expert_model_parallel_size": 2}}
+
+
+def test_deep_ep_serves_ranks_of_a_node() -> None:
+    deepep = {"moe_flex_dispatcher_backend": "deepep"}
+    config = _through_hybridep(deepep, **_OF_NODE)
+    assert rank_capacity_factor(config) == 1.5
+    # Where nothing is captured, nobody would count what a budget cuts.
+    eager = _through_hybridep(deepep, **_OF_NODE, capture={"enabled": False})
+    assert rank_capacity_factor(eager) is None
+    assert "--moe-expert-rank-capacity-factor" in [flag for _, flag, _ in expert_flags(config)]
+    assert "--moe-expert-rank-capacity-factor" not in [flag for _, flag, _ in expert_flags(eager)]
+
+
 @pytest.mark.parametrize(
     ("moe", "sections", "said"),
     [
         ({"moe_flex_dispatcher_backend": "deepep"}, {}, "parallel_size is 1 with deepep"),
+        (
+            {"moe_flex_dispatcher_backend": "deepep"},
+            {**_OF_NODE, "model": {"hidden_size": 8192}},
+            "hidden_size=8192 with DeepEP.*to hybridep",
+        ),
         ({"moe_flex_dispatcher_backend": "ncclep"}, {}, "hybridep, deepep"),
         ({"moe_expert_rank_capacity_factor": None}, {}, "rank_capacity_factor is null"),
         ({"moe_expert_rank_capacity_factor": 0.9}, {}, "below 1 ranks drop tokens"),

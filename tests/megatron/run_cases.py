@@ -5,15 +5,18 @@ Saves the import of Megatron for every job but the first, and eager runs that ot
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
 import re
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import bench_probe
 import context_probe
@@ -26,6 +29,7 @@ import unpadded_probe
 from torch import nn
 
 from chunkgraph.config import config_from_mapping
+from chunkgraph.megatron.contexts import ContextGroups
 from chunkgraph.megatron.loop import TrainingRun
 from chunkgraph.megatron.processes import training_process
 from chunkgraph.megatron.training import run_eager, train
@@ -42,7 +46,8 @@ class EagerRuns:
         """That of ``case``; made by ``run`` if it is the first of its kind."""
         of_graphs = ("capture", "stash", "run")
         model = {name: s for name, s in case["config"].items() if name not in of_graphs}
-        options = [case.get(name) for name in ("ddp_options", "transformer_options", "frozen")]
+        apart = ("ddp_options", "transformer_options", "frozen", "groups")
+        options = [case.get(name) for name in apart]
         kind = json.dumps([model, *options], sort_keys=True)
         if kind not in self._done:
             self._done[kind] = run()
@@ -53,7 +58,7 @@ def run_case(case: dict[str, Any], eager_runs: EagerRuns) -> Any:
     """Results of one job."""
     os.environ["MASTER_PORT"] = str(case["port"])
     config = config_from_mapping(case["config"])
-    with training_process(config) as device:
+    with groups_of_megatron(case.get("groups")), training_process(config) as device:
         if case.get("probe") == "receive":
             return receive_probe.run(config, device, case, eager_runs.of)
         if case.get("probe") == "packed":
@@ -80,6 +85,25 @@ def run_case(case: dict[str, Any], eager_runs: EagerRuns) -> Any:
         }
         eager = eager_runs.of(case, lambda: run_eager(config, device, **options))
         return train(config, device, eager=eager, **options)
+
+
+@contextmanager
+def groups_of_megatron(wanted: str | None) -> Iterator[None]:
+    """Where ``wanted`` is "megatron", its context-parallel groups take the place of ours."""
+    if wanted is None:
+        yield
+        return
+    assert wanted == "megatron"
+    from megatron.core import parallel_state
+
+    initialize = functools.partial(
+        parallel_state.initialize_model_parallel, hybrid_context_parallel=True
+    )
+    with (
+        mock.patch.object(parallel_state, "initialize_model_parallel", initialize),
+        mock.patch.object(ContextGroups, "of_data_parallel", ContextGroups.of_megatron),
+    ):
+        yield
 
 
 def _freeze(chunk: nn.Module, patterns: list[str]) -> None:

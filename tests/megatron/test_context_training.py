@@ -121,6 +121,18 @@ def test_four_ranks(run_equal: Callable[..., Any], make_case: Case) -> None:
     without_a_bank_the_step_is_eager(results["tp2"])
 
 
+@pytest.mark.newest
+def test_groups_that_megatron_made(run_equal: Callable[..., Any], make_case: Case) -> None:
+    """Its own hybrid context parallelism makes them, for models without a pipeline."""
+    dp4 = {"data_parallel_size": 4, "model": {"num_layers": 1}}
+    case = make_case([1] * 6, [1, 2, 4], **dp4)
+    results = run_equal({"ours": case, "megatrons": {**case, "groups": "megatron"}}, 4)
+    for name, result in results.items():
+        check(result, name, {1, 2, 4})
+    steps = [[s["loss_chunk_hex"] for s in result["steps"]] for result in results.values()]
+    assert steps[0] == steps[1]
+
+
 _LATENT = {
     "multi_latent_attention": True,
     "q_lora_rank": 16,

@@ -75,6 +75,25 @@ def test_replays_equal_eager(settings: list[str], counts: list[int], tmp_path: P
     assert not any(found["overflow_reruns"].values())
 
 
+def test_deep_ep_computes_what_all_to_all_does(tmp_path: Path) -> None:
+    """To rounding: both runs of a comparison with eager have the same dispatch."""
+    apart = "train.compare=none", "train.num_microbatches=[4,2,3]"
+    of_all = [
+        *("moe.moe_token_dispatcher_type=alltoall", "moe.moe_flex_dispatcher_backend=null"),
+        *("moe.moe_expert_rank_capacity_factor=null", "moe.use_transformer_engine_op_fuser=false"),
+        *("moe.moe_expert_capacity_factor=4.0", "moe.moe_pad_expert_input_to_capacity=true"),
+    ]
+    runs = []
+    for name, settings in (("deepep", [*DEEPEP, WIDE]), ("alltoall", of_all)):
+        report = tmp_path / f"{name}.json"
+        done = _train([*settings, *apart], report)
+        assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+        runs.append(json.loads(report.read_text(encoding="utf-8"))["steps"])
+    for step, other in zip(*runs, strict=True):
+        assert step["loss_chunk"] == pytest.approx(other["loss_chunk"], rel=1e-3)
+        assert step["grad_norm_chunk"] == pytest.approx(other["grad_norm_chunk"], rel=2e-2)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_stashed_rows_equal_eager(backend: list[str], tmp_path: Path) -> None:
     settings = [*backend, WIDE, "stash.enabled=true", "train.num_microbatches=[4,1,2,7]"]

@@ -148,7 +148,7 @@ def _skip_without_packages(case: str) -> None:
         if importlib.util.find_spec(needed) is None:
             pytest.skip(f"{needed} is not installed")
     if case in (*HYBRIDEP, "ep2-deepep") and importlib.util.find_spec("deep_ep") is None:
-        pytest.skip("DeepEP's hybrid-ep is not installed")
+        pytest.skip("DeepEP is not installed")
 
 
 def _compare(folder: Path, flags: list[str], num_processes: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -69,6 +70,22 @@ def test_what_cannot_go_with_it_is_named(backend: str, changes: dict[str, Any], 
     assert any(re.search(said, why) for why in found), found
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"hidden_size": 8192}, "hidden_size=8192 with DeepEP: its kernels take up to 8176"),
+        ({"hidden_size": 72}, "a multiple of 16"),
+        ({"moe_router_topk": 33}, "moe_router_topk=33 with DeepEP"),
+        ({"fp16": True}, "fp16 with DeepEP"),
+    ],
+)
+def test_what_deep_eps_own_kernels_cannot_take_is_named(changes: dict[str, Any], said: str) -> None:
+    assert moe_refusals(SimpleNamespace(**{**HOLDS, "hidden_size": 64, **changes}), "raise") == []
+    of_node = {**HOLDS, "moe_flex_dispatcher_backend": "deepep", "hidden_size": 64, **changes}
+    (found,) = moe_refusals(SimpleNamespace(**of_node), "raise")
+    assert said in found
+
+
 @pytest.mark.parametrize("ranks", [1, 6, 16])
 def test_deep_ep_itself_serves_some_numbers_of_ranks(ranks: int) -> None:
     changes = {"expert_model_parallel_size": ranks, "num_moe_experts": 48}
@@ -104,9 +121,14 @@ def machine(
     deep_ep: tuple[str | None, bool] = ("1.2.1", True),
     cublaslt: int | None = 130801,
     fused: str = "1",
+    has_nvml: object = object(),
 ) -> None:
     monkeypatch.setattr(deep_ep_needs, "deep_ep_state", lambda: deep_ep)
     monkeypatch.setattr(deep_ep_needs, "knows_the_worst_case", lambda: deep_ep[1])
+    real = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: has_nvml if name == "pynvml" else real(name)
+    )
     monkeypatch.setattr(deep_ep_needs, "cublaslt_version", lambda: cublaslt)
     monkeypatch.setenv(deep_ep_needs.FUSED_GROUPED_MLP, fused)
 
@@ -143,6 +165,7 @@ def test_what_the_machine_lacks_is_told_with_another_way(
         ({"deep_ep": (None, False)}, "deep_ep is not installed; build DeepEP for this machine"),
         ({"deep_ep": ("1.1.0", False)}, r"deep_ep \(1.1.0\) cannot be told the most rows"),
         ({"cublaslt": 130100}, "cuBLASLt 13.1.0 lets token counts"),
+        ({"has_nvml": None}, "pynvml is not installed"),
     ],
 )
 def test_what_deep_ep_itself_lacks_is_told(
@@ -159,6 +182,7 @@ def test_what_deep_ep_itself_lacks_is_told(
 def test_the_worst_case_is_looked_for_without_an_import(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    monkeypatch.delitem(sys.modules, "deep_ep", raising=False)
     monkeypatch.syspath_prepend(str(tmp_path))
     folder = tmp_path / "deep_ep"
     folder.mkdir()
@@ -230,6 +254,18 @@ def test_launch_names_what_the_machine_lacks(monkeypatch: pytest.MonkeyPatch, ba
     later = getattr(args, "cuda_graph_expert_rank_capacity_factor", None)
     kept = (args.moe_expert_rank_capacity_factor, later)
     assert kept == ((1.5, None) if backend == "hybridep" else (None, 1.5))
+
+
+def test_launch_puts_the_budget_where_megatron_refuses_it(one_rank: Any) -> None:
+    from chunkgraph.megatron.pretrain import _give_rank_budget
+
+    chunk = torch.nn.Linear(2, 2)
+    chunk.config = SimpleNamespace(moe_expert_rank_capacity_factor=None)  # type: ignore[assignment]
+    _give_rank_budget(argparse.Namespace(), [chunk])
+    assert chunk.config.moe_expert_rank_capacity_factor is None
+    args = argparse.Namespace(cuda_graph_expert_rank_capacity_factor=1.5)
+    _give_rank_budget(args, [chunk])
+    assert chunk.config.moe_expert_rank_capacity_factor == 1.5
 
 
 def test_training_on_a_cpu_offers_another_way(one_rank: Any, make_config: Any) -> None:

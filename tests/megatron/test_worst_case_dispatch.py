@@ -31,6 +31,7 @@ class OneRank:
     def __init__(self, group: object, num_nvl_bytes: int, num_rdma_bytes: int) -> None:
         assert num_rdma_bytes == 0
         self.group, self.num_nvl_bytes = group, num_nvl_bytes
+        self.most_asked = 0
 
     @staticmethod
     def get_dispatch_config(num_ranks: int) -> Any:
@@ -49,7 +50,9 @@ class OneRank:
             (sent,) = handle
             return self._moved(x, sent), None, None, None, None, None
         is_sent: Any = given["is_token_in_rank"]
-        assert given["num_worst_tokens"] == x.shape[0]
+        worst: Any = given["num_worst_tokens"]
+        assert worst >= x.shape[0]
+        self.most_asked = max(self.most_asked, worst)
         sent = is_sent[:, 0]
         places = self._moved(given["topk_idx"], sent, -1)
         weights = self._moved(given["topk_weights"], sent)
@@ -117,6 +120,7 @@ def manager(monkeypatch: pytest.MonkeyPatch) -> WorstCaseManager:
     made._utils = SimpleNamespace(
         permute=_permute, unpermute=_unpermute, get_align_size_for_quantization=lambda _: 0
     )
+    monkeypatch.setattr(made, "_most_tokens", lambda num_tokens: num_tokens)
     return made
 
 
@@ -160,7 +164,36 @@ def test_what_comes_back_is_what_experts_make_of_each_token(manager: WorstCaseMa
     torch.testing.assert_close(of_x, wanted[0])
     torch.testing.assert_close(of_probs, wanted[1])
     assert of_probs[5].count_nonzero() == TOP_K  # an expert chosen at probability 0 is one
-    assert not manager.over_budget
+    assert manager.is_over is None
+    assert manager.num_permuted_tokens == int(chosen.sum())  # as many as came
+
+
+def test_a_rank_that_receives_nothing_has_a_row(manager: WorstCaseManager) -> None:
+    chosen, probs = _routed(0)
+    x = torch.randn(TOKENS, HIDDEN)
+    found = _through(manager, x, torch.zeros_like(chosen), torch.zeros_like(probs))
+    assert manager.num_permuted_tokens == 1
+    assert found.count_nonzero() == 0
+
+
+def test_there_is_room_for_the_tokens_of_a_rank_that_has_more(
+    manager: WorstCaseManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DeepEP writes as many rows as come, whatever the size of the buffer."""
+    monkeypatch.setattr(manager, "_most_tokens", lambda num_tokens: num_tokens + 4)
+    chosen, probs = _routed(0)
+    _through(manager, torch.randn(TOKENS, HIDDEN), chosen, probs)
+    assert manager._fused._buffer.most_asked == TOKENS + 4
+
+
+def test_rows_are_as_many_as_the_product_wants(manager: WorstCaseManager) -> None:
+    manager._utils.get_align_size_for_quantization = lambda _: 8
+    chosen, probs = _routed(0)
+    for factor, rows in ((None, 16), (0.5, 8), (1.0, 16), (9.0, 16)):
+        manager.moe_expert_rank_capacity_factor = factor
+        _through(manager, torch.randn(TOKENS, HIDDEN), chosen, probs)
+        assert manager.num_permuted_tokens == rows  # 14, or 12 that came, and up to 7 more
+        assert (manager.is_over is None) == (factor != 0.5)
 
 
 def test_one_buffer_serves_until_rows_are_wider(manager: WorstCaseManager) -> None:
@@ -192,8 +225,8 @@ def test_rows_without_room_are_left_out_and_told_in_replays(manager: WorstCaseMa
     ):
         found = _through(manager, x, chosen, probs)
     total = budget.counts.total
+    assert budget.tensors == (total,)
     total.zero_()
-    manager.over_budget.zero_()
     for seed in range(2, 5):
         again, others = _routed(seed)
         if seed == 3:  # 8 rows are enough
@@ -209,14 +242,20 @@ def test_rows_without_room_are_left_out_and_told_in_replays(manager: WorstCaseMa
         kept, _, _ = rows_within(again, 10)
         factors = torch.arange(1, EXPERTS + 1) * torch.where(kept, others, 0.0)
         torch.testing.assert_close(found, x * factors.sum(1, keepdim=True))
-    assert manager.over_budget
+    factors = torch.arange(1, EXPERTS + 1) * torch.where(chosen, probs, 0.0)
+    before = int(total)
     with budget.room_for_all(), budget.load.following():
         whole = _through(manager, x, chosen, probs)
-        assert not manager.has_budget
-    factors = torch.arange(1, EXPERTS + 1) * torch.where(chosen, probs, 0.0)
     torch.testing.assert_close(whole, x * factors.sum(1, keepdim=True))
     assert budget.load.take() == -(-int(chosen.sum()) * compat.LOAD_OF // TOKENS)
+    assert manager.num_wanted is not None
+    assert manager.num_wanted.untyped_storage().nbytes() == 4  # and nothing else
     undo()
+    assert manager.num_wanted is None
+    with torch.no_grad():  # nobody counts; behind the training too
+        whole = _through(manager, x, chosen, probs)
+    torch.testing.assert_close(whole, x * factors.sum(1, keepdim=True))
+    assert int(total) == before
     budget.restore_managers()
     assert layer.token_dispatcher._comm_manager is manager  # it was there before
 

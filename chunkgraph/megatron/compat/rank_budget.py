@@ -41,10 +41,11 @@ def knows_rank_budget() -> bool:
 
 def uses_rank_budget(config: Any) -> bool:
     """Whether Megatron's ``config`` asks for DeepEP, in either way, with a budget."""
+    backend = getattr(config, "moe_flex_dispatcher_backend", None) or "deepep"  # its default
     return bool(
         getattr(config, "num_moe_experts", None)
         and getattr(config, "moe_token_dispatcher_type", None) == "flex"
-        and getattr(config, "moe_flex_dispatcher_backend", None) in _BACKENDS
+        and backend in _BACKENDS
         and getattr(config, _FACTOR, None) is not None
     )
 
@@ -77,12 +78,13 @@ class RankBudget:
     """
 
     def __init__(self, layers: Sequence[Any]) -> None:
-        (manager,) = private_names(_DISPATCHER, "_HybridEPManager")
         self._fused = import_megatron(_FUSED)
         self._is_hybrid = layers[0].config.moe_flex_dispatcher_backend == "hybridep"
         private_names(_FUSED, "_hybrid_ep_buffer" if self._is_hybrid else "_buffer")
         self.restore_managers: Callable[[], None] = lambda: None
-        if not self._is_hybrid:
+        if self._is_hybrid:
+            (manager,) = private_names(_DISPATCHER, "_HybridEPManager")
+        else:
             manager = WorstCaseManager
             self.restore_managers = use_worst_case_dispatch(layers)
         self._managers: list[Any] = [
@@ -103,6 +105,8 @@ class RankBudget:
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """What a captured forward adds to, besides a model's buffers."""
+        if not self._is_hybrid:
+            return (self.counts.total,)
         return (self.counts.total, *(manager.over_budget for manager in self._managers))
 
     def install(self, *, marks_padding: bool = False) -> Callable[[], None]:
@@ -118,11 +122,13 @@ class RankBudget:
             manager.dispatch = self._counting(index, manager)
             undo.callback(manager.__dict__.pop, "setup_metadata", None)
             undo.callback(manager.__dict__.pop, "dispatch", None)
+            if not self._is_hybrid:
+                undo.callback(manager.forget)
         return undo.close
 
     @contextmanager
     def room_for_all(self) -> Iterator[None]:
-        """Inside, eager passes leave nothing out; they read the number of rows on the host."""
+        """Inside, eager passes leave nothing out; the host waits for the number of rows."""
         before = [manager.moe_expert_rank_capacity_factor for manager in self._managers]
         self._set([None] * len(before))
         try:
@@ -156,6 +162,13 @@ class RankBudget:
         if self.is_buffer_replaced():
             assert self._captured is not None
             (_, before), (_, tokens) = self._captured, self._buffer()
+            if not self._is_hybrid:
+                raise ReplayMismatchError(
+                    "DeepEP allocated its buffer anew outside of all steps since the graphs were "
+                    "captured, for other ranks or wider rows, and the graphs write to the one "
+                    "before. Give the other dispatch in this process a buffer of its own, or "
+                    "release() the graphs before it."
+                )
             raise ReplayMismatchError(
                 "DeepEP allocated its buffer anew outside of all steps since the graphs were "
                 f"captured: a pass had {tokens} tokens on this rank, and the graphs write to the "
@@ -199,8 +212,8 @@ class RankBudget:
             if not torch.is_grad_enabled():
                 return rows
             if not self._is_hybrid:
-                if manager.has_budget:
-                    self.counts.add(index, manager.num_wanted > manager.num_permuted_tokens)
+                if manager.is_over is not None:
+                    self.counts.add(index, manager.is_over)
                 elif self.load.is_followed:
                     self.load.add(hidden_states.shape[0], manager.num_wanted)
                 return rows

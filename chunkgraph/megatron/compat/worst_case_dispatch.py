@@ -4,7 +4,8 @@ Megatron's manager of DeepEP asks how many rows came, and sizes what follows by 
 can also be told the most that could come: every token of all ranks. Then nothing is read on the
 host. Here a manager of that kind takes the place of Megatron's. As HybridEP does with a budget, it
 gives the experts of a rank a fixed number of rows, those in use first, sorted by expert, and a flag
-on the device where there were more.
+on the device where there were more. In eager passes ranks tell each other their numbers of tokens,
+since DeepEP writes behind a buffer that is too short; in a graph they are those of its bank.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from chunkgraph.config import DEEPEP_RANKS
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.compat.access import import_megatron, private_names
 
@@ -23,8 +26,6 @@ __all__ = ["WorstCaseManager", "rows_within", "use_worst_case_dispatch"]
 _DISPATCHER = "megatron.core.transformer.moe.token_dispatcher"
 _FUSED = "megatron.core.transformer.moe.fused_a2a"
 _UTILS = "megatron.core.transformer.moe.moe_utils"
-_NUM_RANKS = (2, 4, 8)
-"""Of one node, for which DeepEP has kernels."""
 
 
 def use_worst_case_dispatch(layers: Sequence[Any]) -> Callable[[], None]:
@@ -49,13 +50,13 @@ def use_worst_case_dispatch(layers: Sequence[Any]) -> Callable[[], None]:
                 f"Layer {layer.layer_number} dispatches its tokens by {type(found).__name__}, not "
                 f"by {megatrons.__name__}. Give all layers one dispatcher."
             )
-        if (num_ranks := found.group.size()) not in _NUM_RANKS:
+        if (num_ranks := found.group.size()) not in DEEPEP_RANKS:
             undo.close()
             raise ConfigError(
                 f"Layer {layer.layer_number} shares its experts between {num_ranks} ranks; DeepEP "
-                f"dispatches in a graph between {', '.join(map(str, _NUM_RANKS))} ranks of a node. "
-                "Set expert_model_parallel_size to one of these, or moe_flex_dispatcher_backend to "
-                "'hybridep'."
+                f"dispatches in a graph between {', '.join(map(str, DEEPEP_RANKS))} ranks of a "
+                "node. Set expert_model_parallel_size to one of these, or "
+                "moe_flex_dispatcher_backend to 'hybridep'."
             )
         dispatcher._comm_manager = WorstCaseManager(found)
         undo.callback(setattr, dispatcher, "_comm_manager", found)
@@ -76,12 +77,12 @@ def rows_within(
 
     Returns:
         Those of ``chosen`` that are computed; their numbers by expert, shape [local experts],
-        int64; and how many there would be with room for all, a scalar, int64.
+        int64; and how many there would be with room for all, a scalar, int32.
     """
     by_expert = chosen.T.reshape(-1)
-    place = by_expert.cumsum(0)
+    place = by_expert.cumsum(0, dtype=torch.int32)
     kept = (by_expert & (place <= budget)).view(chosen.shape[1], -1)
-    return kept.T.contiguous(), kept.sum(1), place[-1]
+    return kept.T.contiguous(), kept.sum(1), place[-1].clone()  # not all the places with it
 
 
 class WorstCaseManager:
@@ -92,11 +93,12 @@ class WorstCaseManager:
 
     Attributes:
         moe_expert_rank_capacity_factor: room for so many times the rows that a rank's own tokens
-            make; None: for all that could come.
-        num_permuted_tokens: rows of the experts' input, with room for them or not.
-        has_budget: whether there may be no room.
-        num_wanted: rows that came to the experts here, a scalar on the device, int64.
-        over_budget: shape [1], bool: whether there was no room for some since it was cleared.
+            make; None: for all that come, whose number the host then waits for. Passes without
+            gradients that are not captured have room for all too.
+        num_permuted_tokens: rows of the experts' input.
+        num_wanted: rows that came to the experts here, a scalar on the device, int32.
+        is_over: a scalar on the device, bool: whether there was no room for some of them; None
+            where there was room for all.
     """
 
     def __init__(self, replaced: Any) -> None:
@@ -108,11 +110,9 @@ class WorstCaseManager:
         self.moe_expert_rank_capacity_factor: float | None = getattr(
             replaced.config, "moe_expert_rank_capacity_factor", None
         )
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.over_budget = torch.zeros(1, dtype=torch.bool, device=device)
         self.num_permuted_tokens: int | None = None
-        self.has_budget = False
         self.num_wanted: torch.Tensor | None = None
+        self.is_over: torch.Tensor | None = None
         self.token_probs: torch.Tensor | None = None
         self.dispatched_probs: torch.Tensor | None = None
         self.tokens_per_expert: torch.Tensor | None = None
@@ -137,7 +137,6 @@ class WorstCaseManager:
         first = probs.detach().masked_fill(~chosen, -1.0).topk(self.router_topk, dim=-1).indices
         self._indices = first.masked_fill(~chosen.gather(1, first), -1)
         self.token_probs = probs
-        self.num_permuted_tokens, self.has_budget = self._budget(num_tokens)
 
     def dispatch(
         self, hidden_states: torch.Tensor, *_args: object, **_kwargs: object
@@ -152,15 +151,28 @@ class WorstCaseManager:
             which `get_number_of_tokens_per_expert` tells, hold anything.
         """
         assert self._indices is not None
-        assert self.num_permuted_tokens is not None
+        num_tokens = hidden_states.shape[0]
+        is_captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        most_tokens = num_tokens if is_captured else self._most_tokens(num_tokens)
         rows, probs, chosen, self._handle = _Dispatch.apply(
-            hidden_states.contiguous(), self.token_probs, self._indices, self
+            hidden_states.contiguous(),
+            self.token_probs,
+            self._indices,
+            self,
+            most_tokens * self.group.size(),
         )
+        has_limit = is_captured or torch.is_grad_enabled()
+        budget = self._budget(num_tokens) if has_limit else None
+        most = rows.shape[0] * min(self.router_topk, self.num_local_experts)
         kept, self.tokens_per_expert, self.num_wanted = rows_within(
-            chosen, self.num_permuted_tokens
+            chosen, most if budget is None else budget
         )
-        if self.has_budget:
-            self.over_budget |= self.num_wanted > self.num_permuted_tokens
+        self.is_over = None
+        if budget is None:
+            budget = self._aligned(max(1, int(self.num_wanted)))
+        elif budget < most:
+            self.is_over = self.num_wanted > budget
+        self.num_permuted_tokens = budget
         self._came = rows.shape
         permuted, self.dispatched_probs, self._row_map, *_ = self._utils.permute(
             rows, kept, probs=probs, num_out_tokens=self.num_permuted_tokens, fused=True
@@ -190,8 +202,12 @@ class WorstCaseManager:
         )
         combined: torch.Tensor = _Combine.apply(rows, self._handle, self)
         self._handle = self._row_map = self._indices = None
-        self.token_probs = self.dispatched_probs = None
+        self.token_probs = self.dispatched_probs = self.tokens_per_expert = None
         return combined
+
+    def forget(self) -> None:
+        """Let go of what the last dispatch counted: graphs' memory, perhaps."""
+        self.num_wanted = self.is_over = None
 
     def buffer(self, hidden_states: torch.Tensor) -> Any:
         """DeepEP's, of the process, where Megatron keeps it; made in the first eager step.
@@ -209,21 +225,24 @@ class WorstCaseManager:
             kept = self._fused._buffer = kind(self.group, needed, 0)
         return kept
 
-    def most_rows(self, num_tokens: int) -> int:
-        """That could come to this rank."""
-        return num_tokens * int(self.group.size())
+    def _most_tokens(self, num_tokens: int) -> int:
+        """Of any rank that shares the experts; waits for all of them."""
+        most = torch.tensor([num_tokens], device="cuda")
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group)
+        return int(most)
 
-    def _budget(self, num_tokens: int) -> tuple[int, bool]:
-        """Rows of the experts' input, and whether there may be more."""
-        own = num_tokens * self.config.moe_router_topk
-        most = self.most_rows(num_tokens) * min(self.router_topk, self.num_local_experts)
+    def _budget(self, num_tokens: int) -> int | None:
+        """Rows of the experts' input; None: as many as come."""
         factor = self.moe_expert_rank_capacity_factor
         if factor is None:
-            return most, False
-        rows = int(own * factor)
-        if align := self._utils.get_align_size_for_quantization(self.config):
-            rows += -rows % align
-        return (rows, True) if rows < most else (most, False)
+            return None
+        most = num_tokens * self.group.size() * min(self.router_topk, self.num_local_experts)
+        return self._aligned(min(int(num_tokens * self.config.moe_router_topk * factor), most))
+
+    def _aligned(self, rows: int) -> int:
+        """As many, or some more, as the grouped product wants them."""
+        align = self._utils.get_align_size_for_quantization(self.config)
+        return rows + (-rows % align if align else 0)
 
 
 class _Dispatch(torch.autograd.Function):
@@ -231,7 +250,12 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, probs: torch.Tensor, indices: torch.Tensor, manager: Any
+        ctx: Any,
+        x: torch.Tensor,
+        probs: torch.Tensor,
+        indices: torch.Tensor,
+        manager: Any,
+        most_rows: int,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[Any, ...]]:
         buffer = manager.buffer(x)
         weights = probs.gather(1, indices.clamp(min=0))
@@ -245,7 +269,7 @@ class _Dispatch(torch.autograd.Function):
             num_tokens_per_rank=per_rank,
             is_token_in_rank=is_in_rank,
             num_tokens_per_expert=per_expert,
-            num_worst_tokens=manager.most_rows(x.shape[0]),
+            num_worst_tokens=most_rows,
         )
         chosen = _one_hot(places, manager.num_local_experts)
         ctx.save_for_backward(indices, places)
@@ -265,7 +289,7 @@ class _Dispatch(torch.autograd.Function):
             of_rows.contiguous(), ctx.handle, topk_weights=of_came
         )
         chosen = _one_hot(indices, ctx.manager.num_experts)
-        return of_x, _spread(of_weights, chosen), None, None
+        return of_x, _spread(of_weights, chosen), None, None, None
 
 
 class _Combine(torch.autograd.Function):
