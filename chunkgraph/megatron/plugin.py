@@ -135,7 +135,7 @@ def attach(
             first, with capacity factors below 1 refused; or ``raise`` TokenDropError on all ranks
             at the end of the step's schedule, for which the host then waits; or ``rerun`` such a
             step eagerly with room for all, on all ranks, and capture anew with more room, at most
-            ``stash.max_recaptures`` times (2 without ``stash``). With HybridEP and a
+            ``stash.max_recaptures`` times (2 without ``stash``). With DeepEP and a
             budget of each rank only ``raise`` and ``rerun``: it tells no more than that a rank was
             over its budget.
         stash: what experts save for the backward in pages, only rows that hold a token; measured in
@@ -148,7 +148,7 @@ def attach(
     Raises:
         ConfigError: the model uses something a chunk graph cannot hold, no block was found, or
             ``packing`` differs between ranks.
-        MissingDependencyError: the model dispatches through HybridEP, and something that a graph
+        MissingDependencyError: the model dispatches through DeepEP, and something that a graph
             of it needs is not there.
     """
     chunks = [model_chunks] if isinstance(model_chunks, nn.Module) else list(model_chunks)

@@ -5,7 +5,7 @@ anywhere among those that did. Here they carry probability -1 from the router to
 that no collective is needed to tell the other ranks, and a token that chose an expert at
 probability 0 is still one. Experts themselves get probability 0 for them, as always.
 
-With HybridEP and a budget nothing is filled up: the rows in use come first.
+With DeepEP and a budget nothing is filled up: the rows in use come first.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class _Watched:
     ) -> Any:
         if not (self._is_on() and torch.is_grad_enabled()):
             return self._eager(self._experts, hidden, tokens_per_expert, *args, **kwargs)
-        # Without a budget the counts are on the host.
+        # HybridEP without a budget has the counts on the host.
         count = tokens_per_expert.sum().reshape(1).to(hidden.device)
         rows = RowsInUse.first(count, hidden.shape[0])
         with self._scope(rows, self._parameters, self._name):
