@@ -6,6 +6,8 @@ wrote is NaN.
 
 from __future__ import annotations
 
+import importlib
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -77,29 +79,6 @@ class OneRank:
         return out.masked_fill(~sent[:, None], 0.0)
 
 
-def _permute(
-    rows: torch.Tensor, kept: torch.Tensor, probs: torch.Tensor, num_out_tokens: int, fused: bool
-) -> tuple[Any, ...]:
-    """As Transformer Engine's; what nobody wrote is NaN."""
-    assert fused
-    by_expert = kept.T.reshape(-1)
-    first = by_expert.to(torch.int8).argsort(descending=True, stable=True)[:num_out_tokens]
-    source = first % rows.shape[0]
-    behind = ~by_expert[first]
-    permuted = rows[source].masked_fill(behind[:, None], float("nan"))
-    weights = probs.T.reshape(-1)[first].masked_fill(behind, float("nan"))
-    return permuted, weights, (source, behind), None, None
-
-
-def _unpermute(
-    rows: torch.Tensor, row_map: Any, restore_shape: torch.Size, fused: bool
-) -> torch.Tensor:
-    assert fused
-    source, behind = row_map
-    out = torch.zeros(restore_shape)
-    return out.index_add(0, source, torch.where(behind[:, None], 0.0, rows))
-
-
 @pytest.fixture
 def manager(monkeypatch: pytest.MonkeyPatch) -> WorstCaseManager:
     replaced = SimpleNamespace(
@@ -117,9 +96,8 @@ def manager(monkeypatch: pytest.MonkeyPatch) -> WorstCaseManager:
     made._fused = SimpleNamespace(
         Buffer=OneRank, _buffer=None, get_hidden_bytes=lambda x: x.shape[1] * 4
     )
-    made._utils = SimpleNamespace(
-        permute=_permute, unpermute=_unpermute, get_align_size_for_quantization=lambda _: 0
-    )
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    made._utils = importlib.import_module("permutation_stand_in").utils()
     monkeypatch.setattr(made, "_most_tokens", lambda num_tokens: num_tokens)
     return made
 
