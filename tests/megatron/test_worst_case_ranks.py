@@ -21,7 +21,7 @@ from chunkgraph.megatron.compat.worst_case_dispatch import WorstCaseManager
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(60)]
 
 RANKS, LOCAL, TOP_K, HIDDEN = 2, 3, 2, 4
-TOKENS = (5, 9)
+TOKENS = (2, 9)
 NAN = float("nan")
 
 
