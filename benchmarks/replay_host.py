@@ -1,0 +1,179 @@
+"""What a replay costs the host, part by part, with the graph's launch apart.
+
+    python benchmarks/replay_host.py --json replay_host.json
+
+One chunk of a few small layers, as a last stage: hidden states that were received into its static
+input, labels that are copied, and losses, which are handed out as a clone. Each part is timed in
+whole calls; floors are what torch alone takes for the same work: a node of autograd that does
+nothing, a copy, a clone. `--cold-mib` reads so much memory between calls, as training does between
+two replays: what is not in the CPU's caches takes longer. Runs on a GPU, or on the CPU recorder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from chunkgraph.engine import Chunk, ChunkGraphs
+
+_ROWS, _WIDTH, _SLOTS = 1024, 64, 4
+
+
+class _Stage(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(_WIDTH, _WIDTH) for _ in range(2))
+
+    def forward(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return hidden.sum(-1) * labels
+
+
+class _Nothing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, _given: Any, _hidden: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        return out.detach()
+
+    @staticmethod
+    def backward(_ctx: Any, *_grads: torch.Tensor) -> tuple[Any, ...]:
+        return None, None, None
+
+
+class _Parts:
+    """Times of named calls, us."""
+
+    def __init__(self) -> None:
+        self.us: dict[str, list[float]] = defaultdict(list)
+
+    def timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        times = self.us[name]
+
+        def timing(*args: Any, **kwargs: Any) -> Any:
+            begin = time.perf_counter_ns()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                times.append((time.perf_counter_ns() - begin) / 1e3)
+
+        return timing
+
+    def medians(self) -> dict[str, float]:
+        return {name: statistics.median(times) for name, times in self.us.items()}
+
+
+def main() -> int:
+    """Measure, print and write."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write the results to FILE")
+    parser.add_argument("--steps", metavar="S", type=int, default=300, help="of 4 microbatches")
+    parser.add_argument(
+        "--cold-mib", metavar="M", type=int, nargs="+", default=[0, 16], help="read between calls"
+    )
+    args = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    found = [_measured(device, args.steps, mib) for mib in args.cold_mib]
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU recorder"
+    document = {
+        "command": " ".join(["python", "benchmarks/replay_host.py", *sys.argv[1:]]),
+        "device": name,
+        "torch": str(torch.__version__),
+        "us": found,
+    }
+    _show(found)
+    if args.json is not None:
+        args.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def _measured(device: torch.device, num_steps: int, cold_mib: int) -> dict[str, float]:
+    """Median microseconds by part."""
+    torch.manual_seed(0)
+    module = _Stage().to(device)
+    chunk = Chunk(
+        forward=module,
+        parameters=tuple(module.parameters()),
+        label="stage",
+        module=module,
+        copies_outputs=lambda *_, **__: True,
+    )
+    graphs = ChunkGraphs([chunk], [_SLOTS])
+    hidden = torch.randn(_ROWS, _WIDTH, device=device).requires_grad_()
+    labels = [torch.ones(_ROWS, dtype=torch.int64, device=device) for _ in range(_SLOTS)]
+    graphs.capture([(hidden, labels[0])])
+    parts = _Parts()
+    _watch(graphs, parts)
+    call = parts.timed("forward in all", graphs.callables[0])
+    node = parts.timed("floor: a node of autograd", _Nothing.apply)
+    copy = parts.timed("floor: a copy of labels", torch.Tensor.copy_)
+    clone = parts.timed("floor: a clone of losses", torch.clone)
+    rest = torch.empty(max(1, cold_mib) << 20, dtype=torch.uint8)
+    out, static = torch.zeros(_ROWS, device=device), labels[0].clone()
+    for step in range(num_steps + 20):
+        if step == 20:
+            for times in parts.us.values():
+                times.clear()
+        with graphs.step(_SLOTS):
+            losses = []
+            for given in labels:
+                received = graphs.reserve_input(0)
+                if cold_mib:
+                    rest.sum()
+                losses.append(call(received, given))
+            for loss in losses:
+                if cold_mib:
+                    rest.sum()
+                loss.sum().backward()
+        for floor, given_to in (
+            (node, ([], hidden, out)),
+            (copy, (static, labels[1])),
+            (clone, (out,)),
+        ):
+            if cold_mib:
+                rest.sum()
+            floor(*given_to)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+    found = parts.medians()
+    launch = found.pop("launch of the forward")
+    found["forward in all"] -= launch
+    inside = ("check of the call", "inputs loaded")
+    found["node, wrapper and result"] = found["forward in all"] - sum(found[n] for n in inside)
+    found["backward in all"] -= found.pop("launch of the backward")
+    return {"cold MiB": cold_mib, **found}
+
+
+def _watch(graphs: Any, parts: _Parts) -> None:
+    """Time the parts of a replay, on these graphs alone."""
+    replayer, captured = graphs._replayer, graphs._captured
+    for bank in captured.banks.values():
+        for signature in bank.signatures:
+            signature.tensors_of = parts.timed("check of the call", signature.tensors_of)
+    for slot in (s for slots in captured.slots for s in slots):
+        slot.load_inputs = parts.timed("inputs loaded", slot.load_inputs)
+        slot.forward_graph.replay = parts.timed("launch of the forward", slot.forward_graph.replay)
+        slot.backward_graph.replay = parts.timed(
+            "launch of the backward", slot.backward_graph.replay
+        )
+    replayer.replay_backward = parts.timed("backward in all", replayer.replay_backward)
+
+
+def _show(found: list[dict[str, float]]) -> None:
+    for name in found[0]:
+        numbers = "".join(f"{of_run[name]:10.1f}" for of_run in found)
+        sys.stdout.write(f"{name:28}{numbers}\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
