@@ -24,6 +24,7 @@ __all__ = [
     "OFFSETS",
     "PADDING_MASK",
     "fixed_params",
+    "is_packed",
     "make_params",
     "put_together",
     "refuse_other_context",
@@ -127,6 +128,11 @@ def take_apart(params: Any, label: str) -> dict[str, Any]:
     return parts
 
 
+def is_packed(given: Mapping[str, Any]) -> bool:
+    """Whether `take_apart` added to these arguments."""
+    return _CLASS in given
+
+
 def put_together(given: dict[str, Any]) -> None:
     """Put what `take_apart` made back in the place of ``packed_seq_params``, where there is any.
 
@@ -158,7 +164,7 @@ def refuse_rows_behind_offsets(
     another microbatch's in a replay.
 
     Args:
-        given: arguments of a call, with what `take_apart` made of the parameters, if it had any.
+        given: arguments of a call, with what `take_apart` made of the parameters.
         num_rows: of this rank's input.
         context_parallel_size: ranks that share the rows, where the parameters do not say.
         label: names the chunk in errors.
@@ -166,8 +172,6 @@ def refuse_rows_behind_offsets(
     Raises:
         ConfigError: they do.
     """
-    if _CLASS not in given:
-        return
     group = given.get(f"{_PREFIX}cp_group")
     size = given.get(f"{_PREFIX}local_cp_size")
     if size is None:

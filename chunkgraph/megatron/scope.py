@@ -172,11 +172,14 @@ class CapturedPart:
 
     def _check_sample(self, first: Any, *_args: Any, **kwargs: Any) -> None:
         """Offsets of packed sequences must reach the last row."""
+        if not packed_params.is_packed(kwargs):
+            return
         config = self._block.config
-        if not isinstance(first, torch.Tensor):  # token numbers, which all tensor ranks have
+        hidden = first if isinstance(first, torch.Tensor) else kwargs.get("decoder_input")
+        if hidden is None:  # token numbers, which all tensor ranks have
             rows = kwargs["input_ids"].shape[1]
         else:
-            rows = first.shape[0]
+            rows = hidden.shape[0]
             if getattr(config, "sequence_parallel", False):
                 rows *= config.tensor_model_parallel_size
         packed_params.refuse_rows_behind_offsets(

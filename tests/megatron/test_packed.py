@@ -417,6 +417,11 @@ def test_rows_behind_the_last_offset_are_refused(
     given = take_apart(params, "chunk")
     with pytest.raises(ConfigError, match=rf"chunk 0.*{ends_at}, and there are 32 rows"):
         check(first, input_ids=batch["input_ids"], **given)
+    check(first, input_ids=None)  # not packed, and no token numbers
+    check(first)
+    if is_whole:  # embedded by the caller
+        with pytest.raises(ConfigError, match=rf"{ends_at}, and there are 32 rows"):
+            check(first, input_ids=None, decoder_input=torch.zeros(32, 1, 8), **given)
     # A quarter of the rows on each of four ranks that share the microbatch.
     rows = {"input_ids": torch.zeros(1, 8)} if is_whole else {}
     part = torch.zeros(8, 1, 8) if first is not None else None
