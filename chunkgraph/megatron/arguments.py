@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from chunkgraph.errors import ConfigError
-from chunkgraph.megatron.deep_ep_needs import deep_ep_is_missing
+from chunkgraph.megatron.compat import flex_backend
+from chunkgraph.megatron.deep_ep_needs import BACKEND_NAMES, deep_ep_is_missing
 from chunkgraph.megatron.flags import GraphFlags, flags_from
 from chunkgraph.megatron.launch_packing import packing_refusals
-from chunkgraph.megatron.moe_flex import BACKEND_NAMES, backend_of
 from chunkgraph.megatron.moe_support import stash_refusals
 from chunkgraph.megatron.support import refused_settings
 
@@ -115,7 +115,7 @@ def settle_arguments(args: argparse.Namespace, *, on_cpu: bool) -> GraphFlags | 
             f"--cuda-graph-{refusal}"
             for refusal in stash_refusals(_AsConfig(args), flags.stash.page_bytes)
         ]
-    backend = backend_of(_AsConfig(args))
+    backend = flex_backend(_AsConfig(args))
     if backend in BACKEND_NAMES:
         missing = "it needs GPUs" if on_cpu else deep_ep_is_missing(backend)
         found += [f"--moe-flex-dispatcher-backend {backend}: {missing}"] if missing else []

@@ -17,6 +17,7 @@ from chunkgraph.config import Config
 from chunkgraph.errors import ConfigError, MissingDependencyError
 from chunkgraph.megatron.attention_limits import AttentionSite, refuse_large_deterministic
 from chunkgraph.megatron.compat import (
+    flex_backend,
     import_megatron,
     knows_rank_budget,
     moe_layers_of,
@@ -26,7 +27,6 @@ from chunkgraph.megatron.compat import (
 from chunkgraph.megatron.deep_ep_needs import deep_ep_is_missing
 from chunkgraph.megatron.fusion import fuse_weight_gradients
 from chunkgraph.megatron.hybrid_model import HybridChunks, hybrid_settings
-from chunkgraph.megatron.moe_flex import backend_of
 from chunkgraph.megatron.moe_model import expert_block_spec, expert_settings, rank_capacity_factor
 from chunkgraph.packing import PackedShape
 
@@ -78,7 +78,7 @@ def build_model(
             post_process=rank == last_rank and index == num_chunks - 1,
         )
         prepare(chunk)
-        if backend_of(transformer_config) == "deepep":
+        if flex_backend(transformer_config) == "deepep":
             use_worst_case_dispatch(moe_layers_of(list(chunk.modules())))
         chunks.append(chunk.to(device))
     if config.model.params_dtype == "bfloat16":
@@ -344,7 +344,7 @@ def _transformer_config(config: Config, device: torch.device, options: Mapping[s
     wanted.update(options)
     kind = "MLATransformerConfig" if wanted.get("multi_latent_attention") else "TransformerConfig"
     made = getattr(transformer_config, kind)(**wanted)
-    if backend_of(made) == "deepep":
+    if flex_backend(made) == "deepep":
         # Megatron's own check knows of no budget with this backend.
         made.moe_expert_rank_capacity_factor = rank_capacity_factor(config)
     return made

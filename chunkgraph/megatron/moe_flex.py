@@ -8,9 +8,10 @@ from typing import Any
 from chunkgraph.config import DEEPEP_RANKS, deep_ep_limits
 from chunkgraph.engine import CaptureOptions
 from chunkgraph.errors import ConfigError, MissingDependencyError
+from chunkgraph.megatron.compat import flex_backend
 from chunkgraph.megatron.deep_ep_needs import BACKEND_NAMES, deep_ep_is_missing
 
-__all__ = ["BACKEND_NAMES", "backend_of", "flex_refusals", "refuse_for_deep_ep"]
+__all__ = ["BACKEND_NAMES", "flex_refusals", "refuse_for_deep_ep"]
 
 _STATIC = (
     "set moe_token_dispatcher_type='alltoall', moe_expert_capacity_factor and "
@@ -22,15 +23,6 @@ _OTHER_BACKENDS = {
 _FACTOR = "moe_expert_rank_capacity_factor"
 
 
-def backend_of(config: Any) -> str | None:
-    """``hybridep``, ``deepep`` or another, of Megatron's config or arguments; None: not flex."""
-    if not getattr(config, "num_moe_experts", None):
-        return None
-    if getattr(config, "moe_token_dispatcher_type", None) != "flex":
-        return None
-    return getattr(config, "moe_flex_dispatcher_backend", None) or "deepep"
-
-
 def flex_refusals(config: Any, token_drops: str) -> list[str]:
     """What keeps ``moe_token_dispatcher_type='flex'`` out of a graph, each with what to do.
 
@@ -38,11 +30,12 @@ def flex_refusals(config: Any, token_drops: str) -> list[str]:
         config: anything that has TransformerConfig's fields as attributes, or some of them.
         token_drops: see `attach`.
     """
-    backend = getattr(config, "moe_flex_dispatcher_backend", None) or "deepep"
+    backend = flex_backend(config)
     if backend not in BACKEND_NAMES:
+        known = _OTHER_BACKENDS.get(str(backend), "not known")
         why = (
             f"moe_token_dispatcher_type='flex' with moe_flex_dispatcher_backend={backend!r}: "
-            f"{_OTHER_BACKENDS.get(backend, 'not known')}; only DeepEP can dispatch in a graph "
+            f"{known}; only DeepEP can dispatch in a graph "
             f"('hybridep', or 'deepep' within a node, with {_FACTOR}); or {_STATIC}"
         )
         return [why]
@@ -82,7 +75,7 @@ def refuse_for_deep_ep(config: Any, options: CaptureOptions | None) -> None:
         ConfigError: no step would run eagerly before the capture.
         MissingDependencyError: what it needs of the machine is not there.
     """
-    backend = backend_of(config)
+    backend = flex_backend(config)
     if backend not in BACKEND_NAMES:
         return
     if options is not None and options.num_warmup_steps < 1:

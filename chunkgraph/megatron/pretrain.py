@@ -247,7 +247,10 @@ class ChunkGraphsInPretrain:
 
 
 def _give_rank_budget(args: argparse.Namespace, chunks: Sequence[Any]) -> None:
-    """Put the budget of ``--moe-expert-rank-capacity-factor`` where `settle_arguments` took it."""
+    """Give models with DeepEP's dispatch of one node the budget that `settle_arguments` put aside.
+
+    With it, for the whole of the process, the dispatch that goes by it.
+    """
     factor = getattr(args, "cuda_graph_expert_rank_capacity_factor", None)
     if factor is None:
         return

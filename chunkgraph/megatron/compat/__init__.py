@@ -89,6 +89,7 @@ from chunkgraph.megatron.compat.random_state import (
 )
 from chunkgraph.megatron.compat.rank_budget import (
     RankBudget,
+    flex_backend,
     knows_rank_budget,
     rank_factor_for_all,
     uses_rank_budget,
@@ -125,6 +126,7 @@ __all__ = [
     "count_documents_on_cpu",
     "default_groups",
     "factor_for_all",
+    "flex_backend",
     "follow_in_router",
     "forget_expert_metrics",
     "fp8_is_installed",

@@ -21,7 +21,13 @@ from chunkgraph.megatron.compat.worst_case_dispatch import (
     use_worst_case_dispatch,
 )
 
-__all__ = ["RankBudget", "knows_rank_budget", "rank_factor_for_all", "uses_rank_budget"]
+__all__ = [
+    "RankBudget",
+    "flex_backend",
+    "knows_rank_budget",
+    "rank_factor_for_all",
+    "uses_rank_budget",
+]
 
 _DISPATCHER = "megatron.core.transformer.moe.token_dispatcher"
 _FUSED = "megatron.core.transformer.moe.fused_a2a"
@@ -39,15 +45,18 @@ def knows_rank_budget() -> bool:
     return _FACTOR in getattr(config, "__dataclass_fields__", {})
 
 
+def flex_backend(config: Any) -> str | None:
+    """``hybridep``, ``deepep`` or another, of Megatron's config or arguments; None: not flex."""
+    if not getattr(config, "num_moe_experts", None):
+        return None
+    if getattr(config, "moe_token_dispatcher_type", None) != "flex":
+        return None
+    return getattr(config, "moe_flex_dispatcher_backend", None) or "deepep"  # Megatron's default
+
+
 def uses_rank_budget(config: Any) -> bool:
     """Whether Megatron's ``config`` asks for DeepEP, in either way, with a budget."""
-    backend = getattr(config, "moe_flex_dispatcher_backend", None) or "deepep"  # its default
-    return bool(
-        getattr(config, "num_moe_experts", None)
-        and getattr(config, "moe_token_dispatcher_type", None) == "flex"
-        and backend in _BACKENDS
-        and getattr(config, _FACTOR, None) is not None
-    )
+    return flex_backend(config) in _BACKENDS and getattr(config, _FACTOR, None) is not None
 
 
 def rank_factor_for_all(num_experts: int, top_k: int, num_ranks: int) -> float:
@@ -118,11 +127,12 @@ class RankBudget:
         del marks_padding
         undo = ExitStack()
         for index, manager in enumerate(self._managers):
-            manager.setup_metadata = self._sized(manager)
             manager.dispatch = self._counting(index, manager)
-            undo.callback(manager.__dict__.pop, "setup_metadata", None)
             undo.callback(manager.__dict__.pop, "dispatch", None)
-            if not self._is_hybrid:
+            if self._is_hybrid:
+                manager.setup_metadata = self._sized(manager)
+                undo.callback(manager.__dict__.pop, "setup_metadata", None)
+            else:  # which sizes itself
                 undo.callback(manager.forget)
         return undo.close
 
