@@ -44,12 +44,17 @@ def main() -> int:
     }
     of_banks, of_static = (max(found[name]["reserved_bytes"]) for name in ("banks", "static"))
     found["ratio"] = of_banks / of_static if of_static else None
+    used = [max(found[name]["gpu_used_bytes"]) for name in ("banks", "static")]
+    found["ratio_of_gpu_used"] = used[0] / used[1] if used[1] else None
     for name, one in (("banks", found["banks"]), ("static", found["static"])):
         sys.stdout.write(
-            f"{name}: {max(one['reserved_bytes']) / 2**20:.0f} MiB reserved, {one['num_graphs']} "
-            f"graphs, step with the capture {one['capture_step_ms']:.0f} ms\n"
+            f"{name}: {max(one['reserved_bytes']) / 2**20:.0f} MiB reserved, "
+            f"{max(one['gpu_used_bytes']) / 2**20:.0f} MiB used on a GPU by all its processes, "
+            f"{one['num_graphs']} graphs, step with the capture {one['capture_step_ms']:.0f} ms\n"
         )
-    shown = "unknown on a CPU" if found["ratio"] is None else f"{found['ratio']:.3f}"
+    shown = "unknown on a CPU"
+    if found["ratio"] is not None:
+        shown = f"{found['ratio']:.3f} reserved, {found['ratio_of_gpu_used']:.3f} used on a GPU"
     sys.stdout.write(f"banks of {sizes} over static CP {args.ranks}: {shown}\n")
     if args.json is not None:
         args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
@@ -101,6 +106,7 @@ def _run(args: argparse.Namespace, spec: str, sizes: list[int]) -> dict[str, Any
     captured = [step for step in result["steps"] if step["captures"]]
     return {
         "reserved_bytes": result["reserved_bytes"],
+        "gpu_used_bytes": result["gpu_used_bytes"],
         "num_graphs": result["num_graphs"],
         "capture_step_ms": captured[0]["step_ms_chunk"],
         "replays_of_bank": result["replays_of_bank"],

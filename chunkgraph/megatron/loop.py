@@ -98,6 +98,8 @@ class TrainingRun:
         missing_banks: eager steps, by the bank that they had no graphs of.
         memsets_kept: see `CaptureReport`.
         reserved_bytes: most memory that torch held on this rank's device; 0 on a CPU.
+        gpu_used_bytes: memory in use on the whole of this rank's GPU behind the last step, by all
+            processes: torch's, and that of NCCL, libraries, graphs and CUDA itself; 0 on a CPU.
     """
 
     steps: list[StepRecord] = field(default_factory=list)
@@ -114,6 +116,7 @@ class TrainingRun:
     missing_banks: dict[str, int] = field(default_factory=dict)
     memsets_kept: str = ""
     reserved_bytes: int = 0
+    gpu_used_bytes: int = 0
 
     @property
     def num_graphs(self) -> int:
@@ -225,6 +228,8 @@ def run_training(
             on_step(record)
         if device.type == "cuda":
             run.reserved_bytes = torch.cuda.max_memory_reserved(device)
+            free, total = torch.cuda.mem_get_info(device)
+            run.gpu_used_bytes = total - free
         finish_parameter_gather(chunks)
         if graphs is not None:
             run.dropped_tokens = sum(graphs.dropped_tokens(wait=True).values())

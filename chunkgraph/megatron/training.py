@@ -176,6 +176,7 @@ def _of_rank(chunk: TrainingRun, comparison: Comparison | None) -> dict[str, Any
         "missing_banks": chunk.missing_banks,
         "memsets_kept": chunk.memsets_kept,
         "reserved_bytes": chunk.reserved_bytes,
+        "gpu_used_bytes": chunk.gpu_used_bytes,
     }
 
 
@@ -220,6 +221,7 @@ def _report(
         "missing_banks": [r["missing_banks"] for r in ranks],
         "memsets_kept": [r["memsets_kept"] for r in ranks],
         "reserved_bytes": [r["reserved_bytes"] for r in ranks],
+        "gpu_used_bytes": [r["gpu_used_bytes"] for r in ranks],
     }
 
 
