@@ -8,6 +8,7 @@ All of them must hear of it before the step, and none may wait for an answer tha
   number, so ranks that announce and ranks that do not may meet;
 * what was announced is what was asked. A step that is then given something else raises on its rank
   before anything runs: no rank can leave the agreed way in silence;
+* what was announced is taken back by all ranks together, who then ask anew when the step begins;
 * with each question goes a digest of all that has to be alike on all ranks (whether the step
   trains, its shapes, whether graphs are there). If the digests differ, a rank asked early assuming
   a step that did not come, and all ranks see that and ask once more, together.
@@ -51,6 +52,10 @@ class Announcement:
                 "it while the step before is running or after it, and only once."
             )
         self._misfit, self.plan_digest = misfit, plan_digest
+
+    def withdraw(self) -> None:
+        """Take back what was announced, if anything was; on all ranks or on none."""
+        self._misfit = None
 
     def take(self, given: str | None) -> str:
         """What holds for the step that begins now, given what it was called with.

@@ -94,6 +94,12 @@ class StepDecider:
         if not is_in_step:
             self._ask_ahead(self._usual_key)
 
+    def withdraw(self) -> None:
+        """Take back the word on the next training step; all ranks do."""
+        if self._announcement is not None and self._announcement.misfit is not None:
+            self._announcement.withdraw()
+            self.agreement.expire()
+
     def told(self, misfit: str | None, plan_digest: int, *, forward_only: bool) -> tuple[str, int]:
         """Why this rank's inputs of the step that begins do not fit, or ""; and its plan's digest.
 

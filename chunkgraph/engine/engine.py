@@ -248,6 +248,15 @@ class ChunkGraphs:
         """
         self._decider.announce(misfit, plan_digest, is_in_step=self.mode is not StepMode.OUTSIDE)
 
+    def withdraw(self) -> None:
+        """Take back what `announce` said of the next training step, if it said anything.
+
+        Between steps, and on all ranks together or on none: that is not looked at, and a rank that
+        did it alone would ask about the step a second time while the others go on.
+        """
+        assert self.mode is StepMode.OUTSIDE, "withdrawn while a step runs"
+        self._decider.withdraw()
+
     def misfit_of(self, banks: Sequence[Hashable]) -> str:
         """Why a step cannot be replayed because there are no graphs of a bank of it, or "".
 

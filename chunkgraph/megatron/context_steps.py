@@ -105,6 +105,9 @@ class ContextSteps(ScriptSteps):
         super().close()
         self._gather.close()
 
+    def announce_next(self, num_microbatches: int) -> None:
+        """Say nothing: who works on what needs the other ranks' documents, for which they wait."""
+
     def _begin(
         self, read: Microbatches, kwargs: dict[str, Any]
     ) -> tuple[Microbatches, dict[str, Any]]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections import deque
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
-from chunkgraph.errors import ConfigError
+from chunkgraph.errors import ConfigError, PackingError
+from chunkgraph.megatron import compat
 from chunkgraph.megatron.packed import fixed_params
 from chunkgraph.megatron.rank_graphs import MegatronChunkGraphs
 from chunkgraph.megatron.script_steps import Microbatches, ScriptSteps
@@ -16,6 +20,33 @@ from chunkgraph.megatron.topology import Share
 from chunkgraph.packing import PackedSequences, PackedShape, pack, smallest_that_fits
 
 __all__ = ["PackedSteps"]
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What a step reads: microbatches of each chunk's iterator, by what a schedule is called with.
+
+    Attributes:
+        iterators: by identity; whoever compares keeps them alive.
+    """
+
+    iterators: tuple[int, ...]
+    num_microbatches: int
+    seq_length: int
+    micro_batch_size: int
+
+
+@dataclass(frozen=True)
+class _Ahead:
+    """What was announced of the next step.
+
+    Attributes:
+        asked: what it was taken for.
+        documents: of each microbatch, uncut.
+    """
+
+    asked: _Asked
+    documents: list[Documents]
 
 
 class PackedSteps(ScriptSteps):
@@ -39,20 +70,76 @@ class PackedSteps(ScriptSteps):
         self._graphs = graphs
         # Of the step that runs: its documents, packed where a shape holds them.
         self._step: list[tuple[Documents, PackedSequences | None]] = []
+        self._asked: _Asked | None = None  # of the step that was begun last
+        self._ahead: _Ahead | None = None
+
+    def announce_next(self, num_microbatches: int) -> None:
+        """Say what the training step that comes next holds; see `ScriptSteps`.
+
+        Nothing is said where its data cannot be looked at, end before it, or are wrong, of which
+        the step complains when it begins.
+        """
+        if self._asked is None:
+            return
+        asked = replace(self._asked, num_microbatches=num_microbatches)
+        read = self._look(num_microbatches)
+        own: list[Documents] | None = None
+        if read is not None:
+            with contextlib.suppress(ConfigError, PackingError):
+                own = self._documents(read, asked)
+        documents: list[Documents] | None = own if self._share is None else self._share(own)
+        if documents is None:
+            return
+        # As many microbatches as the step has, and the same on all ranks: nobody is left behind.
+        self._graphs.announce([d.lengths for d in self._fitted(documents, asked)])
+        self._ahead = _Ahead(asked, documents)
+
+    def _look(self, num_microbatches: int) -> Microbatches | None:
+        """The next microbatches of each chunk; None if they cannot be looked at."""
+        read: list[deque[dict[str, Any]] | None] = []
+        for iterator in self._iterators:
+            if iterator is None:
+                read.append(None)
+                continue
+            below = compat.look_ahead(iterator)
+            batches = None if below is None else below.first(num_microbatches)
+            if batches is None:
+                return None
+            read.append(deque(batches))
+        return read
 
     def _begin(
         self, read: Microbatches, kwargs: dict[str, Any]
     ) -> tuple[Microbatches, dict[str, Any]]:
-        shapes = self._graphs.buckets
-        rows = kwargs["seq_length"] * kwargs["micro_batch_size"]
-        most = next(iter(shapes))
-        may_be_cut = len(shapes) > 1 or most < rows
-        documents = self._documents(read, kwargs["seq_length"], may_be_cut=may_be_cut)
+        self._asked = asked = _Asked(
+            tuple(map(id, self._iterators)),
+            kwargs["num_microbatches"],
+            kwargs["seq_length"],
+            kwargs["micro_batch_size"],
+        )
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead.asked != asked:
+            # Another step than the loop's settings said: so on all ranks, which run one loop.
+            self._graphs.withdraw()
+            ahead = None
+        own = self._documents(read, asked)
+        if ahead is None:
+            documents = self._shared(own)
+        elif own is None or own == ahead.documents:
+            documents = ahead.documents
+        else:
+            raise ConfigError(
+                f"rank {self._rank}: the step has other documents than were read ahead for it and "
+                "told to the other ranks. Between two steps nobody but the step may read from its "
+                "data iterators' source."
+            )
         changes: dict[str, Any] = {}
-        if may_be_cut and all(d.num_needed <= most for d in documents):
-            documents = self._cut(read, documents)
+        fitted = self._fitted(documents, asked)
+        if self._is_cut(documents, asked):
+            self._cut(read, documents, fitted)
             # What stages exchange is as long as the longest of the shapes.
-            changes["seq_length"] = most
+            changes["seq_length"] = next(iter(self._graphs.buckets))
+        documents = fitted
         every = self._graphs.packed_shapes
         self._step = [(d, _packed(d, every)) for d in documents]
         return read, {**changes, "packings": [d.lengths for d in documents]}
@@ -67,18 +154,16 @@ class PackedSteps(ScriptSteps):
             )
         return given if packed is None else fixed_params(given, packed)
 
-    def _documents(
-        self, read: Microbatches, seq_length: int, *, may_be_cut: bool
-    ) -> list[Documents]:
-        """The documents of each microbatch, the same for all chunks."""
+    def _documents(self, read: Microbatches, asked: _Asked) -> list[Documents] | None:
+        """The documents of each microbatch, the same for all chunks; None: another rank reads."""
         multiple = next(iter(self._graphs.buckets.values())).document_multiple
         found = [
             [
                 documents_of(
                     batch,
-                    seq_length,
+                    asked.seq_length,
                     self._where(i),
-                    may_be_cut=may_be_cut,
+                    may_be_cut=self._may_be_cut(asked),
                     multiple_of=multiple,
                 )
                 for i, batch in enumerate(batches)
@@ -86,10 +171,22 @@ class PackedSteps(ScriptSteps):
             for batches in read
             if batches is not None
         ]
-        return self._shared(self._of_chunks(found))
+        return self._of_chunks(found)
 
-    def _cut(self, read: Microbatches, documents: Sequence[Documents]) -> list[Documents]:
-        """Give each microbatch the rows of the smallest shape that holds those it needs."""
+    def _may_be_cut(self, asked: _Asked) -> bool:
+        """Whether there is a shape with fewer rows than a microbatch."""
+        shapes = self._graphs.buckets
+        return len(shapes) > 1 or next(iter(shapes)) < asked.seq_length * asked.micro_batch_size
+
+    def _is_cut(self, documents: Sequence[Documents], asked: _Asked) -> bool:
+        """Whether the rows that losses need fit the shapes, in every microbatch."""
+        most = next(iter(self._graphs.buckets))
+        return self._may_be_cut(asked) and all(d.num_needed <= most for d in documents)
+
+    def _fitted(self, documents: Sequence[Documents], asked: _Asked) -> list[Documents]:
+        """With the rows of the smallest shape that holds those that each microbatch needs."""
+        if not self._is_cut(documents, asked):
+            return list(documents)
         made = list(documents)
         shapes = self._graphs.buckets
         most = max(shapes)
@@ -97,13 +194,20 @@ class PackedSteps(ScriptSteps):
             rows = min(length for length in shapes if length >= own.num_needed)
             if smallest_that_fits(own.up_to(rows).lengths, shapes.values()) is None:
                 rows = most  # too many documents: as the stages expect of what does not fit
-            if rows == own.num_rows:
+            if rows != own.num_rows:
+                made[i] = own.up_to(rows)
+        return made
+
+    def _cut(
+        self, read: Microbatches, documents: Sequence[Documents], fitted: Sequence[Documents]
+    ) -> None:
+        """Take the rows from each microbatch that `_fitted` took from its documents."""
+        for i, (own, made) in enumerate(zip(documents, fitted, strict=True)):
+            if made.num_rows == own.num_rows:
                 continue
-            made[i] = own.up_to(rows)
             for batches in read:
                 if batches is not None:
-                    batches[i] = cut(batches[i], rows, self._where(i))
-        return made
+                    batches[i] = cut(batches[i], made.num_rows, self._where(i))
 
 
 def _packed(documents: Documents, shapes: Collection[PackedShape]) -> PackedSequences | None:

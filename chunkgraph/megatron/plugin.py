@@ -30,7 +30,7 @@ from chunkgraph.engine.defaults import check_counts
 from chunkgraph.errors import ChunkGraphError, ConfigError
 from chunkgraph.megatron import compat
 from chunkgraph.megatron.attention_limits import needs_tokens_in_pieces, refuse_for_layers
-from chunkgraph.megatron.buckets import Buckets
+from chunkgraph.megatron.buckets import Buckets, tell_of_missing_seq_buckets
 from chunkgraph.megatron.contexts import (
     ContextBanks,
     StepContexts,
@@ -87,7 +87,7 @@ def attach(
     zero_copy: bool = True,
     packing: PackedShape | None = None,
     buckets: Sequence[float] = (),
-    seq_buckets: Sequence[int] = (),
+    seq_buckets: Sequence[int] | None = None,
     fills_rows: bool = False,
     contexts: ContextBanks | None = None,
     token_drops: TokenDrops = "warn",
@@ -119,7 +119,8 @@ def attach(
             that holds it (`MegatronChunkGraphs.buckets`), in eager steps too.
         seq_buckets: fewer sequences than those of ``packing`` that are captured too, the same on
             every rank; for every length. A microbatch is then given offsets of the fewest that
-            hold its documents (`MegatronChunkGraphs.packed_shapes`), in eager steps too.
+            hold its documents (`MegatronChunkGraphs.packed_shapes`), in eager steps too. None:
+            there are none, and a shape of 128 sequences or more is warned of, for what it costs.
         fills_rows: with ``packing``, whether documents fill all rows of every microbatch, as
             Megatron's data sets make them. Experts then take every row, as they do without chunk
             graphs; a step that fits and has rows left over is an error (of one that does not fit,
@@ -176,6 +177,11 @@ def attach(
         refuse_for_layers(chunks, config, largest, device)
     for idle in idle_settings(config) if place.rank == 0 else ():
         _log.warning("%s.", idle)
+    if seq_buckets is None:
+        has_fp8 = getattr(config, "fp8", None) is not None
+        if place.rank == 0 and packing is not None and not has_fp8:
+            tell_of_missing_seq_buckets(packing)
+        seq_buckets = ()
     parts = [new_part(scope, chunk, place.label(index)) for index, chunk in enumerate(chunks)]
     tables = CachedTables(module for part in parts for module in part.modules)
     predictions = compat.TokenPrediction() if predicts_tokens(parts) else None

@@ -225,10 +225,26 @@ class ChunkGraphsInPretrain:
             for write in compat.tensorboard_writers(iteration):
                 for name, value in self._metrics.scalars().items():
                     write(name, value)
+        if self._steps is not None:
+            self._announce_after(iteration, self._steps)
 
     def log_text(self) -> str:
         """The numbers of the steps since the last line, in the style of Megatron's log."""
         return self._metrics.take_line() if self._metrics is not None else ""
+
+    def _announce_after(self, iteration: int, steps: ScriptSteps) -> None:
+        """Have the step behind this one announced, where Megatron's loop goes on to train it.
+
+        Here the step is over for good: none of its runs again is to come.
+        """
+        args = compat.pretrain_arguments()
+        exit_interval = getattr(args, "exit_interval", None)
+        ends = iteration >= args.train_iters or (exit_interval and iteration % exit_interval == 0)
+        if ends or iteration + 1 in (getattr(args, "iterations_to_skip", None) or ()):
+            return
+        num_microbatches = compat.num_microbatches_at(args.consumed_train_samples)
+        if num_microbatches is not None:
+            steps.announce_next(num_microbatches)
 
     # -- what is said --------------------------------------------------------------------------
 

@@ -359,6 +359,17 @@ class MegatronChunkGraphs:
             )
         self.engine.announce(self._packings.announced(packings, misfit, buckets))
 
+    def withdraw(self) -> None:
+        """Take back the announcement of the next training step, if there is one.
+
+        For a loop that finds, behind `announce`, that another step comes. Call it between steps, on
+        all ranks together or on none. The step is then told what it holds when it begins.
+        """
+        of_step = self._packings if self._contexts is None else self._contexts
+        if of_step is not None:
+            of_step.withdraw()
+            self.engine.withdraw()
+
     def name_replays(self) -> None:
         """Name every replay in profiles by stage, chunk, action and microbatch."""
         self.engine.name_replays(self._names)

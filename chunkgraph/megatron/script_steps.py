@@ -2,8 +2,9 @@
 
 The ranks decide before a step whether it replays, for which they need its documents. So a step's
 microbatches are taken from the script's data iterators when the step begins, as many and in the
-order in which the forward step reads them, and handed to it one by one. Nothing of the next step is
-read: a rerun, a save or an exit finds the iterators as they are without chunk graphs.
+order in which the forward step reads them, and handed to it one by one. Those of the next step are
+looked at, once a step is over, below what Megatron reads from (`compat.look_ahead`): a rerun, a
+skipped step or a save finds the iterators as they are without chunk graphs.
 """
 
 from __future__ import annotations
@@ -52,6 +53,8 @@ class ScriptSteps(ABC):
         self.metrics_scales: tuple[float, float] | None = None
         self._num_calls = 0  # of each chunk in the step that runs; 0 between steps
         self._turns = [0] * len(model_chunks)
+        # What the schedule was given last: those of the next step, most likely.
+        self._iterators: list[Any] = []
         self._hooks = [
             chunk.register_forward_pre_hook(self._hook_of(c), with_kwargs=True)
             for c, chunk in enumerate(model_chunks)
@@ -65,6 +68,7 @@ class ScriptSteps(ABC):
                 return forward_backward(**kwargs)
             iterators = kwargs["data_iterator"]
             several = list(iterators) if isinstance(iterators, (list, tuple)) else [iterators]
+            self._iterators = several
             read = self._read(several, kwargs["num_microbatches"])
             read, changes = self._begin(read, kwargs)
             handed = [None if batches is None else _Handed(batches, self._rank) for batches in read]
@@ -91,6 +95,16 @@ class ScriptSteps(ABC):
             self._share.close()
 
     # -- of each kind --------------------------------------------------------------------------
+
+    @abstractmethod
+    def announce_next(self, num_microbatches: int) -> None:
+        """Say what the training step that comes next holds, where that is known before it.
+
+        Called between two of them, on all ranks together.
+
+        Args:
+            num_microbatches: of that step.
+        """
 
     @abstractmethod
     def _begin(

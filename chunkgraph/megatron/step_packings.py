@@ -77,6 +77,10 @@ class StepPackings:
         self._announced = _plain(packings), misfit, told, self._chosen(packings, buckets, told)
         return told
 
+    def withdraw(self) -> None:
+        """Forget what was announced of the next step."""
+        self._announced = None
+
     def begin(
         self,
         packings: Packings | None,

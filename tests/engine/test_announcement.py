@@ -58,8 +58,14 @@ class _Rank:
 Plan = Sequence[str]
 
 
-def _run(plans: Sequence[Plan], announcing: Sequence[str]) -> tuple[list[list[str]], list[Any]]:
-    """Modes of every rank's steps; each announces inside the step before, after it, or never."""
+def _run(
+    plans: Sequence[Plan], announcing: Sequence[str], withdrawing: int | None = None
+) -> tuple[list[list[str]], list[Any]]:
+    """Modes of every rank's steps; each announces inside the step before, after it, or never.
+
+    Step number ``withdrawing`` is announced by the first rank as the opposite of what it is, and by
+    the others as what it is; all take that back.
+    """
     group = Collectives(len(plans))
     modes: list[list[str]] = [[] for _ in plans]
     engines: list[Any] = [None] * len(plans)
@@ -79,10 +85,14 @@ def _run(plans: Sequence[Plan], announcing: Sequence[str]) -> tuple[list[list[st
         def announce(k: int) -> None:
             later = [kind for kind in plan[k + 1 :] if kind != "E"]
             if plan[k] != "E" and later:
-                graphs.announce("too many" if later[0] == "M" else "")
+                does_fit = (later[0] == "F") != (rank == 0 and k + 1 == withdrawing)
+                graphs.announce("" if does_fit else "too many")
 
         for k, kind in enumerate(plan):
-            is_told = (k == 0 or when == "never") and kind != "E"  # else it was announced
+            # Else it was announced.
+            is_told = (k in (0, withdrawing) or when == "never") and kind != "E"
+            if k == withdrawing:
+                graphs.withdraw()
             misfit = ("too many" if kind == "M" else "") if is_told else None
             rows, shape = (3, "other") if kind == "M" else (2, "usual")
             with (
@@ -150,6 +160,17 @@ def test_a_step_that_nobody_announced_is_asked_once_for_each_rank() -> None:
     _, engines = _run(["FFMF", "FFFF"], ["inside", "inside"])
     asked = [e._decider.agreement._agree.num_asked for e in engines]
     assert asked[0] == asked[1] <= 4 + 2  # one for each step, and how the capture went
+
+
+@pytest.mark.parametrize("second", ["M", "F"])
+def test_what_all_ranks_take_back_is_asked_anew(second: str) -> None:
+    """Also where an answer is there that does not hold for the step that comes."""
+    plans = ["FF" + second + "F", "FFFF"]
+    modes, engines = _run(plans, ["after", "after"], withdrawing=2)
+    steps = ["eager", "replay", "eager" if second == "M" else "replay", "replay"]
+    assert modes == [steps, steps]
+    asked = [e._decider.agreement._agree.num_asked for e in engines]
+    assert asked[0] == asked[1]
 
 
 def _alone() -> ChunkGraphs:

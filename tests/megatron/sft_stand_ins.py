@@ -6,6 +6,8 @@ documents are packed, so both are stood in for: a message is a list of numbers, 
 
 ``SFT_READS`` names a file that gets a line for each sample that is read, with the number of its
 data set. ``SFT_RERUN`` is the number of a step that Megatron's rerun state machine is to run again.
+``SFT_WORDS`` names a file that gets a line for each announcement of a step and for each question of
+the ranks about one: whether it waited for an answer that was asked for before.
 """
 
 from __future__ import annotations
@@ -78,9 +80,40 @@ def main(script: str) -> None:
             return get(self, index)
 
         SFTDataset.__getitem__ = read
+    if "SFT_WORDS" in os.environ:
+        write_words(f"{os.environ['SFT_WORDS']}.rank{os.environ['RANK']}")
     if "SFT_RERUN" in os.environ:
         run_again(int(os.environ["SFT_RERUN"]))
     runpy.run_path(script, run_name="__main__")
+
+
+def write_words(path: str) -> None:
+    """Write down what the engine is told ahead of steps, and how it asks about them."""
+    from chunkgraph.engine import ChunkGraphs
+    from chunkgraph.engine.agreement import Agreement
+
+    announce, withdraw, answer = ChunkGraphs.announce, ChunkGraphs.withdraw, Agreement.answer
+
+    def say(word: str) -> None:
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(f"{word}\n")
+
+    def announced(self: Any, misfit: str, **kwargs: Any) -> None:
+        say(f"announced {misfit or 'fits'}")
+        announce(self, misfit, **kwargs)
+
+    def withdrawn(self: Any) -> None:
+        say("withdrawn")
+        withdraw(self)
+
+    def answered(self: Any, kind: Any, values: Any, *args: Any) -> Any:
+        posted = self._posted
+        was_asked = posted is not None and posted[:2] == (kind, list(values))
+        say("asked before" if was_asked else "asks")
+        return answer(self, kind, values, *args)
+
+    ChunkGraphs.announce, ChunkGraphs.withdraw = announced, withdrawn
+    Agreement.answer = answered
 
 
 def run_again(number: int) -> None:

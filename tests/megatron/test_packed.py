@@ -429,3 +429,17 @@ def test_rows_behind_the_last_offset_are_refused(
     check(part, **rows, **{**whole, "packed_seq_params.local_cp_size": 4})
     with pytest.raises(ConfigError, match=r"there are 8 rows \(8 on each of 1 context"):
         check(part, **rows, **whole)
+
+
+def test_many_sequences_without_graphs_for_fewer_are_told(
+    chunks: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    from chunkgraph.megatron.plugin import attach
+
+    for most, given in ((127, None), (128, ()), (256, (64,))):
+        attach(chunks, packing=PackedShape(most, 32), seq_buckets=given).detach()
+    assert "seq_buckets" not in caplog.text
+    attach(chunks, packing=PackedShape(256, 32)).detach()
+    assert "packing has 256 sequences and there are no graphs for fewer" in caplog.text
+    assert "12% of a layer" in caplog.text
+    assert "seq_buckets=(64, 128)" in caplog.text

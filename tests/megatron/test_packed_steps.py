@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from inspect import signature
 from types import SimpleNamespace
 from typing import Any
 
@@ -79,9 +80,20 @@ def models() -> list[Model]:
 
 
 @pytest.fixture
-def step(models: list[Model]) -> Iterator[Step]:
+def words() -> list[Any]:
+    """What chunk graphs were told ahead of steps."""
+    return []
+
+
+@pytest.fixture
+def steps() -> list[PackedSteps]:
+    """What was made of them, first to last."""
+    return []
+
+
+@pytest.fixture
+def step(models: list[Model], words: list[Any], steps: list[PackedSteps]) -> Iterator[Step]:
     """A step with graphs for 4 sequences; gives what the schedule was called with."""
-    steps: list[PackedSteps] = []
 
     def run(
         batches: Sequence[dict[str, Any]] | None,
@@ -97,8 +109,14 @@ def step(models: list[Model]) -> Iterator[Step]:
         shape = PackedShape(4, most, max_document_tokens=longest)
         shapes = bucket_shapes(shape, buckets)
         by_rows = {s.max_packed_tokens: s for s in shapes}
-        graphs: Any = SimpleNamespace(buckets=by_rows, packed_shapes=tuple(shapes))
-        steps.append(PackedSteps(graphs, models, 3))
+        graphs: Any = SimpleNamespace(
+            buckets=by_rows,
+            packed_shapes=tuple(shapes),
+            announce=lambda packings: words.append([*packings]),
+            withdraw=lambda: words.append("withdrawn"),
+        )
+        if batches is not None or not steps:  # else a further one of the same run
+            steps.append(PackedSteps(graphs, models, 3))
         given: dict[str, Any] = {}
 
         def schedule(**kwargs: Any) -> None:
@@ -126,6 +144,117 @@ def test_a_step_reads_its_own_microbatches_and_no_more(step: Step) -> None:
     assert [next(batches)["max_seqlen"].item()] == [12]
     with pytest.raises(StopIteration):
         step(None, iterators=batches)
+
+
+def of_megatron(batches: Sequence[dict[str, Any]]) -> Any:
+    """A data iterator that plays microbatches again."""
+    machine = compat.import_megatron("megatron.core.rerun_state_machine")
+    return machine.RerunDataIterator(iter(batches))
+
+
+def test_what_is_looked_at_stays_to_be_read() -> None:
+    """By whoever reads, and by who reads it again."""
+    batches = [batch(n, ROWS) for n in range(1, 5)]
+    iterator = of_megatron(batches)
+    below = compat.look_ahead(iterator)
+    assert below is not None
+    assert below.first(2) == batches[:2]
+    assert next(iterator) is batches[0]
+    assert compat.look_ahead(iterator) is below
+    assert below.first(3) == batches[1:]
+    assert below.first(4) is None
+    assert list(below) == batches[1:]
+    with pytest.raises(StopIteration):
+        next(iterator)
+    assert compat.look_ahead(iter(batches)) is None
+
+
+def test_the_next_step_is_announced(step: Step, steps: list[PackedSteps], words: list[Any]) -> None:
+    batches = [batch(4, 12), batch(3, 5, 12), batch(12), batch(1, 12), batch(2, 12)]
+    iterator = of_megatron(batches)
+    step(None, iterators=iterator)
+    steps[0].announce_next(3)
+    assert words == [[(12,), (1, 11), (2, 10)]]
+    given = step(None, iterators=iterator, num_microbatches=3)
+    assert given["packings"] == words[0]
+    steps[0].announce_next(1)  # there are no data for it
+    assert len(words) == 1
+
+
+def test_what_is_announced_is_cut_as_the_step_cuts_it(
+    step: Step, steps: list[PackedSteps], words: list[Any]
+) -> None:
+    iterator = of_megatron([batch(4, 12), batch(12), batch(3, 12, num_counted=2), batch(5, 12)])
+    step(None, iterators=iterator, buckets=(0.5,))
+    steps[0].announce_next(2)
+    assert words == [[(3, 3), (5, 7)]]
+    given = step(None, iterators=iterator, buckets=(0.5,))
+    assert given["packings"] == words[0]
+
+
+@pytest.mark.parametrize("other", ["number", "iterator"])
+def test_an_announcement_of_another_step_is_taken_back(
+    step: Step, steps: list[PackedSteps], words: list[Any], other: str
+) -> None:
+    batches = [batch(n, 12) for n in range(1, 7)]
+    iterator = of_megatron(batches)
+    step(None, iterators=iterator)
+    steps[0].announce_next(2)
+    number = 3 if other == "number" else 2
+    then = of_megatron(batches[2:]) if other == "iterator" else iterator
+    given = step(None, iterators=then, num_microbatches=number)
+    assert words == [[(3, 9), (4, 8)], "withdrawn"]
+    assert given["packings"] == [(3, 9), (4, 8), (5, 7)][:number]
+
+
+def test_data_that_somebody_else_read_are_no_longer_those_announced(
+    step: Step, steps: list[PackedSteps], words: list[Any]
+) -> None:
+    iterator = of_megatron([batch(n, 12) for n in range(1, 6)])
+    step(None, iterators=iterator)
+    steps[0].announce_next(2)
+    next(iterator)
+    with pytest.raises(ConfigError, match="rank 3: the step has other documents than were read"):
+        step(None, iterators=iterator)
+
+
+def test_nothing_is_announced_of_wrong_data_or_other_iterators(
+    step: Step, steps: list[PackedSteps], words: list[Any]
+) -> None:
+    """A step complains of its own data; those of an iterator of one's own are not looked at."""
+    wrong = batch(4, 12, cu_seqlens=torch.tensor([[0, 5, 3, 12]]))
+    iterator = of_megatron([batch(12), batch(12), wrong, batch(12)])
+    step(None, iterators=iterator)
+    steps[0].announce_next(2)
+    with pytest.raises(PackingError, match="rank 3, microbatch 0"):
+        step(None, iterators=iterator)
+    plain = iter([batch(12)] * 3)
+    step(None, iterators=plain)
+    steps[0].announce_next(1)
+    assert words == []
+    assert len(list(plain)) == 1
+
+
+def test_the_next_step_has_as_many_microbatches_as_megatron_will_count() -> None:
+    """Its own count stays as it is."""
+    counting = compat.import_megatron("megatron.core.num_microbatches_calculator")
+    assert compat.num_microbatches_at(7) is None
+    if (
+        "step_batch_size_schedule"
+        in signature(counting.init_num_microbatches_calculator).parameters
+    ):
+        kind = {"global_batch_size": None, "step_batch_size_schedule": "0:4 6:6 12:8"}
+    else:  # before 0.18
+        kind = {"global_batch_size": 8, "rampup_batch_size": [4, 2, 12]}
+    default = {"rank": 0, "rampup_batch_size": None, "micro_batch_size": 2, "data_parallel_size": 1}
+    counting.init_num_microbatches_calculator(**{**default, **kind})
+    try:
+        before = counting.get_num_microbatches()
+        found = [compat.num_microbatches_at(samples) for samples in (0, 6, 12)]
+        assert counting.get_num_microbatches() == before
+    finally:
+        counting.destroy_num_microbatches_calculator()
+    assert (before, found) == (2, [2, 3, 4])
 
 
 def test_the_model_gets_offsets_of_fixed_shape(step: Step, models: list[Model]) -> None:

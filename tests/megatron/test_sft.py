@@ -35,7 +35,7 @@ MODEL = [
     *("--num-workers", "0", "--lr", "1e-3", "--lr-decay-style", "constant"),
     *("--log-interval", "1", "--eval-iters", "1", "--micro-batch-size", "1"),
     *("--no-create-attention-mask-in-dataloader", "--attention-dropout", "0.1"),
-    *("--global-batch-size", "4", "--pipeline-model-parallel-size", "2"),
+    *("--pipeline-model-parallel-size", "2"),
 ]
 CHUNK = ["--cuda-graph-granularity", "chunk", "--cuda-graph-warmup-steps", "1"]
 STEPS = ["--train-iters", "6", "--eval-interval", "4", "--hidden-dropout", "0.1"]
@@ -91,6 +91,8 @@ class Runs:
     def end(self, name: str, *flags: str, nproc: int = 2, data: Path | None = None) -> list[int]:
         """The exit codes of all ranks."""
         arguments = [str(HERE / "sft_stand_ins.py"), str(SCRIPT), *MODEL]
+        if "--step-batch-size-schedule" not in flags:  # Megatron takes one of the two
+            arguments += ["--global-batch-size", "4"]
         arguments += ["--data-path", str(data or self._data)]
         arguments += ["--exact-log", str(self.folder / name), *flags]
         codes, self.output = self._run_ranks(arguments, nproc, self.folder)
@@ -106,6 +108,11 @@ class Runs:
                 of, _, index = line.rpartition(": ")
                 found[-1].setdefault(of, []).append(int(index))
         return found
+
+    def words(self, name: str, nproc: int = 2) -> list[list[str]]:
+        """What each rank's engine was told ahead of steps, and how it asked about them."""
+        paths = [self.folder / f"{name}.rank{rank}" for rank in range(nproc)]
+        return [path.read_text(encoding="utf-8").splitlines() for path in paths]
 
     def evaluations(self) -> list[str]:
         """Their losses in the last run."""
@@ -167,6 +174,26 @@ def test_pp2_vpp2_saved_and_resumed_equals_eager(
     assert reads == runs.reads("eager")
     for of_rank in reads:  # the first two are those of its two chunks
         assert of_rank["train 0"] == of_rank["train 1"] == list(range(6 * 4))
+
+
+def test_steps_are_announced_before_they_begin(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where their number of microbatches changes, one runs again, and one is skipped."""
+    logs = []
+    flags = ["--train-samples", "32", "--eval-interval", "9", "--hidden-dropout", "0.1"]
+    flags += ["--num-layers", "2", "--iterations-to-skip", "5"]
+    # Four microbatches in two steps and six from the third on, of which one has seven documents.
+    flags += ["--step-batch-size-schedule", f"0:4 {8 * ROWS}:6"]
+    monkeypatch.setenv("SFT_RERUN", "4")
+    for name, more in {"ahead-eager": [], "ahead": [*CHUNK, *SEVEN]}.items():
+        monkeypatch.setenv("SFT_READS", str(runs.folder / f"{name}.reads"))
+        monkeypatch.setenv("SFT_WORDS", str(runs.folder / f"{name}.words"))
+        logs.append(runs.train(name, *flags, *more))
+    assert logs[1] == logs[0]
+    assert runs.reads("ahead") == runs.reads("ahead-eager")
+    announced = ["announced fits", "announced too many documents", "announced fits"]
+    of_these = [word for each in announced for word in (each, "asked before")]
+    # The first, the fourth for the second time, and the one behind the skipped one.
+    assert runs.words("ahead.words") == [["asks", *of_these, "asks", "asks"]] * 2
 
 
 def test_experts_that_stash_and_run_steps_anew_equal_eager(runs: Runs) -> None:

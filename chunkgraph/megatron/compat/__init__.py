@@ -24,6 +24,11 @@ from chunkgraph.megatron.compat.context_attention import (
     make_attention_stream,
 )
 from chunkgraph.megatron.compat.context_routing import follow_in_router
+from chunkgraph.megatron.compat.data_iterators import (
+    ReadAhead,
+    look_ahead,
+    num_microbatches_at,
+)
 from chunkgraph.megatron.compat.data_parallel import (
     DDP_MODULE,
     call_parameter_gather_hooks,
@@ -114,6 +119,7 @@ __all__ = [
     "PretrainHooks",
     "RandomStates",
     "RankBudget",
+    "ReadAhead",
     "ReceiveBuffers",
     "TokenDrops",
     "TokenPrediction",
@@ -150,10 +156,12 @@ __all__ = [
     "knows_rank_budget",
     "let_latent_attention_turn",
     "local_stack",
+    "look_ahead",
     "make_attention_stream",
     "make_communicator",
     "mamba_mixers_of",
     "moe_layers_of",
+    "num_microbatches_at",
     "packed_mamba_rows",
     "packed_rope",
     "patch_attributes",

@@ -60,6 +60,10 @@ class StepContexts:
         self._announced = copy.copy(keys), misfit  # its caller may change it
         return misfit or self._misfit_of(keys)
 
+    def withdraw(self) -> None:
+        """Forget what was announced of the next step."""
+        self._announced = None
+
     def begin(
         self, keys: Sequence[ContextBank] | None, misfit: str, num_microbatches: int
     ) -> tuple[str | None, Sequence[ContextBank]]:
