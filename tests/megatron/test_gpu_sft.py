@@ -1,4 +1,4 @@
-"""Megatron's ``pretrain()`` on packed ``--sft`` data over ranks that share documents, on GPUs.
+"""Megatron's ``pretrain()`` on packed ``--sft`` data over two ranks, on GPUs.
 
 With and without graphs, on the same offsets: kernels may choose otherwise by the longest document.
 """
@@ -46,6 +46,7 @@ EXPERTS = [
 ]
 CASES = {
     "experts": EXPERTS,
+    "pp2": ["--pipeline-model-parallel-size", "2"],
     "cp2": ["--context-parallel-size", "2"],
     "cp-sizes": [
         *("--cuda-graph-cp-sizes", "1", "2", "--cuda-graph-cp-schedule", "random"),
