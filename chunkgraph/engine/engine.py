@@ -132,7 +132,7 @@ class ChunkGraphs:
             settings=SessionSettings(
                 memory_plan=self.options.memory_plan,
                 shared_slots=self.options.shared_slots,
-                num_passes=self.options.num_passes_on(self._backend.name),
+                num_passes=self.num_warmup_passes,
                 scope=capture_scope,
                 preserve=preserve,
                 generators=generators,
@@ -161,6 +161,11 @@ class ChunkGraphs:
     def failure(self) -> CaptureError | None:
         """Why the last capture session failed, if it did."""
         return self._failure
+
+    @property
+    def num_warmup_passes(self) -> int:
+        """Eager passes over each chunk and bank in a session, before any graph is captured."""
+        return self.options.num_passes_on(self._backend.name)
 
     # -- steps ---------------------------------------------------------------------------------
 

@@ -294,7 +294,14 @@ def attach(
             with ExitStack() as stack:
                 if contexts is not None:
                     assert held_groups is not None
-                    stack.enter_context(capturing_banks(contexts.groups, held_groups, device))
+                    stack.enter_context(
+                        capturing_banks(
+                            contexts.groups,
+                            held_groups,
+                            device,
+                            are_used_before=bool(engine.num_warmup_passes),
+                        )
+                    )
                 stack.enter_context(capturing(tables, predictions, fp8, experts, pages))
                 yield
 

@@ -69,7 +69,9 @@ class ContextGraphs:
 
         @contextmanager
         def scope() -> Iterator[None]:
-            with capturing_banks(banks.groups, self._held, self._device), capture_scope():
+            used = bool(self.engine.num_warmup_passes)
+            groups, held = banks.groups, self._held
+            with capturing_banks(groups, held, self._device, are_used_before=used), capture_scope():
                 yield
 
         self.engine = ChunkGraphs(
