@@ -8,10 +8,11 @@ All of them must hear of it before the step, and none may wait for an answer tha
   number, so ranks that announce and ranks that do not may meet;
 * what was announced is what was asked. A step that is then given something else raises on its rank
   before anything runs: no rank can leave the agreed way in silence;
-* what was announced is taken back by all ranks together, who then ask anew when the step begins;
 * with each question goes a digest of all that has to be alike on all ranks (whether the step
   trains, its shapes, whether graphs are there). If the digests differ, a rank asked early assuming
-  a step that did not come, and all ranks see that and ask once more, together.
+  a step that did not come, and all ranks see that and ask once more, together;
+* what was announced can be taken back by all ranks together, those too that announced nothing. How
+  often that was is in the digest, so that no answer to an earlier question is taken.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Announcement:
         self._misfit, self.plan_digest = misfit, plan_digest
 
     def withdraw(self) -> None:
-        """Take back what was announced, if anything was; on all ranks or on none."""
+        """Take back what was announced, if anything was."""
         self._misfit = None
 
     def take(self, given: str | None) -> str:

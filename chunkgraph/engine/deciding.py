@@ -76,6 +76,7 @@ class StepDecider:
         self._standing = standing
         self._announcement = Announcement() if is_told_of_misfits else None
         self._usual_key: Hashable = SHAPE_UNKNOWN  # of the last training step that fitted
+        self._num_withdrawn = 0
 
     @property
     def has_announcement(self) -> bool:
@@ -95,10 +96,11 @@ class StepDecider:
             self._ask_ahead(self._usual_key)
 
     def withdraw(self) -> None:
-        """Take back the word on the next training step; all ranks do."""
-        if self._announcement is not None and self._announcement.misfit is not None:
-            self._announcement.withdraw()
-            self.agreement.expire()
+        """Take back the word on the next training step, if there is one; all ranks do."""
+        if self._announcement is None:
+            raise ValueError("is_told_of_misfits is False: steps are not announced")
+        self._announcement.withdraw()
+        self._num_withdrawn += 1
 
     def told(self, misfit: str | None, plan_digest: int, *, forward_only: bool) -> tuple[str, int]:
         """Why this rank's inputs of the step that begins do not fit, or ""; and its plan's digest.
@@ -188,4 +190,5 @@ class StepDecider:
             return kind, [own, is_without]
         reason = max(own, reason_of(step.misfit))
         plans = [step.plan_digest, -step.plan_digest]
-        return kind, [reason, is_without, *plans, *digest_of(kind, own, is_without)]
+        digest = digest_of(kind, own, is_without, self._num_withdrawn)
+        return kind, [reason, is_without, *plans, *digest]

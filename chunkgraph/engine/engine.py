@@ -256,10 +256,13 @@ class ChunkGraphs:
     def withdraw(self) -> None:
         """Take back what `announce` said of the next training step, if it said anything.
 
-        Between steps, and on all ranks together or on none: that is not looked at, and a rank that
-        did it alone would ask about the step a second time while the others go on.
+        Between the same two steps on all ranks, those too that announced nothing, or on none.
+
+        Raises:
+            SlotError: a step is running.
         """
-        assert self.mode is StepMode.OUTSIDE, "withdrawn while a step runs"
+        if self.mode is not StepMode.OUTSIDE:
+            raise SlotError("An announcement was taken back while a step runs; do it between two.")
         self._decider.withdraw()
 
     def misfit_of(self, banks: Sequence[Hashable]) -> str:

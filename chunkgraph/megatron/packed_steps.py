@@ -24,13 +24,8 @@ __all__ = ["PackedSteps"]
 
 @dataclass(frozen=True)
 class _Asked:
-    """What a step reads: microbatches of each chunk's iterator, by what a schedule is called with.
+    """What a step reads, by what a schedule is called with; the same on all ranks."""
 
-    Attributes:
-        iterators: by identity; whoever compares keeps them alive.
-    """
-
-    iterators: tuple[int, ...]
     num_microbatches: int
     seq_length: int
     micro_batch_size: int
@@ -38,15 +33,15 @@ class _Asked:
 
 @dataclass(frozen=True)
 class _Ahead:
-    """What was announced of the next step.
+    """What the next step was taken for, when it was looked at.
 
     Attributes:
-        asked: what it was taken for.
-        documents: of each microbatch, uncut.
+        asked: what it reads.
+        documents: of each microbatch, uncut, which were announced; None: nothing was.
     """
 
     asked: _Asked
-    documents: list[Documents]
+    documents: list[Documents] | None
 
 
 class PackedSteps(ScriptSteps):
@@ -88,10 +83,11 @@ class PackedSteps(ScriptSteps):
             with contextlib.suppress(ConfigError, PackingError):
                 own = self._documents(read, asked)
         documents: list[Documents] | None = own if self._share is None else self._share(own)
-        if documents is None:
-            return
-        # As many microbatches as the step has, and the same on all ranks: nobody is left behind.
-        self._graphs.announce([d.lengths for d in self._fitted(documents, asked)])
+        if documents is not None:
+            try:
+                self._graphs.announce([d.lengths for d in self._fitted(documents, asked)])
+            except (ConfigError, PackingError):
+                documents = None
         self._ahead = _Ahead(asked, documents)
 
     def _look(self, num_microbatches: int) -> Microbatches | None:
@@ -112,10 +108,7 @@ class PackedSteps(ScriptSteps):
         self, read: Microbatches, kwargs: dict[str, Any]
     ) -> tuple[Microbatches, dict[str, Any]]:
         self._asked = asked = _Asked(
-            tuple(map(id, self._iterators)),
-            kwargs["num_microbatches"],
-            kwargs["seq_length"],
-            kwargs["micro_batch_size"],
+            kwargs["num_microbatches"], kwargs["seq_length"], kwargs["micro_batch_size"]
         )
         ahead, self._ahead = self._ahead, None
         if ahead is not None and ahead.asked != asked:
@@ -123,15 +116,16 @@ class PackedSteps(ScriptSteps):
             self._graphs.withdraw()
             ahead = None
         own = self._documents(read, asked)
-        if ahead is None:
+        announced = None if ahead is None else ahead.documents
+        if announced is None:
             documents = self._shared(own)
-        elif own is None or own == ahead.documents:
-            documents = ahead.documents
+        elif own is None or own == announced:
+            documents = announced
         else:
             raise ConfigError(
-                f"rank {self._rank}: the step has other documents than were read ahead for it and "
-                "told to the other ranks. Between two steps nobody but the step may read from its "
-                "data iterators' source."
+                f"rank {self._rank}: the step has other documents than were looked at ahead of it "
+                "and told to the other ranks. Between two steps nobody but the step may read from "
+                "its data iterators, and they stay the same ones."
             )
         changes: dict[str, Any] = {}
         fitted = self._fitted(documents, asked)

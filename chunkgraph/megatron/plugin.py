@@ -120,7 +120,7 @@ def attach(
         seq_buckets: fewer sequences than those of ``packing`` that are captured too, the same on
             every rank; for every length. A microbatch is then given offsets of the fewest that
             hold its documents (`MegatronChunkGraphs.packed_shapes`), in eager steps too. None:
-            there are none, and a shape of 128 sequences or more is warned of, for what it costs.
+            there are none, and without FP8 rank 0 warns of a shape of 128 sequences or more.
         fills_rows: with ``packing``, whether documents fill all rows of every microbatch, as
             Megatron's data sets make them. Experts then take every row, as they do without chunk
             graphs; a step that fits and has rows left over is an error (of one that does not fit,

@@ -239,8 +239,15 @@ class ChunkGraphsInPretrain:
         """
         args = compat.pretrain_arguments()
         exit_interval = getattr(args, "exit_interval", None)
-        ends = iteration >= args.train_iters or (exit_interval and iteration % exit_interval == 0)
-        if ends or iteration + 1 in (getattr(args, "iterations_to_skip", None) or ()):
+        ends = (
+            iteration >= args.train_iters
+            or (exit_interval and iteration % exit_interval == 0)
+            or iteration in (getattr(args, "phase_transition_iterations", None) or ())
+        )
+        # Loaders of the script's own may save where they stand; rollouts are made for each step.
+        is_other = getattr(args, "dataloader_type", None) == "external"
+        is_other = is_other or getattr(args, "perform_rl_step", False)
+        if ends or is_other or iteration + 1 in (getattr(args, "iterations_to_skip", None) or ()):
             return
         num_microbatches = compat.num_microbatches_at(args.consumed_train_samples)
         if num_microbatches is not None:

@@ -362,13 +362,21 @@ class MegatronChunkGraphs:
     def withdraw(self) -> None:
         """Take back the announcement of the next training step, if there is one.
 
-        For a loop that finds, behind `announce`, that another step comes. Call it between steps, on
-        all ranks together or on none. The step is then told what it holds when it begins.
+        For a loop that finds, behind `announce`, that another step comes. Call it between the same
+        two steps on all ranks, those too that announced nothing, or on none. The step is then told
+        what it holds when it begins.
+
+        Raises:
+            SlotError: a step is running.
+            ConfigError: attached without ``packing`` and ``contexts``.
         """
         of_step = self._packings if self._contexts is None else self._contexts
-        if of_step is not None:
-            of_step.withdraw()
-            self.engine.withdraw()
+        if of_step is None:
+            raise ConfigError(
+                "Chunk graphs attached without `packing` and `contexts` are announced no steps."
+            )
+        self.engine.withdraw()
+        of_step.withdraw()
 
     def name_replays(self) -> None:
         """Name every replay in profiles by stage, chunk, action and microbatch."""

@@ -162,11 +162,13 @@ def test_a_step_that_nobody_announced_is_asked_once_for_each_rank() -> None:
     assert asked[0] == asked[1] <= 4 + 2  # one for each step, and how the capture went
 
 
+@pytest.mark.parametrize("others", ["after", "inside", "never"])
+@pytest.mark.parametrize("first", ["after", "inside"])
 @pytest.mark.parametrize("second", ["M", "F"])
-def test_what_all_ranks_take_back_is_asked_anew(second: str) -> None:
+def test_what_all_ranks_take_back_is_asked_anew(second: str, first: str, others: str) -> None:
     """Also where an answer is there that does not hold for the step that comes."""
     plans = ["FF" + second + "F", "FFFF"]
-    modes, engines = _run(plans, ["after", "after"], withdrawing=2)
+    modes, engines = _run(plans, [first, others], withdrawing=2)
     steps = ["eager", "replay", "eager" if second == "M" else "replay", "replay"]
     assert modes == [steps, steps]
     asked = [e._decider.agreement._agree.num_asked for e in engines]
@@ -201,3 +203,17 @@ def test_a_step_is_announced_once_and_never_left_open() -> None:
         pass
     with pytest.raises(ValueError, match="is_told_of_misfits"):
         plain.announce("")
+
+
+def test_announcements_are_taken_back_between_steps() -> None:
+    graphs = _alone()
+    graphs.announce("too many")
+    graphs.withdraw()
+    with graphs.step(1, misfit=""), pytest.raises(SlotError, match="while a step runs"):
+        graphs.withdraw()
+    graphs.announce("")  # there is none left of before
+    with graphs.step(1):
+        pass
+    plain = ChunkGraphs([torch.nn.Linear(4, 4)], [1], backend=RecorderBackend())
+    with pytest.raises(ValueError, match="is_told_of_misfits"):
+        plain.withdraw()

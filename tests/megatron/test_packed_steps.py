@@ -169,6 +169,35 @@ def test_what_is_looked_at_stays_to_be_read() -> None:
     assert compat.look_ahead(iter(batches)) is None
 
 
+def test_an_error_of_the_data_comes_up_where_they_are_read() -> None:
+    def read() -> Iterator[dict[str, Any]]:
+        yield batch(12)
+        raise OSError("a broken disk")
+
+    iterator = of_megatron(read())  # type: ignore[arg-type]
+    below = compat.look_ahead(iterator)
+    assert below is not None
+    assert below.first(2) is below.first(2) is None
+    assert next(iterator)["max_seqlen"] == 12
+    for _ in range(2):
+        with pytest.raises(OSError, match="broken disk"):
+            next(iterator)
+
+
+def test_loaders_that_save_where_they_stand_are_left_alone() -> None:
+    class Saving:
+        def __next__(self) -> dict[str, Any]:
+            return batch(12)
+
+        def save_state(self) -> int:
+            return 7
+
+    iterator = of_megatron([])
+    iterator.iterable = Saving()
+    assert compat.look_ahead(iterator) is None
+    assert iterator.iterable.save_state() == 7
+
+
 def test_the_next_step_is_announced(step: Step, steps: list[PackedSteps], words: list[Any]) -> None:
     batches = [batch(4, 12), batch(3, 5, 12), batch(12), batch(1, 12), batch(2, 12)]
     iterator = of_megatron(batches)
@@ -192,30 +221,70 @@ def test_what_is_announced_is_cut_as_the_step_cuts_it(
     assert given["packings"] == words[0]
 
 
-@pytest.mark.parametrize("other", ["number", "iterator"])
+@pytest.mark.parametrize("was_announced", [True, False])
 def test_an_announcement_of_another_step_is_taken_back(
+    step: Step, steps: list[PackedSteps], words: list[Any], was_announced: bool
+) -> None:
+    """Also by a rank that had nothing to announce: another one may have had."""
+    iterator = of_megatron([batch(n, 12) for n in range(1, 6)])
+    step(None, iterators=iterator)
+    steps[0].announce_next(2 if was_announced else 4)
+    given = step(None, iterators=iterator, num_microbatches=3)
+    assert words == [[[(3, 9), (4, 8)]], []][not was_announced] + ["withdrawn"]
+    assert given["packings"] == [(3, 9), (4, 8), (5, 7)]
+
+
+@pytest.mark.parametrize("other", ["read", "replaced"])
+def test_other_data_than_those_announced_are_an_error(
     step: Step, steps: list[PackedSteps], words: list[Any], other: str
 ) -> None:
     batches = [batch(n, 12) for n in range(1, 7)]
     iterator = of_megatron(batches)
     step(None, iterators=iterator)
     steps[0].announce_next(2)
-    number = 3 if other == "number" else 2
-    then = of_megatron(batches[2:]) if other == "iterator" else iterator
-    given = step(None, iterators=then, num_microbatches=number)
-    assert words == [[(3, 9), (4, 8)], "withdrawn"]
-    assert given["packings"] == [(3, 9), (4, 8), (5, 7)][:number]
+    if other == "read":
+        next(iterator)
+    then = of_megatron(batches[3:]) if other == "replaced" else iterator
+    with pytest.raises(ConfigError, match="rank 3: the step has other documents than were looked"):
+        step(None, iterators=then)
 
 
-def test_data_that_somebody_else_read_are_no_longer_those_announced(
+def test_tensor_parallel_ranks_hear_of_the_next_step_once(
     step: Step, steps: list[PackedSteps], words: list[Any]
 ) -> None:
-    iterator = of_megatron([batch(n, 12) for n in range(1, 6)])
-    step(None, iterators=iterator)
+    """One that reads nothing is told what the first of them found, ahead of the step alone."""
+    shared: list[Any] = []
+    of_first = of_megatron([batch(n, 12) for n in range(1, 5)])
+    step(None, iterators=of_first)
+    steps[0]._share = lambda own: shared.append(own) or own
     steps[0].announce_next(2)
-    next(iterator)
-    with pytest.raises(ConfigError, match="rank 3: the step has other documents than were read"):
-        step(None, iterators=iterator)
+    step(None, iterators=of_first)
+    [documents] = shared
+    assert [d.lengths for d in documents] == words[0]
+    other = steps[0]
+    other._iterators = [None]
+    other._share = lambda own: shared.append(own) or documents
+    other.announce_next(2)
+    read, changes = other._begin(
+        [None], {"num_microbatches": 2, "seq_length": ROWS, "micro_batch_size": 1}
+    )
+    assert read == [None]
+    assert changes["packings"] == words[1] == words[0]
+    assert shared[1:] == [None]
+    other._share = None
+
+
+def test_no_chunk_has_other_documents(
+    step: Step, steps: list[PackedSteps], words: list[Any], models: list[Model]
+) -> None:
+    models.append(Model())
+    iterators = [of_megatron([batch(n, 12) for n in range(1, 5)]) for _ in models]
+    step(None, iterators=iterators)
+    next(iterators[1])
+    steps[0].announce_next(1)
+    assert words == []
+    with pytest.raises(ConfigError, match="give other documents"):
+        step(None, iterators=iterators, num_microbatches=1)
 
 
 def test_nothing_is_announced_of_wrong_data_or_other_iterators(

@@ -150,9 +150,13 @@ def test_pp2_vpp2_saved_and_resumed_equals_eager(
 ) -> None:
     """Bit for bit, a step that is run again as well, and with the same reads in the same order."""
     monkeypatch.setenv("SFT_READS", str(runs.folder / "chunk.reads"))
+    monkeypatch.setenv("SFT_WORDS", str(runs.folder / "chunk.words"))
     save = ["--save", str(runs.folder / "checkpoint"), "--save-interval", "100"]
     runs.train("chunk", *STEPS, *CHUNK, *SEVEN, *save, "--exit-interval", "3")
     assert runs.replays() == [0, 8, 8]
+    # Of two chunks; nothing is looked at behind the exit.
+    ahead = ["announced fits", "asked before"]
+    assert runs.words("chunk.words") == [["asks", *ahead, *ahead]] * 2
     record = yaml.safe_load((runs.folder / "checkpoint" / "chunkgraph.yaml").read_text("utf-8"))
     assert record["capture"]["max_packed_tokens"] == ROWS  # by default
     assert record["capture"]["packed_seq_buckets"] == []
@@ -179,7 +183,7 @@ def test_pp2_vpp2_saved_and_resumed_equals_eager(
 def test_steps_are_announced_before_they_begin(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where their number of microbatches changes, one runs again, and one is skipped."""
     logs = []
-    flags = ["--train-samples", "32", "--eval-interval", "9", "--hidden-dropout", "0.1"]
+    flags = ["--train-samples", "32", "--eval-interval", "2", "--hidden-dropout", "0.1"]
     flags += ["--num-layers", "2", "--iterations-to-skip", "5"]
     # Four microbatches in two steps and six from the third on, of which one has seven documents.
     flags += ["--step-batch-size-schedule", f"0:4 {8 * ROWS}:6"]
@@ -190,10 +194,14 @@ def test_steps_are_announced_before_they_begin(runs: Runs, monkeypatch: pytest.M
         logs.append(runs.train(name, *flags, *more))
     assert logs[1] == logs[0]
     assert runs.reads("ahead") == runs.reads("ahead-eager")
-    announced = ["announced fits", "announced too many documents", "announced fits"]
-    of_these = [word for each in announced for word in (each, "asked before")]
-    # The first, the fourth for the second time, and the one behind the skipped one.
-    assert runs.words("ahead.words") == [["asks", *of_these, "asks", "asks"]] * 2
+    words = [
+        *("asks", "announced fits"),
+        *("asked before", "announced too many documents", "asks"),  # and an evaluation
+        *("asks", "announced fits"),
+        *("asked before", "asks", "asks"),  # the fourth, once more, and an evaluation
+        *("asks", "asks"),  # the sixth and an evaluation; the fifth is skipped
+    ]
+    assert runs.words("ahead.words") == [words] * 2
 
 
 def test_experts_that_stash_and_run_steps_anew_equal_eager(runs: Runs) -> None:
@@ -219,15 +227,19 @@ def test_experts_that_stash_and_run_steps_anew_equal_eager(runs: Runs) -> None:
     assert "eager steps (packing overflow): 1" in runs.output
 
 
-def test_tp2_whole_chunks_equal_eager(runs: Runs) -> None:
-    """Only the first of the tensor-parallel ranks reads data."""
+def test_tp2_whole_chunks_equal_eager(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the first of the tensor-parallel ranks reads data, and tells the other one ahead."""
     flags = ["--train-iters", "4", "--eval-interval", "9", "--hidden-dropout", "0.1"]
     flags += ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "1"]
     flags += ["--num-layers", "2"]
     whole = ["--cuda-graph-chunk-scope", "chunk", "--cuda-graph-verify", "poison"]
     eager = runs.train("tp-eager", *flags)
+    monkeypatch.setenv("SFT_WORDS", str(runs.folder / "tp.words"))
     assert runs.train("tp", *flags, *CHUNK, *SEVEN, *whole) == eager
     assert runs.replays() == [0, 4, 4, 0]
+    words = ["fits", "fits", "too many documents"]
+    ahead = [said for word in words for said in (f"announced {word}", "asked before")]
+    assert runs.words("tp.words") == [["asks", *ahead]] * 2
 
 
 def test_cp2_equals_eager(runs: Runs) -> None:

@@ -17,27 +17,41 @@ class ReadAhead:
     """An iterator whose next items can be seen before they are read.
 
     Args:
-        iterator: read when something is looked at or read that was not looked at before.
+        iterator: read when something is looked at or read that was not looked at before. An error
+            of its own comes up where the item is read, not where it is looked at.
     """
 
     def __init__(self, iterator: Iterator[Any]) -> None:
         self._iterator = iterator
         self._seen: deque[Any] = deque()
+        self._error: Exception | None = None  # behind those
 
     def __iter__(self) -> ReadAhead:
         return self
 
     def __next__(self) -> Any:
-        return self._seen.popleft() if self._seen else next(self._iterator)
+        if self._seen:
+            return self._seen.popleft()
+        if self._error is not None:
+            raise self._error
+        return next(self._iterator)
+
+    def __getattr__(self, name: str) -> Any:
+        # Whoever asks the iterator below for more than items, finds it.
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._iterator, name)
 
     def first(self, num: int) -> list[Any] | None:
         """The next items, which stay to be read; None where there are fewer."""
-        while len(self._seen) < num:
+        while len(self._seen) < num and self._error is None:
             try:
                 self._seen.append(next(self._iterator))
             except StopIteration:
                 return None
-        return list(islice(self._seen, num))
+            except Exception as error:  # noqa: BLE001
+                self._error = error
+        return list(islice(self._seen, num)) if len(self._seen) >= num else None
 
 
 def look_ahead(iterator: Any) -> ReadAhead | None:
@@ -45,14 +59,19 @@ def look_ahead(iterator: Any) -> ReadAhead | None:
 
     What was looked at is read from the iterator as before, by whoever reads it, and is played again
     as before where Megatron runs a step a second time: its `RerunDataIterator` keeps what it hands
-    out, and the look goes to the iterator below.
+    out, and the look goes to the iterator below. One that saves where it stands is left alone: what
+    it saves would be behind what was looked at.
     """
     kind = import_megatron("megatron.core.rerun_state_machine").RerunDataIterator
     if type(iterator) is not kind or not hasattr(iterator, "iterable"):
         return None
-    if not isinstance(iterator.iterable, ReadAhead):
-        iterator.iterable = ReadAhead(iterator.iterable)
-    return iterator.iterable
+    below = iterator.iterable
+    if isinstance(below, ReadAhead):
+        return below
+    if any(hasattr(below, name) for name in ("save_state", "state_dict")):
+        return None
+    iterator.iterable = made = ReadAhead(below)
+    return made
 
 
 def num_microbatches_at(consumed_samples: int) -> int | None:

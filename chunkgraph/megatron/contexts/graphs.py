@@ -21,9 +21,9 @@ __all__ = ["ContextGraphs"]
 class ContextGraphs:
     """`ChunkGraphs` with a bank for each context-parallel size.
 
-    All communicators are used once before the session, largest first; the ranks capture in
-    lockstep; a bank that some rank cannot capture is dropped on all of them. A step with a
-    microbatch of a size without graphs is eager on all ranks, and counted with its reason.
+    All communicators of the banks are set up before anything is captured, largest first; the ranks
+    capture in lockstep; a bank that some rank cannot capture is dropped on all of them. A step with
+    a microbatch of a size without graphs is eager on all ranks, and counted with its reason.
 
     Args:
         chunks: see `ChunkGraphs`.
@@ -134,6 +134,11 @@ class ContextGraphs:
             misfit or self.engine.misfit_of(banks), plan_digest=digest_of_plan(banks)
         )
         self._is_announced = True
+
+    def withdraw(self) -> None:
+        """Take back what was announced; see `ChunkGraphs.withdraw`."""
+        self.engine.withdraw()
+        self._is_announced = False
 
     def release(self) -> None:
         """Drop the graphs; process groups may be destroyed after it."""

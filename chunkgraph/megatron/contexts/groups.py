@@ -310,7 +310,7 @@ class HeldGroups:
 def capturing_banks(
     groups: ContextGroups, held: HeldGroups, device: torch.device, *, are_used_before: bool
 ) -> Iterator[None]:
-    """Around a capture session: communicators are used before it, and groups are put back.
+    """Around a capture session: no communicator is set up in a capture, and groups are put back.
 
     Args:
         groups: of the banks.
