@@ -11,10 +11,12 @@ import pytest
 import torch
 from torch import nn
 
+from chunkgraph.engine import CaptureOptions
 from chunkgraph.errors import ConfigError, ReplayMismatchError, SlotError, TopologyError
 from chunkgraph.megatron.contexts import (
     ContextBank,
     ContextBanks,
+    ContextGraphs,
     ContextGroups,
     HeldGroups,
     ScheduledBanks,
@@ -400,3 +402,32 @@ def test_what_a_step_is_told(groups: ContextGroups) -> None:
     config = SimpleNamespace(recompute_granularity="selective", recompute_modules=["mla_up_proj"])
     with pytest.raises(ConfigError, match=r"with recompute_modules=mla_up_proj \(computed anew"):
         refuse_beside_contexts(**refused_with_contexts(config))
+
+
+@pytest.mark.parametrize("num_passes", [None, 0, 1, 2])
+def test_communicators_are_tried_first_where_no_pass_uses_them(
+    num_passes: int | None, one_rank: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sessions that run all banks eagerly before they capture one set up what these use."""
+    order: list[str] = []
+
+    class Chunk(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            order.append("pass")
+            return super().forward(x)
+
+    monkeypatch.setattr(ContextGroups, "warm_up", lambda self, device: order.append("all ways"))
+    groups = ContextGroups.create([[0]], [1])
+    banks = ContextBanks(
+        ContextLimits(world_size=1, max_tokens_per_rank=8, max_packed_seqs=4), groups
+    )
+    options = CaptureOptions(num_warmup_passes=num_passes)
+    graphs = ContextGraphs([Chunk(4, 4)], [1], banks, options=options)
+    for _ in range(2):
+        with graphs.step(list(banks.keys)):
+            graphs.callables[0](torch.ones(8, 4)).sum().backward()
+    graphs.release()
+    groups.close()
+    # An eager step, what the session begins with, and a capture.
+    before = ["pass"] * num_passes if num_passes else ["all ways"]
+    assert order == ["pass", *before, "pass"]
