@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+import os
 from typing import Any
+
+import torch.distributed as dist
 
 from chunkgraph.config import DEEPEP_RANKS, deep_ep_limits
 from chunkgraph.engine import CaptureOptions
 from chunkgraph.errors import ConfigError, MissingDependencyError
 from chunkgraph.megatron.compat import flex_backend
 from chunkgraph.megatron.deep_ep_needs import BACKEND_NAMES, deep_ep_is_missing
+from chunkgraph.megatron.topology import expert_ranks, ranks_of_other_nodes
 
 __all__ = ["BACKEND_NAMES", "flex_refusals", "refuse_for_deep_ep"]
 
@@ -72,7 +76,8 @@ def refuse_for_deep_ep(config: Any, options: CaptureOptions | None) -> None:
         options: when and how to capture; None: as always.
 
     Raises:
-        ConfigError: no step would run eagerly before the capture.
+        ConfigError: no step would run eagerly before the capture, or experts are on several nodes
+            where DeepEP dispatches within one.
         MissingDependencyError: what it needs of the machine is not there.
     """
     backend = flex_backend(config)
@@ -83,6 +88,15 @@ def refuse_for_deep_ep(config: Any, options: CaptureOptions | None) -> None:
             f"num_warmup_steps=0 with {BACKEND_NAMES[backend]}: its buffer is made, and kernels "
             "are compiled, in the first eager step. Make it 1 or more."
         )
+    if backend == "deepep" and (ranks := expert_ranks()):
+        here = dist.get_rank()
+        if others := ranks_of_other_nodes(ranks, here, os.environ):
+            raise ConfigError(
+                f"rank {here}: experts are on the ranks {ranks}, of which {others} are on other "
+                "nodes, and DeepEP dispatches within a node in a graph. Make "
+                "expert_model_parallel_size smaller, number the ranks so that those who share "
+                "experts are of one node, or set moe_flex_dispatcher_backend to 'hybridep'."
+            )
     if (missing := deep_ep_is_missing(backend)) is not None:
         raise MissingDependencyError(missing)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -21,7 +21,9 @@ __all__ = [
     "PipelinePlace",
     "Share",
     "agree_by_maximum",
+    "expert_ranks",
     "gather_from_data_ranks",
+    "ranks_of_other_nodes",
     "share_in_tensor_group",
 ]
 
@@ -99,6 +101,33 @@ def agree_by_maximum() -> Maximum | None:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     return Maximum(dist.new_group(backend="gloo"))
+
+
+def expert_ranks() -> list[int]:
+    """The ranks that share this rank's experts; none where no groups are set up."""
+    state = compat.import_megatron("megatron.core.parallel_state")
+    if not (dist.is_initialized() and state.model_parallel_is_initialized()):
+        return []
+    return dist.get_process_group_ranks(state.get_expert_model_parallel_group())
+
+
+def ranks_of_other_nodes(
+    ranks: Sequence[int], rank: int, environment: Mapping[str, str]
+) -> list[int]:
+    """Those of some ranks that were not started on the node of ``rank``.
+
+    Args:
+        ranks: global ones.
+        rank: of this process.
+        environment: LOCAL_RANK and LOCAL_WORLD_SIZE, as torchrun sets them, which numbers the ranks
+            of a node one after the other; where they are missing, no rank is found.
+    """
+    local = [environment.get(name, "") for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")]
+    if not all(number.isdecimal() for number in local):
+        return []
+    place, size = map(int, local)
+    first = rank - place
+    return [r for r in ranks if not first <= r < first + size]
 
 
 def share_in_tensor_group() -> Share | None:

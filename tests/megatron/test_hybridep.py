@@ -179,6 +179,43 @@ def test_what_deep_ep_itself_lacks_is_told(
         refuse_for_deep_ep(config, None)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "rank", "local", "others"),
+    [
+        ([4, 5, 6, 7], 5, ("1", "4"), []),
+        ([2, 3, 4, 5], 3, ("3", "4"), [4, 5]),
+        ([2, 3, 4, 5], 4, ("0", "4"), [2, 3]),
+        ([0, 4], 4, ("0", "4"), [0]),
+        ([0, 4], 4, ("", "4"), []),  # nobody says
+        ([0, 4], 4, (None, None), []),
+    ],
+)
+def test_experts_of_several_nodes_are_refused_where_deep_ep_stays_within_one(
+    monkeypatch: pytest.MonkeyPatch,
+    ranks: list[int],
+    rank: int,
+    local: tuple[str | None, str | None],
+    others: list[int],
+) -> None:
+    from chunkgraph.megatron import moe_flex
+
+    machine(monkeypatch)
+    monkeypatch.setattr(moe_flex, "expert_ranks", lambda: ranks)
+    monkeypatch.setattr(moe_flex.dist, "get_rank", lambda: rank)
+    for name, value in zip(("LOCAL_RANK", "LOCAL_WORLD_SIZE"), local, strict=True):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    config = SimpleNamespace(**HOLDS)
+    refuse_for_deep_ep(config, None)  # HybridEP finds out itself
+    config.moe_flex_dispatcher_backend = "deepep"
+    if not others:
+        refuse_for_deep_ep(config, None)
+        return
+    with pytest.raises(ConfigError, match=rf"rank {rank}: (.|\n)*of which \{others} are on other"):
+        refuse_for_deep_ep(config, None)
+
+
 def test_the_worst_case_is_looked_for_without_an_import(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
