@@ -198,6 +198,20 @@ def test_loaders_that_save_where_they_stand_are_left_alone() -> None:
     assert iterator.iterable.save_state() == 7
 
 
+def test_what_else_an_iterator_has_is_found_there() -> None:
+    class Named(list[Any]):
+        name = "of the script"
+
+        def __next__(self) -> Any:
+            return self.pop(0)
+
+    iterator = of_megatron([])
+    iterator.iterable = Named([batch(12)])
+    assert compat.look_ahead(iterator) is not None
+    assert iterator.iterable.name == "of the script"
+    assert not hasattr(iterator.iterable, "save_state")
+
+
 def test_the_next_step_is_announced(step: Step, steps: list[PackedSteps], words: list[Any]) -> None:
     batches = [batch(4, 12), batch(3, 5, 12), batch(12), batch(1, 12), batch(2, 12)]
     iterator = of_megatron(batches)

@@ -24,11 +24,7 @@ from chunkgraph.megatron.compat.context_attention import (
     make_attention_stream,
 )
 from chunkgraph.megatron.compat.context_routing import follow_in_router
-from chunkgraph.megatron.compat.data_iterators import (
-    ReadAhead,
-    look_ahead,
-    num_microbatches_at,
-)
+from chunkgraph.megatron.compat.data_iterators import look_ahead, num_microbatches_at
 from chunkgraph.megatron.compat.data_parallel import (
     DDP_MODULE,
     call_parameter_gather_hooks,
@@ -119,7 +115,6 @@ __all__ = [
     "PretrainHooks",
     "RandomStates",
     "RankBudget",
-    "ReadAhead",
     "ReceiveBuffers",
     "TokenDrops",
     "TokenPrediction",
