@@ -248,7 +248,7 @@ def _say_seq_buckets(study: PackingStudy, best: ShapeOutcome, say: Any) -> None:
     if default:
         say(
             f"By default there are graphs for {_and(default)} sequences too, so that few\n"
-            "documents do not pay for many (not with FP8 or --cuda-graph-cp-sizes)"
+            "documents do not pay for many"
         )
     elif fewer:
         say("By default all graphs are for N sequences")

@@ -79,7 +79,6 @@ def _check_others(config: Config) -> None:
     packing, model = config.packing, config.model
     for name, is_used in {
         f"packing.buckets={list(packing.buckets)}": bool(packing.buckets),
-        f"packing.seq_buckets={list(packing.seq_buckets or ())}": bool(packing.seq_buckets),
         f"model.recompute_modules={list(model.recompute_modules)}": (
             model.recompute_granularity == "selective"
             and bool({"moe", "mla_up_proj"} & set(model.recompute_modules))

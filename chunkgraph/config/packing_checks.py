@@ -80,13 +80,6 @@ def check_packing(config: Config) -> None:
                 f"least 2 and below packing.max_packed_seqs ({packing.max_packed_seqs})."
             )
             raise ConfigError(msg)
-    for name, sizes in (("buckets", packing.buckets), ("seq_buckets", packing.seq_buckets)):
-        if sizes and model.fp8 is not None:
-            msg = (
-                f"packing.{name} is {list(sizes)} with model.fp8={model.fp8}: the scales of "
-                "several graphs of one slot were not tried. Set it to []."
-            )
-            raise ConfigError(msg)
     if train.micro_batch_size != 1:
         msg = (
             f"train.micro_batch_size is {train.micro_batch_size}, but a packed microbatch is one "

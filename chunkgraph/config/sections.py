@@ -262,7 +262,7 @@ class PackingConfig:
     seq_buckets: tuple[int, ...] | None = None
     """Fewer sequences than ``max_packed_seqs`` that are captured too; each microbatch takes the
     fewest that hold its documents, since attention's time grows with all of them, empty or not.
-    Null: `default_seq_buckets`, but none with FP8 and with ``context_parallel_sizes``."""
+    Null: `default_seq_buckets`."""
     context_parallel_sizes: tuple[int, ...] = ()
     """How many of the data-parallel ranks may share a microbatch, powers of two. Each microbatch
     has one of these sizes; a step then takes the documents that ``num_microbatches`` of full length
@@ -371,11 +371,7 @@ class Config:
         packing = self.packing
         if packing.seq_buckets is not None:
             return packing.seq_buckets
-        return default_seq_buckets(
-            packing.max_packed_seqs,
-            has_fp8=self.model.fp8 is not None,
-            has_contexts=bool(packing.context_parallel_sizes),
-        )
+        return default_seq_buckets(packing.max_packed_seqs)
 
     @property
     def tokens_per_sequence(self) -> int:

@@ -7,9 +7,7 @@ __all__ = ["default_seq_buckets"]
 _LEAST = 64
 
 
-def default_seq_buckets(
-    max_packed_seqs: int, *, has_fp8: bool = False, has_contexts: bool = False
-) -> tuple[int, ...]:
+def default_seq_buckets(max_packed_seqs: int) -> tuple[int, ...]:
     """Powers of two from 64 on, up to half of the most; none for fewer than 128.
 
     Attention's kernels are started for every sequence, empty or not, by numbers that Transformer
@@ -19,13 +17,7 @@ def default_seq_buckets(
 
     Args:
         max_packed_seqs: the most sequences of a microbatch; 0: none are packed.
-        has_fp8: whether the model computes in FP8, whose scales were not tried with several graphs
-            of one slot: then none.
-        has_contexts: whether microbatches have context-parallel sizes of their own, to whose graphs
-            these were not joined: then none.
     """
-    if has_fp8 or has_contexts:
-        return ()
     found, count = [], _LEAST
     while 2 * count <= max_packed_seqs:
         found.append(count)

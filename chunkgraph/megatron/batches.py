@@ -20,7 +20,6 @@ from chunkgraph.megatron.topology import agree_by_maximum
 from chunkgraph.packing import (
     PackedSequences,
     PackedShape,
-    bucket_shapes,
     pack,
     reason_not_to_fit,
 )
@@ -29,7 +28,6 @@ __all__ = [
     "PackedBatches",
     "SequenceBatches",
     "make_batches",
-    "packed_buckets",
     "packed_shape",
     "sent",
     "sequence_batches",
@@ -62,16 +60,6 @@ def packed_shape(config: Config, model_config: Any = None) -> PackedShape | None
     )
 
 
-def packed_buckets(config: Config, shape: PackedShape) -> Buckets:
-    """The shapes of the run's packed microbatches: ``shape`` and the shorter ones."""
-    pipeline = config.pipeline
-    multiple = pipeline.context_parallel_size
-    if pipeline.sequence_parallel:
-        multiple *= pipeline.tensor_model_parallel_size
-    shapes = bucket_shapes(shape, config.packing.buckets, multiple_of=multiple)
-    return Buckets(shapes, config.seq_buckets)
-
-
 def make_batches(
     config: Config, device: torch.device, model_config: Any
 ) -> SequenceBatches | PackedBatches:
@@ -84,7 +72,9 @@ def make_batches(
     """
     shape = packed_shape(config, model_config)
     return (
-        SequenceBatches(config, device) if shape is None else PackedBatches(config, shape, device)
+        SequenceBatches(config, device)
+        if shape is None
+        else PackedBatches(config, shape, device, model_config)
     )
 
 
@@ -146,12 +136,16 @@ class PackedBatches:
     A context-parallel rank has its rows of every document, and its share of the microbatch's loss.
     """
 
-    def __init__(self, config: Config, shape: PackedShape, device: torch.device) -> None:
+    def __init__(
+        self, config: Config, shape: PackedShape, device: torch.device, model_config: Any
+    ) -> None:
         self.shape = shape
         self._device = device
         self._has_experts = config.moe.num_moe_experts is not None
         self._has_states = config.model.hybrid_layer_pattern is not None
-        self._buckets = packed_buckets(config, shape)
+        self._buckets = Buckets.of_model(
+            shape, config.packing.buckets, config.seq_buckets, model_config
+        )
         # Of ranks that share experts, microbatches go through a chunk together.
         shares = config.pipeline.expert_model_parallel_size > 1 and len(self._buckets.keys) > 1
         self._agree = agree_by_maximum() if shares else None

@@ -15,15 +15,16 @@ import torch
 
 from chunkgraph.config import default_seq_buckets
 from chunkgraph.engine import Agree
-from chunkgraph.errors import ConfigError
+from chunkgraph.errors import ConfigError, PackingError
 from chunkgraph.megatron import packed
 from chunkgraph.megatron.packed import OFFSETS
-from chunkgraph.packing import PackedShape, pack, smallest_that_fits
+from chunkgraph.packing import PackedShape, bucket_shapes, pack, smallest_that_fits
 
 __all__ = [
     "ROWS_AT",
     "BankKey",
     "Buckets",
+    "check_seq_counts",
     "filled_offsets",
     "resized",
     "tell_of_missing_seq_buckets",
@@ -47,6 +48,8 @@ ROWS_AT = {
     "rotary_pos_cos_sin": 0,
 }
 """Which dimension of an argument of Megatron's counts rows."""
+_FP8_ROWS = 8
+"""Transformer Engine's products in FP8 take a multiple of so many (``assert_dim_for_fp8_exec``)."""
 _PARAMS = f"{packed.ARGUMENT}."
 _LONGEST = (f"{_PARAMS}max_seqlen_q", f"{_PARAMS}max_seqlen_kv")
 
@@ -73,13 +76,39 @@ class Buckets:
         if len(self.shapes) != len(shapes) or not shapes:
             raise ValueError(f"buckets are to be of different lengths, got {list(shapes)}")
         most = shapes[0].max_packed_seqs
-        for count in seq_counts:
-            if isinstance(count, bool) or not isinstance(count, int) or not 2 <= count < most:
-                raise ConfigError(
-                    f"seq_buckets has {count!r}: fewer sequences that are captured too are whole "
-                    f"numbers from 2 and below max_packed_seqs ({most})."
-                )
+        check_seq_counts(seq_counts, most)
         self.seq_counts = tuple(sorted({*seq_counts, most}, reverse=True))
+
+    @classmethod
+    def of_model(
+        cls,
+        shape: PackedShape,
+        sizes: Sequence[float],
+        seq_counts: Sequence[int],
+        config: Any,
+    ) -> Buckets:
+        """Those of lengths that the ranks of a model can share, in eights of rows with FP8.
+
+        Args:
+            shape: the largest.
+            sizes: of the shorter ones; see `bucket_shapes`.
+            seq_counts: fewer sequences that there are graphs for too.
+            config: Megatron's TransformerConfig.
+
+        Raises:
+            PackingError: the largest has another length.
+        """
+        multiple = shape.context_parallel_size
+        if getattr(config, "sequence_parallel", False):
+            multiple *= getattr(config, "tensor_model_parallel_size", 1)
+        if getattr(config, "fp8", None):
+            multiple *= _FP8_ROWS
+            if shape.max_packed_tokens % multiple:
+                raise PackingError(
+                    f"max_packed_tokens is {shape.max_packed_tokens}. In FP8 Transformer Engine "
+                    f"takes rows in eights, on each rank: give a multiple of {multiple}."
+                )
+        return cls(bucket_shapes(shape, sizes, multiple_of=multiple), seq_counts)
 
     @property
     def keys(self) -> tuple[int, ...]:
@@ -201,6 +230,20 @@ class Buckets:
                 "Use no buckets with it, or warm up with microbatches of every bucket."
             )
         return value
+
+
+def check_seq_counts(seq_counts: Sequence[int], most: int) -> None:
+    """Refuse numbers of sequences that are not fewer than ``most``.
+
+    Raises:
+        ConfigError: one is not between 2 and that.
+    """
+    for count in seq_counts:
+        if isinstance(count, bool) or not isinstance(count, int) or not 2 <= count < most:
+            raise ConfigError(
+                f"seq_buckets has {count!r}: fewer sequences that are captured too are whole "
+                f"numbers from 2 and below max_packed_seqs ({most})."
+            )
 
 
 def filled_offsets(kwargs: Mapping[str, Any], shape: PackedShape) -> dict[str, torch.Tensor]:

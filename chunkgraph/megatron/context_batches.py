@@ -98,7 +98,10 @@ class ContextBatches:
             limits.group_sizes, has_experts=config.moe.num_moe_experts is not None
         )
         self.banks = ContextBanks(
-            limits, self._groups, cuda_graph_cp_sizes=config.packing.cuda_graph_cp_sizes
+            limits,
+            self._groups,
+            cuda_graph_cp_sizes=config.packing.cuda_graph_cp_sizes,
+            seq_buckets=config.seq_buckets,
         )
         self._steps: dict[tuple[int, int], _Step] = {}
 

@@ -162,8 +162,7 @@ PACKING = (
         SEQ_BUCKETS,
         "Fewer sequences that are captured too; each microbatch takes the fewest that hold its "
         "documents, since attention's time grows with all of them, empty or not. Default: powers "
-        "of two from 64 to half of the most, but none with FP8 and with --cuda-graph-cp-sizes. "
-        "0: none.",
+        "of two from 64 to half of the most. 0: none.",
         is_list=True,
         least="2 or more sequences, or 0",
     ),

@@ -15,7 +15,7 @@ from chunkgraph.packing import ContextLimits
 __all__ = ["changing_limits", "changing_refusals"]
 
 _SIZES = CONTEXTS[0].name
-_TOKENS, _DOCUMENT, _BUCKETS, _SEQ_BUCKETS = (flag.name for flag in PACKING[1:])
+_TOKENS, _DOCUMENT, _BUCKETS = (flag.name for flag in PACKING[1:4])
 
 
 def changing_refusals(flags: GraphFlags, args: argparse.Namespace) -> list[str]:
@@ -51,12 +51,8 @@ def changing_refusals(flags: GraphFlags, args: argparse.Namespace) -> list[str]:
             "script; leave one of them out"
         ): bool(flags.packed_buckets),
         (
-            f"{asked} with {_SEQ_BUCKETS}: graphs for fewer sequences were not joined to sizes "
-            "that change; leave one of them out"
-        ): bool(flags.packed_seq_buckets),
-        (
-            f"{asked} with --fp8-format: the scales of several graphs of one slot were not tried; "
-            "leave one of them out"
+            f"{asked} with --fp8-format: scales of ranks whose microbatches have several sizes "
+            "were not tried; leave one of them out"
         ): bool(_of(args, "fp8")),
         (
             f"{asked} with --mtp-num-layers: several tokens are predicted over the rows of one "

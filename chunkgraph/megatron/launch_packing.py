@@ -36,7 +36,7 @@ def packing_refusals(flags: GraphFlags, args: argparse.Namespace) -> list[str]:
     if not sources:
         alone = "without --sft (or --dataloader-inter-document-masking) a microbatch does not say"
         return [f"{asked}: {alone} where its documents begin; leave it out"]
-    found = _refusals_of_contexts(asked, args)
+    found = [*_refusals_of_contexts(asked, args), *_refusals_of_counts(flags)]
     if flags.contexts is not None:
         return [*found, *changing_refusals(flags, args)]
     if _of(args, "micro_batch_size", 1) > 1 and _of(args, "pipeline_model_parallel_size", 1) > 1:
@@ -50,7 +50,6 @@ def packing_refusals(flags: GraphFlags, args: argparse.Namespace) -> list[str]:
         shapes = bucket_shapes(shape, flags.packed_buckets)
     except PackingError as error:
         return [*found, f"{asked}: {error}"]
-    found += _refusals_of_counts(flags, args)
     rows = _rows(args)
     if shape.max_packed_tokens > rows:
         found.append(
@@ -98,11 +97,7 @@ def resolved_flags(flags: GraphFlags, args: argparse.Namespace) -> GraphFlags:
         return flags
     counts = flags.packed_seq_buckets
     if counts is None:
-        counts = default_seq_buckets(
-            flags.max_packed_seqs,
-            has_fp8=bool(getattr(args, "fp8", None)),
-            has_contexts=flags.contexts is not None,
-        )
+        counts = default_seq_buckets(flags.max_packed_seqs)
     rows = flags.max_packed_tokens or _rows(args)
     return replace(flags, max_packed_tokens=rows, packed_seq_buckets=counts)
 
@@ -126,20 +121,14 @@ def _refusals_of_contexts(asked: str, args: argparse.Namespace) -> list[str]:
     return [f"{asked} {why}"]
 
 
-def _refusals_of_counts(flags: GraphFlags, args: argparse.Namespace) -> list[str]:
+def _refusals_of_counts(flags: GraphFlags) -> list[str]:
     """What is wrong with graphs for fewer sequences."""
     counts, most = flags.packed_seq_buckets or (), flags.max_packed_seqs
-    found = [
+    return [
         f"{_SEQ_BUCKETS} {count}: give 2 or more, and less than {_SEQS} ({most})"
         for count in counts
         if not 2 <= count < most
     ]
-    if counts and getattr(args, "fp8", None):
-        found.append(
-            f"{_SEQ_BUCKETS} with --fp8-format: the scales of several graphs of one slot were not "
-            f"tried; leave {_SEQ_BUCKETS} out"
-        )
-    return found
 
 
 def _refusals_of_cuts(flags: GraphFlags, args: argparse.Namespace) -> list[str]:
@@ -168,11 +157,6 @@ def _refusals_of_cuts(flags: GraphFlags, args: argparse.Namespace) -> list[str]:
             f"{name} with --context-parallel-size {size}: each rank divides by the labels of its "
             "own rows, which are others where rows are left out; add --calculate-per-token-loss, "
             f"or {whole}"
-        )
-    if flags.packed_buckets and getattr(args, "fp8", None):
-        found.append(
-            f"{name} with --fp8-format: the scales of several graphs of one slot were not tried; "
-            f"{whole}"
         )
     return found
 

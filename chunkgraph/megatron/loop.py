@@ -180,7 +180,7 @@ def run_training(
                 options=capture_options(config),
                 packing=packed_shape(config, model_config),
                 buckets=config.packing.buckets,
-                seq_buckets=config.seq_buckets,
+                seq_buckets=config.seq_buckets if contexts is None else (),
                 contexts=contexts,
                 progress=on_capture,
                 token_drops=config.moe.token_drops,

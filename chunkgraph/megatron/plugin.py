@@ -66,7 +66,6 @@ from chunkgraph.megatron.surroundings import (
 from chunkgraph.megatron.tables import CachedTables
 from chunkgraph.megatron.topology import Maximum, PipelinePlace, agree_by_maximum
 from chunkgraph.memory.stash import StashOptions
-from chunkgraph.packing import bucket_shapes
 
 if TYPE_CHECKING:
     from chunkgraph.engine.session import OnCapture
@@ -120,7 +119,8 @@ def attach(
         seq_buckets: fewer sequences than those of ``packing`` that are captured too, the same on
             every rank; for every length. A microbatch is then given offsets of the fewest that
             hold its documents (`MegatronChunkGraphs.packed_shapes`), in eager steps too. None:
-            there are none, and without FP8 rank 0 warns of a shape of 128 sequences or more.
+            there are none, and rank 0 warns of a shape of 128 sequences or more. Of ``contexts``
+            it is `ContextBanks` that is given them.
         fills_rows: with ``packing``, whether documents fill all rows of every microbatch, as
             Megatron's data sets make them. Experts then take every row, as they do without chunk
             graphs; a step that fits and has rows left over is an error (of one that does not fit,
@@ -178,8 +178,7 @@ def attach(
     for idle in idle_settings(config) if place.rank == 0 else ():
         _log.warning("%s.", idle)
     if seq_buckets is None:
-        has_fp8 = getattr(config, "fp8", None) is not None
-        if place.rank == 0 and packing is not None and not has_fp8:
+        if place.rank == 0 and packing is not None:
             tell_of_missing_seq_buckets(packing)
         seq_buckets = ()
     parts = [new_part(scope, chunk, place.label(index)) for index, chunk in enumerate(chunks)]
@@ -187,15 +186,14 @@ def attach(
     predictions = compat.TokenPrediction() if predicts_tokens(parts) else None
     fp8 = fp8_state(config, parts, device)
     for name, sizes in (("buckets", buckets), ("seq_buckets", seq_buckets)):
-        if sizes and (packing is None or fp8 is not None):
-            why = "with FP8, whose scales were not tried with several graphs of one slot"
-            why = why if fp8 is not None else "without packing: only packed sequences have them"
-            raise ConfigError(f"{name}={list(sizes)} {why}. Leave them out.")
+        if sizes and packing is None:
+            raise ConfigError(
+                f"{name}={list(sizes)} without packing: only packed sequences have them. Leave "
+                f"them out{'' if contexts is None else f', or give them to ContextBanks({name}=)'}."
+            )
     if contexts is not None:
         refuse_beside_contexts(
             packing=packing,
-            buckets=buckets,
-            seq_buckets=seq_buckets,
             fp8=fp8,
             context_parallel_size=getattr(config, "context_parallel_size", 1) > 1,
             **refused_with_contexts(config),
@@ -270,11 +268,8 @@ def attach(
         agree = _agree(undo)
         packings: StepPackings | None = None
         if packing is not None:
-            multiple = packing.context_parallel_size
-            if getattr(config, "sequence_parallel", False):
-                multiple *= getattr(config, "tensor_model_parallel_size", 1)
             packings = StepPackings(
-                Buckets(bucket_shapes(packing, buckets, multiple_of=multiple), seq_buckets),
+                Buckets.of_model(packing, buckets, seq_buckets, config),
                 place.rank,
                 agree,
                 needs_buckets=experts is not None

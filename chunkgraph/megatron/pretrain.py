@@ -139,7 +139,7 @@ class ChunkGraphsInPretrain:
                 packing=(shape := packed_shape(flags, args)),
                 fills_rows=shape is not None,
                 buckets=flags.packed_buckets,
-                seq_buckets=flags.packed_seq_buckets or (),
+                seq_buckets=(flags.packed_seq_buckets or ()) if contexts is None else (),
                 contexts=contexts,
                 stash=stash_options(flags.stash),
             )
@@ -188,7 +188,12 @@ class ChunkGraphsInPretrain:
         # Not after an error, which this rank may have alone: others may wait in them for ever.
         undo.push(lambda kind, _error, _trace: groups.close() if kind is None else None)
         undo.callback(follow_groups(chunks, groups))
-        return ContextBanks(limits, groups, cuda_graph_cp_sizes=flags.contexts.captured)
+        return ContextBanks(
+            limits,
+            groups,
+            cuda_graph_cp_sizes=flags.contexts.captured,
+            seq_buckets=flags.packed_seq_buckets,
+        )
 
     def _forget(self) -> None:
         self.graphs = self._metrics = self._steps = None

@@ -154,7 +154,7 @@ def save_run_record(
         "pipeline": {name: _plain(getattr(args, name, None)) for name in _PIPELINE},
         "cuda_graph_granularity": "chunk",
         "capture": flags.as_dict(),
-        "graphs_of_rank_0": _graphs(graphs),
+        "graphs_of_rank_0": _graphs(graphs, flags.max_packed_seqs),
     }
     path = folder / RECORD_NAME
     try:
@@ -167,7 +167,7 @@ def save_run_record(
     return path
 
 
-def _graphs(graphs: MegatronChunkGraphs) -> dict[str, Any]:
+def _graphs(graphs: MegatronChunkGraphs, max_packed_seqs: int) -> dict[str, Any]:
     """What this rank captures; packed shapes and context-parallel sizes where there are any."""
     found: dict[str, Any] = {
         "slots_per_chunk": list(graphs.num_slots),
@@ -180,7 +180,11 @@ def _graphs(graphs: MegatronChunkGraphs) -> dict[str, Any]:
         ]
     if graphs.context_banks:
         found["context_banks"] = [
-            {"context_parallel_size": key.size, "tokens_per_rank": key.num_tokens}
+            {
+                "context_parallel_size": key.size,
+                "tokens_per_rank": key.num_tokens,
+                "max_packed_seqs": key.max_packed_seqs or max_packed_seqs,
+            }
             for key in graphs.context_banks
         ]
     return found

@@ -11,8 +11,6 @@ from chunkgraph.config import config_from_mapping, default_seq_buckets
 )
 def test_powers_of_two_up_to_half(most: int, found: tuple[int, ...]) -> None:
     assert default_seq_buckets(most) == found
-    assert default_seq_buckets(most, has_fp8=True) == ()
-    assert default_seq_buckets(most, has_contexts=True) == ()
 
 
 @pytest.mark.parametrize(
@@ -22,8 +20,10 @@ def test_powers_of_two_up_to_half(most: int, found: tuple[int, ...]) -> None:
         ({"seq_buckets": None}, {}, (64,)),
         ({"seq_buckets": []}, {}, ()),
         ({"seq_buckets": [9, 100]}, {}, (9, 100)),
-        ({}, {"fp8": "hybrid"}, ()),
-        ({"context_parallel_sizes": [1]}, {}, ()),
+        ({}, {"fp8": "hybrid"}, (64,)),
+        ({"seq_buckets": [9], "buckets": [0.5]}, {"fp8": "hybrid"}, (9,)),
+        ({"context_parallel_sizes": [1]}, {}, (64,)),
+        ({"context_parallel_sizes": [1], "seq_buckets": [9]}, {}, (9,)),
     ],
 )
 def test_what_a_run_has(packing: dict, model: dict, found: tuple[int, ...]) -> None:

@@ -3,8 +3,9 @@
 Rounded numbers stand for FP8. As there, a layer keeps its quantized weight, knows by an attribute
 whether to renew it, and in a capture reads a flag on the device instead; scales come from the
 tensor (any recipe but ``delayed``) or from the history of the largest magnitudes seen, which is
-turned into new scales at the end of a chunk's forward and of its backward. The function of layer
-specs is ``fp8_stand_in:quantized``; it puts this module where chunkgraph looks for the real one.
+turned into new scales at the end of a chunk's forward and of its backward. The functions
+of layer specs are ``fp8_stand_in:quantized`` and, for packed sequences, ``quantized_packed``; they
+put this module where chunkgraph looks for the real one.
 """
 
 from __future__ import annotations
@@ -172,4 +173,13 @@ def quantized() -> Any:
     if submodules is None:  # a function with its arguments, from 0.18 on
         submodules = mlp.keywords["submodules"]
     submodules.linear_fc1 = QuantizedColumn
+    return spec
+
+
+def quantized_packed() -> Any:
+    """That with attention of packed sequences."""
+    from user_specs import PackedCore
+
+    spec = quantized()
+    spec.submodules.self_attention.submodules.core_attention = PackedCore
     return spec

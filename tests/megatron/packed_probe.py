@@ -18,9 +18,10 @@ def run(config: Any, device: torch.device, case: dict[str, Any]) -> dict[str, An
     """Replays and losses."""
     seed_everything(config.train.seed, device)
     chunks = build_model(config, device, transformer_options=case.get("transformer_options"))
-    shape = packed_shape(config, config_of(chunks[0]))
+    model_config = config_of(chunks[0])
+    shape = packed_shape(config, model_config)
     assert shape is not None
-    batches = PackedBatches(config, shape, device)
+    batches = PackedBatches(config, shape, device, model_config)
     graphs = attach(
         chunks, scope=config.capture.scope, options=capture_options(config), packing=shape
     )

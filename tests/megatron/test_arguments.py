@@ -139,28 +139,20 @@ def test_flags_of_packed_sequences(given: list[str], packing: tuple[Any, ...]) -
 
 
 @pytest.mark.parametrize(
-    ("given", "fp8", "found"),
+    ("given", "found"),
     [
-        ([], None, ()),
-        (["--cuda-graph-max-packed-seqs", "512"], None, (64, 128, 256)),
-        (["--cuda-graph-max-packed-seqs", "512"], "hybrid", ()),
-        (["--cuda-graph-max-packed-seqs", "512", "--cuda-graph-cp-sizes", "1", "2"], None, ()),
-        (
-            [*("--cuda-graph-max-packed-seqs", "512"), *("--cuda-graph-packed-seq-buckets", "0")],
-            None,
-            (),
-        ),
+        ([], ()),
+        (["--cuda-graph-max-packed-seqs", "512"], (64, 128, 256)),
+        (["--cuda-graph-max-packed-seqs", "512", "--cuda-graph-cp-sizes", "1"], (64, 128, 256)),
+        ([*("--cuda-graph-max-packed-seqs", "512"), *("--cuda-graph-packed-seq-buckets", "0")], ()),
         (
             [*("--cuda-graph-max-packed-seqs", "512"), *("--cuda-graph-packed-seq-buckets", "9")],
-            None,
             (9,),
         ),
     ],
 )
-def test_fewer_sequences_by_default(
-    given: list[str], fp8: str | None, found: tuple[int, ...]
-) -> None:
-    flags = resolved_flags(_parsed(*given), argparse.Namespace(fp8=fp8, seq_length=16))
+def test_fewer_sequences_by_default(given: list[str], found: tuple[int, ...]) -> None:
+    flags = resolved_flags(_parsed(*given), argparse.Namespace(seq_length=16))
     assert (flags.packed_seq_buckets or ()) == found
     assert flags.max_packed_tokens == (16 if given else None)
 
@@ -228,10 +220,6 @@ def test_the_shape_of_packed_sequences() -> None:
             {"cuda_graph_packed_buckets": [0.5], "context_parallel_size": 2},
             "--cuda-graph-packed-buckets with --context-parallel-size 2: ",
         ),
-        (
-            {"cuda_graph_packed_buckets": [0.5], "fp8": "hybrid"},
-            "--cuda-graph-packed-buckets with --fp8-format: ",
-        ),
         ({"cuda_graph_packed_buckets": [99.0]}, "seqs 4: A bucket of 99.0: "),
         (
             {"cuda_graph_max_document_tokens": 15},
@@ -244,10 +232,6 @@ def test_the_shape_of_packed_sequences() -> None:
         (
             {"cuda_graph_packed_seq_buckets": [4]},
             "--cuda-graph-packed-seq-buckets 4: give 2 or more, and less than ",
-        ),
-        (
-            {"cuda_graph_packed_seq_buckets": [2], "fp8": "hybrid"},
-            "--cuda-graph-packed-seq-buckets with --fp8-format: ",
         ),
     ],
 )
@@ -322,6 +306,7 @@ def test_context_sizes_that_change(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"context_parallel_size": 2}, "1 2 with --context-parallel-size 2: "),
         ({"micro_batch_size": 2}, "1 2 with --micro-batch-size 2: "),
         ({"cuda_graph_packed_buckets": [0.5]}, "1 2 with --cuda-graph-packed-buckets: "),
+        ({"cuda_graph_packed_seq_buckets": [99]}, "--cuda-graph-packed-seq-buckets 99: give 2"),
         ({"fp8": "hybrid"}, "1 2 with --fp8-format: "),
         (
             {**SELECTIVE, "recompute_modules": ["mla_up_proj"]},

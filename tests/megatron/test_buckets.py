@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,20 @@ def test_sizes_are_parts_or_tokens() -> None:
     for bad in (0, -0.5, 1.5, 33):
         with pytest.raises(PackingError, match="A bucket of"):
             bucket_shapes(_SHAPE, [bad])
+
+
+def test_lengths_are_those_that_ranks_can_share() -> None:
+    shape = PackedShape(5, 64, context_parallel_size=2)
+    for settings, found in (
+        ({}, (64, 20)),
+        ({"sequence_parallel": False, "tensor_model_parallel_size": 4}, (64, 20)),
+        ({"sequence_parallel": True, "tensor_model_parallel_size": 4}, (64, 24)),
+        ({"fp8": "hybrid"}, (64, 32)),
+    ):
+        buckets = Buckets.of_model(shape, [0.28], [3], SimpleNamespace(**settings))
+        assert (buckets.keys, buckets.seq_counts) == (found, (5, 3))
+    with pytest.raises(PackingError, match=r"tokens is 20.* give a multiple of 16"):
+        Buckets.of_model(replace(shape, max_packed_tokens=20), [], [], SimpleNamespace(fp8="e4m3"))
 
 
 def test_each_takes_the_smallest_that_holds_it() -> None:

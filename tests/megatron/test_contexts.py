@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -199,7 +200,7 @@ def groups(one_rank: Any) -> ContextGroups:
 def test_banks_are_of_sizes_buckets_and_variants(groups: ContextGroups) -> None:
     banks = ContextBanks(LIMITS, groups, buckets=[4], variants=["", "rerun"])
     assert [key.name for key in banks.keys] == [
-        (size, tokens, variant)
+        (size, tokens, variant, None)
         for size in (4, 2, 1)
         for tokens in (8, 4)
         for variant in ("", "rerun")
@@ -208,12 +209,49 @@ def test_banks_are_of_sizes_buckets_and_variants(groups: ContextGroups) -> None:
     lengths = [30, 7, 3, 9]
     schedule = schedule_contexts(lengths, LIMITS)
     assert [m.size for m in schedule.of_rank(0)] == [4, 2]
-    assert [key.name for key in banks.of_schedule(schedule, lengths)] == [(4, 8, ""), (2, 8, "")]
+    keys = banks.of_schedule(schedule, lengths)
+    assert [key.name for key in keys] == [(4, 8, "", None), (2, 8, "", None)]
     short = schedule_contexts([5, 2, 3, 1], LIMITS)
     keys = banks.of_schedule(short, [5, 2, 3, 1], "rerun")
-    assert [key.name for key in keys] == [(2, 4, "rerun")]  # the longest on two ranks
+    assert [key.name for key in keys] == [(2, 4, "rerun", None)]  # the longest on two ranks
     with pytest.raises(ConfigError, match="variant 'other'"):
         banks.of_schedule(short, [5, 2, 3, 1], "other")
+
+
+def test_banks_are_of_numbers_of_sequences(groups: ContextGroups) -> None:
+    limits = replace(LIMITS, max_packed_seqs=5)
+    banks = ContextBanks(limits, groups, cuda_graph_cp_sizes=[2, 1], seq_buckets=[2, 3, 2])
+    assert [(key.size, key.max_packed_seqs) for key in banks.keys] == [
+        (size, count) for size in (2, 1) for count in (None, 3, 2)
+    ]
+    assert repr(banks.keys[2]) == "CP 2 with 8 tokens a rank, 2 sequences"
+    assert [banks.shape(key).max_packed_seqs for key in banks.keys] == [5, 3, 2] * 2
+    found = {}
+    for lengths in ([16], [15, 15, 15, 15], [3] * 16, [1] * 16):
+        schedule = schedule_contexts(lengths, limits)
+        for microbatch, key in zip(
+            schedule.of_rank(0), banks.of_schedule(schedule, lengths), strict=True
+        ):
+            num_documents = max(len(microbatch.documents), 1)
+            assert banks.shape(key).max_packed_seqs > num_documents
+            found[num_documents] = key.max_packed_seqs
+    assert found == {1: 2, 2: 3, 4: None}
+    for size, count in ((1, None), (1, 3), (2, 2)):
+        of, wanted = (
+            banks.keys[0],
+            next(k for k in banks.keys if (k.size, k.max_packed_seqs) == (size, count)),
+        )
+        packed = pack([3, 2, 4], banks.shape(of))
+        offsets = torch.from_numpy(packed.cu_seqlens_padded)
+        name = "packed_seq_params.cu_seqlens_q_padded"
+        hidden = torch.ones(8, 1, 4)
+        _, made = banks.derive(0, (hidden,), {name: offsets}, of, wanted)
+        assert len(made[name]) == banks.shape(wanted).max_packed_seqs + 1
+        assert made[name][-1] == 8 * size
+    with pytest.raises(ConfigError, match=r"seq_buckets has 5: .* below max_packed_seqs \(5\)"):
+        ContextBanks(limits, groups, seq_buckets=[5])
+    by_default = ContextBanks(replace(LIMITS, max_packed_seqs=128), groups)
+    assert {key.max_packed_seqs for key in by_default.keys} == {None, 64}
 
 
 def test_sizes_and_buckets_that_cannot_be(groups: ContextGroups) -> None:

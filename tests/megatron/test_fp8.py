@@ -57,6 +57,46 @@ def test_two_ranks(
     _check(run_equal({**delayed, **others}, 2))
 
 
+def test_several_graphs_of_a_slot(
+    run_equal: Callable[..., Any],
+    make_config: Callable[..., Any],
+    write_documents: Callable[..., Path],
+) -> None:
+    """Lengths and numbers of sequences: whichever replays goes on from the scales of the last."""
+    path = write_documents(range(2, 23))
+    packing = {
+        "max_packed_seqs": 16,
+        "max_packed_tokens": 48,
+        "buckets": [0.75],  # 36 rows, in eights
+        "seq_buckets": [4, 5],
+    }
+    cases = {
+        name: {
+            "config": make_config(
+                model={"layer_spec": "fp8_stand_in:quantized_packed", "hidden_dropout": 0.1},
+                pipeline={"pipeline_model_parallel_size": 2},
+                train={"num_microbatches": [3, 1, 5, 2], "micro_batch_size": 1},
+                data={"path": str(path)},
+                packing=packing,
+                capture={"scope": scope, "verify": verify},
+            ),
+            "transformer_options": {"fp8": "hybrid", "fp8_recipe": recipe},
+        }
+        for name, recipe, scope, verify in (
+            ("delayed", "delayed", "chunk", "poison"),
+            ("delayed_shadow", "delayed", "block", "shadow"),
+            ("tensorwise", "tensorwise", "chunk", "none"),
+        )
+    }
+    results = run_equal(cases, 2)
+    _check(results)
+    for name, result in results.items():
+        for replays in result["replays_of_bank"]:
+            lengths, counts = ({bank.split(", ")[part] for bank in replays} for part in (0, 1))
+            assert lengths == {"48 tokens", "40 tokens"}, name
+            assert len(counts) > 1, name
+
+
 @pytest.fixture
 def stand_in(one_rank: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The stand-in, where chunkgraph looks for Transformer Engine's FP8."""

@@ -151,12 +151,13 @@ def _lengths(case: dict[str, Any]) -> set[int]:
     """Which of the buckets the microbatches of a run belong to."""
     from chunkgraph.config import config_from_mapping
     from chunkgraph.data import Documents
-    from chunkgraph.megatron.batches import packed_buckets, packed_shape
+    from chunkgraph.megatron.batches import packed_shape
+    from chunkgraph.megatron.buckets import Buckets
 
     config = config_from_mapping(case["config"])
     shape = packed_shape(config)
     assert shape is not None
-    buckets = packed_buckets(config, shape)
+    buckets = Buckets.of_model(shape, config.packing.buckets, config.seq_buckets, None)
     documents = Documents.from_file(config.data.path, num_tokens=_TOKENS, seed=config.train.seed)
     return {
         key

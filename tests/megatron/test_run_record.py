@@ -16,6 +16,7 @@ from chunkgraph.engine import CaptureReport
 from chunkgraph.engine.counters import Counters
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.context_flags import ContextSizes
+from chunkgraph.megatron.contexts import ContextBank
 from chunkgraph.megatron.flags import GraphFlags
 from chunkgraph.megatron.launch_packing import resolved_flags
 from chunkgraph.megatron.loop import capture_options
@@ -93,14 +94,15 @@ def _saved(graphs: Any, flags: GraphFlags, folder: Path, **arguments: Any) -> di
 
 def test_context_sizes_are_saved(tmp_path: Path) -> None:
     flags = GraphFlags(max_packed_seqs=512, contexts=ContextSizes((1, 2), (4,), "random"))
-    banks = [SimpleNamespace(size=size, num_tokens=1024) for size in (2, 1)]
-    record = _saved(_graphs(num_banks=2, context_banks=banks), flags, tmp_path, micro_batch_size=1)
+    banks = [ContextBank(size, None, 1024, "", count) for size in (2, 1) for count in (None, 64)]
+    record = _saved(_graphs(num_banks=4, context_banks=banks), flags, tmp_path, micro_batch_size=1)
     saved = record["capture"]
     assert saved["contexts"] == {"captured": [1, 2], "eager": [4], "schedule": "random"}
-    assert (saved["packed_seq_buckets"], saved["max_packed_tokens"]) == ([], 1024)
+    assert (saved["packed_seq_buckets"], saved["max_packed_tokens"]) == ([64, 128, 256], 1024)
     assert record["graphs_of_rank_0"]["context_banks"] == [
-        {"context_parallel_size": 2, "tokens_per_rank": 1024},
-        {"context_parallel_size": 1, "tokens_per_rank": 1024},
+        {"context_parallel_size": size, "tokens_per_rank": 1024, "max_packed_seqs": count}
+        for size in (2, 1)
+        for count in (512, 64)
     ]
 
 
@@ -121,7 +123,6 @@ def test_defaults_are_saved_as_they_were_resolved(tmp_path: Path) -> None:
         ],
     }
     assert record["model"]["moe_router_topk"] == 2
-    assert _saved(graphs, flags, tmp_path, fp8="hybrid")["capture"]["packed_seq_buckets"] == []
     unpacked = _saved(_graphs(), GraphFlags(), tmp_path)["capture"]
     assert (unpacked["max_packed_tokens"], unpacked["packed_seq_buckets"]) == (None, None)
 

@@ -268,6 +268,7 @@ def test_ranks_share_each_microbatch_as_its_documents_need(
     flags += ["--spec", "packed_spec", "contexts_layer"]
     sizes = ["--cuda-graph-cp-sizes", "1", "2", "--cuda-graph-cp-schedule", "random"]
     sizes += ["--cuda-graph-max-packed-tokens", "12", "--cuda-graph-max-packed-seqs", "5"]
+    sizes += ["--cuda-graph-packed-seq-buckets", "2", "3"]
     banks = [*CHUNK, *sizes, "--cuda-graph-verify", "shadow"]
     monkeypatch.setenv("SFT_RERUN", "4")
     logs, evaluations = {}, {}
@@ -278,6 +279,8 @@ def test_ranks_share_each_microbatch_as_its_documents_need(
         assert runs.reads(name, nproc=4) == runs.reads("own", nproc=4)
     assert len(runs.replays()) == 4
     assert all(runs.replays()[1:])
+    # Of two sizes, each for up to four, two and one documents, in six slots of two chunks.
+    assert "captured 72 graphs" in runs.output
     assert len(evaluations["own"]) == len(evaluations["banks"]) == 2
     assert logs["banks"] != logs["own"]
     assert logs["banks"] == pytest.approx(logs["own"], rel=1e-5)

@@ -118,9 +118,10 @@ def _with_graphs(
     config: Any, device: torch.device, options: Any, documents: Documents
 ) -> dict[str, Any]:
     model = _Model(config, device, options)
-    shape = packed_shape(config, config_of(model.chunks[0]))
+    model_config = config_of(model.chunks[0])
+    shape = packed_shape(config, model_config)
     assert shape is not None
-    batches = PackedBatches(config, shape, device)
+    batches = PackedBatches(config, shape, device, model_config)
     batches._documents = documents
     graphs = attach(
         model.chunks,

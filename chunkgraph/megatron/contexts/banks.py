@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
+from chunkgraph.config import default_seq_buckets
 from chunkgraph.engine import Agree
 from chunkgraph.errors import ConfigError, ReplayMismatchError
 from chunkgraph.megatron import packed
-from chunkgraph.megatron.buckets import ROWS_AT, filled_offsets, resized
+from chunkgraph.megatron.buckets import ROWS_AT, check_seq_counts, filled_offsets, resized
 from chunkgraph.megatron.contexts.groups import ContextGroups
 from chunkgraph.megatron.contexts.key import ContextBank, ScheduledBanks
 from chunkgraph.packing import (
@@ -29,7 +30,7 @@ _PARAMS = f"{packed.ARGUMENT}."
 
 
 class ContextBanks:
-    """The banks of one rank: one for each size, length bucket and variant.
+    """The banks of one rank: one for each size, length bucket, number of sequences and variant.
 
     Args:
         limits: of the scheduler.
@@ -37,6 +38,9 @@ class ContextBanks:
         cuda_graph_cp_sizes: the sizes that are captured; empty: all. Steps with another one run
             eagerly as a whole.
         buckets: shorter lengths that are captured too, in rows of a rank.
+        seq_buckets: fewer sequences than the limits allow that are captured too, for every size
+            and length; a microbatch gets the fewest that hold its documents. None:
+            `default_seq_buckets`.
         variants: what else graphs differ by.
 
     Raises:
@@ -50,6 +54,7 @@ class ContextBanks:
         *,
         cuda_graph_cp_sizes: Sequence[int] = (),
         buckets: Sequence[int] = (),
+        seq_buckets: Sequence[int] | None = None,
         variants: Sequence[str] = ("",),
     ) -> None:
         unknown = sorted(set(cuda_graph_cp_sizes) - set(limits.group_sizes))
@@ -65,14 +70,19 @@ class ContextBanks:
                 f"buckets has {wrong}; buckets are even numbers of rows up to {most}, those of a "
                 "rank."
             )
+        if seq_buckets is None:
+            seq_buckets = default_seq_buckets(limits.max_packed_seqs)
+        check_seq_counts(seq_buckets, limits.max_packed_seqs)
         self.limits = limits
         self.groups = groups
         self._tokens = tuple(sorted({most, *buckets}, reverse=True))
+        seq_counts = (None, *sorted(set(seq_buckets), reverse=True))
         captured = set(cuda_graph_cp_sizes or limits.group_sizes)
         self._every = tuple(
-            ContextBank(size, groups.of(size), tokens, variant)
+            ContextBank(size, groups.of(size), tokens, variant, count)
             for size in limits.group_sizes
             for tokens in self._tokens
+            for count in seq_counts
             for variant in variants
         )
         self.keys = tuple(key for key in self._every if key.size in captured)
@@ -82,7 +92,7 @@ class ContextBanks:
         limit = self.limits.max_document_tokens
         total = key.num_packed_tokens
         return PackedShape(
-            self.limits.max_packed_seqs,
+            key.max_packed_seqs or self.limits.max_packed_seqs,
             total,
             key.size,
             None if limit is None else min(limit, total),
@@ -115,7 +125,7 @@ class ContextBanks:
                     f"no bank of {microbatch.size} ranks and variant {variant!r} holds a "
                     f"microbatch with documents of {own} tokens"
                 )
-            keys.append(min(fitting, key=lambda key: key.num_tokens))
+            keys.append(min(fitting, key=lambda k: (k.num_tokens, self.shape(k).max_packed_seqs)))
         told = repr((schedule.digest, [int(length) for length in lengths], variant))
         return ScheduledBanks(keys, zlib.crc32(told.encode()))
 
@@ -169,7 +179,7 @@ class ContextBanks:
         first, *others = args
         longest = (self.shape(of).longest_rows, self.shape(wanted).longest_rows)
         made = {n: _derived(c, n, value, of, wanted, longest) for n, value in kwargs.items()}
-        if of.num_packed_tokens != wanted.num_packed_tokens or of.size != wanted.size:
+        if self.shape(of) != self.shape(wanted):
             # Its ranks may not be able to share the given ones, and passes before a capture really
             # run with them.
             made |= filled_offsets(kwargs, self.shape(wanted))

@@ -21,12 +21,14 @@ class ContextBank:
         group: the process group; None for a group of this rank alone.
         num_tokens: rows of a microbatch on one rank.
         variant: whatever else graphs differ by.
+        max_packed_seqs: sequences of a microbatch; None: as many as the limits allow.
     """
 
     size: int
     group: Any
     num_tokens: int
     variant: str = ""
+    max_packed_seqs: int | None = None
 
     @property
     def num_packed_tokens(self) -> int:
@@ -34,9 +36,9 @@ class ContextBank:
         return self.size * self.num_tokens
 
     @property
-    def name(self) -> tuple[int, int, str]:
+    def name(self) -> tuple[int, int, str, int | None]:
         """All but the group; the same on all ranks."""
-        return (self.size, self.num_tokens, self.variant)
+        return (self.size, self.num_tokens, self.variant, self.max_packed_seqs)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, ContextBank):
@@ -47,8 +49,9 @@ class ContextBank:
         return hash((self.name, id(self.group)))
 
     def __repr__(self) -> str:
+        fewer = "" if self.max_packed_seqs is None else f", {self.max_packed_seqs} sequences"
         variant = f", {self.variant}" if self.variant else ""
-        return f"CP {self.size} with {self.num_tokens} tokens a rank{variant}"
+        return f"CP {self.size} with {self.num_tokens} tokens a rank{fewer}{variant}"
 
 
 class ScheduledBanks(list[ContextBank]):
