@@ -36,6 +36,7 @@ def make_case(make_config: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
         counts: tuple[int, ...] = (2, 4, 1),
         schedule: str = "random",
         captured: tuple[int, ...] = (),
+        seq_buckets: tuple[int, ...] = (),
         num_steps: int = _STEPS,
         capture: dict[str, Any] | None = None,
         options: dict[str, Any] | None = None,
@@ -66,6 +67,7 @@ def make_case(make_config: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
                 "context_parallel_sizes": sizes,
                 "context_parallel_schedule": schedule,
                 "cuda_graph_cp_sizes": list(captured),
+                "seq_buckets": list(seq_buckets),
             },
             capture=capture or {},
             moe=moe or {},
@@ -96,7 +98,9 @@ def check(results: dict[str, dict[str, Any]], cases: dict[str, dict[str, Any]]) 
             if not expected and is_first:
                 expected, is_first = {"capture warmup": 1}, False
             assert step["fallbacks"] == expected, f"{name}: {step}"
-        for rank, replayed in enumerate(result["replays_of_bank"]):
+        # Banks of a size that differ in nothing but the number of sequences, together.
+        of_sizes = [_of_sizes(replayed) for replayed in result["replays_of_bank"]]
+        for rank, replayed in enumerate(of_sizes):
             sizes_of_rank = Counter(
                 size
                 for step in steps
@@ -107,8 +111,15 @@ def check(results: dict[str, dict[str, Any]], cases: dict[str, dict[str, Any]]) 
                 f"CP {size} with {_ROWS} tokens a rank": number * num_chunks
                 for size, number in sizes_of_rank.items()
             }, f"{name}, rank {rank}"
-        banks = {bank for replayed in result["replays_of_bank"] for bank in replayed}
+        banks = {bank for replayed in of_sizes for bank in replayed}
         assert len(banks) == len(captured), f"{name}: {banks}"
+
+
+def _of_sizes(replays: dict[str, int]) -> dict[str, int]:
+    found: Counter[str] = Counter()
+    for bank, count in replays.items():
+        found[bank.partition(",")[0]] += count
+    return dict(found)
 
 
 # Keys as wide as values, so that nothing is filled up for attention.
@@ -199,8 +210,12 @@ def test_latent_attention_and_experts(
 def test_two_gpus(run_cases: Callable[..., Any], make_case: Callable[..., dict[str, Any]]) -> None:
     cases = {
         "cp2": make_case([1, 2], data_parallel_size=2, capture={"scope": "chunk"}, num_steps=12),
+        "fewer": make_case([1, 2], seq_buckets=(2, 3), data_parallel_size=2, num_steps=12),
     }
-    check(run_cases(cases, 2, timeout_s=140.0), cases)
+    results = run_cases(cases, 2, timeout_s=140.0)
+    check(results, cases)
+    counts = {bank.partition(", ")[2] for of in results["fewer"]["replays_of_bank"] for bank in of}
+    assert len(counts) > 1
 
 
 _PP2 = {"pipeline_model_parallel_size": 2, "data_parallel_size": 2}

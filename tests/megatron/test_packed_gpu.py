@@ -120,6 +120,25 @@ def test_sliding_window(run_equal: Callable[..., Any], make_case: Case) -> None:
     assert losses[0] != losses[1]
 
 
+@pytest.mark.gpu
+@pytest.mark.megatron
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
+def test_fp8(run_equal: Callable[..., Any], make_case: Case, recipe: str) -> None:
+    """Several graphs of a slot go on from each other's scales; cached weights are theirs all."""
+    options = {"fp8": "hybrid", "fp8_recipe": recipe}
+    packing = {"buckets": [0.5], "seq_buckets": [3, 5]}
+    cases = {
+        "one_shape": make_case([2, 3, 1, 4], {}, {"scope": "chunk"}, options),
+        "block": make_case([2, 3, 1, 4], packing, {"scope": "block", "verify": "poison"}, options),
+        "chunk": make_case([2, 3, 1, 4], packing, {"scope": "chunk"}, options),
+    }
+    results = run_equal(cases, 1, timeout_s=280.0)
+    _check(results)
+    for name in ("block", "chunk"):
+        assert len(results[name]["replays_of_bank"][0]) > 1, name
+
+
 @pytest.mark.multigpu
 @pytest.mark.megatron
 @pytest.mark.timeout(500)
