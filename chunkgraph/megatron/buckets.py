@@ -6,14 +6,12 @@ room for many documents costs time also where there are few, and graphs for fewe
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from chunkgraph.config import default_seq_buckets
 from chunkgraph.engine import Agree
 from chunkgraph.errors import ConfigError, PackingError
 from chunkgraph.megatron import packed
@@ -27,10 +25,7 @@ __all__ = [
     "check_seq_counts",
     "filled_offsets",
     "resized",
-    "tell_of_missing_seq_buckets",
 ]
-
-_log = logging.getLogger(__name__)
 
 BankKey = int | tuple[int, int]
 """Which graphs: tokens of the shape; with several numbers of sequences, tokens and sequences."""
@@ -51,6 +46,7 @@ ROWS_AT = {
 _FP8_ROWS = 8
 """Transformer Engine's products in FP8 take a multiple of so many (``assert_dim_for_fp8_exec``)."""
 _PARAMS = f"{packed.ARGUMENT}."
+_OFFSET_ARGUMENTS = tuple(f"{_PARAMS}{name}" for name in OFFSETS)
 _LONGEST = (f"{_PARAMS}max_seqlen_q", f"{_PARAMS}max_seqlen_kv")
 
 
@@ -78,6 +74,15 @@ class Buckets:
         most = shapes[0].max_packed_seqs
         check_seq_counts(seq_counts, most)
         self.seq_counts = tuple(sorted({*seq_counts, most}, reverse=True))
+        # Of each bank's length at most, and of the bank itself.
+        self._num_sequences: dict[Hashable, tuple[int, int]] = {
+            self._bank(tokens, seqs): (
+                shape.num_sequences,
+                replace(shape, max_packed_seqs=seqs).num_sequences,
+            )
+            for tokens, shape in self.shapes.items()
+            for seqs in self.seq_counts
+        }
 
     @classmethod
     def of_model(
@@ -162,6 +167,23 @@ class Buckets:
             return bank
         assert isinstance(bank, int)
         return bank, self.seq_counts[0]
+
+    def with_offsets_of(self, bank: Hashable, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """A chunk's arguments with the sequences of ``bank``, where offsets are of the most.
+
+        Others are left as they are, such as those of `packed_shapes`. Of the right ones nothing is
+        lost: a microbatch of the bank has fewer documents, and its last sequence ends at the last
+        row.
+        """
+        most, wanted = self._num_sequences[bank]
+        if most == wanted:
+            return kwargs
+        cut = {
+            name: _with_sequences(offsets, wanted)
+            for name in _OFFSET_ARGUMENTS
+            if isinstance(offsets := kwargs.get(name), torch.Tensor) and offsets.numel() == most + 1
+        }
+        return {**kwargs, **cut} if cut else kwargs
 
     def choose(self, packings: Sequence[Sequence[int]], agree: Agree | None = None) -> list[int]:
         """The smallest bucket that each microbatch fits; the largest where none does.
@@ -302,17 +324,3 @@ def resized(value: Any, dim: int, of: int, wanted: int) -> Any:
         more[dim] = num_rows - result.size(dim)
         result = torch.cat([result, result.new_zeros(more)], dim)
     return result.requires_grad_(value.requires_grad)
-
-
-def tell_of_missing_seq_buckets(shape: PackedShape) -> None:
-    """Tell what a shape of many sequences costs without graphs for fewer, if it is of many."""
-    counts = default_seq_buckets(shape.max_packed_seqs)
-    if counts:
-        _log.warning(
-            "packing has %d sequences and there are no graphs for fewer: attention's kernels are "
-            "started for each of them, so that a microbatch of few documents takes longer (12%% of "
-            "a layer with 512). Give attach() seq_buckets=%s and make offsets by "
-            "`MegatronChunkGraphs.packed_shapes`, or seq_buckets=() if microbatches have many.",
-            shape.max_packed_seqs,
-            counts,
-        )

@@ -24,13 +24,14 @@ from typing import TYPE_CHECKING, Any, get_args
 import torch
 from torch import nn
 
+from chunkgraph.config import default_seq_buckets
 from chunkgraph.engine import CaptureOptions, ChunkGraphs
 from chunkgraph.engine.banks import Derive
 from chunkgraph.engine.defaults import check_counts
 from chunkgraph.errors import ChunkGraphError, ConfigError
 from chunkgraph.megatron import compat
 from chunkgraph.megatron.attention_limits import needs_tokens_in_pieces, refuse_for_layers
-from chunkgraph.megatron.buckets import Buckets, tell_of_missing_seq_buckets
+from chunkgraph.megatron.buckets import Buckets
 from chunkgraph.megatron.contexts import (
     ContextBanks,
     StepContexts,
@@ -39,6 +40,7 @@ from chunkgraph.megatron.contexts import (
 )
 from chunkgraph.megatron.contexts.attention import refuse_without_groups
 from chunkgraph.megatron.contexts.groups import HeldGroups, capturing_banks
+from chunkgraph.megatron.cut_offsets import OffsetCutter
 from chunkgraph.megatron.experts import Experts, TokenDrops
 from chunkgraph.megatron.hybrid_support import hybrid_refusals
 from chunkgraph.megatron.moe_flex import refuse_for_deep_ep
@@ -117,10 +119,10 @@ def attach(
             in tokens, the same on every rank. A microbatch is then given the rows of the smallest
             that holds it (`MegatronChunkGraphs.buckets`), in eager steps too.
         seq_buckets: fewer sequences than those of ``packing`` that are captured too, the same on
-            every rank; for every length. A microbatch is then given offsets of the fewest that
-            hold its documents (`MegatronChunkGraphs.packed_shapes`), in eager steps too. None:
-            there are none, and rank 0 warns of a shape of 128 sequences or more. Of ``contexts``
-            it is `ContextBanks` that is given them.
+            every rank; for every length. A microbatch replays the graphs of the fewest that hold
+            its documents: its offsets may be made for these (`MegatronChunkGraphs.packed_shapes`),
+            or for all, and are then cut, in eager steps too. None: `default_seq_buckets`. Of
+            ``contexts`` it is `ContextBanks` that is given them.
         fills_rows: with ``packing``, whether documents fill all rows of every microbatch, as
             Megatron's data sets make them. Experts then take every row, as they do without chunk
             graphs; a step that fits and has rows left over is an error (of one that does not fit,
@@ -178,9 +180,7 @@ def attach(
     for idle in idle_settings(config) if place.rank == 0 else ():
         _log.warning("%s.", idle)
     if seq_buckets is None:
-        if place.rank == 0 and packing is not None:
-            tell_of_missing_seq_buckets(packing)
-        seq_buckets = ()
+        seq_buckets = () if packing is None else default_seq_buckets(packing.max_packed_seqs)
     parts = [new_part(scope, chunk, place.label(index)) for index, chunk in enumerate(chunks)]
     tables = CachedTables(module for part in parts for module in part.modules)
     predictions = compat.TokenPrediction() if predicts_tokens(parts) else None
@@ -336,9 +336,13 @@ def attach(
             lends_input_grads=lends,
             device=device,
         )
+        cutter: OffsetCutter | None = None
+        if packings is not None and len(packings.buckets.seq_counts) > 1:
+            cutter = OffsetCutter(packings.buckets, len(parts), receiver.call)
+        call = receiver.call if cutter is None else cutter.call
         for c, part in enumerate(parts):
             undo.callback(part.restore)
-            part.divert_to(partial(receiver.call, c), may_hold_padding=not fills_rows)
+            part.divert_to(partial(call, c), may_hold_padding=not fills_rows)
         names = [f"stage {place.stage(c)} chunk {c}" for c in range(len(parts))]
         held = (tables,) if fp8 is None else (tables, fp8)
         graphs = MegatronChunkGraphs(
@@ -355,6 +359,7 @@ def attach(
             if contexts is None
             else StepContexts(contexts, engine.misfit_of, place.rank, agree),
             held_groups=held_groups,
+            cutter=cutter,
             agree=agree,
             # Not the engine's: it asks ahead of steps, on some ranks earlier than on others.
             agree_on_buckets=_agree(undo) if packings is not None and buckets else None,

@@ -12,6 +12,7 @@ from chunkgraph.engine.decision import StepMode
 from chunkgraph.errors import ConfigError, SlotError
 from chunkgraph.megatron import compat
 from chunkgraph.megatron.contexts import ContextBank, HeldGroups, StepContexts, digest_of_plan
+from chunkgraph.megatron.cut_offsets import OffsetCutter
 from chunkgraph.megatron.experts import Experts
 from chunkgraph.megatron.last_forward import telling_last_forward
 from chunkgraph.megatron.overflow import OverflowGuard
@@ -54,6 +55,7 @@ class MegatronChunkGraphs:
         *,
         contexts: StepContexts | None = None,
         held_groups: HeldGroups | None = None,
+        cutter: OffsetCutter | None = None,
         agree: Maximum | None = None,
         agree_on_buckets: Maximum | None = None,
     ) -> None:
@@ -70,6 +72,7 @@ class MegatronChunkGraphs:
         self._packings = packings
         self._contexts = contexts
         self._held_groups = held_groups
+        self._cutter = cutter
         self._agree = agree
         self._agree_on_buckets = agree_on_buckets
         self._forget_groups = compat.before_groups_end(self.detach)
@@ -151,6 +154,8 @@ class MegatronChunkGraphs:
                 of_step = self._packings if self._contexts is None else self._contexts
                 if of_step is not None and not kwargs.get("forward_only", False):
                     told = of_step.misfit  # an announcement holds for the first run alone
+                if self._cutter is not None:
+                    self._cutter.begin_run(() if keys is None else keys)
                 return self._run_step(
                     forward_backward, kwargs, shape_key, word, keys, rows, eager=eager
                 )

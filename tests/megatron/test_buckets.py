@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from chunkgraph.errors import ConfigError, PackingError
 from chunkgraph.megatron.buckets import Buckets
@@ -224,6 +226,50 @@ def test_offsets_of_other_numbers_of_sequences() -> None:
     only = {name: torch.from_numpy(packed.cu_seqlens_padded)}  # of a script that fills all rows
     _, kwargs = _counted(3).derive(0, (torch.ones(32, 1, 2),), only, (32, 9), (32, 3))
     assert kwargs[name].tolist() == [0, 4, 32, 32]
+
+
+@given(
+    lengths=st.lists(st.integers(1, 12), min_size=1, max_size=8),
+    size=st.sampled_from([1, 2]),
+    longest=st.sampled_from([None, 12, 40]),
+    parts=st.lists(st.sampled_from([0.25, 0.5]), max_size=2),
+    counts=st.sets(st.integers(2, 8), min_size=1, max_size=3),
+)
+def test_cut_offsets_are_those_of_fewer_sequences(
+    lengths: list[int], size: int, longest: int | None, parts: list[float], counts: set[int]
+) -> None:
+    """As if packed for the microbatch's own graphs; others pass as they are."""
+    shape = PackedShape(9, 128, size, longest)
+    buckets = Buckets(bucket_shapes(shape, parts), sorted(counts))
+    (rows,) = buckets.choose([lengths])
+    (bank,) = buckets.banks_of([lengths], [rows])
+    name = "packed_seq_params.cu_seqlens_q"
+
+    def call(shape: PackedShape) -> dict[str, Any]:
+        packed = pack(lengths, shape)
+        return {
+            name: torch.from_numpy(packed.cu_seqlens),
+            f"{name}_padded": torch.from_numpy(packed.cu_seqlens_padded),
+            "packed_seq_params.max_seqlen_q": 128,
+        }
+
+    expected = call(buckets.shape_of(lengths, rows))
+    for given_for in (buckets.shapes[rows], buckets.shape_of(lengths, rows)):
+        made = buckets.with_offsets_of(bank, call(given_for))
+        assert made.keys() == expected.keys()
+        assert all(np.array_equal(made[key], expected[key]) for key in expected)
+
+
+def test_offsets_whose_last_sequence_has_the_rest_keep_it() -> None:
+    """Of a caller who leaves the sequences between empty."""
+    name = "packed_seq_params.cu_seqlens_kv_padded"
+    given_offsets = torch.tensor([0, 4, 7, 7, 7, 7, 7, 7, 7, 32], dtype=torch.int32)
+    made = _counted(3).with_offsets_of((32, 3), {name: given_offsets, "labels": None})
+    assert made[name].tolist() == [0, 4, 7, 32]
+    same = "the same tensor as cu_seqlens_q"
+    kwargs = {"packed_seq_params.cu_seqlens_kv": same, name: given_offsets[:4]}
+    assert _counted(3).with_offsets_of((32, 3), kwargs) is kwargs
+    assert _counted(3).with_offsets_of((32, 9), {name: given_offsets})[name] is given_offsets
 
 
 def test_steps_know_the_banks_of_their_microbatches() -> None:

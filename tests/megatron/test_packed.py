@@ -110,8 +110,14 @@ def _flight(chunk: nn.Module, batches: list[dict[str, Any]]) -> dict[str, torch.
     return results
 
 
-def _step(graphs: Any, chunk: nn.Module, packings: list[list[int]], **keywords: Any) -> Any:
-    batches = [_batch(lengths, seed) for seed, lengths in enumerate(packings)]
+def _step(
+    graphs: Any,
+    chunk: nn.Module,
+    packings: list[list[int]],
+    shape: PackedShape = _SHAPE,
+    **keywords: Any,
+) -> Any:
+    batches = [_batch(lengths, seed, shape) for seed, lengths in enumerate(packings)]
     wrapped = graphs.wrap_forward_backward(lambda **_: _flight(chunk, batches))
     return wrapped(num_microbatches=len(packings), packings=packings, **keywords)
 
@@ -120,11 +126,14 @@ def _differing(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[s
     return [name for name in a if not torch.equal(a[name], b[name])]
 
 
-def _eager(chunk: nn.Module, graphs: Any, packings: list[list[int]]) -> dict[str, torch.Tensor]:
+def _eager(
+    chunk: nn.Module, graphs: Any, packings: list[list[int]], shape: PackedShape = _SHAPE
+) -> dict[str, torch.Tensor]:
     """The same without graphs."""
+    batches = [_batch(lengths, seed, shape) for seed, lengths in enumerate(packings)]
     saved = [part.module.__dict__.pop("forward") for part in graphs._parts]
     try:
-        return _flight(chunk, [_batch(lengths, seed) for seed, lengths in enumerate(packings)])
+        return _flight(chunk, batches)
     finally:
         for part, forward in zip(graphs._parts, saved, strict=True):
             part.module.forward = forward
@@ -431,15 +440,63 @@ def test_rows_behind_the_last_offset_are_refused(
         check(part, **rows, **whole)
 
 
-def test_many_sequences_without_graphs_for_fewer_are_told(
-    chunks: list[Any], caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("most", "given", "found"),
+    [
+        (127, None, [127]),
+        (256, None, [256, 128, 64]),
+        (256, (), [256]),
+        (256, (9,), [256, 9]),
+    ],
+)
+def test_graphs_for_fewer_sequences(
+    chunks: list[Any], most: int, given: tuple[int, ...] | None, found: list[int]
 ) -> None:
     from chunkgraph.megatron.plugin import attach
 
-    for most, given in ((127, None), (128, ()), (256, (64,))):
-        attach(chunks, packing=PackedShape(most, 32), seq_buckets=given).detach()
-    assert "seq_buckets" not in caplog.text
-    attach(chunks, packing=PackedShape(256, 32)).detach()
-    assert "packing has 256 sequences and there are no graphs for fewer" in caplog.text
-    assert "12% of a layer" in caplog.text
-    assert "seq_buckets=(64, 128)" in caplog.text
+    attached = attach(chunks, packing=PackedShape(most, 32), seq_buckets=given)
+    assert [shape.max_packed_seqs for shape in attached.packed_shapes] == found
+    attached.detach()
+
+
+@pytest.mark.parametrize("scope", ["block", "chunk"])
+@pytest.mark.parametrize("longest", [None, 20])
+def test_offsets_of_the_most_sequences_are_cut(
+    chunks: list[Any], scope: Any, longest: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For graphs of fewer, and in eager steps; a microbatch may have its own number at once."""
+    from user_specs import PackedCore
+
+    from chunkgraph.megatron.plugin import attach
+
+    seen: list[int] = []
+    forward = PackedCore.forward
+
+    def watched(core: Any, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> Any:
+        seen.append(packed_seq_params.cu_seqlens_q_padded.numel() - 1)
+        return forward(core, *args, packed_seq_params=packed_seq_params, **kwargs)
+
+    monkeypatch.setattr(PackedCore, "forward", watched)
+    shape = PackedShape(6, 32, max_document_tokens=longest)
+    extra = shape.num_sequences - shape.max_packed_seqs  # for a tail of several sequences
+    attached = attach(chunks, scope=scope, num_slots=[2], packing=shape, seq_buckets=(4, 2))
+    packings = [[[10, 8, 6], [20]], [[5, 5, 5, 5, 5], [1, 20]], [[1], [16, 16]], [[3, 9], [20]]]
+    few = PackedShape(2, 32, max_document_tokens=longest)
+    _step(attached, chunks[0], packings[0], shape)  # warmup
+    assert set(seen) == {4 + extra, 2 + extra}
+    for own in packings:
+        expected = _eager(chunks[0], attached, own, shape)
+        assert _differing(_step(attached, chunks[0], own, shape), expected) == []
+    assert attached.replays_of_bank == {
+        "32 tokens, 6 sequences": 1,
+        "32 tokens, 4 sequences": 4,
+        "32 tokens, 2 sequences": 3,
+    }
+    of_graphs = attached.counters.replays
+    seen.clear()
+    _step(attached, chunks[0], [[5, 5, 5, 5, 5], [7]], shape, misfit="told")
+    assert seen[:4] == [6 + extra] * 2 + [2 + extra] * 2  # of two layers, then of their backwards
+    expected = _eager(chunks[0], attached, [[7], [20]], few)
+    assert _differing(_step(attached, chunks[0], [[7], [20]], few), expected) == []
+    assert attached.counters.replays == of_graphs + 2
+    attached.detach()
