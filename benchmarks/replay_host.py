@@ -5,8 +5,10 @@
 One chunk of a few small layers, as a last stage: hidden states that were received into its static
 input, labels that are copied, and losses, which are handed out as a clone. Each part is timed in
 whole calls; floors are what torch alone takes for the same work: a node of autograd that does
-nothing, a copy, a clone. `--cold-mib` reads so much memory between calls, as training does between
-two replays: what is not in the CPU's caches takes longer. Runs on a GPU, or on the CPU recorder.
+nothing, a copy, a clone. (A replay's node goes round the support of ``torch.func``; a leaf with a
+hook would be one that is not Python's.) `--cold-mib` reads so much memory between calls, as
+training does between two replays: what is not in the CPU's caches takes longer. Runs on a GPU, or
+on the CPU recorder.
 """
 
 from __future__ import annotations
@@ -49,6 +51,19 @@ class _Nothing(torch.autograd.Function):
     @staticmethod
     def backward(_ctx: Any, *_grads: torch.Tensor) -> tuple[Any, ...]:
         return None, None, None
+
+
+_node_as_of_replays: Callable[..., Any] = super(torch.autograd.Function, _Nothing).apply
+
+
+def _leaf_with_hook(out: torch.Tensor) -> torch.Tensor:
+    leaf = out.detach().requires_grad_()
+    leaf.register_hook(_nothing)
+    return leaf
+
+
+def _nothing(_grad: torch.Tensor) -> None:
+    pass
 
 
 class _Parts:
@@ -116,6 +131,8 @@ def _measured(device: torch.device, num_steps: int, cold_mib: int) -> dict[str, 
     _watch(graphs, parts)
     call = parts.timed("forward in all", graphs.callables[0])
     node = parts.timed("floor: a node of autograd", _Nothing.apply)
+    around = parts.timed("floor: a node, as replays'", _node_as_of_replays)
+    leaf = parts.timed("floor: a leaf with a hook", _leaf_with_hook)
     copy = parts.timed("floor: a copy of labels", torch.Tensor.copy_)
     clone = parts.timed("floor: a clone of losses", torch.clone)
     rest = torch.empty(max(1, cold_mib) << 20, dtype=torch.uint8)
@@ -137,6 +154,8 @@ def _measured(device: torch.device, num_steps: int, cold_mib: int) -> dict[str, 
                 loss.sum().backward()
         for floor, given_to in (
             (node, ([], hidden, out)),
+            (around, ([], hidden, out)),
+            (leaf, (out,)),
             (copy, (static, labels[1])),
             (clone, (out,)),
         ):
