@@ -14,12 +14,11 @@ Megatron's own ``cuda_graph_impl`` stays ``none``.
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -30,33 +29,24 @@ from chunkgraph.engine.banks import Derive
 from chunkgraph.engine.defaults import check_counts
 from chunkgraph.errors import ChunkGraphError, ConfigError
 from chunkgraph.megatron import compat
-from chunkgraph.megatron.attention_limits import needs_tokens_in_pieces, refuse_for_layers
+from chunkgraph.megatron.attach_checks import refuse_for_attach
+from chunkgraph.megatron.attention_limits import needs_tokens_in_pieces
 from chunkgraph.megatron.buckets import Buckets
 from chunkgraph.megatron.contexts import (
     ContextBanks,
     StepContexts,
-    refuse_beside_contexts,
-    refused_with_contexts,
 )
-from chunkgraph.megatron.contexts.attention import refuse_without_groups
 from chunkgraph.megatron.contexts.groups import HeldGroups, capturing_banks
 from chunkgraph.megatron.cut_offsets import OffsetCutter
 from chunkgraph.megatron.experts import Experts, TokenDrops
-from chunkgraph.megatron.hybrid_support import hybrid_refusals
-from chunkgraph.megatron.moe_flex import refuse_for_deep_ep
-from chunkgraph.megatron.moe_support import idle_settings, stash_refusals
+from chunkgraph.megatron.moe_support import idle_settings
 from chunkgraph.megatron.overflow import OverflowGuard
-from chunkgraph.megatron.packed import (
-    refuse_other_context,
-    refuse_predictions_over_padding,
-)
 from chunkgraph.megatron.rank_graphs import MegatronChunkGraphs
 from chunkgraph.megatron.receive import SlotReceiver, waits_for_sends
 from chunkgraph.megatron.rewind import StepState
-from chunkgraph.megatron.scope import Scope, new_part, refuse_for_scope
+from chunkgraph.megatron.scope import Scope, new_part
 from chunkgraph.megatron.stash import ExpertStash
 from chunkgraph.megatron.step_packings import StepPackings
-from chunkgraph.megatron.support import refuse_unsupported
 from chunkgraph.megatron.surroundings import (
     capturing,
     following,
@@ -159,77 +149,32 @@ def attach(
     if not chunks:
         raise ConfigError("attach() got no model chunk. Pass what the schedule gets as `model`.")
     config = config_of(chunks[0])
-    if token_drops not in get_args(TokenDrops):
-        choices = ", ".join(map(repr, get_args(TokenDrops)))
-        raise ConfigError(f"token_drops is {token_drops!r}; it is one of {choices}.")
     place = PipelinePlace.current(len(chunks), config)
-    largest = packing
-    if contexts is not None:
-        largest = contexts.limits.shape(contexts.limits.group_sizes[0])
     device = _device_of(chunks[0])
-    also = hybrid_refusals(config, chunks, largest)
-    refuse_unsupported(config, chunks, device, token_drops, also=also)
-    refuse_for_scope(config, scope)
-    if fills_rows and packing is None:
-        raise ConfigError("fills_rows is of packed sequences; give packing too, or leave it out.")
-    if packing is not None:
-        refuse_other_context(packing, config)
-        refuse_predictions_over_padding(packing, config)
-    if largest is not None:
-        refuse_for_layers(chunks, config, largest, device)
-    for idle in idle_settings(config) if place.rank == 0 else ():
-        _log.warning("%s.", idle)
+    options = options if options is not None else CaptureOptions()
     if seq_buckets is None:
         seq_buckets = () if packing is None else default_seq_buckets(packing.max_packed_seqs)
+    refuse_for_attach(
+        chunks,
+        config,
+        place,
+        device,
+        scope=scope,
+        options=options,
+        packing=packing,
+        buckets=buckets,
+        seq_buckets=seq_buckets,
+        fills_rows=fills_rows,
+        contexts=contexts,
+        token_drops=token_drops,
+        stash=stash,
+    )
+    for idle in idle_settings(config) if place.rank == 0 else ():
+        _log.warning("%s.", idle)
     parts = [new_part(scope, chunk, place.label(index)) for index, chunk in enumerate(chunks)]
     tables = CachedTables(module for part in parts for module in part.modules)
     predictions = compat.TokenPrediction() if predicts_tokens(parts) else None
     fp8 = fp8_state(config, parts, device)
-    for name, sizes in (("buckets", buckets), ("seq_buckets", seq_buckets)):
-        if sizes and packing is None:
-            raise ConfigError(
-                f"{name}={list(sizes)} without packing: only packed sequences have them. Leave "
-                f"them out{'' if contexts is None else f', or give them to ContextBanks({name}=)'}."
-            )
-    if contexts is not None:
-        refuse_beside_contexts(
-            packing=packing,
-            fp8=fp8,
-            context_parallel_size=getattr(config, "context_parallel_size", 1) > 1,
-            **refused_with_contexts(config),
-            # Megatron's schedule receives microbatches of one length, and ranks that share experts
-            # send each other the same room.
-            **{
-                f"ContextBanks(buckets=...) {where}": (ranks or 1) > 1
-                and len({key.num_tokens for key in contexts.keys}) > 1
-                for where, ranks in (
-                    ("in a pipeline", place.pipeline_size),
-                    (
-                        "and experts on several ranks",
-                        getattr(config, "expert_model_parallel_size", 1),
-                    ),
-                )
-            },
-        )
-        refuse_without_groups(chunks, contexts.groups)
-        if needs_tokens_in_pieces(chunks, config, contexts.limits):
-            warnings.warn(
-                f"rank {place.rank}: heads share keys (num_query_groups) and documents are shared "
-                "by context-parallel ranks. Of short ones some pieces hold no token, whose keys "
-                "Transformer Engine's attention may give gradients of memory that nobody wrote "
-                "(its issue 2448), in eager training too; then graphs do not equal it. Count "
-                "padding as tokens: ContextLimits(..., counts_padding=True).",
-                stacklevel=2,
-            )
-    refuse_for_deep_ep(config, options)
-    if stash is not None and (refused := stash_refusals(config, stash.page_bytes)):
-        raise ConfigError("Experts cannot stash in this model:\n  " + "\n  ".join(refused))
-    options = options if options is not None else CaptureOptions()
-    if stash is not None and stash.skips_single_slots and options.shared_slots:
-        raise ConfigError(
-            "StashOptions(skips_single_slots=True) with shared slots: no chunk has a slot of its "
-            "own. Leave one of them out."
-        )
     slots = (
         tuple(num_slots)
         if num_slots is not None
@@ -240,6 +185,7 @@ def attach(
         held_groups = HeldGroups([part.module for part in parts])
         slots = contexts.limits.num_slots(slots)
     check_counts(len(parts), slots)
+    is_packed = packing is not None or contexts is not None
     # From here on the model's own objects are changed; what follows may fail.
     with ExitStack() as undo:
         experts: Experts | None = None
@@ -249,7 +195,7 @@ def attach(
                 parts,
                 token_drops,
                 config,
-                keeps_padding=largest is not None and not fills_rows,
+                keeps_padding=is_packed and not fills_rows,
                 marks_padding=stash is not None,
             )
             undo.callback(experts.detach)

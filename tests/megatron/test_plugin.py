@@ -206,18 +206,20 @@ def test_padding_that_is_not_counted_is_told_where_sizes_change(
     chunks: list[nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where heads share keys; `test_attention_limits` says which these are."""
-    from chunkgraph.megatron import attach
-    from chunkgraph.megatron import plugin as attaching
+    from chunkgraph.megatron import attach, attach_checks
     from chunkgraph.megatron.contexts import ContextBanks, ContextGroups, follow_groups
     from chunkgraph.packing import ContextLimits
 
     monkeypatch.setattr(
-        attaching, "needs_tokens_in_pieces", lambda _, __, limits=None: not limits.counts_padding
+        attach_checks,
+        "needs_tokens_in_pieces",
+        lambda _, __, limits=None: not limits.counts_padding,
     )
     limits = ContextLimits(world_size=1, max_tokens_per_rank=8, max_packed_seqs=3)
     undo = follow_groups(chunks)
-    with pytest.warns(UserWarning, match=r"rank 0: heads share keys.*counts_padding=True"):
+    with pytest.warns(UserWarning, match=r"rank 0: heads share keys.*counts_padding=True") as told:
         attach(chunks, contexts=ContextBanks(limits, ContextGroups([0], {1: None}))).detach()
+    assert told[0].filename == __file__
     banks = ContextBanks(replace(limits, counts_padding=True), ContextGroups([0], {1: None}))
     assert banks.shape(banks.keys[0]).counts_padding
     with warnings.catch_warnings():
