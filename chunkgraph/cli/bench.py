@@ -70,7 +70,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         help="run nothing; draw results that were written before (with --plot)",
     )
     parser.add_argument(
-        "--profile", action="store_true", help="also profile kernels (GPU), for kernel times"
+        "--profile", action="store_true", help="also profile kernels (GPU), for kernel and idle times"
     )
     parser.add_argument(
         "--timeout",

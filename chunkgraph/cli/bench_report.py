@@ -39,9 +39,9 @@ def print_bench_report(
     details = _details_table(document)
     if details.row_count:
         console.print(details)
-    experts = _experts_table(document)
-    if experts.row_count:
-        console.print(experts)
+    for table in (_experts_table(document), _idle_table(document)):
+        if table.row_count:
+            console.print(table)
     for line in _uneven_gpus(document):
         console.print(line, markup=False)
     for result in document.results:
@@ -197,6 +197,24 @@ def _experts_table(document: BenchDocument) -> Table:
             took_ms = part[rank] if part else None
             cells += [_number(took_ms, 1), _percent(took_ms and took_ms / kernel_ms[rank])]
         table.add_row(_name(result), *cells)
+    return table
+
+
+def _idle_table(document: BenchDocument) -> Table:
+    """Where a step with graphs is idle, by profile; exchange between ranks counts as idle.
+
+    Of the rank whose kernels took longest. Between graphs is what a pipeline cannot fill, too.
+    """
+    table = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)
+    table.add_column("variant", no_wrap=True, min_width=10)
+    places = ("before_graphs", "in_graphs", "between_graphs", "behind_graphs")
+    for place in places:
+        table.add_column(f"idle ms\n{place.replace('_', ' ')}", justify="right", no_wrap=True)
+    for result in document.results:
+        kernel_ms, idle = result.get("kernel_ms_by_rank"), result.get("idle_ms_by_rank")
+        if result.error is None and kernel_ms and idle and any(idle):
+            of_rank = idle[kernel_ms.index(max(kernel_ms))]
+            table.add_row(_name(result), *(_number(of_rank.get(place), 2) for place in places))
     return table
 
 

@@ -214,6 +214,17 @@ def test_a_table_of_what_experts_cost() -> None:
     assert "dispatch" not in printed(document(kernel_ms_by_rank=[1.0], dispatch_ms_by_rank=[0.0]))
 
 
+def test_a_table_of_where_a_step_is_idle() -> None:
+    places = ("before_graphs", "in_graphs", "between_graphs", "behind_graphs")
+    idle = [dict(zip(places, (rank + 0.25, 2.5, 3.0, 4.126), strict=True)) for rank in (0, 1)]
+    shown = printed(document(kernel_ms_by_rank=[20.0, 40.0], idle_ms_by_rank=idle))
+    assert max(map(len, shown.splitlines())) <= 80
+    row = next(line for line in shown.splitlines() if "4.13" in line)
+    assert row.split() == ["chunk", "1.25", "2.50", "3.00", "4.13"]
+    for nothing in (None, [{}, {}]):  # no profile, no graphs
+        assert "idle" not in printed(document(kernel_ms_by_rank=[1.0, 1], idle_ms_by_rank=nothing))
+
+
 def test_a_table_of_fallbacks_and_padding() -> None:
     shares = {"misfit_share": 0.0625, "expected_misfit_share": 0.0619, "padding_waste": 0.1}
     found = document(fallback_share=0.4, step_ms_mean=77.7, replayed_step_ms=50.0, **shares)

@@ -178,6 +178,38 @@ def test_what_a_graph_waits_for_at_its_copies() -> None:
     assert times.kernel_share == pytest.approx((51 - 14) / 51)
 
 
+def test_where_a_step_is_idle() -> None:
+    def step(at: float, first: int) -> list[dict[str, Any]]:
+        return [
+            mark("step", at, 1000),
+            host("cudaLaunchKernel", at + 1, first),
+            host("cudaGraphLaunch", at + 2, first + 1),
+            host("cudaGraphLaunch", at + 3, first + 2),
+            host("cudaLaunchKernel", at + 4, first + 3),
+            host("cudaLaunchKernel", at + 5, first + 4),
+            kernel("zero", at + 10, 20, first),  # 80 of 100 before the first graph
+            kernel("gemm", at + 100, 50, first + 1),
+            kernel("norm", at + 160, 40, first + 1),  # 10 inside
+            kernel("ncclDevKernel_SendRecv", at + 150, 100, first + 3),
+            kernel("copy", at + 195, 15, first + 4),  # 5 beside the graph, then 10
+            kernel("gemm", at + 300, 100, first + 2),  # 90 of 100 between
+            kernel("adam", at + 450, 50, first + 4),  # 550 of 600 behind
+        ]
+
+    # Nothing is of the time between two steps.
+    times = kernel_times([*step(0, 0), *step(5000, 10)])
+    assert times.idle == pytest.approx(
+        {
+            "before_graphs": 2 * 0.080,
+            "in_graphs": 2 * 0.010,
+            "between_graphs": 2 * 0.090,
+            "behind_graphs": 2 * 0.550,
+        }
+    )
+    assert sum(times.idle.values()) == pytest.approx(2 * (1.0 - 0.27))
+    assert kernel_times([mark("step", 0, 10)]).idle == {}
+
+
 def test_kernels_of_dispatch_and_stash_are_told_apart() -> None:
     names = {
         "void hybrid_ep::dispatch_kernel<(int)1>(param)": 100,

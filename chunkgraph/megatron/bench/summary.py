@@ -26,7 +26,7 @@ _KERNEL_KEYS = (
     "num_profiled_fallbacks",
     *("dispatch_ms_by_rank", "stash_ms_by_rank", "send_receive_ms_by_rank"),
     *("graph_launches_by_rank", "kernel_launches_by_rank"),
-    *("graph_copies_by_rank", "idle_at_copies_ms_by_rank"),
+    *("graph_copies_by_rank", "idle_at_copies_ms_by_rank", "idle_ms_by_rank"),
 )
 
 
@@ -167,6 +167,9 @@ def _kernels(config: Config, ranks: Sequence[_Rank]) -> dict[str, Any]:
         "kernel_launches_by_rank": [one.num_kernel_launches / num_steps for one in found],
         "graph_copies_by_rank": [one.num_graph_copies / num_steps for one in found],
         "idle_at_copies_ms_by_rank": [one.idle_at_copies / num_steps for one in found],
+        "idle_ms_by_rank": [
+            {place: ms / num_steps for place, ms in one.idle.items()} for one in found
+        ],
     }
 
 

@@ -32,6 +32,9 @@ _DISPATCH = (
 # Whole names: of ours, and of Megatron's.
 _STASH = ("_take", "_give_back", "_copy_row", "paged_stash_copy_kernel", "paged_stash_pop_kernel")
 
+_Interval = tuple[float, float]
+_ALL = (float("-inf"), float("inf"))
+
 
 @dataclass
 class KernelTimes:
@@ -52,6 +55,10 @@ class KernelTimes:
         idle_at_copies: of a graph's time, in which nothing ran right before or behind a memset or
             memcpy of its own (see `chunkgraph.graphs.memset_nodes`).
         num_graph_copies: of those.
+        idle: time of the steps in which nothing ran but sends and receives, by place:
+            ``before_graphs`` of the step, ``in_graphs`` from each one's first kernel to its last,
+            ``between_graphs`` and ``behind_graphs``. A step is from its call to its end, for which
+            the host waits. Empty without graphs.
         num_graph_launches: of ``cudaGraphLaunch``.
         num_kernel_launches: of single kernels.
     """
@@ -67,6 +74,7 @@ class KernelTimes:
     graph_span: float = 0.0
     idle_at_copies: float = 0.0
     num_graph_copies: int = 0
+    idle: dict[str, float] = field(default_factory=dict)
     num_graph_launches: int = 0
     num_kernel_launches: int = 0
 
@@ -95,8 +103,9 @@ def kernel_times(events: Sequence[Mapping[str, Any]]) -> KernelTimes:
             times.num_graph_launches += 1
         elif "LaunchKernel" in name:
             times.num_kernel_launches += 1
-    in_graphs: dict[int, list[tuple[float, float]]] = defaultdict(list)
-    copies: dict[int, set[tuple[float, float]]] = defaultdict(set)
+    in_graphs: dict[int, list[_Interval]] = defaultdict(list)
+    computing: list[_Interval] = []
+    copies: dict[int, set[_Interval]] = defaultdict(set)
     for event in events:
         if event.get("cat") not in _DEVICE:
             continue
@@ -104,15 +113,16 @@ def kernel_times(events: Sequence[Mapping[str, Any]]) -> KernelTimes:
         if correlation not in launches:
             continue
         name, ms = event["name"].lower(), float(event["dur"]) / 1e3
+        interval = (float(event["ts"]), float(event["ts"]) + float(event["dur"]))
         if correlation in graph_launches:
-            start = float(event["ts"])
-            in_graphs[correlation].append((start, start + float(event["dur"])))
+            in_graphs[correlation].append(interval)
             if event["cat"] != "kernel":
-                copies[correlation].add(in_graphs[correlation][-1])
+                copies[correlation].add(interval)
                 times.num_graph_copies += 1
         if any(word in name for word in _POINT_TO_POINT):
             times.send_receive += ms
             continue
+        computing.append(interval)
         times.total += ms
         if any(word in name for word in _DISPATCH):
             times.dispatch += ms
@@ -125,19 +135,46 @@ def kernel_times(events: Sequence[Mapping[str, Any]]) -> KernelTimes:
         elif chunk is not None:
             target = times.forward if what == "forward" else times.backward
             target[chunk] += ms
+    spans: list[_Interval] = []
     for launch, intervals in in_graphs.items():
         times.graph_busy += _covered(intervals) / 1e3
         times.idle_at_copies += _idle_beside(copies[launch], intervals) / 1e3
         start, end = min(a for a, _ in intervals), max(b for _, b in intervals)
         times.graph_span += (end - start) / 1e3
+        spans.append((start, end))
+    for place, idle in _idle_by_place(places.steps, spans, computing).items():
+        times.idle[place] = idle / 1e3
     return times
+
+
+def _idle_by_place(
+    steps: Sequence[_Interval], graphs: Sequence[_Interval], computing: Sequence[_Interval]
+) -> dict[str, float]:
+    """See `KernelTimes.idle`; in the unit of the trace."""
+    found: dict[str, float] = defaultdict(float)
+    for step in steps:
+        own = [span for span in graphs if step[0] <= span[0] <= step[1]]
+        if not own:
+            continue
+        first, last = min(a for a, _ in own), max(b for _, b in own)
+        own_busy = [*own, *computing]
+        found["before_graphs"] += first - step[0] - _covered(computing, (step[0], first))
+        found["in_graphs"] += _covered(own) - _covered_both(own, computing)
+        found["between_graphs"] += last - first - _covered(own_busy, (first, last))
+        found["behind_graphs"] += step[1] - last - _covered(computing, (last, step[1]))
+    return found
+
+
+def _covered_both(some: Sequence[_Interval], others: Sequence[_Interval]) -> float:
+    """Length of what is in both unions."""
+    return _covered(some) + _covered(others) - _covered([*some, *others])
 
 
 class _Places:
     """Which part of a step a host event is in."""
 
     def __init__(self, events: Iterable[Mapping[str, Any]]) -> None:
-        self._steps: list[tuple[float, float]] = []
+        self.steps: list[_Interval] = []
         self._main: Any = None
         self._forwards: list[tuple[float, float, int]] = []
         self._backwards: dict[Any, list[tuple[float, int]]] = defaultdict(list)
@@ -148,7 +185,7 @@ class _Places:
             start, end = float(event["ts"]), float(event["ts"]) + float(event.get("dur", 0.0))
             what, _, chunk = name.removeprefix(PREFIX).partition(" ")
             if what == "step":
-                self._steps.append((start, end))
+                self.steps.append((start, end))
                 self._main = event["tid"]
             elif what == "forward":
                 self._forwards.append((start, end, int(chunk)))
@@ -159,7 +196,7 @@ class _Places:
             marks.sort()
 
     def is_in_step(self, event: Mapping[str, Any]) -> bool:
-        return any(start <= event["ts"] <= end for start, end in self._steps)
+        return any(start <= event["ts"] <= end for start, end in self.steps)
 
     def of(self, event: Mapping[str, Any]) -> tuple[str, int | None]:
         start = float(event["ts"])
@@ -176,9 +213,7 @@ class _Places:
         return "other", None
 
 
-def _idle_beside(
-    some: Container[tuple[float, float]], intervals: Sequence[tuple[float, float]]
-) -> float:
+def _idle_beside(some: Container[_Interval], intervals: Sequence[_Interval]) -> float:
     """Length of the gaps in the union of intervals that begin or end with one of ``some``."""
     latest, *others = sorted(intervals)
     idle = 0.0
@@ -189,10 +224,11 @@ def _idle_beside(
     return idle
 
 
-def _covered(intervals: Sequence[tuple[float, float]]) -> float:
-    """Length of the union of intervals."""
-    total, end = 0.0, float("-inf")
+def _covered(intervals: Sequence[_Interval], within: _Interval = _ALL) -> float:
+    """Length of the union of intervals, of their parts in ``within``."""
+    total, end = 0.0, within[0]
     for a, b in sorted(intervals):
-        total += max(0.0, b - max(a, end))
-        end = max(end, b)
+        upto = min(b, within[1])
+        total += max(0.0, upto - max(a, end))
+        end = max(end, upto)
     return total
