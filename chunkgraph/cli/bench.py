@@ -70,7 +70,9 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         help="run nothing; draw results that were written before (with --plot)",
     )
     parser.add_argument(
-        "--profile", action="store_true", help="also profile kernels (GPU), for kernel and idle times"
+        "--profile",
+        action="store_true",
+        help="also profile kernels (GPU): when they run, and when none",
     )
     parser.add_argument(
         "--timeout",
