@@ -1,4 +1,4 @@
-"""What `attach` refuses, before it changes anything."""
+"""What `attach` refuses of a model and of what is asked for it."""
 
 from __future__ import annotations
 

@@ -43,8 +43,9 @@ ROWS_AT = {
     "rotary_pos_cos_sin": 0,
 }
 """Which dimension of an argument of Megatron's counts rows."""
-_FP8_ROWS = 8
-"""Transformer Engine's products in FP8 take a multiple of so many (``assert_dim_for_fp8_exec``)."""
+_FP8_ROWS = 16
+"""What Transformer Engine's products in FP8 take a multiple of: those of weight gradients sum over
+rows (Megatron's ``get_fp8_align_size``)."""
 _PARAMS = f"{packed.ARGUMENT}."
 _OFFSET_ARGUMENTS = tuple(f"{_PARAMS}{name}" for name in OFFSETS)
 _LONGEST = (f"{_PARAMS}max_seqlen_q", f"{_PARAMS}max_seqlen_kv")
@@ -92,26 +93,28 @@ class Buckets:
         seq_counts: Sequence[int],
         config: Any,
     ) -> Buckets:
-        """Those of lengths that the ranks of a model can share, in eights of rows with FP8.
+        """Those of lengths that the ranks of a model can share, shorter ones in sixteens with FP8.
 
         Args:
             shape: the largest.
             sizes: of the shorter ones; see `bucket_shapes`.
             seq_counts: fewer sequences that there are graphs for too.
-            config: Megatron's TransformerConfig.
+            config: Megatron's TransformerConfig, or its arguments.
 
         Raises:
-            PackingError: the largest has another length.
+            PackingError: the largest has another length, or there are no such shorter ones.
+            ConfigError: a number of sequences is not between 2 and that of the shape.
         """
         multiple = shape.context_parallel_size
         if getattr(config, "sequence_parallel", False):
-            multiple *= getattr(config, "tensor_model_parallel_size", 1)
-        if getattr(config, "fp8", None):
+            multiple *= getattr(config, "tensor_model_parallel_size", None) or 1
+        if sizes and getattr(config, "fp8", None):
             multiple *= _FP8_ROWS
             if shape.max_packed_tokens % multiple:
                 raise PackingError(
-                    f"max_packed_tokens is {shape.max_packed_tokens}. In FP8 Transformer Engine "
-                    f"takes rows in eights, on each rank: give a multiple of {multiple}."
+                    f"max_packed_tokens is {shape.max_packed_tokens}, with shorter ones. In FP8 "
+                    "Transformer Engine takes rows in sixteens, on each rank: give a multiple of "
+                    f"{multiple}, or no shorter ones."
                 )
         return cls(bucket_shapes(shape, sizes, multiple_of=multiple), seq_counts)
 
@@ -171,11 +174,11 @@ class Buckets:
     def with_offsets_of(self, bank: Hashable, kwargs: dict[str, Any]) -> dict[str, Any]:
         """A chunk's arguments with the sequences of ``bank``, where offsets are of the most.
 
-        Others are left as they are, such as those of `packed_shapes`. Of the right ones nothing is
-        lost: a microbatch of the bank has fewer documents, and its last sequence ends at the last
-        row.
+        Others are left as they are, such as those of `packed_shapes`, or of a step that does not
+        fit. Of the right ones nothing is lost: a microbatch of the bank has fewer documents, and
+        its last sequence ends at the last row.
         """
-        most, wanted = self._num_sequences[bank]
+        most, wanted = self._num_sequences.get(bank, (0, 0))
         if most == wanted:
             return kwargs
         cut = {
@@ -245,7 +248,7 @@ class Buckets:
                 return resized(value, 1, of, wanted)
             if isinstance(value, torch.Tensor):  # offsets; those in rows end at the bucket's
                 return torch.where(value == of, wanted, value).clamp(max=wanted).to(value.dtype)
-        if isinstance(value, torch.Tensor) and of in value.shape:
+        if of != wanted and isinstance(value, torch.Tensor) and of in value.shape:
             raise ConfigError(
                 f"Chunk {c} takes {name} of shape {tuple(value.shape)}, and it is not known how it "
                 f"looks in the bucket of {wanted} tokens, which no step before the capture had. "

@@ -7,9 +7,10 @@ from dataclasses import replace
 
 from chunkgraph.config import default_seq_buckets
 from chunkgraph.errors import PackingError
+from chunkgraph.megatron.buckets import Buckets
 from chunkgraph.megatron.flags import PACKING, GraphFlags
 from chunkgraph.megatron.launch_contexts import changing_refusals
-from chunkgraph.packing import PackedShape, bucket_shapes
+from chunkgraph.packing import PackedShape
 
 __all__ = ["packed_shape", "packing_refusals", "resolved_flags"]
 
@@ -47,7 +48,7 @@ def packing_refusals(flags: GraphFlags, args: argparse.Namespace) -> list[str]:
     try:
         shape = packed_shape(flags, args)
         assert shape is not None
-        shapes = bucket_shapes(shape, flags.packed_buckets)
+        shapes = Buckets.of_model(shape, flags.packed_buckets, (), args).all_shapes
     except PackingError as error:
         return [*found, f"{asked}: {error}"]
     rows = _rows(args)

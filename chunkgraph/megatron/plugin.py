@@ -32,10 +32,7 @@ from chunkgraph.megatron import compat
 from chunkgraph.megatron.attach_checks import refuse_for_attach
 from chunkgraph.megatron.attention_limits import needs_tokens_in_pieces
 from chunkgraph.megatron.buckets import Buckets
-from chunkgraph.megatron.contexts import (
-    ContextBanks,
-    StepContexts,
-)
+from chunkgraph.megatron.contexts import ContextBanks, StepContexts
 from chunkgraph.megatron.contexts.groups import HeldGroups, capturing_banks
 from chunkgraph.megatron.cut_offsets import OffsetCutter
 from chunkgraph.megatron.experts import Experts, TokenDrops
@@ -103,7 +100,7 @@ def attach(
         zero_copy: receive from other stages straight into slots, and send input gradients from
             them, where that is safe; False copies them, with the same numbers.
         packing: the fixed shape of packed sequences, the same on every rank. Every training step is
-            then told the documents of its microbatches (`MegatronChunkGraphs.wrap_forward_backward`
+            then told all documents of its microbatches (`MegatronChunkGraphs.wrap_forward_backward`
             says how); a step with a microbatch that does not fit runs eagerly on all ranks.
         buckets: shorter lengths than that of ``packing`` that are captured too, as parts of it or
             in tokens, the same on every rank. A microbatch is then given the rows of the smallest
@@ -111,8 +108,8 @@ def attach(
         seq_buckets: fewer sequences than those of ``packing`` that are captured too, the same on
             every rank; for every length. A microbatch replays the graphs of the fewest that hold
             its documents: its offsets may be made for these (`MegatronChunkGraphs.packed_shapes`),
-            or for all, and are then cut, in eager steps too. None: `default_seq_buckets`. Of
-            ``contexts`` it is `ContextBanks` that is given them.
+            or for all, and are then cut, in eager training steps too. None: by
+            `default_seq_buckets`. Of ``contexts`` it is `ContextBanks` that is given them.
         fills_rows: with ``packing``, whether documents fill all rows of every microbatch, as
             Megatron's data sets make them. Experts then take every row, as they do without chunk
             graphs; a step that fits and has rows left over is an error (of one that does not fit,
@@ -186,6 +183,9 @@ def attach(
         slots = contexts.limits.num_slots(slots)
     check_counts(len(parts), slots)
     is_packed = packing is not None or contexts is not None
+    packed_buckets: Buckets | None = None
+    if packing is not None:
+        packed_buckets = Buckets.of_model(packing, buckets, seq_buckets, config)
     # From here on the model's own objects are changed; what follows may fail.
     with ExitStack() as undo:
         experts: Experts | None = None
@@ -213,9 +213,9 @@ def attach(
             undo.callback(pages.detach)
         agree = _agree(undo)
         packings: StepPackings | None = None
-        if packing is not None:
+        if packed_buckets is not None:
             packings = StepPackings(
-                Buckets.of_model(packing, buckets, seq_buckets, config),
+                packed_buckets,
                 place.rank,
                 agree,
                 needs_buckets=experts is not None

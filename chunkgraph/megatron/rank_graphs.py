@@ -278,7 +278,7 @@ class MegatronChunkGraphs:
 
     @property
     def num_banks(self) -> int:
-        """Graph pairs of each slot: one for each bucket or context-parallel size."""
+        """Graph pairs of each slot: one for each length, number of sequences and size."""
         if self._contexts is not None:
             return len(self._contexts.banks.keys)
         return 1 if self._packings is None else len(self._packings.buckets.banks)

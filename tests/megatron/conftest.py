@@ -9,11 +9,13 @@ import json
 import math
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -389,3 +391,20 @@ def chunks(one_rank: Any, config: Any) -> list[Any]:
 
     seed_everything(config.train.seed, one_rank)
     return build_model(config, one_rank)
+
+
+@pytest.fixture
+def without_sequences() -> Callable[[dict[str, Any]], set[str]]:
+    """Puts replays of banks that differ in nothing but the number of sequences together."""
+
+    def put_together(result: dict[str, Any]) -> set[str]:
+        names: set[str] = set()
+        for rank, replays in enumerate(result["replays_of_bank"]):
+            found: Counter[str] = Counter()
+            for bank, count in replays.items():
+                found[re.sub(r", \d+ sequences$", "", bank)] += count
+            result["replays_of_bank"][rank] = dict(found)
+            names |= replays.keys()
+        return names
+
+    return put_together

@@ -222,6 +222,10 @@ def test_the_shape_of_packed_sequences() -> None:
         ),
         ({"cuda_graph_packed_buckets": [99.0]}, "seqs 4: A bucket of 99.0: "),
         (
+            {"seq_length": 24, "fp8": "hybrid", "cuda_graph_packed_buckets": [0.5]},
+            "seqs 4: max_packed_tokens is 24, with shorter ones. In FP8 ",
+        ),
+        (
             {"cuda_graph_max_document_tokens": 15},
             "tokens 15: Megatron's unfused RoPE would take a table of one row more (16)",
         ),

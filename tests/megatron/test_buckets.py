@@ -43,11 +43,14 @@ def test_lengths_are_those_that_ranks_can_share() -> None:
         ({"sequence_parallel": False, "tensor_model_parallel_size": 4}, (64, 20)),
         ({"sequence_parallel": True, "tensor_model_parallel_size": 4}, (64, 24)),
         ({"fp8": "hybrid"}, (64, 32)),
+        ({"fp8": "hybrid", "sequence_parallel": True, "tensor_model_parallel_size": 2}, (64,)),
     ):
         buckets = Buckets.of_model(shape, [0.28], [3], SimpleNamespace(**settings))
         assert (buckets.keys, buckets.seq_counts) == (found, (5, 3))
-    with pytest.raises(PackingError, match=r"tokens is 20.* give a multiple of 16"):
-        Buckets.of_model(replace(shape, max_packed_tokens=20), [], [], SimpleNamespace(fp8="e4m3"))
+    other, fp8 = replace(shape, max_packed_tokens=48), SimpleNamespace(fp8="e4m3")
+    with pytest.raises(PackingError, match=r"tokens is 48.* give a multiple of 32"):
+        Buckets.of_model(other, [0.5], [], fp8)
+    assert Buckets.of_model(other, [], [], fp8).keys == (48,)
 
 
 def test_each_takes_the_smallest_that_holds_it() -> None:
@@ -266,10 +269,26 @@ def test_offsets_whose_last_sequence_has_the_rest_keep_it() -> None:
     given_offsets = torch.tensor([0, 4, 7, 7, 7, 7, 7, 7, 7, 32], dtype=torch.int32)
     made = _counted(3).with_offsets_of((32, 3), {name: given_offsets, "labels": None})
     assert made[name].tolist() == [0, 4, 7, 32]
+
+
+def test_an_argument_that_counts_rows_stays_where_rows_do() -> None:
+    """It need not be known how it looks with fewer sequences: as it does with many."""
+    mask = torch.ones(1, 1, 32, 32)
+    hidden = torch.ones(32, 1, 2)
+    _, made = _counted(3).derive(0, (hidden,), {"attention_mask": mask}, (32, 9), (32, 3))
+    assert made["attention_mask"] is mask
+    with pytest.raises(ConfigError, match="attention_mask of shape"):
+        _counted(3).derive(0, (hidden,), {"attention_mask": mask}, (32, 9), (16, 9))
+
+
+def test_other_arguments_and_offsets_are_left_as_they_are() -> None:
+    name = "packed_seq_params.cu_seqlens_kv_padded"
+    given_offsets = torch.arange(10, dtype=torch.int32)
     same = "the same tensor as cu_seqlens_q"
     kwargs = {"packed_seq_params.cu_seqlens_kv": same, name: given_offsets[:4]}
     assert _counted(3).with_offsets_of((32, 3), kwargs) is kwargs
-    assert _counted(3).with_offsets_of((32, 9), {name: given_offsets})[name] is given_offsets
+    for bank in ((32, 9), (40, 3)):  # of the most, and of rows that are no bucket's
+        assert _counted(3).with_offsets_of(bank, kwargs := {name: given_offsets}) is kwargs
 
 
 def test_steps_know_the_banks_of_their_microbatches() -> None:

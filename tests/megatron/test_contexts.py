@@ -431,9 +431,9 @@ def test_what_a_step_is_told(groups: ContextGroups) -> None:
         steps.begin([four], "", 3)
     with pytest.raises(ReplayMismatchError, match="another process group"):
         steps.begin([ContextBank(4, object(), 8)], "", 1)
-    refuse_beside_contexts(packing=None, buckets=())
+    refuse_beside_contexts(packing=None)
     with pytest.raises(ConfigError, match=r"with packing, fp8: graphs whose"):
-        refuse_beside_contexts(packing=object(), buckets=(), fp8=4)
+        refuse_beside_contexts(packing=object(), context_parallel_size=False, fp8=4)
     config = SimpleNamespace(mtp_num_layers=1)
     with pytest.raises(ConfigError, match=r"with mtp_num_layers \(several tokens"):
         refuse_beside_contexts(**refused_with_contexts(config))

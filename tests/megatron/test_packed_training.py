@@ -157,7 +157,7 @@ def _lengths(case: dict[str, Any]) -> set[int]:
     config = config_from_mapping(case["config"])
     shape = packed_shape(config)
     assert shape is not None
-    buckets = Buckets.of_model(shape, config.packing.buckets, config.seq_buckets, None)
+    buckets = Buckets.of_model(shape, config.packing.buckets, config.seq_buckets, config.pipeline)
     documents = Documents.from_file(config.data.path, num_tokens=_TOKENS, seed=config.train.seed)
     return {
         key

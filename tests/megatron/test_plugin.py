@@ -228,6 +228,23 @@ def test_padding_that_is_not_counted_is_told_where_sizes_change(
     undo()
 
 
+@pytest.mark.parametrize("name", ["buckets", "seq_buckets"])
+def test_sizes_of_packed_sequences_without_any_are_refused(
+    chunks: list[nn.Module], name: str
+) -> None:
+    from chunkgraph.megatron import attach
+    from chunkgraph.megatron.contexts import ContextBanks, ContextGroups
+    from chunkgraph.packing import ContextLimits
+
+    why = rf"^{name}=\[4\] without packing: only packed sequences have them. Leave them out"
+    with pytest.raises(ConfigError, match=rf"{why}\.$"):
+        attach(chunks, **{name: [4]})
+    limits = ContextLimits(world_size=1, max_tokens_per_rank=8, max_packed_seqs=5)
+    banks = ContextBanks(limits, ContextGroups([0], {1: None}))
+    with pytest.raises(ConfigError, match=rf"{why}, or give them to ContextBanks\({name}=\.\.\.\)"):
+        attach(chunks, contexts=banks, **{name: [4]})
+
+
 def test_groups_are_not_closed_under_their_graphs(
     chunks: list[nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
