@@ -25,6 +25,7 @@ __all__ = [
     "check_seq_counts",
     "filled_offsets",
     "resized",
+    "with_cut_offsets",
 ]
 
 BankKey = int | tuple[int, int]
@@ -119,6 +120,11 @@ class Buckets:
         return cls(bucket_shapes(shape, sizes, multiple_of=multiple), seq_counts)
 
     @property
+    def has_fewer_sequences(self) -> bool:
+        """Whether there are graphs for fewer sequences than the most."""
+        return len(self.seq_counts) > 1
+
+    @property
     def keys(self) -> tuple[int, ...]:
         """Tokens of all buckets, largest first."""
         return tuple(self.shapes)
@@ -155,14 +161,14 @@ class Buckets:
     def name(self, bank: Hashable) -> str:
         """For reports."""
         tokens, seqs = self._sizes(bank)
-        return f"{tokens} tokens" + (f", {seqs} sequences" if len(self.seq_counts) > 1 else "")
+        return f"{tokens} tokens" + (f", {seqs} sequences" if self.has_fewer_sequences else "")
 
     def _seqs_for(self, num_documents: int) -> int:
         fewest = [seqs for seqs in self.seq_counts if num_documents < seqs]
         return fewest[-1] if fewest else self.seq_counts[0]
 
     def _bank(self, tokens: int, seqs: int) -> BankKey:
-        return (tokens, seqs) if len(self.seq_counts) > 1 else tokens
+        return (tokens, seqs) if self.has_fewer_sequences else tokens
 
     def _sizes(self, bank: Hashable) -> tuple[int, int]:
         """Tokens and sequences."""
@@ -178,15 +184,7 @@ class Buckets:
         fit. Of the right ones nothing is lost: a microbatch of the bank has fewer documents, and
         its last sequence ends at the last row.
         """
-        most, wanted = self._num_sequences.get(bank, (0, 0))
-        if most == wanted:
-            return kwargs
-        cut = {
-            name: _with_sequences(offsets, wanted)
-            for name in _OFFSET_ARGUMENTS
-            if isinstance(offsets := kwargs.get(name), torch.Tensor) and offsets.numel() == most + 1
-        }
-        return {**kwargs, **cut} if cut else kwargs
+        return with_cut_offsets(kwargs, *self._num_sequences.get(bank, (0, 0)))
 
     def choose(self, packings: Sequence[Sequence[int]], agree: Agree | None = None) -> list[int]:
         """The smallest bucket that each microbatch fits; the largest where none does.
@@ -269,6 +267,21 @@ def check_seq_counts(seq_counts: Sequence[int], most: int) -> None:
                 f"seq_buckets has {count!r}: fewer sequences that are captured too are whole "
                 f"numbers from 2 and below max_packed_seqs ({most})."
             )
+
+
+def with_cut_offsets(kwargs: dict[str, Any], most: int, wanted: int) -> dict[str, Any]:
+    """A chunk's arguments with offsets of ``wanted`` sequences in the place of those of ``most``.
+
+    Those of any other number are left as they are.
+    """
+    if most == wanted:
+        return kwargs
+    cut = {
+        name: _with_sequences(offsets, wanted)
+        for name in _OFFSET_ARGUMENTS
+        if isinstance(offsets := kwargs.get(name), torch.Tensor) and offsets.numel() == most + 1
+    }
+    return {**kwargs, **cut} if cut else kwargs
 
 
 def filled_offsets(kwargs: Mapping[str, Any], shape: PackedShape) -> dict[str, torch.Tensor]:

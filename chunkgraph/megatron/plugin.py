@@ -283,8 +283,9 @@ def attach(
             device=device,
         )
         cutter: OffsetCutter | None = None
-        if packings is not None and len(packings.buckets.seq_counts) > 1:
-            cutter = OffsetCutter(packings.buckets, len(parts), receiver.call)
+        banks = packed_buckets if contexts is None else contexts
+        if banks is not None and banks.has_fewer_sequences:
+            cutter = OffsetCutter(banks, len(parts), receiver.call)
         call = receiver.call if cutter is None else cutter.call
         for c, part in enumerate(parts):
             undo.callback(part.restore)

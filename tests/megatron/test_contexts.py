@@ -248,6 +248,11 @@ def test_banks_are_of_numbers_of_sequences(groups: ContextGroups) -> None:
         _, made = banks.derive(0, (hidden,), {name: offsets}, of, wanted)
         assert len(made[name]) == banks.shape(wanted).max_packed_seqs + 1
         assert made[name][-1] == 8 * size
+    for key in banks.keys:  # of offsets for as many as there may be, and of its own
+        own = pack([3], banks.shape(key)).cu_seqlens_padded.tolist()
+        for shape in (limits.shape(key.size), banks.shape(key)):
+            offsets = torch.from_numpy(pack([3], shape).cu_seqlens_padded)
+            assert banks.with_offsets_of(key, {name: offsets})[name].tolist() == own
     with pytest.raises(ConfigError, match=r"seq_buckets has 5: .* below max_packed_seqs \(5\)"):
         ContextBanks(limits, groups, seq_buckets=[5])
     by_default = ContextBanks(replace(LIMITS, max_packed_seqs=128), groups)

@@ -501,3 +501,37 @@ def test_offsets_of_the_most_sequences_are_cut(
     assert _differing(_step(attached, chunks[0], [[7], [20]], few), expected) == []
     assert attached.counters.replays == of_graphs + 2
     attached.detach()
+
+
+def test_offsets_are_cut_for_banks_of_context_parallel_sizes(
+    chunks: list[Any], one_rank: Any
+) -> None:
+    from chunkgraph.megatron.contexts import ContextBanks, ContextGroups, follow_groups
+    from chunkgraph.megatron.plugin import attach
+    from chunkgraph.packing import ContextLimits
+
+    limits = ContextLimits(world_size=1, max_tokens_per_rank=32, max_packed_seqs=6)
+    groups = ContextGroups([0], {1: None})
+    banks = ContextBanks(limits, groups, seq_buckets=(3,))
+    undo = follow_groups(chunks, groups)
+    attached = attach(chunks, num_slots=[2], contexts=banks)
+    many, few = banks.keys
+    for packings, keys in (
+        ([[7, 5], [9]], [few, few]),
+        ([[5, 5, 5, 5, 5], [1, 30]], [many, few]),
+        ([[32], [3, 4, 5]], [few, many]),
+    ):
+        batches = [_batch(lengths, seed, limits.shape(1)) for seed, lengths in enumerate(packings)]
+        for batch in batches:
+            batch["packed_seq_params"].cp_group = None
+            batch["packed_seq_params"].local_cp_size = 1
+        run = attached.wrap_forward_backward(lambda **_: _flight(chunks[0], batches))  # noqa: B023
+        expected = _eager(chunks[0], attached, packings)
+        assert _differing(run(num_microbatches=2, contexts=keys), expected) == []
+    assert attached.counters.replays == 4
+    assert attached.replays_of_bank == {
+        "CP 1 with 32 tokens a rank": 2,
+        "CP 1 with 32 tokens a rank, 3 sequences": 2,
+    }
+    attached.detach()
+    undo()

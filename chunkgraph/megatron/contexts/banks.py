@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +13,13 @@ from chunkgraph.config import default_seq_buckets
 from chunkgraph.engine import Agree
 from chunkgraph.errors import ConfigError, ReplayMismatchError
 from chunkgraph.megatron import packed
-from chunkgraph.megatron.buckets import ROWS_AT, check_seq_counts, filled_offsets, resized
+from chunkgraph.megatron.buckets import (
+    ROWS_AT,
+    check_seq_counts,
+    filled_offsets,
+    resized,
+    with_cut_offsets,
+)
 from chunkgraph.megatron.contexts.groups import ContextGroups
 from chunkgraph.megatron.contexts.key import ContextBank, ScheduledBanks
 from chunkgraph.packing import (
@@ -86,6 +93,14 @@ class ContextBanks:
             for variant in variants
         )
         self.keys = tuple(key for key in self._every if key.size in captured)
+        # Of each bank with the most of them, and of the bank itself.
+        self._num_sequences = {
+            key: (
+                self.shape(replace(key, max_packed_seqs=None)).num_sequences,
+                self.shape(key).num_sequences,
+            )
+            for key in self._every
+        }
 
     def shape(self, key: ContextBank) -> PackedShape:
         """What microbatches of a bank are packed into."""
@@ -98,6 +113,16 @@ class ContextBanks:
             None if limit is None else min(limit, total),
             self.limits.counts_padding,
         )
+
+    @property
+    def has_fewer_sequences(self) -> bool:
+        """Whether there are graphs for fewer sequences than the limits allow."""
+        return any(key.max_packed_seqs is not None for key in self.keys)
+
+    def with_offsets_of(self, bank: Hashable, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """See `Buckets.with_offsets_of`."""
+        assert isinstance(bank, ContextBank)
+        return with_cut_offsets(kwargs, *self._num_sequences.get(bank, (0, 0)))
 
     def of_schedule(
         self, schedule: ContextSchedule, lengths: Sequence[int], variant: str = ""
