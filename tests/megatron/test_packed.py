@@ -459,15 +459,10 @@ def test_graphs_for_fewer_sequences(
     attached.detach()
 
 
-@pytest.mark.parametrize("scope", ["block", "chunk"])
-@pytest.mark.parametrize("longest", [None, 20])
-def test_offsets_of_the_most_sequences_are_cut(
-    chunks: list[Any], scope: Any, longest: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """For graphs of fewer, and in eager steps; a microbatch may have its own number at once."""
+@pytest.fixture
+def seen(chunks: list[Any], monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many sequences attention was given, each time that it ran."""
     from user_specs import PackedCore
-
-    from chunkgraph.megatron.plugin import attach
 
     seen: list[int] = []
     forward = PackedCore.forward
@@ -477,6 +472,17 @@ def test_offsets_of_the_most_sequences_are_cut(
         return forward(core, *args, packed_seq_params=packed_seq_params, **kwargs)
 
     monkeypatch.setattr(PackedCore, "forward", watched)
+    return seen
+
+
+@pytest.mark.parametrize("scope", ["block", "chunk"])
+@pytest.mark.parametrize("longest", [None, 20])
+def test_offsets_of_the_most_sequences_are_cut(
+    chunks: list[Any], seen: list[int], scope: Any, longest: int | None
+) -> None:
+    """For graphs of fewer, and in eager steps; a microbatch may have its own number at once."""
+    from chunkgraph.megatron.plugin import attach
+
     shape = PackedShape(6, 32, max_document_tokens=longest)
     extra = shape.num_sequences - shape.max_packed_seqs  # for a tail of several sequences
     attached = attach(chunks, scope=scope, num_slots=[2], packing=shape, seq_buckets=(4, 2))
@@ -504,7 +510,7 @@ def test_offsets_of_the_most_sequences_are_cut(
 
 
 def test_offsets_are_cut_for_banks_of_context_parallel_sizes(
-    chunks: list[Any], one_rank: Any
+    chunks: list[Any], seen: list[int]
 ) -> None:
     from chunkgraph.megatron.contexts import ContextBanks, ContextGroups, follow_groups
     from chunkgraph.megatron.plugin import attach
@@ -527,7 +533,10 @@ def test_offsets_are_cut_for_banks_of_context_parallel_sizes(
             batch["packed_seq_params"].local_cp_size = 1
         run = attached.wrap_forward_backward(lambda **_: _flight(chunks[0], batches))  # noqa: B023
         expected = _eager(chunks[0], attached, packings)
+        seen.clear()
         assert _differing(run(num_microbatches=2, contexts=keys), expected) == []
+        if keys == [few, few]:  # warmup
+            assert seen == [3] * 8
     assert attached.counters.replays == 4
     assert attached.replays_of_bank == {
         "CP 1 with 32 tokens a rank": 2,
