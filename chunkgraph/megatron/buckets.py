@@ -76,7 +76,7 @@ class Buckets:
         most = shapes[0].max_packed_seqs
         check_seq_counts(seq_counts, most)
         self.seq_counts = tuple(sorted({*seq_counts, most}, reverse=True))
-        # Of each bank's length at most, and of the bank itself.
+        # By bank: how many sequences offsets of the most tell of, and offsets of its own.
         self._num_sequences: dict[Hashable, tuple[int, int]] = {
             self._bank(tokens, seqs): (
                 shape.num_sequences,

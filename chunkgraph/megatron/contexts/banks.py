@@ -93,7 +93,7 @@ class ContextBanks:
             for variant in variants
         )
         self.keys = tuple(key for key in self._every if key.size in captured)
-        # Of each bank with the most of them, and of the bank itself.
+        # By bank: how many sequences offsets of the most tell of, and offsets of its own.
         self._num_sequences = {
             key: (
                 self.shape(replace(key, max_packed_seqs=None)).num_sequences,
