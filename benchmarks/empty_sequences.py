@@ -5,15 +5,19 @@
 The same eight documents fill a row each time (`--documents` for others); what changes is how many
 sequences the offsets are for: as many as documents, 64 and 512, and the number that training for up
 to 512 would replay by default, of which the rest have no row. `--max-document-tokens` L tells
-kernels that no sequence is longer, and cuts the documents to that, which makes more of them. Needs
-one GPU and the extras `megatron` and `te`; takes well under a minute. `--device cpu` runs the same
-without graphs, to try the script.
+kernels that no sequence is longer, and cuts the documents to that, which makes more of them. Also
+told is whether the layer's output, and its input's gradient, are to the last bit those without
+empty sequences; the latter with NVTE_ALLOW_NONDETERMINISTIC_ALGO=0 alone, for which sequences x
+heads x tokens^2 have to stay below 2^30 (`--tokens 512 --sequences 64 128`). Needs one GPU and the
+extras `megatron` and `te`; takes well under a minute. `--device cpu` runs the same without graphs,
+to try the script.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import hashlib
 import json
 import os
 import statistics
@@ -82,8 +86,8 @@ def main() -> int:
         parser.error("--documents are from 1 to --tokens")
     rows = [_lengths(count, args.tokens, args.max_document_tokens) for count in args.documents]
     os.environ.update(_ALONE)
-    # There is no deterministic kernel for many sequences of this length.
-    os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "1"
+    # There is no deterministic kernel for many sequences of the usual length.
+    os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1")
     config = _config(args)
     with training_process(config) as device:
         seed_everything(config.train.seed, device)
@@ -142,7 +146,10 @@ def _line(one: dict[str, Any]) -> str:
     if one["error"]:
         return str(one["error"]).partition("\n")[0]
     ratio = "" if one["ratio"] is None else f", {one['ratio']:.4f} of that without empty ones"
-    return f"{one['ms']:8.4f} ms{ratio}{' (replayed by default)' if one['is_replayed'] else ''}"
+    named = {True: "same", False: "OTHER", None: "-"}
+    bits = f"bits of output {named[one['same_output']]}, gradient {named[one['same_gradient']]}"
+    replayed = " (replayed by default)" if one["is_replayed"] else ""
+    return f"{one['ms']:8.4f} ms{ratio}{replayed}; {bits}"
 
 
 def _config(args: argparse.Namespace) -> Config:
@@ -168,7 +175,7 @@ def _config(args: argparse.Namespace) -> Config:
 
 def _measure(
     sequences: dict[int, bool],
-    work: Callable[[int], Callable[[], None]],
+    work: Callable[[int], _LayerWork],
     lengths: list[int],
     device: torch.device,
     num_rounds: int,
@@ -184,9 +191,12 @@ def _measure(
     """
     replays: dict[int, Callable[[], None]] = {}
     errors: dict[int, str] = {}
+    bits: dict[int, tuple[str, str]] = {}
     for n in sequences:
         try:
-            replays[n] = _captured(work(n))
+            of_n = work(n)
+            bits[n] = of_n.bits()
+            replays[n] = _captured(of_n)
         except (RuntimeError, ValueError) as error:  # no memory, or no kernel: the others count
             errors[n] = f"{type(error).__name__}: {error}"
     times: dict[int, list[float]] = {n: [] for n in replays}
@@ -194,7 +204,12 @@ def _measure(
     for _ in range(num_rounds):
         for n, replay in replays.items():
             times[n].append(_time_ms(replay, device))
-    first = times.get(len(lengths))
+    first, first_bits = times.get(len(lengths)), bits.get(len(lengths))
+    repeats = device.type == "cpu" or os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] == "0"
+
+    def is_same(n: int, part: int) -> bool | None:
+        return bits[n][part] == first_bits[part] if n in replays and first_bits else None
+
     return [
         {
             "lengths": lengths,
@@ -203,6 +218,8 @@ def _measure(
             "error": errors.get(n),
             "ms": statistics.median(times[n]) if n in times else None,
             "ratio": _median_ratio(times[n], first) if n in times and first else None,
+            "same_output": is_same(n, 0),
+            "same_gradient": is_same(n, 1) if repeats else None,
             "ms_all": times.get(n),
             "kernel_us": (
                 _kernel_times(replays[n]) if n in replays and device.type == "cuda" else None
@@ -217,6 +234,34 @@ def _median_ratio(times: list[float], others: list[float]) -> float:
     return statistics.median(a / b for a, b in zip(times, others, strict=True))
 
 
+class _LayerWork:
+    """Forward and backward of a layer, by calling it."""
+
+    def __init__(self, forward: Callable[[], Any], hidden: torch.Tensor) -> None:
+        self._forward = forward
+        self._hidden = hidden
+        self._grad = torch.randn_like(hidden)
+        hidden.grad = torch.zeros_like(hidden)
+
+    def __call__(self) -> None:
+        self._output().backward(self._grad)
+
+    def bits(self) -> tuple[str, str]:
+        """Digests of the output and of its input's gradient."""
+        output = self._output()
+        (gradient,) = torch.autograd.grad(output, self._hidden, self._grad)
+        return _digest(output), _digest(gradient)
+
+    def _output(self) -> torch.Tensor:
+        output = self._forward()
+        return output[0] if isinstance(output, tuple) else output
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    whole = tensor.detach().to("cpu").contiguous().view(-1).view(torch.uint8)
+    return hashlib.sha256(whole.numpy().tobytes()).hexdigest()
+
+
 def _layer_work(
     chunk: torch.nn.Module,
     lengths: list[int],
@@ -224,8 +269,9 @@ def _layer_work(
     num_seqs: int,
     longest: int | None,
     device: torch.device,
-) -> Callable[[], None]:
-    """Forward and backward of the model's one layer, on offsets for so many sequences."""
+) -> _LayerWork:
+    """The model's one layer, on offsets for so many sequences; the same rows for any number."""
+    torch.manual_seed(0)
     # The shape counts a dummy, which has no row here and so may be left out.
     shape = PackedShape(max(num_seqs, len(lengths) + 1), tokens, max_document_tokens=longest)
     packed = pack(lengths, shape)
@@ -256,18 +302,11 @@ def _layer_work(
     if hidden is None:
         hidden, *args = args
     hidden = hidden.detach().clone().requires_grad_()
-    grad = torch.randn_like(hidden)
-    hidden.grad = torch.zeros_like(hidden)
     for parameter in layer.parameters():
         if parameter.grad is None:  # one for all graphs, which go on writing to it
             parameter.grad = torch.zeros_like(parameter)
 
-    def work() -> None:
-        output = layer(hidden, *args, **kwargs)
-        output = output[0] if isinstance(output, tuple) else output
-        output.backward(grad)
-
-    return work
+    return _LayerWork(lambda: layer(hidden, *args, **kwargs), hidden)
 
 
 def _captured(work: Callable[[], None]) -> Callable[[], None]:

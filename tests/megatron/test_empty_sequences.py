@@ -53,6 +53,8 @@ def test_the_same_documents_among_more_sequences(tmp_path: Path) -> None:
     assert [one["ratio"] == 1 for one in measured] == [True, False, False] * 2
     assert all(sum(one["lengths"]) == 64 for one in measured)
     assert all(one["ms"] > 0 and len(one["ms_all"]) == 2 for one in measured)
+    assert all(one["same_output"] and one["same_gradient"] for one in measured)
+    assert result.stdout.count("bits of output same, gradient same") == 6
     assert result.stdout.count(" ms, ") == 6
     assert result.stdout.count("replayed by default") == 2
     assert all(one["error"] is None for one in measured)
