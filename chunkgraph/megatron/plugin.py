@@ -285,7 +285,12 @@ def attach(
         cutter: OffsetCutter | None = None
         banks = packed_buckets if contexts is None else contexts
         if banks is not None and banks.has_fewer_sequences:
-            cutter = OffsetCutter(banks, len(parts), receiver.call)
+            cutter = OffsetCutter(
+                banks,
+                receiver.call,
+                [part.label for part in parts],
+                has_graphs=lambda: engine.report is not None,
+            )
         call = receiver.call if cutter is None else cutter.call
         for c, part in enumerate(parts):
             undo.callback(part.restore)

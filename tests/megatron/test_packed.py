@@ -509,6 +509,23 @@ def test_offsets_of_the_most_sequences_are_cut(
     attached.detach()
 
 
+@pytest.mark.parametrize("lengths", [[7, 5, 20], [4, 4, 4], [7, 5, 4, 3, 2]])
+def test_documents_that_a_step_was_not_told_are_not_lost(
+    chunks: list[Any], lengths: list[int]
+) -> None:
+    """Where they fill the rows, and where they do not; a step is told one of them."""
+    from chunkgraph.megatron.plugin import attach
+
+    attached = attach(chunks, num_slots=[2], packing=_SHAPE, seq_buckets=(2,))
+    batch = _batch(lengths)
+    run = attached.wrap_forward_backward(lambda **_: _flight(chunks[0], [batch]))
+    said = r"chunk 0.*, microbatch 0: packed_seq_params.cu_seqlens_q.* holds more than the 1 docum"
+    with pytest.raises(ConfigError, match=said):
+        run(num_microbatches=1, packings=[[32]])
+    run(num_microbatches=1, packings=[lengths])
+    attached.detach()
+
+
 def test_offsets_are_cut_for_banks_of_context_parallel_sizes(
     chunks: list[Any], seen: list[int]
 ) -> None:
