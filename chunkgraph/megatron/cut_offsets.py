@@ -3,7 +3,7 @@
 A caller may make all offsets for the most sequences: those behind a microbatch's documents say
 nothing, and it replays graphs for fewer. Eager steps get the same offsets, so that kernels, which
 may choose by the number of sequences, choose alike. That documents were told as the offsets have
-them is looked at on the device as long as there are no graphs.
+them is looked at on the device in the steps before a capture.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class OffsetCutter:
         banks: what graphs are captured for.
         call: what the arguments go to: chunk, positional and keyword arguments.
         labels: of the rank's chunks, for errors.
-        has_graphs: whether steps replay by now, in which the host must not wait for the device.
+        may_wait: whether the host may wait for the device in the step that runs.
     """
 
     def __init__(
@@ -37,12 +37,12 @@ class OffsetCutter:
         banks: Buckets | ContextBanks,
         call: _Call,
         labels: Sequence[str],
-        has_graphs: Callable[[], bool],
+        may_wait: Callable[[], bool],
     ) -> None:
         self._banks = banks
         self._call = call
         self._labels = labels
-        self._has_graphs = has_graphs
+        self._may_wait = may_wait
         self._of_run: Sequence[Hashable] = ()
         self._num_calls = [0] * len(labels)
 
@@ -62,7 +62,7 @@ class OffsetCutter:
         if number < len(self._of_run):
             given = kwargs
             kwargs = self._banks.with_offsets_of(self._of_run[number], given)
-            if kwargs is not given and not self._has_graphs():
+            if kwargs is not given and self._may_wait():
                 self._refuse_lost(given, kwargs, f"{self._labels[c]}, microbatch {number}")
         return self._call(c, args, kwargs)
 

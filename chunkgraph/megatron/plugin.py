@@ -138,6 +138,7 @@ def attach(
     Raises:
         ConfigError: the model uses something a chunk graph cannot hold, no block was found, or
             ``packing`` differs between ranks.
+        PackingError: there are no lengths such as ``buckets`` asks for.
         MissingDependencyError: the model dispatches through DeepEP, and something that a graph
             of it needs is not there.
     """
@@ -289,7 +290,8 @@ def attach(
                 banks,
                 receiver.call,
                 [part.label for part in parts],
-                has_graphs=lambda: engine.report is not None,
+                # In what comes before a capture: neither in replays nor in training without any.
+                may_wait=lambda: engine.report is None and engine.failure is None,
             )
         call = receiver.call if cutter is None else cutter.call
         for c, part in enumerate(parts):

@@ -511,9 +511,10 @@ def test_offsets_of_the_most_sequences_are_cut(
 
 @pytest.mark.parametrize("lengths", [[7, 5, 20], [4, 4, 4], [7, 5, 4, 3, 2]])
 def test_documents_that_a_step_was_not_told_are_not_lost(
-    chunks: list[Any], lengths: list[int]
+    chunks: list[Any], lengths: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where they fill the rows, and where they do not; a step is told one of them."""
+    from chunkgraph.megatron.cut_offsets import OffsetCutter
     from chunkgraph.megatron.plugin import attach
 
     attached = attach(chunks, num_slots=[2], packing=_SHAPE, seq_buckets=(2,))
@@ -523,6 +524,10 @@ def test_documents_that_a_step_was_not_told_are_not_lost(
     with pytest.raises(ConfigError, match=said):
         run(num_microbatches=1, packings=[[32]])
     run(num_microbatches=1, packings=[lengths])
+    monkeypatch.setattr(OffsetCutter, "_refuse_lost", lambda *_: pytest.fail("the host waits"))
+    batch = _batch([5])
+    run(num_microbatches=1, packings=[[5]])
+    assert attached.counters.replays == 1
     attached.detach()
 
 
