@@ -8,9 +8,10 @@ to 512 would replay by default, of which the rest have no row. `--max-document-t
 kernels that no sequence is longer, and cuts the documents to that, which makes more of them. Also
 told is whether the layer's output, and its input's gradient, are to the last bit those without
 empty sequences; the latter with NVTE_ALLOW_NONDETERMINISTIC_ALGO=0 alone, for which sequences x
-heads x tokens^2 have to stay below 2^30 (`--tokens 512 --sequences 64 128`). Needs one GPU and the
-extras `megatron` and `te`; takes well under a minute. `--device cpu` runs the same without graphs,
-to try the script.
+heads x tokens^2 have to stay below 2^30 (`--tokens 512 --sequences 64 128`). RoPE is what chunk
+graphs capture; what all layers of a chunk share of it is counted in the one layer. Needs one GPU
+and the extras `megatron` and `te`; takes well under a minute. `--device cpu` runs the same without
+graphs, to try the script.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ import numpy as np
 import torch
 
 from chunkgraph.config import Config, config_from_mapping, default_seq_buckets
-from chunkgraph.megatron.compat import versions
+from chunkgraph.megatron.compat import packed_rope, versions
 from chunkgraph.megatron.model import build_model
-from chunkgraph.megatron.packed import make_params
+from chunkgraph.megatron.packed import make_params, put_together, take_apart
 from chunkgraph.megatron.processes import seed_everything, training_process
 from chunkgraph.packing import PackedShape, pack
 
@@ -89,7 +90,7 @@ def main() -> int:
     # There is no deterministic kernel for many sequences of the usual length.
     os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1")
     config = _config(args)
-    with training_process(config) as device:
+    with training_process(config) as device, packed_rope():
         seed_everything(config.train.seed, device)
         (chunk,) = build_model(config, device)
         measured = [
@@ -306,7 +307,15 @@ def _layer_work(
         if parameter.grad is None:  # one for all graphs, which go on writing to it
             parameter.grad = torch.zeros_like(parameter)
 
-    return _LayerWork(lambda: layer(hidden, *args, **kwargs), hidden)
+    # New objects for every call, as in a replay's capture: nothing is remembered with them.
+    packing = take_apart(kwargs.pop("packed_seq_params"), "the layer")
+
+    def forward() -> Any:
+        given = dict(packing)
+        put_together(given)
+        return layer(hidden, *args, **kwargs, **given)
+
+    return _LayerWork(forward, hidden)
 
 
 def _captured(work: Callable[[], None]) -> Callable[[], None]:

@@ -25,6 +25,8 @@ _CASES = {
     "unfused_rope_block": ({}, {"scope": "block"}, _UNFUSED),
     "unfused_rope_chunk": ({}, {"scope": "chunk", "verify": "shadow"}, _UNFUSED),
     "many_empty_sequences": ({"max_packed_seqs": 16}, {"scope": "chunk"}, {}),
+    # So many that the fused kernel is started by row (`compat.fused_rope`).
+    "fused_rope_by_row": ({"max_packed_seqs": 66}, {"scope": "chunk", "verify": "poison"}, {}),
     "recompute": (
         {},
         {"scope": "chunk"},

@@ -1,14 +1,16 @@
-"""Rotary embedding of packed sequences without a look at the offsets on the host."""
+"""Rotary embedding of packed sequences by row, without a look at the offsets on the host."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from chunkgraph.megatron.compat.access import import_megatron, patch_attributes, private_names
+from chunkgraph.megatron.compat.fused_rope import fused_by_row
 
 __all__ = ["packed_rope", "rope_rows"]
 
@@ -18,12 +20,16 @@ _REMEMBERED = "_chunkgraph_rope_rows"
 
 @contextlib.contextmanager
 def packed_rope() -> Iterator[None]:
-    """Make Megatron's unfused packed RoPE take its frequencies on the device alone.
+    """Make Megatron's packed RoPE take its frequencies by row, on the device alone.
 
-    Megatron's own splits the tokens by lengths that it reads on the host, which no graph can hold.
-    The numbers are the same to the last bit. The fused kernel reads offsets on the device anyway.
+    Megatron's own unfused one splits the tokens by lengths that it reads on the host, which no
+    graph can hold. The fused one could be captured as it is, but see `fused_rope`. The numbers are
+    the same to the last bit.
     """
     _, apply = private_names(_MODULE, "_apply_rotary_pos_emb_thd", "_apply_rotary_pos_emb_bshd")
+    fused, plain = private_names(
+        _MODULE, "fused_apply_rotary_pos_emb_thd", "fused_apply_rotary_pos_emb"
+    )
 
     def apply_packed(
         t: torch.Tensor,
@@ -40,7 +46,11 @@ def packed_rope() -> Iterator[None]:
         result = apply(t.unsqueeze(1), rows, rotary_interleaved=rotary_interleaved, **options)
         return result.squeeze(1)
 
-    undo = patch_attributes(import_megatron(_MODULE), {"_apply_rotary_pos_emb_thd": apply_packed})
+    patches: dict[str, Any] = {"_apply_rotary_pos_emb_thd": apply_packed}
+    by_row = fused_by_row(fused, plain, functools.partial(_rows, begins_anew=True))
+    if by_row is not None:
+        patches["fused_apply_rotary_pos_emb_thd"] = by_row
+    undo = patch_attributes(import_megatron(_MODULE), patches)
     try:
         yield
     finally:
@@ -48,9 +58,15 @@ def packed_rope() -> Iterator[None]:
 
 
 def rope_rows(
-    num_rows: int, cu_seqlens: torch.Tensor, num_freqs: int, cp_size: int = 1, cp_rank: int = 0
+    num_rows: int,
+    cu_seqlens: torch.Tensor,
+    num_freqs: int,
+    cp_size: int = 1,
+    cp_rank: int = 0,
+    *,
+    begins_anew: bool = False,
 ) -> torch.Tensor:
-    """Which of the frequencies each row of this context-parallel rank takes, int64 [rows].
+    """Which of the frequencies each row of this context-parallel rank takes, int32 [rows].
 
     As in Megatron, a table as long as all documents together holds the frequencies of every place
     in the pack; any other starts anew for each document. Which of the two it is may change with
@@ -60,34 +76,46 @@ def rope_rows(
 
     Args:
         num_rows: tokens on this rank.
-        cu_seqlens: offsets over all ranks, int32 [documents + 1].
+        cu_seqlens: offsets over all ranks, int32 [documents + 1], from 0; with context
+            parallelism multiples of twice ``cp_size``.
         num_freqs: length of the table.
         cp_size: context-parallel ranks.
         cp_rank: of them, this one.
+        begins_anew: the table starts anew for each document, however long it is.
     """
-    lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).long() // cp_size
-    ends = lengths.cumsum(0)
-    rows = torch.arange(num_rows, device=cu_seqlens.device)
-    document = torch.searchsorted(ends, rows, right=True).clamp(max=lengths.size(0) - 1)
-    length = lengths[document]
-    place = rows - (ends[document] - length)
+    # On this rank. Few kernels, each of which takes longer to begin than it runs.
+    bounds = cu_seqlens if cp_size == 1 else cu_seqlens // cp_size
+    rows = torch.arange(num_rows, dtype=bounds.dtype, device=bounds.device)
+    document = torch.searchsorted(bounds[1:], rows, right=True).clamp(max=bounds.size(0) - 2)
+    start = bounds.index_select(0, document)
+    place = rows - start
     if cp_size > 1:  # the rank has the piece number cp_rank from the front, and from the back
+        length = bounds.index_select(0, document + 1) - start
         piece = length // 2
         from_back = length * cp_size - (cp_rank + 1) * piece + place - piece
         place = torch.where(place < piece, cp_rank * piece + place, from_back)
-    is_whole_pack = (cu_seqlens[-1:] == num_freqs).long()
-    place = place + is_whole_pack * cu_seqlens[:-1][document]
+    if not begins_anew:
+        is_whole_pack = (cu_seqlens[-1:] == num_freqs).to(place.dtype)
+        place = place + is_whole_pack * cu_seqlens.index_select(0, document)
     return place.clamp(0, num_freqs - 1)
 
 
 def _rows(
-    num_rows: int, cu_seqlens: torch.Tensor, freqs: torch.Tensor, cp_size: int, cp_rank: int
+    num_rows: int,
+    cu_seqlens: torch.Tensor,
+    freqs: torch.Tensor,
+    cp_size: int,
+    cp_rank: int,
+    *,
+    begins_anew: bool = False,
 ) -> torch.Tensor:
     """The frequencies of each row; all layers of a call share them, by way of its offsets."""
     remembered: dict[Any, Any] = getattr(cu_seqlens, _REMEMBERED, {})
-    key = (id(freqs), num_rows, cp_size, cp_rank)
+    key = (id(freqs), num_rows, cp_size, cp_rank, begins_anew)
     if key not in remembered:
-        rows = rope_rows(num_rows, cu_seqlens, freqs.size(0), cp_size, cp_rank)
+        rows = rope_rows(
+            num_rows, cu_seqlens, freqs.size(0), cp_size, cp_rank, begins_anew=begins_anew
+        )
         # With the table itself, so that no other can take its identity.
         remembered[key] = (freqs, freqs.index_select(0, rows))
         setattr(cu_seqlens, _REMEMBERED, remembered)

@@ -1,0 +1,149 @@
+"""Transformer Engine's fused rotary embedding of packed sequences, started once for each row.
+
+Its kernel for packed sequences is started for every entry of the table in every sequence, empty or
+not: with 64 sequences in 1024 rows that takes a fifth of a layer's time. (From release 2.19 on,
+there is one that is started for each row, which it takes where that spares 65536 blocks or more.)
+Its kernel for plain sequences does the same arithmetic with a table of its own for each row, which
+all layers share. Whether the last bits are the same is tried out before it is used.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["Fused", "fused_by_row", "pays"]
+
+_log = logging.getLogger(__name__)
+
+Fused = Callable[..., torch.Tensor]
+"""``fused(t, cu_seqlens, freqs, cp_size=1, cp_rank=0)``: tokens [rows, heads, width], rotated."""
+
+RowsOf = Callable[[int, torch.Tensor, torch.Tensor, int, int], torch.Tensor]
+"""Of rows, offsets, table, ranks and rank: the table's entry of each row, [rows, 1, 1, width]."""
+
+# An idle block takes 0.6 ns of an H200, in four kernels of a layer: 40 us a layer for so many,
+# where the table by row takes seven kernels of some 2 us once for all layers.
+_LEAST_SPARED = 1 << 14
+# In its own choice: `use_fused_rope_thd_linear_grid_launch` in its common/fused_rope/fused_rope.cu.
+_OWN_FROM, _OWN_LEAST_SPARED, _OWN_LEAST_RATIO = (2, 19), 1 << 16, 2
+
+
+def pays(num_rows: int, num_seqs: int, num_freqs: int, cp_size: int, *, has_linear: bool) -> bool:
+    """Whether starting the kernel once for each row is worth a table by row.
+
+    Args:
+        num_rows: tokens on this rank.
+        num_seqs: sequences, empty ones too.
+        num_freqs: length of the table.
+        cp_size: context-parallel ranks.
+        has_linear: Transformer Engine has a kernel of its own that is started once for each row.
+    """
+    blocks = num_seqs * num_freqs
+    spared = blocks - num_rows
+    if has_linear and blocks > _OWN_LEAST_RATIO * cp_size * num_rows:
+        return _LEAST_SPARED <= spared < _OWN_LEAST_SPARED
+    return spared >= _LEAST_SPARED
+
+
+def fused_by_row(own: Fused | None, plain: Fused | None, rows_of: RowsOf) -> Fused | None:
+    """What to use in the place of ``own``; None where that had better stay.
+
+    Args:
+        own: Megatron's ``fused_apply_rotary_pos_emb_thd``; None without Transformer Engine.
+        plain: its ``fused_apply_rotary_pos_emb``.
+        rows_of: gives the table by row.
+    """
+    if own is None or plain is None:
+        return None
+    by_row = _by_row(plain, rows_of)
+    try:
+        is_equal = _is_equal(own, by_row)
+    except Exception as error:  # noqa: BLE001 - whatever it is, the other one can be captured
+        why = str(error) or type(error).__name__
+    else:
+        why = "" if is_equal else "its results differ in their last bits from those of the other"
+    if why:
+        _log.warning(
+            "RoPE of packed sequences keeps Transformer Engine's kernel for them, which is started "
+            "for every row in every sequence: the one that is started once for each row cannot be "
+            "used here (%s).",
+            why,
+        )
+        return None
+    has_linear = _version() >= _OWN_FROM
+
+    def fused(
+        t: torch.Tensor,
+        cu_seqlens: torch.Tensor,
+        freqs: torch.Tensor,
+        cp_size: int = 1,
+        cp_rank: int = 0,
+        **options: Any,
+    ) -> torch.Tensor:
+        num_rows, num_seqs, num_freqs = t.size(0), cu_seqlens.size(0) - 1, freqs.size(0)
+        is_usual = t.dim() == 3 and freqs.dim() == 4 and freqs.size(1) == freqs.size(2) == 1
+        # Interleaved ones are rare, and were not tried out.
+        if (
+            not is_usual
+            or any(options.values())
+            or not pays(num_rows, num_seqs, num_freqs, cp_size, has_linear=has_linear)
+        ):
+            return own(t, cu_seqlens, freqs, cp_size=cp_size, cp_rank=cp_rank, **options)
+        return by_row(t, cu_seqlens, freqs, cp_size, cp_rank)
+
+    return fused
+
+
+def _by_row(plain: Fused, rows_of: RowsOf) -> Fused:
+    def by_row(
+        t: torch.Tensor, cu_seqlens: torch.Tensor, freqs: torch.Tensor, cp_size: int, cp_rank: int
+    ) -> torch.Tensor:
+        rows = rows_of(t.size(0), cu_seqlens, freqs, cp_size, cp_rank)
+        return plain(t.unsqueeze(1), rows).squeeze(1)
+
+    return by_row
+
+
+def _is_equal(own: Fused, by_row: Fused) -> bool:
+    """Whether both give the same bits, forward and backward, on documents of several lengths."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    generator = torch.Generator(device).manual_seed(1)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=device)
+
+    offsets = torch.tensor([0, 4, 4, 48, 56, 64, 64], dtype=torch.int32, device=device)
+    for cp_size, cp_rank in ((1, 0), (2, 0), (2, 1)):
+        freqs = drawn(44, 1, 1, 32) * 100
+        tokens, gradient = (drawn(64 // cp_size, 3, 40).bfloat16() for _ in range(2))
+        found = []
+        for rotate in (own, by_row):
+            with torch.enable_grad():
+                given = tokens.clone().requires_grad_()
+                result = rotate(given, offsets, freqs, cp_size=cp_size, cp_rank=cp_rank)
+                (of_given,) = torch.autograd.grad(result, given, gradient)
+            found.append((result.detach(), of_given))
+        if not all(_same_bits(a, b) for a, b in zip(*found, strict=True)):
+            return False
+    return True
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and torch.equal(
+        a.contiguous().view(torch.int16), b.contiguous().view(torch.int16)
+    )
+
+
+def _version() -> tuple[int, ...]:
+    """Of Transformer Engine, its first two numbers; (0, 0) where it is not to be had."""
+    try:
+        release = str(importlib.import_module("transformer_engine").__version__)
+    except ImportError:
+        return (0, 0)
+    return tuple(int(n) for n in re.findall(r"\d+", release)[:2])

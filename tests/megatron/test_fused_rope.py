@@ -1,0 +1,265 @@
+"""Fused RoPE of packed sequences by row, with stand-ins for Transformer Engine's two kernels."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from chunkgraph.graphs import RecorderBackend
+
+pytestmark = [pytest.mark.megatron, pytest.mark.timeout(120)]
+
+_HEADS, _WIDTH, _TURNED = 2, 12, 8
+
+
+def _turned(t: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
+    """Rows [n, heads, width] by angles [n, turned]."""
+    angles = freqs[:, None, :]
+    part, rest = t[..., :_TURNED].float(), t[..., _TURNED:]
+    first, second = part.chunk(2, dim=-1)
+    turned = part * angles.cos() + torch.cat((-second, first), dim=-1) * angles.sin()
+    return torch.cat((turned.to(t.dtype), rest), dim=-1)
+
+
+class Kernels:
+    """The kernels for packed and for plain sequences, and how often each was called."""
+
+    def __init__(self) -> None:
+        self.num_packed = self.num_plain = 0
+
+    def packed(
+        self,
+        t: torch.Tensor,
+        cu_seqlens: torch.Tensor,
+        freqs: torch.Tensor,
+        cp_size: int = 1,
+        cp_rank: int = 0,
+        interleaved: bool = False,
+    ) -> torch.Tensor:
+        """As the kernel has it: for every sequence, and every entry of the table."""
+        self.num_packed += 1
+        rows = []
+        for begin, end in itertools.pairwise((cu_seqlens // cp_size).tolist()):
+            length = end - begin
+            for s in range(length):
+                at = s
+                if cp_size > 1 and s < length // 2:
+                    at += cp_rank * length // 2
+                elif cp_size > 1:
+                    at += length * cp_size - (cp_rank + 1) * length // 2 - length // 2
+                rows.append(at)
+        return _turned(t, freqs[torch.tensor(rows), 0, 0, :_TURNED])
+
+    def plain(
+        self, t: torch.Tensor, freqs: torch.Tensor, interleaved: bool = False
+    ) -> torch.Tensor:
+        assert freqs.size(0) >= t.size(0)
+        assert t.size(1) == 1
+        self.num_plain += 1
+        return _turned(t[:, 0], freqs[: t.size(0), 0, 0, :_TURNED])[:, None]
+
+
+@pytest.fixture
+def kernels(one_rank: Any, monkeypatch: pytest.MonkeyPatch) -> Kernels:
+    from megatron.core.models.common.embeddings import rope_utils
+
+    found = Kernels()
+    monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb_thd", found.packed)
+    monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", found.plain)
+    return found
+
+
+def _rotated(
+    t: torch.Tensor, offsets: torch.Tensor, freqs: torch.Tensor, size: int = 1, rank: int = 0
+) -> torch.Tensor:
+    from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
+
+    config = SimpleNamespace(
+        apply_rope_fusion=True,
+        rotary_interleaved=False,
+        mrope_section=None,
+        multi_latent_attention=False,
+    )
+    group = SimpleNamespace(size=lambda: size, rank=lambda: rank)
+    return apply_rotary_pos_emb(t, freqs, config, cu_seqlens=offsets, cp_group=group)
+
+
+def _drawn(num_rows: int, num_freqs: int, *, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randn(num_rows, _HEADS, _WIDTH, generator=generator).bfloat16()
+    return tokens, torch.randn(num_freqs, 1, 1, _TURNED, generator=generator) * 50
+
+
+def _offsets(lengths: list[int], num_seqs: int) -> torch.Tensor:
+    ends = list(itertools.accumulate(lengths, initial=0))
+    return torch.tensor((ends + [ends[-1]] * num_seqs)[: num_seqs + 1], dtype=torch.int32)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(data=st.data(), cp_size=st.sampled_from([1, 2, 4]))
+def test_rows_are_turned_as_in_their_documents(
+    kernels: Kernels, data: st.DataObject, cp_size: int
+) -> None:
+    from chunkgraph.megatron.compat import packed_rope
+
+    pieces = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=12).filter(any))
+    lengths = [2 * cp_size * n for n in pieces]
+    rank = data.draw(st.integers(0, cp_size - 1))
+    # As long as all documents together, too, which means something else to the unfused one.
+    num_freqs = data.draw(st.sampled_from([max(lengths), sum(lengths), sum(lengths) + 3]))
+    num_seqs = (1 << 14) // num_freqs + len(lengths) + 2
+    tokens, freqs = _drawn(sum(lengths) // cp_size, num_freqs)
+    offsets = _offsets(lengths, num_seqs)
+    wanted = kernels.packed(tokens, offsets, freqs, cp_size, rank)
+    with packed_rope():
+        kernels.num_plain = kernels.num_packed = 0
+        found = _rotated(tokens, offsets, freqs, cp_size, rank)
+    assert torch.equal(found.view(torch.int16), wanted.view(torch.int16))
+    spared = num_seqs * num_freqs - tokens.size(0)
+    assert (kernels.num_plain, kernels.num_packed) == ((1, 0) if spared >= 1 << 14 else (0, 1))
+
+
+def test_layers_share_the_table_by_row(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.models.common.embeddings import rope_utils
+
+    from chunkgraph.megatron.compat import packed_rope
+
+    tokens, freqs = _drawn(64, 256)
+    offsets = _offsets([30, 34], 65)
+    seen: list[torch.Tensor] = []
+    plain = kernels.plain
+
+    def watching(t: torch.Tensor, table: torch.Tensor, **options: Any) -> torch.Tensor:
+        seen.append(table)
+        return plain(t, table, **options)
+
+    monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", watching)
+    with packed_rope():
+        seen.clear()
+        for _layer in range(3):
+            _rotated(tokens, offsets, freqs)
+    assert len(seen) == 3
+    assert all(table is seen[0] for table in seen)
+
+
+def test_one_capture_serves_all_offsets(kernels: Kernels) -> None:
+    from chunkgraph.megatron.compat import packed_rope
+
+    backend = RecorderBackend()
+    tokens, freqs = _drawn(64, 256)
+    tokens.requires_grad_()
+    gradient = torch.randn(tokens.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+    static = _offsets([64], 65)
+    with packed_rope(), backend.capture("rope", backend.new_pool("rope"), ()) as graph:
+        found = _rotated(tokens, static, freqs)
+        (found_gradient,) = torch.autograd.grad(found, tokens, gradient)
+    for lengths in ([64], [1] * 64, [5, 0, 40, 19], [0, 0, 64]):
+        offsets = _offsets(lengths, 65)
+        static.copy_(offsets)
+        graph.replay()
+        wanted = kernels.packed(tokens, offsets, freqs)
+        (wanted_gradient,) = torch.autograd.grad(wanted, tokens, gradient)
+        assert torch.equal(found, wanted), lengths
+        assert torch.equal(found_gradient, wanted_gradient), lengths
+    graph.release()
+
+
+def test_the_patch_ends_with_the_capture(kernels: Kernels) -> None:
+    from megatron.core.models.common.embeddings import rope_utils
+
+    from chunkgraph.megatron.compat import packed_rope
+
+    with packed_rope():
+        assert rope_utils.fused_apply_rotary_pos_emb_thd != kernels.packed
+    assert rope_utils.fused_apply_rotary_pos_emb_thd == kernels.packed
+
+
+def _raises(*_args: Any, **_options: Any) -> torch.Tensor:
+    raise RuntimeError("no kernel image")
+
+
+def _rounds_otherwise(t: torch.Tensor, freqs: torch.Tensor, **_options: Any) -> torch.Tensor:
+    result = Kernels().plain(t, freqs)
+    return torch.nextafter(result, torch.full_like(result, 9.0))
+
+
+class _OtherBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, t: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
+        return Kernels().plain(t, freqs)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient * 1.01, None
+
+
+def _differs_backward(t: torch.Tensor, freqs: torch.Tensor, **_options: Any) -> torch.Tensor:
+    return _OtherBackward.apply(t, freqs)
+
+
+@pytest.mark.parametrize(
+    ("plain", "why"),
+    [
+        (_raises, "no kernel image"),
+        (_rounds_otherwise, "last bits"),
+        (_differs_backward, "last bits"),
+    ],
+)
+def test_what_gives_other_bits_is_not_used(
+    kernels: Kernels,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    plain: Callable[..., torch.Tensor],
+    why: str,
+) -> None:
+    from megatron.core.models.common.embeddings import rope_utils
+
+    from chunkgraph.megatron.compat import packed_rope
+
+    monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", plain)
+    with caplog.at_level(logging.WARNING), packed_rope():
+        assert rope_utils.fused_apply_rotary_pos_emb_thd == kernels.packed
+        # The unfused one is replaced all the same.
+        assert rope_utils._apply_rotary_pos_emb_thd.__module__.startswith("chunkgraph.")
+    (record,) = caplog.records
+    assert why in record.getMessage()
+
+
+def test_interleaved_angles_keep_the_packed_kernel(kernels: Kernels) -> None:
+    from megatron.core.models.common.embeddings import rope_utils
+
+    from chunkgraph.megatron.compat import packed_rope
+
+    tokens, freqs = _drawn(64, 256)
+    offsets = _offsets([64], 65)
+    with packed_rope():
+        kernels.num_plain = kernels.num_packed = 0
+        rope_utils.fused_apply_rotary_pos_emb_thd(tokens, offsets, freqs, interleaved=True)
+    assert (kernels.num_plain, kernels.num_packed) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("shape", "before", "since"),
+    [
+        ((1024, 64, 1024, 1), True, True),  # 64512 blocks to spare: too few for its own
+        ((1024, 65, 1024, 1), True, False),
+        ((4096, 64, 4096, 1), True, False),
+        ((4096, 4, 4096, 1), False, False),
+        ((4096, 5, 4096, 1), True, True),
+        ((256, 9, 256, 1), False, False),
+        ((16384, 2, 65536, 4), True, True),  # many, but not beside what the ranks have together
+    ],
+)
+def test_where_it_pays(shape: tuple[int, int, int, int], before: bool, since: bool) -> None:
+    from chunkgraph.megatron.compat.fused_rope import pays
+
+    assert pays(*shape, has_linear=False) is before
+    assert pays(*shape, has_linear=True) is since
