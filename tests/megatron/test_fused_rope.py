@@ -225,10 +225,13 @@ def test_what_gives_other_bits_is_not_used(
     from chunkgraph.megatron.compat import packed_rope
 
     monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", plain)
+    tokens, freqs = _drawn(64, 256)
+    few, many = _offsets([64], 4), _offsets([64], 65)
     with caplog.at_level(logging.WARNING), packed_rope():
-        assert rope_utils.fused_apply_rotary_pos_emb_thd == kernels.packed
-        # The unfused one is replaced all the same.
-        assert rope_utils._apply_rotary_pos_emb_thd.__module__.startswith("chunkgraph.")
+        _rotated(tokens, few, freqs)
+        assert not caplog.records  # nothing is lost there
+        found = [_rotated(tokens, many, freqs) for _ in range(2)]
+    assert all(torch.equal(one, kernels.packed(tokens, many, freqs)) for one in found)
     (record,) = caplog.records
     assert why in record.getMessage()
 

@@ -52,31 +52,22 @@ def pays(num_rows: int, num_seqs: int, num_freqs: int, cp_size: int, *, has_line
 
 
 def fused_by_row(own: Fused | None, plain: Fused | None, rows_of: RowsOf) -> Fused | None:
-    """What to use in the place of ``own``; None where that had better stay.
+    """What to use in the place of ``own``; None without Transformer Engine.
+
+    It tries out the kernels, so it must not be called during a capture. Where they differ, or
+    cannot be tried, the result calls ``own``, and says so at the first call that had better not.
 
     Args:
-        own: Megatron's ``fused_apply_rotary_pos_emb_thd``; None without Transformer Engine.
+        own: Megatron's ``fused_apply_rotary_pos_emb_thd``.
         plain: its ``fused_apply_rotary_pos_emb``.
         rows_of: gives the table by row.
     """
     if own is None or plain is None:
         return None
     by_row = _by_row(plain, rows_of)
-    try:
-        is_equal = _is_equal(own, by_row)
-    except Exception as error:  # noqa: BLE001 - whatever it is, the other one can be captured
-        why = str(error) or type(error).__name__
-    else:
-        why = "" if is_equal else "its results differ in their last bits from those of the other"
-    if why:
-        _log.warning(
-            "RoPE of packed sequences keeps Transformer Engine's kernel for them, which is started "
-            "for every row in every sequence: the one that is started once for each row cannot be "
-            "used here (%s).",
-            why,
-        )
-        return None
+    obstacle = _obstacle(own, by_row)
     has_linear = _version() >= _OWN_FROM
+    is_told = False
 
     def fused(
         t: torch.Tensor,
@@ -86,18 +77,34 @@ def fused_by_row(own: Fused | None, plain: Fused | None, rows_of: RowsOf) -> Fus
         cp_rank: int = 0,
         **options: Any,
     ) -> torch.Tensor:
+        nonlocal is_told
         num_rows, num_seqs, num_freqs = t.size(0), cu_seqlens.size(0) - 1, freqs.size(0)
         is_usual = t.dim() == 3 and freqs.dim() == 4 and freqs.size(1) == freqs.size(2) == 1
         # Interleaved ones are rare, and were not tried out.
-        if (
-            not is_usual
-            or any(options.values())
-            or not pays(num_rows, num_seqs, num_freqs, cp_size, has_linear=has_linear)
-        ):
-            return own(t, cu_seqlens, freqs, cp_size=cp_size, cp_rank=cp_rank, **options)
-        return by_row(t, cu_seqlens, freqs, cp_size, cp_rank)
+        wants_rows = is_usual and not any(options.values())
+        if wants_rows and pays(num_rows, num_seqs, num_freqs, cp_size, has_linear=has_linear):
+            if not obstacle:
+                return by_row(t, cu_seqlens, freqs, cp_size, cp_rank)
+            if not is_told:
+                _log.warning(
+                    "RoPE of packed sequences keeps the kernel that is started for every row in "
+                    "every sequence, empty or not: the one that is started once for each row "
+                    "cannot be used here (%s). Fewer sequences cost less.",
+                    obstacle,
+                )
+                is_told = True
+        return own(t, cu_seqlens, freqs, cp_size=cp_size, cp_rank=cp_rank, **options)
 
     return fused
+
+
+def _obstacle(own: Fused, by_row: Fused) -> str:
+    """Why one cannot take the place of the other, or ""."""
+    try:
+        is_equal = _is_equal(own, by_row)
+    except Exception as error:  # noqa: BLE001 - whatever it is, the other one can be captured
+        return str(error) or type(error).__name__
+    return "" if is_equal else "its results differ in their last bits from those of the other"
 
 
 def _by_row(plain: Fused, rows_of: RowsOf) -> Fused:
