@@ -138,7 +138,7 @@ def put_together(given: dict[str, Any]) -> None:
 
     Without calling its constructor, which in later releases computes indices with a read on the
     host. Its tensors are new objects on the same memory for every call, so that what is remembered
-    with one of them (see `compat.packed_rope`) ends with the call.
+    with one of them (see `compat.packed_rope`) is that call's alone.
     """
     kind = given.pop(_CLASS, None)
     if kind is None:

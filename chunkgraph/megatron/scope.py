@@ -98,7 +98,10 @@ class CapturedPart:
 
         def forward(first: Any, *args: Any, **kwargs: Any) -> Any:
             packed_params.put_together(kwargs)
-            return run(first, *args, **kwargs)
+            result = run(first, *args, **kwargs)
+            if (packed := kwargs.get(packed_params.ARGUMENT)) is not None:
+                compat.forget_rope_rows(packed)
+            return result
 
         return Chunk(
             forward=forward,

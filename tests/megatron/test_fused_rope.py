@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -115,7 +117,8 @@ def test_rows_are_turned_as_in_their_documents(
     rank = data.draw(st.integers(0, cp_size - 1))
     # As long as all documents together, too, which means something else to the unfused one.
     num_freqs = data.draw(st.sampled_from([max(lengths), sum(lengths), sum(lengths) + 3]))
-    num_seqs = (1 << 14) // num_freqs + len(lengths) + 2
+    enough = ((1 << 14) + sum(lengths) // cp_size) // num_freqs + 1
+    num_seqs = max(len(lengths), data.draw(st.integers(enough - 2, enough + 2)))
     tokens, freqs = _drawn(sum(lengths) // cp_size, num_freqs)
     offsets = _offsets(lengths, num_seqs)
     wanted = kernels.packed(tokens, offsets, freqs, cp_size, rank)
@@ -247,6 +250,118 @@ def test_interleaved_angles_keep_the_packed_kernel(kernels: Kernels) -> None:
         kernels.num_plain = kernels.num_packed = 0
         rope_utils.fused_apply_rotary_pos_emb_thd(tokens, offsets, freqs, interleaved=True)
     assert (kernels.num_plain, kernels.num_packed) == (0, 1)
+
+
+@pytest.mark.parametrize(("release", "takes_rows"), [((2, 18), True), ((2, 19), False)])
+def test_transformer_engines_own_kernel_for_rows_is_left_to_it(
+    kernels: Kernels, monkeypatch: pytest.MonkeyPatch, release: tuple[int, int], takes_rows: bool
+) -> None:
+    from chunkgraph.megatron.compat import fused_rope, packed_rope
+
+    monkeypatch.setattr(fused_rope, "_version", lambda: release)
+    tokens, freqs = _drawn(64, 1024)
+    with packed_rope():
+        kernels.num_plain = kernels.num_packed = 0
+        _rotated(tokens, _offsets([64], 66), freqs)
+    assert (kernels.num_plain, kernels.num_packed) == ((1, 0) if takes_rows else (0, 1))
+
+
+def test_a_table_for_several_sequences_beside_each_other_keeps_the_packed_kernel(
+    kernels: Kernels,
+) -> None:
+    from chunkgraph.megatron.compat import packed_rope
+
+    tokens, freqs = _drawn(64, 256)
+    with packed_rope():
+        kernels.num_plain = kernels.num_packed = 0
+        _rotated(tokens, _offsets([64], 80), freqs.expand(-1, 2, -1, -1))
+    assert (kernels.num_plain, kernels.num_packed) == (0, 1)
+
+
+def test_a_call_leaves_no_table_behind(kernels: Kernels) -> None:
+    """Nor do layers that are computed anew, each of which has a tensor of its own for the table."""
+    from torch.utils.checkpoint import checkpoint
+
+    from chunkgraph.megatron.compat import forget_rope_rows, packed_rope
+
+    tokens, freqs = _drawn(64, 256)
+    params = SimpleNamespace(cu_seqlens_q=_offsets([30, 34], 80), max_seqlen_q=64)
+    tables: list[weakref.ref[torch.Tensor]] = []
+    plain = kernels.plain
+
+    def layer(t: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        return _rotated(t, params.cu_seqlens_q, table) * 2
+
+    def watching(t: torch.Tensor, table: torch.Tensor, **options: Any) -> torch.Tensor:
+        tables.append(weakref.ref(table))
+        return plain(t, table, **options)
+
+    from megatron.core.models.common.embeddings import rope_utils
+
+    rope_utils.fused_apply_rotary_pos_emb = watching  # the fixture puts it back
+    with packed_rope():
+        tables.clear()
+        leaf = tokens.clone().requires_grad_()
+        result = leaf
+        for _ in range(3):
+            result = checkpoint(layer, result, freqs.detach(), use_reentrant=True)
+        assert len({id(table()) for table in tables}) == 1
+        forget_rope_rows(params)
+        result.float().sum().backward()
+    # The result still holds its layers, and they the offsets.
+    assert len(tables) == 6
+    assert all(table() is None for table in tables)
+    wanted = tokens.clone().requires_grad_()
+    result = wanted
+    for _ in range(3):
+        result = kernels.packed(result, params.cu_seqlens_q, freqs) * 2
+    (expected,) = torch.autograd.grad(result.float().sum(), wanted)
+    assert torch.equal(leaf.grad, expected)
+
+
+@pytest.mark.gpu(in_process=True)
+@pytest.mark.parametrize("cp_size", [1, 2])
+def test_on_a_gpu_it_is_used_and_has_the_same_bits(one_rank: Any, cp_size: int) -> None:
+    pytest.importorskip("transformer_engine")
+    from megatron.core.models.common.embeddings import rope_utils
+
+    from chunkgraph.megatron.compat import packed_rope
+
+    own, plain = rope_utils.fused_apply_rotary_pos_emb_thd, rope_utils.fused_apply_rotary_pos_emb
+    num_plain = 0
+
+    def counting(*args: Any, **options: Any) -> torch.Tensor:
+        nonlocal num_plain
+        num_plain += 1
+        return plain(*args, **options)
+
+    generator = torch.Generator("cuda").manual_seed(2)
+    lengths = torch.randint(1, 20, (40,), generator=generator, device="cuda").tolist()
+    lengths = [2 * cp_size * n for n in lengths]
+    rows = sum(lengths) // cp_size
+    offsets = _offsets(lengths, 64).cuda()
+    freqs = torch.randn(1024, 1, 1, 128, generator=generator, device="cuda") * 100
+    # As queries lie beside keys and values.
+    wide = torch.randn(rows, 4, 3 * 128, generator=generator, device="cuda").bfloat16()
+    gradient = torch.randn(rows, 4, 128, generator=generator, device="cuda").bfloat16()
+    for rank in range(cp_size):
+        found = []
+        for is_ours in (False, True):
+            given = wide.clone().requires_grad_()
+            rope_utils.fused_apply_rotary_pos_emb = counting
+            try:
+                with packed_rope() if is_ours else contextlib.nullcontext():
+                    num_plain = 0
+                    result = _rotated(given[..., :128], offsets, freqs, cp_size, rank)
+            finally:
+                rope_utils.fused_apply_rotary_pos_emb = plain
+            assert num_plain == int(is_ours)
+            found.append([result, torch.autograd.grad(result, given, gradient)[0]])
+        assert all(
+            torch.equal(a.view(torch.int16), b.view(torch.int16))
+            for a, b in zip(*found, strict=True)
+        )
+    assert rope_utils.fused_apply_rotary_pos_emb_thd is own
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import sys
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -146,6 +148,28 @@ def test_packings_never_seen_at_capture(chunks: list[Any], graphs: Any) -> None:
         assert _differing(_step(graphs, chunks[0], packings), expected) == []
     assert graphs.counters.capture_sessions == 1
     assert graphs.counters.replays == 8
+
+
+def test_no_table_of_rope_outlives_its_forward(
+    chunks: list[Any], graphs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which the backward would find in the slot's memory, and the slot's next variant would not."""
+    module = sys.modules["chunkgraph.megatron.compat.packed_rope"]
+    own, tables = module._rows, {}
+    num_others: list[int] = []
+
+    def watched(*args: Any, **options: Any) -> torch.Tensor:
+        table = own(*args, **options)
+        num_others.append(sum(t() is not None and t() is not table for t in tables.values()))
+        tables[id(table)] = weakref.ref(table)
+        return table
+
+    monkeypatch.setattr(module, "_rows", watched)
+    for packings in _PACKINGS[:2]:
+        _step(graphs, chunks[0], packings)
+    assert graphs.counters.captures == 2
+    assert len(num_others) >= 2 * 2 * 2  # slots, layers, queries and keys
+    assert max(num_others) == 0
 
 
 @pytest.mark.parametrize("spec", ["packed_shared_offsets"])

@@ -25,8 +25,22 @@ _CASES = {
     "unfused_rope_block": ({}, {"scope": "block"}, _UNFUSED),
     "unfused_rope_chunk": ({}, {"scope": "chunk", "verify": "shadow"}, _UNFUSED),
     "many_empty_sequences": ({"max_packed_seqs": 16}, {"scope": "chunk"}, {}),
-    # So many that the fused kernel is started by row (`compat.fused_rope`).
-    "fused_rope_by_row": ({"max_packed_seqs": 66}, {"scope": "chunk", "verify": "poison"}, {}),
+    # So many that the fused kernel is started by row; `test_fused_rope` shows that it is.
+    "rope_by_row": ({"max_packed_seqs": 80}, {"scope": "chunk", "verify": "poison"}, {}),
+    "rope_by_row_shadow": (
+        {"max_packed_seqs": 80},
+        {"scope": "block", "verify": "shadow", "memory_plan": "shared_temporaries"},
+        {},
+    ),
+    "rope_by_row_recompute": (
+        {"max_packed_seqs": 80},
+        {"scope": "chunk"},
+        {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        },
+    ),
     "recompute": (
         {},
         {"scope": "chunk"},
@@ -173,6 +187,10 @@ def test_two_gpus_share_documents(run_equal: Callable[..., Any], make_case: Case
         )
         for name in ("fused_rope_block", "fused_rope_chunk", "unfused_rope_chunk")
     }
+    many = {**_shared(2), "max_packed_seqs": 48}
+    cases["rope_by_row"] = make_case(
+        [2, 3, 1], many, *_CASES["rope_by_row"][1:], context_parallel_size=2
+    )
     _check(run_equal(cases, 2, timeout_s=280.0))
 
 

@@ -67,7 +67,7 @@ from chunkgraph.megatron.compat.p2p import (
     is_plain_communicator,
     make_communicator,
 )
-from chunkgraph.megatron.compat.packed_rope import packed_rope, rope_rows
+from chunkgraph.megatron.compat.packed_rope import forget_rope_rows, packed_rope, rope_rows
 from chunkgraph.megatron.compat.padded_rows import PaddedRows
 from chunkgraph.megatron.compat.parameter_gather import ParameterGates
 from chunkgraph.megatron.compat.pretrain import (
@@ -130,6 +130,7 @@ __all__ = [
     "flex_backend",
     "follow_in_router",
     "forget_expert_metrics",
+    "forget_rope_rows",
     "fp8_is_installed",
     "fp8_recipe",
     "fused_operations_anew",

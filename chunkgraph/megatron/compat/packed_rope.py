@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from chunkgraph.megatron.compat.access import import_megatron, patch_attributes, private_names
+from chunkgraph.megatron.compat.backward_pass import is_in_backward
 from chunkgraph.megatron.compat.fused_rope import fused_by_row
 
-__all__ = ["packed_rope", "rope_rows"]
+__all__ = ["forget_rope_rows", "packed_rope", "rope_rows"]
 
 _MODULE = "megatron.core.models.common.embeddings.rope_utils"
 _REMEMBERED = "_chunkgraph_rope_rows"
@@ -109,14 +110,28 @@ def _rows(
     *,
     begins_anew: bool = False,
 ) -> torch.Tensor:
-    """The frequencies of each row; all layers of a call share them, by way of its offsets."""
+    """The frequencies of each row; all layers of a call share them, by way of its offsets.
+
+    What is computed anew in a backward makes its own, which go with it: nobody knows when the last
+    of its layers is done.
+    """
     remembered: dict[Any, Any] = getattr(cu_seqlens, _REMEMBERED, {})
-    key = (id(freqs), num_rows, cp_size, cp_rank, begins_anew)
-    if key not in remembered:
-        rows = rope_rows(
-            num_rows, cu_seqlens, freqs.size(0), cp_size, cp_rank, begins_anew=begins_anew
-        )
-        # With the table itself, so that no other can take its identity.
-        remembered[key] = (freqs, freqs.index_select(0, rows))
+    # Recomputation gives every layer a tensor of its own on the table's memory.
+    place = freqs.data_ptr(), freqs.dtype, freqs.shape, freqs.stride()
+    key = (place, num_rows, cp_size, cp_rank, begins_anew)
+    if key in remembered:
+        return remembered[key][1]
+    rows = rope_rows(num_rows, cu_seqlens, freqs.size(0), cp_size, cp_rank, begins_anew=begins_anew)
+    found = freqs.index_select(0, rows)
+    if not is_in_backward():
+        # With the table itself, so that no other can take its memory.
+        remembered[key] = (freqs, found)
         setattr(cu_seqlens, _REMEMBERED, remembered)
-    return remembered[key][1]
+    return found
+
+
+def forget_rope_rows(packed_seq_params: Any) -> None:
+    """Forget, at the end of a call, what its layers shared; autograd holds what it needs of it."""
+    for value in vars(packed_seq_params).values():
+        if isinstance(value, torch.Tensor):
+            value.__dict__.pop(_REMEMBERED, None)
