@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import weakref
@@ -317,51 +316,6 @@ def test_a_call_leaves_no_table_behind(kernels: Kernels) -> None:
         result = kernels.packed(result, params.cu_seqlens_q, freqs) * 2
     (expected,) = torch.autograd.grad(result.float().sum(), wanted)
     assert torch.equal(leaf.grad, expected)
-
-
-@pytest.mark.gpu(in_process=True)
-@pytest.mark.parametrize("cp_size", [1, 2])
-def test_on_a_gpu_it_is_used_and_has_the_same_bits(one_rank: Any, cp_size: int) -> None:
-    pytest.importorskip("transformer_engine")
-    from megatron.core.models.common.embeddings import rope_utils
-
-    from chunkgraph.megatron.compat import packed_rope
-
-    own, plain = rope_utils.fused_apply_rotary_pos_emb_thd, rope_utils.fused_apply_rotary_pos_emb
-    num_plain = 0
-
-    def counting(*args: Any, **options: Any) -> torch.Tensor:
-        nonlocal num_plain
-        num_plain += 1
-        return plain(*args, **options)
-
-    generator = torch.Generator("cuda").manual_seed(2)
-    lengths = torch.randint(1, 20, (40,), generator=generator, device="cuda").tolist()
-    lengths = [2 * cp_size * n for n in lengths]
-    rows = sum(lengths) // cp_size
-    offsets = _offsets(lengths, 64).cuda()
-    freqs = torch.randn(1024, 1, 1, 128, generator=generator, device="cuda") * 100
-    # As queries lie beside keys and values.
-    wide = torch.randn(rows, 4, 3 * 128, generator=generator, device="cuda").bfloat16()
-    gradient = torch.randn(rows, 4, 128, generator=generator, device="cuda").bfloat16()
-    for rank in range(cp_size):
-        found = []
-        for is_ours in (False, True):
-            given = wide.clone().requires_grad_()
-            rope_utils.fused_apply_rotary_pos_emb = counting
-            try:
-                with packed_rope() if is_ours else contextlib.nullcontext():
-                    num_plain = 0
-                    result = _rotated(given[..., :128], offsets, freqs, cp_size, rank)
-            finally:
-                rope_utils.fused_apply_rotary_pos_emb = plain
-            assert num_plain == int(is_ours)
-            found.append([result, torch.autograd.grad(result, given, gradient)[0]])
-        assert all(
-            torch.equal(a.view(torch.int16), b.view(torch.int16))
-            for a, b in zip(*found, strict=True)
-        )
-    assert rope_utils.fused_apply_rotary_pos_emb_thd is own
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ _CASES = {
     "unfused_rope_block": ({}, {"scope": "block"}, _UNFUSED),
     "unfused_rope_chunk": ({}, {"scope": "chunk", "verify": "shadow"}, _UNFUSED),
     "many_empty_sequences": ({"max_packed_seqs": 16}, {"scope": "chunk"}, {}),
-    # So many that the fused kernel is started by row; `test_fused_rope` shows that it is.
+    # So many that the fused kernel is started by row; `test_gpu_rope` shows that it is.
     "rope_by_row": ({"max_packed_seqs": 80}, {"scope": "chunk", "verify": "poison"}, {}),
     "rope_by_row_shadow": (
         {"max_packed_seqs": 80},

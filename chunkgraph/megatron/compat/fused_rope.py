@@ -120,10 +120,10 @@ def _by_row(plain: Fused, rows_of: RowsOf) -> Fused:
 def _is_equal(own: Fused, by_row: Fused) -> bool:
     """Whether both give the same bits, forward and backward, on documents of several lengths."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    generator = torch.Generator(device).manual_seed(1)
+    generator = torch.Generator().manual_seed(1)
 
     def drawn(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator, device=device)
+        return torch.randn(shape, generator=generator).to(device)
 
     offsets = torch.tensor([0, 4, 4, 48, 56, 64, 64], dtype=torch.int32, device=device)
     for cp_size, cp_rank in ((1, 0), (2, 0), (2, 1)):

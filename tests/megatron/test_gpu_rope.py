@@ -1,0 +1,73 @@
+"""Transformer Engine's RoPE kernels for packed and for plain sequences, on a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytestmark = [pytest.mark.gpu(in_process=True), pytest.mark.megatron]
+
+
+def _rotated(
+    t: torch.Tensor, offsets: torch.Tensor, freqs: torch.Tensor, size: int, rank: int
+) -> torch.Tensor:
+    from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
+
+    config = SimpleNamespace(
+        apply_rope_fusion=True,
+        rotary_interleaved=False,
+        mrope_section=None,
+        multi_latent_attention=False,
+    )
+    group = SimpleNamespace(size=lambda: size, rank=lambda: rank)
+    return apply_rotary_pos_emb(t, freqs, config, cu_seqlens=offsets, cp_group=group)
+
+
+@pytest.mark.parametrize("cp_size", [1, 2])
+def test_the_plain_one_is_used_by_row_and_has_the_same_bits(cp_size: int) -> None:
+    pytest.importorskip("transformer_engine")
+    from megatron.core.models.common.embeddings import rope_utils
+
+    from chunkgraph.megatron.compat import packed_rope
+
+    own, plain = rope_utils.fused_apply_rotary_pos_emb_thd, rope_utils.fused_apply_rotary_pos_emb
+    num_plain = 0
+
+    def counting(*args: Any, **options: Any) -> torch.Tensor:
+        nonlocal num_plain
+        num_plain += 1
+        return plain(*args, **options)
+
+    generator = torch.Generator().manual_seed(2)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).cuda()
+
+    lengths = [2 * cp_size * n for n in torch.randint(0, 20, (40,), generator=generator).tolist()]
+    rows = sum(lengths) // cp_size
+    ends = list(itertools.accumulate(lengths, initial=0))
+    offsets = torch.tensor(ends + [ends[-1]] * 24, dtype=torch.int32).cuda()
+    freqs = drawn(1024, 1, 1, 128) * 100
+    # Queries lie beside keys and values.
+    wide, gradient = drawn(rows, 4, 3 * 128).bfloat16(), drawn(rows, 4, 128).bfloat16()
+    for rank in range(cp_size):
+        found = []
+        for is_ours in (False, True):
+            given = wide.clone().requires_grad_()
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(rope_utils, "fused_apply_rotary_pos_emb", counting)
+                with packed_rope() if is_ours else contextlib.nullcontext():
+                    num_plain = 0
+                    result = _rotated(given[..., :128], offsets, freqs, cp_size, rank)
+            assert num_plain == int(is_ours)
+            found.append([result, torch.autograd.grad(result, given, gradient)[0]])
+        assert all(
+            torch.equal(a.view(torch.int16), b.view(torch.int16))
+            for a, b in zip(*found, strict=True)
+        )
+    assert rope_utils.fused_apply_rotary_pos_emb_thd is own
