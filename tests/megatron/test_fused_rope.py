@@ -78,21 +78,6 @@ def kernels(one_rank: Any, monkeypatch: pytest.MonkeyPatch) -> Kernels:
     return found
 
 
-def _rotated(
-    t: torch.Tensor, offsets: torch.Tensor, freqs: torch.Tensor, size: int = 1, rank: int = 0
-) -> torch.Tensor:
-    from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
-
-    config = SimpleNamespace(
-        apply_rope_fusion=True,
-        rotary_interleaved=False,
-        mrope_section=None,
-        multi_latent_attention=False,
-    )
-    group = SimpleNamespace(size=lambda: size, rank=lambda: rank)
-    return apply_rotary_pos_emb(t, freqs, config, cu_seqlens=offsets, cp_group=group)
-
-
 def _drawn(num_rows: int, num_freqs: int, *, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randn(num_rows, _HEADS, _WIDTH, generator=generator).bfloat16()
@@ -107,7 +92,7 @@ def _offsets(lengths: list[int], num_seqs: int) -> torch.Tensor:
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(data=st.data(), cp_size=st.sampled_from([1, 2, 4]))
 def test_rows_are_turned_as_in_their_documents(
-    kernels: Kernels, data: st.DataObject, cp_size: int
+    kernels: Kernels, rotated: Callable[..., Any], data: st.DataObject, cp_size: int
 ) -> None:
     from chunkgraph.megatron.compat import packed_rope
 
@@ -123,13 +108,15 @@ def test_rows_are_turned_as_in_their_documents(
     wanted = kernels.packed(tokens, offsets, freqs, cp_size, rank)
     with packed_rope():
         kernels.num_plain = kernels.num_packed = 0
-        found = _rotated(tokens, offsets, freqs, cp_size, rank)
+        found = rotated(tokens, offsets, freqs, cp_size, rank)
     assert torch.equal(found.view(torch.int16), wanted.view(torch.int16))
     spared = num_seqs * num_freqs - tokens.size(0)
     assert (kernels.num_plain, kernels.num_packed) == ((1, 0) if spared >= 1 << 14 else (0, 1))
 
 
-def test_layers_share_the_table_by_row(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_share_the_table_by_row(
+    kernels: Kernels, rotated: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from megatron.core.models.common.embeddings import rope_utils
 
     from chunkgraph.megatron.compat import packed_rope
@@ -147,12 +134,12 @@ def test_layers_share_the_table_by_row(kernels: Kernels, monkeypatch: pytest.Mon
     with packed_rope():
         seen.clear()
         for _layer in range(3):
-            _rotated(tokens, offsets, freqs)
+            rotated(tokens, offsets, freqs)
     assert len(seen) == 3
     assert all(table is seen[0] for table in seen)
 
 
-def test_one_capture_serves_all_offsets(kernels: Kernels) -> None:
+def test_one_capture_serves_all_offsets(kernels: Kernels, rotated: Callable[..., Any]) -> None:
     from chunkgraph.megatron.compat import packed_rope
 
     backend = RecorderBackend()
@@ -161,7 +148,7 @@ def test_one_capture_serves_all_offsets(kernels: Kernels) -> None:
     gradient = torch.randn(tokens.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
     static = _offsets([64], 65)
     with packed_rope(), backend.capture("rope", backend.new_pool("rope"), ()) as graph:
-        found = _rotated(tokens, static, freqs)
+        found = rotated(tokens, static, freqs)
         (found_gradient,) = torch.autograd.grad(found, tokens, gradient)
     for lengths in ([64], [1] * 64, [5, 0, 40, 19], [0, 0, 64]):
         offsets = _offsets(lengths, 65)
@@ -217,6 +204,7 @@ def _differs_backward(t: torch.Tensor, freqs: torch.Tensor, **_options: Any) -> 
 )
 def test_what_gives_other_bits_is_not_used(
     kernels: Kernels,
+    rotated: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     plain: Callable[..., torch.Tensor],
@@ -230,9 +218,9 @@ def test_what_gives_other_bits_is_not_used(
     tokens, freqs = _drawn(64, 256)
     few, many = _offsets([64], 4), _offsets([64], 65)
     with caplog.at_level(logging.WARNING), packed_rope():
-        _rotated(tokens, few, freqs)
+        rotated(tokens, few, freqs)
         assert not caplog.records  # nothing is lost there
-        found = [_rotated(tokens, many, freqs) for _ in range(2)]
+        found = [rotated(tokens, many, freqs) for _ in range(2)]
     assert all(torch.equal(one, kernels.packed(tokens, many, freqs)) for one in found)
     (record,) = caplog.records
     assert why in record.getMessage()
@@ -253,7 +241,11 @@ def test_interleaved_angles_keep_the_packed_kernel(kernels: Kernels) -> None:
 
 @pytest.mark.parametrize(("release", "takes_rows"), [((2, 18), True), ((2, 19), False)])
 def test_transformer_engines_own_kernel_for_rows_is_left_to_it(
-    kernels: Kernels, monkeypatch: pytest.MonkeyPatch, release: tuple[int, int], takes_rows: bool
+    kernels: Kernels,
+    rotated: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    release: tuple[int, int],
+    takes_rows: bool,
 ) -> None:
     from chunkgraph.megatron.compat import fused_rope, packed_rope
 
@@ -261,24 +253,27 @@ def test_transformer_engines_own_kernel_for_rows_is_left_to_it(
     tokens, freqs = _drawn(64, 1024)
     with packed_rope():
         kernels.num_plain = kernels.num_packed = 0
-        _rotated(tokens, _offsets([64], 66), freqs)
+        rotated(tokens, _offsets([64], 66), freqs)
     assert (kernels.num_plain, kernels.num_packed) == ((1, 0) if takes_rows else (0, 1))
 
 
 def test_a_table_for_several_sequences_beside_each_other_keeps_the_packed_kernel(
-    kernels: Kernels,
+    kernels: Kernels, rotated: Callable[..., Any]
 ) -> None:
     from chunkgraph.megatron.compat import packed_rope
 
     tokens, freqs = _drawn(64, 256)
     with packed_rope():
         kernels.num_plain = kernels.num_packed = 0
-        _rotated(tokens, _offsets([64], 80), freqs.expand(-1, 2, -1, -1))
+        rotated(tokens, _offsets([64], 80), freqs.expand(-1, 2, -1, -1))
     assert (kernels.num_plain, kernels.num_packed) == (0, 1)
 
 
-def test_a_call_leaves_no_table_behind(kernels: Kernels) -> None:
+def test_a_call_leaves_no_table_behind(
+    kernels: Kernels, rotated: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nor do layers that are computed anew, each of which has a tensor of its own for the table."""
+    from megatron.core.models.common.embeddings import rope_utils
     from torch.utils.checkpoint import checkpoint
 
     from chunkgraph.megatron.compat import forget_rope_rows, packed_rope
@@ -289,15 +284,13 @@ def test_a_call_leaves_no_table_behind(kernels: Kernels) -> None:
     plain = kernels.plain
 
     def layer(t: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-        return _rotated(t, params.cu_seqlens_q, table) * 2
+        return rotated(t, params.cu_seqlens_q, table) * 2
 
     def watching(t: torch.Tensor, table: torch.Tensor, **options: Any) -> torch.Tensor:
         tables.append(weakref.ref(table))
         return plain(t, table, **options)
 
-    from megatron.core.models.common.embeddings import rope_utils
-
-    rope_utils.fused_apply_rotary_pos_emb = watching  # the fixture puts it back
+    monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", watching)
     with packed_rope():
         tables.clear()
         leaf = tokens.clone().requires_grad_()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,23 +13,10 @@ import torch
 pytestmark = [pytest.mark.gpu(in_process=True), pytest.mark.megatron]
 
 
-def _rotated(
-    t: torch.Tensor, offsets: torch.Tensor, freqs: torch.Tensor, size: int, rank: int
-) -> torch.Tensor:
-    from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
-
-    config = SimpleNamespace(
-        apply_rope_fusion=True,
-        rotary_interleaved=False,
-        mrope_section=None,
-        multi_latent_attention=False,
-    )
-    group = SimpleNamespace(size=lambda: size, rank=lambda: rank)
-    return apply_rotary_pos_emb(t, freqs, config, cu_seqlens=offsets, cp_group=group)
-
-
 @pytest.mark.parametrize("cp_size", [1, 2])
-def test_the_plain_one_is_used_by_row_and_has_the_same_bits(cp_size: int) -> None:
+def test_the_plain_one_is_used_by_row_and_has_the_same_bits(
+    rotated: Callable[..., Any], cp_size: int
+) -> None:
     pytest.importorskip("transformer_engine")
     from megatron.core.models.common.embeddings import rope_utils
 
@@ -63,7 +50,7 @@ def test_the_plain_one_is_used_by_row_and_has_the_same_bits(cp_size: int) -> Non
                 patch.setattr(rope_utils, "fused_apply_rotary_pos_emb", counting)
                 with packed_rope() if is_ours else contextlib.nullcontext():
                     num_plain = 0
-                    result = _rotated(given[..., :128], offsets, freqs, cp_size, rank)
+                    result = rotated(given[..., :128], offsets, freqs, cp_size, rank)
             assert num_plain == int(is_ours)
             found.append([result, torch.autograd.grad(result, given, gradient)[0]])
         assert all(

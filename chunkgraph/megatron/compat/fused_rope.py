@@ -9,7 +9,6 @@ all layers share. Whether the last bits are the same is tried out before it is u
 
 from __future__ import annotations
 
-import importlib
 import logging
 import re
 from collections.abc import Callable
@@ -17,7 +16,10 @@ from typing import Any
 
 import torch
 
-__all__ = ["Fused", "fused_by_row", "pays"]
+from chunkgraph.engine.verify import same_bits
+from chunkgraph.megatron.compat.access import versions
+
+__all__ = ["fused_by_row", "pays"]
 
 _log = logging.getLogger(__name__)
 
@@ -136,21 +138,12 @@ def _is_equal(own: Fused, by_row: Fused) -> bool:
                 result = rotate(given, offsets, freqs, cp_size=cp_size, cp_rank=cp_rank)
                 (of_given,) = torch.autograd.grad(result, given, gradient)
             found.append((result.detach(), of_given))
-        if not all(_same_bits(a, b) for a, b in zip(*found, strict=True)):
+        if not all(same_bits(a, b) for a, b in zip(*found, strict=True)):
             return False
     return True
 
 
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.shape == b.shape and torch.equal(
-        a.contiguous().view(torch.int16), b.contiguous().view(torch.int16)
-    )
-
-
 def _version() -> tuple[int, ...]:
     """Of Transformer Engine, its first two numbers; (0, 0) where it is not to be had."""
-    try:
-        release = str(importlib.import_module("transformer_engine").__version__)
-    except ImportError:
-        return (0, 0)
+    release = versions().get("transformer_engine", "0.0")
     return tuple(int(n) for n in re.findall(r"\d+", release)[:2])
