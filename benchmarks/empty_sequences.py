@@ -1,4 +1,4 @@
-"""What empty sequences cost: one transformer layer, forward and backward, in one graph's replay.
+"""What empty sequences cost: transformer layers, forward and backward, in one graph's replay.
 
     python benchmarks/empty_sequences.py --json empty_sequences.json
 
@@ -6,12 +6,12 @@ The same eight documents fill a row each time (`--documents` for others); what c
 sequences the offsets are for: as many as documents, 64 and 512, and the number that training for up
 to 512 would replay by default, of which the rest have no row. `--max-document-tokens` L tells
 kernels that no sequence is longer, and cuts the documents to that, which makes more of them. Also
-told is whether the layer's output, and its input's gradient, are to the last bit those without
-empty sequences; the latter with NVTE_ALLOW_NONDETERMINISTIC_ALGO=0 alone, for which sequences x
-heads x tokens^2 have to stay below 2^30 (`--tokens 512 --sequences 64 128`). RoPE is what chunk
-graphs capture; what all layers of a chunk share of it is counted in the one layer. Needs one GPU
-and the extras `megatron` and `te`; takes well under a minute. `--device cpu` runs the same without
-graphs, to try the script.
+told is whether the output, and the input's gradient, are to the last bit those without empty
+sequences; the latter with NVTE_ALLOW_NONDETERMINISTIC_ALGO=0 alone, for which sequences x heads x
+tokens^2 have to stay below 2^30 (`--tokens 512 --sequences 64 128`). RoPE is what chunk graphs
+capture. There is one layer, which what all layers of a chunk share of it is counted in, or as many
+as `--num-layers` says. Needs one GPU and the extras `megatron` and `te`; takes well under a minute.
+`--device cpu` runs the same without graphs, to try the script.
 """
 
 from __future__ import annotations
@@ -73,6 +73,7 @@ def main() -> int:
     parser.add_argument(
         "--max-document-tokens", metavar="L", type=int, help="of any document (default: T)"
     )
+    parser.add_argument("--num-layers", type=int, default=1, help="of the graph (default: 1)")
     parser.add_argument("--hidden-size", type=int, default=2048)
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=15, help="times that each is measured")
@@ -85,6 +86,8 @@ def main() -> int:
         parser.error("--max-document-tokens is above 0 and at most --tokens")
     if not all(0 < count <= args.tokens for count in args.documents):
         parser.error("--documents are from 1 to --tokens")
+    if args.num_layers < 1:
+        parser.error("--num-layers is 1 or more")
     rows = [_lengths(count, args.tokens, args.max_document_tokens) for count in args.documents]
     os.environ.update(_ALONE)
     # There is no deterministic kernel for many sequences of the usual length.
@@ -97,7 +100,7 @@ def main() -> int:
             one
             for lengths in rows
             for one in _measure(
-                _sequences(len(lengths), args.sequences),
+                _sequences(len(lengths), args.sequences, args.tokens),
                 lambda n, lengths=lengths: _layer_work(
                     chunk, lengths, args.tokens, n, args.max_document_tokens, device
                 ),
@@ -135,10 +138,11 @@ def _lengths(num_documents: int, tokens: int, limit: int | None) -> list[int]:
     return [min(longest, length - begin) for length in whole for begin in range(0, length, longest)]
 
 
-def _sequences(num_documents: int, given: list[int]) -> dict[int, bool]:
+def _sequences(num_documents: int, given: list[int], tokens: int) -> dict[int, bool]:
     """Numbers of sequences to measure, and whether training for the most would replay it."""
     most = max(given)
-    replayed = min((n for n in (*default_seq_buckets(most), most) if n > num_documents), default=0)
+    captured = (*default_seq_buckets(most, tokens), most)
+    replayed = min((n for n in captured if n > num_documents), default=0)
     wanted = sorted({num_documents, replayed, *given})
     return {n: n == replayed for n in wanted if n >= num_documents}
 
@@ -159,7 +163,7 @@ def _config(args: argparse.Namespace) -> Config:
         {
             "device": args.device,
             "model": {
-                "num_layers": 1,
+                "num_layers": args.num_layers,
                 "hidden_size": args.hidden_size,
                 "ffn_hidden_size": args.hidden_size * 11 // 4,
                 "num_attention_heads": args.heads,
@@ -236,9 +240,9 @@ def _median_ratio(times: list[float], others: list[float]) -> float:
 
 
 class _LayerWork:
-    """Forward and backward of a layer, by calling it."""
+    """Forward and backward of layers, by calling them."""
 
-    def __init__(self, forward: Callable[[], Any], hidden: torch.Tensor) -> None:
+    def __init__(self, forward: Callable[[], torch.Tensor], hidden: torch.Tensor) -> None:
         self._forward = forward
         self._hidden = hidden
         self._grad = torch.randn_like(hidden)
@@ -254,8 +258,7 @@ class _LayerWork:
         return _digest(output), _digest(gradient)
 
     def _output(self) -> torch.Tensor:
-        output = self._forward()
-        return output[0] if isinstance(output, tuple) else output
+        return self._forward()
 
 
 def _digest(tensor: torch.Tensor) -> str:
@@ -271,7 +274,7 @@ def _layer_work(
     longest: int | None,
     device: torch.device,
 ) -> _LayerWork:
-    """The model's one layer, on offsets for so many sequences; the same rows for any number."""
+    """The model's layers, on offsets for so many sequences; the same rows for any number."""
     torch.manual_seed(0)
     # The shape counts a dummy, which has no row here and so may be left out.
     shape = PackedShape(max(num_seqs, len(lengths) + 1), tokens, max_document_tokens=longest)
@@ -282,9 +285,9 @@ def _layer_work(
         cu_seqlens_padded=packed.cu_seqlens_padded[: num_seqs + 1],
     )
     assert packed.cu_seqlens_padded[-1] == tokens == sum(lengths)
-    layer = next(m for m in chunk.modules() if hasattr(m, "layers")).layers[0]
+    layers = next(m for m in chunk.modules() if hasattr(m, "layers")).layers
     seen: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-    hook = layer.register_forward_pre_hook(
+    hook = layers[0].register_forward_pre_hook(
         lambda _module, args, kwargs: seen.append((args, kwargs)), with_kwargs=True
     )
     ids = torch.randint(256, (1, tokens), device=device)
@@ -303,17 +306,21 @@ def _layer_work(
     if hidden is None:
         hidden, *args = args
     hidden = hidden.detach().clone().requires_grad_()
-    for parameter in layer.parameters():
+    for parameter in layers.parameters():
         if parameter.grad is None:  # one for all graphs, which go on writing to it
             parameter.grad = torch.zeros_like(parameter)
 
     # New objects for every call, as in a replay's capture: nothing is remembered with them.
-    packing = take_apart(kwargs.pop("packed_seq_params"), "the layer")
+    packing = take_apart(kwargs.pop("packed_seq_params"), "the layers")
 
-    def forward() -> Any:
+    def forward() -> torch.Tensor:
         given = dict(packing)
         put_together(given)
-        return layer(hidden, *args, **kwargs, **given)
+        result = hidden
+        for layer in layers:
+            found = layer(result, *args, **kwargs, **given)
+            result = found[0] if isinstance(found, tuple) else found
+        return result
 
     return _LayerWork(forward, hidden)
 

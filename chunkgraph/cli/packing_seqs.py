@@ -14,7 +14,7 @@ _FEW = 2
 _HARDLY_ANY = 0.01
 # Transformer Engine rounds sequences up: to 32, to powers of two, from 512 on to multiples of it.
 _LEAST_LAUNCHED, _LINEAR_FROM = 32, 512
-# So many cost half a percent of a layer more than the fewest.
+# So many cost half a percent of a layer more than the fewest, in rows that are not short.
 _CHEAP = 64
 
 
@@ -26,12 +26,12 @@ def seq_buckets_to_ask_for(sizes: MicrobatchSizes, shape: PackedShape) -> list[i
         shape: The shape that they are replayed in.
     """
     most, dummies = shape.max_packed_seqs, _dummies(shape)
-    default = default_seq_buckets(most)
+    default = default_seq_buckets(most, shape.tokens_per_rank)
     needed = quantile(sizes.num_documents, MANY) + 1
     used = [n for n in default if n > quantile(sizes.num_documents, _HARDLY_ANY)]
     chosen = min(n for n in (*default, most) if n >= needed or n == most)
     fewer = _as_launched(needed + dummies) - dummies
-    cost = max(_as_launched(fewer + dummies), _CHEAP)
+    cost = max(_as_launched(fewer + dummies), min((*default, _CHEAP)))
     if _as_launched(chosen + dummies) > cost and _FEW * fewer <= most:
         return sorted({fewer, *(n - dummies for n in used if n - dummies >= _LEAST_LAUNCHED)})
     return [0] if default and not used else []

@@ -371,7 +371,10 @@ class Config:
         packing = self.packing
         if packing.seq_buckets is not None:
             return packing.seq_buckets
-        return default_seq_buckets(packing.max_packed_seqs)
+        rows = self.tokens_per_sequence
+        if not packing.context_parallel_sizes:  # of all ranks together
+            rows //= self.pipeline.context_parallel_size
+        return default_seq_buckets(packing.max_packed_seqs, rows)
 
     @property
     def tokens_per_sequence(self) -> int:

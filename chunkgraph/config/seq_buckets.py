@@ -5,20 +5,25 @@ from __future__ import annotations
 __all__ = ["default_seq_buckets"]
 
 _LEAST = 64
+# What Transformer Engine rounds fewer sequences up to, and the rows that it makes a difference in.
+_FEWEST_LAUNCHED, _SHORT = 32, 1024
 
 
-def default_seq_buckets(max_packed_seqs: int) -> tuple[int, ...]:
-    """Powers of two from 64 on, up to half of the most; none for fewer than 128.
+def default_seq_buckets(max_packed_seqs: int, rows_per_rank: int) -> tuple[int, ...]:
+    """Powers of two from 64 on, up to half of the most; in short rows 32 too, if that is fewer.
 
     Attention's kernels are started for every sequence, empty or not, by numbers that Transformer
     Engine rounds up to powers of two between 32 and 512 (``get_max_batch_size``). So a microbatch
-    costs at most what it does without empty sequences, or with 64 (0.2% of a layer of 4096 rows
-    more than with 8: `benchmarks/empty_sequences.json`).
+    of few documents costs at most what it does with 64 sequences: 0.3% of the time of a layer's
+    kernels more than with 8 in 4096 rows, up to 3% in 1024 and fewer, where there are graphs for 32
+    (`benchmarks/empty_sequences.json` and those for other rows; with deterministic kernels 13%).
 
     Args:
         max_packed_seqs: the most sequences of a microbatch; 0: none are packed.
+        rows_per_rank: tokens of a microbatch that a context-parallel rank has.
     """
-    found, count = [], _LEAST
+    is_short = rows_per_rank <= _SHORT and max_packed_seqs > _FEWEST_LAUNCHED
+    found, count = [_FEWEST_LAUNCHED] if is_short else [], _LEAST
     while 2 * count <= max_packed_seqs:
         found.append(count)
         count *= 2

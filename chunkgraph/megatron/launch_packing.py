@@ -96,10 +96,11 @@ def resolved_flags(flags: GraphFlags, args: argparse.Namespace) -> GraphFlags:
     """
     if not flags.max_packed_seqs:
         return flags
+    rows = flags.max_packed_tokens or _rows(args)
     counts = flags.packed_seq_buckets
     if counts is None:
-        counts = default_seq_buckets(flags.max_packed_seqs)
-    rows = flags.max_packed_tokens or _rows(args)
+        size = _of(args, "context_parallel_size", 1) if flags.contexts is None else 1
+        counts = default_seq_buckets(flags.max_packed_seqs, rows // size)
     return replace(flags, max_packed_tokens=rows, packed_seq_buckets=counts)
 
 

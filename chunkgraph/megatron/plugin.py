@@ -151,7 +151,11 @@ def attach(
     device = _device_of(chunks[0])
     options = options if options is not None else CaptureOptions()
     if seq_buckets is None:
-        seq_buckets = () if packing is None else default_seq_buckets(packing.max_packed_seqs)
+        seq_buckets = (
+            ()
+            if packing is None
+            else default_seq_buckets(packing.max_packed_seqs, packing.tokens_per_rank)
+        )
     refuse_for_attach(
         chunks,
         config,

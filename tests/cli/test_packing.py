@@ -236,33 +236,38 @@ def test_a_limit_on_documents(numbers, capsys):
 
 @pytest.fixture
 def packed(tmp_path: Path):
-    """Writes a hundred microbatches of one-token documents, a twentieth with ``most`` of them."""
+    """Writes a hundred microbatches of short documents, a twentieth with ``most`` of them."""
 
-    def write(most: int, others: int) -> str:
+    def write(most: int, others: int, tokens: int = 1) -> str:
         path = tmp_path / "packed.txt"
         counts = [most if i % 20 == 0 else others for i in range(100)]
-        path.write_text("\n".join(" ".join(["1"] * n) for n in counts))
+        path.write_text("\n".join(" ".join([str(tokens)] * n) for n in counts))
         return str(path)
 
     return write
 
 
 @pytest.mark.parametrize(
-    ("most", "others", "default", "fewer"),
+    ("most", "others", "tokens", "default", "fewer"),
     [
-        (300, 40, [64, 128], []),  # the default has graphs for 64
-        (300, 10, [64, 128], []),  # 64 cost hardly more than 32
-        (99, 12, [], [32]),  # there is no default
-        (60, 12, [], []),  # all are cheap
-        (99, 60, [], []),  # not fewer than half
-        (180, 150, [64], [0]),  # nobody has so few
-        (3199, 1200, [64, 128, 256, 512, 1024], [1536]),
+        (300, 40, 40, [64, 128], []),  # the default has graphs for 64
+        (300, 10, 40, [64, 128], []),  # 64 cost hardly more than 32
+        (99, 12, 40, [], [32]),  # there is no default
+        (60, 12, 40, [], []),  # all are cheap
+        (99, 60, 40, [], []),  # not fewer than half
+        (180, 150, 40, [64], [0]),  # nobody has so few
+        (3199, 1200, 1, [64, 128, 256, 512, 1024], [1536]),
+        (300, 40, 1, [32, 64, 128], []),  # in short rows there are graphs for 32
+        (300, 10, 1, [32, 64, 128], []),
+        (60, 12, 1, [32], []),
+        (99, 60, 1, [32], [0]),
+        (30, 12, 1, [], []),
     ],
 )
 def test_fewer_sequences_are_recommended_where_the_default_does_not_have_them(
-    packed, capsys, most, others, default, fewer
+    packed, capsys, most, others, tokens, default, fewer
 ):
-    arguments = (packed(most, others), "--target-fallback", "0%")
+    arguments = (packed(most, others, tokens), "--target-fallback", "0%")
     found = json.loads(run(capsys, *arguments, "--json")[1])
     assert found["recommended"]["max_packed_seqs"] == most + 1
     assert (found["default_seq_buckets"], found["seq_buckets"]) == (default, fewer)
@@ -282,9 +287,11 @@ def test_dummies_of_a_limit_on_documents_count_as_sequences(packed, capsys):
     """So the default's 64 are started for as 128, but 64 less the dummies as 64."""
     limited = ("--target-fallback", "0%", "--max-document-tokens", "64", "--json")
     found = json.loads(run(capsys, packed(500, 40), *limited)[1])
-    assert found["default_seq_buckets"] == [64, 128]
+    assert found["default_seq_buckets"] == [32, 64, 128]
     assert found["recommended"]["max_packed_tokens"] == 512
     assert found["seq_buckets"] == [64 - 7, 128 - 7]
+    found = json.loads(run(capsys, packed(500, 20), *limited)[1])
+    assert found["seq_buckets"] == [32 - 7, 64 - 7, 128 - 7]
 
 
 def test_a_number_of_sequences_that_costs_the_same_is_told(tmp_path, capsys):

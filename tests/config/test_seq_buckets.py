@@ -10,7 +10,14 @@ from chunkgraph.config import config_from_mapping, default_seq_buckets
     [(0, ()), (64, ()), (127, ()), (128, (64,)), (359, (64, 128)), (512, (64, 128, 256))],
 )
 def test_powers_of_two_up_to_half(most: int, found: tuple[int, ...]) -> None:
-    assert default_seq_buckets(most) == found
+    assert default_seq_buckets(most, 1025) == found
+
+
+@pytest.mark.parametrize(
+    ("most", "found"), [(0, ()), (32, ()), (33, (32,)), (127, (32,)), (128, (32, 64))]
+)
+def test_short_rows_have_32_too(most: int, found: tuple[int, ...]) -> None:
+    assert default_seq_buckets(most, 1024) == found
 
 
 @pytest.mark.parametrize(
@@ -24,9 +31,19 @@ def test_powers_of_two_up_to_half(most: int, found: tuple[int, ...]) -> None:
         ({"seq_buckets": [9], "buckets": [0.5]}, {"fp8": "hybrid"}, (9,)),
         ({"context_parallel_sizes": [1]}, {}, (64,)),
         ({"context_parallel_sizes": [1], "seq_buckets": [9]}, {}, (9,)),
+        ({"max_packed_tokens": 1024}, {}, (32, 64)),
+        ({"max_packed_tokens": 1024, "context_parallel_sizes": [1]}, {}, (32, 64)),
+        ({}, {"seq_length": 1024}, (32, 64)),
     ],
 )
-def test_what_a_run_has(packing: dict, model: dict, found: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_what_a_run_has(packing: dict, model: dict, found: tuple[int, ...], num_ranks: int) -> None:
+    """The same where context-parallel ranks have as many rows each."""
+    if "context_parallel_sizes" in packing:  # whose rows are those of a rank
+        num_ranks = 1
+    if "max_packed_tokens" in packing:
+        packing = {**packing, "max_packed_tokens": packing["max_packed_tokens"] * num_ranks}
+    model = {**model, "seq_length": model.get("seq_length", 2048) * num_ranks}
     config = config_from_mapping(
         {
             "device": "cuda",
@@ -35,11 +52,11 @@ def test_what_a_run_has(packing: dict, model: dict, found: tuple[int, ...]) -> N
                 "hidden_size": 64,
                 "ffn_hidden_size": 128,
                 "num_attention_heads": 4,
-                "seq_length": 512,
                 "layer_spec": "transformer_engine",
                 "normalization": "RMSNorm",
                 **model,
             },
+            "pipeline": {"context_parallel_size": num_ranks},
             "train": {"micro_batch_size": 1, "num_microbatches": [2]},
             "packing": {"max_packed_seqs": 200, **packing},
         }

@@ -144,6 +144,7 @@ def test_flags_of_packed_sequences(given: list[str], packing: tuple[Any, ...]) -
         ([], ()),
         (["--cuda-graph-max-packed-seqs", "512"], (64, 128, 256)),
         (["--cuda-graph-max-packed-seqs", "512", "--cuda-graph-cp-sizes", "1"], (64, 128, 256)),
+        (["--cuda-graph-max-packed-seqs"], ()),
         ([*("--cuda-graph-max-packed-seqs", "512"), *("--cuda-graph-packed-seq-buckets", "0")], ()),
         (
             [*("--cuda-graph-max-packed-seqs", "512"), *("--cuda-graph-packed-seq-buckets", "9")],
@@ -152,9 +153,30 @@ def test_flags_of_packed_sequences(given: list[str], packing: tuple[Any, ...]) -
     ],
 )
 def test_fewer_sequences_by_default(given: list[str], found: tuple[int, ...]) -> None:
-    flags = resolved_flags(_parsed(*given), argparse.Namespace(seq_length=16))
+    args = argparse.Namespace(seq_length=2048)
+    flags = resolved_flags(_parsed(*given), args)
     assert (flags.packed_seq_buckets or ()) == found
-    assert flags.max_packed_tokens == (16 if given else None)
+    assert flags.max_packed_tokens == (2048 if given else None)
+
+
+@pytest.mark.parametrize(
+    ("given", "rows", "ranks", "found"),
+    [
+        ([], 1024, 1, (32,)),
+        ([], 2048, 2, (32,)),
+        ([], 2048, 1, ()),
+        # Where sizes change, the rows are those of a rank.
+        (["--cuda-graph-cp-sizes", "1"], 2048, 2, ()),
+        (["--cuda-graph-cp-sizes", "1"], 1024, 2, (32,)),
+    ],
+)
+def test_fewer_sequences_in_short_rows(
+    given: list[str], rows: int, ranks: int, found: tuple[int, ...]
+) -> None:
+    args = argparse.Namespace(seq_length=rows, context_parallel_size=ranks)
+    flags = resolved_flags(_parsed("--cuda-graph-max-packed-seqs", *given), args)
+    assert flags.max_packed_seqs == 50
+    assert flags.packed_seq_buckets == found
 
 
 PACKED = {"sft": True, "seq_length": 16, "micro_batch_size": 1, "cuda_graph_max_packed_seqs": 4}

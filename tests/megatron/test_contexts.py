@@ -256,7 +256,7 @@ def test_banks_are_of_numbers_of_sequences(groups: ContextGroups) -> None:
     with pytest.raises(ConfigError, match=r"seq_buckets has 5: .* below max_packed_seqs \(5\)"):
         ContextBanks(limits, groups, seq_buckets=[5])
     by_default = ContextBanks(replace(LIMITS, max_packed_seqs=128), groups)
-    assert {key.max_packed_seqs for key in by_default.keys} == {None, 64}
+    assert {key.max_packed_seqs for key in by_default.keys} == {None, 32, 64}
 
 
 def test_sizes_and_buckets_that_cannot_be(groups: ContextGroups) -> None:

@@ -27,6 +27,7 @@ def test_the_same_documents_among_more_sequences(tmp_path: Path) -> None:
         "--hidden-size": "32",
         "--heads": "2",
         "--rounds": "2",
+        "--num-layers": "2",
         "--documents": "8",
     }
     result = subprocess.run(
@@ -46,16 +47,17 @@ def test_the_same_documents_among_more_sequences(tmp_path: Path) -> None:
     found = json.loads(path.read_text())
     measured = found["measured"]
     assert [(len(one["lengths"]), one["num_seqs"]) for one in measured] == [
-        *((8, 8), (8, 64), (8, 512)),
-        *((20, 20), (20, 64), (20, 512)),
+        *((8, 8), (8, 32), (8, 64), (8, 512)),
+        *((20, 20), (20, 32), (20, 64), (20, 512)),
     ]
-    assert [one["num_seqs"] for one in measured if one["is_replayed"]] == [64, 64]
-    assert [one["ratio"] == 1 for one in measured] == [True, False, False] * 2
+    assert [one["num_seqs"] for one in measured if one["is_replayed"]] == [32, 32]
+    assert [one["ratio"] == 1 for one in measured] == [True, False, False, False] * 2
+    assert found["model"]["num_layers"] == 2
     assert all(sum(one["lengths"]) == 64 for one in measured)
     assert all(one["ms"] > 0 and len(one["ms_all"]) == 2 for one in measured)
     assert all(one["same_output"] and one["same_gradient"] for one in measured)
-    assert result.stdout.count("bits of output same, gradient same") == 6
-    assert result.stdout.count(" ms, ") == 6
+    assert result.stdout.count("bits of output same, gradient same") == 8
+    assert result.stdout.count(" ms, ") == 8
     assert result.stdout.count("replayed by default") == 2
     assert all(one["error"] is None for one in measured)
 
@@ -83,6 +85,20 @@ def test_documents_fill_the_row_and_are_cut_to_their_limit(script: ModuleType) -
 
 def test_what_training_would_replay_is_measured(script: ModuleType) -> None:
     # The dummy is a sequence too.
-    assert script._sequences(63, [64, 512]) == {63: False, 64: True, 512: False}
-    assert script._sequences(64, [64, 512]) == {64: False, 128: True, 512: False}
-    assert script._sequences(260, [64, 512]) == {260: False, 512: True}
+    assert script._sequences(63, [64, 512], 4096) == {63: False, 64: True, 512: False}
+    assert script._sequences(64, [64, 512], 4096) == {64: False, 128: True, 512: False}
+    assert script._sequences(260, [64, 512], 4096) == {260: False, 512: True}
+    assert script._sequences(8, [64], 1024) == {8: False, 32: True, 64: False}
+
+
+def test_what_all_layers_compute_is_measured(script: ModuleType) -> None:
+    result = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "empty_sequences.py"), "--num-layers", "0"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+    assert result.returncode == 2
+    assert "--num-layers is 1 or more" in result.stderr

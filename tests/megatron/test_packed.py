@@ -465,21 +465,22 @@ def test_rows_behind_the_last_offset_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("most", "given", "found"),
+    ("shape", "given", "found"),
     [
-        (127, None, [127]),
-        (256, None, [256, 128, 64]),
-        (256, (), [256]),
-        (256, (9,), [256, 9]),
+        (PackedShape(127, 2048), None, [127]),
+        (PackedShape(256, 2048), None, [256, 128, 64]),
+        (PackedShape(127, 32), None, [127, 32]),
+        (PackedShape(256, 32), (), [256]),
+        (PackedShape(256, 32), (9,), [256, 9]),
     ],
 )
 def test_graphs_for_fewer_sequences(
-    chunks: list[Any], most: int, given: tuple[int, ...] | None, found: list[int]
+    chunks: list[Any], shape: PackedShape, given: tuple[int, ...] | None, found: list[int]
 ) -> None:
     from chunkgraph.megatron.plugin import attach
 
-    attached = attach(chunks, packing=PackedShape(most, 32), seq_buckets=given)
-    assert [shape.max_packed_seqs for shape in attached.packed_shapes] == found
+    attached = attach(chunks, packing=shape, seq_buckets=given)
+    assert [one.max_packed_seqs for one in attached.packed_shapes] == found
     attached.detach()
 
 

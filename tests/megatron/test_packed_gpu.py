@@ -19,21 +19,22 @@ import pytest
 Case = Callable[..., dict[str, Any]]
 
 _UNFUSED = {"apply_rope_fusion": False}
+# So many that the fused kernel is started by row; `test_gpu_rope` shows that it is.
+_MANY = {"max_packed_seqs": 80, "seq_buckets": []}
 _CASES = {
     "fused_rope_block": ({}, {"scope": "block", "verify": "poison"}, {}),
     "fused_rope_chunk": ({}, {"scope": "chunk"}, {}),
     "unfused_rope_block": ({}, {"scope": "block"}, _UNFUSED),
     "unfused_rope_chunk": ({}, {"scope": "chunk", "verify": "shadow"}, _UNFUSED),
     "many_empty_sequences": ({"max_packed_seqs": 16}, {"scope": "chunk"}, {}),
-    # So many that the fused kernel is started by row; `test_gpu_rope` shows that it is.
-    "rope_by_row": ({"max_packed_seqs": 80}, {"scope": "chunk", "verify": "poison"}, {}),
+    "rope_by_row": (_MANY, {"scope": "chunk", "verify": "poison"}, {}),
     "rope_by_row_shadow": (
-        {"max_packed_seqs": 80},
+        _MANY,
         {"scope": "block", "verify": "shadow", "memory_plan": "shared_temporaries"},
         {},
     ),
     "rope_by_row_recompute": (
-        {"max_packed_seqs": 80},
+        _MANY,
         {"scope": "chunk"},
         {
             "recompute_granularity": "full",
@@ -51,6 +52,7 @@ _CASES = {
             "recompute_num_layers": 1,
         },
     ),
+    "fewer_sequences": ({"max_packed_seqs": 80}, {"scope": "chunk", "verify": "poison"}, {}),
     "grouped_queries": ({}, {"scope": "chunk"}, {"num_query_groups": 2}),
 }
 

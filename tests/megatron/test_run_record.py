@@ -98,7 +98,7 @@ def test_context_sizes_are_saved(tmp_path: Path) -> None:
     record = _saved(_graphs(num_banks=4, context_banks=banks), flags, tmp_path, micro_batch_size=1)
     saved = record["capture"]
     assert saved["contexts"] == {"captured": [1, 2], "eager": [4], "schedule": "random"}
-    assert (saved["packed_seq_buckets"], saved["max_packed_tokens"]) == ([64, 128, 256], 1024)
+    assert (saved["packed_seq_buckets"], saved["max_packed_tokens"]) == ([32, 64, 128, 256], 1024)
     assert record["graphs_of_rank_0"]["context_banks"] == [
         {"context_parallel_size": size, "tokens_per_rank": 1024, "max_packed_seqs": count}
         for size in (2, 1)

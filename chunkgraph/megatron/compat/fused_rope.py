@@ -1,23 +1,22 @@
 """Transformer Engine's fused rotary embedding of packed sequences, started once for each row.
 
 Its kernel for packed sequences is started for every entry of the table in every sequence, empty or
-not: with 64 sequences in 1024 rows that takes a fifth of a layer's time. (From release 2.19 on,
-there is one that is started for each row, which it takes where that spares 65536 blocks or more.)
-Its kernel for plain sequences does the same arithmetic with a table of its own for each row, which
-all layers share. Whether the last bits are the same is tried out before it is used.
+not: with 64 sequences in 1024 rows that takes a fifth of a layer's time. (From release 2.19 on, it
+has one that is started for each row, and takes it where that spares 65536 blocks or more.) Its
+kernel for plain sequences does the same arithmetic with a table that has an entry for each row,
+which all layers share; it takes less time than either (H200, 4096 rows: 84 us of a layer for 105).
+Whether the last bits are the same is tried out before it is used.
 """
 
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from chunkgraph.engine.verify import same_bits
-from chunkgraph.megatron.compat.access import versions
 
 __all__ = ["fused_by_row", "pays"]
 
@@ -29,28 +28,21 @@ Fused = Callable[..., torch.Tensor]
 RowsOf = Callable[[int, torch.Tensor, torch.Tensor, int, int], torch.Tensor]
 """Of rows, offsets, table, ranks and rank: the table's entry of each row, [rows, 1, 1, width]."""
 
-# An idle block takes 0.6 ns of an H200 (`benchmarks/empty_sequences_512.json`), in four kernels of
-# a layer: 40 us a layer for so many. The table by row takes seven small kernels for all layers.
-_LEAST_SPARED = 1 << 14
-# In its own choice: `use_fused_rope_thd_linear_grid_launch` in its common/fused_rope/fused_rope.cu.
-_OWN_FROM, _OWN_LEAST_SPARED, _OWN_LEAST_RATIO = (2, 19), 1 << 16, 2
+# An idle block takes 0.6 ns of an H200 (the four kernels of a layer of 512 rows: 95 us with 64
+# sequences, 179 with 128): 20 us a layer for so many. The table by row takes seven small kernels,
+# 10 us, for all layers.
+_LEAST_SPARED = 1 << 13
 
 
-def pays(num_rows: int, num_seqs: int, num_freqs: int, cp_size: int, *, has_linear: bool) -> bool:
+def pays(num_rows: int, num_seqs: int, num_freqs: int) -> bool:
     """Whether starting the kernel once for each row is worth a table by row.
 
     Args:
         num_rows: tokens on this rank.
         num_seqs: sequences, empty ones too.
         num_freqs: length of the table.
-        cp_size: context-parallel ranks.
-        has_linear: Transformer Engine has a kernel of its own that is started once for each row.
     """
-    blocks = num_seqs * num_freqs
-    spared = blocks - num_rows
-    if has_linear and blocks > _OWN_LEAST_RATIO * cp_size * num_rows:
-        return _LEAST_SPARED <= spared < _OWN_LEAST_SPARED
-    return spared >= _LEAST_SPARED
+    return num_seqs * num_freqs - num_rows >= _LEAST_SPARED
 
 
 def fused_by_row(own: Fused | None, plain: Fused | None, rows_of: RowsOf) -> Fused | None:
@@ -68,7 +60,6 @@ def fused_by_row(own: Fused | None, plain: Fused | None, rows_of: RowsOf) -> Fus
         return None
     by_row = _by_row(plain, rows_of)
     obstacle = _obstacle(own, by_row)
-    has_linear = _version() >= _OWN_FROM
     is_told = False
 
     def fused(
@@ -84,14 +75,14 @@ def fused_by_row(own: Fused | None, plain: Fused | None, rows_of: RowsOf) -> Fus
         is_usual = t.dim() == 3 and freqs.dim() == 4 and freqs.size(1) == freqs.size(2) == 1
         # Interleaved ones are rare, and were not tried out.
         wants_rows = is_usual and not any(options.values())
-        if wants_rows and pays(num_rows, num_seqs, num_freqs, cp_size, has_linear=has_linear):
+        if wants_rows and pays(num_rows, num_seqs, num_freqs):
             if not obstacle:
                 return by_row(t, cu_seqlens, freqs, cp_size, cp_rank)
             if not is_told:
                 _log.warning(
-                    "RoPE of packed sequences keeps the kernel that is started for every row in "
-                    "every sequence, empty or not: the one that is started once for each row "
-                    "cannot be used here (%s). Fewer sequences cost less.",
+                    "RoPE of packed sequences keeps Transformer Engine's kernel for them, which "
+                    "takes longer for many sequences, empty or not, than the one that is started "
+                    "once for each row; that cannot be used here (%s).",
                     obstacle,
                 )
                 is_told = True
@@ -141,9 +132,3 @@ def _is_equal(own: Fused, by_row: Fused) -> bool:
         if not all(same_bits(a, b) for a, b in zip(*found, strict=True)):
             return False
     return True
-
-
-def _version() -> tuple[int, ...]:
-    """Of Transformer Engine, its first two numbers; (0, 0) where it is not to be had."""
-    release = versions().get("transformer_engine", "0.0")
-    return tuple(int(n) for n in re.findall(r"\d+", release)[:2])

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from chunkgraph.megatron.compat.access import import_megatron, patch_attributes, private_names
-from chunkgraph.megatron.compat.backward_pass import is_in_backward
+from chunkgraph.megatron.compat.backward_pass import at_end_of_backward, is_in_backward
 from chunkgraph.megatron.compat.fused_rope import fused_by_row
 
 __all__ = ["forget_rope_rows", "packed_rope", "rope_rows"]
@@ -112,8 +112,7 @@ def _rows(
 ) -> torch.Tensor:
     """The frequencies of each row; all layers of a call share them, by way of its offsets.
 
-    What is computed anew in a backward makes its own, which go with it: nobody knows when the last
-    of its layers is done.
+    Layers that are computed anew in a backward have one of their own, which goes with it.
     """
     remembered: dict[Any, Any] = getattr(cu_seqlens, _REMEMBERED, {})
     # Recomputation gives every layer a tensor of its own on the table's memory.
@@ -123,10 +122,11 @@ def _rows(
         return remembered[key][1]
     rows = rope_rows(num_rows, cu_seqlens, freqs.size(0), cp_size, cp_rank, begins_anew=begins_anew)
     found = freqs.index_select(0, rows)
-    if not is_in_backward():
-        # With the table itself, so that no other can take its memory.
-        remembered[key] = (freqs, found)
-        setattr(cu_seqlens, _REMEMBERED, remembered)
+    # With the table itself, so that no other can take its memory.
+    remembered[key] = (freqs, found)
+    setattr(cu_seqlens, _REMEMBERED, remembered)
+    if is_in_backward():
+        at_end_of_backward(lambda: _forget(cu_seqlens))
     return found
 
 
@@ -134,4 +134,8 @@ def forget_rope_rows(packed_seq_params: Any) -> None:
     """Forget, at the end of a call, what its layers shared; autograd holds what it needs of it."""
     for value in vars(packed_seq_params).values():
         if isinstance(value, torch.Tensor):
-            value.__dict__.pop(_REMEMBERED, None)
+            _forget(value)
+
+
+def _forget(cu_seqlens: torch.Tensor) -> None:
+    cu_seqlens.__dict__.pop(_REMEMBERED, None)
