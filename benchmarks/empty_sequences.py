@@ -10,7 +10,7 @@ told is whether the output, and the input's gradient, are to the last bit those 
 sequences; the latter with NVTE_ALLOW_NONDETERMINISTIC_ALGO=0 alone, for which sequences x heads x
 tokens^2 have to stay below 2^30 (`--tokens 512 --sequences 64 128`). RoPE is what chunk graphs
 capture. There is one layer, which what all layers of a chunk share of it is counted in, or as many
-as `--num-layers` says. Needs one GPU and the extras `megatron` and `te`; takes well under a minute.
+as `--num-layers` says. Needs one GPU and the extras `megatron` and `te`; takes about a minute.
 `--device cpu` runs the same without graphs, to try the script.
 """
 
@@ -21,6 +21,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import random
 import statistics
 import sys
 import time
@@ -76,7 +77,7 @@ def main() -> int:
     parser.add_argument("--num-layers", type=int, default=1, help="of the graph (default: 1)")
     parser.add_argument("--hidden-size", type=int, default=2048)
     parser.add_argument("--heads", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=15, help="times that each is measured")
+    parser.add_argument("--rounds", type=int, default=45, help="times that each is measured")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--layer-spec", default="transformer_engine")
     args = parser.parse_args()
@@ -205,10 +206,12 @@ def _measure(
         except (RuntimeError, ValueError) as error:  # no memory, or no kernel: the others count
             errors[n] = f"{type(error).__name__}: {error}"
     times: dict[int, list[float]] = {n: [] for n in replays}
-    # In turns, so that a clock that drifts does so for all of them.
+    # In turns, so that a clock that drifts does so for all of them, and in another order each time,
+    # since how fast it is depends on the power that was drawn before.
+    order = random.Random(0)
     for _ in range(num_rounds):
-        for n, replay in replays.items():
-            times[n].append(_time_ms(replay, device))
+        for n in order.sample(list(replays), len(replays)):
+            times[n].append(_time_ms(replays[n], device))
     first, first_bits = times.get(len(lengths)), bits.get(len(lengths))
     repeats = device.type == "cpu" or os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] == "0"
 
@@ -347,14 +350,15 @@ def _captured(work: Callable[[], None]) -> Callable[[], None]:
 
 
 def _time_ms(replay: Callable[[], None], device: torch.device) -> float:
-    """Of one replay, in ms."""
+    """Of one replay among its like, in ms."""
     if device.type == "cpu":
         started = time.perf_counter()
         replay()
         return (time.perf_counter() - started) * 1e3
     num_replays = 20
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    replay()
+    for _ in range(num_replays):
+        replay()
     begin.record()
     for _ in range(num_replays):
         replay()
