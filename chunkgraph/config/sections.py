@@ -371,9 +371,8 @@ class Config:
         packing = self.packing
         if packing.seq_buckets is not None:
             return packing.seq_buckets
-        rows = self.tokens_per_sequence
-        if not packing.context_parallel_sizes:  # of all ranks together
-            rows //= self.pipeline.context_parallel_size
+        # With sizes that change, tokens are those of a rank, and this size is 1.
+        rows = self.tokens_per_sequence // self.pipeline.context_parallel_size
         return default_seq_buckets(packing.max_packed_seqs, rows)
 
     @property

@@ -14,9 +14,9 @@ def default_seq_buckets(max_packed_seqs: int, rows_per_rank: int) -> tuple[int, 
 
     Attention's kernels are started for every sequence, empty or not, by numbers that Transformer
     Engine rounds up to powers of two between 32 and 512 (``get_max_batch_size``). So a microbatch
-    of few documents costs at most what it does with 64 sequences: 0.3% of the time of a layer's
-    kernels more than with 8 in 4096 rows, up to 3% in 1024 and fewer, where there are graphs for 32
-    (`benchmarks/empty_sequences.json` and those for other rows; with deterministic kernels 13%).
+    of few documents costs at most what it does with 64 sequences: in 4096 rows half a percent of a
+    layer more than with 8, in 2048 one; in 1024 and fewer it would be 2% and 3%, and 12% to 14%
+    with deterministic kernels, so that there are graphs for 32 (`benchmarks/README.md`).
 
     Args:
         max_packed_seqs: the most sequences of a microbatch; 0: none are packed.

@@ -29,6 +29,7 @@ import unpadded_probe
 from torch import nn
 
 from chunkgraph.config import config_from_mapping
+from chunkgraph.megatron.buckets import Buckets
 from chunkgraph.megatron.contexts import ContextGroups
 from chunkgraph.megatron.loop import TrainingRun
 from chunkgraph.megatron.processes import training_process
@@ -46,7 +47,7 @@ class EagerRuns:
         """That of ``case``; made by ``run`` if it is the first of its kind."""
         of_graphs = ("capture", "stash", "run")
         model = {name: s for name, s in case["config"].items() if name not in of_graphs}
-        apart = ("ddp_options", "transformer_options", "frozen", "groups")
+        apart = ("ddp_options", "transformer_options", "frozen", "groups", "offsets")
         options = [case.get(name) for name in apart]
         kind = json.dumps([model, *options], sort_keys=True)
         if kind not in self._done:
@@ -58,7 +59,11 @@ def run_case(case: dict[str, Any], eager_runs: EagerRuns) -> Any:
     """Results of one job."""
     os.environ["MASTER_PORT"] = str(case["port"])
     config = config_from_mapping(case["config"])
-    with groups_of_megatron(case.get("groups")), training_process(config) as device:
+    with (
+        groups_of_megatron(case.get("groups")),
+        offsets_for(case.get("offsets")),
+        training_process(config) as device,
+    ):
         if case.get("probe") == "receive":
             return receive_probe.run(config, device, case, eager_runs.of)
         if case.get("probe") == "packed":
@@ -103,6 +108,20 @@ def groups_of_megatron(wanted: str | None) -> Iterator[None]:
         mock.patch.object(parallel_state, "initialize_model_parallel", initialize),
         mock.patch.object(ContextGroups, "of_data_parallel", ContextGroups.of_megatron),
     ):
+        yield
+
+
+@contextmanager
+def offsets_for(wanted: str | None) -> Iterator[None]:
+    """Where ``wanted`` is "most", offsets are made for the most sequences, as by `attach`'s users.
+
+    Training makes them for the graphs that a microbatch replays.
+    """
+    if wanted is None:
+        yield
+        return
+    assert wanted == "most"
+    with mock.patch.object(Buckets, "shape_of", lambda own, _lengths, tokens: own.shapes[tokens]):
         yield
 
 

@@ -157,6 +157,31 @@ def test_fp8(run_equal: Callable[..., Any], make_case: Case, recipe: str) -> Non
         assert len(results[name]["replays_of_bank"][0]) > 1, name
 
 
+@pytest.mark.gpu
+@pytest.mark.megatron
+@pytest.mark.timeout(300)
+def test_offsets_for_the_most_sequences_are_cut(
+    run_equal: Callable[..., Any], make_case: Case
+) -> None:
+    """Eager training has them as they are, with 80 sequences; graphs with 32, or 3 and 5 and 80."""
+    made = {
+        "by_default": make_case([2, 3, 1, 4], {"max_packed_seqs": 80}, {"scope": "chunk"}, {}),
+        "several": make_case(
+            [2, 3, 1, 4],
+            {"max_packed_seqs": 80, "seq_buckets": [3, 5], "buckets": [0.5]},
+            {"scope": "block", "verify": "poison"},
+            {},
+        ),
+        "unfused": make_case([2, 3, 1, 4], {"max_packed_seqs": 80}, {"scope": "chunk"}, _UNFUSED),
+    }
+    cases = {name: {**case, "offsets": "most"} for name, case in made.items()}
+    results = run_equal(cases, 1, timeout_s=280.0)
+    _check(results)
+    for name in ("by_default", "unfused"):
+        assert set(results[name]["replays_of_bank"][0]) == {"256 tokens, 32 sequences"}, name
+    assert len(results["several"]["replays_of_bank"][0]) > 1
+
+
 @pytest.mark.multigpu
 @pytest.mark.megatron
 @pytest.mark.timeout(500)
@@ -170,7 +195,7 @@ def test_two_gpus(run_equal: Callable[..., Any], make_case: Case, vpp: int | Non
             pipeline_model_parallel_size=2,
             virtual_pipeline_model_parallel_size=vpp,
         )
-        for name in ("fused_rope_block", "fused_rope_chunk", "unfused_rope_chunk")
+        for name in ("fused_rope_block", "fused_rope_chunk", "unfused_rope_chunk", "rope_by_row")
     }
     _check(run_equal(cases, 2, timeout_s=480.0))
 

@@ -183,12 +183,14 @@ def test_length_buckets(run_equal: Callable[..., Any], make_case: Case) -> None:
             verify="poison",
         ),
     }
+    cases["cut"] = {**cases["sequences"], "offsets": "most"}
     assert _lengths(cases["block"]) == {36, 42, 48}
     results = run_equal(cases, 1)
     _check(results)
     # One slot, in as many banks.
     captures = {name: result["steps"][1]["captures"] for name, result in results.items()}
-    assert captures == {"block": 4, "chunk": 4, "sequences": 6}
+    assert captures == {"block": 4, "chunk": 4, "sequences": 6, "cut": 6}
+    assert results["cut"]["replays_of_bank"] == results["sequences"]["replays_of_bank"]
     (replays,) = results["sequences"]["replays_of_bank"]
     assert len(replays) > 2
     assert sum(replays.values()) == 7

@@ -4,7 +4,7 @@ Its kernel for packed sequences is started for every entry of the table in every
 not: with 64 sequences in 1024 rows that takes a fifth of a layer's time. (From release 2.19 on, it
 has one that is started for each row, and takes it where that spares 65536 blocks or more.) Its
 kernel for plain sequences does the same arithmetic with a table that has an entry for each row,
-which all layers share; it takes less time than either (H200, 4096 rows: 84 us of a layer for 105).
+which all layers share; it takes less time than either (H200, 4096 rows: 82 us of a layer for 105).
 Whether the last bits are the same is tried out before it is used.
 """
 
