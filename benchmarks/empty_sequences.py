@@ -8,10 +8,10 @@ to 512 would replay by default, of which the rest have no row. `--max-document-t
 kernels that no sequence is longer, and cuts the documents to that, which makes more of them. Also
 told is whether the output, and the input's gradient, are to the last bit those without empty
 sequences; the latter with NVTE_ALLOW_NONDETERMINISTIC_ALGO=0 alone, for which sequences x heads x
-tokens^2 have to stay below 2^30 (`--tokens 512 --sequences 64 128`). RoPE is what chunk graphs
-capture. There is one layer, which what all layers of a chunk share of it is counted in, or as many
-as `--num-layers` says. Needs one GPU and the extras `megatron` and `te`; takes about a minute.
-`--device cpu` runs the same without graphs, to try the script.
+tokens^2 have to stay below 2^30 (`--tokens 512 --sequences 32 64 128`). RoPE is what chunk graphs
+capture; all that the layers of a chunk share of it is counted, for one layer or for `--num-layers`.
+Needs one GPU and the extras `megatron` and `te`; takes about a minute. `--device cpu` runs the same
+without graphs, to try the script.
 """
 
 from __future__ import annotations
@@ -252,16 +252,13 @@ class _LayerWork:
         hidden.grad = torch.zeros_like(hidden)
 
     def __call__(self) -> None:
-        self._output().backward(self._grad)
+        self._forward().backward(self._grad)
 
     def bits(self) -> tuple[str, str]:
         """Digests of the output and of its input's gradient."""
-        output = self._output()
+        output = self._forward()
         (gradient,) = torch.autograd.grad(output, self._hidden, self._grad)
         return _digest(output), _digest(gradient)
-
-    def _output(self) -> torch.Tensor:
-        return self._forward()
 
 
 def _digest(tensor: torch.Tensor) -> str:

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from chunkgraph.cli.packing_seqs import MANY, most_for_the_same, seq_buckets_to_ask_for
-from chunkgraph.config import default_seq_buckets
-from chunkgraph.packing import LongDocuments, PackedShape, ShapeOutcome, quantile
+from chunkgraph.cli.packing_seqs import MANY, default_of, most_for_the_same, seq_buckets_to_ask_for
+from chunkgraph.packing import LongDocuments, ShapeOutcome, quantile
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -59,7 +58,7 @@ def as_json(study: PackingStudy) -> dict[str, Any]:
         "recommended": None if best is None else _outcome_json(best),
         "flags": None if best is None else flags(best),
         "seq_buckets": None if best is None else seq_buckets_to_ask_for(sizes, best.shape),
-        "default_seq_buckets": (None if best is None else list(_default_seq_buckets(best.shape))),
+        "default_seq_buckets": None if best is None else list(default_of(best.shape)),
     }
 
 
@@ -241,10 +240,7 @@ def _say_same_cost(study: PackingStudy, best: ShapeOutcome, say: Any) -> None:
 
 
 def _say_seq_buckets(study: PackingStudy, best: ShapeOutcome, say: Any) -> None:
-    default, fewer = (
-        _default_seq_buckets(best.shape),
-        seq_buckets_to_ask_for(study.sizes, best.shape),
-    )
+    default, fewer = default_of(best.shape), seq_buckets_to_ask_for(study.sizes, best.shape)
     if default:
         say(
             f"By default there are graphs for {_and(default)} sequences too, so that few\n"
@@ -266,10 +262,6 @@ def _say_seq_buckets(study: PackingStudy, best: ShapeOutcome, say: Any) -> None:
             f"(packing.seq_buckets={str(fewer).replace(' ', '')})",
             "bold",
         )
-
-
-def _default_seq_buckets(shape: PackedShape) -> tuple[int, ...]:
-    return default_seq_buckets(shape.max_packed_seqs, shape.tokens_per_rank)
 
 
 def _and(counts: Sequence[int]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from chunkgraph.config import default_seq_buckets
 from chunkgraph.packing import MicrobatchSizes, PackedShape, quantile
 
-__all__ = ["MANY", "most_for_the_same", "seq_buckets_to_ask_for"]
+__all__ = ["MANY", "default_of", "most_for_the_same", "seq_buckets_to_ask_for"]
 
 MANY = 0.9
 """Of the microbatches: fewer sequences are worth graphs if these need less than one in `_FEW`."""
@@ -14,7 +14,7 @@ _FEW = 2
 _HARDLY_ANY = 0.01
 # Transformer Engine rounds sequences up: to 32, to powers of two, from 512 on to multiples of it.
 _LEAST_LAUNCHED, _LINEAR_FROM = 32, 512
-# So many cost half a percent of a layer more than the fewest, in rows that are not short.
+# So many cost a percent of a layer more than the fewest at most, in rows that are not short.
 _CHEAP = 64
 
 
@@ -26,7 +26,7 @@ def seq_buckets_to_ask_for(sizes: MicrobatchSizes, shape: PackedShape) -> list[i
         shape: The shape that they are replayed in.
     """
     most, dummies = shape.max_packed_seqs, _dummies(shape)
-    default = default_seq_buckets(most, shape.tokens_per_rank)
+    default = default_of(shape)
     needed = quantile(sizes.num_documents, MANY) + 1
     used = [n for n in default if n > quantile(sizes.num_documents, _HARDLY_ANY)]
     chosen = min(n for n in (*default, most) if n >= needed or n == most)
@@ -35,6 +35,11 @@ def seq_buckets_to_ask_for(sizes: MicrobatchSizes, shape: PackedShape) -> list[i
     if _as_launched(chosen + dummies) > cost and _FEW * fewer <= most:
         return sorted({fewer, *(n - dummies for n in used if n - dummies >= _LEAST_LAUNCHED)})
     return [0] if default and not used else []
+
+
+def default_of(shape: PackedShape) -> tuple[int, ...]:
+    """Fewer sequences that there are graphs for without asking."""
+    return default_seq_buckets(shape.max_packed_seqs, shape.tokens_per_rank)
 
 
 def most_for_the_same(shape: PackedShape) -> int:

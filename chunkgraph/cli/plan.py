@@ -207,6 +207,7 @@ def _request_from_config(args: argparse.Namespace, config: Config) -> _Request:
     )
     parts = model.recompute_modules if model.recompute_granularity == "selective" else ()
     by_layer = model.recompute_method == "block"
+    banks = banks_of(args, config)
     return _Request(
         schedule=_schedule_name(args.schedule, num_ranks, num_chunks),
         num_ranks=num_ranks,
@@ -236,8 +237,8 @@ def _request_from_config(args: argparse.Namespace, config: Config) -> _Request:
         is_largest_of_many=args.num_microbatches is None and len(set(counts)) > 1,
         is_hybrid=model.hybrid_layer_pattern is not None,
         shared_slots=config.capture.shared_slots,
-        banks=banks_of(args, config),
-        seq_counts=seq_counts_of(config),
+        banks=banks,
+        seq_counts=seq_counts_of(config, banks),
     )
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from chunkgraph._text import format_bytes
+from chunkgraph.config import default_seq_buckets
 from chunkgraph.errors import ConfigError
 from chunkgraph.slots import BankEstimate, BankSizes
 
@@ -70,11 +72,18 @@ def banks_of(args: argparse.Namespace, config: Config) -> tuple[BankSizes, ...]:
     )
 
 
-def seq_counts_of(config: Config) -> tuple[int, ...]:
-    """The numbers of packed sequences that every graph is captured for; none where there is one."""
-    if not config.seq_buckets:
-        return ()
-    return tuple(sorted({config.packing.max_packed_seqs, *config.seq_buckets}, reverse=True))
+def seq_counts_of(config: Config, banks: Sequence[BankSizes]) -> tuple[int, ...]:
+    """The numbers of packed sequences that every graph is captured for; none where there is one.
+
+    Args:
+        config: of the run.
+        banks: `banks_of` it.
+    """
+    most, fewer = config.packing.max_packed_seqs, config.packing.seq_buckets
+    if fewer is None:
+        rows = max((bank.tokens_per_rank for bank in banks), default=0)
+        fewer = default_seq_buckets(most, rows) if banks else config.seq_buckets
+    return tuple(sorted({most, *fewer}, reverse=True)) if fewer else ()
 
 
 def bank_rows(rank: int, banks: tuple[BankEstimate, ...]) -> list[list[str]]:

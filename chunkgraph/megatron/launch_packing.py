@@ -99,7 +99,8 @@ def resolved_flags(flags: GraphFlags, args: argparse.Namespace) -> GraphFlags:
     rows = flags.max_packed_tokens or _rows(args)
     counts = flags.packed_seq_buckets
     if counts is None:
-        size = _of(args, "context_parallel_size", 1) if flags.contexts is None else 1
+        # With sizes that change, rows are those of a rank, and this size is 1.
+        size = _of(args, "context_parallel_size", 1)
         counts = default_seq_buckets(flags.max_packed_seqs, rows // size)
     return replace(flags, max_packed_tokens=rows, packed_seq_buckets=counts)
 

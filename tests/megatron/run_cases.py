@@ -12,7 +12,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from chunkgraph.megatron.loop import TrainingRun
 from chunkgraph.megatron.processes import training_process
 from chunkgraph.megatron.training import run_eager, train
 from chunkgraph.megatron.worker import die_with_parent, write_error
+from chunkgraph.packing import PackedShape
 
 
 class EagerRuns:
@@ -121,8 +122,16 @@ def offsets_for(wanted: str | None) -> Iterator[None]:
         yield
         return
     assert wanted == "most"
-    with mock.patch.object(Buckets, "shape_of", lambda own, _lengths, tokens: own.shapes[tokens]):
+    fewest, num_wider = Buckets.shape_of, 0
+
+    def most(own: Buckets, lengths: Sequence[int], tokens: int) -> PackedShape:
+        nonlocal num_wider
+        num_wider += fewest(own, lengths, tokens) != own.shapes[tokens]
+        return own.shapes[tokens]
+
+    with mock.patch.object(Buckets, "shape_of", most):
         yield
+    assert num_wider, "no offsets were for more sequences than they would have been"
 
 
 def _freeze(chunk: nn.Module, patterns: list[str]) -> None:

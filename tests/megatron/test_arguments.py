@@ -165,9 +165,8 @@ def test_fewer_sequences_by_default(given: list[str], found: tuple[int, ...]) ->
         ([], 1024, 1, (32,)),
         ([], 2048, 2, (32,)),
         ([], 2048, 1, ()),
-        # Where sizes change, the rows are those of a rank.
-        (["--cuda-graph-cp-sizes", "1"], 2048, 2, ()),
-        (["--cuda-graph-cp-sizes", "1"], 1024, 2, (32,)),
+        (["--cuda-graph-cp-sizes", "1"], 2048, 1, ()),
+        (["--cuda-graph-cp-sizes", "1"], 1024, 1, (32,)),
     ],
 )
 def test_fewer_sequences_in_short_rows(

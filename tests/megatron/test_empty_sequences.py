@@ -9,8 +9,10 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 
@@ -91,7 +93,7 @@ def test_what_training_would_replay_is_measured(script: ModuleType) -> None:
     assert script._sequences(8, [64], 1024) == {8: False, 32: True, 64: False}
 
 
-def test_what_all_layers_compute_is_measured(script: ModuleType) -> None:
+def test_there_is_a_layer_to_measure() -> None:
     result = subprocess.run(
         [sys.executable, str(ROOT / "benchmarks" / "empty_sequences.py"), "--num-layers", "0"],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -102,3 +104,29 @@ def test_what_all_layers_compute_is_measured(script: ModuleType) -> None:
     )
     assert result.returncode == 2
     assert "--num-layers is 1 or more" in result.stderr
+
+
+def test_all_layers_are_measured(
+    script: ModuleType, one_rank: Any, make_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from chunkgraph.config import config_from_mapping
+    from chunkgraph.megatron.model import build_model
+    from chunkgraph.megatron.processes import seed_everything
+
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    model = {"layer_spec": "user_specs:packed", "num_layers": 3}
+    train = {"micro_batch_size": 1, "use_ddp": False}
+    packing = {"max_packed_seqs": 4, "max_packed_tokens": 32}
+    config = config_from_mapping(make_config(model=model, train=train, packing=packing))
+    seed_everything(1, one_rank)
+    (chunk,) = build_model(config, one_rank)
+    work = script._layer_work(chunk, [20, 12], 32, 4, None, one_rank)
+    seen: list[int] = []
+    layers = next(m for m in chunk.modules() if hasattr(m, "layers")).layers
+    for number, layer in enumerate(layers):
+        layer.register_forward_hook(lambda *_, number=number: seen.append(number))
+    before = [parameter.grad.clone() for parameter in layers.parameters()]
+    work()
+    assert seen == [0, 1, 2]
+    after = [parameter.grad for parameter in layers.parameters()]
+    assert not any(torch.equal(a, b) for a, b in zip(before, after, strict=True))

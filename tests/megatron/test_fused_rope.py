@@ -227,6 +227,33 @@ def test_what_gives_other_bits_is_not_used(
     assert why in record.getMessage()
 
 
+def test_transformer_engines_kernel_for_each_row_is_tried_too(
+    kernels: Kernels,
+    rotated: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Which it takes where that spares 65536 blocks or more."""
+    from megatron.core.models.common.embeddings import rope_utils
+
+    from chunkgraph.megatron.compat import packed_rope
+
+    def packed(
+        t: torch.Tensor, cu_seqlens: torch.Tensor, freqs: torch.Tensor, **options: Any
+    ) -> Any:
+        found = kernels.packed(t, cu_seqlens, freqs, **options)
+        spared = (cu_seqlens.numel() - 1) * freqs.size(0) - t.size(0)
+        return found if spared < 1 << 16 else found * 1.01
+
+    monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb_thd", packed)
+    tokens, freqs = _drawn(64, 256)
+    with caplog.at_level(logging.WARNING), packed_rope():
+        kernels.num_plain = 0
+        rotated(tokens, _offsets([64], 65), freqs)
+    assert kernels.num_plain == 0
+    assert "last bits" in caplog.text
+
+
 def test_interleaved_angles_keep_the_packed_kernel(kernels: Kernels) -> None:
     from megatron.core.models.common.embeddings import rope_utils
 
@@ -303,6 +330,44 @@ def test_a_call_leaves_no_table_behind(
         result = kernels.packed(result, params.cu_seqlens_q, freqs) * 2
     (expected,) = torch.autograd.grad(result.float().sum(), wanted)
     assert torch.equal(leaf.grad, expected)
+
+
+def test_layers_with_tables_of_their_own_keep_one_at_a_time(
+    kernels: Kernels, rotated: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a backward, which computes them anew one after the other."""
+    from megatron.core.models.common.embeddings import rope_utils
+    from torch.utils.checkpoint import checkpoint
+
+    from chunkgraph.megatron.compat import forget_rope_rows, packed_rope
+
+    tokens, _ = _drawn(64, 256)
+    params = SimpleNamespace(cu_seqlens_q=_offsets([30, 34], 80), max_seqlen_q=64)
+    tables: list[weakref.ref[torch.Tensor]] = []
+    plain = kernels.plain
+
+    def watching(t: torch.Tensor, table: torch.Tensor, **options: Any) -> torch.Tensor:
+        tables.append(weakref.ref(table))
+        return plain(t, table, **options)
+
+    monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", watching)
+    alive: list[int] = []
+    with packed_rope():
+        result = tokens.clone().requires_grad_()
+        for layer in range(4):
+            _, freqs = _drawn(64, 256, seed=layer)
+
+            def turned(t: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
+                found = rotated(t, params.cu_seqlens_q, freqs) * 2
+                alive.append(sum(table() is not None for table in tables))
+                return found
+
+            result = checkpoint(turned, result, freqs, use_reentrant=True)
+        forget_rope_rows(params)
+        alive.clear()
+        tables.clear()
+        result.float().sum().backward()
+    assert alive == [1] * 4
 
 
 @pytest.mark.parametrize(

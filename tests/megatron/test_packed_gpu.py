@@ -117,6 +117,9 @@ def _check(results: dict[str, dict[str, Any]]) -> None:
 @pytest.mark.megatron
 @pytest.mark.timeout(500)
 def test_one_gpu(run_equal: Callable[..., Any], make_case: Case) -> None:
+    from chunkgraph.megatron.compat.fused_rope import pays
+
+    assert pays(256, _MANY["max_packed_seqs"], 257)
     cases = {name: make_case([2, 3, 1, 4], *case) for name, case in _CASES.items()}
     _check(run_equal(cases, 1, timeout_s=480.0))
 
@@ -214,7 +217,7 @@ def test_two_gpus_share_documents(run_equal: Callable[..., Any], make_case: Case
         )
         for name in ("fused_rope_block", "fused_rope_chunk", "unfused_rope_chunk")
     }
-    many = {**_shared(2), "max_packed_seqs": 48}
+    many = {**_shared(2), "max_packed_seqs": 48, "seq_buckets": []}
     cases["rope_by_row"] = make_case(
         [2, 3, 1], many, *_CASES["rope_by_row"][1:], context_parallel_size=2
     )

@@ -15,5 +15,5 @@ def is_in_backward() -> bool:
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Call at the end of the backward that this thread is in, as FSDP does."""
+    """Call at the end of the backward that this thread is in, unless it raises; as FSDP does."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)

@@ -4,12 +4,13 @@ Its kernel for packed sequences is started for every entry of the table in every
 not: with 64 sequences in 1024 rows that takes a fifth of a layer's time. (From release 2.19 on, it
 has one that is started for each row, and takes it where that spares 65536 blocks or more.) Its
 kernel for plain sequences does the same arithmetic with a table that has an entry for each row,
-which all layers share; it takes less time than either (H200, 4096 rows: 82 us of a layer for 105).
-Whether the last bits are the same is tried out before it is used.
+which all layers share; but for the table it takes less time than either (H200, 4096 rows: 81 us of
+a layer for 105). Whether the last bits are the same is tried out before it is used.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -30,7 +31,7 @@ RowsOf = Callable[[int, torch.Tensor, torch.Tensor, int, int], torch.Tensor]
 
 # An idle block takes 0.6 ns of an H200 (the four kernels of a layer of 512 rows: 95 us with 64
 # sequences, 179 with 128): 20 us a layer for so many. The table by row takes seven small kernels,
-# 10 us, for all layers.
+# 11 to 16 us, for all layers (some more on context-parallel ranks).
 _LEAST_SPARED = 1 << 13
 
 
@@ -111,16 +112,20 @@ def _by_row(plain: Fused, rows_of: RowsOf) -> Fused:
 
 
 def _is_equal(own: Fused, by_row: Fused) -> bool:
-    """Whether both give the same bits, forward and backward, on documents of several lengths."""
+    """Whether both give the same bits, forward and backward, on documents of several lengths.
+
+    With few sequences and with so many that Transformer Engine starts its own kernel for each row.
+    """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     generator = torch.Generator().manual_seed(1)
 
     def drawn(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator).to(device)
 
-    offsets = torch.tensor([0, 4, 4, 48, 56, 64, 64], dtype=torch.int32, device=device)
-    for cp_size, cp_rank in ((1, 0), (2, 0), (2, 1)):
-        freqs = drawn(44, 1, 1, 32) * 100
+    ends = [0, 4, 4, 48, 56, 64]
+    freqs = drawn(64, 1, 1, 32) * 100
+    for num_empty, (cp_size, cp_rank) in itertools.product((1, 1024), ((1, 0), (2, 0), (2, 1))):
+        offsets = torch.tensor(ends + [64] * num_empty, dtype=torch.int32, device=device)
         tokens, gradient = (drawn(64 // cp_size, 3, 40).bfloat16() for _ in range(2))
         found = []
         for rotate in (own, by_row):

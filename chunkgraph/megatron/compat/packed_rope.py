@@ -112,7 +112,8 @@ def _rows(
 ) -> torch.Tensor:
     """The frequencies of each row; all layers of a call share them, by way of its offsets.
 
-    Layers that are computed anew in a backward have one of their own, which goes with it.
+    Layers that are computed anew in a backward have one of their own, which goes at its end, or
+    where a layer has other frequencies.
     """
     remembered: dict[Any, Any] = getattr(cu_seqlens, _REMEMBERED, {})
     # Recomputation gives every layer a tensor of its own on the table's memory.
@@ -122,11 +123,12 @@ def _rows(
         return remembered[key][1]
     rows = rope_rows(num_rows, cu_seqlens, freqs.size(0), cp_size, cp_rank, begins_anew=begins_anew)
     found = freqs.index_select(0, rows)
+    if is_in_backward():
+        remembered.clear()
+        at_end_of_backward(lambda: _forget(cu_seqlens))
     # With the table itself, so that no other can take its memory.
     remembered[key] = (freqs, found)
     setattr(cu_seqlens, _REMEMBERED, remembered)
-    if is_in_backward():
-        at_end_of_backward(lambda: _forget(cu_seqlens))
     return found
 
 
