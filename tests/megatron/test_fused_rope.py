@@ -279,26 +279,37 @@ def test_a_table_for_several_sequences_beside_each_other_keeps_the_packed_kernel
     assert (kernels.num_plain, kernels.num_packed) == (0, 1)
 
 
+@pytest.fixture
+def tables(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[torch.Tensor]]:
+    """The table of every call by row, which it does not keep alive."""
+    from megatron.core.models.common.embeddings import rope_utils
+
+    found: list[weakref.ref[torch.Tensor]] = []
+
+    def watching(t: torch.Tensor, table: torch.Tensor, **options: Any) -> torch.Tensor:
+        found.append(weakref.ref(table))
+        return kernels.plain(t, table, **options)
+
+    monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", watching)
+    return found
+
+
 def test_a_call_leaves_no_table_behind(
-    kernels: Kernels, rotated: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    kernels: Kernels,
+    rotated: Callable[..., Any],
+    tables: list[weakref.ref[torch.Tensor]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Nor do layers computed anew, which share one, though each has a tensor of its own for it."""
-    from megatron.core.models.common.embeddings import rope_utils
     from torch.utils.checkpoint import checkpoint
 
     from chunkgraph.megatron.compat import forget_rope_rows, packed_rope
 
     tokens, freqs = _drawn(64, 256)
     params = SimpleNamespace(cu_seqlens_q=_offsets([30, 34], 80), max_seqlen_q=64)
-    tables: list[weakref.ref[torch.Tensor]] = []
-    plain = kernels.plain
 
     def layer(t: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         return rotated(t, params.cu_seqlens_q, table) * 2
-
-    def watching(t: torch.Tensor, table: torch.Tensor, **options: Any) -> torch.Tensor:
-        tables.append(weakref.ref(table))
-        return plain(t, table, **options)
 
     module, num_made = sys.modules["chunkgraph.megatron.compat.packed_rope"], 0
     own = module.rope_rows
@@ -308,7 +319,6 @@ def test_a_call_leaves_no_table_behind(
         num_made += 1
         return own(*args, **options)
 
-    monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", watching)
     monkeypatch.setattr(module, "rope_rows", counting)
     with packed_rope():
         tables.clear()
@@ -333,24 +343,15 @@ def test_a_call_leaves_no_table_behind(
 
 
 def test_layers_with_tables_of_their_own_keep_one_at_a_time(
-    kernels: Kernels, rotated: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    rotated: Callable[..., Any], tables: list[weakref.ref[torch.Tensor]]
 ) -> None:
     """In a backward, which computes them anew one after the other."""
-    from megatron.core.models.common.embeddings import rope_utils
     from torch.utils.checkpoint import checkpoint
 
     from chunkgraph.megatron.compat import forget_rope_rows, packed_rope
 
     tokens, _ = _drawn(64, 256)
     params = SimpleNamespace(cu_seqlens_q=_offsets([30, 34], 80), max_seqlen_q=64)
-    tables: list[weakref.ref[torch.Tensor]] = []
-    plain = kernels.plain
-
-    def watching(t: torch.Tensor, table: torch.Tensor, **options: Any) -> torch.Tensor:
-        tables.append(weakref.ref(table))
-        return plain(t, table, **options)
-
-    monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", watching)
     alive: list[int] = []
     with packed_rope():
         result = tokens.clone().requires_grad_()
