@@ -227,13 +227,16 @@ def test_what_gives_other_bits_is_not_used(
     assert why in record.getMessage()
 
 
+@pytest.mark.parametrize(("num_seqs", "takes_rows"), [(256, True), (257, False)])
 def test_transformer_engines_kernel_for_each_row_is_tried_too(
     kernels: Kernels,
     rotated: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
+    num_seqs: int,
+    takes_rows: bool,
 ) -> None:
-    """Which it takes where that spares 65536 blocks or more."""
+    """Which it takes where that spares 65536 blocks or more: it is no matter for fewer."""
     from megatron.core.models.common.embeddings import rope_utils
 
     from chunkgraph.megatron.compat import packed_rope
@@ -249,9 +252,9 @@ def test_transformer_engines_kernel_for_each_row_is_tried_too(
     tokens, freqs = _drawn(64, 256)
     with caplog.at_level(logging.WARNING), packed_rope():
         kernels.num_plain = 0
-        rotated(tokens, _offsets([64], 65), freqs)
-    assert kernels.num_plain == 0
-    assert "last bits" in caplog.text
+        rotated(tokens, _offsets([64], num_seqs), freqs)
+    assert kernels.num_plain == takes_rows
+    assert ("last bits" in caplog.text) is not takes_rows
 
 
 def test_interleaved_angles_keep_the_packed_kernel(kernels: Kernels) -> None:

@@ -10,7 +10,6 @@ a layer for 105). Whether the last bits are the same is tried out before it is u
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -33,6 +32,9 @@ RowsOf = Callable[[int, torch.Tensor, torch.Tensor, int, int], torch.Tensor]
 # sequences, 179 with 128): 20 us a layer for so many. The table by row takes seven small kernels,
 # 11 to 16 us, for all layers (some more on context-parallel ranks).
 _LEAST_SPARED = 1 << 13
+# From so many on Transformer Engine may take its own kernel for each row, whose bits are tried out
+# apart: `use_fused_rope_thd_linear_grid_launch` in its common/fused_rope/fused_rope.cu.
+_OWN_LEAST_SPARED = 1 << 16
 
 
 def pays(num_rows: int, num_seqs: int, num_freqs: int) -> bool:
@@ -60,7 +62,7 @@ def fused_by_row(own: Fused | None, plain: Fused | None, rows_of: RowsOf) -> Fus
     if own is None or plain is None:
         return None
     by_row = _by_row(plain, rows_of)
-    obstacle = _obstacle(own, by_row)
+    of_few, of_many = (_obstacle(own, by_row, num_empty) for num_empty in (1, 1024))
     is_told = False
 
     def fused(
@@ -77,6 +79,8 @@ def fused_by_row(own: Fused | None, plain: Fused | None, rows_of: RowsOf) -> Fus
         # Interleaved ones are rare, and were not tried out.
         wants_rows = is_usual and not any(options.values())
         if wants_rows and pays(num_rows, num_seqs, num_freqs):
+            has_other = num_seqs * num_freqs - num_rows >= _OWN_LEAST_SPARED
+            obstacle = of_few or (of_many if has_other else "")
             if not obstacle:
                 return by_row(t, cu_seqlens, freqs, cp_size, cp_rank)
             if not is_told:
@@ -92,10 +96,10 @@ def fused_by_row(own: Fused | None, plain: Fused | None, rows_of: RowsOf) -> Fus
     return fused
 
 
-def _obstacle(own: Fused, by_row: Fused) -> str:
-    """Why one cannot take the place of the other, or ""."""
+def _obstacle(own: Fused, by_row: Fused, num_empty: int) -> str:
+    """Why one cannot take the place of the other, or ""; see `_is_equal`."""
     try:
-        is_equal = _is_equal(own, by_row)
+        is_equal = _is_equal(own, by_row, num_empty)
     except Exception as error:  # noqa: BLE001 - whatever it is, the other one can be captured
         return str(error) or type(error).__name__
     return "" if is_equal else "its results differ in their last bits from those of the other"
@@ -111,10 +115,11 @@ def _by_row(plain: Fused, rows_of: RowsOf) -> Fused:
     return by_row
 
 
-def _is_equal(own: Fused, by_row: Fused) -> bool:
+def _is_equal(own: Fused, by_row: Fused, num_empty: int) -> bool:
     """Whether both give the same bits, forward and backward, on documents of several lengths.
 
-    With few sequences and with so many that Transformer Engine starts its own kernel for each row.
+    They lie among ``num_empty`` empty sequences; with 1024 Transformer Engine starts its own kernel
+    for each row.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     generator = torch.Generator().manual_seed(1)
@@ -124,8 +129,8 @@ def _is_equal(own: Fused, by_row: Fused) -> bool:
 
     ends = [0, 4, 4, 48, 56, 64]
     freqs = drawn(64, 1, 1, 32) * 100
-    for num_empty, (cp_size, cp_rank) in itertools.product((1, 1024), ((1, 0), (2, 0), (2, 1))):
-        offsets = torch.tensor(ends + [64] * num_empty, dtype=torch.int32, device=device)
+    offsets = torch.tensor(ends + [64] * num_empty, dtype=torch.int32, device=device)
+    for cp_size, cp_rank in ((1, 0), (2, 0), (2, 1)):
         tokens, gradient = (drawn(64 // cp_size, 3, 40).bfloat16() for _ in range(2))
         found = []
         for rotate in (own, by_row):
