@@ -238,6 +238,7 @@ def test_memory_by_bank(run, config, tmp_path):
     sizes.write_text(CONFIG.rstrip("}\n") + more)
     banks = json.loads(run(sizes, "pipeline.data_parallel_size=4", "--json"))[0]["banks"]
     assert [b["context_parallel_size"] for b in banks] == [4, 1]
+    assert {b["tokens_per_rank"] for b in banks} == {32}
     # By default with graphs for fewer sequences, by the rows of a rank.
     many = ("pipeline.data_parallel_size=4", "packing.max_packed_seqs=100", "model.seq_length=1028")
     assert "packed sequences" not in run(sizes, *many)
@@ -246,7 +247,6 @@ def test_memory_by_bank(run, config, tmp_path):
     few = (*many[:2], "model.seq_length=1024")
     assert "For 100, 32 packed" in run(sizes, *few)
     assert "packed sequences" not in run(sizes, *few, "--max-tokens-per-rank", 1026)
-    assert {b["tokens_per_rank"] for b in banks} == {32}
 
 
 def test_banks_that_cannot_be_planned(run, config):

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.gpu(in_process=True), pytest.mark.megatron]
 
 # With more, Transformer Engine takes its own kernel that is started for each row.
 @pytest.mark.parametrize("num_empty", [24, 200])
-@pytest.mark.parametrize("cp_size", [1, 2])
+@pytest.mark.parametrize("cp_size", [1, 2, 4])
 def test_the_plain_one_is_used_by_row_and_has_the_same_bits(
     rotated: Callable[..., Any], cp_size: int, num_empty: int
 ) -> None:

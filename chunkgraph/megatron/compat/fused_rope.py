@@ -18,7 +18,7 @@ import torch
 
 from chunkgraph.engine.verify import same_bits
 
-__all__ = ["fused_by_row", "pays"]
+__all__ = ["blocks_spared", "fused_by_row", "pays"]
 
 _log = logging.getLogger(__name__)
 
@@ -37,15 +37,20 @@ _LEAST_SPARED = 1 << 13
 _OWN_LEAST_SPARED = 1 << 16
 
 
-def pays(num_rows: int, num_seqs: int, num_freqs: int) -> bool:
-    """Whether starting the kernel once for each row is worth a table by row.
+def pays(num_spared: int) -> bool:
+    """Whether starting so many blocks less is worth a table by row."""
+    return num_spared >= _LEAST_SPARED
+
+
+def blocks_spared(num_rows: int, num_seqs: int, num_freqs: int) -> int:
+    """Blocks of the kernel for packed sequences that have no row.
 
     Args:
         num_rows: tokens on this rank.
         num_seqs: sequences, empty ones too.
         num_freqs: length of the table.
     """
-    return num_seqs * num_freqs - num_rows >= _LEAST_SPARED
+    return num_seqs * num_freqs - num_rows
 
 
 def fused_by_row(own: Fused | None, plain: Fused | None, rows_of: RowsOf) -> Fused | None:
@@ -74,13 +79,12 @@ def fused_by_row(own: Fused | None, plain: Fused | None, rows_of: RowsOf) -> Fus
         **options: Any,
     ) -> torch.Tensor:
         nonlocal is_told
-        num_rows, num_seqs, num_freqs = t.size(0), cu_seqlens.size(0) - 1, freqs.size(0)
+        num_spared = blocks_spared(t.size(0), cu_seqlens.size(0) - 1, freqs.size(0))
         is_usual = t.dim() == 3 and freqs.dim() == 4 and freqs.size(1) == freqs.size(2) == 1
         # Interleaved ones are rare, and were not tried out.
         wants_rows = is_usual and not any(options.values())
-        if wants_rows and pays(num_rows, num_seqs, num_freqs):
-            has_other = num_seqs * num_freqs - num_rows >= _OWN_LEAST_SPARED
-            obstacle = of_few or (of_many if has_other else "")
+        if wants_rows and pays(num_spared):
+            obstacle = of_few or (of_many if num_spared >= _OWN_LEAST_SPARED else "")
             if not obstacle:
                 return by_row(t, cu_seqlens, freqs, cp_size, cp_rank)
             if not is_told:
@@ -127,10 +131,10 @@ def _is_equal(own: Fused, by_row: Fused, num_empty: int) -> bool:
     def drawn(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator).to(device)
 
-    ends = [0, 4, 4, 48, 56, 64]
+    ends = [0, 8, 8, 48, 56, 64]
     freqs = drawn(64, 1, 1, 32) * 100
     offsets = torch.tensor(ends + [64] * num_empty, dtype=torch.int32, device=device)
-    for cp_size, cp_rank in ((1, 0), (2, 0), (2, 1)):
+    for cp_size, cp_rank in ((1, 0), (2, 0), (2, 1), (4, 1), (4, 3)):
         tokens, gradient = (drawn(64 // cp_size, 3, 40).bfloat16() for _ in range(2))
         found = []
         for rotate in (own, by_row):
