@@ -323,13 +323,13 @@ def run_equal(run_cases: Callable[..., Any]) -> Callable[..., dict[str, dict[str
 def write_documents(tmp_path: Path) -> Callable[..., Path]:
     """Write a text of short documents, of one letter more than one of ``lengths`` each."""
 
-    def write(lengths: Sequence[int], num_documents: int = 80) -> Path:
+    def write(lengths: Sequence[int], num_documents: int = 80, name: str = "text.txt") -> Path:
         letters = random.Random(5)
         documents = [
             "".join(letters.choices("abcdefgh ", k=letters.choice(lengths))) + "z"
             for _ in range(num_documents)
         ]
-        path = tmp_path / "text.txt"
+        path = tmp_path / name
         path.write_text("\n\n".join(documents), encoding="utf-8")
         return path
 

@@ -43,8 +43,7 @@ def make(
     monkeypatch.setenv("MAMBA_DETERMINISTIC", "1")
     made = importlib.import_module("packed_cases")
     # Pieces for four ranks all have a token from 64 tokens on (docs/packed_training.md).
-    longer = write_documents(range(64, 110), 200)
-    longer = longer.rename(longer.with_name("longer.txt"))
+    longer = write_documents(range(64, 110), 200, "longer.txt")
     text = write_documents(range(9, 110), 200)
 
     def case(

@@ -170,7 +170,7 @@ def test_fp8(run_equal: Callable[..., Any], make_case: Case, recipe: str) -> Non
 @pytest.mark.megatron
 @pytest.mark.timeout(300)
 def test_offsets_for_the_most_sequences_are_cut(
-    run_equal: Callable[..., Any], make_case: Case
+    run_equal: Callable[..., Any], make_case: Case, write_documents: Callable[..., Path]
 ) -> None:
     """Eager training has them as they are, with 80 sequences; graphs with 32, or 3 and 5 and 80."""
     made = {
@@ -182,7 +182,16 @@ def test_offsets_for_the_most_sequences_are_cut(
             {},
         ),
         "unfused": make_case([2, 3, 1, 4], {"max_packed_seqs": 80}, {"scope": "chunk"}, _UNFUSED),
+        # What is behind the documents is in several empty ones, none longer than that.
+        "limited": make_case(
+            [2, 3, 1, 4],
+            {"max_packed_seqs": 80, "max_document_tokens": 128},
+            {"scope": "chunk", "verify": "poison"},
+            {},
+        ),
     }
+    shorter = write_documents(range(29, 120), 200, "shorter.txt")
+    made["limited"]["config"]["data"]["path"] = str(shorter)
     cases = {name: {**case, "offsets": "most"} for name, case in made.items()}
     results = run_equal(cases, 1, timeout_s=280.0)
     _check(results)
@@ -223,10 +232,12 @@ def test_two_gpus_share_documents(run_equal: Callable[..., Any], make_case: Case
         )
         for name in ("fused_rope_block", "fused_rope_chunk", "unfused_rope_chunk")
     }
-    many = {**_shared(2), "max_packed_seqs": 48, "seq_buckets": []}
-    cases["rope_by_row"] = make_case(
-        [2, 3, 1], many, *_CASES["rope_by_row"][1:], context_parallel_size=2
-    )
+    # With the more of them eager training has Transformer Engine's own kernel for each row.
+    for num_seqs in (48, 140):
+        many = {**_shared(2), "max_packed_seqs": num_seqs, "seq_buckets": []}
+        cases[f"rope_by_row_of_{num_seqs}"] = make_case(
+            [2, 3, 1], many, *_CASES["rope_by_row"][1:], context_parallel_size=2
+        )
     _check(run_equal(cases, 2, timeout_s=280.0))
 
 
@@ -245,6 +256,10 @@ def test_four_gpus_share_documents(run_equal: Callable[..., Any], make_case: Cas
         ),
         "cp4": make_case([2, 3], _shared(4), *case, context_parallel_size=4),
     }
+    many = {**_shared(4), "max_packed_seqs": 80, "seq_buckets": []}
+    cases["cp4_rope_by_row_of_80"] = make_case(
+        [2, 3], many, *_CASES["rope_by_row"][1:], context_parallel_size=4
+    )
     _check(run_equal(cases, 4, timeout_s=280.0))
 
 
