@@ -182,7 +182,7 @@ def test_offsets_for_the_most_sequences_are_cut(
             {},
         ),
         "unfused": make_case([2, 3, 1, 4], {"max_packed_seqs": 80}, {"scope": "chunk"}, _UNFUSED),
-        # What is behind the documents is in several empty ones, none longer than that.
+        # What is behind the documents is in several without a token, none longer than that.
         "limited": make_case(
             [2, 3, 1, 4],
             {"max_packed_seqs": 80, "max_document_tokens": 128},
