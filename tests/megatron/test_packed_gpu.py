@@ -195,7 +195,7 @@ def test_offsets_for_the_most_sequences_are_cut(
     cases = {name: {**case, "offsets": "most"} for name, case in made.items()}
     results = run_equal(cases, 1, timeout_s=280.0)
     _check(results)
-    for name in ("by_default", "unfused"):
+    for name in ("by_default", "unfused", "limited"):
         assert set(results[name]["replays_of_bank"][0]) == {"256 tokens, 32 sequences"}, name
     assert len(results["several"]["replays_of_bank"][0]) > 1
 
