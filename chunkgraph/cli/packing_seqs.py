@@ -39,7 +39,9 @@ def seq_buckets_to_ask_for(sizes: MicrobatchSizes, shape: PackedShape) -> list[i
 
 def default_of(shape: PackedShape) -> tuple[int, ...]:
     """Fewer sequences that there are graphs for without asking."""
-    return default_seq_buckets(shape.max_packed_seqs, shape.tokens_per_rank)
+    return default_seq_buckets(
+        shape.max_packed_seqs, shape.max_packed_tokens, shape.context_parallel_size
+    )
 
 
 def most_for_the_same(shape: PackedShape) -> int:

@@ -81,7 +81,7 @@ def seq_counts_of(config: Config, banks: Sequence[BankSizes]) -> tuple[int, ...]
     """
     most, fewer = config.packing.max_packed_seqs, config.packing.seq_buckets
     if fewer is None:
-        rows = max((bank.tokens_per_rank for bank in banks), default=0)
+        rows = min((bank.tokens_per_rank for bank in banks), default=0)
         fewer = default_seq_buckets(most, rows) if banks else config.seq_buckets
     return tuple(sorted({most, *fewer}, reverse=True)) if fewer else ()
 

@@ -372,8 +372,12 @@ class Config:
         if packing.seq_buckets is not None:
             return packing.seq_buckets
         # With sizes that change, tokens are those of a rank, and this size is 1.
-        rows = self.tokens_per_sequence // self.pipeline.context_parallel_size
-        return default_seq_buckets(packing.max_packed_seqs, rows)
+        return default_seq_buckets(
+            packing.max_packed_seqs,
+            self.tokens_per_sequence,
+            self.pipeline.context_parallel_size,
+            packing.buckets,
+        )
 
     @property
     def tokens_per_sequence(self) -> int:

@@ -162,7 +162,8 @@ PACKING = (
         SEQ_BUCKETS,
         "Fewer sequences that are captured too; each microbatch takes the fewest that hold its "
         "documents, since attention's time grows with all of them, empty or not. Default: powers "
-        "of two from 64 to half of the most, in rows of up to 1024 (of a rank) 32 too. 0: none.",
+        "of two from 64 to half of the most; 32 too where the shortest rows (of a rank) are at "
+        "most 1024. 0: none.",
         is_list=True,
         least="2 or more sequences, or 0",
     ),

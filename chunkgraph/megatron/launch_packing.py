@@ -101,7 +101,7 @@ def resolved_flags(flags: GraphFlags, args: argparse.Namespace) -> GraphFlags:
     if counts is None:
         # With sizes that change, rows are those of a rank, and this size is 1.
         size = _of(args, "context_parallel_size", 1)
-        counts = default_seq_buckets(flags.max_packed_seqs, rows // size)
+        counts = default_seq_buckets(flags.max_packed_seqs, rows, size, flags.packed_buckets)
     return replace(flags, max_packed_tokens=rows, packed_seq_buckets=counts)
 
 

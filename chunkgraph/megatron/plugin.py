@@ -154,7 +154,12 @@ def attach(
         seq_buckets = (
             ()
             if packing is None
-            else default_seq_buckets(packing.max_packed_seqs, packing.tokens_per_rank)
+            else default_seq_buckets(
+                packing.max_packed_seqs,
+                packing.max_packed_tokens,
+                packing.context_parallel_size,
+                buckets,
+            )
         )
     refuse_for_attach(
         chunks,

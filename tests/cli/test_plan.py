@@ -231,6 +231,10 @@ def test_memory_by_bank(run, config, tmp_path):
     assert "packed sequences" not in run(buckets)
     said = "For 4, 3, 2 packed sequences: 3 times as many graphs, in the same memory"
     assert said in run(buckets, "packing.seq_buckets=[2,3]")
+    # The shortest of them decide about the default.
+    longer = ("packing.max_packed_seqs=100", "model.seq_length=1028")
+    assert "For 100, 32 packed sequences: 2 times as many" in run(buckets, *longer)
+    assert "packed sequences" not in run(buckets, *longer, "packing.buckets=[1026]")
     # So are the sizes of the file.
     sizes = tmp_path / "sizes.yaml"
     more = ", micro_batch_size: 1}\n"

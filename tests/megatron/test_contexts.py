@@ -255,9 +255,9 @@ def test_banks_are_of_numbers_of_sequences(groups: ContextGroups) -> None:
             assert banks.with_offsets_of(key, {name: offsets})[name].tolist() == own
     with pytest.raises(ConfigError, match=r"seq_buckets has 5: .* below max_packed_seqs \(5\)"):
         ContextBanks(limits, groups, seq_buckets=[5])
-    for rows, fewer in ((1024, {32, 64}), (1026, {64})):
+    for rows, shorter, fewer in ((1024, (), {32, 64}), (1026, (), {64}), (1026, (8,), {32, 64})):
         many = replace(LIMITS, max_packed_seqs=128, max_tokens_per_rank=rows)
-        by_default = ContextBanks(many, groups)
+        by_default = ContextBanks(many, groups, buckets=shorter)
         assert {key.max_packed_seqs for key in by_default.keys} == {None, *fewer}
 
 

@@ -465,21 +465,22 @@ def test_rows_behind_the_last_offset_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("shape", "given", "found"),
+    ("given", "found"),
     [
-        (PackedShape(127, 2048), None, [127]),
-        (PackedShape(256, 2048), None, [256, 128, 64]),
-        (PackedShape(127, 32), None, [127, 32]),
-        (PackedShape(256, 32), (), [256]),
-        (PackedShape(256, 32), (9,), [256, 9]),
+        ({"packing": PackedShape(127, 2048)}, [127]),
+        ({"packing": PackedShape(256, 2048)}, [256, 128, 64]),
+        ({"packing": PackedShape(127, 2048), "buckets": (0.5,)}, [127, 32] * 2),
+        ({"packing": PackedShape(127, 32)}, [127, 32]),
+        ({"packing": PackedShape(256, 32), "seq_buckets": ()}, [256]),
+        ({"packing": PackedShape(256, 32), "seq_buckets": (9,)}, [256, 9]),
     ],
 )
 def test_graphs_for_fewer_sequences(
-    chunks: list[Any], shape: PackedShape, given: tuple[int, ...] | None, found: list[int]
+    chunks: list[Any], given: dict[str, Any], found: list[int]
 ) -> None:
     from chunkgraph.megatron.plugin import attach
 
-    attached = attach(chunks, packing=shape, seq_buckets=given)
+    attached = attach(chunks, **given)
     assert [one.max_packed_seqs for one in attached.packed_shapes] == found
     attached.detach()
 

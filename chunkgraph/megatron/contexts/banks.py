@@ -78,7 +78,7 @@ class ContextBanks:
                 "rank."
             )
         if seq_buckets is None:
-            seq_buckets = default_seq_buckets(limits.max_packed_seqs, most)
+            seq_buckets = default_seq_buckets(limits.max_packed_seqs, most, buckets=buckets)
         check_seq_counts(seq_buckets, limits.max_packed_seqs)
         self.limits = limits
         self.groups = groups
