@@ -208,6 +208,9 @@ def _say_recommendation(study: PackingStudy, say: Any) -> None:
             f"{_percent(best.bucketed_waste)} with --cuda-graph-packed-buckets 0.25 0.5 "
             "(packing.buckets=[0.25,0.5])"
         )
+        more = sorted({*default_of(best.shape, (0.25, 0.5))} - {*default_of(best.shape)})
+        if more:
+            say(f"By default there are then graphs for {_and(more)} sequences too")
     _say_seq_buckets(study, best, say)
     if study.result.num_allowed_misfits == 0 and study.target > 0:
         say(

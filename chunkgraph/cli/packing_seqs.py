@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from chunkgraph.config import default_seq_buckets
 from chunkgraph.packing import MicrobatchSizes, PackedShape, quantile
 
@@ -37,10 +39,10 @@ def seq_buckets_to_ask_for(sizes: MicrobatchSizes, shape: PackedShape) -> list[i
     return [0] if default and not used else []
 
 
-def default_of(shape: PackedShape) -> tuple[int, ...]:
-    """Fewer sequences that there are graphs for without asking."""
+def default_of(shape: PackedShape, buckets: Sequence[float] = ()) -> tuple[int, ...]:
+    """Fewer sequences that there are graphs for without asking, with such length buckets."""
     return default_seq_buckets(
-        shape.max_packed_seqs, shape.max_packed_tokens, shape.context_parallel_size
+        shape.max_packed_seqs, shape.max_packed_tokens, shape.context_parallel_size, buckets
     )
 
 

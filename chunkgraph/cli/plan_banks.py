@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from chunkgraph._text import format_bytes
@@ -63,7 +64,7 @@ def banks_of(args: argparse.Namespace, config: Config) -> tuple[BankSizes, ...]:
             "hold two pieces of every document. Give an even number."
         )
     # Buckets are parts of the whole, or tokens of it.
-    parts = [b if b <= 1 else b / whole for b in config.packing.buckets]
+    parts = [b if b <= 1 else Fraction(int(b), whole) for b in config.packing.buckets]
     lengths = {most, *(max(1, math.ceil(most * part)) for part in parts)}
     return tuple(
         BankSizes(context_parallel_size=size, tokens_per_rank=length)

@@ -6,6 +6,7 @@ import enum
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
 import numpy as np
 from numpy.typing import NDArray
@@ -147,7 +148,7 @@ class PackedShape:
         return int(found[0]) if found.size else None
 
     def buckets(
-        self, fractions: Sequence[float] = (1 / 4, 1 / 2, 1), *, multiple_of: int = 1
+        self, fractions: Sequence[float | Fraction] = (1 / 4, 1 / 2, 1), *, multiple_of: int = 1
     ) -> tuple[PackedShape, ...]:
         """Shapes with parts of the tokens and the same N, smallest first.
 
@@ -204,7 +205,7 @@ def bucket_shapes(
                 "1, or whole numbers of tokens up to them."
             )
             raise PackingError(msg)
-    parts = [size if size <= 1 else size / most for size in sizes]
+    parts = [size if size <= 1 else Fraction(int(size), most) for size in sizes]
     return tuple(reversed(shape.buckets([*parts, 1], multiple_of=multiple_of)))
 
 

@@ -283,6 +283,26 @@ def test_fewer_sequences_are_recommended_where_the_default_does_not_have_them(
         assert f"packing.seq_buckets={str(fewer).replace(' ', '')}" in told
 
 
+def test_short_length_buckets_change_the_default(packed, capsys):
+    """In rows of 2400 there are no graphs for 32, but with some of 600 there are."""
+    arguments = (packed(60, 12, 40), "--target-fallback", "0%")
+    assert json.loads(run(capsys, *arguments, "--json")[1])["default_seq_buckets"] == []
+    told = run(capsys, *arguments)[1]
+    assert "--cuda-graph-packed-buckets 0.25 0.5" in told
+    assert "By default there are then graphs for 32 sequences too" in told
+    longer = run(capsys, packed(60, 12, 200), *arguments[1:])[1]
+    assert "--cuda-graph-packed-buckets 0.25 0.5" in longer
+    assert "graphs for 32" not in longer
+
+
+def test_rows_of_a_rank_decide_the_default(packed, capsys):
+    arguments = (packed(60, 12, 32), "--target-fallback", "0%", "--json")
+    assert json.loads(run(capsys, *arguments)[1])["default_seq_buckets"] == []
+    shared = json.loads(run(capsys, *arguments, "--context-parallel-size", "2")[1])
+    assert 1024 < shared["recommended"]["max_packed_tokens"] <= 2 * 1024
+    assert shared["default_seq_buckets"] == [32]
+
+
 def test_dummies_of_a_limit_on_documents_count_as_sequences(packed, capsys):
     """So the default's 64 are started for as 128, but 64 less the dummies as 64."""
     limited = ("--target-fallback", "0%", "--max-document-tokens", "64", "--json")

@@ -235,6 +235,8 @@ def test_memory_by_bank(run, config, tmp_path):
     longer = ("packing.max_packed_seqs=100", "model.seq_length=1028")
     assert "For 100, 32 packed sequences: 2 times as many" in run(buckets, *longer)
     assert "packed sequences" not in run(buckets, *longer, "packing.buckets=[1026]")
+    shared = (*longer, "packing.buckets=[1026]", "pipeline.context_parallel_size=2")
+    assert "For 100, 32 packed sequences" in run(buckets, *shared)
     # So are the sizes of the file.
     sizes = tmp_path / "sizes.yaml"
     more = ", micro_batch_size: 1}\n"

@@ -113,6 +113,13 @@ def _shared(size: int) -> dict[str, Any]:
     return {"max_packed_seqs": 16, "max_packed_tokens": 256 * size}
 
 
+def _has_own_kernel(num_seqs: int, num_tokens: int) -> bool:
+    """Whether Transformer Engine starts RoPE for each row, on a rank that has 256 of them."""
+    from chunkgraph.megatron.compat.fused_rope import blocks_spared
+
+    return blocks_spared(256, num_seqs, num_tokens + 1) >= 1 << 16
+
+
 def _check(results: dict[str, dict[str, Any]]) -> None:
     for name, result in results.items():
         steps = result["steps"]
@@ -126,6 +133,7 @@ def test_one_gpu(run_equal: Callable[..., Any], make_case: Case) -> None:
     from chunkgraph.megatron.compat.fused_rope import blocks_spared, pays
 
     assert pays(blocks_spared(256, _MANY["max_packed_seqs"], 257))
+    assert _has_own_kernel(300, 256)
     cases = {name: make_case([2, 3, 1, 4], *case) for name, case in _CASES.items()}
     _check(run_equal(cases, 1, timeout_s=480.0))
 
@@ -233,6 +241,7 @@ def test_two_gpus_share_documents(run_equal: Callable[..., Any], make_case: Case
         for name in ("fused_rope_block", "fused_rope_chunk", "unfused_rope_chunk")
     }
     # With the more of them eager training has Transformer Engine's own kernel for each row.
+    assert _has_own_kernel(140, _shared(2)["max_packed_tokens"])
     for num_seqs in (48, 140):
         many = {**_shared(2), "max_packed_seqs": num_seqs, "seq_buckets": []}
         cases[f"rope_by_row_of_{num_seqs}"] = make_case(
@@ -257,6 +266,7 @@ def test_four_gpus_share_documents(run_equal: Callable[..., Any], make_case: Cas
         "cp4": make_case([2, 3], _shared(4), *case, context_parallel_size=4),
     }
     many = {**_shared(4), "max_packed_seqs": 80, "seq_buckets": []}
+    assert _has_own_kernel(80, many["max_packed_tokens"])
     cases["cp4_rope_by_row_of_80"] = make_case(
         [2, 3], many, *_CASES["rope_by_row"][1:], context_parallel_size=4
     )

@@ -1,16 +1,18 @@
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from chunkgraph.errors import PackingError
 from chunkgraph.packing import (
     OverflowReason,
     PackedShape,
+    bucket_shapes,
     pack,
     reason_not_to_fit,
     smallest_that_fits,
@@ -89,6 +91,18 @@ def test_buckets_are_rounded_up_and_told_once():
             PackedShape(4, 8).buckets(fractions)
     with pytest.raises(PackingError, match="no multiple of 16"):
         PackedShape(4, 40).buckets(multiple_of=16)
+
+
+@given(st.integers(1, 4000), st.integers(1, 4000), st.sampled_from([1, 2]), st.integers(1, 16))
+@example(1072, 680, 1, 1)
+def test_buckets_in_tokens_are_of_so_many(units, part, size, multiple):
+    """Not of more, by a division that is not exact; rounded up where they have to be."""
+    whole = math.lcm(1 if size == 1 else 2 * size, multiple)
+    tokens = min(part, units) * whole
+    shape = PackedShape(4, units * whole, size)
+    for asked in {tokens, tokens - whole + 1} - {1}:
+        (*_, found) = bucket_shapes(shape, [asked], multiple_of=multiple)
+        assert found.max_packed_tokens == tokens
 
 
 @given(st.lists(st.integers(1, 90), min_size=1, max_size=4), st.sampled_from([1, 2, 4]))

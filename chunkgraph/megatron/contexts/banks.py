@@ -78,7 +78,7 @@ class ContextBanks:
                 "rank."
             )
         if seq_buckets is None:
-            seq_buckets = default_seq_buckets(limits.max_packed_seqs, most, buckets=buckets)
+            seq_buckets = default_seq_buckets(limits.max_packed_seqs, min((most, *buckets)))
         check_seq_counts(seq_buckets, limits.max_packed_seqs)
         self.limits = limits
         self.groups = groups
