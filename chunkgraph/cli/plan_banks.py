@@ -81,9 +81,10 @@ def seq_counts_of(config: Config, banks: Sequence[BankSizes]) -> tuple[int, ...]
         banks: `banks_of` it.
     """
     most, fewer = config.packing.max_packed_seqs, config.packing.seq_buckets
-    if fewer is None:
-        rows = min((bank.tokens_per_rank for bank in banks), default=0)
-        fewer = default_seq_buckets(most, rows) if banks else config.seq_buckets
+    if fewer is None and banks:
+        fewer = default_seq_buckets(most, min(bank.tokens_per_rank for bank in banks))
+    elif fewer is None:
+        fewer = config.seq_buckets
     return tuple(sorted({most, *fewer}, reverse=True)) if fewer else ()
 
 
