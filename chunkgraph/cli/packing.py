@@ -141,6 +141,14 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         help="pads each document to a multiple of 2 C (default 1: no padding)",
     )
     parser.add_argument(
+        "--pad-seq-to-mult",
+        type=int,
+        metavar="K",
+        default=1,
+        help="pads each document to a multiple of K rows as well (default 1; 128 keeps documents "
+        "apart to the last bit in Mamba layers)",
+    )
+    parser.add_argument(
         "--long-documents",
         choices=[policy.value for policy in LongDocuments],
         default=LongDocuments.TRUNCATE.value,
@@ -207,6 +215,7 @@ def _study(args: argparse.Namespace) -> PackingStudy:
     wanted_tokens: int | None = args.max_packed_tokens
     if args.max_document_tokens is not None:
         _at_least(1, "--max-document-tokens", args.max_document_tokens)
+    _at_least(1, "--pad-seq-to-mult", args.pad_seq_to_mult)
     if wanted_tokens is not None or args.context_parallel_size < 1:
         # A wrong size is told before a long file is read.
         _capacity(args.max_document_tokens or 1 if wanted_tokens is None else wanted_tokens, args)
@@ -291,11 +300,14 @@ def _capacity(tokens: int, args: argparse.Namespace) -> PackedShape:
         max_packed_tokens=tokens,
         context_parallel_size=args.context_parallel_size,
         max_document_tokens=args.max_document_tokens,
+        counts_padding=args.pad_seq_to_mult > 1,
+        pad_seq_to_mult=args.pad_seq_to_mult,
     )
 
 
 def _default_capacity(lengths: DocumentLengths, args: argparse.Namespace) -> int:
-    multiple = 1 if args.context_parallel_size == 1 else 2 * args.context_parallel_size
+    pieces = 1 if args.context_parallel_size == 1 else 2 * args.context_parallel_size
+    multiple = math.lcm(pieces, args.pad_seq_to_mult)
     if lengths.microbatch_ends is not None:
         padded = -(-lengths.tokens // multiple) * multiple
         totals = np.concatenate([[0], np.cumsum(padded)])[lengths.microbatch_ends]

@@ -48,6 +48,7 @@ def as_json(study: PackingStudy) -> dict[str, Any]:
         "capacity_tokens": study.capacity.max_packed_tokens,
         "max_document_tokens": study.capacity.max_document_tokens,
         "context_parallel_size": study.capacity.context_parallel_size,
+        "pad_seq_to_mult": study.capacity.pad_seq_to_mult,
         "num_microbatches": len(sizes),
         "microbatches_per_step": study.microbatches_per_step,
         "target_fallback_share": study.target,
@@ -197,7 +198,11 @@ def _say_recommendation(study: PackingStudy, say: Any) -> None:
     keys.append(f"packing.max_packed_tokens={tokens}")
     if best.shape.max_document_tokens is not None:
         keys.append(f"packing.max_document_tokens={best.shape.max_document_tokens}")
+    if best.shape.pad_seq_to_mult > 1:
+        keys.append(f"packing.pad_seq_to_mult={best.shape.pad_seq_to_mult}")
     say(_lines("For chunkgraph train:", keys))
+    if best.shape.pad_seq_to_mult > 1:
+        say("The data of pretrain scripts (--sft) are not padded so: N and T are other there")
     say(f"T may be left out where the sequence length is {tokens}, its default")
     say(f"{_percent(best.fallback_share)} of the steps run eagerly (target {target})")
     _say_same_cost(study, best, say)

@@ -64,6 +64,7 @@ def _check_ranges(config: Config) -> None:
         "train.lr": train.lr,
         "packing.max_packed_tokens": config.packing.max_packed_tokens,
         "packing.max_document_tokens": config.packing.max_document_tokens,
+        "packing.pad_seq_to_mult": config.packing.pad_seq_to_mult,
         "capture.verify_every": config.capture.verify_every,
         "bench.num_steps": config.bench.num_steps,
         "run.timeout_s": config.run.timeout_s,

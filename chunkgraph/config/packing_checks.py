@@ -39,6 +39,7 @@ def check_packing(config: Config) -> None:
         for name, value in (
             ("max_packed_tokens", packing.max_packed_tokens),
             ("max_document_tokens", packing.max_document_tokens),
+            ("pad_seq_to_mult", packing.pad_seq_to_mult if packing.pad_seq_to_mult > 1 else None),
         ):
             if value is not None:
                 msg = (
@@ -55,10 +56,11 @@ def check_packing(config: Config) -> None:
         raise ConfigError(msg)
     _check_context(config)
     _check_longest(config)
+    _check_padding(config)
     if counts := config.data.document_counts:
         check_counts(counts, "data.document_counts")
         num_ranks = config.pipeline.context_parallel_size
-        least = 1 if num_ranks == 1 else 2 * num_ranks
+        least = math.lcm(1 if num_ranks == 1 else 2 * num_ranks, packing.pad_seq_to_mult)
         if counts[-1] * least > config.tokens_per_sequence:
             msg = (
                 f"data.document_counts: {list(counts)}; {counts[-1]} documents do not fit in the "
@@ -125,21 +127,38 @@ def _check_longest(config: Config) -> None:
         raise ConfigError(msg)
 
 
+def _check_padding(config: Config) -> None:
+    """What each document is padded to."""
+    packing, multiple = config.packing, config.packing.pad_seq_to_mult
+    if multiple > 1 and packing.context_parallel_sizes:
+        msg = (
+            f"packing.pad_seq_to_mult is {multiple} with packing.context_parallel_sizes "
+            f"{list(packing.context_parallel_sizes)}: documents are there padded for the ranks "
+            "that share them. Set the former to 1."
+        )
+        raise ConfigError(msg)
+
+
 def _check_context(config: Config) -> None:
-    """Rows that tensor-parallel ranks share, and documents that context-parallel ranks do."""
+    """Rows that ranks share, and what documents are padded to."""
     pipeline, size = config.pipeline, config.pipeline.context_parallel_size
     pieces = 1 if size == 1 else 2 * size
     parts = pieces
     if pipeline.sequence_parallel:
         parts = math.lcm(parts, size * pipeline.tensor_model_parallel_size)
+    shared, multiple = parts, config.packing.pad_seq_to_mult
+    parts = math.lcm(parts, multiple)
     rows = config.tokens_per_sequence
     if rows % parts:
         below = rows // parts * parts
         why = f"{size} context-parallel ranks hold two pieces of every document each"
-        if parts > pieces:
+        if shared > pieces:
             why += ", split once more for sequence parallelism"
         if size == 1:
-            why = f"{parts} tensor-parallel ranks share them for sequence parallelism"
+            why = f"{shared} tensor-parallel ranks share them for sequence parallelism"
+        if multiple > 1:
+            padded = f"documents are padded to multiples of {multiple} (packing.pad_seq_to_mult)"
+            why = padded if shared == 1 else f"{padded}, and {why}"
         msg = (
             f"packing.max_packed_tokens (else model.seq_length) is {rows}, which is not divisible "
             f"by {parts}: {why}. Set it to {f'{below} or ' if below else ''}{below + parts}."

@@ -256,6 +256,10 @@ class PackingConfig:
     """Tokens of the longest document; null allows all of a microbatch's. A step with a longer one
     runs eagerly. Kernels are told the limit, which makes cuDNN's attention no faster; it takes more
     sequences for the rest of the tokens, on top of ``max_packed_seqs``."""
+    pad_seq_to_mult: int = 1
+    """Rows that each document is padded to a multiple of. With the block of rows that Mamba's
+    kernels work on (Megatron: 128) no document moves another's last bits; half a block of each
+    document is then padding, on average."""
     buckets: tuple[float, ...] = ()
     """Shorter microbatches that are captured too, as parts of the tokens or as numbers of tokens
     above 1; each microbatch takes the smallest that it fits."""

@@ -47,16 +47,19 @@ def packed_shape(config: Config, model_config: Any = None) -> PackedShape | None
     Args:
         config: the run.
         model_config: Megatron's TransformerConfig, where documents are packed into the shape:
-            padding is counted where heads share keys (`needs_tokens_in_pieces` says why).
+            padding is counted where heads share keys (`needs_tokens_in_pieces` says why), and
+            where documents are padded to more than context parallelism needs.
     """
     if not config.packing.max_packed_seqs or config.packing.context_parallel_sizes:
         return None
+    multiple = config.packing.pad_seq_to_mult
     return PackedShape(
         config.packing.max_packed_seqs,
         config.tokens_per_sequence,
         context_parallel_size=config.pipeline.context_parallel_size,
         max_document_tokens=config.packing.max_document_tokens,
-        counts_padding=model_config is not None and shares_keys(model_config),
+        counts_padding=multiple > 1 or (model_config is not None and shares_keys(model_config)),
+        pad_seq_to_mult=multiple,
     )
 
 

@@ -77,6 +77,11 @@ def settings_of(config: Config, *, without_capture: bool) -> list[Setting]:
             "without capture nobody spreads the documents of a pretrain script over ranks. Set it "
             "to [], capture the chunks, or use chunkgraph train."
         )
+    if config.packing.pad_seq_to_mult > 1:
+        raise ConfigError(
+            f"packing.pad_seq_to_mult is {config.packing.pad_seq_to_mult}, but a pretrain script's "
+            "data set (--sft) places its documents itself. Set it to 1, or use chunkgraph train."
+        )
     if config.model.hybrid_layer_pattern is not None:
         raise ConfigError(
             f"model.hybrid_layer_pattern is {config.model.hybrid_layer_pattern}, which this file "

@@ -13,6 +13,7 @@ rows cover every row, and those that work on tokens do nothing there.
 
 *Padding between documents* (C > 1): the arrays differ from the first padded document on. With False
 every later document would be read from the wrong place, and padding attended to as if it were text.
+Where padding counts (``counts_padding``) both arrays tell of rows, and only the tail differs.
 
 A graph holds the flag as a constant, and any microbatch may have a tail. So it is True for every
 capture.
@@ -54,7 +55,7 @@ class PackedSequences:
     position_ids: NDArray[np.int64]
     """Place of each row in its document, [T]; 0 in padding."""
     padding_mask: NDArray[np.bool_]
-    """True where a row holds no token, [T]: after documents (C > 1) and in the tail."""
+    """True where a row holds no token, [T]: after documents that are padded and in the tail."""
     seq_idx: NDArray[np.int32]
     """Document of each row, from 0, [T]; padding rows have the dummy's, `num_documents`."""
     num_valid_tokens: int

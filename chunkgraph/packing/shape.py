@@ -42,7 +42,7 @@ class PackedShape:
         max_packed_seqs: N, the sequences of a microbatch. The zero-valid dummy that fills the tail
             is one of them, so a microbatch holds at most N - 1 documents; at least 2.
         max_packed_tokens: T, the rows of a microbatch over all its context-parallel ranks
-            together; a multiple of 2 C when C is above 1.
+            together; a multiple of 2 C when C is above 1, and of ``pad_seq_to_mult``.
         context_parallel_size: C. Above 1 every document is padded to a multiple of 2 C rows,
             because each rank holds two of the 2 C pieces of every document.
         max_document_tokens: Tokens that one document may have; None allows T. Kernels are then told
@@ -52,6 +52,10 @@ class PackedShape:
             as Megatron's ``--sft`` data does. Causal attention gives its tokens the same numbers:
             none looks at a later row; of another kind they would look at padding. Loss, routers and
             state-space layers leave padding out either way.
+        pad_seq_to_mult: Rows that a document is padded to a multiple of, besides 2 C. With the
+            block of rows that Mamba's kernels work on, no two documents share a block, and nothing
+            of one reaches another, not even by rounding. Above 1 only with ``counts_padding``,
+            since attention kernels may leave rows unwritten that they are told to be padding.
 
     Raises:
         PackingError: A size is out of its range.
@@ -62,6 +66,7 @@ class PackedShape:
     context_parallel_size: int = 1
     max_document_tokens: int | None = None
     counts_padding: bool = False
+    pad_seq_to_mult: int = 1
 
     def __post_init__(self) -> None:
         for name, value, least in (
@@ -69,6 +74,7 @@ class PackedShape:
             ("max_packed_tokens", self.max_packed_tokens, 1),
             ("context_parallel_size", self.context_parallel_size, 1),
             ("max_document_tokens", self.max_document_tokens, 1),
+            ("pad_seq_to_mult", self.pad_seq_to_mult, 1),
         ):
             if value is None and name == "max_document_tokens":
                 continue
@@ -81,10 +87,19 @@ class PackedShape:
             raise PackingError(msg)
         if self.max_packed_tokens % self.document_multiple:
             nearest = self.padded_length(self.max_packed_tokens)
+            why = (
+                f"which context_parallel_size {self.context_parallel_size} cannot split in "
+                f"{self.document_multiple} equal parts. The next that it can is {nearest}"
+                if self.pad_seq_to_mult == 1
+                else f"no multiple of {self.document_multiple}, to which documents are padded "
+                f"(pad_seq_to_mult {self.pad_seq_to_mult}, context_parallel_size "
+                f"{self.context_parallel_size}). The next is {nearest}"
+            )
+            raise PackingError(f"max_packed_tokens is {self.max_packed_tokens}, {why}.")
+        if self.pad_seq_to_mult > 1 and not self.counts_padding:
             msg = (
-                f"max_packed_tokens is {self.max_packed_tokens}, which context_parallel_size "
-                f"{self.context_parallel_size} cannot split in {self.document_multiple} equal "
-                f"parts. The next that it can is {nearest}."
+                f"pad_seq_to_mult is {self.pad_seq_to_mult} without counts_padding: attention may "
+                "leave rows between documents as they were. Give counts_padding=True."
             )
             raise PackingError(msg)
         limit = self.max_document_tokens
@@ -102,8 +117,9 @@ class PackedShape:
 
     @property
     def document_multiple(self) -> int:
-        """Rows that a document's padded length is a multiple of: 2 C, or 1 without C."""
-        return 1 if self.context_parallel_size == 1 else 2 * self.context_parallel_size
+        """Rows that a document's padded length is a multiple of: 2 C (1 without C), and more."""
+        pieces = 1 if self.context_parallel_size == 1 else 2 * self.context_parallel_size
+        return math.lcm(pieces, self.pad_seq_to_mult)
 
     @property
     def document_limit(self) -> int:
@@ -157,8 +173,8 @@ class PackedShape:
 
         Args:
             fractions: Parts of T, above 0 and at most 1.
-            multiple_of: What each T is rounded up to a multiple of, besides 2 C: the
-                tensor-parallel size times C under sequence parallelism.
+            multiple_of: What each T is rounded up to a multiple of, besides what documents are
+                padded to: the tensor-parallel size times C under sequence parallelism.
 
         Raises:
             PackingError: A fraction is out of range, or T itself is no multiple of

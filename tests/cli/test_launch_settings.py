@@ -103,6 +103,14 @@ def test_a_hybrid_model_is_refused() -> None:
         _flags(_load(*layers))
 
 
+@pytest.mark.parametrize("capture", ["true", "false"])
+def test_padding_of_documents_is_refused(capture: str) -> None:
+    packing = ["packing.max_packed_seqs=4", "packing.pad_seq_to_mult=8"]
+    packing += ["device=cuda", "model.layer_spec=transformer_engine", "train.micro_batch_size=1"]
+    with pytest.raises(ConfigError, match=r"pad_seq_to_mult is 8, but a pretrain script's data"):
+        _flags(_load(*packing, f"capture.enabled={capture}"))
+
+
 @pytest.mark.parametrize("section", list(SECTIONS))
 def test_no_key_of_the_file_is_ignored(section: str) -> None:
     keys = {field.name for field in dataclasses.fields(SECTIONS[section])}

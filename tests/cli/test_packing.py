@@ -234,6 +234,29 @@ def test_a_limit_on_documents(numbers, capsys):
         assert said in err
 
 
+def test_documents_are_padded(numbers, capsys):
+    given = (numbers, "--max-packed-tokens", "512", "--json")
+    plain = json.loads(run(capsys, *given)[1])
+    found = json.loads(run(capsys, *given, "--pad-seq-to-mult", "64")[1])
+    assert (plain["pad_seq_to_mult"], found["pad_seq_to_mult"]) == (1, 64)
+    # A microbatch has room for eight of them at most, and none has half a block to spare.
+    assert found["documents_per_microbatch"]["max"] == 8 < plain["documents_per_microbatch"]["max"]
+    assert found["num_microbatches"] > plain["num_microbatches"]
+    assert found["recommended"]["padding_waste"] > plain["recommended"]["padding_waste"] + 0.1
+    code, out, _ = run(capsys, *given[:-1], "--pad-seq-to-mult", "64")
+    assert code == 0
+    assert "packing.pad_seq_to_mult=64" in out
+    assert "(--sft) are not padded so" in out
+    assert max(map(len, out.splitlines()[1:])) <= 80
+    # The default T holds the longest in blocks.
+    code, out, _ = run(capsys, numbers, "--json", "--pad-seq-to-mult", "100")
+    assert json.loads(out)["capacity_tokens"] == 4100
+    for wrong, said in (("0", "is below 1"), ("100", "no multiple of 100")):
+        code, _, err = run(capsys, *given, "--pad-seq-to-mult", wrong)
+        assert code == 2
+        assert said in err
+
+
 @pytest.fixture
 def packed(tmp_path: Path):
     """Writes a hundred microbatches of short documents, a twentieth with ``most`` of them."""

@@ -260,6 +260,44 @@ def test_bad_override_says_which_and_why(small: Path, override: str, parts: list
             ConfigError,
             ["max_document_tokens is 9 with packing.context_parallel_sizes", "to null"],
         ),
+        ("packing.pad_seq_to_mult=8", ConfigError, ["pad_seq_to_mult is 8", "packing is off"]),
+        (
+            "packing.max_packed_seqs=8; train.micro_batch_size=1; packing.pad_seq_to_mult=0",
+            ConfigError,
+            ["packing.pad_seq_to_mult is 0", "greater than 0"],
+        ),
+        (
+            (
+                "packing.max_packed_seqs=8; train.micro_batch_size=1; packing.pad_seq_to_mult=8; "
+                "packing.context_parallel_sizes=[1]"
+            ),
+            ConfigError,
+            ["pad_seq_to_mult is 8 with packing.context_parallel_sizes [1]", "former to 1"],
+        ),
+        (
+            (
+                "packing.max_packed_seqs=8; train.micro_batch_size=1; packing.pad_seq_to_mult=8; "
+                "packing.max_packed_tokens=20"
+            ),
+            TopologyError,
+            ["is 20, which is not divisible by 8: documents are padded to multiples", "16 or 24."],
+        ),
+        (
+            (
+                "packing.max_packed_seqs=8; train.micro_batch_size=1; model.layer_spec=a.b:c; "
+                "pipeline.context_parallel_size=2; packing.pad_seq_to_mult=6; device=cuda"
+            ),
+            TopologyError,
+            ["by 12: documents are padded to multiples of 6", "and 2 context-parallel", "24 or 36"],
+        ),
+        (
+            (
+                "packing.max_packed_seqs=8; train.micro_batch_size=1; packing.pad_seq_to_mult=8; "
+                "data.document_counts=[1,2,3,5]"
+            ),
+            ConfigError,
+            ["5 documents do not fit in the 32 tokens", "each takes 8 or more"],
+        ),
         (
             "packing.max_packed_seqs=8; train.micro_batch_size=2",
             ConfigError,

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from mamba_poison import Poison
 from torch import nn
 
 from chunkgraph.megatron.batches import packed_shape
@@ -25,21 +26,29 @@ def run(config: Any, device: torch.device, case: dict[str, Any]) -> dict[str, An
     Args:
         config: the run; one process.
         device: of the model.
-        case: ``lengths`` of the documents, ``changed``, which of them.
+        case: ``lengths`` of the documents, ``changed``, which of them; ``one_state``: Mamba layers
+            are told that all rows are of one document.
 
     Returns:
-        ``equal_losses``: by document, whether its losses stay when another text stands in the
-        changed one. ``changed_gradients``: by document, how many gradients of its losses change
-        then. ``poisoned``: the names of what is not the same to the last bit, or not finite, when
-        attention gets NaN in the rows behind all documents. ``replays``.
+        By document, when another text stands in the changed one: ``equal_losses``, whether its
+        losses stay; ``changed_gradients``, how many gradients of its losses change;
+        ``moved_losses`` and ``moved_gradients``, by how much at most, as a share of the largest of
+        them or of the parameter's. ``poisoned``: the names of what is not the same to the last bit,
+        or not finite, when attention and Mamba layers get NaN in the rows behind all documents.
+        ``replays``.
     """
     seed_everything(config.train.seed, device)
     (chunk,) = build_model(config, device, transformer_options=case.get("transformer_options"))
     shape = packed_shape(config, config_of(chunk))
     assert shape is not None
     lengths, changed = case["lengths"], case["changed"]
+    has_states = "M" in (config.model.hybrid_layer_pattern or "")
+    packed = pack(lengths, shape)
+    begins = packed.cu_seqlens_padded[: len(lengths)].tolist()
+    rows = [slice(begin, begin + n) for begin, n in zip(begins, lengths, strict=True)]
+    end = int(packed.cu_seqlens_padded[len(lengths)])
     poison = torch.zeros((), device=device)
-    _poison_tails(chunk, sum(lengths), poison)
+    _poison_tails(chunk, end, poison, has_states=has_states)
     graphs = attach(
         [chunk],
         scope=config.capture.scope,
@@ -47,37 +56,39 @@ def run(config: Any, device: torch.device, case: dict[str, Any]) -> dict[str, An
         packing=shape,
         num_slots=[1],
     )
-    ends = np.cumsum(lengths).tolist()
-    rows = [slice(end - n, end) for end, n in zip(ends, lengths, strict=True)]
 
     def step(*, other: bool = False, counted: slice | None = None) -> Results:
-        batch = _batch(lengths, shape, device, rows[changed] if other else None)
+        batch = _batch(lengths, shape, device, changed if other else None, with_seq_idx=has_states)
+        if case.get("one_state"):
+            batch["packed_seq_params"].seq_idx.zero_()
         is_counted = torch.zeros(1, shape.max_packed_tokens, dtype=torch.bool, device=device)
-        is_counted[0, slice(0, ends[-1]) if counted is None else counted] = True
+        for own in rows if counted is None else [counted]:
+            is_counted[0, own] = True
         wrapped = graphs.wrap_forward_backward(lambda **_: _pass(chunk, batch, is_counted))
         found: Results = wrapped(num_microbatches=1, packings=[lengths])
         return found
 
     try:
         step()  # eager, before the capture
-        before, after = step(), step(other=True)
-        equal_losses = [torch.equal(before["losses"][0, r], after["losses"][0, r]) for r in rows]
-        changed_gradients = [
-            len(_differing(step(counted=r), step(other=True, counted=r))) for r in rows
-        ]
+        before, after = step()["losses"][0], step(other=True)["losses"][0]
+        counted = [(step(counted=r), step(other=True, counted=r)) for r in rows]
+        whole = step()
         poison.fill_(float("nan"))
         with_poison = step()
-        tail = slice(ends[-1], None)
-        for found in (before, with_poison):
+        for found in (whole, with_poison):
             found["losses"] = found["losses"].clone()
-            found["losses"][0, tail] = 0.0
+            found["losses"][0, end:] = 0.0
         return {
-            "equal_losses": equal_losses,
-            "changed_gradients": changed_gradients,
+            "equal_losses": [torch.equal(before[r], after[r]) for r in rows],
+            "changed_gradients": [len(_differing(*pair)) for pair in counted],
+            "moved_losses": [_moved(before[r], after[r]) for r in rows],
+            "moved_gradients": [
+                max(_moved(a[name], b[name]) for name in a if name != "losses") for a, b in counted
+            ],
             "poisoned": [
                 name
                 for name, value in with_poison.items()
-                if not (value.isfinite().all() and torch.equal(value, before[name]))
+                if not (value.isfinite().all() and torch.equal(value, whole[name]))
             ],
             "replays": graphs.counters.replays,
         }
@@ -85,31 +96,45 @@ def run(config: Any, device: torch.device, case: dict[str, Any]) -> dict[str, An
         graphs.detach()
 
 
-def _poison_tails(chunk: nn.Module, num_tokens: int, poison: torch.Tensor) -> None:
-    """From now on attention gets ``poison`` more in every row behind the documents."""
+def _poison_tails(
+    chunk: nn.Module, num_rows: int, poison: torch.Tensor, *, has_states: bool
+) -> None:
+    """From now on attention gets ``poison`` more in every row behind the documents.
+
+    Mamba layers and their gradients get it there as it is.
+    """
 
     def poisoned(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         mixed = []
         for t in args[:3]:  # query, key and value: [rows, heads, width]
-            is_tail = torch.arange(t.size(0), device=t.device) >= num_tokens
+            is_tail = torch.arange(t.size(0), device=t.device) >= num_rows
             mixed.append(torch.where(is_tail[:, None, None], t + poison.to(t.dtype), t))
         return (*mixed, *args[3:])
 
     found = [m for name, m in chunk.named_modules() if name.endswith(".core_attention")]
-    assert found
+    assert found or has_states
     for module in found:
         module.register_forward_pre_hook(poisoned)
+    if has_states:
+        Poison(chunk).value = poison
 
 
 def _batch(
-    lengths: list[int], shape: PackedShape, device: torch.device, other: slice | None
+    lengths: list[int],
+    shape: PackedShape,
+    device: torch.device,
+    other: int | None,
+    *,
+    with_seq_idx: bool,
 ) -> dict[str, Any]:
     packed = pack(lengths, shape)
     tokens = np.random.default_rng(1).integers(1, 200, packed.num_valid_tokens)
     labels = np.random.default_rng(2).integers(1, 200, packed.num_valid_tokens)
     if other is not None:
-        tokens[other] += 1
-        labels[other] += 1
+        end = sum(lengths[: other + 1])
+        own = slice(end - lengths[other], end)
+        tokens[own] += 1
+        labels[own] += 1
     rows = {
         "input_ids": packed.place(tokens),
         "labels": packed.place(labels),
@@ -118,7 +143,7 @@ def _batch(
     return {
         **{name: torch.from_numpy(values)[None].to(device) for name, values in rows.items()},
         "attention_mask": None,
-        "packed_seq_params": make_params(packed, device),
+        "packed_seq_params": make_params(packed, device, with_seq_idx=with_seq_idx),
     }
 
 
@@ -134,3 +159,10 @@ def _pass(chunk: nn.Module, batch: dict[str, Any], is_counted: torch.Tensor) -> 
 
 def _differing(a: Results, b: Results) -> list[str]:
     return [name for name in a if name != "losses" and not torch.equal(a[name], b[name])]
+
+
+def _moved(a: torch.Tensor, b: torch.Tensor) -> float:
+    """The largest difference, as a share of the largest value; 0 of zeros that stay."""
+    largest = a.abs().max().item()
+    difference = (a - b).abs().max().item()
+    return difference / largest if largest else difference

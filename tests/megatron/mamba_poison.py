@@ -11,25 +11,26 @@ class _Poisoned(torch.autograd.Function):
     """The identity, whose gradient is spoilt in the tail."""
 
     @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, tail: torch.Tensor, poison: float) -> torch.Tensor:
-        ctx.save_for_backward(tail)
-        ctx.poison = poison
+    def forward(
+        ctx: Any, value: torch.Tensor, tail: torch.Tensor, poison: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(tail, poison)
         return value.view_as(value)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return grad.masked_fill(ctx.saved_tensors[0], ctx.poison), None, None
+        return _filled(grad, *ctx.saved_tensors), None, None
 
 
 class Poison:
     """Spoils what goes into Mamba layers, what their mixers give, and the gradients that come back.
 
     Attributes:
-        value: in all rows of the tail.
+        value: in all rows of the tail, a number on the device of the chunk: replays read it anew.
     """
 
     def __init__(self, chunk: Any) -> None:
-        self.value = float("nan")
+        self.value = torch.full((), float("nan"), device=next(chunk.parameters()).device)
         for layer in chunk.modules():
             if type(layer).__name__ == "MambaLayer":
                 layer.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
@@ -39,15 +40,20 @@ class Poison:
     @staticmethod
     def _tail(kwargs: dict[str, Any], like: torch.Tensor) -> torch.Tensor:
         end = kwargs["packed_seq_params"].cu_seqlens_q[-1]
-        return (torch.arange(like.size(0)) >= end)[:, None, None]
+        return (torch.arange(like.size(0), device=like.device) >= end)[:, None, None]
 
     def _enter(self, _: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         hidden = kwargs.pop("hidden_states", args[0] if args else None)
-        return (hidden.masked_fill(self._tail(kwargs, hidden), self.value),), kwargs
+        return (_filled(hidden, self._tail(kwargs, hidden), self.value),), kwargs
 
     def _mixed(self, _: Any, _args: Any, kwargs: dict[str, Any], result: Any) -> Any:
         output, bias = result
-        return output.masked_fill(self._tail(kwargs, output), self.value), bias
+        return _filled(output, self._tail(kwargs, output), self.value), bias
 
     def _leave(self, _: Any, _args: Any, kwargs: dict[str, Any], result: torch.Tensor) -> Any:
         return _Poisoned.apply(result, self._tail(kwargs, result), self.value)
+
+
+def _filled(rows: torch.Tensor, where: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """``masked_fill`` with a number that the host does not read."""
+    return torch.where(where, value.to(rows.dtype), rows)

@@ -22,6 +22,8 @@ import pytest
 
 _CHUNK = {"scope": "chunk"}
 _ROWS = 256
+# Documents that begin where a block of Mamba's kernels does.
+_APART = {"pad_seq_to_mult": 128, "max_packed_tokens": 512}
 
 Case = Callable[..., dict[str, Any]]
 
@@ -101,6 +103,7 @@ def test_one_gpu(run_equal: Callable[..., Any], make_case: Case) -> None:
         "chunk": case("M-M*-M", counts, {**_CHUNK, "verify": "shadow"}),
         "packed_block": case("M-M*-M", counts, {"verify": "poison"}, packed=True),
         "packed_chunk": case("M-M*-M", counts, _CHUNK, packed=True),
+        "packed_apart": case("M-M*-M", counts, _CHUNK, packed=True, packing=_APART),
         "mamba_alone": case("MM", counts, _CHUNK, packed=True, packing={"buckets": [0.5]}),
     }
     _check(run_equal(cases, 1, timeout_s=480.0))

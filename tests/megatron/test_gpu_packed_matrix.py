@@ -116,6 +116,22 @@ def test_two_ranks(run_equal: Callable[..., Any], make: Make) -> None:
 
 
 @pytest.mark.multigpu
+def test_documents_that_share_no_block_on_two_ranks(
+    run_equal: Callable[..., Any], make: Make
+) -> None:
+    """Padding between them counts; Mamba's kernels have blocks of 128 rows."""
+    if missing := _missing_kernels():
+        pytest.skip(missing)
+    apart = {"packing": {"max_packed_tokens": 1024, "pad_seq_to_mult": 128}}
+    cases = {
+        "cp2": make("hybrid", _SHARED, _CP2, _CHUNK, apart),
+        "cp2_block": make("hybrid", _SHARED, _CP2, _BLOCK, apart),
+        "pp2": make("hybrid", _FLYING, _PP2, _CHUNK, apart),
+    }
+    _check(run_equal(cases, 2, timeout_s=580.0))
+
+
+@pytest.mark.multigpu
 @pytest.mark.usefixtures("make")
 def test_hybrid_models_are_among_them() -> None:
     """Skipped where they are left out of two and four ranks, to be seen."""

@@ -270,9 +270,9 @@ def test_nan_in_the_tail_of_mamba_layers_reaches_nothing(flight: Flight) -> None
 
     poison = Poison(flight.chunk)
     for packings in ([[5, 4, 3], [11]], [[3, 1, 1], [8, 2]]):
-        poison.value = float("nan")
+        poison.value.fill_(float("nan"))
         found = flight.step(packings)
-        poison.value = 0.0
+        poison.value.fill_(0.0)
         expected = flight.eager(packings)
         assert all(value.isfinite().all() for value in found.values())
         assert _differing(found, expected) == []

@@ -105,6 +105,14 @@ def test_one_rank(run_equal: Callable[..., Any], make_case: Case, once: Callable
             capture={**chunk, "verify": "poison"},
             packing={"buckets": [0.75]},
         ),
+        # Documents that begin at multiples of eight, with padding between them.
+        "packed_apart": make_case(
+            "M*M",
+            [2, 3],
+            packed=True,
+            capture={"verify": "poison"},
+            packing={"pad_seq_to_mult": 8, "max_packed_tokens": 32, "buckets": [0.5]},
+        ),
     }
     if _KNOWS_STAGES:
         everything = {"recompute_granularity": "full", "recompute_method": "uniform"}

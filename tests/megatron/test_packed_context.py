@@ -74,6 +74,7 @@ def make_case(make_config: Callable[..., Any], text: Path) -> Case:
         seqs: int = 16,
         scope: str = "chunk",
         buckets: tuple[float, ...] = (),
+        multiple: int = 1,
         verify: str = "none",
         model: dict[str, Any] | None = None,
         moe: dict[str, Any] | None = None,
@@ -89,6 +90,7 @@ def make_case(make_config: Callable[..., Any], text: Path) -> Case:
                     "max_packed_seqs": seqs,
                     "max_packed_tokens": _TOKENS,
                     "buckets": list(buckets),
+                    "pad_seq_to_mult": multiple,
                 },
                 capture={"scope": scope, "verify": verify},
                 moe=moe or {},
@@ -136,6 +138,8 @@ def test_graphs_equal_eager(
         ),
         "experts": make_case([2, 3], moe=_EXPERTS, verify="poison", **_WITH_EXPERTS),
         "hybrid": make_case([2, 3], verify="poison", **_HYBRID),
+        # Of a multiple of 12 rows each, with padding that counts.
+        "apart": make_case([2, 3], verify="poison", multiple=6, **_HYBRID),
     }
     results = run_equal(cases, _SIZE)
     _check(results, {"overflow": sum(is_too_long[1:])})

@@ -70,6 +70,11 @@ def test_on_a_cpu(
         **made.cpu_case(text, make_config, "attention", [2, 1, 2], **limited, **chunk),
         "num_drawn": 24,
     }
+    # At most eight documents of three tokens or more, in eight rows each.
+    apart = {"packing": {"max_packed_tokens": 80, "pad_seq_to_mult": 8}}
+    for kind in ("attention", "hybrid"):
+        case = made.cpu_case(text, make_config, kind, [2, 1, 2], **apart, **chunk)
+        cases[f"apart_{kind}"] = {**case, "num_drawn": 24}
     results = run_cases({n: {**c, "probe": "unpadded"} for n, c in cases.items()}, 1)
     _check(results, 3, loss=_CPU_LOSS, gradient=_CPU_GRADIENT, of_experts=_CPU_GRADIENT)
 
@@ -95,6 +100,11 @@ def test_on_a_gpu(
     for kind in ("attention", "unfused", "latent"):
         case = made.gpu_case(text, make_config, kind, [2, 3, 1, 2, 4], **limited, **chunk)
         cases[f"limited_{kind}"] = {**case, "num_drawn": 200}
+    # At most ten documents of ten tokens or more, in 64 rows each.
+    apart = {"packing": {"max_packed_tokens": 768, "pad_seq_to_mult": 64}}
+    for kind in {"attention", "grouped", "hybrid"} & {*kinds}:
+        case = made.gpu_case(text, make_config, kind, [2, 3, 1, 2, 4], **apart, **chunk)
+        cases[f"apart_{kind}"] = {**case, "num_drawn": 110}
     probes = {n: {**c, "probe": "unpadded"} for n, c in cases.items()}
     _check(
         run_cases(probes, 1, timeout_s=280.0),

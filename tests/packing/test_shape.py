@@ -32,6 +32,10 @@ lengths_of_documents = st.lists(st.integers(1, 40), min_size=1, max_size=8)
         ((4, 10, 2), "cannot split in 4 equal parts. The next that it can is 12"),
         ((4, 8, 1, 9), "max_document_tokens is 9, more than max_packed_tokens 8"),
         ((4, 2**31), "offsets end at 2147483647"),
+        ((4, 8, 1, None, True, 0), "pad_seq_to_mult is 0"),
+        ((4, 8, 1, None, False, 8), "pad_seq_to_mult is 8 without counts_padding"),
+        ((4, 20, 1, None, True, 8), "20, no multiple of 8, .* The next is 24"),
+        ((4, 16, 2, None, True, 6), "16, no multiple of 12, .* The next is 24"),
     ],
 )
 def test_impossible_sizes(sizes, message):
@@ -119,6 +123,42 @@ def test_no_piece_is_empty_where_padding_is_counted(lengths, size):
     for name in ("cu_seqlens_padded", "position_ids", "padding_mask", "seq_idx"):
         assert (getattr(counted, name) == getattr(alone, name)).all()
     assert counted.num_valid_tokens == alone.num_valid_tokens == sum(lengths)
+
+
+@given(
+    st.lists(st.integers(1, 90), min_size=1, max_size=4),
+    st.sampled_from([1, 2, 3]),
+    st.sampled_from([1, 8, 10, 32]),
+    st.none() | st.just(90),
+)
+def test_documents_begin_at_multiples(lengths, size, multiple, longest):
+    """Of what they are padded to, and their rows are cut as those of context parallelism."""
+    whole = math.lcm(1 if size == 1 else 2 * size, multiple)
+    shape = PackedShape(5, 8 * whole * 90, size, longest, True, multiple)
+    assert shape.document_multiple == whole
+    rows = sum(-(-length // whole) * whole for length in lengths)
+    tight = whole * -(-sum(lengths) // whole)
+    small = replace(shape, max_packed_tokens=tight, max_document_tokens=None)
+    assert (reason_not_to_fit(lengths, small) is None) == (rows <= tight)
+    packed = pack(lengths, shape)
+    offsets = packed.cu_seqlens_padded
+    assert not (offsets % whole).any()
+    ends = offsets[1 : len(lengths) + 1]
+    assert (packed.cu_seqlens == np.minimum(offsets, ends[-1])).all()
+    assert ends[-1] == rows
+    # The rows of a document come first in its part; nothing else is a token.
+    held = np.zeros(shape.max_packed_tokens, dtype=bool)
+    for document, (begin, length) in enumerate(zip([0, *ends], lengths, strict=False)):
+        held[begin : begin + length] = True
+        assert (packed.seq_idx[begin : begin + length] == document).all()
+        assert (packed.position_ids[begin : begin + length] == np.arange(length)).all()
+    assert (packed.padding_mask == ~held).all()
+    assert (packed.seq_idx[~held] == len(lengths)).all()
+    assert np.diff(offsets).max() <= packed.max_seqlen
+    parts = [packed.rows_of_rank(rank) for rank in range(size)]
+    assert np.array_equal(np.sort(np.concatenate(parts)), np.arange(shape.max_packed_tokens))
+    assert all(b.pad_seq_to_mult == multiple for b in shape.buckets())
+    assert not any(b.max_packed_tokens % whole for b in shape.buckets((0.013, 0.3, 1)))
 
 
 @given(st.lists(st.integers(1, 90), min_size=1, max_size=4), st.sampled_from([1, 2, 4]))
