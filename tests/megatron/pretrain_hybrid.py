@@ -1,4 +1,8 @@
-"""``scripts/pretrain_gpt.py`` with a hybrid model, and Mamba's kernels stood in for."""
+"""``scripts/pretrain_gpt.py`` with a hybrid model.
+
+With ``--transformer-impl transformer_engine`` of Megatron's own layers, else with Mamba's kernels
+stood in for.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,6 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-import mamba_stand_in
 from megatron.core.enums import ModelType
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -14,6 +17,7 @@ from megatron.training import get_args, pretrain
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args
 
+from chunkgraph.megatron.compat import hybrid_names
 from chunkgraph.megatron.hybrid_model import hybrid_stack_spec
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "pretrain_gpt.py"
@@ -30,7 +34,7 @@ def model_provider(
     args = get_args()
     return HybridModel(
         config=config or core_transformer_config_from_args(args),
-        hybrid_stack_spec=hybrid_stack_spec(mamba_stand_in.packed()),
+        hybrid_stack_spec=_stack_spec(args.transformer_impl),
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
         hybrid_layer_pattern=args.hybrid_layer_pattern,
@@ -41,6 +45,14 @@ def model_provider(
         pg_collection=pg_collection,
         vp_stage=vp_stage,
     )
+
+
+def _stack_spec(implementation: str) -> Any:
+    if implementation == "transformer_engine":
+        return hybrid_names().transformer_engine_spec()
+    import mamba_stand_in
+
+    return hybrid_stack_spec(mamba_stand_in.packed())
 
 
 def packed_seq_params(batch: dict[str, Any]) -> PackedSeqParams:

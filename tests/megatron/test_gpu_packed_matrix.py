@@ -4,7 +4,8 @@ Each case has packings in every step that its capture never saw, other numbers o
 Transformer Engine's layers in bfloat16; it equals eager training on the same padded rows to the
 last bit. Attention alone is in `test_packed_gpu`, most of the hybrid models in `test_gpu_hybrid`.
 
-Four ranks on two GPUs: `NCCL_MULTI_RANK_GPU_ENABLE=1`, with a release of NCCL that knows it.
+Four ranks on two GPUs, eight on four: `NCCL_MULTI_RANK_GPU_ENABLE=1`, with a release of NCCL that
+knows it.
 """
 
 from __future__ import annotations
@@ -158,6 +159,14 @@ def test_four_ranks(run_equal: Callable[..., Any], make: Make) -> None:
         cases["hybrid_cp4"] = make("hybrid", _SHARED, _CP4, _CHUNK)
         cases["hybrid_cp2_pp2"] = make("hybrid", _FLYING, _BOTH, _CHUNK)
     _check(run_equal(cases, 4, timeout_s=580.0))
+
+
+@pytest.mark.multigpu(8)
+def test_eight_ranks(run_equal: Callable[..., Any], make: Make) -> None:
+    both = {**_CP4, **_PP2}
+    kinds = ["attention", "latent", "experts", *([] if _missing_kernels() else ["hybrid"])]
+    cases = {f"{kind}_cp4_pp2": make(kind, _FLYING, both, _CHUNK) for kind in kinds}
+    _check(run_equal(cases, 8, timeout_s=580.0))
 
 
 @pytest.mark.multigpu(4)

@@ -5,6 +5,7 @@ With and without graphs, on the same offsets: kernels may choose otherwise by th
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import math
@@ -53,6 +54,10 @@ CASES = {
         *("--cuda-graph-max-packed-tokens", str(ROWS // 2)),
     ],
 }
+HYBRID = [
+    *("--hybrid-layer-pattern", "M-|*M", "--pipeline-model-parallel-size", "2"),
+    *("--mamba-state-dim", "64", "--mamba-head-dim", "64", "--mamba-num-groups", "4"),
+]
 CASES["cp-sizes-mla"] = [*CASES["cp-sizes"], *LATENT]
 CASES["cp-sizes-experts"] = [*CASES["cp-sizes"], *EXPERTS]
 
@@ -71,8 +76,10 @@ def _conversations(path: Path) -> None:
     path.write_text("\n".join(lines), encoding="utf-8")
 
 
-def _train(folder: Path, name: str, flags: list[str]) -> tuple[list[str], str]:
-    arguments = [str(HERE / "sft_stand_ins.py"), str(ROOT / "scripts" / "pretrain_gpt.py"), *MODEL]
+def _train(
+    folder: Path, name: str, flags: list[str], script: Path = ROOT / "scripts" / "pretrain_gpt.py"
+) -> tuple[list[str], str]:
+    arguments = [str(HERE / "sft_stand_ins.py"), str(script), *MODEL]
     arguments += ["--data-path", str(folder / "conversations.jsonl"), *flags]
     start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
@@ -103,13 +110,28 @@ def _train(folder: Path, name: str, flags: list[str]) -> tuple[list[str], str]:
 @pytest.mark.timeout(360)
 @pytest.mark.parametrize("case", CASES)
 def test_graphs_equal_eager_steps(case: str, tmp_path: Path) -> None:
+    _check(tmp_path, CASES[case])
+
+
+@pytest.mark.megatron
+@pytest.mark.multigpu
+@pytest.mark.timeout(360)
+def test_hybrid_graphs_equal_eager_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(HERE))
+    if missing := importlib.import_module("mamba_needs").missing_kernels():
+        pytest.skip(missing)
+    monkeypatch.setenv("MAMBA_DETERMINISTIC", "1")
+    _check(tmp_path, HYBRID, script=HERE / "pretrain_hybrid.py")
+
+
+def _check(folder: Path, case: list[str], **script: Path) -> None:
     for needed in ("transformer_engine", "megatron.training"):
         if importlib.util.find_spec(needed) is None:
             pytest.skip(f"{needed} is not installed")
-    _conversations(tmp_path / "conversations.jsonl")
-    flags = [*CASES[case], *CHUNK]
-    eager, _ = _train(tmp_path, "eager", [*flags, "--cuda-graph-warmup-steps", "99"])
-    graphs, output = _train(tmp_path, "graphs", [*flags, "--cuda-graph-warmup-steps", "1"])
+    _conversations(folder / "conversations.jsonl")
+    flags = [*case, *CHUNK]
+    eager, _ = _train(folder, "eager", [*flags, "--cuda-graph-warmup-steps", "99"], **script)
+    graphs, output = _train(folder, "graphs", [*flags, "--cuda-graph-warmup-steps", "1"], **script)
     assert len(eager) == 8
     assert graphs == eager
     numbers = [float.fromhex(n) for line in graphs for n in re.findall(r"0x\S+p[+-]\d+", line)]
