@@ -138,15 +138,15 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         type=int,
         metavar="C",
         default=1,
-        help="pads each document to a multiple of 2 C (default 1: no padding)",
+        help="pads each document to a multiple of 2 C rows (default 1: not at all)",
     )
     parser.add_argument(
         "--pad-seq-to-mult",
         type=int,
         metavar="K",
         default=1,
-        help="pads each document to a multiple of K rows as well (default 1; 128 keeps documents "
-        "apart to the last bit in Mamba layers)",
+        help="pads each document to a multiple of K rows (default 1; 128 keeps documents apart to "
+        "the last bit in Mamba layers)",
     )
     parser.add_argument(
         "--long-documents",

@@ -81,8 +81,10 @@ def _outcome_json(outcome: ShapeOutcome) -> dict[str, Any]:
     }
 
 
-def flags(outcome: ShapeOutcome) -> list[str]:
-    """The flags of training that choose a shape."""
+def flags(outcome: ShapeOutcome) -> list[str] | None:
+    """The flags of pretrain scripts that choose a shape; None: their data are not padded so."""
+    if outcome.shape.pad_seq_to_mult > 1:
+        return None
     limit = outcome.shape.max_document_tokens
     return [
         *("--cuda-graph-max-packed-seqs", str(outcome.shape.max_packed_seqs)),
@@ -191,28 +193,28 @@ def _say_recommendation(study: PackingStudy, say: Any) -> None:
         )
         return
     tokens = best.shape.max_packed_tokens
-    names = flags(best)
-    pairs = zip(names[::2], names[1::2], strict=True)
-    say(_lines("Recommended:", [f"{n} {v}" for n, v in pairs]), "bold")
     keys = [f"packing.max_packed_seqs={best.shape.max_packed_seqs}"]
     keys.append(f"packing.max_packed_tokens={tokens}")
     if best.shape.max_document_tokens is not None:
         keys.append(f"packing.max_document_tokens={best.shape.max_document_tokens}")
-    if best.shape.pad_seq_to_mult > 1:
+    names = flags(best)
+    if names is None:
         keys.append(f"packing.pad_seq_to_mult={best.shape.pad_seq_to_mult}")
-    say(_lines("For chunkgraph train:", keys))
-    if best.shape.pad_seq_to_mult > 1:
-        say("The data of pretrain scripts (--sft) are not padded so: N and T are other there")
+        say(_lines("Recommended for chunkgraph train:", keys), "bold")
+        say("Data of pretrain scripts (--sft) are not padded so: for them leave\n"
+            "--pad-seq-to-mult out")  # fmt: skip
+    else:
+        pairs = zip(names[::2], names[1::2], strict=True)
+        say(_lines("Recommended:", [f"{n} {v}" for n, v in pairs]), "bold")
+        say(_lines("For chunkgraph train:", keys))
     say(f"T may be left out where the sequence length is {tokens}, its default")
     say(f"{_percent(best.fallback_share)} of the steps run eagerly (target {target})")
     _say_same_cost(study, best, say)
     say(f"{_percent(best.padding_waste)} of the rows are padding")
     plain, bucketed = best.padding_waste, best.bucketed_waste
     if plain is not None and bucketed is not None and bucketed <= plain - _WORTH:
-        say(
-            f"{_percent(best.bucketed_waste)} with --cuda-graph-packed-buckets 0.25 0.5 "
-            "(packing.buckets=[0.25,0.5])"
-        )
+        asked = _asked(best, "--cuda-graph-packed-buckets 0.25 0.5", "packing.buckets=[0.25,0.5]")
+        say(f"{_percent(best.bucketed_waste)} with {' '.join(asked)}")
         more = sorted({*default_of(best.shape, (0.25, 0.5))} - {*default_of(best.shape)})
         if more:
             say(f"By default there are then graphs for {_and(more)} sequences too")
@@ -259,17 +261,22 @@ def _say_seq_buckets(study: PackingStudy, best: ShapeOutcome, say: Any) -> None:
     if fewer == [0]:
         say(
             "Hardly any microbatch has so few: spare them their graphs with\n"
-            "--cuda-graph-packed-seq-buckets 0 (packing.seq_buckets=[])",
+            + " ".join(_asked(best, "--cuda-graph-packed-seq-buckets 0", "packing.seq_buckets=[]")),
             "bold",
         )
     elif fewer:
         needed = quantile(study.sizes.num_documents, MANY)
+        flag = f"--cuda-graph-packed-seq-buckets {' '.join(map(str, fewer))}"
         say(
             f"{MANY:.0%} of the microbatches have at most {needed} documents. Cheaper for them:\n"
-            f"--cuda-graph-packed-seq-buckets {' '.join(map(str, fewer))}\n"
-            f"(packing.seq_buckets={str(fewer).replace(' ', '')})",
+            + "\n".join(_asked(best, flag, f"packing.seq_buckets={str(fewer).replace(' ', '')}")),
             "bold",
         )
+
+
+def _asked(best: ShapeOutcome, flag: str, key: str) -> list[str]:
+    """A pretrain script's flag and a key of the configuration, or that alone; see `flags`."""
+    return [key] if flags(best) is None else [flag, f"({key})"]
 
 
 def _and(counts: Sequence[int]) -> str:

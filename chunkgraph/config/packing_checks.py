@@ -54,9 +54,9 @@ def check_packing(config: Config) -> None:
             "of the tokens, so that at least 2 are needed. 0 turns packing off."
         )
         raise ConfigError(msg)
+    _check_padding(config)
     _check_context(config)
     _check_longest(config)
-    _check_padding(config)
     if counts := config.data.document_counts:
         check_counts(counts, "data.document_counts")
         num_ranks = config.pipeline.context_parallel_size
@@ -128,7 +128,7 @@ def _check_longest(config: Config) -> None:
 
 
 def _check_padding(config: Config) -> None:
-    """What each document is padded to."""
+    """Padding of documents where their ranks change."""
     packing, multiple = config.packing, config.packing.pad_seq_to_mult
     if multiple > 1 and packing.context_parallel_sizes:
         msg = (

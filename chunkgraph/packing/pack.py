@@ -5,15 +5,15 @@ true lengths, or those with padding where the shape counts it. ``cu_seqlens_padd
 says where each sequence lies in memory. Transformer Engine reads lengths from the one and places
 from the other, but only with ``pad_between_seqs=True``; with False it takes the first for both.
 
-*A tail alone* (C = 1): documents lie end to end, so the arrays agree up to the last document, and
-only the dummy after it differs: no token, all remaining rows. With False attention would still be
-right for every document, but the tail's rows would belong to no sequence: fused RoPE leaves such
-rows unwritten, and what lies there reaches weight gradients. The dummy makes kernels that work on
-rows cover every row, and those that work on tokens do nothing there.
+*A tail alone* (C = 1, or padding that counts): the arrays agree up to the last document, and only
+the dummy after it differs: no token, all remaining rows. With False attention would still be right
+for every document, but the tail's rows would belong to no sequence: fused RoPE leaves such rows
+unwritten, and what lies there reaches weight gradients. The dummy makes kernels that work on rows
+cover every row, and those that work on tokens do nothing there.
 
-*Padding between documents* (C > 1): the arrays differ from the first padded document on. With False
-every later document would be read from the wrong place, and padding attended to as if it were text.
-Where padding counts (``counts_padding``) both arrays tell of rows, and only the tail differs.
+*Padding between documents* (C > 1) that does not count: the arrays differ from the first padded
+document on. With False every later document would be read from the wrong place, and padding
+attended to as if it were text.
 
 A graph holds the flag as a constant, and any microbatch may have a tail. So it is True for every
 capture.

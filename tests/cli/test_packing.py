@@ -245,8 +245,12 @@ def test_documents_are_padded(numbers, capsys):
     assert found["recommended"]["padding_waste"] > plain["recommended"]["padding_waste"] + 0.1
     code, out, _ = run(capsys, *given[:-1], "--pad-seq-to-mult", "64")
     assert code == 0
+    assert "Recommended for chunkgraph train: packing.max_packed_seqs=9" in out
     assert "packing.pad_seq_to_mult=64" in out
-    assert "(--sft) are not padded so" in out
+    # Of data that are not padded so nothing was said.
+    assert "--cuda-graph" not in out
+    assert "for them leave\n--pad-seq-to-mult out" in out
+    assert (found["flags"], plain["flags"][0]) == (None, "--cuda-graph-max-packed-seqs")
     assert max(map(len, out.splitlines()[1:])) <= 80
     # The default T holds the longest in blocks.
     code, out, _ = run(capsys, numbers, "--json", "--pad-seq-to-mult", "100")

@@ -269,7 +269,7 @@ def test_bad_override_says_which_and_why(small: Path, override: str, parts: list
         (
             (
                 "packing.max_packed_seqs=8; train.micro_batch_size=1; packing.pad_seq_to_mult=8; "
-                "packing.context_parallel_sizes=[1]"
+                "packing.context_parallel_sizes=[1]; packing.max_packed_tokens=60"
             ),
             ConfigError,
             ["pad_seq_to_mult is 8 with packing.context_parallel_sizes [1]", "former to 1"],

@@ -336,6 +336,35 @@ def write_documents(tmp_path: Path) -> Callable[..., Path]:
     return write
 
 
+@pytest.fixture
+def num_packings() -> Callable[[dict[str, Any]], int]:
+    """How many different offsets the documents of a case's microbatches have."""
+
+    def count(case: dict[str, Any]) -> int:
+        from chunkgraph.config import config_from_mapping
+        from chunkgraph.data import Documents
+        from chunkgraph.megatron.batches import packed_shape
+        from chunkgraph.packing import pack
+
+        config = config_from_mapping(case["config"])
+        shape = packed_shape(config)
+        assert shape is not None
+        documents = Documents.from_file(
+            config.data.path,
+            num_tokens=shape.max_packed_tokens,
+            seed=config.train.seed,
+            multiple=shape.document_multiple,
+        )
+        rows = [
+            pack(documents.lengths(step, microbatch), shape).cu_seqlens_padded
+            for step, number in enumerate(config.train.num_microbatches)
+            for microbatch in range(number)
+        ]
+        return len({tuple(offsets.tolist()) for offsets in rows})
+
+    return count
+
+
 def small_config(**sections: dict[str, Any]) -> dict[str, Any]:
     """A model of a few thousand parameters; ``sections`` update its sections."""
     config: dict[str, dict[str, Any]] = {

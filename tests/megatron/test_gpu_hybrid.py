@@ -96,7 +96,9 @@ def _check(results: dict[str, dict[str, Any]]) -> None:
 
 
 @pytest.mark.gpu
-def test_one_gpu(run_equal: Callable[..., Any], make_case: Case) -> None:
+def test_one_gpu(
+    run_equal: Callable[..., Any], make_case: Case, num_packings: Callable[..., int]
+) -> None:
     case, counts = make_case, [2, 3, 1, 4]
     cases = {
         "block": case("M-M*-M", counts, {"verify": "poison"}),
@@ -106,6 +108,7 @@ def test_one_gpu(run_equal: Callable[..., Any], make_case: Case) -> None:
         "packed_apart": case("M-M*-M", counts, _CHUNK, packed=True, packing=_APART),
         "mamba_alone": case("MM", counts, _CHUNK, packed=True, packing={"buckets": [0.5]}),
     }
+    assert num_packings(cases["packed_apart"]) > 3
     _check(run_equal(cases, 1, timeout_s=480.0))
 
 

@@ -4,8 +4,8 @@ Each case has packings in every step that its capture never saw, other numbers o
 Transformer Engine's layers in bfloat16; it equals eager training on the same padded rows to the
 last bit. Attention alone is in `test_packed_gpu`, most of the hybrid models in `test_gpu_hybrid`.
 
-Four ranks on two GPUs, eight on four: `NCCL_MULTI_RANK_GPU_ENABLE=1`, with a release of NCCL that
-knows it.
+Four ranks on two GPUs, eight on four or fewer: `NCCL_MULTI_RANK_GPU_ENABLE=1`, with a release of
+NCCL that knows it.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ Make = Callable[..., dict[str, Any]]
 def make(
     make_config: Callable[..., Any],
     write_documents: Callable[..., Path],
+    num_packings: Callable[..., int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> Make:
     """A case of one kind of model."""
@@ -44,15 +45,20 @@ def make(
     monkeypatch.setenv("MAMBA_DETERMINISTIC", "1")
     made = importlib.import_module("packed_cases")
     # Pieces for four ranks all have a token from 64 tokens on (docs/packed_training.md).
-    longer = write_documents(range(64, 110), 200, "longer.txt")
-    text = write_documents(range(9, 110), 200)
+    texts = {
+        "short": write_documents(range(9, 110), 200),
+        "longer": write_documents(range(64, 110), 200, "longer.txt"),
+        # Of one block or two.
+        "blocks": write_documents(range(9, 250), 200, "blocks.txt"),
+    }
 
     def case(
-        kind: str, counts: list[int], *options: dict[str, Any], is_longer: bool = False
+        kind: str, counts: list[int], *options: dict[str, Any], text: str = "short"
     ) -> dict[str, Any]:
         together = {name: value for given in options for name, value in given.items()}
-        documents = longer if is_longer else text
-        return made.gpu_case(documents, make_config, kind, counts, **together)
+        found = made.gpu_case(texts[text], make_config, kind, counts, **together)
+        assert num_packings(found) > 3
+        return found
 
     return case
 
@@ -125,9 +131,9 @@ def test_documents_that_share_no_block_on_two_ranks(
         pytest.skip(missing)
     apart = {"packing": {"max_packed_tokens": 1024, "pad_seq_to_mult": 128}}
     cases = {
-        "cp2": make("hybrid", _SHARED, _CP2, _CHUNK, apart),
-        "cp2_block": make("hybrid", _SHARED, _CP2, _BLOCK, apart),
-        "pp2": make("hybrid", _FLYING, _PP2, _CHUNK, apart),
+        "cp2": make("hybrid", _SHARED, _CP2, _CHUNK, apart, text="blocks"),
+        "cp2_block": make("hybrid", _SHARED, _CP2, _BLOCK, apart, text="blocks"),
+        "pp2": make("hybrid", _FLYING, _PP2, _CHUNK, apart, text="blocks"),
     }
     _check(run_equal(cases, 2, timeout_s=580.0))
 
@@ -170,13 +176,13 @@ def test_eight_ranks(run_equal: Callable[..., Any], make: Make) -> None:
 
 
 @pytest.mark.multigpu(4)
-@pytest.mark.parametrize("is_longer", [True, False], ids=["longer", "short"])
+@pytest.mark.parametrize("text", ["longer", "short"])
 def test_heads_that_share_keys_on_four_ranks(
-    run_equal: Callable[..., Any], make: Make, is_longer: bool
+    run_equal: Callable[..., Any], make: Make, text: str
 ) -> None:
     """Of short documents they were not equal with CP 4 until padding was counted as theirs."""
     cases = {
-        "cp4": make("grouped", _SHARED, _CP4, _CHUNK, is_longer=is_longer),
-        "cp2_pp2": make("grouped", _FLYING, _BOTH, _CHUNK, is_longer=is_longer),
+        "cp4": make("grouped", _SHARED, _CP4, _CHUNK, text=text),
+        "cp2_pp2": make("grouped", _FLYING, _BOTH, _CHUNK, text=text),
     }
     _check(run_equal(cases, 4, timeout_s=580.0))

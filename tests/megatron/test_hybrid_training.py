@@ -84,7 +84,12 @@ def _check(results: dict[str, dict[str, Any]]) -> None:
         assert len({s["loss_chunk_hex"] for s in steps}) == len(steps), name
 
 
-def test_one_rank(run_equal: Callable[..., Any], make_case: Case, once: Callable[..., Any]) -> None:
+def test_one_rank(
+    run_equal: Callable[..., Any],
+    make_case: Case,
+    once: Callable[..., Any],
+    num_packings: Callable[..., int],
+) -> None:
     chunk = {"scope": "chunk"}
     cases = {
         "block": make_case("M-M*-", [2, 3], capture={"verify": "poison"}),
@@ -105,15 +110,16 @@ def test_one_rank(run_equal: Callable[..., Any], make_case: Case, once: Callable
             capture={**chunk, "verify": "poison"},
             packing={"buckets": [0.75]},
         ),
-        # Documents that begin at multiples of eight, with padding between them.
+        # Of six rows or twelve, with padding between them.
         "packed_apart": make_case(
             "M*M",
             [2, 3],
             packed=True,
             capture={"verify": "poison"},
-            packing={"pad_seq_to_mult": 8, "max_packed_tokens": 32, "buckets": [0.5]},
+            packing={"pad_seq_to_mult": 6, "max_packed_tokens": 36},
         ),
     }
+    assert num_packings(cases["packed_apart"]) > 2
     if _KNOWS_STAGES:
         everything = {"recompute_granularity": "full", "recompute_method": "uniform"}
         cases["recompute"] = make_case(

@@ -1,7 +1,7 @@
 """Documents of one row know nothing of each other, nor of NaN behind them, in replays.
 
 On a CPU the attention is the tests' own, which clears rows without a token, and Mamba's kernels are
-stood in for; on a GPU they are Transformer Engine's and mamba-ssm's.
+stood in for; on a GPU they are those of Transformer Engine and of mamba-ssm and causal-conv1d.
 """
 
 from __future__ import annotations

@@ -111,7 +111,11 @@ def _check(results: dict[str, dict[str, Any]], overflows: dict[str, int] | None 
 
 @pytest.mark.megatron
 def test_graphs_equal_eager(
-    run_equal: Callable[..., Any], make_case: Case, text: Path, once: Callable[..., Any]
+    run_equal: Callable[..., Any],
+    make_case: Case,
+    text: Path,
+    once: Callable[..., Any],
+    num_packings: Callable[..., int],
 ) -> None:
     assert any(length % 4 for lengths in _drawn(text, 1, _SIZE) for length in lengths)
     documents = Documents.from_file(text, num_tokens=_TOKENS, seed=1, multiple=4)
@@ -141,6 +145,7 @@ def test_graphs_equal_eager(
         # Of a multiple of 12 rows each, with padding that counts.
         "apart": make_case([2, 3], verify="poison", multiple=6, **_HYBRID),
     }
+    assert num_packings(cases["apart"]) > 2
     results = run_equal(cases, _SIZE)
     _check(results, {"overflow": sum(is_too_long[1:])})
     _check_experts(results["experts"])

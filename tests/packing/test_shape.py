@@ -132,7 +132,7 @@ def test_no_piece_is_empty_where_padding_is_counted(lengths, size):
     st.none() | st.just(90),
 )
 def test_documents_begin_at_multiples(lengths, size, multiple, longest):
-    """Of what they are padded to, and their rows are cut as those of context parallelism."""
+    """Of what they are padded to; context-parallel ranks have two pieces of each."""
     whole = math.lcm(1 if size == 1 else 2 * size, multiple)
     shape = PackedShape(5, 8 * whole * 90, size, longest, True, multiple)
     assert shape.document_multiple == whole
@@ -155,8 +155,14 @@ def test_documents_begin_at_multiples(lengths, size, multiple, longest):
     assert (packed.padding_mask == ~held).all()
     assert (packed.seq_idx[~held] == len(lengths)).all()
     assert np.diff(offsets).max() <= packed.max_seqlen
-    parts = [packed.rows_of_rank(rank) for rank in range(size)]
-    assert np.array_equal(np.sort(np.concatenate(parts)), np.arange(shape.max_packed_tokens))
+    for rank in range(size if size > 1 else 0):
+        own = packed.rows_of_rank(rank)
+        assert len(own) == shape.tokens_per_rank
+        for begin, end in zip([0, *ends[:-1]], ends, strict=True):
+            place = own[(own >= begin) & (own < end)] - begin
+            piece = (end - begin) // (2 * size)
+            held = [p * piece + np.arange(piece) for p in (rank, 2 * size - 1 - rank)]
+            assert np.array_equal(place, np.concatenate(held))
     assert all(b.pad_seq_to_mult == multiple for b in shape.buckets())
     assert not any(b.max_packed_tokens % whole for b in shape.buckets((0.013, 0.3, 1)))
 

@@ -4,9 +4,9 @@ Nothing in a mixer leaves rows out: the gradients of its weights add up products
 and 0 times NaN is NaN. So whatever lies behind the last document is cleared before a layer and
 behind it, by selection. Behind it also clears what comes back there as a gradient.
 
-Padding between documents (context parallelism has it) is left as it is. With zeros there graphs
-left eager training in the last bits, most likely since a kernel adds up its decay within a block of
-rows whatever document they belong to.
+Padding between documents (context parallelism, ``pad_seq_to_mult``) is left as it is. With zeros
+there graphs left eager training in the last bits, most likely since a kernel adds up its decay
+within a block of rows whatever document they belong to.
 """
 
 from __future__ import annotations
