@@ -42,6 +42,7 @@ PADDING_MASK = "padding_mask"
 _PREFIX = f"{ARGUMENT}."
 _CLASS = f"{_PREFIX}class"
 _SAME = "the same tensor as "
+_SEQ_IDX = "seq_idx"
 OFFSETS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
 """Fields that say where documents begin and end."""
 _MUST_BE_CONSTANT = ("max_seqlen_q", "max_seqlen_kv", "total_tokens", "local_cp_size")
@@ -137,8 +138,9 @@ def put_together(given: dict[str, Any]) -> None:
     """Put what `take_apart` made back in the place of ``packed_seq_params``, where there is any.
 
     Without calling its constructor, which in later releases computes indices with a read on the
-    host. Its tensors are new objects on the same memory for every call, so that what is remembered
-    with one of them (see `compat.packed_rope`) is that call's alone.
+    host. Its tensors are new objects for every call, so that what is remembered with one of them
+    (see `compat.packed_rope`) is that call's alone; on the same memory, but for ``seq_idx``, which
+    gets room behind its last row where it needs it (`compat.room_behind`).
     """
     kind = given.pop(_CLASS, None)
     if kind is None:
@@ -148,6 +150,8 @@ def put_together(given: dict[str, Any]) -> None:
     for name, value in fields.items():
         if isinstance(value, torch.Tensor):
             fields[name] = value.detach()
+            if name == _SEQ_IDX:
+                fields[name] = compat.with_room(fields[name])
     for name, value in fields.items():
         is_same = isinstance(value, str) and value.startswith(_SAME)
         own = fields[value.removeprefix(_SAME)] if is_same else value
@@ -209,9 +213,11 @@ def make_params(
     known = {field.name for field in dataclasses.fields(kind)}
     rows = [torch.from_numpy(packed.cu_seqlens), torch.from_numpy(packed.cu_seqlens_padded)]
     sizes = [len(row) for row in rows]
-    if with_seq_idx and "seq_idx" in known:
+    if with_seq_idx and _SEQ_IDX in known:
         rows.append(torch.from_numpy(packed.seq_idx))
-        sizes.append(len(rows[-1]))
+        room = compat.room_behind(len(packed.seq_idx))
+        rows.append(torch.zeros(room, dtype=torch.int32))
+        sizes += [len(packed.seq_idx), room]
     offsets, padded, *others = _to_device(torch.cat(rows), device).split(sizes)
     params = kind(
         qkv_format="thd",
@@ -224,8 +230,8 @@ def make_params(
     )
     if "pad_between_seqs" in known:
         params.pad_between_seqs = True
-    for seq_idx in others:
-        params.seq_idx = seq_idx.unsqueeze(0)
+    if others:
+        params.seq_idx = others[0].unsqueeze(0)
     return params
 
 

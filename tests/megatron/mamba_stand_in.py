@@ -104,10 +104,12 @@ class Switch:
 
     Attributes:
         shared: all slots read ``seq_idx`` from one buffer, which each forward fills.
+        rooms: where given, gets how much memory each call's ``seq_idx`` has behind its last row.
     """
 
     shared = False
     buffer: torch.Tensor | None = None
+    rooms: list[int] | None = None
 
 
 def split_conv1d_scan(
@@ -133,6 +135,10 @@ def split_conv1d_scan(
     if seq_idx is not None:
         assert seq_idx.dtype == torch.int32
         assert seq_idx.shape == zxbcdt.shape[:2]
+        assert seq_idx.is_contiguous()
+        if Switch.rooms is not None:
+            held = seq_idx.untyped_storage().nbytes() // seq_idx.element_size()
+            Switch.rooms.append(held - seq_idx.storage_offset() - seq_idx.numel())
         if Switch.shared:
             if Switch.buffer is None:
                 Switch.buffer = seq_idx.clone()

@@ -48,6 +48,8 @@ from chunkgraph.megatron.compat.hybrid import (
     local_stack,
     mamba_mixers_of,
     packed_mamba_rows,
+    room_behind,
+    with_room,
 )
 from chunkgraph.megatron.compat.mamba_padding import clear_mamba_padding, rows_behind_documents
 from chunkgraph.megatron.compat.moe_dispatch import patch_router, static_dispatch
@@ -173,6 +175,7 @@ __all__ = [
     "refuse_other_releases",
     "reset_fp8",
     "rng_is_graph_safe",
+    "room_behind",
     "rope_rows",
     "routers_of",
     "rows_behind_documents",
@@ -191,4 +194,5 @@ __all__ = [
     "versions",
     "watch_expert_rows",
     "watch_results",
+    "with_room",
 ]

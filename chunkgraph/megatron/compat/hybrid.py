@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from chunkgraph.megatron.compat.access import patch_attributes, private_names
 
@@ -24,10 +25,14 @@ __all__ = [
     "local_stack",
     "mamba_mixers_of",
     "packed_mamba_rows",
+    "room_behind",
+    "with_room",
 ]
 
 _MIXER = "megatron.core.ssm.mamba_mixer"
 _HYBRID = "megatron.core.models.hybrid"
+_ROWS_AT_ONCE = 64
+"""Of which causal-conv1d's forward reads the documents; behind the last row too, up to 1.6.1."""
 
 
 class HybridNames:
@@ -133,13 +138,28 @@ def packed_mamba_rows() -> Iterator[None]:
         offsets = params.cu_seqlens_q if padded is None else padded
         rows = torch.arange(total_tokens, device=offsets.device)
         found = torch.searchsorted(offsets[1:].long(), rows, right=True)
-        return found.to(torch.int32).unsqueeze(0)
+        return with_room(found.to(torch.int32).unsqueeze(0))
 
     undo = patch_attributes(mixer, {"_create_packed_seq_idx": create})
     try:
         yield
     finally:
         undo()
+
+
+def room_behind(num_rows: int) -> int:
+    """Rows behind the last one whose document may be read too (causal-conv1d's issue 67).
+
+    Nothing comes of what is read there, but it has to be memory.
+    """
+    return -num_rows % _ROWS_AT_ONCE
+
+
+def with_room(seq_idx: torch.Tensor) -> torch.Tensor:
+    """The same documents of rows, [..., rows], with memory behind them; see `room_behind`."""
+    rows = seq_idx.size(-1)
+    room = room_behind(rows)
+    return functional.pad(seq_idx, (0, room))[..., :rows] if room else seq_idx
 
 
 def is_stack(module: object) -> bool:
