@@ -238,7 +238,7 @@ def _request_from_config(args: argparse.Namespace, config: Config) -> _Request:
         is_hybrid=model.hybrid_layer_pattern is not None,
         shared_slots=config.capture.shared_slots,
         banks=banks,
-        seq_counts=seq_counts_of(config, banks),
+        seq_counts=seq_counts_of(args, config, banks),
     )
 
 

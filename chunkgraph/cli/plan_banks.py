@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from chunkgraph._text import format_bytes
 from chunkgraph.config import default_seq_buckets
 from chunkgraph.errors import ConfigError
+from chunkgraph.packing import PackedShape, bucket_multiple, bucket_shapes
 from chunkgraph.slots import BankEstimate, BankSizes
 
 if TYPE_CHECKING:
@@ -45,16 +46,18 @@ def banks_of(args: argparse.Namespace, config: Config) -> tuple[BankSizes, ...]:
     """The banks to plan; none where neither sizes nor length buckets are given.
 
     Raises:
-        ConfigError: Sizes or tokens that cannot be.
+        ConfigError: Sizes or tokens that cannot be, or lengths that no run would have.
     """
     static = config.pipeline.context_parallel_size
-    sizes = args.cuda_graph_cp_sizes
-    sizes = sizes or config.packing.cuda_graph_cp_sizes or config.packing.context_parallel_sizes
+    sizes = _sizes_of(args, config)
     if args.max_tokens_per_rank is not None and not sizes:
         raise ConfigError("plan: --max-tokens-per-rank goes with --cuda-graph-cp-sizes")
     whole = config.tokens_per_sequence
-    if not sizes and not config.packing.buckets:
-        return ()
+    if not sizes:
+        return tuple(
+            BankSizes(context_parallel_size=static, tokens_per_rank=shape.tokens_per_rank)
+            for shape in _buckets_of(config)
+        )
     most = args.max_tokens_per_rank
     if most is None:
         most = -(-whole // static)
@@ -68,20 +71,51 @@ def banks_of(args: argparse.Namespace, config: Config) -> tuple[BankSizes, ...]:
     lengths = {most, *(max(1, math.ceil(most * part)) for part in parts)}
     return tuple(
         BankSizes(context_parallel_size=size, tokens_per_rank=length)
-        for size in sorted(set(sizes or [static]), reverse=True)
+        for size in sorted(set(sizes), reverse=True)
         for length in sorted(lengths, reverse=True)
     )
 
 
-def seq_counts_of(config: Config, banks: Sequence[BankSizes]) -> tuple[int, ...]:
+def _sizes_of(args: argparse.Namespace, config: Config) -> Sequence[int]:
+    """Context-parallel sizes that microbatches may have of their own; none: all have one."""
+    packing = config.packing
+    given: Sequence[int] = args.cuda_graph_cp_sizes
+    return given or packing.cuda_graph_cp_sizes or packing.context_parallel_sizes
+
+
+def _buckets_of(config: Config) -> tuple[PackedShape, ...]:
+    """The lengths that a run of it captures, largest first; none without shorter ones."""
+    packing, pipeline = config.packing, config.pipeline
+    if not packing.buckets:
+        return ()
+    shape = PackedShape(
+        packing.max_packed_seqs,
+        config.tokens_per_sequence,
+        pipeline.context_parallel_size,
+        counts_padding=packing.pad_seq_to_mult > 1,
+        pad_seq_to_mult=packing.pad_seq_to_mult,
+    )
+    tensor_ranks = pipeline.tensor_model_parallel_size if pipeline.sequence_parallel else 1
+    multiple = bucket_multiple(
+        pipeline.context_parallel_size,
+        sequence_parallel_size=tensor_ranks,
+        in_fp8=config.model.fp8 is not None,
+    )
+    return bucket_shapes(shape, packing.buckets, multiple_of=multiple)
+
+
+def seq_counts_of(
+    args: argparse.Namespace, config: Config, banks: Sequence[BankSizes]
+) -> tuple[int, ...]:
     """The numbers of packed sequences that every graph is captured for; none where there is one.
 
     Args:
+        args: of the command.
         config: of the run.
         banks: `banks_of` it.
     """
     most, fewer = config.packing.max_packed_seqs, config.packing.seq_buckets
-    if fewer is None and banks:
+    if fewer is None and _sizes_of(args, config):
         fewer = default_seq_buckets(most, min(bank.tokens_per_rank for bank in banks))
     elif fewer is None:
         fewer = config.seq_buckets

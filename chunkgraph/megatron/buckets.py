@@ -16,7 +16,13 @@ from chunkgraph.engine import Agree
 from chunkgraph.errors import ConfigError, PackingError
 from chunkgraph.megatron import packed
 from chunkgraph.megatron.packed import OFFSETS
-from chunkgraph.packing import PackedShape, bucket_shapes, pack, smallest_that_fits
+from chunkgraph.packing import (
+    PackedShape,
+    bucket_multiple,
+    bucket_shapes,
+    pack,
+    smallest_that_fits,
+)
 
 __all__ = [
     "ROWS_AT",
@@ -44,9 +50,6 @@ ROWS_AT = {
     "rotary_pos_cos_sin": 0,
 }
 """Which dimension of an argument of Megatron's counts rows."""
-_FP8_ROWS = 16
-"""What Transformer Engine's products in FP8 take a multiple of: those of weight gradients sum over
-rows (Megatron's ``get_fp8_align_size``)."""
 _PARAMS = f"{packed.ARGUMENT}."
 _OFFSET_ARGUMENTS = tuple(f"{_PARAMS}{name}" for name in OFFSETS)
 _LONGEST = (f"{_PARAMS}max_seqlen_q", f"{_PARAMS}max_seqlen_kv")
@@ -106,17 +109,20 @@ class Buckets:
             PackingError: the largest has another length, or there are no such shorter ones.
             ConfigError: a number of sequences is not between 2 and that of the shape.
         """
-        multiple = shape.context_parallel_size
-        if getattr(config, "sequence_parallel", False):
-            multiple *= getattr(config, "tensor_model_parallel_size", None) or 1
-        if sizes and getattr(config, "fp8", None):
-            multiple *= _FP8_ROWS
-            if shape.max_packed_tokens % multiple:
-                raise PackingError(
-                    f"max_packed_tokens is {shape.max_packed_tokens}, with shorter ones. In FP8 "
-                    "Transformer Engine takes rows in sixteens, on each rank: give a multiple of "
-                    f"{multiple}, or no shorter ones."
-                )
+        in_fp8 = bool(sizes and getattr(config, "fp8", None))
+        is_shared = getattr(config, "sequence_parallel", False)
+        tensor_ranks = getattr(config, "tensor_model_parallel_size", None) or 1
+        multiple = bucket_multiple(
+            shape.context_parallel_size,
+            sequence_parallel_size=tensor_ranks if is_shared else 1,
+            in_fp8=in_fp8,
+        )
+        if in_fp8 and shape.max_packed_tokens % multiple:
+            raise PackingError(
+                f"max_packed_tokens is {shape.max_packed_tokens}, with shorter ones. In FP8 "
+                "Transformer Engine takes rows in sixteens, on each rank: give a multiple of "
+                f"{multiple}, or no shorter ones."
+            )
         return cls(bucket_shapes(shape, sizes, multiple_of=multiple), seq_counts)
 
     @property

@@ -41,6 +41,7 @@ from chunkgraph.packing.schedule import schedule_microbatches
 from chunkgraph.packing.shape import (
     OverflowReason,
     PackedShape,
+    bucket_multiple,
     bucket_shapes,
     reason_not_to_fit,
     smallest_that_fits,
@@ -65,6 +66,7 @@ __all__ = [
     "SmallestSizes",
     "ValueKind",
     "allowed_misfits",
+    "bucket_multiple",
     "bucket_shapes",
     "check_offsets",
     "document_lengths",

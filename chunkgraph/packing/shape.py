@@ -17,6 +17,7 @@ from chunkgraph.packing.offsets import Lengths, check_lengths
 __all__ = [
     "OverflowReason",
     "PackedShape",
+    "bucket_multiple",
     "bucket_shapes",
     "reason_not_to_fit",
     "smallest_that_fits",
@@ -24,6 +25,9 @@ __all__ = [
 
 # Offsets are int32, as attention kernels read them.
 _MAX_TOKENS = 2**31 - 1
+# What Transformer Engine's products in FP8 take a multiple of: those of weight gradients sum over
+# rows (Megatron's ``get_fp8_align_size``).
+_FP8_ROWS = 16
 
 
 class OverflowReason(enum.Enum):
@@ -198,6 +202,19 @@ class PackedShape:
             )
             for size in sorted(sizes)
         )
+
+
+def bucket_multiple(
+    context_parallel_size: int, *, sequence_parallel_size: int = 1, in_fp8: bool = False
+) -> int:
+    """Rows that length buckets are a multiple of, besides what documents are padded to.
+
+    Args:
+        context_parallel_size: ranks that share the rows.
+        sequence_parallel_size: tensor-parallel ranks that share those of each of them.
+        in_fp8: whether weights are multiplied in FP8, which takes rows in sixteens on each rank.
+    """
+    return context_parallel_size * sequence_parallel_size * (_FP8_ROWS if in_fp8 else 1)
 
 
 def bucket_shapes(

@@ -237,6 +237,13 @@ def test_memory_by_bank(run, config, tmp_path):
     assert "packed sequences" not in run(buckets, *longer, "packing.buckets=[1026]")
     shared = (*longer, "packing.buckets=[1026]", "pipeline.context_parallel_size=2")
     assert "For 100, 32 packed sequences" in run(buckets, *shared)
+    # Rounded up as in a run: to what documents are padded to, on all ranks together.
+    padded = ("packing.pad_seq_to_mult=8", "packing.buckets=[0.3,20]")
+    (row, _) = json.loads(run(buckets, *padded, "--json"))
+    assert [b["tokens_per_rank"] for b in row["banks"]] == [32, 24, 16]
+    on_ranks = ("pipeline.context_parallel_size=2", "packing.buckets=[0.3,20]")
+    (row, _) = json.loads(run(buckets, *on_ranks, "--json"))
+    assert [b["tokens_per_rank"] for b in row["banks"]] == [16, 10, 6]
     # So are the sizes of the file.
     sizes = tmp_path / "sizes.yaml"
     more = ", micro_batch_size: 1}\n"
