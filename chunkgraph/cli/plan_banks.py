@@ -92,7 +92,7 @@ def _buckets_of(config: Config) -> tuple[PackedShape, ...]:
         packing.max_packed_seqs,
         config.tokens_per_sequence,
         pipeline.context_parallel_size,
-        counts_padding=packing.pad_seq_to_mult > 1,
+        counts_padding=True,  # or not: lengths are the same
         pad_seq_to_mult=packing.pad_seq_to_mult,
     )
     tensor_ranks = pipeline.tensor_model_parallel_size if pipeline.sequence_parallel else 1

@@ -178,7 +178,7 @@ class PackedShape:
         Args:
             fractions: Parts of T, above 0 and at most 1.
             multiple_of: What each T is rounded up to a multiple of, besides what documents are
-                padded to: the tensor-parallel size times C under sequence parallelism.
+                padded to (`bucket_multiple`).
 
         Raises:
             PackingError: A fraction is out of range, or T itself is no multiple of

@@ -20,7 +20,7 @@ _CHANGED = 1
 # Of Mamba's documents that begin in one block of rows: what may move of another, as a share of the
 # largest of the document's losses and of a parameter's gradient. Products are in TensorFloat-32
 # (10 bits) for float32; bfloat16 has 7. Gradients that hear of another document move by more.
-_ROUNDED_LOSS = {"float32": 1e-5, "bfloat16": 1e-2}
+_ROUNDED_LOSS = {"float32": 1e-5, "bfloat16": 1e-3}
 _ROUNDED_GRADIENT = {"float32": 2e-3, "bfloat16": 3e-2}
 _HEARD = 5e-2
 
