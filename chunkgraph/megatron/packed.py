@@ -183,7 +183,9 @@ def refuse_rows_behind_offsets(
     for plain, padded in zip(OFFSETS[:2], OFFSETS[2:], strict=True):
         name = padded if given.get(f"{_PREFIX}{padded}") is not None else plain
         offsets = given.get(f"{_PREFIX}{name}")
-        if not isinstance(offsets, torch.Tensor):  # the same tensor as another's
+        if isinstance(offsets, str) and offsets.startswith(_SAME):
+            offsets = given[f"{_PREFIX}{offsets.removeprefix(_SAME)}"]
+        if not isinstance(offsets, torch.Tensor):
             continue
         end = int(offsets[-1])
         if end != num_rows * size:

@@ -139,13 +139,11 @@ class MegatronChunkGraphs:
                 if len(self._packings.buckets.banks) > 1:
                     keys = self._packings.banks
                 if len(self._packings.buckets.keys) > 1:
-                    rows = self._packings.keys
+                    rows = self._packings.rows(kwargs.get("seq_length"))
             shape_key = tuple(
                 kwargs.get(name)
                 for name in ("seq_length", "micro_batch_size", "decoder_seq_length")
             )
-            if told and buckets is None and kwargs.get("seq_length") not in self.buckets:
-                rows = None  # what fits no bucket has a length of its own: the schedule's
 
             def run(kwargs: dict[str, Any], eager: bool) -> tuple[Any, StepMode]:
                 nonlocal told
@@ -155,7 +153,8 @@ class MegatronChunkGraphs:
                 if of_step is not None and not kwargs.get("forward_only", False):
                     told = of_step.misfit  # an announcement holds for the first run alone
                 if self._cutter is not None:
-                    self._cutter.begin_run(() if keys is None else keys)
+                    of_run = keys if self._packings is None else self._packings.cut_for
+                    self._cutter.begin_run(() if keys is None or of_run is None else of_run)
                 return self._run_step(
                     forward_backward, kwargs, shape_key, word, keys, rows, eager=eager
                 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from chunkgraph.engine import Agree
 from chunkgraph.errors import ConfigError, PackingError, SlotError
@@ -15,6 +16,17 @@ __all__ = ["Packings", "StepPackings", "misfit_of"]
 
 Packings = Sequence[Sequence[int]]
 """For each microbatch of a step, the tokens of each of its documents."""
+
+
+@dataclass(frozen=True)
+class _Announced:
+    """The step that comes next: what the caller said of it, and what follows from that."""
+
+    packings: list[list[int]]
+    said: str
+    misfit: str
+    keys: list[int]
+    has_given_keys: bool
 
 
 class StepPackings:
@@ -34,6 +46,8 @@ class StepPackings:
         shape: the largest.
         keys: buckets of the microbatches of the step that was begun last.
         banks: and their banks.
+        cut_for: banks to whose sequences offsets are cut (`OffsetCutter`); None for a microbatch
+            that fits none, whose offsets are its own.
         misfit: why that step does not fit, whether it was announced or not; "" if it does.
 
     Raises:
@@ -54,12 +68,14 @@ class StepPackings:
         self.shape = shape = buckets.shapes[buckets.keys[0]]
         self.keys: list[int] | None = None
         self.banks: list[BankKey] | None = None
+        self.cut_for: list[BankKey | None] = []
         self.misfit = ""
         self._rank = rank
         self._fills_rows = fills_rows
         self._needs_tokens = needs_tokens
         self._needs_buckets = needs_buckets and len(buckets.keys) > 1
-        self._announced: tuple[list[list[int]], str, str, list[int]] | None = None
+        self._announced: _Announced | None = None
+        self._has_given_keys = False
         digest = zlib.crc32(repr(buckets.all_shapes).encode())
         if agree is not None and agree([digest, -digest]) != [digest, -digest]:
             raise ConfigError(
@@ -74,7 +90,8 @@ class StepPackings:
         if self._announced is not None:
             raise SlotError(f"rank {self._rank}: the next step was announced already.")
         told = misfit or misfit_of(packings, self.shape, None, self._rank)
-        self._announced = _plain(packings), misfit, told, self._chosen(packings, buckets, told)
+        keys = self._chosen(packings, buckets, told)
+        self._announced = _Announced(_plain(packings), misfit, told, keys, buckets is not None)
         return told
 
     def withdraw(self) -> None:
@@ -95,6 +112,7 @@ class StepPackings:
             PackingError: a microbatch without documents, or a document without tokens.
         """
         announced, self._announced = self._announced, None
+        self._has_given_keys = buckets is not None or bool(announced and announced.has_given_keys)
         if packings is None and announced is None and not misfit:
             raise ConfigError(
                 f"rank {self._rank}: a training step was given no packings. Attached with "
@@ -112,17 +130,16 @@ class StepPackings:
                 self.keys = None if buckets is None else list(buckets)
                 rows = self.keys or [self.buckets.keys[0]] * num_microbatches
                 self.banks = self.buckets.largest_banks(rows)
+                self.cut_for = [None] * len(self.banks)
                 self.misfit = misfit
                 return misfit
             told = misfit or misfit_of(packings, self.shape, num_microbatches, self._rank)
-            self.keys = self._chosen(packings, buckets, told)
-            self.banks = self.buckets.banks_of(packings, self.keys)
-            self.misfit = told
+            self._take(packings, self._chosen(packings, buckets, told), told)
             return told
-        was, said, self.misfit, self.keys = announced
-        self.banks = self.buckets.banks_of(was, self.keys)
+        was, said = announced.packings, announced.said
+        self._take(was, announced.keys, announced.misfit)
         is_other = packings is not None and _plain(packings) != was
-        is_other = is_other or (buckets is not None and list(buckets) != self.keys)
+        is_other = is_other or (buckets is not None and list(buckets) != announced.keys)
         if is_other or (misfit and misfit != said) or len(was) != num_microbatches:
             raise ConfigError(
                 f"rank {self._rank}: the step has {num_microbatches} microbatches with documents "
@@ -131,6 +148,28 @@ class StepPackings:
                 "do otherwise. Announce each step's own packings, in the order of the steps."
             )
         return None
+
+    def _take(self, packings: Packings, keys: list[int], misfit: str) -> None:
+        """These are the microbatches of the step that begins."""
+        self.keys, self.misfit = keys, misfit
+        self.banks = self.buckets.banks_of(packings, keys)
+        self.cut_for = [
+            bank if reason_not_to_fit(lengths, self.shape) is None else None
+            for lengths, bank in zip(packings, self.banks, strict=True)
+        ]
+
+    def rows(self, seq_length: int | None) -> list[int] | None:
+        """Rows of each microbatch of the step that was begun last.
+
+        Args:
+            seq_length: of the schedule.
+
+        Returns:
+            None: all are as long as the schedule says. What fits no bucket has a length of its
+            own, be the step announced or not, unless its buckets were given.
+        """
+        is_own = self.misfit and not self._has_given_keys and seq_length not in self.buckets.shapes
+        return None if is_own else self.keys
 
     def _chosen(self, packings: Packings, given: Sequence[int] | None, misfit: str) -> list[int]:
         """The buckets of a step: those that were given, or the smallest that fit."""

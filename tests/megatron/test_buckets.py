@@ -177,6 +177,42 @@ def test_steps_know_the_buckets_of_their_microbatches() -> None:
         steps.begin([[3]], "", 1, [16])
 
 
+@pytest.mark.parametrize("is_announced", [False, True])
+def test_rows_of_a_step_that_fits_nothing_are_the_schedules(is_announced: bool) -> None:
+    """Told when it begins or ahead; stages would receive another length than is sent."""
+    steps = StepPackings(_buckets(), 0, None)
+
+    def rows(packings: list[list[int]], seq_length: int, *given: Any) -> list[int] | None:
+        if is_announced:
+            steps.announced(packings, "", *given)
+            steps.begin(packings, "", len(packings))
+        else:
+            steps.begin(packings, "", len(packings), *given)
+        return steps.rows(seq_length)
+
+    assert rows([[8], [9]], 32) == [8, 16]
+    assert rows([[30, 18], [9]], 48) is None
+    assert rows([[30, 18], [9]], 32) == [32, 16]  # all are of buckets
+    assert rows([[30, 18], [9]], 48, [48, 16]) == [48, 16]
+    assert rows([[8], [9]], 32) == [8, 16]
+    steps.announced([[30, 18]], "", [48])
+    steps.withdraw()
+    assert steps.begin([[30, 18]], "", 1) == "too many tokens"
+    assert steps.rows(48) is None
+
+
+def test_offsets_of_what_fits_nothing_are_not_cut() -> None:
+    """Empty sequences may stand before documents there, where cutting would join these."""
+    steps = StepPackings(_counted(3), 0, None)
+    steps.begin([[8], [20, 20], [1] * 9], "", 3)
+    assert steps.banks == [(16, 3), (32, 3), (32, 9)]
+    assert steps.cut_for == [(16, 3), None, None]
+    steps.begin([[8]], "told", 1)
+    assert steps.cut_for == [(16, 3)]
+    steps.begin(None, "a bad day", 1, [32])
+    assert steps.cut_for == [None]
+
+
 def _counted(*counts: int) -> Buckets:
     return Buckets(bucket_shapes(PackedShape(9, 32), [0.5]), counts)
 

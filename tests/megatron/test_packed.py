@@ -426,7 +426,15 @@ def test_attention_is_told_of_tokens_rows_and_padding(counts_padding: bool) -> N
 
 
 @pytest.mark.parametrize("graphs", ["block", "chunk"], indirect=True)
-@pytest.mark.parametrize("names", [("cu_seqlens_q_padded",), ("cu_seqlens_kv_padded",), ()])
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("cu_seqlens_q_padded",),
+        ("cu_seqlens_kv_padded",),
+        ("cu_seqlens_q_padded", "cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_kv_padded"),
+        (),
+    ],
+)
 def test_rows_behind_the_last_offset_are_refused(
     chunks: list[Any], graphs: Any, names: tuple[str, ...]
 ) -> None:
@@ -442,10 +450,11 @@ def test_rows_behind_the_last_offset_are_refused(
     check(first, input_ids=batch["input_ids"])  # not packed
     if not names:  # as for sequences without padding between them
         params.cu_seqlens_q_padded = params.cu_seqlens_kv_padded = None
-    for name in names:
+    if names:
         short = params.cu_seqlens_q_padded.clone()
         short[-1] -= 3
-        setattr(params, name, short)
+        for name in names:  # one tensor in all of them
+            setattr(params, name, short)
     ends_at = f"{names[0]} ends at 29" if names else "cu_seqlens_q ends at 12"
     given = take_apart(params, "chunk")
     with pytest.raises(ConfigError, match=rf"chunk 0.*{ends_at}, and there are 32 rows"):
