@@ -11,7 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from chunkgraph.cli.plan_banks import add_bank_arguments, banks_of, seq_counts_of
+from chunkgraph.cli.plan_banks import (
+    add_bank_arguments,
+    banks_of,
+    rows_of_a_rank,
+    seq_counts_of,
+)
 from chunkgraph.cli.plan_tables import RankRow, as_json, print_tables
 from chunkgraph.errors import ConfigError
 from chunkgraph.schedules import (
@@ -222,7 +227,7 @@ def _request_from_config(args: argparse.Namespace, config: Config) -> _Request:
             hidden_size=model.hidden_size,
             ffn_hidden_size=model.ffn_hidden_size,
             num_attention_heads=model.num_attention_heads,
-            seq_length=model.seq_length,
+            seq_length=rows_of_a_rank(config, banks),
             micro_batch_size=config.train.micro_batch_size,
             vocab_size=model.vocab_size,
             bytes_per_element=4 if model.params_dtype == "float32" else 2,

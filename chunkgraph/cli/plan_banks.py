@@ -76,6 +76,17 @@ def banks_of(args: argparse.Namespace, config: Config) -> tuple[BankSizes, ...]:
     )
 
 
+def rows_of_a_rank(config: Config, banks: Sequence[BankSizes]) -> int:
+    """Rows that one rank holds of the longest microbatch.
+
+    Args:
+        config: of the run.
+        banks: `banks_of` it.
+    """
+    own = -(-config.tokens_per_sequence // config.pipeline.context_parallel_size)
+    return max((bank.tokens_per_rank for bank in banks), default=own)
+
+
 def _sizes_of(args: argparse.Namespace, config: Config) -> Sequence[int]:
     """Context-parallel sizes that microbatches may have of their own; none: all have one."""
     packing = config.packing

@@ -229,6 +229,8 @@ def _expected(hint: Any) -> str:
     if get_origin(hint) is tuple:
         if get_args(hint)[0] is str:
             return "a list of names, such as [core_attn, mlp]"
+        if get_args(hint)[0] is float:
+            return "a list of numbers, such as [0.25, 0.5]"
         return "a list of whole numbers, such as [4, 6, 8]"
     return {
         int: "a whole number",

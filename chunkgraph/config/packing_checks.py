@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 __all__ = ["check_packing"]
 
+_MOST = 2**31 - 1
+
 
 def check_packing(config: Config) -> None:
     """Check the packing of documents, and what it cannot go together with.
@@ -54,6 +56,13 @@ def check_packing(config: Config) -> None:
             "of the tokens, so that at least 2 are needed. 0 turns packing off."
         )
         raise ConfigError(msg)
+    for name, value in (
+        ("packing.max_packed_seqs", packing.max_packed_seqs),
+        ("packing.max_packed_tokens (else model.seq_length)", config.tokens_per_sequence),
+    ):
+        if value > _MOST:
+            msg = f"{name} is {value}; offsets of packed documents count up to {_MOST}. Lower it."
+            raise ConfigError(msg)
     _check_padding(config)
     _check_context(config)
     _check_longest(config)

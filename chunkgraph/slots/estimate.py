@@ -36,7 +36,7 @@ class ModelSizes:
         hidden_size: Width h.
         ffn_hidden_size: Middle width of the MLP.
         num_attention_heads: Heads a.
-        seq_length: Tokens s of one sequence.
+        seq_length: Tokens s of one sequence on one rank.
         micro_batch_size: Sequences b in one microbatch.
         vocab_size: Rows of the embedding.
         bytes_per_element: Bytes e of an activation and of a parameter.
@@ -137,7 +137,8 @@ def estimate_memory(
         shared_slots: Whether the rank's chunks share as many slots as it ever has microbatches in
             flight.
 
-    Assumes: no sequence or context parallelism, dense layers. A slot also holds
+    Assumes: no sequence parallelism, dense layers, no more of context parallelism than fewer tokens
+    on a rank. A slot also holds
     its chunk's output (the input counts as saved by the first norm).
     Scratch is taken as the gradients of one layer's (or recomputed group's) activations and of one
     layer's weights, a rough figure.

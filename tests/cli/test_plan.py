@@ -66,6 +66,27 @@ def test_config_adds_memory(run, config):
         assert row["gradient_bytes"] == row["parameter_bytes"]  # float32 model
 
 
+def test_memory_is_of_the_rows_of_a_rank(run, tmp_path):
+    """Also where packed microbatches have a length of their own, and where ranks share them."""
+    path = tmp_path / "packed.yaml"
+    path.write_text(
+        CONFIG.rstrip("}\n") + ", micro_batch_size: 1}\npacking: {max_packed_seqs: 4}\n"
+    )
+
+    def memory(*overrides, flags=()):
+        return json.loads(run(path, *overrides, "--json", *flags))[0]
+
+    longer, shared = "packing.max_packed_tokens=128", "pipeline.context_parallel_size=2"
+    whole = memory("model.seq_length=128")
+    assert memory(longer) == whole != memory()
+    assert memory(longer, shared) == memory("model.seq_length=64")
+    assert memory("model.seq_length=128", shared) == memory("model.seq_length=64")
+    (bank, _) = memory(longer, shared, "packing.buckets=[0.5]")["banks"]
+    assert bank["slot_bytes"] == memory(longer, shared)["slot_bytes"]
+    of_flag = memory(flags=("--cuda-graph-cp-sizes", 1, 2, "--max-tokens-per-rank", 128))
+    assert of_flag["slot_bytes"] == of_flag["banks"][0]["slot_bytes"] == whole["slot_bytes"]
+
+
 def test_overrides_apply(run, config):
     wider = json.loads(run(config, "model.hidden_size=128", "--json"))
     assert wider[0]["slot_bytes"] > json.loads(run(config, "--json"))[0]["slot_bytes"]

@@ -191,6 +191,12 @@ def test_bad_override_says_which_and_why(small: Path, override: str, parts: list
         ("pipeline.microbatch_group_size_per_vp_stage=1", TopologyError, ["(1) is smaller than"]),
         ("run.timeout_s=0", ConfigError, ["run.timeout_s is 0"]),
         ("packing.max_packed_seqs=1", ConfigError, ["max_packed_seqs is 1", "0 turns packing off"]),
+        ("packing.max_packed_seqs=3000000000", ConfigError, ["max_packed_seqs is 3", "2147483647"]),
+        (
+            "packing.max_packed_seqs=8; packing.max_packed_tokens=3000000000",
+            ConfigError,
+            ["max_packed_tokens (else model.seq_length) is 3000000000", "2147483647"],
+        ),
         (
             (
                 "packing.max_packed_seqs=8; train.micro_batch_size=1; model.layer_spec=a.b:c; "
@@ -435,3 +441,11 @@ def test_yaml_round_trip(config: Config) -> None:
     again = config_from_mapping(yaml.safe_load(text))
     assert again == config
     assert to_yaml(again) == text
+
+
+def test_what_a_list_holds_is_told(small: Path) -> None:
+    said = r"packing\.buckets: expected a list of numbers, such as \[0\.25, 0\.5\]; got 0\.5"
+    with pytest.raises(ConfigError, match=said):
+        load_config(small, ["packing.buckets=0.5"])
+    with pytest.raises(ConfigError, match="expected a list of whole numbers"):
+        load_config(small, ["data.document_counts=4"])
