@@ -27,6 +27,7 @@ from chunkgraph.packing import (
     recommend,
     sizes_of,
 )
+from chunkgraph.packing.offsets import MAX_TOKENS
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -216,9 +217,16 @@ def _study(args: argparse.Namespace) -> PackingStudy:
     if args.max_document_tokens is not None:
         _at_least(1, "--max-document-tokens", args.max_document_tokens)
     _at_least(1, "--pad-seq-to-mult", args.pad_seq_to_mult)
+    # A wrong size is told before a long file is read.
     if wanted_tokens is not None or args.context_parallel_size < 1:
-        # A wrong size is told before a long file is read.
         _capacity(args.max_document_tokens or 1 if wanted_tokens is None else wanted_tokens, args)
+    elif _multiple(args) > MAX_TOKENS:
+        msg = (
+            f"packing: --context-parallel-size {args.context_parallel_size} with --pad-seq-to-mult "
+            f"{args.pad_seq_to_mult} pads documents to multiples of {_multiple(args)} rows; "
+            f"offsets end at {MAX_TOKENS}"
+        )
+        raise ConfigError(msg)
     options = ReadOptions(
         key=args.key, kind=ValueKind(args.value), bytes_per_token=args.bytes_per_token
     )
@@ -305,17 +313,24 @@ def _capacity(tokens: int, args: argparse.Namespace) -> PackedShape:
     )
 
 
-def _default_capacity(lengths: DocumentLengths, args: argparse.Namespace) -> int:
+def _multiple(args: argparse.Namespace) -> int:
+    """Rows that documents are padded to multiples of; `PackedShape` says it of valid sizes."""
     pieces = 1 if args.context_parallel_size == 1 else 2 * args.context_parallel_size
-    multiple = math.lcm(pieces, args.pad_seq_to_mult)
+    return math.lcm(pieces, args.pad_seq_to_mult)
+
+
+def _default_capacity(lengths: DocumentLengths, args: argparse.Namespace) -> int:
+    multiple = _multiple(args)
+    # What no offsets could count was asked for by no one: the largest there is will do.
+    most = MAX_TOKENS // multiple * multiple
     if lengths.microbatch_ends is not None:
         padded = -(-lengths.tokens // multiple) * multiple
         totals = np.concatenate([[0], np.cumsum(padded)])[lengths.microbatch_ends]
         unit = math.lcm(_ROUND_TOKENS, multiple)
-        return -(-int(np.diff(totals, prepend=0).max()) // unit) * unit
+        return min(most, -(-int(np.diff(totals, prepend=0).max()) // unit) * unit)
     longest = int(lengths.tokens.max())
     if args.max_document_tokens is not None:
         longest = args.max_document_tokens
     longest = max(_DEFAULT_CAPACITY, longest)
     power = 1 << (longest - 1).bit_length()
-    return -(-power // multiple) * multiple
+    return min(most, -(-power // multiple) * multiple)

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chunkgraph.cli.packing_seqs import MANY, default_of, most_for_the_same, seq_buckets_to_ask_for
-from chunkgraph.packing import LongDocuments, ShapeOutcome, quantile
+from chunkgraph.packing import LongDocuments, ShapeOutcome, evaluate, quantile
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -241,8 +241,9 @@ def _say_same_cost(study: PackingStudy, best: ShapeOutcome, say: Any) -> None:
     """What the next number costs that attention's kernels are started for, where it helps."""
     same = most_for_the_same(best.shape)
     shape = replace(best.shape, max_packed_seqs=same)
-    other = next((o for o in study.result.outcomes if o.shape == shape), None)
-    if other is not None and other.num_misfits < best.num_misfits:
+    # Looked at for this alone: it may be none of the candidates.
+    other = evaluate(study.sizes, shape, study.microbatches_per_step)
+    if other.num_misfits < best.num_misfits:
         say(
             f"{_percent(other.fallback_share)} with N = {same}, for which attention's kernels take "
             "as long"

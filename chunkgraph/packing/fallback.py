@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from chunkgraph.errors import PackingError
 from chunkgraph.packing.microbatches import MicrobatchSizes
 from chunkgraph.packing.shape import PackedShape
 
@@ -37,7 +38,16 @@ def fallback_share(num_misfits: int, num_microbatches: int, microbatches_per_ste
         num_microbatches: All microbatches of the dataset.
         microbatches_per_step: Of all data-parallel ranks together; one misfit among them makes
             the whole step eager. A step that takes more than there are has every one.
+
+    Raises:
+        PackingError: A count is below 0.
     """
+    if min(num_misfits, num_microbatches, microbatches_per_step) < 0:
+        msg = (
+            f"{num_misfits} misfits among {num_microbatches} microbatches, "
+            f"{microbatches_per_step} in a step: counts are at least 0."
+        )
+        raise PackingError(msg)
     drawn = min(microbatches_per_step, num_microbatches)
     if num_misfits == 0:
         return 0.0

@@ -9,6 +9,7 @@ from typing import Any
 
 from chunkgraph._text import did_you_mean, name_list
 from chunkgraph.errors import ConfigError
+from chunkgraph.packing.offsets import MAX_TOKENS
 
 __all__ = ["TokenCounts", "ValueKind", "find_key", "token_counts"]
 
@@ -83,11 +84,11 @@ def token_counts(
             turns = [turn.get("content") for turn in value if isinstance(turn, dict)]
             texts = [text for text in turns if isinstance(text, str)]
             if texts and len(texts) == len(value):
-                return _estimate("".join(texts), bytes_per_token)
+                return _estimate("".join(texts), bytes_per_token, where)
         if (any_kind or kind is ValueKind.TOKENS) and (not value or _is_int(value[0])):
             return TokenCounts([len(value)])
     if (any_kind or kind is ValueKind.TEXT) and isinstance(value, str):
-        return _estimate(value, bytes_per_token)
+        return _estimate(value, bytes_per_token, where)
     wanted = "a length, tokens or text" if any_kind else f"what --value {kind.value} takes"
     msg = f"{where} is not {wanted}: {str(value)[:40]!r}."
     raise ConfigError(msg)
@@ -97,7 +98,16 @@ def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _estimate(text: str, bytes_per_token: float) -> TokenCounts:
+def _estimate(text: str, bytes_per_token: float, where: str) -> TokenCounts:
     # Lone surrogates are legal in JSON strings; as an estimate goes, any bytes will do.
     num_bytes = len(text.encode("utf-8", "surrogatepass"))
-    return TokenCounts([math.ceil(num_bytes / bytes_per_token)], is_estimated=True)
+    tokens = num_bytes / bytes_per_token
+    # Refused here, where it may be infinite still, and the estimate can be blamed.
+    if tokens > MAX_TOKENS:
+        msg = (
+            f"{where}: {num_bytes} bytes at {bytes_per_token:g} bytes a token: a length of "
+            f"{tokens:g} tokens is no document's; offsets end at {MAX_TOKENS}. Estimate with more "
+            "bytes a token."
+        )
+        raise ConfigError(msg)
+    return TokenCounts([math.ceil(tokens)], is_estimated=True)

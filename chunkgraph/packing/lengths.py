@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from chunkgraph.errors import ConfigError
 from chunkgraph.packing.json_value import ValueKind, find_key, token_counts
 from chunkgraph.packing.megatron_index import MAGIC, read_megatron_index
+from chunkgraph.packing.offsets import MAX_TOKENS
 
 __all__ = ["DocumentLengths", "ReadOptions", "read_lengths"]
 
@@ -60,19 +61,23 @@ def read_lengths(
         progress: Called now and then while lines are read.
 
     Raises:
-        ConfigError: The file cannot be read, holds no document, or a line is wrong.
+        ConfigError: The file cannot be read, holds no document, or a line is wrong, such as by a
+            length that no offsets could count.
     """
     options = options or ReadOptions()
     report = progress or _no_progress
-    index = _index_path(path)
-    if index is not None:
-        groups = read_megatron_index(index)
-        return _found(groups, None, f"Megatron index {index}", path)
     try:
+        index = _index_path(path)
+        if index is not None:
+            return _read_index(index, path)
         with path.open("rb") as stream:
+            if not stream.seekable():
+                # It is opened twice, and what was read the first time would be missing.
+                msg = f"{path}: a pipe, and lengths are read twice. Write them to a file first."
+                raise ConfigError(msg)
             head = stream.read(4096)
         if head.startswith(MAGIC):
-            return _found(read_megatron_index(path), None, f"Megatron index {path}", path)
+            return _read_index(path, path)
         if path.suffix in _JSON_SUFFIXES or head.lstrip().startswith(b"{"):
             return _read_lines(path, _JsonLine(path, options), report)
         return _read_lines(path, _NumberLine(path), report)
@@ -91,8 +96,26 @@ def _index_path(path: Path) -> Path | None:
         return path
     if path.suffix == ".bin":
         return path.with_suffix(".idx")
+    if not path.name:
+        # The current folder, or the root: nothing is named so with an ending.
+        return None
     prefixed = path.with_name(f"{path.name}.idx")
     return prefixed if prefixed.is_file() and not path.is_file() else None
+
+
+def _read_index(index: Path, path: Path) -> DocumentLengths:
+    tokens = read_megatron_index(index)
+    if tokens.size and tokens.max() > MAX_TOKENS:
+        document = int(np.argmax(tokens > MAX_TOKENS))
+        raise ConfigError(_too_long(f"{index}: document {document}", int(tokens[document])))
+    return _found(tokens, None, f"Megatron index {index}", path)
+
+
+def _too_long(where: str, length: int) -> str:
+    return (
+        f"{where}: a length of {length} tokens is no document's; offsets end at {MAX_TOKENS}. "
+        "Split it, or leave it out."
+    )
 
 
 class _NumberLine:
@@ -118,12 +141,18 @@ class _NumberLine:
 
 
 class _JsonLine:
-    """Parses a line with a JSON object; the first line settles the key."""
+    """Parses a line with a JSON object.
+
+    The first line settles the key, and whether there are documents or whole microbatches under it:
+    were they mixed, the same lines could be read as either.
+    """
 
     def __init__(self, path: Path, options: ReadOptions) -> None:
         self._path = path
         self._options = options
         self._key = options.key
+        self._first: tuple[int, str] | None = None
+        self._is_estimated = False
         self.source = "JSON lines"
         self.has_microbatches = False
 
@@ -134,6 +163,9 @@ class _JsonLine:
         except ValueError as error:
             msg = f"{where}: not JSON: {error}. JSON lines have one object on each line."
             raise ConfigError(msg) from None
+        except RecursionError:
+            msg = f"{where}: nested too deep to be read. JSON lines have one object on each line."
+            raise ConfigError(msg) from None
         self._key = find_key(value, self._key, where)
         counts = token_counts(
             value[self._key],
@@ -142,14 +174,31 @@ class _JsonLine:
             key=self._key,
             bytes_per_token=self._options.bytes_per_token,
         )
+        self._is_estimated |= counts.is_estimated
         estimated = (
             f", tokens estimated at {self._options.bytes_per_token:g} bytes each"
-            if counts.is_estimated
+            if self._is_estimated
             else ""
         )
         self.source = f"JSON lines, key {self._key!r}{estimated}"
-        self.has_microbatches = counts.is_microbatch
+        if self._first is None:
+            self._first = number, _kind(value[self._key])
+            self.has_microbatches = counts.is_microbatch
+        if counts.is_microbatch != self.has_microbatches:
+            first_number, first = self._first
+            msg = (
+                f"{where}: {self._key!r} has {_kind(value[self._key])} where line {first_number} "
+                f"has {first}. Lists are packed microbatches, others single documents: give "
+                "the same on each line."
+            )
+            raise ConfigError(msg)
         return counts.tokens
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, list):
+        return "a list"
+    return "a text" if isinstance(value, str) else "a number"
 
 
 def _read_lines(path: Path, parse: _NumberLine | _JsonLine, report: Progress) -> DocumentLengths:
@@ -160,21 +209,23 @@ def _read_lines(path: Path, parse: _NumberLine | _JsonLine, report: Progress) ->
         if any(length < 0 for length in parsed):
             msg = f"{path}:{number}: a length of {min(parsed)} is below 0."
             raise ConfigError(msg)
+        total = sum(parsed)
+        if total > MAX_TOKENS:
+            where, longest = f"{path}:{number}", max(parsed)
+            if longest > MAX_TOKENS:
+                raise ConfigError(_too_long(where, longest))
+            msg = (
+                f"{where}: lengths of {total} tokens in all are no microbatch's; offsets end at "
+                f"{MAX_TOKENS}. Give each microbatch a line of its own, or each document."
+            )
+            raise ConfigError(msg)
         tokens += parsed
         if parsed:
             ends.append(len(tokens))
     has_microbatches = parse.has_microbatches or len(ends) != len(tokens)
     groups = np.array(ends, dtype=np.int64) if has_microbatches else None
     source = f"{parse.source}, a microbatch on each line" if has_microbatches else parse.source
-    return _found(_as_array(tokens, path), groups, source, path)
-
-
-def _as_array(tokens: list[int], path: Path) -> NDArray[np.int64]:
-    try:
-        return np.array(tokens, dtype=np.int64)
-    except OverflowError:
-        msg = f"{path}: a length of {max(tokens)} tokens is no document's."
-        raise ConfigError(msg) from None
+    return _found(np.array(tokens, dtype=np.int64), groups, source, path)
 
 
 def _lines(path: Path, report: Progress) -> Iterator[tuple[int, bytes]]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from chunkgraph.errors import PackingError
 from chunkgraph.packing.offsets import check_lengths
 from chunkgraph.packing.shape import PackedShape
 
@@ -43,13 +44,25 @@ class MicrobatchSizes:
 def fit_long_documents(
     lengths: NDArray[np.int64], limit: int, policy: LongDocuments
 ) -> NDArray[np.int64]:
-    """The lengths after documents above ``limit`` tokens were cut to it, split, or kept."""
+    """The lengths after documents above ``limit`` tokens were cut to it, split, or kept.
+
+    Raises:
+        PackingError: There is no memory for so many parts.
+    """
     if policy is LongDocuments.KEEP:
         return lengths
     if policy is LongDocuments.TRUNCATE:
         return np.minimum(lengths, limit)
     num_parts = -(-lengths // limit)
-    parts = np.full(int(num_parts.sum()), limit, dtype=np.int64)
+    total = int(num_parts.sum())
+    try:
+        parts = np.full(total, limit, dtype=np.int64)
+    except MemoryError:
+        msg = (
+            f"Documents split into parts of at most {limit} tokens are {total} parts, for which "
+            "there is no memory. Allow longer ones, or truncate or keep long documents."
+        )
+        raise PackingError(msg) from None
     parts[np.cumsum(num_parts) - 1] = lengths - (num_parts - 1) * limit
     return parts
 

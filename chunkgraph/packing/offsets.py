@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from chunkgraph.errors import PackingError
 
-__all__ = ["check_lengths", "check_offsets", "document_lengths", "located"]
+__all__ = [
+    "MAX_TOKENS",
+    "check_lengths",
+    "check_offsets",
+    "document_lengths",
+    "located",
+    "whole_number",
+]
+
+MAX_TOKENS = 2**31 - 1
+"""What offsets can count: they are int32, as attention kernels read them."""
+_INT64_MAX = 2**63 - 1
 
 Lengths = Sequence[int] | NDArray[np.integer]
 
@@ -17,6 +29,13 @@ Lengths = Sequence[int] | NDArray[np.integer]
 def located(where: str) -> str:
     """What an error message begins with: the place, such as ``rank 3, microbatch 7: ``."""
     return f"{where}: " if where else ""
+
+
+def whole_number(value: object) -> int | None:
+    """The value as a Python integer, NumPy's integers too; None when it is no whole number."""
+    if isinstance(value, int | np.integer) and not isinstance(value, bool):
+        return int(value)
+    return None
 
 
 def check_lengths(lengths: Lengths, where: str = "") -> NDArray[np.int64]:
@@ -27,10 +46,10 @@ def check_lengths(lengths: Lengths, where: str = "") -> NDArray[np.int64]:
         where: The place that a message names, such as ``"rank 3, microbatch 7"``.
 
     Raises:
-        PackingError: There is no document, one has less than one token, or the lengths are no
-            integers.
+        PackingError: There is no document, one has less than one token or more than int64 holds,
+            or the lengths are no list of integers.
     """
-    array = np.asarray(lengths)
+    array = _as_array(lengths, f"{located(where)}document lengths are a list of integers")
     if array.size == 0:
         msg = (
             f"{located(where)}a microbatch without documents cannot be packed. Give it at least "
@@ -50,6 +69,14 @@ def check_lengths(lengths: Lengths, where: str = "") -> NDArray[np.int64]:
             "Every document needs at least 1 token: drop empty ones before they are packed."
         )
         raise PackingError(msg)
+    # Unsigned ones would turn negative.
+    if int(array.max()) > _INT64_MAX:
+        index = int(np.argmax(array))
+        msg = (
+            f"{located(where)}document {index} of {array.size}: a length of {array[index]} tokens "
+            f"is no document's; offsets end at {MAX_TOKENS}."
+        )
+        raise PackingError(msg)
     return array.astype(np.int64, copy=False)
 
 
@@ -65,10 +92,10 @@ def check_offsets(
         may_repeat: Accept equal neighbours, which arrays padded to a fixed shape have.
 
     Raises:
-        PackingError: The offsets are not int32 or not one-dimensional, name no document, do not
-            start at 0, decrease, repeat, or go beyond the tokens.
+        PackingError: The offsets are no array, not int32 or not one-dimensional, name no document,
+            do not start at 0, decrease, repeat, or go beyond the tokens.
     """
-    offsets = np.asarray(cu_seqlens)
+    offsets = _as_array(cu_seqlens, f"{located(where)}cu_seqlens is a list of integers")
     problem = _problem(offsets, num_tokens, may_repeat=may_repeat)
     if problem is not None:
         msg = (
@@ -87,6 +114,15 @@ def document_lengths(cu_seqlens: ArrayLike, num_tokens: int, where: str = "") ->
     check_offsets(cu_seqlens, num_tokens, where)
     offsets = np.asarray(cu_seqlens).astype(np.int64)
     return offsets[1:] - offsets[:-1]
+
+
+def _as_array(values: ArrayLike, wanted: str) -> NDArray[Any]:
+    try:
+        return np.asarray(values)
+    except ValueError as error:
+        # Such as lists of different lengths.
+        msg = f"{wanted}, and these make no array: {error}"
+        raise PackingError(msg) from None
 
 
 def _problem(offsets: NDArray[np.generic], num_tokens: int, *, may_repeat: bool) -> str | None:

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
 from chunkgraph.errors import PackingError
-from chunkgraph.packing.offsets import check_lengths
+from chunkgraph.packing.offsets import check_lengths, whole_number
 from chunkgraph.packing.shape import PackedShape
 
 __all__ = ["first_fit", "schedule_microbatches"]
@@ -32,14 +32,15 @@ def schedule_microbatches(
 
     Raises:
         PackingError: A document has less than one token or is longer than the shape allows, or the
-            window is below 1.
+            window is no whole number of at least 1.
     """
-    if window < 1:
-        msg = f"The window is {window}; it is at least 1 document."
+    num_together = whole_number(window)
+    if num_together is None or num_together < 1:
+        msg = f"The window is {window!r}; it is a whole number of documents, at least 1 document."
         raise PackingError(msg)
     numbered = enumerate(lengths)
     waiting: list[tuple[int, int]] = []
-    while fresh := list(itertools.islice(numbered, window)):
+    while fresh := list(itertools.islice(numbered, num_together)):
         _check(fresh, shape)
         *full, emptiest = first_fit([*waiting, *fresh], shape)
         for documents in full:

@@ -7,12 +7,13 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from numbers import Real
 
 import numpy as np
 from numpy.typing import NDArray
 
 from chunkgraph.errors import PackingError
-from chunkgraph.packing.offsets import Lengths, check_lengths
+from chunkgraph.packing.offsets import MAX_TOKENS, Lengths, check_lengths, whole_number
 
 __all__ = [
     "OverflowReason",
@@ -23,8 +24,6 @@ __all__ = [
     "smallest_that_fits",
 ]
 
-# Offsets are int32, as attention kernels read them.
-_MAX_TOKENS = 2**31 - 1
 # What Transformer Engine's products in FP8 take a multiple of: those of weight gradients sum over
 # rows (Megatron's ``get_fp8_align_size``).
 _FP8_ROWS = 16
@@ -41,6 +40,8 @@ class OverflowReason(enum.Enum):
 @dataclass(frozen=True, order=False)
 class PackedShape:
     """Sizes that all arrays of a packed microbatch have, whatever documents are in it.
+
+    NumPy's integers are taken too, and become Python's.
 
     Args:
         max_packed_seqs: N, the sequences of a microbatch. The zero-valid dummy that fills the tail
@@ -82,12 +83,15 @@ class PackedShape:
         ):
             if value is None and name == "max_document_tokens":
                 continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            number = whole_number(value)
+            if number is None or number < least:
                 why = " (one document and the dummy)" if name == "max_packed_seqs" else ""
                 msg = f"{name} is {value!r}; it is a whole number of at least {least}{why}."
                 raise PackingError(msg)
-        if self.max_packed_tokens > _MAX_TOKENS:
-            msg = f"max_packed_tokens is {self.max_packed_tokens}; offsets end at {_MAX_TOKENS}."
+            # NumPy's integers would overflow in sums, and are none to JSON.
+            object.__setattr__(self, name, number)
+        if self.max_packed_tokens > MAX_TOKENS:
+            msg = f"max_packed_tokens is {self.max_packed_tokens}; offsets end at {MAX_TOKENS}."
             raise PackingError(msg)
         if self.max_packed_tokens % self.document_multiple:
             nearest = self.padded_length(self.max_packed_tokens)
@@ -185,7 +189,7 @@ class PackedShape:
                 ``multiple_of``.
         """
         multiple = math.lcm(self.document_multiple, multiple_of)
-        if not fractions or any(not 0 < fraction <= 1 for fraction in fractions):
+        if not fractions or any(not (_is_number(f) and 0 < f <= 1) for f in fractions):
             msg = f"Bucket fractions are above 0 and at most 1, not {list(fractions)}."
             raise PackingError(msg)
         if self.max_packed_tokens % multiple:
@@ -202,6 +206,11 @@ class PackedShape:
             )
             for size in sorted(sizes)
         )
+
+
+def _is_number(value: object) -> bool:
+    """Whether it can be compared to sizes; NumPy's numbers can, texts cannot."""
+    return isinstance(value, Real)
 
 
 def bucket_multiple(
@@ -232,7 +241,8 @@ def bucket_shapes(
     """
     most = shape.max_packed_tokens
     for size in sizes:
-        if not 0 < size <= most or (size > 1 and size != int(size)):
+        is_in_range = _is_number(size) and 0 < size <= most
+        if not is_in_range or (size > 1 and size != int(size)):
             msg = (
                 f"A bucket of {size}: buckets are parts of the {most} tokens, above 0 and at most "
                 "1, or whole numbers of tokens up to them."

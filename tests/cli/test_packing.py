@@ -168,6 +168,37 @@ def test_wrong_files_end_with_2_and_one_line(tmp_path, capsys):
         assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [(".", ".: cannot read"), ("/", "/: cannot read"), ("", "Is a directory")],
+)
+def test_paths_without_a_name_end_with_2_and_one_line(capsys, lengths, message):
+    code, out, err = run(capsys, lengths)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert message in err
+
+
+def test_the_default_tokens_are_some_that_offsets_count(tmp_path, capsys):
+    """However long the documents: no T was given that could be wrong."""
+    path = tmp_path / "lengths.txt"
+    for content, flags, capacity in (
+        ("2147483647\n5", (), 2**31 - 1),
+        ("2147483647\n5 6", (), 2**31 - 1),
+        ("2147483647", ("--context-parallel-size", "3"), (2**31 - 1) // 6 * 6),
+    ):
+        path.write_text(content)
+        code, out, _ = run(capsys, str(path), "--json", "--target-fallback", "0%", *flags)
+        assert code == 0
+        assert json.loads(out)["capacity_tokens"] == capacity
+    for multiple in ("2147483648", str(10**22)):
+        code, _, err = run(capsys, str(path), "--pad-seq-to-mult", multiple)
+        assert (code, err.count("\n")) == (2, 1)
+        assert f"--pad-seq-to-mult {multiple} pads documents to multiples of {multiple} rows" in err
+    code, _, err = run(capsys, str(path), "--max-document-tokens", str(10**12))
+    assert code == 2
+    assert "max_document_tokens is 1000000000000, more than" in err
+
+
 def test_plot(numbers, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     picture = tmp_path / "choice.png"
@@ -349,3 +380,16 @@ def test_a_number_of_sequences_that_costs_the_same_is_told(tmp_path, capsys):
     assert "0.00% with N = 64, for which attention's kernels take as long" in told
     (tokens,) = re.findall(r"--cuda-graph-max-packed-tokens (\d+)", told)
     assert f"T may be left out where the sequence length is {tokens}, its default" in told
+
+
+def test_a_number_that_costs_the_same_is_told_though_it_is_no_candidate(tmp_path, capsys):
+    """Powers of two end where the most documents have room, here at 16."""
+    path = tmp_path / "lengths.txt"
+    path.write_text("\n".join(["90 " * 13] * 2 + ["100 " * 12] * 98))
+    arguments = (str(path), "--target-fallback", "5%", "--num-microbatches", "1")
+    told = run(capsys, *arguments)[1]
+    assert "--cuda-graph-max-packed-seqs 13" in told
+    assert "2.00% of the steps run eagerly" in told
+    assert "0.00% with N = 32, for which attention's kernels take as long" in told
+    found = json.loads(run(capsys, *arguments, "--json")[1])
+    assert 32 not in {candidate["max_packed_seqs"] for candidate in found["candidates"]}

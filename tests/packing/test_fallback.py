@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from chunkgraph.errors import PackingError
 from chunkgraph.packing import (
     LongDocuments,
     PackedShape,
@@ -67,6 +68,12 @@ def test_fallback_share_is_that_of_all_possible_steps(is_misfit, per_step):
     share = fallback_share(sum(is_misfit), len(is_misfit), per_step)
     assert share == pytest.approx(expected, abs=1e-12)
     assert 0 <= share <= 1
+
+
+def test_counts_below_nothing_are_refused():
+    for counts in ((-1, 10, 2), (1, -10, 2), (1, 10, -2)):
+        with pytest.raises(PackingError, match="counts are at least 0"):
+            fallback_share(*counts)
 
 
 @given(st.integers(1, 200), st.integers(1, 50), st.floats(0, 0.99))
@@ -146,6 +153,12 @@ def test_long_documents(lengths, limit):
     for length in lengths:
         parts += [limit] * (length // limit) + ([length % limit] if length % limit else [])
     assert fit_long_documents(tokens, limit, LongDocuments.SPLIT).tolist() == parts
+
+
+def test_more_parts_than_memory_are_refused():
+    """More than any machine can address, so that nothing is allocated."""
+    with pytest.raises(PackingError, match="parts of at most 1 tokens are 1125899906842624 parts"):
+        fit_long_documents(np.array([2**50]), 1, LongDocuments.SPLIT)
 
 
 def test_quantiles_are_values_that_occur():

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,35 @@ def test_lengths_of_one_line_are_one_microbatch(tmp_path: Path):
     assert found.num_empty == 2
 
 
+@pytest.mark.parametrize("first", ["[4]", "[]", "[3, 4]"])
+@pytest.mark.parametrize(("other", "kind"), [("7", "a number"), ('"seven"', "a text")])
+def test_lists_and_numbers_of_json_lines_are_not_mixed(tmp_path: Path, first, other, kind):
+    """In neither order: the last line does not decide what the others are."""
+    path = tmp_path / "data.jsonl"
+    path.write_text(f'{{"lengths": {first}}}\n\n{{"lengths": {other}}}\n')
+    with pytest.raises(ConfigError, match=rf":3: 'lengths' has {kind} where line 1 has a list"):
+        read_lengths(path)
+    path.write_text(f'{{"lengths": {other}}}\n{{"lengths": {first}}}\n')
+    with pytest.raises(ConfigError, match=rf":2: 'lengths' has a list where line 1 has {kind}"):
+        read_lengths(path)
+
+
+def test_one_estimate_among_lengths_is_told(tmp_path: Path):
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"x": "12345"}\n{"x": 7}\n')
+    found = read_lengths(path, ReadOptions(key="x"))
+    assert found.tokens.tolist() == [2, 7]
+    assert "estimated" in found.source
+
+
+def test_the_longest_that_offsets_count(tmp_path: Path):
+    path = tmp_path / "lengths.txt"
+    path.write_text(f"{2**31 - 1}\n" * 3)
+    assert read_lengths(path).tokens.tolist() == [2**31 - 1] * 3
+    path.write_text(f"{2**31 - 2} 1\n" * 2)
+    assert groups(read_lengths(path)) == [[2**31 - 2, 1]] * 2
+
+
 @pytest.mark.parametrize(
     ("name", "content", "options", "message"),
     [
@@ -86,7 +116,15 @@ def test_lengths_of_one_line_are_one_microbatch(tmp_path: Path):
         ("a.txt", "3\n-4\n", {}, r"a\.txt:2: a length of -4 is below 0"),
         ("a.txt", "", {}, "nothing in it at all. Give a Megatron dataset"),
         ("a.txt", "0\n0\n", {}, "2 empty documents"),
-        ("a.txt", "9" * 30, {}, "is no document's"),
+        ("a.txt", "9" * 30, {}, r"a\.txt:1: a length of 9+ tokens is no document's"),
+        ("a.txt", "1\n1000000000000", {}, r"a\.txt:2: a length of 1000000000000 tokens is no doc"),
+        ("a.txt", "4611686018427387904\n" * 4 + "5\n", {}, r"a\.txt:1: a length of 46\d+ tokens"),
+        ("a.txt", "3 4\n1 2147483648", {}, r"a\.txt:2: a length of 2147483648 tokens is no doc"),
+        ("a.txt", "3 4\n1 2147483647", {}, r"a\.txt:2: .* 2147483648 tokens in all .* of its own"),
+        ("a.jsonl", '{"length": 2147483648}', {}, r"a\.jsonl:1: a length of 2147483648 tokens is"),
+        ("a.jsonl", '{"a":' + "[" * 100_000 + "]" * 100_000 + "}", {}, r"a\.jsonl:1: nested too"),
+        ("a.jsonl", '{"text": "ab"}', {"bytes_per_token": 1e-320}, r"a\.jsonl:1: .* of inf tokens"),
+        ("a.jsonl", '{"text": "ab"}', {"bytes_per_token": 5e-10}, r"length of 4e\+09 tokens is no"),
         ("a.txt", "3.5", {}, "'3.5' is no whole number"),
         ("a.bin2", "\x00\x01\x02", {}, "is no whole number"),
         ("a.jsonl", '{"length": 3}\n{"length"\n', {}, r"a\.jsonl:2: not JSON"),
@@ -114,6 +152,24 @@ def test_files_that_cannot_be_read(tmp_path: Path):
         read_lengths(tmp_path / "none.txt")
     with pytest.raises(ConfigError, match="cannot read the lengths: Is a directory"):
         read_lengths(tmp_path)
+    # These have no name that a dataset's ending could follow.
+    for nameless in (Path(), Path("/")):
+        with pytest.raises(ConfigError, match="cannot read the lengths: Is a directory"):
+            read_lengths(nameless)
+    with pytest.raises(ConfigError, match="cannot read the lengths: File name too long"):
+        read_lengths(tmp_path / ("x" * 300))
+
+
+def test_a_pipe_is_refused(tmp_path: Path):
+    """Of what it holds the beginning would be missing, as in ``--lengths <(...)``."""
+    reader, writer = os.pipe()
+    os.write(writer, b"3\n4\n")
+    os.close(writer)
+    try:
+        with pytest.raises(ConfigError, match="a pipe, and lengths are read twice"):
+            read_lengths(Path(f"/proc/self/fd/{reader}"))
+    finally:
+        os.close(reader)
 
 
 def test_progress_ends_at_the_whole(tmp_path: Path):

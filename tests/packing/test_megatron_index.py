@@ -83,6 +83,19 @@ def test_damaged_files_are_refused_in_one_line(tmp_path: Path, content: bytes, m
     assert "\n" not in str(error.value)
 
 
+def test_a_document_longer_than_offsets_count_is_named(tmp_path: Path):
+    path = tmp_path / "data.idx"
+    path.write_bytes(index_bytes([5, 2**31 - 1, 2**31 - 1, 1], [0, 1, 2, 4]))
+    (tmp_path / "data.bin").write_bytes(b"")
+    (tmp_path / "copied").write_bytes(path.read_bytes())
+    for name, index in (("data.idx", path), ("data", path), ("copied", tmp_path / "copied")):
+        with pytest.raises(ConfigError, match="a length of 2147483648 tokens is no") as error:
+            read_lengths(tmp_path / name)
+        assert str(error.value).startswith(f"{index}: document 2: ")
+    path.write_bytes(index_bytes([5, 2**31 - 1, 2**31 - 1], [0, 1, 2, 3]))
+    assert read_lengths(path).tokens.tolist() == [5, 2**31 - 1, 2**31 - 1]
+
+
 def test_an_index_that_is_not_there(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"none\.idx: cannot read the index: No such file"):
         read_lengths(tmp_path / "none.idx")

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from chunkgraph.errors import PackingError
-from chunkgraph.packing import check_offsets, document_lengths
+from chunkgraph.packing import PackedShape, check_offsets, document_lengths, pack
 
 
 def int32(*values: int) -> np.ndarray:
@@ -15,6 +15,13 @@ def test_good_offsets_become_lengths():
     assert document_lengths(int32(0, 3, 4, 9), 9).tolist() == [3, 1, 5]
     check_offsets(int32(0, 3), 9)
     check_offsets(int32(0, 3, 3, 9, 9), 9, may_repeat=True)
+
+
+def test_lists_that_make_no_array():
+    with pytest.raises(PackingError, match="rank 2: cu_seqlens is a list of integers, and these"):
+        check_offsets([[0], [1, 2]], 8, "rank 2")
+    with pytest.raises(PackingError, match="rank 2: document lengths are a list of integers, and"):
+        pack([[1], [1, 2]], PackedShape(4, 8), where="rank 2")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -59,3 +60,7 @@ def test_bad_documents_are_named_by_their_place_in_the_stream():
         list(schedule_microbatches([1, 2, 3, 0], shape, window=2))
     with pytest.raises(PackingError, match="at least 1 document"):
         list(schedule_microbatches([1], shape, window=0))
+    for window in (1.5, "all", True):
+        with pytest.raises(PackingError, match=f"The window is {window!r}; it is a whole number"):
+            list(schedule_microbatches([1], shape, window=window))
+    assert list(schedule_microbatches([1, 2], shape, window=np.int64(2))) == [(0, 1)]

@@ -43,6 +43,30 @@ def test_impossible_sizes(sizes, message):
         PackedShape(*sizes)
 
 
+def test_sizes_may_be_integers_of_numpy():
+    plain = PackedShape(4, 16, 2, 8, True, 4)
+    given_so = PackedShape(
+        np.int64(4), np.int32(16), np.uint8(2), np.int64(8), counts_padding=True, pad_seq_to_mult=4
+    )
+    assert (given_so, hash(given_so), repr(given_so)) == (plain, hash(plain), repr(plain))
+    assert {type(value) for value in vars(given_so).values()} == {int, bool}
+    for wrong in (np.bool_(True), np.float64(8), np.int64(1)):
+        with pytest.raises(PackingError, match=r"max_packed_seqs is .* whole number"):
+            PackedShape(wrong, 8)
+
+
+@pytest.mark.parametrize("length", [2**63, 2**64 - 1])
+def test_unsigned_lengths_do_not_turn_negative(length):
+    shape, lengths = PackedShape(4, 8), np.array([1, length], np.uint64)
+    message = f"document 1 of 2: a length of {length} tokens is no document's"
+    for refuse in (reason_not_to_fit, pack):
+        with pytest.raises(PackingError, match=message):
+            refuse(lengths, shape)
+    assert reason_not_to_fit(np.array([1, 7], np.uint64), shape) is None
+    # A length that can be counted with is told apart from one that fits.
+    assert reason_not_to_fit([2**63 - 1], shape) is OverflowReason.DOCUMENT_TOO_LONG
+
+
 @given(lengths_of_documents, st.integers(2, 9), st.integers(1, 12), st.sampled_from([1, 2, 3]))
 def test_a_reason_is_given_exactly_when_a_limit_is_broken(lengths, num_seqs, units, size):
     multiple = 1 if size == 1 else 2 * size
@@ -95,6 +119,10 @@ def test_buckets_are_rounded_up_and_told_once():
             PackedShape(4, 8).buckets(fractions)
     with pytest.raises(PackingError, match="no multiple of 16"):
         PackedShape(4, 40).buckets(multiple_of=16)
+    with pytest.raises(PackingError, match="A bucket of a: buckets are parts"):
+        bucket_shapes(PackedShape(4, 8), ("a",))
+    with pytest.raises(PackingError, match=r"at most 1, not \['a'\]"):
+        PackedShape(4, 8).buckets(("a",))
 
 
 @given(st.integers(1, 4000), st.integers(1, 4000), st.sampled_from([1, 2]), st.integers(1, 16))
