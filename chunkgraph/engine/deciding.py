@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from chunkgraph.engine.agreement import Agreement
 from chunkgraph.engine.announcement import Announcement, digest_of, has_one_digest
 from chunkgraph.engine.decision import Agree, EagerReason, reason_of
-from chunkgraph.errors import ConfigError
+from chunkgraph.errors import ConfigError, SlotError
 
 __all__ = ["SHAPE_UNKNOWN", "Standing", "StepDecider", "StepKind"]
 
@@ -106,6 +106,9 @@ class StepDecider:
         """Why this rank's inputs of the step that begins do not fit, or ""; and its plan's digest.
 
         Both as they were announced, if they were.
+
+        Raises:
+            SlotError: nobody said whether they fit, or the step was announced otherwise.
         """
         if self._announcement is None:
             if misfit is not None or plan_digest:
@@ -113,9 +116,18 @@ class StepDecider:
             return "", 0
         if forward_only:
             return "", 0
-        if self.has_announcement:
-            plan_digest = self._announcement.plan_digest
-        return self._announcement.take(misfit), plan_digest
+        if not self.has_announcement:
+            return self._announcement.take(misfit), plan_digest
+        announced = self._announcement.plan_digest
+        word = self._announcement.take(misfit)
+        if plan_digest not in (0, announced):
+            raise SlotError(
+                f"The step was announced with another plan (digest {announced}) than it was then "
+                f"given ({plan_digest}): of who works on which documents, or in how many "
+                "microbatches. The other ranks follow the former. Announce the plan that the step "
+                "is going to have."
+            )
+        return word, announced
 
     def decide(self, step: StepKind) -> tuple[EagerReason, bool]:
         """Agree with the other ranks on this step.

@@ -128,6 +128,8 @@ class MegatronChunkGraphs:
             keys: Sequence[Hashable] | None = None
             rows: Sequence[int] | None = None
             self._refuse_unknown(packings, buckets, contexts, misfit)
+            if self._packings is not None or self._contexts is not None:
+                _refuse_other_length(kwargs)
             if kwargs.get("forward_only", False):
                 pass  # nobody has to know what an evaluation step holds: it is eager
             elif self._contexts is not None:
@@ -418,3 +420,15 @@ class MegatronChunkGraphs:
         finally:
             if self.engine.report is None:  # else groups would still wait for the graphs
                 self._forget_groups()
+
+
+def _refuse_other_length(kwargs: Mapping[str, Any]) -> None:
+    """Refuse a length of the decoder that is not what stages send each other."""
+    length, decoder = kwargs.get("seq_length"), kwargs.get("decoder_seq_length")
+    if decoder is None or decoder == length or kwargs.get("forward_only", False):
+        return
+    raise ConfigError(
+        f"The schedule was given decoder_seq_length {decoder}, by which Megatron's pipeline "
+        f"stages receive, and packed microbatches have {length} rows. Leave it out (a script's "
+        "--decoder-seq-length): it is for models with an encoder."
+    )

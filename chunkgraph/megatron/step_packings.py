@@ -111,7 +111,7 @@ class StepPackings:
             ConfigError: nothing is known of the step, or it was announced otherwise.
             PackingError: a microbatch without documents, or a document without tokens.
         """
-        announced, self._announced = self._announced, None
+        announced = self._announced
         self._has_given_keys = buckets is not None or bool(announced and announced.has_given_keys)
         if packings is None and announced is None and not misfit:
             raise ConfigError(
@@ -126,6 +126,11 @@ class StepPackings:
                         f"rank {self._rank}: a step was told a misfit ({misfit}), but neither its "
                         "packings nor its buckets, so that stages do not know how long the "
                         "microbatches are that they receive. Give packings=... or buckets=..."
+                    )
+                if buckets is not None and len(buckets) != num_microbatches:
+                    raise ConfigError(
+                        f"rank {self._rank}: the step has {num_microbatches} microbatches, but "
+                        f"buckets of {len(buckets)}. Give the rows of every microbatch."
                     )
                 self.keys = None if buckets is None else list(buckets)
                 rows = self.keys or [self.buckets.keys[0]] * num_microbatches
@@ -145,8 +150,10 @@ class StepPackings:
                 f"rank {self._rank}: the step has {num_microbatches} microbatches with documents "
                 f"of {packings} tokens, misfit {misfit!r}; announced were {len(was)} with {was}, "
                 f"misfit {said!r}. The other ranks follow what was announced, so this one cannot "
-                "do otherwise. Announce each step's own packings, in the order of the steps."
+                "do otherwise. Announce each step's own packings, in the order of the steps; "
+                "withdraw() on all ranks takes back what was announced, which still holds."
             )
+        self._announced = None
         return None
 
     def _take(self, packings: Packings, keys: list[int], misfit: str) -> None:

@@ -189,6 +189,18 @@ def test_what_was_announced_binds(announced: str, given: str) -> None:
         pass
 
 
+def test_the_plan_that_was_announced_binds() -> None:
+    graphs = _alone()
+    graphs.announce("", plan_digest=7)
+    said = r"another plan \(digest 7\) than it was then given \(8\)"
+    with pytest.raises(SlotError, match=said), graphs.step(1, plan_digest=8):
+        pass
+    for given in (7, 0):
+        graphs.announce("", plan_digest=7)
+        with graphs.step(1, plan_digest=given):
+            pass
+
+
 def test_a_step_is_announced_once_and_never_left_open() -> None:
     graphs = _alone()
     with pytest.raises(SlotError, match="without a word"), graphs.step(1):

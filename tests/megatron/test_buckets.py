@@ -175,6 +175,9 @@ def test_steps_know_the_buckets_of_their_microbatches() -> None:
     steps.announced([[3]], "")
     with pytest.raises(ConfigError, match="announced were 1 with"):
         steps.begin([[3]], "", 1, [16])
+    assert steps.begin([[3]], "", 1) is None  # what was announced still holds
+    with pytest.raises(ConfigError, match="has 2 microbatches, but buckets of 1"):
+        steps.begin(None, "a bad day", 2, [16])
 
 
 @pytest.mark.parametrize("is_announced", [False, True])

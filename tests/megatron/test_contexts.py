@@ -431,6 +431,12 @@ def test_what_a_step_is_told(groups: ContextGroups) -> None:
     assert steps.announced([four, one], "") == ""
     with pytest.raises(ConfigError, match=r"rank 3: the step has 2 microbatches.*announced were"):
         steps.begin([one, four], "", 2)
+    assert steps.begin([four, one], "", 2) == (None, [four, one])  # what was announced still holds
+    # Banks of the same sizes for other documents.
+    steps.announced(ScheduledBanks([one], 7), "")
+    with pytest.raises(ConfigError, match="schedules they are of have to be the same"):
+        steps.begin(ScheduledBanks([one], 8), "", 1)
+    steps.begin(ScheduledBanks([one], 7), "", 1)
     for call in (lambda: steps.begin(None, "", 1), lambda: steps.announced(None, "")):
         with pytest.raises(ConfigError, match="given no contexts"):
             call()
@@ -471,8 +477,16 @@ def test_communicators_are_tried_first_where_no_pass_uses_them(
     for _ in range(2):
         with graphs.step(list(banks.keys)):
             graphs.callables[0](torch.ones(8, 4)).sum().backward()
+    (key,) = banks.keys
+    graphs.announce([key])
+    with pytest.raises(ConfigError, match="announced were"), graphs.step([key, key]):
+        pass
+    with graphs.step([key], forward_only=True):
+        graphs.callables[0](torch.ones(8, 4))
+    with graphs.step([key]):  # what was announced still holds
+        graphs.callables[0](torch.ones(8, 4)).sum().backward()
     graphs.release()
     groups.close()
     # An eager step, what the session begins with, and a capture.
     before = ["pass"] * num_passes if num_passes else ["all ways"]
-    assert order == ["pass", *before, "pass"]
+    assert order == ["pass", *before, "pass", "pass"]

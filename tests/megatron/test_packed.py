@@ -544,6 +544,19 @@ def test_offsets_of_the_most_sequences_are_cut(
     attached.detach()
 
 
+def test_another_length_of_the_decoder_is_refused(chunks: list[Any]) -> None:
+    """By it Megatron's stages receive, and others send as many rows as are packed."""
+    from chunkgraph.megatron.plugin import attach
+
+    attached = attach(chunks, num_slots=[1], packing=_SHAPE)
+    run = attached.wrap_forward_backward(lambda **_: _flight(chunks[0], [_batch([5])]))
+    step: dict[str, Any] = {"num_microbatches": 1, "packings": [[5]], "seq_length": 32}
+    with pytest.raises(ConfigError, match=r"decoder_seq_length 64.*packed microbatches have 32"):
+        run(**step, decoder_seq_length=64)
+    run(**step, decoder_seq_length=32)
+    attached.detach()
+
+
 @pytest.mark.parametrize("lengths", [[7, 5, 20], [4, 4, 4], [7, 5, 4, 3, 2]])
 def test_documents_that_a_step_was_not_told_are_not_lost(
     chunks: list[Any], lengths: list[int], monkeypatch: pytest.MonkeyPatch

@@ -10,6 +10,7 @@ from torch import nn
 
 from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs, StepMode
 from chunkgraph.engine.decision import Agree
+from chunkgraph.errors import ConfigError
 from chunkgraph.megatron import compat
 from chunkgraph.megatron.contexts.banks import ContextBanks
 from chunkgraph.megatron.contexts.groups import HeldGroups, capturing_banks
@@ -89,7 +90,7 @@ class ContextGraphs:
         banks.groups.hold(self.engine)
         compat.before_groups_end(self.engine.release)
         self.callables = self.engine.callables
-        self._is_announced = False  # the next training step
+        self._announced: list[ContextBank] | None = None  # of the next training step
 
     @property
     def counters(self) -> Any:
@@ -109,12 +110,21 @@ class ContextGraphs:
 
         Raises:
             ReplayMismatchError: a microbatch has another process group than its graphs.
-            ConfigError: on all ranks: the banks are of different schedules.
+            ConfigError: on all ranks: the banks are of different schedules. On this rank: others
+                were announced.
         """
         self.banks.check(banks)
+        is_training = not arguments.get("forward_only")
+        if is_training and self._announced is not None and list(banks) != self._announced:
+            raise ConfigError(
+                f"The step has microbatches of {list(banks)}; announced were {self._announced}. "
+                "The other ranks follow what was announced. Announce each step's own banks; "
+                "withdraw() on all ranks takes back what was announced, which still holds."
+            )
         # What was announced holds, even if banks were dropped or tried again since.
-        told = misfit or (None if self._is_announced else self.engine.misfit_of(banks))
-        self._is_announced &= bool(arguments.get("forward_only"))
+        told = misfit or (None if self._announced is not None else self.engine.misfit_of(banks))
+        if is_training:
+            self._announced = None
         with (
             self.engine.step(
                 len(banks),
@@ -133,12 +143,12 @@ class ContextGraphs:
         self.engine.announce(
             misfit or self.engine.misfit_of(banks), plan_digest=digest_of_plan(banks)
         )
-        self._is_announced = True
+        self._announced = list(banks)
 
     def withdraw(self) -> None:
         """Take back what was announced; see `ChunkGraphs.withdraw`."""
         self.engine.withdraw()
-        self._is_announced = False
+        self._announced = None
 
     def release(self) -> None:
         """Drop the graphs; process groups may be destroyed after it."""

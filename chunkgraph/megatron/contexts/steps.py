@@ -9,7 +9,7 @@ from typing import Any
 from chunkgraph.engine import Agree
 from chunkgraph.errors import ConfigError, SlotError
 from chunkgraph.megatron.contexts.banks import ContextBanks
-from chunkgraph.megatron.contexts.key import ContextBank
+from chunkgraph.megatron.contexts.key import ContextBank, digest_of_plan
 
 __all__ = ["StepContexts", "refuse_beside_contexts", "refused_with_contexts"]
 
@@ -76,18 +76,22 @@ class StepContexts:
             ConfigError: nothing is known of the step, or it was announced otherwise.
             ReplayMismatchError: a microbatch has another process group than its graphs.
         """
-        announced, self._announced = self._announced, None
-        if announced is not None:
-            was, said = announced
-            is_other = keys is not None and list(keys) != list(was)
+        if self._announced is not None:
+            was, said = self._announced
+            # The same sizes may be those of other documents.
+            is_other = keys is not None and (
+                list(keys) != list(was) or digest_of_plan(keys) not in (0, digest_of_plan(was))
+            )
             if is_other or (misfit and misfit != said) or len(was) != num_microbatches:
                 given = "none" if keys is None else f"of {list(keys)}"
                 raise ConfigError(
                     f"rank {self._rank}: the step has {num_microbatches} microbatches, contexts "
                     f"{given}, misfit {misfit!r}; announced were {list(was)}, misfit "
-                    f"{said!r}. The other ranks follow what was announced. Announce each step's "
-                    "own banks, in the order of the steps."
+                    f"{said!r}, and the schedules they are of have to be the same. The other ranks "
+                    "follow what was announced, which still holds. Announce each step's own "
+                    "banks, in the order of the steps; withdraw() on all ranks takes it back."
                 )
+            self._announced = None
             self.misfit = said or self._misfit_of(was)
             return None, was
         if keys is None:
