@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 __all__ = ["check_packing"]
 
 _MOST = 2**31 - 1
+"""`chunkgraph.packing.offsets.MAX_TOKENS`, which lies above this package."""
 
 
 def check_packing(config: Config) -> None:

@@ -155,8 +155,10 @@ class MegatronChunkGraphs:
                 if of_step is not None and not kwargs.get("forward_only", False):
                     told = of_step.misfit  # an announcement holds for the first run alone
                 if self._cutter is not None:
-                    of_run = keys if self._packings is None else self._packings.cut_for
-                    self._cutter.begin_run(() if keys is None or of_run is None else of_run)
+                    of_run: Sequence[Hashable] = keys or ()
+                    if of_run and self._packings is not None:
+                        of_run = self._packings.cut_for
+                    self._cutter.begin_run(of_run)
                 return self._run_step(
                     forward_backward, kwargs, shape_key, word, keys, rows, eager=eager
                 )

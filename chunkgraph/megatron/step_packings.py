@@ -142,7 +142,6 @@ class StepPackings:
             self._take(packings, self._chosen(packings, buckets, told), told)
             return told
         was, said = announced.packings, announced.said
-        self._take(was, announced.keys, announced.misfit)
         is_other = packings is not None and _plain(packings) != was
         is_other = is_other or (buckets is not None and list(buckets) != announced.keys)
         if is_other or (misfit and misfit != said) or len(was) != num_microbatches:
@@ -154,6 +153,7 @@ class StepPackings:
                 "withdraw() on all ranks takes back what was announced, which still holds."
             )
         self._announced = None
+        self._take(was, announced.keys, announced.misfit)
         return None
 
     def _take(self, packings: Packings, keys: list[int], misfit: str) -> None:
@@ -161,7 +161,7 @@ class StepPackings:
         self.keys, self.misfit = keys, misfit
         self.banks = self.buckets.banks_of(packings, keys)
         self.cut_for = [
-            bank if reason_not_to_fit(lengths, self.shape) is None else None
+            bank if not misfit or reason_not_to_fit(lengths, self.shape) is None else None
             for lengths, bank in zip(packings, self.banks, strict=True)
         ]
 

@@ -137,9 +137,9 @@ def estimate_memory(
         shared_slots: Whether the rank's chunks share as many slots as it ever has microbatches in
             flight.
 
-    Assumes: no sequence parallelism, dense layers, no more of context parallelism than fewer tokens
-    on a rank. A slot also holds
-    its chunk's output (the input counts as saved by the first norm).
+    Assumes: no sequence parallelism, dense layers, and of context parallelism only that a rank has
+    fewer tokens. A slot also holds its chunk's output (the input counts as saved by the first
+    norm).
     Scratch is taken as the gradients of one layer's (or recomputed group's) activations and of one
     layer's weights, a rough figure.
     Embedding, output layer and loss run outside the slots; their activations are not counted.

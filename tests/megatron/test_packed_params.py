@@ -1,0 +1,79 @@
+"""Megatron's parameters of packed sequences, without a model: in pieces, made, and refused."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from chunkgraph.errors import ConfigError
+from chunkgraph.packing import PackedShape, pack
+
+pytestmark = [pytest.mark.megatron, pytest.mark.timeout(100)]
+
+
+def test_pieces_come_together_as_they_were(one_rank: Any) -> None:
+    """Also one tensor in two fields, and attributes that a user added."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    from chunkgraph.megatron.packed import put_together, take_apart
+
+    offsets = torch.tensor([0, 3, 8], dtype=torch.int32)
+    params = PackedSeqParams("thd", offsets, offsets, None, offsets.clone(), 8, 8)
+    params.more = "more"
+    given = take_apart(params, "rank 0")
+    assert sum(isinstance(value, torch.Tensor) for value in given.values()) == 2
+    given["other"] = 1
+    put_together(given)
+    again = given.pop("packed_seq_params")
+    assert given == {"other": 1}
+    assert type(again) is PackedSeqParams
+    assert again.cu_seqlens_q is again.cu_seqlens_kv
+    assert again.cu_seqlens_q.data_ptr() == offsets.data_ptr()
+    assert again.cu_seqlens_q_padded is None
+    assert again.cu_seqlens_kv_padded is not again.cu_seqlens_q
+    assert (again.max_seqlen_q, again.more) == (8, "more")
+    assert copy.copy(again).qkv_format == "thd"
+    with pytest.raises(ConfigError, match="Give Megatron's PackedSeqParams"):
+        take_apart(SimpleNamespace(), "rank 0")
+
+
+def test_a_shape_for_another_context_parallel_size_is_refused() -> None:
+    from chunkgraph.megatron.packed import refuse_other_context
+
+    shape = PackedShape(4, 32, context_parallel_size=2)
+    alone = SimpleNamespace(context_parallel_size=1)
+    with pytest.raises(ConfigError, match="for context_parallel_size 2, and the model has 1"):
+        refuse_other_context(shape, alone)
+    refuse_other_context(shape, SimpleNamespace(context_parallel_size=2))
+
+
+def test_labels_of_other_documents_are_refused() -> None:
+    """Megatron rolls labels by the offsets of tokens, as if they were those of rows."""
+    from chunkgraph.megatron.packed import refuse_predictions_over_padding
+
+    predicts = SimpleNamespace(mtp_num_layers=1)
+    shape = PackedShape(4, 32, context_parallel_size=2)
+    with pytest.raises(ConfigError, match=r"mtp_num_layers=1 .* 2 context-.*counts_padding=True"):
+        refuse_predictions_over_padding(shape, predicts)
+    refuse_predictions_over_padding(shape, SimpleNamespace(mtp_num_layers=None))
+    refuse_predictions_over_padding(PackedShape(4, 32), predicts)
+    counted = PackedShape(4, 32, context_parallel_size=2, counts_padding=True)
+    refuse_predictions_over_padding(counted, predicts)
+
+
+@pytest.mark.parametrize("counts_padding", [False, True])
+def test_attention_is_told_of_tokens_rows_and_padding(counts_padding: bool) -> None:
+    from chunkgraph.megatron.packed import make_params
+
+    shape = PackedShape(4, 32, context_parallel_size=2, counts_padding=counts_padding)
+    params = make_params(pack([5, 8], shape), torch.device("cpu"))
+    ends = [0, 8, 16, 16, 16] if counts_padding else [0, 5, 13, 13, 13]
+    assert params.cu_seqlens_q.tolist() == params.cu_seqlens_kv.tolist() == ends
+    assert params.cu_seqlens_q_padded.tolist() == [0, 8, 16, 32, 32]
+    assert params.cu_seqlens_kv_padded is params.cu_seqlens_q_padded
+    if hasattr(type(params), "pad_between_seqs"):  # Megatron-core 0.17 and later
+        assert params.pad_between_seqs is True
