@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from chunkgraph.engine.backward_watch import BackwardSample
 from chunkgraph.engine.decision import NO_GRAPHS
 from chunkgraph.engine.signature import Call, Signature, detached, flatten_call
 from chunkgraph.engine.slot import Slot
@@ -156,13 +157,22 @@ class BankSamples:
         """Take the first call of each kind of this step in the place of earlier ones."""
         self._is_new = set()
 
-    def record(self, c: int, key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A chunk is called in an eager step."""
+    def record(
+        self, c: int, key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> BackwardSample | None:
+        """Note a call of a chunk in an eager step.
+
+        Returns:
+            What is to be filled in with the call's backward; None where the call is not kept.
+        """
         place = (c, key)
-        if key in self._keys and place not in self._is_new:
-            call = flatten_call(args, kwargs).as_cast_now()
-            self._calls[place] = replace(call, leaves=detached(call.leaves))
-            self._is_new.add(place)
+        if key not in self._keys or place in self._is_new:
+            return None
+        call = flatten_call(args, kwargs).as_cast_now()
+        backward = BackwardSample()
+        self._calls[place] = replace(call, leaves=detached(call.leaves), backward=backward)
+        self._is_new.add(place)
+        return backward
 
     def forget(self) -> None:
         """Let the calls go."""
@@ -192,4 +202,4 @@ class BankSamples:
         args, kwargs = given.arguments()
         with torch.no_grad():
             derived = flatten_call(*self._derive(c, args, kwargs, of, key))
-        return replace(derived, autocast=given.autocast)
+        return replace(derived, autocast=given.autocast, backward=given.backward)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from chunkgraph.engine.backward_watch import watched
 from chunkgraph.engine.banks import BankSamples, Derive, StepBanks
 from chunkgraph.engine.capturing import Capturer
 from chunkgraph.engine.chunk import Chunk
@@ -440,8 +441,9 @@ class ChunkGraphs:
                 f"{self._chunks[c].label} was called outside a step. Wrap the call of the schedule "
                 "in `with graphs.step(num_microbatches):`, or disable gradients to evaluate."
             )
-        self._sampler.record(c, args, kwargs)
-        return self._chunks[c].forward(*args, **kwargs)
+        backward = self._sampler.record(c, args, kwargs)
+        result = self._chunks[c].forward(*args, **kwargs)
+        return result if backward is None else watched(result, backward)
 
     def reserve_input(self, c: int, index: int = 0, *, num_before: int = 0) -> torch.Tensor | None:
         """The memory that the next forward of chunk ``c`` reads, to receive into it.

@@ -1,8 +1,7 @@
 """Gradients: accumulated inside the backward graph, each as soon as it is ready.
 
-A parameter's sink is ``param.main_grad`` where its owner (Megatron's DDP) made one, else a fixed
-buffer that the engine binds to ``param.grad`` at a chunk's first backward of a step, with what was
-there by then. During the capture of a
+A parameter's sink is ``param.main_grad`` where its owner (Megatron's DDP) made one, else memory of
+the engine that becomes ``param.grad`` (`chunkgraph.engine.grad_memory`). During the capture of a
 backward a hook takes every gradient out of ``leaf.grad`` as soon as autograd has put it there, adds
 it to the sink and drops it, so that no two weight gradients are alive at once. Activation
 recomputation runs backwards inside the backward; their gradients arrive at the same place.
@@ -18,11 +17,13 @@ from torch import nn
 
 from chunkgraph.engine.accumulate import new_accumulate
 from chunkgraph.engine.chunk import GradientMarker
+from chunkgraph.engine.grad_memory import Binding, GradMemory
 from chunkgraph.errors import ReplayMismatchError
 
 __all__ = ["GradientSinks"]
 
 _Hook = Callable[[torch.Tensor], None]
+_NODES_PER_STEP = 8
 
 
 class GradientSinks:
@@ -31,33 +32,32 @@ class GradientSinks:
     Args:
         parameters: the chunk's trainable parameters.
         label: names the chunk in errors.
-        made: the buffers made so far for the rank's parameters, since chunks may share one;
-            those made here are added.
+        memory: of the gradients of the rank's parameters, since chunks may share one; None: of
+            these alone.
     """
 
     def __init__(
         self,
         parameters: Sequence[nn.Parameter],
         label: str,
-        made: dict[nn.Parameter, torch.Tensor] | None = None,
+        memory: GradMemory | None = None,
     ) -> None:
-        made = {} if made is None else made
         self.parameters = tuple(parameters)
         self._label = label
-        self._sinks: list[torch.Tensor] = []
-        self._own: list[int] = []
-        for index, parameter in enumerate(self.parameters):
-            main_grad = getattr(parameter, "main_grad", None)
-            if main_grad is None:
-                self._own.append(index)
-                main_grad = made.get(parameter)
-                if main_grad is None:
-                    main_grad = made[parameter] = torch.empty_like(parameter, requires_grad=False)
-            self._sinks.append(main_grad)
-        self._received = [False] * len(self.parameters)
+        self._memory = GradMemory(self.parameters) if memory is None else memory
+        self._has_main_grad = [hasattr(p, "main_grad") for p in self.parameters]
+        self._sinks: list[torch.Tensor] = [
+            p.main_grad if has else self._memory.sink(p)  # type: ignore[attr-defined]
+            for p, has in zip(self.parameters, self._has_main_grad, strict=True)
+        ]
         self._accumulate = new_accumulate(self._sinks, [p.dtype for p in self.parameters])
         self._addresses = self._current_addresses()
-        self.is_bound = not self._own
+        self._owns_any = not all(self._has_main_grad)
+        self._trained: dict[tuple[int, ...], tuple[int, ...]] = {}
+        self._bound_for: tuple[int, ...] | None = None
+        self._binding = Binding([], [], is_fresh=False)
+        self._generation = -1
+        self._num_steps = 0
 
     @property
     def buffers(self) -> tuple[torch.Tensor, ...]:
@@ -67,14 +67,19 @@ class GradientSinks:
     @contextmanager
     def accumulating(
         self, leaves: Sequence[nn.Parameter], marker: GradientMarker | None = None
-    ) -> Iterator[None]:
+    ) -> Iterator[set[int]]:
         """Inside, a gradient that autograd computes for a leaf is added to its parameter's sink.
 
         ``leaves`` stand for the parameters, in order (see `ParameterAliases`); their ``grad`` is
         None inside but for the moment when a gradient arrives, and as before afterwards.
+
+        Yields:
+            The indices of the parameters that got a gradient, by the end of the block.
         """
-        with _taking_gradients(leaves, [self._hook(i, marker) for i in range(len(leaves))]):
-            yield
+        trained: set[int] = set()
+        hooks = [self._hook(i, marker, trained) for i in range(len(leaves))]
+        with _taking_gradients(leaves, hooks):
+            yield trained
 
     @contextmanager
     def discarding(self, leaves: Sequence[nn.Parameter]) -> Iterator[None]:
@@ -103,50 +108,107 @@ class GradientSinks:
                 if main_grad is not None:
                     leaf.main_grad = main_grad  # type: ignore[attr-defined]
 
+    def interned(self, trained: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the one object for equal ``trained``, as `before_backward` takes it."""
+        return self._trained.setdefault(trained, trained)
+
     def begin_step(self) -> None:
-        """Check addresses. Once a step, not per microbatch.
+        """Check addresses and hooks. Once a step, not per microbatch.
 
         Raises:
-            ReplayMismatchError: a parameter or its gradient buffer was replaced since capture.
+            ReplayMismatchError: a parameter or its gradient buffer was replaced since capture, or
+                a hook waits for a gradient.
         """
         if self._current_addresses() != self._addresses:
-            index = next(
-                i for i, now in enumerate(self._current_addresses()) if now != self._addresses[i]
-            )
+            now = self._current_addresses()
+            index = next(i for i, address in enumerate(now) if address != self._addresses[i])
             raise ReplayMismatchError(
                 f"{self._label}: parameter {index} "
                 f"(shape {tuple(self.parameters[index].shape)}) or its main_grad was moved to "
-                "other memory after capture; the graphs would use the old one. Update it in place "
-                "(copy_), or release the graphs and capture again."
+                "other memory after capture, or has no main_grad any more; the graphs would use "
+                "the old one. Update it in place (copy_), or release the graphs and capture again."
             )
-        self.is_bound = not self._own
+        self._refuse_hooks()
+        self._bound_for = None
 
-    def bind(self) -> None:
-        """Make ``param.grad`` the sinks, before the first replayed backward of a step."""
-        self.is_bound = True
-        with torch.no_grad():
-            for index in self._own:
-                if self._received[index]:
-                    self._bind(index)
+    def _refuse_hooks(self) -> None:
+        """Refuse hooks that wait for gradients: a replay calls none.
 
-    def _bind(self, index: int) -> None:
-        parameter, sink = self.parameters[index], self._sinks[index]
-        if parameter.grad is sink:
+        Of hooks on autograd's own nodes only a few are looked for in each step, since that is
+        slow; which ones, changes from step to step.
+        """
+        if not self._owns_any:
             return
-        if parameter.grad is None:
-            # The one value x with x + g equal to g in every bit, also where g is -0.0.
-            sink.fill_(-0.0)
-        else:
-            sink.copy_(parameter.grad)
-        parameter.grad = sink
+        own = [i for i, has in enumerate(self._has_main_grad) if not has]
+        start = self._num_steps * _NODES_PER_STEP % len(own)
+        self._num_steps += 1
+        looked_at = set((own * 2)[start : start + min(_NODES_PER_STEP, len(own))])
+        for index in own:
+            parameter = self.parameters[index]
+            if (
+                parameter._backward_hooks
+                or getattr(parameter, "_post_accumulate_grad_hooks", None)
+                or (index in looked_at and _has_hooks(parameter))
+            ):
+                raise ReplayMismatchError(
+                    f"{self._label}: a hook waits for the gradient of parameter {index} (shape "
+                    f"{tuple(parameter.shape)}), and a replay calls none. Remove it, and do its "
+                    "work after the step or in Chunk.after_backward."
+                )
 
-    def _hook(self, index: int, marker: GradientMarker | None) -> _Hook:
+    def before_backward(self, trained: tuple[int, ...]) -> Binding:
+        """Make ``param.grad`` the sinks, before a replay adds to them.
+
+        Args:
+            trained: indices of the parameters that it adds to, by `interned`.
+
+        Raises:
+            ReplayMismatchError: somebody keeps views of a gradient that was dropped.
+        """
+        if not self._owns_any:
+            return self._binding
+        memory = self._memory
+        if (
+            self._bound_for is not trained
+            or self._generation != memory.generation
+            or memory.has_changed()
+            or not self._binding.is_current()
+        ):
+            own = [self.parameters[i] for i in trained if not self._has_main_grad[i]]
+            with torch.no_grad():
+                self._binding = memory.bind(own)
+            self._bound_for, self._generation = trained, memory.generation
+        else:
+            self._binding.is_fresh = False
+        if self._binding.others:
+            with torch.no_grad():
+                self._binding.before_backward()
+        return self._binding
+
+    def end_step(self) -> None:
+        """Make sure that no gradient was lost in the step.
+
+        Raises:
+            ReplayMismatchError: a gradient was dropped while it was kept by reference, and a
+                backward may have been added to it since.
+        """
+        if self._bound_for is None or self._memory.has_changed() or not self._binding.is_current():
+            return
+        if num_replaced := self._binding.num_replaced():
+            raise ReplayMismatchError(
+                f"{self._label}: gradients of {num_replaced} parameters were dropped or replaced "
+                "inside the step and are kept by reference, so that later backwards may have been "
+                "added to what was kept.\n"
+                "  To do: keep copies (`p.grad.clone()`), or drop gradients between steps."
+            )
+
+    def _hook(self, index: int, marker: GradientMarker | None, trained: set[int]) -> _Hook:
         sink, accumulate = self._sinks[index], self._accumulate
 
         def receive(leaf: torch.Tensor) -> None:
             gradient, leaf.grad = leaf.grad, None
             assert gradient is not None
-            self._received[index] = True
+            trained.add(index)
             if not getattr(leaf, "grad_added_to_main_grad", False):
                 with torch.no_grad():
                     accumulate(sink, gradient)
@@ -157,9 +219,25 @@ class GradientSinks:
 
     def _current_addresses(self) -> list[tuple[int, int]]:
         return [
-            (p.data_ptr(), getattr(p, "main_grad", sink).data_ptr())
-            for p, sink in zip(self.parameters, self._sinks, strict=True)
+            (p.data_ptr(), p.main_grad.data_ptr() if hasattr(p, "main_grad") else 0)
+            for p in self.parameters
         ]
+
+
+def _has_hooks(parameter: nn.Parameter) -> bool:
+    """Return whether autograd's node of a parameter has hooks; torch keeps them in one dict."""
+    node = torch.autograd.graph.get_gradient_edge(parameter).node
+    for register in (node.register_hook, node.register_prehook):
+        handle = register(_nothing)
+        hooks = handle.hooks_dict_ref()
+        handle.remove()
+        if hooks:
+            return True
+    return False
+
+
+def _nothing(*_: object) -> None:
+    """Wait for nothing."""
 
 
 def _discard(leaf: torch.Tensor) -> None:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
-
 import torch
 
+from chunkgraph.engine.autograd_graph import edges_to_leaves
 from chunkgraph.errors import CaptureError
 
 __all__ = ["check_outputs"]
@@ -41,23 +40,11 @@ def check_outputs(
 
 
 def _undeclared_leaves(
-    outputs: Iterable[torch.Tensor], declared: Iterable[torch.Tensor]
+    outputs: Sequence[torch.Tensor], declared: Iterable[torch.Tensor]
 ) -> list[torch.Tensor]:
     """Leaves below ``outputs`` that take a gradient and are not among ``declared``.
 
     What is reached only through recomputation does not show before its backward.
     """
     known = set(map(id, declared))
-    found: dict[int, torch.Tensor] = {}
-    seen: set[Any] = set()
-    waiting: list[Any] = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
-    while waiting:
-        node = waiting.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        variable = getattr(node, "variable", None)
-        if isinstance(variable, torch.Tensor) and id(variable) not in known:
-            found[id(variable)] = variable
-        waiting.extend(parent for parent, _ in node.next_functions if parent is not None)
-    return list(found.values())
+    return [leaf for leaf in edges_to_leaves(outputs) if id(leaf) not in known]

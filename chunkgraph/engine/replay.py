@@ -13,6 +13,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from chunkgraph.engine.slot import Slot
+from chunkgraph.errors import ReplayMismatchError
 
 __all__ = ["SlotReplay", "SlotRunner", "replay_node"]
 
@@ -53,21 +54,23 @@ class SlotReplay(torch.autograd.Function):
             runner: the engine.
             slot: an acquired slot.
             tensors: the call's tensor arguments.
-            *_differentiable: those of ``slot.differentiable_inputs``, for autograd alone; where
-                none of them requires grad, one more that does, so that the backward runs.
+            *_differentiable: those of ``slot.differentiable_inputs``, for autograd alone, and one
+                more that requires grad, so that the backward runs.
 
         Returns:
-            Fresh aliases of the slot's static outputs, one alone if it is the whole result. A
-            caller may rebind their ``.data`` (Megatron frees sent outputs so) without touching the
-            static memory. Copies where ``slot.copies_outputs``.
+            The output tensors, one alone if it is the whole result: copies, or fresh aliases of the
+            static outputs where the caller is known to be done with them in time. A caller may
+            rebind their ``.data`` (Megatron frees sent outputs so) without touching the static
+            memory.
         """
         runner.replay_forward(slot, tensors)
         ctx.replayed = runner, slot, slot.turn
         ctx.set_materialize_grads(False)
-        hand_out = torch.clone if slot.copies_outputs else torch.detach
+        outputs = tuple(slot.hand_out())
+        if slot.guarded:
+            ctx.save_for_backward(*[outputs[i] for i in slot.guarded])
         if slot.is_single and not slot.has_frozen_outputs:
-            return hand_out(slot.output_tensors[0])
-        outputs = tuple([hand_out(tensor) for tensor in slot.output_tensors])
+            return outputs[0]
         frozen = [out for i, out in enumerate(outputs) if i not in slot.differentiable]
         ctx.mark_non_differentiable(*frozen)
         return outputs[0] if slot.is_single else outputs
@@ -88,10 +91,23 @@ def _backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
     them. So they are copied, unless the caller is known to be done with them by then.
     """
     runner, slot, turn = ctx.replayed
+    if slot.guarded:
+        _refuse_changed_outputs(ctx, slot)
     runner.replay_backward(slot, turn, grads)
-    hand_out = torch.clone if slot.keeps_input_grads else torch.detach
-    grads_of_inputs = [hand_out(g) for g in slot.input_grads if g is not None]
-    return (None, None, None, *grads_of_inputs, None)
+    return (None, None, None, *slot.hand_out_input_grads(), None)
+
+
+def _refuse_changed_outputs(ctx: Any, slot: Slot) -> None:
+    try:
+        _ = ctx.saved_tensors
+    except RuntimeError as error:
+        if "inplace" not in str(error):  # a second backward: refused by what follows
+            return
+        raise ReplayMismatchError(
+            f"{slot.label}: an output was changed in place. The chunk's backward needs it as it was, "
+            "or it shares memory with an argument, a parameter or another output, which a replay "
+            "does not change with it. Use an operator that is not in place, or clone the output."
+        ) from error
 
 
 _differentiated_once = once_differentiable(_backward)

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from chunkgraph.engine.autocast import Autocast
+from chunkgraph.engine.backward_task import BackwardTask
 from chunkgraph.engine.banks import StepBanks
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.counters import Counters
@@ -20,7 +22,7 @@ from chunkgraph.engine.replay import SlotRunner, replay_node
 from chunkgraph.engine.session import CapturedRank
 from chunkgraph.engine.slot import Slot
 from chunkgraph.engine.verify import Verifier
-from chunkgraph.errors import ChunkGraphError
+from chunkgraph.errors import ChunkGraphError, ReplayMismatchError
 from chunkgraph.slots import SlotMachine
 
 __all__ = ["Replayer"]
@@ -54,7 +56,11 @@ class Replayer:
         self._machine = SlotMachine(
             num_slots, label=rank_label(chunks), are_shared=options.shared_slots
         )
+        # An input of every replayed microbatch: a backward that does not come to it is for some
+        # gradients only.
         self._anchor = torch.zeros((), device=device, requires_grad=True)
+        self._anchor_node = torch.autograd.graph.get_gradient_edge(self._anchor).node
+        self._task = BackwardTask()
         self._captured: CapturedRank | None = None
         self._verifier: Verifier | None = None
         self._verifying: Verifier | None = None  # the same, in a step that is verified
@@ -67,6 +73,7 @@ class Replayer:
     def take(self, captured: CapturedRank, verifier: Verifier | None) -> None:
         """Replay these graphs from now on."""
         self._captured, self._verifier = captured, verifier
+        self._task = BackwardTask(captured.shared_parameters)
         self._first_step = self._counters.replayed_steps
 
     def drop(self) -> None:
@@ -95,6 +102,7 @@ class Replayer:
             model.check_memory()
         for sinks in captured.sinks:
             sinks.begin_step()
+        self._task.clear()
         self._machine.begin_step()
         if self._ranges is not None:
             self._ranges.begin_step()
@@ -107,6 +115,8 @@ class Replayer:
         try:
             yield
             self._machine.end_step()
+            for sinks in captured.sinks:
+                sinks.end_step()
             # Now, since the device is still at work, and nobody has used the gradients yet.
             for model in captured.models:
                 model.check()
@@ -142,20 +152,25 @@ class Replayer:
         key = reserved[0].bank if reserved else self._banks.key_of_next(c)
         tensors = captured.banks[key].signatures[c].tensors_of(args, kwargs)
         slot = reserved.popleft() if reserved else self._acquire(c, key)
+        self._received.pop(slot, None)
         self._awaiting_grads[c].append(slot)
         leaves = [tensors[i] for i in slot.differentiable_inputs]
-        if not any(leaf.requires_grad for leaf in leaves):
-            leaves.append(self._anchor)
-        outputs = replay_node(self._runner, slot, tensors, *leaves)
+        outputs = replay_node(self._runner, slot, tensors, *leaves, self._anchor)
         return outputs if slot.is_single else slot.result(outputs)
 
     def reserve_input(self, c: int, index: int, num_before: int) -> torch.Tensor | None:
         """See `ChunkGraphs.reserve_input`."""
-        num_others = num_before if self._options.shared_slots else 0
-        if not self._is_in_step or self._machine.num_free(c) <= num_others:
+        if not self._is_in_step:
             return None
-        slot = self._acquire(c, self._banks.key_of_next(c))
-        self._reserved[c].append(slot)
+        slot = next((s for s in self._reserved[c] if index not in self._received[s]), None)
+        if slot is None:
+            num_others = num_before if self._options.shared_slots else 0
+            if self._machine.num_free(c) <= num_others:
+                return None
+            slot = self._acquire(c, self._banks.key_of_next(c))
+            self._reserved[c].append(slot)
+            self._received[slot] = set()
+        self._received[slot].add(index)
         wants_grad = slot.input_grads[index] is not None
         return slot.inputs[index].detach().requires_grad_(wants_grad)
 
@@ -184,31 +199,52 @@ class Replayer:
         self, slot: Slot, turn: int, grads: tuple[torch.Tensor | None, ...]
     ) -> None:
         """Load output gradients, replay, free the slot. Called by `SlotReplay`."""
-        self._machine.begin_backward(slot.chunk, slot.index, turn)
-        waiting = self._awaiting_grads[slot.chunk]
+        c = slot.chunk
+        self._machine.begin_backward(c, slot.index, turn)
+        waiting = self._awaiting_grads[c]
         if slot in waiting:
             waiting.remove(slot)
+        autocast = slot.backward_autocast
+        if autocast is not None and not autocast.is_now():
+            raise self._other_autocast(slot, autocast)
         assert self._captured is not None
-        sinks = self._captured.sinks[slot.chunk]
-        if not sinks.is_bound:
-            sinks.bind()
+        # Autograd does not know the parameters, so that it cannot say which gradients are wanted.
+        if slot.trained and not torch._C._will_engine_execute_node(self._anchor_node):
+            raise ReplayMismatchError(
+                f"{slot.label}: autograd.grad() or backward(inputs=...) asks for some gradients "
+                "only; a replayed backward adds those of all parameters to .grad.\n"
+                "  To do: call backward() without `inputs`, or ask for an eager step "
+                "(`step(eager=True)`)."
+            )
+        binding = self._captured.sinks[c].before_backward(slot.trained)
+        self._task.enter(c, slot.label, is_fresh=binding.is_fresh)
         if self._verifying is not None:
             self._verifying.before_backward(slot, grads)
         slot.load_output_grads(grads)
-        before = self._chunks[slot.chunk].before_backward
+        before = self._chunks[c].before_backward
         if before is not None:
             before()
         assert slot.backward_graph is not None
         slot.backward_graph.replay()
         if self._verifying is not None:
             self._verifying.after_backward(slot)
+        if binding.others:
+            binding.after_backward()
         if slot.marker is not None:
             slot.marker.replayed()
-        self._machine.release(slot.chunk, slot.index)
+        self._machine.release(c, slot.index)
         self._counters.backward_replays += 1
-        after = self._chunks[slot.chunk].after_backward
+        after = self._chunks[c].after_backward
         if after is not None:
             after()
+
+    def _other_autocast(self, slot: Slot, captured: Autocast) -> ReplayMismatchError:
+        return ReplayMismatchError(
+            f"{slot.label}: its backward was captured with autocast {captured}, and runs with "
+            f"{captured.now(captured.device_type)}. Call backward() under one autocast in warmup "
+            "steps and in every later step (outside of it, as torch recommends), or release the "
+            "graphs and capture again."
+        )
 
     def _acquire(self, c: int, key: Hashable) -> Slot:
         assert self._captured is not None
@@ -220,4 +256,5 @@ class Replayer:
     def _forget_microbatches(self) -> None:
         """Slots whose input, or output gradient, is yet to come; empty between steps."""
         self._reserved = tuple(deque[Slot]() for _ in self._chunks)
+        self._received: dict[Slot, set[int]] = {}
         self._awaiting_grads = tuple(deque[Slot]() for _ in self._chunks)

@@ -6,6 +6,9 @@ from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
+from chunkgraph.engine.backward_watch import BackwardSample
 from chunkgraph.engine.banks import BankSamples, StepBanks
 from chunkgraph.engine.deciding import SHAPE_UNKNOWN
 
@@ -54,11 +57,19 @@ class StepSampler:
             self._is_recording = False
         self._num_seen += 1
 
-    def record(self, c: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Chunk ``c`` is called, in whatever step."""
-        if self._is_recording:
-            self._calls.record(c, self._banks.key_of_next(c), args, kwargs)
-            self._banks.advance(c)
+    def record(
+        self, c: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> BackwardSample | None:
+        """Note a call of chunk ``c``, in whatever step.
+
+        Returns:
+            What is to be filled in with the call's backward; None where the call is no sample.
+        """
+        if not self._is_recording or not torch.is_grad_enabled():
+            return None
+        backward = self._calls.record(c, self._banks.key_of_next(c), args, kwargs)
+        self._banks.advance(c)
+        return backward
 
     def begin_anew(self) -> None:
         """Count steps from 0 again."""

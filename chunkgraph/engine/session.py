@@ -17,13 +17,13 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from chunkgraph._collector import collector_paused
 from chunkgraph.engine.aliases import ParameterAliases
 from chunkgraph.engine.banks import Bank
 from chunkgraph.engine.captured_model import CapturedModel
 from chunkgraph.engine.chunk import Chunk
+from chunkgraph.engine.grad_memory import GradMemory
 from chunkgraph.engine.gradients import GradientSinks
 from chunkgraph.engine.signature import Call, Signature
 from chunkgraph.engine.slot import Slot
@@ -113,6 +113,7 @@ class CapturedRank:
         models: what the graphs take for granted of each chunk's module.
         pools: of all graphs.
         report: what was made.
+        shared_parameters: see `BackwardTask`.
     """
 
     banks: dict[Hashable, Bank]
@@ -120,6 +121,7 @@ class CapturedRank:
     models: tuple[CapturedModel, ...]
     pools: PoolPlan
     report: CaptureReport
+    shared_parameters: tuple[dict[int, bool], ...]
 
     @property
     def slots(self) -> tuple[tuple[Slot, ...], ...]:
@@ -151,8 +153,8 @@ def capture_session(
     """
     start = time.perf_counter()
     pools = PoolPlan(settings.memory_plan, backend, chunks[0].label.split(" chunk")[0])
-    made: dict[nn.Parameter, torch.Tensor] = {}
-    sinks = tuple(GradientSinks(chunk.parameters, chunk.label, made) for chunk in chunks)
+    grad_memory = GradMemory({id(p): p for chunk in chunks for p in chunk.parameters}.values())
+    sinks = tuple(GradientSinks(c.parameters, c.label, grad_memory) for c in chunks)
     models = tuple(CapturedModel(chunk) for chunk in chunks)
     for model, chunk in zip(models, chunks, strict=True):
         model.refuse_hooks(chunk.parameters)
@@ -282,7 +284,29 @@ def capture_session(
         duration_ms=(time.perf_counter() - start) * 1e3,
         memsets_kept=backend.memsets_kept,
     )
-    return CapturedRank(banks, sinks, models, pools, report)
+    shared = _shared_parameters(chunks, forwards)
+    return CapturedRank(banks, sinks, models, pools, report, shared)
+
+
+def _shared_parameters(
+    chunks: Sequence[Chunk], forwards: Sequence[CapturedForward]
+) -> tuple[dict[int, bool], ...]:
+    """Return, for each chunk, the chunks it shares parameters with; see `BackwardTask`."""
+    terms: list[dict[int, int]] = [{} for _ in chunks]  # by parameter, the most of any forward
+    for forward in forwards:
+        of_chunk, parameters = terms[forward.chunk_index], chunks[forward.chunk_index].parameters
+        for index, count in forward.num_terms.items():
+            place = id(parameters[index])
+            # A parameter behind recomputation may get any number.
+            of_chunk[place] = max(of_chunk.get(place, 1), count if count else 2)
+    return tuple(
+        {
+            d: all(mine[p] == other[p] == 1 for p in mine.keys() & other.keys())
+            for d, other in enumerate(terms)
+            if mine.keys() & other.keys()
+        }
+        for mine in terms
+    )
 
 
 def _variants(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._pytree import (
@@ -22,7 +22,19 @@ from torch.utils._pytree import (
 from chunkgraph.engine.autocast import Autocast
 from chunkgraph.errors import ReplayMismatchError
 
-__all__ = ["Call", "Signature", "detached", "flatten", "flatten_call", "unflatten"]
+if TYPE_CHECKING:
+    from chunkgraph.engine.backward_watch import BackwardSample
+
+__all__ = [
+    "Call",
+    "Signature",
+    "argument_paths",
+    "detached",
+    "distinct_tensors",
+    "flatten",
+    "flatten_call",
+    "unflatten",
+]
 
 
 @dataclass(frozen=True)
@@ -33,11 +45,13 @@ class Call:
         leaves: tensors and plain values.
         spec: the structure they stand in.
         autocast: how operators were cast in it; None where that is not known.
+        backward: how its backward ran; None where that is not known.
     """
 
     leaves: list[Any]
     spec: TreeSpec
     autocast: Autocast | None = None
+    backward: BackwardSample | None = None
 
     def as_cast_now(self) -> Call:
         """The same, with the automatic casting of this moment."""
@@ -68,6 +82,18 @@ def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     """Flatten positional and keyword arguments of a call."""
     leaves, spec = tree_flatten((args, kwargs))
     return Call(leaves, spec)
+
+
+def distinct_tensors(leaves: Sequence[Any]) -> list[torch.Tensor]:
+    """Return the tensors among ``leaves``, each once, in order."""
+    return list({id(x): x for x in leaves if isinstance(x, torch.Tensor)}.values())
+
+
+def argument_paths(call: Call) -> list[str]:
+    """Return a name for each tensor of ``call``, such as ``argument 1['mask']``."""
+    paths, _ = tree_flatten_with_path(call.arguments())
+    named = {id(x): _path(path) for path, x in reversed(paths)}
+    return [named[id(tensor)] for tensor in call.tensors]
 
 
 def detached(tree: Any) -> Any:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils._pytree import TreeSpec
 
+from chunkgraph.engine.autocast import Autocast
 from chunkgraph.engine.chunk import GradientMarker
-from chunkgraph.engine.signature import unflatten
+from chunkgraph.engine.layout import copy_into, duplicate, same_layout
+from chunkgraph.engine.signature import distinct_tensors, unflatten
 from chunkgraph.engine.unchanging import LoadedSource
+from chunkgraph.errors import ReplayMismatchError
 from chunkgraph.graphs import Graph, Pool
 
 __all__ = ["Slot"]
@@ -29,11 +32,20 @@ class Slot:
         outputs: leaves of the result. Tensors are valid from this slot's forward replay to its
             next one.
         output_spec: structure of the result.
-        differentiable: which tensors among ``outputs`` take a gradient, by position among tensors.
-        output_grads: static gradients of those; the backward replay reads them.
+        differentiable: which tensors among ``outputs`` require grad, by position among them, each
+            tensor counted once.
+        receiving: which of those get a gradient in the captured backward.
+        output_grads: static gradients of ``receiving``; the backward replay reads them.
+        has_grad_layouts: whether these have the strides of gradients that a warmup step had; a
+            gradient of other strides is then refused, else copied.
         input_grads: gradients of ``inputs`` (None where there is none); valid until the next
             replay of any backward, or of any graph under the plan ``shared_temporaries``.
         pool: where the forward's memory lies.
+        trained: indices of the chunk's parameters that get a gradient in the backward.
+        guarded: outputs that a caller must not change in place while the slot is in use, by
+            position: those that the backward reads, or that share memory with another tensor that
+            the caller has.
+        backward_autocast: how operators were cast in the backward.
         grads_lie_in_pool: whether an input gradient lies there too (a compiled backward may write
             it over a saved tensor).
         marker: watches the gradients of the backward, or None.
@@ -49,27 +61,47 @@ class Slot:
     outputs: tuple[Any, ...]
     output_spec: TreeSpec
     differentiable: tuple[int, ...]
+    receiving: tuple[int, ...]
     output_grads: tuple[torch.Tensor, ...]
     input_grads: tuple[torch.Tensor | None, ...]
     forward_graph: Graph
     backward_graph: Graph | None
     pool: Pool
+    has_grad_layouts: bool = False
+    trained: tuple[int, ...] = ()
+    guarded: tuple[int, ...] = ()
+    backward_autocast: Autocast | None = None
     grads_lie_in_pool: bool = False
     marker: GradientMarker | None = None
     keeps_input_grads: bool = True
-    copies_outputs: bool = False
+    copies_outputs: bool = True
     bank: Hashable = None
     turn: int = 0
 
     def __post_init__(self) -> None:
         self.is_single = self.output_spec.is_leaf() and isinstance(self.outputs[0], torch.Tensor)
-        self.output_tensors = tuple(x for x in self.outputs if isinstance(x, torch.Tensor))
+        self.output_tensors = tuple(distinct_tensors(self.outputs))
+        positions = {id(tensor): i for i, tensor in enumerate(self.output_tensors)}
+        self._positions = [positions.get(id(leaf), -1) for leaf in self.outputs]
         self.differentiable_inputs = tuple(
             i for i, grad in enumerate(self.input_grads) if grad is not None
         )
         self._places = [(t.data_ptr(), t.stride()) for t in self.inputs]
+        self._addresses = {address for address, _ in self._places}
         self._sources: list[LoadedSource | None] = [None] * len(self.inputs)
         self.has_frozen_outputs = len(self.differentiable) < len(self.output_tensors)
+        self._hand_out = tuple(
+            duplicate(t) if self.copies_outputs else torch.detach for t in self.output_tensors
+        )
+        self._hand_out_grads = tuple(
+            (duplicate(g) if self.keeps_input_grads else torch.detach, g)
+            for g in self.input_grads
+            if g is not None
+        )
+        self._grad_places = [
+            (i, static.data_ptr(), static.stride(), copy_into(static))
+            for i, static in zip(self.receiving, self.output_grads, strict=True)
+        ]
 
     def load_inputs(self, tensors: Sequence[torch.Tensor]) -> None:
         """Copy a call's tensors into the static inputs (those that are not there already).
@@ -93,7 +125,8 @@ class Slot:
             address, stride = self._places[i]
             if given.data_ptr() != address:
                 statics.append(self.inputs[i])
-                copied.append(given)
+                # What lies in another static input is read before that one is written.
+                copied.append(given.clone() if given.data_ptr() in self._addresses else given)
                 sources[i] = LoadedSource.of(given)
             elif given.stride() != stride:  # a view of what was received
                 statics.append(self.inputs[i])
@@ -108,20 +141,63 @@ class Slot:
         self._sources = [None] * len(self.inputs)
 
     def load_output_grads(self, grads: Sequence[torch.Tensor | None]) -> None:
-        """Copy the gradients of the differentiable outputs; a missing one is zero."""
-        for static, position in zip(self.output_grads, self.differentiable, strict=True):
+        """Copy the gradients of the outputs.
+
+        Raises:
+            ReplayMismatchError: other outputs got a gradient than in the captured backward, or one
+                of another layout.
+        """
+        num_missing = 0
+        for grad in grads:
+            num_missing += grad is None
+        if num_missing + len(self.receiving) != len(grads):
+            raise self._other_gradients(grads)
+        for position, address, strides, copy in self._grad_places:
             given = grads[position]
             if given is None:
-                static.zero_()
-            elif static.data_ptr() != given.data_ptr():
-                static.copy_(given)
-            elif static.stride() != given.stride():  # a view of what was received
-                static.copy_(given.clone())
+                raise self._other_gradients(grads)
+            if given.stride() == strides:
+                if given.data_ptr() != address:
+                    copy(given)
+            elif not self.has_grad_layouts or same_layout(given.shape, given.stride(), strides):
+                copy(given.clone() if given.data_ptr() == address else given)
+            else:
+                raise self._other_layout(position, given.stride(), strides)
+
+    def _other_gradients(self, grads: Sequence[torch.Tensor | None]) -> ReplayMismatchError:
+        now = [i for i, grad in enumerate(grads) if grad is not None]
+        return ReplayMismatchError(
+            f"{self.label}: the backward has gradients of the output tensors {now}, but it was "
+            f"captured with gradients of {list(self.receiving)}. Parameters below an output without "
+            "a gradient get none in eager training, which this graph cannot do.\n"
+            "  To do: let every microbatch's loss use the same outputs as the warmup steps, detach "
+            "in the chunk what is only logged, or ask for an eager step (`step(eager=True)`)."
+        )
+
+    def _other_layout(
+        self, position: int, now: tuple[int, ...], captured: tuple[int, ...]
+    ) -> ReplayMismatchError:
+        return ReplayMismatchError(
+            f"{self.label}: the gradient of output tensor {position} has strides {now}, but the "
+            f"backward was captured with {captured}; kernels may give other bits. Let the same "
+            "operators follow the chunk in every microbatch as in the warmup steps, or release "
+            "the graphs and capture again."
+        )
+
+    def hand_out(self) -> list[torch.Tensor]:
+        """Return the output tensors for the caller: copies, or aliases where they are lent."""
+        return [give(t) for give, t in zip(self._hand_out, self.output_tensors, strict=True)]
+
+    def hand_out_input_grads(self) -> list[torch.Tensor]:
+        """Return the input gradients for autograd: copies, or aliases where they are lent."""
+        return [give(grad) for give, grad in self._hand_out_grads]
 
     def result(self, tensors: Sequence[torch.Tensor]) -> Any:
         """The chunk's result with ``tensors`` in the places of its tensors."""
-        given = iter(tensors)
-        leaves = [next(given) if isinstance(x, torch.Tensor) else x for x in self.outputs]
+        leaves = [
+            plain if position < 0 else tensors[position]
+            for position, plain in zip(self._positions, self.outputs, strict=True)
+        ]
         return unflatten(leaves, self.output_spec)
 
     def release(self) -> None:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
+from chunkgraph.engine.autocast import Autocast
+from chunkgraph.engine.autograd_graph import edges_to_leaves, kept_by, nodes_below
 from chunkgraph.engine.chunk import Chunk, GradientMarker
 from chunkgraph.engine.gradients import GradientSinks
+from chunkgraph.engine.layout import dense_strides
 from chunkgraph.engine.leaves import check_outputs
-from chunkgraph.engine.signature import Call, flatten
+from chunkgraph.engine.signature import Call, argument_paths, distinct_tensors, flatten
 from chunkgraph.engine.slot import Slot
 from chunkgraph.engine.static_inputs import SlotStatics, call_with
 from chunkgraph.errors import CaptureError, MemoryPlanError
@@ -26,7 +30,13 @@ Generators = Callable[[], Sequence[torch.Generator]]
 
 @dataclass
 class CapturedForward:
-    """A captured forward whose autograd graph is still alive."""
+    """A captured forward whose autograd graph is still alive.
+
+    Attributes that `Slot` does not have:
+        strides: of the gradients of ``receiving``.
+        num_terms: how many gradients autograd adds up for each parameter of the chunk; 0 where
+            recomputation hides that.
+    """
 
     chunk_index: int
     index: int
@@ -39,7 +49,14 @@ class CapturedForward:
     pool: Pool
     live: AddressRanges
     statics: SlotStatics
-    copies_outputs: bool = False
+    copies_outputs: bool = True
+    receiving: tuple[int, ...] = ()
+    strides: tuple[tuple[int, ...] | None, ...] = ()
+    has_grad_layouts: bool = False
+    guarded: tuple[int, ...] = ()
+    trained: tuple[int, ...] = ()
+    num_terms: dict[int, int] = field(default_factory=dict)
+    backward_autocast: Autocast | None = None
     grads: list[torch.Tensor] = field(default_factory=list)
     input_grads: list[torch.Tensor | None] = field(default_factory=list)
     backward: Graph | None = None
@@ -51,8 +68,8 @@ class CapturedForward:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """The tensors of the result."""
-        return [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
+        """The tensors of the result, each once."""
+        return distinct_tensors(self.leaves)
 
     @property
     def differentiable(self) -> tuple[int, ...]:
@@ -93,6 +110,7 @@ def capture_forward(
         MemoryPlanError: it keeps memory of scratch.
     """
     inputs = [statics.input_like(i, t) for i, t in enumerate(sample.tensors)]
+    versions = [t._version for t in inputs]
     router = pools.router(trace)
     before = pool.live()
     in_scratch = router.scratch.live() if router is not None else AddressRanges()
@@ -111,16 +129,91 @@ def capture_forward(
     results, spec = flatten(result)
     live = _minus(pool.live(), before)
     forward = CapturedForward(*place, label, inputs, results, spec, graph, pool, live, statics)
-    if chunk.copies_outputs is not None:
-        args, kwargs = sample.arguments()
-        forward.copies_outputs = chunk.copies_outputs(*args, **kwargs)
-    outputs = [forward.tensors[i] for i in forward.differentiable]
     try:
-        check_outputs(chunk.label, outputs, [*inputs, *leaves])
+        _refuse_written(chunk.label, sample, inputs, versions)
+        _describe_outputs(forward, chunk, sample, leaves)
     except CaptureError:
         graph.release()
         raise
     return forward
+
+
+def _describe_outputs(
+    forward: CapturedForward, chunk: Chunk, sample: Call, leaves: Sequence[nn.Parameter]
+) -> None:
+    """Work out how the outputs are handed out, and which of them get a gradient.
+
+    Raises:
+        CaptureError: none requires grad, or gradients of other tensors would be lost.
+    """
+    if chunk.copies_outputs is not None:
+        args, kwargs = sample.arguments()
+        forward.copies_outputs = chunk.copies_outputs(*args, **kwargs)
+    positions = forward.differentiable
+    strides: Sequence[tuple[int, ...] | None] = [
+        dense_strides(forward.tensors[i]) for i in positions
+    ]
+    if sample.backward is not None and sample.backward.strides is not None:
+        forward.backward_autocast = sample.backward.autocast
+        forward.has_grad_layouts = True
+        strides = sample.backward.strides
+    received = [(i, s) for i, s in zip(positions, strides, strict=True) if s is not None]
+    forward.receiving = tuple(i for i, _ in received)
+    forward.strides = tuple(s for _, s in received)
+    outputs = [forward.tensors[i] for i in forward.receiving]
+    check_outputs(chunk.label, outputs, [*forward.inputs, *leaves])
+    edges = edges_to_leaves(outputs)
+    forward.num_terms = {i: edges.get(leaf, 0) for i, leaf in enumerate(leaves)}
+    module_tensors = (
+        [*chunk.module.parameters(), *chunk.module.buffers()] if chunk.module is not None else []
+    )
+    if forward.copies_outputs:
+        others = [*forward.inputs, *leaves, *module_tensors]
+        forward.guarded = _guarded_outputs(forward.tensors, others)
+
+
+def _guarded_outputs(
+    outputs: Sequence[torch.Tensor], others: Sequence[torch.Tensor]
+) -> tuple[int, ...]:
+    """Return which outputs a caller must not change in place; see `Slot`.
+
+    Args:
+        outputs: of the forward.
+        others: arguments, parameters and buffers.
+    """
+    kept = [tensor for node in nodes_below(outputs) for _, tensor in kept_by(node)]
+    storages = {_storage(tensor) for tensor in (*kept, *others)}
+    of_outputs = [_storage(tensor) for tensor in outputs]
+    return tuple(
+        i
+        for i, storage in enumerate(of_outputs)
+        if storage and (storage in storages or of_outputs.count(storage) > 1)
+    )
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _refuse_written(
+    label: str, sample: Call, inputs: Sequence[torch.Tensor], versions: Sequence[int]
+) -> None:
+    """Refuse a chunk that writes into its arguments: a replay writes into copies of them.
+
+    Raises:
+        CaptureError: naming them.
+    """
+    written = [
+        path
+        for path, tensor, version in zip(argument_paths(sample), inputs, versions, strict=True)
+        if tensor._version != version
+    ]
+    if written:
+        raise CaptureError(
+            f"{label}: its forward changes {', '.join(written)} in place. A replay works on a "
+            "copy, so that the caller's tensor would stay as it was. Compute a new tensor and "
+            "return it, or keep the state in a buffer of the module."
+        )
 
 
 def capture_backward(
@@ -133,17 +226,25 @@ def capture_backward(
     generators: Generators,
 ) -> None:
     """Capture the backward of a forward, which frees what that one keeps."""
-    outputs = [forward.tensors[i] for i in forward.differentiable]
-    forward.grads = [forward.statics.gradient_like(i, t) for i, t in enumerate(outputs)]
+    outputs = [forward.tensors[i] for i in forward.receiving]
+    forward.grads = [
+        forward.statics.gradient_like(i, output, strides)
+        for i, (output, strides) in enumerate(zip(outputs, forward.strides, strict=True))
+    ]
     label = f"{forward.label} backward"
     pool = pools.backward_pool(forward.pool)
-    accumulating = sinks.accumulating(leaves, forward.marker)
-    with accumulating, backend.capture(label, pool, generators()) as graph:
+    autocast = forward.backward_autocast
+    with (
+        sinks.accumulating(leaves, forward.marker) as trained,
+        autocast.entered() if autocast is not None else nullcontext(),
+        backend.capture(label, pool, generators()) as graph,
+    ):
         # Not autograd.grad, which forbids the backwards inside a backward of recomputation.
         torch.autograd.backward(outputs, forward.grads)
         if chunk.end_of_backward is not None:
             chunk.end_of_backward()
     forward.backward = graph
+    forward.trained = sinks.interned(tuple(sorted(trained)))
     for tensor in forward.inputs:
         forward.input_grads.append(tensor.grad)
         tensor.grad = None
@@ -152,14 +253,20 @@ def capture_backward(
 def new_slot(forward: CapturedForward, chunk: Chunk, backend: GraphBackend) -> Slot:
     """The slot, once both of its graphs are there."""
     assert forward.backward is not None
+    outputs = {id(tensor): tensor.detach() for tensor in forward.tensors}
     return Slot(
         chunk=forward.chunk_index,
         index=forward.index,
         label=forward.label,
         inputs=tuple(t.detach() for t in forward.inputs),
-        outputs=tuple(t.detach() if isinstance(t, torch.Tensor) else t for t in forward.leaves),
+        outputs=tuple(outputs.get(id(leaf), leaf) for leaf in forward.leaves),
         output_spec=forward.spec,
         differentiable=forward.differentiable,
+        receiving=forward.receiving,
+        has_grad_layouts=forward.has_grad_layouts,
+        trained=forward.trained,
+        guarded=forward.guarded,
+        backward_autocast=forward.backward_autocast,
         output_grads=tuple(forward.grads),
         input_grads=tuple(forward.input_grads),
         forward_graph=forward.graph,

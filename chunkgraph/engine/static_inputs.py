@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from chunkgraph.engine.chunk import Chunk
+from chunkgraph.engine.layout import dense_strides, span
 from chunkgraph.engine.signature import Call, unflatten
 
 __all__ = ["SlotStatics", "call_with", "static_like"]
@@ -49,22 +50,36 @@ class SlotStatics:
         """The static input for argument ``index``, with the values and grad flag of ``tensor``."""
         if not (self._is_shared and tensor.requires_grad):
             return static_like(tensor)
-        static = self._place(("input", index), tensor)
+        static = self._place(("input", index), tensor.shape, dense_strides(tensor), tensor)
         return static.copy_(tensor.detach()).requires_grad_()
 
-    def gradient_like(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
-        """The static gradient, all zero, of differentiable output ``index``."""
-        if not self._is_shared:
-            return torch.zeros_like(tensor, requires_grad=False)
-        return self._place(("gradient", index), tensor).zero_()
+    def gradient_like(
+        self, index: int, output: torch.Tensor, strides: Sequence[int] | None
+    ) -> torch.Tensor:
+        """Return the static gradient, all zero, of differentiable output ``index``.
 
-    def _place(self, key: tuple[str, int], like: torch.Tensor) -> torch.Tensor:
-        """A tensor of its own on the shared memory: variants count their writes apart."""
-        layout = torch.empty_like(like, device="meta", requires_grad=False)
-        num_bytes = layout.numel() * layout.element_size()
+        Args:
+            index: of the output.
+            output: whose gradient it is.
+            strides: of the gradient; None for those of the output.
+        """
+        strides = dense_strides(output) if strides is None else tuple(strides)
+        num_elements = span(output.shape, strides)
+        memory = (
+            self._place(("gradient", index), (num_elements,), (1,), output)
+            if self._is_shared
+            else torch.empty(num_elements, dtype=output.dtype, device=output.device)
+        )
+        return memory.zero_().as_strided(output.shape, strides)
+
+    def _place(
+        self, key: tuple[str, int], shape: Sequence[int], strides: Sequence[int], like: torch.Tensor
+    ) -> torch.Tensor:
+        """Return a tensor object on the shared memory: variants count their writes apart."""
+        num_bytes = span(shape, strides) * like.element_size()
         memory = self._memory.get(key)
         if memory is None or memory.numel() < num_bytes or memory.device != like.device:
             memory = torch.empty(num_bytes, dtype=torch.uint8, device=like.device)
             self._memory[key] = memory
         place = torch.empty(0, dtype=like.dtype, device=like.device)
-        return place.set_(memory.untyped_storage(), 0, layout.shape, layout.stride())
+        return place.set_(memory.untyped_storage(), 0, tuple(shape), tuple(strides))

@@ -34,8 +34,10 @@ def test_steps_are_captured_as_they_are_cast(
 ) -> None:
     """Captures run outside of the caller's autocast; with several slots, and weights that move."""
     graphs = ChunkGraphs([layers], [2], backend=backend, options=CaptureOptions(verify=verify))
-    with graphs.step(1), casting(backend):
-        graphs.callables[0](new_input(backend)).sum().backward()
+    with graphs.step(1):
+        with casting(backend):
+            y = graphs.callables[0](new_input(backend))
+        y.float().sum().backward()
     for _ in range(3):
         with torch.no_grad():
             for p in layers.parameters():

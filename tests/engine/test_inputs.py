@@ -247,10 +247,10 @@ def test_variants_of_a_slot_share_what_they_read_one_at_a_time() -> None:
     for other in (
         statics.input_like(1, large),
         statics.input_like(0, large.detach()),  # may be held unchanging
-        statics.gradient_like(0, large),
+        statics.gradient_like(0, large, None),
         statics.input_like(0, torch.ones(9, 2).requires_grad_()),  # too large
         SlotStatics(is_shared=False).input_like(0, large),
     ):
         assert other.data_ptr() != one.data_ptr()
-    assert not statics.gradient_like(0, large).requires_grad
-    assert not statics.gradient_like(0, large).any()
+    assert not statics.gradient_like(0, large, None).requires_grad
+    assert not statics.gradient_like(0, large, None).any()

@@ -152,7 +152,7 @@ def wants_grad(slot: Slot, tensors: Sequence[torch.Tensor]) -> list[bool]:
 def filled(slot: Slot, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
     """Copies of the gradients of the slot's differentiable outputs; a missing one is zero."""
     copies: list[torch.Tensor] = []
-    for static, position in zip(slot.output_grads, slot.differentiable, strict=True):
+    for static, position in zip(slot.output_grads, slot.receiving, strict=True):
         given = grads[position]
         copies.append(torch.zeros_like(static) if given is None else given.detach().clone())
     return copies

@@ -71,7 +71,7 @@ class PoisonVerifier(Verifier):
     def _explain(self, slot: Slot, gradients: Sequence[torch.Tensor]) -> None:
         twin = self._twin(slot)
         forward = twin.forward(slot.inputs, self._wants_grad(slot))
-        eager = twin.backward(forward, slot.differentiable, slot.output_grads, accumulates=False)
+        eager = twin.backward(forward, slot.receiving, slot.output_grads, accumulates=False)
         if has_nan([*eager.input_grads, *eager.sums]):
             name = self._first_nan_gradient(slot.chunk, eager.sums, eager.order)
             where = f"the first gradient with a NaN is that of {name or 'an input'}"

@@ -7,16 +7,14 @@ that is to be verified. What a custom function keeps in attributes of its own is
 
 from __future__ import annotations
 
-import contextlib
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from chunkgraph.engine.autograd_graph import kept_by, nodes_below
 from chunkgraph.engine.layers import LayerWatch
 from chunkgraph.engine.verify.bits import has_nan, same_bits
 from chunkgraph.graphs import AddressRanges, tensor_at
@@ -116,18 +114,11 @@ def saved_tensors(outputs: Sequence[Any], watch: LayerWatch) -> list[SavedTensor
 
 def _walk(outputs: Sequence[Any], watch: LayerWatch) -> list[SavedTensor]:
     found: list[tuple[int, str, SavedTensor]] = []
-    todo = [t.grad_fn for t in outputs if isinstance(t, torch.Tensor) and t.grad_fn is not None]
-    seen = set(todo)
-    while todo:
-        node: Any = todo.pop()
+    for node in nodes_below(t for t in outputs if isinstance(t, torch.Tensor)):
         number = node._sequence_nr()
-        for name, tensor in _kept_by(node):
+        for name, tensor in kept_by(node):
             kind = f"{node.name()}.{name}"
             found.append((number, kind, _of(tensor, watch.layer_of(number), kind)))
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                todo.append(following)
     found = [entry for entry in found if entry[0] < _NO_NUMBER]
     return [saved for _, _, saved in sorted(found, key=lambda entry: entry[:2])]
 
@@ -180,37 +171,3 @@ def _of(tensor: torch.Tensor, layer: str, operator: str) -> SavedTensor:
 
 def _kind(saved: SavedTensor) -> tuple[Any, ...]:
     return saved.operator, saved.shape, saved.dtype
-
-
-def _kept_by(node: Any) -> list[tuple[str, torch.Tensor]]:
-    kept: list[tuple[str, torch.Tensor]] = []
-    kind: type = type(node)
-    for name in _names_of_saved(kind):
-        # A tensor that was written since, or a graph that was freed, cannot be read.
-        with contextlib.suppress(RuntimeError):
-            if not _is_plain(getattr(node, f"_raw{name}")):
-                continue
-            value = getattr(node, "saved_tensors" if name == "_saved_tensors" else name)
-            values = value if isinstance(value, (tuple, list)) else (value,)
-            kept.extend(
-                (name.removeprefix("_saved_"), v) for v in values if isinstance(v, torch.Tensor)
-            )
-    # A quantized tensor has no memory of its own; its parts are kept beside it.
-    return [
-        (name, t)
-        for name, t in kept
-        if type(t) in (torch.Tensor, nn.Parameter) and t.layout is torch.strided and t.numel()
-    ]
-
-
-def _is_plain(raw: Any) -> bool:
-    """Whether reading it runs nobody's code: a hook might compute a forward anew."""
-    every = raw if isinstance(raw, (tuple, list)) else (raw,)
-    return all(getattr(saved, "unpack_hook", _is_plain) is None for saved in every)
-
-
-@functools.cache
-def _names_of_saved(kind: type) -> tuple[str, ...]:
-    raw = [n.removeprefix("_raw") for n in dir(kind) if n.startswith("_raw_saved_")]
-    known = dir(kind)
-    return tuple(n for n in raw if n in known or n == "_saved_tensors")

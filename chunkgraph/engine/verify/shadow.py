@@ -54,7 +54,7 @@ class ShadowVerifier(Verifier):
         eager = self._forwards[slot]
         given = filled(slot, grads)
         self._overwritten[slot] = self._place(slot, eager)
-        backward = self._twin(slot).backward(eager, slot.differentiable, given)
+        backward = self._twin(slot).backward(eager, slot.receiving, given)
         self._backwards[slot] = backward
         if self._has_told_nan:
             return

@@ -18,7 +18,7 @@ from chunkgraph.engine.aliases import ParameterAliases
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.gradients import GradientSinks
 from chunkgraph.engine.layers import LayerWatch
-from chunkgraph.engine.signature import Call, flatten, unflatten
+from chunkgraph.engine.signature import Call, distinct_tensors, flatten, unflatten
 from chunkgraph.engine.verify.saved import SavedTensor, saved_tensors
 from chunkgraph.engine.verify.state import ChunkState, restored
 from chunkgraph.graphs import GraphBackend
@@ -76,8 +76,8 @@ class EagerForward:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """The tensors among the result's leaves."""
-        return [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
+        """The tensors among the result's leaves, each once."""
+        return distinct_tensors(self.leaves)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,81 @@
+"""Walks over autograd's graph: its nodes, and what they keep."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["edges_to_leaves", "kept_by", "nodes_below"]
+
+
+def nodes_below(outputs: Iterable[torch.Tensor]) -> Iterator[Any]:
+    """Yield every node of the graph below ``outputs``, each once."""
+    waiting: list[Any] = [t.grad_fn for t in outputs if t.grad_fn is not None]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        yield node
+        for parent, _ in node.next_functions:
+            if parent is not None and parent not in seen:
+                seen.add(parent)
+                waiting.append(parent)
+
+
+def edges_to_leaves(outputs: Sequence[torch.Tensor]) -> dict[torch.Tensor, int]:
+    """Return the leaves below ``outputs`` and the number of edges that lead to each.
+
+    What is reached only through recomputation does not show before the backward.
+    """
+    counts: dict[torch.Tensor, int] = {}
+    for node in nodes_below(outputs):
+        for parent, _ in node.next_functions:
+            leaf = getattr(parent, "variable", None)
+            if isinstance(leaf, torch.Tensor):
+                counts[leaf] = counts.get(leaf, 0) + 1
+    for tensor in outputs:
+        if tensor.grad_fn is None and tensor.requires_grad:
+            counts[tensor] = counts.get(tensor, 0) + 1
+    return counts
+
+
+def kept_by(node: Any) -> list[tuple[str, torch.Tensor]]:
+    """Return the tensors that a node keeps for its backward, by name.
+
+    What a custom function keeps in attributes of its own does not show.
+    """
+    kept: list[tuple[str, torch.Tensor]] = []
+    kind: type = type(node)
+    for name in _names_of_saved(kind):
+        # A tensor that was written since, or a graph that was freed, cannot be read.
+        with contextlib.suppress(RuntimeError):
+            if not _is_plain(getattr(node, f"_raw{name}")):
+                continue
+            value = getattr(node, "saved_tensors" if name == "_saved_tensors" else name)
+            values = value if isinstance(value, (tuple, list)) else (value,)
+            kept.extend(
+                (name.removeprefix("_saved_"), v) for v in values if isinstance(v, torch.Tensor)
+            )
+    # A quantized tensor has no memory of its own; its parts are kept next to it.
+    return [
+        (name, t)
+        for name, t in kept
+        if type(t) in (torch.Tensor, nn.Parameter) and t.layout is torch.strided and t.numel()
+    ]
+
+
+def _is_plain(raw: Any) -> bool:
+    """Return whether reading it runs nobody's code: a hook might compute a forward again."""
+    every = raw if isinstance(raw, (tuple, list)) else (raw,)
+    return all(getattr(saved, "unpack_hook", _is_plain) is None for saved in every)
+
+
+@functools.cache
+def _names_of_saved(kind: type) -> tuple[str, ...]:
+    raw = [n.removeprefix("_raw") for n in dir(kind) if n.startswith("_raw_saved_")]
+    known = dir(kind)
+    return tuple(n for n in raw if n in known or n == "_saved_tensors")

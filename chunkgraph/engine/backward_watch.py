@@ -1,0 +1,61 @@
+"""How the backward of a sampled call ran, so that it is captured as it runs in training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from chunkgraph.engine.autocast import Autocast
+from chunkgraph.engine.signature import flatten, unflatten
+
+__all__ = ["BackwardSample", "watched"]
+
+
+@dataclass
+class BackwardSample:
+    """How one backward ran; filled in when it does.
+
+    Attributes:
+        strides: for each differentiable output, the strides of its gradient, None where it got no
+            gradient; None as a whole before the backward has run.
+        autocast: how operators were cast in it.
+    """
+
+    strides: tuple[tuple[int, ...] | None, ...] | None = None
+    autocast: Autocast | None = None
+
+
+class _Watch(torch.autograd.Function):
+    """Passes tensors on, and notes the gradients that come back."""
+
+    @staticmethod
+    def forward(ctx: Any, sample: BackwardSample, *outputs: torch.Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.sample, ctx.device_type = sample, outputs[0].device.type
+        return tuple([tensor.detach() for tensor in outputs])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        if ctx.sample.strides is None:
+            ctx.sample.strides = tuple(None if g is None else g.stride() for g in grads)
+            ctx.sample.autocast = Autocast.now(ctx.device_type)
+        return (None, *grads)
+
+
+def watched(result: Any, sample: BackwardSample) -> Any:
+    """Return ``result`` with its differentiable tensors passed through a node that fills ``sample``."""
+    leaves, spec = flatten(result)
+    outputs = differentiable(leaves)
+    if not outputs:
+        return result
+    passed = dict(zip(map(id, outputs), _Watch.apply(sample, *outputs), strict=True))
+    return unflatten([passed.get(id(leaf), leaf) for leaf in leaves], spec)
+
+
+def differentiable(leaves: Sequence[Any]) -> list[torch.Tensor]:
+    """Return the tensors among ``leaves`` that require grad, each once, in order."""
+    tensors = [x for x in leaves if isinstance(x, torch.Tensor) and x.requires_grad]
+    return list({id(tensor): tensor for tensor in tensors}.values())

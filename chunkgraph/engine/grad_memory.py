@@ -1,0 +1,201 @@
+"""``param.grad`` of parameters without a ``main_grad``, and the memory that graphs add to.
+
+Graphs add to fixed memory, the *sinks*, all in one buffer. A backward that meets no gradient binds
+``param.grad`` to the sink, as eager training would make a new tensor; from then on both are the
+same memory, and nothing is copied. A gradient that somebody else refers to as well, such as a view
+of a flat buffer, stays where it is: the sink then collects what one backward adds.
+
+Whatever a caller does with ``param.grad`` between two backwards changes, in general, the number of
+tensors on the buffer. So one comparison tells a backward that all is as it was.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from chunkgraph.engine.layout import dense_strides, span
+from chunkgraph.errors import ReplayMismatchError
+
+__all__ = ["Binding", "GradMemory"]
+
+_ALIGNMENT_BYTES = 512  # of the CUDA allocator: kernels see the alignment that eager memory has
+
+
+_Reference = Callable[[], torch.Tensor | None]
+"""A weak reference to a tensor."""
+
+
+def _nothing() -> None:
+    """A reference to no tensor."""
+
+
+@dataclass
+class Binding:
+    """What `GradMemory.bind` did.
+
+    Attributes:
+        others: parameters whose gradient others refer to as well, with that gradient and the sink:
+            it stays, and gets the sink's contents added after each backward.
+        bound: the other parameters, with the tensors on the sinks that are their gradients.
+        is_fresh: whether none of the parameters had a gradient before; until the next backward.
+    """
+
+    others: list[tuple[nn.Parameter, torch.Tensor, torch.Tensor]]
+    bound: list[tuple[nn.Parameter, _Reference]]
+    is_fresh: bool
+
+    def is_current(self) -> bool:
+        """Return whether the first bound parameter and all others still have these gradients."""
+        for parameter, bound in self.bound[:1]:
+            if parameter.grad is not bound():
+                return False
+        return not self.others or all(p.grad is grad for p, grad, _ in self.others)
+
+    def num_replaced(self) -> int:
+        """Return how many of the bound parameters have another gradient by now, or none."""
+        return sum(parameter.grad is not bound() for parameter, bound in self.bound)
+
+    def before_backward(self) -> None:
+        """Empty the sinks of ``others``."""
+        for _, _, sink in self.others:
+            sink.fill_(-0.0)
+
+    def after_backward(self) -> None:
+        """Add what they collected."""
+        with torch.no_grad():
+            for _, grad, sink in self.others:
+                grad.add_(sink)
+
+
+class GradMemory:
+    """The sinks of one rank's parameters that have no ``main_grad``.
+
+    Args:
+        parameters: each once; all on one device.
+
+    Attributes:
+        generation: grows whenever `bind` finds that somebody changed a gradient.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._parameters = [p for p in parameters if not hasattr(p, "main_grad")]
+        self._index = {id(p): i for i, p in enumerate(self._parameters)}
+        offsets, end = [], 0
+        for p in self._parameters:
+            offsets.append(end)
+            size = span(p.shape, dense_strides(p)) * p.element_size()
+            end += -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        device = self._parameters[0].device if self._parameters else None
+        self._buffer = torch.zeros(end, dtype=torch.uint8, device=device)
+        self._storage = self._buffer.untyped_storage()
+        self._sinks = [
+            torch.empty(0, dtype=p.dtype, device=p.device).set_(
+                self._storage, offset // p.element_size(), p.shape, dense_strides(p)
+            )
+            for p, offset in zip(self._parameters, offsets, strict=True)
+        ]
+        # The tensor that `grad` was bound to last. Not held: who else refers to it, must show.
+        self._bound: list[_Reference] = [_nothing] * len(self._parameters)
+        self.generation = 0
+        self._num_own = self._num_tensors()
+        self._num_expected = self._num_own
+
+    def sink(self, parameter: nn.Parameter) -> torch.Tensor:
+        """Return the memory that graphs add the gradient of ``parameter`` to."""
+        return self._sinks[self._index[id(parameter)]]
+
+    def has_changed(self) -> bool:
+        """Return whether a gradient was bound, dropped, replaced or viewed since `bind`.
+
+        A gradient that was dropped and is kept by reference does not show.
+        """
+        return self._num_tensors() != self._num_expected
+
+    def bind(self, parameters: Sequence[nn.Parameter]) -> Binding:
+        """Make the gradients of ``parameters`` their sinks, before a backward adds to them.
+
+        Args:
+            parameters: those that the backward gives gradients to.
+
+        Raises:
+            ReplayMismatchError: somebody keeps views of a gradient that was dropped.
+        """
+        if self.has_changed():
+            self.generation += 1
+        unbound = [i for i in (self._index[id(p)] for p in parameters) if not self._is_bound(i)]
+        self._leave_to_keepers(unbound)
+        others: list[tuple[nn.Parameter, torch.Tensor, torch.Tensor]] = []
+        num_fresh = 0
+        for index in unbound:
+            parameter, sink = self._parameters[index], self._sinks[index]
+            if parameter.grad is None:
+                # The one value x with x + g equal to g in every bit, also where g is -0.0.
+                sink.fill_(-0.0)
+                num_fresh += 1
+            elif _references(parameter) != _SOLE_REFERENCES:
+                others.append((parameter, parameter.grad, sink))
+                continue
+            else:
+                sink.copy_(parameter.grad)
+            bound = sink.detach()
+            parameter.grad = bound
+            self._bound[index] = weakref.ref(bound)
+        self._num_expected = self._num_tensors()
+        kept = {id(parameter) for parameter, _, _ in others}
+        bound = [(p, self._bound[self._index[id(p)]]) for p in parameters if id(p) not in kept]
+        return Binding(others, bound, is_fresh=num_fresh == len(parameters))
+
+    def _is_bound(self, index: int) -> bool:
+        grad, last, sink = self._parameters[index].grad, self._bound[index], self._sinks[index]
+        if grad is None:
+            return False
+        if last() is grad:
+            return True
+        is_alias = grad.data_ptr() == sink.data_ptr() and grad.stride() == sink.stride()
+        if is_alias and grad.numel():
+            self._bound[index] = weakref.ref(grad)
+        return is_alias
+
+    def _leave_to_keepers(self, indices: Sequence[int]) -> None:
+        """Give dropped gradients that somebody keeps memory of their own."""
+        was_bound = False
+        for index in indices:
+            last, self._bound[index] = self._bound[index], _nothing
+            was_bound |= last is not _nothing
+            kept = last()
+            if kept is not None:
+                kept.data = kept.clone()
+        if not was_bound:
+            return
+        num_bound = sum(bound() is not None for bound in self._bound)
+        if self._num_tensors() > self._num_own + num_bound:
+            raise ReplayMismatchError(
+                "A .grad was dropped or replaced, but views of such memory are still in use (made "
+                "by detach(), view() or indexing), which replays would overwrite.\n"
+                "  To do: keep copies (`p.grad.clone()`) instead of views, or clear gradients in "
+                "place (`zero_grad(set_to_none=False)`)."
+            )
+
+    def _num_tensors(self) -> int:
+        return torch._C._storage_Use_Count(self._storage._cdata)
+
+
+def _references(parameter: nn.Parameter) -> tuple[int, int]:
+    grad = parameter.grad
+    assert grad is not None
+    return sys.getrefcount(grad), torch._C._storage_Use_Count(grad.untyped_storage()._cdata)
+
+
+def _sole_references() -> tuple[int, int]:
+    parameter = nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.zeros(1)
+    return _references(parameter)
+
+
+_SOLE_REFERENCES = _sole_references()

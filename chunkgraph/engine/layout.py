@@ -1,0 +1,77 @@
+"""Memory layouts: compared, and kept by copies.
+
+Kernels choose their algorithm by the strides of what they read, so equal bits need equal strides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+__all__ = ["CopyInto", "copy_into", "dense_strides", "duplicate", "same_layout", "span"]
+
+CopyInto = Callable[[torch.Tensor], object]
+"""Copies its argument, which has the layout of the target, into the target."""
+
+
+def same_layout(shape: Sequence[int], a: Sequence[int], b: Sequence[int]) -> bool:
+    """Return whether strides ``a`` and ``b`` of a ``shape`` place elements alike.
+
+    Strides of dimensions with one element at most carry no meaning, nor do those of empty tensors.
+    """
+    if a == b or 0 in shape:
+        return True
+    return all(n == 1 or x == y for n, x, y in zip(shape, a, b, strict=True))
+
+
+def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the strides of a copy of ``tensor``: its own where it is dense."""
+    return torch.empty_like(tensor, device="meta", requires_grad=False).stride()
+
+
+def span(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Return the number of elements from the first to the last in memory, both included."""
+    if 0 in shape:
+        return 0
+    return 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
+
+
+def copy_into(target: torch.Tensor) -> CopyInto:
+    """Return what copies a tensor of the same layout into ``target``.
+
+    Expanded dimensions (stride 0) are copied once: torch refuses to write them.
+    """
+    expanded = [
+        dim
+        for dim, (n, stride) in enumerate(zip(target.shape, target.stride(), strict=True))
+        if n > 1 and stride == 0
+    ]
+    if not expanded:
+        return target.copy_
+
+    def once(tensor: torch.Tensor) -> torch.Tensor:
+        for dim in expanded:
+            tensor = tensor.narrow(dim, 0, 1)
+        return tensor
+
+    narrow = once(target)
+
+    def copy(tensor: torch.Tensor) -> None:
+        narrow.copy_(once(tensor))
+
+    return copy
+
+
+def duplicate(tensor: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return what copies a tensor of this layout, strides included, to memory of its own."""
+    shape, strides = tensor.shape, tensor.stride()
+    if dense_strides(tensor) == strides:
+        return torch.clone
+    num_elements = span(shape, strides)
+
+    def copy(given: torch.Tensor) -> torch.Tensor:
+        # All elements between the first and the last, so that the strides fit the copy.
+        return given.as_strided((num_elements,), (1,)).clone().as_strided(shape, strides)
+
+    return copy
