@@ -148,8 +148,8 @@ class GradMemory:
             self._bound[index] = weakref.ref(bound)
         self._num_expected = self._num_tensors()
         kept = {id(parameter) for parameter, _, _ in others}
-        bound = [(p, self._bound[self._index[id(p)]]) for p in parameters if id(p) not in kept]
-        return Binding(others, bound, is_fresh=num_fresh == len(parameters))
+        on_sinks = [(p, self._bound[self._index[id(p)]]) for p in parameters if id(p) not in kept]
+        return Binding(others, on_sinks, is_fresh=num_fresh == len(parameters))
 
     def _is_bound(self, index: int) -> bool:
         grad, last, sink = self._parameters[index].grad, self._bound[index], self._sinks[index]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+
 import torch
 
 from chunkgraph.engine.autograd_graph import edges_to_leaves

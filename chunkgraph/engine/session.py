@@ -298,7 +298,7 @@ def _shared_parameters(
         for index, count in forward.num_terms.items():
             place = id(parameters[index])
             # A parameter behind recomputation may get any number.
-            of_chunk[place] = max(of_chunk.get(place, 1), count if count else 2)
+            of_chunk[place] = max(of_chunk.get(place, 1), count or 2)
     return tuple(
         {
             d: all(mine[p] == other[p] == 1 for p in mine.keys() & other.keys())
