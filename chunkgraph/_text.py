@@ -1,13 +1,28 @@
-"""Small pieces of text that several rooms share: suggestions, lists of names, byte counts."""
+"""Small pieces of text that several rooms share: suggestions, values in errors, byte counts."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Iterator
 
-__all__ = ["did_you_mean", "format_bytes", "name_list"]
+__all__ = ["did_you_mean", "format_bytes", "name_list", "nearest", "shorten", "shown"]
 
 _BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+# Longest value in a message; what follows it has to stay readable.
+_MAX_SHOWN = 200
+_NAME_LENGTH = 80
+_CUTOFF = 0.6
+_BRACKETS: dict[type, str] = {list: "[]", tuple: "()", dict: "{}"}
+
+
+def nearest(word: str, choices: Iterable[str]) -> str:
+    """Find the choice most like a word, whatever its case; ``""`` when none is near."""
+    if len(word) > _NAME_LENGTH:
+        return ""
+    by_lower = {choice.lower(): choice for choice in choices}
+    matches = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=_CUTOFF)
+    return by_lower[matches[0]] if matches else ""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -16,13 +31,60 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     Returns:
         A string that starts with a space, such as `` Did you mean 'num_layers'?``, or ``""``.
     """
-    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
-    return f" Did you mean {matches[0]!r}?" if matches else ""
+    match = nearest(name, known)
+    return f" Did you mean {match!r}?" if match else ""
 
 
 def name_list(names: Iterable[str]) -> str:
     """The names, sorted and separated by commas."""
     return ", ".join(sorted(names))
+
+
+def shown(value: object) -> str:
+    """``repr(value)`` for a message, cut at 200 characters.
+
+    It takes no longer for a value that is large, deep or refers to itself, and never raises.
+    """
+    text = ""
+    for piece in _pieces(value):
+        text += piece
+        if len(text) > _MAX_SHOWN:
+            break
+    return shorten(text)
+
+
+def shorten(text: str) -> str:
+    """Text for a message: cut at 200 characters."""
+    return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 3]}..."
+
+
+def _pieces(value: object) -> Iterator[str]:
+    """The text of a value, in pieces that are short or the last that is needed."""
+    brackets = _BRACKETS.get(type(value))
+    if brackets is not None:
+        yield brackets[0]
+        separator = ""
+        for item in value:  # type: ignore[attr-defined]
+            yield separator
+            yield from _pieces(item)
+            if isinstance(value, dict):
+                yield ": "
+                yield from _pieces(value[item])
+            separator = ", "
+        if isinstance(value, tuple) and len(value) == 1:
+            yield ","
+        yield brackets[1]
+    elif isinstance(value, (str, bytes)):
+        yield repr(value[: _MAX_SHOWN + 1])
+    elif type(value) is int and abs(value) >= 10**_MAX_SHOWN:
+        # Python refuses to print more than some thousand digits.
+        num_digits = math.ceil(value.bit_length() * math.log10(2))
+        yield f"{'-' if value < 0 else ''}(a whole number of about {num_digits} digits)"
+    else:
+        try:
+            yield repr(value)
+        except Exception as error:  # noqa: BLE001  a message about a value must not fail for it
+            yield f"<{type(value).__name__} whose repr raises {type(error).__name__}>"
 
 
 def format_bytes(num_bytes: float) -> str:

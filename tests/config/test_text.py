@@ -2,12 +2,64 @@ from __future__ import annotations
 
 import pytest
 
-from chunkgraph._text import did_you_mean, format_bytes, name_list
+from chunkgraph._text import did_you_mean, format_bytes, name_list, nearest, shorten, shown
 
 
 def test_did_you_mean_asks_only_when_something_is_near() -> None:
     assert did_you_mean("num_layer", ["num_layers", "seed"]) == " Did you mean 'num_layers'?"
     assert did_you_mean("qqq", ["num_layers", "seed"]) == ""
+
+
+@pytest.mark.parametrize(
+    ("word", "found"),
+    [
+        ("shadwo", "shadow"),
+        ("SHADOW", "shadow"),
+        ("Poison", "poison"),
+        ("none", "none"),
+        ("qqq", ""),
+        ("", ""),
+        ("shadow" * 100_000, ""),
+    ],
+)
+def test_nearest_finds_a_choice_in_any_case_and_no_far_one(word: str, found: str) -> None:
+    assert nearest(word, ("none", "poison", "shadow")) == found
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *("text", b"bytes", 17, -2.5, None, True, [], (), {}, (1,), [1, "a"], {"a": [1, (2, 3)]}),
+        {1: {2: [3]}},
+        10**199,
+    ],
+)
+def test_a_short_value_is_shown_as_python_writes_it(value: object) -> None:
+    assert shown(value) == repr(value)
+
+
+def test_a_value_in_a_message_is_cut_at_200_characters() -> None:
+    assert shown("x" * 300) == "'" + "x" * 196 + "..."
+    assert shorten("y" * 201) == "y" * 197 + "..."
+    assert shorten("y" * 200) == "y" * 200
+    for value in (["ab"] * 10**6, {i: i for i in range(10**5)}, b"\0" * 10**7, "é" * 10**7):
+        assert len(shown(value)) == 200
+
+
+def test_a_value_that_python_cannot_print_is_shown_all_the_same() -> None:
+    class Broken:
+        def __repr__(self) -> str:
+            raise RuntimeError("no")
+
+    assert shown(Broken()) == "<Broken whose repr raises RuntimeError>"
+    assert shown(-(10**5000)) == "-(a whole number of about 5001 digits)"
+    endless: list[object] = []
+    endless.append(endless)
+    assert len(shown(endless)) == 200
+    laughs: list[object] = ["ha"]
+    for _ in range(60):
+        laughs = [laughs] * 9
+    assert len(shown(laughs)) <= 200
 
 
 def test_name_list_is_sorted() -> None:
