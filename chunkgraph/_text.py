@@ -78,7 +78,7 @@ def _pieces(value: object) -> Iterator[str]:
         yield repr(value[: _MAX_SHOWN + 1])
     elif type(value) is int and abs(value) >= 10**_MAX_SHOWN:
         # Python refuses to print more than some thousand digits.
-        num_digits = math.ceil(value.bit_length() * math.log10(2))
+        num_digits = 1 + int((value.bit_length() - 1) * math.log10(2))
         yield f"{'-' if value < 0 else ''}(a whole number of about {num_digits} digits)"
     else:
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from chunkgraph._text import did_you_mean, shown
 from chunkgraph.config.context_checks import check_contexts
 from chunkgraph.config.expert_checks import check_experts
 from chunkgraph.config.hybrid_checks import check_hybrid
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from chunkgraph.config.sections import Config
 
 __all__ = ["check_config"]
+
+_LAYER_SPECS = ("auto", "local", "transformer_engine")
 
 
 def check_config(config: Config) -> None:
@@ -123,13 +126,13 @@ def _check_model(config: Config) -> None:
         )
         raise ConfigError(msg)
     spec = model.layer_spec
-    if spec not in {"auto", "local", "transformer_engine"}:
+    if spec not in _LAYER_SPECS:
         module, colon, function = spec.partition(":")
         parts = [*module.split("."), function]
         if not colon or not all(part.isidentifier() for part in parts):
             msg = (
-                f"model.layer_spec is {spec!r}; expected auto, local, transformer_engine or "
-                "package.module:function."
+                f"model.layer_spec is {shown(spec)}; expected auto, local, transformer_engine or "
+                f"package.module:function.{did_you_mean(spec, _LAYER_SPECS)}"
             )
             raise ConfigError(msg)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from chunkgraph._text import shown
 from chunkgraph.errors import ConfigError, TopologyError
 
 if TYPE_CHECKING:
@@ -36,15 +37,16 @@ def check_contexts(config: Config) -> None:
         return
     if not packing.max_packed_seqs:
         raise ConfigError(
-            f"{_KEY} is {list(sizes)}, but packing is off: packing.max_packed_seqs is 0. Set it to "
-            "the most documents of a microbatch and 1."
+            f"{_KEY} is {shown(list(sizes))}, but packing is off: packing.max_packed_seqs is 0. "
+            "Set it to the most documents of a microbatch and 1."
         )
     _check_ranks(config)
     _check_others(config)
     unknown = sorted(set(packing.cuda_graph_cp_sizes) - set(sizes))
     if unknown:
         raise ConfigError(
-            f"packing.cuda_graph_cp_sizes has {unknown}, which {_KEY} {list(sizes)} has not."
+            f"packing.cuda_graph_cp_sizes has {shown(unknown)}, which {_KEY} {shown(list(sizes))} "
+            "has not."
         )
 
 
@@ -78,8 +80,8 @@ def _check_ranks(config: Config) -> None:
 def _check_others(config: Config) -> None:
     packing, model = config.packing, config.model
     for name, is_used in {
-        f"packing.buckets={list(packing.buckets)}": bool(packing.buckets),
-        f"model.recompute_modules={list(model.recompute_modules)}": (
+        f"packing.buckets={shown(list(packing.buckets))}": bool(packing.buckets),
+        f"model.recompute_modules={shown(list(model.recompute_modules))}": (
             model.recompute_granularity == "selective"
             and bool({"moe", "mla_up_proj"} & set(model.recompute_modules))
         ),
@@ -87,14 +89,14 @@ def _check_others(config: Config) -> None:
         (
             f"pipeline.context_parallel_size={config.pipeline.context_parallel_size}"
         ): config.pipeline.context_parallel_size > 1,
-        f"data.document_counts={list(config.data.document_counts)}": bool(
+        f"data.document_counts={shown(list(config.data.document_counts))}": bool(
             config.data.document_counts
         ),
     }.items():
         if is_used:
             raise ConfigError(
-                f"{_KEY} is {list(packing.context_parallel_sizes)} with {name}: the training "
-                "command does not join them. Leave one of them out."
+                f"{_KEY} is {shown(list(packing.context_parallel_sizes))} with {name}: the "
+                "training command does not join them. Leave one of them out."
             )
     longest = max(packing.context_parallel_sizes) * config.tokens_per_sequence
     if model.position_embedding_type == "learned_absolute" and longest > model.seq_length:

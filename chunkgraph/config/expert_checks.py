@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from chunkgraph._text import shown
 from chunkgraph.config.flex_checks import check_flex
 from chunkgraph.errors import ConfigError, TopologyError
 
@@ -23,6 +24,7 @@ def check_experts(config: Config) -> None:
     """
     moe, pipeline = config.moe, config.pipeline
     ranks = pipeline.expert_model_parallel_size
+    _check_ranges(moe)
     if moe.num_moe_experts is None:
         if ranks > 1:
             raise TopologyError(
@@ -30,7 +32,11 @@ def check_experts(config: Config) -> None:
                 "there are no experts to share. Set one of them."
             )
         return
-    _check_ranges(moe, moe.num_moe_experts)
+    if moe.moe_router_topk > moe.num_moe_experts:
+        raise ConfigError(
+            f"moe.moe_router_topk ({moe.moe_router_topk}) is larger than moe.num_moe_experts "
+            f"({moe.num_moe_experts})."
+        )
     if moe.num_moe_experts % ranks:
         raise TopologyError(
             f"moe.num_moe_experts ({moe.num_moe_experts}) is not divisible by "
@@ -53,7 +59,7 @@ def check_experts(config: Config) -> None:
     frequency, num_layers = moe.moe_layer_freq, config.model.num_layers
     if frequency is not None and (len(frequency) != num_layers or set(frequency) - {0, 1}):
         raise ConfigError(
-            f"moe.moe_layer_freq is {list(frequency)}; it has one number for each of the "
+            f"moe.moe_layer_freq is {shown(list(frequency))}; it has one number for each of the "
             f"{num_layers} layers of the model, 1 (experts) or 0 (feed-forward)."
         )
     check_flex(config)
@@ -84,9 +90,9 @@ def _check_sizes_on_host(config: Config) -> None:
         )
 
 
-def _check_ranges(moe: ExpertConfig, num_experts: int) -> None:
+def _check_ranges(moe: ExpertConfig) -> None:
     positive: dict[str, float | None] = {
-        "moe.num_moe_experts": num_experts,
+        "moe.num_moe_experts": moe.num_moe_experts,
         "moe.moe_router_topk": moe.moe_router_topk,
         "moe.moe_ffn_hidden_size": moe.moe_ffn_hidden_size,
         "moe.moe_expert_capacity_factor": moe.moe_expert_capacity_factor,
@@ -103,11 +109,6 @@ def _check_ranges(moe: ExpertConfig, num_experts: int) -> None:
     }.items():
         if value is not None and not (value >= 0 and math.isfinite(value)):
             raise ConfigError(f"{path} is {value}; it must be 0 or greater.")
-    if moe.moe_router_topk > num_experts:
-        raise ConfigError(
-            f"moe.moe_router_topk ({moe.moe_router_topk}) is larger than moe.num_moe_experts "
-            f"({num_experts})."
-        )
 
 
 def _check_capacity(moe: ExpertConfig, num_experts: int) -> None:

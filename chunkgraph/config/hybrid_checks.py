@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
+from chunkgraph._text import shorten, shown
 from chunkgraph.errors import ConfigError, TopologyError
 
 if TYPE_CHECKING:
@@ -41,8 +42,8 @@ def check_hybrid(config: Config) -> None:
     if len(layers) != model.num_layers:
         msg = (
             f"model.num_layers is {model.num_layers}, but model.hybrid_layer_pattern "
-            f"({pattern}) has {len(layers)} layers; the number counts layers of every kind. Set it "
-            f"to {len(layers)}."
+            f"({shorten(pattern)}) has {len(layers)} layers; the number counts layers of every "
+            f"kind. Set it to {len(layers)}."
         )
         raise ConfigError(msg)
     _check_stages(config, pattern)
@@ -73,13 +74,13 @@ def _check_symbols(pattern: str) -> None:
             else "is no layer"
         )
         msg = (
-            f"model.hybrid_layer_pattern ({pattern}) has {symbol!r}, which {known}. Use M (Mamba), "
-            "* (attention), - (feed-forward), E (experts) and | between pipeline stages."
+            f"model.hybrid_layer_pattern ({shorten(pattern)}) has {symbol!r}, which {known}. Use "
+            "M (Mamba), * (attention), - (feed-forward), E (experts) and | between pipeline stages."
         )
         raise ConfigError(msg)
     if not all(pattern.split(STAGE_END)):
         msg = (
-            f"model.hybrid_layer_pattern ({pattern!r}) has a stage without layers. Give every "
+            f"model.hybrid_layer_pattern ({shown(pattern)}) has a stage without layers. Give every "
             "stage one."
         )
         raise ConfigError(msg)
@@ -91,24 +92,25 @@ def _check_stages(config: Config, pattern: str) -> None:
     num_stages, num_given = num_ranks * num_chunks, pattern.count(STAGE_END) + 1
     if num_given not in (1, num_stages):
         msg = (
-            f"model.hybrid_layer_pattern ({pattern}) has {num_given} stages, but the pipeline has "
-            f"{num_stages} (pipeline_model_parallel_size {num_ranks} x {num_chunks} model chunks "
-            "each). Separate as many with |, or none for equal ones."
+            f"model.hybrid_layer_pattern ({shorten(pattern)}) has {num_given} stages, but the "
+            f"pipeline has {num_stages} (pipeline_model_parallel_size {num_ranks} x {num_chunks} "
+            "model chunks each). Separate as many with |, or none for equal ones."
         )
         raise TopologyError(msg)
     if num_given == num_stages:
         return
     if num_chunks > 1:
         msg = (
-            f"model.hybrid_layer_pattern ({pattern}) does not say where stages end, which "
+            f"model.hybrid_layer_pattern ({shorten(pattern)}) does not say where stages end, which "
             f"Megatron-core wants for {num_chunks} model chunks a rank. Separate the {num_stages} "
             "stages with |."
         )
         raise TopologyError(msg)
     if num_layers % num_ranks:
         msg = (
-            f"model.hybrid_layer_pattern ({pattern}) has {num_layers} layers, which do not divide "
-            f"into {num_ranks} stages. Separate the stages with |, or change the pipeline."
+            f"model.hybrid_layer_pattern ({shorten(pattern)}) has {num_layers} layers, which do "
+            f"not divide into {num_ranks} stages. Separate the stages with |, or change the "
+            "pipeline."
         )
         raise TopologyError(msg)
 
@@ -179,18 +181,19 @@ def _check_experts(config: Config, pattern: str) -> None:
     moe = config.moe
     if ("E" in pattern) != (moe.num_moe_experts is not None):
         msg = (
-            f"model.hybrid_layer_pattern is {pattern} and moe.num_moe_experts "
+            f"model.hybrid_layer_pattern is {shorten(pattern)} and moe.num_moe_experts "
             f"{moe.num_moe_experts}: the pattern says which layers have experts. Give it an E, or "
             "set the latter to null."
             if moe.num_moe_experts is not None
-            else f"model.hybrid_layer_pattern ({pattern}) has layers with experts (E), but "
-            "moe.num_moe_experts is null. Give their number."
+            else f"model.hybrid_layer_pattern ({shorten(pattern)}) has layers with experts (E), "
+            "but moe.num_moe_experts is null. Give their number."
         )
         raise ConfigError(msg)
     if moe.num_moe_experts is not None and moe.moe_layer_freq is not None:
         msg = (
-            f"moe.moe_layer_freq is {list(moe.moe_layer_freq)}, but model.hybrid_layer_pattern "
-            f"({pattern}) says which layers have experts. Set the former to null."
+            f"moe.moe_layer_freq is {shown(list(moe.moe_layer_freq))}, but "
+            f"model.hybrid_layer_pattern ({shorten(pattern)}) says which layers have experts. Set "
+            "the former to null."
         )
         raise ConfigError(msg)
 

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import types
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
-from chunkgraph._text import did_you_mean, name_list
+from chunkgraph._text import did_you_mean, name_list, shorten, shown
 from chunkgraph.config.sections import Config
+from chunkgraph.config.yaml_text import parse_yaml, read_yaml
 from chunkgraph.errors import ConfigError
 
 __all__ = ["config_from_mapping", "load_config", "to_mapping", "to_yaml"]
+
+_MAX_INT = 2**63 - 1
+_MAX_TEXT = 4096
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -29,10 +34,16 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         ConfigError: The file cannot be read, a key is unknown, a value has the wrong type, or
             values do not go together (TopologyError where they cannot form a pipeline).
     """
-    raw = _read_yaml(Path(path))
+    raw = read_yaml(path)
+    if not isinstance(raw, dict):
+        msg = (
+            f"{shorten(str(path))}: expected sections such as 'model:' and 'train:', "
+            f"got {_describe(raw)}. Start from a file in configs/."
+        )
+        raise ConfigError(msg)
     for override in overrides:
         _apply_override(raw, override)
-    return config_from_mapping(raw, source=str(path))
+    return config_from_mapping(raw, source=shorten(str(path)))
 
 
 def config_from_mapping(raw: Mapping[str, object], *, source: str = "config") -> Config:
@@ -58,63 +69,14 @@ def to_yaml(config: Config) -> str:
     return yaml.safe_dump(to_mapping(config), sort_keys=False, default_flow_style=None)
 
 
-class _Loader(yaml.SafeLoader):
-    """A safe loader that refuses a key written twice, where YAML would keep the last one."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        seen: set[str] = set()
-        for key_node, _ in node.value:
-            if not isinstance(key_node, yaml.ScalarNode):
-                continue  # refused by the base class
-            if key_node.value in seen:
-                msg = f"the key {key_node.value!r} is written twice"
-                raise yaml.MarkedYAMLError(problem=msg, problem_mark=key_node.start_mark)
-            seen.add(key_node.value)
-        return super().construct_mapping(node, deep)
-
-
-def _read_yaml(path: Path) -> dict[str, Any]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        msg = f"{path}: cannot read the configuration file: {error.strerror or error}."
-        raise ConfigError(msg) from None
-    except UnicodeDecodeError as error:
-        msg = f"{path}: the configuration file is not UTF-8 text (byte {error.start})."
-        raise ConfigError(msg) from None
-    try:
-        raw = yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError as error:
-        msg = f"{path}{_yaml_problem(error)}"
-        raise ConfigError(msg) from None
-    if not isinstance(raw, dict):
-        msg = (
-            f"{path}: expected sections such as 'model:' and 'train:', "
-            f"got {_describe(raw)}. Start from a file in configs/."
-        )
-        raise ConfigError(msg)
-    return raw
-
-
-def _yaml_problem(error: yaml.YAMLError) -> str:
-    mark = getattr(error, "problem_mark", None)
-    where = f", line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
-    problem = getattr(error, "problem", None) or " ".join(str(error).split())
-    return f"{where}: not valid YAML: {problem}."
-
-
 def _apply_override(raw: dict[str, Any], override: str) -> None:
-    where = f"override {override!r}"
+    where = f"override {shown(override)}"
     key, equals, text = override.partition("=")
     key = key.strip()
     if not equals or not key:
         msg = f"{where}: expected section.key=value, such as train.lr=0.001."
         raise ConfigError(msg)
-    try:
-        value = yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError as error:
-        msg = f"{where}{_yaml_problem(error)}"
-        raise ConfigError(msg) from None
+    value = parse_yaml(text, where)
     try:
         _convert(_type_at(key), value, key)
     except ConfigError as error:
@@ -123,9 +85,11 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
     target = raw
     *sections, name = key.split(".")
     for section in sections:
-        if not isinstance(target.get(section), dict):
-            target[section] = {}
-        target = target[section]
+        inner = target.setdefault(section, {})
+        if not isinstance(inner, dict):
+            msg = f"{where}: {section} is no section in the file, but {_describe(inner)}."
+            raise ConfigError(msg)
+        target = inner
     target[name] = value
 
 
@@ -135,7 +99,7 @@ def _type_at(dotted: str) -> Any:
     walked: list[str] = []
     for part in dotted.split("."):
         if not is_dataclass(hint):
-            msg = f"{'.'.join(walked)} is a single value and has no key {part!r}."
+            msg = f"{'.'.join(walked)} is a single value and has no key {shown(part)}."
             raise ConfigError(msg)
         hints = get_type_hints(hint)
         if part not in hints:
@@ -154,7 +118,8 @@ def _build(cls: type[Any], raw: object, path: str) -> object:
     hints = get_type_hints(cls)
     for key in raw:
         if key not in hints:
-            raise ConfigError(_unknown_key(str(key), path, hints))
+            name = key if isinstance(key, str) else shown(key)
+            raise ConfigError(_unknown_key(name, path, hints))
     values: dict[str, object] = {}
     for item in fields(cls):
         dotted = f"{path}.{item.name}" if path else item.name
@@ -187,9 +152,9 @@ def _convert(hint: Any, value: Any, path: str) -> object:
     if hint is float:
         number = _as_float(value)
         if number is not None:
-            return number
+            return _bounded(number, path)
     elif type(value) is hint:  # exactly: a truth value is no whole number
-        return value
+        return _bounded(value, path)
     msg = f"{path}: expected {_expected(hint)}; got {_describe(value)}."
     raise ConfigError(msg)
 
@@ -200,15 +165,34 @@ def _as_float(value: object) -> float | None:
         return None
     try:
         return float(value)
-    except (ValueError, OverflowError):
+    except ValueError:
         return None
+    except OverflowError:
+        return math.inf
+
+
+def _bounded(value: object, path: str) -> object:
+    """The value, if it is one that what follows can count, print or open."""
+    problem = ""
+    if isinstance(value, float) and not math.isfinite(value):
+        problem = "it must be a finite number"
+    elif isinstance(value, int) and abs(value) > _MAX_INT:
+        problem = f"whole numbers end at {_MAX_INT}"
+    elif isinstance(value, str) and len(value) > _MAX_TEXT:
+        problem = f"text ends at {_MAX_TEXT} characters"
+    elif isinstance(value, str) and "\0" in value:
+        problem = "text has no NUL characters"
+    if problem:
+        msg = f"{path} is {shown(value)}; {problem}."
+        raise ConfigError(msg)
+    return value
 
 
 def _unknown_key(key: str, path: str, known: Mapping[str, object]) -> str:
     section = f"section {path!r}" if path else "the top level"
-    dotted = f"{path}.{key}" if path else key
+    dotted = shorten(f"{path}.{key}" if path else key)
     return (
-        f"{dotted}: unknown key {key!r} in {section}.{did_you_mean(key, known)} "
+        f"{dotted}: unknown key {shown(key)} in {section}.{did_you_mean(key, known)} "
         f"Known keys: {name_list(known)}."
     )
 
@@ -251,7 +235,7 @@ def _describe(value: object) -> str:
     }
     if value is None:
         return "nothing (null)"
-    return f"{value!r} ({kinds.get(type(value), type(value).__name__)})"
+    return f"{shown(value)} ({kinds.get(type(value), type(value).__name__)})"
 
 
 def _plain(value: object) -> object:

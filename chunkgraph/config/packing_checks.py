@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from chunkgraph._text import shorten, shown
 from chunkgraph.data.counts import check_counts
 from chunkgraph.errors import ConfigError, TopologyError
 
@@ -28,15 +29,17 @@ def check_packing(config: Config) -> None:
     if not packing.max_packed_seqs:
         if config.data.document_counts:
             msg = (
-                f"data.document_counts is {list(config.data.document_counts)}, but packing is off: "
-                "packing.max_packed_seqs is 0. Set it to the most documents of a microbatch and 1."
+                f"data.document_counts is {shown(list(config.data.document_counts))}, but packing "
+                "is off: packing.max_packed_seqs is 0. Set it to the most documents of a "
+                "microbatch and 1."
             )
             raise ConfigError(msg)
         for name, sizes in (("buckets", packing.buckets), ("seq_buckets", packing.seq_buckets)):
             if sizes:
                 msg = (
-                    f"packing.{name} is {list(sizes)}, but packing is off: packing.max_packed_seqs "
-                    "is 0. Set it to the most documents of a microbatch and 1."
+                    f"packing.{name} is {shown(list(sizes))}, but packing is off: "
+                    "packing.max_packed_seqs is 0. Set it to the most documents of a microbatch "
+                    "and 1."
                 )
                 raise ConfigError(msg)
         for name, value in (
@@ -73,8 +76,8 @@ def check_packing(config: Config) -> None:
         least = math.lcm(1 if num_ranks == 1 else 2 * num_ranks, packing.pad_seq_to_mult)
         if counts[-1] * least > config.tokens_per_sequence:
             msg = (
-                f"data.document_counts: {list(counts)}; {counts[-1]} documents do not fit in the "
-                f"{config.tokens_per_sequence} tokens of a microbatch, in which each takes "
+                f"data.document_counts: {shown(list(counts))}; {counts[-1]} documents do not fit "
+                f"in the {config.tokens_per_sequence} tokens of a microbatch, in which each takes "
                 f"{least} or more. Lower the last number."
             )
             raise ConfigError(msg)
@@ -100,9 +103,9 @@ def check_packing(config: Config) -> None:
         raise ConfigError(msg)
     if model.layer_spec == "local" or (model.layer_spec == "auto" and config.device == "cpu"):
         msg = (
-            f"model.layer_spec is {model.layer_spec} (device {config.device}): Megatron's local "
-            "attention takes no packed sequences. Use transformer_engine on a GPU, or a layer spec "
-            "of your own (package.module:function) whose attention takes them."
+            f"model.layer_spec is {shorten(model.layer_spec)} (device {config.device}): "
+            "Megatron's local attention takes no packed sequences. Use transformer_engine on a "
+            "GPU, or a layer spec of your own (package.module:function) whose attention takes them."
         )
         raise ConfigError(msg)
     if (
@@ -124,8 +127,8 @@ def _check_longest(config: Config) -> None:
     if packing.context_parallel_sizes:
         msg = (
             f"packing.max_document_tokens is {limit} with packing.context_parallel_sizes "
-            f"{list(packing.context_parallel_sizes)}: a document may there have as many tokens as "
-            "the most ranks hold. Set the former to null."
+            f"{shown(list(packing.context_parallel_sizes))}: a document may there have as many "
+            "tokens as the most ranks hold. Set the former to null."
         )
         raise ConfigError(msg)
     if limit > config.tokens_per_sequence:
@@ -143,8 +146,8 @@ def _check_padding(config: Config) -> None:
     if multiple > 1 and packing.context_parallel_sizes:
         msg = (
             f"packing.pad_seq_to_mult is {multiple} with packing.context_parallel_sizes "
-            f"{list(packing.context_parallel_sizes)}: documents are there padded for the ranks "
-            "that share them. Set the former to 1."
+            f"{shown(list(packing.context_parallel_sizes))}: documents are there padded for the "
+            "ranks that share them. Set the former to 1."
         )
         raise ConfigError(msg)
 

@@ -52,7 +52,7 @@ def test_a_value_that_python_cannot_print_is_shown_all_the_same() -> None:
             raise RuntimeError("no")
 
     assert shown(Broken()) == "<Broken whose repr raises RuntimeError>"
-    assert shown(-(10**5000)) == "-(a whole number of about 5001 digits)"
+    assert shown(-(10**5000)) == "-(a whole number of about 5000 digits)"
     endless: list[object] = []
     endless.append(endless)
     assert len(shown(endless)) == 200
