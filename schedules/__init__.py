@@ -1,7 +1,8 @@
 """Pipeline schedules as plain values: build, validate, simulate, draw, read and write.
 
-Needs no torch. To add a schedule, write one file with ``rank_actions(shape, rank)`` (see
-``one_f_one_b.py``) and list it in ``registry.py``.
+Needs no torch. To add a schedule, write one file with ``rank_actions(shape, rank)`` and, in closed
+form, what follows from it: ``in_flight`` and ``idle_forwards`` (see ``one_f_one_b.py``). List it in
+``registry.py``; tests then compare the closed forms with the actions.
 """
 
 from __future__ import annotations
@@ -9,11 +10,13 @@ from __future__ import annotations
 from .action import Action, Op
 from .draw_svg import draw_svg
 from .draw_text import draw_text, text_panels
+from .in_flight import InFlight
 from .legality import check_shape, check_sizes, is_legal_count, legal_counts, nearest_legal_counts
 from .placement import chunk_of, rank_of, stage_of
 from .registry import (
     ScheduleFamily,
     build_schedule,
+    check_step,
     get_family,
     list_schedules,
     megatron_schedule,
@@ -27,6 +30,7 @@ from .validate import validate
 __all__ = [
     "Action",
     "CostModel",
+    "InFlight",
     "Op",
     "PipelineShape",
     "Schedule",
@@ -36,6 +40,7 @@ __all__ = [
     "build_schedule",
     "check_shape",
     "check_sizes",
+    "check_step",
     "chunk_of",
     "draw_svg",
     "draw_text",

@@ -7,9 +7,10 @@ Every microbatch of the step is in flight at once.
 from __future__ import annotations
 
 from .action import Action, Op
+from .in_flight import InFlight
 from .shape import PipelineShape
 
-__all__ = ["rank_actions"]
+__all__ = ["idle_forwards", "in_flight", "rank_actions"]
 
 
 def rank_actions(shape: PipelineShape, rank: int) -> tuple[Action, ...]:
@@ -17,3 +18,13 @@ def rank_actions(shape: PipelineShape, rank: int) -> tuple[Action, ...]:
     warmup = [Action(Op.F, rank, i) for i in range(shape.num_microbatches)]
     cooldown = [Action(Op.B, rank, i) for i in range(shape.num_microbatches)]
     return tuple(warmup + cooldown)
+
+
+def in_flight(shape: PipelineShape, rank: int) -> InFlight:  # noqa: ARG001
+    """Most microbatches in flight on a rank, in a step of this many or of fewer."""
+    return InFlight((shape.num_microbatches,), shape.num_microbatches)
+
+
+def idle_forwards(shape: PipelineShape) -> int:
+    """Time every rank idles: a forward and a backward (two forwards) of each of the others."""
+    return 3 * (shape.num_ranks - 1)

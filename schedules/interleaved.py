@@ -12,15 +12,16 @@ modelled.
 from __future__ import annotations
 
 from .action import Action, Op
+from .in_flight import InFlight
 from .placement import stage_of
 from .shape import PipelineShape
 
-__all__ = ["chunk_table", "num_warmup_forwards", "rank_actions"]
+__all__ = ["chunk_table", "idle_forwards", "in_flight", "num_warmup_forwards", "rank_actions"]
 
 
 def chunk_table(shape: PipelineShape) -> list[tuple[int, int]]:
     """The (microbatch, chunk) pairs of a step in the order of their forwards."""
-    group = shape.num_ranks if shape.group_size is None else shape.group_size
+    group = _group_size(shape)
     return [
         (microbatch, chunk)
         for first in range(0, shape.num_microbatches, group)
@@ -31,9 +32,7 @@ def chunk_table(shape: PipelineShape) -> list[tuple[int, int]]:
 
 def num_warmup_forwards(shape: PipelineShape, rank: int) -> int:
     """Forwards a rank runs before its first backward has a forward to pair with."""
-    group = shape.num_ranks if shape.group_size is None else shape.group_size
-    wanted = 2 * (shape.num_ranks - rank - 1) + (shape.num_chunks - 1) * group
-    return min(wanted, shape.num_microbatches * shape.num_chunks)
+    return min(_warmup_of_long_steps(shape, rank), shape.num_microbatches * shape.num_chunks)
 
 
 def rank_actions(shape: PipelineShape, rank: int) -> tuple[Action, ...]:
@@ -59,3 +58,65 @@ def rank_actions(shape: PipelineShape, rank: int) -> tuple[Action, ...]:
     ]
     cooldown = backwards[num_steady:]
     return tuple(warmup + steady + cooldown)
+
+
+def in_flight(shape: PipelineShape, rank: int) -> InFlight:
+    """Most microbatches in flight on a rank, in a step of this many or of any fewer it may have.
+
+    A forward of chunk c adds one to what it has in flight, so the most is there right after its
+    last forward of a group. Groups before that one make no difference but for the last of them,
+    whose backwards may still be going on. So all there is to look at are the first group, and a
+    second of any legal size. What is held there is piecewise linear in that size; it turns
+    downwards only where the backwards of a group begin.
+    """
+    group, warmup = _group_size(shape), _warmup_of_long_steps(shape, rank)
+    least, most = shape.num_ranks, min(group, shape.num_microbatches - group)
+
+    def peak(chunk: int) -> int:
+        sizes: set[int | None] = {None}
+        if least <= most:
+            turns = [(warmup + 1) // (chunk + 1) - before for before in (0, group)]
+            sizes |= {most, *(min(max(least, turn + i), most) for turn in turns for i in (0, 1))}
+        return max(_held(shape, rank, chunk, size) for size in sizes)
+
+    largest_step = (group + most if least <= most else group) * shape.num_chunks
+    return InFlight(
+        per_chunk=tuple(peak(chunk) for chunk in range(shape.num_chunks)),
+        together=min(warmup + 1, largest_step),
+    )
+
+
+def idle_forwards(shape: PipelineShape) -> int:
+    """Time every rank idles: a forward and a backward (two forwards) of each of the others."""
+    return 3 * (shape.num_ranks - 1)
+
+
+def _held(shape: PipelineShape, rank: int, chunk: int, size: int | None) -> int:
+    """What a chunk has in flight right after its last forward of a group.
+
+    Args:
+        shape: Sizes of the pipeline.
+        rank: Rank of the chunk.
+        chunk: Its index on the rank.
+        size: Microbatches of the second group; None is for the first, which is whole.
+    """
+    group, last_chunk = _group_size(shape), shape.num_chunks - 1
+    own = group if size is None else size
+    # Backwards so far, of all chunks, counted from the start of the group.
+    done = (chunk + 1) * own - 1 - _warmup_of_long_steps(shape, rank)
+    held = own - _clamp(done - (last_chunk - chunk) * own, own)
+    if size is not None:
+        held += group - _clamp(done + (chunk + 1) * group, group)
+    return held
+
+
+def _clamp(value: int, most: int) -> int:
+    return min(max(value, 0), most)
+
+
+def _group_size(shape: PipelineShape) -> int:
+    return shape.num_ranks if shape.group_size is None else shape.group_size
+
+
+def _warmup_of_long_steps(shape: PipelineShape, rank: int) -> int:
+    return 2 * (shape.num_ranks - rank - 1) + (shape.num_chunks - 1) * _group_size(shape)

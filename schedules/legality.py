@@ -49,15 +49,17 @@ def nearest_legal_counts(
     num_microbatches: int, *, num_ranks: int, num_chunks: int = 1, group_size: int | None = None
 ) -> tuple[int, ...]:
     """The closest legal count below and the closest above, where they exist."""
-    group = num_ranks if group_size is None else group_size
-    # A multiple of the group size is legal, so one group's distance always meets one.
-    above_limit = max(num_microbatches, 0) + group
-    found = legal_counts(
-        above_limit, num_ranks=num_ranks, num_chunks=num_chunks, group_size=group_size
-    )
-    below = [count for count in found if count < num_microbatches]
-    above = [count for count in found if count > num_microbatches]
-    return tuple(below[-1:] + above[:1])
+    group = 1 if num_chunks == 1 else num_ranks if group_size is None else group_size
+    least_tail = 1 if num_chunks == 1 else num_ranks
+    if group < least_tail:
+        return ()
+    below, above = num_microbatches - 1, max(num_microbatches + 1, group)
+    # A tail that is too small goes away downwards, and grows upwards.
+    if below % group < least_tail:
+        below -= below % group
+    if 0 < above % group < least_tail:
+        above += least_tail - above % group
+    return (below, above) if below >= group else (above,)
 
 
 def check_sizes(

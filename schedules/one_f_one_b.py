@@ -7,9 +7,10 @@ interleaving. With one rank it is Megatron's schedule without a pipeline: F B F 
 from __future__ import annotations
 
 from .action import Action, Op
+from .in_flight import InFlight
 from .shape import PipelineShape
 
-__all__ = ["rank_actions"]
+__all__ = ["idle_forwards", "in_flight", "rank_actions"]
 
 
 def rank_actions(shape: PipelineShape, rank: int) -> tuple[Action, ...]:
@@ -25,3 +26,14 @@ def rank_actions(shape: PipelineShape, rank: int) -> tuple[Action, ...]:
     ]
     cooldown = [Action(Op.B, rank, i) for i in range(num_steady, shape.num_microbatches)]
     return tuple(warmup + steady + cooldown)
+
+
+def in_flight(shape: PipelineShape, rank: int) -> InFlight:
+    """Most microbatches in flight on a rank, in a step of this many or of fewer."""
+    most = min(shape.num_ranks - rank, shape.num_microbatches)
+    return InFlight((most,), most)
+
+
+def idle_forwards(shape: PipelineShape) -> int:
+    """Time every rank idles: a forward and a backward (two forwards) of each of the others."""
+    return 3 * (shape.num_ranks - 1)

@@ -10,6 +10,7 @@ from chunkgraph.errors import ConfigError, TopologyError
 
 from . import gpipe, interleaved, one_f_one_b, zero_bubble
 from .action import Action
+from .in_flight import InFlight
 from .legality import check_shape
 from .schedule import Schedule
 from .shape import PipelineShape
@@ -17,6 +18,7 @@ from .shape import PipelineShape
 __all__ = [
     "ScheduleFamily",
     "build_schedule",
+    "check_step",
     "get_family",
     "list_schedules",
     "megatron_schedule",
@@ -32,6 +34,10 @@ class ScheduleFamily:
         name: What users type.
         summary: One line for help texts.
         rank_actions: Compute actions of one rank of a legal shape, in order.
+        in_flight: Largest numbers in flight on one rank, over all legal steps of up to the shape's
+            number of microbatches; what counting along the actions of each would give.
+        idle_forwards: Time for which every rank of a legal shape idles, at the costs that are the
+            defaults of ``CostModel``; what simulating would give.
         interleaves: Made for several chunks per rank, rather than for exactly one.
         is_bounded: The number of microbatches in flight has a limit that does not grow with the
             number in the step.
@@ -40,26 +46,37 @@ class ScheduleFamily:
     name: str
     summary: str
     rank_actions: Callable[[PipelineShape, int], tuple[Action, ...]]
+    in_flight: Callable[[PipelineShape, int], InFlight]
+    idle_forwards: Callable[[PipelineShape], int]
     interleaves: bool
     is_bounded: bool
+
+    def bubble_ratio(self, shape: PipelineShape) -> float:
+        """The idle share of every rank, as ``Simulation.bubble_ratio`` with its default costs."""
+        busy = 3 * shape.num_chunks * shape.num_microbatches
+        return 1.0 - busy / (busy + self.idle_forwards(shape))
 
 
 _FAMILIES = (
     ScheduleFamily(
-        "1f1b", "one forward, one backward (Megatron without VPP)", one_f_one_b.rank_actions,
+        "1f1b", "one forward, one backward (Megatron without VPP)",
+        one_f_one_b.rank_actions, one_f_one_b.in_flight, one_f_one_b.idle_forwards,
         interleaves=False, is_bounded=True,
     ),
     ScheduleFamily(
         "interleaved", "1F1B over several chunks per rank (Megatron with VPP)",
-        interleaved.rank_actions, interleaves=True, is_bounded=True,
+        interleaved.rank_actions, interleaved.in_flight, interleaved.idle_forwards,
+        interleaves=True, is_bounded=True,
     ),
     ScheduleFamily(
-        "gpipe", "all forwards, then all backwards", gpipe.rank_actions,
+        "gpipe", "all forwards, then all backwards",
+        gpipe.rank_actions, gpipe.in_flight, gpipe.idle_forwards,
         interleaves=False, is_bounded=False,
     ),
     ScheduleFamily(
         "zb-h1", "1F1B with the weight gradients run later, where 1F1B idles",
-        zero_bubble.rank_actions, interleaves=False, is_bounded=True,
+        zero_bubble.rank_actions, zero_bubble.in_flight, zero_bubble.idle_forwards,
+        interleaves=False, is_bounded=True,
     ),
 )  # fmt: skip
 
@@ -104,6 +121,33 @@ def build_schedule(
         ConfigError: Unknown name.
         TopologyError: The sizes do not form a pipeline, or the microbatch count is not legal.
     """
+    shape = check_step(
+        name,
+        num_ranks=num_ranks,
+        num_microbatches=num_microbatches,
+        num_chunks=num_chunks,
+        group_size=group_size,
+    )
+    rank_actions = get_family(name).rank_actions
+    return Schedule(
+        name=name,
+        num_ranks=num_ranks,
+        num_chunks=num_chunks,
+        num_microbatches=num_microbatches,
+        group_size=shape.group_size,
+        actions=tuple(rank_actions(shape, rank) for rank in range(num_ranks)),
+    )
+
+
+def check_step(
+    name: str,
+    *,
+    num_ranks: int,
+    num_microbatches: int,
+    num_chunks: int = 1,
+    group_size: int | None = None,
+) -> PipelineShape:
+    """The shape of the schedule that ``build_schedule`` builds; arguments and errors are its."""
     family = get_family(name)
     if not family.interleaves:
         group_size = None
@@ -116,14 +160,7 @@ def build_schedule(
         group_size=group_size,
     )
     check_shape(name, shape, interleaves=family.interleaves)
-    return Schedule(
-        name=name,
-        num_ranks=num_ranks,
-        num_chunks=num_chunks,
-        num_microbatches=num_microbatches,
-        group_size=group_size,
-        actions=tuple(family.rank_actions(shape, rank) for rank in range(num_ranks)),
-    )
+    return shape
 
 
 def megatron_schedule_name(num_ranks: int, num_chunks: int = 1) -> str:

@@ -9,9 +9,10 @@ its W, so every rank holds at most ``num_ranks``: what 1F1B holds on rank 0, its
 from __future__ import annotations
 
 from .action import Action, Op
+from .in_flight import InFlight
 from .shape import PipelineShape
 
-__all__ = ["rank_actions"]
+__all__ = ["idle_forwards", "in_flight", "rank_actions"]
 
 
 def rank_actions(shape: PipelineShape, rank: int) -> tuple[Action, ...]:
@@ -33,3 +34,18 @@ def rank_actions(shape: PipelineShape, rank: int) -> tuple[Action, ...]:
     cooldown = [action for i in range(num_steady, total) for action in backward(i)]
     rest = [Action(Op.W, rank, i) for i in range(max(total - rank, 0), total)]
     return tuple(warmup + steady + cooldown + rest)
+
+
+def in_flight(shape: PipelineShape, rank: int) -> InFlight:  # noqa: ARG001
+    """Most microbatches in flight on a rank, in a step of this many or of fewer."""
+    most = min(shape.num_ranks, shape.num_microbatches)
+    return InFlight((most,), most)
+
+
+def idle_forwards(shape: PipelineShape) -> int:
+    """Time every rank idles: F and I of each of the others, less what it fills with W.
+
+    F, I and W take one forward each.
+    """
+    num_filled = min(shape.num_microbatches, shape.num_ranks) - 1
+    return 2 * (shape.num_ranks - 1) - num_filled

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from chunkgraph.errors import ScheduleError
-from chunkgraph.schedules import Action, Op, Schedule, chunk_of
+from chunkgraph.schedules import Action, InFlight, Op, Schedule, chunk_of
 
 __all__ = ["InFlight", "Lifetime", "assign_slots", "in_flight", "lifetimes"]
 
@@ -31,19 +31,6 @@ class Lifetime:
     microbatch: int
     forward: int
     release: int
-
-
-@dataclass(frozen=True, slots=True)
-class InFlight:
-    """Largest numbers in flight on one rank in one step.
-
-    Attributes:
-        per_chunk: Per chunk, its own peak; the chunks need not peak together.
-        together: Peak of all chunks counted together, at most the sum of ``per_chunk``.
-    """
-
-    per_chunk: tuple[int, ...]
-    together: int
 
 
 def lifetimes(schedule: Schedule, rank: int) -> tuple[Lifetime, ...]:

@@ -1,31 +1,15 @@
 """How many slots each chunk of a rank needs, whatever the number of microbatches.
 
 A chunk needs as many slots as it can ever have microbatches in flight: the largest number over
-every legal microbatch count of its schedule. Finitely many counts are enough to look at. Let P be
-the number of ranks, V of chunks, G the group size.
-
-*1F1B* holds ``min(M, P - rank)`` of M microbatches, *ZB-H1* ``min(M, P)``: M = P shows the peak.
-
-*Interleaved*: in the steady phase, right after forward i, chunk c has A(i + 1) - D(i - w) in
-flight, where A counts the forwards of c among the first entries of the table, D its backwards, and
-w is the number of warmup forwards; nothing later in the step is higher. All but the last group of
-the table repeat with period G * V. Take M >= 4 G.
-
-- If i - w >= G * V, one whole group can be cut from the front: both counts lose G, and M - G
-  (legal, with the same tail) shows the same value.
-- Otherwise i + 1 <= w + G * V. As w <= 2 (P - 1) + (V - 1) G and P <= G, this is below
-  (2 V + 1) G, hence within the first three groups (V >= 2), which M - G has in full too.
-
-So a peak at M >= 4 G is also seen at M - G, and the legal M below 4 G are all there is to look at.
-The same holds for all chunks counted together. Tests compare with brute force.
-
-*GPipe* holds all M of them, so its plan needs a largest M.
+every legal microbatch count of its schedule, which each schedule knows in closed form
+(``ScheduleFamily.in_flight``). Bounded schedules show it with two groups of microbatches at the
+latest, or with twice as many as there are ranks. *GPipe* holds all microbatches of a step, so its
+plan needs a largest count. Tests compare with brute force.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 from chunkgraph.errors import ConfigError, TopologyError
 from chunkgraph.schedules import (
@@ -33,16 +17,11 @@ from chunkgraph.schedules import (
     check_sizes,
     get_family,
     is_legal_count,
-    legal_counts,
     megatron_schedule_name,
     nearest_legal_counts,
 )
 
-from .lifetime import in_flight
-
 __all__ = ["SlotPlan", "plan_all_ranks", "plan_slots"]
-
-_NUM_GROUPS_TO_PROBE = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,61 +139,32 @@ def plan_all_ranks(
     )
 
 
-# Cached because the command line and every rank of a job ask for the same plans again.
-@lru_cache(maxsize=1024)
 def _plan(
     name: str, num_ranks: int, num_chunks: int, group_size: int | None, rank: int, cap: int | None
 ) -> SlotPlan:
     family = get_family(name)
-    peaks = [0] * num_chunks
-    together = 0
-    for count in _counts_to_probe(name, num_ranks, num_chunks, group_size, cap):
-        shape = PipelineShape(
-            num_ranks=num_ranks,
-            num_microbatches=count,
-            num_chunks=num_chunks,
-            group_size=group_size,
+    largest = 2 * (group_size or num_ranks) if cap is None else cap
+    sizes = {"num_ranks": num_ranks, "num_chunks": num_chunks, "group_size": group_size}
+    smallest = nearest_legal_counts(0, **sizes)[-1]  # type: ignore[arg-type]
+    if largest < smallest:
+        raise TopologyError(
+            f"schedule {name!r} with num_ranks {num_ranks}, num_chunks {num_chunks} and group size "
+            f"{group_size} has no legal microbatch count up to {cap}; the smallest is {smallest}"
         )
-        found = in_flight(
-            family.rank_actions(shape, rank), num_ranks=num_ranks, num_chunks=num_chunks
-        )
-        peaks = [max(pair) for pair in zip(peaks, found.per_chunk, strict=True)]
-        together = max(together, found.together)
+    shape = PipelineShape(
+        num_ranks=num_ranks,
+        num_microbatches=largest,
+        num_chunks=num_chunks,
+        group_size=group_size,
+    )
+    found = family.in_flight(shape, rank)
     return SlotPlan(
         schedule=name,
         num_ranks=num_ranks,
         num_chunks=num_chunks,
         group_size=group_size,
         rank=rank,
-        slots_per_chunk=tuple(peaks),
-        peak_in_flight=together,
+        slots_per_chunk=found.per_chunk,
+        peak_in_flight=found.together,
         max_num_microbatches=cap,
     )
-
-
-def _counts_to_probe(
-    name: str, num_ranks: int, num_chunks: int, group_size: int | None, cap: int | None
-) -> tuple[int, ...]:
-    """The microbatch counts that show every peak; see the module's docstring."""
-    family = get_family(name)
-    if family.interleaves:
-        # check_sizes has made sure of a group size; M = 4 G itself adds nothing.
-        limit = _NUM_GROUPS_TO_PROBE * (group_size or num_ranks) - 1
-    elif family.is_bounded:
-        limit = num_ranks
-    else:
-        limit = cap or 0
-    if cap is not None:
-        limit = min(limit, cap)
-    sizes = {"num_ranks": num_ranks, "num_chunks": num_chunks, "group_size": group_size}
-    counts = legal_counts(limit, **sizes)  # type: ignore[arg-type]
-    if not counts:
-        nearest = nearest_legal_counts(limit, **sizes)  # type: ignore[arg-type]
-        raise TopologyError(
-            f"schedule {name!r} with num_ranks {num_ranks}, num_chunks {num_chunks} and group size "
-            f"{group_size} has no legal microbatch count up to {cap}; the smallest is {nearest[-1]}"
-        )
-    if family.interleaves:
-        return counts
-    # The other families hold no fewer for more microbatches, so the largest count is enough.
-    return counts[-1:]

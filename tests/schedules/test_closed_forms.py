@@ -1,0 +1,123 @@
+"""What a schedule says of itself in closed form is what counting and simulating it gives."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from chunkgraph.schedules import (
+    InFlight,
+    PipelineShape,
+    build_schedule,
+    check_step,
+    get_family,
+    is_legal_count,
+    legal_counts,
+    list_schedules,
+    nearest_legal_counts,
+    simulate,
+)
+from chunkgraph.schedules.interleaved import num_warmup_forwards
+from chunkgraph.slots import in_flight
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> tuple[str, PipelineShape]:
+    """A legal step of any schedule."""
+    name = draw(st.sampled_from(list_schedules()))
+    sizes: dict[str, int] = {"num_ranks": draw(st.integers(1, 6))}
+    largest = 20
+    if get_family(name).interleaves:
+        sizes["num_ranks"] = draw(st.integers(2, 6))
+        sizes["num_chunks"] = draw(st.integers(2, 4))
+        sizes["group_size"] = draw(st.integers(sizes["num_ranks"], 2 * sizes["num_ranks"] + 2))
+        largest = 3 * sizes["group_size"]
+    count = draw(st.sampled_from(legal_counts(largest, **sizes)))
+    return name, check_step(name, num_microbatches=count, **sizes)
+
+
+def sizes_of(shape: PipelineShape) -> dict[str, int]:
+    sizes = {"num_ranks": shape.num_ranks, "num_chunks": shape.num_chunks}
+    return sizes if shape.group_size is None else {**sizes, "group_size": shape.group_size}
+
+
+@settings(max_examples=150)
+@given(steps())
+def test_idle_time_is_that_of_a_simulation(case: tuple[str, PipelineShape]) -> None:
+    name, shape = case
+    run = simulate(build_schedule(name, num_microbatches=shape.num_microbatches, **sizes_of(shape)))
+    family = get_family(name)
+    for rank in range(shape.num_ranks):
+        assert run.makespan_ms - run.busy_ms(rank) == family.idle_forwards(shape)
+        assert run.bubble_ratio(rank) == family.bubble_ratio(shape)
+
+
+@settings(max_examples=150)
+@given(steps())
+def test_numbers_in_flight_are_those_counted_in_all_steps(case: tuple[str, PipelineShape]) -> None:
+    name, shape = case
+    sizes = sizes_of(shape)
+    family = get_family(name)
+    for rank in range(shape.num_ranks):
+        counted = [
+            in_flight(
+                family.rank_actions(check_step(name, num_microbatches=count, **sizes), rank),
+                num_ranks=shape.num_ranks,
+                num_chunks=shape.num_chunks,
+            )
+            for count in legal_counts(shape.num_microbatches, **sizes)
+        ]
+        assert family.in_flight(shape, rank) == InFlight(
+            per_chunk=tuple(map(max, zip(*(found.per_chunk for found in counted), strict=True))),
+            together=max(found.together for found in counted),
+        )
+
+
+def test_every_group_size_and_tail_of_a_small_pipeline() -> None:
+    """Exhaustive where the closed form has most cases, against counting along the table."""
+    family = get_family("interleaved")
+    for num_ranks, num_chunks in ((2, 2), (2, 3), (3, 2), (3, 3)):
+        for group_size in range(num_ranks, 2 * num_ranks + 3):
+            sizes = {"num_ranks": num_ranks, "num_chunks": num_chunks, "group_size": group_size}
+            for rank in range(num_ranks):
+                most, together = [0] * num_chunks, 0
+                for count in legal_counts(3 * group_size, **sizes):
+                    shape = check_step("interleaved", num_microbatches=count, **sizes)
+                    actions = family.rank_actions(shape, rank)
+                    found = in_flight(actions, num_ranks=num_ranks, num_chunks=num_chunks)
+                    most = list(map(max, zip(most, found.per_chunk, strict=True)))
+                    together = max(together, found.together)
+                    assert family.in_flight(shape, rank) == InFlight(tuple(most), together)
+
+
+@given(
+    st.integers(-3, 60),
+    st.integers(1, 6).flatmap(lambda p: st.tuples(st.just(p), st.integers(1, 3 * p))),
+    st.integers(1, 3),
+)
+def test_nearest_legal_counts_are_found_without_a_search(
+    count: int, ranks_and_group: tuple[int, int], num_chunks: int
+) -> None:
+    num_ranks, group_size = ranks_and_group
+    sizes = {"num_ranks": num_ranks, "num_chunks": num_chunks, "group_size": group_size}
+    below = [other for other in range(count) if is_legal_count(other, **sizes)]
+    above = [other for other in range(count + 1, 90) if is_legal_count(other, **sizes)]
+    assert nearest_legal_counts(count, **sizes) == (*below[-1:], *above[:1])
+
+
+@pytest.mark.parametrize("name", list_schedules())
+def test_the_largest_sizes_take_no_time(name: str) -> None:
+    started = time.perf_counter()
+    huge = 2**60
+    sizes = {"num_chunks": 4, "group_size": 3 * huge} if name == "interleaved" else {}
+    shape = check_step(name, num_ranks=huge, num_microbatches=5 * 3 * huge, **sizes)
+    family = get_family(name)
+    for rank in (0, 12345, huge - 1):
+        assert family.in_flight(shape, rank).together > 0
+    assert 0 < family.bubble_ratio(shape) < 1
+    assert nearest_legal_counts(huge, num_ranks=huge, num_chunks=4, group_size=3 * huge)
+    assert num_warmup_forwards(shape, 0) > 0
+    assert time.perf_counter() - started < 0.5
