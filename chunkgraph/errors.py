@@ -17,6 +17,7 @@
      +-- StashError             (RuntimeError)  the paged stash ran out or was misused
      +-- MemoryPlanError        (RuntimeError)  two graphs could overwrite each other
      +-- WorkerError            (RuntimeError)  a training process failed or was killed
+     +-- OutputError            (OSError)       results could not be written after the run
 
 Every message says what happened, where (rank, chunk, microbatch, slot, file and line where they
 are known) and what to do. Leaves also subclass the builtin a caller would already catch.
@@ -31,6 +32,7 @@ __all__ = [
     "IllegalOperationError",
     "MemoryPlanError",
     "MissingDependencyError",
+    "OutputError",
     "PackingError",
     "ReplayMismatchError",
     "ScheduleError",
@@ -101,3 +103,7 @@ class MemoryPlanError(ChunkGraphError, RuntimeError):
 
 class WorkerError(ChunkGraphError, RuntimeError):
     """A training process failed, was killed or did not answer in time."""
+
+
+class OutputError(ChunkGraphError, OSError):
+    """Results could not be written to the file that was asked for."""

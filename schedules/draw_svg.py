@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from xml.sax.saxutils import escape
@@ -179,9 +180,11 @@ def _panel(
         y = top + row * _ROW_HEIGHT
         middle = y + _ROW_HEIGHT / 2 + _TEXT_SIZE * 0.36
         yield _text(layout.left - 8.0, middle, f"rank {rank}", _TEXT_SIZE, anchor="end")
-        for span in simulation.spans[rank]:
-            if span.start_ms < end_ms and span.end_ms > start_ms:
-                yield from _box(simulation, layout, span, (start_ms, end_ms), y, slots)
+        spans = simulation.spans[rank]
+        first = bisect_right(spans, start_ms, key=lambda span: span.end_ms)
+        behind = bisect_left(spans, end_ms, key=lambda span: span.start_ms)
+        for span in spans[first:behind]:
+            yield from _box(simulation, layout, span, (start_ms, end_ms), y, slots)
     bottom = top + len(layout.ranks) * _ROW_HEIGHT
     yield (
         f"<path d='M{layout.left:.1f} {top:.1f}V{bottom:.1f}H{right:.1f}' fill='none' "

@@ -132,7 +132,8 @@ def simulate(schedule: Schedule, costs: CostModel | None = None) -> Simulation:
     # Valid schedules always move: some unfinished rank has all the inputs of its next action.
     while any(len(done) < len(row) for done, row in zip(spans, rows, strict=True)):
         for rank, row in enumerate(rows):
-            for action in row[len(spans[rank]) :]:
+            for position in range(len(spans[rank]), len(row)):
+                action = row[position]
                 needed = events_needed(action, schedule, has_communication=False)
                 if any(event not in end_ms for event in needed):
                     break

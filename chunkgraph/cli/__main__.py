@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 the run failed, 2 bad usage or configuration, 130 interrup
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import signal
 import sys
@@ -13,7 +14,9 @@ import traceback
 from collections.abc import Sequence
 
 from chunkgraph import __version__
+from chunkgraph._text import shown
 from chunkgraph.cli import bench, doctor, launch, packing, plan, train
+from chunkgraph.cli.arguments import Parser
 from chunkgraph.errors import ChunkGraphError, ConfigError, MissingDependencyError
 
 __all__ = ["main"]
@@ -43,8 +46,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     args = _parse(sys.argv[1:] if argv is None else list(argv))
     signal.signal(signal.SIGTERM, _exit_on_sigterm)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names of files may be no text
     try:
-        return _COMMANDS[args.command](args)
+        code = _COMMANDS[args.command](args)
+        sys.stdout.flush()
+        return code
     except ChunkGraphError as error:
         if getattr(args, "debug", False):
             traceback.print_exc()
@@ -56,12 +63,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _EXIT_INTERRUPTED
     except BrokenPipeError:
         # The reader of our output left (`chunkgraph plan | head`); nothing more can be said to it.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _EXIT_FAILED
+    except OSError as error:
+        if getattr(args, "debug", False):
+            traceback.print_exc()
+        name = f"{shown(error.filename)}: " if error.filename is not None else ""
+        print(f"error: {name}{error.strerror or error}", file=sys.stderr)
+        return _EXIT_FAILED
+    finally:
+        _drop_what_cannot_be_printed()
+
+
+def _drop_what_cannot_be_printed() -> None:
+    """Keep the interpreter from trying once more when it ends, which would print a traceback."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser: argparse.ArgumentParser = Parser(
         prog="chunkgraph",
         description="Pipeline model chunks captured once as graphs, replayed for any number of "
         "microbatches.",

@@ -14,8 +14,19 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.text import Text
 
+from chunkgraph._text import shorten
 from chunkgraph.cli.bench_document import BenchDocument, VariantResult
+from chunkgraph.cli.bench_plot import check_picture, plot_documents
+from chunkgraph.cli.bench_report import print_bench_report
 from chunkgraph.cli.bench_variants import FROZEN, VARIANTS, chosen_variants, config_of, run_as
+from chunkgraph.cli.outputs import (
+    can_be_rewritten,
+    check_output,
+    is_stdout,
+    output_file,
+    stream_beside,
+)
+from chunkgraph.cli.report import REPORT_WIDTH
 from chunkgraph.cli.train import (
     STALL_GRACE_S,
     check_packages,
@@ -24,7 +35,7 @@ from chunkgraph.cli.train import (
     worker_environment,
 )
 from chunkgraph.config import Config, load_config, to_yaml
-from chunkgraph.errors import ChunkGraphError, ConfigError
+from chunkgraph.errors import ChunkGraphError, ConfigError, OutputError
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -60,8 +71,18 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         "experts alone; eager_stash, Megatron's own paged stash, with stash.enabled and HybridEP "
         "alone)",
     )
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write the results to FILE")
-    parser.add_argument("--plot", metavar="FILE", type=Path, help="draw the results to FILE")
+    parser.add_argument(
+        "--json",
+        metavar="FILE",
+        type=output_file,
+        help="write the results to FILE; - is standard output",
+    )
+    parser.add_argument(
+        "--plot",
+        metavar="FILE",
+        type=output_file,
+        help="draw the results to FILE (.png, .svg or .pdf)",
+    )
     parser.add_argument(
         "--plot-only",
         nargs="+",
@@ -122,19 +143,14 @@ def _check_steps(config: Config) -> None:
 
 
 def _check_outputs(args: argparse.Namespace) -> None:
-    for option, path in (("--json", args.json), ("--plot", args.plot)):
-        if path is not None and not path.resolve().parent.is_dir():
-            msg = f"{option} {path}: the folder {path.resolve().parent} does not exist."
-            raise ConfigError(msg)
-    if args.plot is not None:
-        from chunkgraph.cli.bench_plot import require_matplotlib
-
-        require_matplotlib()
+    check_output("--json", args.json)
+    check_picture(args.plot)
+    if args.json and args.plot and is_stdout(args.json) and is_stdout(args.plot):
+        msg = "--json and --plot cannot both be written to standard output."
+        raise ConfigError(msg)
 
 
 def _plot_only(args: argparse.Namespace) -> int:
-    from chunkgraph.cli.bench_plot import plot_documents
-
     if args.plot is None:
         msg = "--plot-only needs --plot FILE, the picture to draw."
         raise ConfigError(msg)
@@ -142,8 +158,8 @@ def _plot_only(args: argparse.Namespace) -> int:
     for path in args.plot_only:
         try:
             documents.append(json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError) as error:
-            msg = f"--plot-only {path}: cannot be read: {error}."
+        except (OSError, ValueError, RecursionError) as error:
+            msg = f"--plot-only {shorten(str(path))}: cannot be read: {shorten(str(error))}."
             raise ConfigError(msg) from None
     plot_documents(documents, args.plot)
     return 0
@@ -166,24 +182,35 @@ class _Bench:
 
     def run(self) -> int:
         """Run all variants, print the table; returns the exit code."""
-        from chunkgraph.cli.bench_report import print_bench_report
-
+        json_path, plot_path = self._args.json, self._args.plot
         for name in self._names:
             started = time.monotonic()
             result = self._run_variant(name)
             self._document.add(result)
             # After every variant, so that a bench that is killed leaves what it measured.
-            if self._args.json is not None:
-                self._document.write(self._args.json)
+            if json_path is not None and can_be_rewritten(json_path):
+                self._write_early(json_path)
             took = time.monotonic() - started
             ended = f"failed: {result.error}" if result.error else f"{result.step_ms:.2f} ms a step"
             self._say(f"{name}: {ended} ({took:.0f} s in all)")
-        failures = print_bench_report(self._document, self._names)
-        if self._args.plot is not None:
-            from chunkgraph.cli.bench_plot import plot_documents
-
-            plot_documents([self._document.to_mapping()], self._args.plot)
+        console = Console(
+            file=stream_beside(json_path, plot_path), width=REPORT_WIDTH, highlight=False
+        )
+        failures = print_bench_report(self._document, self._names, console)
+        try:
+            if json_path is not None:
+                self._document.write(json_path)
+        finally:
+            if plot_path is not None:
+                plot_documents([self._document.to_mapping()], plot_path)
         return 1 if failures else 0
+
+    def _write_early(self, path: Path) -> None:
+        """Write what there is so far; what goes wrong is an error once everything is measured."""
+        try:
+            self._document.write(path)
+        except OutputError as error:
+            self._say(str(error))
 
     def _run_variant(self, name: str) -> VariantResult:
         counts = set(self._config.train.num_microbatches)

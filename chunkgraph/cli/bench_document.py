@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from chunkgraph.cli.bench_variants import UNCOMPARED
+from chunkgraph.cli.outputs import write_output
 from chunkgraph.config import Config, to_mapping
 
 __all__ = ["BenchDocument", "VariantResult"]
@@ -133,13 +134,12 @@ class BenchDocument:
         return {**self.head, "variants": [self._variant(result) for result in self.results]}
 
     def write(self, path: Path) -> None:
-        """Write the file; it appears whole or not at all."""
-        temporary = path.with_name(f".{path.name}.tmp")
-        try:
-            temporary.write_text(json.dumps(self.to_mapping(), indent=1) + "\n", encoding="utf-8")
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        """Write the file.
+
+        Raises:
+            OutputError: It cannot be written.
+        """
+        write_output("--json", path, json.dumps(self.to_mapping(), indent=1) + "\n")
 
     def _loss_difference(self, result: VariantResult) -> float | None:
         """The largest relative difference of a step's loss to eager's; None without both."""

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from chunkgraph._text import shorten
+from chunkgraph.cli.outputs import can_be_rewritten, check_output, write_output
 from chunkgraph.errors import ConfigError, MissingDependencyError
 
-__all__ = ["plot_documents", "require_matplotlib"]
+__all__ = ["check_picture", "plot_documents", "write_picture"]
 
 _LABELS = {
     "eager": "eager",
@@ -33,21 +36,46 @@ _COLOURS = {
     "chunk": "#d1495b",
 }
 _MIB = 2**20
+_ENDINGS = (".png", ".svg", ".pdf")
 _MOST_BARS_SIDE_BY_SIDE = 10
 
 
-def require_matplotlib() -> None:
-    """Find out early whether pictures can be drawn.
+def check_picture(path: Path | None) -> None:
+    """Find out early whether a picture can be drawn and written; None is one not asked for.
 
     Raises:
+        ConfigError: The file cannot be written, or its ending is no picture's.
         MissingDependencyError: matplotlib is not installed.
     """
+    if path is None:
+        return
+    check_output("--plot", path)
+    if can_be_rewritten(path) and path.suffix.lower() not in _ENDINGS:
+        msg = f"--plot {shorten(str(path))}: the file's name ends in .png, .svg or .pdf."
+        raise ConfigError(msg)
     if importlib.util.find_spec("matplotlib") is None:
         msg = (
             "matplotlib is not installed; it is needed for --plot. Install it with: "
             "pip install 'chunkgraph[plot]'"
         )
         raise MissingDependencyError(msg)
+
+
+def write_picture(figure: Any, path: Path) -> None:
+    """Write a figure of matplotlib, where the name has no known ending as PNG.
+
+    Raises:
+        ConfigError: It cannot be drawn.
+        OutputError: It cannot be written.
+    """
+    ending = path.suffix.lower()
+    content = io.BytesIO()
+    try:
+        figure.savefig(content, dpi=150, format=ending[1:] if ending in _ENDINGS else "png")
+    except ValueError as error:
+        msg = f"--plot {shorten(str(path))}: cannot be drawn: {shorten(str(error))}."
+        raise ConfigError(msg) from None
+    write_output("--plot", path, content.getvalue())
 
 
 def plot_documents(documents: Sequence[Mapping[str, Any]], path: Path) -> None:
@@ -58,10 +86,9 @@ def plot_documents(documents: Sequence[Mapping[str, Any]], path: Path) -> None:
     for each document whose microbatch count changed: step time against it.
 
     Raises:
-        ConfigError: nothing in the documents can be drawn, or the file cannot be written.
-        MissingDependencyError: matplotlib is not installed.
+        ConfigError: Nothing in the documents can be drawn.
+        OutputError: The file cannot be written.
     """
-    require_matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -89,11 +116,7 @@ def plot_documents(documents: Sequence[Mapping[str, Any]], path: Path) -> None:
     handles, labels = times.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
     figure.suptitle(_title(documents), fontsize=10)
-    try:
-        figure.savefig(path, dpi=150)
-    except (OSError, ValueError) as error:
-        msg = f"--plot {path}: cannot be written: {error}."
-        raise ConfigError(msg) from None
+    write_picture(figure, path)
 
 
 def _ran(document: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:

@@ -11,10 +11,10 @@ from rich.table import Table
 
 from chunkgraph.cli.bench_document import BenchDocument, VariantResult
 from chunkgraph.cli.bench_variants import PROMISED, run_as
+from chunkgraph.cli.report import REPORT_WIDTH
 
 __all__ = ["find_failures", "print_bench_report"]
 
-_WIDTH = 80
 _SHORT = {
     "eager_dropless": "dropless",
     "eager_stash": "stash",
@@ -27,7 +27,7 @@ def print_bench_report(
     document: BenchDocument, names: Sequence[str], console: Console | None = None
 ) -> list[str]:
     """Print the tables; returns what fails the command."""
-    console = console or Console(width=_WIDTH, highlight=False)
+    console = console or Console(width=REPORT_WIDTH, highlight=False)
     head = document.head
     console.print(f"{head['config']} on {head['num_gpus'] or 'no'} x {head['device']}")
     console.print(_steps_table(document))

@@ -11,6 +11,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from chunkgraph._text import shown
+from chunkgraph.cli.arguments import whole_number
+from chunkgraph.cli.bench_plot import check_picture
+from chunkgraph.cli.outputs import is_stdout, output_file
 from chunkgraph.cli.packing_progress import PackingProgress
 from chunkgraph.errors import ConfigError
 from chunkgraph.packing import (
@@ -98,7 +102,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     parser.add_argument(
         "--max-packed-tokens",
-        type=int,
+        type=whole_number,
         metavar="T",
         help="tokens that a microbatch is packed with, over all context-parallel ranks; the most "
         f"to look at (default: the power of two above the longest document, at least "
@@ -106,14 +110,14 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     parser.add_argument(
         "--max-document-tokens",
-        type=int,
+        type=whole_number,
         metavar="L",
         help="tokens that a document may have (default: T); longer ones fall back, or are what "
         "--long-documents says",
     )
     parser.add_argument(
         "--max-packed-seqs",
-        type=int,
+        type=whole_number,
         metavar="N",
         nargs="+",
         default=[],
@@ -121,29 +125,32 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     parser.add_argument(
         "--num-microbatches",
-        type=int,
+        type=whole_number,
         metavar="M",
         help=f"microbatches of a step on each data-parallel rank (default {_DEFAULT_MICROBATCHES})",
     )
     parser.add_argument(
-        "--data-parallel-size", type=int, metavar="D", help="data-parallel ranks (default 1)"
+        "--data-parallel-size",
+        type=whole_number,
+        metavar="D",
+        help="data-parallel ranks (default 1)",
     )
     parser.add_argument(
         "--global-batch-size",
-        type=int,
+        type=whole_number,
         metavar="G",
         help="packed microbatches of a step on all ranks, instead of M and D",
     )
     parser.add_argument(
         "--context-parallel-size",
-        type=int,
+        type=whole_number,
         metavar="C",
         default=1,
         help="pads each document to a multiple of 2 C rows (default 1: not at all)",
     )
     parser.add_argument(
         "--pad-seq-to-mult",
-        type=int,
+        type=whole_number,
         metavar="K",
         default=1,
         help="pads each document to a multiple of K rows (default 1; 128 keeps documents apart to "
@@ -171,11 +178,11 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         help="JSON lines of text: bytes of a token, to estimate with (default 4)",
     )
     parser.add_argument(
-        "--seed", type=int, default=0, help="of the order of the documents (default 0)"
+        "--seed", type=whole_number, default=0, help="of the order of the documents (default 0)"
     )
     parser.add_argument("--json", action="store_true", help="print JSON only")
     parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help="draw the choice (.png, .svg or .pdf)"
+        "--plot", type=output_file, metavar="FILE", help="draw the choice (.png, .svg or .pdf)"
     )
 
 
@@ -188,12 +195,15 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: The arguments or the file are wrong, or the picture cannot be written.
         MissingDependencyError: The picture needs matplotlib.
+        OutputError: The picture could not be written after all.
     """
     from chunkgraph.cli import packing_plot, packing_report
 
-    if args.plot is not None:
-        # Found out before a long file is read.
-        packing_plot.require(args.plot)
+    # Found out before a long file is read.
+    check_picture(args.plot)
+    if args.json and args.plot and is_stdout(args.plot):
+        msg = "packing: --json and --plot cannot both be written to standard output"
+        raise ConfigError(msg)
     study = _study(args)
     if args.plot is not None:
         packing_plot.draw(study, args.plot)
@@ -274,8 +284,8 @@ def _share(text: str) -> float:
         value = -1.0
     if not 0 <= value < 1:
         msg = (
-            f"packing: --target-fallback {text!r} is no share below 1. Write a percentage, such as "
-            "1%, or a fraction, such as 0.01"
+            f"packing: --target-fallback {shown(text)} is no share below 1. Write a percentage, "
+            "such as 1%, or a fraction, such as 0.01"
         )
         raise ConfigError(msg)
     return value

@@ -8,41 +8,25 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from chunkgraph.cli.bench_plot import require_matplotlib
-from chunkgraph.errors import ConfigError
+from chunkgraph.cli.bench_plot import write_picture
 from chunkgraph.packing import fallback_share, fits, quantile
 
 if TYPE_CHECKING:
     from chunkgraph.cli.packing import PackingStudy
 
-__all__ = ["draw", "require"]
+__all__ = ["draw"]
 
 _CHOSEN = "#d1495b"
 _GREYS = ("#b0b0b0", "#8a8a8a", "#606060", "#303030")
 _NUM_POINTS = 160
 
 
-def require(path: Path) -> None:
-    """Find out early whether the picture can be drawn and written.
-
-    Raises:
-        ConfigError: The folder does not exist, or the file's ending is no picture's.
-        MissingDependencyError: matplotlib is not installed.
-    """
-    require_matplotlib()
-    if not path.parent.is_dir():
-        msg = f"--plot {path}: the folder {path.parent} does not exist."
-        raise ConfigError(msg)
-    if path.suffix.lower() not in (".png", ".svg", ".pdf"):
-        msg = f"--plot {path}: the file's name ends in .png, .svg or .pdf."
-        raise ConfigError(msg)
-
-
 def draw(study: PackingStudy, path: Path) -> None:
     """Draw the study into a file.
 
     Raises:
-        ConfigError: The file cannot be written.
+        ConfigError: It cannot be drawn.
+        OutputError: The file cannot be written.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -57,11 +41,7 @@ def draw(study: PackingStudy, path: Path) -> None:
         f"{name}: {len(study.sizes)} microbatches, {study.microbatches_per_step} in a step",
         fontsize=10,
     )
-    try:
-        figure.savefig(path, dpi=150)
-    except (OSError, ValueError) as error:
-        msg = f"--plot {path}: cannot be written: {error}."
-        raise ConfigError(msg) from None
+    write_picture(figure, path)
 
 
 def _draw_steps(axes: Any, study: PackingStudy) -> None:

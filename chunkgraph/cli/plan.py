@@ -3,48 +3,47 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from chunkgraph._text import shorten, shown
+from chunkgraph.cli.arguments import whole_number
+from chunkgraph.cli.outputs import (
+    check_output,
+    is_stdout,
+    output_file,
+    stream_beside,
+    write_output,
+)
 from chunkgraph.cli.plan_banks import (
     add_bank_arguments,
     banks_of,
     rows_of_a_rank,
     seq_counts_of,
 )
+from chunkgraph.cli.plan_grid import MAX_PANELS, Grid, too_large
 from chunkgraph.cli.plan_tables import RankRow, as_json, print_tables
 from chunkgraph.errors import ConfigError
 from chunkgraph.schedules import (
-    Op,
-    Schedule,
-    Simulation,
-    build_schedule,
-    draw_svg,
+    PipelineShape,
+    check_step,
     get_family,
     list_schedules,
     megatron_schedule_name,
-    simulate,
-    text_panels,
 )
-from chunkgraph.schedules.draw_text import legend
 from chunkgraph.slots import (
     BankSizes,
     ModelSizes,
-    assign_slots,
     estimate_banks,
     estimate_memory,
-    plan_all_ranks,
+    plan_slots,
 )
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
-
-    from rich.console import Console
 
     from chunkgraph.config import Config
 
@@ -66,14 +65,7 @@ _EPILOG = """\
   scratch_bytes, parameter_bytes, gradient_bytes (estimates); with length buckets or
   --cuda-graph-cp-sizes also banks (list of objects), which share the memory of their slots.
 """
-# Colours by name, because terminals with few of them turn finer ones into the same.
-_STYLES = {
-    Op.F: "white on blue",
-    Op.B: "black on green",
-    Op.I: "black on cyan",
-    Op.W: "black on yellow",
-}
-_MAX_PANELS = 16
+_MAX_PLANNED_CHUNKS = 20_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,14 +101,16 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         metavar="section.key=value",
         help="settings that replace the file's, such as pipeline.pipeline_model_parallel_size=4",
     )
-    parser.add_argument("--pp", type=int, metavar="P", help="pipeline-parallel size")
-    parser.add_argument("--vpp", type=int, metavar="V", help="chunks on each rank (default 1)")
+    parser.add_argument("--pp", type=whole_number, metavar="P", help="pipeline-parallel size")
     parser.add_argument(
-        "--group-size", type=int, metavar="G", help="microbatch group size (default P)"
+        "--vpp", type=whole_number, metavar="V", help="chunks on each rank (default 1)"
+    )
+    parser.add_argument(
+        "--group-size", type=whole_number, metavar="G", help="microbatch group size (default P)"
     )
     parser.add_argument(
         "--num-microbatches",
-        type=int,
+        type=whole_number,
         metavar="M",
         help="microbatches of the step that is drawn (default 2 G; with CONFIG its largest)",
     )
@@ -127,11 +121,16 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         help="default auto: the one Megatron runs, 1f1b or interleaved",
     )
     add_bank_arguments(parser)
-    parser.add_argument("--rank", type=int, metavar="R", help="tell of this rank only")
+    parser.add_argument("--rank", type=whole_number, metavar="R", help="tell of this rank only")
     parser.add_argument("--json", action="store_true", help="print JSON only")
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the schedule into FILE")
     parser.add_argument(
-        "--full", action="store_true", help=f"print the whole grid, not {_MAX_PANELS} panels of it"
+        "--svg",
+        type=output_file,
+        metavar="FILE",
+        help="draw the schedule into FILE; - is standard output",
+    )
+    parser.add_argument(
+        "--full", action="store_true", help=f"print the whole grid, not {MAX_PANELS} panels of it"
     )
 
 
@@ -141,32 +140,36 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: The arguments, the config or the sizes are wrong, or the picture cannot be
             written.
+        OutputError: The picture could not be written after all.
     """
     request = _request(args)
-    ranks = _ranks(request, args.rank)
-    # The schedule is built first: it refuses an illegal number of microbatches.
-    schedule = build_schedule(
+    shape = check_step(
         request.schedule,
         num_ranks=request.num_ranks,
         num_microbatches=request.num_microbatches,
         num_chunks=request.num_chunks,
         group_size=request.group_size,
     )
-    rows, simulation = _plan(request, schedule, ranks)
-    slots = assign_slots(schedule)
-    if args.svg is not None:
-        _write(args.svg, draw_svg(simulation, slots=slots, ranks=ranks))
+    ranks = _ranks(request, args.rank)
+    _check_outputs(args, shape)
+    rows = [_row(request, shape, rank) for rank in ranks]
+    has_grid = too_large(shape) is None and not (args.json and args.svg is None)
+    grid = Grid.of(request.schedule, shape, ranks) if has_grid else None
+    if args.svg is not None and grid is not None:
+        write_output("plan: --svg", args.svg, grid.as_svg())
     if args.json:
         print(json.dumps([as_json(row) for row in rows], indent=2))
     else:
-        _print_all(args, request, rows, simulation, slots, ranks)
+        _print_all(args, request, shape, rows, grid)
     return 0
 
 
 def _request(args: argparse.Namespace) -> _Request:
     if args.config is not None and "=" in args.config and not Path(args.config).exists():
         # Without a config the first override takes its place.
-        raise ConfigError(f"plan: {args.config!r} is an override, but there is no CONFIG before it")
+        raise ConfigError(
+            f"plan: {shown(args.config)} is an override, but there is no CONFIG before it"
+        )
     if args.config is None and args.pp is None:
         raise ConfigError(f"plan: give a CONFIG or --pp, for example: {_EXAMPLE}")
     if args.config is None:
@@ -252,119 +255,79 @@ def _schedule_name(wanted: str, num_ranks: int, num_chunks: int) -> str:
 
 
 def _ranks(request: _Request, rank: int | None) -> Sequence[int]:
-    if rank is None:
-        return range(request.num_ranks)
-    if not 0 <= rank < request.num_ranks:
+    if rank is not None and not 0 <= rank < request.num_ranks:
         raise ConfigError(f"plan: --rank {rank} is outside 0..{request.num_ranks - 1}")
-    return (rank,)
+    ranks = range(request.num_ranks) if rank is None else (rank,)
+    if len(ranks) * request.num_chunks > _MAX_PLANNED_CHUNKS:
+        raise ConfigError(
+            f"plan: {len(ranks)} ranks of {request.num_chunks} chunk(s): at most "
+            f"{_MAX_PLANNED_CHUNKS} chunks are planned at once. Plan one rank with --rank, or "
+            "fewer chunks"
+        )
+    return ranks
 
 
-def _plan(
-    request: _Request, schedule: Schedule, ranks: Sequence[int]
-) -> tuple[list[RankRow], Simulation]:
-    is_bounded = get_family(request.schedule).is_bounded
-    plans = plan_all_ranks(
+def _check_outputs(args: argparse.Namespace, shape: PipelineShape) -> None:
+    check_output("plan: --svg", args.svg)
+    if args.svg is None:
+        return
+    if args.json and is_stdout(args.svg):
+        raise ConfigError("plan: --json and --svg cannot both be written to standard output")
+    if (problem := too_large(shape)) is not None:
+        raise ConfigError(f"plan: --svg: {problem}")
+
+
+def _row(request: _Request, shape: PipelineShape, rank: int) -> RankRow:
+    family, model = get_family(request.schedule), request.model
+    plan = plan_slots(
         request.num_ranks,
         request.num_chunks,
         request.group_size,
+        rank=rank,
         schedule=request.schedule,
-        max_num_microbatches=None if is_bounded else request.num_microbatches,
+        max_num_microbatches=None if family.is_bounded else request.num_microbatches,
     )
-    simulation = simulate(schedule)
-    model = request.model
-    rows = [
-        RankRow(
-            plan=plans[rank],
-            bubble_ratio=simulation.bubble_ratio(rank),
-            memory=None
-            if model is None
-            else estimate_memory(plans[rank], model, shared_slots=request.shared_slots),
-            banks=estimate_banks(plans[rank], model, request.banks)
-            if model is not None and request.banks
-            else (),
-        )
-        for rank in ranks
-    ]
-    return rows, simulation
+    return RankRow(
+        plan=plan,
+        bubble_ratio=family.bubble_ratio(shape),
+        memory=None
+        if model is None
+        else estimate_memory(plan, model, shared_slots=request.shared_slots),
+        banks=estimate_banks(plan, model, request.banks)
+        if model is not None and request.banks
+        else (),
+    )
 
 
 def _print_all(
     args: argparse.Namespace,
     request: _Request,
+    shape: PipelineShape,
     rows: Sequence[RankRow],
-    simulation: Simulation,
-    slots: Mapping[tuple[int, int], int],
-    ranks: Sequence[int],
+    grid: Grid | None,
 ) -> None:
     # rich is only needed to print for people.
     from rich.console import Console
 
-    console = Console(highlight=False)
-    schedule = simulation.schedule
+    console = Console(file=stream_beside(args.svg), highlight=False)
     if get_family(request.schedule).is_bounded:
         holds = "any legal number of microbatches"
     else:
         holds = f"up to {request.num_microbatches} microbatches"
-    console.print(f"{schedule.name}: slots for {holds}", style="bold", soft_wrap=True)
+    console.print(f"{request.schedule}: slots for {holds}", style="bold", soft_wrap=True)
     print_tables(console, rows)
     if request.seq_counts:
         numbers = ", ".join(map(str, request.seq_counts))
         times = f"{len(request.seq_counts)} times as many graphs, in the same memory"
-        console.print(f"For {numbers} packed sequences: {times}", soft_wrap=True)
+        console.print(f"For {shorten(numbers)} packed sequences: {times}", soft_wrap=True)
     if request.is_hybrid:
         console.print("Memory is not estimated for hybrid models.", soft_wrap=True)
     largest = " (the largest of the config)" if request.is_largest_of_many else ""
-    count = f"{schedule.num_microbatches} microbatches{largest}"
+    count = f"{request.num_microbatches} microbatches{largest}"
     console.print(f"One step of {count}", style="bold", soft_wrap=True)
-    _print_grid(console, simulation, slots, ranks, is_full=args.full)
+    if grid is None:
+        console.print(f"No grid: {too_large(shape)}.", soft_wrap=True)
+    else:
+        grid.print(console, is_full=args.full)
     if args.svg is not None:
         console.print(f"Drawn in {args.svg}", markup=False, soft_wrap=True)
-
-
-def _print_grid(
-    console: Console,
-    simulation: Simulation,
-    slots: Mapping[tuple[int, int], int],
-    ranks: Sequence[int],
-    *,
-    is_full: bool,
-) -> None:
-    from rich.text import Text
-
-    panels = text_panels(simulation, slots=slots, width=console.width, ranks=ranks)
-    shown = panels if is_full else panels[:_MAX_PANELS]
-    digits = len(str(max(ranks)))
-    for panel in shown:
-        console.print(f"time {panel.start_ms:g} to {panel.end_ms:g}", style="dim")
-        for rank, cells in panel.rows:
-            line = Text(f"rank {rank:>{digits}} |")
-            for cell in cells:
-                # The gap after an action stays white, so that neighbours do not run together.
-                text = cell.text.rstrip(" ")
-                line.append(text, style="" if cell.op is None else _STYLES[cell.op])
-                line.append(cell.text[len(text) :])
-            line.rstrip()
-            console.print(line, soft_wrap=True)
-        console.print()
-    if len(panels) > len(shown):
-        rest = len(panels) - len(shown)
-        console.print(f"... {rest} more panels: --full prints them, --svg FILE draws them")
-    schedule = simulation.schedule
-    has_split_backward = any(action.op is Op.I for action in schedule.actions[0])
-    how_to_read = legend(schedule.num_chunks, has_slots=True, has_split_backward=has_split_backward)
-    console.print(how_to_read, style="dim", soft_wrap=True)
-
-
-def _write(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise ConfigError(
-            f"plan: cannot write the picture to {path}: {error.strerror or error}. Give a file in "
-            "a folder that exists and can be written to"
-        ) from None

@@ -9,6 +9,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from chunkgraph._text import format_bytes
+from chunkgraph.cli.arguments import whole_number
 from chunkgraph.config import default_seq_buckets
 from chunkgraph.errors import ConfigError
 from chunkgraph.packing import PackedShape, bucket_multiple, bucket_shapes
@@ -26,7 +27,7 @@ def add_bank_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what says which banks there are."""
     parser.add_argument(
         "--cuda-graph-cp-sizes",
-        type=int,
+        type=whole_number,
         nargs="+",
         default=[],
         metavar="C",
@@ -35,7 +36,7 @@ def add_bank_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--max-tokens-per-rank",
-        type=int,
+        type=whole_number,
         metavar="T",
         help="rows of a microbatch on each context-parallel rank (default: the config's tokens "
         "over its context_parallel_size)",

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 __all__ = ["RankRow", "as_json", "print_tables"]
 
+_MAX_RANKS = 256
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankRow:
@@ -42,7 +44,9 @@ def as_json(row: RankRow) -> dict[str, object]:
 
 
 def print_tables(console: Console, rows: Sequence[RankRow]) -> None:
-    """Slots, and with a model memory, by bank where there are any."""
+    """Slots, and with a model memory, by bank where there are any; of the first ranks if many."""
+    num_left_out = len(rows) - _MAX_RANKS
+    rows = rows[:_MAX_RANKS]
     planned = [
         [
             str(row.plan.rank),
@@ -78,6 +82,8 @@ def print_tables(console: Console, rows: Sequence[RankRow]) -> None:
     if banks:
         console.print("Banks, largest first; their variants of a slot share memory", style="bold")
         console.print(_table(BANK_HEADINGS, banks))
+    if num_left_out > 0:
+        console.print(f"... {num_left_out} more ranks: --json prints all, --rank R one of them")
 
 
 def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:

@@ -10,21 +10,27 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from chunkgraph.cli.outputs import write_output
 from chunkgraph.cli.results import RunResults, StepResult, find_failures
 from chunkgraph.config import Config, resolved, to_mapping
 
-__all__ = ["print_report", "write_json", "write_tensorboard"]
+__all__ = ["REPORT_WIDTH", "print_report", "write_json", "write_tensorboard"]
 
-_WIDTH = 80
+REPORT_WIDTH = 80
 
 
 def print_report(config: Config, results: RunResults, console: Console | None = None) -> list[str]:
     """Print the table and what follows from it.
 
+    Args:
+        config: Of the run.
+        results: Of the run.
+        console: Where to print; None is standard output.
+
     Returns:
         What broke the promise of the run; empty when nothing did.
     """
-    console = console or Console(width=_WIDTH, highlight=False)
+    console = console or Console(width=REPORT_WIDTH, highlight=False)
     failures = find_failures(config, results)
     console.print(_table(results))
     console.print()
@@ -40,19 +46,14 @@ def print_report(config: Config, results: RunResults, console: Console | None = 
 
 
 def write_json(path: Path, config: Config, results: RunResults, failures: list[str]) -> None:
-    """Write configuration, results and verdict; the file appears whole or not at all."""
+    """Write configuration, results and verdict."""
     content = {
         "ok": not failures,
         "failures": failures,
         "config": to_mapping(resolved(config)),
         **results.raw,
     }
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_output("--json", path, json.dumps(content, indent=2) + "\n")
 
 
 def write_tensorboard(folder: Path, results: RunResults) -> None:

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from chunkgraph._text import shorten
+from chunkgraph.cli.outputs import check_output, output_file, stream_beside
 from chunkgraph.config import Config, load_config, resolved, to_yaml
 from chunkgraph.data import Documents, PackedText
 from chunkgraph.errors import ConfigError, MissingDependencyError
@@ -55,7 +57,12 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         metavar="section.key=value",
         help="settings that replace the file's, such as train.num_microbatches=[4,6]",
     )
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write the results to FILE")
+    parser.add_argument(
+        "--json",
+        metavar="FILE",
+        type=output_file,
+        help="write the results to FILE; - is standard output",
+    )
     parser.add_argument(
         "--run-dir",
         metavar="DIR",
@@ -98,9 +105,9 @@ def checked_config(args: argparse.Namespace, num_local_ranks: int | None = None)
         Documents.from_file(path, num_tokens=config.tokens_per_sequence, seed=seed)
     else:
         PackedText.from_file(path, seq_length=config.model.seq_length, seed=seed)
-    if args.json is not None and not args.json.resolve().parent.is_dir():
-        msg = f"--json {args.json}: the folder {args.json.resolve().parent} does not exist."
-        raise ConfigError(msg)
+    check_output("--json", args.json)
+    if config.train.tensorboard_dir is not None:
+        _make_folder("train.tensorboard_dir", Path(config.train.tensorboard_dir))
     return config
 
 
@@ -127,13 +134,18 @@ def _train(args: argparse.Namespace, config: Config, run_dir: Path) -> int:
 
 def report(args: argparse.Namespace, config: Config, results: RunResults) -> int:
     """Print the closing table and write the files that were asked for; returns the exit code."""
-    from chunkgraph.cli.report import print_report, write_json, write_tensorboard
+    from rich.console import Console
 
-    failures = print_report(config, results)
-    if args.json is not None:
-        write_json(args.json, config, results, failures)
-    if config.train.tensorboard_dir is not None:
-        write_tensorboard(Path(config.train.tensorboard_dir), results)
+    from chunkgraph.cli.report import REPORT_WIDTH, print_report, write_json, write_tensorboard
+
+    console = Console(file=stream_beside(args.json), width=REPORT_WIDTH, highlight=False)
+    failures = print_report(config, results, console)
+    try:
+        if args.json is not None:
+            write_json(args.json, config, results, failures)
+    finally:
+        if config.train.tensorboard_dir is not None:
+            write_tensorboard(Path(config.train.tensorboard_dir), results)
     return 1 if failures else 0
 
 
@@ -221,13 +233,21 @@ def run_folder(path: Path | None) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(prefix="chunkgraph-", ignore_cleanup_errors=True) as made:
             yield Path(made)
         return
+    if _make_folder("--run-dir", path):
+        msg = f"--run-dir {shorten(str(path))}: the folder is not empty; name a new one."
+        raise ConfigError(msg)
+    yield path
+
+
+def _make_folder(option: str, path: Path) -> bool:
+    """Make a folder where there is none; returns whether there is something in it."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         is_used = any(path.iterdir())
-    except OSError as error:
-        msg = f"--run-dir {path}: {error.strerror or error}."
+        if not os.access(path, os.W_OK | os.X_OK):
+            raise PermissionError(None, "no permission to write in it")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        msg = f"{option} {shorten(str(path))}: {reason}."
         raise ConfigError(msg) from None
-    if is_used:
-        msg = f"--run-dir {path}: the folder is not empty; name a new one."
-        raise ConfigError(msg)
-    yield path
+    return is_used

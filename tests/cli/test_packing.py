@@ -137,7 +137,7 @@ def test_context_parallelism_pads_documents(tmp_path, capsys):
         (["--seed", "-1"], "--seed -1 is below 0"),
         (["--bytes-per-token", "0"], "--bytes-per-token 0 is not above 0"),
         (["--bytes-per-token", "nan"], "--bytes-per-token nan is not above 0"),
-        (["--plot", "none/x.png"], "the folder none does not exist"),
+        (["--plot", "none/x.png"], "none does not exist"),
         (["--plot", "x.txt"], "ends in .png, .svg or .pdf"),
     ],
 )
@@ -190,7 +190,7 @@ def test_the_default_tokens_are_some_that_offsets_count(tmp_path, capsys):
         code, out, _ = run(capsys, str(path), "--json", "--target-fallback", "0%", *flags)
         assert code == 0
         assert json.loads(out)["capacity_tokens"] == capacity
-    for multiple in ("2147483648", str(10**22)):
+    for multiple in ("2147483648", str(10**18)):
         code, _, err = run(capsys, str(path), "--pad-seq-to-mult", multiple)
         assert (code, err.count("\n")) == (2, 1)
         assert f"--pad-seq-to-mult {multiple} pads documents to multiples of {multiple} rows" in err

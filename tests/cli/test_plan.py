@@ -146,9 +146,12 @@ def test_svg_is_written_whole(run, tmp_path):
     assert "4 ranks" in path.read_text()
 
 
-@pytest.mark.parametrize("place", ["missing/plan.svg", "."])
-def test_svg_that_cannot_be_written(run, tmp_path, place):
-    with pytest.raises(ConfigError, match="cannot write the picture"):
+@pytest.mark.parametrize(
+    ("place", "problem"),
+    [("missing/plan.svg", "the folder .*missing does not exist"), (".", "is a folder")],
+)
+def test_svg_that_cannot_be_written(run, tmp_path, place, problem):
+    with pytest.raises(ConfigError, match=problem):
         run("--pp", 2, "--svg", tmp_path / place)
     assert list(tmp_path.iterdir()) == []
 

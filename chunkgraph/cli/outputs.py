@@ -1,0 +1,168 @@
+"""Files that results are written to, checked before the run.
+
+A file appears whole or not at all. What is no regular file (a device, a pipe) is written in place,
+and a link stays: nothing but a regular file is ever replaced. ``-`` is standard output, which then
+has nothing but the result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import stat
+import sys
+from pathlib import Path
+from typing import TextIO
+
+from chunkgraph._text import shorten
+from chunkgraph.errors import ConfigError, OutputError
+
+__all__ = [
+    "can_be_rewritten",
+    "check_output",
+    "is_stdout",
+    "output_file",
+    "stream_beside",
+    "write_output",
+]
+
+
+def output_file(text: str) -> Path:
+    """The type of an option that names a file to write: argparse refuses what can be none."""
+    if not text:
+        raise argparse.ArgumentTypeError("an empty name; give a file, or - for standard output")
+    if text.endswith("/"):
+        raise argparse.ArgumentTypeError(f"{shorten(text)} is a folder; give a file in it")
+    return Path(text)
+
+
+def check_output(option: str, path: Path | None) -> None:
+    """Find out whether a result could be written now; None is an option that was not given.
+
+    Raises:
+        ConfigError: It could not.
+    """
+    if path is None or is_stdout(path):
+        return
+    try:
+        problem = _problem(path)
+    except (OSError, ValueError) as error:
+        problem = f"cannot be written: {getattr(error, 'strerror', None) or error}"
+    if problem:
+        raise ConfigError(f"{option} {shorten(str(path))}: {problem}. Give another file.")
+
+
+def write_output(option: str, path: Path, content: str | bytes) -> None:
+    """Write a result.
+
+    Raises:
+        OutputError: The disk is full, or something else has come in between.
+    """
+    data = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
+    try:
+        if is_stdout(path):
+            _write_stdout(data)
+        elif _is_replaceable(path):
+            _replace(path, data)
+        else:
+            path.write_bytes(data)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise OutputError(
+            f"{option} {shorten(str(path))}: cannot be written: {error.strerror or error}. "
+            "Name another file."
+        ) from None
+
+
+def is_stdout(path: Path) -> bool:
+    """Whether it is ``-``, or names standard output's own file or pipe, as ``/dev/stdout`` does."""
+    if str(path) == "-":
+        return True
+    try:
+        found, own = os.stat(path), os.fstat(sys.stdout.fileno())
+    except (OSError, ValueError, AttributeError):  # nothing there, or standard output is no file
+        return False
+    is_device = stat.S_ISCHR(own.st_mode) or stat.S_ISBLK(own.st_mode)
+    return os.path.samestat(found, own) and not is_device
+
+
+def can_be_rewritten(path: Path) -> bool:
+    """Whether a later result may take the place of an earlier one: not in a pipe or device."""
+    mode = _mode(path)
+    return not is_stdout(path) and (mode is None or stat.S_ISREG(mode))
+
+
+def stream_beside(*paths: Path | None) -> TextIO:
+    """Where to print for people: standard output, unless one of the results goes there."""
+    return sys.stderr if any(path and is_stdout(path) for path in paths) else sys.stdout
+
+
+def _problem(path: Path) -> str:
+    """Why a file cannot be written; empty if it can."""
+    mode = _mode(path)
+    if mode is None:
+        target = _target(path)
+        if not target.parent.is_dir():
+            return f"the folder {shorten(str(target.parent))} does not exist"
+        # Nothing else shows for sure that a file can be made in a folder.
+        descriptor, temporary = _temporary(target)
+        os.close(descriptor)
+        temporary.unlink()
+    elif stat.S_ISDIR(mode):
+        return "is a folder"
+    elif stat.S_ISSOCK(mode):
+        return "is a socket, which is not written like a file"
+    elif not os.access(path, os.W_OK):
+        return "there is no permission to write it"
+    return ""
+
+
+def _mode(path: Path) -> int | None:
+    try:
+        return path.stat().st_mode
+    except FileNotFoundError:
+        return None
+
+
+def _write_stdout(data: bytes) -> None:
+    sys.stdout.flush()
+    sys.stdout.buffer.write(data)
+    sys.stdout.flush()
+
+
+def _is_replaceable(path: Path) -> bool:
+    mode = _mode(path)
+    if mode is None:
+        return True
+    return stat.S_ISREG(mode) and os.access(_target(path).parent, os.W_OK)
+
+
+def _replace(path: Path, data: bytes) -> None:
+    target, mode = _target(path), _mode(path)
+    descriptor, temporary = _temporary(target)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            if mode is not None:
+                os.chmod(descriptor, stat.S_IMODE(mode))
+        try:
+            temporary.replace(target)
+        except OSError:  # the file is a mount, for one
+            target.write_bytes(data)
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+
+
+def _target(path: Path) -> Path:
+    """Where links lead to."""
+    return Path(os.path.realpath(path))
+
+
+def _temporary(target: Path) -> tuple[int, Path]:
+    """A new file next to the target, with the rights that any new file has."""
+    name = f".chunkgraph-{os.getpid()}-{os.urandom(4).hex()}.tmp"
+    path = target.with_name(name)
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), path

@@ -1,0 +1,109 @@
+"""The picture of one step for ``chunkgraph plan``: on the terminal and as SVG."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from chunkgraph.schedules import (
+    Op,
+    PipelineShape,
+    Simulation,
+    build_schedule,
+    draw_svg,
+    simulate,
+    text_panels,
+)
+from chunkgraph.schedules.draw_text import legend
+from chunkgraph.slots import assign_slots
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["MAX_PANELS", "Grid", "too_large"]
+
+MAX_PANELS = 16
+"""Stretches of time that are printed unless all are asked for."""
+
+_MAX_ACTIONS = 20_000
+# Colours by name, because terminals with few of them turn finer ones into the same.
+_STYLES = {
+    Op.F: "white on blue",
+    Op.B: "black on green",
+    Op.I: "black on cyan",
+    Op.W: "black on yellow",
+}
+
+
+def too_large(shape: PipelineShape) -> str | None:
+    """Why a step is not drawn and what to do; None if it can be."""
+    num_actions = 2 * shape.num_microbatches * shape.num_stages
+    if num_actions <= _MAX_ACTIONS:
+        return None
+    return (
+        f"the step has {num_actions} forwards and backwards, and at most {_MAX_ACTIONS} are "
+        "drawn. Choose a smaller --num-microbatches, or fewer stages, to see how it goes"
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Grid:
+    """A simulated step.
+
+    Attributes:
+        simulation: The timeline.
+        slots: Slot of every (stage, microbatch).
+        ranks: Ranks to draw.
+    """
+
+    simulation: Simulation
+    slots: Mapping[tuple[int, int], int]
+    ranks: Sequence[int]
+
+    @classmethod
+    def of(cls, schedule: str, shape: PipelineShape, ranks: Sequence[int]) -> Grid:
+        """Build and simulate a schedule of this name and shape."""
+        built = build_schedule(
+            schedule,
+            num_ranks=shape.num_ranks,
+            num_microbatches=shape.num_microbatches,
+            num_chunks=shape.num_chunks,
+            group_size=shape.group_size,
+        )
+        return cls(simulation=simulate(built), slots=assign_slots(built), ranks=ranks)
+
+    def as_svg(self) -> str:
+        """The whole picture."""
+        return draw_svg(self.simulation, slots=self.slots, ranks=self.ranks)
+
+    def print(self, console: Console, *, is_full: bool) -> None:
+        """Print the step, all of it or its beginning."""
+        from rich.text import Text
+
+        panels = text_panels(
+            self.simulation, slots=self.slots, width=console.width, ranks=self.ranks
+        )
+        shown = panels if is_full else panels[:MAX_PANELS]
+        digits = len(str(max(self.ranks)))
+        for panel in shown:
+            console.print(f"time {panel.start_ms:g} to {panel.end_ms:g}", style="dim")
+            for rank, cells in panel.rows:
+                line = Text(f"rank {rank:>{digits}} |")
+                for cell in cells:
+                    # The gap after an action stays white, so that neighbours do not run together.
+                    text = cell.text.rstrip(" ")
+                    line.append(text, style="" if cell.op is None else _STYLES[cell.op])
+                    line.append(cell.text[len(text) :])
+                line.rstrip()
+                console.print(line, soft_wrap=True)
+            console.print()
+        if len(panels) > len(shown):
+            rest = len(panels) - len(shown)
+            console.print(f"... {rest} more panels: --full prints them, --svg FILE draws them")
+        schedule = self.simulation.schedule
+        has_split_backward = any(action.op is Op.I for action in schedule.actions[0])
+        how_to_read = legend(
+            schedule.num_chunks, has_slots=True, has_split_backward=has_split_backward
+        )
+        console.print(how_to_read, style="dim", soft_wrap=True)
