@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")  # names of files may be no text
     try:
         code = _COMMANDS[args.command](args)
-        sys.stdout.flush()
+        _flush()
         return code
     except ChunkGraphError as error:
         if getattr(args, "debug", False):
@@ -67,8 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         if getattr(args, "debug", False):
             traceback.print_exc()
-        name = f"{shown(error.filename)}: " if error.filename is not None else ""
-        print(f"error: {name}{error.strerror or error}", file=sys.stderr)
+        what = "reading or writing" if error.filename is None else shown(error.filename)
+        print(f"error: {what}: {error.strerror or error}", file=sys.stderr)
         return _EXIT_FAILED
     finally:
         _drop_what_cannot_be_printed()
@@ -77,9 +77,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _drop_what_cannot_be_printed() -> None:
     """Keep the interpreter from trying once more when it ends, which would print a traceback."""
     try:
-        sys.stdout.flush()
+        _flush()
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _flush() -> None:
+    if sys.stdout is not None:  # closed before the command began
+        sys.stdout.flush()
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:

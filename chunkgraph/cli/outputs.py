@@ -43,7 +43,7 @@ def check_output(option: str, path: Path | None) -> None:
     Raises:
         ConfigError: It could not.
     """
-    if path is None or is_stdout(path):
+    if path is None:
         return
     try:
         problem = _problem(path)
@@ -101,6 +101,8 @@ def stream_beside(*paths: Path | None) -> TextIO:
 
 def _problem(path: Path) -> str:
     """Why a file cannot be written; empty if it can."""
+    if is_stdout(path):
+        return "standard output is closed" if sys.stdout is None else ""
     mode = _mode(path)
     if mode is None:
         target = _target(path)

@@ -36,6 +36,8 @@ __all__ = [
 ]
 
 _WORKER = "chunkgraph.megatron.worker:main"
+# Ranks on a CPU share its cores; more of them than this only fill memory.
+_FEWEST_PROCESSES, _PROCESSES_PER_CORE = 64, 8
 
 STALL_GRACE_S = 15.0
 """A rank's own limit on collectives fires first and explains more than a silence does."""
@@ -171,6 +173,14 @@ def resolve_device(config: Config, num_local_ranks: int | None = None) -> Config
         msg = (
             f"device is cuda and the run needs {num_needed} GPU(s), one for each rank, but torch "
             f"sees {num_gpus} here. Set device=cpu, or lower the sizes in the pipeline section."
+        )
+        raise ConfigError(msg)
+    most = max(_FEWEST_PROCESSES, _PROCESSES_PER_CORE * (os.cpu_count() or 1))
+    if device == "cpu" and num_needed > most:
+        msg = (
+            f"the run needs {num_needed} processes on this machine, one for each rank, and with "
+            f"{os.cpu_count()} cores at most {most} are started. Lower the sizes in the pipeline "
+            "section, or start the ranks on several machines with torchrun."
         )
         raise ConfigError(msg)
     if device == "cpu" and config.model.layer_spec == "transformer_engine":

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["check_config"]
 
+_LONGEST_TIMEOUT_S = 10**9
 _LAYER_SPECS = ("auto", "local", "transformer_engine")
 
 
@@ -97,6 +98,9 @@ def _check_ranges(config: Config) -> None:
         if not 0 <= value < 1:
             msg = f"{path} is {value}; it is a probability, at least 0 and less than 1."
             raise ConfigError(msg)
+    if config.run.timeout_s > _LONGEST_TIMEOUT_S:
+        msg = f"run.timeout_s is {config.run.timeout_s}; it ends at {_LONGEST_TIMEOUT_S} seconds."
+        raise ConfigError(msg)
     if not train.num_microbatches:
         msg = "train.num_microbatches is empty; give one number for each step, such as [4, 6, 8]."
         raise ConfigError(msg)

@@ -6,6 +6,7 @@ import re
 from importlib import resources
 from pathlib import Path
 
+from chunkgraph._text import shown
 from chunkgraph.errors import ConfigError
 
 __all__ = ["read_documents", "shipped_text"]
@@ -31,17 +32,20 @@ def read_documents(path: str | Path | None = None) -> list[bytes]:
         text = shipped_text()
     else:
         try:
-            text = Path(path).read_bytes()
+            file = Path(path)
+            if file.exists() and not (file.is_file() or file.is_dir()):
+                raise OSError(None, "it is a pipe or a device, which may have no end")
+            text = file.read_bytes()
         except OSError as error:
             msg = (
-                f"data.path: cannot read {str(path)!r}: {error.strerror or error}. Name a text "
-                "file, or set data.path to null for the text that is shipped."
+                f"data.path: cannot read {shown(str(path))}: {error.strerror or error}. Name a "
+                "text file, or set data.path to null for the text that is shipped."
             )
             raise ConfigError(msg) from None
     paragraphs = re.split(rb"\n[ \t]*(?:\n[ \t]*)+", text.replace(b"\r\n", b"\n"))
     documents = [paragraph.strip(b"\n") for paragraph in paragraphs]
     documents = [document for document in documents if document.strip()]
     if not documents:
-        msg = f"data.path: {str(path)!r} holds no text."
+        msg = f"data.path: {shown(str(path))} holds no text."
         raise ConfigError(msg)
     return documents

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from chunkgraph._text import did_you_mean, name_list
+from chunkgraph._text import did_you_mean, name_list, shorten, shown
 from chunkgraph.errors import ConfigError
 from chunkgraph.packing.offsets import MAX_TOKENS
 
@@ -53,10 +53,12 @@ def find_key(value: Any, key: str | None, where: str) -> str:
     if key is None:
         key = next((usual for usual in _USUAL_KEYS if usual in value), None)
         if key is None:
-            msg = f"{where}: none of the keys is a usual one ({name_list(value)}). Name it: --key."
+            keys = shorten(name_list(value))
+            msg = f"{where}: none of the keys is a usual one ({keys}). Name it: --key."
             raise ConfigError(msg)
     elif key not in value:
-        msg = f"{where}: no key {key!r} among {name_list(value)}.{did_you_mean(key, value)}"
+        keys, hint = shorten(name_list(value)), did_you_mean(key, value)
+        msg = f"{where}: no key {shown(key)} among {keys}.{hint}"
         raise ConfigError(msg)
     return key
 
@@ -90,7 +92,7 @@ def token_counts(
     if (any_kind or kind is ValueKind.TEXT) and isinstance(value, str):
         return _estimate(value, bytes_per_token, where)
     wanted = "a length, tokens or text" if any_kind else f"what --value {kind.value} takes"
-    msg = f"{where} is not {wanted}: {str(value)[:40]!r}."
+    msg = f"{where} is not {wanted}: {shown(value)}."
     raise ConfigError(msg)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from chunkgraph._text import shorten, shown
 from chunkgraph.errors import ConfigError
 from chunkgraph.packing.json_value import ValueKind, find_key, token_counts
 from chunkgraph.packing.megatron_index import MAGIC, read_megatron_index
@@ -70,11 +71,11 @@ def read_lengths(
         index = _index_path(path)
         if index is not None:
             return _read_index(index, path)
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            # It is opened twice, and what was read the first time would be missing.
+            msg = f"{path}: a pipe or device, and lengths are read twice. Write them to a file."
+            raise ConfigError(msg)
         with path.open("rb") as stream:
-            if not stream.seekable():
-                # It is opened twice, and what was read the first time would be missing.
-                msg = f"{path}: a pipe, and lengths are read twice. Write them to a file first."
-                raise ConfigError(msg)
             head = stream.read(4096)
         if head.startswith(MAGIC):
             return _read_index(path, path)
@@ -82,7 +83,7 @@ def read_lengths(
             return _read_lines(path, _JsonLine(path, options), report)
         return _read_lines(path, _NumberLine(path), report)
     except OSError as error:
-        msg = f"{path}: cannot read the lengths: {error.strerror or error}."
+        msg = f"{shorten(str(path))}: cannot read the lengths: {error.strerror or error}."
         raise ConfigError(msg) from None
 
 
@@ -113,7 +114,8 @@ def _read_index(index: Path, path: Path) -> DocumentLengths:
 
 def _too_long(where: str, length: int) -> str:
     return (
-        f"{where}: a length of {length} tokens is no document's; offsets end at {MAX_TOKENS}. "
+        f"{where}: a length of {shown(length)} tokens is no document's; offsets end at "
+        f"{MAX_TOKENS}. "
         "Split it, or leave it out."
     )
 
@@ -132,10 +134,10 @@ class _NumberLine:
         try:
             return [int(part) for part in line.replace(b",", b" ").split()]
         except ValueError:
-            shown = line.decode("utf-8", "replace").strip()[:40]
+            beginning = line.decode("utf-8", "replace").strip()[:40]
             msg = (
-                f"{self._path}:{number}: {shown!r} is no whole number. Give a Megatron dataset, "
-                "JSON lines, or document lengths, one on each line."
+                f"{self._path}:{number}: {beginning!r} is no whole number. Give a Megatron "
+                "dataset, JSON lines, or document lengths, one on each line."
             )
             raise ConfigError(msg) from None
 
@@ -170,7 +172,7 @@ class _JsonLine:
         counts = token_counts(
             value[self._key],
             self._options.kind,
-            where=f"{where}: {self._key!r}",
+            where=f"{where}: {shown(self._key)}",
             key=self._key,
             bytes_per_token=self._options.bytes_per_token,
         )
@@ -180,16 +182,16 @@ class _JsonLine:
             if self._is_estimated
             else ""
         )
-        self.source = f"JSON lines, key {self._key!r}{estimated}"
+        self.source = f"JSON lines, key {shown(self._key)}{estimated}"
         if self._first is None:
             self._first = number, _kind(value[self._key])
             self.has_microbatches = counts.is_microbatch
         if counts.is_microbatch != self.has_microbatches:
             first_number, first = self._first
             msg = (
-                f"{where}: {self._key!r} has {_kind(value[self._key])} where line {first_number} "
-                f"has {first}. Lists are packed microbatches, others single documents: give "
-                "the same on each line."
+                f"{where}: {shown(self._key)} has {_kind(value[self._key])} where line "
+                f"{first_number} has {first}. Lists are packed microbatches, others single "
+                "documents: give the same on each line."
             )
             raise ConfigError(msg)
         return counts.tokens
@@ -207,7 +209,7 @@ def _read_lines(path: Path, parse: _NumberLine | _JsonLine, report: Progress) ->
     for number, line in _lines(path, report):
         parsed = parse(line, number)
         if any(length < 0 for length in parsed):
-            msg = f"{path}:{number}: a length of {min(parsed)} is below 0."
+            msg = f"{path}:{number}: a length of {shown(min(parsed))} is below 0."
             raise ConfigError(msg)
         total = sum(parsed)
         if total > MAX_TOKENS:

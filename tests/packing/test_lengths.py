@@ -132,7 +132,7 @@ def test_the_longest_that_offsets_count(tmp_path: Path):
         ("a.jsonl", '{"b": 1, "a": 2}', {}, r"none of the keys is a usual one \(a, b\).*--key"),
         ("a.jsonl", '{"text": "a"}', {"key": "txt"}, "no key 'txt' .* Did you mean 'text'"),
         ("a.jsonl", '{"length": 1}\n{"text": "a"}', {}, r"a\.jsonl:2: no key 'length'"),
-        ("a.jsonl", '{"length": 1.5}', {}, "'length' is not a length, tokens or text: '1.5'"),
+        ("a.jsonl", '{"length": 1.5}', {}, "'length' is not a length, tokens or text: 1.5"),
         ("a.jsonl", '{"length": true}', {}, "is not a length"),
         ("a.jsonl", '{"length": -1}', {}, "a length of -1 is below 0"),
         ("a.jsonl", '{"text": "a"}', {"kind": ValueKind.TOKENS}, "not what --value tokens takes"),
@@ -166,7 +166,7 @@ def test_a_pipe_is_refused(tmp_path: Path):
     os.write(writer, b"3\n4\n")
     os.close(writer)
     try:
-        with pytest.raises(ConfigError, match="a pipe, and lengths are read twice"):
+        with pytest.raises(ConfigError, match="a pipe or device, and lengths are read twice"):
             read_lengths(Path(f"/proc/self/fd/{reader}"))
     finally:
         os.close(reader)
