@@ -408,7 +408,7 @@ def configs(draw: st.DrawFn) -> Config:
     use_ddp = draw(st.booleans())
     ratios = st.floats(0, 1, exclude_max=True)
     positive = st.floats(min_value=0, max_value=1e9, exclude_min=True)
-    texts = st.text(max_size=8)
+    texts = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=8)
     counts = st.lists(st.integers(1, 4).map(lambda k: k * (group or pp)), min_size=1, max_size=4)
     return config_from_mapping(
         {
