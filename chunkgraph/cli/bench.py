@@ -161,7 +161,14 @@ def _plot_only(args: argparse.Namespace) -> int:
         except (OSError, ValueError, RecursionError) as error:
             msg = f"--plot-only {shorten(str(path))}: cannot be read: {shorten(str(error))}."
             raise ConfigError(msg) from None
-    plot_documents(documents, args.plot)
+    try:
+        plot_documents(documents, args.plot)
+    except (AttributeError, KeyError, TypeError) as error:
+        msg = (
+            f"--plot-only: a file is not what --json writes ({type(error).__name__}: "
+            f"{shorten(str(error))})."
+        )
+        raise ConfigError(msg) from None
     return 0
 
 

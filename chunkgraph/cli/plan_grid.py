@@ -26,7 +26,7 @@ __all__ = ["MAX_PANELS", "Grid", "too_large"]
 MAX_PANELS = 16
 """Stretches of time that are printed unless all are asked for."""
 
-_MAX_ACTIONS = 20_000
+_MAX_ACTIONS = 10_000
 # Colours by name, because terminals with few of them turn finer ones into the same.
 _STYLES = {
     Op.F: "white on blue",
