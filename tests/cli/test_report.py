@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from chunkgraph.cli.report import print_report
-from chunkgraph.cli.results import results_from
+from chunkgraph.cli.results import RunResults, results_from
+from chunkgraph.cli.train import report
 from chunkgraph.config import load_config
+from chunkgraph.errors import OutputError
 
 CONFIG = Path(__file__).parents[2] / "configs" / "gpt_pp2_cpu.yaml"
 
 
-def printed(memsets_kept: list[str]) -> str:
-    results = results_from(
+def results_with(memsets_kept: list[str]) -> RunResults:
+    return results_from(
         {
             "steps": [],
             "parameters_equal": True,
@@ -26,9 +30,12 @@ def printed(memsets_kept: list[str]) -> str:
             "memsets_kept": memsets_kept,
         }
     )
+
+
+def printed(memsets_kept: list[str]) -> str:
     console = Console(width=200, highlight=False)
     with console.capture() as capture:
-        print_report(load_config(CONFIG), results, console)
+        print_report(load_config(CONFIG), results_with(memsets_kept), console)
     return capture.get()
 
 
@@ -36,3 +43,16 @@ def test_memsets_that_stay_are_told_once_for_each_reason() -> None:
     assert "memsets" not in printed(["", ""])
     text = printed(["no bindings", "", "no bindings"])
     assert text.count("no kernels, which costs some microseconds each: no bindings\n") == 1
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_results_are_printed_though_their_file_cannot_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    link = tmp_path / "link"
+    link.symlink_to("/dev/full")
+    args = argparse.Namespace(json=link)
+    with pytest.raises(OutputError, match="No space left on device"):
+        report(args, load_config(CONFIG), results_with([]))
+    assert "parameters after the run: equal" in capsys.readouterr().out
+    assert link.is_symlink()

@@ -1,0 +1,220 @@
+"""Results never replace a device, a link or a folder, and are not lost with a full disk."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import socket
+import stat
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from chunkgraph.cli.outputs import (
+    can_be_rewritten,
+    check_output,
+    is_stdout,
+    output_file,
+    stream_beside,
+    write_output,
+)
+from chunkgraph.errors import ConfigError, OutputError
+
+FULL = Path("/dev/full")
+needs_full = pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full")
+
+
+def write(path: Path, content: str | bytes = "new") -> None:
+    check_output("--json", path)
+    write_output("--json", path, content)
+
+
+def test_a_file_is_replaced_whole_and_keeps_its_mode(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    write(path, "first")
+    assert path.read_text() == "first"
+    path.chmod(0o640)
+    before = path.stat().st_ino
+    write(path, b"second")
+    assert path.read_text() == "second"
+    assert path.stat().st_ino != before
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+    assert [entry.name for entry in tmp_path.iterdir()] == ["result.json"]
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_link_stays_and_its_target_is_written(tmp_path: Path, exists: bool) -> None:
+    (tmp_path / "other").mkdir()
+    target, link = tmp_path / "other" / "target", tmp_path / "link"
+    if exists:
+        target.write_text("old")
+    link.symlink_to(Path("other") / "target")
+    write(link)
+    assert link.is_symlink()
+    assert target.read_text() == "new"
+    assert sorted(entry.name for entry in tmp_path.rglob("*")) == ["link", "other", "target"]
+
+
+def test_a_pipe_is_written_in_place(tmp_path: Path) -> None:
+    fifo, link, read = tmp_path / "fifo", tmp_path / "link", []
+    os.mkfifo(fifo)
+    link.symlink_to("fifo")
+    for path in (fifo, link):
+        reader = threading.Thread(target=lambda: read.append(fifo.read_text()), daemon=True)
+        reader.start()
+        assert not can_be_rewritten(path)
+        write(path)
+        reader.join(timeout=20)
+    assert read == ["new", "new"]
+    assert stat.S_ISFIFO(fifo.stat().st_mode)
+    assert link.is_symlink()
+
+
+def test_a_device_is_written_in_place(tmp_path: Path) -> None:
+    """A copy of the node, so that a failure of this test harms no one."""
+    null = tmp_path / "null"
+    try:
+        os.mknod(null, 0o600 | stat.S_IFCHR, os.makedev(1, 3))
+        null.write_bytes(b"")
+    except PermissionError:
+        pytest.skip("making device nodes is not permitted here")
+    write(null)
+    assert stat.S_ISCHR(null.stat().st_mode)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["null"]
+
+
+def test_what_cannot_be_written_is_refused_before_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("old")
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "lost").symlink_to(Path("missing") / "file")
+    with socket.socket(socket.AF_UNIX) as bound:
+        monkeypatch.chdir(tmp_path)  # a socket's name must be short
+        bound.bind("socket")
+    for name, problem in {
+        "folder": "is a folder",
+        "folder/..": "is a folder",
+        "socket": "is a socket",
+        "loop": "Too many levels of symbolic links",
+        "lost": "missing does not exist",
+        "missing/file": "missing does not exist",
+        "file/file": "Not a directory",
+        "x" * 300: "File name too long",
+        "a\0b": "embedded null",
+    }.items():
+        with pytest.raises(ConfigError, match=problem) as caught:
+            check_output("--json", tmp_path / name)
+        assert str(caught.value).startswith("--json ")
+        assert "\n" not in str(caught.value)
+    assert (tmp_path / "file").read_text() == "old"
+
+
+def test_a_folder_that_takes_no_files_is_found_out_about(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for one that may only be read, which the superuser's permissions do not show."""
+
+    def refuse(*_: object) -> int:
+        raise PermissionError(13, "Permission denied")
+
+    path = tmp_path / "result.json"
+    monkeypatch.setattr("chunkgraph.cli.outputs.os.open", refuse)
+    with pytest.raises(ConfigError, match="cannot be written: Permission denied"):
+        check_output("--json", path)
+    path.write_text("old")
+    monkeypatch.setattr("chunkgraph.cli.outputs.os.access", lambda *_: False)
+    with pytest.raises(ConfigError, match="no permission to write it"):
+        check_output("--json", path)
+
+
+def test_a_file_that_cannot_be_renamed_over_is_written_in_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that is mounted into a container."""
+
+    def busy(*_: object) -> None:
+        raise OSError(16, "Device or resource busy")
+
+    path = tmp_path / "result.json"
+    path.write_text("something longer")
+    monkeypatch.setattr(Path, "replace", busy)
+    write(path)
+    assert path.read_text() == "new"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["result.json"]
+
+
+@needs_full
+def test_a_full_disk_is_an_error_of_one_line(tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(FULL)
+    check_output("--json", link)
+    with pytest.raises(OutputError, match=r"--json .*link: cannot be written: No space left"):
+        write_output("--json", link, "new")
+
+
+def test_standard_output_is_a_dash_and_its_own_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = tmp_path / "own"
+    with own.open("w", encoding="utf-8") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        for path in (Path("-"), own, Path(f"/dev/fd/{stream.fileno()}")):
+            assert is_stdout(path)
+            assert not can_be_rewritten(path)
+            assert stream_beside(None, path) is sys.stderr
+            write(path)
+        assert not is_stdout(tmp_path)
+        assert stream_beside(None, tmp_path / "other") is stream
+    assert own.read_text() == "newnewnew"
+    monkeypatch.setattr(sys, "stdout", None)
+    with pytest.raises(ConfigError, match="standard output is closed"):
+        check_output("--json", Path("-"))
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    assert not is_stdout(own)
+
+
+def test_names_of_no_file_are_usage_errors() -> None:
+    assert output_file("a/b") == Path("a/b")
+    for name, problem in {
+        "": "an empty name",
+        "/": "/ is a folder",
+        "a/": "a/ is a folder",
+    }.items():
+        with pytest.raises(Exception, match=problem):
+            output_file(name)
+
+
+def chunkgraph(tmp_path: Path, *arguments: str, stdout: int) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "chunkgraph.cli", *arguments],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@needs_full
+def test_full_standard_output_is_one_line(tmp_path: Path) -> None:
+    with FULL.open("w") as full:
+        done = chunkgraph(tmp_path, "plan", "--pp", "2", "--json", stdout=full.fileno())
+    assert done.returncode == 1
+    assert done.stderr == "error: reading or writing: No space left on device\n"
+
+
+def test_a_picture_alone_is_on_standard_output(tmp_path: Path) -> None:
+    done = chunkgraph(tmp_path, "plan", "--pp", "2", "--svg", "-", stdout=subprocess.PIPE)
+    assert done.returncode == 0
+    assert done.stdout.startswith("<svg")
+    assert done.stdout.endswith("</svg>\n")
+    assert "slots for any legal number" in done.stderr
+    assert json.dumps(list(tmp_path.iterdir())) == "[]"
