@@ -27,6 +27,8 @@ MAX_PANELS = 16
 """Stretches of time that are printed unless all are asked for."""
 
 _MAX_ACTIONS = 10_000
+# Simulating passes over all ranks as many times as there are ranks.
+_MAX_RANKS = 256
 # Colours by name, because terminals with few of them turn finer ones into the same.
 _STYLES = {
     Op.F: "white on blue",
@@ -39,6 +41,8 @@ _STYLES = {
 def too_large(shape: PipelineShape) -> str | None:
     """Why a step is not drawn and what to do; None if it can be."""
     num_actions = 2 * shape.num_microbatches * shape.num_stages
+    if shape.num_ranks > _MAX_RANKS:
+        return f"the step has {shape.num_ranks} ranks, and at most {_MAX_RANKS} are drawn"
     if num_actions <= _MAX_ACTIONS:
         return None
     return (
