@@ -9,17 +9,31 @@ from the called tensor method.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
 import torch
 from torch._ops import OpOverload
-from torch.overrides import TorchFunctionMode, resolve_name
+from torch.overrides import (
+    TorchFunctionMode,
+    _get_current_function_mode_stack,
+    resolve_name,
+)
 
 from chunkgraph.errors import IllegalOperationError
 from chunkgraph.graphs.location import current_location
+from chunkgraph.graphs.random_state import draws, given_generator, replaced
 
-__all__ = ["HostReadGuard", "check_operator", "illegal_operation"]
+__all__ = [
+    "HostReadGuard",
+    "check_backward",
+    "check_generator",
+    "check_operator",
+    "illegal_operation",
+    "no_compiled_kernels",
+]
 
 _aten = torch.ops.aten
 
@@ -37,6 +51,22 @@ _HOST_READS: dict[Any, str] = {
     torch.Tensor.__float__: "reads a tensor on the host",
     torch.Tensor.__index__: "reads a tensor on the host",
     torch.Tensor.__contains__: "reads a tensor on the host",
+    torch.Tensor.__complex__: "reads a tensor on the host",
+    torch.Tensor.__repr__: "prints a tensor, which reads it on the host",
+    torch.Tensor.__format__: "prints a tensor, which reads it on the host",
+    torch.Tensor.__array__: "gives a tensor to NumPy, which reads it on the host",
+    torch.Tensor.__dlpack__: "gives a tensor to another library, which may read it on the host",
+}
+_SPLITS = {torch.tensor_split, torch.Tensor.tensor_split}
+_one_hot = torch.nn.functional.one_hot
+
+# Backwards that read values on the host, unless torch sees a dispatch mode, for which it takes
+# other formulas with other bits: by node, the operator that only this formula runs (None: any).
+_READING_BACKWARDS: dict[str, OpOverload | None] = {
+    "ProdBackward0": None,
+    "ProdBackward1": None,
+    "CumprodBackward0": None,
+    "MaskedFillBackward1": _aten.where.self,  # the gradient of the number that is filled in
 }
 
 
@@ -72,9 +102,52 @@ def check_operator(
     why = _why_never(func)
     if why is not None:
         raise illegal_operation(str(func), why, label)
-    if func is _aten.lift_fresh.default and cast("torch.Tensor", args[0]).dim() > 0:
+    if func is _aten.lift_fresh.default and not args[0].untyped_storage().resizable():
         raise illegal_operation(
-            "torch.tensor(...)", "copies host data to the device inside the chunk", label
+            "torch.from_numpy", "shares memory with the host, whose changes no replay sees", label
+        )
+    check_backward(func, args, label)
+
+
+def check_backward(func: OpOverload, args: Sequence[Any], label: str) -> None:
+    """Refuse backwards that read values on the host, which a dispatch mode alone hides.
+
+    Raises:
+        IllegalOperationError: naming the backward.
+    """
+    node = torch._C._current_autograd_node()
+    if node is None:
+        return
+    name = node.name()
+    if name not in _READING_BACKWARDS or _READING_BACKWARDS[name] not in (None, func):
+        return
+    if any(isinstance(a, torch.Tensor) and a.numel() > 1 for a in args):
+        raise illegal_operation(
+            name.removesuffix("0").removesuffix("1"), "reads device values on the host", label
+        )
+
+
+def check_generator(
+    func: OpOverload,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    declared: Sequence[torch.Generator],
+    label: str,
+) -> None:
+    """Refuse draws from a generator that the capture does not know.
+
+    Raises:
+        IllegalOperationError: with operator, reason, file and line.
+    """
+    if not draws(func):
+        return
+    generator = given_generator(args, kwargs)
+    if generator is not None and not any(generator._cdata == known._cdata for known in declared):
+        raise illegal_operation(
+            str(func),
+            "draws from a generator that was not declared (pass it to ChunkGraphs as one of "
+            "`generators`)",
+            label,
         )
 
 
@@ -104,6 +177,52 @@ def _is_mask(index: object) -> bool:
     return isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)
 
 
+def _one_hot_of_device(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
+    """`F.one_hot` as on a GPU: torch looks at the classes on the host for a CPU tensor alone."""
+    if num_classes <= 0 or tensor.dtype != torch.int64:
+        return cast("torch.Tensor", _one_hot(tensor, num_classes))
+    return tensor.new_zeros(*tensor.shape, num_classes).scatter_(-1, tensor.unsqueeze(-1), 1)
+
+
+@contextmanager
+def no_compiled_kernels() -> Iterator[None]:
+    """Refuse functions that `torch.compile` makes kernels of: the recorder sees no such kernel.
+
+    Backends that run torch's own operators, such as ``aot_eager``, compile nothing while a
+    dispatch mode is on, and have the same bits without it.
+    """
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    if dynamo is None or not hasattr(dynamo, "_callback_from_stance"):
+        yield
+        return
+    with replaced(dynamo, "_callback_from_stance", _refusing_inductor):
+        yield
+
+
+def _refusing_inductor(callback_from_stance: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def callback_of(callback: Any) -> Any:
+        chosen = backend = callback_from_stance(callback)
+        guard = next(
+            (m for m in _get_current_function_mode_stack() if isinstance(m, HostReadGuard)), None
+        )
+        while hasattr(backend, "_torchdynamo_orig_backend"):
+            backend = backend._torchdynamo_orig_backend
+        if (
+            guard is not None
+            and getattr(backend, "compiler_name", None) == "inductor"
+            and not torch._dynamo.config.disable
+        ):
+            raise illegal_operation(
+                "torch.compile(backend='inductor')",
+                "makes kernels that the CPU recorder cannot record (compile with 'aot_eager' on "
+                "a CPU; a CUDA graph holds them)",
+                guard.label,
+            )
+        return chosen
+
+    return callback_of
+
+
 class HostReadGuard(TorchFunctionMode):
     """Refuses tensor methods that reach the host without passing the dispatcher."""
 
@@ -125,6 +244,12 @@ class HostReadGuard(TorchFunctionMode):
             indices = args[1] if isinstance(args[1], (tuple, list)) else (args[1],)
             if any(_is_mask(i) for i in indices):
                 raise illegal_operation(resolve_name(func) or str(func), _BY_MASK, self.label)
+        if func is _one_hot and len(args) + len(kwargs or {}) > 1:
+            return _one_hot_of_device(*args, **(kwargs or {}))
+        if func in _SPLITS and any(isinstance(a, torch.Tensor) for a in args[1:]):
+            raise illegal_operation(
+                "torch.tensor_split", "reads indices or sections on the host", self.label
+            )
         # Only the literal: a `torch.device` is as often the device of another tensor of the chunk.
         if func is torch.Tensor.to and "cpu" in _names(args[1:], kwargs):
             raise illegal_operation(

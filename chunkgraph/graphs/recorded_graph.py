@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,13 @@ from chunkgraph.graphs.simulated_pool import SimulatedPool
 
 __all__ = ["RecordedGraph", "wait_for_work"]
 
+_keys = torch._C.DispatchKey
+# What an operator has passed when it is recorded, autograd and autocast among it.
+_ABOVE_RECORDING = (
+    torch._C._dispatch_keyset_full()
+    - torch._C._dispatch_keyset_full_after(_keys.Python)
+    - torch._C.DispatchKeySet(_keys.Python)
+)
 _copy = torch.ops.aten.copy_.default
 _Step = Callable[[], None]
 
@@ -52,6 +60,7 @@ class RecordedGraph:
         binding = _Binding(pools)
         writes: list[tuple[int, int]] = []
         steps: list[_Step] = []
+        grad_mode = False  # as of `replay`
         with torch._C.DisableTorchFunction():
             for entry in log:
                 if isinstance(entry, HostCall):
@@ -65,7 +74,10 @@ class RecordedGraph:
                 results = [None if r is None else binding.bind(r) for r in entry.results]
                 writes.extend(span(r) for r in entry.results if r is not None)
                 writes.extend(span(t) for t in storages_written(entry.func, args, kwargs))
-                steps.append(_operation_step(entry, args, kwargs, results))
+                if entry.grad_mode is not grad_mode:
+                    grad_mode = entry.grad_mode
+                    steps.append(partial(torch._C._set_grad_enabled, grad_mode))
+                steps.append(_operation_step(entry, args, kwargs, results, self.label))
         self._steps = steps
         self._externals = [e for e in externals if e.constant is None or not e.alive.expired()]
         self._writes = AddressRanges(writes)
@@ -88,7 +100,12 @@ class RecordedGraph:
                     "Update parameters and buffers in place (copy_), or release the graphs and "
                     "capture again after replacing them."
                 )
-        with torch.no_grad(), _disable_current_modes(), torch._C.DisableTorchFunction():
+        with (
+            torch.no_grad(),
+            _disable_current_modes(),
+            torch._C.DisableTorchFunction(),
+            torch._C._ExcludeDispatchKeyGuard(_ABOVE_RECORDING),
+        ):
             for step in self._steps:
                 step()
 
@@ -134,7 +151,7 @@ class _Binding:
 
 
 def _operation_step(
-    entry: Operation, args: Any, kwargs: Any, results: Sequence[torch.Tensor | None]
+    entry: Operation, args: Any, kwargs: Any, results: Sequence[torch.Tensor | None], label: str
 ) -> _Step:
     func = entry.func
     if func.namespace == "c10d":
@@ -149,20 +166,32 @@ def _operation_step(
             func(*args, **kwargs)
 
         return run_in_place
+
+    def write(target: torch.Tensor, value: torch.Tensor) -> None:
+        if value.shape != target.shape:
+            raise ReplayMismatchError(
+                f"{label}: {func} gives {tuple(value.shape)}, and gave {tuple(target.shape)} in "
+                f"the capture: its shape depends on values, which a graph cannot hold.\n"
+                f"  at {entry.where}\n  To do: pad to a fixed shape, or move the line out of the "
+                "chunk."
+            )
+        _copy(target, value)
+
     # An operator of several results may have left all but one of them out (frozen parameters).
     kinds = [isinstance(r.type, torch.TensorType) for r in func._schema.returns]
     if len(results) == 1 and kinds == [True]:
         (target,) = results
+        assert target is not None
 
         def run_single() -> None:
-            _copy(target, func(*args, **kwargs))
+            write(target, func(*args, **kwargs))
 
         return run_single
 
     def run() -> None:
         for target, value in zip(results, tensors_in(func(*args, **kwargs)), strict=True):
             if target is not None:
-                _copy(target, value)
+                write(target, value)
 
     return run
 

@@ -25,8 +25,20 @@ from torch.utils._python_dispatch import (
 from chunkgraph.errors import CaptureError, ChunkGraphError
 from chunkgraph.graphs.contract import Pool, Router
 from chunkgraph.graphs.failure import capture_failure
-from chunkgraph.graphs.legality import HostReadGuard, check_operator
+from chunkgraph.graphs.legality import (
+    HostReadGuard,
+    check_generator,
+    check_operator,
+    illegal_operation,
+    no_compiled_kernels,
+)
 from chunkgraph.graphs.location import current_location
+from chunkgraph.graphs.random_state import (
+    PrivateDraws,
+    draw_privately,
+    private_generator,
+    thread_generator,
+)
 from chunkgraph.graphs.ranges import AddressRanges
 from chunkgraph.graphs.recorded_graph import RecordedGraph, wait_for_work
 from chunkgraph.graphs.recording import (
@@ -43,6 +55,9 @@ from chunkgraph.graphs.simulated_pool import SimulatedPool
 
 __all__ = ["RecorderBackend", "host_call"]
 
+_aten = torch.ops.aten
+_EVENLY_DISTRIBUTED = {"MaxBackward1", "MinBackward1", "MedianBackward0", "NanmedianBackward0"}
+_SAVED_STATE = "_chunkgraph_saved_in_capture"
 _UNDEFINED_CONTENTS = ("aten::empty", "aten::new_empty")
 
 
@@ -97,11 +112,16 @@ class RecorderBackend:
     ) -> Iterator[RecordedGraph]:
         """Log what runs inside the block. See `GraphBackend.capture`."""
         assert isinstance(pool, SimulatedPool)
-        states = [(g, g.get_state()) for g in (torch.default_generator, *generators)]
+        states = [(g, g.get_state()) for g in generators]
         graph = RecordedGraph(label)
-        mode = _RecordingMode(label, pool, tuple(self._pools), router)
+        mode = _RecordingMode(label, pool, tuple(self._pools), tuple(generators), router)
         try:
-            with HostReadGuard(label), mode:
+            with (
+                private_generator(_RecordedGenerator(mode)),
+                no_compiled_kernels(),
+                HostReadGuard(label),
+                mode,
+            ):
                 yield graph
             graph.finish(mode.log, mode.externals, tuple(self._pools))
         except ChunkGraphError:
@@ -120,12 +140,9 @@ class RecorderBackend:
 
     @contextmanager
     def preserve_random_state(self) -> Iterator[None]:
-        """Put the default CPU generator's state back on exit."""
-        state = torch.get_rng_state()
-        try:
+        """Draw from a copy of the default CPU generator, so that no other thread notices."""
+        with private_generator(), PrivateDraws():
             yield
-        finally:
-            torch.set_rng_state(state)
 
     def release_cached_memory(self) -> None:
         """Nothing is kept."""
@@ -158,6 +175,50 @@ class RecorderBackend:
         return AddressRanges([(storage.data_ptr(), storage.data_ptr() + storage.nbytes())])
 
 
+class _RecordedGenerator:
+    """Answers for the default generator in a capture: state that is saved and set is recorded.
+
+    A replay saves the state that it finds, and goes on from what was saved last, so that
+    recomputation draws the numbers of its forward.
+    """
+
+    def __init__(self, recording: _RecordingMode) -> None:
+        self._recording = recording
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(thread_generator(), name)
+
+    def get_state(self) -> torch.Tensor:
+        saved = thread_generator().get_state()
+        setattr(saved, _SAVED_STATE, True)
+        self._recording.host_call(lambda: _copy_bytes(saved, thread_generator().get_state()))
+        return saved
+
+    def set_state(self, state: torch.Tensor) -> torch.Generator:
+        if not hasattr(state, _SAVED_STATE):
+            raise self._refused("torch.set_rng_state")
+        self._recording.host_call(lambda: thread_generator().set_state(state))
+        return thread_generator()
+
+    def manual_seed(self, seed: int) -> torch.Generator:
+        raise self._refused("torch.manual_seed")
+
+    def seed(self) -> int:
+        raise self._refused("torch.seed")
+
+    def _refused(self, what: str) -> CaptureError:
+        return illegal_operation(
+            what,
+            "sets the random state to what a replay would not (only a state that the captured "
+            "work itself has saved can be set)",
+            self._recording.label,
+        )
+
+
+def _copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
+    target.copy_(source)
+
+
 class _RecordingMode(TorchDispatchMode):
     """Sees every operator below autograd, forward and backward (both run in this thread)."""
 
@@ -166,6 +227,7 @@ class _RecordingMode(TorchDispatchMode):
         label: str,
         pool: SimulatedPool,
         pools: tuple[SimulatedPool, ...],
+        generators: tuple[torch.Generator, ...],
         router: Router | None,
     ) -> None:
         super().__init__()
@@ -173,6 +235,7 @@ class _RecordingMode(TorchDispatchMode):
         self.pool = pool
         self.router = router
         self.pools = pools
+        self.generators = generators
         self.log: list[Operation | HostCall] = []
         self.externals: list[External] = []
         self._now: dict[int, External] = {}  # by address; one address can serve several in turn
@@ -187,6 +250,10 @@ class _RecordingMode(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         check_operator(func, args, kwargs, self.label)
+        check_generator(func, args, kwargs, self.generators, self.label)
+        if func is _aten.lift_fresh.default:
+            return self._lift(func, args[0])
+        func, args = _formula_of_cpu(func, args)
         written = storages_written(func, args, kwargs)
         given = [*tensors_in(args), *tensors_in(list(kwargs.values()))]
         for tensor in given:
@@ -195,18 +262,28 @@ class _RecordingMode(TorchDispatchMode):
             self._save(tensor)
         args_ref = leaves_replaced(args, torch.Tensor, self._ref)
         kwargs_ref = {k: leaves_replaced(v, torch.Tensor, self._ref) for k, v in kwargs.items()}
-        out = func(*args, **kwargs)
+        out = draw_privately(func, args, kwargs)
         if func.namespace == "c10d":
             # Some backends copy results in the caller's wait, which would be logged as well.
             out = wait_for_work(out)
         known = {t.untyped_storage().data_ptr() for t in given}
         results = self._place(out, known, self._pool_of(func))
-        if any(r is not None for r in results) or written:
+        if any(r is not None for r in results) or written or _only_checks(func):
             fresh_only = func._schema.name.startswith(_UNDEFINED_CONTENTS)
             if not fresh_only:
-                where = current_location()
-                self.log.append(Operation(func, args_ref, kwargs_ref, results, where))
+                self._log(func, args_ref, kwargs_ref, results)
         return out
+
+    def _lift(self, func: OpOverload, tensor: torch.Tensor) -> torch.Tensor:
+        """Record numbers of the host, as of ``torch.tensor``, as a constant of the graph."""
+        constant = tensor.clone()
+        results = self._place(tensor, set(), self._pool_of(func))
+        self._log(_aten.clone.default, (constant,), {}, results)
+        return tensor
+
+    def _log(self, func: OpOverload, args: Any, kwargs: dict[str, Any], results: Any) -> None:
+        grad_mode = torch.is_grad_enabled()
+        self.log.append(Operation(func, args, kwargs, results, current_location(), grad_mode))
 
     def host_call(self, call: Callable[[], None]) -> None:
         self.log.append(HostCall(call))
@@ -281,3 +358,21 @@ class _RecordingMode(TorchDispatchMode):
 
     def _ref(self, tensor: torch.Tensor) -> TensorRef:
         return TensorRef.of(tensor, self._now.get(tensor.untyped_storage().data_ptr()))
+
+
+def _only_checks(func: OpOverload) -> bool:
+    """Whether an operator returns nothing, as of ``torch._assert_async``."""
+    return func.namespace == "aten" and not func._schema.returns
+
+
+def _formula_of_cpu(func: OpOverload, args: tuple[Any, ...]) -> tuple[OpOverload, tuple[Any, ...]]:
+    """The operator that a backward runs on a CPU where it runs ``func`` for a dispatch mode.
+
+    The gradient of a maximum goes to the elements that are equal to it. Multiplied by a mask,
+    zeros elsewhere have the gradient's sign, and are NaN if it is not finite.
+    """
+    if func is _aten.mul.Tensor and args[0].dtype == torch.bool:
+        node = torch._C._current_autograd_node()
+        if node is not None and node.name() in _EVENLY_DISTRIBUTED:
+            return _aten.where.ScalarOther, (*args, 0.0)
+    return func, args

@@ -105,7 +105,8 @@ class Operation:
     """One operator: ``args`` and ``kwargs`` hold `TensorRef` in the place of tensors.
 
     ``results`` has one entry for each tensor output, in flattening order: where to write it, or
-    None for outputs that alias an argument (views, in-place results).
+    None for outputs that alias an argument (views, in-place results). ``grad_mode`` is whether
+    gradients were on: some kernels keep more for a backward then.
     """
 
     func: OpOverload
@@ -113,6 +114,7 @@ class Operation:
     kwargs: dict[str, Any]
     results: tuple[TensorRef | None, ...]
     where: SourceLocation | None
+    grad_mode: bool
 
 
 @dataclass(frozen=True)
