@@ -113,8 +113,13 @@ class GraphBackend(Protocol):
     def on_capture_stream(self) -> AbstractContextManager[None]:
         """Run eager work on the stream that captures use (capture warmup)."""
 
-    def preserve_random_state(self) -> AbstractContextManager[None]:
-        """Put the device's default random state back on exit."""
+    def preserve_random_state(
+        self, generators: Sequence[torch.Generator] = ()
+    ) -> AbstractContextManager[None]:
+        """Leave the device's default random state, and ``generators``, as they are.
+
+        Work inside draws random numbers that are as good as any.
+        """
 
     def release_cached_memory(self) -> None:
         """Give back what the allocator keeps for later eager work, before pools are filled."""

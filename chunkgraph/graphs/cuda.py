@@ -25,6 +25,7 @@ from chunkgraph.graphs.address import tensor_at
 from chunkgraph.graphs.contract import Pool, Router
 from chunkgraph.graphs.failure import capture_failure
 from chunkgraph.graphs.memset_nodes import DamagedGraphError, MemsetKernels
+from chunkgraph.graphs.random_state import states_put_back
 from chunkgraph.graphs.ranges import AddressRanges
 
 __all__ = ["CUDABackend"]
@@ -313,13 +314,11 @@ class CUDABackend:
             current.wait_stream(self.stream)
 
     @contextmanager
-    def preserve_random_state(self) -> Iterator[None]:
-        """Put the device's default generator state back on exit."""
-        state = torch.cuda.get_rng_state(self.device)
-        try:
+    def preserve_random_state(self, generators: Sequence[torch.Generator] = ()) -> Iterator[None]:
+        """Put the states of the device's default generator and of ``generators`` back on exit."""
+        default = torch.cuda.default_generators[self.device.index]
+        with states_put_back((default, *generators)):
             yield
-        finally:
-            torch.cuda.set_rng_state(state, self.device)
 
     def release_cached_memory(self) -> None:
         """Empty the allocator's cache: blocks of eager steps cannot serve a private pool."""

@@ -19,20 +19,21 @@ from torch._ops import OpOverload
 from torch.overrides import (
     TorchFunctionMode,
     _get_current_function_mode_stack,
+    _pop_mode_temporarily,
     resolve_name,
 )
 
 from chunkgraph.errors import IllegalOperationError
 from chunkgraph.graphs.location import current_location
-from chunkgraph.graphs.random_state import draws, given_generator, replaced
+from chunkgraph.graphs.random_state import are_same, draws, given_generator, replaced
 
 __all__ = [
     "HostReadGuard",
+    "as_without_guard",
     "check_backward",
     "check_generator",
     "check_operator",
     "illegal_operation",
-    "no_compiled_kernels",
 ]
 
 _aten = torch.ops.aten
@@ -65,7 +66,6 @@ _one_hot = torch.nn.functional.one_hot
 _READING_BACKWARDS: dict[str, OpOverload | None] = {
     "ProdBackward0": None,
     "ProdBackward1": None,
-    "CumprodBackward0": None,
     "MaskedFillBackward1": _aten.where.self,  # the gradient of the number that is filled in
 }
 
@@ -142,7 +142,7 @@ def check_generator(
     if not draws(func):
         return
     generator = given_generator(args, kwargs)
-    if generator is not None and not any(generator._cdata == known._cdata for known in declared):
+    if generator is not None and not any(are_same(generator, known) for known in declared):
         raise illegal_operation(
             str(func),
             "draws from a generator that was not declared (pass it to ChunkGraphs as one of "
@@ -180,33 +180,49 @@ def _is_mask(index: object) -> bool:
 def _one_hot_of_device(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
     """`F.one_hot` as on a GPU: torch looks at the classes on the host for a CPU tensor alone."""
     if num_classes <= 0 or tensor.dtype != torch.int64:
-        return cast("torch.Tensor", _one_hot(tensor, num_classes))
+        return _one_hot(tensor, num_classes)
     return tensor.new_zeros(*tensor.shape, num_classes).scatter_(-1, tensor.unsqueeze(-1), 1)
 
 
 @contextmanager
-def no_compiled_kernels() -> Iterator[None]:
-    """Refuse functions that `torch.compile` makes kernels of: the recorder sees no such kernel.
+def as_without_guard() -> Iterator[None]:
+    """Let torch choose what it runs as it does without a `HostReadGuard`, or refuse.
 
-    Backends that run torch's own operators, such as ``aot_eager``, compile nothing while a
-    dispatch mode is on, and have the same bits without it.
+    Some modules take another path if functions are overridden, as a mode does. Functions that
+    `torch.compile` makes kernels of are refused: the recorder does not see these kernels. Backends
+    that run torch's own operators, such as ``aot_eager``, compile nothing while a dispatch mode is
+    on, and have the same bits without it.
     """
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")
-    if dynamo is None or not hasattr(dynamo, "_callback_from_stance"):
+    with ExitStack() as stack:
+        stack.enter_context(replaced(torch.overrides, "has_torch_function", _unguarded))
+        dynamo = sys.modules.get("torch._dynamo.eval_frame")
+        if dynamo is not None and hasattr(dynamo, "_callback_from_stance"):
+            stack.enter_context(replaced(dynamo, "_callback_from_stance", _refusing_inductor))
         yield
-        return
-    with replaced(dynamo, "_callback_from_stance", _refusing_inductor):
-        yield
+
+
+def _current_guard() -> HostReadGuard | None:
+    modes = _get_current_function_mode_stack()
+    return next((m for m in reversed(modes) if isinstance(m, HostReadGuard)), None)
+
+
+def _unguarded(has_torch_function: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    def of_others(args: Any) -> bool:
+        modes = _get_current_function_mode_stack()
+        if len(modes) != 1 or not isinstance(modes[0], HostReadGuard):
+            return has_torch_function(args)
+        with _pop_mode_temporarily():
+            return has_torch_function(args)
+
+    return of_others
 
 
 def _refusing_inductor(callback_from_stance: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def callback_of(callback: Any) -> Any:
         chosen = backend = callback_from_stance(callback)
-        guard = next(
-            (m for m in _get_current_function_mode_stack() if isinstance(m, HostReadGuard)), None
-        )
         while hasattr(backend, "_torchdynamo_orig_backend"):
             backend = backend._torchdynamo_orig_backend
+        guard = _current_guard()
         if (
             guard is not None
             and getattr(backend, "compiler_name", None) == "inductor"
@@ -246,7 +262,9 @@ class HostReadGuard(TorchFunctionMode):
                 raise illegal_operation(resolve_name(func) or str(func), _BY_MASK, self.label)
         if func is _one_hot and len(args) + len(kwargs or {}) > 1:
             return _one_hot_of_device(*args, **(kwargs or {}))
-        if func in _SPLITS and any(isinstance(a, torch.Tensor) for a in args[1:]):
+        if func in _SPLITS and any(
+            isinstance(a, torch.Tensor) for a in (*args[1:], *(kwargs or {}).values())
+        ):
             raise illegal_operation(
                 "torch.tensor_split", "reads indices or sections on the host", self.label
             )

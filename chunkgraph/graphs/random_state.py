@@ -20,11 +20,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "PrivateDraws",
+    "are_same",
     "draw_privately",
     "draws",
     "given_generator",
     "private_generator",
     "replaced",
+    "states_put_back",
     "thread_generator",
 ]
 
@@ -66,7 +68,7 @@ def replaced(module: ModuleType, name: str, make: Callable[[Any], Any]) -> Itera
 
 
 class _ThreadsGenerator:
-    """Stands for the default generator in `torch.random`: each thread reaches what it draws from."""
+    """Stands for the default generator in `torch.random`: a thread reaches what it draws from."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(_local.access or thread_generator(), name)
@@ -95,6 +97,17 @@ def private_generator(access: Any = None) -> Iterator[None]:
             yield
         finally:
             _local.generator, _local.access = outer
+
+
+@contextmanager
+def states_put_back(generators: Sequence[torch.Generator]) -> Iterator[None]:
+    """Put the states of ``generators`` back on exit."""
+    states = [generator.get_state() for generator in generators]
+    try:
+        yield
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
 
 
 def draw_privately(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -134,11 +147,15 @@ def draws(func: OpOverload) -> bool:
     return torch.Tag.nondeterministic_seeded in func.tags
 
 
+def are_same(one: torch.Generator, other: torch.Generator) -> bool:
+    """Whether both are one generator, for which torch may make several Python objects."""
+    return bool(one._cdata == other._cdata)  # type: ignore[attr-defined]
+
+
 def given_generator(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Generator | None:
     """The generator that an operator is given, unless that is the default one."""
     for value in (*args, *kwargs.values()):
-        # The same generator may come as another Python object.
-        if isinstance(value, torch.Generator) and value._cdata != torch.default_generator._cdata:
+        if isinstance(value, torch.Generator) and not are_same(value, torch.default_generator):
             return value
     return None
 

@@ -38,10 +38,16 @@ _Step = Callable[[], None]
 
 
 class RecordedGraph:
-    """A finished recording. Made by `RecorderBackend.capture`, which calls `finish`."""
+    """A finished recording. Made by `RecorderBackend.capture`, which calls `finish`.
 
-    def __init__(self, label: str) -> None:
+    Args:
+        label: names the graph in errors.
+        pool: kept as long as the graph.
+    """
+
+    def __init__(self, label: str, pool: SimulatedPool) -> None:
         self.label = label
+        self.pool = pool
         self._steps: list[_Step] | None = None
         self._externals: list[External] = []
         self._writes = AddressRanges()

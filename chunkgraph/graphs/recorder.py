@@ -27,16 +27,17 @@ from chunkgraph.graphs.contract import Pool, Router
 from chunkgraph.graphs.failure import capture_failure
 from chunkgraph.graphs.legality import (
     HostReadGuard,
+    as_without_guard,
     check_generator,
     check_operator,
     illegal_operation,
-    no_compiled_kernels,
 )
 from chunkgraph.graphs.location import current_location
 from chunkgraph.graphs.random_state import (
     PrivateDraws,
     draw_privately,
     private_generator,
+    states_put_back,
     thread_generator,
 )
 from chunkgraph.graphs.ranges import AddressRanges
@@ -112,13 +113,13 @@ class RecorderBackend:
     ) -> Iterator[RecordedGraph]:
         """Log what runs inside the block. See `GraphBackend.capture`."""
         assert isinstance(pool, SimulatedPool)
-        states = [(g, g.get_state()) for g in generators]
-        graph = RecordedGraph(label)
+        graph = RecordedGraph(label, pool)
         mode = _RecordingMode(label, pool, tuple(self._pools), tuple(generators), router)
         try:
             with (
+                states_put_back(generators),
                 private_generator(_RecordedGenerator(mode)),
-                no_compiled_kernels(),
+                as_without_guard(),
                 HostReadGuard(label),
                 mode,
             ):
@@ -130,8 +131,6 @@ class RecorderBackend:
             raise capture_failure(label, error) from error
         finally:
             mode.restore()
-            for generator, state in states:
-                generator.set_state(state)
 
     @contextmanager
     def on_capture_stream(self) -> Iterator[None]:
@@ -139,9 +138,9 @@ class RecorderBackend:
         yield
 
     @contextmanager
-    def preserve_random_state(self) -> Iterator[None]:
-        """Draw from a copy of the default CPU generator, so that no other thread notices."""
-        with private_generator(), PrivateDraws():
+    def preserve_random_state(self, generators: Sequence[torch.Generator] = ()) -> Iterator[None]:
+        """Draw from a copy of the default generator, so that no other thread notices."""
+        with states_put_back(generators), private_generator(), PrivateDraws():
             yield
 
     def release_cached_memory(self) -> None:
@@ -191,16 +190,24 @@ class _RecordedGenerator:
     def get_state(self) -> torch.Tensor:
         saved = thread_generator().get_state()
         setattr(saved, _SAVED_STATE, True)
-        self._recording.host_call(lambda: _copy_bytes(saved, thread_generator().get_state()))
+
+        def save() -> None:
+            saved.copy_(thread_generator().get_state())
+
+        self._recording.host_call(save)
         return saved
 
     def set_state(self, state: torch.Tensor) -> torch.Generator:
         if not hasattr(state, _SAVED_STATE):
             raise self._refused("torch.set_rng_state")
-        self._recording.host_call(lambda: thread_generator().set_state(state))
+
+        def set_saved() -> None:
+            thread_generator().set_state(state)
+
+        self._recording.host_call(set_saved)
         return thread_generator()
 
-    def manual_seed(self, seed: int) -> torch.Generator:
+    def manual_seed(self, _seed: int) -> torch.Generator:
         raise self._refused("torch.manual_seed")
 
     def seed(self) -> int:
@@ -213,10 +220,6 @@ class _RecordedGenerator:
             "work itself has saved can be set)",
             self._recording.label,
         )
-
-
-def _copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
-    target.copy_(source)
 
 
 class _RecordingMode(TorchDispatchMode):
@@ -255,7 +258,11 @@ class _RecordingMode(TorchDispatchMode):
             return self._lift(func, args[0])
         func, args = _formula_of_cpu(func, args)
         written = storages_written(func, args, kwargs)
-        given = [*tensors_in(args), *tensors_in(list(kwargs.values()))]
+        given = [
+            t
+            for t in (*tensors_in(args), *tensors_in(list(kwargs.values())))
+            if not t._is_zerotensor()  # a gradient that is zero, without memory
+        ]
         for tensor in given:
             self._meet(tensor, func)
         for tensor in written:
@@ -344,6 +351,9 @@ class _RecordingMode(TorchDispatchMode):
         moved: dict[int, torch.UntypedStorage] = {}
         results: list[TensorRef | None] = []
         for tensor in tensors_in(out):
+            if tensor._is_zerotensor():
+                results.append(None)
+                continue
             storage = tensor.untyped_storage()
             start = storage.data_ptr()
             if storage.nbytes() == 0 or start in known:
@@ -356,7 +366,9 @@ class _RecordingMode(TorchDispatchMode):
             results.append(TensorRef.of(tensor))
         return tuple(results)
 
-    def _ref(self, tensor: torch.Tensor) -> TensorRef:
+    def _ref(self, tensor: torch.Tensor) -> TensorRef | torch.Tensor:
+        if tensor._is_zerotensor():
+            return tensor
         return TensorRef.of(tensor, self._now.get(tensor.untyped_storage().data_ptr()))
 
 
