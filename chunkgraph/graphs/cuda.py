@@ -12,7 +12,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,8 +24,10 @@ from chunkgraph.errors import CaptureError, ChunkGraphError
 from chunkgraph.graphs.address import tensor_at
 from chunkgraph.graphs.contract import Pool, Router
 from chunkgraph.graphs.failure import capture_failure
+from chunkgraph.graphs.host_constants import HostConstants, HostMemory
+from chunkgraph.graphs.legality import CapturedGenerator, check_backward
 from chunkgraph.graphs.memset_nodes import DamagedGraphError, MemsetKernels
-from chunkgraph.graphs.random_state import states_put_back
+from chunkgraph.graphs.random_state import private_generator, states_put_back
 from chunkgraph.graphs.ranges import AddressRanges
 
 __all__ = ["CUDABackend"]
@@ -121,12 +123,14 @@ class CUDAGraphHandle:
         label: str,
         pool: CUDAPool,
         scratch: CUDAPool | None = None,
+        constants: HostConstants | None = None,
         *,
         memset_kernels: MemsetKernels | None = None,
     ) -> None:
         self.label = label
         self.pool = pool
         self.scratch = scratch
+        self._constants = constants  # keeps what the graph copies from
         self._memset_kernels = memset_kernels
         self.graph: torch.cuda.CUDAGraph | None = (
             torch.cuda.CUDAGraph(keep_graph=True) if memset_kernels else torch.cuda.CUDAGraph()
@@ -157,11 +161,18 @@ class CUDAGraphHandle:
             raise
 
     def replay(self) -> None:
-        """Launch on the current stream; the host does not wait."""
+        """Launch on the current stream; the host does not wait.
+
+        Raises:
+            ReplayMismatchError: what the capture read on the host has changed.
+        """
         if self.graph is None:
             raise CaptureError(
                 f"{self.label} was released or never captured; it cannot be replayed."
             )
+        if self._constants is not None:
+            for tensor in self._constants.outside:
+                tensor.check(self.label)
         self.graph.replay()
 
     def writes(self) -> AddressRanges:
@@ -173,18 +184,28 @@ class CUDAGraphHandle:
         """Destroy the graph; its pool is freed with the last graph on it."""
         if self.graph is not None:
             self.graph.reset()
-            self.graph = None
+            self.graph = self._constants = None
 
 
-class _RoutingMode(TorchDispatchMode):
-    """Lets a router choose the pool of every operator's results."""
+class _CaptureMode(TorchDispatchMode):
+    """Sees the operators of a capture: chooses their pools and serves what they read on the host.
 
-    def __init__(self, router: Router) -> None:
+    Args:
+        label: of the capture, for errors.
+        router: of pools; None: there is one.
+        memory: of the constants.
+    """
+
+    def __init__(self, label: str, router: Router | None, memory: HostMemory) -> None:
         super().__init__()
-        assert isinstance(router.scratch, CUDAPool)
-        router.scratch.hold()
+        self.scratch: CUDAPool | None = None
+        if router is not None:
+            assert isinstance(router.scratch, CUDAPool)
+            router.scratch.hold()
+            self.scratch = router.scratch
+        self.constants = HostConstants(label, memory)
+        self._label = label
         self._router = router
-        self.scratch = router.scratch
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -198,9 +219,22 @@ class _RoutingMode(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        to_scratch = self._router.goes_to_scratch(func)
-        with self.scratch.serving_this_thread() if to_scratch else nullcontext():
-            return func(*args, **(kwargs or {}))
+        check_backward(func, args, self._label)
+        if self.scratch is None or self._router is None or not self._router.goes_to_scratch(func):
+            return self.constants.run(func, args, kwargs or {})
+        with self.scratch.serving_this_thread():
+            return self.constants.run(func, args, kwargs or {})
+
+
+@contextmanager
+def _lifting_from_host() -> Iterator[None]:
+    """Let `torch.tensor` with a device copy by an operator that dispatch modes see."""
+    before = torch._C._only_lift_cpu_tensors()
+    torch._C._set_only_lift_cpu_tensors(True)
+    try:
+        yield
+    finally:
+        torch._C._set_only_lift_cpu_tensors(before)
 
 
 class CUDABackend:
@@ -218,6 +252,7 @@ class CUDABackend:
         self.device = device or torch.device("cuda", torch.cuda.current_device())
         self.stream = torch.cuda.Stream(self.device)
         self._token = torch.zeros(1, device=self.device)
+        self._host_memory: HostMemory | None = None
         self._memset_kernels: MemsetKernels | None = None
         self.memsets_kept = ""
         if memset_kernels:
@@ -242,12 +277,11 @@ class CUDABackend:
     ) -> Iterator[CUDAGraphHandle]:
         """Stream-capture the block. See `GraphBackend.capture`."""
         assert isinstance(pool, CUDAPool)
-        routing = _RoutingMode(router) if router is not None else None
+        if self._host_memory is None:
+            self._host_memory = HostMemory(is_pinned=True)
+        mode = _CaptureMode(label, router, self._host_memory)
         handle = CUDAGraphHandle(
-            label,
-            pool,
-            routing.scratch if routing else None,
-            memset_kernels=self._memset_kernels,
+            label, pool, mode.scratch, mode.constants, memset_kernels=self._memset_kernels
         )
         graph = handle.graph
         assert graph is not None
@@ -257,7 +291,7 @@ class CUDABackend:
         with collector_paused(), torch.cuda.stream(self.stream):
             graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
             try:
-                with routing if routing is not None else nullcontext():
+                with private_generator(CapturedGenerator(label)), _lifting_from_host(), mode:
                     yield handle
             except BaseException as error:
                 self._abandon(handle, generators)

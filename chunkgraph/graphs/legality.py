@@ -9,7 +9,7 @@ from the called tensor method.
 from __future__ import annotations
 
 import functools
-import sys
+import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, cast
@@ -25,9 +25,16 @@ from torch.overrides import (
 
 from chunkgraph.errors import IllegalOperationError
 from chunkgraph.graphs.location import current_location
-from chunkgraph.graphs.random_state import are_same, draws, given_generator, replaced
+from chunkgraph.graphs.random_state import (
+    are_same,
+    draws,
+    given_generator,
+    replaced,
+    thread_generator,
+)
 
 __all__ = [
+    "CapturedGenerator",
     "HostReadGuard",
     "as_without_guard",
     "check_backward",
@@ -58,6 +65,7 @@ _HOST_READS: dict[Any, str] = {
     torch.Tensor.__array__: "gives a tensor to NumPy, which reads it on the host",
     torch.Tensor.__dlpack__: "gives a tensor to another library, which may read it on the host",
 }
+_SAVED_STATE = "_chunkgraph_saved_in_capture"
 _SPLITS = {torch.tensor_split, torch.Tensor.tensor_split}
 _one_hot = torch.nn.functional.one_hot
 
@@ -184,6 +192,54 @@ def _one_hot_of_device(tensor: torch.Tensor, num_classes: int = -1) -> torch.Ten
     return tensor.new_zeros(*tensor.shape, num_classes).scatter_(-1, tensor.unsqueeze(-1), 1)
 
 
+class CapturedGenerator:
+    """Answers for the default generator of the CPU in a capture.
+
+    State that the work saves can be set again. Any other, and seeds, a replay would not set.
+
+    Args:
+        label: of the capture, for errors.
+    """
+
+    def __init__(self, label: str) -> None:
+        self._label = label
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(thread_generator(), name)
+
+    def get_state(self) -> torch.Tensor:
+        """The state, which `set_state` takes in this capture and in others."""
+        state = thread_generator().get_state()
+        setattr(state, _SAVED_STATE, True)
+        return state
+
+    def set_state(self, state: torch.Tensor) -> torch.Generator:
+        """Go on from a state of `get_state`.
+
+        Raises:
+            IllegalOperationError: it is another.
+        """
+        if not hasattr(state, _SAVED_STATE):
+            raise self._refused("torch.set_rng_state")
+        return thread_generator().set_state(state)
+
+    def manual_seed(self, _seed: int) -> torch.Generator:
+        """Refuse to."""
+        raise self._refused("torch.manual_seed")
+
+    def seed(self) -> int:
+        """Refuse to."""
+        raise self._refused("torch.seed")
+
+    def _refused(self, what: str) -> IllegalOperationError:
+        return illegal_operation(
+            what,
+            "sets the random state to what a replay would not (only a state that the captured "
+            "work itself has saved can be set)",
+            self._label,
+        )
+
+
 @contextmanager
 def as_without_guard() -> Iterator[None]:
     """Let torch choose what it runs as it does without a `HostReadGuard`, or refuse.
@@ -195,8 +251,8 @@ def as_without_guard() -> Iterator[None]:
     """
     with ExitStack() as stack:
         stack.enter_context(replaced(torch.overrides, "has_torch_function", _unguarded))
-        dynamo = sys.modules.get("torch._dynamo.eval_frame")
-        if dynamo is not None and hasattr(dynamo, "_callback_from_stance"):
+        dynamo = importlib.import_module("torch._dynamo.eval_frame")  # as dispatch modes do
+        if hasattr(dynamo, "_callback_from_stance"):
             stack.enter_context(replaced(dynamo, "_callback_from_stance", _refusing_inductor))
         yield
 

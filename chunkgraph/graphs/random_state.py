@@ -28,6 +28,7 @@ __all__ = [
     "replaced",
     "states_put_back",
     "thread_generator",
+    "unanswered",
 ]
 
 
@@ -97,6 +98,16 @@ def private_generator(access: Any = None) -> Iterator[None]:
             yield
         finally:
             _local.generator, _local.access = outer
+
+
+@contextmanager
+def unanswered() -> Iterator[None]:
+    """In the block, calls of `torch.random` reach this thread's generator itself."""
+    access, _local.access = _local.access, None
+    try:
+        yield
+    finally:
+        _local.access = access
 
 
 @contextmanager

@@ -26,11 +26,11 @@ from chunkgraph.errors import CaptureError, ChunkGraphError
 from chunkgraph.graphs.contract import Pool, Router
 from chunkgraph.graphs.failure import capture_failure
 from chunkgraph.graphs.legality import (
+    CapturedGenerator,
     HostReadGuard,
     as_without_guard,
     check_generator,
     check_operator,
-    illegal_operation,
 )
 from chunkgraph.graphs.location import current_location
 from chunkgraph.graphs.random_state import (
@@ -39,6 +39,7 @@ from chunkgraph.graphs.random_state import (
     private_generator,
     states_put_back,
     thread_generator,
+    unanswered,
 )
 from chunkgraph.graphs.ranges import AddressRanges
 from chunkgraph.graphs.recorded_graph import RecordedGraph, wait_for_work
@@ -58,7 +59,6 @@ __all__ = ["RecorderBackend", "host_call"]
 
 _aten = torch.ops.aten
 _EVENLY_DISTRIBUTED = {"MaxBackward1", "MinBackward1", "MedianBackward0", "NanmedianBackward0"}
-_SAVED_STATE = "_chunkgraph_saved_in_capture"
 _UNDEFINED_CONTENTS = ("aten::empty", "aten::new_empty")
 
 
@@ -174,22 +174,19 @@ class RecorderBackend:
         return AddressRanges([(storage.data_ptr(), storage.data_ptr() + storage.nbytes())])
 
 
-class _RecordedGenerator:
-    """Answers for the default generator in a capture: state that is saved and set is recorded.
+class _RecordedGenerator(CapturedGenerator):
+    """Records that states are saved and set.
 
     A replay saves the state that it finds, and goes on from what was saved last, so that
     recomputation draws the numbers of its forward.
     """
 
     def __init__(self, recording: _RecordingMode) -> None:
+        super().__init__(recording.label)
         self._recording = recording
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(thread_generator(), name)
-
     def get_state(self) -> torch.Tensor:
-        saved = thread_generator().get_state()
-        setattr(saved, _SAVED_STATE, True)
+        saved = super().get_state()
 
         def save() -> None:
             saved.copy_(thread_generator().get_state())
@@ -198,28 +195,13 @@ class _RecordedGenerator:
         return saved
 
     def set_state(self, state: torch.Tensor) -> torch.Generator:
-        if not hasattr(state, _SAVED_STATE):
-            raise self._refused("torch.set_rng_state")
+        generator = super().set_state(state)
 
         def set_saved() -> None:
             thread_generator().set_state(state)
 
         self._recording.host_call(set_saved)
-        return thread_generator()
-
-    def manual_seed(self, _seed: int) -> torch.Generator:
-        raise self._refused("torch.manual_seed")
-
-    def seed(self) -> int:
-        raise self._refused("torch.seed")
-
-    def _refused(self, what: str) -> CaptureError:
-        return illegal_operation(
-            what,
-            "sets the random state to what a replay would not (only a state that the captured "
-            "work itself has saved can be set)",
-            self._recording.label,
-        )
+        return generator
 
 
 class _RecordingMode(TorchDispatchMode):
@@ -256,24 +238,21 @@ class _RecordingMode(TorchDispatchMode):
         check_generator(func, args, kwargs, self.generators, self.label)
         if func is _aten.lift_fresh.default:
             return self._lift(func, args[0])
-        func, args = _formula_of_cpu(func, args)
+        func, args = _as_recorded(func, args)
         written = storages_written(func, args, kwargs)
-        given = [
-            t
-            for t in (*tensors_in(args), *tensors_in(list(kwargs.values())))
-            if not t._is_zerotensor()  # a gradient that is zero, without memory
-        ]
+        given = [*tensors_in(args), *tensors_in(list(kwargs.values()))]
         for tensor in given:
             self._meet(tensor, func)
         for tensor in written:
             self._save(tensor)
         args_ref = leaves_replaced(args, torch.Tensor, self._ref)
         kwargs_ref = {k: leaves_replaced(v, torch.Tensor, self._ref) for k, v in kwargs.items()}
+        # Before it runs: an output that is given without memory gets some.
+        known = {t.untyped_storage().data_ptr() for t in given}
         out = draw_privately(func, args, kwargs)
         if func.namespace == "c10d":
             # Some backends copy results in the caller's wait, which would be logged as well.
             out = wait_for_work(out)
-        known = {t.untyped_storage().data_ptr() for t in given}
         results = self._place(out, known, self._pool_of(func))
         if any(r is not None for r in results) or written or _only_checks(func):
             fresh_only = func._schema.name.startswith(_UNDEFINED_CONTENTS)
@@ -294,7 +273,7 @@ class _RecordingMode(TorchDispatchMode):
 
     def host_call(self, call: Callable[[], None]) -> None:
         self.log.append(HostCall(call))
-        with _disable_current_modes(), torch._C.DisableTorchFunction():
+        with _disable_current_modes(), torch._C.DisableTorchFunction(), unanswered():
             call()
 
     def restore(self) -> None:
@@ -351,9 +330,6 @@ class _RecordingMode(TorchDispatchMode):
         moved: dict[int, torch.UntypedStorage] = {}
         results: list[TensorRef | None] = []
         for tensor in tensors_in(out):
-            if tensor._is_zerotensor():
-                results.append(None)
-                continue
             storage = tensor.untyped_storage()
             start = storage.data_ptr()
             if storage.nbytes() == 0 or start in known:
@@ -366,9 +342,7 @@ class _RecordingMode(TorchDispatchMode):
             results.append(TensorRef.of(tensor))
         return tuple(results)
 
-    def _ref(self, tensor: torch.Tensor) -> TensorRef | torch.Tensor:
-        if tensor._is_zerotensor():
-            return tensor
+    def _ref(self, tensor: torch.Tensor) -> TensorRef:
         return TensorRef.of(tensor, self._now.get(tensor.untyped_storage().data_ptr()))
 
 
@@ -377,14 +351,14 @@ def _only_checks(func: OpOverload) -> bool:
     return func.namespace == "aten" and not func._schema.returns
 
 
-def _formula_of_cpu(func: OpOverload, args: tuple[Any, ...]) -> tuple[OpOverload, tuple[Any, ...]]:
-    """The operator that a backward runs on a CPU where it runs ``func`` for a dispatch mode.
-
-    The gradient of a maximum goes to the elements that are equal to it. Multiplied by a mask,
-    zeros elsewhere have the gradient's sign, and are NaN if it is not finite.
-    """
+def _as_recorded(func: OpOverload, args: tuple[Any, ...]) -> tuple[OpOverload, tuple[Any, ...]]:
+    """What stands in the log for an operator that cannot, with the bits of eager work on a CPU."""
+    if func is _aten._efficientzerotensor.default:  # a gradient that is zero, without memory
+        return _aten.zeros.default, args
     if func is _aten.mul.Tensor and args[0].dtype == torch.bool:
         node = torch._C._current_autograd_node()
         if node is not None and node.name() in _EVENLY_DISTRIBUTED:
+            # For a dispatch mode the gradient of a maximum is multiplied by a mask: zeros have the
+            # gradient's sign then, and are NaN if it is not finite.
             return _aten.where.ScalarOther, (*args, 0.0)
     return func, args

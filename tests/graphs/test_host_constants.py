@@ -1,0 +1,131 @@
+"""Host tensors in a CUDA capture. The device is ``meta`` here, which computes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from chunkgraph.errors import IllegalOperationError, ReplayMismatchError
+from chunkgraph.graphs import GraphBackend
+from chunkgraph.graphs.cuda import _CaptureMode
+from chunkgraph.graphs.host_constants import HostConstants, HostMemory
+
+
+def mode_of(constants: HostConstants) -> _CaptureMode:
+    """The mode of a CUDA capture, for another device."""
+    mode = _CaptureMode("chunk", None, HostMemory(is_pinned=False))
+    mode.constants = constants
+    return mode
+
+
+@contextmanager
+def capturing(memory: HostMemory | None = None) -> Iterator[HostConstants]:
+    constants = HostConstants("chunk", memory or HostMemory(is_pinned=False), device_type="meta")
+    with mode_of(constants):
+        yield constants
+
+
+def test_a_constant_is_copied_from_memory_that_stays() -> None:
+    memory = HostMemory(is_pinned=False)
+    x = torch.ones(2, 3, device="meta", dtype=torch.bfloat16)
+    with capturing(memory) as constants:
+        table = torch.arange(6.0).reshape(3, 2).mul_(2).t()
+        y = table.to(x) * x
+        x.copy_(table)
+        torch.zeros(4).to(x)  # filled, not copied
+    assert (y.dtype, y.shape, y.device.type) == (torch.bfloat16, (2, 3), "meta")
+    held = list(memory._known.values())
+    assert [t.dtype for t in held] == [torch.bfloat16]
+    assert torch.equal(held[0], (torch.arange(6.0).reshape(3, 2) * 2).t().bfloat16())
+    assert held[0].untyped_storage().data_ptr() == memory.bytes.data_ptr()
+    assert constants.outside == []
+
+
+def test_numbers_that_kernels_take_are_constants() -> None:
+    x = torch.ones(3, device="meta")
+    with capturing() as constants:
+        x * torch.tensor(3.0) + torch.full((), 2.0)
+        x[torch.tensor(True)]
+    assert constants.outside == []
+
+
+def test_a_tensor_from_outside_is_compared_before_replays() -> None:
+    scale, table = torch.tensor(float("nan")), np.ones(3, dtype=np.float32)
+    x = torch.ones(3, device="meta")
+    with capturing() as constants:
+        x * scale
+        torch.from_numpy(table).to(x.device)
+    assert len(constants.outside) == 2
+    for tensor in constants.outside:
+        tensor.check("chunk")
+    table[1] = 2
+    with pytest.raises(ReplayMismatchError, match=r"changed(.|\n)*test_host_constants\.py:\d+"):
+        constants.outside[1].check("chunk")
+    constants.outside[0].check("chunk")
+    scale.fill_(1.0)
+    with pytest.raises(ReplayMismatchError, match="changed"):
+        constants.outside[0].check("chunk")
+
+
+def test_a_copy_to_the_host_is_not_compared() -> None:
+    metric, x = torch.zeros(3), torch.ones(3, device="meta")
+
+    class Copying(HostConstants):
+        def _run_on_device(self, func: Any, args: Any, kwargs: Any) -> Any:
+            return args[0]  # meta has nothing to copy
+
+    constants = Copying("chunk", HostMemory(is_pinned=False), device_type="meta")
+    with mode_of(constants):
+        metric.copy_(x)
+    assert constants.outside == []
+
+
+def draws_on_the_host(x: torch.Tensor, _: torch.Tensor) -> None:
+    x * torch.rand(())
+
+
+def writes_outside(_: torch.Tensor, counter: torch.Tensor) -> None:
+    counter.add_(1)
+
+
+@pytest.mark.parametrize("illegal", [draws_on_the_host, writes_outside])
+def test_what_a_replay_would_not_repeat_is_refused_with_its_line(
+    illegal: Callable[[torch.Tensor, torch.Tensor], None],
+) -> None:
+    x, counter = torch.ones(3, device="meta"), torch.zeros(())
+    line = illegal.__code__.co_firstlineno + 1
+    with pytest.raises(IllegalOperationError, match=f"{__file__}:{line}"), capturing():
+        illegal(x, counter)
+    assert counter.item() == 0
+
+
+def test_more_constants_than_there_is_memory_for_are_refused() -> None:
+    x = torch.ones(3, device="meta")
+    with pytest.raises(IllegalOperationError, match="more bytes"), capturing():
+        torch.arange(5_000_000.0).to(x)
+
+
+def test_constants_of_the_host_are_equal_to_eager(backend: GraphBackend) -> None:
+    """Numbers, tables, and what is changed on the host or on the device, replay after replay."""
+    x = torch.ones(3, device=backend.device)
+
+    def program() -> torch.Tensor:
+        table = torch.tensor([1.0, 2.0, 3.0])
+        table.mul_(2)
+        on_device = torch.tensor([3, 2, 1], device=x.device, dtype=x.dtype)
+        on_device.add_(x)
+        state = torch.zeros(2, 3).to(x)
+        state += x
+        return (table.to(x) + on_device) * torch.tensor(3.0) + state.sum(0)
+
+    with backend.capture("constants", backend.new_pool("pool")) as graph:
+        out = program()
+    for value in (2.0, 5.0):
+        x.fill_(value)
+        graph.replay()
+        assert torch.equal(out, program())

@@ -1,0 +1,73 @@
+"""What a recording leaves of the random state that all threads of the process share."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+from torch import nn
+
+from chunkgraph.graphs import RecorderBackend
+
+
+def test_what_another_thread_draws_in_a_session_is_drawn_once() -> None:
+    """A session that set the state back would let it draw the same numbers again."""
+    backend = RecorderBackend()
+    layer = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5))
+    x = torch.randn(4, 8)
+    torch.manual_seed(5)
+    expected = torch.rand(6).tolist()
+    torch.manual_seed(5)
+    drawn: list[float] = []
+
+    def draw() -> None:
+        thread = threading.Thread(target=lambda: drawn.append(torch.rand(1).item()))
+        thread.start()
+        thread.join()
+
+    with backend.preserve_random_state():
+        draw()
+        layer(x)
+        torch.randperm(9)
+        torch.rand_like(x)
+        draw()
+        with backend.capture("layer", backend.new_pool("pool")):
+            layer(x)
+            draw()
+            torch.randn(4)
+        draw()
+    draw()
+    drawn.append(torch.rand(1).item())
+    assert drawn == expected
+
+
+def test_another_thread_keeps_its_calls_of_the_random_state() -> None:
+    backend = RecorderBackend()
+    torch.manual_seed(7)
+    expected = torch.rand(2)
+
+    def seed() -> None:
+        torch.manual_seed(7)
+
+    with backend.capture("nothing", backend.new_pool("pool")):
+        thread = threading.Thread(target=seed)
+        thread.start()
+        thread.join()
+    assert torch.equal(torch.rand(2), expected)
+    assert torch.random.default_generator is torch.default_generator
+
+
+def test_declared_generators_are_left_as_they_are_and_drawn_from_in_replays() -> None:
+    backend = RecorderBackend()
+    generator = torch.Generator().manual_seed(3)
+    expected = [torch.rand(4, generator=generator) for _ in range(2)]
+    generator.manual_seed(3)
+    with backend.preserve_random_state([generator]):
+        torch.rand(4, generator=generator)
+        with backend.capture("draw", backend.new_pool("pool"), [generator]) as graph:
+            out = torch.rand(4, generator=generator)
+    got = []
+    for _ in range(2):
+        graph.replay()
+        got.append(out.clone())
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
