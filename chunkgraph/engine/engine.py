@@ -37,6 +37,7 @@ from chunkgraph.engine.signature import Call
 from chunkgraph.engine.verify import Surroundings
 from chunkgraph.errors import CaptureError, SlotError
 from chunkgraph.graphs import GraphBackend
+from chunkgraph.memory import plan_for_slots
 
 __all__ = ["ChunkGraphs"]
 
@@ -131,7 +132,7 @@ class ChunkGraphs:
             chunks=self._chunks,
             num_slots=self._num_slots,
             settings=SessionSettings(
-                memory_plan=self.options.memory_plan,
+                memory_plan=plan_for_slots(self.options.memory_plan, sum(num_slots)),
                 shared_slots=self.options.shared_slots,
                 num_passes=self.num_warmup_passes,
                 scope=capture_scope,
@@ -312,6 +313,10 @@ class ChunkGraphs:
         finally:
             self.mode = StepMode.OUTSIDE
         self.counters.fallbacks[reason.text] += 1
+        if wants_samples:
+            # What the optimizer makes next, to keep, would else be cut out of blocks that only this
+            # step needed, and pin the rest of them behind the captures.
+            self._backend.release_cached_memory()
 
     # -- capture -------------------------------------------------------------------------------
 

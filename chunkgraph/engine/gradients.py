@@ -85,9 +85,20 @@ class GradientSinks:
     def discarding(self, leaves: Sequence[nn.Parameter]) -> Iterator[None]:
         """Inside, gradients go nowhere (capture warmup), one at a time.
 
-        Layers that accumulate in their weight-gradient GEMM write to a throw-away buffer as large
-        as the largest parameter, in the place of ``main_grad``.
+        Layers that accumulate in their weight-gradient GEMM write to ``main_grad``. Where all are
+        zero, as at the begin of a step, they are so again afterwards; otherwise a throw-away buffer
+        as large as the largest parameter stands in their place.
         """
+        given = [s for i, s in enumerate(self._sinks) if i not in self._own]
+        if not any(_has_a_bit(sink) for sink in given):
+            try:
+                with _taking_gradients(leaves, [_discard] * len(leaves)):
+                    yield
+            finally:
+                with torch.no_grad():
+                    for sink in given:
+                        sink.zero_()
+            return
         largest: dict[torch.dtype, int] = {}
         for sink in self._sinks:
             largest[sink.dtype] = max(largest.get(sink.dtype, 0), sink.numel())
@@ -238,6 +249,11 @@ def _has_hooks(parameter: nn.Parameter) -> bool:
 
 def _nothing(*_: object) -> None:
     """Wait for nothing."""
+
+
+def _has_a_bit(tensor: torch.Tensor) -> bool:
+    """Whether it is other than zero_() leaves it, -0.0 included. Waits for the device."""
+    return bool(tensor.detach().reshape(-1).view(torch.uint8).any())
 
 
 def _discard(leaf: torch.Tensor) -> None:

@@ -198,7 +198,10 @@ def capture_session(
             most = [max(w.held_bytes for w in of_chunk) for of_chunk in passes]
             kept = [max(w.kept_bytes for w in of_chunk) for of_chunk in passes]
             check_memory(chunks, num_slots, most, backend, are_shared=settings.shared_slots)
+            allocated = backend.allocated_bytes()
             backend.release_cached_memory()
+            if backend.allocated_bytes() < allocated:
+                backend.take_workspaces()
             total, done = 2 * sum(num_slots) * len(samples), 0
             slot_pools: dict[Hashable, Pool] = {}
             statics: dict[Hashable, SlotStatics] = {}

@@ -26,8 +26,8 @@ class WarmUp:
     Attributes:
         held_bytes: what one forward holds until its backward; 0 without a pass or where nobody
             counts.
-        kept_bytes: of those, what the backward gave back: all but its inputs and what a first pass
-            allocates for good.
+        kept_bytes: of those, what the backward gave back (all but its inputs and what a first pass
+            allocates for good) in pieces that a reserved block can serve.
         trace: of the forward's operators, where the memory plan needs it.
     """
 
@@ -66,8 +66,8 @@ def warm_up(
             is_last = number == num_passes - 1
             with watch_operators() if traces and is_last else nullcontext() as watch:
                 results = flatten(call_with(chunk, sample, inputs))[0]
-            allocated = backend.allocated_bytes()
-            held_bytes = allocated - before
+            held_bytes = backend.allocated_bytes() - before
+            divisible = backend.divisible_bytes()
             trace = watch.trace() if watch is not None else None
             outputs = [t for t in results if isinstance(t, torch.Tensor) and t.requires_grad]
             torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
@@ -77,7 +77,7 @@ def warm_up(
             for leaf in inputs:
                 leaf.grad = None
             # What a first pass leaves for good, such as a library's workspace, no slot keeps.
-            kept_bytes = max(0, allocated - backend.allocated_bytes())
+            kept_bytes = max(0, divisible - backend.divisible_bytes())
     return WarmUp(held_bytes, kept_bytes, trace)
 
 

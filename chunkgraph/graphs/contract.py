@@ -122,10 +122,19 @@ class GraphBackend(Protocol):
         """
 
     def release_cached_memory(self) -> None:
-        """Give back what the allocator keeps for later eager work, before pools are filled."""
+        """Give back what the allocator keeps for later eager work, before pools are filled.
+
+        With it, what matrix libraries keep to work in, unless a graph of anybody's may need it.
+        """
+
+    def take_workspaces(self) -> None:
+        """Have matrix libraries take what they work in on the capture stream, in pieces alone."""
 
     def allocated_bytes(self) -> int:
         """Bytes of live tensors on the device; 0 where nobody counts them."""
+
+    def divisible_bytes(self) -> int:
+        """Of those, what could lie in a block that `Pool.reserve` took; small ones could not."""
 
     def free_bytes(self) -> int | None:
         """Bytes that new allocations could have, cached ones included; None: unknown."""

@@ -8,6 +8,7 @@ from.
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import warnings
 import weakref
@@ -108,6 +109,12 @@ class CUDAPool:
     def _segments(self) -> list[dict]:
         wanted = tuple(self.handle)
         return [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == wanted]
+
+
+def _graphs_exist() -> bool:
+    """Whether the process has a CUDA graph, or the beginning of one."""
+    kinds = set(map(type, gc.get_objects()))
+    return any(issubclass(kind, torch.cuda.CUDAGraph) for kind in kinds)
 
 
 def _keeps_large_blocks_whole() -> bool:
@@ -355,13 +362,35 @@ class CUDABackend:
             yield
 
     def release_cached_memory(self) -> None:
-        """Empty the allocator's cache: blocks of eager steps cannot serve a private pool."""
+        """Empty the allocator's cache: blocks of eager steps cannot serve a private pool.
+
+        cuBLAS's workspaces go with it, one for each thread and stream that ever made a product;
+        torch takes new ones where products still come. Only graphs hold the address of one, so none
+        is freed where any are in the process, be they another engine's or the user's.
+        """
         self.synchronize()
+        if not _graphs_exist():
+            torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
+
+    def take_workspaces(self) -> None:
+        """Have torch take those of the capture stream: for this thread, and for autograd's.
+
+        With an empty cache each gets a segment of its own. Taken in a pass or capture, it would be
+        cut out of a larger block, and pin all of that.
+        """
+        with self.on_capture_stream(), torch.enable_grad():
+            factor = torch.zeros(16, 16, device=self.device, requires_grad=True)
+            torch.autograd.backward(factor @ factor, torch.zeros_like(factor))
 
     def allocated_bytes(self) -> int:
         """Bytes of live tensors on the device."""
         return torch.cuda.memory_allocated(self.device)
+
+    def divisible_bytes(self) -> int:
+        """Of those, bytes in large blocks: the allocator gives small ones segments of their own."""
+        stats = torch.cuda.memory_stats(self.device)
+        return stats.get("allocated_bytes.large_pool.current", 0)
 
     def free_bytes(self) -> int | None:
         """Free on the device, plus what the allocator keeps without using it."""

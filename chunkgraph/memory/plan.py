@@ -14,6 +14,9 @@ one_pool           one pool for all            the same pool            no: to t
 Under the first two nothing that a backward allocates can land in a slot's pool: its capture
 allocates from scratch alone, and what it frees goes back to the slot's own pool. Under
 ``shared_temporaries`` a forward's input gradients are valid until the next replay of any graph.
+
+A rank with one slot in all (no pipeline, or the last stage of one) has nothing to keep apart: there
+both become ``pool_per_slot``, whose backward reuses what its forward frees, as an eager pass does.
 """
 
 from __future__ import annotations
@@ -22,9 +25,21 @@ from typing import Literal
 
 from chunkgraph.graphs import GraphBackend, OperatorTrace, Pool, ScratchRouter
 
-__all__ = ["MemoryPlan", "PoolPlan"]
+__all__ = ["MemoryPlan", "PoolPlan", "plan_for_slots"]
 
 MemoryPlan = Literal["shared_temporaries", "shared_backward", "pool_per_slot", "one_pool"]
+
+
+def plan_for_slots(plan: MemoryPlan, num_slots: int) -> MemoryPlan:
+    """The plan that takes the least memory and keeps the promises of ``plan``.
+
+    Args:
+        plan: what is asked for.
+        num_slots: of all chunks of the rank together.
+    """
+    if num_slots == 1 and plan in ("shared_temporaries", "shared_backward"):
+        return "pool_per_slot"
+    return plan
 
 
 class PoolPlan:
