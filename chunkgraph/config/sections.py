@@ -285,9 +285,10 @@ class CaptureConfig:
 
     enabled: bool = True
     """Whether chunks are captured at all; false trains eagerly through the same code."""
-    scope: Literal["block", "chunk"] = "block"
-    """What is captured: the transformer block, or all of the model's forward, with the embedding
-    on the first stage, and final norm, output layer and loss on the last."""
+    scope: Literal["auto", "block", "chunk"] = "auto"
+    """What is captured: the transformer block, or all of the model's forward (``chunk``), with the
+    embedding on the first stage, and final norm, output layer and loss on the last; ``auto`` takes
+    the latter where it can be captured."""
     num_warmup_steps: int = 1
     """Eager training steps before the capture session."""
     memory_plan: Literal["shared_temporaries", "shared_backward", "pool_per_slot"] = (

@@ -24,7 +24,8 @@ from chunkgraph.megatron.hybrid_support import hybrid_refusals
 from chunkgraph.megatron.moe_flex import refuse_for_deep_ep
 from chunkgraph.megatron.moe_support import stash_refusals
 from chunkgraph.megatron.packed import refuse_other_context, refuse_predictions_over_padding
-from chunkgraph.megatron.scope import Scope, refuse_for_scope
+from chunkgraph.megatron.scope import Scope
+from chunkgraph.megatron.scope_choice import refuse_for_scope
 from chunkgraph.megatron.support import refuse_unsupported
 from chunkgraph.megatron.topology import PipelinePlace
 from chunkgraph.memory.stash import StashOptions
@@ -80,7 +81,7 @@ def refuse_for_attach(
         largest = contexts.limits.shape(contexts.limits.group_sizes[0])
     also = hybrid_refusals(config, chunks, largest)
     refuse_unsupported(config, chunks, device, token_drops, also=also)
-    refuse_for_scope(config, scope)
+    refuse_for_scope(config, scope, is_packed=largest is not None)
     _refuse_packing(packing, config, buckets, seq_buckets, fills_rows, contexts)
     if largest is not None:
         refuse_for_layers(chunks, config, largest, device)

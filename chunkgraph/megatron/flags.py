@@ -83,8 +83,9 @@ _GRANULARITY = _Flag(
 _OPTIONS = (
     _Flag(
         "--cuda-graph-chunk-scope",
-        ("block", "chunk"),
-        "block: the transformer block. chunk: also embedding, output layer and loss.",
+        ("auto", "block", "chunk"),
+        "block: the transformer block. chunk: also embedding, output layer and loss. auto: chunk "
+        "where it can be captured, else block; the first line of the run says which, and why.",
     ),
     _Flag(
         "--cuda-graph-memory-plan",
@@ -196,7 +197,7 @@ class GraphFlags:
         stash: of what experts save; None: no stash.
     """
 
-    scope: Literal["block", "chunk"] = "block"
+    scope: Literal["auto", "block", "chunk"] = "auto"
     memory_plan: Literal["shared_temporaries", "shared_backward", "pool_per_slot"] = (
         "shared_backward"
     )

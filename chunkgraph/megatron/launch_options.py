@@ -27,7 +27,7 @@ The script and its flags stand last:
 
 Flags that chunk graphs bring to the script:
   --cuda-graph-granularity {layer,chunk}   layer (default) changes nothing
-  --cuda-graph-chunk-scope {block,chunk}   chunk: also embedding and loss
+  --cuda-graph-chunk-scope {auto,block,chunk}  chunk: also embedding, loss
   --cuda-graph-memory-plan {shared_backward,shared_temporaries,pool_per_slot}
   --cuda-graph-shared-slots {no,yes}       one set for a rank's chunks
   --cuda-graph-memset-kernels {yes,no}     memsets in graphs as kernels

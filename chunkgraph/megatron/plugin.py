@@ -42,6 +42,7 @@ from chunkgraph.megatron.rank_graphs import MegatronChunkGraphs
 from chunkgraph.megatron.receive import SlotReceiver, waits_for_sends
 from chunkgraph.megatron.rewind import StepState
 from chunkgraph.megatron.scope import Scope, new_part
+from chunkgraph.megatron.scope_choice import choose_scope
 from chunkgraph.megatron.stash import ExpertStash
 from chunkgraph.megatron.step_packings import StepPackings
 from chunkgraph.megatron.surroundings import (
@@ -69,7 +70,7 @@ _log = logging.getLogger(__name__)
 def attach(
     model_chunks: nn.Module | Sequence[nn.Module],
     *,
-    scope: Scope = "block",
+    scope: Scope = "auto",
     options: CaptureOptions | None = None,
     num_slots: Sequence[int] | None = None,
     zero_copy: bool = True,
@@ -93,7 +94,7 @@ def attach(
         model_chunks: what is given to the schedule as ``model``.
         scope: ``block`` captures the transformer blocks (of a hybrid model: its stacks), ``chunk``
             all of the model's forward: embedding, output layer and the loss of each token with
-            them.
+            them; ``auto`` as much of that as can be captured (`MegatronChunkGraphs.scope`).
         options: when and how to capture; default ``CaptureOptions()``.
         num_slots: slots of each chunk; default what this rank's place in the pipeline needs for
             any number of microbatches.
@@ -178,26 +179,30 @@ def attach(
     )
     for idle in idle_settings(config) if place.rank == 0 else ():
         _log.warning("%s.", idle)
-    parts = [new_part(scope, chunk, place.label(index)) for index, chunk in enumerate(chunks)]
-    tables = CachedTables(module for part in parts for module in part.modules)
-    predictions = compat.TokenPrediction() if predicts_tokens(parts) else None
-    fp8 = fp8_state(config, parts, device)
-    slots = (
-        tuple(num_slots)
-        if num_slots is not None
-        else place.num_slots(are_shared=options.shared_slots)
-    )
-    held_groups = None
-    if contexts is not None:
-        held_groups = HeldGroups([part.module for part in parts])
-        slots = contexts.limits.num_slots(slots)
-    check_counts(len(parts), slots)
     is_packed = packing is not None or contexts is not None
-    packed_buckets: Buckets | None = None
-    if packing is not None:
-        packed_buckets = Buckets.of_model(packing, buckets, seq_buckets, config)
-    # From here on the model's own objects are changed; what follows may fail.
     with ExitStack() as undo:
+        agree = _agree(undo)
+        chosen = choose_scope(scope, config, chunks, is_packed=is_packed, agree=agree)
+        parts = [
+            new_part(chosen.scope, chunk, place.label(index)) for index, chunk in enumerate(chunks)
+        ]
+        tables = CachedTables(module for part in parts for module in part.modules)
+        predictions = compat.TokenPrediction() if predicts_tokens(parts) else None
+        fp8 = fp8_state(config, parts, device)
+        slots = (
+            tuple(num_slots)
+            if num_slots is not None
+            else place.num_slots(are_shared=options.shared_slots)
+        )
+        held_groups = None
+        if contexts is not None:
+            held_groups = HeldGroups([part.module for part in parts])
+            slots = contexts.limits.num_slots(slots)
+        check_counts(len(parts), slots)
+        packed_buckets: Buckets | None = None
+        if packing is not None:
+            packed_buckets = Buckets.of_model(packing, buckets, seq_buckets, config)
+        # From here on the model's own objects are changed; what follows may fail.
         experts: Experts | None = None
         if getattr(config, "num_moe_experts", None):
             experts = Experts(
@@ -221,7 +226,6 @@ def attach(
                 are_shared=options.shared_slots,
             )
             undo.callback(pages.detach)
-        agree = _agree(undo)
         packings: StepPackings | None = None
         if packed_buckets is not None:
             packings = StepPackings(
@@ -311,6 +315,7 @@ def attach(
         graphs = MegatronChunkGraphs(
             engine,
             parts,
+            chosen,
             slots,
             held,
             receiver,

@@ -18,6 +18,7 @@ from chunkgraph.megatron.last_forward import telling_last_forward
 from chunkgraph.megatron.overflow import OverflowGuard
 from chunkgraph.megatron.receive import SlotReceiver
 from chunkgraph.megatron.scope import CapturedPart
+from chunkgraph.megatron.scope_choice import ChosenScope
 from chunkgraph.megatron.stash import ExpertStash
 from chunkgraph.megatron.step_packings import Packings, StepPackings
 from chunkgraph.megatron.tables import CachedTables
@@ -34,6 +35,7 @@ class MegatronChunkGraphs:
 
     Attributes:
         engine: the chunk graphs themselves.
+        scope: what of each chunk is captured, the same on all ranks.
         num_slots: slots of each chunk.
         receiver: counts what was received into slots, and says why if nothing is.
         guard: runs steps anew in which something had no room, or None.
@@ -45,6 +47,7 @@ class MegatronChunkGraphs:
         self,
         engine: ChunkGraphs,
         parts: Sequence[CapturedPart],
+        scope: ChosenScope,
         num_slots: tuple[int, ...],
         held: Sequence[CachedTables | compat.Fp8State],
         receiver: SlotReceiver,
@@ -63,6 +66,7 @@ class MegatronChunkGraphs:
         self.guard: OverflowGuard | None = None
         self.before_run: Callable[[], None] = lambda: None
         self.stash = stash
+        self.scope = scope
         self.num_slots = num_slots
         self.receiver = receiver
         self._parts = tuple(parts)

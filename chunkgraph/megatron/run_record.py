@@ -98,9 +98,12 @@ def start_line(graphs: MegatronChunkGraphs, flags: GraphFlags, record: Path | No
         if record is not None
         else "settings not saved (neither --save nor --run-dir is given)"
     )
+    scope: str = graphs.scope.scope
+    if graphs.scope.why_block:
+        scope += f" (no whole chunk with {graphs.scope.why_block})"
     steps = f"{flags.num_warmup_steps} eager step{'s' if flags.num_warmup_steps > 1 else ''}"
     return (
-        f"chunk graphs: scope {flags.scope}, {_slots(slots, flags.shared_slots)} on rank 0 "
+        f"chunk graphs: scope {scope}, {_slots(slots, flags.shared_slots)} on rank 0 "
         f"({_num_graphs(graphs)} graphs), "
         "memory plan "
         f"{flags.memory_plan}, verify {flags.verify}; capture after {steps}; {saved}"
@@ -153,7 +156,7 @@ def save_run_record(
         "model": {name: _plain(getattr(args, name, None)) for name in model},
         "pipeline": {name: _plain(getattr(args, name, None)) for name in _PIPELINE},
         "cuda_graph_granularity": "chunk",
-        "capture": flags.as_dict(),
+        "capture": {**flags.as_dict(), "scope": graphs.scope.scope},
         "graphs_of_rank_0": _graphs(graphs, flags.max_packed_seqs),
     }
     path = folder / RECORD_NAME

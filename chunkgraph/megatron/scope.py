@@ -7,6 +7,7 @@ scope       captured                                            its own input
 ``chunk``   ``GPTModel.forward``: the embedding on the first    tokens on the first stage, the
             stage, final norm, output layer and the loss of     received activations on others
             each token on the last
+``auto``    ``chunk`` where it can be captured, else ``block``
 =========== =================================================== ================================
 
 Of a hybrid model it is the forward of its stack, and of HybridModel (before 0.19 MambaModel).
@@ -29,9 +30,18 @@ from chunkgraph.megatron import compat
 from chunkgraph.megatron import packed as packed_params
 from chunkgraph.megatron.hybrid_support import check_seq_idx
 
-__all__ = ["CapturedPart", "Scope", "new_part", "refuse_for_scope"]
+__all__ = [
+    "CapturedPart",
+    "CapturedScope",
+    "Scope",
+    "find_block",
+    "innermost",
+    "lacks",
+    "new_part",
+]
 
-Scope = Literal["block", "chunk"]
+Scope = Literal["auto", "block", "chunk"]
+CapturedScope = Literal["block", "chunk"]
 Call = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 
 _BLOCK_ATTRIBUTES = ("layers", "set_input_tensor", "input_tensor", "pre_process")
@@ -247,7 +257,7 @@ class _Model(CapturedPart):
         return self._run_received(first, *args, **kwargs)
 
 
-def new_part(scope: Scope, model_chunk: nn.Module, label: str) -> CapturedPart:
+def new_part(scope: CapturedScope, model_chunk: nn.Module, label: str) -> CapturedPart:
     """Find what ``scope`` captures of ``model_chunk``.
 
     Args:
@@ -259,8 +269,8 @@ def new_part(scope: Scope, model_chunk: nn.Module, label: str) -> CapturedPart:
         ConfigError: it is not there, or something is attached to it already.
     """
     ddp = compat.unwrap_ddp(model_chunk)
-    block = _find_block(model_chunk, label)
-    model = _innermost(model_chunk)
+    block = find_block(model_chunk, label)
+    model = innermost(model_chunk)
     if any("forward" in module.__dict__ for module in (block, model)):
         raise ConfigError(
             f"The model of {label} has a forward of its own already; detach() what was attached "
@@ -270,53 +280,21 @@ def new_part(scope: Scope, model_chunk: nn.Module, label: str) -> CapturedPart:
         name = next(name for name, module in model.named_modules() if module is block)
         return _Block(block, block, ddp, label, name)
     if scope != "chunk":
-        raise ConfigError(f"The scope of a capture is 'block' or 'chunk', not {scope!r}.")
-    missing = [name for name in _MODEL_ATTRIBUTES if not hasattr(model, name)]
-    if missing or getattr(model, "decoder", None) is not block:
+        raise ConfigError(f"The scope of a capture is 'auto', 'block' or 'chunk', not {scope!r}.")
+    if missing := lacks(model, block):
         raise ConfigError(
             f"{label}: {type(model).__name__} is not built like GPTModel or HybridModel (it has no "
-            f"{', '.join(missing) or 'transformer block as its decoder'}), so that it cannot be "
-            "captured whole. Use scope='block'."
+            f"{missing}), so that it cannot be captured whole. Use scope='auto' or 'block'."
         )
     return _Model(model, block, ddp, label)
 
 
-def refuse_for_scope(config: Any, scope: Scope) -> None:
-    """Check the settings that matter only where the output layer and the loss are captured.
-
-    Args:
-        config: Megatron's TransformerConfig.
-        scope: see the module's table.
-
-    Raises:
-        ConfigError: naming every setting that cannot be captured.
-    """
-    if scope != "chunk":
-        return
-    found: list[str] = []
-    if (
-        getattr(config, "cross_entropy_loss_fusion", False)
-        and getattr(config, "cross_entropy_fusion_impl", "native") == "te"
-    ):
-        found.append(
-            "cross_entropy_fusion_impl='te': its backward reads the loss gradient on the host"
-        )
-    if compat.fp8_recipe(config) == "delayed" and getattr(config, "mtp_num_layers", None):
-        found.append(
-            "fp8_recipe='delayed' with mtp_num_layers: every predicting layer updates the scales "
-            "once more in the middle of the backward, but a graph does it once, at the end"
-        )
-    if getattr(config, "defer_embedding_wgrad_compute", False):
-        found.append(
-            "defer_embedding_wgrad_compute=True: its queue is Python state that a replay does not "
-            "advance"
-        )
-    if found:
-        raise ConfigError(
-            "Chunk graphs with scope 'chunk' cannot hold this model:\n  - "
-            + "\n  - ".join(found)
-            + "\nTurn these off, or use scope='block'."
-        )
+def lacks(model: nn.Module, block: nn.Module) -> str:
+    """What of GPTModel's attributes a model has not, or ""."""
+    missing = [name for name in _MODEL_ATTRIBUTES if not hasattr(model, name)]
+    if not missing and getattr(model, "decoder", None) is not block:
+        return "transformer block as its decoder"
+    return ", ".join(missing)
 
 
 def _unused_arguments(model: Any) -> tuple[str, ...]:
@@ -356,7 +334,16 @@ def _reads_position_ids(model: Any) -> bool:
     return model.pre_process and type(model.embedding) is not embedding
 
 
-def _find_block(model_chunk: nn.Module, label: str) -> nn.Module:
+def find_block(model_chunk: nn.Module, label: str) -> nn.Module:
+    """The one transformer block of a model chunk.
+
+    Args:
+        model_chunk: as the schedule gets it, wrappers included.
+        label: names the chunk in errors.
+
+    Raises:
+        ConfigError: there is none, or there are several.
+    """
     blocks = [
         module
         for module in model_chunk.modules()
@@ -371,7 +358,7 @@ def _find_block(model_chunk: nn.Module, label: str) -> nn.Module:
     return blocks[0]
 
 
-def _innermost(model_chunk: nn.Module) -> nn.Module:
+def innermost(model_chunk: nn.Module) -> nn.Module:
     """The model in its wrappers (DDP, Float16Module), which call it ``module``."""
     module = model_chunk
     while isinstance(getattr(module, "module", None), nn.Module):

@@ -47,7 +47,7 @@ def test_megatron_is_told_to_build_no_graphs(implementation: str) -> None:
     assert flags is not None
     assert args.cuda_graph_impl == "none"
     assert args.te_rng_tracker is False
-    assert (args.cuda_graph_chunk_scope, args.cuda_graph_verify) == ("block", "none")
+    assert (args.cuda_graph_chunk_scope, args.cuda_graph_verify) == ("auto", "none")
     # Megatron parses its command line more than once; what is settled stays so.
     assert settle_arguments(args, on_cpu=True) == flags
 

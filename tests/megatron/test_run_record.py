@@ -22,6 +22,7 @@ from chunkgraph.megatron.launch_packing import resolved_flags
 from chunkgraph.megatron.loop import capture_options
 from chunkgraph.megatron.pretrain import _is_profiled
 from chunkgraph.megatron.run_record import capture_line, save_run_record, start_line
+from chunkgraph.megatron.scope_choice import ChosenScope
 from chunkgraph.megatron.step_metrics import StepMetrics
 from chunkgraph.packing import PackedShape
 
@@ -30,6 +31,7 @@ pytestmark = pytest.mark.megatron
 
 def _graphs(**changes: Any) -> Any:
     values = {"num_slots": (4, 2), "num_banks": 1, "packed_shapes": (), "context_banks": ()}
+    values["scope"] = ChosenScope("chunk")
     return SimpleNamespace(**{**values, **changes})
 
 
@@ -40,7 +42,7 @@ def _arguments(**changes: Any) -> argparse.Namespace:
 
 def test_the_settings_are_saved_whole(tmp_path: Path) -> None:
     args = _arguments(save=str(tmp_path / "run"), recompute_modules=["core_attn"], bf16=True)
-    path = save_run_record(_graphs(), GraphFlags(scope="chunk", num_warmup_steps=2), args, None)
+    path = save_run_record(_graphs(), GraphFlags(num_warmup_steps=2), args, None)
     assert path == tmp_path / "run" / "chunkgraph.yaml"
     record = yaml.safe_load(path.read_text(encoding="utf-8"))
     assert record["model"]["num_layers"] == 4
@@ -75,12 +77,19 @@ def test_settings_that_are_not_saved_are_said(tmp_path: Path) -> None:
     graphs = _graphs()
     assert save_run_record(graphs, GraphFlags(), _arguments(), None) is None
     line = start_line(graphs, GraphFlags(), None)
-    assert "scope block, 4 + 2 slots on rank 0 (12 graphs), memory plan shared_backward" in line
+    assert "scope chunk, 4 + 2 slots on rank 0 (12 graphs), memory plan shared_backward" in line
     assert "settings not saved (neither --save nor --run-dir is given)" in line
     assert "\n" not in line
     assert f"settings in {tmp_path}" in start_line(graphs, GraphFlags(), tmp_path)
     graphs.num_banks = 2  # context-parallel sizes, or buckets
     assert "rank 0 (24 graphs)" in start_line(graphs, GraphFlags(), None)
+
+
+def test_why_a_chunk_is_not_captured_whole_is_said_and_saved(tmp_path: Path) -> None:
+    graphs = _graphs(scope=ChosenScope("block", "--cross-entropy-fusion-impl te"))
+    line = start_line(graphs, GraphFlags(), None)
+    assert "scope block (no whole chunk with --cross-entropy-fusion-impl te), 4 + 2" in line
+    assert _saved(graphs, GraphFlags(), tmp_path)["capture"]["scope"] == "block"
 
 
 def _saved(graphs: Any, flags: GraphFlags, folder: Path, **arguments: Any) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from chunkgraph.config import Config
 from chunkgraph.errors import ConfigError
+from chunkgraph.megatron.scope_choice import ChosenScope
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(60)]
 
@@ -95,7 +96,8 @@ def test_a_replayed_chunk_runs_nothing_but_the_copies_of_its_inputs(
     from chunkgraph.megatron.plugin import attach
 
     model, batch = _model(chunks[0]), _batch()
-    graphs = attach(chunks, scope="chunk")
+    graphs = attach(chunks)
+    assert graphs.scope == ChosenScope("chunk")
     operators = _Operators()
 
     def call(_: int) -> torch.Tensor:
@@ -294,17 +296,22 @@ def test_arguments_that_a_graph_cannot_hold_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "told", "flag"),
     [
         (
             {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"},
             "cross_entropy_fusion_impl='te'",
+            "--cross-entropy-fusion-impl te",
         ),
-        ({"defer_embedding_wgrad_compute": True}, "defer_embedding_wgrad_compute=True"),
+        (
+            {"defer_embedding_wgrad_compute": True},
+            "defer_embedding_wgrad_compute=True",
+            "--defer-embedding-wgrad-compute",
+        ),
     ],
 )
-def test_settings_of_output_layer_and_loss_are_refused_for_chunks_only(
-    chunks: list[nn.Module], settings: dict[str, Any], told: str
+def test_settings_of_output_layer_and_loss_keep_the_block_and_are_refused_for_chunks(
+    chunks: list[nn.Module], settings: dict[str, Any], told: str, flag: str
 ) -> None:
     from chunkgraph.megatron.plugin import attach
 
@@ -312,6 +319,85 @@ def test_settings_of_output_layer_and_loss_are_refused_for_chunks_only(
     with pytest.raises(ConfigError, match=rf"scope 'chunk'(.|\n)*{told}"):
         attach(chunks, scope="chunk")
     attach(chunks, scope="block").detach()
+    graphs = attach(chunks)
+    try:
+        assert graphs.scope == ChosenScope("block", flag)
+        assert "forward" not in _model(chunks[0]).__dict__
+    finally:
+        graphs.detach()
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("recipe", [None, "delayed"])
+def test_predicting_layers_are_captured_where_their_state_can_be(
+    chunks: list[nn.Module], is_packed: bool, recipe: str | None
+) -> None:
+    from chunkgraph.megatron.scope_choice import choose_scope, refuse_for_scope
+
+    config = chunks[0].config
+    vars(config).update(mtp_num_layers=1, fp8="hybrid" if recipe else None, fp8_recipe=recipe)
+    chosen = choose_scope("auto", config, chunks, is_packed=is_packed, agree=None)
+    expected = [
+        *(["--fp8-recipe delayed with --mtp-num-layers"] if recipe else []),
+        *(["--mtp-num-layers with packed sequences"] if is_packed else []),
+    ]
+    assert chosen == ChosenScope("block" if expected else "chunk", ", ".join(expected))
+    if expected:
+        with pytest.raises(ConfigError, match="mtp_num_layers"):
+            refuse_for_scope(config, "chunk", is_packed=is_packed)
+
+
+def test_all_ranks_capture_the_same(chunks: list[nn.Module]) -> None:
+    """A session runs the collectives of what it captures."""
+    from chunkgraph.megatron.scope_choice import choose_scope
+
+    config = chunks[0].config
+    assert choose_scope("auto", config, chunks, is_packed=False, agree=lambda _: [1]) == (
+        ChosenScope("block", "the model on another rank")
+    )
+    asked: list[int] = []
+    chunks[0].config.defer_embedding_wgrad_compute = True
+    choose_scope("auto", config, chunks, is_packed=False, agree=lambda x: asked.extend(x) or [1])
+    assert asked == [1]
+
+
+def test_a_forward_or_hook_of_the_users_is_left_alone(chunks: list[nn.Module]) -> None:
+    """Python around the block goes on as it did; what Megatron and the layers do is captured."""
+    from chunkgraph.megatron.plugin import attach
+
+    model, batch, seen = _model(chunks[0]), _batch(), []
+    hook = model.output_layer.register_forward_hook(lambda *_: seen.append(1))
+    graphs = attach(chunks)
+    try:
+        assert graphs.scope == ChosenScope("block", "hooks on output_layer")
+        first, *others = _runs(graphs, lambda _: chunks[0](**batch))
+        assert graphs.counters.replays == 2
+        assert len(seen) == 3
+        assert all(torch.equal(output, first) for output in others)
+    finally:
+        graphs.detach()
+        hook.remove()
+    parent = type(model)
+    name = parent.__name__
+
+    class Looks(parent):  # type: ignore[misc,valid-type]
+        def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            seen.append(2)
+            return super().forward(*args, **kwargs)
+
+    model.__class__ = Looks
+    graphs = attach(chunks)
+    try:
+        assert graphs.scope == ChosenScope("block", "Looks, which has a forward of its own")
+        _runs(graphs, lambda _: chunks[0](**batch))
+        assert seen == [1, 1, 1, 2, 2, 2]
+    finally:
+        graphs.detach()
+        model.__class__ = parent
+    model.compute_language_model_loss = model.compute_language_model_loss
+    graphs = attach(chunks)
+    graphs.detach()
+    assert graphs.scope.why_block == f"{name}, which has a compute_language_model_loss of its own"
 
 
 @pytest.mark.parametrize("first", ["block", "chunk"])
@@ -335,8 +421,11 @@ def test_a_model_unlike_gpt_is_not_captured_whole(chunks: list[nn.Module]) -> No
             self.encoder, self.config = decoder, config
 
     other = Other(_model(chunks[0]).decoder, chunks[0].config)
-    with pytest.raises(ConfigError, match=r"Other is not built like GPTModel.*scope='block'"):
+    with pytest.raises(ConfigError, match=r"Other is not built like GPTModel.*scope='auto'"):
         attach(other, scope="chunk")
     attach(other, scope="block").detach()
+    graphs = attach(other)
+    assert graphs.scope == ChosenScope("block", "Other, which is not built like GPTModel")
+    graphs.detach()
     with pytest.raises(ConfigError, match="'whole'"):
         attach(chunks, scope="whole")  # type: ignore[arg-type]

@@ -26,18 +26,18 @@ def _pipeline(pp: int = 1, vpp: int | None = None, **others: int) -> dict[str, A
 
 @pytest.fixture
 def in_both_scopes(once: Callable[..., Any]) -> Callable[..., dict[str, dict[str, Any]]]:
-    """Every case as it is, and once more with whole chunks captured.
+    """Every case with blocks alone captured, and with what is captured by default: whole chunks.
 
-    With an older release every second case as it is and the others with whole chunks: that both
+    With an older release every second case with blocks and the others with whole chunks: that both
     scopes are equal to eager in each way to split a model is shown once.
     """
 
     def double(cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
         both: dict[str, dict[str, Any]] = {}
         for index, (name, case) in enumerate(cases.items()):
-            capture = {**case["config"].get("capture", {}), "scope": "chunk"}
-            whole = {**case, "config": {**case["config"], "capture": capture}}
-            pair = [{name: case}, {f"{name}_chunk": whole}]
+            capture = {**case["config"].get("capture", {}), "scope": "block"}
+            block = {**case, "config": {**case["config"], "capture": capture}}
+            pair = [{name: block}, {f"{name}_chunk": case}]
             both |= pair.pop(index % 2)
             both |= once(pair[0])
         return both
