@@ -186,6 +186,29 @@ def test_memory_of_the_cache_is_given_back_around_what_takes_more(
     assert len(said) == 1
 
 
+def test_memory_of_the_cache_is_given_back_after_every_step_before_the_capture(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What an optimizer allocates then is not cut out of blocks that only the step needed."""
+    backend = RecorderBackend()
+    given_back: list[StepMode] = []
+    graphs = ChunkGraphs(
+        towers(backend, False), [1], backend=backend, options=CaptureOptions(num_warmup_steps=2)
+    )
+    monkeypatch.setattr(backend, "release_cached_memory", lambda: given_back.append(graphs.mode))
+    for count in (1, 2):
+        train_steps(graphs, backend, 1)
+        assert given_back == [StepMode.OUTSIDE] * count
+    for _ in range(2):
+        with graphs.step(1):
+            given_back.clear()
+            train_microbatch(graphs.callables[0], sample(backend))
+        assert given_back == []
+    with graphs.step(1, eager=True):
+        train_microbatch(graphs.callables[0], sample(backend))
+    assert given_back == []
+
+
 def test_accumulators_that_ddp_keeps_from_another_stream_do_not_disturb(
     backend: GraphBackend,
 ) -> None:

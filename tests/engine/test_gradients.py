@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from chunkgraph.engine import ChunkGraphs
+from chunkgraph.engine.gradients import GradientSinks
 from chunkgraph.graphs import GraphBackend
 
 
@@ -55,3 +56,32 @@ def test_chunks_that_share_a_parameter_add_to_one_gradient(
             _step(list(graphs.callables), x, weight, clears=clears)
         _step(list(twins), x, expected, clears=clears)
         assert torch.equal(weight.grad, expected.grad)
+
+
+def test_warmup_passes_take_no_buffer_where_gradients_are_zero() -> None:
+    """Layers that add to ``main_grad`` themselves may do so: it is zero again afterwards."""
+    parameters = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))]
+    for parameter in parameters:
+        parameter.main_grad = torch.zeros_like(parameter)
+    own = [parameter.main_grad for parameter in parameters]
+    with GradientSinks(parameters, "chunk 0").discarding(parameters):
+        assert all(p.main_grad is grad for p, grad in zip(parameters, own, strict=True))
+        for parameter in parameters:
+            parameter.main_grad.add_(1)
+    assert not any(grad.any() for grad in own)
+
+
+@pytest.mark.parametrize("value", [2.0, -0.0, float("nan")])
+def test_warmup_passes_leave_every_bit_of_other_gradients(value: float) -> None:
+    parameters = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(()))]
+    for parameter in parameters:
+        parameter.main_grad = torch.zeros_like(parameter)
+    own = [parameter.main_grad for parameter in parameters]
+    own[1].fill_(value)
+    before = [grad.clone().reshape(-1).view(torch.int32) for grad in own]
+    with GradientSinks(parameters, "chunk 0").discarding(parameters):
+        for parameter in parameters:
+            parameter.main_grad.add_(1)
+    after = [grad.reshape(-1).view(torch.int32) for grad in own]
+    assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
+    assert all(p.main_grad is grad for p, grad in zip(parameters, own, strict=True))

@@ -29,6 +29,19 @@ def schedules() -> list[Any]:
     return [megatron_schedule(2, 1, m, None) for m in COUNTS]
 
 
+@pytest.mark.parametrize("plan", ["shared_temporaries", "shared_backward"])
+def test_a_rank_with_one_slot_has_one_pool(
+    make_pipeline: Callable[..., Any], backend: GraphBackend, plan: str
+) -> None:
+    """Its backward works in what its forward frees, as in eager training."""
+    pipeline = attached(make_pipeline, backend, memory_plan=plan)
+    trained = pipeline.train(schedules(), seed=1)
+    assert trained.equals(make_pipeline(2).train(schedules(), seed=1))
+    several, one = (graphs.report for graphs in pipeline.graphs)
+    assert several.scratch_bytes > 0
+    assert one.scratch_bytes == 0 < one.slot_bytes
+
+
 def test_a_naive_shared_pool_is_caught_by_the_proof(
     make_pipeline: Callable[..., Any], backend: GraphBackend
 ) -> None:

@@ -1,0 +1,38 @@
+"""What matrix libraries keep to work in is given back, where no graph can hold its address."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+from chunkgraph.graphs.cuda import CUDABackend
+
+
+@pytest.fixture
+def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the backend does to torch, without a device."""
+    done: list[str] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: done.append("wait"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("empty"))
+    name = "_cuda_clearCublasWorkspaces"
+    monkeypatch.setattr(torch._C, name, lambda: done.append("clear"), raising=False)
+    return done
+
+
+def test_workspaces_stay_while_any_graph_is_in_the_process(done: list[str]) -> None:
+    backend = object.__new__(CUDABackend)
+    backend.device = torch.device("cuda", 0)
+    gc.collect()
+    backend.release_cached_memory()
+    assert done == ["wait", "clear", "empty"]
+    done.clear()
+    kind = type("Somebodys", (torch.cuda.CUDAGraph,), {})
+    graphs = {"of a user": object.__new__(kind)}
+    backend.release_cached_memory()
+    assert done == ["wait", "empty"]
+    done.clear()
+    del graphs
+    backend.release_cached_memory()
+    assert done == ["wait", "clear", "empty"]
