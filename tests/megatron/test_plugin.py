@@ -141,15 +141,15 @@ def test_what_does_not_go_with_fp8_is_refused(
 
 
 def test_only_one_update_of_delayed_scales_fits_in_a_backward(chunks: list[nn.Module]) -> None:
-    from chunkgraph.megatron.scope import refuse_for_scope
+    from chunkgraph.megatron.scope_choice import refuse_for_scope
 
     config = chunks[0].config
     config.fp8, config.fp8_recipe, config.mtp_num_layers = "e4m3", "delayed", 1
     with pytest.raises(ConfigError, match="fp8_recipe='delayed' with mtp_num_layers"):
-        refuse_for_scope(config, "chunk")
-    refuse_for_scope(config, "block")
+        refuse_for_scope(config, "chunk", is_packed=False)
+    refuse_for_scope(config, "block", is_packed=False)
     config.fp8_recipe = "tensorwise"
-    refuse_for_scope(config, "chunk")
+    refuse_for_scope(config, "chunk", is_packed=False)
 
 
 @pytest.mark.skipif(
@@ -332,7 +332,7 @@ def test_attach_twice_is_refused_and_detach_puts_all_back(chunks: list[nn.Module
 def test_training_outside_a_step_names_the_chunk(chunks: list[nn.Module]) -> None:
     from chunkgraph.megatron.plugin import attach
 
-    graphs = attach(chunks)
+    graphs = attach(chunks, scope="block")
     try:
         with pytest.raises(SlotError, match="rank 0, pipeline stage 0, chunk 0"):
             _block(chunks)(**_inputs())
@@ -449,7 +449,7 @@ def test_another_sequence_length_runs_eagerly_and_equal(
     keywords = [{"num_microbatches": 1, "seq_length": n} for n in (16, 16, 8, 16)]
     state = torch.get_rng_state()
     expected = [schedule(**k) for k in keywords]
-    graphs = attach(chunks)
+    graphs = attach(chunks, scope="block")
     try:
         torch.set_rng_state(state)
         wrapped = graphs.wrap_forward_backward(schedule)
@@ -470,7 +470,7 @@ def test_a_later_stage_reads_its_input_and_keeps_it(chunks: list[nn.Module]) -> 
     given = _inputs()
     block = _block(chunks)
     block.pre_process = False
-    graphs = attach(chunks)
+    graphs = attach(chunks, scope="block")
 
     def schedule(**_: Any) -> torch.Tensor:
         torch.manual_seed(5)  # the same dropout in every step

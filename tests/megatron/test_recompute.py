@@ -144,7 +144,7 @@ def test_slots_hold_only_the_inputs_of_layers(
         config = config_from_mapping(make_config(model={**_DROPOUT, **way, "seq_length": 64}))
         seed_everything(1, one_rank)
         chunks = build_model(config, one_rank)
-        graphs = attach(chunks)
+        graphs = attach(chunks, scope="block")
         schedule = import_megatron("megatron.core.pipeline_parallel").get_forward_backward_func()
         train = graphs.wrap_forward_backward(schedule)
         text = PackedText.from_file(None, seq_length=64, seed=1)
