@@ -14,7 +14,7 @@ import uuid
 from pathlib import Path
 
 from chunkgraph._collector import collector_paused
-from chunkgraph.cli.processes import PARENT_PID_VARIABLE, die_with_parent
+from chunkgraph._processes import PARENT_PID_VARIABLE, die_with_parent
 
 with collector_paused():  # these imports are most of what an agent does
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException

@@ -14,7 +14,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from chunkgraph.cli.processes import die_with_parent
+from chunkgraph._processes import die_with_parent, guard_session, leave
 from chunkgraph.errors import ChunkGraphError, ConfigError, MissingDependencyError
 
 __all__ = ["EXIT_USAGE", "error_path", "main"]
@@ -31,6 +31,7 @@ def error_path(run_dir: Path, rank: int) -> Path:
 def main(target: str, config_path: str, run_dir: str) -> int:
     """Call the target; returns its exit code, or 1 or 2 after writing down why it failed."""
     die_with_parent()
+    guard_session()
     # Ctrl-C reaches the whole terminal; the launcher alone decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     rank = int(os.environ.get("RANK", "0"))
@@ -63,8 +64,4 @@ def _write_error(path: Path, error: Exception) -> None:
 
 
 if __name__ == "__main__":
-    code = main(*sys.argv[1:])
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Interpreter shutdown would wait for threads of process groups whose peers may be gone.
-    os._exit(code)
+    leave(main(*sys.argv[1:]))

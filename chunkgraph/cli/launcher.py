@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from chunkgraph._processes import PARENT_PID_VARIABLE, stop
 from chunkgraph.cli.launch_worker import EXIT_USAGE, error_path
-from chunkgraph.cli.processes import PARENT_PID_VARIABLE, stop
 from chunkgraph.errors import ChunkGraphError, ConfigError, WorkerError
 
 __all__ = ["LaunchSpec", "Launcher"]

@@ -16,8 +16,8 @@ import time
 from pathlib import Path
 from types import FrameType
 
+from chunkgraph._processes import PARENT_PID_VARIABLE, die_with_parent
 from chunkgraph.cli.launch_agent import run_elastic
-from chunkgraph.cli.processes import PARENT_PID_VARIABLE, die_with_parent
 
 __all__ = ["main"]
 

@@ -16,8 +16,8 @@ import tempfile
 from pathlib import Path
 from types import FrameType
 
+from chunkgraph._processes import PARENT_PID_VARIABLE, end_session
 from chunkgraph.cli.launch_worker import EXIT_USAGE, error_path
-from chunkgraph.cli.processes import PARENT_PID_VARIABLE
 from chunkgraph.errors import ConfigError, WorkerError
 from chunkgraph.megatron.launch_options import LaunchOptions
 from chunkgraph.megatron.launch_variables import REPORT_FOLDER_VARIABLE
@@ -82,6 +82,8 @@ class ScriptLauncher:
             code = self._process.wait()
         finally:
             self._end()
+            for rank in folder.glob("pid_rank*"):
+                end_session(int(rank.read_text(encoding="utf-8")))
         if code == 0:
             return 0
         return self._explain(folder, code)

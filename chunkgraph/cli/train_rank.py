@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from chunkgraph.cli.processes import die_with_parent
+from chunkgraph._processes import die_with_parent, guard_session, leave
 from chunkgraph.config import Config, resolved, to_yaml
 from chunkgraph.errors import (
     ChunkGraphError,
@@ -85,6 +85,7 @@ def train_as_rank(args: argparse.Namespace, started: StartedRank) -> NoReturn:
         started: The place in the job.
     """
     die_with_parent()
+    guard_session()
     # The launcher decides what an interrupt means. A rank has nothing to save, and one that waits
     # inside a collective would never come to run a handler of Python's.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -93,10 +94,7 @@ def train_as_rank(args: argparse.Namespace, started: StartedRank) -> NoReturn:
         code = _train(args, started)
     except Exception as error:  # noqa: BLE001 - the outermost frame: everything is reported
         code = _report_error(args, started, error)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Interpreter shutdown would wait for threads of process groups whose peers may be gone.
-    os._exit(code)
+    leave(code)
 
 
 def _train(args: argparse.Namespace, started: StartedRank) -> int:

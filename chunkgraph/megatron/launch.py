@@ -22,12 +22,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from chunkgraph._collector import collector_paused
+from chunkgraph._processes import die_with_parent, guard_session, leave
 from chunkgraph._text import did_you_mean
 from chunkgraph.errors import ChunkGraphError, ConfigError, MissingDependencyError
 from chunkgraph.megatron.launch_options import LaunchOptions, parse_options
 from chunkgraph.megatron.launch_settings import GRANULARITY
 from chunkgraph.megatron.launch_variables import REPORT_FOLDER_VARIABLE
-from chunkgraph.megatron.worker import die_with_parent, keep_quiet, write_error, write_whole
+from chunkgraph.megatron.worker import keep_quiet, write_error, write_whole
 
 if TYPE_CHECKING:
     from chunkgraph.megatron.pretrain import ChunkGraphsInPretrain
@@ -52,14 +53,20 @@ def run_as_rank(options: LaunchOptions) -> int:
     """Run the script as one rank, and report what goes wrong; returns the exit code."""
     folder = os.environ.get(REPORT_FOLDER_VARIABLE)
     rank = _rank_variables()
+    if folder is not None or "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with_parent()  # an agent's, which ends all ranks as long as it lives
+    end_well = guard_session()
     if folder is not None:
         _join_launcher(Path(folder), rank)
     try:
         if folder is None:  # the launcher has said it
             _check_and_say(options, rank)
-        return run_script(options)
+        code = run_script(options)
     except Exception as error:  # noqa: BLE001 - the outermost frame: everything is reported
         return _report(error, rank, Path(folder) if folder is not None else None)
+    if code == 0:
+        end_well()
+    return code
 
 
 def run_script(options: LaunchOptions) -> int:
@@ -186,7 +193,6 @@ def _rank_variables() -> int:
 
 
 def _join_launcher(folder: Path, rank: int) -> None:
-    die_with_parent()
     # Ctrl-C reaches the whole terminal; the launcher alone decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     write_whole(folder / f"pid_rank{rank}", str(os.getpid()))
@@ -207,8 +213,5 @@ def _report(error: Exception, rank: int, folder: Path | None) -> int:
 
 if __name__ == "__main__":
     code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
     if code:
-        # Interpreter shutdown would wait for threads of groups whose peers may be gone.
-        os._exit(code)
+        leave(code)

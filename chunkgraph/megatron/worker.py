@@ -10,11 +10,9 @@ torchrun sets them. Leaves in the run folder:
 
 from __future__ import annotations
 
-import ctypes
 import json
 import logging
 import os
-import signal
 import sys
 import traceback
 import warnings
@@ -24,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from chunkgraph._collector import collector_paused
+from chunkgraph._processes import die_with_parent, guard_session, leave
 from chunkgraph.errors import ChunkGraphError, ConfigError, MissingDependencyError
 
 if TYPE_CHECKING:
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
 __all__ = [
     "append_progress",
     "describe_error",
-    "die_with_parent",
     "keep_quiet",
     "lost_a_peer",
     "main",
@@ -43,7 +41,6 @@ __all__ = [
 
 _EXIT_FAILED = 1
 _EXIT_USAGE = 2
-_PR_SET_PDEATHSIG = 1
 _LOST_PEER = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -58,7 +55,6 @@ def main(config_path: str, run_dir: str) -> int:
     rank = int(os.environ.get("RANK", "0"))
     folder = Path(run_dir)
     try:
-        die_with_parent()
         # Imported here: an import that fails is reported.
         from chunkgraph.config import load_config
 
@@ -77,17 +73,6 @@ def write_error(folder: Path, rank: int, error: Exception) -> int:
     write_whole(folder / f"error_rank{rank}.txt", text)
     usage = isinstance(error, (ConfigError, MissingDependencyError))
     return _EXIT_USAGE if usage else _EXIT_FAILED
-
-
-def die_with_parent() -> None:
-    """Ask Linux to kill this process when the one that started it ends; elsewhere do nothing."""
-    if sys.platform != "linux":
-        return
-    parent = os.getppid()
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it ended before the call
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def train_rank(
@@ -187,11 +172,10 @@ if __name__ == "__main__":
     if len(sys.argv) != 3:
         sys.stderr.write("usage: python -m chunkgraph.megatron.worker CONFIG RUN_DIR\n")
         raise SystemExit(_EXIT_USAGE)
+    die_with_parent()
+    guard_session()
     code = main(sys.argv[1], sys.argv[2])
     report = Path(sys.argv[2]) / f"error_rank{os.environ.get('RANK', '0')}.txt"
     if code and report.exists():
         sys.stderr.write(report.read_text(encoding="utf-8"))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Interpreter shutdown would wait for threads of groups whose peers may be gone.
-    os._exit(code)
+    leave(code)

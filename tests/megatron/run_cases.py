@@ -28,13 +28,14 @@ import receive_probe
 import unpadded_probe
 from torch import nn
 
+from chunkgraph._processes import die_with_parent
 from chunkgraph.config import config_from_mapping
 from chunkgraph.megatron.buckets import Buckets
 from chunkgraph.megatron.contexts import ContextGroups
 from chunkgraph.megatron.loop import TrainingRun
 from chunkgraph.megatron.processes import training_process
 from chunkgraph.megatron.training import run_eager, train
-from chunkgraph.megatron.worker import die_with_parent, write_error
+from chunkgraph.megatron.worker import write_error
 from chunkgraph.packing import PackedShape
 
 
