@@ -89,7 +89,7 @@ class GradientSinks:
         zero, as at the begin of a step, they are so again afterwards; otherwise a throw-away buffer
         as large as the largest parameter stands in their place.
         """
-        given = [s for i, s in enumerate(self._sinks) if i not in self._own]
+        given = [s for s, has in zip(self._sinks, self._has_main_grad, strict=True) if has]
         if not any(_has_a_bit(sink) for sink in given):
             try:
                 with _taking_gradients(leaves, [_discard] * len(leaves)):

@@ -52,9 +52,15 @@ def cpu_flags(script_args: list[str]) -> list[str]:
     """The flags that a CPU run needs and ``script_args`` does not have yet.
 
     Raises:
-        ConfigError: one of them is given with a value that needs a GPU.
+        ConfigError: one of them is given with a value that needs a GPU, or a flag that does.
     """
     given = {arg.partition("=")[0]: i for i, arg in enumerate(script_args) if arg.startswith("--")}
+    if {"--async-save", "--use-persistent-ckpt-worker"} <= given.keys():
+        raise ConfigError(
+            "--use-persistent-ckpt-worker with --async-save needs a GPU, but --device is cpu: its "
+            "worker chooses one, and the ranks would wait for it for ever. Leave "
+            "--use-persistent-ckpt-worker out."
+        )
     missing: list[str] = []
     for flag, wanted in _NEEDED_FLAGS.items():
         if flag not in given:

@@ -37,6 +37,7 @@ __all__ = [
     "add_flags",
     "check_flag_values",
     "flags_from",
+    "read_flags",
 ]
 
 _GROUP = "chunk-wise CUDA graphs"
@@ -276,6 +277,19 @@ def flags_from(args: argparse.Namespace) -> GraphFlags | None:
     Raises:
         ConfigError: a flag that only ``chunk`` has a use for, or an impossible number of steps.
     """
+    flags, wrong = read_flags(args)
+    if wrong:
+        raise ConfigError("\n".join(wrong))
+    return flags
+
+
+def read_flags(args: argparse.Namespace) -> tuple[GraphFlags | None, list[str]]:
+    """As `flags_from`, with what is wrong in sentences; wrong values are left out of the flags.
+
+    Args:
+        args: as for `flags_from`.
+    """
+    wrong: list[str] = []
     given = {flag: getattr(args, flag.dest) for flag in _OPTIONS}
     counts = {count: getattr(args, count.dest) for count in (*COUNTS, *PACKING)}
     if args.cuda_graph_granularity == "layer":
@@ -283,14 +297,14 @@ def flags_from(args: argparse.Namespace) -> GraphFlags | None:
         idle += [f"{count.name} {_shown(n)}" for count, n in counts.items() if n is not None]
         idle += [*given_context_flags(args), *given_stash_flags(args)]
         if idle:
-            raise ConfigError(
+            wrong.append(
                 f"{', '.join(idle)} has no effect with --cuda-graph-granularity layer. Add "
                 "--cuda-graph-granularity chunk, or leave it out."
             )
-        return None
+        return None, wrong
     num_warmup_steps = getattr(args, "cuda_graph_warmup_steps", 1)
     if num_warmup_steps < 1:
-        raise ConfigError(
+        wrong.append(
             f"--cuda-graph-warmup-steps {num_warmup_steps}: chunks are captured from the inputs of "
             "an eager step, so that at least one must come before. Give 1 or more."
         )
@@ -300,46 +314,57 @@ def flags_from(args: argparse.Namespace) -> GraphFlags | None:
     }
     for name in ("shared_slots", "memset_kernels"):
         values[name] = values[name] == "yes"
-    values.update(_packing(counts))
-    values["contexts"] = contexts_from(args, values.get("max_packed_seqs", 0))
+    values.update(_packing(counts, wrong))
+    for name, read in (
+        ("contexts", lambda: contexts_from(args, counts[PACKING[0]] or 0)),
+        ("stash", lambda: stash_from(args)),
+    ):
+        try:
+            values[name] = read()
+        except ConfigError as error:
+            wrong.append(str(error))
     for count in COUNTS:
         number = counts[count]
         if number is None:
             continue
         if number < 1:
-            raise ConfigError(f"{count.name} {number}: give 1 or more steps, or leave it out.")
-        if values["verify"] == "none":
-            raise ConfigError(
+            wrong.append(f"{count.name} {number}: give 1 or more steps, or leave it out.")
+        elif values["verify"] == "none":
+            wrong.append(
                 f"{count.name} {number} has no effect without --cuda-graph-verify poison or shadow."
             )
-        values[count.dest.removeprefix("cuda_graph_")] = number
-    return GraphFlags(num_warmup_steps=num_warmup_steps, stash=stash_from(args), **values)
+        else:
+            values[count.dest.removeprefix("cuda_graph_")] = number
+    return GraphFlags(num_warmup_steps=max(num_warmup_steps, 1), **values), wrong
 
 
-def _packing(counts: dict[_Count, Any]) -> dict[str, Any]:
-    """What the flags of packed sequences ask for."""
+def _packing(counts: dict[_Count, Any], wrong: list[str]) -> dict[str, Any]:
+    """What the flags of packed sequences ask for; what is wrong is added to ``wrong``."""
     seqs_flag, *others = PACKING
     seqs = counts[seqs_flag]
+    found: dict[str, Any] = {}
     if seqs is not None and seqs != 0 and seqs < 2:
-        raise ConfigError(
+        wrong.append(
             f"{seqs_flag.name} {seqs}: one sequence is for the rest of the tokens, so give 2 or "
             "more, or 0 for no packed sequences."
         )
-    found: dict[str, Any] = {} if seqs is None else {"max_packed_seqs": seqs}
+    elif seqs is not None:
+        found["max_packed_seqs"] = seqs
     for flag in others:
         value = counts[flag]
         if value is None:
             continue
+        is_none = flag.name == SEQ_BUCKETS and value == [0]
         if not seqs:
-            raise ConfigError(
+            wrong.append(
                 f"{flag.name} {_shown(value)} has no effect without {seqs_flag.name}; add it, or "
                 "leave this out."
             )
-        is_none = flag.name == SEQ_BUCKETS and value == [0]
-        if not is_none and min(value if flag.is_list else [value]) <= 0:
-            raise ConfigError(f"{flag.name} {_shown(value)}: give {flag.least}, or leave it out.")
-        name = flag.dest.removeprefix("cuda_graph_")
-        found[name] = () if is_none else tuple(value) if flag.is_list else value
+        elif not is_none and min(value if flag.is_list else [value]) <= 0:
+            wrong.append(f"{flag.name} {_shown(value)}: give {flag.least}, or leave it out.")
+        else:
+            name = flag.dest.removeprefix("cuda_graph_")
+            found[name] = () if is_none else tuple(value) if flag.is_list else value
     return found
 
 
@@ -352,17 +377,18 @@ def check_flag_values(script_args: Sequence[str]) -> None:
     """Find a wrong value of one of the flags before a process is started.
 
     Raises:
-        ConfigError: naming flag, value and choices.
+        ConfigError: naming flags, values and choices.
     """
-    every = [(flag.name, flag.choices) for flag in (*FLAGS, *CONTEXTS, *STASH) if flag.choices]
-    for flag_name, choices in every:
-        for i, arg in enumerate(script_args):
-            name, equals, value = arg.partition("=")
-            if name != flag_name:
-                continue
-            if not equals:
-                value = (list(script_args[i + 1 :]) or [""])[0]
-            if value not in choices:
-                raise ConfigError(
-                    f"{flag_name} {value}".rstrip() + f": expected one of {', '.join(choices)}."
-                )
+    every = {flag.name: flag.choices for flag in (*FLAGS, *CONTEXTS, *STASH) if flag.choices}
+    wrong: list[str] = []
+    for i, arg in enumerate(script_args):
+        name, equals, value = arg.partition("=")
+        if name not in every:
+            continue
+        if not equals:
+            value = (list(script_args[i + 1 :]) or [""])[0]
+        if value not in every[name]:
+            expected = f"expected one of {', '.join(every[name])}."
+            wrong.append(f"{f'{name} {value}'.rstrip()}: {expected}")
+    if wrong:
+        raise ConfigError("\n".join(wrong))

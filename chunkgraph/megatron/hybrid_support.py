@@ -11,7 +11,7 @@ from chunkgraph.errors import ConfigError
 from chunkgraph.megatron import compat
 from chunkgraph.packing import PackedShape
 
-__all__ = ["check_seq_idx", "hybrid_refusals"]
+__all__ = ["check_seq_idx", "hybrid_refusals", "layer_refusals"]
 
 _REFUSED_LAYERS = {
     "D": (
@@ -43,8 +43,27 @@ def hybrid_refusals(
     ]
     layers = {symbol for pattern in patterns for symbol in pattern}
     layers.update(symbol for stack in stacks for symbol in getattr(stack, "layer_type_list", ()))
+    predicts = any(getattr(module, "mtp_num_depths", 0) for module in modules)
+    return layer_refusals(config, layers, packing, predicts_several_tokens=predicts)
+
+
+def layer_refusals(
+    config: Any,
+    layers: set[str],
+    packing: PackedShape | None,
+    *,
+    predicts_several_tokens: bool,
+) -> list[str]:
+    """The same of a hybrid model whose kinds of layers are known.
+
+    Args:
+        config: anything that has TransformerConfig's fields as attributes, or some of them.
+        layers: the symbols in its pattern.
+        packing: as for `hybrid_refusals`.
+        predicts_several_tokens: whether it has multi-token prediction.
+    """
     found = [f"hybrid model with {why}" for s, why in _REFUSED_LAYERS.items() if s in layers]
-    if any(getattr(module, "mtp_num_depths", 0) for module in modules):
+    if predicts_several_tokens:
         found.append(
             "hybrid model with multi-token prediction: its stage has a second stack, which was not "
             "tried"

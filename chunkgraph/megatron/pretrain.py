@@ -24,7 +24,7 @@ from typing import Any
 import torch.distributed as dist
 
 from chunkgraph.megatron import compat
-from chunkgraph.megatron.arguments import settle_arguments
+from chunkgraph.megatron.arguments import refuse_changed_arguments, settle_arguments
 from chunkgraph.megatron.context_steps import ContextSteps
 from chunkgraph.megatron.contexts import ContextBanks, ContextGroups, follow_groups
 from chunkgraph.megatron.flags import GraphFlags, add_flags, flags_from
@@ -124,6 +124,7 @@ class ChunkGraphsInPretrain:
             return
         args = compat.pretrain_arguments()
         # The script may have changed them since they were parsed.
+        refuse_changed_arguments(args)
         self.flags = flags = resolved_flags(flags_from(args) or self.flags, args)
         chunks = list(model) if isinstance(model, (list, tuple)) else [model]
         # Graphs hold memory of communicators: they go before the process groups do.

@@ -18,7 +18,13 @@ from chunkgraph.megatron.scope import (
     lacks,
 )
 
-__all__ = ["ChosenScope", "choose_scope", "refuse_for_scope"]
+__all__ = [
+    "ChosenScope",
+    "ScopeObstacle",
+    "choose_scope",
+    "refuse_for_scope",
+    "scope_obstacles",
+]
 
 
 @dataclass(frozen=True)
@@ -33,6 +39,23 @@ class ChosenScope:
 
     scope: CapturedScope
     why_block: str = ""
+
+
+@dataclass(frozen=True)
+class ScopeObstacle:
+    """A setting with which only the block can be captured.
+
+    Attributes:
+        setting: as it stands in Megatron's config.
+        flag: as it stands on the command line of a pretrain script.
+        why: what would go wrong.
+        is_met: whether a config, of packed microbatches or not, has it.
+    """
+
+    setting: str
+    flag: str
+    why: str
+    is_met: Callable[[Any, bool], bool]
 
 
 def choose_scope(
@@ -68,6 +91,19 @@ def choose_scope(
     return ChosenScope("block", ", ".join(found) or "the model on another rank")
 
 
+def scope_obstacles(config: Any, scope: Scope, *, is_packed: bool) -> list[ScopeObstacle]:
+    """Return the settings with which scope ``chunk`` is refused; none for other scopes.
+
+    Args:
+        config: anything that has TransformerConfig's fields as attributes, or some of them.
+        scope: what is asked for.
+        is_packed: whether microbatches hold packed sequences.
+    """
+    if scope != "chunk":
+        return []
+    return [obstacle for obstacle in _OBSTACLES if obstacle.is_met(config, is_packed)]
+
+
 def refuse_for_scope(config: Any, scope: Scope, *, is_packed: bool) -> None:
     """Check the settings that matter only where the output layer and the loss are captured.
 
@@ -79,10 +115,8 @@ def refuse_for_scope(config: Any, scope: Scope, *, is_packed: bool) -> None:
     Raises:
         ConfigError: naming every setting that cannot be captured.
     """
-    if scope != "chunk":
-        return
-    found = [f"{o.setting}: {o.why}" for o in _OBSTACLES if o.is_met(config, is_packed)]
-    if found:
+    obstacles = scope_obstacles(config, scope, is_packed=is_packed)
+    if found := [f"{obstacle.setting}: {obstacle.why}" for obstacle in obstacles]:
         raise ConfigError(
             "Chunk graphs with scope 'chunk' cannot hold this model:\n  - "
             + "\n  - ".join(found)
@@ -90,29 +124,12 @@ def refuse_for_scope(config: Any, scope: Scope, *, is_packed: bool) -> None:
         )
 
 
-@dataclass(frozen=True)
-class _Obstacle:
-    """A setting with which only the block can be captured.
-
-    Attributes:
-        setting: as it stands in Megatron's config.
-        flag: as it stands on the command line of a pretrain script.
-        why: what would go wrong.
-        is_met: whether a config, of packed microbatches or not, has it.
-    """
-
-    setting: str
-    flag: str
-    why: str
-    is_met: Callable[[Any, bool], bool]
-
-
 def _predicts(config: Any) -> bool:
     return bool(getattr(config, "mtp_num_layers", None))
 
 
 _OBSTACLES = (
-    _Obstacle(
+    ScopeObstacle(
         "cross_entropy_fusion_impl='te'",
         "--cross-entropy-fusion-impl te",
         "its backward reads the loss gradient on the host",
@@ -121,20 +138,20 @@ _OBSTACLES = (
             and getattr(config, "cross_entropy_fusion_impl", "native") == "te"
         ),
     ),
-    _Obstacle(
+    ScopeObstacle(
         "fp8_recipe='delayed' with mtp_num_layers",
         "--fp8-recipe delayed with --mtp-num-layers",
         "every predicting layer updates the scales once more in the middle of the backward, but a "
         "graph does it once, at the end",
         lambda config, _: compat.fp8_recipe(config) == "delayed" and _predicts(config),
     ),
-    _Obstacle(
+    ScopeObstacle(
         "defer_embedding_wgrad_compute=True",
         "--defer-embedding-wgrad-compute",
         "its queue is Python state that a replay does not advance",
         lambda config, _: bool(getattr(config, "defer_embedding_wgrad_compute", False)),
     ),
-    _Obstacle(
+    ScopeObstacle(
         "mtp_num_layers with packed sequences",
         "--mtp-num-layers with packed sequences",
         "Megatron then reads the offsets on the host",

@@ -13,7 +13,13 @@ from chunkgraph.errors import ConfigError
 from chunkgraph.megatron import compat
 from chunkgraph.megatron.moe_support import moe_refusals
 
-__all__ = ["refuse_unsupported", "refused_settings"]
+__all__ = ["GRAPH_SAFE_RNG", "recompute_refusals", "refuse_unsupported", "refused_settings"]
+
+GRAPH_SAFE_RNG = (
+    "seed with model_parallel_cuda_manual_seed(seed, te_rng_tracker=True) or "
+    "use_cudagraphable_rng=True"
+)
+"""How a program of one's own gets random states that a graph can switch."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +131,11 @@ def refused_settings(config: Any, token_drops: str = "warn") -> list[str]:
             "use_transformer_engine_op_fuser=True without experts: fused operations hold "
             "parameters of their own, which was tried with experts alone; leave it out"
         )
+    if getattr(config, "test_mode", False) and getattr(config, "qk_layernorm", False):
+        found.append(
+            "test_mode=True with qk_layernorm=True: every forward compares the norms of all "
+            "data-parallel ranks on the host; leave test_mode out"
+        )
     return found + _fp8_refusals(config) + moe_refusals(config, token_drops)
 
 
@@ -195,7 +206,9 @@ def refuse_unsupported(
         )
     if any(compat.is_fully_sharded(chunk) for chunk in model_chunks):
         found.append("FSDP: parameters move, and a graph remembers their addresses")
-    found.extend(_recompute_refusals(config, device))
+    if device.type == "cuda":
+        is_safe = compat.rng_is_graph_safe()
+        found += recompute_refusals(config, is_rng_graph_safe=is_safe)
     dropout = max(
         getattr(config, "hidden_dropout", 0.0) or 0.0,
         getattr(config, "attention_dropout", 0.0) or 0.0,
@@ -203,8 +216,7 @@ def refuse_unsupported(
     if dropout > 0 and not compat.rng_is_graph_safe():
         found.append(
             f"dropout {dropout} with an RNG tracker that is not graph-safe: every replay would "
-            "draw the same mask; seed with model_parallel_cuda_manual_seed(seed, "
-            f"te_rng_tracker=True) or use_cudagraphable_rng=True (parameters are on {device})"
+            f"draw the same mask; {GRAPH_SAFE_RNG} (parameters are on {device})"
         )
     if found:
         raise ConfigError(
@@ -214,17 +226,20 @@ def refuse_unsupported(
         )
 
 
-def _recompute_refusals(config: Any, device: torch.device) -> list[str]:
-    """What keeps the activation recomputation that is asked for out of a CUDA graph."""
+def recompute_refusals(config: Any, *, is_rng_graph_safe: bool) -> list[str]:
+    """What keeps the activation recomputation that is asked for out of a CUDA graph.
+
+    Args:
+        config: anything that has TransformerConfig's fields as attributes, or some of them.
+        is_rng_graph_safe: whether a graph can switch the states of the RNG tracker.
+    """
     granularity = getattr(config, "recompute_granularity", None)
-    if granularity is None or device.type != "cuda":
+    if granularity is None:
         return []
-    if not compat.rng_is_graph_safe():
+    if not is_rng_graph_safe:
         why = (
             f"recompute_granularity={granularity!r} with an RNG tracker that is not graph-safe: "
-            "recomputation would read the random state in a capture; seed with "
-            "model_parallel_cuda_manual_seed(seed, te_rng_tracker=True) or "
-            "use_cudagraphable_rng=True"
+            f"recomputation would read the random state in a capture; {GRAPH_SAFE_RNG}"
         )
         return [why]
     recomputed = {

@@ -23,7 +23,7 @@ pytestmark = [
 
 # As `megatron.training.async_utils.init_persistent_async_worker` does with --async-save and
 # --use-persistent-ckpt-worker: a worker that waits on its queue, and the server of a Manager.
-RANK = '''
+RANK = """
 import multiprocessing, os, signal, subprocess, sys, time
 
 from chunkgraph._processes import guard_session, leave
@@ -57,7 +57,7 @@ if __name__ == "__main__":
     code = launch.run_as_rank(None)
     if code:
         leave(code)
-'''
+"""
 LAUNCHER = """
 import sys, types
 from chunkgraph.cli.script_launcher import ScriptLauncher

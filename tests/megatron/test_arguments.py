@@ -35,6 +35,7 @@ def arguments(**changes: Any) -> argparse.Namespace:
         "attention_dropout": 0.0,
         "te_rng_tracker": False,
         "num_experts": None,
+        "moe_expert_capacity_factor": None,
     }
     stash = dict.fromkeys(flag.dest for flag in (*CONTEXTS, *STASH))
     return argparse.Namespace(**{**stash, **values, **changes})
@@ -55,8 +56,8 @@ def test_megatron_is_told_to_build_no_graphs(implementation: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({}, "--cuda-graph-stash without num_moe_experts"),
-        ({"num_experts": 4, "fp8": "hybrid"}, "--cuda-graph-stash with fp8='hybrid'"),
+        ({}, "--cuda-graph-stash without --num-experts"),
+        ({"num_experts": 4, "fp8": "hybrid"}, "--cuda-graph-stash with --fp8-format hybrid"),
     ],
 )
 def test_what_a_stash_cannot_go_with_is_named(changes: dict[str, Any], said: str) -> None:
@@ -80,8 +81,8 @@ def test_layer_leaves_all_arguments_alone() -> None:
         ({"inference_cuda_graph_scope": "block"}, "--inference-cuda-graph-scope: "),
         ({"enable_cuda_graph": True}, "--enable-cuda-graph: "),
         ({"optimizer_cuda_graph": True}, "--optimizer-cuda-graph: "),
-        ({"num_experts": 8}, "num_moe_experts=8 without moe_expert_capacity_factor: "),
-        ({"fp4": "e2m1"}, "fp4='e2m1': "),
+        ({"num_experts": 8}, "--num-experts 8 without --moe-expert-capacity-factor: "),
+        ({"fp4": "e2m1"}, "--fp4-format e2m1: "),
         ({"sft": True}, "--sft: packed sequences change their offsets"),
         (
             {"dataloader_inter_document_masking": True},
@@ -220,7 +221,7 @@ def test_the_shape_of_packed_sequences() -> None:
         ),
         (
             {"context_parallel_size": 2, "seq_length": 18},
-            "seqs 4: max_packed_tokens is 18, which context_parallel_size 2 cannot split",
+            "max-packed-tokens is 18, which --context-parallel-size 2 cannot split",
         ),
         ({"hybrid_context_parallel": True}, "seqs 4 with --hybrid-context-parallel: "),
         (
@@ -247,7 +248,7 @@ def test_the_shape_of_packed_sequences() -> None:
         ({"cuda_graph_packed_buckets": [99.0]}, "seqs 4: A bucket of 99.0: "),
         (
             {"seq_length": 24, "fp8": "hybrid", "cuda_graph_packed_buckets": [0.5]},
-            "seqs 4: max_packed_tokens is 24, with shorter ones. In FP8 ",
+            "seqs 4: --cuda-graph-max-packed-tokens is 24, with shorter ones. In FP8 ",
         ),
         (
             {"cuda_graph_max_document_tokens": 15},
@@ -255,7 +256,7 @@ def test_the_shape_of_packed_sequences() -> None:
         ),
         (
             {"cuda_graph_max_document_tokens": 17},
-            "seqs 4: max_document_tokens is 17, more than max_packed_tokens 16",
+            "--cuda-graph-max-document-tokens is 17, more than --cuda-graph-max-packed-tokens 16",
         ),
         (
             {"cuda_graph_packed_seq_buckets": [4]},
@@ -351,7 +352,7 @@ def test_context_sizes_that_change(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         ({"hybrid_layer_pattern": "M*"}, "1 2 with --hybrid-layer-pattern: the heads of a mixer"),
         ({**SELECTIVE, "recompute_modules": ["moe"]}, "1 2 with --recompute-modules moe: "),
-        ({"num_experts": 4, "moe_router_fusion": True}, "1 2 with moe_router_fusion=True: "),
+        ({"num_experts": 4, "moe_router_fusion": True}, "1 2 with --moe-router-fusion: "),
     ],
 )
 def test_what_changing_context_sizes_cannot_go_with_is_named(

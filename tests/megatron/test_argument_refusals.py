@@ -1,0 +1,213 @@
+"""What Megatron's own command line says of chunk graphs is refused at once, and in its flags."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib.util
+import re
+import sys
+from typing import Any
+
+import pytest
+
+from chunkgraph.errors import ConfigError
+from chunkgraph.megatron.arguments import refuse_changed_arguments, settle_arguments
+from chunkgraph.megatron.cpu_pretrain import cpu_flags, cpu_pretrain_host
+from chunkgraph.megatron.flags import add_flags
+
+HAS_TE = importlib.util.find_spec("transformer_engine") is not None
+
+pytestmark = [
+    pytest.mark.megatron,
+    pytest.mark.skipif(
+        sys.version_info < (3, 12) or importlib.util.find_spec("megatron.training") is None,
+        reason="megatron.training of megatron-core 0.18 and newer, which needs Python 3.12",
+    ),
+]
+
+CHUNK = "--cuda-graph-granularity chunk --transformer-impl local "
+NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0 "
+WHOLE = "--cuda-graph-chunk-scope chunk "
+EXPERTS = "--num-experts 8 --moe-token-dispatcher-type "
+
+
+@functools.cache
+def parser() -> argparse.ArgumentParser:
+    """Megatron's, with the flags of chunk graphs."""
+    with cpu_pretrain_host():
+        from megatron.training import arguments
+
+        made = argparse.ArgumentParser(allow_abbrev=False)
+        arguments.add_megatron_arguments(made)
+    made.add_argument("--export-kd-teacher-load")  # of ModelOpt, which brings it where it is
+    add_flags(made)
+    return made
+
+
+def refusal(given: str, *, on_cpu: bool = True) -> str:
+    """What is said of these flags."""
+    args = parser().parse_args(f"{CHUNK}{given}".split())
+    with pytest.raises(ConfigError) as error:
+        settle_arguments(args, on_cpu=on_cpu)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("--test-mode --qk-layernorm", "--test-mode with --qk-layernorm: every forward compares"),
+        ("--export-kd-teacher-load DIR", "--export-kd-teacher-load: distillation keeps outputs"),
+        (f"{WHOLE}--defer-embedding-wgrad-compute", "chunk with --defer-embedding-wgrad-compute: "),
+        (
+            f"{WHOLE}--fp8-format hybrid --mtp-num-layers 1",
+            "chunk with --fp8-recipe delayed with --mtp-num-layers: ",
+        ),
+        (
+            f"{WHOLE}--cross-entropy-loss-fusion --cross-entropy-fusion-impl te",
+            "chunk with --cross-entropy-fusion-impl te: ",
+        ),
+        (
+            f"{WHOLE}--mtp-num-layers 1 --sft --cuda-graph-max-packed-seqs 4 --seq-length 64",
+            "chunk with --mtp-num-layers and packed sequences: ",
+        ),
+        (
+            "--hybrid-layer-pattern MD --fp8-format hybrid",
+            "hybrid model with --fp8-format hybrid: ",
+        ),
+        ("--hybrid-layer-pattern M*/M", "hybrid model with multi-token prediction: "),
+        (
+            (
+                "--cuda-graph-shared-slots yes --cuda-graph-stash yes "
+                "--cuda-graph-stash-skips-single-slots yes --num-experts 8"
+            ),
+            "--cuda-graph-stash-skips-single-slots yes with --cuda-graph-shared-slots yes: ",
+        ),
+    ],
+)
+def test_what_the_arguments_can_tell_is_refused_before_the_model_is_built(
+    given: str, said: str
+) -> None:
+    assert said in refusal(given)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            "--recompute-granularity full --te-rng-tracker",
+            "--recompute-granularity full with --hidden-dropout 0.1: ",
+        ),
+        (
+            "--recompute-activations --te-rng-tracker",
+            "--recompute-granularity selective with --attention-dropout 0.1: ",
+        ),
+        (
+            f"{NO_DROPOUT}--recompute-granularity full",
+            "would read the random state in a capture; add --te-rng-tracker",
+        ),
+    ],
+)
+def test_recomputation_that_a_gpu_cannot_capture_is_refused_before_the_model_is_built(
+    given: str, said: str
+) -> None:
+    assert said in refusal(given, on_cpu=False)
+    args = parser().parse_args(f"{CHUNK}{given}".split())
+    assert settle_arguments(args, on_cpu=True) is not None
+
+
+def test_wrong_values_stand_in_the_same_message() -> None:
+    """One run shows all that is to be changed."""
+    said = refusal(
+        "--cuda-graph-warmup-steps 0 --cuda-graph-verify-every 2 --num-experts 8 "
+        "--cuda-graph-max-packed-tokens 9 --cuda-graph-cp-schedule random "
+        "--cuda-graph-stash-max-bytes 9 --cuda-graph-modules attn"
+    )
+    assert said.count("\n  - ") == 7
+    for start in (
+        "--cuda-graph-warmup-steps 0: ",
+        "--cuda-graph-verify-every 2 has no effect",
+        "--cuda-graph-max-packed-tokens 9 has no effect",
+        "--cuda-graph-cp-schedule random has no effect",
+        "--cuda-graph-stash-max-bytes 9 has no effect",
+        "--cuda-graph-modules: ",
+        "--num-experts 8 without --moe-expert-capacity-factor: ",
+    ):
+        assert f"\n  - {start}" in said
+
+
+def test_arguments_that_the_script_changes_later_are_looked_at_again() -> None:
+    """As Megatron's `maybe_enable_modelopt` does, after it has parsed them."""
+    args = parser().parse_args(CHUNK.split())
+    assert settle_arguments(args, on_cpu=True) is not None
+    refuse_changed_arguments(args)
+    args.modelopt_enabled = True
+    with pytest.raises(ConfigError, match="--modelopt-enabled: its distillation schedules"):
+        refuse_changed_arguments(args)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        (
+            "--overlap-moe-expert-parallel-comm --delay-wgrad-compute --fp8-param-gather --test-mode "
+            "--qk-layernorm --distribute-saved-activations --fine-grained-activation-offloading "
+            "--hybrid-context-parallel --experimental-attention-variant dsa"
+        ),
+        f"{EXPERTS}alltoall",
+        f"{EXPERTS}allgather --moe-permute-fusion --moe-expert-capacity-factor 0.5",
+        (
+            f"{EXPERTS}alltoall --moe-expert-capacity-factor 100 --moe-pad-expert-input-to-capacity "
+            "--moe-router-load-balancing-type sinkhorn --moe-shared-expert-overlap "
+            "--expert-model-parallel-size 3 --use-transformer-engine-op-fuser --moe-router-fusion "
+            "--moe-enable-deepep --moe-router-padding-for-quantization --moe-router-force-biased 1"
+        ),
+        (
+            f"{EXPERTS}flex --moe-flex-dispatcher-backend hybridep --moe-latent-size 8 "
+            "--moe-expert-capacity-factor 2 --moe-permute-fusion-into-hybridep "
+            "--moe-pad-expert-input-to-capacity --fp8-format hybrid "
+            "--expert-tensor-parallel-size 2 --recompute-granularity selective "
+            "--recompute-modules moe_act"
+        ),
+        (
+            f"{EXPERTS}flex --moe-flex-dispatcher-backend deepep --moe-router-topk 99 --fp16 "
+            "--hidden-size 100000 --expert-model-parallel-size 3 "
+            "--moe-expert-rank-capacity-factor 0.5"
+        ),
+        (
+            f"{EXPERTS}alltoall --moe-expert-capacity-factor 2 --moe-pad-expert-input-to-capacity "
+            "--cuda-graph-stash yes --recompute-granularity selective --recompute-modules moe "
+            "--cuda-graph-token-drops rerun --fp8-format hybrid --moe-router-fusion "
+            "--cuda-graph-stash-page-bytes 16 --hidden-size 64"
+        ),
+        (
+            f"{EXPERTS}alltoall --sft --cuda-graph-max-packed-seqs 4 --cuda-graph-cp-sizes 1 2 "
+            "--seq-length 18 --moe-router-load-balancing-type quantile_balancing"
+        ),
+        "--sft --cuda-graph-max-packed-seqs 4 --seq-length 18 --context-parallel-size 2",
+        (
+            "--use-transformer-engine-op-fuser --fp8-format hybrid --fp8-recipe mxfp8 "
+            "--recompute-granularity full"
+        ),
+        "--fp4-format e2m1 --use-megatron-fsdp --yaml-cfg x --optimizer-cuda-graph",
+    ],
+)
+def test_refusals_speak_in_flags_that_can_be_typed(given: str) -> None:
+    said = refusal(given, on_cpu=False)
+    assert said.count("\n  - ") >= 1
+    flags = set(re.findall(r"(?<![\w-])--[\w-]+", said))
+    assert flags - set(parser()._option_string_actions) == set()
+    assert re.findall(r"=(?:True|False|None|')", said) == []
+    dests = {action.dest for action in parser()._actions if "_" in action.dest}
+    settings = {"num_moe_experts", "token_drops", "gated_linear_unit", "page_bytes", "fp8_param"}
+    assert (dests | settings) & set(re.findall(r"(?<![\w-])\w+", said)) == set()
+
+
+@pytest.mark.parametrize("strategy", [[], ["--async-strategy", "mcore"]])
+def test_a_checkpoint_worker_that_needs_a_gpu_is_refused_on_a_cpu(strategy: Any) -> None:
+    """It would divide by the number of GPUs and die, and its rank would wait for it for ever."""
+    both = ["--async-save", "--use-persistent-ckpt-worker", *strategy]
+    with pytest.raises(ConfigError, match=r"--use-persistent-ckpt-worker .* needs a GPU"):
+        cpu_flags(both)
+    cpu_flags(["--async-save", *strategy])
+    cpu_flags(["--use-persistent-ckpt-worker", *strategy])
