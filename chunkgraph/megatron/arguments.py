@@ -255,7 +255,8 @@ def _in_flags(text: str, args: argparse.Namespace) -> str:
         given = "" if value in (None, "True") else re.sub(r"[\[\]',]", "", value)
         return f"{flag} {given}".rstrip()
 
-    return _SETTING.sub(in_flags, text).replace("set it to True", "add it")
+    said = _SETTING.sub(in_flags, text).replace("set it to True", "add it")
+    return said.replace("with without", "without").replace("\n", "\n    ")
 
 
 def _wants_te_rng(args: argparse.Namespace, on_cpu: bool) -> bool:

@@ -36,6 +36,7 @@ from chunkgraph.megatron.contexts import ContextBanks, StepContexts
 from chunkgraph.megatron.contexts.groups import HeldGroups, capturing_banks
 from chunkgraph.megatron.cut_offsets import OffsetCutter
 from chunkgraph.megatron.experts import Experts, TokenDrops
+from chunkgraph.megatron.hooks import refuse_hooks
 from chunkgraph.megatron.moe_support import idle_settings
 from chunkgraph.megatron.overflow import OverflowGuard
 from chunkgraph.megatron.rank_graphs import MegatronChunkGraphs
@@ -186,6 +187,8 @@ def attach(
         parts = [
             new_part(chosen.scope, chunk, place.label(index)) for index, chunk in enumerate(chunks)
         ]
+        for part in parts:
+            refuse_hooks(part.inner_modules, part.label)
         tables = CachedTables(module for part in parts for module in part.modules)
         predictions = compat.TokenPrediction() if predicts_tokens(parts) else None
         fp8 = fp8_state(config, parts, device)

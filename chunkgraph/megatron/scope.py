@@ -97,6 +97,12 @@ class CapturedPart:
         self._has_mamba = bool(compat.mamba_mixers_of(self.modules))
         self._leave_mamba: Callable[[], None] = lambda: None
 
+    @property
+    def inner_modules(self) -> dict[str, nn.Module]:
+        """What the captured module calls, by names in the model."""
+        named = self.module.named_modules(prefix=self.name)
+        return {name: module for name, module in named if module is not self.module}
+
     def chunk(self) -> Chunk:
         """What the engine captures."""
         before = new_marker = None

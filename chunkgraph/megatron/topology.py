@@ -25,6 +25,7 @@ __all__ = [
     "gather_from_data_ranks",
     "ranks_of_other_nodes",
     "share_in_tensor_group",
+    "uses_gloo",
 ]
 
 _CLOSING_TIME = timedelta(seconds=2)
@@ -96,11 +97,26 @@ def agree_by_maximum() -> Maximum | None:
     """Element-wise maximum over all ranks, on the host; None for a single process.
 
     Makes a gloo group of its own, so every rank must call it in the same order as its other
-    process groups.
+    process groups; without gloo (see `uses_gloo`) it takes keys of the job's store.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
-    return Maximum(dist.new_group(backend="gloo"))
+    if uses_gloo():
+        return Maximum(dist.new_group(backend="gloo"))
+    from chunkgraph.megatron.store_agreement import StoreMaximum
+
+    return StoreMaximum(dist.get_world_size())
+
+
+def uses_gloo() -> bool:
+    """Whether Megatron may make process groups of gloo, as without ``--disable-gloo-...``."""
+    state = compat.import_megatron("megatron.core.parallel_state")
+    if not state.model_parallel_is_initialized():
+        return True
+    try:
+        return state.get_data_parallel_group_gloo() is not None
+    except AssertionError:
+        return False
 
 
 def expert_ranks() -> list[int]:
@@ -133,26 +149,37 @@ def ranks_of_other_nodes(
 def share_in_tensor_group() -> Share | None:
     """How the first of the tensor-parallel ranks tells the others; None where it is alone.
 
-    Makes a gloo group of its own, in which every tensor-parallel rank has to take part.
+    Makes a gloo group of its own, in which every tensor-parallel rank has to take part; without
+    gloo it takes keys of the job's store.
     """
     state = compat.import_megatron("megatron.core.parallel_state")
     ranks = dist.get_process_group_ranks(state.get_tensor_model_parallel_group())
     if len(ranks) == 1:
         return None
-    return Share(dist.new_group(ranks, backend="gloo", use_local_synchronization=True), ranks[0])
+    if uses_gloo():
+        group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        return Share(group, ranks[0])
+    from chunkgraph.megatron.store_agreement import StoreShare
+
+    return StoreShare(ranks)
 
 
 def gather_from_data_ranks() -> Gather:
     """How the ranks that share a global batch tell each other, on the host.
 
-    Makes a gloo group of its own where there are several, in which all of them have to take part.
+    Makes a gloo group of its own where there are several, in which all of them have to take part;
+    without gloo it takes keys of the job's store.
     """
     state = compat.import_megatron("megatron.core.parallel_state")
     group = state.get_data_parallel_group(with_context_parallel=True)
     ranks = dist.get_process_group_ranks(group)
     if len(ranks) == 1:
         return Gather(None)
-    return Gather(dist.new_group(ranks, backend="gloo", use_local_synchronization=True))
+    if uses_gloo():
+        return Gather(dist.new_group(ranks, backend="gloo", use_local_synchronization=True))
+    from chunkgraph.megatron.store_agreement import StoreGather
+
+    return StoreGather(ranks)
 
 
 class Gather:

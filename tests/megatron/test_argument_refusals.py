@@ -150,16 +150,18 @@ def test_arguments_that_the_script_changes_later_are_looked_at_again() -> None:
     "given",
     [
         (
-            "--overlap-moe-expert-parallel-comm --delay-wgrad-compute --fp8-param-gather --test-mode "
-            "--qk-layernorm --distribute-saved-activations --fine-grained-activation-offloading "
-            "--hybrid-context-parallel --experimental-attention-variant dsa"
+            "--overlap-moe-expert-parallel-comm --delay-wgrad-compute --fp8-param-gather "
+            "--test-mode --qk-layernorm --distribute-saved-activations "
+            "--fine-grained-activation-offloading --hybrid-context-parallel "
+            "--experimental-attention-variant dsa"
         ),
         f"{EXPERTS}alltoall",
         f"{EXPERTS}allgather --moe-permute-fusion --moe-expert-capacity-factor 0.5",
         (
-            f"{EXPERTS}alltoall --moe-expert-capacity-factor 100 --moe-pad-expert-input-to-capacity "
-            "--moe-router-load-balancing-type sinkhorn --moe-shared-expert-overlap "
-            "--expert-model-parallel-size 3 --use-transformer-engine-op-fuser --moe-router-fusion "
+            f"{EXPERTS}alltoall --moe-expert-capacity-factor 100 "
+            "--moe-pad-expert-input-to-capacity --moe-router-load-balancing-type sinkhorn "
+            "--moe-shared-expert-overlap --expert-model-parallel-size 3 "
+            "--use-transformer-engine-op-fuser --moe-router-fusion "
             "--moe-enable-deepep --moe-router-padding-for-quantization --moe-router-force-biased 1"
         ),
         (
@@ -197,7 +199,8 @@ def test_refusals_speak_in_flags_that_can_be_typed(given: str) -> None:
     assert said.count("\n  - ") >= 1
     flags = set(re.findall(r"(?<![\w-])--[\w-]+", said))
     assert flags - set(parser()._option_string_actions) == set()
-    assert re.findall(r"=(?:True|False|None|')", said) == []
+    assert re.findall(r"=(?:True|False|None|')|with without", said) == []
+    assert not [line for line in said.splitlines()[1:] if not line.startswith("  ")]
     dests = {action.dest for action in parser()._actions if "_" in action.dest}
     settings = {"num_moe_experts", "token_drops", "gated_linear_unit", "page_bytes", "fp8_param"}
     assert (dests | settings) & set(re.findall(r"(?<![\w-])\w+", said)) == set()

@@ -1,0 +1,128 @@
+"""Ranks that agree without gloo: through the store of the job."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.megatron, pytest.mark.timeout(90)]
+
+
+@pytest.fixture
+def run_script(
+    start_ranks: Any, free_port: Callable[[], int], tmp_path: Path
+) -> Callable[..., tuple[list[int], str]]:
+    """Run a text as ranks; exit codes, and what all of them printed."""
+
+    def run(text: str, num_ranks: int) -> tuple[list[int], str]:
+        script = tmp_path / "probe.py"
+        script.write_text(text, encoding="utf-8")
+        ranks = start_ranks([str(script)], num_ranks, tmp_path, free_port(), "core")
+        end = time.monotonic() + 60.0
+        while any(rank.poll() is None for rank in ranks) and time.monotonic() < end:
+            time.sleep(0.05)
+        for rank in ranks:
+            if rank.poll() is None:
+                os.killpg(rank.pid, signal.SIGKILL)
+        codes = [rank.wait() for rank in ranks]
+        return codes, "".join((tmp_path / f"log{r}.txt").read_text() for r in range(num_ranks))
+
+    return run
+
+
+PROBE = """
+import os, sys, time
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from chunkgraph.errors import WorkerError
+from chunkgraph.megatron.store_agreement import StoreGather, StoreMaximum, StoreShare
+
+dist.init_process_group("gloo", timeout=timedelta(seconds=3))
+rank, size = dist.get_rank(), dist.get_world_size()
+maximum, gather, share = StoreMaximum(size), StoreGather([0, 1, 2]), StoreShare([0, 1, 2])
+another = StoreMaximum(size)
+for step in range(20):
+    ahead = maximum.start([rank * step, -rank, step])
+    if rank == step % size:
+        time.sleep(0.01)
+    assert another([step, -step]) == [step, -step]
+    assert maximum([rank]) == [size - 1]  # asked while the other answer is still to come
+    assert ahead() == ahead() == [step * (size - 1), 0, step]
+    assert gather((rank, step)) == [(r, step) for r in range(size)]
+    assert share({"of": rank, "step": step}) == {"of": 0, "step": step}
+dist.barrier()
+assert maximum._keys.store.num_keys() < 30  # of 20 steps, and torch's own
+dist.barrier()
+if rank == 2:
+    os._exit(0)
+begun = time.monotonic()
+try:
+    maximum([1])
+except WorkerError as error:
+    assert "another rank did not answer in time" in str(error), error
+    assert time.monotonic() - begun < 20
+    print("told of the rank that ended", flush=True)
+os._exit(0)
+"""
+
+
+def test_agreement_through_the_store_and_the_end_of_a_rank(
+    run_script: Callable[..., tuple[list[int], str]],
+) -> None:
+    codes, output = run_script(PROBE, 3)
+    assert codes == [0, 0, 0], output[-3000:]
+    assert output.count("told of the rank that ended") == 2
+
+
+WITHOUT_GLOO = """
+import torch.distributed as dist, megatron.core.parallel_state as state
+
+from chunkgraph.megatron import topology
+
+dist.init_process_group("gloo")
+asked = []
+new_group = dist.new_group
+
+def counted(*args, backend=None, **kwargs):
+    asked.append(backend)
+    return new_group(*args, backend=backend, **kwargs)
+
+dist.new_group = counted
+for create, kinds in ((True, {"gloo"}), (False, set())):
+    state.initialize_model_parallel(
+        tensor_model_parallel_size=2, create_gloo_process_groups=create
+    )
+    assert topology.uses_gloo() == create
+    asked.clear()
+    maximum, share = topology.agree_by_maximum(), topology.share_in_tensor_group()
+    assert maximum([dist.get_rank()]) == [1]
+    assert share(f"of rank {dist.get_rank()}") == "of rank 0"
+    state.destroy_model_parallel()
+    state.initialize_model_parallel(create_gloo_process_groups=create)
+    gather = topology.gather_from_data_ranks()
+    assert gather(dist.get_rank()) == [0, 1]
+    assert "gloo" in asked if create else asked.count("gloo") == 0
+    for one in (maximum, share, gather):
+        one.close()
+    state.destroy_model_parallel()
+dist.barrier()
+print("done", flush=True)
+import os
+os._exit(0)
+"""
+
+
+def test_no_group_of_gloo_is_made_where_megatron_may_make_none(
+    run_script: Callable[..., tuple[list[int], str]],
+) -> None:
+    codes, output = run_script(WITHOUT_GLOO, 2)
+    assert codes == [0, 0], output[-3000:]
+    assert output.count("done") == 2
