@@ -133,7 +133,7 @@ def _guard(guarded: int) -> None:
     """Sleep until ``guarded``, the parent of this process, is dead; then end its session."""
     os.setsid()  # signals to its group are not for this process
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-    _prctl(_PR_SET_NAME, b"chunkgraph-guard")
+    _prctl(_PR_SET_NAME, b"session-guard")
     _release_files()
     _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     while os.getppid() == guarded:

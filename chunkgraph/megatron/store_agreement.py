@@ -7,9 +7,11 @@ does not come within the job's timeout is an error.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import pickle
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -23,35 +25,34 @@ __all__ = ["StoreGather", "StoreMaximum", "StoreShare"]
 _uses: Counter[str] = Counter()
 
 
-class _Keys:
-    """Keys of one object in the job's store; every rank makes its objects in the same order.
+def _store(purpose: str) -> Any:
+    """Keys of their own in the job's store; all ranks that share them ask in the same order.
 
     Args:
-        purpose: of the object, with the ranks that share it.
+        purpose: what they are for, with the ranks that share them.
     """
+    store: Any = distributed_c10d._get_default_store()
+    if hasattr(store, "clone"):
+        store = store.clone()  # whose waiting keeps nobody else from the store
+    number = _uses[purpose]
+    _uses[purpose] += 1
+    return distributed_c10d.PrefixStore(f"chunkgraph/{purpose}/{number}", store)
 
-    def __init__(self, purpose: str) -> None:
-        store: Any = distributed_c10d._get_default_store()
-        if hasattr(store, "clone"):
-            store = store.clone()  # whose waiting keeps nobody else from the store
-        self.store: Any = distributed_c10d.PrefixStore(
-            f"chunkgraph/{purpose}/{_uses[purpose]}", store
-        )
-        _uses[purpose] += 1
 
-    def wait_for(self, *keys: str) -> list[bytes]:
-        """The values of keys that other ranks set.
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    """Say what an error of the store means.
 
-        Raises:
-            WorkerError: they did not within the job's timeout.
-        """
-        try:
-            return [self.store.get(key) for key in keys]
-        except dist.DistStoreError as error:
-            raise WorkerError(
-                f"Rank {dist.get_rank()} stopped because another rank did not answer in time: it "
-                f"ended or hangs ({str(error).splitlines()[0]})."
-            ) from error
+    Raises:
+        WorkerError: a key was not set within the job's timeout, or the store has ended.
+    """
+    try:
+        yield
+    except dist.DistError as error:
+        raise WorkerError(
+            f"Rank {dist.get_rank()} stopped because another rank ended or did not answer in time "
+            f"({str(error).splitlines()[0]})."
+        ) from error
 
 
 class StoreMaximum(Maximum):
@@ -64,14 +65,20 @@ class StoreMaximum(Maximum):
     def __init__(self, num_ranks: int) -> None:
         super().__init__(None)
         self._num_ranks = num_ranks
-        self._keys = _Keys("maximum")
+        self._store = _store("maximum")
         self._num_asked = 0
         self._wait: Callable[[], list[int]] = list
 
     def start(self, values: Sequence[int]) -> Callable[[], list[int]]:
         """Ask; the result waits for the answer."""
         self._wait()  # so that all ranks have the last answer when all have asked again
-        store, number = self._keys.store, self._num_asked
+        wait = self._ask(values)
+        self._wait = wait
+        return wait
+
+    @_explained()
+    def _ask(self, values: Sequence[int]) -> Callable[[], list[int]]:
+        store, number = self._store, self._num_asked
         self._num_asked += 1
         asked, count, agreed = (f"{number}/{name}" for name in ("asked", "count", "agreed"))
         store.append(asked, f"{' '.join(map(str, values))}\n")
@@ -80,16 +87,12 @@ class StoreMaximum(Maximum):
             store.set(agreed, " ".join(str(max(of_ranks)) for of_ranks in zip(*rows, strict=True)))
             for key in (asked, count, f"{number - 1}/agreed"):
                 store.delete_key(key)
-        answer: list[int] | None = None
 
+        @functools.cache
+        @_explained()
         def wait() -> list[int]:
-            nonlocal answer
-            if answer is None:
-                (text,) = self._keys.wait_for(agreed)
-                answer = [int(value) for value in text.split()]
-            return answer
+            return [int(value) for value in store.get(agreed).split()]
 
-        self._wait = wait
         return wait
 
 
@@ -103,17 +106,18 @@ class StoreShare(Share):
     def __init__(self, ranks: Sequence[int]) -> None:
         super().__init__(None, ranks[0])
         self._num_readers = len(ranks) - 1
-        self._keys = _Keys(f"share/{'-'.join(map(str, ranks))}")
+        self._store = _store(f"share/{'-'.join(map(str, ranks))}")
         self._num_shared = 0
 
+    @_explained()
     def __call__(self, value: Any) -> Any:
         """The source's value; what the others give is not looked at."""
-        store, key = self._keys.store, str(self._num_shared)
+        store, key = self._store, str(self._num_shared)
         self._num_shared += 1
         if dist.get_rank() == self._source:
             store.set(key, pickle.dumps(value))
             return value
-        (data,) = self._keys.wait_for(key)
+        data = store.get(key)
         if store.add(f"{key}/read", 1) == self._num_readers:
             store.delete_key(key)
             store.delete_key(f"{key}/read")
@@ -133,15 +137,16 @@ class StoreGather(Gather):
     def __init__(self, ranks: Sequence[int]) -> None:
         super().__init__(None)
         self._ranks = ranks
-        self._keys = _Keys(f"gather/{'-'.join(map(str, ranks))}")
+        self._store = _store(f"gather/{'-'.join(map(str, ranks))}")
         self._num_gathered = 0
 
+    @_explained()
     def __call__(self, value: Any) -> list[Any]:
         """The values of all, in the order of the ranks; every one of them calls."""
-        store, number, me = self._keys.store, self._num_gathered, dist.get_rank()
+        store, number, me = self._store, self._num_gathered, dist.get_rank()
         self._num_gathered += 1
         store.set(f"{number}/{me}", pickle.dumps(value))
-        values = self._keys.wait_for(*(f"{number}/{rank}" for rank in self._ranks))
+        values = [store.get(f"{number}/{rank}") for rank in self._ranks]
         # All ranks have called again, and so have read what this one gave before.
         store.delete_key(f"{number - 1}/{me}")
         return [pickle.loads(data) for data in values]

@@ -59,7 +59,7 @@ for step in range(20):
     assert gather((rank, step)) == [(r, step) for r in range(size)]
     assert share({"of": rank, "step": step}) == {"of": 0, "step": step}
 dist.barrier()
-assert maximum._keys.store.num_keys() < 30  # of 20 steps, and torch's own
+assert maximum._store.num_keys() < 30  # of 20 steps, and torch's own
 dist.barrier()
 if rank == 2:
     os._exit(0)
@@ -67,7 +67,7 @@ begun = time.monotonic()
 try:
     maximum([1])
 except WorkerError as error:
-    assert "another rank did not answer in time" in str(error), error
+    assert "another rank ended or did not answer in time" in str(error), error
     assert time.monotonic() - begun < 20
     print("told of the rank that ended", flush=True)
 os._exit(0)
