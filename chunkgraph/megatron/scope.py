@@ -28,6 +28,7 @@ from chunkgraph.engine import Chunk, unchanging
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron import compat
 from chunkgraph.megatron import packed as packed_params
+from chunkgraph.megatron.hooks import refuse_hooks
 from chunkgraph.megatron.hybrid_support import check_seq_idx
 
 __all__ = [
@@ -190,7 +191,8 @@ class CapturedPart:
         raise NotImplementedError
 
     def _check_sample(self, first: Any, *_args: Any, **kwargs: Any) -> None:
-        """Offsets of packed sequences must reach the last row."""
+        """Hooks came since `attach`, or offsets of packed sequences do not reach the last row."""
+        refuse_hooks(self.inner_modules, self.label)
         if not packed_params.is_packed(kwargs):
             return
         config = self._block.config

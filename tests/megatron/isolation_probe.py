@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -104,17 +105,17 @@ def _poison_tails(
     Mamba layers and their gradients get it there as it is.
     """
 
-    def poisoned(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def poisoned(forward: Any, *args: Any, **kwargs: Any) -> Any:
         mixed = []
         for t in args[:3]:  # query, key and value: [rows, heads, width]
             is_tail = torch.arange(t.size(0), device=t.device) >= num_rows
             mixed.append(torch.where(is_tail[:, None, None], t + poison.to(t.dtype), t))
-        return (*mixed, *args[3:])
+        return forward(*mixed, *args[3:], **kwargs)
 
     found = [m for name, m in chunk.named_modules() if name.endswith(".core_attention")]
     assert found or has_states
     for module in found:
-        module.register_forward_pre_hook(poisoned)
+        module.forward = functools.partial(poisoned, module.forward)
     if has_states:
         Poison(chunk).value = poison
 

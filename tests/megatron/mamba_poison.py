@@ -30,6 +30,8 @@ class Poison:
     """
 
     def __init__(self, chunk: Any) -> None:
+        for hook in (Poison._enter, Poison._mixed, Poison._leave):
+            hook.__module__ = "chunkgraph"  # attach() refuses those that it does not know
         self.value = torch.full((), float("nan"), device=next(chunk.parameters()).device)
         for layer in chunk.modules():
             if type(layer).__name__ == "MambaLayer":

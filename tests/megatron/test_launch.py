@@ -357,5 +357,5 @@ def test_flags_that_cannot_go_together_are_one_message(jobs: Jobs) -> None:
     assert jobs.end(*MODEL, *EIGHT, *CHUNK, *refused) == [2, 2]
     message = jobs.output[jobs.output.index("error: ") :]
     assert "--optimizer-cuda-graph: " in message
-    assert "distribute_saved_activations=True: " in message
+    assert "--distribute-saved-activations: " in message
     assert jobs.output.count("cannot go together") == 1
