@@ -46,7 +46,7 @@ class _Watch(torch.autograd.Function):
 
 
 def watched(result: Any, sample: BackwardSample) -> Any:
-    """Return ``result`` with its differentiable tensors passed through a node that fills ``sample``."""
+    """Return ``result`` with its differentiable tensors behind a node that fills ``sample``."""
     leaves, spec = flatten(result)
     outputs = differentiable(leaves)
     if not outputs:

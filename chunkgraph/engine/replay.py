@@ -104,8 +104,8 @@ def _refuse_changed_outputs(ctx: Any, slot: Slot) -> None:
         if "inplace" not in str(error):  # a second backward: refused by what follows
             return
         raise ReplayMismatchError(
-            f"{slot.label}: an output was changed in place. The chunk's backward needs it as it was, "
-            "or it shares memory with an argument, a parameter or another output, which a replay "
+            f"{slot.label}: an output was changed in place. The chunk's backward needs it as it "
+            "was, or it shares memory with an argument, a parameter or another output, which a replay "
             "does not change with it. Use an operator that is not in place, or clone the output."
         ) from error
 

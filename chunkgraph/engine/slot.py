@@ -168,8 +168,8 @@ class Slot:
         now = [i for i, grad in enumerate(grads) if grad is not None]
         return ReplayMismatchError(
             f"{self.label}: the backward has gradients of the output tensors {now}, but it was "
-            f"captured with gradients of {list(self.receiving)}. Parameters below an output without "
-            "a gradient get none in eager training, which this graph cannot do.\n"
+            f"captured with gradients of {list(self.receiving)}. Parameters below an output "
+            "without a gradient get none in eager training, which this graph cannot do.\n"
             "  To do: let every microbatch's loss use the same outputs as the warmup steps, detach "
             "in the chunk what is only logged, or ask for an eager step (`step(eager=True)`)."
         )

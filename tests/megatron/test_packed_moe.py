@@ -272,6 +272,8 @@ def _poison(model: _Model, poison: float) -> None:
         rows = kwargs["padding_mask"].transpose(0, 1)[..., None]
         return (_PoisonedGrad.apply(result[0], rows, poison), *result[1:])
 
+    for hook in (spoil_input, spoil_grad):
+        hook.__module__ = "chunkgraph"  # attach() refuses those that it does not know
     for layer in model.layers:
         layer.register_forward_pre_hook(spoil_input, with_kwargs=True, prepend=True)
         layer.register_forward_hook(spoil_grad, with_kwargs=True)
