@@ -105,8 +105,8 @@ def _refuse_changed_outputs(ctx: Any, slot: Slot) -> None:
             return
         raise ReplayMismatchError(
             f"{slot.label}: an output was changed in place. The chunk's backward needs it as it "
-            "was, or it shares memory with an argument, a parameter or another output, which a replay "
-            "does not change with it. Use an operator that is not in place, or clone the output."
+            "was, or it shares memory with an argument, a parameter or another output, which a "
+            "replay does not change with it. Use an operator that is not in place, or clone the output."
         ) from error
 
 
