@@ -54,17 +54,15 @@ class Announcement:
             )
         self._misfit, self.plan_digest = misfit, plan_digest
 
-    def withdraw(self) -> None:
-        """Take back what was announced, if anything was."""
-        self._misfit = None
-
-    def take(self, given: str | None) -> str:
+    def word(self, given: str | None) -> str:
         """What holds for the step that begins now, given what it was called with.
+
+        It stays until `clear`: after an error it still holds.
 
         Raises:
             SlotError: nobody said whether the step fits, or it was announced otherwise.
         """
-        announced, self._misfit = self._misfit, None
+        announced = self._misfit
         if announced is None and given is None:
             raise SlotError(
                 "A training step began without a word on whether its inputs fit the graphs, and "
@@ -78,6 +76,10 @@ class Announcement:
                 "told the former. Announce the inputs that the step is going to have."
             )
         return announced if announced is not None else given or ""
+
+    def clear(self) -> None:
+        """Forget what was announced: its step begins, or it is taken back."""
+        self._misfit = None
 
 
 def digest_of(*facts: object) -> list[int]:

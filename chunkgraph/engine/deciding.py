@@ -99,13 +99,13 @@ class StepDecider:
         """Take back the word on the next training step, if there is one; all ranks do."""
         if self._announcement is None:
             raise ValueError("is_told_of_misfits is False: steps are not announced")
-        self._announcement.withdraw()
+        self._announcement.clear()
         self._num_withdrawn += 1
 
     def told(self, misfit: str | None, plan_digest: int, *, forward_only: bool) -> tuple[str, int]:
         """Why this rank's inputs of the step that begins do not fit, or ""; and its plan's digest.
 
-        Both as they were announced, if they were.
+        Both as they were announced, if they were. It stays announced until the step is decided on.
 
         Raises:
             SlotError: nobody said whether they fit, or the step was announced otherwise.
@@ -117,9 +117,9 @@ class StepDecider:
         if forward_only:
             return "", 0
         if not self.has_announcement:
-            return self._announcement.take(misfit), plan_digest
+            return self._announcement.word(misfit), plan_digest
         announced = self._announcement.plan_digest
-        word = self._announcement.take(misfit)
+        word = self._announcement.word(misfit)
         if plan_digest not in (0, announced):
             raise SlotError(
                 f"The step was announced with another plan (digest {announced}) than it was then "
@@ -139,6 +139,8 @@ class StepDecider:
         Raises:
             ConfigError: on all ranks: they were given different plans of the step.
         """
+        if self._announcement is not None and not step.forward_only:
+            self._announcement.clear()
         kind, asked = self._question(step)
         if self._announcement is None:
             reason, some_without = self.agreement.answer(kind, asked)

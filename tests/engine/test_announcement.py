@@ -195,10 +195,29 @@ def test_the_plan_that_was_announced_binds() -> None:
     said = r"another plan \(digest 7\) than it was then given \(8\)"
     with pytest.raises(SlotError, match=said), graphs.step(1, plan_digest=8):
         pass
-    for given in (7, 0):
-        graphs.announce("", plan_digest=7)
-        with graphs.step(1, plan_digest=given):
-            pass
+    with graphs.step(1, plan_digest=7):
+        pass
+    graphs.announce("", plan_digest=7)
+    with graphs.step(1, plan_digest=0):
+        pass
+
+
+@pytest.mark.parametrize("wrong", [{"banks": [4]}, {"misfit": "too long"}, {"plan_digest": 8}])
+def test_what_was_announced_holds_after_a_step_that_is_refused(wrong: dict[str, Any]) -> None:
+    graphs = ChunkGraphs(
+        [torch.nn.Linear(4, 4)],
+        [1],
+        backend=RecorderBackend(),
+        is_told_of_misfits=True,
+        banks=(2, 1),
+    )
+    graphs.announce("", plan_digest=7)
+    with pytest.raises(SlotError), graphs.step(1, **{"banks": [1], **wrong}):
+        pass
+    with graphs.step(1, banks=[1]):
+        pass
+    with pytest.raises(SlotError, match="without a word"), graphs.step(1, banks=[1]):
+        pass
 
 
 def test_a_step_is_announced_once_and_never_left_open() -> None:
