@@ -14,7 +14,7 @@ import torch
 
 from chunkgraph.engine.backward_watch import BackwardSample
 from chunkgraph.engine.decision import NO_GRAPHS
-from chunkgraph.engine.signature import Call, Signature, detached, flatten_call
+from chunkgraph.engine.signature import Call, Signature, flatten_call
 from chunkgraph.engine.slot import Slot
 from chunkgraph.errors import SlotError
 
@@ -168,9 +168,9 @@ class BankSamples:
         place = (c, key)
         if key not in self._keys or place in self._is_new:
             return None
-        call = flatten_call(args, kwargs).as_cast_now()
         backward = BackwardSample()
-        self._calls[place] = replace(call, leaves=detached(call.leaves), backward=backward)
+        call = flatten_call(args, kwargs).sampled()
+        self._calls[place] = replace(call, backward=backward)
         self._is_new.add(place)
         return backward
 
@@ -201,5 +201,11 @@ class BankSamples:
         given = self._calls[c, of]
         args, kwargs = given.arguments()
         with torch.no_grad():
-            derived = flatten_call(*self._derive(c, args, kwargs, of, key))
-        return replace(derived, autocast=given.autocast, backward=given.backward)
+            derived = flatten_call(*self._derive(c, args, kwargs, of, key)).sharing_as(given)
+        return replace(
+            derived,
+            autocast=given.autocast,
+            backward=given.backward,
+            results=given.results,
+            problem=given.problem,
+        )

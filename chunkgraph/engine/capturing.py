@@ -16,6 +16,7 @@ from chunkgraph.engine.options import VerifyMode
 from chunkgraph.engine.session import SessionSettings
 from chunkgraph.engine.signature import Call
 from chunkgraph.engine.verify import Surroundings, Verifier, new_verifier
+from chunkgraph.errors import CaptureError
 
 __all__ = ["Capturer"]
 
@@ -65,6 +66,8 @@ class Capturer:
             samples = make_samples()
             for calls in samples.values():
                 for chunk, call in zip(self.chunks, calls, strict=True):
+                    if call.problem:
+                        raise CaptureError(f"{chunk.label}: {call.problem}")
                     if chunk.check_sample is not None:
                         args, kwargs = call.arguments()
                         chunk.check_sample(*args, **kwargs)

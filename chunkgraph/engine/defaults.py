@@ -56,5 +56,5 @@ def rank_label(chunks: Sequence[Chunk]) -> str:
 def sample_call(sample: Any) -> Call:
     """A sample as a call: a tuple of arguments, a dict of keyword arguments, or one tensor."""
     if isinstance(sample, dict):
-        return flatten_call((), sample).as_cast_now()
-    return flatten_call(sample if isinstance(sample, tuple) else (sample,), {}).as_cast_now()
+        return flatten_call((), sample).sampled()
+    return flatten_call(sample if isinstance(sample, tuple) else (sample,), {}).sampled()

@@ -106,7 +106,7 @@ def _refuse_changed_outputs(ctx: Any, slot: Slot) -> None:
         raise ReplayMismatchError(
             f"{slot.label}: an output was changed in place. The chunk's backward needs it as it "
             "was, or it shares memory with an argument, a parameter or another output, which a "
-            "replay does not change with it.\n  To do: use an operator that is not in place, or clone it."
+            "replay does not change with it.\n  To do: clone it, or use another operator."
         ) from error
 
 

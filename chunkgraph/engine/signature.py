@@ -7,19 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch.utils._pytree import (
     TreeSpec,
     tree_flatten,
     tree_flatten_with_path,
-    tree_map,
     tree_unflatten,
 )
 
+from chunkgraph._text import shorten, shown
 from chunkgraph.engine.autocast import Autocast
+from chunkgraph.engine.plain_values import Uncomparable, is_immutable, key_of
 from chunkgraph.errors import ReplayMismatchError
 
 if TYPE_CHECKING:
@@ -29,7 +30,6 @@ __all__ = [
     "Call",
     "Signature",
     "argument_paths",
-    "detached",
     "distinct_tensors",
     "flatten",
     "flatten_call",
@@ -42,30 +42,94 @@ class Call:
     """One call's arguments, flattened.
 
     Attributes:
-        leaves: tensors and plain values.
+        leaves: tensors, each perhaps several times, and plain values.
         spec: the structure they stand in.
         autocast: how operators were cast in it; None where that is not known.
         backward: how its backward ran; None where that is not known.
+        results: numbers of the `tensors` that take a gradient and are no leaves of autograd.
+        problem: why no graph can be captured from it, or "".
     """
 
     leaves: list[Any]
     spec: TreeSpec
     autocast: Autocast | None = None
     backward: BackwardSample | None = None
+    results: frozenset[int] = frozenset()
+    problem: str = ""
 
-    def as_cast_now(self) -> Call:
-        """The same, with the automatic casting of this moment."""
-        kinds = {t.device.type for t in self.tensors} - {"cpu"}
-        return replace(self, autocast=Autocast.now(kinds.pop() if kinds else "cpu"))
+    def sampled(self) -> Call:
+        """The same to capture from: cut from autograd, with the automatic casting of this moment.
+
+        Tensors keep their memory and grad flags; what may be changed in place is copied.
+        """
+        if problem := _problem(self):
+            return replace(self.emptied(), problem=problem)
+        tensors = self.tensors
+        kinds = {t.device.type for t in tensors} - {"cpu"}
+        return replace(
+            self.filled([t.detach().requires_grad_(t.requires_grad) for t in tensors]),
+            autocast=Autocast.now(kinds.pop() if kinds else "cpu"),
+            results=frozenset(
+                i for i, t in enumerate(tensors) if t.requires_grad and not t.is_leaf
+            ),
+        )
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """The tensor leaves, in order."""
-        return [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
+        """The different tensors among the leaves, in order."""
+        found = {id(leaf): leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)}
+        return list(found.values())
+
+    @property
+    def places(self) -> list[int | None]:
+        """For each leaf the number of its tensor; None where it is a plain value."""
+        numbers: dict[int, int] = {}
+        return [
+            numbers.setdefault(id(leaf), len(numbers))
+            if isinstance(leaf, (torch.Tensor, _Hole))
+            else None
+            for leaf in self.leaves
+        ]
+
+    def filled(self, tensors: Sequence[Any]) -> Call:
+        """The same with these in the places of its `tensors`."""
+        leaves = [
+            _copied(leaf) if place is None else tensors[place]
+            for leaf, place in zip(self.leaves, self.places, strict=True)
+        ]
+        return replace(self, leaves=leaves)
+
+    def sharing_as(self, other: Call) -> Call:
+        """The same, where arguments that are one tensor in ``other`` are one here too."""
+        if self.spec != other.spec:
+            return self
+        first: dict[int, Any] = {}
+        leaves = [
+            leaf if place is None else first.setdefault(place, leaf)
+            for leaf, place in zip(self.leaves, other.places, strict=True)
+        ]
+        return replace(self, leaves=leaves)
+
+    def emptied(self) -> Call:
+        """The same without its tensors, to be `filled`."""
+        return self.filled([_Hole() for _ in self.tensors])
 
     def arguments(self) -> Any:
         """Positional and keyword arguments."""
         return tree_unflatten(self.leaves, self.spec)
+
+    def named_leaves(self) -> list[tuple[str, Any]]:
+        """Each leaf with its path, written as the caller would."""
+        return [(_path(path), leaf) for path, leaf in tree_flatten_with_path(self.arguments())[0]]
+
+
+class _Hole:
+    """Stands for a tensor in a call."""
+
+
+def _copied(value: Any) -> Any:
+    """A plain value of its own memory, where a graph could read that."""
+    return value.copy() if isinstance(value, (np.ndarray, bytearray)) else value
 
 
 def flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
@@ -91,27 +155,50 @@ def distinct_tensors(leaves: Sequence[Any]) -> list[torch.Tensor]:
 
 def argument_paths(call: Call) -> list[str]:
     """Return a name for each tensor of ``call``, such as ``argument 1['mask']``."""
-    paths, _ = tree_flatten_with_path(call.arguments())
-    named = {id(x): _path(path) for path, x in reversed(paths)}
+    named = {id(leaf): path for path, leaf in reversed(call.named_leaves())}
     return [named[id(tensor)] for tensor in call.tensors]
 
 
-def detached(tree: Any) -> Any:
-    """The same tree with tensors on the same storage, cut from autograd; grad flags are kept."""
-
-    def cut(leaf: Any) -> Any:
+def _problem(call: Call) -> str:
+    """Why no graph can be captured from a call, or ""."""
+    if torch._C._are_functorch_transforms_active():
+        return "it was called under torch.func (grad, vmap, jvp), which a replay takes no part in."
+    for path, leaf in call.named_leaves():
         if not isinstance(leaf, torch.Tensor):
-            return leaf
-        return leaf.detach().requires_grad_(leaf.requires_grad)
+            try:
+                key_of(leaf)
+            except Uncomparable as error:
+                return (
+                    f"{path}{error.where} cannot be compared from call to call: it is {error.why}. "
+                    "A replay goes on with what it held in the capture, whatever it holds by then. "
+                    "Pass tensors, numbers, strings, and tuples, dicts or dataclasses of them."
+                )
+        elif leaf.layout is not torch.strided:
+            return (
+                f"{path} is a sparse tensor ({leaf.layout}), whose memory no graph can hold. Pass "
+                "it dense (to_dense()), or its indices and values."
+            )
+        elif names := _attributes_of(leaf):
+            return (
+                f"{path} is a tensor with attributes ({names}). A graph has its inputs in memory "
+                "of its own, without them. Pass their values as arguments."
+            )
+    return ""
 
-    return tree_map(cut, tree)
+
+def _attributes_of(tensor: torch.Tensor) -> str:
+    """What somebody else has set on a tensor."""
+    return ", ".join(name for name in tensor.__dict__ if not name.startswith("_chunkgraph_"))
 
 
-_COMPARABLE = (bool, int, float, complex, str, bytes, tuple, Enum, torch.dtype, torch.device)
+def _is_laid_out(tensor: torch.Tensor, stride: tuple[int, ...]) -> bool:
+    """Whether elements follow each other by these strides; those of single rows do not count."""
+    every = zip(tensor.shape, tensor.stride(), stride, strict=True)
+    return not tensor.numel() or all(size == 1 or a == b for size, a, b in every)
 
 
 class Signature:
-    """What a chunk was captured with: structure, shapes, dtypes, devices and plain values.
+    """What a chunk was captured with: structure, tensors' shapes and layouts, and plain values.
 
     A call is compared in one pass over prepared keys; the differences are worked out only when
     that fails.
@@ -123,29 +210,38 @@ class Signature:
 
     def __init__(self, call: Call, label: str) -> None:
         self._label = label
+        self._call = call.emptied()
         self._spec = call.spec
         self._autocast = call.autocast
-        self._key = _key(call.leaves)
-        self._plain = [
-            (i, leaf) for i, leaf in enumerate(call.leaves) if not isinstance(leaf, torch.Tensor)
-        ]
+        self._named = [(path, _facts(leaf)) for path, leaf in call.named_leaves()]
+        plain = [(i, v) for i, v in enumerate(call.leaves) if not isinstance(v, torch.Tensor)]
+        self._constants = [(i, v, key_of(v)) for i, v in plain if is_immutable(v)]
+        self._values = [(i, key_of(v)) for i, v in plain if not is_immutable(v)]
+        firsts: list[int] = []
+        self._repeated: list[tuple[int, int]] = []
+        for i, place in enumerate(call.places):
+            if place == len(firsts):
+                firsts.append(i)
+            elif place is not None:
+                self._repeated.append((i, firsts[place]))
         self._tensors = [
-            (i, leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad)
-            for i, leaf in enumerate(call.leaves)
-            if isinstance(leaf, torch.Tensor)
+            (i, t.shape, t.stride(), t.dtype, t.device, t.requires_grad)
+            for i, t in zip(firsts, call.tensors, strict=True)
         ]
-        args, kwargs = unflatten(call.leaves, call.spec)
+        # Casts of leaves are shared by all who read them, see `Autocast`.
+        self._results: frozenset[int] | None = None
+        if call.autocast is not None and call.autocast.keeps_casts:
+            self._results = call.results
+        args, kwargs = call.arguments()
         values = (*args, *kwargs.values())
         # Where every argument is a leaf, a call needs no walk over trees.
-        self._is_flat = not any(isinstance(v, (tuple, list, dict)) for v in values) and (
-            len(values) == len(call.leaves)
-        )
+        self._is_flat = len(values) == len(call.leaves) and all(map(_is_same, values, call.leaves))
         self._num_args = len(args)
         self._names = tuple(kwargs)
         self._keywords = kwargs.keys()
 
     def tensors_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-        """Compare a call with the captured one and return its tensors, in order.
+        """Compare a call with the captured one and return its different tensors, in order.
 
         Raises:
             ReplayMismatchError: listing every difference with its path.
@@ -157,42 +253,59 @@ class Signature:
         else:
             call = flatten_call(args, kwargs)
             if call.spec != self._spec:
-                raise self._mismatch(call)
+                raise self._mismatch(args, kwargs)
             leaves = call.leaves
-        for i, wanted in self._plain:
+        for i, wanted, key in self._constants:
             leaf = leaves[i]
-            if leaf is not wanted and not _equal(leaf, wanted):
-                raise self._mismatch(flatten_call(args, kwargs))
+            if leaf is not wanted and not _has_key(leaf, key):
+                raise self._mismatch(args, kwargs)
+        for i, key in self._values:
+            if not _has_key(leaves[i], key):
+                raise self._mismatch(args, kwargs)
         tensors: list[torch.Tensor] = []
-        for i, shape, dtype, device, requires_grad in self._tensors:
+        for i, shape, stride, dtype, device, requires_grad in self._tensors:
             leaf = leaves[i]
             if (
                 not isinstance(leaf, torch.Tensor)
                 or leaf.shape != shape
+                or leaf.layout is not torch.strided
+                or (leaf.stride() != stride and not _is_laid_out(leaf, stride))
                 or leaf.dtype is not dtype
                 or leaf.device != device
+                or (leaf.__dict__ and _attributes_of(leaf))
+                or (leaf.requires_grad and not requires_grad)
             ):
-                raise self._mismatch(flatten_call(args, kwargs))
-            if not requires_grad and leaf.requires_grad:
-                raise self._missing_gradient(len(tensors), leaf)
+                raise self._mismatch(args, kwargs)
             tensors.append(leaf)
+        if self._repeated and any(leaves[i] is not leaves[first] for i, first in self._repeated):
+            raise self._mismatch(args, kwargs)
+        if len(tensors) > 1 and len(set(map(id, tensors))) < len(tensors):
+            raise self._mismatch(args, kwargs)
+        if self._results is not None:
+            self._check_leaves(tensors, self._results)
         return tensors
 
-    def _mismatch(self, call: Call) -> ReplayMismatchError:
+    def _check_leaves(self, tensors: Sequence[torch.Tensor], results: frozenset[int]) -> None:
+        for number, tensor in enumerate(tensors):
+            if tensor.requires_grad and tensor.is_leaf is (number in results):
+                path, _ = self._named[self._tensors[number][0]]
+                kinds = ("a leaf of autograd", "the result of an operator")
+                was, now = kinds[number in results], kinds[not tensor.is_leaf]
+                raise ReplayMismatchError(
+                    f"{self._label}: {path} was {was} when it was captured, and is {now} in this "
+                    "call. Under autocast a leaf is cast once for all who read it, and its "
+                    "gradients are added up in the lower precision. Capture from a call like those "
+                    "of training (warmup steps do), or use autocast(cache_enabled=False)."
+                )
+
+    def _mismatch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ReplayMismatchError:
+        call = flatten_call(args, kwargs)
         return ReplayMismatchError(
             f"{self._label} was called with arguments that differ from those it was captured "
             f"with:\n{self._differences(call)}\n"
             "  To do: keep shapes, dtypes and options constant (pad to a fixed size), announce the "
             "change before the step so that the whole step runs eagerly (`step(shape_key=...)` or "
             "`step(eager=True)`), or release the graphs and capture again."
-        )
-
-    def _missing_gradient(self, index: int, tensor: torch.Tensor) -> ReplayMismatchError:
-        """A gradient that was not captured would be missing without a word."""
-        return ReplayMismatchError(
-            f"{self._label}: tensor argument {index} (shape {tuple(tensor.shape)}) requires grad, "
-            "but the sample it was captured with did not, so its gradient is not in the graph. "
-            "Capture from a sample that requires grad, or detach the argument."
         )
 
     def _other_autocast(self, captured: Autocast) -> ReplayMismatchError:
@@ -204,39 +317,107 @@ class Signature:
         )
 
     def _differences(self, call: Call) -> str:
+        given = call.named_leaves()
         if call.spec != self._spec:
-            return f"  structure: captured {self._spec}\n             called   {call.spec}"
-        paths = [path for path, _ in tree_flatten_with_path(unflatten(call.leaves, call.spec))[0]]
+            return self._other_structure(call.spec, [path for path, _ in given])
+        lines: list[str] = []
+        for (path, facts), (_, leaf) in zip(self._named, given, strict=True):
+            lines += [f"  {text}" for text in facts.differences(path, _facts(leaf))]
+        pairs = zip(self._named, self._call.places, call.places, strict=True)
+        if not lines and any(was != now for _, was, now in pairs):
+            was, now = (self._groups(places) for places in (self._call.places, call.places))
+            lines.append(
+                f"  arguments that are one and the same tensor: captured {was}, called {now}"
+            )
+        return "\n".join(lines)
+
+    def _groups(self, places: Sequence[int | None]) -> str:
+        """Names of arguments that are one tensor."""
+        by_place: dict[int, list[str]] = {}
+        for (path, _), place in zip(self._named, places, strict=True):
+            if place is not None:
+                by_place.setdefault(place, []).append(path)
+        groups = [" = ".join(names) for names in by_place.values() if len(names) > 1]
+        return shorten(", ".join(groups) or "none")
+
+    def _other_structure(self, spec: TreeSpec, paths: Sequence[str]) -> str:
+        captured = [path for path, _ in self._named]
+        missing = [path for path in captured if path not in paths]
+        more = [path for path in paths if path not in captured]
+        if not missing and not more:
+            was, now = shorten(str(self._spec)), shorten(str(spec))
+            return f"  structure: captured {was}\n             called   {now}"
+        lines = [
+            ("captured, but not called with", missing),
+            ("called with, but not captured", more),
+        ]
         return "\n".join(
-            f"  {_path(path)}: captured {_show(was)}, called {_show(now)}"
-            for path, was, now in zip(paths, self._key, _key(call.leaves), strict=True)
-            if was is not now and not _equal(was, now)
+            f"  structure, {what}: {shorten(', '.join(names))}" for what, names in lines if names
         )
 
 
-def _key(leaves: Sequence[Any]) -> list[Any]:
-    return [
-        (leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, torch.Tensor) else leaf
-        for leaf in leaves
-    ]
+@dataclass(frozen=True)
+class _Facts:
+    """What of an argument is compared, and how it looks in a message."""
+
+    text: str
+    key: Any
+    is_tensor: bool = False
+    stride: tuple[int, ...] = ()
+    requires_grad: bool = False
+    attributes: str = ""
+
+    def differences(self, path: str, now: _Facts) -> list[str]:
+        """How this argument of the capture differs from that of a call."""
+        if self.key != now.key:
+            also = ", the same as a text; its contents differ" if self.text == now.text else ""
+            return [f"{path}: captured {self.text}, called {now.text}{also}"]
+        if not self.is_tensor:
+            return []
+        found: list[str] = []
+        every = zip(self.key[1], self.stride, now.stride, strict=True)
+        if any(size > 1 and a != b for size, a, b in every):
+            found.append(
+                f"{path}: captured with strides {self.stride}, called with {now.stride}; operators "
+                "may give other bits in another layout. Give it the captured one (contiguous())"
+            )
+        if now.requires_grad and not self.requires_grad:
+            found.append(
+                f"tensor {path} ({self.text}) requires grad, but the sample it was captured with "
+                "did not, so its gradient is not in the graph. Capture from a sample that requires "
+                "grad, or detach it"
+            )
+        if now.attributes:
+            found.append(f"{path}: it has attributes ({now.attributes}); a graph sees none")
+        return found
 
 
-def _equal(a: Any, b: Any) -> bool:
-    """Whether two plain values (or tensor keys) are the same.
+def _facts(leaf: Any) -> _Facts:
+    if not isinstance(leaf, torch.Tensor):
+        try:
+            return _Facts(shown(leaf), key_of(leaf))
+        except Uncomparable as error:
+            return _Facts(f"{shown(leaf)}, which cannot be compared ({error})", object())
+    text = f"{tuple(leaf.shape)} {leaf.dtype} on {leaf.device}"
+    key = (torch.Tensor, leaf.shape, leaf.dtype, leaf.device, leaf.layout)
+    if leaf.layout is not torch.strided:
+        return _Facts(f"{text}, {leaf.layout}", key, is_tensor=True)
+    return _Facts(text, key, True, leaf.stride(), leaf.requires_grad, _attributes_of(leaf))
 
-    Only for types whose equality is a plain truth value; other objects are equal to themselves.
-    """
-    return type(a) is type(b) and isinstance(a, _COMPARABLE) and bool(a == b)
+
+def _has_key(value: Any, key: Any) -> bool:
+    try:
+        return bool(key_of(value) == key)
+    except Uncomparable:
+        return False
 
 
-def _show(key: Any) -> str:
-    if isinstance(key, tuple) and len(key) == 3 and isinstance(key[0], torch.Size):
-        return f"{tuple(key[0])} {key[1]} on {key[2]}"
-    return repr(key)
+def _is_same(a: object, b: object) -> bool:
+    return a is b
 
 
 def _path(path: Sequence[Any]) -> str:
     """``(args, kwargs)`` indexed by ``path``, written as the caller would."""
-    root, *rest = (getattr(p, "idx", getattr(p, "key", p)) for p in path)
+    root, *rest = (getattr(p, "idx", getattr(p, "key", getattr(p, "name", p))) for p in path)
     head = f"argument {rest[0]}" if root == 0 else f"argument {rest[0]!r}"
     return head + "".join(f"[{p!r}]" for p in rest[1:])

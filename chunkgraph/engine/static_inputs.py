@@ -10,19 +10,53 @@ import torch
 
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.layout import dense_strides, span
-from chunkgraph.engine.signature import Call, unflatten
+from chunkgraph.engine.plain_values import key_of
+from chunkgraph.engine.signature import Call, flatten_call
+from chunkgraph.errors import CaptureError
 
 __all__ = ["SlotStatics", "call_with", "static_like"]
 
 
 def call_with(chunk: Chunk, sample: Call, inputs: Sequence[torch.Tensor]) -> Any:
-    """Run the chunk with a sample's plain values and casting and these tensors, with gradients."""
-    given = iter(inputs)
-    leaves = [next(given) if isinstance(x, torch.Tensor) else x for x in sample.leaves]
-    args, kwargs = unflatten(leaves, sample.spec)
+    """Run the chunk with a sample's plain values and casting and these tensors, with gradients.
+
+    Raises:
+        CaptureError: the forward changes what an argument holds.
+    """
     autocast = sample.autocast.entered() if sample.autocast is not None else nullcontext()
     with torch.enable_grad(), autocast:
-        return chunk.forward(*args, **kwargs)
+        given = [_AsResult.apply(t) if i in sample.results else t for i, t in enumerate(inputs)]
+        call = sample.filled(given)
+        before = _plain_values(call)
+        args, kwargs = call.arguments()
+        result = chunk.forward(*args, **kwargs)
+    after = flatten_call(args, kwargs)
+    if after.spec != call.spec or _plain_values(after) != before:
+        raise CaptureError(
+            f"{chunk.label}: its forward changes what an argument holds (a list it appends to, an "
+            "attribute it sets). A replay runs no Python and would change nothing. Return the "
+            "value from the forward."
+        )
+    return result
+
+
+def _plain_values(call: Call) -> list[Any]:
+    return [id(leaf) if isinstance(leaf, torch.Tensor) else key_of(leaf) for leaf in call.leaves]
+
+
+class _AsResult(torch.autograd.Function):
+    """Makes a leaf the result of an operator, on the same memory, as it was for the caller.
+
+    In-place operators take no leaves, and autocast keeps casts of leaves only.
+    """
+
+    @staticmethod
+    def forward(_ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
+        return leaf.detach()
+
+    @staticmethod
+    def backward(_ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad
 
 
 def static_like(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from chunkgraph.engine.slot import Slot
 from chunkgraph.engine.verify.bits import has_nan, tensors_in
 from chunkgraph.engine.verify.records import SavedRecords
 from chunkgraph.engine.verify.report import Replayed, warn_of_nan
-from chunkgraph.engine.verify.twin import EagerTwin, Surroundings, without_tensors
+from chunkgraph.engine.verify.twin import EagerTwin, Surroundings
 
 __all__ = ["Verifier"]
 
@@ -39,8 +39,7 @@ class Verifier:
     ) -> None:
         self._chunks = tuple(chunks)
         self._calls = {
-            key: tuple(without_tensors(sample) for sample in calls)
-            for key, calls in samples.items()
+            key: tuple(sample.emptied() for sample in calls) for key, calls in samples.items()
         }
         self._around = surroundings
         self._records = SavedRecords()

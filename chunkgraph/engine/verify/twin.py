@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,12 +18,13 @@ from chunkgraph.engine.aliases import ParameterAliases
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.gradients import GradientSinks
 from chunkgraph.engine.layers import LayerWatch
-from chunkgraph.engine.signature import Call, distinct_tensors, flatten, unflatten
+from chunkgraph.engine.signature import Call, distinct_tensors, flatten
+from chunkgraph.engine.static_inputs import call_with
 from chunkgraph.engine.verify.saved import SavedTensor, saved_tensors
 from chunkgraph.engine.verify.state import ChunkState, restored
 from chunkgraph.graphs import GraphBackend
 
-__all__ = ["EagerBackward", "EagerForward", "EagerTwin", "Surroundings", "without_tensors"]
+__all__ = ["EagerBackward", "EagerForward", "EagerTwin", "Surroundings"]
 
 OnOutput = Callable[[str, Any], None]
 
@@ -114,7 +115,7 @@ class EagerTwin:
 
     Args:
         chunk: the chunk.
-        call: its captured call, by `without_tensors`.
+        call: its captured call, without its tensors (`Call.emptied`).
         gradients: the buffers that its replayed backwards add to, one for each parameter.
         surroundings: what it runs in.
     """
@@ -145,20 +146,14 @@ class EagerTwin:
         inputs = [t.detach().clone() for t in tensors]
         for given, wanted in zip(inputs, wants_grad, strict=True):
             given.requires_grad_(wanted)
-        todo = iter(inputs)
-        leaves = [next(todo) if x is _TENSOR else x for x in self._call.leaves]
-        args, kwargs = unflatten(leaves, self._call.spec)
         watch = LayerWatch()
-        autocast = self._call.autocast
         with (
-            torch.enable_grad(),
-            autocast.entered() if autocast is not None else nullcontext(),
             self._around.untouched(self._chunk),
             self._aliases.in_place(),
             self._own_sums(),
         ):
             with watch.watching([self._chunk], on_output):
-                results, _ = flatten(self._chunk.forward(*args, **kwargs))
+                results, _ = flatten(call_with(self._chunk, self._call, inputs))
             after = self._around.state_of(self._chunk)
             saved = saved_tensors(results, watch)
         return EagerForward(tuple(inputs), tuple(results), after, tuple(saved))
@@ -211,16 +206,3 @@ class EagerTwin:
             for leaf, attributes in zip(leaves, before, strict=True):
                 leaf.__dict__.clear()
                 leaf.__dict__.update(attributes)
-
-
-class _Tensor:
-    """Stands for a tensor in a call."""
-
-
-_TENSOR = _Tensor()
-
-
-def without_tensors(call: Call) -> Call:
-    """The call with marks in the places of its tensors."""
-    leaves = [_TENSOR if isinstance(x, torch.Tensor) else x for x in call.leaves]
-    return replace(call, leaves=leaves)
