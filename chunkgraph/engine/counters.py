@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 __all__ = ["Counters"]
 
 
-@dataclass
+@dataclass(repr=False)
 class Counters:
     """Totals since the engine was made.
 
@@ -41,6 +41,12 @@ class Counters:
     missing_banks: Counter[str] = field(default_factory=Counter)
     overflow_reruns: Counter[str] = field(default_factory=Counter)
     recaptures: list[str] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        """What has happened, without what has not."""
+        found = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name)}
+        values = {k: dict(v) if isinstance(v, Counter) else v for k, v in found.items()}
+        return f"Counters({', '.join(f'{name}={value!r}' for name, value in values.items())})"
 
     @property
     def num_fallbacks(self) -> int:

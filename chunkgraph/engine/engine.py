@@ -11,33 +11,24 @@ from typing import Any
 import torch
 from torch import nn
 
+from chunkgraph.engine import defaults
 from chunkgraph.engine.backward_watch import watched
 from chunkgraph.engine.banks import BankSamples, Derive, StepBanks
 from chunkgraph.engine.capturing import Capturer
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.counters import Counters
-from chunkgraph.engine.deciding import (
-    SHAPE_UNKNOWN,
-    Standing,
-    StepDecider,
-    StepKind,
-)
+from chunkgraph.engine.deciding import SHAPE_UNKNOWN, Standing, StepDecider, StepKind
 from chunkgraph.engine.decision import Agree, EagerReason, StepMode, agree_alone
-from chunkgraph.engine.defaults import as_function, check_counts, default_backend, sample_call
 from chunkgraph.engine.options import CaptureOptions
 from chunkgraph.engine.replaying import Replayer
 from chunkgraph.engine.sampling import StepSampler
-from chunkgraph.engine.session import (
-    CapturedRank,
-    CaptureReport,
-    OnCapture,
-    SessionSettings,
-)
+from chunkgraph.engine.session import CapturedRank, CaptureReport, OnCapture, SessionSettings
 from chunkgraph.engine.signature import Call
 from chunkgraph.engine.verify import Surroundings
 from chunkgraph.errors import CaptureError, SlotError
 from chunkgraph.graphs import GraphBackend
 from chunkgraph.memory import plan_for_slots
+from chunkgraph.slots import plan_slots
 
 __all__ = ["ChunkGraphs"]
 
@@ -51,10 +42,10 @@ class ChunkGraphs:
     `capture` does it at once from sample inputs.
 
     Args:
-        chunks: modules, or `Chunk` values, of this rank in the order of their model chunk index.
-        num_slots: for each chunk, the most microbatches it ever has in flight
-            (`chunkgraph.slots.plan_slots`); with ``options.shared_slots`` one number for all
-            chunks, the most that they ever have in flight together.
+        chunks: modules, or `Chunk` values, of this rank by model chunk index; or a single one.
+        num_slots: for each chunk, or one number for all, the most microbatches it ever has in
+            flight; with ``options.shared_slots`` the most that they have together. See
+            `for_schedule`.
         options: see `CaptureOptions`.
         backend: default: CUDA graphs or the CPU recorder, by where the parameters are.
         agree: makes all ranks of the job decide alike; see `decision.Agree`. Needed when there is
@@ -76,7 +67,7 @@ class ChunkGraphs:
             ``is_told_of_misfits``.
 
     Attributes:
-        callables: one for each chunk.
+        callables: one for each chunk, called like it.
         counters: what happened so far.
         report: of the last capture session, or None.
         mode: how the callables run at the moment.
@@ -85,8 +76,8 @@ class ChunkGraphs:
 
     def __init__(
         self,
-        chunks: Sequence[nn.Module | Chunk],
-        num_slots: Sequence[int],
+        chunks: nn.Module | Chunk | Sequence[nn.Module | Chunk],
+        num_slots: int | Sequence[int],
         *,
         options: CaptureOptions | None = None,
         backend: GraphBackend | None = None,
@@ -101,16 +92,12 @@ class ChunkGraphs:
         derive_sample: Derive | None = None,
         drops_failed_banks: bool = False,
     ) -> None:
-        check_counts(len(chunks), num_slots)
-        self.options = options or CaptureOptions()
+        self.options = defaults.as_options(options)
+        self._chunks = defaults.as_chunks(chunks)
+        self._num_slots = defaults.check_counts(len(self._chunks), num_slots)
         self.counters = Counters()
         self.mode = StepMode.OUTSIDE
-        self._chunks = tuple(
-            c if isinstance(c, Chunk) else Chunk.from_module(c, f"chunk {i}")
-            for i, c in enumerate(chunks)
-        )
-        self._num_slots = tuple(num_slots)
-        self._backend = backend or default_backend(
+        self._backend = backend or defaults.default_backend(
             self._chunks, memset_kernels=self.options.memset_kernels
         )
         self._decider = StepDecider(
@@ -152,7 +139,50 @@ class ChunkGraphs:
         self._is_replaced: Callable[[], bool] = lambda: False
         self._release_replaced: Callable[[], None] = self.release
         self._was_replaced = False  # as of the end of the last step
-        self.callables = tuple(as_function(self.call, c) for c in range(len(self._chunks)))
+        self.callables = defaults.as_functions(self.call, self._chunks)
+
+    @classmethod
+    def for_schedule(
+        cls,
+        schedule: str,
+        chunks: nn.Module | Chunk | Sequence[nn.Module | Chunk],
+        *,
+        rank: int = 0,
+        num_ranks: int = 1,
+        group_size: int | None = None,
+        max_num_microbatches: int | None = None,
+        **settings: Any,
+    ) -> ChunkGraphs:
+        """Make the graphs of a pipeline's rank, with the slots that its schedule ever needs.
+
+        Args:
+            schedule: a name in `chunkgraph.schedules.list_schedules`, or ``auto`` for the one
+                Megatron would run.
+            chunks: of this rank.
+            rank: of the pipeline, from 0.
+            num_ranks: of the pipeline.
+            group_size: see `chunkgraph.slots.plan_slots`.
+            max_num_microbatches: likewise.
+            settings: further arguments of `ChunkGraphs`.
+
+        Raises:
+            ConfigError: the schedule is unknown, or the sizes form no pipeline.
+        """
+        given = defaults.as_chunks(chunks)
+        plan = plan_slots(
+            num_ranks,
+            len(given),
+            group_size,
+            rank=rank,
+            schedule=schedule,
+            max_num_microbatches=max_num_microbatches,
+        )
+        are_shared = defaults.as_options(settings.get("options")).shared_slots
+        return cls(given, plan.peak_in_flight if are_shared else plan.slots_per_chunk, **settings)
+
+    def __repr__(self) -> str:
+        state = "capture failed" if self._failure else f"captured: {self._captured is not None}"
+        return defaults.describe(self._chunks, self._num_slots, f"{state}; {self.counters}")
 
     @property
     def report(self) -> CaptureReport | None:
@@ -210,12 +240,13 @@ class ChunkGraphs:
 
         Raises:
             CaptureError: the session failed and ``on_failure`` is ``raise``.
-            ConfigError: on all ranks: they were given different plans.
+            ConfigError: on all ranks: they were given different plans; or the shape key is none.
             SlotError: a microbatch was forwarded but not run backward when the step ended.
             ReplayMismatchError: a call did not fit what was captured.
         """
         if self.mode is not StepMode.OUTSIDE:
             raise SlotError("A step was begun inside a step; end the first one before.")
+        defaults.check_shape_key(shape_key)
         misfit, plan_digest = self._decider.told(misfit, plan_digest, forward_only=forward_only)
         if not (misfit or forward_only or eager):
             self._banks.check(banks, num_microbatches)
@@ -344,17 +375,9 @@ class ChunkGraphs:
             )
         if self._decider.has_announcement:
             raise SlotError("A step was announced; capture() comes before the announcement.")
-        by_bank = samples if isinstance(samples, Mapping) else {self._banks.keys[0]: samples}
-        if by_bank.keys() != set(self._banks.keys):
-            raise ValueError(f"got samples of banks {list(by_bank)}, not {list(self._banks.keys)}")
-        for of_bank in by_bank.values():
-            if len(of_bank) != len(self._chunks):
-                raise ValueError(f"got {len(of_bank)} samples for {len(self._chunks)} chunks")
+        calls = defaults.sample_calls(samples, self._banks.keys, len(self._chunks))
         self._failure = None
-        calls = {key: [sample_call(s) for s in by_bank[key]] for key in self._banks.keys}
-        self._capture_together(
-            lambda: {key: calls[key] for key in self._banks.keys}, None, must_raise=True
-        )
+        self._capture_together(lambda: calls, None, must_raise=True)
         assert self._captured is not None
         return self._captured.report
 
@@ -440,6 +463,7 @@ class ChunkGraphs:
     def call(self, c: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """``callables[c](*args, **kwargs)``, for callers that have them in this form."""
         if self.mode is StepMode.REPLAY and torch.is_grad_enabled():
+            defaults.refuse_transforms(self._chunks[c].label)
             return self._replayer.call(c, args, kwargs)
         if self.mode is StepMode.OUTSIDE and torch.is_grad_enabled():
             raise SlotError(

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from numbers import Integral
+from typing import Literal, TypeGuard, get_args
 
+from chunkgraph._text import did_you_mean, shown
 from chunkgraph.errors import ConfigError
 from chunkgraph.memory import MemoryPlan
 
-__all__ = ["CaptureOptions", "VerifyMode"]
+__all__ = ["CaptureOptions", "VerifyMode", "is_whole"]
 
 VerifyMode = Literal["none", "poison", "shadow"]
+
+
+def is_whole(value: object) -> TypeGuard[int]:
+    """Whether a value counts something; True and False do not."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +49,7 @@ class CaptureOptions:
             error, or train on eagerly (``eager``) after one warning.
 
     Raises:
-        ConfigError: a count that cannot be.
+        ConfigError: an unknown choice, a count that cannot be, or a value of another type.
     """
 
     num_warmup_steps: int = 1
@@ -55,13 +63,31 @@ class CaptureOptions:
     on_failure: Literal["raise", "eager"] = "raise"
 
     def __post_init__(self) -> None:
-        if self.verify_every < 1:
-            raise ConfigError(f"verify_every is {self.verify_every}; it must be 1 or greater.")
-        if self.num_verify_steps is not None and self.num_verify_steps < 0:
-            raise ConfigError(
-                f"num_verify_steps is {self.num_verify_steps}; it must be 0 or greater, or None "
-                "for no end."
-            )
+        self._check_choice("memory_plan", get_args(MemoryPlan))
+        self._check_choice("verify", get_args(VerifyMode))
+        self._check_choice("on_failure", ("raise", "eager"))
+        for name in ("shared_slots", "memset_kernels"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise ConfigError(f"{name} is {shown(value)}; it must be True or False.")
+        self._check_count("num_warmup_steps", 0)
+        self._check_count("verify_every", 1)
+        self._check_count("num_warmup_passes", 0, none="None for the backend's own number")
+        self._check_count("num_verify_steps", 0, none="None for no end")
+
+    def _check_choice(self, name: str, known: Sequence[str]) -> None:
+        value = getattr(self, name)
+        if isinstance(value, str) and value in known:
+            return
+        choices = " or ".join(f"{choice!r}" for choice in known)
+        hint = did_you_mean(value, known) if isinstance(value, str) else ""
+        raise ConfigError(f"{name} is {shown(value)}; it must be {choices}.{hint}")
+
+    def _check_count(self, name: str, least: int, *, none: str = "") -> None:
+        value = getattr(self, name)
+        if (none and value is None) or (is_whole(value) and value >= least):
+            return
+        what = f"a whole number, {least} or greater{f', or {none}' if none else ''}"
+        raise ConfigError(f"{name} is {shown(value)}; it must be {what}.")
 
     def num_passes_on(self, backend_name: str) -> int:
         """Eager passes over each chunk in a session on this backend."""

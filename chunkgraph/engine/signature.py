@@ -20,6 +20,7 @@ from torch.utils._pytree import (
 
 from chunkgraph._text import shorten, shown
 from chunkgraph.engine.autocast import Autocast
+from chunkgraph.engine.layout import same_layout
 from chunkgraph.engine.plain_values import Uncomparable, is_immutable, key_of
 from chunkgraph.errors import ReplayMismatchError
 
@@ -191,12 +192,6 @@ def _attributes_of(tensor: torch.Tensor) -> str:
     return ", ".join(name for name in tensor.__dict__ if not name.startswith("_chunkgraph_"))
 
 
-def _is_laid_out(tensor: torch.Tensor, stride: tuple[int, ...]) -> bool:
-    """Whether elements follow each other by these strides; those of single rows do not count."""
-    every = zip(tensor.shape, tensor.stride(), stride, strict=True)
-    return not tensor.numel() or all(size == 1 or a == b for size, a, b in every)
-
-
 class Signature:
     """What a chunk was captured with: structure, tensors' shapes and layouts, and plain values.
 
@@ -269,7 +264,7 @@ class Signature:
                 not isinstance(leaf, torch.Tensor)
                 or leaf.shape != shape
                 or leaf.layout is not torch.strided
-                or (leaf.stride() != stride and not _is_laid_out(leaf, stride))
+                or (leaf.stride() != stride and not same_layout(leaf.shape, leaf.stride(), stride))
                 or leaf.dtype is not dtype
                 or leaf.device != device
                 or (leaf.__dict__ and _attributes_of(leaf))

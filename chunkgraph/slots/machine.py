@@ -233,7 +233,7 @@ class SlotMachine:
             self._refuse(
                 "end step", None, None, None, f"{busy} slots are still in use",
                 "run a backward for every forward before the step ends; for forward-only "
-                "evaluation use the eager model; after an exception call abort_step()",
+                "evaluation disable gradients, or use the eager model",
             )  # fmt: skip
         self._in_step = False
 
@@ -273,7 +273,7 @@ class SlotMachine:
         if not self._in_step:
             self._refuse(
                 what, chunk, microbatch, slot, "no step is running",
-                "call begin_step() before the schedule runs",
+                "run every forward and its backward inside one step (`with graphs.step(...)`)",
             )  # fmt: skip
 
     def _check_place(self, what: str, chunk: int, microbatch: int | None, slot: int | None) -> None:
