@@ -13,8 +13,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import nn
+
+from chunkgraph.engine.module_tree import containers
+from chunkgraph.errors import CaptureError
 
 __all__ = ["ParameterAliases"]
 
@@ -22,18 +24,32 @@ __all__ = ["ParameterAliases"]
 class ParameterAliases:
     """Fresh leaves on the memory of ``parameters``.
 
-    They take the place of parameters in modules, and in plain objects that are attributes of
-    modules, such as Megatron's helper of a Mamba mixer, which keeps some of the mixer's.
+    They take the place of parameters wherever a module and its parts keep them: in modules, in
+    lists, and in plain objects such as Megatron's helper of a Mamba mixer (see `containers`).
 
     Args:
         module: whose parameters are replaced; None: the parameters themselves are used.
         parameters: trainable parameters of ``module``.
+        made: the leaves made so far for the rank's parameters, by identity, since chunks may share
+            parts; those made here are added.
     """
 
-    def __init__(self, module: nn.Module | None, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(
+        self,
+        module: nn.Module | None,
+        parameters: Sequence[nn.Parameter],
+        made: dict[int, nn.Parameter] | None = None,
+    ) -> None:
         self._module = module
-        self.leaves = tuple(parameters) if module is None else tuple(map(_alias, parameters))
-        self._by_parameter = dict(zip(map(id, parameters), self.leaves, strict=True))
+        self._parameters = tuple(parameters)
+        self._leaves = {} if made is None else made
+        if module is None:
+            self.leaves = self._parameters
+            return
+        for parameter in self._parameters:
+            if id(parameter) not in self._leaves:
+                self._leaves[id(parameter)] = _alias(parameter)
+        self.leaves = tuple(self._leaves[id(parameter)] for parameter in self._parameters)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -42,36 +58,53 @@ class ParameterAliases:
             yield
             return
         replaced = [
-            (holder, name, value)
-            for holder in _holders(self._module)
-            for name, value in holder.items()
-            if type(value) not in weakref.ProxyTypes
-            and isinstance(value, nn.Parameter)
-            and id(value) in self._by_parameter
+            (container.values, key, value, stand_in)
+            for container in containers(self._module)
+            for key, value in container.items()
+            if (stand_in := self._stand_in(value)) is not value
         ]
         try:
-            for holder, name, parameter in replaced:
-                holder[name] = self._by_parameter[id(parameter)]
+            for values, key, _, stand_in in replaced:
+                values[key] = stand_in
             yield
         finally:
-            for holder, name, parameter in replaced:
-                holder[name] = parameter
+            for values, key, value, _ in replaced:
+                values[key] = value
 
+    def check_memory(self, label: str) -> None:
+        """Make sure that graphs work in the parameters' memory.
 
-def _holders(module: nn.Module) -> Iterator[dict[str, Any]]:
-    """Where ``module`` and its parts may keep parameters."""
-    seen: set[int] = set()
-    for submodule in module.modules():
-        yield submodule._parameters
-        attributes = vars(submodule)
-        for value in (submodule, *attributes.values()):
-            if type(value) in weakref.ProxyTypes:  # whose object may be gone
-                continue
-            own = getattr(value, "__dict__", None)
-            is_part = value is not submodule and isinstance(value, (nn.Module, torch.Tensor))
-            if isinstance(own, dict) and not is_part and id(own) not in seen:
-                seen.add(id(own))
-                yield own
+        Args:
+            label: names the chunk in errors.
+
+        Raises:
+            CaptureError: the forward has moved a leaf.
+        """
+        for parameter, leaf in zip(self._parameters, self.leaves, strict=True):
+            if parameter.data_ptr() != leaf.data_ptr() or parameter.shape != leaf.shape:
+                raise CaptureError(
+                    f"{label}: its forward moves a parameter of shape {tuple(parameter.shape)} to "
+                    "other memory, where graphs would go on with the present value. Move it before "
+                    "the capture (flatten_parameters() of an RNN), or update it in place."
+                )
+
+    def _stand_in(self, value: Any) -> Any:
+        """What is to be where ``value`` is; ``value`` itself unless it is or holds a parameter."""
+        kind = type(value)
+        if kind in weakref.ProxyTypes:  # whose object may be gone
+            return value
+        if kind is weakref.ref:  # nn.RNNBase compares them with what its modules hold
+            of = value()
+            leaf = self._stand_in(of) if isinstance(of, nn.Parameter) else of
+            return value if leaf is of else weakref.ref(leaf)
+        if isinstance(value, nn.Parameter):
+            return self._leaves.get(id(value), value)
+        if isinstance(value, tuple):
+            items = [self._stand_in(item) for item in value]
+            if all(new is old for new, old in zip(items, value, strict=True)):
+                return value
+            return kind(*items) if hasattr(value, "_fields") else kind(items)
+        return value
 
 
 def _alias(parameter: nn.Parameter) -> nn.Parameter:

@@ -64,15 +64,16 @@ class Capturer:
         def prepare() -> tuple[Sequence[Chunk], Mapping[Hashable, Sequence[Call]]]:
             nonlocal verifier
             samples = make_samples()
+            chunks = tuple(chunk.now() for chunk in self.chunks)
             for calls in samples.values():
-                for chunk, call in zip(self.chunks, calls, strict=True):
+                for chunk, call in zip(chunks, calls, strict=True):
                     if call.problem:
                         raise CaptureError(f"{chunk.label}: {call.problem}")
                     if chunk.check_sample is not None:
                         args, kwargs = call.arguments()
                         chunk.check_sample(*args, **kwargs)
-            verifier = new_verifier(self.verify, self.chunks, samples, self.surroundings)
-            return (self.chunks if verifier is None else verifier.chunks), samples
+            verifier = new_verifier(self.verify, chunks, samples, self.surroundings)
+            return (chunks if verifier is None else verifier.chunks), samples
 
         def begin_bank(bank: Hashable) -> None:
             if verifier is not None:

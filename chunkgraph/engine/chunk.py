@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import nn
+
+from chunkgraph.errors import CaptureError
 
 __all__ = ["Chunk", "GradientMarker"]
 
@@ -40,7 +42,7 @@ class Chunk:
         module: holds the parameters; during a capture it holds aliases of them. None: the forward
             is captured with the parameters themselves, which must not be in a DDP wrapper.
         module_name: name of ``module`` in the user's model, a prefix of layers' names in errors.
-        buffers: tensors the forward updates in place; put back after a capture session.
+        buffers: tensors the forward updates in place; ``verify`` compares them.
         before_forward: host work before every replayed forward.
         before_backward: work before every replayed backward, on the current stream.
         after_backward: host work after every replayed backward.
@@ -54,6 +56,8 @@ class Chunk:
             otherwise, and without it, the slot's own memory is handed out.
         check_sample: given the arguments of a call that graphs are to be captured from; it raises
             for what they must not hold, and may read the device.
+        follows_module: whether ``parameters`` and ``buffers`` are those of ``module``, whatever it
+            holds when a capture session begins; see `now`.
     """
 
     forward: Callable[..., Any]
@@ -70,14 +74,46 @@ class Chunk:
     keeps_input_grads: bool = True
     copies_outputs: Callable[..., bool] | None = None
     check_sample: Callable[..., None] | None = None
+    follows_module: bool = False
 
     @staticmethod
     def from_module(module: nn.Module, label: str) -> Chunk:
         """A chunk that calls ``module`` with all of its trainable parameters and its buffers."""
-        return Chunk(
-            forward=module,
-            parameters=tuple(p for p in module.parameters() if p.requires_grad),
-            label=label,
-            module=module,
-            buffers=tuple(module.buffers()),
-        )
+        chunk = Chunk(module, (), label, module, follows_module=True)
+        return chunk._of_module()
+
+    def now(self) -> Chunk:
+        """The chunk as a capture session that begins now sees it: frozen parameters are left out.
+
+        Raises:
+            CaptureError: a parameter has no memory yet, or something waits for gradients of one
+                that was frozen.
+        """
+        chunk = self._of_module() if self.follows_module else self
+        trained = tuple(p for p in chunk.parameters if p.requires_grad)
+        if len(trained) < len(chunk.parameters) and chunk.new_marker is not None:
+            frozen = [p for p in chunk.parameters if not p.requires_grad]
+            names = ", ".join(chunk._name(p) for p in frozen[:3])
+            raise CaptureError(
+                f"{self.label}: {len(frozen)} parameters ({names}{', ...' * (len(frozen) > 3)}) "
+                "were frozen after their gradients had been promised to data parallelism, which "
+                "waits for all of them. Freeze them before the model is wrapped."
+            )
+        lazy = [p for p in trained if nn.parameter.is_lazy(p)]
+        if lazy:
+            raise CaptureError(
+                f"{self.label}: {chunk._name(lazy[0])} has no shape yet. Call the module once "
+                "eagerly, then capture."
+            )
+        return replace(chunk, parameters=trained)
+
+    def _of_module(self) -> Chunk:
+        assert self.module is not None
+        trained = tuple(p for p in self.module.parameters() if p.requires_grad)
+        return replace(self, parameters=trained, buffers=tuple(self.module.buffers()))
+
+    def _name(self, parameter: nn.Parameter) -> str:
+        for path, known in self.module.named_parameters() if self.module is not None else ():
+            if known is parameter:
+                return f"{self.module_name}.{path}".lstrip(".")
+        return f"one of shape {tuple(parameter.shape)}"

@@ -7,18 +7,20 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from chunkgraph.engine.autograd_graph import edges_to_leaves
+from chunkgraph.engine.chunk import Chunk
+from chunkgraph.engine.module_tree import containers
 from chunkgraph.errors import CaptureError
 
 __all__ = ["check_outputs"]
 
 
 def check_outputs(
-    label: str, outputs: Sequence[torch.Tensor], declared: Iterable[torch.Tensor]
+    chunk: Chunk, outputs: Sequence[torch.Tensor], declared: Iterable[torch.Tensor]
 ) -> None:
     """Refuse a forward without a backward, or one whose backward would lose gradients.
 
     Args:
-        label: names the chunk in errors.
+        chunk: whose forward.
         outputs: those that require grad.
         declared: inputs and parameters, whose gradients are taken care of.
 
@@ -27,16 +29,16 @@ def check_outputs(
     """
     if not outputs:
         raise CaptureError(
-            f"{label}: no output of its forward requires grad, so there is no backward to "
+            f"{chunk.label}: no output of its forward requires grad, so there is no backward to "
             "capture. Capture only chunks that train; run the others eagerly."
         )
     lost = _undeclared_leaves(outputs, declared)
     if lost:
-        shapes = ", ".join(f"{tuple(t.shape)} {t.dtype}" for t in lost)
+        names = ", ".join(_described(chunk, lost))
         raise CaptureError(
-            f"{label}: its forward uses tensors that require grad and are neither arguments nor "
-            f"among its parameters ({shapes}); a replay would lose their gradients. List them in "
-            "Chunk.parameters, pass them as arguments, or detach them."
+            f"{chunk.label}: its forward uses tensors that require grad and are neither arguments "
+            f"nor among its parameters ({names}); a replay would lose their gradients. List them "
+            "in Chunk.parameters, pass them as arguments, or detach them."
         )
 
 
@@ -49,3 +51,14 @@ def _undeclared_leaves(
     """
     known = set(map(id, declared))
     return [leaf for leaf in edges_to_leaves(outputs) if id(leaf) not in known]
+
+
+def _described(chunk: Chunk, tensors: Sequence[torch.Tensor]) -> list[str]:
+    """What the chunk's module calls them, with their shapes."""
+    wanted = set(map(id, tensors))
+    names: dict[int, str] = {}
+    for container in containers(chunk.module, chunk.module_name) if chunk.module else ():
+        for key, value in container.items():
+            if id(value) in wanted:
+                names.setdefault(id(value), f"{container.name(key)}: ")
+    return [f"{names.get(id(t), '')}{tuple(t.shape)} {t.dtype}" for t in tensors]

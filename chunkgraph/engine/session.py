@@ -158,7 +158,8 @@ def capture_session(
     models = tuple(CapturedModel(chunk) for chunk in chunks)
     for model, chunk in zip(models, chunks, strict=True):
         model.refuse_hooks(chunk.parameters)
-    aliases = tuple(ParameterAliases(chunk.module, chunk.parameters) for chunk in chunks)
+    stand_ins: dict[int, nn.Parameter] = {}
+    aliases = tuple(ParameterAliases(c.module, c.parameters, stand_ins) for c in chunks)
     forwards: list[CapturedForward] = []
     try:
         with ExitStack() as stack:
@@ -248,6 +249,8 @@ def capture_session(
                     done += 1
                     _report_progress(settings, done, total, backend)
             settings.before_graph(None)
+            for alias, chunk in zip(aliases, chunks, strict=True):
+                alias.check_memory(chunk.label)
             if settings.prove:
                 prove_disjoint([footprint(f, backend, settings.shared_slots) for f in forwards])
     except BaseException:

@@ -161,7 +161,7 @@ def _describe_outputs(
     forward.receiving = tuple(i for i, _ in received)
     forward.strides = tuple(s for _, s in received)
     outputs = [forward.tensors[i] for i in forward.receiving]
-    check_outputs(chunk.label, outputs, [*forward.inputs, *leaves])
+    check_outputs(chunk, outputs, [*forward.inputs, *leaves])
     edges = edges_to_leaves(outputs)
     forward.num_terms = {i: edges.get(leaf, 0) for i, leaf in enumerate(leaves)}
     module_tensors = (
