@@ -60,7 +60,7 @@ class ParameterAliases:
         replaced = [
             (container.values, key, value, stand_in)
             for container in containers(self._module)
-            for key, value in container.items()
+            for key, value in container.entries()
             if (stand_in := self._stand_in(value)) is not value
         ]
         try:

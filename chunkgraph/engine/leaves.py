@@ -58,7 +58,7 @@ def _described(chunk: Chunk, tensors: Sequence[torch.Tensor]) -> list[str]:
     wanted = set(map(id, tensors))
     names: dict[int, str] = {}
     for container in containers(chunk.module, chunk.module_name) if chunk.module else ():
-        for key, value in container.items():
+        for key, value in container.entries():
             if id(value) in wanted:
                 names.setdefault(id(value), f"{container.name(key)}: ")
     return [f"{names.get(id(t), '')}{tuple(t.shape)} {t.dtype}" for t in tensors]

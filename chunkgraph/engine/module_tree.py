@@ -55,7 +55,7 @@ class Container:
     path: str
     are_attributes: bool = False
 
-    def items(self) -> list[tuple[Any, Any]]:
+    def entries(self) -> list[tuple[Any, Any]]:
         """Keys and values now."""
         if not isinstance(self.values, dict):
             return list(enumerate(self.values))
@@ -109,7 +109,7 @@ class _Walk:
                 yield from self._in(part, module, f"{path}.{key}", depth)
 
     def _below(self, container: Container, depth: int) -> Iterator[Container]:
-        for key, value in container.items():
+        for key, value in container.entries():
             if type(value) not in _PLAIN:
                 yield from self._in(value, container.owner, container.name(key), depth + 1)
 

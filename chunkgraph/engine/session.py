@@ -4,16 +4,16 @@ Order: capture warmup on the capture stream; every forward, each in its slot's p
 backward, which frees the saved tensors of its slot into the slot's own pool, where nobody but that
 slot ever allocates again; the proof. With several banks, forwards and backwards of the largest
 first, then those of the next, whose variant of a slot takes the memory that the one before left in
-the slot's pool. Gradients, buffers and random state are as if the session had not happened. A
-session that fails leaves nothing behind.
+the slot's pool. Gradients, the modules' tensors and random state are as if the session had not
+happened. A session that fails leaves nothing behind.
 """
 
 from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +25,7 @@ from chunkgraph.engine.captured_model import CapturedModel
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.grad_memory import GradMemory
 from chunkgraph.engine.gradients import GradientSinks
+from chunkgraph.engine.preserved import generators_kept
 from chunkgraph.engine.signature import Call, Signature
 from chunkgraph.engine.slot import Slot
 from chunkgraph.engine.slot_capture import (
@@ -167,7 +168,7 @@ def capture_session(
                 stack.enter_context(model.watched())
             stack.enter_context(settings.preserve())
             stack.enter_context(backend.preserve_random_state())
-            stack.enter_context(_preserved([b for chunk in chunks for b in chunk.buffers]))
+            stack.enter_context(generators_kept(settings.generators()))
             if backend.device.type == "cuda":
                 gc.collect()  # none is started until the last graph is captured
                 stack.enter_context(collector_paused())
@@ -335,14 +336,3 @@ def _report_progress(
 ) -> None:
     if settings.progress is not None:
         settings.progress(done, total, backend.free_bytes())
-
-
-@contextmanager
-def _preserved(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-    saved = [t.detach().clone() for t in tensors]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for tensor, value in zip(tensors, saved, strict=True):
-                tensor.copy_(value)

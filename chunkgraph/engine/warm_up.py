@@ -11,6 +11,7 @@ from torch import nn
 
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.gradients import GradientSinks
+from chunkgraph.engine.preserved import tensors_kept
 from chunkgraph.engine.signature import Call, flatten
 from chunkgraph.engine.static_inputs import call_with, static_like
 from chunkgraph.errors import CaptureError
@@ -48,6 +49,8 @@ def warm_up(
 ) -> WarmUp:
     """Run eager passes on the capture stream: libraries make handles and choose algorithms there.
 
+    The chunk's tensors are as before afterwards.
+
     Args:
         chunk: to run forward and backward.
         sample: its arguments; their values are copied.
@@ -59,7 +62,9 @@ def warm_up(
     """
     held_bytes, kept_bytes, trace = 0, 0, None
     num_passes = max(num_passes, int(traces))
-    with backend.on_capture_stream(), sinks.discarding(leaves):
+    if not num_passes:
+        return WarmUp(0, 0, None)
+    with backend.on_capture_stream(), tensors_kept(chunk, backend), sinks.discarding(leaves):
         for number in range(num_passes):
             before = backend.allocated_bytes()
             inputs = [static_like(t) for t in sample.tensors]

@@ -1,0 +1,168 @@
+"""A capture session leaves a model, its random generators and its samples as they were."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from chunkgraph.engine import CaptureOptions, ChunkGraphs
+from chunkgraph.graphs import GraphBackend
+
+WIDTH = 8
+
+PASSES: list[dict[str, Any]] = [
+    {"num_warmup_passes": 0},
+    {"num_warmup_passes": 2},
+    {"num_warmup_passes": 0, "memory_plan": "shared_temporaries"},
+]
+
+
+class Updating(nn.Module):
+    """Updates something of itself in every forward."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.embedding = nn.Embedding(WIDTH, WIDTH, max_norm=0.5)
+        self.register_buffer("count", torch.zeros(2))
+        self.tensor = torch.zeros(())
+        self.listed: Any = [(torch.zeros(()),)]
+        self.held: Any = {"deep": [torch.zeros(())]}
+        self.what = what
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            UPDATES[self.what](self)
+        if self.what == "renormalised":
+            return self.linear(self.embedding(x.detach().long().clamp(0, 7)[:, 0])) + x
+        return self.linear(x) * (self.tensor + self.listed[0][0] + self.held["deep"][0] + 1)
+
+    def state(self) -> list[torch.Tensor]:
+        kept = [*self.parameters(), *self.buffers(), self.tensor, self.listed[0][0]]
+        return [t.detach().clone() for t in (*kept, self.held["deep"][0])]
+
+
+UPDATES: dict[str, Callable[[Updating], object]] = {
+    "parameter": lambda m: m.linear.weight.mul_(0.9),
+    "parameter's data": lambda m: m.linear.weight.data.clamp_(-0.2, 0.2),
+    "part of a parameter": lambda m: m.linear.weight[1:3].mul_(0.9),
+    "renormalised": lambda _: None,
+    "buffer": lambda m: m.count[0].add_(1),
+    "attribute": lambda m: m.tensor.add_(1),
+    "list": lambda m: m.listed[0][0].add_(1),
+    "dict": lambda m: m.held["deep"][0].add_(1),
+}
+
+
+@pytest.mark.parametrize("what", UPDATES)
+@pytest.mark.parametrize("options", PASSES, ids=["no pass", "2 passes", "traced"])
+def test_what_a_forward_updates_is_put_back(
+    backend: GraphBackend, what: str, options: dict[str, Any]
+) -> None:
+    def run(*, captures: bool) -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        module = Updating(what).to(backend.device)
+        for name in ("tensor", "listed", "held"):
+            move(module, name, backend.device)
+        graphs = ChunkGraphs([module], [1], backend=backend, options=CaptureOptions(**options))
+        sample = torch.full((3, WIDTH), 5.0, device=backend.device, requires_grad=True)
+        if captures:
+            before = module.state()
+            graphs.capture([sample])
+            assert all(map(torch.equal, before, module.state()))
+        with graphs.step(2):
+            for _ in range(2):
+                graphs.callables[0](sample).sum().backward()
+        return [*module.state(), *[p.grad for p in module.parameters() if p.grad is not None]]
+
+    assert all(map(torch.equal, run(captures=False), run(captures=True)))
+
+
+def move(module: Updating, name: str, device: torch.device) -> None:
+    value = getattr(module, name)
+    if name == "listed":
+        value = [(value[0][0].to(device),)]
+    elif name == "held":
+        value = {"deep": [value["deep"][0].to(device)]}
+    else:
+        value = value.to(device)
+    setattr(module, name, value)
+
+
+class Drawing(nn.Module):
+    def __init__(self, generator: torch.Generator) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.generator = generator
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        drawn = torch.rand(WIDTH, generator=self.generator, device=x.device)
+        return self.linear(x) * drawn
+
+
+@pytest.mark.parametrize("options", PASSES, ids=["no pass", "2 passes", "traced"])
+def test_declared_generators_go_on_where_they_were(
+    backend: GraphBackend, options: dict[str, Any]
+) -> None:
+    generator = torch.Generator(backend.device).manual_seed(3)
+    eager = Drawing(torch.Generator(backend.device).manual_seed(3)).to(backend.device)
+    module = Drawing(generator).to(backend.device)
+    module.linear.load_state_dict(eager.linear.state_dict())
+    graphs = ChunkGraphs(
+        [module],
+        [1],
+        backend=backend,
+        generators=lambda: (generator,),
+        options=CaptureOptions(**options),
+    )
+    x = torch.ones(3, WIDTH, device=backend.device)
+    for _ in range(3):
+        with graphs.step(1):
+            y = graphs.callables[0](x)
+            assert torch.equal(y, eager(x))
+            y.sum().backward()
+    assert graphs.counters.replays == 2
+
+
+@pytest.mark.parametrize("kind", ["expanded", "inference"])
+@pytest.mark.parametrize("options", PASSES, ids=["no pass", "2 passes", "traced"])
+def test_constant_buffers_that_nobody_can_write_are_left_alone(
+    backend: GraphBackend, kind: str, options: dict[str, Any]
+) -> None:
+    with torch.inference_mode(kind == "inference"):
+        table = torch.full((1, 1) if kind == "expanded" else (3, WIDTH), 2.0)
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), Scaling(table)).to(backend.device)
+    if kind == "expanded":
+        module[1].table = module[1].table.expand(3, WIDTH)
+    graphs = ChunkGraphs([module], [1], backend=backend, options=CaptureOptions(**options))
+    x = torch.ones(3, WIDTH, device=backend.device)
+    graphs.capture([x])
+    with graphs.step(1):
+        y = graphs.callables[0](x)
+        assert torch.equal(y, module(x))
+        y.sum().backward()
+
+
+class Scaling(nn.Module):
+    def __init__(self, table: torch.Tensor) -> None:
+        super().__init__()
+        self.register_buffer("table", table)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.table.sum()
+
+
+def test_calls_without_gradients_are_no_samples(backend: GraphBackend) -> None:
+    """An evaluation, or a teacher, in a warmup step has other arguments."""
+    module = nn.Linear(WIDTH, WIDTH).to(backend.device)
+    graphs = ChunkGraphs([module], [1], backend=backend)
+    for _ in range(3):
+        with graphs.step(1):
+            with torch.no_grad():
+                graphs.callables[0](torch.ones(5, WIDTH, device=backend.device))
+            graphs.callables[0](torch.ones(3, WIDTH, device=backend.device)).sum().backward()
+    assert graphs.counters.replays == 2
