@@ -1,8 +1,12 @@
-"""What graphs take for granted of a module: its tensors, which of them train, and its mode.
+"""What graphs take for granted of a module: its parts, their tensors, which train, and its mode.
 
-A graph knows addresses. A parameter or buffer that is replaced by another tensor, or frozen, or
-thawed, or a layer that is put into evaluation, changes nothing in it: replays would go on as
-before, without any other sign. Nor do they run what hooks on parameters do in a backward.
+A graph knows addresses. A layer, parameter or buffer that is replaced, added or removed, a
+parameter that is frozen or thawed, a layer that is put into evaluation, changes nothing in it:
+replays would go on as before, without any other sign. Nor do they run what hooks on parameters do
+in a backward, or notice that a parameter was written between a forward and its backward.
+
+All of it is compared when a step begins and when it ends. What is changed inside a step and put
+back before its end, calls notice: see `Windows`.
 """
 
 from __future__ import annotations
@@ -10,57 +14,110 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import attrgetter, is_, itemgetter
+from typing import Any
 
 import torch
 from torch import nn
 
 from chunkgraph.engine.chunk import Chunk
+from chunkgraph.engine.windows import Windows
 from chunkgraph.errors import CaptureError, ReplayMismatchError
 
-__all__ = ["CapturedModel"]
+__all__ = ["CapturedModel", "saved_tensors_hooks"]
+
+_REMEDY = (
+    "the graphs would go on as before. Update tensors in place (copy_), or release the graphs and "
+    "capture again."
+)
+
+_requires_grad = attrgetter("requires_grad")
+_version = attrgetter("_version")
+_training = itemgetter("training")
 
 
 @dataclass(frozen=True)
-class _Held:
-    """A tensor in its place."""
+class _Part:
+    """A module, and what it held."""
 
-    holder: dict[str, torch.Tensor | None]
-    key: str
-    tensor: torch.Tensor
-    trains: bool
-    name: str
-    is_buffer: bool
-    address: int
+    path: str
+    module: nn.Module
+    is_training: bool
+    parts: dict[str, Any]
+    parameters: dict[str, Any]
+    buffers: dict[str, Any]
+
+    @staticmethod
+    def now(path: str, module: nn.Module) -> _Part:
+        return _Part(
+            path,
+            module,
+            module.training,
+            dict(module._modules),
+            dict(module._parameters),
+            dict(module._buffers),
+        )
+
+    def places(self) -> tuple[tuple[dict[str, Any], dict[str, Any]], ...]:
+        """What it held, and what it holds: parts, parameters and buffers."""
+        return (
+            (self.parts, self.module._modules),
+            (self.parameters, self.module._parameters),
+            (self.buffers, self.module._buffers),
+        )
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Those that it held, with their names in it."""
+        for held in (self.parameters, self.buffers):
+            for key, tensor in held.items():
+                if tensor is not None:
+                    yield key, tensor
 
 
 class CapturedModel:
-    """The tensors of one chunk's module as they are now.
+    """The parts and tensors of one chunk's module as they are now.
 
     Args:
-        chunk: about to be captured. Without a module nothing is known, and nothing checked.
+        chunk: about to be captured. Without a module only its parameters are known.
+
+    Attributes:
+        label: of the chunk.
+        parameters: those that train.
     """
 
     def __init__(self, chunk: Chunk) -> None:
-        self._label = chunk.label
+        self.label = chunk.label
+        self._name = chunk.module_name
         self._module = chunk.module
-        self._trains = chunk.module is not None and chunk.module.training
-        self._modes: list[tuple[str, nn.Module, bool]] = []
-        self._held: list[_Held] = []
-        modules = chunk.module.named_modules() if chunk.module is not None else ()
-        for path, module in modules:
-            self._modes.append((path, module, module.training))
-            for holder, is_buffer in ((module._parameters, False), (module._buffers, True)):
-                for key, tensor in holder.items():
-                    if tensor is not None:
-                        name = ".".join(part for part in (chunk.module_name, path, key) if part)
-                        trains, address = tensor.requires_grad, tensor.data_ptr()
-                        self._held.append(
-                            _Held(holder, key, tensor, trains, name, is_buffer, address)
-                        )
-        # The same as plain tuples: they are gone through in every step.
-        self._facts = [(h.holder, h.key, h.tensor, h.trains) for h in self._held]
-        # Of what trains, `GradientSinks` knows.
-        self._addresses = [(h.tensor, h.address) for h in self._held if not h.trains]
+        self._caches = frozenset(chunk.caches)
+        self.parameters = tuple(chunk.parameters)
+        self._take()
+
+    def _take(self) -> None:
+        """Remember all of it as it is now."""
+        modules = self._module.named_modules() if self._module is not None else ()
+        self._parts = [_Part.now(path, module) for path, module in modules]
+        # The same as plain lists: they are gone through in every step.
+        self._attributes = [vars(part.module) for part in self._parts]
+        self._modes = [part.is_training for part in self._parts]
+        self._children = [child for part in self._parts for child in part.parts.values()]
+        self._tensors: list[torch.Tensor | None] = []
+        named: dict[int, tuple[torch.Tensor, str]] = {}
+        for part in self._parts:
+            self._tensors += [*part.parameters.values(), *part.buffers.values()]
+            for key, tensor in part.tensors():
+                named.setdefault(id(tensor), (tensor, self._path(part.path, key)))
+        for parameter in self.parameters:
+            named.setdefault(id(parameter), (parameter, f"shape {tuple(parameter.shape)}"))
+        self._known = [tensor for tensor, _ in named.values()]
+        self._names = [name for _, name in named.values()]
+        self._trains = [*map(_requires_grad, self._known)]
+        self._places = self._places_now()
+        counted = [held for held in named.values() if _is_counted(held[0])]
+        self._counted = [tensor for tensor, _ in counted]
+        self._counted_names = [name for _, name in counted]
+        self._versions = [*map(_version, self._counted)]
+        self._windows = Windows(self._module, self._caches) if self._module is not None else None
 
     def refuse_hooks(self, parameters: Sequence[nn.Parameter]) -> None:
         """Refuse what waits for gradients of ``parameters`` and would not hear of them.
@@ -70,13 +127,13 @@ class CapturedModel:
         Raises:
             CaptureError: naming it.
         """
-        for path, module, _ in self._modes:
-            if isinstance(module, nn.parallel.DistributedDataParallel):
+        for part in self._parts:
+            if isinstance(part.module, nn.parallel.DistributedDataParallel):
                 raise CaptureError(
-                    f"{self._label}: {path or 'the chunk'} is a torch DistributedDataParallel, "
-                    "which a replay does not tell of gradients, so that they would never be "
-                    "reduced. Give ChunkGraphs the module in it, without the wrapper, and reduce "
-                    "the gradients after the step."
+                    f"{self.label}: {part.path or 'the chunk'} is a torch "
+                    "DistributedDataParallel, which a replay does not tell of gradients, so that "
+                    "they would never be reduced. Give ChunkGraphs the module in it, without the "
+                    "wrapper, and reduce the gradients after the step."
                 )
         hooked = {
             id(p)
@@ -85,9 +142,9 @@ class CapturedModel:
             and (p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None))
         }
         if hooked:
-            names = [held.name for held in self._held if id(held.tensor) in hooked]
+            names = [n for t, n in zip(self._known, self._names, strict=True) if id(t) in hooked]
             raise CaptureError(
-                f"{self._label}: hooks wait for the gradients of {len(hooked)} parameters "
+                f"{self.label}: hooks wait for the gradients of {len(hooked)} parameters "
                 f"({', '.join(names[:3]) or 'not of its module'}{', ...' * (len(names) > 3)}), and "
                 "a replay calls none. Remove them, and do their work after the step or in "
                 "Chunk.after_backward."
@@ -95,37 +152,122 @@ class CapturedModel:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Around a capture session: the module holds the same tensors afterwards.
+        """Around a capture session: the module holds the same tensors and parts afterwards.
 
         Raises:
             CaptureError: the forward replaced one of them, which a replay would not.
         """
-        replaced: list[_Held] = []
+        replaced: list[str] = []
         try:
             yield
         finally:
-            replaced = [h for h in self._held if h.holder.get(h.key) is not h.tensor]
-            for held in replaced:
-                held.holder[held.key] = held.tensor
+            for part in self._parts:
+                for held, holder in part.places():
+                    for key, value in held.items():
+                        if key not in holder or holder[key] is not value:
+                            replaced.append(self._path(part.path, key))
+                            holder[key] = value
         if replaced:
-            names = ", ".join(held.name for held in replaced)
             raise CaptureError(
-                f"{self._label}: its forward replaces {names} by another tensor. A replay runs no "
-                "Python, so that all of them would start from the value of the capture. Update it "
-                "in place (add_, copy_), or keep it out of the chunk."
+                f"{self.label}: its forward replaces {', '.join(replaced)} by another tensor. A "
+                "replay runs no Python, so that all of them would start from the value of the "
+                "capture. Update it in place (add_, copy_), or keep it out of the chunk."
             )
+        self._take()
 
-    def check_mode(self) -> None:
-        """Compare, at every call.
+    def check_call(self) -> None:
+        """Compare, at every call, as much as costs next to nothing.
 
         Raises:
-            ReplayMismatchError: the module was put from training to evaluation or back.
+            ReplayMismatchError: the module is not as it was captured, or somebody is to be given
+                what autograd saves.
         """
-        if self._module is not None and self._module.training is not self._trains:
-            raise self._other_mode("", self._module)
+        if _active_hooks(False) is not None and (what := saved_tensors_hooks()):
+            raise ReplayMismatchError(f"{self.label} is called {what}")
+        if self._windows is not None and not self._windows.next_is_as_captured():
+            self.check()
+            assert self._module is not None
+            if self._module.training is not self._modes[0]:
+                raise self._other_mode("", self._module)
+
+    def begin_step(self) -> None:
+        """Compare, before a step, and count writes from now on.
+
+        Raises:
+            ReplayMismatchError: the module is not as it was captured.
+        """
+        self.check()
+        self.count_writes()
+
+    def count_writes(self) -> None:
+        """What was written by now was written while nothing was in flight."""
+        self._versions = [*map(_version, self._counted)]
+
+    def end_step(self) -> None:
+        """Compare, when a step ends.
+
+        Raises:
+            ReplayMismatchError: the module is not as it was captured, or a parameter was written.
+        """
+        self.check()
+        if [*map(_version, self._counted)] == self._versions:
+            return
+        written = [
+            name
+            for name, tensor, version in zip(
+                self._counted_names, self._counted, self._versions, strict=True
+            )
+            if tensor._version != version
+        ]
+        raise ReplayMismatchError(
+            f"{self.label}: {_list(written)} was modified in place inside the step; microbatches "
+            "in flight would mix the old value with the new. Modify it before or after the step, "
+            "or with an optimizer while no microbatch is in flight."
+        )
+
+    def check(self) -> None:
+        """Compare all of it but for versions.
+
+        Raises:
+            ReplayMismatchError: a part or a tensor was replaced, added, removed, moved, frozen or
+                thawed since, or a part of the module was put into evaluation or back.
+        """
+        modes = [*map(_training, self._attributes)]
+        if modes != self._modes and modes[0] is self._modes[0]:
+            part = next(p for p in self._parts if p.module.training is not p.is_training)
+            raise self._other_mode(part.path, part.module)
+        if not _are(self._children_now(), self._children):
+            raise self._mismatch(self._other_parts())
+        if not _are(self._tensors_now(), self._tensors):
+            if other := self._other_tensors():
+                raise self._mismatch(other)
+            self._take_caches()
+        if [*map(_requires_grad, self._known)] != self._trains:
+            raise self._mismatch(self._other_grad_flags())
+        if (now := self._places_now()) != self._places:
+            moved = [n for n, a, b in zip(self._names, now, self._places, strict=True) if a != b]
+            raise ReplayMismatchError(
+                f"{self.label}: {_list(moved)} was moved to other memory after capture, or has "
+                "another layout there; the graphs would read the old one. Update it in place "
+                "(copy_), or release the graphs and capture again."
+            )
+
+    def _children_now(self) -> list[nn.Module | None]:
+        return [child for own in self._attributes for child in own["_modules"].values()]
+
+    def _tensors_now(self) -> list[torch.Tensor | None]:
+        return [
+            tensor
+            for own in self._attributes
+            for kind in ("_parameters", "_buffers")
+            for tensor in own[kind].values()
+        ]
+
+    def _places_now(self) -> list[tuple[int, tuple[int, ...], torch.Size]]:
+        return [(t.data_ptr(), t.stride(), t.shape) for t in self._known]
 
     def _other_mode(self, path: str, module: nn.Module) -> ReplayMismatchError:
-        name = f"{path} of {self._label}" if path else self._label
+        name = f"{path} of {self.label}" if path else self.label
         now, then = ("train()", "eval()") if module.training else ("eval()", "train()")
         return ReplayMismatchError(
             f"{name} is called in {now}, but was captured in {then}; the graphs would run it as "
@@ -133,53 +275,85 @@ class CapturedModel:
             "and capture again."
         )
 
-    def check_memory(self) -> None:
-        """Compare, before a step: what a graph reads may be another's memory by now.
+    def _other_parts(self) -> str:
+        for part in self._parts:
+            found = _first_difference(part.parts, part.module._modules, "module")
+            if found is not None:
+                key, what = found
+                return f"{self._path(part.path, key)} {what}"
+        return "the layers of a module were put into another order after capture"
 
-        Raises:
-            ReplayMismatchError: a tensor that does not train was moved since.
-        """
-        if all(tensor.data_ptr() == address for tensor, address in self._addresses):
-            return
-        names = [h.name for h in self._held if h.tensor.data_ptr() != h.address]
-        raise ReplayMismatchError(
-            f"{self._label}: {', '.join(names)} was moved to other memory after capture; the "
-            "graphs would read the old one. Update it in place (copy_), or release the graphs and "
-            "capture again."
-        )
+    def _other_tensors(self) -> str:
+        """What is in another place; empty if nothing is but caches."""
+        for part in self._parts:
+            for held, holder in part.places()[1:]:
+                caches = self._caches if held is part.buffers else frozenset[str]()
+                found = _first_difference(held, holder, "tensor", caches)
+                if found is not None:
+                    key, what = found
+                    return f"{self._path(part.path, key)} {what}"
+        return ""
 
-    def check(self) -> None:
-        """Compare, once a step, at its end.
+    def _take_caches(self) -> None:
+        """Caches have grown, and the graphs keep the old ones: look for the new from now on."""
+        self._tensors = self._tensors_now()
 
-        A buffer that was replaced by one of another shape is a cache that has grown; the graphs
-        keep theirs.
+    def _other_grad_flags(self) -> str:
+        index = next(i for i, t in enumerate(self._known) if t.requires_grad is not self._trains[i])
+        if self._trains[index]:
+            return f"{self._names[index]} trained when it was captured, and is frozen now"
+        return f"{self._names[index]} was frozen when it was captured, and trains now"
 
-        Raises:
-            ReplayMismatchError: a tensor was replaced, frozen or thawed since, or a part of the
-                module was put into evaluation or back.
-        """
-        if self._module is not None and self._module.training is self._trains:
-            for path, module, trained in self._modes:
-                if module.training is not trained:
-                    raise self._other_mode(path, module)
-        if all(
-            holder.get(key) is tensor and tensor.requires_grad is trains
-            for holder, key, tensor, trains in self._facts
-        ):
-            return
-        for held in self._held:
-            now = held.holder.get(held.key)
-            if now is held.tensor:
-                if now.requires_grad == held.trains:
-                    continue
-                what = "trained when it was captured, and is frozen now"
-                if not held.trains:
-                    what = "was frozen when it was captured, and trains now"
-            elif held.is_buffer and (now is None or now.shape != held.tensor.shape):
-                continue
-            else:
-                what = "was replaced by another tensor after capture"
-            raise ReplayMismatchError(
-                f"{self._label}: {held.name} {what}; the graphs would go on as before. Update "
-                "tensors in place (copy_), or release the graphs and capture again."
-            )
+    def _mismatch(self, what: str) -> ReplayMismatchError:
+        return ReplayMismatchError(f"{self.label}: {what}; {_REMEDY}")
+
+    def _path(self, *path: str) -> str:
+        return ".".join(part for part in (self._name, *path) if part)
+
+
+def saved_tensors_hooks() -> str:
+    """What is wrong with the hooks for saved tensors that are active; empty if nothing is.
+
+    torch's own give back what they were given: those of checkpoints, and those that save tensors on
+    the CPU.
+    """
+    hooks = _active_hooks(False)
+    if hooks is None or getattr(hooks[0], "__module__", "") in _HARMLESS_HOOKS:
+        return ""
+    return (
+        f"inside saved_tensors_hooks ({hooks[0]!r}), which a replay gives nothing: what its "
+        "backward needs lies in the graphs. Leave them, or ask for an eager step "
+        "(`step(eager=True)`)."
+    )
+
+
+_active_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+_HARMLESS_HOOKS = ("torch.utils.checkpoint", "torch.autograd.graph")
+
+
+def _are(now: Sequence[Any], then: Sequence[Any]) -> bool:
+    """Whether two lists hold the same objects."""
+    return len(now) == len(then) and all(map(is_, now, then))
+
+
+def _first_difference(
+    held: dict[str, Any], holder: dict[str, Any], kind: str, caches: frozenset[str] = frozenset()
+) -> tuple[str, str] | None:
+    """Key and fate of something that ``holder`` holds no more, or only now."""
+    for key, value in held.items():
+        now = holder.get(key)
+        if now is not value and key not in caches:
+            if now is None:
+                return key, "was removed after capture"
+            return key, f"was replaced by another {kind} after capture"
+    added = next((key for key in holder if key not in held), None)
+    return None if added is None else (added, "was added after capture")
+
+
+def _is_counted(tensor: torch.Tensor) -> bool:
+    """Whether a write into it between a forward and its backward is certain to be a mistake."""
+    return isinstance(tensor, nn.Parameter) and not tensor.is_inference()
+
+
+def _list(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

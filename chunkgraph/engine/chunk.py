@@ -56,6 +56,8 @@ class Chunk:
             otherwise, and without it, the slot's own memory is handed out.
         check_sample: given the arguments of a call that graphs are to be captured from; it raises
             for what they must not hold, and may read the device.
+        caches: names of buffers that an eager call may replace by larger ones, which say the same
+            and more; graphs keep theirs, whose memory somebody holds.
         follows_module: whether ``parameters`` and ``buffers`` are those of ``module``, whatever it
             holds when a capture session begins; see `now`.
     """
@@ -74,6 +76,7 @@ class Chunk:
     keeps_input_grads: bool = True
     copies_outputs: Callable[..., bool] | None = None
     check_sample: Callable[..., None] | None = None
+    caches: tuple[str, ...] = ()
     follows_module: bool = False
 
     @staticmethod

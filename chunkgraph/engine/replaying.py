@@ -16,6 +16,7 @@ from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.counters import Counters
 from chunkgraph.engine.decision import NOTHING_REPLAYED
 from chunkgraph.engine.defaults import rank_label
+from chunkgraph.engine.optimizer_watch import optimizers_watched
 from chunkgraph.engine.options import CaptureOptions
 from chunkgraph.engine.ranges import ReplayRanges
 from chunkgraph.engine.replay import SlotRunner, replay_node
@@ -99,7 +100,7 @@ class Replayer:
         captured, counters = self._captured, self._counters
         assert captured is not None
         for model in captured.models:
-            model.check_memory()
+            model.begin_step()
         for sinks in captured.sinks:
             sinks.begin_step()
         self._task.clear()
@@ -113,13 +114,14 @@ class Replayer:
             self._verifying = self._verifier
             self._verifying.begin_step(number)
         try:
-            yield
+            with optimizers_watched(captured.models, lambda: self._machine.num_busy):
+                yield
             self._machine.end_step()
             for sinks in captured.sinks:
                 sinks.end_step()
             # Now, since the device is still at work, and nobody has used the gradients yet.
             for model in captured.models:
-                model.check()
+                model.end_step()
         except BaseException as error:
             self._machine.abort_step()
             self._forget_microbatches()
@@ -147,7 +149,7 @@ class Replayer:
         """
         captured = self._captured
         assert captured is not None
-        captured.models[c].check_mode()
+        captured.models[c].check_call()
         reserved = self._reserved[c]
         key = reserved[0].bank if reserved else self._banks.key_of_next(c)
         tensors = captured.banks[key].signatures[c].tensors_of(args, kwargs)

@@ -21,7 +21,7 @@ import torch
 from chunkgraph._collector import collector_paused
 from chunkgraph.engine.aliases import ParameterAliases
 from chunkgraph.engine.banks import Bank
-from chunkgraph.engine.captured_model import CapturedModel
+from chunkgraph.engine.captured_model import CapturedModel, saved_tensors_hooks
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.grad_memory import GradMemory
 from chunkgraph.engine.gradients import GradientSinks
@@ -37,10 +37,8 @@ from chunkgraph.engine.slot_capture import (
 )
 from chunkgraph.engine.static_inputs import SlotStatics
 from chunkgraph.engine.warm_up import WarmUp, check_memory, warm_up
-from chunkgraph.graphs import (
-    GraphBackend,
-    Pool,
-)
+from chunkgraph.errors import CaptureError
+from chunkgraph.graphs import GraphBackend, Pool
 from chunkgraph.memory import MemoryPlan, PoolPlan, prove_disjoint
 
 __all__ = [
@@ -153,6 +151,8 @@ def capture_session(
         MemoryPlanError: the proof failed; likewise.
     """
     start = time.perf_counter()
+    if hooks := saved_tensors_hooks():
+        raise CaptureError(f"{chunks[0].label} is captured {hooks}")
     pools = PoolPlan(settings.memory_plan, backend, chunks[0].label.split(" chunk")[0])
     grad_memory = GradMemory({id(p): p for chunk in chunks for p in chunk.parameters}.values())
     sinks = tuple(GradientSinks(c.parameters, c.label, grad_memory) for c in chunks)

@@ -30,6 +30,7 @@ from chunkgraph.megatron import compat
 from chunkgraph.megatron import packed as packed_params
 from chunkgraph.megatron.hooks import refuse_hooks
 from chunkgraph.megatron.hybrid_support import check_seq_idx
+from chunkgraph.megatron.tables import GROWING_BUFFERS
 
 __all__ = [
     "CapturedPart",
@@ -131,6 +132,7 @@ class CapturedPart:
             new_marker=new_marker,
             copies_outputs=self._gives_losses,
             check_sample=self._check_sample,
+            caches=GROWING_BUFFERS,
         )
 
     def divert_to(self, call: Call, *, may_hold_padding: bool = True) -> None:

@@ -15,10 +15,10 @@ from torch import nn
 
 from chunkgraph.megatron import compat
 
-__all__ = ["CachedTables"]
+__all__ = ["GROWING_BUFFERS", "CachedTables"]
 
 _GET = "get_cached_cos_sin"
-_BUFFERS = ("cos_cached", "sin_cached")
+GROWING_BUFFERS = ("cos_cached", "sin_cached")
 """What fused RoPE of multi-latent attention takes its numbers from."""
 
 
@@ -58,7 +58,7 @@ class CachedTables:
         self._held.clear()
 
     def _hold_buffers(self, module: nn.Module) -> None:
-        for name in _BUFFERS:
+        for name in GROWING_BUFFERS:
             self._hold(module, (), getattr(module, name))
 
     def _hold(self, _module: nn.Module, _args: Any, result: Any) -> None:

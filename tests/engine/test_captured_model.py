@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
-from chunkgraph.engine import ChunkGraphs
+from chunkgraph.engine import Chunk, ChunkGraphs
 from chunkgraph.errors import CaptureError, ReplayMismatchError
 from chunkgraph.graphs import GraphBackend
 
@@ -115,9 +116,10 @@ def test_torchs_data_parallelism_is_refused(
         graphs.capture([new_input(backend)])
 
 
-def test_a_cache_that_grows_in_an_eager_step_is_none(backend: GraphBackend) -> None:
+def test_a_declared_cache_may_grow_in_an_eager_step(backend: GraphBackend) -> None:
     module = Scaled().to(backend.device)
-    graphs = ChunkGraphs([module], [1], backend=backend)
+    chunk = replace(Chunk.from_module(module, "stage"), caches=("num_calls",))
+    graphs = ChunkGraphs([chunk], [1], backend=backend)
     graphs.capture([new_input(backend)])
     module.num_calls = torch.ones(4, device=backend.device)
     with graphs.counters.expect(replays=1):
