@@ -377,7 +377,9 @@ class ChunkGraphs:
             raise SlotError("A step was announced; capture() comes before the announcement.")
         calls = defaults.sample_calls(samples, self._banks.keys, len(self._chunks))
         self._failure = None
-        self._capture_together(lambda: calls, None, must_raise=True)
+        self._capture_together(
+            lambda: {key: calls[key] for key in self._banks.keys}, None, must_raise=True
+        )
         assert self._captured is not None
         return self._captured.report
 

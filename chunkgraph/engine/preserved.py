@@ -4,47 +4,73 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.module_tree import containers
-from chunkgraph.graphs import GraphBackend
+from chunkgraph.graphs.recording import storages_written
 
-__all__ = ["generators_kept", "tensors_kept"]
-
-
-@contextmanager
-def generators_kept(generators: Sequence[torch.Generator]) -> Iterator[None]:
-    """Put the states of random generators back at the end of the block."""
-    states = [(generator, generator.get_state()) for generator in generators]
-    try:
-        yield
-    finally:
-        for generator, state in states:
-            generator.set_state(state)
+__all__ = ["tensors_kept"]
 
 
 @contextmanager
-def tensors_kept(chunk: Chunk, backend: GraphBackend) -> Iterator[None]:
-    """Put back, at the end of the block, every tensor of the chunk that was written inside.
+def tensors_kept(chunk: Chunk) -> Iterator[None]:
+    """Put back, at the end of the block, every tensor of the chunk that an operator writes inside.
 
-    Values are copied before and compared afterwards, so that no kind of write is missed, and no
-    version counter of what was not written changes. The copies lie on the host where the device
-    has little room.
+    Memory is copied just before it is first written, so that what nobody writes costs nothing.
+    Kernels that torch does not know are not seen.
     """
-    regions = _regions(chunk)
-    num_bytes = sum(region.numel() * region.element_size() for region in regions)
-    free = backend.free_bytes()
-    on_host = free is not None and num_bytes > free // 4
-    copies = [r.to("cpu", copy=True) if on_host else r.clone() for r in regions]
+    watch = _WriteWatch(_regions(chunk))
     try:
-        yield
+        with watch:
+            yield
     finally:
-        for region, value in zip(regions, copies, strict=True):
-            if not torch.equal(_bytes(region), _bytes(value.to(region.device))):
-                with torch.inference_mode(region.is_inference()), torch.no_grad():
-                    region.copy_(value)
+        for region, value in watch.saved:
+            with torch.inference_mode(region.is_inference()), torch.no_grad():
+                region.copy_(value)
+
+
+class _WriteWatch(TorchDispatchMode):
+    """Copies regions before the first operator that writes to their storage.
+
+    Args:
+        regions: pieces of memory.
+
+    Attributes:
+        saved: each region that may have been written, with its contents before.
+    """
+
+    def __init__(self, regions: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self.saved: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._regions: dict[int, list[torch.Tensor]] = {}
+        for region in regions:
+            storage = region.untyped_storage().data_ptr()
+            self._regions.setdefault(storage, []).append(region)
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled parts stay compiled."""
+        return True
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        for tensor in storages_written(func, args, kwargs):
+            if self._regions and tensor.layout is torch.strided:
+                storage = tensor.untyped_storage().data_ptr()
+                for region in self._regions.pop(storage, ()):
+                    self.saved.append((region, region.clone()))
+        return func(*args, **kwargs)
 
 
 def _regions(chunk: Chunk) -> list[torch.Tensor]:
@@ -80,7 +106,3 @@ def _has_memory(tensor: torch.Tensor) -> bool:
         and not torch.nn.parameter.is_lazy(tensor)
         and tensor.numel() > 0
     )
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)

@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from chunkgraph._collector import collector_paused
 from chunkgraph.engine.aliases import ParameterAliases
@@ -25,7 +26,6 @@ from chunkgraph.engine.captured_model import CapturedModel, saved_tensors_hooks
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.grad_memory import GradMemory
 from chunkgraph.engine.gradients import GradientSinks
-from chunkgraph.engine.preserved import generators_kept
 from chunkgraph.engine.signature import Call, Signature
 from chunkgraph.engine.slot import Slot
 from chunkgraph.engine.slot_capture import (
@@ -167,8 +167,7 @@ def capture_session(
             for model in models:
                 stack.enter_context(model.watched())
             stack.enter_context(settings.preserve())
-            stack.enter_context(backend.preserve_random_state())
-            stack.enter_context(generators_kept(settings.generators()))
+            stack.enter_context(backend.preserve_random_state(settings.generators()))
             if backend.device.type == "cuda":
                 gc.collect()  # none is started until the last graph is captured
                 stack.enter_context(collector_paused())

@@ -64,7 +64,7 @@ def warm_up(
     num_passes = max(num_passes, int(traces))
     if not num_passes:
         return WarmUp(0, 0, None)
-    with backend.on_capture_stream(), tensors_kept(chunk, backend), sinks.discarding(leaves):
+    with backend.on_capture_stream(), tensors_kept(chunk), sinks.discarding(leaves):
         for number in range(num_passes):
             before = backend.allocated_bytes()
             inputs = [static_like(t) for t in sample.tensors]
