@@ -26,12 +26,10 @@ def call_with(chunk: Chunk, sample: Call, inputs: Sequence[torch.Tensor]) -> Any
     autocast = sample.autocast.entered() if sample.autocast is not None else nullcontext()
     with torch.enable_grad(), autocast:
         given = [_AsResult.apply(t) if i in sample.results else t for i, t in enumerate(inputs)]
-        call = sample.filled(given)
-        before = _plain_values(call)
-        args, kwargs = call.arguments()
+        args, kwargs = sample.filled(given).arguments()
+        before = _contents(args, kwargs)
         result = chunk.forward(*args, **kwargs)
-    after = flatten_call(args, kwargs)
-    if after.spec != call.spec or _plain_values(after) != before:
+    if _contents(args, kwargs) != before:
         raise CaptureError(
             f"{chunk.label}: its forward changes what an argument holds (a list it appends to, an "
             "attribute it sets). A replay runs no Python and would change nothing. Return the "
@@ -40,8 +38,10 @@ def call_with(chunk: Chunk, sample: Call, inputs: Sequence[torch.Tensor]) -> Any
     return result
 
 
-def _plain_values(call: Call) -> list[Any]:
-    return [id(leaf) if isinstance(leaf, torch.Tensor) else key_of(leaf) for leaf in call.leaves]
+def _contents(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    call = flatten_call(args, kwargs)
+    values = [id(v) if isinstance(v, torch.Tensor) else key_of(v) for v in call.leaves]
+    return call.spec, values
 
 
 class _AsResult(torch.autograd.Function):
