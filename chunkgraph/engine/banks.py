@@ -172,7 +172,7 @@ class BankSamples:
         call = flatten_call(args, kwargs).sampled()
         self._calls[place] = replace(call, backward=backward)
         self._is_new.add(place)
-        return backward
+        return None if call.problem else backward
 
     def forget(self) -> None:
         """Let the calls go."""

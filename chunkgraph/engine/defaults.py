@@ -62,10 +62,10 @@ def as_chunks(given: object) -> tuple[Chunk, ...]:
     Raises:
         ConfigError: something else was given.
     """
-    is_one = isinstance(given, (nn.Module, Chunk)) and not isinstance(given, nn.ModuleList)
-    if is_one or callable(given) or not isinstance(given, Iterable):
-        given = (given,)
-    return tuple(_as_chunk(value, i) for i, value in enumerate(given))
+    every: Iterable[object] = (given,)
+    if isinstance(given, nn.ModuleList) or not (callable(given) or isinstance(given, str)):
+        every = given if isinstance(given, Iterable) else every
+    return tuple(_as_chunk(value, i) for i, value in enumerate(every))
 
 
 def _as_chunk(value: object, i: int) -> Chunk:

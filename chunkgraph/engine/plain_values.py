@@ -140,7 +140,7 @@ class _Keys:
         if kind is slice:
             return lambda v, w: self._each((v.start, v.stop, v.step), w)
         if kind is bytearray:
-            return self._bytes
+            return lambda v, _: bytes(v)
         if kind is types.FunctionType:
             return self._function
         if kind is types.MethodType:
@@ -165,14 +165,7 @@ class _Keys:
     def _set(self, value: Any, where: str) -> Any:
         return frozenset(self._each(value, where)), self._own_attributes(value, where)
 
-    def _bytes(self, value: bytearray, where: str) -> bytes:
-        if where:
-            raise Uncomparable(where, "a bytearray in an object; pass it as an argument")
-        return bytes(value)
-
     def _array(self, value: Any, where: str) -> Any:
-        if isinstance(value, np.ndarray) and where:  # a graph may read its memory
-            raise Uncomparable(where, "an array in an object; pass it as an argument")
         if value.dtype.hasobject or not (
             type(value) is np.ndarray or isinstance(value, np.generic)
         ):

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch.utils._pytree import (
     TreeSpec,
@@ -61,7 +60,7 @@ class Call:
     def sampled(self) -> Call:
         """The same to capture from: cut from autograd, with the automatic casting of this moment.
 
-        Tensors keep their memory and grad flags; what may be changed in place is copied.
+        Tensors keep their memory and grad flags.
         """
         if problem := _problem(self):
             return replace(self.emptied(), problem=problem)
@@ -95,7 +94,7 @@ class Call:
     def filled(self, tensors: Sequence[Any]) -> Call:
         """The same with these in the places of its `tensors`."""
         leaves = [
-            _copied(leaf) if place is None else tensors[place]
+            leaf if place is None else tensors[place]
             for leaf, place in zip(self.leaves, self.places, strict=True)
         ]
         return replace(self, leaves=leaves)
@@ -126,11 +125,6 @@ class Call:
 
 class _Hole:
     """Stands for a tensor in a call."""
-
-
-def _copied(value: Any) -> Any:
-    """A plain value of its own memory, where a graph could read that."""
-    return value.copy() if isinstance(value, (np.ndarray, bytearray)) else value
 
 
 def flatten(tree: Any) -> tuple[list[Any], TreeSpec]:

@@ -72,6 +72,17 @@ class AddressRanges:
                 b = next(theirs, None)
         return AddressRanges(common)
 
+    def __sub__(self, other: AddressRanges) -> AddressRanges:
+        """Addresses in this set only."""
+        left: list[tuple[int, int]] = []
+        for mine in self.ranges:
+            start = mine.start
+            for taken in AddressRanges([mine]) & other:
+                left.append((start, taken.start))
+                start = taken.end
+            left.append((start, mine.end))
+        return AddressRanges(left)
+
     @property
     def num_bytes(self) -> int:
         """How many bytes the set holds."""

@@ -6,7 +6,11 @@ forward. In a right plan poison changes no result; in a wrong one NaN shows in t
 
 from __future__ import annotations
 
-from chunkgraph.graphs import Pool
+from collections.abc import Mapping
+
+import torch
+
+from chunkgraph.graphs import AddressRanges, Pool, tensor_at
 
 __all__ = ["Poison"]
 
@@ -16,18 +20,25 @@ class Poison:
 
     Args:
         scratch: the pool shared by all backwards, or None when there is none.
+        device: of all pools.
+        kept: what of a pool is alive as long as its graphs, such as a mask that a module made in
+            the capture; it is never filled.
     """
 
-    def __init__(self, scratch: Pool | None) -> None:
+    def __init__(
+        self, scratch: Pool | None, device: torch.device, kept: Mapping[Pool, AddressRanges]
+    ) -> None:
         self._scratch = scratch
+        self._device = device
+        self._kept = kept
         self._dead: list[Pool] = []
 
     def before_replay(self) -> None:
         """Nothing of an earlier replay may still be in scratch."""
         if self._scratch is not None:
-            self._scratch.poison()
+            self._fill(self._scratch)
         while self._dead:
-            self._dead.pop().poison()
+            self._fill(self._dead.pop())
 
     def after_backward(self, slot_pool: Pool, *, holds_grads: bool) -> None:
         """The slot is free: its saved tensors and its output are dead.
@@ -40,4 +51,12 @@ class Poison:
         if holds_grads:
             self._dead.append(slot_pool)
         else:
-            slot_pool.poison()
+            self._fill(slot_pool)
+
+    def _fill(self, pool: Pool) -> None:
+        kept = self._kept.get(pool)
+        if not kept:
+            pool.poison()
+            return
+        for area in pool.reserved() - kept:
+            tensor_at(area.start, area.end - area.start, self._device).fill_(0xFF)

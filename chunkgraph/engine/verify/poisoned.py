@@ -6,6 +6,7 @@ NaN by itself.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 
 import torch
@@ -17,6 +18,7 @@ from chunkgraph.engine.verify.bits import has_nan
 from chunkgraph.engine.verify.records import memory_of
 from chunkgraph.engine.verify.report import stale_memory
 from chunkgraph.engine.verify.saved import Place, first_nan
+from chunkgraph.graphs import AddressRanges, Pool
 from chunkgraph.memory import Poison
 
 __all__ = ["PoisonVerifier"]
@@ -28,12 +30,20 @@ class PoisonVerifier(Verifier):
     def captured(self, rank: CapturedRank) -> None:
         """Learn what memory there is."""
         super().captured(rank)
-        self._poison = Poison(rank.pools.scratch)
+        gc.collect()  # what is dead is not to count as kept
+        backend = self._around.backend
+        own: dict[Pool, AddressRanges] = {}
+        for slot in (s for slots in rank.slots for s in slots):
+            for tensor in (*slot.output_tensors, *slot.input_grads):
+                if tensor is not None:
+                    own[slot.pool] = own.get(slot.pool, AddressRanges()) | backend.raw(tensor)
+        kept = {pool: pool.live() - ranges for pool, ranges in own.items()}
+        self._poison = Poison(rank.pools.scratch, backend.device, kept)
 
     def _forget(self) -> None:
         super()._forget()
         self._kept_nan: dict[Slot, Place | None] = {}
-        self._had_nan = False
+        self._had_nan: list[bool] = []
 
     def before_forward(self, slot: Slot, tensors: Sequence[torch.Tensor]) -> None:  # noqa: ARG002
         """Fill what is dead."""
@@ -54,8 +64,9 @@ class PoisonVerifier(Verifier):
     def before_backward(self, slot: Slot, grads: Sequence[torch.Tensor | None]) -> None:
         """Fill what is dead, and look at what the slot keeps while it is there."""
         self._poison.before_replay()
-        # What the model itself left in a gradient stays there for all that is added.
-        self._had_nan = self._has_told_nan and has_nan(self._gradients[slot.chunk])
+        # What the model itself left in a gradient stays there for all that is added; and memory
+        # that no gradient has come to yet may hold anything.
+        self._had_nan = self._nan_gradients(slot)
         self._kept_nan[slot] = self._place(slot)
         if has_nan(grads):
             where = "it came with the gradient of the output, from what follows the chunk"
@@ -63,12 +74,18 @@ class PoisonVerifier(Verifier):
 
     def after_backward(self, slot: Slot) -> None:
         """Look at the gradients, then fill the slot."""
-        gradients = self._gradients[slot.chunk]
-        if has_nan(slot.input_grads) or (not self._had_nan and has_nan(gradients)):
-            self._explain(slot, gradients)
+        found = zip(self._nan_gradients(slot), self._had_nan, strict=True)
+        is_new = [has and not had for has, had in found]
+        if has_nan(slot.input_grads) or any(is_new):
+            self._explain(slot, is_new)
         self._poison.after_backward(slot.pool, holds_grads=slot.grads_lie_in_pool)
 
-    def _explain(self, slot: Slot, gradients: Sequence[torch.Tensor]) -> None:
+    def _nan_gradients(self, slot: Slot) -> list[bool]:
+        """For each parameter whether its gradient holds a NaN; waits for the device once."""
+        found = [g.detach().isnan().any() for g in self._gradients[slot.chunk]]
+        return torch.stack(found).tolist() if found else []
+
+    def _explain(self, slot: Slot, is_new: Sequence[bool]) -> None:
         twin = self._twin(slot)
         forward = twin.forward(slot.inputs, self._wants_grad(slot))
         eager = twin.backward(forward, slot.receiving, slot.output_grads, accumulates=False)
@@ -77,8 +94,8 @@ class PoisonVerifier(Verifier):
             where = f"the first gradient with a NaN is that of {name or 'an input'}"
             self._tell_nan(slot, "backward", where)
             return
-        name = self._first_nan_gradient(slot.chunk, gradients, eager.order)
-        name = "" if self._had_nan else name
+        first = next((i for i in eager.order if is_new[i]), None)
+        name = "" if first is None else self._names[slot.chunk][first]
         what = f"the gradient of {name or 'an input'} has a NaN"
         place = self._kept_nan.get(slot)
         layer = str(place) if place is not None else name.rpartition(".")[0] or "unknown"

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from chunkgraph.engine.verify.bits import describe_difference, same_bits
 
@@ -52,14 +53,19 @@ class ChunkState:
 def restored(
     buffers: Sequence[torch.Tensor], device: torch.device, generators: Sequence[torch.Generator]
 ) -> Iterator[None]:
-    """Put buffers and random state back at the end of the block."""
+    """Put buffers and random state back at the end of the block.
+
+    Autograd does not take that for a write: what it has saved of a buffer stays valid.
+    """
     state = ChunkState.now(buffers, device, generators)
     try:
         yield
     finally:
         with torch.no_grad():
             for buffer, value in zip(buffers, state.buffers, strict=True):
-                buffer.copy_(value)
+                if not same_bits(buffer, value):
+                    with _unsafe_preserve_version_counter(buffer):
+                        buffer.copy_(value)
         host, *others = state.random
         torch.set_rng_state(host)
         if device.type == "cuda":

@@ -1,0 +1,182 @@
+"""What `ChunkGraphs` may be given, and what it says of itself."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs
+from chunkgraph.errors import ConfigError, SlotError
+from chunkgraph.graphs import RecorderBackend
+from chunkgraph.schedules import build_schedule
+from chunkgraph.slots import plan_slots
+
+
+class Stage(nn.Module):
+    """A stage of a pipeline."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, hidden: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        """Scale a linear map."""
+        return self.linear(hidden) * scale
+
+
+def train(graphs: ChunkGraphs, num_steps: int = 2) -> None:
+    for _ in range(num_steps):
+        with graphs.step(1):
+            graphs.callables[0](torch.ones(2, 4)).sum().backward()
+
+
+@pytest.mark.parametrize("chunks", [Stage(), nn.Sequential(nn.Linear(4, 4)), [Stage()]])
+@pytest.mark.parametrize("num_slots", [2, [2], (2,), torch.tensor([2]).numpy()])
+def test_one_module_and_one_number_of_slots(chunks: Any, num_slots: Any) -> None:
+    graphs = ChunkGraphs(chunks, num_slots)
+    train(graphs)
+    assert graphs.report is not None
+    assert graphs.report.num_slots == (2,)
+
+
+def test_one_number_counts_for_every_chunk() -> None:
+    graphs = ChunkGraphs(nn.ModuleList([Stage(), Stage()]), 3, backend=RecorderBackend())
+    graphs.capture([torch.ones(2, 4)] * 2)
+    assert graphs.report is not None
+    assert graphs.report.num_slots == (3, 3)
+
+
+@pytest.mark.parametrize(
+    ("chunks", "named"),
+    [
+        (lambda x: x, r"Chunk 0 is a function .*Chunk\(forward=function, parameters="),
+        (torch.relu, "Chunk 0 is a function"),
+        ([Stage(), torch.relu], "Chunk 1 is a function"),
+        (Stage, "Chunk 0 is the class Stage"),
+        ([Stage], "Chunk 0 is the class Stage"),
+        ("stage", "Chunk 0 is 'stage'"),
+        (None, "Chunk 0 is None"),
+        ([], "There are no chunks"),
+        (torch.jit.script(nn.Linear(4, 4)), "it is a ScriptModule"),
+        (nn.Sequential(torch.jit.script(nn.Linear(4, 4))), "chunk 0: 0 is a ScriptModule"),
+    ],
+)
+def test_what_is_no_chunk_is_refused(chunks: Any, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        ChunkGraphs(chunks, 1)
+
+
+@pytest.mark.parametrize(
+    ("num_slots", "named"),
+    [
+        (None, "num_slots is None.*ChunkGraphs.for_schedule"),
+        (2.0, "num_slots is 2.0"),
+        ("2", "num_slots is '2'"),
+        (torch.tensor(2), "num_slots is tensor"),
+        (True, "num_slots is True"),
+        ([2.0], r"num_slots\[0\] is 2.0"),
+        ([0], r"num_slots\[0\] is 0; it must be a whole number, 1 or greater"),
+        (-1, r"num_slots\[0\] is -1"),
+        ([2, 2], "There are 1 chunks, but 2 slot counts"),
+    ],
+)
+def test_what_is_no_slot_count_is_refused(num_slots: Any, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        ChunkGraphs(Stage(), num_slots)
+
+
+def test_a_function_with_its_parameters_is_a_chunk() -> None:
+    stage = Stage()
+
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
+        return stage(hidden).tanh()
+
+    chunk = Chunk(forward=forward, parameters=tuple(stage.parameters()), label="stage")
+    graphs = ChunkGraphs(chunk, 1)
+    train(graphs)
+    assert graphs.callables[0].__name__ == "forward"
+    assert graphs.counters.replays == 1
+
+
+@pytest.mark.parametrize(("rank", "num_slots"), [(0, 4), (3, 1)])
+def test_slots_come_from_the_schedule(rank: int, num_slots: int) -> None:
+    graphs = ChunkGraphs.for_schedule("1f1b", Stage(), rank=rank, num_ranks=4)
+    train(graphs)
+    assert graphs.report is not None
+    assert graphs.report.num_slots == (num_slots,)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_slots_of_interleaved_chunks_hold_any_number_of_microbatches(shared: bool) -> None:
+    graphs = ChunkGraphs.for_schedule(
+        "interleaved",
+        [Stage(), Stage()],
+        rank=1,
+        num_ranks=2,
+        options=CaptureOptions(shared_slots=shared),
+    )
+    graphs.capture([torch.ones(2, 4)] * 2)
+    plan = plan_slots(2, 2, rank=1)
+    assert graphs.report is not None
+    expected = (plan.peak_in_flight,) * 2 if shared else plan.slots_per_chunk
+    assert graphs.report.num_slots == expected
+    for count in (2, 4, 10):
+        schedule = build_schedule("interleaved", num_ranks=2, num_chunks=2, num_microbatches=count)
+        results: dict[tuple[int, int], torch.Tensor] = {}
+        with graphs.step(count):
+            for action in schedule.compute_actions(1):
+                key = (action.stage // 2, action.microbatch)
+                if action.op.name == "F":
+                    results[key] = graphs.callables[key[0]](torch.ones(2, 4))
+                else:
+                    results.pop(key).sum().backward()
+    assert graphs.counters.replays == 2 * (2 + 4 + 10)
+
+
+def test_a_schedule_that_is_unknown_or_unbounded_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"unknown schedule '1F1B'.*Did you mean '1f1b'"):
+        ChunkGraphs.for_schedule("1F1B", Stage())
+    with pytest.raises(ConfigError, match="max_num_microbatches"):
+        ChunkGraphs.for_schedule("gpipe", Stage(), num_ranks=2)
+    graphs = ChunkGraphs.for_schedule("gpipe", Stage(), num_ranks=2, max_num_microbatches=3)
+    assert "3 slots" in repr(graphs)
+
+
+def test_callables_and_graphs_say_what_they_are() -> None:
+    graphs = ChunkGraphs([Stage()], [2], backend=RecorderBackend())
+    call = graphs.callables[0]
+    assert repr(call).startswith("<function Stage (chunk 0) at ")
+    assert call.__name__ == "Stage"
+    assert call.__doc__ == "Scale a linear map."
+    assert list(inspect.signature(call).parameters) == ["hidden", "scale"]
+    assert repr(graphs.counters) == "Counters()"
+    assert repr(graphs) == "<ChunkGraphs of chunk 0 with 2 slots; captured: False; Counters()>"
+    train(graphs)
+    assert "captured: True; Counters(captures=2, capture_sessions=1, replays=1," in repr(graphs)
+    assert "fallbacks={'capture warmup': 1}" in repr(graphs.counters)
+
+
+def test_errors_name_what_the_user_can_call() -> None:
+    graphs = ChunkGraphs(Stage(), 1, backend=RecorderBackend())
+    graphs.capture([torch.ones(2, 4)])
+    with pytest.raises(SlotError) as open_microbatch, graphs.step(1):
+        graphs.callables[0](torch.ones(2, 4))
+    with graphs.step(1):
+        late = graphs.callables[0](torch.ones(2, 4)).sum()
+        late.backward(retain_graph=True)
+    with pytest.raises(SlotError) as late_backward:
+        late.backward()
+    for error in (open_microbatch, late_backward):
+        said = str(error.value)
+        assert not any(name in said for name in ("abort_step", "begin_step", "end_step"))
+    assert "graphs.step(" in str(late_backward.value)
+
+
+def test_samples_that_do_not_fit_the_chunks_are_refused() -> None:
+    graphs = ChunkGraphs(Stage(), 1, backend=RecorderBackend())
+    with pytest.raises(ValueError, match="one tensor samples for 1 chunks"):
+        graphs.capture(torch.ones(1, 4))  # type: ignore[arg-type]

@@ -1,0 +1,305 @@
+"""A call equals the captured one in all that a graph depends on, or its argument is refused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from chunkgraph.engine import ChunkGraphs
+from chunkgraph.engine.plain_values import Uncomparable, key_of
+from chunkgraph.errors import CaptureError, ReplayMismatchError
+from chunkgraph.graphs import RecorderBackend
+
+
+class Color(Enum):
+    RED = 1
+
+
+@dataclass
+class Settings:
+    scale: float = 1.0
+    sizes: tuple[int, ...] = (1, 2)
+
+
+class Layer(nn.Module):
+    """Gives any further argument to a function."""
+
+    def __init__(self, use: Callable[..., Any] = lambda _: 1.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(4, 4)
+        self.use = use
+
+    def forward(self, x: torch.Tensor, *given: Any) -> torch.Tensor:
+        return self.linear(x) * self.use(*given) if given else self.linear(x)
+
+
+def captured(module: nn.Module, *args: Any) -> ChunkGraphs:
+    graphs = ChunkGraphs(module, 1, backend=RecorderBackend())
+    graphs.capture([args])
+    return graphs
+
+
+def call(graphs: ChunkGraphs, *args: Any) -> torch.Tensor:
+    with graphs.step(1):
+        result = graphs.callables[0](*args)
+        result.sum().backward()
+    return result.detach().clone()
+
+
+def x() -> torch.Tensor:
+    return torch.ones(3, 4)
+
+
+_factor = 2.0
+
+
+def scaled_by(scale: float) -> Callable[[float], float]:
+    return lambda v: v * scale
+
+
+SAME_VALUES: list[Callable[[], Any]] = [
+    lambda: math.nan,
+    lambda: float("nan"),
+    lambda: complex(math.nan, -0.0),
+    lambda: slice(0, 2),
+    lambda: range(1, 5, 2),
+    lambda: Color.RED,
+    Settings,
+    lambda: SimpleNamespace(scale=np.ones(2), of=Settings()),
+    lambda: {1, 2},
+    lambda: frozenset({"a"}),
+    lambda: torch.Size([2, 3]),
+    lambda: torch.bfloat16,
+    lambda: torch.channels_last,
+    lambda: np.ones(3),
+    lambda: np.float32(1.0),
+    lambda: {"a": [1, (2.0, None)]},
+    lambda: F.relu,
+    lambda: partial(F.gelu, approximate="tanh"),
+    lambda: lambda v: v * _factor,
+    lambda: scaled_by(3.0),
+]
+
+
+@pytest.mark.parametrize("make", SAME_VALUES)
+def test_equal_values_of_different_objects_are_equal(make: Callable[[], Any]) -> None:
+    graphs = captured(Layer(), x(), make())
+    call(graphs, x(), make())
+    assert graphs.counters.replays == 1
+
+
+@pytest.mark.parametrize(
+    ("was", "now"),
+    [
+        (0.0, -0.0),
+        (1, True),
+        (1, 1.0),
+        (math.nan, 1.0),
+        (slice(0, 2), slice(0, 3)),
+        (Settings(), Settings(2.0)),
+        (np.zeros(2), np.array([0.0, -0.0])),
+        (np.zeros(2), np.zeros(2, dtype=np.float32)),
+        ({1, 2}, {1}),
+        (F.relu, F.gelu),
+        ("a" * 10_000, "b" * 10_000),
+    ],
+)
+def test_another_value_is_refused_with_a_short_message(was: Any, now: Any) -> None:
+    graphs = captured(Layer(), x(), was)
+    with pytest.raises(ReplayMismatchError, match="argument 1: captured") as refused:
+        call(graphs, x(), now)
+    assert len(str(refused.value)) < 1000
+
+
+@pytest.mark.parametrize(
+    ("value", "change", "use"),
+    [
+        (Settings(), lambda v: setattr(v, "scale", 2.0), lambda v: v.scale),
+        (SimpleNamespace(a=[1.0]), lambda v: v.a.append(2.0), lambda v: sum(v.a)),
+        (np.ones(1), lambda v: v.fill(2.0), lambda v: float(v[0])),
+        ({1}, lambda v: v.add(2), len),
+        ({"a": [1.0]}, lambda v: v["a"].append(2.0), lambda v: sum(v["a"])),
+    ],
+)
+def test_one_object_whose_content_changes_is_refused(
+    value: Any, change: Callable[[Any], None], use: Callable[[Any], float]
+) -> None:
+    graphs = captured(Layer(use), x(), value)
+    assert torch.equal(call(graphs, x(), value), Layer(use)(x(), value))
+    change(value)
+    with pytest.raises(ReplayMismatchError, match="captured"):
+        call(graphs, x(), value)
+
+
+def test_a_closure_is_compared_by_what_it_refers_to() -> None:
+    scale = [1.0]
+    graphs = captured(Layer(lambda f: f()), x(), lambda: scale[0])
+    scale[0] = 2.0
+    with pytest.raises(ReplayMismatchError, match="argument 1"):
+        call(graphs, x(), lambda: scale[0])
+
+
+class Opaque:
+    """Holds what nobody can compare."""
+
+
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        (Opaque(), "argument 1 cannot be compared.*Opaque"),
+        (SimpleNamespace(mask=torch.ones(1)), r"argument 1\.mask .*a tensor that is hidden"),
+        (Settings(scale=Opaque()), r"argument 1\.scale .*Opaque"),  # type: ignore[arg-type]
+        ([1.0].append, "builtin_function_or_method"),
+        (np.array([object()]), "ndarray of object"),
+        (np.zeros(1 << 18), "an array of 2097152 bytes"),
+        (set(range(2000)), "more than 1000 parts|cannot be compared"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_before_the_capture(value: Any, named: str) -> None:
+    if isinstance(value, set):
+        value = {(i,) for i in value}
+    with pytest.raises(CaptureError, match=named):
+        captured(Layer(), x(), value)
+
+
+def test_a_value_that_refers_to_itself_has_no_key() -> None:
+    value = SimpleNamespace()
+    value.itself = value
+    with pytest.raises(Uncomparable, match="refers to itself"):
+        key_of(value)
+
+
+def test_a_forward_that_changes_an_argument_is_refused() -> None:
+    with pytest.raises(CaptureError, match="changes what an argument holds"):
+        captured(Layer(lambda log: log.append(1) or 1.0), x(), [])
+    with pytest.raises(CaptureError, match="changes what an argument holds"):
+        captured(Layer(lambda s: setattr(s, "scale", 3.0) or 1.0), x(), Settings())
+
+
+def test_attributes_of_a_tensor_are_refused() -> None:
+    marked = x()
+    marked.scale = 3.0  # type: ignore[attr-defined]
+    with pytest.raises(CaptureError, match=r"argument 0 is a tensor with attributes \(scale\)"):
+        captured(Layer(), marked)
+    with pytest.raises(ReplayMismatchError, match=r"argument 0: it has attributes \(scale\)"):
+        call(captured(Layer(), x()), marked)
+
+
+def test_a_sparse_tensor_is_refused() -> None:
+    sparse = torch.eye(4).to_sparse()
+    with pytest.raises(CaptureError, match="argument 0 is a sparse tensor"):
+        captured(Layer(), sparse)
+    with pytest.raises(ReplayMismatchError, match="argument 0"):
+        call(captured(Layer(), torch.eye(4)), sparse)
+
+
+def test_another_layout_is_refused_unless_only_sizes_of_one_differ() -> None:
+    graphs = captured(Layer(), torch.ones(3, 1, 4))
+    given = torch.ones(3, 1, 4).as_strided((3, 1, 4), (4, 9, 1))
+    call(graphs, given)
+    with pytest.raises(ReplayMismatchError, match=r"argument 0: .*strides \(4, 4, 1\).*contiguous"):
+        call(graphs, torch.ones(4, 1, 3).permute(2, 1, 0))
+
+
+def test_one_tensor_as_several_arguments_is_one_in_the_graph() -> None:
+    """The module looks at identities, and autograd adds up the gradients of all uses at once."""
+    torch.manual_seed(0)
+    attention = nn.MultiheadAttention(8, 2, batch_first=True)
+    inputs = [torch.randn(2, 3, 8, requires_grad=True) for _ in range(3)]
+    graphs = ChunkGraphs(attention, 1, backend=RecorderBackend())
+    found: list[torch.Tensor] = []
+    for given in inputs:
+        with graphs.step(1):
+            result, _ = graphs.callables[0](given, given, given)
+            result.square().sum().backward()
+        found += [result.detach().clone(), given.grad.clone()]  # type: ignore[union-attr]
+        given.grad = None
+    assert graphs.counters.replays == 2
+    for given, result, grad in zip(inputs, found[::2], found[1::2], strict=True):
+        expected, _ = attention(given, given, given)
+        expected.square().sum().backward()
+        assert torch.equal(result, expected)
+        assert torch.equal(grad, given.grad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("were_one", [True, False])
+def test_another_pattern_of_identical_tensors_is_refused(were_one: bool) -> None:
+    one, two = x(), x()
+    patterns = ((one, one), (one, two))
+    graphs = captured(Layer(), *patterns[not were_one])
+    with pytest.raises(ReplayMismatchError, match=r"are one.* tensor: .*argument 0 = argument 1"):
+        call(graphs, *patterns[were_one])
+
+
+def test_arguments_too_many_or_too_few_are_named() -> None:
+    graphs = captured(Layer(), x(), {"scale": 1.0})
+    with pytest.raises(ReplayMismatchError, match=r"captured, but not called with: argument 1\['"):
+        call(graphs, x())
+    with pytest.raises(ReplayMismatchError, match=r"not captured: argument 1\['b'\]"):
+        call(graphs, x(), {"scale": 1.0, "b": 2})
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda f: torch.func.grad(lambda v: f(v).sum())(x()),
+        lambda f: torch.func.vmap(f)(x()[None]),
+        lambda f: torch.func.jvp(f, (x(),), (x(),)),
+    ],
+)
+@pytest.mark.parametrize("is_captured", [True, False])
+def test_transforms_of_functions_around_a_callable_are_refused(
+    transform: Callable[[Any], Any], is_captured: bool
+) -> None:
+    graphs = ChunkGraphs(Layer(), 1, backend=RecorderBackend())
+    if is_captured:
+        graphs.capture([x()])
+    else:
+        with graphs.step(1):
+            transform(graphs.callables[0])  # eager steps allow it
+    error = ReplayMismatchError if is_captured else CaptureError
+    with pytest.raises(error, match=r"under torch\.func"), graphs.step(1):
+        transform(graphs.callables[0])
+
+
+def test_forward_mode_autograd_is_refused() -> None:
+    graphs = captured(Layer(), x())
+    forward_ad = torch.autograd.forward_ad
+    with forward_ad.dual_level(), pytest.raises(ReplayMismatchError, match="forward-mode"):
+        call(graphs, forward_ad.make_dual(x(), x()))
+
+
+@pytest.mark.parametrize("scope", [nullcontext, torch.no_grad])
+def test_a_result_of_an_operator_is_one_in_the_capture(
+    scope: Callable[[], AbstractContextManager[None]],
+) -> None:
+    """A forward may look whether it was given a leaf."""
+    seen: list[bool] = []
+
+    class Looks(Layer):
+        def forward(self, x: torch.Tensor, *_: Any) -> torch.Tensor:
+            seen.append(x.is_leaf)
+            return self.linear(x)
+
+    graphs = ChunkGraphs(Looks(), 1, backend=RecorderBackend())
+    for _ in range(2):
+        given = x().requires_grad_()
+        with scope():
+            given = given * 2
+        with graphs.step(1):
+            graphs.callables[0](given).sum().backward()
+    assert seen
+    assert set(seen) == {scope is torch.no_grad}
