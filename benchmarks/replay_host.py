@@ -32,9 +32,9 @@ _ROWS, _WIDTH, _SLOTS = 1024, 64, 4
 
 
 class _Stage(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, num_parameters: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(_WIDTH, _WIDTH) for _ in range(2))
+        self.layers = nn.ModuleList(nn.Linear(_WIDTH, _WIDTH) for _ in range(num_parameters // 2))
 
     def forward(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -96,9 +96,16 @@ def main() -> int:
     parser.add_argument(
         "--cold-mib", metavar="M", type=int, nargs="+", default=[0, 16], help="read between calls"
     )
+    parser.add_argument(
+        "--num-parameters",
+        metavar="P",
+        type=int,
+        default=4,
+        help="of the chunk, two for each layer",
+    )
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    found = [_measured(device, args.steps, mib) for mib in args.cold_mib]
+    found = [_measured(device, args.steps, mib, args.num_parameters) for mib in args.cold_mib]
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU recorder"
     document = {
         "command": " ".join(["python", "benchmarks/replay_host.py", *sys.argv[1:]]),
@@ -112,10 +119,12 @@ def main() -> int:
     return 0
 
 
-def _measured(device: torch.device, num_steps: int, cold_mib: int) -> dict[str, float]:
+def _measured(
+    device: torch.device, num_steps: int, cold_mib: int, num_parameters: int
+) -> dict[str, float]:
     """Median microseconds by part."""
     torch.manual_seed(0)
-    module = _Stage().to(device)
+    module = _Stage(num_parameters).to(device)
     chunk = Chunk(
         forward=module,
         parameters=tuple(module.parameters()),
