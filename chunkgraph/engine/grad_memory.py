@@ -193,8 +193,8 @@ def _references(parameter: nn.Parameter) -> tuple[int, int]:
 
 
 def _sole_references() -> tuple[int, int]:
-    parameter = nn.Parameter(torch.zeros(1))
-    parameter.grad = torch.zeros(1)
+    parameter = nn.Parameter(torch.zeros(1, device="cpu"))
+    parameter.grad = torch.zeros(1, device="cpu")
     return _references(parameter)
 
 

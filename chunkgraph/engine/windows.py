@@ -88,7 +88,7 @@ class Windows:
         )
 
 
-_NOTHING = torch.empty(0)
+_NOTHING = torch.empty(0, device="cpu")
 
 
 def _in_turn(values: list[Any]) -> list[list[Any]]:

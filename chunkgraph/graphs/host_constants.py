@@ -36,7 +36,9 @@ class HostMemory:
     """
 
     def __init__(self, *, is_pinned: bool) -> None:
-        self.bytes = torch.empty(_ARENA_BYTES, dtype=torch.uint8, pin_memory=is_pinned)
+        self.bytes = torch.empty(
+            _ARENA_BYTES, dtype=torch.uint8, device="cpu", pin_memory=is_pinned
+        )
         self._end = 0
         self._known: dict[tuple[Any, ...], torch.Tensor] = {}
 
@@ -51,7 +53,7 @@ class HostMemory:
             end = self._end + raw.numel()
             if end > self.bytes.numel():
                 return None
-            held = torch.empty(0, dtype=tensor.dtype)
+            held = torch.empty(0, dtype=tensor.dtype, device="cpu")
             offset = self._end // tensor.element_size()
             held.set_(self.bytes.untyped_storage(), offset, tensor.shape, tensor.stride())
             self._known[key] = held.copy_(tensor)
