@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from chunkgraph.engine.banks import BankSamples, StepBanks
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.decision import Agree
-from chunkgraph.engine.defaults import rank_label
+from chunkgraph.engine.defaults import check_surroundings, rank_label
 from chunkgraph.engine.failure import SessionWatch
 from chunkgraph.engine.joint_capture import JointCapture, capture_together
 from chunkgraph.engine.options import VerifyMode
@@ -67,6 +67,7 @@ class Capturer:
             chunks = tuple(chunk.now() for chunk in self.chunks)
             for calls in samples.values():
                 for chunk, call in zip(chunks, calls, strict=True):
+                    check_surroundings(chunk)
                     if call.problem:
                         raise CaptureError(f"{chunk.label}: {call.problem}")
                     if chunk.check_sample is not None:

@@ -10,6 +10,7 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from chunkgraph._text import shown
+from chunkgraph.engine.cast_cache import hold_stale_casts, watch_optimizers
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.options import CaptureOptions, is_whole
 from chunkgraph.engine.signature import Call, flatten_call
@@ -22,10 +23,10 @@ __all__ = [
     "as_options",
     "check_counts",
     "check_shape_key",
+    "check_surroundings",
     "default_backend",
     "describe",
     "rank_label",
-    "refuse_transforms",
     "sample_calls",
 ]
 
@@ -35,6 +36,7 @@ _Call = Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
 
 def as_functions(call: _Call, chunks: Sequence[Chunk]) -> tuple[Callable[..., Any], ...]:
     """``call`` of each chunk, to be called like the chunk itself, with its signature and doc."""
+    watch_optimizers()
     return tuple(_as_function(call, c, chunk) for c, chunk in enumerate(chunks))
 
 
@@ -144,16 +146,24 @@ def describe(chunks: Sequence[Chunk], num_slots: Sequence[int], state: str) -> s
     return f"<ChunkGraphs of {every}; {state}>"
 
 
-def refuse_transforms(label: str) -> None:
-    """Refuse a call that something else than reverse-mode autograd differentiates or maps.
+def check_surroundings(chunk: Chunk) -> None:
+    """Refuse a call where an eager one would do what no replay does.
 
     Raises:
-        ReplayMismatchError: a replay would not take part in it.
+        ReplayMismatchError: something else than reverse-mode autograd differentiates or maps it, or
+            autocast has old casts of its parameters.
     """
     if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
         raise ReplayMismatchError(
-            f"{label} is called under torch.func (grad, vmap, jvp) or forward-mode autograd, which "
-            "a replay takes no part in. Call the module itself there, or transform inside of it."
+            f"{chunk.label} is called under torch.func (grad, vmap, jvp) or forward-mode autograd, "
+            "which a replay takes no part in. Call the module itself there, or transform inside of "
+            "it."
+        )
+    if hold_stale_casts(chunk.parameters):
+        raise ReplayMismatchError(
+            f"{chunk.label}: an optimizer has stepped inside the block of torch.autocast that the "
+            "call is in. Eager operators would go on with casts of the old parameters; a replay "
+            "would use the new ones. Enter autocast around each step, or around the calls."
         )
 
 

@@ -225,15 +225,13 @@ class ChunkGraphs:
                 size). A step whose key differs from the captured one runs eagerly as a whole.
             eager: ask for an eager step.
             misfit: where ``is_told_of_misfits``: why this rank's inputs do not fit what is
-                captured (whatever their shapes), "" if they do; may be left out where it was
-                announced. On one rank it makes the step eager on all of them.
+                captured, "" if they do; may be left out where it was announced. On one rank it
+                makes the step eager on all of them.
             banks: the bank of each microbatch, in the order of the chunks' forwards; needed in
-                training steps where there are several. Of microbatches that fit none (there is a
-                misfit) it says nothing. Not agreed on: ranks whose collectives inside a chunk
-                meet must be given the same.
+                training steps where there are several, unless there is a misfit. Not agreed on:
+                ranks whose collectives inside a chunk meet must be given the same.
             plan_digest: where ``is_told_of_misfits``: a number of the plan that all ranks follow in
-                this step (who works on which documents), 0 without one. Where it was announced,
-                what was announced holds.
+                this step, 0 without one. What was announced holds.
 
         Yields:
             How the step runs.
@@ -349,8 +347,6 @@ class ChunkGraphs:
             # step needed, and pin the rest of them behind the captures.
             self._backend.release_cached_memory()
 
-    # -- capture -------------------------------------------------------------------------------
-
     def capture(self, samples: Sequence[Any] | Mapping[Hashable, Sequence[Any]]) -> CaptureReport:
         """Capture now, from given inputs. All ranks call it together, outside a step.
 
@@ -460,12 +456,10 @@ class ChunkGraphs:
         """
         self._replayer.name_replays(names)
 
-    # -- calls ---------------------------------------------------------------------------------
-
     def call(self, c: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """``callables[c](*args, **kwargs)``, for callers that have them in this form."""
         if self.mode is StepMode.REPLAY and torch.is_grad_enabled():
-            defaults.refuse_transforms(self._chunks[c].label)
+            defaults.check_surroundings(self._chunks[c])
             return self._replayer.call(c, args, kwargs)
         if self.mode is StepMode.OUTSIDE and torch.is_grad_enabled():
             raise SlotError(

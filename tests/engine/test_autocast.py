@@ -1,7 +1,8 @@
-"""A graph casts as its capture did, whatever autocast says when it is replayed."""
+"""A graph casts as its capture did, and shares casts of leaves as eager operators do."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -65,3 +66,131 @@ def test_another_autocast_than_in_the_capture_is_refused(
     other = nullcontext() if captured else casting(backend)
     with pytest.raises(ReplayMismatchError, match="captured with autocast"), graphs.step(1), other:
         graphs.callables[0](new_input(backend))
+
+
+class Shares(nn.Module):
+    """A weight and an input that two operators read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.two = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.one(self.one(x).tanh()) + self.two(x)
+
+
+def trained(
+    backend: GraphBackend,
+    make_call: Callable[[nn.Module], Callable[..., Any]],
+    *,
+    step: Callable[[], Any] = nullcontext,
+    block: str = "call",
+    cache: bool = True,
+    is_leaf: bool = True,
+) -> list[torch.Tensor]:
+    """Outputs and gradients of three steps of two microbatches, cast in blocks of this extent."""
+    module = Shares().to(backend.device)
+    call = make_call(module)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+    found: list[torch.Tensor] = []
+
+    def cast(extent: str) -> Any:
+        device_type = backend.device.type
+        if extent != block:
+            return nullcontext()
+        return torch.autocast(device_type, dtype=torch.bfloat16, cache_enabled=cache)
+
+    torch.manual_seed(1)
+    for _ in range(3):
+        with cast("step"), step():
+            leaves = [torch.randn(9, 16, device=backend.device).requires_grad_() for _ in range(2)]
+            inputs = leaves if is_leaf else [leaf * 1 for leaf in leaves]
+            results = []
+            with cast("calls"):
+                for x in inputs:
+                    with cast("call"):
+                        results.append(call(x))
+            for result in results:
+                result.float().square().mean().backward()
+        found += [result.detach().clone() for result in results]
+        found += [t.grad.clone() for t in (*leaves, *module.parameters())]
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("is_leaf", [True, False])
+@pytest.mark.parametrize("cache", [True, False])
+@pytest.mark.parametrize("block", ["call", "calls", "step"])
+def test_casts_of_leaves_are_shared_as_in_eager_training(
+    backend: GraphBackend, block: str, cache: bool, is_leaf: bool
+) -> None:
+    """Their gradients are added up in the lower precision then."""
+    engines: list[ChunkGraphs] = []
+
+    def capture(module: nn.Module) -> Callable[..., Any]:
+        engines.append(ChunkGraphs(module, 2, backend=backend))
+        return engines[0].callables[0]
+
+    how: dict[str, Any] = {"block": block, "cache": cache, "is_leaf": is_leaf}
+    expected = trained(backend, lambda module: module, **how)
+    found = trained(backend, capture, step=lambda: engines[0].step(2), **how)
+    assert engines[0].counters.replays == 4
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_another_sharing_of_casts_than_in_the_capture_is_refused(backend: GraphBackend) -> None:
+    graphs = ChunkGraphs(Shares().to(backend.device), 1, backend=backend)
+    x = torch.randn(3, 16, device=backend.device, requires_grad=True)
+    with casting(backend):
+        graphs.capture([x])
+        with pytest.raises(ReplayMismatchError, match="a leaf of autograd when"), graphs.step(1):
+            graphs.callables[0](x * 1)
+        cast = torch.autocast(backend.device.type, dtype=torch.bfloat16, cache_enabled=False)
+        with pytest.raises(ReplayMismatchError, match="no cache"), graphs.step(1), cast:
+            graphs.callables[0](x)
+
+
+@pytest.mark.parametrize("at_capture", [True, False])
+def test_a_block_that_goes_on_after_an_optimizer_is_refused(
+    backend: GraphBackend, at_capture: bool
+) -> None:
+    """Eager operators read casts of the old parameters there."""
+    module = Shares().to(backend.device)
+    graphs = ChunkGraphs(module, 1, backend=backend)
+    others = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    x = torch.randn(3, 16, device=backend.device)
+
+    def train() -> None:
+        with graphs.step(1):
+            graphs.callables[0](x).float().sum().backward()
+
+    for _ in range(1 if at_capture else 2):
+        with casting(backend):
+            train()
+    with casting(backend):
+        others.step()
+        module(x)
+        optimizer.step()
+        with pytest.raises(ReplayMismatchError, match="optimizer has stepped inside the block"):
+            train()
+    graphs.release()
+    for _ in range(2):
+        with casting(backend):
+            train()
+    assert graphs.counters.replays == (1 if at_capture else 2)
+
+
+def test_a_capture_leaves_no_cast_to_its_caller(backend: GraphBackend) -> None:
+    """It would lie in the graphs' memory, and be of the parameters as they were."""
+    module = Shares().to(backend.device)
+    graphs = ChunkGraphs(module, 1, backend=backend)
+    x = torch.randn(3, 16, device=backend.device)
+    with casting(backend):
+        graphs.capture([x])
+        module.one.weight.data.mul_(2)
+        found = module(x)
+    with casting(backend):
+        assert torch.equal(found, module(x))

@@ -355,3 +355,78 @@ def test_shadow_finds_what_one_pool_for_all_corrupts(stack: Stack, backend: Grap
     graphs.capture([(new_input(backend),)])
     with pytest.raises(VerifyError, match="the replayed backward of microbatch"):
         train_in_flight(graphs, backend, 2, lambda: None, order=-1)
+
+
+class Buffers(nn.Module):
+    """Autograd saves its buffers; one is updated in every forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+        self.register_buffer("table", torch.ones(WIDTH))
+        self.register_buffer("num_calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_calls.add_(1)
+        return self.norm(self.linear(x) * self.table) * self.num_calls
+
+
+class LazyMask(nn.Module):
+    """Makes a mask in its first forward, which may be that of a capture."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.mask: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.mask is None:
+            self.mask = torch.full((WIDTH,), 2.0, device=x.device)
+        return self.linear(x) * self.mask
+
+
+class PartlyTrained(nn.Module):
+    """Has a parameter that no gradient comes to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.unused = nn.Parameter(torch.full((WIDTH,), 3.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("mode", ["none", "poison", "shadow"])
+@pytest.mark.parametrize("kind", [Buffers, LazyMask, PartlyTrained])
+def test_nothing_is_found_where_nothing_is_wrong(
+    backend: GraphBackend, kind: type[nn.Module], mode: Any
+) -> None:
+    torch.manual_seed(0)
+    module = kind().to(backend.device)
+    graphs = ChunkGraphs(module, 1, backend=backend, options=CaptureOptions(verify=mode))
+    x = torch.randn(3, WIDTH, device=backend.device)
+    if kind is LazyMask:
+        graphs.capture([x])
+    for _ in range(3):
+        with graphs.step(1):
+            graphs.callables[0](x).square().mean().backward()
+    assert graphs.counters.replays >= 2
+    with torch.no_grad():
+        assert module(x).isfinite().all()
+
+
+def test_a_gradient_that_nothing_came_to_is_not_searched(backend: GraphBackend) -> None:
+    """Its memory may hold anything."""
+    module = PartlyTrained().to(backend.device)
+    options = CaptureOptions(verify="poison")
+    graphs = ChunkGraphs(module, 1, backend=backend, options=options)
+    x = torch.randn(3, WIDTH, device=backend.device)
+    graphs.capture([x])
+    assert graphs._captured is not None
+    for sink in graphs._captured.sinks[0].buffers:
+        sink.fill_(float("nan"))
+    with graphs.step(1):
+        graphs.callables[0](x).square().mean().backward()
+    assert module.unused.grad is None
+    assert module.linear.weight.grad.isfinite().all()  # type: ignore[union-attr]
