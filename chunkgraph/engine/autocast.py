@@ -58,7 +58,8 @@ class Autocast:
     def is_now(self) -> bool:
         """Whether it is still set so."""
         if self.dtype is None:
-            return not torch.is_autocast_enabled(self.device_type)
+            is_any = torch._C._is_any_autocast_enabled()  # sooner answered
+            return not (is_any and torch.is_autocast_enabled(self.device_type))
         return (
             torch.is_autocast_enabled(self.device_type)
             and torch.get_autocast_dtype(self.device_type) is self.dtype

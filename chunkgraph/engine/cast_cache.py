@@ -24,6 +24,7 @@ class _Marked:
 
     def __init__(self) -> None:
         self.parameters = WeakTensorKeyDictionary()
+        self.are_any = False
         self._leaf = nn.Parameter(torch.ones(1, 1))
 
     def add(self, optimizer: Optimizer) -> None:
@@ -32,6 +33,7 @@ class _Marked:
         torch.autocast_decrement_nesting()
         if is_inside:
             self._cast_of(1.0)
+            self.are_any = True
             for group in optimizer.param_groups:
                 self.parameters.update(dict.fromkeys(group["params"], True))
 
@@ -40,6 +42,7 @@ class _Marked:
         if self._cast_of(2.0) == 1.0:
             return False
         self.parameters.clear()
+        self.are_any = False
         return True
 
     def _cast_of(self, value: float) -> float:
@@ -61,7 +64,7 @@ def watch_optimizers() -> None:
 def hold_stale_casts(parameters: Sequence[nn.Parameter]) -> bool:
     """Return whether eager operators would read casts of some of these from before a step."""
     return bool(
-        _marked.parameters
+        _marked.are_any
         and torch.is_autocast_cache_enabled()
         and any(p in _marked.parameters for p in parameters)
         and not _marked.has_ended()

@@ -154,6 +154,10 @@ def argument_paths(call: Call) -> list[str]:
     return [named[id(tensor)] for tensor in call.tensors]
 
 
+_EXACT = frozenset({bool, int, str, bytes})
+"""Types whose equal values are the same in every bit."""
+
+
 def _problem(call: Call) -> str:
     """Why no graph can be captured from a call, or ""."""
     if torch._C._are_functorch_transforms_active():
@@ -246,29 +250,35 @@ class Signature:
             leaves = call.leaves
         for i, wanted, key in self._constants:
             leaf = leaves[i]
-            if leaf is not wanted and not _has_key(leaf, key):
+            if leaf is not wanted and not _is_same_constant(leaf, wanted, key):
                 raise self._mismatch(args, kwargs)
         for i, key in self._values:
             if not _has_key(leaves[i], key):
                 raise self._mismatch(args, kwargs)
         tensors: list[torch.Tensor] = []
-        for i, shape, stride, dtype, device, requires_grad in self._tensors:
-            leaf = leaves[i]
-            if (
-                not isinstance(leaf, torch.Tensor)
-                or leaf.shape != shape
-                or leaf.layout is not torch.strided
-                or (leaf.stride() != stride and not same_layout(leaf.shape, leaf.stride(), stride))
-                or leaf.dtype is not dtype
-                or leaf.device != device
-                or (leaf.__dict__ and _attributes_of(leaf))
-                or (leaf.requires_grad and not requires_grad)
-            ):
-                raise self._mismatch(args, kwargs)
-            tensors.append(leaf)
+        try:
+            for i, shape, stride, dtype, device, requires_grad in self._tensors:
+                leaf = leaves[i]
+                if (
+                    not isinstance(leaf, torch.Tensor)
+                    or leaf.shape != shape
+                    or (leaf.stride() != stride and not same_layout(shape, leaf.stride(), stride))
+                    or leaf.dtype is not dtype
+                    or leaf.device != device
+                    or (leaf.__dict__ and _attributes_of(leaf))
+                    or (not requires_grad and leaf.requires_grad)
+                ):
+                    raise self._mismatch(args, kwargs)
+                tensors.append(leaf)
+        except RuntimeError:  # a sparse tensor has no strides
+            raise self._mismatch(args, kwargs) from None
         if self._repeated and any(leaves[i] is not leaves[first] for i, first in self._repeated):
             raise self._mismatch(args, kwargs)
-        if len(tensors) > 1 and len(set(map(id, tensors))) < len(tensors):
+        if len(tensors) == 2:
+            has_twins = tensors[0] is tensors[1]
+        else:
+            has_twins = len({*map(id, tensors)}) < len(tensors)
+        if has_twins:
             raise self._mismatch(args, kwargs)
         if self._results is not None:
             self._check_leaves(tensors, self._results)
@@ -392,6 +402,15 @@ def _facts(leaf: Any) -> _Facts:
     if leaf.layout is not torch.strided:
         return _Facts(f"{text}, {leaf.layout}", key, is_tensor=True)
     return _Facts(text, key, True, leaf.stride(), leaf.requires_grad, _attributes_of(leaf))
+
+
+def _is_same_constant(value: Any, wanted: Any, key: Any) -> bool:
+    kind = type(value)
+    if kind is not type(wanted):
+        return False
+    if kind in _EXACT or (kind is float and value):  # but for 0.0, equal floats have equal bits
+        return bool(value == wanted)
+    return _has_key(value, key)
 
 
 def _has_key(value: Any, key: Any) -> bool:
