@@ -408,8 +408,10 @@ def _is_same_constant(value: Any, wanted: Any, key: Any) -> bool:
     kind = type(value)
     if kind is not type(wanted):
         return False
-    if kind in _EXACT or (kind is float and value):  # but for 0.0, equal floats have equal bits
+    if kind in _EXACT:
         return bool(value == wanted)
+    if kind is float and value == wanted != 0.0:  # equal but for the sign of 0.0
+        return True
     return _has_key(value, key)
 
 
