@@ -1,0 +1,217 @@
+"""What callers do between and inside the steps of a random program."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import nn
+
+from .model import new_input, parts_of
+from .programs import Action
+from .world import Interrupted, World
+
+
+def between(world: World, name: str) -> None:
+    """Between steps; "name+release" captures again afterwards."""
+    name, _, release = name.partition("+")
+    _release_if(world, bool(release))
+    _between(world, name)
+
+
+def _release_if(world: World, wanted: bool) -> None:
+    if wanted:
+        for engine in world.engines:
+            engine.release()
+
+
+def _between(world: World, name: str) -> None:
+    parameters = world.parameters
+    match name:
+        case "release":
+            _release_if(world, True)
+        case "load_state_dict" | "assign_state_dict":
+            for chunk, state in zip(world.chunks, world.saved_state, strict=True):
+                values = {k: v.clone() for k, v in state.items()}
+                chunk.load_state_dict(values, strict=False, assign=name == "assign_state_dict")
+        case "average" | "swap_in_place":
+            with torch.no_grad():
+                for mean, parameter in zip(world.average, parameters, strict=True):
+                    if name == "average":
+                        parameter.copy_(mean)
+                    else:
+                        now = parameter.detach().clone()
+                        parameter.copy_(mean)
+                        mean.copy_(now)
+        case "swap_data":
+            for mean, parameter in zip(world.average, parameters, strict=True):
+                parameter.data, mean.data = mean.data, parameter.data
+        case "change_rate":
+            world.optimizer.param_groups[0]["lr"] *= 0.5
+        case "deepcopy":
+            twins = copy.deepcopy(world.chunks)
+            with world.evaluating():
+                x = new_input()
+                for twin in twins:
+                    twin.eval()
+                    x, _ = parts_of(twin.spec.form, twin(x))
+            world.see("deepcopy", x)
+        case "flat_grads":
+            own = [p for p in parameters if p.requires_grad and p.dtype is torch.float32]
+            flat = torch.zeros(sum(p.numel() for p in own))
+            views = flat.split([p.numel() for p in own])
+            for parameter, view in zip(own, views, strict=True):
+                parameter.grad = view.view(parameter.shape)
+            world.keep("flat gradients", flat)
+        case "replace_parameter":
+            first = world.chunks[0].first
+            first.weight = nn.Parameter(first.weight.detach() * 0.5)
+            _new_parameters(world)
+        case "replace_layer":
+            layers = world.chunks[0].layers
+            layers[len(layers) - 1] = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+            _new_parameters(world)
+        case "add_hook":
+            seen: list[torch.Tensor] = []
+            world.handles.append(
+                world.chunks[0].first.bias.register_hook(lambda g: seen.append(g) or g * 2)
+            )
+        case "main_data_transposed":
+            first = world.chunks[-1].first
+            first.weight.data = first.weight.data.t()
+        case "no_grad_set":
+            with torch.no_grad():
+                x = new_input()
+                for c, call in enumerate(world.calls):
+                    args, kwargs = world._arguments(c, x, set())
+                    x, _ = parts_of(world.program.chunks[c].form, call(*args, **kwargs))
+            world.see("without gradients", x)
+        case "backward_outside":
+            args, kwargs = world._arguments(0, new_input(), set())
+            main, _ = parts_of(world.program.chunks[0].form, world.calls[0](*args, **kwargs))
+            main.float().sum().backward()
+        case _:
+            _anywhere(world, Action(0, name))
+
+
+def _new_parameters(world: World) -> None:
+    from .model import parameters_of
+
+    world.parameters = parameters_of(world.chunks)
+    world.optimizer = world._new_optimizer()
+    world.average = [p.detach().clone() for p in world.parameters]
+
+
+_OF_THE_NEXT_CALL = {
+    "no_autocast": "no autocast",
+    "change_scale": "scale",
+    "negative_zero": "negative zero",
+    "nan_scale": "nan",
+    "other_strides": "strides",
+    "same_tensor_twice": "same",
+    "detached_input": "detach",
+    "change_options": "options",
+    "expanded_input": "expanded",
+    "leaf_input": "leaf",
+}
+_OF_THE_NEXT_BACKWARD = {
+    "autocast_backward": "autocast",
+    "skip_extras": "skip",
+    "retain_graph": "retain",
+    "drop": "drop",
+    "keep_loss": "keep",
+}
+
+
+def inside(world: World, action: Action) -> None:
+    """Before an event of a step."""
+    name = action.name
+    if name in _OF_THE_NEXT_CALL:
+        world.once.call.add(_OF_THE_NEXT_CALL[name])
+        return
+    if name in _OF_THE_NEXT_BACKWARD:
+        world.once.backward.add(_OF_THE_NEXT_BACKWARD[name])
+        return
+    flights = list(world.flights.values())
+    flight = flights[action.value % len(flights)] if flights else None
+    match name:
+        case "raise":
+            raise Interrupted
+        case "optimizer_step":
+            world.optimizer.step()
+            world.optimizer.zero_grad()
+        case "write_input" if flight is not None:
+            with torch.no_grad():
+                flight.x.mul_(2)
+        case "keep_output" if flight is not None:
+            world.keep("output", flight.main)
+        case "keep_detached" if flight is not None:
+            world.keep("detached output", flight.main.detach())
+        case "keep_view" if flight is not None:
+            world.keep("view", flight.main.detach()[..., :1])
+            for extra in flight.extras:
+                if isinstance(extra, torch.Tensor):
+                    world.keep("further output", extra)
+        case "change_output" if flight is not None:
+            if action.value % 2:
+                flight.main.detach().mul_(2)
+            else:
+                flight.main.mul_(2)
+        case "hook_output" if flight is not None and flight.main.requires_grad:
+            flight.main.register_hook(lambda grad: world.see("hook", grad))
+        case "retain_output_grad" if flight is not None and flight.main.requires_grad:
+            flight.main.retain_grad()
+            world.keep("output", flight.main)
+        case "note":
+            world.see_all()
+        case _:
+            _anywhere(world, action)
+
+
+def _anywhere(world: World, action: Action) -> None:
+    parameters, value = world.parameters, action.value
+    chosen = parameters[(value * 3) % len(parameters)]
+    parts = [module for chunk in world.chunks for module in chunk.modules()]
+    part = parts[-1 - value % len(parts)]
+    grads = [p.grad for p in parameters if p.grad is not None]
+    match action.name:
+        case "draw":
+            world.see("drawn", torch.rand(2))
+        case "clip":
+            world.see("norm", torch.nn.utils.clip_grad_norm_(parameters, 0.1))
+        case "read_grads":
+            world.see_grads()
+        case "keep_grads":
+            for grad in grads:
+                world.keep("gradient", grad)
+        case "scale_grads":
+            for grad in grads:
+                grad.mul_(0.5)
+        case "replace_grads":
+            for parameter in parameters[:: 1 + value]:
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad * 0.5
+        case "zero_to_none":
+            world.optimizer.zero_grad(set_to_none=True)
+        case "zero_in_place":
+            world.optimizer.zero_grad(set_to_none=False)
+        case "zero_some":
+            for parameter in parameters[value % 2 :: 2]:
+                parameter.grad = None
+        case "freeze":
+            chosen.requires_grad_(False)
+        case "thaw":
+            for parameter in parameters:
+                parameter.requires_grad_()
+        case "eval_part":
+            part.eval()
+        case "train_part":
+            part.train()
+        case "evaluate":
+            world.evaluate(None)
+        case "write_buffer":
+            with torch.no_grad():
+                for chunk in world.chunks:
+                    for buffer in chunk.buffers():
+                        if buffer.is_floating_point():
+                            buffer.mul_(0.5)

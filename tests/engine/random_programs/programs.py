@@ -1,0 +1,318 @@
+"""Random training programs as plain values, whose ``repr`` is what runs them again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
+
+from .layers import EXOTIC, NESTING, PLAIN
+
+T = TypeVar("T")
+
+Choose = Callable[[Sequence[Any]], Any]
+"""Gives one of the values; the first is the simplest."""
+
+
+@dataclass(frozen=True)
+class ChunkSpec:
+    """A model chunk.
+
+    ``form`` is what holds its outputs; ``extras`` are the outputs besides the main one, of which
+    the loss uses those that end with "!"; ``arguments`` are those besides the main one.
+    """
+
+    layers: tuple[str, ...] = ("linear",)
+    form: str = "tensor"
+    extras: tuple[str, ...] = ()
+    arguments: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Action:
+    """What the caller does before event ``at`` of a step (its forwards and backwards, counted)."""
+
+    at: int
+    name: str
+    value: int = 0
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step; ``order`` and ``seed`` choose its interleaving of forwards and backwards."""
+
+    count: int = 1
+    kind: str = "train"
+    order: str = "deep"
+    seed: int = 0
+    backward: str = "each"
+    zero: str = "none"
+    before: tuple[str, ...] = ()
+    inside: tuple[Action, ...] = ()
+    after: tuple[str, ...] = ()
+    updates: bool = True
+
+
+@dataclass(frozen=True)
+class Program:
+    """Chunks, how they are captured, and the steps."""
+
+    chunks: tuple[ChunkSpec, ...] = (ChunkSpec(),)
+    steps: tuple[Step, ...] = (Step(), Step(), Step())
+    seed: int = 0
+    num_slots: tuple[int, ...] = (1,)
+    engines: str = "one"
+    shared_slots: bool = False
+    memory_plan: str = "shared_backward"
+    verify: str = "none"
+    num_warmup_steps: int = 1
+    num_warmup_passes: int = 0
+    tied: bool = False
+    frozen: tuple[int, ...] = ()
+    input_grads: bool = True
+    links: str = "cut"
+    loss: str = "square"
+    autocast: str = "off"
+    optimizer: str = "sgd"
+    watches: bool = True
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing in it is what a contract may reasonably refuse."""
+        kinds = {kind for chunk in self.chunks for layer in chunk.layers for kind in layer.split(":")}
+        between = {name for s in self.steps for name in (*s.before, *s.after)}
+        inside = {action.name for s in self.steps for action in s.inside}
+        return (
+            not kinds & EXOTIC.keys()
+            and not between & set(EXOTIC_BETWEEN)
+            and not inside & set(EXOTIC_INSIDE)
+            and self.autocast == "off"
+            and not self.tied
+            and all(s.backward == "each" for s in self.steps)
+            and not any(extra.rstrip("!") in EXOTIC_EXTRAS for c in self.chunks for extra in c.extras)
+        )
+
+
+EXTRAS = ("metric", "detached", "head", "view", "none", "plain", "integers", "norm")
+EXOTIC_EXTRAS = ("identity", "twice", "parameter")
+FORMS = ("tuple", "dict", "list", "named", "nested")
+ARGUMENTS = ("ids", "scale", "mask", "options", "second")
+
+INSIDE = (
+    "draw",
+    "keep_output",
+    "keep_detached",
+    "keep_view",
+    "keep_loss",
+    "read_grads",
+    "clip",
+    "scale_grads",
+    "zero_in_place",
+    "evaluate",
+    "hook_output",
+    "retain_output_grad",
+    "note",
+)
+EXOTIC_INSIDE = (
+    "zero_to_none",
+    "zero_some",
+    "replace_grads",
+    "keep_grads",
+    "optimizer_step",
+    "change_output",
+    "raise",
+    "freeze",
+    "thaw",
+    "eval_part",
+    "train_part",
+    "no_autocast",
+    "autocast_backward",
+    "change_scale",
+    "negative_zero",
+    "nan_scale",
+    "other_strides",
+    "same_tensor_twice",
+    "detached_input",
+    "write_buffer",
+    "write_input",
+    "change_options",
+    "skip_extras",
+    "retain_graph",
+    "drop",
+    "expanded_input",
+    "leaf_input",
+)
+BETWEEN = (
+    "draw",
+    "clip",
+    "keep_grads",
+    "scale_grads",
+    "zero_to_none",
+    "zero_in_place",
+    "evaluate",
+    "load_state_dict",
+    "average",
+    "swap_in_place",
+    "change_rate",
+    "write_buffer",
+    "deepcopy",
+    "release",
+    "read_grads",
+    "replace_grads",
+    "zero_some",
+)
+EXOTIC_BETWEEN = (
+    "freeze",
+    "thaw",
+    "freeze+release",
+    "thaw+release",
+    "eval_part",
+    "train_part",
+    "eval_part+release",
+    "train_part+release",
+    "flat_grads",
+    "swap_data",
+    "assign_state_dict",
+    "replace_parameter",
+    "replace_parameter+release",
+    "replace_layer",
+    "replace_layer+release",
+    "add_hook",
+    "add_hook+release",
+    "main_data_transposed",
+    "no_grad_set",
+    "backward_outside",
+)
+
+
+def make_program(choose: Choose) -> Program:
+    """A random program, by as many choices."""
+    exotic = choose((False, False, True))
+    chunks = tuple(_chunk(choose, exotic) for _ in range(choose((1, 1, 2, 3))))
+    shared = choose((False, False, True))
+    links = choose(("cut", "cut", "joined"))
+    steps = tuple(_step(choose, exotic) for _ in range(choose((3, 4, 5, 6))))
+    return Program(
+        chunks=chunks,
+        steps=steps,
+        seed=choose(range(1000)),
+        num_slots=(
+            (choose((3, 4, 5)),) * len(chunks)
+            if shared
+            else tuple(choose((1, 2, 3)) for _ in chunks)
+        ),
+        engines="one" if shared else choose(("one", "one", "each")),
+        shared_slots=shared,
+        memory_plan=choose(("shared_backward", "shared_temporaries", "pool_per_slot")),
+        verify=choose(("none", "none", "poison", "shadow")),
+        num_warmup_steps=choose((1, 1, 2)),
+        num_warmup_passes=choose((0, 0, 1)),
+        tied=exotic and choose((False, False, True)),
+        frozen=choose(((), (), (0,), (1, 4))),
+        input_grads=choose((True, True, False)),
+        links=links,
+        loss=choose(("square", "dot", "inside")) if not exotic else choose(("sum", "inside")),
+        autocast=choose(("off", "forward", "step", "outside")) if exotic else "off",
+        optimizer=choose(("sgd", "momentum", "adamw")),
+        watches=choose((True, True, False)),
+    )
+
+
+def _layer(choose: Choose, exotic: bool, depth: int = 0) -> str:
+    if depth < 2 and choose((False, False, False, True)):
+        return f"{choose(tuple(NESTING))}:{_layer(choose, exotic, depth + 1)}"
+    if exotic and choose((False, False, False, True)):
+        return str(choose(tuple(EXOTIC)))
+    return str(choose(tuple(PLAIN)))
+
+
+def _chunk(choose: Choose, exotic: bool) -> ChunkSpec:
+    layers = tuple(_layer(choose, exotic) for _ in range(choose((1, 2, 3, 4))))
+    form = choose(("tensor", *FORMS))
+    kinds = (*EXTRAS, *EXOTIC_EXTRAS) if exotic else EXTRAS
+    num_extras = 0 if form == "tensor" else choose((1, 2, 3))
+    extras = tuple(f"{choose(kinds)}{choose(('', '!'))}" for _ in range(num_extras))
+    arguments = tuple(dict.fromkeys(choose(ARGUMENTS) for _ in range(choose((0, 0, 1, 2)))))
+    return ChunkSpec(layers, form, extras, arguments)
+
+
+def _step(choose: Choose, exotic: bool) -> Step:
+    inside = (*INSIDE, *EXOTIC_INSIDE) if exotic else INSIDE
+    between = (*BETWEEN, *EXOTIC_BETWEEN) if exotic else BETWEEN
+    return Step(
+        count=choose((1, 2, 3, 4, 5, 6, choose((1, 8, 13, 50)))),
+        kind=choose(("train",) * 8 + ("eager", "evaluate")),
+        order=choose(("deep", "wide", "random", "unordered")),
+        seed=choose(range(100)),
+        backward=choose(("each",) * 5 + ("sum", "grad", "inputs")) if exotic else "each",
+        zero=choose(("none", "none", "in place", "never")),
+        before=tuple(choose(between) for _ in range(choose((0, 0, 1, 2)))),
+        inside=tuple(
+            Action(choose(range(20)), choose(inside), choose(range(4)))
+            for _ in range(choose((0, 0, 1, 2, 3)))
+        ),
+        after=tuple(choose(between) for _ in range(choose((0, 0, 0, 1)))),
+        updates=choose((True, True, True, False)),
+    )
+
+
+def reduced(
+    program: Program, still_fails: Callable[[Program], bool], max_tries: int = 400
+) -> Program:
+    """A program as simple as can be found that fails likewise."""
+    tries = 0
+    while True:
+        for simpler in _simpler(program):
+            tries += 1
+            if tries > max_tries:
+                return program
+            if still_fails(simpler):
+                program = simpler
+                break
+        else:
+            return program
+
+
+def _simpler(value: Any) -> Iterator[Any]:
+    """Values that are simpler by one change, those that are much simpler first."""
+    if isinstance(value, tuple):
+        for i in range(len(value)):
+            yield value[:i] + value[i + 1 :]
+        for i, item in enumerate(value):
+            for simpler in _simpler(item):
+                yield (*value[:i], simpler, *value[i + 1 :])
+        return
+    if isinstance(value, int) and not isinstance(value, bool) and value > 1:
+        yield 1
+        yield value // 2
+        yield value - 1
+        return
+    if not isinstance(value, (Program, Step, ChunkSpec, Action)):
+        return
+    default = type(value)() if not isinstance(value, Action) else value
+    for field in fields(value):
+        now, simplest = getattr(value, field.name), getattr(default, field.name)
+        if field.name not in ("chunks", "steps", "num_slots", "layers") and now != simplest:
+            yield replace(value, **{field.name: simplest})
+    if isinstance(value, Program):
+        for c in range(len(value.chunks) if len(value.chunks) > 1 else 0):
+            yield replace(
+                value,
+                chunks=value.chunks[:c] + value.chunks[c + 1 :],
+                num_slots=value.num_slots[:c] + value.num_slots[c + 1 :],
+            )
+    for field in fields(value):
+        for simpler in _simpler(getattr(value, field.name)):
+            if simpler == () and field.name in ("chunks", "steps", "layers"):
+                continue
+            if isinstance(value, Program) and field.name in ("chunks", "num_slots"):
+                if len(simpler) != len(getattr(value, field.name)):
+                    continue
+            yield replace(value, **{field.name: simpler})
+    if isinstance(value, ChunkSpec):
+        for i, layer in enumerate(value.layers):
+            if ":" in layer:
+                inner = layer.partition(":")[2]
+                yield replace(value, layers=(*value.layers[:i], inner, *value.layers[i + 1 :]))
+            elif layer != "linear":
+                yield replace(value, layers=(*value.layers[:i], "linear", *value.layers[i + 1 :]))
