@@ -76,16 +76,22 @@ def _between(world: World, name: str) -> None:
             world.handles.append(
                 world.chunks[0].first.bias.register_hook(lambda g: seen.append(g) or g * 2)
             )
+        case "add_forward_hook":
+            first = world.chunks[0].first
+            world.handles.append(first.register_forward_hook(lambda m, args, y: y * 2))
+        case "anneal" | "change_epsilon":
+            key, value = ("p", 0.6) if name == "anneal" else ("eps", 0.1)
+            for chunk in world.chunks:
+                for module in chunk.modules():
+                    if isinstance(getattr(module, key, None), float):
+                        setattr(module, key, value)
+        case "as_vector":
+            own = [p for p in parameters if p.dtype is torch.float32]
+            vector = torch.nn.utils.parameters_to_vector(own)
+            torch.nn.utils.vector_to_parameters(vector * 0.9, own)
         case "main_data_transposed":
             first = world.chunks[-1].first
             first.weight.data = first.weight.data.t()
-        case "no_grad_set":
-            with torch.no_grad():
-                x = new_input()
-                for c, call in enumerate(world.calls):
-                    args, kwargs = world._arguments(c, x, set())
-                    x, _ = parts_of(world.program.chunks[c].form, call(*args, **kwargs))
-            world.see("without gradients", x)
         case "backward_outside":
             args, kwargs = world._arguments(0, new_input(), set())
             main, _ = parts_of(world.program.chunks[0].form, world.calls[0](*args, **kwargs))
@@ -108,7 +114,8 @@ _OF_THE_NEXT_CALL = {
     "negative_zero": "negative zero",
     "nan_scale": "nan",
     "other_strides": "strides",
-    "same_tensor_twice": "same",
+    "same_tensor_twice": "same tensor",
+    "same_input": "same",
     "detached_input": "detach",
     "change_options": "options",
     "expanded_input": "expanded",
@@ -119,6 +126,7 @@ _OF_THE_NEXT_BACKWARD = {
     "skip_extras": "skip",
     "retain_graph": "retain",
     "drop": "drop",
+    "create_graph": "create",
     "keep_loss": "keep",
 }
 
@@ -157,6 +165,8 @@ def inside(world: World, action: Action) -> None:
                 flight.main.detach().mul_(2)
             else:
                 flight.main.mul_(2)
+        case "hook_input" if flight is not None and flight.x.requires_grad:
+            flight.x.register_hook(lambda grad: world.see("input hook", grad))
         case "hook_output" if flight is not None and flight.main.requires_grad:
             flight.main.register_hook(lambda grad: world.see("hook", grad))
         case "retain_output_grad" if flight is not None and flight.main.requires_grad:
@@ -207,6 +217,22 @@ def _anywhere(world: World, action: Action) -> None:
             part.eval()
         case "train_part":
             part.train()
+        case "seed":
+            torch.manual_seed(value)
+        case "preset_grads" | "preset_transposed_grads":
+            for parameter in parameters:
+                if parameter.requires_grad:
+                    given = torch.ones_like(parameter)
+                    if action.name == "preset_transposed_grads" and given.dim() == 2:
+                        given = torch.ones(parameter.shape[::-1], dtype=parameter.dtype).t()
+                    parameter.grad = given
+        case "without_gradients":
+            with torch.no_grad():
+                x = new_input()
+                for c, call in enumerate(world.calls):
+                    args, kwargs = world._arguments(c, x, set())
+                    x, _ = parts_of(world.program.chunks[c].form, call(*args, **kwargs))
+            world.see("without gradients", x)
         case "evaluate":
             world.evaluate(None)
         case "write_buffer":

@@ -65,6 +65,7 @@ class Program:
     shared_slots: bool = False
     memory_plan: str = "shared_backward"
     verify: str = "none"
+    on_failure: str = "raise"
     num_warmup_steps: int = 1
     num_warmup_passes: int = 0
     tied: bool = False
@@ -111,6 +112,7 @@ INSIDE = (
     "evaluate",
     "hook_output",
     "retain_output_grad",
+    "seed",
     "note",
 )
 EXOTIC_INSIDE = (
@@ -135,6 +137,10 @@ EXOTIC_INSIDE = (
     "detached_input",
     "write_buffer",
     "write_input",
+    "same_input",
+    "hook_input",
+    "create_graph",
+    "without_gradients",
     "change_options",
     "skip_extras",
     "retain_graph",
@@ -160,6 +166,10 @@ BETWEEN = (
     "read_grads",
     "replace_grads",
     "zero_some",
+    "preset_grads",
+    "preset_transposed_grads",
+    "without_gradients",
+    "seed",
 )
 EXOTIC_BETWEEN = (
     "freeze",
@@ -180,8 +190,15 @@ EXOTIC_BETWEEN = (
     "add_hook",
     "add_hook+release",
     "main_data_transposed",
-    "no_grad_set",
     "backward_outside",
+    "add_forward_hook",
+    "add_forward_hook+release",
+    "anneal",
+    "anneal+release",
+    "change_epsilon",
+    "change_epsilon+release",
+    "as_vector",
+    "as_vector+release",
 )
 
 
@@ -205,53 +222,63 @@ def make_program(choose: Choose) -> Program:
         shared_slots=shared,
         memory_plan=choose(("shared_backward", "shared_temporaries", "pool_per_slot")),
         verify=choose(("none", "none", "poison", "shadow")),
+        on_failure=choose(("raise", "raise", "eager")),
         num_warmup_steps=choose((1, 1, 2)),
         num_warmup_passes=choose((0, 0, 1)),
-        tied=exotic and choose((False, False, True)),
+        tied=exotic and choose((False, False, False, False, True)),
         frozen=choose(((), (), (0,), (1, 4))),
         input_grads=choose((True, True, False)),
         links=links,
-        loss=choose(("square", "dot", "inside")) if not exotic else choose(("sum", "inside")),
-        autocast=choose(("off", "forward", "step", "outside")) if exotic else "off",
+        loss=choose(("square", "dot", "inside", "sum")),
+        autocast=choose(("off", "off", "off", "forward", "step", "outside")) if exotic else "off",
         optimizer=choose(("sgd", "momentum", "adamw")),
         watches=choose((True, True, False)),
     )
 
 
+def _pick(choose: Choose, plain: Sequence[str], exotic: Sequence[str], is_exotic: bool) -> str:
+    return str(choose(exotic if is_exotic and choose((False,) * 5 + (True,)) else plain))
+
+
 def _layer(choose: Choose, exotic: bool, depth: int = 0) -> str:
     if depth < 2 and choose((False, False, False, True)):
         return f"{choose(tuple(NESTING))}:{_layer(choose, exotic, depth + 1)}"
-    if exotic and choose((False, False, False, True)):
-        return str(choose(tuple(EXOTIC)))
-    return str(choose(tuple(PLAIN)))
+    return _pick(choose, tuple(PLAIN), tuple(EXOTIC), exotic)
 
 
 def _chunk(choose: Choose, exotic: bool) -> ChunkSpec:
     layers = tuple(_layer(choose, exotic) for _ in range(choose((1, 2, 3, 4))))
     form = choose(("tensor", *FORMS))
-    kinds = (*EXTRAS, *EXOTIC_EXTRAS) if exotic else EXTRAS
     num_extras = 0 if form == "tensor" else choose((1, 2, 3))
-    extras = tuple(f"{choose(kinds)}{choose(('', '!'))}" for _ in range(num_extras))
+    extras = tuple(
+        _pick(choose, EXTRAS, EXOTIC_EXTRAS, exotic) + choose(("", "!")) for _ in range(num_extras)
+    )
     arguments = tuple(dict.fromkeys(choose(ARGUMENTS) for _ in range(choose((0, 0, 1, 2)))))
     return ChunkSpec(layers, form, extras, arguments)
 
 
 def _step(choose: Choose, exotic: bool) -> Step:
-    inside = (*INSIDE, *EXOTIC_INSIDE) if exotic else INSIDE
-    between = (*BETWEEN, *EXOTIC_BETWEEN) if exotic else BETWEEN
+    def between(lengths: Sequence[int]) -> tuple[str, ...]:
+        num = choose(lengths)
+        return tuple(_pick(choose, BETWEEN, EXOTIC_BETWEEN, exotic) for _ in range(num))
+
     return Step(
         count=choose((1, 2, 3, 4, 5, 6, choose((1, 8, 13, 50)))),
-        kind=choose(("train",) * 8 + ("eager", "evaluate")),
+        kind=choose(("train",) * 12 + ("eager", "evaluate", "other shape")),
         order=choose(("deep", "wide", "random", "unordered")),
         seed=choose(range(100)),
-        backward=choose(("each",) * 5 + ("sum", "grad", "inputs")) if exotic else "each",
+        backward=choose(("each",) * 9 + ("sum", "grad", "inputs")) if exotic else "each",
         zero=choose(("none", "none", "in place", "never")),
-        before=tuple(choose(between) for _ in range(choose((0, 0, 1, 2)))),
+        before=between((0, 0, 1, 2)),
         inside=tuple(
-            Action(choose(range(20)), choose(inside), choose(range(4)))
+            Action(
+                choose(range(20)),
+                _pick(choose, INSIDE, EXOTIC_INSIDE, exotic),
+                choose(range(4)),
+            )
             for _ in range(choose((0, 0, 1, 2, 3)))
         ),
-        after=tuple(choose(between) for _ in range(choose((0, 0, 0, 1)))),
+        after=between((0, 0, 0, 1)),
         updates=choose((True, True, True, False)),
     )
 

@@ -29,6 +29,7 @@ class Seen:
     label: str
     key: Any
     value: torch.Tensor | None
+    step: int = 0
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Seen) and (self.label, self.key) == (other.label, other.key)
@@ -41,14 +42,14 @@ class Seen:
         return f"{self.key[:-1]} [{shown}{', ...' * (flat.numel() > 4)}]"
 
 
-def seen(label: str, value: Any) -> Seen:
+def seen(label: str, value: Any, step: int) -> Seen:
     """What there is to see of a value."""
     if not isinstance(value, torch.Tensor):
-        return Seen(label, value, None)
+        return Seen(label, value, None, step)
     now = value.detach().clone(memory_format=torch.contiguous_format)
     bits = now.reshape(-1).view(torch.uint8).numpy().tobytes() if now.numel() else b""
     what = str(value.dtype).removeprefix("torch."), tuple(value.shape), value.requires_grad
-    return Seen(label, (*what, bits), now)
+    return Seen(label, (*what, bits), now, step)
 
 
 @dataclass
@@ -81,7 +82,7 @@ class World:
         self.log: list[Seen] = []
         self.kept: list[tuple[str, torch.Tensor]] = []
         self.handles: list[Any] = []
-        self.where = "start"
+        self.where, self.step = "start", -1
         self.chunks = build(program)
         self.parameters = parameters_of(self.chunks)
         self.optimizer = self._new_optimizer()
@@ -110,6 +111,7 @@ class World:
             memory_plan=program.memory_plan,  # type: ignore[arg-type]
             shared_slots=program.shared_slots,
             verify=program.verify,  # type: ignore[arg-type]
+            on_failure=program.on_failure,  # type: ignore[arg-type]
         )
         groups = [self.chunks] if program.engines == "one" else [[chunk] for chunk in self.chunks]
         slots = iter(program.num_slots)
@@ -128,7 +130,7 @@ class World:
 
     def see(self, label: str, value: Any) -> None:
         """Note a value as it is now."""
-        self.log.append(seen(f"{self.where}: {label}", value))
+        self.log.append(seen(f"{self.where}: {label}", value, self.step))
 
     def see_grads(self) -> None:
         """Note every ``.grad``."""
@@ -171,7 +173,8 @@ class World:
         """All steps; an error leaves where it happened in ``where``."""
         from .actions import between
 
-        for s, step in enumerate(self.program.steps):
+        for self.step, step in enumerate(self.program.steps):
+            s = self.step
             for name in step.before:
                 self.where = f"before step {s}, {name}"
                 between(self, name)
@@ -211,6 +214,7 @@ class World:
                         step.count,
                         eager=step.kind == "eager",
                         forward_only=step.kind == "evaluate",
+                        shape_key=step.kind == "other shape",
                     )
                 )
             if self.program.autocast == "step":
@@ -225,6 +229,7 @@ class World:
         self.received: dict[tuple[int, int], torch.Tensor] = {}
         self.done: set[tuple[int, int]] = set()
         order = order_of(self.program, step)
+        self.shape = (BATCH + 1 if step.kind == "other shape" else BATCH, TIME, WIDTH)
         try:
             with self._step(step):
                 for at, (op, c, m) in enumerate(order):
@@ -245,11 +250,13 @@ class World:
     def _forward(self, c: int, m: int) -> None:
         once, self.once.call = self.once.call, set()
         if c == 0:
-            x = new_input().requires_grad_(self.program.input_grads)
+            x = new_input(self.shape).requires_grad_(self.program.input_grads)
+            if "same" in once and self.flights:
+                x = next(iter(self.flights.values())).x
             if "leaf" in once:
                 x = x.requires_grad_()
             if "expanded" in once:
-                x = new_input((1, 1, WIDTH)).expand(BATCH, TIME, WIDTH)
+                x = new_input((1, 1, WIDTH)).expand(self.shape)
             if "strides" in once:
                 x = x.detach().transpose(0, 1).contiguous().transpose(0, 1)
                 x.requires_grad_(self.program.input_grads)
@@ -281,12 +288,12 @@ class World:
         args: tuple[Any, ...] = (x,)
         kwargs: dict[str, Any] = {}
         if "second" in wanted:
-            other = torch.randn(BATCH, TIME, WIDTH)
-            args = (x, x if "same" in once else other)
+            other = torch.randn(x.shape)
+            args = (x, x if "same tensor" in once else other)
         if "ids" in wanted:
-            kwargs["ids"] = torch.randint(10, (BATCH, TIME))
+            kwargs["ids"] = torch.randint(10, x.shape[:2])
         if "scale" in wanted:
-            kwargs["scale"] = 0.0
+            kwargs["scale"] = 0.0 if self.program.seed % 8 == 0 else 1.5
             if "scale" in once:
                 kwargs["scale"] = 2.0
             if "negative zero" in once:
@@ -294,7 +301,7 @@ class World:
             if "nan" in once:
                 kwargs["scale"] = float("nan")
         if "mask" in wanted:
-            kwargs["mask"] = torch.rand(BATCH, TIME, WIDTH) < 0.1
+            kwargs["mask"] = torch.rand(x.shape) < 0.1
         if "options" in wanted:
             bounds = (1.5 if "options" in once else 2.5, "unused")
             kwargs["options"] = {"bounds": bounds, "shift": torch.randn(WIDTH)}
@@ -372,7 +379,9 @@ class World:
         elif step.backward == "inputs" and inputs[0].requires_grad:
             loss.backward(inputs=inputs)
         else:
-            loss.backward(retain_graph="retain" in once)
+            loss.backward(
+                retain_graph=True if "retain" in once else None, create_graph="create" in once
+            )
             if "retain" in once:
                 loss.backward()
         for k in microbatches:
