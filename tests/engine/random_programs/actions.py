@@ -171,7 +171,7 @@ def inside(world: World, action: Action) -> None:
             flight.main.register_hook(lambda grad: world.see("hook", grad))
         case "retain_output_grad" if flight is not None and flight.main.requires_grad:
             flight.main.retain_grad()
-            world.keep("output", flight.main)
+            world.retained.append(flight.main)
         case "note":
             world.see_all()
         case _:

@@ -81,6 +81,7 @@ class World:
         self.program = program
         self.log: list[Seen] = []
         self.kept: list[tuple[str, torch.Tensor]] = []
+        self.retained: list[torch.Tensor] = []
         self.handles: list[Any] = []
         self.where, self.step = "start", -1
         self.chunks = build(program)
@@ -155,6 +156,8 @@ class World:
         """Note again what was kept since."""
         for label, tensor in self.kept:
             self.see(f"kept {label}", tensor)
+        for tensor in self.retained:
+            self.see("retained gradient", tensor.grad)
 
     def keep(self, label: str, tensor: torch.Tensor | None) -> None:
         """Hold on to a tensor, to look at it in the end."""
