@@ -269,7 +269,6 @@ PLAIN: dict[str, Callable[[], nn.Module]] = {
     "rms_norm": lambda: nn.RMSNorm(WIDTH),
     "batch_norm": lambda: Channels(nn.BatchNorm1d(WIDTH)),
     "batch_norm_eval": lambda: Channels(nn.BatchNorm1d(WIDTH)).eval(),
-    "batch_norm_average": lambda: Channels(nn.BatchNorm1d(WIDTH, momentum=None)),
     "group_norm": lambda: Channels(nn.GroupNorm(2, WIDTH)),
     "instance_norm": lambda: Channels(
         nn.InstanceNorm1d(WIDTH, affine=True, track_running_stats=True)
@@ -340,6 +339,7 @@ EXOTIC: dict[str, Callable[[], nn.Module]] = {
     "old_weight_norm": lambda: weight_norm(_linear()),
     "host_constant": lambda: Apply(_host_constant),
     "without_autocast": lambda: Apply(_without_autocast, _linear()),
+    "batch_norm_average": lambda: Channels(nn.BatchNorm1d(WIDTH, momentum=None)),
     "item": lambda: Apply(lambda x: x * float(x.detach().abs().amax())),
     "prod": lambda: Apply(lambda x: x.prod(1, keepdim=True) + x),
     "rare": lambda: Apply(lambda x: x[x > 0].sum() + x),
