@@ -127,7 +127,10 @@ class HostCall:
 def storages_written(
     func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> list[torch.Tensor]:
-    """The argument tensors that ``func`` writes, by its schema; for collectives, all of them."""
+    """The argument tensors that ``func`` writes, by its schema; for collectives, all of them.
+
+    Schemas of batch normalization do not say that it updates its running statistics.
+    """
     written: list[torch.Tensor] = []
     for index, name in _written_arguments(func):
         value = args[index] if index < len(args) else kwargs.get(name)
@@ -142,7 +145,9 @@ def _written_arguments(func: OpOverload) -> tuple[tuple[int, str], ...]:
     return tuple(
         (index, argument.name)
         for index, argument in enumerate(func._schema.arguments)
-        if collective or (argument.alias_info is not None and argument.alias_info.is_write)
+        if collective
+        or (argument.alias_info is not None and argument.alias_info.is_write)
+        or argument.name in ("running_mean", "running_var")
     )
 
 
