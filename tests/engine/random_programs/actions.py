@@ -9,7 +9,7 @@ from torch import nn
 
 from .model import new_input, parts_of
 from .programs import Action
-from .world import Interrupted, World
+from .world import InterruptedStepError, World
 
 
 def between(world: World, name: str) -> None:
@@ -144,7 +144,7 @@ def inside(world: World, action: Action) -> None:
     flight = flights[action.value % len(flights)] if flights else None
     match name:
         case "raise":
-            raise Interrupted
+            raise InterruptedStepError
         case "optimizer_step":
             world.optimizer.step()
             world.optimizer.zero_grad()
@@ -165,7 +165,7 @@ def inside(world: World, action: Action) -> None:
                 flight.main.detach().mul_(2)
             else:
                 flight.main.mul_(2)
-        case "hook_input" if flight is not None and flight.x.requires_grad:
+        case "hook_input" if flight is not None and flight.x.is_leaf and flight.x.requires_grad:
             flight.x.register_hook(lambda grad: world.see("input hook", grad))
         case "hook_output" if flight is not None and flight.main.requires_grad:
             flight.main.register_hook(lambda grad: world.see("hook", grad))

@@ -227,7 +227,9 @@ def _sdpa(x: torch.Tensor, qkv: nn.Module) -> torch.Tensor:
 
 def _spectrum(x: torch.Tensor) -> torch.Tensor:
     spectrum = torch.fft.rfft(x.float(), dim=1)
-    return torch.fft.irfft(spectrum * torch.exp(1j * spectrum.real), n=x.shape[1], dim=1).to(x.dtype)
+    return torch.fft.irfft(spectrum * torch.exp(1j * spectrum.real), n=x.shape[1], dim=1).to(
+        x.dtype
+    )
 
 
 def _experts(x: torch.Tensor, router: nn.Module, one: nn.Module, two: nn.Module) -> torch.Tensor:

@@ -80,7 +80,9 @@ class Program:
     @property
     def is_plain(self) -> bool:
         """Whether nothing in it is what a contract may reasonably refuse."""
-        kinds = {kind for chunk in self.chunks for layer in chunk.layers for kind in layer.split(":")}
+        kinds = {
+            kind for chunk in self.chunks for layer in chunk.layers for kind in layer.split(":")
+        }
         between = {name for s in self.steps for name in (*s.before, *s.after)}
         inside = {action.name for s in self.steps for action in s.inside}
         return (
@@ -90,7 +92,9 @@ class Program:
             and self.autocast == "off"
             and not self.tied
             and all(s.backward == "each" for s in self.steps)
-            and not any(extra.rstrip("!") in EXOTIC_EXTRAS for c in self.chunks for extra in c.extras)
+            and not any(
+                extra.rstrip("!") in EXOTIC_EXTRAS for c in self.chunks for extra in c.extras
+            )
         )
 
 
@@ -332,9 +336,9 @@ def _simpler(value: Any) -> Iterator[Any]:
         for simpler in _simpler(getattr(value, field.name)):
             if simpler == () and field.name in ("chunks", "steps", "layers"):
                 continue
-            if isinstance(value, Program) and field.name in ("chunks", "num_slots"):
-                if len(simpler) != len(getattr(value, field.name)):
-                    continue
+            is_by_chunk = isinstance(value, Program) and field.name in ("chunks", "num_slots")
+            if is_by_chunk and len(simpler) != len(getattr(value, field.name)):
+                continue
             yield replace(value, **{field.name: simpler})
     if isinstance(value, ChunkSpec):
         for i, layer in enumerate(value.layers):

@@ -18,7 +18,7 @@ from .model import build, new_input, order_of, parameters_of, parts_of
 from .programs import Program, Step
 
 
-class Interrupted(Exception):
+class InterruptedStepError(Exception):
     """Raised by the caller in the middle of a step."""
 
 
@@ -176,8 +176,8 @@ class World:
         """All steps; an error leaves where it happened in ``where``."""
         from .actions import between
 
-        for self.step, step in enumerate(self.program.steps):
-            s = self.step
+        for s, step in enumerate(self.program.steps):
+            self.step = s
             for name in step.before:
                 self.where = f"before step {s}, {name}"
                 between(self, name)
@@ -245,7 +245,7 @@ class World:
                     elif (c, m) not in self.done:
                         self._backward(step, c, m)
                 self.where = f"the end of step {s}"
-        except Interrupted:
+        except InterruptedStepError:
             pass
         self.flights = {}
         self.received = {}
@@ -351,8 +351,8 @@ class World:
                 loss = (main * torch.randn(main.shape)).sum()
             case _:
                 loss = main.square().mean()
-        num = self.program.links == "joined" and c or 0
-        for k in range(c - num, c + 1):
+        first = 0 if self.program.links == "joined" else c
+        for k in range(first, c + 1):
             for extra in self._used(k, self.flights[k, m], once):
                 loss = loss + extra.float().square().mean()
         return loss

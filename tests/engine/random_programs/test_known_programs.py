@@ -1,0 +1,119 @@
+"""Programs that were once different, as small as they could be made."""
+
+from __future__ import annotations
+
+import pytest
+
+from .programs import Action, ChunkSpec, Program, Step
+from .verdicts import compare
+
+ONCE = Step()
+
+
+def _of(*layers: str, **fields: object) -> Program:
+    return Program(chunks=(ChunkSpec(layers),), **fields)  # type: ignore[arg-type]
+
+
+def _inside(name: str, spec: ChunkSpec, at: int = 1) -> Program:
+    step = Step(count=2, order="wide", inside=(Action(at, name),))
+    return Program(chunks=(spec,), num_slots=(2,), steps=(ONCE, ONCE, step))
+
+
+def _before(name: str) -> Program:
+    layers = ("linear", "dropout", "layer_norm")
+    return _of(*layers, steps=(ONCE, ONCE, Step(before=(name,)), ONCE))
+
+
+SEVERAL = ChunkSpec(form="tuple", extras=("head!", "metric!"))
+
+PROGRAMS = {
+    "an_output_without_gradient": Program(
+        chunks=(ChunkSpec(form="tuple", extras=("head",)),), optimizer="adamw"
+    ),
+    "gradients_layout_is_that_of_eager": _of("batch_norm_eval"),
+    "running_statistics_after_a_session": _of("batch_norm"),
+    "masks_of_a_recomputation": _of("checkpoint:dropout"),
+    "masks_of_a_reentrant_recomputation": _of("reentrant:dropout"),
+    "lstm": _of("lstm"),
+    "a_constant_of_the_host": _of("host_constant"),
+    "shadow_and_running_statistics": _of("batch_norm", verify="shadow"),
+    "outputs_that_are_kept": _inside("keep_output", SEVERAL),
+    "views_that_are_kept": _inside("keep_view", SEVERAL),
+    "losses_that_are_kept": _of("linear", loss="inside", steps=(ONCE, Step(4), ONCE)),
+    "gradients_that_are_kept": _before("keep_grads"),
+    "gradients_that_are_flat": _before("flat_grads"),
+    "gradients_that_are_replaced": _inside("replace_grads", SEVERAL, at=3),
+    "gradients_that_are_dropped": _inside("zero_to_none", SEVERAL, at=3),
+    "an_output_that_is_changed": _inside("change_output", SEVERAL),
+    "an_output_that_the_loss_skips_once": _inside("skip_extras", SEVERAL),
+    "autocast_in_the_backward": _inside("autocast_backward", SEVERAL),
+    "other_strides": _inside("other_strides", SEVERAL),
+    "a_frozen_parameter": _before("freeze"),
+    "a_frozen_parameter_captured_again": _before("freeze+release"),
+    "a_replaced_layer": _before("replace_layer"),
+    "a_replaced_layer_captured_again": _before("replace_layer+release"),
+    "a_replaced_parameter_captured_again": _before("replace_parameter+release"),
+    "transposed_data": _before("main_data_transposed"),
+    "a_hook_on_a_parameter": _before("add_hook"),
+    "gradients_of_inputs_alone": _of("linear", steps=(ONCE, Step(backward="inputs"))),
+    "gradients_that_are_returned": _of("linear", steps=(ONCE, Step(backward="grad"))),
+    "one_backward_of_two_losses": _of(
+        "linear", steps=(ONCE, Step(6, order="unordered", backward="sum")), num_slots=(2,)
+    ),
+    "state_in_an_attribute": _of("state", memory_plan="shared_temporaries"),
+    "a_parameter_that_the_forward_updates": _of("decay", num_warmup_passes=1),
+}
+OPEN = {
+    "a_hook_on_an_output_that_others_come_from": _inside("hook_output", SEVERAL),
+    "the_gradient_of_an_output_that_others_come_from": _inside("retain_output_grad", SEVERAL),
+    "a_hook_on_a_layer_after_the_capture": _before("add_forward_hook"),
+    "another_dropout_probability": _before("anneal"),
+    "another_epsilon": _before("change_epsilon"),
+    "create_graph": _inside("create_graph", SEVERAL, at=2),
+    "kept_gradients_and_reentrant_checkpoints": _of(
+        "twice:reentrant:gate", steps=(ONCE, Step(2, zero="in place", before=("keep_grads",)))
+    ),
+    "values_left_on_a_module_by_several_slots": _of(
+        "metric",
+        num_slots=(3,),
+        steps=(ONCE, Step(3, order="wide", inside=(Action(2, "note"), Action(4, "note")))),
+    ),
+    "state_that_is_replaced_where_the_capture_fails": _of("state_replaced", on_failure="eager"),
+    "shadow_and_a_parameter_that_the_forward_updates": _of("decay", verify="shadow"),
+    "shadow_and_state_in_an_attribute": _of("state", verify="shadow"),
+}
+
+
+@pytest.mark.parametrize("name", [*PROGRAMS, *OPEN])
+def test_a_program_that_once_differed_is_equal_or_refused(name: str) -> None:
+    verdict = compare((PROGRAMS | OPEN)[name])
+    assert verdict.kind in ("equal", "refused"), verdict.why
+
+
+# What is no misuse and costs nothing to honour.
+@pytest.mark.parametrize(
+    "name",
+    [
+        "an_output_without_gradient",
+        "gradients_layout_is_that_of_eager",
+        "running_statistics_after_a_session",
+        "masks_of_a_recomputation",
+        "lstm",
+        "a_constant_of_the_host",
+        "shadow_and_running_statistics",
+        "outputs_that_are_kept",
+        "views_that_are_kept",
+        "losses_that_are_kept",
+        "gradients_that_are_kept",
+        "gradients_that_are_flat",
+        "gradients_that_are_replaced",
+        "gradients_that_are_dropped",
+        "a_frozen_parameter_captured_again",
+        "a_replaced_layer_captured_again",
+        "a_replaced_parameter_captured_again",
+    ],
+)
+def test_a_program_that_once_differed_is_replayed_and_equal(name: str) -> None:
+    verdict = compare(PROGRAMS[name])
+    assert verdict.kind == "equal", verdict.why
+    assert verdict.num_replays > 0
