@@ -1,4 +1,4 @@
-"""The layers that random programs are made of: each maps a float tensor (batch, time, width) to one."""
+"""The layers of random programs: each maps a float tensor (batch, time, width) to one."""
 
 from __future__ import annotations
 
