@@ -15,6 +15,8 @@ from chunkgraph.errors import ReplayMismatchError
 
 __all__ = ["BackwardTask"]
 
+_task_id = torch._C._current_graph_task_id
+
 
 class BackwardTask:
     """The backward pass that is running.
@@ -45,7 +47,7 @@ class BackwardTask:
             ReplayMismatchError: the pass has added to one of these parameters already, and eager
                 training would add in another order.
         """
-        task = torch._C._current_graph_task_id()
+        task = _task_id()
         if task != self._id:
             self._id, self._chunks = task, {c: is_fresh}
             return

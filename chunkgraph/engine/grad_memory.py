@@ -3,7 +3,7 @@
 Graphs add to fixed memory, the *sinks*, all in one buffer. A backward that meets no gradient binds
 ``param.grad`` to the sink, as eager training would make a new tensor; from then on both are the
 same memory, and nothing is copied. A gradient that somebody else refers to as well, such as a view
-of a flat buffer, stays where it is: the sink then collects what one backward adds.
+of a flat buffer, stays where it is, and is copied to the sink and back around each backward.
 
 Whatever a caller does with ``param.grad`` between two backwards changes, in general, the number of
 tensors on the buffer. So one comparison tells a backward that all is as it was.
@@ -27,6 +27,8 @@ __all__ = ["Binding", "GradMemory"]
 _ALIGNMENT_BYTES = 512  # of the CUDA allocator: kernels see the alignment that eager memory has
 
 
+_use_count = torch._C._storage_Use_Count
+
 _Reference = Callable[[], torch.Tensor | None]
 """A weak reference to a tensor."""
 
@@ -40,8 +42,9 @@ class Binding:
     """What `GradMemory.bind` did.
 
     Attributes:
-        others: parameters whose gradient others refer to as well, with that gradient and the sink:
-            it stays, and gets the sink's contents added after each backward.
+        others: parameters whose gradient others refer to as well, or lies in memory otherwise, with
+            that gradient and the sink: it stays, and is copied to the sink and back around each
+            backward.
         bound: the other parameters, with the tensors on the sinks that are their gradients.
         is_fresh: whether none of the parameters had a gradient before; until the next backward.
     """
@@ -52,7 +55,8 @@ class Binding:
 
     def is_current(self) -> bool:
         """Return whether the first bound parameter and all others still have these gradients."""
-        for parameter, bound in self.bound[:1]:
+        if self.bound:
+            parameter, bound = self.bound[0]
             if parameter.grad is not bound():
                 return False
         return not self.others or all(p.grad is grad for p, grad, _ in self.others)
@@ -62,15 +66,15 @@ class Binding:
         return sum(parameter.grad is not bound() for parameter, bound in self.bound)
 
     def before_backward(self) -> None:
-        """Empty the sinks of ``others``."""
-        for _, _, sink in self.others:
-            sink.fill_(-0.0)
+        """Load the sinks of ``others``."""
+        for _, grad, sink in self.others:
+            sink.copy_(grad)
 
     def after_backward(self) -> None:
-        """Add what they collected."""
+        """Give the sums back."""
         with torch.no_grad():
             for _, grad, sink in self.others:
-                grad.add_(sink)
+                grad.copy_(sink)
 
 
 class GradMemory:
@@ -94,6 +98,7 @@ class GradMemory:
         device = self._parameters[0].device if self._parameters else None
         self._buffer = torch.zeros(end, dtype=torch.uint8, device=device)
         self._storage = self._buffer.untyped_storage()
+        self._address = self._storage._cdata
         self._sinks = [
             torch.empty(0, dtype=p.dtype, device=p.device).set_(
                 self._storage, offset // p.element_size(), p.shape, dense_strides(p)
@@ -115,7 +120,7 @@ class GradMemory:
 
         A gradient that was dropped and is kept by reference does not show.
         """
-        return self._num_tensors() != self._num_expected
+        return _use_count(self._address) != self._num_expected
 
     def bind(self, parameters: Sequence[nn.Parameter]) -> Binding:
         """Make the gradients of ``parameters`` their sinks, before a backward adds to them.
@@ -138,7 +143,10 @@ class GradMemory:
                 # The one value x with x + g equal to g in every bit, also where g is -0.0.
                 sink.fill_(-0.0)
                 num_fresh += 1
-            elif _references(parameter) != _SOLE_REFERENCES:
+            elif (
+                _references(parameter) != _SOLE_REFERENCES
+                or parameter.grad.stride() != sink.stride()
+            ):
                 others.append((parameter, parameter.grad, sink))
                 continue
             else:
@@ -183,13 +191,13 @@ class GradMemory:
             )
 
     def _num_tensors(self) -> int:
-        return torch._C._storage_Use_Count(self._storage._cdata)
+        return _use_count(self._address)
 
 
 def _references(parameter: nn.Parameter) -> tuple[int, int]:
     grad = parameter.grad
     assert grad is not None
-    return sys.getrefcount(grad), torch._C._storage_Use_Count(grad.untyped_storage()._cdata)
+    return sys.getrefcount(grad), _use_count(grad.untyped_storage()._cdata)
 
 
 def _sole_references() -> tuple[int, int]:

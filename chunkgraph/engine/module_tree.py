@@ -56,12 +56,19 @@ class Container:
     are_attributes: bool = False
 
     def entries(self) -> list[tuple[Any, Any]]:
-        """Keys and values now."""
-        if not isinstance(self.values, dict):
-            return list(enumerate(self.values))
-        if self.are_attributes and isinstance(self.owner, nn.Module):
-            return [item for item in self.values.items() if item[0] not in _TORCHS_NAMES]
-        return list(self.values.items())
+        """Keys and values now, without weak proxies, whose object may be gone."""
+        values = self.values
+        items = values.items() if isinstance(values, dict) else enumerate(values)
+        left_out = (
+            _TORCHS_NAMES
+            if self.are_attributes and isinstance(self.owner, nn.Module)
+            else frozenset()
+        )
+        return [
+            (key, value)
+            for key, value in items
+            if type(value) not in weakref.ProxyTypes and key not in left_out
+        ]
 
     def name(self, key: Any) -> str:
         """Where the value of ``key`` is, as a user writes it."""

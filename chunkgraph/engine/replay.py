@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from chunkgraph.engine.slot import Slot
 from chunkgraph.errors import ReplayMismatchError
@@ -78,8 +77,6 @@ class SlotReplay(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         """Replay the backward."""
-        if torch.is_grad_enabled():  # create_graph: it must not be differentiated again
-            return _differentiated_once(ctx, *grads)
         return _backward(ctx, *grads)
 
 
@@ -91,6 +88,12 @@ def _backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
     them. So they are copied, unless the caller is known to be done with them by then.
     """
     runner, slot, turn = ctx.replayed
+    if torch.is_grad_enabled():
+        raise ReplayMismatchError(
+            f"{slot.label}: backward(create_graph=True) asks for gradients that can be "
+            "differentiated again, which a replay does not give.\n  To do: leave create_graph out, "
+            "or ask for an eager step (`step(eager=True)`)."
+        )
     if slot.guarded:
         _refuse_changed_outputs(ctx, slot)
     runner.replay_backward(slot, turn, grads)
@@ -109,8 +112,6 @@ def _refuse_changed_outputs(ctx: Any, slot: Slot) -> None:
             "replay does not change with it.\n  To do: clone it, or use another operator."
         ) from error
 
-
-_differentiated_once = once_differentiable(_backward)
 
 replay_node: Callable[..., Any] = super(torch.autograd.Function, SlotReplay).apply
 """`SlotReplay.apply`, without its support of ``torch.func``, which no chunk can be called under."""

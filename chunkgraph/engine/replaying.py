@@ -28,6 +28,8 @@ from chunkgraph.slots import SlotMachine
 
 __all__ = ["Replayer"]
 
+_will_execute = torch._C._will_engine_execute_node
+
 
 class Replayer:
     """Replays the slots of one rank (a `SlotRunner`).
@@ -153,8 +155,11 @@ class Replayer:
         reserved = self._reserved[c]
         key = reserved[0].bank if reserved else self._banks.key_of_next(c)
         tensors = captured.banks[key].signatures[c].tensors_of(args, kwargs)
-        slot = reserved.popleft() if reserved else self._acquire(c, key)
-        self._received.pop(slot, None)
+        if reserved:
+            slot = reserved.popleft()
+            del self._received[slot]
+        else:
+            slot = self._acquire(c, key)
         self._awaiting_grads[c].append(slot)
         leaves = [tensors[i] for i in slot.differentiable_inputs]
         outputs = replay_node(self._runner, slot, tensors, *leaves, self._anchor)
@@ -211,7 +216,7 @@ class Replayer:
             raise self._other_autocast(slot, autocast)
         assert self._captured is not None
         # Autograd does not know the parameters, so that it cannot say which gradients are wanted.
-        if slot.trained and not torch._C._will_engine_execute_node(self._anchor_node):
+        if slot.trained and not _will_execute(self._anchor_node):
             raise ReplayMismatchError(
                 f"{slot.label}: autograd.grad() or backward(inputs=...) asks for some gradients "
                 "only; a replayed backward adds those of all parameters to .grad.\n"

@@ -147,11 +147,10 @@ class Slot:
             ReplayMismatchError: other outputs got a gradient than in the captured backward, or one
                 of another layout.
         """
-        num_missing = 0
-        for grad in grads:
-            num_missing += grad is None
-        if num_missing + len(self.receiving) != len(grads):
-            raise self._other_gradients(grads)
+        if len(grads) > 1:
+            num_gradients = sum(grad is not None for grad in grads)
+            if num_gradients != len(self.receiving):
+                raise self._other_gradients(grads)
         for position, address, strides, copy in self._grad_places:
             given = grads[position]
             if given is None:

@@ -34,6 +34,7 @@ class CapturedForward:
 
     Attributes that `Slot` does not have:
         strides: of the gradients of ``receiving``.
+        results_grads: see `call_with`.
         num_terms: how many gradients autograd adds up for each parameter of the chunk; 0 where
             recomputation hides that.
     """
@@ -57,6 +58,7 @@ class CapturedForward:
     trained: tuple[int, ...] = ()
     num_terms: dict[int, int] = field(default_factory=dict)
     backward_autocast: Autocast | None = None
+    results_grads: dict[int, torch.Tensor] = field(default_factory=dict)
     grads: list[torch.Tensor] = field(default_factory=list)
     input_grads: list[torch.Tensor | None] = field(default_factory=list)
     backward: Graph | None = None
@@ -111,6 +113,7 @@ def capture_forward(
     """
     inputs = [statics.input_like(i, t) for i, t in enumerate(sample.tensors)]
     versions = [t._version for t in inputs]
+    results_grads: dict[int, torch.Tensor] = {}
     router = pools.router(trace)
     before = pool.live()
     in_scratch = router.scratch.live() if router is not None else AddressRanges()
@@ -118,7 +121,7 @@ def capture_forward(
         torch.enable_grad(),
         backend.capture(f"{label} forward", pool, generators(), router) as graph,
     ):
-        result = call_with(chunk, sample, inputs)
+        result = call_with(chunk, sample, inputs, results_grads)
     if router is not None and (live := _minus(router.scratch.live(), in_scratch)):
         graph.release()
         raise MemoryPlanError(
@@ -129,6 +132,7 @@ def capture_forward(
     results, spec = flatten(result)
     live = _minus(pool.live(), before)
     forward = CapturedForward(*place, label, inputs, results, spec, graph, pool, live, statics)
+    forward.results_grads = results_grads
     try:
         _refuse_written(chunk.label, sample, inputs, versions)
         _describe_outputs(forward, chunk, sample, leaves)
@@ -246,7 +250,7 @@ def capture_backward(
     forward.backward = graph
     forward.trained = sinks.interned(tuple(sorted(trained)))
     for tensor in forward.inputs:
-        forward.input_grads.append(tensor.grad)
+        forward.input_grads.append(forward.results_grads.pop(id(tensor), tensor.grad))
         tensor.grad = None
 
 

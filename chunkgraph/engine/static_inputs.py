@@ -17,15 +17,29 @@ from chunkgraph.errors import CaptureError
 __all__ = ["SlotStatics", "call_with", "static_like"]
 
 
-def call_with(chunk: Chunk, sample: Call, inputs: Sequence[torch.Tensor]) -> Any:
+def call_with(
+    chunk: Chunk,
+    sample: Call,
+    inputs: Sequence[torch.Tensor],
+    results: dict[int, torch.Tensor] | None = None,
+) -> Any:
     """Run the chunk with a sample's plain values and casting and these tensors, with gradients.
+
+    Args:
+        chunk: to run.
+        sample: of the call.
+        inputs: in the places of its tensors.
+        results: is given the gradients of those that were no leaves, by identity, in the backward:
+            in their own layout, which ``.grad`` of a leaf does not keep.
 
     Raises:
         CaptureError: the forward changes what an argument holds.
     """
     autocast = sample.autocast.entered() if sample.autocast is not None else nullcontext()
     with torch.enable_grad(), autocast:
-        given = [_AsResult.apply(t) if i in sample.results else t for i, t in enumerate(inputs)]
+        given = [
+            _AsResult.apply(t, results) if i in sample.results else t for i, t in enumerate(inputs)
+        ]
         args, kwargs = sample.filled(given).arguments()
         before = _contents(args, kwargs)
         result = chunk.forward(*args, **kwargs)
@@ -51,12 +65,19 @@ class _AsResult(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(_ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, leaf: torch.Tensor, results: dict[int, torch.Tensor] | None
+    ) -> torch.Tensor:
+        ctx.place = id(leaf), results
         return leaf.detach()
 
     @staticmethod
-    def backward(_ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return grad
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None]:
+        place, results = ctx.place
+        if results is None:
+            return grad, None
+        results[place] = grad
+        return None, None
 
 
 def static_like(tensor: torch.Tensor) -> torch.Tensor:

@@ -381,7 +381,8 @@ class CUDABackend:
         """
         with self.on_capture_stream(), torch.enable_grad():
             factor = torch.zeros(16, 16, device=self.device, requires_grad=True)
-            torch.autograd.backward(factor @ factor, torch.zeros_like(factor))
+            product = torch.addmm(factor[0], factor, factor) @ factor  # cuBLASLt's, and cuBLAS's
+            torch.autograd.backward(product, torch.zeros_like(factor))
 
     def allocated_bytes(self) -> int:
         """Bytes of live tensors on the device."""

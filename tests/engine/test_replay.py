@@ -345,13 +345,8 @@ def test_a_gradient_is_not_differentiated_again(backend: GraphBackend) -> None:
     graphs = ChunkGraphs(tower(backend), [1], backend=backend)
     x = sample(backend)
     graphs.capture([x])
-    with graphs.step(1):
-        loss = graphs.callables[0](x).square().sum()
-        loss.backward(create_graph=True)
-        found = x.grad
-        assert found.shape == x.shape
-        with pytest.raises(RuntimeError, match="once_differentiable"):
-            found.sum().backward()
+    with pytest.raises(ReplayMismatchError, match="create_graph"), graphs.step(1):
+        graphs.callables[0](x).square().sum().backward(create_graph=True)
 
 
 @pytest.mark.parametrize("requires_grad", [True, False])
