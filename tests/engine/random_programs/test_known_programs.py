@@ -80,6 +80,10 @@ OPEN = {
     ),
     "state_that_is_replaced_where_the_capture_fails": _of("state_replaced", on_failure="eager"),
     "shadow_and_a_parameter_that_the_forward_updates": _of("decay", verify="shadow"),
+    "the_layout_of_a_pool_that_runs_without_gradients": _of("reentrant:max_pool"),
+    "a_cast_that_autocast_shares_and_a_parameter_that_the_forward_updates": _of(
+        "decay", autocast="step", steps=(ONCE, Step(2))
+    ),
     "shadow_and_state_in_an_attribute": _of("state", verify="shadow"),
 }
 
