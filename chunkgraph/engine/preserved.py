@@ -14,7 +14,7 @@ from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.module_tree import containers
 from chunkgraph.graphs.recording import storages_written
 
-__all__ = ["tensors_kept"]
+__all__ = ["regions", "tensors_kept"]
 
 
 @contextmanager
@@ -24,7 +24,7 @@ def tensors_kept(chunk: Chunk) -> Iterator[None]:
     Memory is copied just before it is first written, so that what nobody writes costs nothing.
     Kernels that torch does not know are not seen.
     """
-    watch = _WriteWatch(_regions(chunk))
+    watch = _WriteWatch(regions(chunk))
     try:
         with watch:
             yield
@@ -73,7 +73,7 @@ class _WriteWatch(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def _regions(chunk: Chunk) -> list[torch.Tensor]:
+def regions(chunk: Chunk) -> list[torch.Tensor]:
     """The memory of the chunk's tensors, each once, without what an expanded one repeats."""
     found: dict[tuple[object, ...], torch.Tensor] = {}
     for tensor in _tensors(chunk):

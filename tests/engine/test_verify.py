@@ -430,3 +430,41 @@ def test_a_gradient_that_nothing_came_to_is_not_searched(backend: GraphBackend) 
         graphs.callables[0](x).square().mean().backward()
     assert module.unused.grad is None
     assert module.linear.weight.grad.isfinite().all()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("what", ["attribute", "parameter", "embedding"])
+def test_what_a_forward_updates_in_place_is_compared_and_put_back(
+    backend: GraphBackend, what: str
+) -> None:
+    """Not buffers alone: plain attributes, and parameters too."""
+
+    class Updates(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.linear = nn.Linear(WIDTH, WIDTH)
+            self.embedding = nn.Embedding(5, WIDTH, max_norm=1.0)
+            self.state = torch.zeros(WIDTH, device=backend.device)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                if what == "attribute":
+                    self.state.add_(1)
+                elif what == "parameter":
+                    self.linear.weight.mul_(0.9)
+            if what == "embedding":
+                x = x + self.embedding(torch.arange(3, device=x.device))
+            return self.linear(x) * (1 + self.state)
+
+    found: list[list[torch.Tensor]] = []
+    for is_captured in (False, True):
+        module = Updates().to(backend.device)
+        options = CaptureOptions(verify="shadow")
+        graphs = ChunkGraphs(module, 1, backend=backend, options=options)
+        for _ in range(3):
+            with graphs.step(1, eager=not is_captured):
+                graphs.callables[0](torch.ones(3, WIDTH, device=backend.device)).sum().backward()
+        found.append([module.state, *[p.detach() for p in module.parameters()]])
+        found[-1] += [p.grad for p in module.parameters() if p.grad is not None]
+    assert graphs.counters.replays == 2
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

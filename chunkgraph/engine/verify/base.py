@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -57,6 +58,10 @@ class Verifier:
     def captured(self, rank: CapturedRank) -> None:
         """The session has succeeded."""
         self._gradients = tuple(sinks.buffers for sinks in rank.sinks)
+        self._chunks = tuple(
+            replace(chunk, buffers=(*chunk.buffers, *self._records.written(chunk)))
+            for chunk in self._chunks
+        )
 
     def begin_step(self, step: int) -> None:
         """A verified step begins: replayed step ``step`` after the capture."""

@@ -6,8 +6,11 @@ from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.layers import LayerWatch
+from chunkgraph.engine.preserved import regions
 from chunkgraph.engine.signature import flatten, flatten_call
 from chunkgraph.engine.slot import Slot
 from chunkgraph.engine.verify.saved import SavedTensor, saved_tensors
@@ -27,6 +30,7 @@ class SavedRecords:
         # By bank, chunk and the address of the call's first tensor, which is a slot's own.
         self._by_input: dict[tuple[Hashable, str, int], tuple[SavedTensor, ...]] = {}
         self.bank: Hashable = None
+        self._written: dict[str, dict[int, torch.Tensor]] = {}
 
     def noting(self, chunk: Chunk) -> Chunk:
         """``chunk``, whose forwards are noted here."""
@@ -38,11 +42,22 @@ class SavedRecords:
             return ()
         return self._by_input.get((slot.bank, chunk.label, slot.inputs[0].data_ptr()), ())
 
+    def written(self, chunk: Chunk) -> tuple[torch.Tensor, ...]:
+        """What else than its buffers the chunk's forward has updated in place."""
+        return tuple(self._written.get(chunk.label, {}).values())
+
     def _noted(self, chunk: Chunk) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             watch = LayerWatch()
+            before = [(r, r._version) for r in regions(chunk) if not r.is_inference()]
             with watch.watching([chunk]):
                 result = chunk.forward(*args, **kwargs)
+            known = {b.data_ptr() for b in chunk.buffers}
+            self._written.setdefault(chunk.label, {}).update(
+                (r.data_ptr(), r)
+                for r, version in before
+                if r._version != version and r.data_ptr() not in known
+            )
             given = flatten_call(args, kwargs).tensors
             if given:
                 saved = saved_tensors(flatten(result)[0], watch)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from chunkgraph.engine.slot import Slot
 from chunkgraph.engine.verify.base import Verifier, filled, wants_grad
@@ -37,15 +36,11 @@ class ShadowVerifier(Verifier):
         wanted = wants_grad(slot, tensors)
         forward = self._twin(slot).forward(tensors, wanted)
         self._forwards[slot] = forward
-        # The replay writes the same into buffers once more; not a write for the eager backward.
-        buffers = self._chunks[slot.chunk].buffers
-        self._held = _unsafe_preserve_version_counter(buffers)
         if not self._has_told_nan and has_nan(forward.tensors):
             self._tell_nan(slot, "forward", self._first_layer_with_nan(slot, tensors, wanted))
 
     def after_forward(self, slot: Slot) -> None:
         """Compare the replay with it."""
-        self._held.__exit__()
         eager = self._forwards[slot]
         what = self._forward_difference(slot, eager)
         if not what:

@@ -11,7 +11,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from chunkgraph.engine.verify.bits import describe_difference, same_bits
 
-__all__ = ["ChunkState"]
+__all__ = ["ChunkState", "restored", "versions"]
 
 
 @dataclass(frozen=True)
@@ -49,22 +49,25 @@ class ChunkState:
         return ""
 
 
+def versions(tensors: Sequence[torch.Tensor]) -> _unsafe_preserve_version_counter:
+    """How often they have been written, as autograd counts; at its exit they are set back."""
+    return _unsafe_preserve_version_counter(tuple(t for t in tensors if not t.is_inference()))
+
+
 @contextmanager
 def restored(
     buffers: Sequence[torch.Tensor], device: torch.device, generators: Sequence[torch.Generator]
 ) -> Iterator[None]:
-    """Put buffers and random state back at the end of the block.
-
-    Autograd does not take that for a write: what it has saved of a buffer stays valid.
-    """
+    """Put buffers and random state back at the end of the block, as if nobody had written."""
     state = ChunkState.now(buffers, device, generators)
     try:
-        yield
+        with versions(buffers):
+            yield
     finally:
-        with torch.no_grad():
+        with torch.no_grad(), versions(buffers):
             for buffer, value in zip(buffers, state.buffers, strict=True):
                 if not same_bits(buffer, value):
-                    with _unsafe_preserve_version_counter(buffer):
+                    with torch.inference_mode(buffer.is_inference()):
                         buffer.copy_(value)
         host, *others = state.random
         torch.set_rng_state(host)

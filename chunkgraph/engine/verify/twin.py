@@ -21,7 +21,7 @@ from chunkgraph.engine.layers import LayerWatch
 from chunkgraph.engine.signature import Call, distinct_tensors, flatten
 from chunkgraph.engine.static_inputs import call_with
 from chunkgraph.engine.verify.saved import SavedTensor, saved_tensors
-from chunkgraph.engine.verify.state import ChunkState, restored
+from chunkgraph.engine.verify.state import ChunkState, restored, versions
 from chunkgraph.graphs import GraphBackend
 
 __all__ = ["EagerBackward", "EagerForward", "EagerTwin", "Surroundings"]
@@ -68,12 +68,14 @@ class EagerForward:
         leaves: of the result.
         after: random state and buffers right after it.
         saved: what it keeps for the backward.
+        versions: of the buffers right after it, which that compares with.
     """
 
     inputs: tuple[torch.Tensor, ...]
     leaves: tuple[Any, ...]
     after: ChunkState
     saved: tuple[SavedTensor, ...]
+    versions: Any
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -156,7 +158,8 @@ class EagerTwin:
                 results, _ = flatten(call_with(self._chunk, self._call, inputs))
             after = self._around.state_of(self._chunk)
             saved = saved_tensors(results, watch)
-        return EagerForward(tuple(inputs), tuple(results), after, tuple(saved))
+            counts = versions(self._chunk.buffers)
+        return EagerForward(tuple(inputs), tuple(results), after, tuple(saved), counts)
 
     def backward(
         self,
@@ -188,6 +191,7 @@ class EagerTwin:
             self._own_sums(),
             self._sinks.accumulating(self._aliases.leaves, order),
         ):
+            forward.versions.__exit__()  # set for the time of the backward
             # As in a capture: not autograd.grad, which forbids recomputation.
             torch.autograd.backward(outputs, list(grads))
         input_grads = tuple(t.grad for t in forward.inputs)
