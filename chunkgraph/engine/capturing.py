@@ -6,6 +6,8 @@ import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from torch import nn
+
 from chunkgraph.engine.banks import BankSamples, StepBanks
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.decision import Agree
@@ -65,6 +67,8 @@ class Capturer:
             nonlocal verifier
             samples = make_samples()
             chunks = tuple(chunk.now() for chunk in self.chunks)
+            for chunk in chunks:
+                _refuse_sparse_gradients(chunk)
             for calls in samples.values():
                 for chunk, call in zip(chunks, calls, strict=True):
                     check_surroundings(chunk)
@@ -104,4 +108,13 @@ class Capturer:
                 f"{result.error}\nAll ranks go on without graphs of {key}; steps with such a "
                 "microbatch run eagerly.",
                 stacklevel=7,
+            )
+
+
+def _refuse_sparse_gradients(chunk: Chunk) -> None:
+    for path, part in chunk.module.named_modules() if chunk.module is not None else ():
+        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse:
+            raise CaptureError(
+                f"{chunk.label}: {path or 'it'} is an embedding with sparse=True, whose gradient "
+                "is a sparse tensor of a size that depends on values. Use sparse=False."
             )

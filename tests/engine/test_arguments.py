@@ -206,6 +206,13 @@ def test_a_sparse_tensor_is_refused() -> None:
         call(captured(Layer(), torch.eye(4)), sparse)
 
 
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_an_embedding_with_sparse_gradients_is_refused(kind: Any) -> None:
+    module = nn.Sequential(kind(5, 4, sparse=True), nn.Linear(4, 4))
+    with pytest.raises(CaptureError, match=r"0 is an embedding with sparse=True.*sparse=False"):
+        captured(module, torch.tensor([[1, 2]]))
+
+
 def test_another_layout_is_refused_unless_only_sizes_of_one_differ() -> None:
     graphs = captured(Layer(), torch.ones(3, 1, 4))
     given = torch.ones(3, 1, 4).as_strided((3, 1, 4), (4, 9, 1))
