@@ -74,6 +74,12 @@ class _Part:
                     yield key, tensor
 
 
+_PLAIN = frozenset({bool, int, float, str, tuple, type(None)})
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_LIBRARIES = frozenset({"chunkgraph", "megatron", "torch", "transformer_engine"})
+"""Their hooks come and go around steps; what they do is known."""
+
+
 class CapturedModel:
     """The parts and tensors of one chunk's module as they are now.
 
@@ -118,6 +124,8 @@ class CapturedModel:
         self._counted_names = [name for _, name in counted]
         self._versions = [*map(_version, self._counted)]
         self._windows = Windows(self._module, self._caches) if self._module is not None else None
+        self._settings = self._settings_now()
+        self._hooks = self._hooks_now()
 
     def refuse_hooks(self, parameters: Sequence[nn.Parameter]) -> None:
         """Refuse what waits for gradients of ``parameters`` and would not hear of them.
@@ -197,7 +205,63 @@ class CapturedModel:
             ReplayMismatchError: the module is not as it was captured.
         """
         self.check()
+        self._check_settings()
+        self._check_hooks()
         self.count_writes()
+
+    def _settings_now(self) -> list[dict[str, Any]]:
+        """Return the numbers and texts that torch's own layers hold, such as probabilities."""
+        return [
+            {
+                name: value
+                for name, value in vars(part.module).items()
+                if type(value) in _PLAIN and name != "training"
+            }
+            if type(part.module).__module__.startswith("torch.nn.")
+            else {}
+            for part in self._parts
+        ]
+
+    def _check_settings(self) -> None:
+        now = self._settings_now()
+        if now == self._settings:
+            return
+        changed = [
+            f"{self._path(part.path, name)} (captured {was.get(name)!r}, now {value!r})"
+            for part, was, values in zip(self._parts, self._settings, now, strict=True)
+            for name, value in values.items()
+            if name not in was or was[name] != value
+        ]
+        if changed:
+            raise ReplayMismatchError(
+                f"{self.label}: {', '.join(changed)} was changed after capture; the graphs would "
+                "go on as before. Release the graphs and capture again, or ask for an eager step "
+                "(`step(eager=True)`)."
+            )
+
+    def _hooks_now(self) -> list[int]:
+        """Return the numbers that torch gave to the hooks of all parts."""
+        return [
+            number
+            for attributes in self._attributes
+            for name in _HOOKS
+            for number in attributes[name]
+        ]
+
+    def _check_hooks(self) -> None:
+        if self._hooks_now() == self._hooks:
+            return
+        known = set(self._hooks)
+        for part in self._parts:
+            for name in _HOOKS:
+                for number, hook in vars(part.module)[name].items():
+                    owner = (getattr(hook, "__module__", None) or "").partition(".")[0]
+                    if number not in known and owner not in _LIBRARIES:
+                        raise ReplayMismatchError(
+                            f"{self.label}: a hook was added to {part.path or 'the chunk'} after "
+                            "capture, and a replay runs no Python. Remove it, or release the "
+                            "graphs and capture again."
+                        )
 
     def count_writes(self) -> None:
         """What was written by now was written while nothing was in flight."""

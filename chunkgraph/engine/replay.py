@@ -6,6 +6,7 @@ graph, so that the host cost does not grow with their number.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -68,6 +69,8 @@ class SlotReplay(torch.autograd.Function):
         outputs = tuple(slot.hand_out())
         if slot.guarded:
             ctx.save_for_backward(*[outputs[i] for i in slot.guarded])
+        if slot.nested:
+            ctx.nested = [weakref.ref(outputs[i]) for i in slot.nested]
         if slot.is_single and not slot.has_frozen_outputs:
             return outputs[0]
         frozen = [out for i, out in enumerate(outputs) if i not in slot.differentiable]
@@ -96,6 +99,8 @@ def _backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         )
     if slot.guarded:
         _refuse_changed_outputs(ctx, slot)
+    if slot.nested:
+        _refuse_hooks_on_outputs(ctx, slot)
     runner.replay_backward(slot, turn, grads)
     return (None, None, None, *slot.hand_out_input_grads(), None)
 
@@ -111,6 +116,17 @@ def _refuse_changed_outputs(ctx: Any, slot: Slot) -> None:
             "was, or it shares memory with an argument, a parameter or another output, which a "
             "replay does not change with it.\n  To do: clone it, or use another operator."
         ) from error
+
+
+def _refuse_hooks_on_outputs(ctx: Any, slot: Slot) -> None:
+    outputs = [output for reference in ctx.nested if (output := reference()) is not None]
+    if any(output._backward_hooks or output.retains_grad for output in outputs):
+        raise ReplayMismatchError(
+            f"{slot.label}: a hook or retain_grad() waits for the gradient of an output that "
+            "another output is computed from. It would miss what comes through that one, inside the graph."
+            "\n  To do: ask for an eager step (`step(eager=True)`), or compute the other output "
+            "outside of the chunk."
+        )
 
 
 replay_node: Callable[..., Any] = super(torch.autograd.Function, SlotReplay).apply

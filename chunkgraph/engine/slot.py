@@ -45,6 +45,8 @@ class Slot:
         guarded: outputs that a caller must not change in place while the slot is in use, by
             position: those that the backward reads, or that share memory with another tensor that
             the caller has.
+        nested: outputs that other outputs are computed from, by position: inside the graph, the
+            gradients of those reach them too, which no hook on them sees.
         backward_autocast: how operators were cast in the backward.
         grads_lie_in_pool: whether an input gradient lies there too (a compiled backward may write
             it over a saved tensor).
@@ -70,6 +72,7 @@ class Slot:
     has_grad_layouts: bool = False
     trained: tuple[int, ...] = ()
     guarded: tuple[int, ...] = ()
+    nested: tuple[int, ...] = ()
     backward_autocast: Autocast | None = None
     grads_lie_in_pool: bool = False
     marker: GradientMarker | None = None

@@ -55,6 +55,7 @@ class CapturedForward:
     strides: tuple[tuple[int, ...] | None, ...] = ()
     has_grad_layouts: bool = False
     guarded: tuple[int, ...] = ()
+    nested: tuple[int, ...] = ()
     trained: tuple[int, ...] = ()
     num_terms: dict[int, int] = field(default_factory=dict)
     backward_autocast: Autocast | None = None
@@ -166,6 +167,12 @@ def _describe_outputs(
     forward.strides = tuple(s for _, s in received)
     outputs = [forward.tensors[i] for i in forward.receiving]
     check_outputs(chunk, outputs, [*forward.inputs, *leaves])
+    forward.nested = tuple(
+        i
+        for i in forward.receiving
+        if forward.tensors[i].grad_fn
+        in set(nodes_below(t for t in outputs if t is not forward.tensors[i]))
+    )
     edges = edges_to_leaves(outputs)
     forward.num_terms = {i: edges.get(leaf, 0) for i, leaf in enumerate(leaves)}
     module_tensors = (
@@ -270,6 +277,7 @@ def new_slot(forward: CapturedForward, chunk: Chunk, backend: GraphBackend) -> S
         has_grad_layouts=forward.has_grad_layouts,
         trained=forward.trained,
         guarded=forward.guarded,
+        nested=forward.nested,
         backward_autocast=forward.backward_autocast,
         output_grads=tuple(forward.grads),
         input_grads=tuple(forward.input_grads),
