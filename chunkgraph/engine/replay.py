@@ -124,8 +124,8 @@ def _refuse_hooks_on_outputs(ctx: Any, slot: Slot) -> None:
         raise ReplayMismatchError(
             f"{slot.label}: a hook or retain_grad() waits for the gradient of an output that "
             "another output is computed from. It would miss what comes through that one, inside "
-            "the graph.\n  To do: ask for an eager step (`step(eager=True)`), or compute the other output "
-            "outside of the chunk."
+            "the graph.\n  To do: ask for an eager step (`step(eager=True)`), or compute the other "
+            "output outside of the chunk."
         )
 
 
