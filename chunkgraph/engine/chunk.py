@@ -58,6 +58,9 @@ class Chunk:
             for what they must not hold, and may read the device.
         caches: names of buffers that an eager call may replace by larger ones, which say the same
             and more; graphs keep theirs, whose memory somebody holds.
+        is_scratch: given an object in whose attributes the forward leaves values, whether each
+            forward sets them again before it reads them, and nobody else does; they are put back
+            after a capture session.
         follows_module: whether ``parameters`` and ``buffers`` are those of ``module``, whatever it
             holds when a capture session begins; see `now`.
     """
@@ -77,6 +80,7 @@ class Chunk:
     copies_outputs: Callable[..., bool] | None = None
     check_sample: Callable[..., None] | None = None
     caches: tuple[str, ...] = ()
+    is_scratch: Callable[[Any], bool] | None = None
     follows_module: bool = False
 
     @staticmethod

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["Container", "containers"]
+__all__ = ["TORCHS_NAMES", "Container", "containers"]
 
 _MAX_DEPTH = 4
 """How many lists, dicts, tuples and objects lie between a module and a value, at most."""
@@ -21,7 +21,7 @@ _MAX_DEPTH = 4
 _MAX_ITEMS = 4096
 """A longer list or dict holds data, not layers."""
 
-_TORCHS_NAMES = frozenset(vars(nn.Module()))
+TORCHS_NAMES = frozenset(vars(nn.Module()))
 """Attributes in which torch keeps a module's parts, hooks and mode."""
 
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, nn.Parameter, torch.Tensor})
@@ -60,7 +60,7 @@ class Container:
         values = self.values
         items = values.items() if isinstance(values, dict) else enumerate(values)
         left_out = (
-            _TORCHS_NAMES
+            TORCHS_NAMES
             if self.are_attributes and isinstance(self.owner, nn.Module)
             else frozenset()
         )

@@ -21,11 +21,13 @@ from torch import nn
 
 from chunkgraph._collector import collector_paused
 from chunkgraph.engine.aliases import ParameterAliases
+from chunkgraph.engine.attribute_watch import AttributeWatch
 from chunkgraph.engine.banks import Bank
 from chunkgraph.engine.captured_model import CapturedModel, saved_tensors_hooks
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.grad_memory import GradMemory
 from chunkgraph.engine.gradients import GradientSinks
+from chunkgraph.engine.left_behind import LeafGradients, refuse_left_behind
 from chunkgraph.engine.signature import Call, Signature
 from chunkgraph.engine.slot import Slot
 from chunkgraph.engine.slot_capture import (
@@ -38,7 +40,7 @@ from chunkgraph.engine.slot_capture import (
 from chunkgraph.engine.static_inputs import SlotStatics
 from chunkgraph.engine.warm_up import WarmUp, check_memory, warm_up
 from chunkgraph.errors import CaptureError
-from chunkgraph.graphs import GraphBackend, Pool
+from chunkgraph.graphs import AddressRanges, GraphBackend, Pool
 from chunkgraph.memory import MemoryPlan, PoolPlan, prove_disjoint
 
 __all__ = [
@@ -150,10 +152,41 @@ def capture_session(
         CaptureError: a chunk cannot be captured; no graph, pool or buffer is left.
         MemoryPlanError: the proof failed; likewise.
     """
-    start = time.perf_counter()
     if hooks := saved_tensors_hooks():
         raise CaptureError(f"{chunks[0].label} is captured {hooks}")
     pools = PoolPlan(settings.memory_plan, backend, chunks[0].label.split(" chunk")[0])
+    gradients = LeafGradients()
+    captured: CapturedRank | None = None
+    try:
+        captured = _captured(chunks, num_slots, samples, backend, settings, pools)
+        slots = [slot for of_chunk in captured.slots for slot in of_chunk]
+        gradients.refuse_lost(chunks[0].label, pools.pools, _writes(slots, backend))
+        refuse_left_behind(chunks, pools.pools, slots)
+    except BaseException:
+        for slot in (s for of_chunk in (captured.slots if captured else ()) for s in of_chunk):
+            slot.release()
+        raise
+    return captured
+
+
+def _writes(slots: Sequence[Slot], backend: GraphBackend) -> AddressRanges | None:
+    """What the backwards write, where the backend knows it exactly."""
+    if backend.device.type == "cuda":
+        return None
+    graphs = [slot.backward_graph for slot in slots if slot.backward_graph is not None]
+    return AddressRanges([r for graph in graphs for r in graph.writes()])
+
+
+def _captured(
+    chunks: Sequence[Chunk],
+    num_slots: Sequence[int],
+    samples: Mapping[Hashable, Sequence[Call]],
+    backend: GraphBackend,
+    settings: SessionSettings,
+    pools: PoolPlan,
+) -> CapturedRank:
+    """The session itself; when it returns, nobody but slots should hold memory of graphs."""
+    start = time.perf_counter()
     grad_memory = GradMemory({id(p): p for chunk in chunks for p in chunk.parameters}.values())
     sinks = tuple(GradientSinks(c.parameters, c.label, grad_memory) for c in chunks)
     models = tuple(CapturedModel(chunk) for chunk in chunks)
@@ -179,6 +212,10 @@ def capture_session(
             stack.enter_context(settings.scope())
             for alias in aliases:
                 stack.enter_context(alias.in_place())
+            watches = [AttributeWatch(chunk) for chunk in chunks]
+            for attributes in watches:
+                stack.enter_context(attributes.kept())
+            chunks = [attributes.chunk for attributes in watches]
             backend.release_cached_memory()
             warm: dict[Hashable, list[WarmUp]] = {key: [] for key in samples}
             for key, calls in samples.items():

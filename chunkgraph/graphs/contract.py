@@ -44,6 +44,9 @@ class Pool(Protocol):
     def reserved(self) -> AddressRanges:
         """Addresses of everything the pool holds."""
 
+    def is_alias(self, storage: torch.UntypedStorage) -> bool:
+        """Whether a graph replays with this storage, which keeps no block in use."""
+
     def poison(self) -> None:
         """Fill the whole pool with 0xFF bytes (a NaN in every floating dtype), in stream order."""
 

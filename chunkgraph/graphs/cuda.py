@@ -64,6 +64,10 @@ class CUDAPool:
             torch._C._cuda_endAllocateToPool(index, self.handle)
             torch._C._cuda_releasePool(index, self.handle)
 
+    def is_alias(self, _storage: torch.UntypedStorage) -> bool:
+        """A CUDA graph holds addresses alone."""
+        return False
+
     def reserve(self, num_bytes: int) -> None:
         """One segment of that size, free, for the captures that follow. Not during a capture.
 

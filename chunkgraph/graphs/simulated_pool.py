@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from chunkgraph.graphs.ranges import AddressRanges
 
@@ -40,6 +41,7 @@ class SimulatedPool:
         self._segments: list[tuple[int, np.ndarray]] = []
         self._free: list[tuple[int, int]] = []  # (num_bytes, start), sorted: best fit first
         self._used: dict[int, int] = {}  # start -> num_bytes
+        self._aliases: dict[int, StorageWeakRef] = {}
         # Storages may die anywhere: in the middle of a line here (the garbage collector), and in
         # other threads (gloo's, which hold what they send). So that is only noted.
         self._dead: deque[int] = deque()
@@ -77,9 +79,16 @@ class SimulatedPool:
 
         It keeps the segment itself alive, as a CUDA graph keeps its pool.
         """
-        return torch.frombuffer(
+        storage = torch.frombuffer(
             self._bytes_at(start, num_bytes), dtype=torch.uint8
         ).untyped_storage()
+        self._aliases[storage._cdata] = StorageWeakRef(storage)
+        return storage
+
+    def is_alias(self, storage: torch.UntypedStorage) -> bool:
+        """See `Pool.is_alias`."""
+        known = self._aliases.get(storage._cdata)
+        return known is not None and not known.expired()
 
     def owns(self, address: int) -> bool:
         """Whether ``address`` lies in one of the pool's segments."""

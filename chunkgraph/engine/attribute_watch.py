@@ -1,0 +1,173 @@
+"""Values that a forward leaves in plain attributes of its module, which a replay would not.
+
+A replay runs no Python. A counter would stand still; a tensor that was left on the module would be
+that of the last capture, in memory that graphs write. What a first call sets and later ones leave
+alone (a cache, a shape) is no such value.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from enum import Enum
+from typing import Any
+
+import torch
+
+from chunkgraph.engine.chunk import Chunk
+from chunkgraph.engine.module_tree import TORCHS_NAMES, Container, containers
+from chunkgraph.errors import CaptureError
+
+__all__ = ["AttributeWatch"]
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device)
+_MISSING = object()
+
+_Snapshot = list[tuple[Container, Any]]
+
+
+class AttributeWatch:
+    """Watches the attributes of one chunk's module in a capture session.
+
+    Args:
+        chunk: the chunk, whose module holds what it holds inside the session.
+
+    Attributes:
+        chunk: the same, with a forward that is watched.
+    """
+
+    def __init__(self, chunk: Chunk) -> None:
+        self.chunk = replace(chunk, forward=self._watched(chunk.forward))
+        self._label = chunk.label
+        self._is_scratch = chunk.is_scratch or (lambda _: False)
+        every = containers(chunk.module, chunk.module_name) if chunk.module is not None else []
+        self._containers = [
+            c for c in every if not (c.are_attributes and c.values is not vars(c.owner))
+        ]
+        self._begin = self._now()
+        self._num_forwards = 0
+        self._set_first: list[str] = []
+        self._changed: list[str] = []
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Around the session: attributes are put back where forwards go on changing them.
+
+        Raises:
+            CaptureError: naming them.
+        """
+        try:
+            yield
+        except BaseException:
+            self._put_back(lambda _: True)
+            raise
+        self._put_back(self._is_scratch)
+        if self._num_forwards == 1:  # it would perhaps have changed them again
+            self._changed += self._set_first
+        if self._changed:
+            self._put_back(lambda _: True)
+            names = ", ".join(dict.fromkeys(self._changed))
+            raise CaptureError(
+                f"{self._label}: its forward sets {names}. A replay runs no Python, so that the "
+                "value would stay that of the capture. Return it from the forward, or keep it in a "
+                "buffer that is updated in place (add_, copy_). What only a first call sets is no "
+                "matter once that call was made: run one eager step, or capture with a warmup pass."
+            )
+
+    def _watched(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            before = self._now()
+            result = forward(*args, **kwargs)
+            self._num_forwards += 1
+            changed = [
+                name for name, owner in self._differences(before) if not self._is_scratch(owner)
+            ]
+            (self._set_first if self._num_forwards == 1 else self._changed).extend(changed)
+            return result
+
+        return watched
+
+    def _now(self) -> _Snapshot:
+        return [(c, _copy(c.values)) for c in self._containers]
+
+    def _differences(self, before: _Snapshot) -> Iterator[tuple[str, Any]]:
+        """Name and owner of each value that is another one now."""
+        for container, old in before:
+            for key, then, now in _changes(container, old):
+                if _is_state(now) and _is_state(then) and not _same(then, now):
+                    yield container.name(key), container.owner
+
+    def _put_back(self, concerns: Callable[[Any], bool]) -> None:
+        for container, old in self._begin:
+            if not concerns(container.owner):
+                continue
+            values = container.values
+            if not isinstance(values, dict):
+                if not _same_items(old, list(values)):
+                    values.clear()
+                    values.extend(old)
+                continue
+            for key, then, _ in _changes(container, old):
+                if then is _MISSING:
+                    del values[key]
+                else:
+                    values[key] = then
+
+
+def _copy(values: Any) -> Any:
+    return dict(values) if isinstance(values, dict) else list(values)
+
+
+def _changes(container: Container, old: Any) -> list[tuple[Any, Any, Any]]:
+    """Key, old and new value of what is not the same object."""
+    values = container.values
+    if not isinstance(values, dict):
+        now = list(values)
+        if _same_items(old, now):
+            return []
+        longest = range(max(len(old), len(now)))
+        return [(i, _at(old, i), _at(now, i)) for i in longest if _at(old, i) is not _at(now, i)]
+    found = [
+        (key, old.get(key, _MISSING), value)
+        for key, value in values.items()
+        if old.get(key, _MISSING) is not value
+    ]
+    if len(values) != len(old) or found:
+        found += [(key, value, _MISSING) for key, value in old.items() if key not in values]
+    if container.are_attributes:
+        return [change for change in found if change[0] not in TORCHS_NAMES]
+    return found
+
+
+def _at(items: Sequence[Any], index: int) -> Any:
+    return items[index] if index < len(items) else _MISSING
+
+
+def _same_items(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
+
+
+def _is_state(value: Any) -> bool:
+    """Whether it is a plain value or a tensor, or holds nothing else."""
+    if type(value) in weakref.ProxyTypes:  # whose object may be gone
+        return False
+    if value is _MISSING or isinstance(value, (*_PLAIN, torch.Tensor)):
+        return True
+    if isinstance(value, dict):
+        return all(map(_is_state, value.values()))
+    return isinstance(value, (list, tuple)) and all(map(_is_state, value))
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether two such values are equal; tensors are if they are one object."""
+    if a is b:
+        return True
+    if type(a) is not type(b) or isinstance(a, torch.Tensor) or a is _MISSING:
+        return False
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return bool(a == b)

@@ -1,0 +1,208 @@
+"""Tensors that are left in the memory of graphs after a capture session, and lost gradients.
+
+What still lies in a pool when a session has ended, and is not a slot's own, somebody kept: each
+replay writes over it. Python knows of every tensor that a program can read, wherever it is kept.
+"""
+
+from __future__ import annotations
+
+import bisect
+import gc
+import threading
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from chunkgraph.engine.chunk import Chunk
+from chunkgraph.engine.module_tree import containers
+from chunkgraph.engine.slot import Slot
+from chunkgraph.errors import CaptureError
+from chunkgraph.graphs import AddressRanges, Pool
+
+__all__ = ["LeafGradients", "refuse_left_behind"]
+
+_looking = threading.RLock()
+"""Held by who looks at tensors: those of another rank, a thread, would seem to be kept."""
+
+
+def refuse_left_behind(
+    chunks: Sequence[Chunk], pools: Sequence[Pool], slots: Iterable[Slot]
+) -> None:
+    """Look for tensors in ``pools`` that no slot knows of.
+
+    Args:
+        chunks: whose modules may hold them.
+        pools: of the session, which has ended.
+        slots: what it made.
+
+    Raises:
+        CaptureError: naming them.
+    """
+    own = {id(t) for slot in slots for t in _tensors_of(slot)}
+    if _left(pools, own):
+        gc.collect()
+    if left := _left(pools, own):
+        names = _names(chunks, left)
+        label = chunks[0].label if len(chunks) == 1 else chunks[0].label.split(" chunk")[0]
+        raise CaptureError(
+            f"{label}: something keeps {len(left)} tensors that the captured work made: "
+            f"{', '.join(names[:3])}{', ...' * (len(names) > 3)}. Their memory is the graphs', and "
+            "every replay writes over it. Return them from the forward as tensors, in tuples, "
+            "lists or dicts; make caches before the capture, in an eager step; drop the rest."
+        )
+
+
+class LeafGradients:
+    """``.grad`` of every leaf that there is when a session begins."""
+
+    def __init__(self) -> None:
+        with _looking:
+            self._before = {
+                id(leaf): (ref, None if leaf.grad is None else (id(leaf.grad), _version(leaf.grad)))
+                for ref in _tensor_refs()
+                if (leaf := _leaf(ref)) is not None
+            }
+
+    def refuse_lost(self, label: str, pools: Sequence[Pool], writes: AddressRanges | None) -> None:
+        """Compare, when the session has ended, and take back what leaves were given.
+
+        Args:
+            label: of the rank.
+            pools: of the session.
+            writes: of its backwards; None: unknown.
+
+        Raises:
+            CaptureError: the captured work gave gradients to a leaf that it does not know of.
+        """
+        with _looking:
+            lost = self._lost(pools, writes)
+        if lost:
+            shapes = ", ".join(f"{tuple(t.shape)} {t.dtype}" for t in lost[:3])
+            raise CaptureError(
+                f"{label}: the captured work gives gradients to {len(lost)} tensors that are "
+                f"neither arguments nor among the chunk's parameters (shapes {shapes}), from a "
+                "backward of recomputation; a replay would lose them. List them in "
+                "Chunk.parameters and keep them in attributes of the module, or pass them as "
+                "arguments to the checkpointed function."
+            )
+
+    def _lost(self, pools: Sequence[Pool], writes: AddressRanges | None) -> list[torch.Tensor]:
+        lost: list[torch.Tensor] = []
+        memory = _Memory(pools, live=False)
+        for ref in _tensor_refs():
+            leaf = _leaf(ref)
+            if leaf is None or leaf.grad is None:
+                continue
+            if memory.holds(leaf.grad):
+                leaf.grad = None
+                lost.append(leaf)
+                continue
+            known, then = self._before.get(id(leaf), (None, None))
+            was_written = (
+                known is not None
+                and known() is leaf
+                and then is not None
+                and then[0] == id(leaf.grad)
+                and then[1] != _version(leaf.grad)
+            )
+            if was_written and (writes is None or _at(leaf.grad) & writes):
+                lost.append(leaf)
+        return lost
+
+
+class _Memory:
+    """Memory of pools, and what lies in it.
+
+    Args:
+        pools: the pools.
+        live: whether only blocks that are in use count.
+    """
+
+    def __init__(self, pools: Sequence[Pool], *, live: bool) -> None:
+        self._pools = tuple(pools)
+        ranges = [r for pool in pools for r in (pool.live() if live else pool.reserved())]
+        self._ranges = sorted((r.start, r.end) for r in ranges)
+        self._starts = [start for start, _ in self._ranges]
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies there that is not what a graph replays with."""
+        try:
+            storage = tensor.untyped_storage()
+            address = storage.data_ptr()
+        except (RuntimeError, NotImplementedError, ValueError):  # it has no memory of its own
+            return False
+        place = bisect.bisect_right(self._starts, address) - 1
+        if place < 0 or address >= self._ranges[place][1]:
+            return False
+        return not any(pool.is_alias(storage) for pool in self._pools)
+
+
+def _left(pools: Sequence[Pool], own: set[int]) -> list[torch.Tensor]:
+    """Tensors in blocks of pools that are in use, but for slots' own."""
+    with _looking:
+        memory = _Memory(pools, live=True)
+        tensors = (ref() for ref in _tensor_refs())
+        return [t for t in tensors if t is not None and id(t) not in own and memory.holds(t)]
+
+
+def _tensor_refs() -> list[weakref.ref[torch.Tensor]]:
+    """References to all tensors that Python knows of, which refer to their class.
+
+    Not by a list of all objects: what other threads have just begun to build does not stand to be
+    referred to.
+    """
+    objects = gc.get_referrers(torch.Tensor, *_kinds(torch.Tensor))
+    return [weakref.ref(o) for o in objects if issubclass(type(o), torch.Tensor)]
+
+
+def _kinds(kind: Any) -> Iterator[type]:
+    for narrower in kind.__subclasses__():
+        yield narrower
+        yield from _kinds(narrower)
+
+
+def _leaf(ref: weakref.ref[torch.Tensor]) -> torch.Tensor | None:
+    tensor = ref()
+    if tensor is None or not tensor.requires_grad or not tensor.is_leaf:
+        return None
+    return tensor
+
+
+def _version(grad: torch.Tensor) -> int:
+    return 0 if grad.is_inference() else grad._version
+
+
+def _at(tensor: torch.Tensor) -> AddressRanges:
+    start = tensor.data_ptr()
+    return AddressRanges([(start, start + 1)])
+
+
+def _tensors_of(slot: Slot) -> Iterator[torch.Tensor]:
+    for tensor in (*slot.inputs, *slot.output_tensors, *slot.output_grads, *slot.input_grads):
+        if tensor is not None:
+            yield tensor
+
+
+def _names(chunks: Sequence[Chunk], tensors: Sequence[torch.Tensor]) -> list[str]:
+    """Where they are kept, with their shapes."""
+    paths: dict[int, str] = {}
+    for chunk in chunks:
+        for container in containers(chunk.module, chunk.module_name) if chunk.module else ():
+            for key, value in container.entries():
+                for item in value if isinstance(value, tuple) else (value,):
+                    paths.setdefault(id(item), container.name(key))
+    return [f"{paths.get(id(t)) or _keeper(t)}: {tuple(t.shape)} {t.dtype}" for t in tensors]
+
+
+def _keeper(tensor: torch.Tensor) -> str:
+    """What kind of object keeps a tensor that no attribute of a module does."""
+    keepers: list[Any] = gc.get_referrers(tensor)
+    owners = [o for k in keepers if isinstance(k, dict) for o in gc.get_referrers(k)]
+    for owner in (*keepers, *owners):
+        attributes = getattr(owner, "__dict__", None)
+        for name, value in attributes.items() if isinstance(attributes, dict) else ():
+            if value is tensor:
+                return f"{type(owner).__name__}.{name}"
+    return "outside of the module"
