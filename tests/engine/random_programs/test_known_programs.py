@@ -89,8 +89,6 @@ OPEN = {
 
 
 _STILL_DIFFERENT = (
-    "values_left_on_a_module_by_several_slots",
-    "state_that_is_replaced_where_the_capture_fails",
     "the_layout_of_a_pool_that_runs_without_gradients",
     "a_cast_that_autocast_shares_and_a_parameter_that_the_forward_updates",
 )
