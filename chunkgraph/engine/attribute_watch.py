@@ -41,7 +41,6 @@ class AttributeWatch:
     def __init__(self, chunk: Chunk) -> None:
         self.chunk = replace(chunk, forward=self._watched(chunk.forward))
         self._label = chunk.label
-        self._is_scratch = chunk.is_scratch or (lambda _: False)
         every = containers(chunk.module, chunk.module_name) if chunk.module is not None else []
         self._containers = [
             c for c in every if not (c.are_attributes and c.values is not vars(c.owner))
@@ -61,13 +60,12 @@ class AttributeWatch:
         try:
             yield
         except BaseException:
-            self._put_back(lambda _: True)
+            self._put_back()
             raise
-        self._put_back(self._is_scratch)
         if self._num_forwards == 1:  # it would perhaps have changed them again
             self._changed += self._set_first
         if self._changed:
-            self._put_back(lambda _: True)
+            self._put_back()
             names = ", ".join(dict.fromkeys(self._changed))
             raise CaptureError(
                 f"{self._label}: its forward sets {names}. A replay runs no Python, so that the "
@@ -81,9 +79,7 @@ class AttributeWatch:
             before = self._now()
             result = forward(*args, **kwargs)
             self._num_forwards += 1
-            changed = [
-                name for name, owner in self._differences(before) if not self._is_scratch(owner)
-            ]
+            changed = list(self._differences(before))
             (self._set_first if self._num_forwards == 1 else self._changed).extend(changed)
             return result
 
@@ -92,17 +88,15 @@ class AttributeWatch:
     def _now(self) -> _Snapshot:
         return [(c, _copy(c.values)) for c in self._containers]
 
-    def _differences(self, before: _Snapshot) -> Iterator[tuple[str, Any]]:
-        """Name and owner of each value that is another one now."""
+    def _differences(self, before: _Snapshot) -> Iterator[str]:
+        """Yield the name of each value that is another one now."""
         for container, old in before:
             for key, then, now in _changes(container, old):
                 if _is_state(now) and _is_state(then) and not _same(then, now):
-                    yield container.name(key), container.owner
+                    yield container.name(key)
 
-    def _put_back(self, concerns: Callable[[Any], bool]) -> None:
+    def _put_back(self) -> None:
         for container, old in self._begin:
-            if not concerns(container.owner):
-                continue
             values = container.values
             if not isinstance(values, dict):
                 if not _same_items(old, list(values)):

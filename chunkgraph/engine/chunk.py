@@ -51,16 +51,15 @@ class Chunk:
         keeps_input_grads: whether the caller may still use an input gradient when the next
             backward of this rank runs. True copies it once on the way out; False hands out the
             slot's own memory, valid until the next replay of any backward.
-        copies_outputs: told the arguments of the captured call, whether the caller may still use
-            the result when the slot's next forward runs. It is then copied once on the way out;
-            otherwise, and without it, the slot's own memory is handed out.
+        copies_outputs: given the arguments of the captured call, whether the caller may still use
+            the result when the slot's next forward runs; it is then copied once on the way out.
+            False lends the slot's own memory. None: it is always copied.
         check_sample: given the arguments of a call that graphs are to be captured from; it raises
             for what they must not hold, and may read the device.
         caches: names of buffers that an eager call may replace by larger ones, which say the same
             and more; graphs keep theirs, whose memory somebody holds.
-        is_scratch: given an object in whose attributes the forward leaves values, whether each
-            forward sets them again before it reads them, and nobody else does; they are put back
-            after a capture session.
+        may_leave_values: whether the forward may leave values and tensors on its modules, whose
+            owner knows that replays do not set them again. Otherwise that is refused.
         follows_module: whether ``parameters`` and ``buffers`` are those of ``module``, whatever it
             holds when a capture session begins; see `now`.
     """
@@ -80,7 +79,7 @@ class Chunk:
     copies_outputs: Callable[..., bool] | None = None
     check_sample: Callable[..., None] | None = None
     caches: tuple[str, ...] = ()
-    is_scratch: Callable[[Any], bool] | None = None
+    may_leave_values: bool = False
     follows_module: bool = False
 
     @staticmethod

@@ -161,7 +161,8 @@ def capture_session(
         captured = _captured(chunks, num_slots, samples, backend, settings, pools)
         slots = [slot for of_chunk in captured.slots for slot in of_chunk]
         gradients.refuse_lost(chunks[0].label, pools.pools, _writes(slots, backend))
-        refuse_left_behind(chunks, pools.pools, slots)
+        if not any(chunk.may_leave_values for chunk in chunks):
+            refuse_left_behind(chunks, pools.pools, slots)
     except BaseException:
         for slot in (s for of_chunk in (captured.slots if captured else ()) for s in of_chunk):
             slot.release()
@@ -212,10 +213,14 @@ def _captured(
             stack.enter_context(settings.scope())
             for alias in aliases:
                 stack.enter_context(alias.in_place())
-            watches = [AttributeWatch(chunk) for chunk in chunks]
+            watches = [None if c.may_leave_values else AttributeWatch(c) for c in chunks]
             for attributes in watches:
-                stack.enter_context(attributes.kept())
-            chunks = [attributes.chunk for attributes in watches]
+                if attributes is not None:
+                    stack.enter_context(attributes.kept())
+            chunks = [
+                chunk if attributes is None else attributes.chunk
+                for chunk, attributes in zip(chunks, watches, strict=True)
+            ]
             backend.release_cached_memory()
             warm: dict[Hashable, list[WarmUp]] = {key: [] for key in samples}
             for key, calls in samples.items():

@@ -133,7 +133,9 @@ class CapturedPart:
             copies_outputs=self._gives_losses,
             check_sample=self._check_sample,
             caches=GROWING_BUFFERS,
-            is_scratch=_is_of_megatron,
+            # Megatron's layers set again what they leave; state among it is followed, see
+            # `surroundings`.
+            may_leave_values=True,
         )
 
     def divert_to(self, call: Call, *, may_hold_padding: bool = True) -> None:
@@ -306,16 +308,6 @@ def lacks(model: nn.Module, block: nn.Module) -> str:
     if not missing and getattr(model, "decoder", None) is not block:
         return "transformer block as its decoder"
     return ", ".join(missing)
-
-
-def _is_of_megatron(owner: Any) -> bool:
-    """Whether it is an object of Megatron or Transformer Engine.
-
-    Their layers keep what they compute in attributes (probabilities and routing maps in token
-    dispatchers, say) and set them again in each forward before they read them; what is state among
-    them is followed, see `surroundings`. Of a user's own classes nothing is known.
-    """
-    return type(owner).__module__.partition(".")[0] in ("megatron", "transformer_engine")
 
 
 def _unused_arguments(model: Any) -> tuple[str, ...]:
