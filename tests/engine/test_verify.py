@@ -437,7 +437,7 @@ def test_a_gradient_that_nothing_came_to_is_not_searched(backend: GraphBackend) 
 
 
 @pytest.mark.parametrize("what", ["attribute", "parameter", "embedding"])
-def test_what_a_forward_updates_in_place_is_compared_and_put_back(
+def test_what_a_forward_updates_in_place_is_put_back_after_the_eager_pass(
     backend: GraphBackend, what: str
 ) -> None:
     """Not buffers alone: plain attributes, and parameters too."""

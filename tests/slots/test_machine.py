@@ -121,7 +121,7 @@ def test_step_ended_with_slots_in_use(running):
     ],
 )
 def test_outside_a_step(machine, call):
-    refused(lambda: call(machine), "no step is running", "begin_step()")
+    refused(lambda: call(machine), "no step is running", "inside one step")
 
 
 def test_step_within_a_step(running):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import replace
 
 import torch
 
@@ -58,10 +57,6 @@ class Verifier:
     def captured(self, rank: CapturedRank) -> None:
         """The session has succeeded."""
         self._gradients = tuple(sinks.buffers for sinks in rank.sinks)
-        self._chunks = tuple(
-            replace(chunk, buffers=(*chunk.buffers, *self._records.written(chunk)))
-            for chunk in self._chunks
-        )
 
     def begin_step(self, step: int) -> None:
         """A verified step begins: replayed step ``step`` after the capture."""
@@ -105,7 +100,11 @@ class Verifier:
         c, key = slot.chunk, slot.bank
         if (c, key) not in self._twins:
             self._twins[c, key] = EagerTwin(
-                self._chunks[c], self._calls[key][c], self._gradients[c], self._around
+                self._chunks[c],
+                self._calls[key][c],
+                self._gradients[c],
+                self._around,
+                self._records.written(self._chunks[c]),
             )
         return self._twins[c, key]
 

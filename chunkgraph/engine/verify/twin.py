@@ -46,11 +46,11 @@ class Surroundings:
     scope: Callable[[], AbstractContextManager[object]] = nullcontext
 
     @contextmanager
-    def untouched(self, chunk: Chunk) -> Iterator[None]:
-        """Inside, the chunk may run; afterwards all is as before."""
+    def untouched(self, written: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Inside, a chunk may run that writes these; afterwards all is as before."""
         with ExitStack() as stack:
             stack.enter_context(self.preserve())
-            stack.enter_context(restored(chunk.buffers, self.backend.device, self.generators()))
+            stack.enter_context(restored(written, self.backend.device, self.generators()))
             stack.enter_context(self.scope())
             yield
 
@@ -68,7 +68,7 @@ class EagerForward:
         leaves: of the result.
         after: random state and buffers right after it.
         saved: what it keeps for the backward.
-        versions: of the buffers right after it, which that compares with.
+        versions: of what it writes right after it, which that compares with.
     """
 
     inputs: tuple[torch.Tensor, ...]
@@ -120,6 +120,7 @@ class EagerTwin:
         call: its captured call, without its tensors (`Call.emptied`).
         gradients: the buffers that its replayed backwards add to, one for each parameter.
         surroundings: what it runs in.
+        written: what else than its buffers the chunk updates in place.
     """
 
     def __init__(
@@ -128,7 +129,9 @@ class EagerTwin:
         call: Call,
         gradients: Sequence[torch.Tensor],
         surroundings: Surroundings,
+        written: Sequence[torch.Tensor] = (),
     ) -> None:
+        self._written = (*chunk.buffers, *written)
         self._chunk = chunk
         self._call = call
         self._gradients = tuple(gradients)
@@ -150,7 +153,7 @@ class EagerTwin:
             given.requires_grad_(wanted)
         watch = LayerWatch()
         with (
-            self._around.untouched(self._chunk),
+            self._around.untouched(self._written),
             self._aliases.in_place(),
             self._own_sums(),
         ):
@@ -158,7 +161,7 @@ class EagerTwin:
                 results, _ = flatten(call_with(self._chunk, self._call, inputs))
             after = self._around.state_of(self._chunk)
             saved = saved_tensors(results, watch)
-            counts = versions(self._chunk.buffers)
+            counts = versions(self._written)
         return EagerForward(tuple(inputs), tuple(results), after, tuple(saved), counts)
 
     def backward(
@@ -186,7 +189,7 @@ class EagerTwin:
                 else:
                     mine.zero_()
         with (
-            self._around.untouched(self._chunk),
+            self._around.untouched(self._written),
             self._aliases.in_place(),
             self._own_sums(),
             self._sinks.accumulating(self._aliases.leaves, order),
