@@ -44,8 +44,7 @@ class ChunkGraphs:
     Args:
         chunks: modules, or `Chunk` values, of this rank by model chunk index; or a single one.
         num_slots: for each chunk, or one number for all, the most microbatches it ever has in
-            flight; with ``options.shared_slots`` the most that they have together. See
-            `for_schedule`.
+            flight (see `for_schedule`); with ``options.shared_slots`` the most of all together.
         options: see `CaptureOptions`.
         backend: default: CUDA graphs or the CPU recorder, by where the parameters are.
         agree: makes all ranks of the job decide alike; see `decision.Agree`. Needed when there is
@@ -272,8 +271,7 @@ class ChunkGraphs:
     def announce(self, misfit: str, *, plan_digest: int = 0) -> None:
         """Say of the next training step whether its inputs fit, so that ranks agree ahead of it.
 
-        While a step runs, it is of the one after it. See `chunkgraph.engine.announcement` for what
-        holds between ranks that do this and ranks that do not.
+        While a step runs, it is of the one after it. See also `chunkgraph.engine.announcement`.
 
         Args:
             misfit: why they do not fit, or "".

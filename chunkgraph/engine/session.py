@@ -160,8 +160,8 @@ def capture_session(
     try:
         captured = _captured(chunks, num_slots, samples, backend, settings, pools)
         slots = [slot for of_chunk in captured.slots for slot in of_chunk]
-        gradients.refuse_lost(chunks[0].label, pools.pools, _writes(slots, backend))
         if not any(chunk.may_leave_values for chunk in chunks):
+            gradients.refuse_lost(chunks[0].label, pools.pools, _writes(slots, backend))
             refuse_left_behind(chunks, pools.pools, slots)
     except BaseException:
         for slot in (s for of_chunk in (captured.slots if captured else ()) for s in of_chunk):
