@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.module_tree import containers
@@ -74,9 +74,17 @@ class _WriteWatch(TorchDispatchMode):
 
 
 def regions(chunk: Chunk) -> list[torch.Tensor]:
-    """The memory of the chunk's tensors, each once, without what an expanded one repeats."""
+    """Return the memory of the chunk's tensors, each once, without what an expanded one repeats.
+
+    Not seen by whoever records operators at the moment: what is looked at is no part of a graph.
+    """
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        return _regions(_tensors(chunk))
+
+
+def _regions(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     found: dict[tuple[object, ...], torch.Tensor] = {}
-    for tensor in _tensors(chunk):
+    for tensor in tensors:
         if not _has_memory(tensor):
             continue
         strides = tensor.stride()
