@@ -11,8 +11,8 @@ back before its end, calls notice: see `Windows`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from operator import attrgetter, is_, itemgetter
 from typing import Any
@@ -33,6 +33,9 @@ _REMEDY = (
 
 _requires_grad = attrgetter("requires_grad")
 _version = attrgetter("_version")
+_shape = attrgetter("shape")
+_address = torch.Tensor.data_ptr
+_stride = torch.Tensor.stride
 _training = itemgetter("training")
 
 
@@ -124,7 +127,7 @@ class CapturedModel:
         self._counted_names = [name for _, name in counted]
         self._versions = [*map(_version, self._counted)]
         self._windows = Windows(self._module, self._caches) if self._module is not None else None
-        self._settings = self._settings_now()
+        self._take_settings()
         self._hooks = self._hooks_now()
 
     def refuse_hooks(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -209,28 +212,27 @@ class CapturedModel:
         self._check_hooks()
         self.count_writes()
 
-    def _settings_now(self) -> list[dict[str, Any]]:
-        """Return the numbers and texts that torch's own layers hold, such as probabilities."""
-        return [
-            {
-                name: value
-                for name, value in vars(part.module).items()
-                if type(value) in _PLAIN and name != "training"
-            }
-            if type(part.module).__module__.startswith("torch.nn.")
-            else {}
-            for part in self._parts
-        ]
+    def _take_settings(self) -> None:
+        """Remember the numbers and texts that torch's own layers hold, such as probabilities."""
+        self._set: list[tuple[str, str, Any, dict[str, Any]]] = []
+        self._readers: list[tuple[Callable[[Any], Any], dict[str, Any]]] = []
+        for part in self._parts:
+            if type(part.module).__module__.startswith("torch.nn."):
+                own = vars(part.module)
+                names = [n for n, v in own.items() if type(v) in _PLAIN and n != "training"]
+                self._set += [(part.path, name, own[name], own) for name in names]
+                if names:
+                    self._readers.append((itemgetter(*names), own))
+        self._settings = [read(own) for read, own in self._readers]
 
     def _check_settings(self) -> None:
-        now = self._settings_now()
-        if now == self._settings:
-            return
+        with suppress(KeyError):  # one was deleted
+            if [read(own) for read, own in self._readers] == self._settings:
+                return
         changed = [
-            f"{self._path(part.path, name)} (captured {was.get(name)!r}, now {value!r})"
-            for part, was, values in zip(self._parts, self._settings, now, strict=True)
-            for name, value in values.items()
-            if name not in was or was[name] != value
+            f"{self._path(path, name)} (captured {was!r}, now {own.get(name, 'nothing')!r})"
+            for path, name, was, own in self._set
+            if name not in own or not (own[name] is was or own[name] == was)
         ]
         if changed:
             raise ReplayMismatchError(
@@ -328,7 +330,8 @@ class CapturedModel:
         ]
 
     def _places_now(self) -> list[tuple[int, tuple[int, ...], torch.Size]]:
-        return [(t.data_ptr(), t.stride(), t.shape) for t in self._known]
+        known = self._known
+        return [*zip(map(_address, known), map(_stride, known), map(_shape, known), strict=True)]
 
     def _other_mode(self, path: str, module: nn.Module) -> ReplayMismatchError:
         name = f"{path} of {self.label}" if path else self.label

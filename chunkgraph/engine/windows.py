@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
 from itertools import cycle
-from operator import attrgetter, is_, itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
@@ -14,26 +13,11 @@ from torch import nn
 __all__ = ["Windows"]
 
 _SMALL = 8
-"""Of as many layers, or parameters, every call looks at all."""
-
-_NUM_IN_TURN = 2
-"""Of more it looks at so many in turn, next to the module itself and its first parameter."""
+"""Of as many layers and parameters, every call looks at all; of more it looks at the module itself,
+at its first parameter, and at one layer and one tensor in turn."""
 
 _requires_grad = attrgetter("requires_grad")
 _training = itemgetter("training")
-
-
-@dataclass(frozen=True)
-class _Window:
-    attributes: list[dict[str, Any]]
-    modes: list[bool]
-    parameters: list[torch.Tensor]
-    trains: list[bool]
-    holders: list[dict[str, Any]]
-    keys: list[str]
-    tensors: list[torch.Tensor]
-    tensor: torch.Tensor
-    address: int
 
 
 class Windows:
@@ -46,7 +30,7 @@ class Windows:
 
     def __init__(self, module: nn.Module, caches: Collection[str] = ()) -> None:
         attributes = [vars(m) for m in module.modules()]
-        places = [
+        places: list[tuple[dict[str, Any], str, torch.Tensor]] = [
             (holder, key, tensor)
             for m in module.modules()
             for holder in (m._parameters, m._buffers)
@@ -55,46 +39,37 @@ class Windows:
         ]
         places.sort(key=lambda place: not isinstance(place[2], nn.Parameter))
         parameters = [tensor for _, _, tensor in places if isinstance(tensor, nn.Parameter)]
-        of_modules, of_parameters = _in_turn(attributes), _in_turn(parameters)
-        windows: list[_Window] = []
-        for i in range(max(len(of_modules), len(of_parameters), len(places))):
-            looked_at = of_modules[i % len(of_modules)]
-            trained = of_parameters[i % len(of_parameters)]
-            held = places[:1] + places[i % len(places) :][:1] if places else []
-            tensor = held[-1][2] if held else _NOTHING
-            windows.append(
-                _Window(
-                    looked_at,
-                    [*map(_training, looked_at)],
-                    trained,
-                    [*map(_requires_grad, trained)],
-                    [holder for holder, _, _ in held],
-                    [key for _, key, _ in held],
-                    [tensor for _, _, tensor in held],
-                    tensor,
-                    tensor.data_ptr(),
-                )
-            )
+        tensors = [tensor for _, _, tensor in places] or [torch.empty(0)]
+        windows = []
+        for i in range(max(len(attributes), len(tensors))):
+            own, tensor = attributes[i % len(attributes)], tensors[i % len(tensors)]
+            mode, trains = own["training"], tensor.requires_grad
+            windows.append((own, mode, tensor, trains, tensor.data_ptr()))
         self._next = cycle(windows).__next__
+        self._own, self._mode = attributes[0], module.training
+        self._first, self._trains = tensors[0], tensors[0].requires_grad
+        self._holder: dict[str, Any] = places[0][0] if places else {"": self._first}
+        self._key = places[0][1] if places else ""
+        is_small = max(len(attributes), len(parameters)) <= _SMALL
+        self._all = attributes if is_small else []
+        self._modes = [*map(_training, self._all)]
+        self._parameters = parameters if is_small else []
+        self._flags = [*map(_requires_grad, self._parameters)]
 
     def next_is_as_captured(self) -> bool:
         """Whether what the next window shows is as it was."""
-        window = self._next()
-        return (
-            [*map(_training, window.attributes)] == window.modes
-            and [*map(_requires_grad, window.parameters)] == window.trains
-            and all(map(is_, map(dict.get, window.holders, window.keys), window.tensors))
-            and window.tensor.data_ptr() == window.address
+        own, mode, tensor, trains, address = self._next()
+        first = self._first
+        if (
+            self._own["training"] is not self._mode
+            or own["training"] is not mode
+            or first.requires_grad is not self._trains
+            or tensor.requires_grad is not trains
+            or tensor.data_ptr() != address
+            or self._holder.get(self._key) is not first
+        ):
+            return False
+        return not self._all or (
+            [*map(_training, self._all)] == self._modes
+            and [*map(_requires_grad, self._parameters)] == self._flags
         )
-
-
-_NOTHING = torch.empty(0, device="cpu")
-
-
-def _in_turn(values: list[Any]) -> list[list[Any]]:
-    """All of a few; of many the first, and others in turn."""
-    if len(values) <= _SMALL:
-        return [values]
-    first, rest = values[0], values[1:]
-    starts = range(0, len(rest), _NUM_IN_TURN)
-    return [[first, *rest[start : start + _NUM_IN_TURN]] for start in starts]
