@@ -57,7 +57,9 @@ class Probe:
         self.graphs: MegatronChunkGraphs
 
     def attach(self, chunks: Any, **options: Any) -> MegatronChunkGraphs:
-        options |= {name: self.case[name] for name in ("zero_copy", "scope") if name in self.case}
+        options["scope"] = self.case.get("scope", "block")
+        if "zero_copy" in self.case:
+            options["zero_copy"] = self.case["zero_copy"]
         self.graphs = attach(chunks, **options)
         self.graphs.wrap_forward_backward = self.wrap  # type: ignore[method-assign]
         return self.graphs

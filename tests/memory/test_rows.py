@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import pytest
@@ -39,4 +40,6 @@ def test_rows_in_use_take_few_operators(
     backend, count = RecorderBackend(), torch.tensor([3])
     with backend.capture("rows", backend.new_pool("slot")) as graph:
         make(count)
-    assert len(graph._steps or ()) == num_operators
+    # What sets the grad mode is a step of the log too, and no operator.
+    steps = [step for step in graph._steps or () if not isinstance(step, functools.partial)]
+    assert len(steps) == num_operators
