@@ -20,5 +20,5 @@ def test_the_example_runs_and_counts_as_it_says(tmp_path: Path) -> None:
     captures, replays = re.search(r"(\d+) captures, (\d+) replays, no fallbacks", code).groups()
     assert f"captures={captures}," in done.stdout
     assert f" replays={replays}," in done.stdout
-    assert "fallbacks=Counter()" in done.stdout
+    assert "fallbacks" not in done.stdout  # counts of nothing are left out
     assert len([line for line in code.splitlines() if line.strip()]) <= 25

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -76,7 +77,15 @@ class ContextGraphs:
                 yield
 
         self.engine = ChunkGraphs(
-            chunks,
+            # Attention is given the process group of each microbatch in an attribute, which
+            # `HeldGroups` puts back.
+            [
+                replace(
+                    c if isinstance(c, Chunk) else Chunk.from_module(c, f"chunk {i}"),
+                    may_leave_values=True,
+                )
+                for i, c in enumerate(chunks)
+            ],
             banks.limits.num_slots(num_slots),
             options=options,
             agree=agree,
