@@ -1,4 +1,4 @@
-"""Parents, children and sessions: what is started for a run ends with it, however it ends."""
+"""Tie child processes to their run: none of them outlives it, however it ends."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from chunkgraph.cli.outputs import (
     check_output,
     is_stdout,
     output_file,
-    stream_beside,
+    stream_next_to,
 )
 from chunkgraph.cli.report import REPORT_WIDTH
 from chunkgraph.cli.train import (
@@ -201,7 +201,7 @@ class _Bench:
             ended = f"failed: {result.error}" if result.error else f"{result.step_ms:.2f} ms a step"
             self._say(f"{name}: {ended} ({took:.0f} s in all)")
         console = Console(
-            file=stream_beside(json_path, plot_path), width=REPORT_WIDTH, highlight=False
+            file=stream_next_to(json_path, plot_path), width=REPORT_WIDTH, highlight=False
         )
         failures = print_bench_report(self._document, self._names, console)
         try:

@@ -23,7 +23,7 @@ __all__ = [
     "check_output",
     "is_stdout",
     "output_file",
-    "stream_beside",
+    "stream_next_to",
     "write_output",
 ]
 
@@ -94,7 +94,7 @@ def can_be_rewritten(path: Path) -> bool:
     return not is_stdout(path) and (mode is None or stat.S_ISREG(mode))
 
 
-def stream_beside(*paths: Path | None) -> TextIO:
+def stream_next_to(*paths: Path | None) -> TextIO:
     """Where to print for people: standard output, unless one of the results goes there."""
     return sys.stderr if any(path and is_stdout(path) for path in paths) else sys.stdout
 

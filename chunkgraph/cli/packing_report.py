@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from chunkgraph.cli.outputs import stream_beside
+from chunkgraph.cli.outputs import stream_next_to
 from chunkgraph.cli.packing_seqs import MANY, default_of, most_for_the_same, seq_buckets_to_ask_for
 from chunkgraph.packing import LongDocuments, ShapeOutcome, evaluate, quantile
 
@@ -98,7 +98,7 @@ def print_study(study: PackingStudy, plot: Path | None) -> None:
     """Print the tables and the recommendation."""
     from rich.console import Console
 
-    console = Console(file=stream_beside(plot), highlight=False)
+    console = Console(file=stream_next_to(plot), highlight=False)
 
     def say(text: str, style: str | None = None) -> None:
         console.print(text, style=style, markup=False, soft_wrap=True)

@@ -15,7 +15,7 @@ from chunkgraph.cli.outputs import (
     check_output,
     is_stdout,
     output_file,
-    stream_beside,
+    stream_next_to,
     write_output,
 )
 from chunkgraph.cli.plan_banks import (
@@ -309,7 +309,7 @@ def _print_all(
     # rich is only needed to print for people.
     from rich.console import Console
 
-    console = Console(file=stream_beside(args.svg), highlight=False)
+    console = Console(file=stream_next_to(args.svg), highlight=False)
     if get_family(request.schedule).is_bounded:
         holds = "any legal number of microbatches"
     else:

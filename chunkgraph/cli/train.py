@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from chunkgraph._text import shorten
-from chunkgraph.cli.outputs import check_output, output_file, stream_beside
+from chunkgraph.cli.outputs import check_output, output_file, stream_next_to
 from chunkgraph.config import Config, load_config, resolved, to_yaml
 from chunkgraph.data import Documents, PackedText
 from chunkgraph.errors import ConfigError, MissingDependencyError
@@ -140,7 +140,7 @@ def report(args: argparse.Namespace, config: Config, results: RunResults) -> int
 
     from chunkgraph.cli.report import REPORT_WIDTH, print_report, write_json, write_tensorboard
 
-    console = Console(file=stream_beside(args.json), width=REPORT_WIDTH, highlight=False)
+    console = Console(file=stream_next_to(args.json), width=REPORT_WIDTH, highlight=False)
     failures = print_report(config, results, console)
     try:
         if args.json is not None:

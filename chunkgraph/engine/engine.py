@@ -342,7 +342,7 @@ class ChunkGraphs:
         self.counters.fallbacks[reason.text] += 1
         if wants_samples:
             # What the optimizer makes next, to keep, would else be cut out of blocks that only this
-            # step needed, and pin the rest of them behind the captures.
+            # step needed, and pin the rest of them after the captures.
             self._backend.release_cached_memory()
 
     def capture(self, samples: Sequence[Any] | Mapping[Hashable, Sequence[Any]]) -> CaptureReport:

@@ -40,7 +40,7 @@ def optimizers_watched(
     """Around a step that replays.
 
     Args:
-        models: what is captured.
+        models: the captured models.
         num_in_flight: how many microbatches wait for their backward.
 
     Raises:

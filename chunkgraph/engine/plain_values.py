@@ -67,7 +67,7 @@ class Uncomparable(Exception):  # noqa: N818
 
     Args:
         where: the part of the value, such as ``.scale``; "" for the value itself.
-        why: what is wrong with it.
+        why: the problem.
     """
 
     def __init__(self, where: str, why: str) -> None:
@@ -178,7 +178,7 @@ class _Keys:
         return str(value.dtype), value.shape, value.tobytes()
 
     def _function(self, value: Any, where: str) -> Any:
-        """What a function was made with: a lambda made anew from the same values is equal."""
+        """Return what a function refers to, so that lambdas over equal values are equal."""
         cells = []
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
             try:

@@ -76,7 +76,7 @@ class _WriteWatch(TorchDispatchMode):
 def regions(chunk: Chunk) -> list[torch.Tensor]:
     """Return the memory of the chunk's tensors, each once, without what an expanded one repeats.
 
-    Not seen by whoever records operators at the moment: what is looked at is no part of a graph.
+    Recording modes do not see these operators, which are no part of a graph.
     """
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         return _regions(_tensors(chunk))

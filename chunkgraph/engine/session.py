@@ -345,7 +345,7 @@ def _shared_parameters(
         of_chunk, parameters = terms[forward.chunk_index], chunks[forward.chunk_index].parameters
         for index, count in forward.num_terms.items():
             place = id(parameters[index])
-            # A parameter behind recomputation may get any number.
+            # A parameter that recomputation hides may get any number.
             of_chunk[place] = max(of_chunk.get(place, 1), count or 2)
     return tuple(
         {

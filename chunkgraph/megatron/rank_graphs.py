@@ -35,7 +35,7 @@ class MegatronChunkGraphs:
 
     Attributes:
         engine: the chunk graphs themselves.
-        scope: what of each chunk is captured, the same on all ranks.
+        scope: the captured part of each chunk, the same on all ranks.
         num_slots: slots of each chunk.
         receiver: counts what was received into slots, and says why if nothing is.
         guard: runs steps anew in which something had no room, or None.

@@ -71,7 +71,7 @@ def choose_scope(
     Capture sessions run collectives of what is captured, so that all ranks take the same.
 
     Args:
-        scope: what is asked for.
+        scope: the requested scope.
         config: Megatron's TransformerConfig.
         model_chunks: of this rank.
         is_packed: whether microbatches hold packed sequences.
@@ -96,7 +96,7 @@ def scope_obstacles(config: Any, scope: Scope, *, is_packed: bool) -> list[Scope
 
     Args:
         config: anything that has TransformerConfig's fields as attributes, or some of them.
-        scope: what is asked for.
+        scope: the requested scope.
         is_packed: whether microbatches hold packed sequences.
     """
     if scope != "chunk":
@@ -109,7 +109,7 @@ def refuse_for_scope(config: Any, scope: Scope, *, is_packed: bool) -> None:
 
     Args:
         config: Megatron's TransformerConfig.
-        scope: what is asked for.
+        scope: the requested scope.
         is_packed: whether microbatches hold packed sequences.
 
     Raises:

@@ -34,7 +34,7 @@ def plan_for_slots(plan: MemoryPlan, num_slots: int) -> MemoryPlan:
     """The plan that takes the least memory and keeps the promises of ``plan``.
 
     Args:
-        plan: what is asked for.
+        plan: the requested plan.
         num_slots: of all chunks of the rank together.
     """
     if num_slots == 1 and plan in ("shared_temporaries", "shared_backward"):

@@ -19,7 +19,7 @@ from chunkgraph.cli.outputs import (
     check_output,
     is_stdout,
     output_file,
-    stream_beside,
+    stream_next_to,
     write_output,
 )
 from chunkgraph.errors import ConfigError, OutputError
@@ -167,10 +167,10 @@ def test_standard_output_is_a_dash_and_its_own_file(
         for path in (Path("-"), own, Path(f"/dev/fd/{stream.fileno()}")):
             assert is_stdout(path)
             assert not can_be_rewritten(path)
-            assert stream_beside(None, path) is sys.stderr
+            assert stream_next_to(None, path) is sys.stderr
             write(path)
         assert not is_stdout(tmp_path)
-        assert stream_beside(None, tmp_path / "other") is stream
+        assert stream_next_to(None, tmp_path / "other") is stream
     assert own.read_text() == "newnewnew"
     monkeypatch.setattr(sys, "stdout", None)
     with pytest.raises(ConfigError, match="standard output is closed"):
