@@ -69,7 +69,7 @@ def refusal(given: str, *, on_cpu: bool = True) -> str:
         ),
         (
             f"{WHOLE}--mtp-num-layers 1 --sft --cuda-graph-max-packed-seqs 4 --seq-length 64",
-            "chunk with --mtp-num-layers and packed sequences: ",
+            "chunk with --mtp-num-layers with packed sequences: ",
         ),
         (
             "--hybrid-layer-pattern MD --fp8-format hybrid",
