@@ -34,10 +34,10 @@ import torch
 
 from chunkgraph.config import Config, config_from_mapping, default_seq_buckets
 from chunkgraph.megatron.compat import packed_rope, versions
-from chunkgraph.megatron.model import build_model
 from chunkgraph.megatron.packed import make_params, put_together, take_apart
-from chunkgraph.megatron.processes import seed_everything, training_process
 from chunkgraph.packing import PackedShape, pack
+from chunkgraph.trainer.model import build_model
+from chunkgraph.trainer.setup import seed_everything, training_process
 
 _PARTS = (1, 2, 3, 5, 7, 10, 16, 20)  # of 64, in tokens of the row
 _ALONE = {

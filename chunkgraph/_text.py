@@ -6,8 +6,18 @@ import difflib
 import math
 from collections.abc import Iterable, Iterator
 
-__all__ = ["did_you_mean", "format_bytes", "name_list", "nearest", "shorten", "shown"]
+__all__ = [
+    "REPORT_WIDTH",
+    "did_you_mean",
+    "format_bytes",
+    "name_list",
+    "nearest",
+    "shorten",
+    "shown",
+]
 
+REPORT_WIDTH = 80
+"""Columns of a report on the terminal."""
 _BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 # Longest value in a message; what follows it has to stay readable.
 _MAX_SHOWN = 200

@@ -8,7 +8,7 @@ usage: scripts/launch_local.sh CONFIG.yaml [section.key=value | --option]...
        scripts/launch_local.sh [--config FILE.yaml] pretrain_gpt.py [Megatron flag]...
 
 Starts one process for each rank on this machine, with torchrun. A YAML configuration is trained by
-`chunkgraph train`, a script by `python -m chunkgraph.megatron.launch`; what follows is theirs.
+`chunkgraph train`, a script by `python -m chunkgraph.launch`; what follows is theirs.
 
 Environment variables:
   CHUNKGRAPH_NPROC_PER_NODE  ranks to start (default: the GPUs that nvidia-smi lists, otherwise 1)
@@ -36,14 +36,14 @@ case "${1:-}" in
     ;;
   --config)
     (($# >= 3)) || fail "--config FILE.yaml needs a script after it"
-    target=(-m chunkgraph.megatron.launch) file=$3
+    target=(-m chunkgraph.launch) file=$3
     ;;
   --config=*)
     (($# >= 2)) || fail "--config=FILE.yaml needs a script after it"
-    target=(-m chunkgraph.megatron.launch) file=$2
+    target=(-m chunkgraph.launch) file=$2
     ;;
   *.yaml | *.yml) target=(-m chunkgraph.cli train) file=$1 ;;
-  *.py) target=(-m chunkgraph.megatron.launch) file=$1 ;;
+  *.py) target=(-m chunkgraph.launch) file=$1 ;;
   *) fail "'$1' is neither a .yaml configuration nor a .py script; see --help" ;;
 esac
 # Found here, it is one message; found by the ranks, it is one from each.
@@ -70,5 +70,5 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${CHUNKGRAPH_GRACE_S:-30}
 
 # exec: signals then reach torchrun itself, which passes them on to the ranks and waits for them.
-exec "$python" -m chunkgraph.cli.torchrun --standalone --nproc-per-node="$nproc" \
+exec "$python" -m chunkgraph.jobs.torchrun --standalone --nproc-per-node="$nproc" \
   ${torchrun_args[@]+"${torchrun_args[@]}"} "${target[@]}" "$@"

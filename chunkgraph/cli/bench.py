@@ -14,19 +14,18 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.text import Text
 
-from chunkgraph._text import shorten
-from chunkgraph.cli.bench_document import BenchDocument, VariantResult
-from chunkgraph.cli.bench_plot import check_picture, plot_documents
-from chunkgraph.cli.bench_report import print_bench_report
-from chunkgraph.cli.bench_variants import FROZEN, VARIANTS, chosen_variants, config_of, run_as
-from chunkgraph.cli.outputs import (
+from chunkgraph._outputs import (
     can_be_rewritten,
     check_output,
     is_stdout,
     output_file,
     stream_next_to,
 )
-from chunkgraph.cli.report import REPORT_WIDTH
+from chunkgraph._text import REPORT_WIDTH, shorten
+from chunkgraph.bench.choice import FROZEN, VARIANTS, chosen_variants, config_of, run_as
+from chunkgraph.bench.document import BenchDocument, VariantResult
+from chunkgraph.bench.plot import check_picture, plot_documents
+from chunkgraph.bench.report import print_bench_report
 from chunkgraph.cli.train import (
     STALL_GRACE_S,
     check_packages,
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = ["add_parser", "run"]
 
-_WORKER = "chunkgraph.megatron.bench.worker:main"
+_WORKER = "chunkgraph.bench.worker:main"
 _NUM_PROFILED_STEPS = 2
 
 
@@ -227,7 +226,7 @@ class _Bench:
                 "keeps the number of microbatches that it began with, and this run changes it "
                 f"({min(counts)} to {max(counts)})",
             )
-        from chunkgraph.cli.launcher import Launcher, LaunchSpec
+        from chunkgraph.jobs.launcher import Launcher, LaunchSpec
 
         config, folder = config_of(name, self._config), self._folder / name
         folder.mkdir()

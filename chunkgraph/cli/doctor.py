@@ -33,7 +33,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the subcommand; returns the exit code."""
-    from chunkgraph.megatron.doctor import examine
+    from chunkgraph.cli.machine import examine
 
     findings = examine()
     if args.json:

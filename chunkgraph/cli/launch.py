@@ -7,7 +7,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from chunkgraph.megatron.launch_options import DESCRIPTION, add_options, options_from
+from chunkgraph.launch.options import DESCRIPTION, add_options, options_from
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -31,10 +31,10 @@ def run(args: argparse.Namespace) -> int:
     options = options_from(args)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         # torchrun or srun started this process as one rank.
-        from chunkgraph.megatron.launch import run_as_rank
+        from chunkgraph.launch.__main__ import run_as_rank
 
         return run_as_rank(options)
-    from chunkgraph.cli.script_launcher import ScriptLauncher
+    from chunkgraph.launch.script_launcher import ScriptLauncher
 
     for note in (*options.notes, *options.notes_on_processes(options.nproc)):
         print(f"note: {note}.", file=sys.stderr)

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from chunkgraph._outputs import is_stdout, output_file
 from chunkgraph._text import shown
+from chunkgraph.bench.plot import check_picture
 from chunkgraph.cli.arguments import whole_number
-from chunkgraph.cli.bench_plot import check_picture
-from chunkgraph.cli.outputs import is_stdout, output_file
 from chunkgraph.cli.packing_progress import PackingProgress
 from chunkgraph.errors import ConfigError
 from chunkgraph.packing import (

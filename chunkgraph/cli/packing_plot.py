@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from chunkgraph.cli.bench_plot import write_picture
+from chunkgraph.bench.plot import write_picture
 from chunkgraph.packing import fallback_share, fits, quantile
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from chunkgraph.cli.outputs import stream_next_to
+from chunkgraph._outputs import stream_next_to
 from chunkgraph.cli.packing_seqs import MANY, default_of, most_for_the_same, seq_buckets_to_ask_for
 from chunkgraph.packing import LongDocuments, ShapeOutcome, evaluate, quantile
 

@@ -9,15 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from chunkgraph._outputs import check_output, is_stdout, output_file, stream_next_to, write_output
 from chunkgraph._text import shorten, shown
 from chunkgraph.cli.arguments import whole_number
-from chunkgraph.cli.outputs import (
-    check_output,
-    is_stdout,
-    output_file,
-    stream_next_to,
-    write_output,
-)
 from chunkgraph.cli.plan_banks import (
     add_bank_arguments,
     banks_of,

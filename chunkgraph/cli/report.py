@@ -10,13 +10,12 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from chunkgraph.cli.outputs import write_output
-from chunkgraph.cli.results import RunResults, StepResult, find_failures
+from chunkgraph._outputs import write_output
+from chunkgraph._text import REPORT_WIDTH
 from chunkgraph.config import Config, resolved, to_mapping
+from chunkgraph.trainer.results import RunResults, StepResult, find_failures
 
-__all__ = ["REPORT_WIDTH", "print_report", "write_json", "write_tensorboard"]
-
-REPORT_WIDTH = 80
+__all__ = ["print_report", "write_json", "write_tensorboard"]
 
 
 def print_report(config: Config, results: RunResults, console: Console | None = None) -> list[str]:

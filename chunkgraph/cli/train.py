@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from chunkgraph._outputs import check_output, output_file, stream_next_to
 from chunkgraph._text import shorten
-from chunkgraph.cli.outputs import check_output, output_file, stream_next_to
 from chunkgraph.config import Config, load_config, resolved, to_yaml
 from chunkgraph.data import Documents, PackedText
 from chunkgraph.errors import ConfigError, MissingDependencyError
@@ -21,7 +21,7 @@ from chunkgraph.errors import ConfigError, MissingDependencyError
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-    from chunkgraph.cli.results import RunResults
+    from chunkgraph.trainer.results import RunResults
 
 __all__ = [
     "STALL_GRACE_S",
@@ -35,7 +35,7 @@ __all__ = [
     "worker_environment",
 ]
 
-_WORKER = "chunkgraph.megatron.worker:main"
+_WORKER = "chunkgraph.trainer.worker:main"
 # Ranks on a CPU share its cores; more of them than this only fill memory.
 _FEWEST_PROCESSES, _PROCESSES_PER_CORE = 64, 8
 
@@ -114,9 +114,9 @@ def checked_config(args: argparse.Namespace, num_local_ranks: int | None = None)
 
 
 def _train(args: argparse.Namespace, config: Config, run_dir: Path) -> int:
-    from chunkgraph.cli.launcher import Launcher, LaunchSpec
     from chunkgraph.cli.progress import TrainProgress
-    from chunkgraph.cli.results import read_results
+    from chunkgraph.jobs.launcher import Launcher, LaunchSpec
+    from chunkgraph.trainer.results import read_results
 
     config_path = run_dir / "config.yaml"
     config_path.write_text(to_yaml(resolved(config)), encoding="utf-8")
@@ -138,7 +138,8 @@ def report(args: argparse.Namespace, config: Config, results: RunResults) -> int
     """Print the closing table and write the files that were asked for; returns the exit code."""
     from rich.console import Console
 
-    from chunkgraph.cli.report import REPORT_WIDTH, print_report, write_json, write_tensorboard
+    from chunkgraph._text import REPORT_WIDTH
+    from chunkgraph.cli.report import print_report, write_json, write_tensorboard
 
     console = Console(file=stream_next_to(args.json), width=REPORT_WIDTH, highlight=False)
     failures = print_report(config, results, console)

@@ -18,7 +18,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from chunkgraph._processes import die_with_parent, guard_session, leave
 from chunkgraph.config import Config, resolved, to_yaml
 from chunkgraph.errors import (
     ChunkGraphError,
@@ -26,6 +25,7 @@ from chunkgraph.errors import (
     MissingDependencyError,
     TopologyError,
 )
+from chunkgraph.jobs.processes import die_with_parent, guard_session, leave
 
 __all__ = ["StartedRank", "train_as_rank"]
 
@@ -110,8 +110,9 @@ def _train(args: argparse.Namespace, started: StartedRank) -> int:
     if not config.run.debug and not sys.warnoptions:
         warnings.simplefilter("ignore")  # PYTHONWARNINGS comes too late for this process
     from chunkgraph.cli.progress import TrainProgress
-    from chunkgraph.cli.results import results_from
-    from chunkgraph.megatron.worker import append_progress, train_rank
+    from chunkgraph.jobs.reports import append_progress
+    from chunkgraph.trainer.results import results_from
+    from chunkgraph.trainer.worker import train_rank
 
     if not is_first:
         train_rank(config)
@@ -150,7 +151,7 @@ def _check_world_size(config: Config, started: StartedRank) -> None:
 
 def _report_error(args: argparse.Namespace, started: StartedRank, error: Exception) -> int:
     """Print what went wrong, in the place where it is seen once; returns the exit code."""
-    from chunkgraph.megatron.worker import describe_error, lost_a_peer
+    from chunkgraph.jobs.reports import describe_error, lost_a_peer
 
     is_usage = isinstance(error, (ConfigError, MissingDependencyError))
     if lost_a_peer(error) or (is_usage and started.local_rank != 0):

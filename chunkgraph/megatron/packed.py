@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from numpy.typing import NDArray
 
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron import compat
@@ -30,6 +31,7 @@ __all__ = [
     "refuse_other_context",
     "refuse_predictions_over_padding",
     "refuse_rows_behind_offsets",
+    "sent",
     "take_apart",
 ]
 
@@ -275,6 +277,11 @@ def fixed_params(params: Any, packed: PackedSequences) -> Any:
         own = _to_device(torch.from_numpy(packed.seq_idx), seq_idx.device)
         made.seq_idx = own.to(seq_idx.dtype).view(seq_idx.shape)
     return made
+
+
+def sent(values: NDArray[Any], device: torch.device) -> torch.Tensor:
+    """The values on the device, for which the host does not wait."""
+    return _to_device(torch.from_numpy(values), device)
 
 
 def _to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:

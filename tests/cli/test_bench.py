@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from chunkgraph.bench.document import BenchDocument, VariantResult
+from chunkgraph.bench.report import find_failures, print_bench_report
 from chunkgraph.cli.__main__ import main
-from chunkgraph.cli.bench_document import BenchDocument, VariantResult
-from chunkgraph.cli.bench_report import find_failures, print_bench_report
 from chunkgraph.config import load_config
 from chunkgraph.errors import ConfigError
 
@@ -132,7 +132,7 @@ def test_a_capture_in_a_measured_step_fails() -> None:
 
 
 def test_packed_documents_are_measured_eagerly_and_by_chunk_graphs() -> None:
-    from chunkgraph.cli.bench_variants import chosen_variants
+    from chunkgraph.bench.choice import chosen_variants
 
     config = load_config(PACKED)
     assert config.device == "cuda"
@@ -142,7 +142,7 @@ def test_packed_documents_are_measured_eagerly_and_by_chunk_graphs() -> None:
 
 
 def test_sizes_of_microbatches_are_not_measured() -> None:
-    from chunkgraph.cli.bench_variants import chosen_variants
+    from chunkgraph.bench.choice import chosen_variants
 
     changes = ["packing.context_parallel_sizes=[1]", "data.document_counts=[]"]
     with pytest.raises(ConfigError, match="bench measures no microbatches of several"):
@@ -150,7 +150,7 @@ def test_sizes_of_microbatches_are_not_measured() -> None:
 
 
 def test_experts_are_also_measured_without_a_capacity() -> None:
-    from chunkgraph.cli.bench_variants import chosen_variants, config_of, run_as
+    from chunkgraph.bench.choice import chosen_variants, config_of, run_as
 
     experts = load_config(EXPERTS)
     assert chosen_variants(None, experts)[:3] == ("eager", "eager_dropless", "chunk")
@@ -171,7 +171,7 @@ def test_experts_are_also_measured_without_a_capacity() -> None:
 
 
 def test_the_stash_is_also_compared_with_megatrons() -> None:
-    from chunkgraph.cli.bench_variants import chosen_variants, config_of, run_as
+    from chunkgraph.bench.choice import chosen_variants, config_of, run_as
 
     both = load_config(EXPERTS, ["stash.enabled=true"])
     assert chosen_variants(None, both)[:4] == ("eager", "eager_dropless", "eager_stash", "chunk")
@@ -299,7 +299,7 @@ def test_results_are_drawn(tmp_path: Path) -> None:
 
 
 def test_a_commit_that_is_named_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    from chunkgraph.cli import bench_document
+    from chunkgraph.bench import document as bench_document
 
     monkeypatch.setattr(bench_document, "_commit", lambda: "of the checkout")
     for named, recorded in (("v1.0", "v1.0"), (None, "of the checkout")):

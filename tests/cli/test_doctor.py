@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from chunkgraph.cli import machine as doctor
 from chunkgraph.cli.__main__ import main
 from chunkgraph.graphs import RecorderBackend
-from chunkgraph.megatron import doctor
 
 
 def found(capsys: pytest.CaptureFixture[str], code: int) -> dict[str, dict[str, Any]]:

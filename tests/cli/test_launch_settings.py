@@ -12,10 +12,10 @@ import pytest
 from chunkgraph.cli.__main__ import main
 from chunkgraph.config import CaptureConfig, Config, ModelConfig, PipelineConfig, load_config
 from chunkgraph.errors import ConfigError
-from chunkgraph.megatron.context_flags import ContextSizes
-from chunkgraph.megatron.flags import add_flags, flags_from
-from chunkgraph.megatron.launch_config import merge_flags
-from chunkgraph.megatron.launch_options import parse_options
+from chunkgraph.launch.config_flags import merge_flags
+from chunkgraph.launch.context_flags import ContextSizes
+from chunkgraph.launch.flags import add_flags, flags_from
+from chunkgraph.launch.options import parse_options
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

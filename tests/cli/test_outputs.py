@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from chunkgraph.cli.outputs import (
+from chunkgraph._outputs import (
     can_be_rewritten,
     check_output,
     is_stdout,
@@ -124,11 +124,11 @@ def test_a_folder_that_takes_no_files_is_found_out_about(
         raise PermissionError(13, "Permission denied")
 
     path = tmp_path / "result.json"
-    monkeypatch.setattr("chunkgraph.cli.outputs.os.open", refuse)
+    monkeypatch.setattr("chunkgraph._outputs.os.open", refuse)
     with pytest.raises(ConfigError, match="cannot be written: Permission denied"):
         check_output("--json", path)
     path.write_text("old")
-    monkeypatch.setattr("chunkgraph.cli.outputs.os.access", lambda *_: False)
+    monkeypatch.setattr("chunkgraph._outputs.os.access", lambda *_: False)
     with pytest.raises(ConfigError, match="no permission to write it"):
         check_output("--json", path)
 

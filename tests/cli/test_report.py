@@ -9,10 +9,10 @@ import pytest
 from rich.console import Console
 
 from chunkgraph.cli.report import print_report
-from chunkgraph.cli.results import RunResults, results_from
 from chunkgraph.cli.train import report
 from chunkgraph.config import load_config
 from chunkgraph.errors import OutputError
+from chunkgraph.trainer.results import RunResults, results_from
 
 CONFIG = Path(__file__).parents[2] / "configs" / "gpt_pp2_cpu.yaml"
 

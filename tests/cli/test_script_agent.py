@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from chunkgraph.cli.script_agent import _Signals
+from chunkgraph.launch.script_agent import _Signals
 
 pytest.importorskip("torch")
 

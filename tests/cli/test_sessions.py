@@ -26,9 +26,9 @@ pytestmark = [
 RANK = """
 import multiprocessing, os, signal, subprocess, sys, time
 
-from chunkgraph._processes import guard_session, leave
+from chunkgraph.jobs.processes import guard_session, leave
 from chunkgraph.errors import ConfigError
-from chunkgraph.megatron import launch
+from chunkgraph.launch import __main__ as launch
 
 
 def work(queue):
@@ -60,7 +60,7 @@ if __name__ == "__main__":
 """
 LAUNCHER = """
 import sys, types
-from chunkgraph.cli.script_launcher import ScriptLauncher
+from chunkgraph.launch.script_launcher import ScriptLauncher
 from chunkgraph.errors import ChunkGraphError
 
 options = types.SimpleNamespace(

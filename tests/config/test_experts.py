@@ -6,8 +6,8 @@ import pytest
 
 from chunkgraph.config import config_from_mapping
 from chunkgraph.errors import ConfigError, TopologyError
-from chunkgraph.megatron.launch_experts import expert_flags
-from chunkgraph.megatron.moe_model import rank_capacity_factor
+from chunkgraph.launch.expert_flags import expert_flags
+from chunkgraph.trainer.expert_model import rank_capacity_factor
 
 _EXPERTS = {"num_moe_experts": 8, "moe_expert_capacity_factor": 1.5}
 

@@ -57,7 +57,7 @@ def test_settings_that_cannot_be_are_named(
 
 
 def test_every_key_becomes_a_flag_of_a_pretrain_script() -> None:
-    from chunkgraph.megatron.launch_settings import settings_of
+    from chunkgraph.launch.megatron_flags import settings_of
 
     changes = {
         "page_bytes": 8192,

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from chunkgraph.megatron.bench.measure import VariantRun
-from chunkgraph.megatron.bench.summary import gathered_summary
-from chunkgraph.megatron.bench.variants import make_variant
+from chunkgraph.bench.measure import VariantRun
+from chunkgraph.bench.summary import gathered_summary
+from chunkgraph.bench.variants import make_variant
 
 
 def run(config: Any, device: torch.device, case: dict[str, Any]) -> dict[str, Any]:

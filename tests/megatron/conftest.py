@@ -216,7 +216,7 @@ def run_ranks(
     def run(
         arguments: Sequence[str], num_ranks: int, folder: Path, timeout_s: float = 100.0
     ) -> tuple[list[int], str]:
-        arguments = ["-m", "chunkgraph.megatron.launch", "--device", "cpu", *arguments]
+        arguments = ["-m", "chunkgraph.launch", "--device", "cpu", *arguments]
         ranks = start_ranks(arguments, num_ranks, folder, free_port(), "pretrain")
         codes = wait_for_ranks(ranks, timeout_s)
         return codes, "".join((folder / f"log{r}.txt").read_text() for r in range(num_ranks))
@@ -228,14 +228,14 @@ def run_ranks(
 def run_worker(
     tmp_path: Path, start_ranks: StartRanks, free_port: Callable[[], int]
 ) -> Callable[..., tuple[list[int], Path]]:
-    """Run ``chunkgraph.megatron.worker`` on a configuration; exit codes and the run folder."""
+    """Run ``chunkgraph.trainer.worker`` on a configuration; exit codes and the run folder."""
 
     def run(
         config: dict[str, Any], num_ranks: int, timeout_s: float = 60.0, *, forked: bool = False
     ) -> tuple[list[int], Path]:
         path = tmp_path / "config.yaml"
         path.write_text(json.dumps(config), encoding="utf-8")  # JSON is YAML
-        arguments = ["-m", "chunkgraph.megatron.worker", str(path), str(tmp_path)]
+        arguments = ["-m", "chunkgraph.trainer.worker", str(path), str(tmp_path)]
         host = "core" if forked else None
         # As `chunkgraph train` sets it.
         variables = {"TORCHDYNAMO_DISABLE": "1"} if config["device"] == "cpu" else {}
@@ -343,8 +343,8 @@ def num_packings() -> Callable[[dict[str, Any]], int]:
     def count(case: dict[str, Any]) -> int:
         from chunkgraph.config import config_from_mapping
         from chunkgraph.data import Documents
-        from chunkgraph.megatron.batches import packed_shape
         from chunkgraph.packing import pack
+        from chunkgraph.trainer.batches import packed_shape
 
         config = config_from_mapping(case["config"])
         shape = packed_shape(config)
@@ -394,7 +394,7 @@ def make_config() -> Callable[..., dict[str, Any]]:
 def one_rank() -> Iterator[Any]:
     """This process as the only rank of a job on the CPU; gives the device."""
     from chunkgraph.config import config_from_mapping
-    from chunkgraph.megatron.processes import training_process
+    from chunkgraph.trainer.setup import training_process
 
     environment = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     with pytest.MonkeyPatch.context() as patch:
@@ -416,8 +416,8 @@ def config(make_config: Callable[..., dict[str, Any]]) -> Any:
 @pytest.fixture
 def chunks(one_rank: Any, config: Any) -> list[Any]:
     """Its model chunks, built in this process."""
-    from chunkgraph.megatron.model import build_model
-    from chunkgraph.megatron.processes import seed_everything
+    from chunkgraph.trainer.model import build_model
+    from chunkgraph.trainer.setup import seed_everything
 
     seed_everything(config.train.seed, one_rank)
     return build_model(config, one_rank)

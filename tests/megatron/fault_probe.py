@@ -19,11 +19,11 @@ from chunkgraph.errors import ChunkGraphError
 from chunkgraph.graphs import RecorderBackend, host_call
 from chunkgraph.graphs.recorded_graph import RecordedGraph
 from chunkgraph.megatron.compat import import_megatron
-from chunkgraph.megatron.loop import capture_options, forward_step, microbatches, shared_loss
-from chunkgraph.megatron.model import build_model
-from chunkgraph.megatron.optimizer import build_optimizer, zero_gradients
 from chunkgraph.megatron.plugin import MegatronChunkGraphs, attach
-from chunkgraph.megatron.processes import seed_everything
+from chunkgraph.trainer.loop import capture_options, forward_step, microbatches, shared_loss
+from chunkgraph.trainer.model import build_model
+from chunkgraph.trainer.optimizer import build_optimizer, zero_gradients
+from chunkgraph.trainer.setup import seed_everything
 
 Step = dict[str, Any]
 CPU = torch.device("cpu")

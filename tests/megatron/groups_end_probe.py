@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from chunkgraph.data import PackedText
 from chunkgraph.megatron.compat import import_megatron
-from chunkgraph.megatron.loop import capture_options, forward_step, microbatches
-from chunkgraph.megatron.model import build_model
 from chunkgraph.megatron.plugin import attach
-from chunkgraph.megatron.processes import seed_everything
+from chunkgraph.trainer.loop import capture_options, forward_step, microbatches
+from chunkgraph.trainer.model import build_model
+from chunkgraph.trainer.setup import seed_everything
 
 
 def run(config: Any, device: torch.device, case: dict[str, Any]) -> NoReturn:

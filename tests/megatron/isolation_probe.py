@@ -10,13 +10,13 @@ import torch
 from mamba_poison import Poison
 from torch import nn
 
-from chunkgraph.megatron.batches import packed_shape
-from chunkgraph.megatron.loop import capture_options
-from chunkgraph.megatron.model import build_model
 from chunkgraph.megatron.packed import make_params
 from chunkgraph.megatron.plugin import attach, config_of
-from chunkgraph.megatron.processes import seed_everything
 from chunkgraph.packing import PackedShape, pack
+from chunkgraph.trainer.batches import packed_shape
+from chunkgraph.trainer.loop import capture_options
+from chunkgraph.trainer.model import build_model
+from chunkgraph.trainer.setup import seed_everything
 
 Results = dict[str, torch.Tensor]
 

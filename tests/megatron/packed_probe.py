@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from chunkgraph.megatron.batches import PackedBatches, packed_shape
 from chunkgraph.megatron.compat import import_megatron
-from chunkgraph.megatron.loop import capture_options, forward_step
-from chunkgraph.megatron.model import build_model
 from chunkgraph.megatron.plugin import attach, config_of
-from chunkgraph.megatron.processes import seed_everything
+from chunkgraph.trainer.batches import PackedBatches, packed_shape
+from chunkgraph.trainer.loop import capture_options, forward_step
+from chunkgraph.trainer.model import build_model
+from chunkgraph.trainer.setup import seed_everything
 
 
 def run(config: Any, device: torch.device, case: dict[str, Any]) -> dict[str, Any]:

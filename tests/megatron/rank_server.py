@@ -26,7 +26,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from chunkgraph._processes import die_with_parent
+from chunkgraph.jobs.processes import die_with_parent
 
 MODULES = (
     *("parallel_state", "pipeline_parallel", "distributed", "optimizer"),

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from chunkgraph.config import Config
-from chunkgraph.megatron import loop
-from chunkgraph.megatron.loop import TrainingRun
 from chunkgraph.megatron.plugin import MegatronChunkGraphs, attach
-from chunkgraph.megatron.training import compare_runs, run_eager
+from chunkgraph.trainer import loop
+from chunkgraph.trainer.compare import compare_runs, run_eager
+from chunkgraph.trainer.loop import TrainingRun
 
 _COPIES = (
     "aten::copy_",

@@ -28,15 +28,15 @@ import receive_probe
 import unpadded_probe
 from torch import nn
 
-from chunkgraph._processes import die_with_parent
 from chunkgraph.config import config_from_mapping
+from chunkgraph.jobs.processes import die_with_parent
 from chunkgraph.megatron.buckets import Buckets
 from chunkgraph.megatron.contexts import ContextGroups
-from chunkgraph.megatron.loop import TrainingRun
-from chunkgraph.megatron.processes import training_process
-from chunkgraph.megatron.training import run_eager, train
-from chunkgraph.megatron.worker import write_error
 from chunkgraph.packing import PackedShape
+from chunkgraph.trainer.compare import run_eager, train
+from chunkgraph.trainer.loop import TrainingRun
+from chunkgraph.trainer.setup import training_process
+from chunkgraph.trainer.worker import write_error
 
 
 class EagerRuns:

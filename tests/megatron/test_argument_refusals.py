@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from chunkgraph.errors import ConfigError
-from chunkgraph.megatron.arguments import refuse_changed_arguments, settle_arguments
+from chunkgraph.launch.arguments import refuse_changed_arguments, settle_arguments
+from chunkgraph.launch.flags import add_flags
 from chunkgraph.megatron.cpu_pretrain import cpu_flags, cpu_pretrain_host
-from chunkgraph.megatron.flags import add_flags
 
 HAS_TE = importlib.util.find_spec("transformer_engine") is not None
 

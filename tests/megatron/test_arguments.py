@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from chunkgraph.errors import ConfigError
-from chunkgraph.megatron.arguments import settle_arguments
-from chunkgraph.megatron.context_flags import CONTEXTS, ContextSizes
+from chunkgraph.launch.arguments import settle_arguments
+from chunkgraph.launch.context_flags import CONTEXTS, ContextSizes
+from chunkgraph.launch.context_rules import changing_limits
+from chunkgraph.launch.flags import COUNTS, FLAGS, PACKING, add_flags, flags_from
+from chunkgraph.launch.packing_rules import packed_shape, resolved_flags
+from chunkgraph.launch.stash_flags import STASH
 from chunkgraph.megatron.cpu_pretrain import cpu_flags
-from chunkgraph.megatron.flags import COUNTS, FLAGS, PACKING, add_flags, flags_from
-from chunkgraph.megatron.launch_contexts import changing_limits
-from chunkgraph.megatron.launch_packing import packed_shape, resolved_flags
-from chunkgraph.megatron.stash_flags import STASH
 from chunkgraph.packing import PackedShape
 
 HAS_TE = importlib.util.find_spec("transformer_engine") is not None

@@ -13,9 +13,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chunkgraph.megatron.bench.host_times import HostTimes
-from chunkgraph.megatron.bench.ideal import pipeline_ms
-from chunkgraph.megatron.bench.trace import PREFIX, kernel_times
+from chunkgraph.bench.host_times import HostTimes
+from chunkgraph.bench.ideal import pipeline_ms
+from chunkgraph.bench.trace import PREFIX, kernel_times
 from chunkgraph.schedules import CostModel, megatron_schedule, simulate
 
 ROOT = Path(__file__).parents[2]
@@ -272,9 +272,9 @@ def test_host_times_without_launch_are_taken_call_by_call() -> None:
 def test_pages_of_megatrons_stash_that_ran_out_are_an_error(
     one_rank: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from chunkgraph.bench.variants import EagerStashVariant, make_variant
     from chunkgraph.config import load_config
     from chunkgraph.errors import StashError
-    from chunkgraph.megatron.bench.variants import EagerStashVariant, make_variant
     from chunkgraph.megatron.compat import versions
 
     if versions()["megatron_core"].startswith("0.16"):

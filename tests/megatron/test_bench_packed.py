@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from chunkgraph.cli.bench_document import VariantResult
+from chunkgraph.bench.document import VariantResult
 from chunkgraph.data import DrawnDocuments
 
 pytestmark = pytest.mark.timeout(100)

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from chunkgraph.errors import ConfigError
+from chunkgraph.launch.context_steps import ContextSteps
+from chunkgraph.launch.sft_data import ROWS as ROWS_OF_SAMPLE
 from chunkgraph.megatron import compat
-from chunkgraph.megatron.context_steps import ContextSteps
 from chunkgraph.megatron.contexts import ContextBanks, ContextGroups
-from chunkgraph.megatron.sft_data import ROWS as ROWS_OF_SAMPLE
 from chunkgraph.packing import ContextLimits
 
 pytestmark = pytest.mark.megatron

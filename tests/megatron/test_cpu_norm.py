@@ -17,7 +17,7 @@ def test_no_norm_that_needs_a_gpu_is_built(
     from megatron.core.transformer import transformer_block
 
     from chunkgraph.config import config_from_mapping
-    from chunkgraph.megatron.model import build_model
+    from chunkgraph.trainer.model import build_model
 
     def needs_a_gpu(*_args: Any, **_options: Any) -> None:
         raise AssertionError("Transformer Engine's norm was built")

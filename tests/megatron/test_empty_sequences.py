@@ -110,8 +110,8 @@ def test_all_layers_are_measured(
     script: ModuleType, one_rank: Any, make_config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from chunkgraph.config import config_from_mapping
-    from chunkgraph.megatron.model import build_model
-    from chunkgraph.megatron.processes import seed_everything
+    from chunkgraph.trainer.model import build_model
+    from chunkgraph.trainer.setup import seed_everything
 
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     model = {"layer_spec": "user_specs:packed", "num_layers": 3}

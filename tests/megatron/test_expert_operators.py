@@ -88,9 +88,9 @@ def _operators(
     from chunkgraph.config import config_from_mapping
     from chunkgraph.data import PackedText
     from chunkgraph.megatron import attach, compat
-    from chunkgraph.megatron.loop import forward_step, microbatches
-    from chunkgraph.megatron.model import build_model
-    from chunkgraph.megatron.processes import seed_everything
+    from chunkgraph.trainer.loop import forward_step, microbatches
+    from chunkgraph.trainer.model import build_model
+    from chunkgraph.trainer.setup import seed_everything
 
     compat.forget_expert_metrics()
     seed_everything(1, device)

@@ -185,9 +185,9 @@ def _prediction_metrics(
     from chunkgraph.engine import CaptureOptions
     from chunkgraph.megatron import attach
     from chunkgraph.megatron.compat import import_megatron
-    from chunkgraph.megatron.loop import forward_step, microbatches
-    from chunkgraph.megatron.model import build_model
-    from chunkgraph.megatron.processes import seed_everything
+    from chunkgraph.trainer.loop import forward_step, microbatches
+    from chunkgraph.trainer.model import build_model
+    from chunkgraph.trainer.setup import seed_everything
 
     seed_everything(1, device)
     chunks = build_model(config, device, transformer_options={"mtp_num_layers": 1})

@@ -114,10 +114,10 @@ def _losses(
     from chunkgraph.data import PackedText
     from chunkgraph.megatron import attach
     from chunkgraph.megatron.compat import import_megatron
-    from chunkgraph.megatron.loop import forward_step, microbatches
-    from chunkgraph.megatron.model import build_model
-    from chunkgraph.megatron.optimizer import build_optimizer, zero_gradients
-    from chunkgraph.megatron.processes import seed_everything
+    from chunkgraph.trainer.loop import forward_step, microbatches
+    from chunkgraph.trainer.model import build_model
+    from chunkgraph.trainer.optimizer import build_optimizer, zero_gradients
+    from chunkgraph.trainer.setup import seed_everything
 
     seed_everything(1, device)
     options = {"fp8": "hybrid", "fp8_recipe": recipe}
@@ -190,8 +190,8 @@ def test_a_session_leaves_no_trace(
 ) -> None:
     """Histories, scales, and what layers know of the microbatch."""
     from chunkgraph.megatron import attach, compat
-    from chunkgraph.megatron.model import build_model
-    from chunkgraph.megatron.processes import seed_everything
+    from chunkgraph.trainer.model import build_model
+    from chunkgraph.trainer.setup import seed_everything
 
     seed_everything(1, one_rank)
     config = config_from_mapping(make_config(model=_MODEL))

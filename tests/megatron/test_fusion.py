@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from chunkgraph.errors import ConfigError
-from chunkgraph.megatron.fusion import fuse_weight_gradients
+from chunkgraph.trainer.fusion import fuse_weight_gradients
 
 
 class Layer(nn.Linear):

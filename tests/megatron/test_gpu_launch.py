@@ -100,7 +100,7 @@ def _train(
                 "--nproc-per-node",
                 str(num_processes),
             ),
-            *("-m", "chunkgraph.megatron.launch", SCRIPT, *MODEL, *flags),
+            *("-m", "chunkgraph.launch", SCRIPT, *MODEL, *flags),
             *("--exact-log", log, "--data-cache-path", folder / "cache"),
         ],
         env={

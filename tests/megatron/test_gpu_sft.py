@@ -84,7 +84,7 @@ def _train(
     start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
         [
-            *(sys.executable, *start, "-m", "chunkgraph.megatron.launch", *arguments),
+            *(sys.executable, *start, "-m", "chunkgraph.launch", *arguments),
             *("--exact-log", str(folder / name), "--data-cache-path", str(folder / "cache")),
         ],
         env={

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from chunkgraph.megatron.bench.gpu_speed import matmul_tflops
+from chunkgraph.bench.gpu_speed import matmul_tflops
 
 
 def test_a_cpu_has_none() -> None:

@@ -41,8 +41,8 @@ def chunks(one_rank: Any, make_config: Any, spec: str, pattern: str, monkeypatch
     """A hybrid model whose backward reads where documents begin, as a GPU's kernels do."""
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     from chunkgraph.config import config_from_mapping
-    from chunkgraph.megatron.model import build_model
-    from chunkgraph.megatron.processes import seed_everything
+    from chunkgraph.trainer.model import build_model
+    from chunkgraph.trainer.setup import seed_everything
 
     config = config_from_mapping(
         make_config(

@@ -258,10 +258,10 @@ def test_flags_of_megatron_are_put_back_with_a_step_that_is_run_anew() -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_launch_names_what_the_machine_lacks(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
-    from chunkgraph.megatron.arguments import settle_arguments
-    from chunkgraph.megatron.context_flags import CONTEXTS
-    from chunkgraph.megatron.flags import COUNTS, FLAGS, PACKING
-    from chunkgraph.megatron.stash_flags import STASH
+    from chunkgraph.launch.arguments import settle_arguments
+    from chunkgraph.launch.context_flags import CONTEXTS
+    from chunkgraph.launch.flags import COUNTS, FLAGS, PACKING
+    from chunkgraph.launch.stash_flags import STASH
 
     flags = dict.fromkeys(flag.dest for flag in (*FLAGS, *COUNTS, *PACKING, *CONTEXTS, *STASH))
     given: dict[str, Any] = {
@@ -296,7 +296,7 @@ def test_launch_names_what_the_machine_lacks(monkeypatch: pytest.MonkeyPatch, ba
 
 
 def test_launch_puts_the_budget_where_megatron_refuses_it(one_rank: Any) -> None:
-    from chunkgraph.megatron.pretrain import _give_rank_budget
+    from chunkgraph.launch.hooks import _give_rank_budget
 
     chunk = torch.nn.Linear(2, 2)
     chunk.config = SimpleNamespace(moe_expert_rank_capacity_factor=None)  # type: ignore[assignment]
@@ -309,7 +309,7 @@ def test_launch_puts_the_budget_where_megatron_refuses_it(one_rank: Any) -> None
 
 def test_training_on_a_cpu_offers_another_way(one_rank: Any, make_config: Any) -> None:
     from chunkgraph.config import config_from_mapping
-    from chunkgraph.megatron.model import build_model
+    from chunkgraph.trainer.model import build_model
 
     fields = ("moe_flex_dispatcher_backend", "moe_token_dispatcher_type", RANK_FACTOR)
     moe = {

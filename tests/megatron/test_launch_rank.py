@@ -41,7 +41,7 @@ def test_layer_changes_nothing_and_chunk_turns_off_megatrons_graphs() -> None:
     with cpu_pretrain_host():
         from megatron.training import training
 
-        from chunkgraph.megatron.pretrain import enable
+        from chunkgraph.launch.hooks import enable
 
         own = ["--cuda-graph-impl", "local", "--transformer-impl", "local"]
         names = ("train", "get_forward_backward_func", "training_log", "print_rank_last")
@@ -78,8 +78,8 @@ def test_layer_changes_nothing_and_chunk_turns_off_megatrons_graphs() -> None:
 
 
 def test_the_scripts_exit_code_is_the_ranks(tmp_path: Path, monkeypatch: Any) -> None:
-    from chunkgraph.megatron.launch import run_script
-    from chunkgraph.megatron.launch_options import parse_options
+    from chunkgraph.launch.__main__ import run_script
+    from chunkgraph.launch.options import parse_options
 
     monkeypatch.setattr(sys, "argv", sys.argv)
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -94,8 +94,8 @@ def test_a_script_that_has_no_use_for_the_flags_is_told(
     tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It would train eagerly without a word."""
-    from chunkgraph.megatron.launch import run_script
-    from chunkgraph.megatron.launch_options import parse_options
+    from chunkgraph.launch.__main__ import run_script
+    from chunkgraph.launch.options import parse_options
 
     monkeypatch.setattr(sys, "path", list(sys.path))
     chunk = ["--cuda-graph-granularity", "chunk"]

@@ -40,8 +40,8 @@ class _Run:
         self, device: Any, config: Any, bias: list[float], graphs: dict[str, Any] | None
     ) -> None:
         from chunkgraph.megatron import attach, compat
-        from chunkgraph.megatron.model import build_model
-        from chunkgraph.megatron.processes import seed_everything
+        from chunkgraph.trainer.model import build_model
+        from chunkgraph.trainer.setup import seed_everything
 
         compat.forget_expert_metrics()
         seed_everything(1, device)
@@ -60,7 +60,7 @@ class _Run:
     def step(self, step: int, count: int) -> list[float]:
         """Losses of a step; gradients are left where they are."""
         from chunkgraph.data import PackedText
-        from chunkgraph.megatron.loop import forward_step, microbatches
+        from chunkgraph.trainer.loop import forward_step, microbatches
 
         text = PackedText.from_file(None, seq_length=16, seed=1)
         losses = self.train(
@@ -134,7 +134,7 @@ def test_uneven_loads_are_as_in_eager_training_and_every_drop_is_counted(
         moe_token_dispatcher_type=dispatcher,
         token_drops="count",
     )
-    from chunkgraph.megatron.step_metrics import StepMetrics
+    from chunkgraph.launch.step_metrics import StepMetrics
 
     bias = [20.0, 10.0]
     eager = _Run(one_rank, config, bias, None).all_steps()

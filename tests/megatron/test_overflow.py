@@ -37,8 +37,8 @@ class _Run:
     ) -> None:
         from chunkgraph.config import config_from_mapping
         from chunkgraph.megatron import attach, compat
-        from chunkgraph.megatron.model import build_model
-        from chunkgraph.megatron.processes import seed_everything
+        from chunkgraph.trainer.model import build_model
+        from chunkgraph.trainer.setup import seed_everything
 
         compat.forget_expert_metrics()
         seed_everything(1, device)
@@ -63,7 +63,7 @@ class _Run:
         on_backward: Callable[[], None] | None = None,
     ) -> list[float]:
         from chunkgraph.data import PackedText
-        from chunkgraph.megatron.loop import forward_step, microbatches
+        from chunkgraph.trainer.loop import forward_step, microbatches
 
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
@@ -338,8 +338,8 @@ def test_ranks_agree_on_buckets_apart_from_steps(
     questions would meet others."""
     from chunkgraph.config import config_from_mapping
     from chunkgraph.megatron import attach, plugin
-    from chunkgraph.megatron.model import build_model
     from chunkgraph.packing import PackedShape
+    from chunkgraph.trainer.model import build_model
 
     asked: list[tuple[int, int]] = []
     closed = []

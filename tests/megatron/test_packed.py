@@ -42,8 +42,8 @@ def spec() -> str:
 def chunks(one_rank: Any, make_config: Any, spec: str, monkeypatch: Any) -> list[Any]:
     """A GPTModel on packed sequences whose backward reads the offsets, as a GPU's kernels do."""
     from chunkgraph.config import config_from_mapping
-    from chunkgraph.megatron.model import build_model
-    from chunkgraph.megatron.processes import seed_everything
+    from chunkgraph.trainer.model import build_model
+    from chunkgraph.trainer.setup import seed_everything
 
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     config = config_from_mapping(

@@ -74,9 +74,9 @@ class _Model:
         case: str = "dropping",
     ) -> None:
         from chunkgraph.megatron import attach, compat, keep_padding_from_experts
-        from chunkgraph.megatron.model import build_model
         from chunkgraph.megatron.plugin import config_of
-        from chunkgraph.megatron.processes import seed_everything
+        from chunkgraph.trainer.model import build_model
+        from chunkgraph.trainer.setup import seed_everything
 
         config = config_from_mapping(
             make_config(

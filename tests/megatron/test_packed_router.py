@@ -23,8 +23,8 @@ def make_chunk(
 
     from chunkgraph.config import config_from_mapping
     from chunkgraph.megatron import compat
-    from chunkgraph.megatron.model import build_model
-    from chunkgraph.megatron.processes import seed_everything
+    from chunkgraph.trainer.model import build_model
+    from chunkgraph.trainer.setup import seed_everything
 
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     monkeypatch.setattr(MoEAuxLossAutoScaler, "main_loss_backward_scale", None)

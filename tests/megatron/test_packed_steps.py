@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from chunkgraph.errors import ConfigError, PackingError
+from chunkgraph.launch.packed_steps import PackedSteps
+from chunkgraph.launch.sft_data import cut, documents_of
 from chunkgraph.megatron import compat
-from chunkgraph.megatron.packed_steps import PackedSteps
-from chunkgraph.megatron.sft_data import cut, documents_of
 from chunkgraph.packing import PackedShape, bucket_shapes
 
 pytestmark = pytest.mark.megatron

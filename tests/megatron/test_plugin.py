@@ -89,9 +89,9 @@ def test_a_failure_half_way_leaves_the_model_as_it_was(
     one_rank: Any, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, failing: str
 ) -> None:
     from chunkgraph.megatron import plugin
-    from chunkgraph.megatron.model import build_model
     from chunkgraph.memory.stash import StashOptions
     from chunkgraph.packing import PackedShape
+    from chunkgraph.trainer.model import build_model
 
     experts = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_expert_capacity_factor": 2.0}
     model = {"swiglu": True, "normalization": "RMSNorm"}
@@ -363,7 +363,7 @@ def _reductions(
     """For each step: ready signals of last microbatches, reductions that they started, all."""
     from megatron.core.distributed import param_and_grad_buffer
 
-    from chunkgraph.megatron.loop import run_training
+    from chunkgraph.trainer.loop import run_training
 
     group_class = param_and_grad_buffer._ParamAndGradBucketGroup
     register, start = group_class.register_grad_ready, group_class.start_grad_sync

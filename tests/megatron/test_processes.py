@@ -9,7 +9,7 @@ import torch
 
 from chunkgraph.config import config_from_mapping
 from chunkgraph.errors import ConfigError
-from chunkgraph.megatron.processes import choose_device
+from chunkgraph.trainer.setup import choose_device
 
 
 @pytest.fixture

@@ -135,9 +135,9 @@ def test_slots_hold_only_the_inputs_of_layers(
     from chunkgraph.data import PackedText
     from chunkgraph.megatron import attach
     from chunkgraph.megatron.compat import import_megatron
-    from chunkgraph.megatron.loop import forward_step, microbatches
-    from chunkgraph.megatron.model import build_model
-    from chunkgraph.megatron.processes import seed_everything
+    from chunkgraph.trainer.loop import forward_step, microbatches
+    from chunkgraph.trainer.model import build_model
+    from chunkgraph.trainer.setup import seed_everything
 
     held: list[int] = []
     for way in ({}, _UNIFORM):

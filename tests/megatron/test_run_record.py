@@ -15,16 +15,16 @@ from chunkgraph.config import load_config
 from chunkgraph.engine import CaptureReport
 from chunkgraph.engine.counters import Counters
 from chunkgraph.errors import ConfigError
-from chunkgraph.megatron.context_flags import ContextSizes
+from chunkgraph.launch.context_flags import ContextSizes
+from chunkgraph.launch.flags import GraphFlags
+from chunkgraph.launch.hooks import _is_profiled
+from chunkgraph.launch.packing_rules import resolved_flags
+from chunkgraph.launch.run_record import capture_line, save_run_record, start_line
+from chunkgraph.launch.step_metrics import StepMetrics
 from chunkgraph.megatron.contexts import ContextBank
-from chunkgraph.megatron.flags import GraphFlags
-from chunkgraph.megatron.launch_packing import resolved_flags
-from chunkgraph.megatron.loop import capture_options
-from chunkgraph.megatron.pretrain import _is_profiled
-from chunkgraph.megatron.run_record import capture_line, save_run_record, start_line
 from chunkgraph.megatron.scope_choice import ChosenScope
-from chunkgraph.megatron.step_metrics import StepMetrics
 from chunkgraph.packing import PackedShape
+from chunkgraph.trainer.loop import capture_options
 
 pytestmark = pytest.mark.megatron
 

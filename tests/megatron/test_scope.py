@@ -27,7 +27,7 @@ def middle_stage(chunks: list[nn.Module], config: Config) -> Any:
     """A GPTModel of a stage that is neither first nor last."""
     from megatron.core.models.gpt import GPTModel
 
-    from chunkgraph.megatron.model import layer_spec
+    from chunkgraph.trainer.model import layer_spec
 
     return GPTModel(
         config=chunks[0].config,

@@ -191,8 +191,8 @@ class _Run:
 
     def __init__(self, device: Any, config: Any, **graphs: Any) -> None:
         from chunkgraph.megatron import attach, compat
-        from chunkgraph.megatron.model import build_model
-        from chunkgraph.megatron.processes import seed_everything
+        from chunkgraph.trainer.model import build_model
+        from chunkgraph.trainer.setup import seed_everything
 
         compat.forget_expert_metrics()
         seed_everything(1, device)
@@ -204,7 +204,7 @@ class _Run:
 
     def step(self, step: int, count: int) -> list[float]:
         from chunkgraph.data import PackedText
-        from chunkgraph.megatron.loop import forward_step, microbatches
+        from chunkgraph.trainer.loop import forward_step, microbatches
 
         for chunk in self.chunks:
             chunk.zero_grad_buffer()

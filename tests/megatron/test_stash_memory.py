@@ -37,7 +37,7 @@ def _config(make_config: Callable[..., dict[str, Any]]) -> Any:
 
 def _microbatch(config: Any, device: Any) -> Any:
     from chunkgraph.data import PackedText
-    from chunkgraph.megatron.loop import microbatches
+    from chunkgraph.trainer.loop import microbatches
 
     text = PackedText.from_file(None, seq_length=_SEQUENCE, seed=1)
     return microbatches(config, text, 0, 1, device)
@@ -45,7 +45,7 @@ def _microbatch(config: Any, device: Any) -> Any:
 
 def _train(config: Any, chunks: Any, device: Any, wrap: Callable[[Any], Any]) -> None:
     from chunkgraph.megatron import compat
-    from chunkgraph.megatron.loop import forward_step
+    from chunkgraph.trainer.loop import forward_step
 
     schedule = compat.import_megatron("megatron.core.pipeline_parallel")
     for chunk in chunks:
@@ -63,8 +63,8 @@ def _train(config: Any, chunks: Any, device: Any, wrap: Callable[[Any], Any]) ->
 
 def _built(config: Any, device: Any) -> Any:
     from chunkgraph.megatron import compat
-    from chunkgraph.megatron.model import build_model
-    from chunkgraph.megatron.processes import seed_everything
+    from chunkgraph.trainer.model import build_model
+    from chunkgraph.trainer.setup import seed_everything
 
     compat.forget_expert_metrics()
     seed_everything(1, device)

@@ -19,8 +19,8 @@ pytestmark = [pytest.mark.megatron, pytest.mark.timeout(60)]
 
 @pytest.fixture
 def chunks(one_rank: torch.device, make_config: Callable[..., dict[str, Any]]) -> list[nn.Module]:
-    from chunkgraph.megatron.model import build_model
-    from chunkgraph.megatron.processes import seed_everything
+    from chunkgraph.trainer.model import build_model
+    from chunkgraph.trainer.setup import seed_everything
 
     config = config_from_mapping(make_config())
     seed_everything(config.train.seed, one_rank)

@@ -14,16 +14,16 @@ from typing import Any
 import torch
 
 from chunkgraph.data import Documents
-from chunkgraph.megatron.batches import PackedBatches, packed_shape, sent
 from chunkgraph.megatron.compat import import_megatron
-from chunkgraph.megatron.forward_step import forward_step
-from chunkgraph.megatron.loop import capture_options
-from chunkgraph.megatron.model import build_model
-from chunkgraph.megatron.optimizer import build_optimizer, zero_gradients
 from chunkgraph.megatron.packed import make_params
 from chunkgraph.megatron.plugin import attach, config_of
-from chunkgraph.megatron.processes import seed_everything
 from chunkgraph.packing import PackedShape, pack
+from chunkgraph.trainer.batches import PackedBatches, packed_shape, sent
+from chunkgraph.trainer.forward_step import forward_step
+from chunkgraph.trainer.loop import capture_options
+from chunkgraph.trainer.model import build_model
+from chunkgraph.trainer.optimizer import build_optimizer, zero_gradients
+from chunkgraph.trainer.setup import seed_everything
 
 Tensors = dict[str, torch.Tensor]
 

@@ -130,7 +130,7 @@ LIGHT = (
     "chunkgraph.cli.packing",
     "chunkgraph.cli.plan",
     "chunkgraph.cli.train",
-    "chunkgraph.cli.launcher",
+    "chunkgraph.jobs.launcher",
     "chunkgraph.cli.__main__",
 )
 

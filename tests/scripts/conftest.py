@@ -29,7 +29,7 @@ def package_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("package")
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "chunkgraph", folder / "chunkgraph", ignore=ignored)
-    (folder / "chunkgraph" / "megatron" / "launch.py").write_text(LAUNCH)
+    (folder / "chunkgraph" / "launch" / "__main__.py").write_text(LAUNCH)
     return folder
 
 

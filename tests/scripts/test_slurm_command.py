@@ -72,7 +72,7 @@ def test_torchrun_is_started_once_on_each_node(site: Site) -> None:
         "--export=ALL",
     ]
     torchrun = [
-        *("python3", "-m", "chunkgraph.cli.torchrun", "--nnodes=2", "--nproc-per-node=8"),
+        *("python3", "-m", "chunkgraph.jobs.torchrun", "--nnodes=2", "--nproc-per-node=8"),
         *("--rdzv-backend=c10d", "--rdzv-id=123456", "--rdzv-endpoint=node7:23456"),
     ]
     train = ["-m", "chunkgraph.cli", "train", "run.yaml", "train.lr=0.1", "--json", "a b"]
@@ -86,8 +86,8 @@ def test_each_task_is_a_rank_where_sbatch_asks_for_more(site: Site) -> None:
         *("pretrain.py", "--lr", "0.1"), SLURM_NTASKS_PER_NODE="8", SLURM_CPUS_PER_TASK="12"
     )
     assert {"--ntasks=16", "--ntasks-per-node=8", "--cpus-per-task=12"} <= set(command)
-    assert "chunkgraph.cli.torchrun" not in command
-    launch = ["python3", "-m", "chunkgraph.megatron.launch", "pretrain.py", "--lr", "0.1"]
+    assert "chunkgraph.jobs.torchrun" not in command
+    launch = ["python3", "-m", "chunkgraph.launch", "pretrain.py", "--lr", "0.1"]
     assert command[command.index("task") + 1 : -1] == launch
     assert command[-1] == "env:110:node7:23456"
 
@@ -120,7 +120,7 @@ def test_every_site_value_can_be_set(site: Site) -> None:
     assert started[7:10] == ["--rdzv-endpoint=node8:1234", "--tee", "3"]
     assert started[10:] == [
         "-m",
-        "chunkgraph.megatron.launch",
+        "chunkgraph.launch",
         "--config",
         "run.yaml",
         "pretrain.py",

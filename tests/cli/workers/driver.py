@@ -10,7 +10,8 @@ import os
 import subprocess
 import sys
 
-from chunkgraph.cli import __main__, launcher, train
+from chunkgraph.cli import __main__, train
+from chunkgraph.jobs import launcher
 
 
 class WithoutAgent(launcher.Launcher):
@@ -21,7 +22,7 @@ class WithoutAgent(launcher.Launcher):
         for rank in range(spec.num_workers):
             subprocess.run(
                 [
-                    *(sys.executable, "-m", "chunkgraph.cli.launch_worker"),
+                    *(sys.executable, "-m", "chunkgraph.jobs.worker_main"),
                     *(spec.target, str(spec.config_path), str(spec.run_dir)),
                 ],
                 env={**os.environ, **spec.environment, "RANK": str(rank)},

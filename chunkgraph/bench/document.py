@@ -1,0 +1,186 @@
+"""The result document of ``chunkgraph bench``: one JSON object, whole after every variant."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from chunkgraph._outputs import write_output
+from chunkgraph.bench.choice import UNCOMPARED
+from chunkgraph.config import Config, to_mapping
+
+__all__ = ["BenchDocument", "VariantResult"]
+
+_MEASURED = (
+    *("step_ms", "step_ms_all", "reserved_bytes", "allocated_bytes", "capture_s"),
+    *("host_us_forward", "host_us_backward", "kernel_share", "ideal_ms"),
+    "num_captures_after_first",
+)
+_OF_THE_RUN = ("device", "num_gpus", "versions", "is_deterministic")
+
+
+@dataclass
+class VariantResult:
+    """One variant.
+
+    Attributes:
+        name: of the variant.
+        error: why it did not get through its steps, or None.
+        values: what rank 0 wrote; empty if it did not get that far.
+        note: what failed after the measured steps, or None.
+    """
+
+    name: str
+    error: str | None
+    values: dict[str, Any] = field(default_factory=dict)
+    note: str | None = None
+
+    @classmethod
+    def failed(cls, name: str, error: str) -> VariantResult:
+        """A variant without results."""
+        return cls(name, error)
+
+    @classmethod
+    def read(cls, name: str, path: Path, error: str | None) -> VariantResult:
+        """Read what the workers left; a failure after the measured steps is a note only."""
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as problem:
+            return cls(name, error or f"the workers left no results ({problem})")
+        note = None
+        if error is not None:
+            note = f"failed after phase {values.get('phase')!r}: {error}"
+        return cls(name, None, values, note)
+
+    @property
+    def step_ms(self) -> float:
+        """Median time of a step, in ms; NaN without one."""
+        return float(self.values.get("step_ms", float("nan")))
+
+    def get(self, key: str) -> Any:
+        """A measured value, or None."""
+        return self.values.get(key)
+
+    def first_difference(self, other: VariantResult) -> str | None:
+        """Where this variant's results leave another's, to the last bit; None if nowhere."""
+        for key, what in (("losses_hex", "loss"), ("grad_norms_hex", "gradient norm")):
+            pairs = zip(self.values[key], other.values[key], strict=True)
+            for step, (own, theirs) in enumerate(pairs):
+                if own != theirs:
+                    return (
+                        f"{what} of step {step + 1}: "
+                        f"{float.fromhex(own)!r} and {float.fromhex(theirs)!r}"
+                    )
+        own_hashes, others = self.values["parameters_sha256"], other.values["parameters_sha256"]
+        for rank, (own, theirs) in enumerate(zip(own_hashes, others, strict=True)):
+            if own != theirs:
+                return f"parameters of rank {rank} after the measured steps"
+        return None
+
+
+@dataclass
+class BenchDocument:
+    """Everything one bench found."""
+
+    head: dict[str, Any]
+    results: list[VariantResult] = field(default_factory=list)
+
+    @classmethod
+    def start(cls, config: Config, *, command: str, commit: str | None) -> BenchDocument:
+        """An empty document."""
+        return cls(
+            {
+                "config": config.name,
+                "device": None,
+                "num_gpus": None,
+                "versions": None,
+                "is_deterministic": None,
+                "command": command,
+                "commit": commit or _commit(),
+                "settings": to_mapping(config),
+            }
+        )
+
+    def add(self, result: VariantResult) -> None:
+        """Add a variant; the first with results tells the device."""
+        self.results.append(result)
+        for key in _OF_THE_RUN:
+            if self.head[key] is None:
+                self.head[key] = result.values.get(key)
+
+    def result(self, name: str) -> VariantResult | None:
+        """A variant that ran, by name."""
+        return next((r for r in self.results if r.name == name and r.error is None), None)
+
+    @property
+    def demands_equality(self) -> bool:
+        """Whether a difference is a failure: not on a GPU whose kernels need not repeat."""
+        return self.head["is_deterministic"] is not False or not self.head["num_gpus"]
+
+    def equality(self, result: VariantResult) -> tuple[bool | None, str | None]:
+        """Whether a variant equals eager to the last bit, and where not; None: it need not."""
+        eager = self.result("eager")
+        if eager is None or result.error is not None or result.name in UNCOMPARED:
+            return None, None
+        difference = result.first_difference(eager)
+        return difference is None, difference
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {**self.head, "variants": [self._variant(result) for result in self.results]}
+
+    def write(self, path: Path) -> None:
+        """Write the file.
+
+        Raises:
+            OutputError: It cannot be written.
+        """
+        write_output("--json", path, json.dumps(self.to_mapping(), indent=1) + "\n")
+
+    def _loss_difference(self, result: VariantResult) -> float | None:
+        """The largest relative difference of a step's loss to eager's; None without both."""
+        eager = self.result("eager")
+        if eager is None or result.error is not None:
+            return None
+        pairs = zip(result.values["losses_hex"], eager.values["losses_hex"], strict=True)
+        losses = [(float.fromhex(own), float.fromhex(theirs)) for own, theirs in pairs]
+        return max(abs(own - theirs) / max(abs(theirs), 1e-30) for own, theirs in losses)
+
+    def _variant(self, result: VariantResult) -> Mapping[str, Any]:
+        is_equal, difference = self.equality(result)
+        rest = {
+            key: value
+            for key, value in result.values.items()
+            if key not in (*_MEASURED, *_OF_THE_RUN)
+        }
+        return {
+            "name": result.name,
+            "error": result.error,
+            **{key: result.values.get(key) for key in _MEASURED},
+            "equal_to_eager": is_equal,
+            "first_difference": difference,
+            "largest_loss_difference": self._loss_difference(result),
+            "note": result.note,
+            **rest,
+        }
+
+
+def _commit() -> str | None:
+    """The checkout's commit, marked where files differ from it; None outside a checkout."""
+    folder = Path(__file__).parent
+    try:
+        shown = subprocess.run(
+            ["git", "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return shown.stdout.strip() or None

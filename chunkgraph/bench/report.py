@@ -1,0 +1,248 @@
+"""The tables of ``chunkgraph bench``, in 80 columns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from chunkgraph._text import REPORT_WIDTH
+from chunkgraph.bench.choice import PROMISED, run_as
+from chunkgraph.bench.document import BenchDocument, VariantResult
+
+__all__ = ["find_failures", "print_bench_report"]
+
+_SHORT = {
+    "eager_dropless": "dropless",
+    "eager_stash": "stash",
+    "transformer_engine": "te layers",
+    "full_iteration": "full iter.",
+}
+
+
+def print_bench_report(
+    document: BenchDocument, names: Sequence[str], console: Console | None = None
+) -> list[str]:
+    """Print the tables; returns what fails the command."""
+    console = console or Console(width=REPORT_WIDTH, highlight=False)
+    head = document.head
+    console.print(f"{head['config']} on {head['num_gpus'] or 'no'} x {head['device']}")
+    console.print(_steps_table(document))
+    packed = _packed_table(document)
+    if packed.row_count:
+        console.print(packed)
+    if not document.demands_equality:
+        console.print("kernels need not repeat to the last bit here: differences do not fail")
+    details = _details_table(document)
+    if details.row_count:
+        console.print(details)
+    for table in (_experts_table(document), _idle_table(document)):
+        if table.row_count:
+            console.print(table)
+    for line in _uneven_gpus(document):
+        console.print(line, markup=False)
+    for result in document.results:
+        _, difference = document.equality(result)
+        for what, text in (("", result.error), (" differs in", difference), ("", result.note)):
+            if text:
+                first_line = text.strip().splitlines()[0]
+                console.print(f"{result.name}{what}: {first_line}", markup=False)
+    failures = find_failures(document, names)
+    for failure in failures:
+        console.print(f"FAILED: {failure}", style="bold red", markup=False)
+    if not failures:
+        console.print("OK", style="bold green")
+    return failures
+
+
+def _uneven_gpus(document: BenchDocument) -> list[str]:
+    """Of each variant in whose run one GPU was clearly slower than another."""
+    lines = []
+    for result in document.results:
+        speeds = [s for s in result.get("matmul_tflops_by_rank") or () if s is not None]
+        if speeds and min(speeds) < 0.9 * max(speeds):
+            shown = ", ".join(f"{speed:.0f}" for speed in speeds)
+            lines.append(
+                f"{result.name}: GPUs are not equally fast, its times are those of the slowest "
+                f"(TFLOP/s of bfloat16 products by rank: {shown})"
+            )
+    return lines
+
+
+def find_failures(document: BenchDocument, names: Sequence[str]) -> list[str]:
+    """What breaks the promise: eager and chunk run, and are equal."""
+    failures = []
+    for name in PROMISED:
+        if name not in names:
+            continue
+        result = document.result(name)
+        if result is None:
+            failures.append(f"the variant {name} did not run")
+            continue
+        is_equal, _ = document.equality(result)
+        if is_equal is False and document.demands_equality:
+            failures.append(f"the variant {name} differs from eager")
+        if number := result.get("num_measured_captures"):
+            failures.append(
+                f"the variant {name} captured in {number} measured steps: raise "
+                "bench.num_warmup_steps"
+            )
+        if result.get("num_captures_after_first"):
+            failures.append(f"the variant {name} captured after its first session")
+    return failures
+
+
+def _steps_table(document: BenchDocument) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)
+    table.add_column("variant", no_wrap=True, min_width=10)
+    for heading in (
+        *("ms a\nstep", "of\neager", "of te\nlayers", "tokens\na second"),
+        *("reserved\nMB", "of\neager", "of te\nlayers", "capture\ns", "to the\nlast bit"),
+    ):
+        table.add_column(heading, justify="right", no_wrap=True, min_width=6)
+    eager, layers = document.result("eager"), document.result("transformer_engine")
+    for result in document.results:
+        if result.error is not None:
+            table.add_row(_name(result), "failed")
+            continue
+        table.add_row(
+            _name(result),
+            _number(result.get("step_ms"), 1),
+            _ratio(result, eager, "step_ms"),
+            _ratio(result, layers, "step_ms"),
+            _number(result.get("tokens_per_s"), 0),
+            _megabytes(result.get("reserved_bytes")),
+            _ratio(result, eager, "reserved_bytes"),
+            _ratio(result, layers, "reserved_bytes"),
+            _number(result.get("capture_s"), 1),
+            _equality(document, result),
+        )
+    return table
+
+
+def _packed_table(document: BenchDocument) -> Table:
+    """Fallbacks and padding of packed documents; no row without them."""
+    table = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)
+    table.add_column("variant", no_wrap=True, min_width=10)
+    for heading in (
+        *("eager\nsteps", "ex-\npected", "micro-b.\nmisfit", "ex-\npected", "padding"),
+        *("mean ms\na step", "replayed\nmedian", "eager\nmedian"),
+    ):
+        table.add_column(heading, justify="right", no_wrap=True, min_width=7)
+    for result in document.results:
+        if result.error is not None or result.get("padding_waste") is None:
+            continue
+        has_graphs = run_as(result.name) != "eager"
+        table.add_row(
+            _name(result),
+            _percent(result.get("fallback_share") if has_graphs else None),
+            _percent(result.get("expected_misfit_steps") if has_graphs else None),
+            _percent(result.get("misfit_share")),
+            _percent(result.get("expected_misfit_share")),
+            _percent(result.get("padding_waste")),
+            _number(result.get("step_ms_mean"), 1),
+            _number(result.get("replayed_step_ms"), 1),
+            _number(result.get("fallback_step_ms"), 1),
+        )
+    return table
+
+
+def _details_table(document: BenchDocument) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)
+    table.add_column("variant", no_wrap=True, min_width=10)
+    for heading in (
+        *("host us\nforward", "w/o\nlaunch", "host us\nbackward", "w/o\nlaunch"),
+        *("kernel\nms", "kernel\nshare", "ideal\nms", "step of\nideal"),
+    ):
+        table.add_column(heading, justify="right", no_wrap=True, min_width=6)
+    for result in document.results:
+        if result.error is not None:
+            continue
+        kernel_ms = result.get("kernel_ms_by_rank")
+        ideal = result.get("ideal_ms")
+        table.add_row(
+            _name(result),
+            _number(result.get("host_us_forward"), 1),
+            _number(result.get("host_us_forward_without_launch"), 1),
+            _number(result.get("host_us_backward"), 1),
+            _number(result.get("host_us_backward_without_launch"), 1),
+            _number(max(kernel_ms) if kernel_ms else None, 1),
+            _number(result.get("kernel_share"), 3),
+            _number(ideal, 1),
+            _number(result.step_ms / ideal if ideal else None, 3),
+        )
+    return table
+
+
+def _experts_table(document: BenchDocument) -> Table:
+    """What experts cost besides their products, by profile; no row where there are none.
+
+    Of the rank whose kernels took longest: what waits for another rank is in its times, too.
+    """
+    table = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)
+    table.add_column("variant", no_wrap=True, min_width=10)
+    for heading in ("dispatch\nms", "of kernel\nms", "stash\nms", "of kernel\nms"):
+        table.add_column(heading, justify="right", no_wrap=True, min_width=9)
+    for result in document.results:
+        kernel_ms = result.get("kernel_ms_by_rank")
+        parts = [result.get(f"{part}_ms_by_rank") for part in ("dispatch", "stash")]
+        if result.error is not None or not kernel_ms or not any(any(p or ()) for p in parts):
+            continue
+        rank = kernel_ms.index(max(kernel_ms))
+        cells = []
+        for part in parts:
+            took_ms = part[rank] if part else None
+            cells += [_number(took_ms, 1), _percent(took_ms and took_ms / kernel_ms[rank])]
+        table.add_row(_name(result), *cells)
+    return table
+
+
+def _idle_table(document: BenchDocument) -> Table:
+    """Where a step with graphs is idle, by profile; exchange between ranks counts as idle.
+
+    Of the rank whose kernels took longest. Between graphs is what a pipeline cannot fill, too.
+    """
+    table = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)
+    table.add_column("variant", no_wrap=True, min_width=10)
+    places = ("before_graphs", "in_graphs", "between_graphs", "behind_graphs")
+    for place in places:
+        table.add_column(f"idle ms\n{place.replace('_', ' ')}", justify="right", no_wrap=True)
+    for result in document.results:
+        kernel_ms, idle = result.get("kernel_ms_by_rank"), result.get("idle_ms_by_rank")
+        if result.error is None and kernel_ms and idle and any(idle):
+            of_rank = idle[kernel_ms.index(max(kernel_ms))]
+            table.add_row(_name(result), *(_number(of_rank.get(place), 2) for place in places))
+    return table
+
+
+def _name(result: VariantResult) -> str:
+    return _SHORT.get(result.name, result.name)
+
+
+def _equality(document: BenchDocument, result: VariantResult) -> str:
+    is_equal = document.equality(result)[0]
+    if is_equal is None:
+        return "-"
+    return "equal" if is_equal else "DIFFERS" if document.demands_equality else "no"
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.1%}"
+
+
+def _number(value: Any, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _megabytes(value: int | None) -> str:
+    """MB of 2^20 bytes, as torch and nvidia-smi count them."""
+    return f"{value / 2**20:.0f}" if value else "-"
+
+
+def _ratio(result: VariantResult, base: VariantResult | None, key: str) -> str:
+    if base is None or not base.get(key) or result.get(key) is None:
+        return "-"
+    return f"{result.get(key) / base.get(key):.3f}"

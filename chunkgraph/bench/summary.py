@@ -1,0 +1,233 @@
+"""All ranks' measurements of one variant as plain values for the result document."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from chunkgraph.bench.ideal import pipeline_ms
+from chunkgraph.bench.measure import Measurement
+from chunkgraph.bench.packed_work import packed_summary
+from chunkgraph.config import Config
+from chunkgraph.megatron.compat import import_megatron, versions
+from chunkgraph.schedules import megatron_schedule
+
+__all__ = ["gathered_summary"]
+
+_KERNEL_KEYS = (
+    *("kernel_share", "kernel_share_by_rank", "kernel_ms_by_rank", "other_kernel_ms_by_rank"),
+    *("forward_kernel_ms", "backward_kernel_ms", "ideal_ms", "ideal_pipeline_ms"),
+    "num_profiled_fallbacks",
+    *("dispatch_ms_by_rank", "stash_ms_by_rank", "send_receive_ms_by_rank"),
+    *("graph_launches_by_rank", "kernel_launches_by_rank"),
+    *("graph_copies_by_rank", "idle_at_copies_ms_by_rank", "idle_ms_by_rank"),
+)
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """A rank's measurement and its place."""
+
+    measurement: Measurement
+    pipeline_rank: int
+
+
+def gathered_summary(
+    config: Config, device: torch.device, measurement: Measurement
+) -> dict[str, Any]:
+    """What all ranks measured, the same on every rank; a collective call."""
+    state = import_megatron("megatron.core.parallel_state")
+    mine = _Rank(measurement, state.get_pipeline_model_parallel_rank())
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, mine)
+    return {
+        "device": _device_name(device),
+        "num_gpus": len(ranks) if device.type == "cuda" else 0,
+        "versions": _versions(device),
+        "is_deterministic": _is_deterministic(config),
+        **_steps(config, ranks),
+        **_memory(ranks),
+        **_captures(config, ranks),
+        **_host(ranks),
+        **_kernels(config, ranks),
+        "matmul_tflops_by_rank": [rank.measurement.matmul_tflops for rank in ranks],
+        "parameters_sha256": [rank.measurement.parameters_sha256 for rank in ranks],
+    }
+
+
+def _steps(config: Config, ranks: Sequence[_Rank]) -> dict[str, Any]:
+    """Times of a step are those of its slowest rank."""
+    first = config.bench.num_warmup_steps
+    steps = ranks[0].measurement.steps
+    times = [
+        max(rank.measurement.steps[index].step_ms for rank in ranks) for index in range(len(steps))
+    ]
+    counts = [step.num_microbatches for step in steps]
+    # Each data-parallel rank is here with all ranks that share its data.
+    num_tokens = sum(s.work.num_tokens for rank in ranks for s in rank.measurement.steps[first:])
+    num_tokens = num_tokens * config.pipeline.data_parallel_size // len(ranks)
+    measured = times[first:]
+    captured = [index for index, step in enumerate(steps) if step.captures]
+    return {
+        "step_ms": statistics.median(measured),
+        "step_ms_mean": statistics.fmean(measured),
+        "step_ms_min": min(measured),
+        "step_ms_max": max(measured),
+        "step_ms_all": measured,
+        "warmup_step_ms": times[:first],
+        "num_microbatches": counts[first:],
+        "tokens_per_s": num_tokens / (sum(measured) / 1e3),
+        "num_measured_captures": sum(index >= first for index in captured),
+        **packed_summary(config, [rank.measurement.steps[first:] for rank in ranks], measured),
+        "losses": [step.loss for step in steps],
+        "losses_hex": [step.loss.hex() for step in steps],
+        "grad_norms_hex": [step.grad_norm.hex() for step in steps],
+    }
+
+
+def _memory(ranks: Sequence[_Rank]) -> dict[str, Any]:
+    reserved = [rank.measurement.reserved_bytes for rank in ranks]
+    allocated = [rank.measurement.allocated_bytes for rank in ranks]
+    return {
+        "reserved_bytes": max(reserved),
+        "allocated_bytes": max(allocated),
+        "reserved_bytes_by_rank": reserved,
+        "allocated_bytes_by_rank": allocated,
+        "pool_bytes_by_rank": [rank.measurement.pool_bytes for rank in ranks],
+    }
+
+
+def _captures(config: Config, ranks: Sequence[_Rank]) -> dict[str, Any]:
+    """Where captures hide in a step, that step's time less a measured one's is taken for them."""
+    seconds: list[float] = []
+    for rank in ranks:
+        own = rank.measurement
+        if own.capture_s is not None:
+            seconds.append(own.capture_s)
+        elif own.capture_step is not None and own.capture_step < len(own.steps):
+            times = [step.step_ms for step in own.steps]
+            usual = statistics.median(times[config.bench.num_warmup_steps :])
+            seconds.append(max(0.0, times[own.capture_step] - usual) / 1e3)
+    return {
+        "capture_s": max(seconds) if seconds else None,
+        "num_captures_after_first": max(rank.measurement.captures_after_first for rank in ranks),
+        # The ranks agree on each.
+        "overflow_reruns": ranks[0].measurement.overflow_reruns,
+    }
+
+
+def _host(ranks: Sequence[_Rank]) -> dict[str, Any]:
+    """Of each median the largest over ranks."""
+    found = [r.measurement.host.medians() for r in ranks if r.measurement.host is not None]
+    keys = (
+        *("host_us_forward", "host_us_backward"),
+        *("host_us_forward_without_launch", "host_us_backward_without_launch"),
+    )
+    largest: dict[str, Any] = {}
+    for key in keys:
+        values = [value for medians in found if (value := medians[key]) is not None]
+        largest[key] = max(values) if values else None
+    return largest
+
+
+def _kernels(config: Config, ranks: Sequence[_Rank]) -> dict[str, Any]:
+    """Kernel times a step; see ``trace`` for what is counted."""
+    empty = dict.fromkeys(_KERNEL_KEYS)
+    kernels = [rank.measurement.kernels for rank in ranks]
+    found = [one for one in kernels if one is not None]
+    if len(found) < len(ranks):
+        return empty
+    num_steps = ranks[0].measurement.num_profiled_steps
+    shares = [one.kernel_share for one in found]
+    known = [share for share in shares if share is not None]
+    forward, backward = _stage_costs(config, ranks)
+    other = [one.other / num_steps for one in found]
+    pipeline = _pipeline_ms(config, forward, backward)
+    return {
+        **empty,
+        "kernel_share": min(known) if known else None,
+        "kernel_share_by_rank": shares,
+        "kernel_ms_by_rank": [one.total / num_steps for one in found],
+        "other_kernel_ms_by_rank": other,
+        "dispatch_ms_by_rank": [one.dispatch / num_steps for one in found],
+        "stash_ms_by_rank": [one.stash / num_steps for one in found],
+        "send_receive_ms_by_rank": [one.send_receive / num_steps for one in found],
+        "forward_kernel_ms": forward,
+        "backward_kernel_ms": backward,
+        "ideal_ms": None if pipeline is None else pipeline + max(other),
+        "ideal_pipeline_ms": pipeline,
+        "num_profiled_fallbacks": ranks[0].measurement.num_profiled_fallbacks,
+        "graph_launches_by_rank": [one.num_graph_launches / num_steps for one in found],
+        "kernel_launches_by_rank": [one.num_kernel_launches / num_steps for one in found],
+        "graph_copies_by_rank": [one.num_graph_copies / num_steps for one in found],
+        "idle_at_copies_ms_by_rank": [one.idle_at_copies / num_steps for one in found],
+        "idle_ms_by_rank": [
+            {place: ms / num_steps for place, ms in one.idle.items()} for one in found
+        ],
+    }
+
+
+def _stage_costs(
+    config: Config, ranks: Sequence[_Rank]
+) -> tuple[dict[int, float], dict[int, float]]:
+    """Kernel ms of a microbatch by stage, forward and backward; of parallel ranks the slowest."""
+    pipeline = config.pipeline
+    forward: dict[int, float] = {}
+    backward: dict[int, float] = {}
+    for rank in ranks:
+        own = rank.measurement
+        assert own.kernels is not None
+        # The profiled steps are the last ones that ran.
+        num_microbatches = _profiled_microbatches(config, own)
+        for target, times in ((forward, own.kernels.forward), (backward, own.kernels.backward)):
+            for chunk, ms in times.items():
+                stage = chunk * pipeline.pipeline_model_parallel_size + rank.pipeline_rank
+                target[stage] = max(target.get(stage, 0.0), ms / num_microbatches)
+    return forward, backward
+
+
+def _profiled_microbatches(config: Config, own: Measurement) -> int:
+    counts = config.train.num_microbatches
+    end = own.num_steps_run
+    return sum(counts[step % len(counts)] for step in range(end - own.num_profiled_steps, end))
+
+
+def _pipeline_ms(
+    config: Config, forward: dict[int, float], backward: dict[int, float]
+) -> float | None:
+    """None where not every stage could be told apart, or microbatch counts change."""
+    pipeline, counts = config.pipeline, config.train.num_microbatches
+    stages = range(pipeline.pipeline_model_parallel_size * pipeline.num_model_chunks)
+    if len(set(counts)) != 1 or not all(stage in forward and stage in backward for stage in stages):
+        return None
+    schedule = megatron_schedule(
+        pipeline.pipeline_model_parallel_size,
+        pipeline.num_model_chunks,
+        counts[0],
+        pipeline.microbatch_group_size_per_vp_stage,
+    )
+    return pipeline_ms(schedule, forward, backward)
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def _is_deterministic(config: Config) -> bool:
+    """Whether kernels were to repeat to the last bit: torch's and Transformer Engine's."""
+    allowed = os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1")
+    return config.train.deterministic and allowed == "0"
+
+
+def _versions(device: torch.device) -> dict[str, str]:
+    found = versions()
+    if device.type == "cuda":
+        found["cuda"] = str(torch.version.cuda)
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return found

@@ -1,0 +1,1 @@
+"""Processes of a job: started, followed, and explained when one fails. No Megatron here."""

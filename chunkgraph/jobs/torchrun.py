@@ -1,0 +1,62 @@
+"""torchrun with exact exit codes: ``python -m chunkgraph.jobs.torchrun TORCHRUN-ARGUMENT...``.
+
+torchrun itself ends with 1 and a traceback of its own whatever the ranks ended with; job systems
+and scripts want the code of the rank that failed first. It can also leave ranks behind when further
+signals reach it while it ends them; here none is left.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run torchrun; returns 0, the first failed rank's exit code, or 128 + the signal's number.
+
+    Args:
+        argv: torchrun's own arguments; None takes the process's.
+    """
+    try:
+        arguments = sys.argv[1:] if argv is None else list(argv)
+        torchrun.run(torchrun.parse_args(arguments))  # type: ignore[no-untyped-call]
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        code = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+        print(f"torchrun: rank {rank} was the first to fail; exit code {code}.", file=sys.stderr)
+        return code
+    except SignalException as error:
+        name = signal.Signals(error.sigval).name
+        print(f"torchrun: ended by {name}, and the ranks of this node with it.", file=sys.stderr)
+        return 128 + int(error.sigval)
+    finally:
+        _kill_children()
+    return 0
+
+
+def _kill_children() -> None:
+    """Kill what an interrupted shutdown left; elsewhere than on Linux do nothing.
+
+    Ranks lead process groups of their own, so that what they started ends with them.
+    """
+    for listing in Path("/proc/self/task").glob("*/children"):
+        with suppress(OSError):
+            for pid in map(int, listing.read_text().split()):
+                with suppress(OSError):
+                    if os.getpgid(pid) == pid:
+                        os.killpg(pid, signal.SIGKILL)
+                    os.kill(pid, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

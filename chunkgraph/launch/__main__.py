@@ -1,0 +1,222 @@
+"""``python -m chunkgraph.launch SCRIPT ...``: one rank of an unmodified pretrain script.
+
+For torchrun and srun, for a single process, and for the processes of ``chunkgraph launch``::
+
+    torchrun --nproc-per-node 8 -m chunkgraph.launch pretrain_gpt.py FLAGS \
+        --cuda-graph-impl local --cuda-graph-granularity chunk
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import runpy
+import signal
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from chunkgraph._collector import collector_paused
+from chunkgraph._text import did_you_mean
+from chunkgraph.errors import ChunkGraphError, ConfigError, MissingDependencyError
+from chunkgraph.jobs.processes import (
+    REPORT_FOLDER_VARIABLE,
+    die_with_parent,
+    guard_session,
+    keep_quiet,
+    leave,
+)
+from chunkgraph.jobs.reports import write_error, write_whole
+from chunkgraph.launch.megatron_flags import GRANULARITY
+from chunkgraph.launch.options import LaunchOptions, parse_options
+
+if TYPE_CHECKING:
+    from chunkgraph.launch.hooks import ChunkGraphsInPretrain
+
+__all__ = ["main", "run_as_rank", "run_script"]
+
+_EXIT_FAILED = 1
+_EXIT_USAGE = 2
+_PROG = "python -m chunkgraph.launch"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line as one rank; returns the exit code."""
+    try:
+        options = parse_options(sys.argv[1:] if argv is None else argv, _PROG)
+    except ChunkGraphError as error:
+        return _report(error, _rank_variables(), None)
+    return run_as_rank(options)
+
+
+def run_as_rank(options: LaunchOptions) -> int:
+    """Run the script as one rank, and report what goes wrong; returns the exit code."""
+    folder = os.environ.get(REPORT_FOLDER_VARIABLE)
+    rank = _rank_variables()
+    if folder is not None or "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with_parent()  # an agent's, which ends all ranks as long as it lives
+    end_well = guard_session()
+    if folder is not None:
+        _join_launcher(Path(folder), rank)
+    try:
+        if folder is None:  # the launcher has said it
+            _check_and_say(options, rank)
+        code = run_script(options)
+    except Exception as error:  # noqa: BLE001 - the outermost frame: everything is reported
+        return _report(error, rank, Path(folder) if folder is not None else None)
+    if code == 0:
+        end_well()
+    return code
+
+
+def run_script(options: LaunchOptions) -> int:
+    """Run the script in this process, with Megatron's pretrain program hooked.
+
+    Returns:
+        The script's exit code.
+
+    Raises:
+        Exception: whatever the script raised.
+        ConfigError: the flags cannot go together.
+    """
+    script_args = list(options.script_args)
+    world_size = os.environ.get("WORLD_SIZE", "1")
+    if world_size != "1" and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        raise ConfigError(
+            f"This is one of {world_size} processes, but MASTER_ADDR and MASTER_PORT "
+            "do not say where rank 0 is. Export both in the job script, or start the processes by "
+            "torchrun or chunkgraph launch."
+        )
+    if options.device == "cpu":
+        # Read when torch is imported: Megatron compiles small functions, for a GPU.
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+        # Megatron looks for it with tensor parallelism; on GPUs it is the user's to set.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    # As Python does with a script; a checkout's own `megatron` lies beside it.
+    sys.path.insert(0, str(options.script.resolve().parent))
+    with contextlib.ExitStack() as stack:
+        with collector_paused():
+            if options.device == "cpu":
+                from chunkgraph.megatron.cpu_pretrain import cpu_flags, cpu_pretrain_host
+
+                warnings.simplefilter("ignore")
+                keep_quiet()
+                script_args += cpu_flags(script_args)
+                stack.enter_context(cpu_pretrain_host())
+            sys.argv = [str(options.script), *script_args]
+            from chunkgraph.launch.hooks import enable
+
+            hooks = enable(on_cpu=options.device == "cpu", run_dir=options.run_dir)
+        hooks.on_parser = _explain_in_one_line
+        stack.callback(hooks.disable)
+        code, is_over = 0, True
+        try:
+            runpy.run_path(str(options.script), run_name="__main__")
+        except SystemExit as error:
+            code = _exit_code(error)
+            is_over = hooks.was_parsed  # else it was asked for help
+        if code == 0 and is_over and os.environ.get("RANK", "0") == "0":
+            _say_if_unused(options, hooks)
+    if options.device == "cpu" and code == 0:
+        # Ranks were seen to end with SIGABRT ("terminate called without an active exception")
+        # behind a training that was over. Likely, not shown: a thread of gloo frees its tensors a
+        # moment after who waits is told of the result, and Python ends meanwhile.
+        time.sleep(0.1)
+    return code
+
+
+def _say_if_unused(options: LaunchOptions, hooks: ChunkGraphsInPretrain) -> None:
+    """A script with a training loop of its own would run eagerly without a word."""
+    if hooks.was_parsed:
+        is_unused = hooks.flags is not None and not hooks.has_trained
+        what = "trained nothing by Megatron's pretrain()"
+    else:
+        is_unused = any(arg.partition("=")[0] == GRANULARITY for arg in options.script_args)
+        what = "never parsed Megatron's arguments"
+    if not is_unused:
+        return
+    sys.stderr.write(
+        f"WARNING: chunk graphs: {options.script.name} {what}, so that {GRANULARITY} had no "
+        "effect. In a training loop of one's own call chunkgraph.megatron.attach().\n"
+    )
+
+
+def _check_and_say(options: LaunchOptions, rank: int) -> None:
+    """What ``chunkgraph launch`` says before it starts processes, where others started them."""
+    num_processes = int(os.environ["WORLD_SIZE"])
+    if options.is_nproc_given:
+        raise ConfigError(
+            f"--nproc-per-node {options.nproc}: this process is one of {num_processes} that were "
+            "started already, and starts no others. Give the number to what starts them (torchrun, "
+            "srun), or run chunkgraph launch by itself."
+        )
+    if rank == 0:
+        for note in (*options.notes, *options.notes_on_processes(num_processes)):
+            sys.stderr.write(f"note: {note}.\n")
+
+
+def _exit_code(error: SystemExit) -> int:
+    if error.code is None or isinstance(error.code, int):
+        return error.code or 0
+    sys.stderr.write(f"{error.code}\n")
+    return _EXIT_FAILED
+
+
+def _explain_in_one_line(parser: argparse.ArgumentParser) -> None:
+    """Megatron's usage is several hundred lines, from every rank."""
+
+    def error(message: str) -> None:
+        hint = ""
+        unknown = message.removeprefix("unrecognized arguments: ")
+        if unknown != message:
+            name = unknown.split()[0].partition("=")[0]
+            hint = did_you_mean(name, parser._option_string_actions)
+        raise ConfigError(f"{Path(sys.argv[0]).name}: {message}.{hint}")
+
+    parser.error = error  # type: ignore[assignment, method-assign]
+
+
+def _rank_variables() -> int:
+    """This process's rank; Slurm's variables are given the names that Megatron reads."""
+    slurm = {"RANK": "SLURM_PROCID", "LOCAL_RANK": "SLURM_LOCALID", "WORLD_SIZE": "SLURM_NTASKS"}
+    # A shell of salloc's has the number of tasks, but is none of them.
+    if "RANK" not in os.environ and all(name in os.environ for name in slurm.values()):
+        for name, of_slurm in slurm.items():
+            os.environ.setdefault(name, os.environ[of_slurm])
+    os.environ.setdefault("LOCAL_RANK", "0")
+    os.environ.setdefault("RANK", "0")
+    os.environ.setdefault("WORLD_SIZE", "1")
+    if os.environ["WORLD_SIZE"] == "1":
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        os.environ.setdefault("MASTER_PORT", "29500")
+    return int(os.environ["RANK"])
+
+
+def _join_launcher(folder: Path, rank: int) -> None:
+    # Ctrl-C reaches the whole terminal; the launcher alone decides what it means.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    write_whole(folder / f"pid_rank{rank}", str(os.getpid()))
+
+
+def _report(error: Exception, rank: int, folder: Path | None) -> int:
+    """Say what went wrong; to the launcher, which says it once for all ranks, if there is one."""
+    is_usage = isinstance(error, (ConfigError, MissingDependencyError))
+    if not isinstance(error, ChunkGraphError):
+        traceback.print_exception(error)
+    if folder is not None:
+        return write_error(folder, rank, error)
+    # A wrong command line is the same on all ranks.
+    if isinstance(error, ChunkGraphError) and (not is_usage or os.environ["LOCAL_RANK"] == "0"):
+        sys.stderr.write(f"error: {error}\n")
+    return _EXIT_USAGE if is_usage else _EXIT_FAILED
+
+
+if __name__ == "__main__":
+    code = main()
+    if code:
+        leave(code)

@@ -1,0 +1,212 @@
+"""What a run with chunk graphs says of itself: at its start, after the capture, and in a file."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from chunkgraph import __version__
+from chunkgraph._text import format_bytes
+from chunkgraph.engine import CaptureReport
+from chunkgraph.errors import ConfigError
+from chunkgraph.launch.flags import GraphFlags
+from chunkgraph.megatron import compat
+from chunkgraph.megatron.plugin import MegatronChunkGraphs
+
+__all__ = ["RECORD_NAME", "capture_line", "save_run_record", "start_line"]
+
+RECORD_NAME = "chunkgraph.yaml"
+"""The file in the folder of the run."""
+
+_MODEL = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "seq_length",
+    "padded_vocab_size",
+    "position_embedding_type",
+    "normalization",
+    "swiglu",
+    "add_bias_linear",
+    "hidden_dropout",
+    "attention_dropout",
+    "untie_embeddings_and_output_weights",
+    "bf16",
+    "fp16",
+    "fp8",
+    "fp8_recipe",
+    "transformer_impl",
+    "te_rng_tracker",
+    "recompute_granularity",
+    "recompute_method",
+    "recompute_num_layers",
+    "recompute_modules",
+    "mtp_num_layers",
+    "hybrid_layer_pattern",
+    "mamba_state_dim",
+    "mamba_head_dim",
+    "mamba_num_groups",
+    "mamba_num_heads",
+)
+_EXPERTS = (
+    "num_experts",
+    "moe_router_topk",
+    "moe_ffn_hidden_size",
+    "moe_shared_expert_intermediate_size",
+    "moe_layer_freq",
+    "moe_token_dispatcher_type",
+    "moe_flex_dispatcher_backend",
+    "moe_expert_capacity_factor",
+    "moe_expert_rank_capacity_factor",
+    "cuda_graph_expert_rank_capacity_factor",
+    "moe_pad_expert_input_to_capacity",
+    "moe_router_load_balancing_type",
+    "moe_aux_loss_coeff",
+    "moe_z_loss_coeff",
+)
+"""Those of a model that has any."""
+
+_PIPELINE = (
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "microbatch_group_size_per_vp_stage",
+    "tensor_model_parallel_size",
+    "sequence_parallel",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "data_parallel_size",
+)
+
+
+def start_line(graphs: MegatronChunkGraphs, flags: GraphFlags, record: Path | None) -> str:
+    """One line about what is going to be captured on this rank.
+
+    Args:
+        graphs: attached to the model.
+        flags: what was asked for.
+        record: where `save_run_record` wrote, if it did.
+    """
+    slots = graphs.num_slots
+    saved = (
+        f"settings in {record}"
+        if record is not None
+        else "settings not saved (neither --save nor --run-dir is given)"
+    )
+    scope: str = graphs.scope.scope
+    if graphs.scope.why_block:
+        scope += f" (no whole chunk with {graphs.scope.why_block})"
+    steps = f"{flags.num_warmup_steps} eager step{'s' if flags.num_warmup_steps > 1 else ''}"
+    return (
+        f"chunk graphs: scope {scope}, {_slots(slots, flags.shared_slots)} on rank 0 "
+        f"({_num_graphs(graphs)} graphs), "
+        "memory plan "
+        f"{flags.memory_plan}, verify {flags.verify}; capture after {steps}; {saved}"
+    )
+
+
+def capture_line(report: CaptureReport) -> str:
+    """One line about what was captured on this rank."""
+    total = report.slot_bytes + report.scratch_bytes + report.static_bytes
+    slots = _slots(report.num_slots, report.shared_slots)
+    return (
+        f"chunk graphs: captured {report.num_graphs} graphs, {slots} on rank 0, "
+        f"in {report.duration_ms / 1e3:.2f} s; {format_bytes(total)}: slots "
+        f"{format_bytes(report.slot_bytes)}, scratch {format_bytes(report.scratch_bytes)}, static "
+        f"{format_bytes(report.static_bytes)}"
+        + (f"; memsets are no kernels: {report.memsets_kept}" if report.memsets_kept else "")
+    )
+
+
+def save_run_record(
+    graphs: MegatronChunkGraphs,
+    flags: GraphFlags,
+    args: argparse.Namespace,
+    run_dir: Path | None,
+) -> Path | None:
+    """Write the resolved settings into ``run_dir``, or Megatron's ``--save`` folder.
+
+    Args:
+        graphs: attached to the model.
+        flags: with every default written out.
+        args: Megatron's, checked and filled in by it.
+        run_dir: the folder; None: that of Megatron.
+
+    Returns:
+        The file, or None where the run has neither folder.
+
+    Raises:
+        ConfigError: the folder cannot be written.
+    """
+    save = getattr(args, "save", None)
+    folder = run_dir or (Path(save) if save else None)
+    if folder is None:
+        return None
+    model = (*_MODEL, *(_EXPERTS if getattr(args, "num_experts", None) else ()))
+    record: dict[str, Any] = {
+        "chunkgraph": __version__,
+        "versions": compat.versions(),
+        "command": list(sys.argv),
+        "world_size": int(os.environ.get("WORLD_SIZE", "1")),
+        "model": {name: _plain(getattr(args, name, None)) for name in model},
+        "pipeline": {name: _plain(getattr(args, name, None)) for name in _PIPELINE},
+        "cuda_graph_granularity": "chunk",
+        "capture": {**flags.as_dict(), "scope": graphs.scope.scope},
+        "graphs_of_rank_0": _graphs(graphs, flags.max_packed_seqs),
+    }
+    path = folder / RECORD_NAME
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(".tmp")
+        partial.write_text(yaml.safe_dump(record, sort_keys=False), encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror or error}.") from None
+    return path
+
+
+def _graphs(graphs: MegatronChunkGraphs, max_packed_seqs: int) -> dict[str, Any]:
+    """What this rank captures; packed shapes and context-parallel sizes where there are any."""
+    found: dict[str, Any] = {
+        "slots_per_chunk": list(graphs.num_slots),
+        "num_graphs": _num_graphs(graphs),
+    }
+    if graphs.packed_shapes:
+        found["packed_shapes"] = [
+            {"max_packed_seqs": one.max_packed_seqs, "max_packed_tokens": one.max_packed_tokens}
+            for one in graphs.packed_shapes
+        ]
+    if graphs.context_banks:
+        found["context_banks"] = [
+            {
+                "context_parallel_size": key.size,
+                "tokens_per_rank": key.num_tokens,
+                "max_packed_seqs": key.max_packed_seqs or max_packed_seqs,
+            }
+            for key in graphs.context_banks
+        ]
+    return found
+
+
+def _num_graphs(graphs: MegatronChunkGraphs) -> int:
+    return 2 * sum(graphs.num_slots) * graphs.num_banks
+
+
+def _plain(value: Any) -> Any:
+    """As YAML can hold it."""
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+
+
+def _slots(num_slots: tuple[int, ...], are_shared: bool) -> str:
+    if are_shared and len(num_slots) > 1:
+        count = num_slots[0]
+        return f"{count} slot{'s' if count > 1 else ''} shared by {len(num_slots)} chunks"
+    counts = " + ".join(str(n) for n in num_slots)
+    return f"{counts} slot{'s' if num_slots != (1,) else ''}"

@@ -1,0 +1,91 @@
+"""Between ``chunkgraph launch`` and its ranks: ``python -m ... FOLDER NUM LOGS COMMAND...``.
+
+It runs torchrun's elastic agent in a thread of its own, where that installs no signal handlers:
+SIGTERM goes to the ranks, which may save a checkpoint and end well; SIGINT means end them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from types import FrameType
+
+from chunkgraph.jobs.agent import run_elastic
+from chunkgraph.jobs.processes import PARENT_PID_VARIABLE, die_with_parent
+
+__all__ = ["main"]
+
+_POLL_S = 0.1
+_GRACE_S = 3.0
+
+
+class _Signals:
+    """Passes signals on to the ranks; each leaves its pid in the folder once it has begun."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._was_terminated = False
+        self._told: set[Path] = set()
+        self.ends_at: float | None = None
+        signal.signal(signal.SIGTERM, self._terminate)
+        signal.signal(signal.SIGINT, self._end)
+
+    def send(self, signum: int) -> None:
+        for path in self._folder.glob("pid_rank*"):
+            self._send_to(path, signum)
+
+    def tell_late_ranks(self) -> None:
+        """A rank that began after SIGTERM was passed on gets it too."""
+        if self._was_terminated:
+            for path in set(self._folder.glob("pid_rank*")) - self._told:
+                self._told.add(path)
+                self._send_to(path, signal.SIGTERM)
+
+    def _send_to(self, path: Path, signum: int) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            os.kill(int(path.read_text()), signum)
+
+    def _terminate(self, signum: int, _frame: FrameType | None) -> None:
+        self._was_terminated = True
+        self._told.update(self._folder.glob("pid_rank*"))
+        self.send(signum)
+
+    def _end(self, _signum: int, _frame: FrameType | None) -> None:
+        self.ends_at = time.monotonic() + _GRACE_S
+        self.send(signal.SIGTERM)
+
+
+def main(folder: str, num_workers: str, logs: str, *command: str) -> int:
+    """Start the ranks and wait for them; 0 when all of them succeeded."""
+    die_with_parent()
+    signals = _Signals(Path(folder))
+    if logs != "on":
+        logging.disable(logging.CRITICAL)
+    os.environ[PARENT_PID_VARIABLE] = str(os.getpid())
+    codes: list[int] = []
+
+    def run() -> None:
+        codes.append(run_elastic(Path(folder), int(num_workers), *command))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(_POLL_S)
+        signals.tell_late_ranks()
+        if signals.ends_at is not None and time.monotonic() > signals.ends_at:
+            signals.send(signal.SIGKILL)
+            return 128 + signal.SIGINT
+    return codes[0] if codes else 1
+
+
+if __name__ == "__main__":
+    code = main(*sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # without waiting for the agent's thread

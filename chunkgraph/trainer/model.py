@@ -1,0 +1,402 @@
+"""Megatron-core's model, in as many chunks as this rank holds, from a configuration."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from chunkgraph.config import Config
+from chunkgraph.errors import ConfigError, MissingDependencyError
+from chunkgraph.megatron.attention_limits import AttentionSite, refuse_large_deterministic
+from chunkgraph.megatron.compat import (
+    flex_backend,
+    import_megatron,
+    knows_rank_budget,
+    moe_layers_of,
+    use_worst_case_dispatch,
+    versions,
+)
+from chunkgraph.megatron.deep_ep_needs import deep_ep_is_missing
+from chunkgraph.packing import PackedShape
+from chunkgraph.trainer.expert_model import expert_block_spec, expert_settings, rank_capacity_factor
+from chunkgraph.trainer.fusion import fuse_weight_gradients
+from chunkgraph.trainer.hybrid_model import HybridChunks, hybrid_settings
+
+__all__ = ["build_model", "layer_spec"]
+
+
+def build_model(
+    config: Config,
+    device: torch.device,
+    ddp_options: Mapping[str, Any] | None = None,
+    *,
+    transformer_options: Mapping[str, Any] | None = None,
+    prepare: Callable[[nn.Module], None] = lambda _: None,
+    ddp_scope: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> list[nn.Module]:
+    """This rank's model chunks, wrapped in DDP where asked, in training mode.
+
+    Megatron's config, shared by all chunks, is at ``chunks[0].config``.
+
+    Args:
+        config: the run; model parallel groups must be set up and random numbers seeded.
+        device: where parameters go.
+        ddp_options: further fields of Megatron's DistributedDataParallelConfig.
+        transformer_options: further fields of Megatron's TransformerConfig.
+        prepare: called with every chunk before it is wrapped, for example to freeze parameters.
+        ddp_scope: entered while chunks are wrapped in DDP.
+
+    Raises:
+        ConfigError: the layers cannot train the packed sequences, or dispatch to the experts, that
+            are asked for.
+        MissingDependencyError: what DeepEP needs is not there.
+    """
+    _refuse_packed_attention(config, device)
+    _refuse_missing_dispatcher(config, device)
+    transformer_config = _transformer_config(config, device, transformer_options or {})
+    build = (
+        _gpt_chunks(config, transformer_config, device)
+        if config.model.hybrid_layer_pattern is None
+        else _hybrid_chunks(config, transformer_config, device)
+    )
+    rank = import_megatron("megatron.core.parallel_state").get_pipeline_model_parallel_rank()
+    num_chunks = config.pipeline.num_model_chunks
+    last_rank = config.pipeline.pipeline_model_parallel_size - 1
+    chunks: list[nn.Module] = []
+    for index in range(num_chunks):
+        chunk = build(
+            index=index,
+            pre_process=rank == 0 and index == 0,
+            post_process=rank == last_rank and index == num_chunks - 1,
+        )
+        prepare(chunk)
+        if flex_backend(transformer_config) == "deepep":
+            use_worst_case_dispatch(moe_layers_of(list(chunk.modules())))
+        chunks.append(chunk.to(device))
+    if config.model.params_dtype == "bfloat16":
+        half = import_megatron("megatron.core.transformer.module").Float16Module
+        chunks = [half(transformer_config, chunk) for chunk in chunks]
+    with ddp_scope():
+        chunks = _wrap_for_data_parallel(config, transformer_config, chunks, ddp_options or {})
+    if config.train.gradient_accumulation_fusion:
+        fuse_weight_gradients(chunks)
+    for chunk in chunks:
+        chunk.train()
+    return chunks
+
+
+def _refuse_packed_attention(config: Config, device: torch.device) -> None:
+    """Before the model is built, and in eager runs too."""
+    seqs, pipeline = config.packing.max_packed_seqs, config.pipeline
+    if seqs and layer_spec_name(config, device) == "transformer_engine":
+        heads = config.model.num_attention_heads // pipeline.tensor_model_parallel_size
+        most = max(config.packing.context_parallel_sizes, default=1)
+        shape = PackedShape(seqs, config.tokens_per_sequence * most)
+        refuse_large_deterministic(AttentionSite.here(device, with_padding=True), shape, heads)
+
+
+def _refuse_missing_dispatcher(config: Config, device: torch.device) -> None:
+    """Before the model is built, and in eager runs too."""
+    moe = config.moe
+    if moe.num_moe_experts is None or moe.moe_token_dispatcher_type != "flex":
+        return
+    if device.type != "cuda" or layer_spec_name(config, device) != "transformer_engine":
+        raise ConfigError(
+            f"moe.moe_flex_dispatcher_backend={moe.moe_flex_dispatcher_backend} needs GPUs and "
+            "Transformer Engine's layers "
+            f"(device is {device.type}, model.layer_spec {layer_spec_name(config, device)}). Set "
+            "moe.moe_token_dispatcher_type=alltoall and moe.moe_expert_capacity_factor."
+        )
+    if not knows_rank_budget():
+        raise ConfigError(
+            f"megatron-core {versions()['megatron_core']} knows no "
+            "moe.moe_expert_rank_capacity_factor. Use 0.18 or later, or set "
+            "moe.moe_token_dispatcher_type=alltoall and moe.moe_expert_capacity_factor."
+        )
+    assert moe.moe_flex_dispatcher_backend is not None  # the configuration was checked
+    if (missing := deep_ep_is_missing(moe.moe_flex_dispatcher_backend)) is not None:
+        raise MissingDependencyError(missing)
+
+
+def _hybrid_chunks(
+    config: Config, transformer_config: Any, device: torch.device
+) -> Callable[..., nn.Module]:
+    """Builds chunks of a hybrid model."""
+    # The user's function comes first: it may have something to prepare.
+    spec = layer_spec(config, device)
+    if layer_spec_name(config, device) == "transformer_engine":
+        if config.moe.num_moe_experts is not None and not config.moe.moe_grouped_gemm:
+            raise ConfigError(
+                "moe.moe_grouped_gemm is false, but the experts of Megatron's hybrid stack with "
+                "Transformer Engine are multiplied together. Set it to true."
+            )
+        return HybridChunks(config, transformer_config, None).build  # Megatron has a stack for it
+    experts = None
+    if config.moe.num_moe_experts is not None:
+        specs = import_megatron("megatron.core.models.gpt.gpt_layer_specs")
+        layer = specs.get_gpt_layer_local_spec(
+            num_experts=config.moe.num_moe_experts, moe_grouped_gemm=config.moe.moe_grouped_gemm
+        )
+        experts = layer.submodules.mlp
+    return HybridChunks(config, transformer_config, spec, experts).build
+
+
+def _gpt_chunks(
+    config: Config, transformer_config: Any, device: torch.device
+) -> Callable[..., nn.Module]:
+    """Builds chunks of a GPT model."""
+    gpt_model = import_megatron("megatron.core.models.gpt").GPTModel
+    latent = getattr(transformer_config, "multi_latent_attention", False)
+    has_experts = transformer_config.num_moe_experts is not None
+    spec_name = layer_spec_name(config, device)
+    num_chunks = config.pipeline.num_model_chunks
+    if not has_experts or spec_name not in {"local", "transformer_engine"}:
+        spec = layer_spec(config, device, {"multi_latent_attention": True} if latent else {})
+        specs = [spec] * num_chunks
+    else:
+        specs = [
+            expert_block_spec(
+                config,
+                transformer_config,
+                index,
+                use_transformer_engine=spec_name == "transformer_engine",
+            )
+            for index in range(num_chunks)
+        ]
+
+    def build(*, index: int, pre_process: bool, post_process: bool) -> nn.Module:
+        stage = index if num_chunks > 1 else None
+        spec = specs[index]
+        if device.type == "cpu":
+            spec = _with_torch_norm(spec, transformer_config, stage)
+        chunk: nn.Module = gpt_model(
+            config=transformer_config,
+            transformer_layer_spec=spec,
+            vocab_size=config.model.vocab_size,
+            max_sequence_length=config.model.seq_length,
+            pre_process=pre_process,
+            post_process=post_process,
+            position_embedding_type=config.model.position_embedding_type,
+            share_embeddings_and_output_weights=(
+                not config.model.untie_embeddings_and_output_weights
+            ),
+            vp_stage=stage,
+            **_token_predictors(config, transformer_config, device, specs[index], index),
+        )
+        return chunk
+
+    return build
+
+
+def _with_torch_norm(spec: Any, transformer_config: Any, stage: int | None) -> Any:
+    """The spec of a block whose last norm is torch's.
+
+    Behind layers of any spec Megatron puts Transformer Engine's norm wherever that is installed,
+    and it needs a GPU.
+    """
+    block = import_megatron("megatron.core.transformer.transformer_block")
+    norm = import_megatron("megatron.core.transformer.torch_norm").WrappedTorchNorm
+    layer = import_megatron("megatron.core.transformer.transformer_layer").BaseTransformerLayer
+    kind = getattr(spec, "module", None)
+    is_layer = isinstance(kind, type) and issubclass(kind, layer)
+    if not is_layer or block.LayerNormImpl is norm:
+        return spec
+    num_layers = block.get_num_layers_to_build(transformer_config, stage)
+    return block.TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=norm)
+
+
+def _token_predictors(
+    config: Config, transformer_config: Any, device: torch.device, spec: Any, index: int
+) -> dict[str, Any]:
+    """GPTModel's argument for multi-token prediction, where it is asked for."""
+    if not getattr(transformer_config, "mtp_num_layers", None):
+        return {}
+    make = import_megatron("megatron.core.models.gpt.gpt_layer_specs").get_gpt_mtp_block_spec
+    stage = index if config.pipeline.num_model_chunks > 1 else None
+    name = layer_spec_name(config, device)
+    return {
+        "mtp_block_spec": make(
+            transformer_config, spec, use_transformer_engine=name != "local", vp_stage=stage
+        )
+    }
+
+
+def layer_spec_name(config: Config, device: torch.device) -> str:
+    """``model.layer_spec``, with ``auto`` decided by the device."""
+    name = config.model.layer_spec
+    if name == "auto":
+        return "local" if device.type == "cpu" else "transformer_engine"
+    return name
+
+
+def layer_spec(
+    config: Config, device: torch.device, options: Mapping[str, Any] | None = None
+) -> Any:
+    """The spec of a transformer layer that ``model.layer_spec`` names.
+
+    Args:
+        config: the run.
+        device: decides where the name is ``auto``.
+        options: further arguments of Megatron's own function that makes it.
+
+    Raises:
+        ConfigError: the user's function cannot be found.
+        MissingDependencyError: Transformer Engine is asked for and not installed.
+    """
+    name = layer_spec_name(config, device)
+    options = options or {}
+    if name == "local" and config.model.fp8 is not None:
+        raise ConfigError(
+            f"model.fp8 is {config.model.fp8}, but local layers have no FP8. Use Transformer "
+            "Engine's on a GPU (model.layer_spec=transformer_engine), or set model.fp8=null."
+        )
+    if name not in {"local", "transformer_engine"}:
+        return _user_spec(name)
+    specs = import_megatron("megatron.core.models.gpt.gpt_layer_specs")
+    if name == "transformer_engine":
+        try:
+            importlib.import_module("transformer_engine.pytorch")
+        except ImportError as error:
+            raise MissingDependencyError(
+                "model.layer_spec is transformer_engine, which cannot be imported "
+                f"({error}). Install chunkgraph[te], or set model.layer_spec=local."
+            ) from error
+        return specs.get_gpt_layer_with_transformer_engine_spec(**options)
+    make = specs.get_gpt_layer_local_spec
+    parameters = inspect.signature(make).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    if "normalization" in parameters or takes_any:
+        return make(normalization=config.model.normalization, **options)
+    return make(**options)
+
+
+def _user_spec(name: str) -> Any:
+    module_name, _, function_name = name.partition(":")
+    try:
+        function = getattr(importlib.import_module(module_name), function_name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"model.layer_spec is {name}, but {error}. Give package.module:function, importable "
+            "where the workers run, that returns a Megatron module spec."
+        ) from error
+    return function()
+
+
+def _transformer_config(config: Config, device: torch.device, options: Mapping[str, Any]) -> Any:
+    transformer_config = import_megatron("megatron.core.transformer.transformer_config")
+    model, pipeline = config.model, config.pipeline
+    dtype = torch.bfloat16 if model.params_dtype == "bfloat16" else torch.float32
+    on_cpu = device.type == "cpu"
+    interleaved = pipeline.num_model_chunks > 1
+    wanted: dict[str, Any] = {
+        "num_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "ffn_hidden_size": model.ffn_hidden_size,
+        "num_attention_heads": model.num_attention_heads,
+        "hidden_dropout": model.hidden_dropout,
+        "attention_dropout": model.attention_dropout,
+        "normalization": model.normalization,
+        "gated_linear_unit": model.swiglu,
+        "activation_func": functional.silu if model.swiglu else functional.gelu,
+        "add_bias_linear": not model.swiglu,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype is torch.bfloat16,
+        "use_cpu_initialization": on_cpu,
+        "tensor_model_parallel_size": pipeline.tensor_model_parallel_size,
+        "sequence_parallel": pipeline.sequence_parallel,
+        "context_parallel_size": pipeline.context_parallel_size,
+        "pipeline_model_parallel_size": pipeline.pipeline_model_parallel_size,
+        "virtual_pipeline_model_parallel_size": pipeline.num_model_chunks if interleaved else None,
+        "deallocate_pipeline_outputs": True,
+        # Megatron's own defaults on a GPU. Batched sends of an interleaved schedule pair up wrongly
+        # between two ranks that are each other's previous and next. Gloo has no batched sends, and
+        # its sends read a buffer after Megatron has freed it when they overlap.
+        "overlap_p2p_comm": interleaved and not on_cpu,
+        "batch_p2p_comm": not interleaved and not on_cpu,
+        # On by default in Megatron's own training script; their kernels need a GPU.
+        "apply_rope_fusion": not on_cpu and model.position_embedding_type == "rope",
+        "bias_activation_fusion": not on_cpu,
+        "bias_dropout_fusion": not on_cpu,
+        "deterministic_mode": config.train.deterministic,
+    }
+    wanted.update(expert_settings(config))
+    known = {field.name for field in fields(transformer_config.TransformerConfig)}
+    wanted.update({k: v for k, v in hybrid_settings(config).items() if k in known})
+    if model.recompute_granularity is not None:
+        wanted["recompute_granularity"] = model.recompute_granularity
+        wanted["recompute_method"] = model.recompute_method
+        wanted["recompute_num_layers"] = model.recompute_num_layers
+        wanted["recompute_modules"] = list(model.recompute_modules)
+    if model.fp8 is not None:
+        wanted["fp8"] = model.fp8
+        wanted["fp8_recipe"] = model.fp8_recipe
+    if interleaved:
+        wanted["microbatch_group_size_per_vp_stage"] = pipeline.microbatch_group_size
+    wanted.update(options)
+    kind = "MLATransformerConfig" if wanted.get("multi_latent_attention") else "TransformerConfig"
+    made = getattr(transformer_config, kind)(**wanted)
+    if flex_backend(made) == "deepep":
+        # Megatron's own check knows of no budget with this backend.
+        made.moe_expert_rank_capacity_factor = rank_capacity_factor(config)
+    return made
+
+
+def _wrap_for_data_parallel(
+    config: Config, transformer_config: Any, chunks: list[nn.Module], options: Mapping[str, Any]
+) -> list[nn.Module]:
+    distributed = import_megatron("megatron.core.distributed")
+    train = config.train
+    ddp_config = distributed.DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=train.overlap_grad_reduce,
+        use_distributed_optimizer=train.use_distributed_optimizer,
+        **{"overlap_param_gather": train.overlap_param_gather, **options},
+    )
+    if not train.use_ddp:
+        _check_without_ddp(config)
+        for chunk in chunks:
+            # Megatron's optimizer asks every chunk for it, wrapped or not.
+            chunk.ddp_config = ddp_config
+        return chunks
+    wrapped: list[nn.Module] = [
+        distributed.DistributedDataParallel(
+            config=transformer_config,
+            ddp_config=ddp_config,
+            module=chunk,
+            # Only the first chunk's reduction is on the critical path.
+            disable_bucketing=index > 0,
+        )
+        for index, chunk in enumerate(chunks)
+    ]
+    if train.overlap_grad_reduce:
+        no_sync: list[Any] = [chunk.no_sync for chunk in wrapped]
+        transformer_config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+    transformer_config.finalize_model_grads_func = distributed.finalize_model_grads
+    return wrapped
+
+
+def _check_without_ddp(config: Config) -> None:
+    pipeline = config.pipeline
+    if pipeline.data_parallel_size * pipeline.context_parallel_size > 1:
+        raise ConfigError(
+            "train.use_ddp is false, but pipeline.data_parallel_size is "
+            f"{pipeline.data_parallel_size} and pipeline.context_parallel_size "
+            f"{pipeline.context_parallel_size}: nothing would reduce the gradients. Set "
+            "train.use_ddp=true."
+        )
+    split = config.pipeline.pipeline_model_parallel_size > 1
+    if split and not config.model.untie_embeddings_and_output_weights:
+        raise ConfigError(
+            "train.use_ddp is false and the embedding is tied across pipeline stages: nothing "
+            "would add their gradients. Set train.use_ddp=true or "
+            "model.untie_embeddings_and_output_weights=true."
+        )

@@ -1,0 +1,108 @@
+"""One training process: ``python -m chunkgraph.trainer.worker CONFIG RUN_DIR``.
+
+Started once for each rank, with RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT set as
+torchrun sets them. Leaves in the run folder:
+
+* ``rank0.json``: the results, by rank 0, whole or not at all;
+* ``progress.jsonl``: a line for each step and capture, by rank 0;
+* ``error_rank{r}.txt``: when rank r fails, one clear message, an empty line, the traceback.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from chunkgraph._collector import collector_paused
+from chunkgraph.jobs.processes import die_with_parent, guard_session, keep_quiet, leave
+from chunkgraph.jobs.reports import append_progress, write_error, write_whole
+
+if TYPE_CHECKING:
+    from chunkgraph.config import Config
+
+__all__ = [
+    "main",
+    "train_rank",
+]
+
+
+def main(config_path: str, run_dir: str) -> int:
+    """Train by the configuration file; returns the exit code (0, 1 failed, 2 bad usage)."""
+    rank = int(os.environ.get("RANK", "0"))
+    folder = Path(run_dir)
+    try:
+        # Imported here: an import that fails is reported.
+        from chunkgraph.config import load_config
+
+        progress = append_progress(folder / "progress.jsonl") if rank == 0 else None
+        results = train_rank(load_config(config_path), progress)
+        if rank == 0:
+            write_whole(folder / "rank0.json", json.dumps(results, indent=1) + "\n")
+    except Exception as error:  # noqa: BLE001 - the outermost frame: everything is reported
+        return write_error(folder, rank, error)
+    return 0
+
+
+def train_rank(
+    config: Config, on_progress: Callable[[dict[str, Any]], None] | None = None
+) -> dict[str, Any]:
+    """Train as the rank that RANK, WORLD_SIZE and the like make of this process.
+
+    Args:
+        config: the run.
+        on_progress: called with the progress line of each step, session and captured graph; None
+            on ranks that nobody watches.
+
+    Returns:
+        The whole job's results as plain values for JSON, the same on every rank.
+    """
+    if not config.run.debug:
+        keep_quiet()
+    # Imported here: a bad configuration needs no torch.
+    with collector_paused():
+        from chunkgraph.trainer.compare import train
+        from chunkgraph.trainer.loop import StepRecord
+        from chunkgraph.trainer.setup import training_process
+
+    def on_step(phase: str, record: StepRecord) -> None:
+        if on_progress is None:
+            return
+        line = {
+            "phase": phase,
+            "step": record.step,
+            "num_steps": len(config.train.num_microbatches),
+            "loss": record.loss,
+            "num_microbatches": record.num_microbatches,
+        }
+        events = ["capture", "step"] if record.captures else ["step"]
+        for event in events:
+            on_progress({**line, "event": event})
+
+    def on_capture(num_captured: int, num_graphs: int, free_bytes: int | None) -> None:
+        if on_progress is None:
+            return
+        line = {"phase": "chunk", "event": "capturing", "num_captured": num_captured}
+        on_progress({**line, "num_graphs": num_graphs, "free_bytes": free_bytes})
+
+    with ExitStack() as stack:
+        with collector_paused():  # it imports Megatron
+            device = stack.enter_context(training_process(config))
+        return train(config, device, on_step=on_step, on_capture=on_capture)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.stderr.write("usage: python -m chunkgraph.trainer.worker CONFIG RUN_DIR\n")
+        raise SystemExit(2)
+    die_with_parent()
+    guard_session()
+    code = main(sys.argv[1], sys.argv[2])
+    report = Path(sys.argv[2]) / f"error_rank{os.environ.get('RANK', '0')}.txt"
+    if code and report.exists():
+        sys.stderr.write(report.read_text(encoding="utf-8"))
+    leave(code)
