@@ -33,8 +33,9 @@ import numpy as np
 import torch
 
 from chunkgraph.config import Config, config_from_mapping, default_seq_buckets
-from chunkgraph.megatron.compat import packed_rope, versions
-from chunkgraph.megatron.packed import make_params, put_together, take_apart
+from chunkgraph.megatron.core.access import versions
+from chunkgraph.megatron.features.packing.params import make_params, put_together, take_apart
+from chunkgraph.megatron.features.packing.rope import packed_rope
 from chunkgraph.packing import PackedShape, pack
 from chunkgraph.trainer.model import build_model
 from chunkgraph.trainer.setup import seed_everything, training_process

@@ -15,7 +15,7 @@ from chunkgraph.bench.ideal import pipeline_ms
 from chunkgraph.bench.measure import Measurement
 from chunkgraph.bench.packed_work import packed_summary
 from chunkgraph.config import Config
-from chunkgraph.megatron.compat import import_megatron, versions
+from chunkgraph.megatron.core.access import import_megatron, versions
 from chunkgraph.schedules import megatron_schedule
 
 __all__ = ["gathered_summary"]

@@ -19,12 +19,12 @@ from torch import nn
 
 from chunkgraph.config import Config
 from chunkgraph.errors import ConfigError, StashError
-from chunkgraph.megatron.compat import import_megatron, private_names
-from chunkgraph.megatron.padding import keep_padding_from_experts
-from chunkgraph.megatron.plugin import MegatronChunkGraphs, attach, config_of
+from chunkgraph.megatron.attachment import MegatronChunkGraphs, attach, config_of
+from chunkgraph.megatron.core.access import import_megatron, private_names
+from chunkgraph.megatron.features.experts.packed_padding import keep_padding_from_experts
+from chunkgraph.megatron.features.packing.steps import Packings
+from chunkgraph.megatron.features.stash.feature import stash_options
 from chunkgraph.megatron.receive import receiving_lengths
-from chunkgraph.megatron.stash import stash_options
-from chunkgraph.megatron.step_packings import Packings
 from chunkgraph.trainer.batches import packed_shape
 from chunkgraph.trainer.loop import capture_options
 

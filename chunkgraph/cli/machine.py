@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from chunkgraph.megatron.deep_ep_needs import (
+from chunkgraph.megatron.core.releases import RANGE, is_known
+from chunkgraph.megatron.features.experts.deep_ep_needs import (
     CUBLASLT_NEEDED,
     FUSED_GROUPED_MLP,
     cublaslt_version,
@@ -21,7 +22,6 @@ from chunkgraph.megatron.deep_ep_needs import (
     version_text,
     wants_fused_grouped_mlp,
 )
-from chunkgraph.megatron.releases import RANGE, is_known
 
 __all__ = ["Finding", "examine"]
 

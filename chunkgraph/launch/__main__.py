@@ -102,7 +102,7 @@ def run_script(options: LaunchOptions) -> int:
     with contextlib.ExitStack() as stack:
         with collector_paused():
             if options.device == "cpu":
-                from chunkgraph.megatron.cpu_pretrain import cpu_flags, cpu_pretrain_host
+                from chunkgraph.megatron.cpu.pretrain import cpu_flags, cpu_pretrain_host
 
                 warnings.simplefilter("ignore")
                 keep_quiet()

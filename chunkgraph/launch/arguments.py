@@ -14,12 +14,12 @@ import torch
 from chunkgraph.errors import ConfigError, PackingError
 from chunkgraph.launch.flags import GraphFlags, read_flags
 from chunkgraph.launch.packing_rules import packed_shape, packing_refusals
-from chunkgraph.megatron.compat import flex_backend
-from chunkgraph.megatron.deep_ep_needs import BACKEND_NAMES, deep_ep_is_missing
-from chunkgraph.megatron.hybrid_support import layer_refusals
-from chunkgraph.megatron.moe_support import stash_refusals
+from chunkgraph.megatron.features.experts.deep_ep_needs import BACKEND_NAMES, deep_ep_is_missing
+from chunkgraph.megatron.features.experts.rank_budget import flex_backend
+from chunkgraph.megatron.features.experts.refusals import stash_refusals
+from chunkgraph.megatron.features.hybrid.feature import layer_refusals
+from chunkgraph.megatron.refusals import GRAPH_SAFE_RNG, recompute_refusals, refused_settings
 from chunkgraph.megatron.scope_choice import scope_obstacles
-from chunkgraph.megatron.support import GRAPH_SAFE_RNG, recompute_refusals, refused_settings
 
 __all__ = ["refuse_changed_arguments", "settle_arguments"]
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from chunkgraph.launch.context_flags import CONTEXTS
 from chunkgraph.launch.flags import PACKING, GraphFlags
-from chunkgraph.megatron.attention_limits import shares_keys
-from chunkgraph.megatron.moe_support import packed_moe_refusals
+from chunkgraph.megatron.features.experts.refusals import packed_moe_refusals
+from chunkgraph.megatron.features.packing.attention_limits import shares_keys
 from chunkgraph.packing import ContextLimits
 
 __all__ = ["changing_limits", "changing_refusals"]

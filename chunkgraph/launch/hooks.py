@@ -27,20 +27,28 @@ from chunkgraph.launch.arguments import refuse_changed_arguments, settle_argumen
 from chunkgraph.launch.context_rules import changing_limits
 from chunkgraph.launch.context_steps import ContextSteps
 from chunkgraph.launch.flags import GraphFlags, add_flags, flags_from
+from chunkgraph.launch.look_ahead import num_microbatches_at
 from chunkgraph.launch.packed_steps import PackedSteps
 from chunkgraph.launch.packing_rules import packed_shape, resolved_flags
+from chunkgraph.launch.patches import (
+    count_documents_on_cpu,
+    patch_pretrain,
+    pretrain_arguments,
+    pretrain_hooks,
+    tensorboard_writers,
+)
 from chunkgraph.launch.run_record import capture_line, save_run_record, start_line
 from chunkgraph.launch.script_steps import ScriptSteps
 from chunkgraph.launch.step_metrics import StepMetrics
-from chunkgraph.megatron import compat
-from chunkgraph.megatron.contexts import ContextBanks, ContextGroups, follow_groups
-from chunkgraph.megatron.plugin import MegatronChunkGraphs, attach, config_of
-from chunkgraph.megatron.stash import stash_options
-from chunkgraph.megatron.topology import (
-    PipelinePlace,
-    gather_from_data_ranks,
-    share_in_tensor_group,
-)
+from chunkgraph.megatron.attachment import MegatronChunkGraphs, attach, config_of
+from chunkgraph.megatron.core.access import import_megatron
+from chunkgraph.megatron.core.collectives import gather_from_data_ranks, share_in_tensor_group
+from chunkgraph.megatron.features.contexts import ContextBanks, ContextGroups, follow_groups
+from chunkgraph.megatron.features.experts.rows_in_use import moe_layers_of
+from chunkgraph.megatron.features.experts.state import scale_expert_metrics
+from chunkgraph.megatron.features.experts.worst_case_dispatch import use_worst_case_dispatch
+from chunkgraph.megatron.features.stash.feature import stash_options
+from chunkgraph.megatron.topology import PipelinePlace
 
 __all__ = ["ChunkGraphsInPretrain", "enable"]
 
@@ -53,7 +61,7 @@ def enable(*, on_cpu: bool = False, run_dir: Path | None = None) -> ChunkGraphsI
     hooks of that call are returned and go on as they are.
 
     Args:
-        on_cpu: whether a CPU host is in force (see :mod:`chunkgraph.megatron.cpu_pretrain`).
+        on_cpu: whether a CPU host is in force (see :mod:`chunkgraph.megatron.cpu.pretrain`).
         run_dir: where the resolved settings are saved; default is Megatron's ``--save`` folder.
 
     Returns:
@@ -64,20 +72,20 @@ def enable(*, on_cpu: bool = False, run_dir: Path | None = None) -> ChunkGraphsI
         ConfigError: the installed release is outside the range that is known, or has moved a name
             that is needed.
     """
-    hooks = compat.pretrain_hooks()
+    hooks = pretrain_hooks()
     if isinstance(hooks, ChunkGraphsInPretrain):
         return hooks
     hooks = ChunkGraphsInPretrain(on_cpu=on_cpu, run_dir=run_dir)
     undo = contextlib.ExitStack()
-    undo.callback(compat.patch_pretrain(hooks))
+    undo.callback(patch_pretrain(hooks))
     if on_cpu:
-        undo.callback(compat.count_documents_on_cpu())
+        undo.callback(count_documents_on_cpu())
     hooks.disable = undo.close
     return hooks
 
 
 class ChunkGraphsInPretrain:
-    """What Megatron's pretrain program calls; see `chunkgraph.megatron.compat.PretrainHooks`.
+    """What Megatron's pretrain program calls; see `chunkgraph.launch.patches.PretrainHooks`.
 
     Attributes:
         flags: what the command line asked for, while training with every default written out; None
@@ -122,7 +130,7 @@ class ChunkGraphsInPretrain:
         if self.flags is None:
             yield
             return
-        args = compat.pretrain_arguments()
+        args = pretrain_arguments()
         # The script may have changed them since they were parsed.
         refuse_changed_arguments(args)
         self.flags = flags = resolved_flags(flags_from(args) or self.flags, args)
@@ -177,7 +185,7 @@ class ChunkGraphsInPretrain:
         """The banks of context-parallel sizes that change; None where they do not."""
         if flags.contexts is None:
             return None
-        state = compat.import_megatron("megatron.core.parallel_state")
+        state = import_megatron("megatron.core.parallel_state")
         place = PipelinePlace.current(len(chunks), config_of(chunks[0]))
         limits = changing_limits(
             flags,
@@ -225,10 +233,10 @@ class ChunkGraphsInPretrain:
         """Count the step, and write its numbers where Megatron writes its own."""
         if self._steps is not None and self._steps.metrics_scales is not None:
             # Megatron divides them by the microbatches that it asked for.
-            compat.scale_expert_metrics(*self._steps.metrics_scales)
+            scale_expert_metrics(*self._steps.metrics_scales)
         if self._metrics is not None:
             self._metrics.step()
-            for write in compat.tensorboard_writers(iteration):
+            for write in tensorboard_writers(iteration):
                 for name, value in self._metrics.scalars().items():
                     write(name, value)
         if self._steps is not None:
@@ -243,7 +251,7 @@ class ChunkGraphsInPretrain:
 
         Here the step is over for good: none of its runs again is to come.
         """
-        args = compat.pretrain_arguments()
+        args = pretrain_arguments()
         exit_interval = getattr(args, "exit_interval", None)
         ends = (
             iteration >= args.train_iters
@@ -255,7 +263,7 @@ class ChunkGraphsInPretrain:
         is_other = is_other or getattr(args, "perform_rl_step", False)
         if ends or is_other or iteration + 1 in (getattr(args, "iterations_to_skip", None) or ()):
             return
-        num_microbatches = compat.num_microbatches_at(args.consumed_train_samples)
+        num_microbatches = num_microbatches_at(args.consumed_train_samples)
         if num_microbatches is not None:
             steps.announce_next(num_microbatches)
 
@@ -286,7 +294,7 @@ def _give_rank_budget(args: argparse.Namespace, chunks: Sequence[Any]) -> None:
     for chunk in chunks:
         config_of(chunk).moe_expert_rank_capacity_factor = factor
         # Evaluation behind the training too: what it computes depends on no graph.
-        compat.use_worst_case_dispatch(compat.moe_layers_of(list(chunk.modules())))
+        use_worst_case_dispatch(moe_layers_of(list(chunk.modules())))
 
 
 def _is_profiled(args: argparse.Namespace) -> bool:

@@ -11,12 +11,12 @@ from typing import Any
 from torch import nn
 
 from chunkgraph.errors import ConfigError, PackingError
+from chunkgraph.launch.look_ahead import look_ahead
 from chunkgraph.launch.script_steps import Microbatches, ScriptSteps
 from chunkgraph.launch.sft_data import Documents, cut, documents_of
-from chunkgraph.megatron import compat
-from chunkgraph.megatron.packed import fixed_params
-from chunkgraph.megatron.rank_graphs import MegatronChunkGraphs
-from chunkgraph.megatron.topology import Share
+from chunkgraph.megatron.attached import MegatronChunkGraphs
+from chunkgraph.megatron.core.collectives import Share
+from chunkgraph.megatron.features.packing.params import fixed_params
 from chunkgraph.packing import PackedSequences, PackedShape, pack, smallest_that_fits
 
 __all__ = ["PackedSteps"]
@@ -97,7 +97,7 @@ class PackedSteps(ScriptSteps):
             if iterator is None:
                 read.append(None)
                 continue
-            below = compat.look_ahead(iterator)
+            below = look_ahead(iterator)
             batches = None if below is None else below.first(num_microbatches)
             if batches is None:
                 return None

@@ -9,7 +9,7 @@ from chunkgraph.config import default_seq_buckets
 from chunkgraph.errors import PackingError
 from chunkgraph.launch.context_rules import changing_refusals
 from chunkgraph.launch.flags import PACKING, GraphFlags
-from chunkgraph.megatron.buckets import Buckets
+from chunkgraph.megatron.features.packing.banks import Buckets
 from chunkgraph.packing import PackedShape
 
 __all__ = ["packed_shape", "packing_refusals", "resolved_flags"]

@@ -15,8 +15,8 @@ from chunkgraph._text import format_bytes
 from chunkgraph.engine import CaptureReport
 from chunkgraph.errors import ConfigError
 from chunkgraph.launch.flags import GraphFlags
-from chunkgraph.megatron import compat
-from chunkgraph.megatron.plugin import MegatronChunkGraphs
+from chunkgraph.megatron.attachment import MegatronChunkGraphs
+from chunkgraph.megatron.core.access import versions
 
 __all__ = ["RECORD_NAME", "capture_line", "save_run_record", "start_line"]
 
@@ -150,7 +150,7 @@ def save_run_record(
     model = (*_MODEL, *(_EXPERTS if getattr(args, "num_experts", None) else ()))
     record: dict[str, Any] = {
         "chunkgraph": __version__,
-        "versions": compat.versions(),
+        "versions": versions(),
         "command": list(sys.argv),
         "world_size": int(os.environ.get("WORLD_SIZE", "1")),
         "model": {name: _plain(getattr(args, name, None)) for name in model},

@@ -3,7 +3,7 @@
 The ranks decide before a step whether it replays, for which they need its documents. So a step's
 microbatches are taken from the script's data iterators when the step begins, as many and in the
 order in which the forward step reads them, and handed to it one by one. Those of the next step are
-looked at, once a step is over, below what Megatron reads from (`compat.look_ahead`): a rerun, a
+looked at, once a step is over, below what Megatron reads from (`look_ahead`): a rerun, a
 skipped step or a save finds the iterators as they are without chunk graphs.
 """
 
@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 from torch import nn
 
 from chunkgraph.errors import ConfigError
-from chunkgraph.megatron.packed import ARGUMENT
-from chunkgraph.megatron.topology import Share
+from chunkgraph.megatron.core.collectives import Share
+from chunkgraph.megatron.features.packing.params import ARGUMENT
 
 __all__ = ["Microbatches", "ScriptSteps"]
 

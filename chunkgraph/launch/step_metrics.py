@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from chunkgraph.megatron.plugin import MegatronChunkGraphs
+from chunkgraph.megatron.attachment import MegatronChunkGraphs
 
 __all__ = ["StepMetrics"]
 

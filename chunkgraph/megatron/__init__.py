@@ -1,7 +1,7 @@
 """Chunk graphs for Megatron-core: the plug-in, and a CPU host to run it on.
 
 The names below are imported on first use, so that a worker can refuse a bad configuration before
-torch is loaded. The CPU host is in :mod:`chunkgraph.megatron.cpu_host`.
+torch is loaded. The CPU host is in :mod:`chunkgraph.megatron.cpu.host`.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from chunkgraph.launch.hooks import enable
-    from chunkgraph.megatron.padding import keep_padding_from_experts
-    from chunkgraph.megatron.plugin import MegatronChunkGraphs, attach
+    from chunkgraph.megatron.attachment import MegatronChunkGraphs, attach
+    from chunkgraph.megatron.features.experts.packed_padding import keep_padding_from_experts
 
 __all__ = ["MegatronChunkGraphs", "attach", "enable", "keep_padding_from_experts"]
 
 _HOMES = {
-    "MegatronChunkGraphs": "chunkgraph.megatron.plugin",
-    "attach": "chunkgraph.megatron.plugin",
+    "MegatronChunkGraphs": "chunkgraph.megatron.attachment",
+    "attach": "chunkgraph.megatron.attachment",
     "enable": "chunkgraph.launch.hooks",
-    "keep_padding_from_experts": "chunkgraph.megatron.padding",
+    "keep_padding_from_experts": "chunkgraph.megatron.features.experts.packed_padding",
 }
 
 

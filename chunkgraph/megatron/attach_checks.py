@@ -11,22 +11,28 @@ from torch import nn
 
 from chunkgraph.engine import CaptureOptions
 from chunkgraph.errors import ConfigError
-from chunkgraph.megatron import compat
-from chunkgraph.megatron.attention_limits import needs_tokens_in_pieces, refuse_for_layers
-from chunkgraph.megatron.contexts import (
+from chunkgraph.megatron.captured_part import Scope
+from chunkgraph.megatron.features.contexts import (
     ContextBanks,
     refuse_beside_contexts,
     refused_with_contexts,
 )
-from chunkgraph.megatron.contexts.attention import refuse_without_groups
-from chunkgraph.megatron.experts import TokenDrops
-from chunkgraph.megatron.hybrid_support import hybrid_refusals
-from chunkgraph.megatron.moe_flex import refuse_for_deep_ep
-from chunkgraph.megatron.moe_support import stash_refusals
-from chunkgraph.megatron.packed import refuse_other_context, refuse_predictions_over_padding
-from chunkgraph.megatron.scope import Scope
+from chunkgraph.megatron.features.contexts.attention import refuse_without_groups
+from chunkgraph.megatron.features.experts.deep_ep import refuse_for_deep_ep
+from chunkgraph.megatron.features.experts.feature import TokenDrops
+from chunkgraph.megatron.features.experts.refusals import stash_refusals
+from chunkgraph.megatron.features.fp8.feature import fp8_recipe
+from chunkgraph.megatron.features.hybrid.feature import hybrid_refusals
+from chunkgraph.megatron.features.packing.attention_limits import (
+    needs_tokens_in_pieces,
+    refuse_for_layers,
+)
+from chunkgraph.megatron.features.packing.params import (
+    refuse_other_context,
+    refuse_predictions_over_padding,
+)
+from chunkgraph.megatron.refusals import refuse_unsupported
 from chunkgraph.megatron.scope_choice import refuse_for_scope
-from chunkgraph.megatron.support import refuse_unsupported
 from chunkgraph.megatron.topology import PipelinePlace
 from chunkgraph.memory.stash import StashOptions
 
@@ -129,7 +135,7 @@ def _refuse_contexts(
 ) -> None:
     refuse_beside_contexts(
         packing=packing,
-        fp8=compat.fp8_recipe(config),
+        fp8=fp8_recipe(config),
         context_parallel_size=getattr(config, "context_parallel_size", 1) > 1,
         **refused_with_contexts(config),
         # Megatron's schedule receives microbatches of one length, and ranks that share experts

@@ -17,8 +17,13 @@ import torch
 
 from chunkgraph.engine import ChunkGraphs, StepMode
 from chunkgraph.errors import ConfigError, TopologyError
-from chunkgraph.megatron import compat
-from chunkgraph.megatron.compat import Direction
+from chunkgraph.megatron.core.p2p import (
+    Direction,
+    default_groups,
+    is_pipelining_schedule,
+    is_plain_communicator,
+    make_communicator,
+)
 from chunkgraph.megatron.topology import PipelinePlace
 from chunkgraph.schedules import Op, megatron_schedule
 
@@ -214,10 +219,10 @@ class SlotReceiver:
         }
         given, groups = keywords.get("p2p_communicator"), keywords.get("pg_collection")
         if given is None:
-            groups = compat.default_groups()
-            communicator = compat.make_communicator(groups.pp, self._config, self)
+            groups = default_groups()
+            communicator = make_communicator(groups.pp, self._config, self)
         else:
-            communicator = compat.make_communicator(given.pp_group, given.config, self)
+            communicator = make_communicator(given.pp_group, given.config, self)
         return {**keywords, "p2p_communicator": communicator, "pg_collection": groups}
 
     def call(self, c: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -296,13 +301,13 @@ class SlotReceiver:
         """Why this step must receive as Megatron does, or ""."""
         if self._place.pipeline_size == 1:
             return "there is no pipeline"
-        if not compat.is_pipelining_schedule(forward_backward):
+        if not is_pipelining_schedule(forward_backward):
             return "not a pipeline schedule of Megatron's, or one that takes no communicator"
         given, groups = keywords.get("p2p_communicator"), keywords.get("pg_collection")
         if (given is None) != (groups is None):
             return "a communicator without process groups, or the other way round"
         if given is not None and not (
-            compat.is_plain_communicator(given)
+            is_plain_communicator(given)
             and given.pp_group.size() == self._place.pipeline_size
             and given.pp_group.rank() == self._place.pipeline_rank
         ):
@@ -323,8 +328,8 @@ class SlotReceiver:
         self, forward_backward: Callable[..., Any], keywords: Mapping[str, Any]
     ) -> bool:
         given = keywords.get("p2p_communicator")
-        return compat.is_pipelining_schedule(forward_backward) and (
-            given is None or compat.is_plain_communicator(given)
+        return is_pipelining_schedule(forward_backward) and (
+            given is None or is_plain_communicator(given)
         )
 
     def _order(self, num_microbatches: int) -> ReceiveOrder | None:

@@ -9,14 +9,8 @@ from typing import Any
 from torch import nn
 
 from chunkgraph.errors import ConfigError
-from chunkgraph.megatron import compat
-from chunkgraph.megatron.scope import (
-    CapturedScope,
-    Scope,
-    find_block,
-    innermost,
-    lacks,
-)
+from chunkgraph.megatron.captured_part import CapturedScope, Scope, find_block, innermost, lacks
+from chunkgraph.megatron.features.fp8.feature import fp8_recipe
 
 __all__ = [
     "ChosenScope",
@@ -143,7 +137,7 @@ _OBSTACLES = (
         "--fp8-recipe delayed with --mtp-num-layers",
         "every predicting layer updates the scales once more in the middle of the backward, but a "
         "graph does it once, at the end",
-        lambda config, _: compat.fp8_recipe(config) == "delayed" and _predicts(config),
+        lambda config, _: fp8_recipe(config) == "delayed" and _predicts(config),
     ),
     ScopeObstacle(
         "defer_embedding_wgrad_compute=True",

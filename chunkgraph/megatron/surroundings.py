@@ -10,11 +10,18 @@ from typing import Any
 import torch
 
 from chunkgraph.engine import Chunk
-from chunkgraph.megatron import compat
-from chunkgraph.megatron.experts import Experts, both
-from chunkgraph.megatron.scope import CapturedPart
-from chunkgraph.megatron.stash import ExpertStash
-from chunkgraph.megatron.tables import CachedTables
+from chunkgraph.megatron.captured_part import CapturedPart
+from chunkgraph.megatron.core.attention_choice import same_attention
+from chunkgraph.megatron.core.cached_tables import CachedTables
+from chunkgraph.megatron.core.capture_flag import capture_flag
+from chunkgraph.megatron.core.random_state import preserve_rng
+from chunkgraph.megatron.core.recompute import recomputing
+from chunkgraph.megatron.features.experts.feature import Experts, both
+from chunkgraph.megatron.features.fp8.feature import Fp8State, fp8_recipe
+from chunkgraph.megatron.features.hybrid.layers import packed_mamba_rows
+from chunkgraph.megatron.features.packing.rope import packed_rope
+from chunkgraph.megatron.features.prediction.feature import TokenPrediction
+from chunkgraph.megatron.features.stash.feature import ExpertStash
 
 __all__ = [
     "capturing",
@@ -28,16 +35,16 @@ __all__ = [
 
 @contextmanager
 def running_beside(
-    fp8: compat.Fp8State | None,
-    predictions: compat.TokenPrediction | None,
+    fp8: Fp8State | None,
+    predictions: TokenPrediction | None,
     pages: ExpertStash | None,
 ) -> Iterator[None]:
     """Around an eager pass of ``verify``: DDP's hooks keep silent, as in a capture."""
     with ExitStack() as stack:
-        stack.enter_context(compat.same_attention())
-        stack.enter_context(compat.capture_flag())
-        stack.enter_context(compat.recomputing())
-        stack.enter_context(compat.packed_mamba_rows())
+        stack.enter_context(same_attention())
+        stack.enter_context(capture_flag())
+        stack.enter_context(recomputing())
+        stack.enter_context(packed_mamba_rows())
         if fp8 is not None:
             stack.enter_context(fp8.beside())
         if predictions is not None:
@@ -48,26 +55,26 @@ def running_beside(
 
 
 @contextmanager
-def preserving(fp8: compat.Fp8State | None) -> Iterator[None]:
+def preserving(fp8: Fp8State | None) -> Iterator[None]:
     """Around a capture session: random and FP8 state are put back."""
-    with compat.preserve_rng(), fp8.preserved() if fp8 else nullcontext():
+    with preserve_rng(), fp8.preserved() if fp8 else nullcontext():
         yield
 
 
 @contextmanager
 def capturing(
     tables: CachedTables,
-    predictions: compat.TokenPrediction | None,
-    fp8: compat.Fp8State | None,
+    predictions: TokenPrediction | None,
+    fp8: Fp8State | None,
     experts: Experts | None,
     pages: ExpertStash | None,
 ) -> Iterator[None]:
     """Around captures: Megatron knows of them, and what it keeps in Python suits a graph."""
     with ExitStack() as stack:
-        stack.enter_context(compat.capture_flag())
-        stack.enter_context(compat.recomputing())
-        stack.enter_context(compat.packed_rope())
-        stack.enter_context(compat.packed_mamba_rows())
+        stack.enter_context(capture_flag())
+        stack.enter_context(recomputing())
+        stack.enter_context(packed_rope())
+        stack.enter_context(packed_mamba_rows())
         stack.enter_context(tables.held())
         if fp8 is not None:
             stack.enter_context(fp8.capturing())
@@ -85,14 +92,12 @@ def predicts_tokens(parts: Sequence[CapturedPart]) -> bool:
     return any(getattr(part.module, "mtp_process", False) for part in parts)
 
 
-def fp8_state(
-    config: Any, parts: Sequence[CapturedPart], device: torch.device
-) -> compat.Fp8State | None:
+def fp8_state(config: Any, parts: Sequence[CapturedPart], device: torch.device) -> Fp8State | None:
     """The FP8 state of the captured parts; None without FP8."""
-    recipe = compat.fp8_recipe(config)
+    recipe = fp8_recipe(config)
     if recipe is None:
         return None
-    return compat.Fp8State(
+    return Fp8State(
         [part.modules for part in parts],
         [part.label for part in parts],
         device,
@@ -103,8 +108,8 @@ def fp8_state(
 def following(
     index: int,
     part: CapturedPart,
-    predictions: compat.TokenPrediction | None,
-    fp8: compat.Fp8State | None,
+    predictions: TokenPrediction | None,
+    fp8: Fp8State | None,
     experts: Experts | None,
     pages: ExpertStash | None,
 ) -> Chunk:
@@ -116,7 +121,7 @@ def following(
 
 
 def _following_megatron(
-    part: CapturedPart, predictions: compat.TokenPrediction | None, experts: Experts | None
+    part: CapturedPart, predictions: TokenPrediction | None, experts: Experts | None
 ) -> Chunk:
     """The part's chunk; it follows Megatron's state of experts and of the tokens it predicts."""
     chunk = part.chunk()

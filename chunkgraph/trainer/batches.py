@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 
 from chunkgraph.config import Config
 from chunkgraph.data import DocumentRow, Documents, DrawnDocuments, PackedText
-from chunkgraph.megatron.attention_limits import shares_keys
-from chunkgraph.megatron.buckets import Buckets
-from chunkgraph.megatron.compat import import_megatron
-from chunkgraph.megatron.packed import make_params, sent
-from chunkgraph.megatron.topology import agree_by_maximum
+from chunkgraph.megatron.core.access import import_megatron
+from chunkgraph.megatron.core.collectives import agree_by_maximum
+from chunkgraph.megatron.features.packing.attention_limits import shares_keys
+from chunkgraph.megatron.features.packing.banks import Buckets
+from chunkgraph.megatron.features.packing.params import make_params, sent
 from chunkgraph.packing import (
     PackedSequences,
     PackedShape,

@@ -12,14 +12,14 @@ from numpy.typing import NDArray
 
 from chunkgraph.config import Config
 from chunkgraph.data import Documents
-from chunkgraph.megatron.attention_limits import shares_keys
-from chunkgraph.megatron.contexts import (
+from chunkgraph.megatron.features.contexts import (
     ContextBank,
     ContextBanks,
     ContextGroups,
     ScheduledBanks,
 )
-from chunkgraph.megatron.packed import make_params, sent
+from chunkgraph.megatron.features.packing.attention_limits import shares_keys
+from chunkgraph.megatron.features.packing.params import make_params, sent
 from chunkgraph.packing import (
     ContextLimits,
     ContextSchedule,

@@ -6,7 +6,7 @@ from dataclasses import fields
 from typing import Any
 
 from chunkgraph.config import Config
-from chunkgraph.megatron.compat import import_megatron
+from chunkgraph.megatron.core.access import import_megatron
 
 __all__ = ["expert_block_spec", "expert_settings", "rank_capacity_factor"]
 

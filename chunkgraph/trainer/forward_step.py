@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from chunkgraph.megatron.compat import import_megatron
+from chunkgraph.megatron.core.access import import_megatron
 
 __all__ = ["forward_step", "shared_loss"]
 

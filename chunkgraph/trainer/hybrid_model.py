@@ -8,7 +8,13 @@ from torch import nn
 
 from chunkgraph.config import Config
 from chunkgraph.errors import ConfigError, MissingDependencyError
-from chunkgraph.megatron import compat
+from chunkgraph.megatron.core.access import import_megatron
+from chunkgraph.megatron.core.model_kinds import hybrid_names
+from chunkgraph.megatron.features.hybrid.layers import (
+    can_recompute_hybrid_layers,
+    has_mamba_kernels,
+    local_stack,
+)
 
 __all__ = ["HybridChunks", "hybrid_settings", "hybrid_stack_spec"]
 
@@ -46,7 +52,7 @@ class HybridChunks:
     ) -> None:
         self._config = config
         self._transformer_config = transformer_config
-        self._names = compat.hybrid_names()
+        self._names = hybrid_names()
         self._stack = (
             self._names.transformer_engine_spec()
             if spec is None
@@ -54,13 +60,13 @@ class HybridChunks:
         )
         self._pattern = _pattern_of(config, knows_stages=self._names.knows_stages)
         wants_all_anew = config.model.recompute_granularity == "full"
-        if wants_all_anew and not compat.can_recompute_hybrid_layers():
+        if wants_all_anew and not can_recompute_hybrid_layers():
             raise ConfigError(
                 "model.recompute_granularity is full with model.hybrid_layer_pattern, and the "
                 "hybrid stack of this Megatron-core release recomputes nothing. Set it to null, or "
                 "use release 0.19."
             )
-        if "M" in self._pattern and not compat.has_mamba_kernels():
+        if "M" in self._pattern and not has_mamba_kernels():
             raise MissingDependencyError(
                 f"model.hybrid_layer_pattern ({self._pattern}) has Mamba layers, but mamba_ssm or "
                 "einops cannot be imported, or not completely. Install mamba-ssm, causal-conv1d "
@@ -109,16 +115,16 @@ def hybrid_stack_spec(spec: Any, experts: Any = None) -> Any:
     Raises:
         ConfigError: the GPT layer has its norms inside of its linear layers.
     """
-    names = compat.hybrid_names()
+    names = hybrid_names()
     if isinstance(spec.module, type) and issubclass(spec.module, names.stack):
         return spec
-    module_spec = compat.import_megatron("megatron.core.transformer.spec_utils").ModuleSpec
-    layers = compat.import_megatron("megatron.core.transformer.transformer_layer")
-    mamba = compat.import_megatron("megatron.core.ssm.mamba_layer")
-    mixer = compat.import_megatron("megatron.core.ssm.mamba_mixer")
-    linear = compat.import_megatron("megatron.core.tensor_parallel.layers")
-    feed_forward = compat.import_megatron("megatron.core.ssm.mlp_layer").MLPLayer
-    identity = compat.import_megatron("megatron.core.transformer.identity_op").IdentityOp
+    module_spec = import_megatron("megatron.core.transformer.spec_utils").ModuleSpec
+    layers = import_megatron("megatron.core.transformer.transformer_layer")
+    mamba = import_megatron("megatron.core.ssm.mamba_layer")
+    mixer = import_megatron("megatron.core.ssm.mamba_mixer")
+    linear = import_megatron("megatron.core.tensor_parallel.layers")
+    feed_forward = import_megatron("megatron.core.ssm.mlp_layer").MLPLayer
+    identity = import_megatron("megatron.core.transformer.identity_op").IdentityOp
     given = spec.submodules
     norm = given.input_layernorm
     if norm is identity:
@@ -137,7 +143,7 @@ def hybrid_stack_spec(spec: Any, experts: Any = None) -> Any:
             ),
         )
     return module_spec(
-        module=compat.local_stack(names.stack, norm),
+        module=local_stack(names.stack, norm),
         submodules=names.submodules(
             mamba_layer=module_spec(
                 module=mamba.MambaLayer,

@@ -15,17 +15,14 @@ from torch import nn
 from chunkgraph.config import Config
 from chunkgraph.engine import CaptureOptions
 from chunkgraph.engine.session import OnCapture
-from chunkgraph.megatron.compat import (
-    forget_expert_metrics,
-    import_megatron,
-    reset_fp8,
-    take_expert_metrics,
-)
-from chunkgraph.megatron.contexts import follow_groups
-from chunkgraph.megatron.padding import keep_padding_from_experts
-from chunkgraph.megatron.plugin import MegatronChunkGraphs, attach, config_of
+from chunkgraph.megatron.attachment import MegatronChunkGraphs, attach, config_of
+from chunkgraph.megatron.core.access import import_megatron
+from chunkgraph.megatron.features.contexts import follow_groups
+from chunkgraph.megatron.features.experts.packed_padding import keep_padding_from_experts
+from chunkgraph.megatron.features.experts.state import forget_expert_metrics, take_expert_metrics
+from chunkgraph.megatron.features.fp8.feature import reset_fp8
+from chunkgraph.megatron.features.stash.feature import stash_options
 from chunkgraph.megatron.receive import receiving_lengths
-from chunkgraph.megatron.stash import stash_options
 from chunkgraph.trainer.batches import make_batches, packed_shape
 from chunkgraph.trainer.batches import sequence_batches as microbatches
 from chunkgraph.trainer.context_batches import ContextBatches

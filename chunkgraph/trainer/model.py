@@ -15,16 +15,15 @@ from torch.nn import functional
 
 from chunkgraph.config import Config
 from chunkgraph.errors import ConfigError, MissingDependencyError
-from chunkgraph.megatron.attention_limits import AttentionSite, refuse_large_deterministic
-from chunkgraph.megatron.compat import (
-    flex_backend,
-    import_megatron,
-    knows_rank_budget,
-    moe_layers_of,
-    use_worst_case_dispatch,
-    versions,
+from chunkgraph.megatron.core.access import import_megatron, versions
+from chunkgraph.megatron.features.experts.deep_ep_needs import deep_ep_is_missing
+from chunkgraph.megatron.features.experts.rank_budget import flex_backend, knows_rank_budget
+from chunkgraph.megatron.features.experts.rows_in_use import moe_layers_of
+from chunkgraph.megatron.features.experts.worst_case_dispatch import use_worst_case_dispatch
+from chunkgraph.megatron.features.packing.attention_limits import (
+    AttentionSite,
+    refuse_large_deterministic,
 )
-from chunkgraph.megatron.deep_ep_needs import deep_ep_is_missing
 from chunkgraph.packing import PackedShape
 from chunkgraph.trainer.expert_model import expert_block_spec, expert_settings, rank_capacity_factor
 from chunkgraph.trainer.fusion import fuse_weight_gradients

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from chunkgraph.config import Config
-from chunkgraph.megatron.compat import import_megatron
+from chunkgraph.megatron.core.access import import_megatron
 
 __all__ = ["build_optimizer", "zero_gradients"]
 

@@ -13,8 +13,9 @@ import torch.distributed as dist
 
 from chunkgraph.config import Config
 from chunkgraph.errors import ConfigError, TopologyError
-from chunkgraph.megatron import compat
-from chunkgraph.megatron.cpu_host import cpu_host
+from chunkgraph.megatron.core.access import import_megatron
+from chunkgraph.megatron.core.random_state import seed_model_parallel
+from chunkgraph.megatron.cpu.host import cpu_host
 
 __all__ = ["choose_device", "seed_everything", "training_process"]
 
@@ -81,7 +82,7 @@ def training_process(config: Config) -> Iterator[torch.device]:
             timeout=timedelta(seconds=config.run.timeout_s),
         )
         stack.callback(_end_groups)
-        state = compat.import_megatron("megatron.core.parallel_state")
+        state = import_megatron("megatron.core.parallel_state")
         virtual = config.pipeline.num_model_chunks
         state.initialize_model_parallel(
             tensor_model_parallel_size=config.pipeline.tensor_model_parallel_size,
@@ -108,10 +109,10 @@ def seed_everything(seed: int, device: torch.device) -> None:
         seed: the run's seed.
         device: this rank's device.
     """
-    state = compat.import_megatron("megatron.core.parallel_state")
+    state = import_megatron("megatron.core.parallel_state")
     seed += 100 * state.get_pipeline_model_parallel_rank()
     torch.manual_seed(seed)
-    compat.seed_model_parallel(seed, device)
+    seed_model_parallel(seed, device)
 
 
 def _use_deterministic_kernels(device: torch.device) -> None:

@@ -18,8 +18,8 @@ from torch import nn
 from chunkgraph.engine import CaptureOptions
 from chunkgraph.engine.verify import same_bits
 from chunkgraph.errors import ConfigError, ReplayMismatchError
-from chunkgraph.megatron.contexts import ContextBanks, ContextGraphs, ContextGroups
-from chunkgraph.megatron.topology import agree_by_maximum
+from chunkgraph.megatron.core.collectives import agree_by_maximum
+from chunkgraph.megatron.features.contexts import ContextBanks, ContextGraphs, ContextGroups
 from chunkgraph.packing import ContextLimits, ForcedSizes, SmallestSizes, schedule_contexts
 
 WIDTH, ROWS, NUM_CHUNKS = 6, 8, 2

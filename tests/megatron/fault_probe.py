@@ -18,8 +18,8 @@ from chunkgraph.engine.verify import same_bits
 from chunkgraph.errors import ChunkGraphError
 from chunkgraph.graphs import RecorderBackend, host_call
 from chunkgraph.graphs.recorded_graph import RecordedGraph
-from chunkgraph.megatron.compat import import_megatron
-from chunkgraph.megatron.plugin import MegatronChunkGraphs, attach
+from chunkgraph.megatron.attachment import MegatronChunkGraphs, attach
+from chunkgraph.megatron.core.access import import_megatron
 from chunkgraph.trainer.loop import capture_options, forward_step, microbatches, shared_loss
 from chunkgraph.trainer.model import build_model
 from chunkgraph.trainer.optimizer import build_optimizer, zero_gradients

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from chunkgraph.data import PackedText
-from chunkgraph.megatron.compat import import_megatron
-from chunkgraph.megatron.plugin import attach
+from chunkgraph.megatron.attachment import attach
+from chunkgraph.megatron.core.access import import_megatron
 from chunkgraph.trainer.loop import capture_options, forward_step, microbatches
 from chunkgraph.trainer.model import build_model
 from chunkgraph.trainer.setup import seed_everything

@@ -10,8 +10,8 @@ import torch
 from mamba_poison import Poison
 from torch import nn
 
-from chunkgraph.megatron.packed import make_params
-from chunkgraph.megatron.plugin import attach, config_of
+from chunkgraph.megatron.attachment import attach, config_of
+from chunkgraph.megatron.features.packing.params import make_params
 from chunkgraph.packing import PackedShape, pack
 from chunkgraph.trainer.batches import packed_shape
 from chunkgraph.trainer.loop import capture_options

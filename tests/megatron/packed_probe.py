@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from chunkgraph.megatron.compat import import_megatron
-from chunkgraph.megatron.plugin import attach, config_of
+from chunkgraph.megatron.attachment import attach, config_of
+from chunkgraph.megatron.core.access import import_megatron
 from chunkgraph.trainer.batches import PackedBatches, packed_shape
 from chunkgraph.trainer.loop import capture_options, forward_step
 from chunkgraph.trainer.model import build_model

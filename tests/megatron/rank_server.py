@@ -41,17 +41,18 @@ def preload(host: str) -> None:
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # as ranks on a CPU have it; torch reads it at once
     import run_cases  # noqa: F401
 
-    from chunkgraph.megatron import compat
-    from chunkgraph.megatron.cpu_host import cpu_host
-    from chunkgraph.megatron.cpu_pretrain import cpu_pretrain_host
+    from chunkgraph.launch.patches import pretrain_hooks
+    from chunkgraph.megatron.core.access import import_megatron
+    from chunkgraph.megatron.cpu.host import cpu_host
+    from chunkgraph.megatron.cpu.pretrain import cpu_pretrain_host
 
     within = {"core": cpu_host, "pretrain": cpu_pretrain_host}[host]
     with warnings.catch_warnings(), within():
         warnings.simplefilter("ignore")
         for name in MODULES:
-            compat.import_megatron(f"megatron.core.{name}")
+            import_megatron(f"megatron.core.{name}")
         if host == "pretrain":
-            compat.pretrain_hooks()  # of its training program, which this imports
+            pretrain_hooks()  # of its training program, which this imports
     num_threads = len(list(Path("/proc/self/task").iterdir()))
     assert num_threads == 1, f"{num_threads} threads: a fork would lose all but one"
     gc.collect()

@@ -30,8 +30,8 @@ from torch import nn
 
 from chunkgraph.config import config_from_mapping
 from chunkgraph.jobs.processes import die_with_parent
-from chunkgraph.megatron.buckets import Buckets
-from chunkgraph.megatron.contexts import ContextGroups
+from chunkgraph.megatron.features.contexts import ContextGroups
+from chunkgraph.megatron.features.packing.banks import Buckets
 from chunkgraph.packing import PackedShape
 from chunkgraph.trainer.compare import run_eager, train
 from chunkgraph.trainer.loop import TrainingRun

@@ -14,7 +14,7 @@ import pytest
 from chunkgraph.errors import ConfigError
 from chunkgraph.launch.arguments import refuse_changed_arguments, settle_arguments
 from chunkgraph.launch.flags import add_flags
-from chunkgraph.megatron.cpu_pretrain import cpu_flags, cpu_pretrain_host
+from chunkgraph.megatron.cpu.pretrain import cpu_flags, cpu_pretrain_host
 
 HAS_TE = importlib.util.find_spec("transformer_engine") is not None
 

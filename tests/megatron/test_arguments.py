@@ -16,7 +16,7 @@ from chunkgraph.launch.context_rules import changing_limits
 from chunkgraph.launch.flags import COUNTS, FLAGS, PACKING, add_flags, flags_from
 from chunkgraph.launch.packing_rules import packed_shape, resolved_flags
 from chunkgraph.launch.stash_flags import STASH
-from chunkgraph.megatron.cpu_pretrain import cpu_flags
+from chunkgraph.megatron.cpu.pretrain import cpu_flags
 from chunkgraph.packing import PackedShape
 
 HAS_TE = importlib.util.find_spec("transformer_engine") is not None

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from chunkgraph.errors import ConfigError
-from chunkgraph.megatron.attention_limits import (
+from chunkgraph.megatron.features.packing.attention_limits import (
     AttentionSite,
     needs_tokens_in_pieces,
     refuse_for_layers,

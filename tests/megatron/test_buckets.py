@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chunkgraph.errors import ConfigError, PackingError
-from chunkgraph.megatron.buckets import Buckets
-from chunkgraph.megatron.step_packings import StepPackings
+from chunkgraph.megatron.features.packing.banks import Buckets
+from chunkgraph.megatron.features.packing.steps import StepPackings
 from chunkgraph.packing import PackedShape, bucket_shapes, pack
 
 _SHAPE = PackedShape(5, 32)

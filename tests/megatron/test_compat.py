@@ -12,9 +12,22 @@ import torch
 from torch import nn
 
 from chunkgraph.errors import ConfigError, MissingDependencyError
-from chunkgraph.megatron import attach, compat
-from chunkgraph.megatron.compat import token_prediction
-from chunkgraph.megatron.topology import Maximum
+from chunkgraph.megatron import attach
+from chunkgraph.megatron.core.access import (
+    import_megatron,
+    patch_attributes,
+    private_names,
+    refuse_other_releases,
+    versions,
+)
+from chunkgraph.megatron.core.capture_flag import capture_flag
+from chunkgraph.megatron.core.collectives import Maximum
+from chunkgraph.megatron.core.data_parallel import (
+    DDP_MODULE,
+    call_parameter_gather_hooks,
+    gradient_marker,
+)
+from chunkgraph.megatron.features.prediction import feature as token_prediction
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(60)]
 
@@ -25,7 +38,7 @@ def test_capture_flag_is_set_inside_only(one_rank: torch.device) -> None:
     assert not is_graph_capturing()
 
     def fail() -> None:
-        with compat.capture_flag():
+        with capture_flag():
             assert is_graph_capturing()
             raise ZeroDivisionError
 
@@ -41,18 +54,18 @@ def test_only_the_hooks_of_ddp_are_called_and_the_list_is_read_anew(one_rank: to
     def gather(module: nn.Module, args: tuple[()]) -> None:
         called.append("gather")
 
-    gather.__module__ = compat.DDP_MODULE
+    gather.__module__ = DDP_MODULE
 
     def foreign(module: nn.Module, args: tuple[()]) -> None:
         called.append("foreign")
 
     module.register_forward_pre_hook(foreign)
-    compat.call_parameter_gather_hooks([module])
+    call_parameter_gather_hooks([module])
     assert called == []
     handle = module.register_forward_pre_hook(gather)
-    compat.call_parameter_gather_hooks([module, module])
+    call_parameter_gather_hooks([module, module])
     handle.remove()
-    compat.call_parameter_gather_hooks([module])
+    call_parameter_gather_hooks([module])
     assert called == ["gather", "gather"]
 
 
@@ -61,7 +74,7 @@ def test_the_hooks_of_this_release_are_recognised(one_rank: torch.device) -> Non
     from megatron.core.distributed import DistributedDataParallel
 
     hook = DistributedDataParallel._make_forward_pre_hook(SimpleNamespace())
-    assert hook.__module__ == compat.DDP_MODULE
+    assert hook.__module__ == DDP_MODULE
 
 
 @pytest.mark.parametrize("takes_force", [True, False])
@@ -85,7 +98,7 @@ def test_grad_ready_signature_is_detected(one_rank: torch.device, takes_force: b
     ddp.ddp_config = SimpleNamespace(overlap_grad_reduce=True)
     ddp.param_to_bucket_group = {parameter: WithForce() if takes_force else Without()}
     ddp.force_all_reduce = True
-    new_marker = compat.gradient_marker(ddp, [parameter, other])
+    new_marker = gradient_marker(ddp, [parameter, other])
     assert new_marker is not None
     marker = new_marker()
     marker.accumulated(1)  # not DDP's
@@ -104,16 +117,16 @@ def test_no_signal_without_overlap_and_a_clear_error_without_buckets() -> None:
     ddp: Any = nn.Module()
     ddp.ddp_config = SimpleNamespace(overlap_grad_reduce=False)
     ddp.param_to_bucket_group = {}
-    assert compat.gradient_marker(ddp, []) is None
+    assert gradient_marker(ddp, []) is None
     with pytest.raises(ConfigError, match="gradient buckets"):
-        compat.gradient_marker(nn.Module(), [])
+        gradient_marker(nn.Module(), [])
 
 
 def test_a_name_that_a_release_moved_is_told(one_rank: torch.device) -> None:
     with pytest.raises(ConfigError, match="no_such_name"):
-        compat.private_names("megatron.core.transformer.cuda_graphs", "no_such_name")
+        private_names("megatron.core.transformer.cuda_graphs", "no_such_name")
     with pytest.raises(MissingDependencyError, match="no_such_room"):
-        compat.import_megatron("megatron.core.no_such_room")
+        import_megatron("megatron.core.no_such_room")
 
 
 @pytest.mark.parametrize(("major", "minor", "is_known"), [(0, 15, 0), (0, 16, 1), (0, 20, 0)])
@@ -126,14 +139,14 @@ def test_other_releases_are_refused(
 ) -> None:
     from megatron.core import package_info
 
-    compat.refuse_other_releases()  # the installed one is in the range
+    refuse_other_releases()  # the installed one is in the range
     monkeypatch.setattr(package_info, "MAJOR", major)
     monkeypatch.setattr(package_info, "MINOR", minor)
     if is_known:
-        compat.refuse_other_releases()
+        refuse_other_releases()
         return
     with pytest.raises(ConfigError, match=r"know the releases 0\.16 to 0\.19"):
-        compat.refuse_other_releases()
+        refuse_other_releases()
     with pytest.raises(ConfigError, match="train without chunk graphs"):
         attach(nn.Linear(2, 2))
 
@@ -183,7 +196,7 @@ def test_the_group_of_the_agreement_goes_with_detach(one_rank: torch.device) -> 
 
 def test_patches_are_undone_in_full() -> None:
     target = SimpleNamespace(kept=1)
-    undo = compat.patch_attributes(target, {"kept": 2, "added": 3})
+    undo = patch_attributes(target, {"kept": 2, "added": 3})
     assert (target.kept, target.added) == (2, 3)
     undo()
     assert vars(target) == {"kept": 1}
@@ -193,7 +206,7 @@ def test_the_schedules_import_without_triton() -> None:
     """Nothing is stubbed for torch or any other module."""
     code = """
 import importlib.util, sys
-from chunkgraph.megatron.cpu_host import cpu_host
+from chunkgraph.megatron.cpu.host import cpu_host
 with cpu_host():
     import megatron.core.pipeline_parallel.schedules
     import megatron.core.transformer.moe.moe_layer
@@ -208,7 +221,7 @@ print("ok")
 
 
 def test_versions_are_those_of_the_distributions(one_rank: torch.device) -> None:
-    found = compat.versions()
+    found = versions()
     assert found["torch"] == torch.__version__
     assert "+" not in found["megatron_core"]
     assert found["megatron_core"][0].isdigit()

@@ -9,9 +9,9 @@ import pytest
 from torch import nn
 
 from chunkgraph.errors import ConfigError, TopologyError
-from chunkgraph.megatron.contexts import ContextGroups, follow_groups
-from chunkgraph.megatron.contexts.attention import refuse_without_groups
-from chunkgraph.megatron.contexts.router_groups import RouterGroups
+from chunkgraph.megatron.features.contexts import ContextGroups, follow_groups
+from chunkgraph.megatron.features.contexts.attention import refuse_without_groups
+from chunkgraph.megatron.features.contexts.router_groups import RouterGroups
 
 # Not marked `megatron`: whole jobs are in `test_context_training`.
 

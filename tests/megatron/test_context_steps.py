@@ -13,8 +13,8 @@ from torch import nn
 from chunkgraph.errors import ConfigError
 from chunkgraph.launch.context_steps import ContextSteps
 from chunkgraph.launch.sft_data import ROWS as ROWS_OF_SAMPLE
-from chunkgraph.megatron import compat
-from chunkgraph.megatron.contexts import ContextBanks, ContextGroups
+from chunkgraph.megatron.core.access import import_megatron
+from chunkgraph.megatron.features.contexts import ContextBanks, ContextGroups
 from chunkgraph.packing import ContextLimits
 
 pytestmark = pytest.mark.megatron
@@ -61,7 +61,7 @@ def forward_step(data: Iterator[dict[str, Any]], model: nn.Module) -> None:
     batch = next(data)
     row = batch["cu_seqlens"][0]
     row = row[: int((row == batch["tokens"].shape[1]).nonzero()[0]) + 1]
-    kind = compat.import_megatron("megatron.core.packed_seq_params").PackedSeqParams
+    kind = import_megatron("megatron.core.packed_seq_params").PackedSeqParams
     model(batch, packed_seq_params=kind(qkv_format="thd", cu_seqlens_q=row, cu_seqlens_kv=row))
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from chunkgraph.engine import CaptureOptions
 from chunkgraph.errors import ConfigError, ReplayMismatchError, SlotError, TopologyError
-from chunkgraph.megatron.contexts import (
+from chunkgraph.megatron.features.contexts import (
     ContextBank,
     ContextBanks,
     ContextGraphs,
@@ -387,7 +387,7 @@ def test_attention_turns_with_the_group_of_the_call() -> None:
 @pytest.mark.parametrize("may_run_anew", [False, True])
 def test_a_step_is_announced_behind_one_that_may_run_anew(may_run_anew: bool) -> None:
     from chunkgraph.engine import StepMode
-    from chunkgraph.megatron.rank_graphs import MegatronChunkGraphs
+    from chunkgraph.megatron.attached import MegatronChunkGraphs
 
     told: list[str] = []
     graphs: Any = SimpleNamespace(

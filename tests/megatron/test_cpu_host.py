@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from chunkgraph.graphs import RecorderBackend
-from chunkgraph.megatron.cpu_host import CpuHost, cpu_host
+from chunkgraph.megatron.cpu.host import CpuHost, cpu_host
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(60)]
 
@@ -176,7 +176,7 @@ def _noisy(tracker, x: torch.Tensor) -> torch.Tensor:  # type: ignore[no-untyped
 
 
 def test_replays_draw_what_eager_calls_would(host: CpuHost, tracker) -> None:  # type: ignore[no-untyped-def]
-    from chunkgraph.megatron.compat import preserve_rng
+    from chunkgraph.megatron.core.random_state import preserve_rng
 
     x = torch.ones(64)
     with preserve_rng():
@@ -195,7 +195,7 @@ def test_replays_draw_what_eager_calls_would(host: CpuHost, tracker) -> None:  #
 
 
 def test_preserving_random_state_covers_every_sequence(tracker) -> None:  # type: ignore[no-untyped-def]
-    from chunkgraph.megatron.compat import preserve_rng
+    from chunkgraph.megatron.core.random_state import preserve_rng
 
     x = torch.ones(32)
     with preserve_rng():

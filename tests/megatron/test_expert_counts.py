@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 
 
 def test_what_layers_found_is_added_up_at_the_end_of_a_forward() -> None:
-    from chunkgraph.megatron.compat.expert_counts import DropCounts
+    from chunkgraph.megatron.features.experts.counts import DropCounts
 
     counts = DropCounts(6, CPU)
     counts.add(5, torch.tensor([[True, False], [True, True]]))
@@ -41,7 +41,7 @@ def _failing_forward(counts: Any) -> None:
 
 
 def test_what_is_computed_anew_in_a_backward_is_counted_there() -> None:
-    from chunkgraph.megatron.compat.expert_counts import DropCounts
+    from chunkgraph.megatron.features.experts.counts import DropCounts
 
     counts = DropCounts(2, CPU)
     x = torch.ones(2, requires_grad=True)
@@ -55,7 +55,7 @@ def test_what_is_computed_anew_in_a_backward_is_counted_there() -> None:
 
 def test_the_heaviest_load_is_told_by_the_tokens_there_were() -> None:
     """Microbatches of several lengths: the longest need not be the least even one."""
-    from chunkgraph.megatron.compat.expert_counts import LOAD_OF, HeaviestLoad
+    from chunkgraph.megatron.features.experts.counts import LOAD_OF, HeaviestLoad
 
     load = HeaviestLoad()
     assert load.take() == 0

@@ -87,12 +87,14 @@ def _operators(
     """Of a step of one microbatch: those that graphs hold, and those that run eagerly."""
     from chunkgraph.config import config_from_mapping
     from chunkgraph.data import PackedText
-    from chunkgraph.megatron import attach, compat
+    from chunkgraph.megatron import attach
+    from chunkgraph.megatron.core.access import import_megatron
+    from chunkgraph.megatron.features.experts.state import forget_expert_metrics
     from chunkgraph.trainer.loop import forward_step, microbatches
     from chunkgraph.trainer.model import build_model
     from chunkgraph.trainer.setup import seed_everything
 
-    compat.forget_expert_metrics()
+    forget_expert_metrics()
     seed_everything(1, device)
     config = config_from_mapping(
         make_config(
@@ -102,7 +104,7 @@ def _operators(
         )
     )
     chunks: Any = build_model(config, device)
-    schedule = compat.import_megatron("megatron.core.pipeline_parallel")
+    schedule = import_megatron("megatron.core.pipeline_parallel")
     train = schedule.get_forward_backward_func()
     attached = attach(chunks, **graphs) if graphs is not None else None
     if attached is not None:

@@ -184,7 +184,7 @@ def _prediction_metrics(
     from chunkgraph.data import PackedText
     from chunkgraph.engine import CaptureOptions
     from chunkgraph.megatron import attach
-    from chunkgraph.megatron.compat import import_megatron
+    from chunkgraph.megatron.core.access import import_megatron
     from chunkgraph.trainer.loop import forward_step, microbatches
     from chunkgraph.trainer.model import build_model
     from chunkgraph.trainer.setup import seed_everything

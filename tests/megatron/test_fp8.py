@@ -113,7 +113,7 @@ def _losses(
     """Losses of training (``t``) and evaluation (``e``) steps, parameters, and the counters."""
     from chunkgraph.data import PackedText
     from chunkgraph.megatron import attach
-    from chunkgraph.megatron.compat import import_megatron
+    from chunkgraph.megatron.core.access import import_megatron
     from chunkgraph.trainer.loop import forward_step, microbatches
     from chunkgraph.trainer.model import build_model
     from chunkgraph.trainer.optimizer import build_optimizer, zero_gradients
@@ -189,7 +189,8 @@ def test_a_session_leaves_no_trace(
     one_rank: Any, make_config: Callable[..., Any], stand_in: Any
 ) -> None:
     """Histories, scales, and what layers know of the microbatch."""
-    from chunkgraph.megatron import attach, compat
+    from chunkgraph.megatron import attach
+    from chunkgraph.megatron.features.fp8.feature import reset_fp8
     from chunkgraph.trainer.model import build_model
     from chunkgraph.trainer.setup import seed_everything
 
@@ -223,4 +224,4 @@ def test_a_session_leaves_no_trace(
     assert not any(m.is_first_microbatch for m in layers)
     assert now() != before
     graphs.detach()
-    compat.reset_fp8()
+    reset_fp8()

@@ -95,7 +95,7 @@ def _offsets(lengths: list[int], num_seqs: int) -> torch.Tensor:
 def test_rows_are_turned_as_in_their_documents(
     kernels: Kernels, rotated: Callable[..., Any], data: st.DataObject, cp_size: int
 ) -> None:
-    from chunkgraph.megatron.compat import packed_rope
+    from chunkgraph.megatron.features.packing.rope import packed_rope
 
     pieces = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=12).filter(any))
     lengths = [2 * cp_size * n for n in pieces]
@@ -120,7 +120,7 @@ def test_layers_share_the_table_by_row(
 ) -> None:
     from megatron.core.models.common.embeddings import rope_utils
 
-    from chunkgraph.megatron.compat import packed_rope
+    from chunkgraph.megatron.features.packing.rope import packed_rope
 
     tokens, freqs = _drawn(64, 256)
     offsets = _offsets([30, 34], 65)
@@ -141,7 +141,7 @@ def test_layers_share_the_table_by_row(
 
 
 def test_one_capture_serves_all_offsets(kernels: Kernels, rotated: Callable[..., Any]) -> None:
-    from chunkgraph.megatron.compat import packed_rope
+    from chunkgraph.megatron.features.packing.rope import packed_rope
 
     backend = RecorderBackend()
     tokens, freqs = _drawn(64, 256)
@@ -165,7 +165,7 @@ def test_one_capture_serves_all_offsets(kernels: Kernels, rotated: Callable[...,
 def test_the_patch_ends_with_the_capture(kernels: Kernels) -> None:
     from megatron.core.models.common.embeddings import rope_utils
 
-    from chunkgraph.megatron.compat import packed_rope
+    from chunkgraph.megatron.features.packing.rope import packed_rope
 
     with packed_rope():
         assert rope_utils.fused_apply_rotary_pos_emb_thd != kernels.packed
@@ -213,7 +213,7 @@ def test_what_gives_other_bits_is_not_used(
 ) -> None:
     from megatron.core.models.common.embeddings import rope_utils
 
-    from chunkgraph.megatron.compat import packed_rope
+    from chunkgraph.megatron.features.packing.rope import packed_rope
 
     monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", plain)
     tokens, freqs = _drawn(64, 256)
@@ -239,7 +239,7 @@ def test_transformer_engines_kernel_for_each_row_is_tried_too(
     """Which it takes where that spares 65536 blocks or more: it is no matter for fewer."""
     from megatron.core.models.common.embeddings import rope_utils
 
-    from chunkgraph.megatron.compat import packed_rope
+    from chunkgraph.megatron.features.packing.rope import packed_rope
 
     def packed(
         t: torch.Tensor, cu_seqlens: torch.Tensor, freqs: torch.Tensor, **options: Any
@@ -260,7 +260,7 @@ def test_transformer_engines_kernel_for_each_row_is_tried_too(
 def test_interleaved_angles_keep_the_packed_kernel(kernels: Kernels) -> None:
     from megatron.core.models.common.embeddings import rope_utils
 
-    from chunkgraph.megatron.compat import packed_rope
+    from chunkgraph.megatron.features.packing.rope import packed_rope
 
     tokens, freqs = _drawn(64, 256)
     offsets = _offsets([64], 65)
@@ -273,7 +273,7 @@ def test_interleaved_angles_keep_the_packed_kernel(kernels: Kernels) -> None:
 def test_a_table_for_several_sequences_beside_each_other_keeps_the_packed_kernel(
     kernels: Kernels, rotated: Callable[..., Any]
 ) -> None:
-    from chunkgraph.megatron.compat import packed_rope
+    from chunkgraph.megatron.features.packing.rope import packed_rope
 
     tokens, freqs = _drawn(64, 256)
     with packed_rope():
@@ -306,7 +306,7 @@ def test_a_call_leaves_no_table_behind(
     """Nor do layers computed anew, which share one, though each has a tensor of its own for it."""
     from torch.utils.checkpoint import checkpoint
 
-    from chunkgraph.megatron.compat import forget_rope_rows, packed_rope
+    from chunkgraph.megatron.features.packing.rope import forget_rope_rows, packed_rope
 
     tokens, freqs = _drawn(64, 256)
     params = SimpleNamespace(cu_seqlens_q=_offsets([30, 34], 80), max_seqlen_q=64)
@@ -314,7 +314,7 @@ def test_a_call_leaves_no_table_behind(
     def layer(t: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         return rotated(t, params.cu_seqlens_q, table) * 2
 
-    module, num_made = sys.modules["chunkgraph.megatron.compat.packed_rope"], 0
+    module, num_made = sys.modules["chunkgraph.megatron.features.packing.rope"], 0
     own = module.rope_rows
 
     def counting(*args: Any, **options: Any) -> torch.Tensor:
@@ -351,7 +351,7 @@ def test_layers_with_tables_of_their_own_keep_one_at_a_time(
     """In a backward, which computes them anew one after the other."""
     from torch.utils.checkpoint import checkpoint
 
-    from chunkgraph.megatron.compat import forget_rope_rows, packed_rope
+    from chunkgraph.megatron.features.packing.rope import forget_rope_rows, packed_rope
 
     tokens, _ = _drawn(64, 256)
     params = SimpleNamespace(cu_seqlens_q=_offsets([30, 34], 80), max_seqlen_q=64)
@@ -387,6 +387,6 @@ def test_layers_with_tables_of_their_own_keep_one_at_a_time(
     ],
 )
 def test_where_it_pays(shape: tuple[int, int, int], does: bool) -> None:
-    from chunkgraph.megatron.compat.fused_rope import blocks_spared, pays
+    from chunkgraph.megatron.features.packing.fused_rope import blocks_spared, pays
 
     assert pays(blocks_spared(*shape)) is does

@@ -61,8 +61,8 @@ class _Layer(nn.Module):
 
 
 def test_a_replayed_forward_waits_for_parameters_that_arrive_late() -> None:
-    from chunkgraph.megatron.compat.data_parallel import DDP_MODULE
-    from chunkgraph.megatron.compat.parameter_gather import ParameterGates
+    from chunkgraph.megatron.core.data_parallel import DDP_MODULE
+    from chunkgraph.megatron.core.parameter_gather import ParameterGates
 
     module = nn.Sequential(_Layer(), _Layer(), _Layer()).cuda()
     ddp = _DDP(module, DDP_MODULE)
@@ -85,7 +85,7 @@ def test_a_replayed_forward_waits_for_parameters_that_arrive_late() -> None:
 def test_a_reduction_waits_for_a_gradient_that_the_graph_writes_late() -> None:
     from types import SimpleNamespace
 
-    from chunkgraph.megatron.compat.data_parallel import gradient_marker
+    from chunkgraph.megatron.core.data_parallel import gradient_marker
 
     parameter = nn.Parameter(torch.zeros(1 << 20, device="cuda"))
     gradient = torch.zeros(1 << 20, device="cuda")

@@ -22,7 +22,7 @@ def test_the_plain_one_is_used_by_row_and_has_the_same_bits(
     pytest.importorskip("transformer_engine")
     from megatron.core.models.common.embeddings import rope_utils
 
-    from chunkgraph.megatron.compat import packed_rope
+    from chunkgraph.megatron.features.packing.rope import packed_rope
 
     own, plain = rope_utils.fused_apply_rotary_pos_emb_thd, rope_utils.fused_apply_rotary_pos_emb
     num_plain = 0

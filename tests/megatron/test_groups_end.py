@@ -34,7 +34,7 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
 
 def test_graphs_are_detached_before_the_groups_end(chunks: list[Any], ended: list[Any]) -> None:
-    from chunkgraph.megatron.plugin import attach
+    from chunkgraph.megatron.attachment import attach
 
     graphs = attach(chunks)
     diverted = [m for chunk in chunks for m in chunk.modules() if "forward" in m.__dict__]
@@ -58,7 +58,7 @@ def test_a_detach_that_fails_leaves_the_groups_and_is_tried_again(
 ) -> None:
     from chunkgraph.engine import ChunkGraphs
     from chunkgraph.errors import SlotError
-    from chunkgraph.megatron.plugin import attach
+    from chunkgraph.megatron.attachment import attach
 
     graphs = attach(chunks)
     with monkeypatch.context() as patch:
@@ -77,7 +77,7 @@ def test_a_detach_that_fails_leaves_the_groups_and_is_tried_again(
 
 def test_graphs_that_nobody_holds_are_detached_too(chunks: list[Any], ended: list[Any]) -> None:
     """The model holds them, and lets them go with itself."""
-    from chunkgraph.megatron.plugin import attach
+    from chunkgraph.megatron.attachment import attach
 
     graphs = attach(chunks)
     gone, released = weakref.ref(graphs), []
@@ -102,7 +102,7 @@ class Graphs:
 
 
 def test_several_end_in_any_order_and_are_not_kept_alive(ended: list[Any]) -> None:
-    from chunkgraph.megatron.compat import before_groups_end
+    from chunkgraph.megatron.core.process_groups import before_groups_end
 
     before = dist.destroy_process_group
     told: list[str] = []
@@ -122,7 +122,7 @@ def test_several_end_in_any_order_and_are_not_kept_alive(ended: list[Any]) -> No
 
 
 def test_who_stands_before_it_is_called(ended: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    from chunkgraph.megatron.compat import before_groups_end
+    from chunkgraph.megatron.core.process_groups import before_groups_end
 
     told: list[str] = []
     graphs = Graphs(told, "graphs")

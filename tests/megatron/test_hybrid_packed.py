@@ -78,7 +78,7 @@ class Flight:
     @staticmethod
     def batch(lengths: Sequence[int], seed: int = 1) -> dict[str, Any]:
         """A microbatch of random tokens, and which rows count."""
-        from chunkgraph.megatron.packed import make_params
+        from chunkgraph.megatron.features.packing.params import make_params
 
         packed = pack(list(lengths), _SHAPE)
         tokens, labels = np.random.default_rng(seed).integers(1, 256, (2, packed.num_valid_tokens))
@@ -130,7 +130,7 @@ class Flight:
 @pytest.fixture(params=["block", "chunk"])
 def flight(chunks: list[Any], request: Any) -> Iterator[Flight]:
     """Graphs of two slots."""
-    from chunkgraph.megatron.plugin import attach
+    from chunkgraph.megatron.attachment import attach
 
     attached = attach(chunks, scope=request.param, num_slots=[2], packing=_SHAPE)
     try:
@@ -342,9 +342,9 @@ def test_the_rows_of_earlier_releases_are_the_same_without_the_host(chunks: list
     """Also with empty sequences in the middle and a tail."""
     from types import SimpleNamespace
 
-    from chunkgraph.megatron import compat
+    from chunkgraph.megatron.features.hybrid.layers import mamba_mixers_of, packed_mamba_rows
 
-    (mixer,) = compat.mamba_mixers_of(chunks[0].modules())[:1]
+    (mixer,) = mamba_mixers_of(chunks[0].modules())[:1]
     if not hasattr(mixer, "_create_packed_seq_idx"):
         pytest.skip("this release is given the rows")
     for offsets, padded in (([0, 3, 3, 9, 9], None), ([0, 3, 9, 9], [0, 4, 12, 24])):
@@ -353,7 +353,7 @@ def test_the_rows_of_earlier_releases_are_the_same_without_the_host(chunks: list
             cu_seqlens_q_padded=None if padded is None else torch.tensor(padded).int(),
         )
         expected = mixer._create_packed_seq_idx(params, 24)
-        with compat.packed_mamba_rows():
+        with packed_mamba_rows():
             found = mixer._create_packed_seq_idx(params, 24)
         assert found.dtype == expected.dtype
         assert torch.equal(found, expected)
@@ -370,7 +370,7 @@ def test_the_rows_of_earlier_releases_are_the_same_without_the_host(chunks: list
     ],
 )
 def test_what_cannot_be_captured_is_named(chunks: list[Any], change: Any, message: str) -> None:
-    from chunkgraph.megatron.plugin import attach
+    from chunkgraph.megatron.attachment import attach
 
     change(chunks[0].module)
     with pytest.raises(ConfigError, match=message):
@@ -403,7 +403,7 @@ def test_clearing_rows_without_a_token_changes_no_bit_of_the_others(flight: Flig
 
 
 def test_sizes_that_change_are_refused(chunks: list[Any]) -> None:
-    from chunkgraph.megatron.hybrid_support import hybrid_refusals
+    from chunkgraph.megatron.features.hybrid.feature import hybrid_refusals
 
     config = chunks[0].module.config
     shape = PackedShape(6, 16, context_parallel_size=2)

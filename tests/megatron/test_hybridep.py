@@ -17,10 +17,10 @@ import torch
 
 from chunkgraph.errors import ConfigError, MissingDependencyError, ReplayMismatchError
 from chunkgraph.graphs import RecorderBackend
-from chunkgraph.megatron import deep_ep_needs
-from chunkgraph.megatron.moe_flex import refuse_for_deep_ep
-from chunkgraph.megatron.moe_support import moe_refusals, packed_moe_refusals
-from chunkgraph.megatron.rewind import StepState
+from chunkgraph.megatron.features.experts import deep_ep_needs
+from chunkgraph.megatron.features.experts.deep_ep import refuse_for_deep_ep
+from chunkgraph.megatron.features.experts.refusals import moe_refusals, packed_moe_refusals
+from chunkgraph.megatron.features.rerun.rewind import StepState
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(60)]
 
@@ -199,7 +199,7 @@ def test_experts_of_several_nodes_are_refused_where_deep_ep_stays_within_one(
     local: tuple[str | None, str | None],
     others: list[int],
 ) -> None:
-    from chunkgraph.megatron import moe_flex
+    from chunkgraph.megatron.features.experts import deep_ep as moe_flex
 
     machine(monkeypatch)
     monkeypatch.setattr(moe_flex, "expert_ranks", lambda: ranks)
@@ -242,7 +242,7 @@ def test_a_capture_without_eager_steps_is_refused(monkeypatch: pytest.MonkeyPatc
 
 def test_flags_of_megatron_are_put_back_with_a_step_that_is_run_anew() -> None:
     """Else its own training loop would run the step once more."""
-    from chunkgraph.megatron.experts import Experts
+    from chunkgraph.megatron.features.experts.feature import Experts
 
     counts, flag = torch.zeros(2, dtype=torch.int64), torch.zeros(1, dtype=torch.bool)
     experts: Any = SimpleNamespace(_drops=SimpleNamespace(counts=counts, tensors=(counts, flag)))
@@ -330,11 +330,9 @@ NUM_RANKS, TOKENS, LOCAL = 2, 4, 3
 
 def _layer(wanted: torch.Tensor) -> Any:
     """A layer with a dispatcher that stands in for HybridEP's: it wants ``wanted`` rows."""
-    from chunkgraph.megatron import compat
+    from chunkgraph.megatron.core.access import private_names
 
-    (base,) = compat.private_names(
-        "megatron.core.transformer.moe.token_dispatcher", "_HybridEPManager"
-    )
+    (base,) = private_names("megatron.core.transformer.moe.token_dispatcher", "_HybridEPManager")
 
     class Manager(base):  # type: ignore[misc, valid-type]
         def __init__(self) -> None:
@@ -369,12 +367,12 @@ def _layer(wanted: torch.Tensor) -> Any:
 
 
 def test_what_a_rank_has_no_room_for_is_counted_in_replays(one_rank: Any) -> None:
-    from chunkgraph.megatron import compat
+    from chunkgraph.megatron.features.experts.rank_budget import RankBudget
 
     wanted = torch.tensor([3])
     layer = _layer(wanted)
     manager = layer.token_dispatcher._comm_manager
-    budget = compat.RankBudget([layer])
+    budget = RankBudget([layer])
     undo = budget.install()
 
     def forward(x: torch.Tensor) -> torch.Tensor:
@@ -405,11 +403,11 @@ def _num_operators(graph: Any) -> int:
 @pytest.mark.parametrize("num_layers", [1, 5])
 def test_counting_adds_three_operators_to_a_chunk(one_rank: Any, num_layers: int) -> None:
     """Whatever its layers: flags are added up at the end of the forward; one is not stacked."""
-    from chunkgraph.megatron import compat
+    from chunkgraph.megatron.features.experts.rank_budget import RankBudget
 
     wanted = [torch.tensor([0]) for _ in range(num_layers)]
     layers = [_layer(count) for count in wanted]
-    budget = compat.RankBudget(layers)
+    budget = RankBudget(layers)
 
     x = torch.ones(TOKENS, 2)
 
@@ -436,12 +434,13 @@ def test_counting_adds_three_operators_to_a_chunk(one_rank: Any, num_layers: int
 
 
 def test_room_is_for_all_where_nobody_would_hear_of_a_flag(one_rank: Any) -> None:
-    from chunkgraph.megatron import compat
-    from chunkgraph.megatron.expert_room import RankRoom
+    from chunkgraph.megatron.features.experts.counts import LOAD_OF
+    from chunkgraph.megatron.features.experts.rank_budget import RankBudget
+    from chunkgraph.megatron.features.experts.room import RankRoom
 
     layer = _layer(torch.tensor([9]))
     manager = layer.token_dispatcher._comm_manager
-    budget = compat.RankBudget([layer])
+    budget = RankBudget([layer])
     budget.install()
     counts = budget.counts.total
     x = torch.ones(TOKENS, 2)
@@ -460,8 +459,8 @@ def test_room_is_for_all_where_nobody_would_hear_of_a_flag(one_rank: Any) -> Non
         assert (rows(), int(counts)) == (None, 1)
     assert (rows(), int(counts)) == (4, 2)
     # 9 rows of 4 tokens; what had a budget is not looked at.
-    assert (budget.load.take(), budget.load.take()) == (9 * compat.LOAD_OF // TOKENS, 0)
-    of_one = compat.LOAD_OF // TOKENS
+    assert (budget.load.take(), budget.load.take()) == (9 * LOAD_OF // TOKENS, 0)
+    of_one = LOAD_OF // TOKENS
     room.give(10 * of_one)  # of 4 tokens to 2 experts each: 8 rows are a factor of 1
     assert layer.config.moe_expert_rank_capacity_factor == 1.5  # never less than it was
     room.give(14 * of_one)
@@ -472,13 +471,14 @@ def test_room_is_for_all_where_nobody_would_hear_of_a_flag(one_rank: Any) -> Non
 
 
 def test_a_buffer_that_was_made_anew_stops_the_replays(one_rank: Any) -> None:
-    from chunkgraph.megatron import compat
+    from chunkgraph.megatron.core.access import import_megatron, patch_attributes
+    from chunkgraph.megatron.features.experts.rank_budget import RankBudget
 
-    budget = compat.RankBudget([_layer(torch.tensor([1]))])
+    budget = RankBudget([_layer(torch.tensor([1]))])
     limits = SimpleNamespace(max_num_of_tokens_per_rank=64)
     buffer = SimpleNamespace(configurer=SimpleNamespace(buffer_config=limits))
-    module = compat.import_megatron("megatron.core.transformer.moe.fused_a2a")
-    undo = compat.patch_attributes(module, {"_hybrid_ep_buffer": buffer})
+    module = import_megatron("megatron.core.transformer.moe.fused_a2a")
+    undo = patch_attributes(module, {"_hybrid_ep_buffer": buffer})
     try:
         budget.check_buffer()  # nothing is captured
         budget.remember_buffer()
@@ -494,7 +494,7 @@ def test_a_buffer_that_was_made_anew_stops_the_replays(one_rank: Any) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_another_dispatcher_is_named(one_rank: Any, backend: str) -> None:
-    from chunkgraph.megatron import compat
+    from chunkgraph.megatron.features.experts.rank_budget import RankBudget
 
     layer = SimpleNamespace(
         layer_number=3,
@@ -502,13 +502,13 @@ def test_another_dispatcher_is_named(one_rank: Any, backend: str) -> None:
         config=SimpleNamespace(moe_flex_dispatcher_backend=backend),
     )
     with pytest.raises(ConfigError, match="Layer 3 dispatches its tokens by NoneType"):
-        compat.RankBudget([layer])
+        RankBudget([layer])
 
 
 def test_fused_operations_are_built_anew_for_a_capture(one_rank: Any) -> None:
     """They hold parameters, and a capture has others in their place."""
     from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs
-    from chunkgraph.megatron import compat
+    from chunkgraph.megatron.features.experts.fused_operations import fused_operations_anew
 
     class Layer(torch.nn.Linear):
         _fused_ops: Any
@@ -532,7 +532,7 @@ def test_fused_operations_are_built_anew_for_a_capture(one_rank: Any) -> None:
         [chunk],
         [1],
         options=CaptureOptions(),
-        capture_scope=lambda: compat.fused_operations_anew(layer.modules()),
+        capture_scope=lambda: fused_operations_anew(layer.modules()),
     )
     graphs.capture([(x,)])
     assert layer._fused_ops is held

@@ -36,7 +36,7 @@ def _without(flags: Sequence[str]) -> dict[str, object]:
 
 def test_layer_changes_nothing_and_chunk_turns_off_megatrons_graphs() -> None:
     from chunkgraph.errors import ConfigError
-    from chunkgraph.megatron.cpu_pretrain import cpu_pretrain_host
+    from chunkgraph.megatron.cpu.pretrain import cpu_pretrain_host
 
     with cpu_pretrain_host():
         from megatron.training import training

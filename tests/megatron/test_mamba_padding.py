@@ -13,7 +13,7 @@ pytestmark = pytest.mark.megatron
 
 def test_which_rows_are_behind_the_documents() -> None:
     """Padding between documents, and empty ones there, are not."""
-    from chunkgraph.megatron.compat import rows_behind_documents
+    from chunkgraph.megatron.features.hybrid.padding import rows_behind_documents
 
     def found(offsets: list[int], padded: list[int] | None, first: int, num: int) -> list[int]:
         rows = None if padded is None else torch.tensor(padded, dtype=torch.int32)
@@ -30,7 +30,7 @@ def test_which_rows_are_behind_the_documents() -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_they_are_the_tail_of_the_packing_on_every_rank(size: int) -> None:
-    from chunkgraph.megatron.compat import rows_behind_documents
+    from chunkgraph.megatron.features.hybrid.padding import rows_behind_documents
 
     shape = PackedShape(6, 64, context_parallel_size=size)
     for lengths in ([5, 11, 3], [1], [16, 16, 16, 16], [9, 1, 1, 1, 20]):

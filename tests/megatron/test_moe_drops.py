@@ -39,20 +39,20 @@ class _Run:
     def __init__(
         self, device: Any, config: Any, bias: list[float], graphs: dict[str, Any] | None
     ) -> None:
-        from chunkgraph.megatron import attach, compat
+        from chunkgraph.megatron import attach
+        from chunkgraph.megatron.core.access import import_megatron
+        from chunkgraph.megatron.features.experts.state import forget_expert_metrics
         from chunkgraph.trainer.model import build_model
         from chunkgraph.trainer.setup import seed_everything
 
-        compat.forget_expert_metrics()
+        forget_expert_metrics()
         seed_everything(1, device)
         self.device, self.config = device, config
         self.chunks: Any = build_model(config, device)
         for module in self.chunks[0].modules():
             if hasattr(module, "expert_bias"):
                 module.expert_bias[: len(bias)] = torch.tensor(bias)
-        self.train = compat.import_megatron(
-            "megatron.core.pipeline_parallel"
-        ).get_forward_backward_func()
+        self.train = import_megatron("megatron.core.pipeline_parallel").get_forward_backward_func()
         self.graphs = attach(self.chunks, **graphs) if graphs is not None else None
         if self.graphs is not None:
             self.train = self.graphs.wrap_forward_backward(self.train)
@@ -196,25 +196,25 @@ def test_detach_leaves_the_router_as_it_was(one_rank: Any, make_config: Any) -> 
 
 
 def test_metrics_that_were_replaced_are_told(one_rank: Any, make_config: Any) -> None:
-    from chunkgraph.megatron import compat
+    from chunkgraph.megatron.features.experts.state import forget_expert_metrics
 
     run = _Run(one_rank, _make(make_config, moe_expert_capacity_factor=2.0), [], {})
     assert run.graphs is not None
     for step in range(2):
         run.step(step, 1)
-    compat.forget_expert_metrics()
+    forget_expert_metrics()
     with pytest.raises(ReplayMismatchError, match="load_balancing_loss"):
         run.step(2, 1)
     run.graphs.detach()
 
 
 def test_a_metric_first_recorded_in_the_capture_is_refused(one_rank: Any, make_config: Any) -> None:
-    from chunkgraph.megatron import compat
+    from chunkgraph.megatron.features.experts.state import forget_expert_metrics
 
     run = _Run(one_rank, _make(make_config, moe_expert_capacity_factor=2.0), [], {})
     assert run.graphs is not None
     run.step(0, 1)
-    compat.forget_expert_metrics()
+    forget_expert_metrics()
     with pytest.raises(CaptureError, match=r"load_balancing_loss.*first time in the capture"):
         run.step(1, 1)
     run.graphs.detach()
@@ -246,9 +246,9 @@ def test_without_the_static_dispatch_the_recorder_names_the_read_on_the_host(
     """What a CUDA graph could not hold either."""
     from contextlib import nullcontext
 
-    from chunkgraph.megatron import compat
+    from chunkgraph.megatron.features.experts import feature
 
-    monkeypatch.setattr(compat, "static_dispatch", nullcontext)
+    monkeypatch.setattr(feature, "static_dispatch", nullcontext)
     config = _make(
         make_config, moe_expert_capacity_factor=2.0, moe_token_dispatcher_type="allgather"
     )
@@ -294,7 +294,7 @@ _HOLDS = {
 def test_what_a_graph_cannot_hold_of_experts_is_refused_by_name(
     changes: dict[str, Any], said: str
 ) -> None:
-    from chunkgraph.megatron.moe_support import moe_refusals
+    from chunkgraph.megatron.features.experts.refusals import moe_refusals
 
     assert moe_refusals(SimpleNamespace(**_HOLDS)) == []
     assert (

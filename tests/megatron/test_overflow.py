@@ -36,11 +36,13 @@ class _Run:
         **model_options: Any,
     ) -> None:
         from chunkgraph.config import config_from_mapping
-        from chunkgraph.megatron import attach, compat
+        from chunkgraph.megatron import attach
+        from chunkgraph.megatron.core.access import import_megatron
+        from chunkgraph.megatron.features.experts.state import forget_expert_metrics
         from chunkgraph.trainer.model import build_model
         from chunkgraph.trainer.setup import seed_everything
 
-        compat.forget_expert_metrics()
+        forget_expert_metrics()
         seed_everything(1, device)
         self.device = device
         self.config = config_from_mapping(
@@ -51,7 +53,7 @@ class _Run:
             )
         )
         self.chunks: Any = build_model(self.config, device, **model_options)
-        schedule = compat.import_megatron("megatron.core.pipeline_parallel")
+        schedule = import_megatron("megatron.core.pipeline_parallel")
         self.graphs = attach(self.chunks, **graphs)
         self.train = self.graphs.wrap_forward_backward(schedule.get_forward_backward_func())
 
@@ -99,7 +101,7 @@ def _biases(run: _Run) -> list[list[float]]:
 def test_room_for_all_is_no_row_more_than_there_are_tokens() -> None:
     from megatron.core.transformer.moe.moe_utils import get_capacity
 
-    from chunkgraph.megatron.compat import factor_for_all
+    from chunkgraph.megatron.features.experts.capacity import factor_for_all
 
     some_is_too_much = False
     for num_experts, top_k in ((4, 2), (7, 3), (60, 4), (64, 6), (160, 6), (384, 8)):
@@ -126,7 +128,8 @@ def test_a_step_is_run_anew_where_room_for_all_rounds_up(one_rank: Any, make_con
 @pytest.mark.parametrize("scope", ["block", "chunk"])
 def test_no_metric_counts_a_step_twice(one_rank: Any, make_config: Any, scope: str) -> None:
     """Those of routers and of multi-token prediction; in scope block the latter stays eager."""
-    from chunkgraph.megatron.compat import factor_for_all, running_metrics
+    from chunkgraph.megatron.features.experts.capacity import factor_for_all
+    from chunkgraph.megatron.features.rerun.running_metrics import running_metrics
 
     seen = []
     for factor, drops in ((factor_for_all(4, 2), "count"), (1.0, "rerun")):
@@ -186,7 +189,7 @@ def test_graphs_and_pages_are_made_anew_where_their_memory_was_replaced(
     one_rank: Any, make_config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As DeepEP does with its buffer when a pass has more tokens than those before."""
-    from chunkgraph.megatron.experts import Experts
+    from chunkgraph.megatron.features.experts.feature import Experts
     from chunkgraph.memory.stash import StashOptions
 
     losses, now = [], False
@@ -214,7 +217,7 @@ def test_what_forwards_decide_is_sent_before_the_last_backward(
     one_rank: Any, make_config: Any, is_recomputed: bool
 ) -> None:
     """Experts that are computed anew are counted in backwards: then behind those."""
-    from chunkgraph.megatron.token_drops import DropReport
+    from chunkgraph.megatron.features.experts.drop_report import DropReport
     from chunkgraph.memory.stash import StashOptions, StashReadout
 
     options = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
@@ -337,7 +340,8 @@ def test_ranks_agree_on_buckets_apart_from_steps(
     """A rank that announces asks about a step before one that does not: on a group of both, their
     questions would meet others."""
     from chunkgraph.config import config_from_mapping
-    from chunkgraph.megatron import attach, plugin
+    from chunkgraph.megatron import attach
+    from chunkgraph.megatron import attachment as plugin
     from chunkgraph.packing import PackedShape
     from chunkgraph.trainer.model import build_model
 
@@ -380,7 +384,7 @@ def test_a_row_that_no_page_holds_is_refused_before_training(
 
 
 def test_what_is_done_about_drops_is_checked(one_rank: Any, make_config: Any) -> None:
-    from chunkgraph.megatron.moe_support import moe_refusals
+    from chunkgraph.megatron.features.experts.refusals import moe_refusals
 
     with pytest.raises(ConfigError, match=r"token_drops is 'rasie'.*'raise'"):
         _Run(one_rank, make_config, {}, {"token_drops": "rasie"})

@@ -51,7 +51,7 @@ def test_what_a_look_comes_late_for_is_an_error_on_all_ranks(
     mine: int, place: int, what: str
 ) -> None:
     """A rank that raised alone would leave the others in the agreement."""
-    from chunkgraph.megatron.overflow import OverflowGuard
+    from chunkgraph.megatron.features.rerun.guard import OverflowGuard
 
     asked = []
 
@@ -82,7 +82,7 @@ def test_what_a_look_comes_late_for_is_an_error_on_all_ranks(
 @pytest.mark.parametrize("has_graphs", [False, True])
 def test_an_eager_step_gives_room_where_no_graph_has_less(has_graphs: bool) -> None:
     """Eager passes beside replays, as `verify` runs them, must drop what the replays drop."""
-    from chunkgraph.megatron.overflow import OverflowGuard
+    from chunkgraph.megatron.features.rerun.guard import OverflowGuard
 
     done: list[Any] = []
     experts: Any = SimpleNamespace(
@@ -128,7 +128,7 @@ class _Event:
 
 def test_who_waits_for_dropped_tokens_sees_those_of_the_last_step() -> None:
     """Also where the copy of that step was left out, since the one before was under way."""
-    from chunkgraph.megatron.token_drops import DropReport
+    from chunkgraph.megatron.features.experts.drop_report import DropReport
 
     counts = torch.zeros(2, dtype=torch.int64)
     copies: list[Callable[[], Any]] = []
@@ -156,7 +156,7 @@ def test_who_waits_for_dropped_tokens_sees_those_of_the_last_step() -> None:
 
 
 def test_a_forward_more_takes_back_what_was_told() -> None:
-    from chunkgraph.megatron.last_forward import telling_last_forward
+    from chunkgraph.megatron.features.rerun.last_forward import telling_last_forward
 
     told: list[str] = []
     kwargs = {"forward_step_func": lambda *_: told.append("forward"), "num_microbatches": 2}

@@ -64,7 +64,7 @@ def chunks(one_rank: Any, make_config: Any, spec: str, monkeypatch: Any) -> list
 @pytest.fixture(params=["block", "chunk"])
 def graphs(chunks: list[Any], request: Any) -> Iterator[Any]:
     """Graphs of two slots."""
-    from chunkgraph.megatron.plugin import attach
+    from chunkgraph.megatron.attachment import attach
 
     attached = attach(chunks, scope=request.param, num_slots=[2], packing=_SHAPE)
     try:
@@ -74,7 +74,7 @@ def graphs(chunks: list[Any], request: Any) -> Iterator[Any]:
 
 
 def _batch(lengths: list[int], seed: int = 1, shape: PackedShape = _SHAPE) -> dict[str, Any]:
-    from chunkgraph.megatron.packed import make_params
+    from chunkgraph.megatron.features.packing.params import make_params
 
     packed = pack(lengths, shape)
     tokens = np.random.default_rng(seed).integers(1, 256, packed.num_valid_tokens)
@@ -152,7 +152,7 @@ def test_no_table_of_rope_outlives_its_forward(
     chunks: list[Any], graphs: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which the backward would find in the slot's memory, and the slot's next variant would not."""
-    module = sys.modules["chunkgraph.megatron.compat.packed_rope"]
+    module = sys.modules["chunkgraph.megatron.features.packing.rope"]
     own, tables = module._rows, {}
     num_others: list[int] = []
 
@@ -272,7 +272,7 @@ def test_a_step_that_does_not_fit_runs_eagerly(chunks: list[Any], graphs: Any) -
 
 def test_sequences_no_longer_than_a_document_may_be(chunks: list[Any]) -> None:
     """The tail is several sequences; as many rows as without the limit, and the same losses."""
-    from chunkgraph.megatron.plugin import attach
+    from chunkgraph.megatron.attachment import attach
 
     shape = PackedShape(6, 32, max_document_tokens=9)
     packings = [[[9, 8, 6], [3]], [[1], [9, 9, 9, 5]], [[2, 2, 2, 2, 2], [9]]]
@@ -341,8 +341,8 @@ def test_steps_must_be_told_their_packings(chunks: list[Any], graphs: Any) -> No
 
 
 def test_ranks_of_different_shapes_are_told() -> None:
-    from chunkgraph.megatron.buckets import Buckets
-    from chunkgraph.megatron.step_packings import StepPackings
+    from chunkgraph.megatron.features.packing.banks import Buckets
+    from chunkgraph.megatron.features.packing.steps import StepPackings
 
     asked: list[Any] = []
 
@@ -373,7 +373,7 @@ def test_rows_behind_the_last_offset_are_refused(
     chunks: list[Any], graphs: Any, names: tuple[str, ...]
 ) -> None:
     """Megatron's unfused RoPE cannot take them; its kernel leaves such rows as they were."""
-    from chunkgraph.megatron.packed import take_apart
+    from chunkgraph.megatron.features.packing.params import take_apart
 
     batch = _batch([7, 5])
     params = batch["packed_seq_params"]
@@ -421,7 +421,7 @@ def test_rows_behind_the_last_offset_are_refused(
 def test_graphs_for_fewer_sequences(
     chunks: list[Any], given: dict[str, Any], found: list[int]
 ) -> None:
-    from chunkgraph.megatron.plugin import attach
+    from chunkgraph.megatron.attachment import attach
 
     attached = attach(chunks, **given)
     assert [one.max_packed_seqs for one in attached.packed_shapes] == found
@@ -450,7 +450,7 @@ def test_offsets_of_the_most_sequences_are_cut(
     chunks: list[Any], seen: list[int], scope: Any, longest: int | None
 ) -> None:
     """For graphs of fewer, and in eager steps; a microbatch may have its own number at once."""
-    from chunkgraph.megatron.plugin import attach
+    from chunkgraph.megatron.attachment import attach
 
     shape = PackedShape(6, 32, max_document_tokens=longest)
     extra = shape.num_sequences - shape.max_packed_seqs  # for a tail of several sequences
@@ -480,7 +480,7 @@ def test_offsets_of_the_most_sequences_are_cut(
 
 def test_another_length_of_the_decoder_is_refused(chunks: list[Any]) -> None:
     """By it Megatron's stages receive, and others send as many rows as are packed."""
-    from chunkgraph.megatron.plugin import attach
+    from chunkgraph.megatron.attachment import attach
 
     attached = attach(chunks, num_slots=[1], packing=_SHAPE)
     run = attached.wrap_forward_backward(lambda **_: _flight(chunks[0], [_batch([5])]))
@@ -496,8 +496,8 @@ def test_documents_that_a_step_was_not_told_are_not_lost(
     chunks: list[Any], lengths: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where they fill the rows, and where they do not; a step is told one of them."""
-    from chunkgraph.megatron.cut_offsets import OffsetCutter
-    from chunkgraph.megatron.plugin import attach
+    from chunkgraph.megatron.attachment import attach
+    from chunkgraph.megatron.features.packing.offset_cutter import OffsetCutter
 
     attached = attach(chunks, num_slots=[2], packing=_SHAPE, seq_buckets=(2,))
     batch = _batch(lengths)
@@ -516,8 +516,8 @@ def test_documents_that_a_step_was_not_told_are_not_lost(
 def test_offsets_are_cut_for_banks_of_context_parallel_sizes(
     chunks: list[Any], seen: list[int]
 ) -> None:
-    from chunkgraph.megatron.contexts import ContextBanks, ContextGroups, follow_groups
-    from chunkgraph.megatron.plugin import attach
+    from chunkgraph.megatron.attachment import attach
+    from chunkgraph.megatron.features.contexts import ContextBanks, ContextGroups, follow_groups
     from chunkgraph.packing import ContextLimits
 
     limits = ContextLimits(world_size=1, max_tokens_per_rank=32, max_packed_seqs=6)

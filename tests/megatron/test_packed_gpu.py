@@ -115,7 +115,7 @@ def _shared(size: int) -> dict[str, Any]:
 
 def _has_own_kernel(num_seqs: int, num_tokens: int) -> bool:
     """Whether Transformer Engine starts RoPE for each row, on a rank that has 256 of them."""
-    from chunkgraph.megatron.compat.fused_rope import blocks_spared
+    from chunkgraph.megatron.features.packing.fused_rope import blocks_spared
 
     return blocks_spared(256, num_seqs, num_tokens + 1) >= 1 << 16
 
@@ -130,7 +130,7 @@ def _check(results: dict[str, dict[str, Any]]) -> None:
 @pytest.mark.megatron
 @pytest.mark.timeout(500)
 def test_one_gpu(run_equal: Callable[..., Any], make_case: Case) -> None:
-    from chunkgraph.megatron.compat.fused_rope import blocks_spared, pays
+    from chunkgraph.megatron.features.packing.fused_rope import blocks_spared, pays
 
     assert pays(blocks_spared(256, _MANY["max_packed_seqs"], 257))
     assert _has_own_kernel(300, 256)

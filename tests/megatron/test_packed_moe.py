@@ -73,8 +73,9 @@ class _Model:
         graphs: dict[str, Any] | bool | None,
         case: str = "dropping",
     ) -> None:
-        from chunkgraph.megatron import attach, compat, keep_padding_from_experts
-        from chunkgraph.megatron.plugin import config_of
+        from chunkgraph.megatron import attach, keep_padding_from_experts
+        from chunkgraph.megatron.attachment import config_of
+        from chunkgraph.megatron.features.experts.state import forget_expert_metrics
         from chunkgraph.trainer.model import build_model
         from chunkgraph.trainer.setup import seed_everything
 
@@ -99,7 +100,7 @@ class _Model:
                 packing={"max_packed_seqs": _SHAPE.max_packed_seqs, "max_packed_tokens": 32},
             )
         )
-        compat.forget_expert_metrics()
+        forget_expert_metrics()
         seed_everything(1, device)
         chunks = build_model(config, device, transformer_options=_OPTIONS.get(case))
         self.chunk: Any = chunks[0]
@@ -121,7 +122,7 @@ class _Model:
         self, packings: list[list[int]], *, rows: int | None = 32, mask: bool = True
     ) -> dict[str, torch.Tensor]:
         """Both microbatches in flight: losses of tokens, gradients, metrics and counts."""
-        from chunkgraph.megatron import compat
+        from chunkgraph.megatron.features.experts.state import take_expert_metrics
 
         for parameter in self.chunk.parameters():
             parameter.main_grad.zero_()
@@ -148,13 +149,13 @@ class _Model:
             results = run()
         results.update({n: p.main_grad.clone() for n, p in self.chunk.named_parameters()})
         results.update({n: b.clone() for n, b in self.chunk.named_buffers()})
-        taken = compat.take_expert_metrics()
+        taken = take_expert_metrics()
         results.update({n: torch.tensor(v) for n, v in taken.items()})
         return results
 
 
 def _batch(lengths: list[int], seed: int, rows: int | None = 32) -> dict[str, Any]:
-    from chunkgraph.megatron.packed import make_params
+    from chunkgraph.megatron.features.packing.params import make_params
 
     shape = PackedShape(6, sum(lengths) if rows is None else rows)
     packed = pack(lengths, shape)
@@ -298,7 +299,8 @@ def test_no_expert_takes_padding() -> None:
     """Capacities are those of the tokens, as Megatron computes them for an input of these alone."""
     from megatron.core.transformer.moe.moe_utils import apply_router_token_dropping, get_capacity
 
-    from chunkgraph.megatron.compat import PaddedRows, kept_of_tokens
+    from chunkgraph.megatron.features.experts.padded_rows import PaddedRows
+    from chunkgraph.megatron.features.experts.padding import kept_of_tokens
 
     torch.manual_seed(1)
     for num_tokens, factor in [(24, 1.0), (7, 1.5), (32, 2.0), (1, 2.0), (13, 0.5)]:

@@ -19,7 +19,7 @@ def test_pieces_come_together_as_they_were(one_rank: Any) -> None:
     """Also one tensor in two fields, and attributes that a user added."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    from chunkgraph.megatron.packed import put_together, take_apart
+    from chunkgraph.megatron.features.packing.params import put_together, take_apart
 
     offsets = torch.tensor([0, 3, 8], dtype=torch.int32)
     params = PackedSeqParams("thd", offsets, offsets, None, offsets.clone(), 8, 8)
@@ -42,7 +42,7 @@ def test_pieces_come_together_as_they_were(one_rank: Any) -> None:
 
 
 def test_a_shape_for_another_context_parallel_size_is_refused() -> None:
-    from chunkgraph.megatron.packed import refuse_other_context
+    from chunkgraph.megatron.features.packing.params import refuse_other_context
 
     shape = PackedShape(4, 32, context_parallel_size=2)
     alone = SimpleNamespace(context_parallel_size=1)
@@ -53,7 +53,7 @@ def test_a_shape_for_another_context_parallel_size_is_refused() -> None:
 
 def test_labels_of_other_documents_are_refused() -> None:
     """Megatron rolls labels by the offsets of tokens, as if they were those of rows."""
-    from chunkgraph.megatron.packed import refuse_predictions_over_padding
+    from chunkgraph.megatron.features.packing.params import refuse_predictions_over_padding
 
     predicts = SimpleNamespace(mtp_num_layers=1)
     shape = PackedShape(4, 32, context_parallel_size=2)
@@ -67,7 +67,7 @@ def test_labels_of_other_documents_are_refused() -> None:
 
 @pytest.mark.parametrize("counts_padding", [False, True])
 def test_attention_is_told_of_tokens_rows_and_padding(counts_padding: bool) -> None:
-    from chunkgraph.megatron.packed import make_params
+    from chunkgraph.megatron.features.packing.params import make_params
 
     shape = PackedShape(4, 32, context_parallel_size=2, counts_padding=counts_padding)
     params = make_params(pack([5, 8], shape), torch.device("cpu"))

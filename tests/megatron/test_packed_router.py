@@ -22,7 +22,7 @@ def make_chunk(
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
     from chunkgraph.config import config_from_mapping
-    from chunkgraph.megatron import compat
+    from chunkgraph.megatron.features.experts.state import forget_expert_metrics
     from chunkgraph.trainer.model import build_model
     from chunkgraph.trainer.setup import seed_everything
 
@@ -48,7 +48,7 @@ def make_chunk(
     )
 
     def make() -> Any:
-        compat.forget_expert_metrics()
+        forget_expert_metrics()
         seed_everything(1, one_rank)
         (chunk,) = build_model(config, one_rank)
         return chunk
@@ -58,10 +58,11 @@ def make_chunk(
 
 def _routed(chunk: Any, *, is_padded: bool) -> dict[str, torch.Tensor]:
     """What a router gives and leaves behind of the same tokens, with rows behind them or not."""
-    from chunkgraph.megatron import compat
+    from chunkgraph.megatron.features.experts.padding import PaddedRouting
+    from chunkgraph.megatron.features.experts.state import routers_of, take_expert_metrics
 
-    undo = compat.PaddedRouting(list(chunk.modules())).install()
-    router = compat.routers_of(list(chunk.modules()))[0]
+    undo = PaddedRouting(list(chunk.modules())).install()
+    router = routers_of(list(chunk.modules()))[0]
     router.weight.main_grad.zero_()
     torch.manual_seed(3)
     tokens = torch.randn(_NUM_TOKENS, 1, 32)
@@ -79,7 +80,7 @@ def _routed(chunk: Any, *, is_padded: bool) -> dict[str, torch.Tensor]:
         "chosen": chosen[:_NUM_TOKENS].float(),
         "gradient": router.weight.main_grad.clone(),
         "counts": router.local_tokens_per_expert.clone(),
-        **{name: torch.tensor(v) for name, v in compat.take_expert_metrics().items()},
+        **{name: torch.tensor(v) for name, v in take_expert_metrics().items()},
     }
 
 

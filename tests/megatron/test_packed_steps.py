@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 from chunkgraph.errors import ConfigError, PackingError
+from chunkgraph.launch.look_ahead import look_ahead, num_microbatches_at
 from chunkgraph.launch.packed_steps import PackedSteps
 from chunkgraph.launch.sft_data import cut, documents_of
-from chunkgraph.megatron import compat
+from chunkgraph.megatron.core.access import import_megatron
 from chunkgraph.packing import PackedShape, bucket_shapes
 
 pytestmark = pytest.mark.megatron
@@ -55,7 +56,7 @@ def params_of(data: dict[str, Any]) -> Any:
     """As pretrain_gpt.py makes them."""
     row = data["cu_seqlens"][0]
     row = row[: int((row == data["tokens"].shape[1]).nonzero()[0]) + 1]
-    kind = compat.import_megatron("megatron.core.packed_seq_params").PackedSeqParams
+    kind = import_megatron("megatron.core.packed_seq_params").PackedSeqParams
     longest = int(data["max_seqlen"].max())
     return kind(
         qkv_format="thd",
@@ -148,7 +149,7 @@ def test_a_step_reads_its_own_microbatches_and_no_more(step: Step) -> None:
 
 def of_megatron(batches: Sequence[dict[str, Any]]) -> Any:
     """A data iterator that plays microbatches again."""
-    machine = compat.import_megatron("megatron.core.rerun_state_machine")
+    machine = import_megatron("megatron.core.rerun_state_machine")
     return machine.RerunDataIterator(iter(batches))
 
 
@@ -156,17 +157,17 @@ def test_what_is_looked_at_stays_to_be_read() -> None:
     """By whoever reads, and by who reads it again."""
     batches = [batch(n, ROWS) for n in range(1, 5)]
     iterator = of_megatron(batches)
-    below = compat.look_ahead(iterator)
+    below = look_ahead(iterator)
     assert below is not None
     assert below.first(2) == batches[:2]
     assert next(iterator) is batches[0]
-    assert compat.look_ahead(iterator) is below
+    assert look_ahead(iterator) is below
     assert below.first(3) == batches[1:]
     assert below.first(4) is None
     assert list(below) == batches[1:]
     with pytest.raises(StopIteration):
         next(iterator)
-    assert compat.look_ahead(iter(batches)) is None
+    assert look_ahead(iter(batches)) is None
 
 
 def test_an_error_of_the_data_comes_up_where_they_are_read() -> None:
@@ -175,7 +176,7 @@ def test_an_error_of_the_data_comes_up_where_they_are_read() -> None:
         raise OSError("a broken disk")
 
     iterator = of_megatron(read())  # type: ignore[arg-type]
-    below = compat.look_ahead(iterator)
+    below = look_ahead(iterator)
     assert below is not None
     assert below.first(2) is below.first(2) is None
     assert next(iterator)["max_seqlen"] == 12
@@ -194,7 +195,7 @@ def test_loaders_that_save_where_they_stand_are_left_alone() -> None:
 
     iterator = of_megatron([])
     iterator.iterable = Saving()
-    assert compat.look_ahead(iterator) is None
+    assert look_ahead(iterator) is None
     assert iterator.iterable.save_state() == 7
 
 
@@ -207,7 +208,7 @@ def test_what_else_an_iterator_has_is_found_there() -> None:
 
     iterator = of_megatron([])
     iterator.iterable = Named([batch(12)])
-    assert compat.look_ahead(iterator) is not None
+    assert look_ahead(iterator) is not None
     assert iterator.iterable.name == "of the script"
     assert not hasattr(iterator.iterable, "save_state")
 
@@ -320,8 +321,8 @@ def test_nothing_is_announced_of_wrong_data_or_other_iterators(
 
 def test_the_next_step_has_as_many_microbatches_as_megatron_will_count() -> None:
     """Its own count stays as it is."""
-    counting = compat.import_megatron("megatron.core.num_microbatches_calculator")
-    assert compat.num_microbatches_at(7) is None
+    counting = import_megatron("megatron.core.num_microbatches_calculator")
+    assert num_microbatches_at(7) is None
     if (
         "step_batch_size_schedule"
         in signature(counting.init_num_microbatches_calculator).parameters
@@ -333,7 +334,7 @@ def test_the_next_step_has_as_many_microbatches_as_megatron_will_count() -> None
     counting.init_num_microbatches_calculator(**{**default, **kind})
     try:
         before = counting.get_num_microbatches()
-        found = [compat.num_microbatches_at(samples) for samples in (0, 6, 12)]
+        found = [num_microbatches_at(samples) for samples in (0, 6, 12)]
         assert counting.get_num_microbatches() == before
     finally:
         counting.destroy_num_microbatches_calculator()

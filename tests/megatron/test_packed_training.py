@@ -151,7 +151,7 @@ def _lengths(case: dict[str, Any]) -> set[int]:
     """Which of the buckets the microbatches of a run belong to."""
     from chunkgraph.config import config_from_mapping
     from chunkgraph.data import Documents
-    from chunkgraph.megatron.buckets import Buckets
+    from chunkgraph.megatron.features.packing.banks import Buckets
     from chunkgraph.trainer.batches import packed_shape
 
     config = config_from_mapping(case["config"])

@@ -28,7 +28,7 @@ class _Operators(TorchDispatchMode):
 
 def _kept(padding: torch.Tensor, rows_of: Any, factor: float = 1.0) -> torch.Tensor:
     """What a layer asks: its experts' rows, where all rows chose the first two experts."""
-    from chunkgraph.megatron.compat import kept_of_tokens
+    from chunkgraph.megatron.features.experts.padding import kept_of_tokens
 
     probs = torch.zeros(_NUM_ROWS, _NUM_EXPERTS)
     probs[:, :2] = 0.5
@@ -46,7 +46,7 @@ def _padding(num_tokens: int) -> torch.Tensor:
 
 
 def test_layers_of_a_forward_share_it(one_rank: Any) -> None:
-    from chunkgraph.megatron.compat.padded_rows import RowsOfForward
+    from chunkgraph.megatron.features.experts.padded_rows import RowsOfForward
 
     rows_of, padding = RowsOfForward(), _padding(6)
     with _Operators() as apart:
@@ -62,7 +62,7 @@ def test_layers_of_a_forward_share_it(one_rank: Any) -> None:
 
 def test_nothing_is_known_of_another_padding(one_rank: Any) -> None:
     """Neither of another tensor, nor of what was written into one, nor of another forward."""
-    from chunkgraph.megatron.compat.padded_rows import RowsOfForward
+    from chunkgraph.megatron.features.experts.padded_rows import RowsOfForward
 
     rows_of, padding = RowsOfForward(), _padding(6)
     with rows_of.forward():
@@ -84,7 +84,7 @@ def test_nothing_is_known_of_another_padding(one_rank: Any) -> None:
 
 def test_a_backward_computes_it_anew(one_rank: Any) -> None:
     """What a graph of a forward holds is its slot's, and gone where a backward begins."""
-    from chunkgraph.megatron.compat.padded_rows import RowsOfForward
+    from chunkgraph.megatron.features.experts.padded_rows import RowsOfForward
 
     rows_of, padding = RowsOfForward(), _padding(6)
     x = torch.ones(2, requires_grad=True)
@@ -101,7 +101,7 @@ def test_a_backward_computes_it_anew(one_rank: Any) -> None:
 
 def test_padding_that_was_made_in_inference_mode_is_looked_at_anew(one_rank: Any) -> None:
     """Such a tensor does not tell whether it was written to."""
-    from chunkgraph.megatron.compat.padded_rows import RowsOfForward
+    from chunkgraph.megatron.features.experts.padded_rows import RowsOfForward
 
     rows_of = RowsOfForward()
     with torch.inference_mode(), rows_of.forward():

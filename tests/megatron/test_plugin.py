@@ -57,7 +57,7 @@ def _inputs(requires_grad: bool = True) -> dict[str, Any]:
 def test_unsupported_settings_are_refused_by_name(
     chunks: list[nn.Module], name: str, value: object
 ) -> None:
-    from chunkgraph.megatron.plugin import attach
+    from chunkgraph.megatron.attachment import attach
 
     setattr(chunks[0].config, name, value)
     with pytest.raises(ConfigError, match=rf"{name}={value!r}"):
@@ -81,14 +81,15 @@ def _of_the_model(chunk: nn.Module) -> list[Any]:
 @pytest.mark.parametrize(
     "failing",
     [
-        *("ExpertStash", "StepPackings", "ChunkGraphs", "SlotReceiver", "OverflowGuard"),
-        "compat.TokenDrops.install",
+        *("attachment.ExpertStash", "attachment.StepPackings", "attachment.ChunkGraphs"),
+        *("attachment.SlotReceiver", "attachment.OverflowGuard"),
+        "features.experts.drops.TokenDrops.install",
     ],
 )
 def test_a_failure_half_way_leaves_the_model_as_it_was(
     one_rank: Any, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, failing: str
 ) -> None:
-    from chunkgraph.megatron import plugin
+    from chunkgraph.megatron import attachment as plugin
     from chunkgraph.memory.stash import StashOptions
     from chunkgraph.packing import PackedShape
     from chunkgraph.trainer.model import build_model
@@ -107,7 +108,7 @@ def test_a_failure_half_way_leaves_the_model_as_it_was(
         def fails(*_args: Any, **_options: Any) -> None:
             raise MemoryError("half way")
 
-        patch.setattr(f"chunkgraph.megatron.plugin.{failing}", fails)
+        patch.setattr(f"chunkgraph.megatron.{failing}", fails)
         with pytest.raises(MemoryError, match="half way"):
             plugin.attach([chunk], **options)
     assert _of_the_model(chunk) == before
@@ -130,7 +131,7 @@ def test_a_failure_half_way_leaves_the_model_as_it_was(
 def test_what_does_not_go_with_fp8_is_refused(
     chunks: list[nn.Module], name: str, value: object, message: str
 ) -> None:
-    from chunkgraph.megatron.support import refused_settings
+    from chunkgraph.megatron.refusals import refused_settings
 
     config = chunks[0].config
     config.fp8, config.fp8_recipe = "e4m3", "tensorwise"
@@ -157,7 +158,7 @@ def test_only_one_update_of_delayed_scales_fits_in_a_backward(chunks: list[nn.Mo
     reason="Transformer Engine is installed",
 )
 def test_fp8_needs_transformer_engine(chunks: list[nn.Module]) -> None:
-    from chunkgraph.megatron.plugin import attach
+    from chunkgraph.megatron.attachment import attach
 
     chunks[0].config.fp8, chunks[0].config.fp8_recipe = "e4m3", "delayed"
     with pytest.raises(ConfigError, match=r"fp8='e4m3': it is Transformer Engine's.*\[te\]"):
@@ -165,7 +166,7 @@ def test_fp8_needs_transformer_engine(chunks: list[nn.Module]) -> None:
 
 
 def test_several_refusals_are_told_at_once(chunks: list[nn.Module]) -> None:
-    from chunkgraph.megatron.plugin import attach
+    from chunkgraph.megatron.attachment import attach
 
     chunks[0].config.cpu_offloading = True
     chunks[0].config.num_moe_experts = 2
@@ -178,7 +179,7 @@ def test_rows_of_several_lengths_of_contexts_are_refused(
 ) -> None:
     """Stages would receive all microbatches with the rows of the longest, and so would experts."""
     from chunkgraph.megatron import attach
-    from chunkgraph.megatron.contexts import ContextBanks, ContextGroups, follow_groups
+    from chunkgraph.megatron.features.contexts import ContextBanks, ContextGroups, follow_groups
     from chunkgraph.megatron.topology import PipelinePlace
     from chunkgraph.packing import ContextLimits
 
@@ -207,7 +208,7 @@ def test_padding_that_is_not_counted_is_told_where_sizes_change(
 ) -> None:
     """Where heads share keys; `test_attention_limits` says which these are."""
     from chunkgraph.megatron import attach, attach_checks
-    from chunkgraph.megatron.contexts import ContextBanks, ContextGroups, follow_groups
+    from chunkgraph.megatron.features.contexts import ContextBanks, ContextGroups, follow_groups
     from chunkgraph.packing import ContextLimits
 
     monkeypatch.setattr(
@@ -233,7 +234,7 @@ def test_sizes_of_packed_sequences_without_any_are_refused(
     chunks: list[nn.Module], name: str
 ) -> None:
     from chunkgraph.megatron import attach
-    from chunkgraph.megatron.contexts import ContextBanks, ContextGroups
+    from chunkgraph.megatron.features.contexts import ContextBanks, ContextGroups
     from chunkgraph.packing import ContextLimits
 
     why = rf"^{name}=\[4\] without packing: only packed sequences have them. Leave them out"
@@ -250,7 +251,7 @@ def test_groups_are_not_closed_under_their_graphs(
 ) -> None:
     from chunkgraph.engine import ChunkGraphs
     from chunkgraph.megatron import attach
-    from chunkgraph.megatron.contexts import ContextBanks, ContextGroups, follow_groups
+    from chunkgraph.megatron.features.contexts import ContextBanks, ContextGroups, follow_groups
     from chunkgraph.packing import ContextLimits
 
     limits = ContextLimits(world_size=1, max_tokens_per_rank=8, max_packed_seqs=3)
@@ -268,7 +269,7 @@ def test_groups_are_not_closed_under_their_graphs(
 
 
 def test_fully_sharded_parameters_are_refused(chunks: list[nn.Module]) -> None:
-    from chunkgraph.megatron.plugin import attach
+    from chunkgraph.megatron.attachment import attach
 
     class FullyShardedDataParallel(nn.Module):
         def __init__(self, module: nn.Module) -> None:
@@ -280,7 +281,7 @@ def test_fully_sharded_parameters_are_refused(chunks: list[nn.Module]) -> None:
 
 
 def test_swapped_messages_between_two_ranks_are_refused(chunks: list[nn.Module]) -> None:
-    from chunkgraph.megatron.support import refuse_unsupported
+    from chunkgraph.megatron.refusals import refuse_unsupported
 
     config = chunks[0].config
     config.pipeline_model_parallel_size, config.batch_p2p_comm = 2, True
@@ -295,7 +296,7 @@ def test_dropout_needs_a_graph_safe_tracker(
 ) -> None:
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-    from chunkgraph.megatron.plugin import attach
+    from chunkgraph.megatron.attachment import attach
 
     monkeypatch.setattr(get_cuda_rng_tracker(), "use_cudagraphable_rng", False)
     with pytest.raises(ConfigError, match="graph-safe"):
@@ -305,7 +306,7 @@ def test_dropout_needs_a_graph_safe_tracker(
 
 
 def test_other_modules_are_refused(one_rank: torch.device) -> None:
-    from chunkgraph.megatron.plugin import attach
+    from chunkgraph.megatron.attachment import attach
 
     with pytest.raises(ConfigError, match="not a Megatron-core model"):
         attach([nn.Linear(2, 2)])
@@ -314,7 +315,7 @@ def test_other_modules_are_refused(one_rank: torch.device) -> None:
 
 
 def test_attach_twice_is_refused_and_detach_puts_all_back(chunks: list[nn.Module]) -> None:
-    from chunkgraph.megatron.plugin import attach
+    from chunkgraph.megatron.attachment import attach
 
     block = _block(chunks)
     before = dict(block.__dict__)
@@ -330,7 +331,7 @@ def test_attach_twice_is_refused_and_detach_puts_all_back(chunks: list[nn.Module
 
 
 def test_training_outside_a_step_names_the_chunk(chunks: list[nn.Module]) -> None:
-    from chunkgraph.megatron.plugin import attach
+    from chunkgraph.megatron.attachment import attach
 
     graphs = attach(chunks, scope="block")
     try:
@@ -341,7 +342,7 @@ def test_training_outside_a_step_names_the_chunk(chunks: list[nn.Module]) -> Non
 
 
 def test_evaluation_and_no_grad_run_eagerly_anywhere(chunks: list[nn.Module]) -> None:
-    from chunkgraph.megatron.plugin import attach
+    from chunkgraph.megatron.attachment import attach
 
     block = _block(chunks)
     block.eval()
@@ -411,7 +412,7 @@ def test_gradient_ready_signals_are_those_of_eager_training(
 
 def test_a_schedule_is_wrapped_with_its_keywords(chunks: list[nn.Module]) -> None:
     """Evaluation steps are counted as such, and the schedule's result comes back."""
-    from chunkgraph.megatron.plugin import attach
+    from chunkgraph.megatron.attachment import attach
 
     graphs = attach(chunks)
     try:
@@ -433,7 +434,7 @@ def test_another_sequence_length_runs_eagerly_and_equal(
     one_rank: torch.device, config: Config, chunks: list[nn.Module]
 ) -> None:
     """A step of other shapes between replayed ones falls back as a whole."""
-    from chunkgraph.megatron.plugin import attach
+    from chunkgraph.megatron.attachment import attach
 
     block = _block(chunks)
 
@@ -465,7 +466,7 @@ def test_another_sequence_length_runs_eagerly_and_equal(
 
 def test_a_later_stage_reads_its_input_and_keeps_it(chunks: list[nn.Module]) -> None:
     """Neither capture nor replay leaves a static buffer in the block."""
-    from chunkgraph.megatron.plugin import attach
+    from chunkgraph.megatron.attachment import attach
 
     given = _inputs()
     block = _block(chunks)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from chunkgraph.engine import StepMode
-from chunkgraph.megatron.compat import Direction
+from chunkgraph.megatron.core.p2p import Direction
 from chunkgraph.megatron.receive import ReceiveOrder, SlotReceiver, waits_for_sends
 from chunkgraph.megatron.topology import PipelinePlace
 
@@ -208,9 +208,9 @@ def middle(one_rank: torch.device, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The receiver of the middle one of three ranks, in a replayed step of 9 microbatches."""
     from megatron.core.pipeline_parallel import schedules
 
-    from chunkgraph.megatron import compat
+    from chunkgraph.megatron import receive
 
-    monkeypatch.setattr(compat, "make_communicator", lambda *_: "a communicator")
+    monkeypatch.setattr(receive, "make_communicator", lambda *_: "a communicator")
     config = SimpleNamespace(overlap_p2p_comm=False)
     engine = _Engine()
     place = PipelinePlace(1, 1, 3, 1, 3)

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from chunkgraph.errors import ConfigError
-from chunkgraph.megatron import compat
-from chunkgraph.megatron.support import refuse_unsupported
+from chunkgraph.megatron import refusals
+from chunkgraph.megatron.refusals import refuse_unsupported
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(150)]
 
@@ -134,7 +134,7 @@ def test_slots_hold_only_the_inputs_of_layers(
     from chunkgraph.config import config_from_mapping
     from chunkgraph.data import PackedText
     from chunkgraph.megatron import attach
-    from chunkgraph.megatron.compat import import_megatron
+    from chunkgraph.megatron.core.access import import_megatron
     from chunkgraph.trainer.loop import forward_step, microbatches
     from chunkgraph.trainer.model import build_model
     from chunkgraph.trainer.setup import seed_everything
@@ -188,7 +188,7 @@ def test_slots_hold_only_the_inputs_of_layers(
 def test_a_graph_on_a_gpu_cannot_draw_a_mask_again(
     monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], graph_safe: bool, refused: str | None
 ) -> None:
-    monkeypatch.setattr(compat, "rng_is_graph_safe", lambda: graph_safe)
+    monkeypatch.setattr(refusals, "rng_is_graph_safe", lambda: graph_safe)
     config = SimpleNamespace(**settings)
     if refused is None:
         refuse_unsupported(config, [], torch.device("cuda"))

@@ -21,7 +21,7 @@ from chunkgraph.launch.hooks import _is_profiled
 from chunkgraph.launch.packing_rules import resolved_flags
 from chunkgraph.launch.run_record import capture_line, save_run_record, start_line
 from chunkgraph.launch.step_metrics import StepMetrics
-from chunkgraph.megatron.contexts import ContextBank
+from chunkgraph.megatron.features.contexts import ContextBank
 from chunkgraph.megatron.scope_choice import ChosenScope
 from chunkgraph.packing import PackedShape
 from chunkgraph.trainer.loop import capture_options

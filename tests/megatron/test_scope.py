@@ -93,7 +93,7 @@ def test_a_replayed_chunk_runs_nothing_but_the_copies_of_its_inputs(
     chunks: list[nn.Module],
 ) -> None:
     """Tokens, labels and mask; neither embedding nor loss, nor ids that the model does not read."""
-    from chunkgraph.megatron.plugin import attach
+    from chunkgraph.megatron.attachment import attach
 
     model, batch = _model(chunks[0]), _batch()
     graphs = attach(chunks)
@@ -122,7 +122,7 @@ def test_a_replayed_chunk_runs_nothing_but_the_copies_of_its_inputs(
 
 
 def test_captured_gradients_are_those_of_all_parameters(chunks: list[nn.Module]) -> None:
-    from chunkgraph.megatron.plugin import attach
+    from chunkgraph.megatron.attachment import attach
 
     batch, model = _batch(), _model(chunks[0])
     graphs = attach(chunks, scope="chunk")
@@ -143,7 +143,7 @@ def test_captured_gradients_are_those_of_all_parameters(chunks: list[nn.Module])
 
 
 def test_without_labels_the_logits_come_out(chunks: list[nn.Module]) -> None:
-    from chunkgraph.megatron.plugin import attach
+    from chunkgraph.megatron.attachment import attach
 
     batch = _batch()
     del batch["labels"]
@@ -165,7 +165,7 @@ def test_without_labels_the_logits_come_out(chunks: list[nn.Module]) -> None:
 
 def test_a_middle_stage_reads_the_received_tensor_alone(middle_stage: Any) -> None:
     """The mask and what was received are loaded; received in place, only the mask."""
-    from chunkgraph.megatron.plugin import attach
+    from chunkgraph.megatron.attachment import attach
 
     generator = torch.Generator().manual_seed(2)
     values = torch.randn(LENGTH, BATCH, 32, generator=generator)
@@ -206,7 +206,7 @@ def test_a_middle_stage_reads_the_received_tensor_alone(middle_stage: Any) -> No
 
 def test_a_subclass_gets_every_argument(middle_stage: Any) -> None:
     """What Megatron's own model leaves alone, a user's model may read."""
-    from chunkgraph.megatron.plugin import attach
+    from chunkgraph.megatron.attachment import attach
 
     parent = type(middle_stage)
 
@@ -236,7 +236,7 @@ def test_a_subclass_gets_every_argument(middle_stage: Any) -> None:
 
 def test_losses_are_the_callers_to_keep(chunks: list[nn.Module]) -> None:
     """A loss function may store what it is given, as in eager training."""
-    from chunkgraph.megatron.plugin import attach
+    from chunkgraph.megatron.attachment import attach
 
     batches = [_batch(seed) for seed in (1, 2, 3)]
     torch.manual_seed(5)
@@ -263,7 +263,7 @@ def test_losses_are_the_callers_to_keep(chunks: list[nn.Module]) -> None:
 
 
 def test_evaluation_of_a_chunk_runs_eagerly(chunks: list[nn.Module]) -> None:
-    from chunkgraph.megatron.plugin import attach
+    from chunkgraph.megatron.attachment import attach
 
     batch = _batch()
     chunks[0].eval()
@@ -283,7 +283,7 @@ def test_evaluation_of_a_chunk_runs_eagerly(chunks: list[nn.Module]) -> None:
 def test_arguments_that_a_graph_cannot_hold_are_refused(
     chunks: list[nn.Module], scope: Any, name: str
 ) -> None:
-    from chunkgraph.megatron.plugin import attach
+    from chunkgraph.megatron.attachment import attach
 
     graphs = attach(chunks, scope=scope)
     module = _model(chunks[0]) if scope == "chunk" else _model(chunks[0]).decoder
@@ -313,7 +313,7 @@ def test_arguments_that_a_graph_cannot_hold_are_refused(
 def test_settings_of_output_layer_and_loss_keep_the_block_and_are_refused_for_chunks(
     chunks: list[nn.Module], settings: dict[str, Any], told: str, flag: str
 ) -> None:
-    from chunkgraph.megatron.plugin import attach
+    from chunkgraph.megatron.attachment import attach
 
     vars(chunks[0].config).update(settings)
     with pytest.raises(ConfigError, match=rf"scope 'chunk'(.|\n)*{told}"):
@@ -363,7 +363,7 @@ def test_all_ranks_capture_the_same(chunks: list[nn.Module]) -> None:
 
 def test_a_forward_or_hook_of_the_users_is_left_alone(chunks: list[nn.Module]) -> None:
     """Python around the block goes on as it did; what Megatron and the layers do is captured."""
-    from chunkgraph.megatron.plugin import attach
+    from chunkgraph.megatron.attachment import attach
 
     model, batch, seen = _model(chunks[0]), _batch(), []
     hook = model.output_layer.register_forward_hook(lambda *_: seen.append(1))
@@ -403,7 +403,7 @@ def test_a_forward_or_hook_of_the_users_is_left_alone(chunks: list[nn.Module]) -
 @pytest.mark.parametrize("first", ["block", "chunk"])
 @pytest.mark.parametrize("second", ["block", "chunk"])
 def test_one_scope_at_a_time(chunks: list[nn.Module], first: Any, second: Any) -> None:
-    from chunkgraph.megatron.plugin import attach
+    from chunkgraph.megatron.attachment import attach
 
     graphs = attach(chunks, scope=first)
     with pytest.raises(ConfigError, match="detach"):
@@ -413,7 +413,7 @@ def test_one_scope_at_a_time(chunks: list[nn.Module], first: Any, second: Any) -
 
 
 def test_a_model_unlike_gpt_is_not_captured_whole(chunks: list[nn.Module]) -> None:
-    from chunkgraph.megatron.plugin import attach
+    from chunkgraph.megatron.attachment import attach
 
     class Other(nn.Module):
         def __init__(self, decoder: nn.Module, config: Any) -> None:

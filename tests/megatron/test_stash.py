@@ -190,15 +190,17 @@ class _Run:
     """A model in this process, trained step by step."""
 
     def __init__(self, device: Any, config: Any, **graphs: Any) -> None:
-        from chunkgraph.megatron import attach, compat
+        from chunkgraph.megatron import attach
+        from chunkgraph.megatron.core.access import import_megatron
+        from chunkgraph.megatron.features.experts.state import forget_expert_metrics
         from chunkgraph.trainer.model import build_model
         from chunkgraph.trainer.setup import seed_everything
 
-        compat.forget_expert_metrics()
+        forget_expert_metrics()
         seed_everything(1, device)
         self.device, self.config = device, config
         self.chunks: Any = build_model(config, device)
-        schedule = compat.import_megatron("megatron.core.pipeline_parallel")
+        schedule = import_megatron("megatron.core.pipeline_parallel")
         self.graphs = attach(self.chunks, **graphs)
         self.train = self.graphs.wrap_forward_backward(schedule.get_forward_backward_func())
 
@@ -306,7 +308,7 @@ def test_without_a_measured_step_the_capture_says_what_is_missing(
     ],
 )
 def test_what_cannot_stash_is_refused_by_name(changes: dict[str, Any], said: str) -> None:
-    from chunkgraph.megatron.moe_support import stash_refusals
+    from chunkgraph.megatron.features.experts.refusals import stash_refusals
 
     holds = {"num_moe_experts": 4, "recompute_granularity": "selective", "recompute_modules": []}
     assert stash_refusals(SimpleNamespace(**holds)) == []
@@ -323,7 +325,7 @@ def _wanted(pages: int) -> Any:
 
 def _stash(num_pages: int, **options: Any) -> Any:
     """Of a rank that captured with so many pages on the device and ten on the host."""
-    from chunkgraph.megatron.stash import ExpertStash
+    from chunkgraph.megatron.features.stash.feature import ExpertStash
     from chunkgraph.memory.stash import StashOptions
 
     given = {"initial_bytes": num_pages * 65536, "spill_bytes": 10 * 65536, **options}

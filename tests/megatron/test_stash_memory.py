@@ -44,10 +44,10 @@ def _microbatch(config: Any, device: Any) -> Any:
 
 
 def _train(config: Any, chunks: Any, device: Any, wrap: Callable[[Any], Any]) -> None:
-    from chunkgraph.megatron import compat
+    from chunkgraph.megatron.core.access import import_megatron
     from chunkgraph.trainer.loop import forward_step
 
-    schedule = compat.import_megatron("megatron.core.pipeline_parallel")
+    schedule = import_megatron("megatron.core.pipeline_parallel")
     for chunk in chunks:
         chunk.zero_grad_buffer()
     wrap(schedule.get_forward_backward_func())(
@@ -62,18 +62,18 @@ def _train(config: Any, chunks: Any, device: Any, wrap: Callable[[Any], Any]) ->
 
 
 def _built(config: Any, device: Any) -> Any:
-    from chunkgraph.megatron import compat
+    from chunkgraph.megatron.features.experts.state import forget_expert_metrics
     from chunkgraph.trainer.model import build_model
     from chunkgraph.trainer.setup import seed_everything
 
-    compat.forget_expert_metrics()
+    forget_expert_metrics()
     seed_everything(1, device)
     return build_model(config, device)
 
 
 def _saved_without_drops(config: Any, device: Any) -> int:
     """Bytes that autograd saves inside the experts of one microbatch, when none has a capacity."""
-    from chunkgraph.megatron.plugin import config_of
+    from chunkgraph.megatron.attachment import config_of
 
     chunks = _built(config, device)
     for chunk in chunks:

@@ -43,7 +43,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from chunkgraph.errors import WorkerError
-from chunkgraph.megatron.store_agreement import StoreGather, StoreMaximum, StoreShare
+from chunkgraph.megatron.core.store_agreement import StoreGather, StoreMaximum, StoreShare
 
 dist.init_process_group("gloo", timeout=timedelta(seconds=3))
 rank, size = dist.get_rank(), dist.get_world_size()
@@ -85,7 +85,7 @@ def test_agreement_through_the_store_and_the_end_of_a_rank(
 WITHOUT_GLOO = """
 import torch.distributed as dist, megatron.core.parallel_state as state
 
-from chunkgraph.megatron import topology
+from chunkgraph.megatron.core import collectives
 
 dist.init_process_group("gloo")
 asked = []
@@ -100,14 +100,14 @@ for create, kinds in ((True, {"gloo"}), (False, set())):
     state.initialize_model_parallel(
         tensor_model_parallel_size=2, create_gloo_process_groups=create
     )
-    assert topology.uses_gloo() == create
+    assert collectives.uses_gloo() == create
     asked.clear()
-    maximum, share = topology.agree_by_maximum(), topology.share_in_tensor_group()
+    maximum, share = collectives.agree_by_maximum(), collectives.share_in_tensor_group()
     assert maximum([dist.get_rank()]) == [1]
     assert share(f"of rank {dist.get_rank()}") == "of rank 0"
     state.destroy_model_parallel()
     state.initialize_model_parallel(create_gloo_process_groups=create)
-    gather = topology.gather_from_data_ranks()
+    gather = collectives.gather_from_data_ranks()
     assert gather(dist.get_rank()) == [0, 1]
     assert "gloo" in asked if create else asked.count("gloo") == 0
     for one in (maximum, share, gather):

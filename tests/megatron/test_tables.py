@@ -44,7 +44,7 @@ def _losses(graphs: Any, chunk: nn.Module, num_steps: int) -> list[torch.Tensor]
 @pytest.mark.parametrize("scope", ["block", "chunk"])
 def test_tables_outlive_the_cache_they_came_from(chunks: list[nn.Module], scope: Any) -> None:
     """Megatron's cache may drop the rotary table that the graphs read."""
-    from chunkgraph.megatron.plugin import attach
+    from chunkgraph.megatron.attachment import attach
 
     (rotary,) = [m for m in chunks[0].modules() if type(m).__name__ == "RotaryEmbedding"]
     cache = type(rotary).forward
@@ -81,7 +81,7 @@ def test_global_buffers_outlive_their_replacement(chunks: list[nn.Module], scope
     """Megatron makes a larger one for a longer sequence and forgets the one in the graphs."""
     from megatron.core.parallel_state import get_global_memory_buffer
 
-    from chunkgraph.megatron.plugin import attach
+    from chunkgraph.megatron.attachment import attach
 
     buffers = get_global_memory_buffer().buffer
     graphs = attach(chunks, scope=scope)
@@ -122,7 +122,7 @@ class _LatentTables(nn.Module):
 
 def test_tables_outlive_longer_ones() -> None:
     """What was handed out while graphs were captured stays; a longer table comes later."""
-    from chunkgraph.megatron.tables import CachedTables
+    from chunkgraph.megatron.core.cached_tables import CachedTables
 
     module = _LatentTables()
     tables = CachedTables([module])

@@ -18,9 +18,11 @@ from hypothesis import strategies as st
 
 from chunkgraph.errors import ConfigError
 from chunkgraph.graphs import RecorderBackend
-from chunkgraph.megatron import compat
-from chunkgraph.megatron.compat import worst_case_dispatch
-from chunkgraph.megatron.compat.worst_case_dispatch import WorstCaseManager, rows_within
+from chunkgraph.megatron.core.access import import_megatron
+from chunkgraph.megatron.features.experts import worst_case_dispatch
+from chunkgraph.megatron.features.experts.counts import LOAD_OF
+from chunkgraph.megatron.features.experts.rank_budget import RankBudget
+from chunkgraph.megatron.features.experts.worst_case_dispatch import WorstCaseManager, rows_within
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(60)]
 
@@ -191,7 +193,7 @@ def test_rows_without_room_are_left_out_and_told_in_replays(manager: WorstCaseMa
         config=SimpleNamespace(moe_flex_dispatcher_backend="deepep"),
         parameters=lambda: iter([torch.zeros(1)]),
     )
-    budget = compat.RankBudget([layer])
+    budget = RankBudget([layer])
     undo = budget.install()
     chosen, probs = _routed(1)
     x = torch.randn(TOKENS, HIDDEN)
@@ -225,7 +227,7 @@ def test_rows_without_room_are_left_out_and_told_in_replays(manager: WorstCaseMa
     with budget.room_for_all(), budget.load.following():
         whole = _through(manager, x, chosen, probs)
     torch.testing.assert_close(whole, x * factors.sum(1, keepdim=True))
-    assert budget.load.take() == -(-int(chosen.sum()) * compat.LOAD_OF // TOKENS)
+    assert budget.load.take() == -(-int(chosen.sum()) * LOAD_OF // TOKENS)
     assert manager.num_wanted is not None
     assert manager.num_wanted.untyped_storage().nbytes() == 4  # and nothing else
     undo()
@@ -268,7 +270,7 @@ def _layers(*managers: object) -> list[Any]:
 
 
 def test_layers_get_it_and_get_theirs_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = compat.import_megatron("megatron.core.transformer.moe.token_dispatcher")
+    module = import_megatron("megatron.core.transformer.moe.token_dispatcher")
     monkeypatch.setattr(module, "_DeepepManager", _Megatrons)
     theirs = _Megatrons(2), _Megatrons(2)
     layers = _layers(*theirs)
@@ -292,7 +294,7 @@ def test_layers_get_it_and_get_theirs_back(monkeypatch: pytest.MonkeyPatch) -> N
 def test_what_it_cannot_serve_is_left_as_it_was(
     monkeypatch: pytest.MonkeyPatch, managers: tuple[object, ...], said: str
 ) -> None:
-    module = compat.import_megatron("megatron.core.transformer.moe.token_dispatcher")
+    module = import_megatron("megatron.core.transformer.moe.token_dispatcher")
     monkeypatch.setattr(module, "_DeepepManager", _Megatrons)
     layers = _layers(*managers)
     with pytest.raises(ConfigError, match=said):

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from chunkgraph.megatron.compat.worst_case_dispatch import WorstCaseManager
+from chunkgraph.megatron.features.experts.worst_case_dispatch import WorstCaseManager
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(60)]
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from chunkgraph.data import Documents
-from chunkgraph.megatron.compat import import_megatron
-from chunkgraph.megatron.packed import make_params
-from chunkgraph.megatron.plugin import attach, config_of
+from chunkgraph.megatron.attachment import attach, config_of
+from chunkgraph.megatron.core.access import import_megatron
+from chunkgraph.megatron.features.packing.params import make_params
 from chunkgraph.packing import PackedShape, pack
 from chunkgraph.trainer.batches import PackedBatches, packed_shape, sent
 from chunkgraph.trainer.forward_step import forward_step

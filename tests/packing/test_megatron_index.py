@@ -106,7 +106,7 @@ def indexed():
     """Megatron's module of datasets; its package imports triton, which CPU builds of torch lack."""
     if importlib.util.find_spec("megatron") is None:
         pytest.skip("megatron-core is not installed")
-    from chunkgraph.megatron.cpu_host import cpu_host
+    from chunkgraph.megatron.cpu.host import cpu_host
 
     with cpu_host():
         yield importlib.import_module("megatron.core.datasets.indexed_dataset")

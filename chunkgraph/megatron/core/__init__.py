@@ -1,0 +1,1 @@
+"""Private names of Megatron that every model needs, each patch with its way back."""

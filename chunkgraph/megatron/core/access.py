@@ -1,0 +1,131 @@
+"""Reaching into Megatron-core: imports, private names, versions and patches that can be undone."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.metadata
+import sys
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from chunkgraph.errors import ConfigError, MissingDependencyError
+from chunkgraph.megatron.core.releases import RANGE, is_known
+
+__all__ = [
+    "import_megatron",
+    "patch_attributes",
+    "private_names",
+    "refuse_other_releases",
+    "versions",
+    "watch_results",
+]
+
+_MISSING = object()
+
+
+def import_megatron(name: str = "megatron.core") -> ModuleType:
+    """Import a Megatron module, with advice when the package is not installed."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and error.name.split(".")[0] == "megatron":
+            raise MissingDependencyError(
+                f"{name} cannot be imported: {error}. Install megatron-core, for example with "
+                "pip install 'chunkgraph[megatron]'."
+            ) from error
+        if error.name == "triton":
+            raise MissingDependencyError(
+                f"{name} imports triton, which this torch does not ship. Enter "
+                "chunkgraph.megatron.cpu.host.cpu_host() before Megatron is imported, or install "
+                "triton."
+            ) from error
+        raise
+
+
+def refuse_other_releases() -> None:
+    """Stop with a release whose hooks nobody has looked at.
+
+    What differs between the releases of the range is looked for, name by name; another release may
+    have all the names and do something else behind them.
+
+    Raises:
+        ConfigError: this is such a release.
+    """
+    info = import_megatron("megatron.core.package_info")
+    release = (getattr(info, "MAJOR", 0), getattr(info, "MINOR", 0))
+    if not is_known(release):
+        raise ConfigError(
+            f"This is megatron-core {getattr(info, '__version__', 'of unknown version')} "
+            f"({info.__file__}); chunk graphs know the releases {RANGE}. Install one of them, or "
+            "train without chunk graphs."
+        )
+
+
+def versions() -> dict[str, str]:
+    """Versions of what the run stands on, for reports."""
+    found = {
+        "python": sys.version.split()[0],
+        "torch": str(torch.__version__),
+        # Its own __version__ carries the commit of whatever repository it is run in.
+        "megatron_core": _distribution_version("megatron-core"),
+    }
+    with contextlib.suppress(ImportError):
+        found["transformer_engine"] = str(importlib.import_module("transformer_engine").__version__)
+    return found
+
+
+def _distribution_version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def private_names(module_name: str, *names: str) -> tuple[Any, ...]:
+    """Names of a Megatron module that no release promises to keep.
+
+    Raises:
+        ConfigError: the installed release has moved one of them.
+    """
+    module = import_megatron(module_name)
+    missing = [name for name in names if not hasattr(module, name)]
+    if missing:
+        raise ConfigError(
+            f"{module_name} of megatron-core {versions()['megatron_core']} has no "
+            f"{', '.join(missing)}, which chunkgraph needs. Releases {RANGE} have it; use one of "
+            "them, or report the release."
+        )
+    return tuple(getattr(module, name) for name in names)
+
+
+def watch_results(target: object, name: str, done: Callable[[Any], None]) -> Callable[[], None]:
+    """Call ``done(target)`` after each call of one object's method; returns what ends it."""
+    method = getattr(target, name)
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        result = method(*args, **kwargs)
+        done(target)
+        return result
+
+    setattr(target, name, watched)
+    return lambda: delattr(target, name)
+
+
+def patch_attributes(target: object, replacements: Mapping[str, Any]) -> Callable[[], None]:
+    """Set attributes on ``target`` and return a function that puts the old ones back."""
+    saved = {name: getattr(target, name, _MISSING) for name in replacements}
+    for name, value in replacements.items():
+        setattr(target, name, value)
+
+    def undo() -> None:
+        for name, value in saved.items():
+            if value is _MISSING:
+                delattr(target, name)
+            else:
+                setattr(target, name, value)
+
+    return undo

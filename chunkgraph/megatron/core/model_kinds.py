@@ -1,0 +1,79 @@
+"""Which of Megatron-core's models a module is: hybrid models have other names in each release."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+from typing import Any
+
+from chunkgraph.megatron.core.access import private_names
+
+__all__ = ["HybridNames", "hybrid_names", "is_hybrid_model", "is_stack"]
+
+_HYBRID = "megatron.core.models.hybrid"
+
+
+class HybridNames:
+    """The model and the stack of the installed release.
+
+    Attributes:
+        model: HybridModel, before it MambaModel.
+        stack: HybridStack, before it MambaStack.
+        submodules: the dataclass of the stack's layers.
+        spec_argument: the model's argument for the spec of the stack.
+        pattern_argument: the model's argument for the layers.
+        knows_stages: whether the pattern may say where stages end, and stages interleave.
+    """
+
+    def __init__(self) -> None:
+        if importlib.util.find_spec(_HYBRID) is not None:
+            (self.model,) = private_names(f"{_HYBRID}.hybrid_model", "HybridModel")
+            self.stack, self.submodules = private_names(
+                f"{_HYBRID}.hybrid_block", "HybridStack", "HybridStackSubmodules"
+            )
+            self._specs = f"{_HYBRID}.hybrid_layer_specs", "hybrid_stack_spec"
+        else:
+            (self.model,) = private_names("megatron.core.models.mamba.mamba_model", "MambaModel")
+            self.stack, self.submodules = private_names(
+                "megatron.core.ssm.mamba_block", "MambaStack", "MambaStackSubmodules"
+            )
+            self._specs = "megatron.core.models.mamba.mamba_layer_specs", "mamba_stack_spec"
+        arguments = inspect.signature(self.model.__init__).parameters
+        self.spec_argument = next(name for name in arguments if name.endswith("stack_spec"))
+        self.knows_stages = "hybrid_layer_pattern" in arguments and "vp_stage" in arguments
+        self.pattern_argument = (
+            "hybrid_layer_pattern"
+            if "hybrid_layer_pattern" in arguments
+            else "hybrid_override_pattern"
+        )
+
+    def transformer_engine_spec(self) -> Any:
+        """Megatron's own spec of the stack."""
+        return private_names(*self._specs)[0]
+
+
+def hybrid_names() -> HybridNames:
+    """Those of the installed release.
+
+    Raises:
+        ConfigError: the release has moved one of them.
+    """
+    return HybridNames()
+
+
+def is_stack(module: object) -> bool:
+    """Whether it is Megatron's stack of hybrid layers, or built on it."""
+    return _is_one_of(module, {"HybridStack", "MambaStack"})
+
+
+def is_hybrid_model(module: object) -> bool:
+    """Whether it is Megatron's hybrid model, or built on it."""
+    return _is_one_of(module, {"HybridModel", "MambaModel"})
+
+
+def _is_one_of(module: object, names: set[str]) -> bool:
+    """By name: to import the classes takes a second, and kernels that may be missing."""
+    return any(
+        base.__name__ in names and base.__module__.startswith("megatron.core.")
+        for base in type(module).__mro__
+    )

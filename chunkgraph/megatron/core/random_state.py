@@ -1,0 +1,201 @@
+"""Megatron's RNG tracker: seeds, generators for graphs, and its stand-in on a CPU host."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
+
+import torch
+
+from chunkgraph.megatron.core.access import import_megatron, patch_attributes, private_names
+
+__all__ = [
+    "HostGenerator",
+    "RandomStates",
+    "graph_safe_generators",
+    "patch_rng",
+    "preserve_rng",
+    "rng_is_graph_safe",
+    "seed_model_parallel",
+]
+
+_RANDOM = "megatron.core.tensor_parallel.random"
+
+
+class HostGenerator(Protocol):
+    """What the CPU host offers in place of the CUDA default generator and its states."""
+
+    current: Any
+
+    def clone_current(self) -> Any:
+        """A new state object that starts where the current one is."""
+
+    def new_state(self, state: torch.Tensor) -> Any:
+        """A new state object that starts from ``state``."""
+
+    def switch_to(self, state: Any) -> None:
+        """Make ``state`` the live one; repeated at every replay when captured."""
+
+    def save(self, states: Iterable[Any]) -> Any:
+        """Remember the numbers that the live one and ``states`` go on with; likewise repeated."""
+
+    def restore(self, saved: Any) -> None:
+        """Go on from what :meth:`save` returned; likewise repeated."""
+
+
+def patch_rng(host: HostGenerator) -> Callable[[], None]:
+    """Point Megatron's RNG tracker at the CPU generator; return a function that undoes it.
+
+    The tracker then holds state objects, as it does with graph-safe CUDA generators, and every
+    switch between them goes through ``host.switch_to``. Megatron's own ``fork`` also compares the
+    CPU generator before and after, reading a tensor's value; here both are the same generator, and
+    no graph could hold the read, so the tracker gets a ``fork`` without it.
+
+    Recomputation saves and restores all states. Of graph-safe ones Megatron keeps references, which
+    by then have moved on, so that the recomputed dropout would differ from the first; here they
+    are saved by value, in a replay as well.
+    """
+    module = import_megatron(_RANDOM)
+    base, default_name = private_names(
+        _RANDOM, "CudaRNGStatesTracker", "_MODEL_PARALLEL_RNG_TRACKER_NAME"
+    )
+    private_names(
+        *(_RANDOM, "_get_cuda_rng_state", "_set_cuda_rng_state", "initialize_rng_tracker"),
+        *("_get_all_rng_states", "_set_all_rng_states"),
+    )
+
+    class HostRngStatesTracker(base):  # type: ignore[misc,valid-type]
+        """Megatron's tracker on the CPU generator, always graph-safe."""
+
+        _current_state_name: str
+
+        def __init__(self, *_: Any, is_inference_rng_tracker: bool = False, **__: Any) -> None:
+            super().__init__(
+                use_cudagraphable_rng=False, is_inference_rng_tracker=is_inference_rng_tracker
+            )
+            self.use_cudagraphable_rng = True
+
+        @contextlib.contextmanager
+        def fork(self, name: str = default_name) -> Iterator[None]:
+            if name not in self.states_:
+                raise KeyError(f"RNG state {name} is not added to the tracker")
+            outer_name, outer = self._current_state_name, host.current
+            host.switch_to(self.states_[name])
+            self._current_state_name = name
+            try:
+                yield
+            finally:
+                host.switch_to(outer)
+                self._current_state_name = outer_name
+
+    def get_state(*_: Any, clone: bool = False, graph_safe: bool = False, **__: Any) -> Any:
+        if not graph_safe:
+            return torch.get_rng_state()
+        return host.clone_current() if clone else host.current
+
+    def set_state(state: Any, *_: Any, **__: Any) -> None:
+        if isinstance(state, torch.Tensor):
+            torch.set_rng_state(state)
+        else:
+            host.switch_to(state)
+
+    def get_all_states() -> tuple[Any]:
+        return (host.save(_tracker().get_states().values()),)
+
+    def set_all_states(saved: Any) -> None:
+        host.restore(saved)
+
+    def convert(state: Any, to_graphable: bool) -> Any:
+        """A state from a checkpoint, of either kind, as this host has them."""
+        numbers = state if isinstance(state, torch.Tensor) else state.get_state()
+        return host.new_state(numbers) if to_graphable else numbers
+
+    undo = contextlib.ExitStack()
+    package = import_megatron("megatron.core.tensor_parallel")
+    for place in (module, package):  # the package has a name of its own for it
+        if hasattr(place, "convert_cuda_rng_state"):
+            undo.callback(patch_attributes(place, {"convert_cuda_rng_state": convert}))
+    replacements = {
+        "_get_all_rng_states": get_all_states,
+        "_set_all_rng_states": set_all_states,
+        "CudaRNGStatesTracker": HostRngStatesTracker,
+        "_get_cuda_rng_state": get_state,
+        "_set_cuda_rng_state": set_state,
+        # A tracker made before the patch would hold states of the wrong kind.
+        "_CUDA_RNG_STATE_TRACKER": None,
+        "_CUDA_RNG_STATE_TRACKER_INITIALIZED": False,
+    }
+    undo.callback(patch_attributes(module, replacements))
+    return undo.close
+
+
+def seed_model_parallel(seed: int, device: torch.device) -> None:
+    """Seed Megatron's tracker, of a kind whose states graphs can switch.
+
+    On a GPU that is Transformer Engine's where it is installed, since its modules expect it.
+    """
+    (manual_seed,) = private_names(_RANDOM, "model_parallel_cuda_manual_seed")
+    accepted = inspect.signature(manual_seed).parameters
+    engine = importlib.util.find_spec("transformer_engine") is not None
+    wanted = "te_rng_tracker" if engine and device.type == "cuda" else "use_cudagraphable_rng"
+    manual_seed(seed, **({wanted: True} if wanted in accepted else {}))
+
+
+def _tracker() -> Any:
+    (get_tracker,) = private_names(_RANDOM, "get_cuda_rng_tracker")
+    return get_tracker()
+
+
+def rng_is_graph_safe() -> bool:
+    """Whether the tracker's states are generators whose switch a graph can hold."""
+    module = import_megatron(_RANDOM)
+    tracker = _tracker()
+    probe = getattr(module, "is_graph_safe_cuda_rng_tracker", None)
+    if probe is not None:
+        return bool(probe(tracker))
+    return bool(getattr(tracker, "use_cudagraphable_rng", False))
+
+
+def graph_safe_generators() -> list[torch.Generator]:
+    """The tracker's generators, to be registered with every CUDA graph (none on a CPU host)."""
+    (get_all,) = private_names(_RANDOM, "get_all_rng_states")
+    states = get_all() or {}
+    return [state for state in states.values() if isinstance(state, torch.Generator)]
+
+
+class RandomStates:
+    """The default generators and every state of Megatron's tracker, as they are now."""
+
+    def __init__(self) -> None:
+        tracker = _tracker()
+        self._states = tracker.get_states() if tracker.is_initialized() else {}
+        self._saved = {
+            name: state.clone() if isinstance(state, torch.Tensor) else state.get_state()
+            for name, state in self._states.items()
+        }
+        self._host = torch.get_rng_state()
+        self._device = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+
+    def restore(self) -> None:
+        """Put them back, by value."""
+        for name, state in self._states.items():
+            if not isinstance(state, torch.Tensor):
+                state.set_state(self._saved[name])
+        if self._states and all(isinstance(s, torch.Tensor) for s in self._states.values()):
+            _tracker().set_states(self._saved)
+        torch.set_rng_state(self._host)
+        if self._device is not None:
+            torch.cuda.set_rng_state(self._device)
+
+
+@contextlib.contextmanager
+def preserve_rng() -> Iterator[None]:
+    """Put the default generators and every state of Megatron's tracker back on exit."""
+    states = RandomStates()
+    try:
+        yield
+    finally:
+        states.restore()

@@ -1,0 +1,1 @@
+"""Unmodified Megatron on a machine without a GPU."""

@@ -1,0 +1,144 @@
+"""What Megatron's training program, unlike its core, also asks of a GPU, answered by the CPU.
+
+``megatron.training`` checks that there is a GPU before anything else, reads its properties and
+memory, and makes tensors of ``torch.cuda`` types. With these stand-ins around it a pretrain script
+runs unmodified on a machine without one (see :mod:`chunkgraph.megatron.cpu.host`, which must be in
+force as well).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from chunkgraph.errors import ConfigError
+from chunkgraph.megatron.core.access import patch_attributes
+from chunkgraph.megatron.cpu.host import cpu_host
+
+__all__ = ["cpu_flags", "cpu_pretrain_host"]
+
+_CAPABILITY = (9, 0)
+_iterate = DataLoader.__iter__
+_TENSOR_TYPES = {
+    "LongTensor": torch.int64,
+    "IntTensor": torch.int32,
+    "FloatTensor": torch.float32,
+    "DoubleTensor": torch.float64,
+    "ByteTensor": torch.uint8,
+    "BoolTensor": torch.bool,
+}
+_NEEDED_FLAGS: dict[str, str | None] = {
+    "--distributed-backend": "gloo",
+    "--transformer-impl": "local",
+    "--use-cpu-initialization": None,
+    "--no-persist-layer-norm": None,
+    "--no-gradient-accumulation-fusion": None,
+    "--no-bias-swiglu-fusion": None,
+    "--no-bias-gelu-fusion": None,
+    "--no-bias-dropout-fusion": None,
+    "--no-masked-softmax-fusion": None,
+    "--no-rope-fusion": None,
+}
+"""Megatron's flags without which it asks for GPU kernels; None stands for a flag without value."""
+
+
+def cpu_flags(script_args: list[str]) -> list[str]:
+    """The flags that a CPU run needs and ``script_args`` does not have yet.
+
+    Raises:
+        ConfigError: one of them is given with a value that needs a GPU, or a flag that does.
+    """
+    given = {arg.partition("=")[0]: i for i, arg in enumerate(script_args) if arg.startswith("--")}
+    if {"--async-save", "--use-persistent-ckpt-worker"} <= given.keys():
+        raise ConfigError(
+            "--use-persistent-ckpt-worker with --async-save needs a GPU, but --device is cpu: its "
+            "worker chooses one, and the ranks would wait for it for ever. Leave "
+            "--use-persistent-ckpt-worker out."
+        )
+    missing: list[str] = []
+    for flag, wanted in _NEEDED_FLAGS.items():
+        if flag not in given:
+            missing += [flag] if wanted is None else [flag, wanted]
+        elif wanted is not None:
+            name, equals, value = script_args[given[flag]].partition("=")
+            if not equals:
+                value = (script_args[given[flag] + 1 :] or [""])[0]
+            if value != wanted:
+                raise ConfigError(
+                    f"{name} {value} needs a GPU, but --device is cpu. Leave {name} out, or give "
+                    f"{name} {wanted}."
+                )
+    return missing
+
+
+@contextmanager
+def cpu_pretrain_host() -> Iterator[None]:
+    """A CPU host on which ``megatron.training`` believes to have one GPU for each process."""
+    with cpu_host():
+        stack = ExitStack()
+        stack.callback(patch_attributes(torch.cuda, _stubs()))
+        if hasattr(torch, "accelerator"):
+            # Torch itself, as in its optimizers and data loaders, had better know the truth.
+            none = {"is_available": lambda: False, "current_accelerator": lambda *_, **__: None}
+            stack.callback(patch_attributes(torch.accelerator, none))
+        stack.callback(patch_attributes(DataLoader, {"__iter__": _iterate_without_drawing}))
+        with stack:
+            yield
+
+
+def _iterate_without_drawing(loader: DataLoader) -> Iterator[Any]:
+    """Begin to read without a draw from the generator that dropout has here.
+
+    A new iterator draws a seed from the CPU's generator. With a GPU that is another one than
+    dropout's, so that a resumed run, which begins to read again, still drops the same.
+    """
+    state = torch.get_rng_state()
+    try:
+        return _iterate(loader)
+    finally:
+        torch.set_rng_state(state)
+
+
+def _stubs() -> dict[str, Any]:
+    def returning(value: Any) -> Callable[..., Any]:
+        return lambda *_, **__: value
+
+    properties = SimpleNamespace(
+        name="cpu", major=9, minor=0, total_memory=1 << 34, multi_processor_count=1
+    )
+    return {
+        "is_available": returning(True),
+        # Where Megatron counts none it sets up no process groups.
+        "device_count": returning(1),
+        "get_device_properties": returning(properties),
+        "get_device_capability": returning(_CAPABILITY),
+        "get_device_name": returning("cpu"),
+        "memory_stats": lambda *_, **__: defaultdict(int),
+        "check_error": returning(None),
+        "reset_peak_memory_stats": returning(None),
+        **{
+            name: returning(0)
+            for name in (
+                "memory_allocated",
+                "max_memory_allocated",
+                "memory_reserved",
+                "max_memory_reserved",
+            )
+        },
+        **{name: _constructor(name, dtype) for name, dtype in _TENSOR_TYPES.items()},
+    }
+
+
+def _constructor(name: str, dtype: torch.dtype) -> type:
+    """``torch.cuda.LongTensor(values)`` and its like; a class, since it is also asked for types."""
+
+    def new(_cls: type, values: Any = ()) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype)
+
+    return type(name, (), {"__new__": staticmethod(new)})

@@ -1,0 +1,94 @@
+"""Token dispatch with a fixed capacity: what of it reads token counts on the host, and must not.
+
+With ``moe_expert_capacity_factor`` and ``moe_pad_expert_input_to_capacity`` every expert gets the
+same number of rows from every rank, known before the tokens are. Megatron's all-to-all dispatcher
+then uses the host's own numbers only. Its all-gather dispatcher counts the rows on the device all
+the same and waits for the result; here it takes the number that the count must give.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from chunkgraph.megatron.core.access import import_megatron, patch_attributes, private_names
+from chunkgraph.megatron.core.host_tensors import TorchOfTheHost, has_gpu, host_full
+
+__all__ = ["gather_fixed_rows", "patch_router", "static_dispatch"]
+
+_DISPATCHER = "megatron.core.transformer.moe.token_dispatcher"
+_ROUTER = "megatron.core.transformer.moe.router"
+_UTILS = "megatron.core.transformer.moe.moe_utils"
+
+
+@contextlib.contextmanager
+def static_dispatch() -> Iterator[None]:
+    """Inside, dispatch with a fixed capacity reads nothing back from the device."""
+    module = import_megatron(_DISPATCHER)
+    with contextlib.ExitStack() as stack:
+        stack.callback(gather_fixed_rows())
+        if not has_gpu():
+            stack.callback(patch_attributes(module, {"torch": TorchOfTheHost()}))
+        yield
+
+
+def gather_fixed_rows() -> Callable[[], None]:
+    """Let the all-gather dispatcher take a fixed number of rows; returns what undoes it."""
+    module = import_megatron(_DISPATCHER)
+    (gathering,) = private_names(_DISPATCHER, "MoEAllGatherTokenDispatcher")
+    private_names(_DISPATCHER, "permute", "get_capacity")
+    return patch_attributes(gathering, {"dispatch_postprocess": _gathered_rows(module)})
+
+
+def _gathered_rows(module: Any) -> Callable[..., Any]:
+    """``dispatch_postprocess`` of the all-gather dispatcher, for a fixed number of rows.
+
+    The same rows in the same order as Megatron's, which selects them by a mask: for each expert
+    those of its column, in the order of the tokens.
+    """
+
+    def dispatch_postprocess(
+        self: Any, hidden_states: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self.hidden_shape_before_permute = hidden_states.shape
+        local = slice(self.local_expert_indices[0], self.local_expert_indices[-1] + 1)
+        self.local_map = self.routing_map[:, local].contiguous()
+        self.local_probs = probs[:, local].contiguous()
+        num_ranks = self.tp_size * self.ep_size
+        num_rows = num_ranks * module.get_capacity(
+            num_tokens=hidden_states.shape[0] // num_ranks * self.router_topk,
+            num_experts=self.config.num_moe_experts,
+            capacity_factor=self.config.moe_expert_capacity_factor,
+        )
+        rows, self.local_probs, self.reversed_local_input_permutation_mapping, *_ = module.permute(
+            hidden_states,
+            self.local_map,
+            probs=self.local_probs,
+            num_out_tokens=num_rows * self.num_local_experts,
+            drop_and_pad=True,
+        )
+        self.routing_map = None
+        return rows, host_full((self.num_local_experts,), num_rows), self.local_probs
+
+    return dispatch_postprocess
+
+
+def patch_router() -> Callable[[], None]:
+    """Let Megatron's router run on a CPU host; return a function that undoes it.
+
+    Releases before 0.17 look for Transformer Engine's matrix product under a name that is only
+    there with it, and one function of the router is compiled, which needs a compiler on the host.
+    """
+    utils = import_megatron(_UTILS)
+    (top_k,) = private_names(_ROUTER, "TopKRouter")
+    undo = contextlib.ExitStack()
+    if not hasattr(utils, "te_general_gemm"):
+        undo.callback(patch_attributes(utils, {"te_general_gemm": None}))
+    compiled = vars(top_k).get("_apply_expert_bias")
+    original = getattr(compiled, "_torchdynamo_orig_callable", None)
+    if original is not None:
+        undo.callback(patch_attributes(top_k, {"_apply_expert_bias": original}))
+    return undo.close

@@ -1,0 +1,286 @@
+"""Mixture of experts in the graphs of one rank: its state, and the tokens that found no room.
+
+Dispatch with a fixed capacity has fixed shapes; what it costs is that an expert, or with DeepEP
+a rank, can be chosen by more tokens than it has room for, and Megatron drops those without a word.
+Here every case is counted, on the device and inside the graphs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from chunkgraph.engine import Chunk
+from chunkgraph.errors import TokenDropError
+from chunkgraph.megatron.captured_part import CapturedPart
+from chunkgraph.megatron.core.collectives import agree_by_maximum
+from chunkgraph.megatron.features.experts.dispatch import static_dispatch
+from chunkgraph.megatron.features.experts.drop_report import DropReport
+from chunkgraph.megatron.features.experts.drops import TokenDrops as DroppedTokens
+from chunkgraph.megatron.features.experts.fused_operations import fused_operations_anew
+from chunkgraph.megatron.features.experts.packed_padding import padded_routing
+from chunkgraph.megatron.features.experts.rank_budget import RankBudget, uses_rank_budget
+from chunkgraph.megatron.features.experts.room import ExpertRoom, RankRoom, SharedOut
+from chunkgraph.megatron.features.experts.rows_in_use import moe_layers_of
+from chunkgraph.megatron.features.experts.state import ExpertState, routers_of
+
+__all__ = ["Experts", "TokenDrops", "both"]
+
+TokenDrops = Literal["warn", "count", "raise", "rerun"]
+"""What is done about a token that an expert has no room for; see `attach`."""
+
+
+class Experts:
+    """What the plug-in does for a model with experts, on every rank, those without any included.
+
+    Args:
+        model_chunks: all of this rank's model; its routers' drops are counted.
+        parts: what is captured of it.
+        token_drops: see `attach`.
+        config: Megatron's.
+        keeps_padding: whether rows behind packed documents are kept from the experts.
+        marks_padding: whether rows that only fill an expert's room are marked for the stash.
+
+    Raises:
+        ConfigError: experts cannot be trained on packed sequences.
+    """
+
+    def __init__(
+        self,
+        model_chunks: Sequence[nn.Module],
+        parts: Sequence[CapturedPart],
+        token_drops: TokenDrops,
+        config: Any,
+        *,
+        keeps_padding: bool = False,
+        marks_padding: bool = False,
+    ) -> None:
+        self.reruns = token_drops == "rerun"
+        self._layers = moe_layers_of([m for c in model_chunks for m in c.modules()])
+        self._budget: RankBudget | None = None
+        self._undo = contextlib.ExitStack()
+        self._padding = padded_routing(model_chunks, config) if keeps_padding else None
+        routers = routers_of([m for chunk in model_chunks for m in chunk.modules()])
+        self._modules = [m for part in parts for m in part.modules]
+        captured = routers_of(self._modules)
+        self._state = ExpertState(captured) if captured else None
+        self._drops: DroppedTokens | RankBudget | None = None
+        self.room: ExpertRoom = SharedOut(self._layers)
+        # Of the whole model: this rank may have none of its experts.
+        self.words = SharedOut.words
+        if uses_rank_budget(config):
+            self.words = RankRoom.words
+        if self._layers and uses_rank_budget(self._layers[0].config):
+            self._budget = RankBudget(self._layers)
+            self._undo.callback(self._budget.restore_managers)
+            self._drops = self._budget
+            self.room = RankRoom(self._budget, self._layers[0].config)
+        elif routers:
+            self._drops = DroppedTokens(routers)
+        self._report: DropReport | None = None
+        if self._drops is not None:
+            self._report = DropReport(self._drops.counts.total, self._drops.layers)
+        self._token_drops = token_drops
+        self._is_told = self._was_abandoned = False
+        self._seen = 0
+        self._has_warned = token_drops != "warn"
+        # Every rank makes the group, in the same order; only then does it know the others' drops.
+        self._agree = agree_by_maximum() if token_drops == "raise" else None
+        try:
+            if self._padding is not None:
+                # First: what no router chose cannot be dropped.
+                self._undo.callback(self._padding.install())
+            if self._drops is not None:
+                self._undo.callback(self._drops.install(marks_padding=marks_padding))
+        except BaseException:
+            self.detach()
+            raise
+
+    def following(self, part: CapturedPart, chunk: Chunk) -> Chunk:
+        """The part's chunk; one that has routers follows Megatron's state of them."""
+        if self._state is None or not routers_of(part.modules):
+            return chunk
+        drops, padding, eager = self._drops, self._padding, chunk.forward
+        assert drops is not None
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            of_padding = padding.forward() if padding is not None else contextlib.nullcontext()
+            with drops.counts.forward(), of_padding:
+                return eager(*args, **kwargs)
+
+        return replace(
+            chunk,
+            forward=forward,
+            buffers=(*chunk.buffers, *self._state.buffers, *drops.tensors),
+            before_backward=both(chunk.before_backward, self._state.before_backward),
+        )
+
+    @contextlib.contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Around captures: dispatch reads nothing on the host, and metrics are put back."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(static_dispatch())
+            stack.enter_context(fused_operations_anew(self._modules))
+            if self._state is not None:
+                stack.enter_context(self._state.capturing())
+            yield
+        if self._budget is not None:
+            self._budget.remember_buffer()
+
+    def is_memory_replaced(self) -> bool:
+        """Whether graphs write to a buffer that DeepEP has replaced since."""
+        return self._budget is not None and self._budget.is_buffer_replaced()
+
+    def begin_replays(self) -> None:
+        """Before a step that replays.
+
+        Raises:
+            ReplayMismatchError: Megatron's metrics, or DeepEP's buffer outside of all steps, were
+                replaced since the capture.
+        """
+        if self._state is not None:
+            self._state.check()
+        if self._budget is not None:
+            self._budget.check_buffer()
+
+    def end_forwards(self) -> None:
+        """After the last forward of a training step, while backwards are left.
+
+        With experts that are computed anew in the backward, their tokens are counted there.
+        """
+        if self._report is not None and not self.counts_in_backwards:
+            self._report.end_step()
+            self._is_told = True
+
+    def resume_forwards(self) -> None:
+        """After one more forward than was thought to be the last."""
+        self._is_told = False
+
+    @property
+    def counts_in_backwards(self) -> bool:
+        """Whether experts were seen to be computed anew there; the first pass has no gradients."""
+        return self._drops is not None and self._drops.counts.is_recomputed
+
+    def abandon_step(self) -> None:
+        """The step failed on its way: its tokens are nobody's."""
+        self._is_told, self._was_abandoned = False, True
+
+    def forget_abandoned(self) -> None:
+        """Before a training step."""
+        if self._was_abandoned:
+            self._was_abandoned = False
+            self.forget_step()
+
+    def end_step(self) -> None:
+        """After the schedule of a training step, before its gradients are used.
+
+        Raises:
+            TokenDropError: tokens were dropped on any rank, and that was to be an error.
+        """
+        if self._report is not None and not (self._is_told and not self.counts_in_backwards):
+            self._report.end_step()
+        self._is_told = False
+        if self._token_drops == "raise":
+            self._raise_if_dropped()
+        elif not self._has_warned and any(self.dropped_tokens().values()):
+            self._has_warned = True
+            warnings.warn(
+                f"Experts had no room for tokens, which were dropped ({self._told()}). From now on "
+                "they are only counted. token_drops='count' says that this is meant, 'raise' makes "
+                "it an error; a moe_expert_capacity_factor of num_moe_experts / moe_router_topk "
+                "has room for all.",
+                stacklevel=4,
+            )
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """What a step writes here besides the model's buffers and Megatron's metrics.
+
+        Flags of Megatron's own are among them: its training loop would run a step that was run
+        anew here once more.
+        """
+        return self._drops.tensors if self._drops is not None else ()
+
+    def look(self) -> int:
+        """Tokens that were dropped in the last step, on this rank; waits for its forwards.
+
+        For the whole step where experts are computed anew in the backward.
+        """
+        if self._drops is None:
+            return 0
+        now = sum(self.dropped_tokens(wait=True).values())
+        dropped, self._seen = now - self._seen, now
+        return dropped
+
+    @contextlib.contextmanager
+    def room_for_all(self) -> Iterator[None]:
+        """Inside, an eager step drops no token, and `heaviest_load` is of it."""
+        followed = self._drops.load.following() if self._drops else contextlib.nullcontext()
+        with self.room.for_all(), followed:
+            yield
+
+    def heaviest_load(self) -> int:
+        """What of `LOAD_OF` tokens a microbatch sent to one expert, or one rank; see `give_room`.
+
+        Waits for the device.
+        """
+        return self._drops.load.take() if self._drops is not None else 0
+
+    def give_room(self, load: int) -> None:
+        """From now on there is room for such a load, the heaviest of all ranks."""
+        self.room.give(load)
+
+    def forget_step(self) -> None:
+        """The step that was looked at was run anew, with the counts of before."""
+        if self._report is not None:
+            self._report.end_step()
+            self._seen = sum(self.dropped_tokens(wait=True).values())
+
+    def dropped_tokens(self, *, wait: bool = False) -> dict[int, int]:
+        """See `MegatronChunkGraphs.dropped_tokens`."""
+        return self._report.by_layer(wait=wait) if self._report is not None else {}
+
+    def detach(self) -> None:
+        """Stop counting, and leave padding to Megatron."""
+        self._undo.close()
+        if self._agree is not None:
+            self._agree.close()
+
+    def _raise_if_dropped(self) -> None:
+        now = sum(self.dropped_tokens(wait=True).values())
+        mine, self._seen = now - self._seen, now
+        most = mine if self._agree is None else self._agree([mine])[0]
+        if not most:
+            return
+        here = (
+            f"{mine} on this rank ({self._told()} since the start)"
+            if mine
+            else f"none on this rank, up to {most} on another"
+        )
+        raise TokenDropError(
+            f"{self.words.lacked} in this step, which were dropped: {here}. The "
+            "gradients lack them; the optimizer has not used them.\n"
+            f"  To do: {self.words.advice}"
+        )
+
+    def _told(self) -> str:
+        found = self.dropped_tokens().items()
+        return ", ".join(f"layer {layer}: {count}" for layer, count in found if count)
+
+
+def both(first: Callable[[], None] | None, second: Callable[[], None]) -> Callable[[], None]:
+    """Call both, in this order."""
+    if first is None:
+        return second
+
+    def call() -> None:
+        first()
+        second()
+
+    return call

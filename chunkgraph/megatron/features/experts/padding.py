@@ -1,0 +1,230 @@
+"""Experts on padded rows: rows without a token are routed nowhere and change nothing.
+
+Megatron's routers take a ``padding_mask``, and leave such rows out of their losses; but they route
+them like tokens, so that they take the room of tokens, and a NaN in one reaches every loss by way
+of a factor 0. Here these rows go in as zeros, choose no expert, and the capacity is that of the
+tokens there are.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+
+from chunkgraph.errors import ConfigError
+from chunkgraph.megatron.core.access import (
+    import_megatron,
+    patch_attributes,
+    private_names,
+    versions,
+)
+from chunkgraph.megatron.features.experts.dispatch import gather_fixed_rows
+from chunkgraph.megatron.features.experts.padded_rows import PaddedRows, RowsOfForward
+
+__all__ = ["PaddedRouting", "kept_of_tokens"]
+
+_MASK = "padding_mask"
+_LAYER = "megatron.core.transformer.moe.moe_layer"
+_ROUTER = "megatron.core.transformer.moe.router"
+_UTILS = "megatron.core.transformer.moe.moe_utils"
+
+
+class PaddedRouting:
+    """Keeps the padding rows of a model out of its experts.
+
+    Works on what Megatron hands down as ``padding_mask`` [b, s], True where a row holds no token,
+    in eager passes and captured ones alike. Counts on the device only.
+
+    Args:
+        modules: of the model; its layers with experts are found among them.
+
+    Raises:
+        ConfigError: the routers of this release know nothing of padding.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        (layer,) = private_names(_LAYER, "MoELayer")
+        (router,) = private_names(_ROUTER, "TopKRouter")
+        block = import_megatron("megatron.core.transformer.transformer_block").TransformerBlock
+        ignorant = [
+            kind.__name__
+            for kind in (block, layer, router)
+            if _MASK not in inspect.signature(kind.forward).parameters
+        ]
+        if ignorant:
+            raise ConfigError(
+                f"megatron-core {versions()['megatron_core']} cannot train experts on packed "
+                f"sequences: {', '.join(ignorant)} take no {_MASK}, so that the rows behind "
+                "packed documents would be counted in the losses of the routers. Use a release "
+                "that has it, such as 0.16 or 0.19, or leave packing out."
+            )
+        self._layers = [m for m in dict.fromkeys(modules) if isinstance(m, layer)]
+        self._rows: PaddedRows | None = None
+        self._rows_of_forward = RowsOfForward()
+
+    def forward(self) -> AbstractContextManager[None]:
+        """Around the forward of a chunk: its layers share what only depends on the padding."""
+        return self._rows_of_forward.forward()
+
+    def install(self) -> Callable[[], None]:
+        """Begin; returns a function that ends it."""
+        module = import_megatron(_ROUTER)
+        top_k, drop = private_names(
+            _ROUTER, "topk_routing_with_score_function", "apply_router_token_dropping"
+        )
+        # Not of the router's own name for it, which others may have patched.
+        (original,) = private_names(_UTILS, "apply_router_token_dropping")
+        signature = inspect.signature(original)
+
+        def choose(*args: Any, **kwargs: Any) -> Any:
+            probs, chosen, *more = top_k(*args, **kwargs)
+            if self._rows is not None:
+                probs = probs.masked_fill(self._rows.padding[:, None], 0.0)
+                chosen = chosen & self._rows.tokens[:, None]
+            return (probs, chosen, *more)
+
+        def drop_to_capacity(
+            routing_probs: torch.Tensor, routing_map: torch.Tensor, *args: Any, **kwargs: Any
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            if self._rows is None:
+                return drop(routing_probs, routing_map, *args, **kwargs)
+            given = signature.bind(routing_probs, routing_map, *args, **kwargs)
+            given.apply_defaults()
+            kept = kept_of_tokens(
+                routing_probs,
+                routing_map,
+                self._rows,
+                top_k=given.arguments["router_topk"],
+                capacity_factor=given.arguments["capacity_factor"],
+                by_position=given.arguments["drop_policy"] == "position",
+            )
+            return routing_probs * kept, kept
+
+        (count_tokens,) = private_names(_ROUTER, "get_tokens_per_expert_and_token_count")
+
+        def at_least_one(*args: Any, **kwargs: Any) -> Any:
+            # Losses divide by them: all rows of a microbatch may be padding.
+            of_experts, local, total = count_tokens(*args, **kwargs)
+            is_counted = isinstance(total, torch.Tensor)
+            return of_experts, local, total.clamp(min=1) if is_counted else total
+
+        (kind,) = private_names(_ROUTER, "TopKRouter")
+        count = kind._apply_expert_bias
+
+        def count_chosen(
+            router: Any, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None
+        ) -> Any:
+            # The map holds no padding, and Megatron's masking here takes shapes that do not match.
+            return count(router, routing_map, None if self._rows is not None else padding_mask)
+
+        undo = ExitStack()
+        undo.callback(patch_attributes(kind, {"_apply_expert_bias": count_chosen}))
+        patched = {
+            "topk_routing_with_score_function": choose,
+            "apply_router_token_dropping": drop_to_capacity,
+            "get_tokens_per_expert_and_token_count": at_least_one,
+        }
+        undo.callback(patch_attributes(module, patched))
+        undo.callback(gather_fixed_rows())
+        for layer in self._layers:
+            for handle in (
+                layer.register_forward_pre_hook(_clear_input, with_kwargs=True),
+                layer.register_forward_hook(_clear_output, with_kwargs=True),
+                layer.router.register_forward_pre_hook(self._entered, with_kwargs=True),
+                layer.router.register_forward_hook(self._left, always_call=True),
+            ):
+                undo.callback(handle.remove)
+        return undo.close
+
+    def _entered(self, _router: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        padding = kwargs.get(_MASK, args[1] if len(args) > 1 else None)
+        self._rows = None if padding is None else self._rows_of_forward.of(padding.reshape(-1))
+
+    def _left(self, *_: Any) -> None:
+        self._rows = None
+
+
+def kept_of_tokens(
+    routing_probs: torch.Tensor,
+    routing_map: torch.Tensor,
+    rows: PaddedRows,
+    *,
+    top_k: int,
+    capacity_factor: float,
+    by_position: bool,
+) -> torch.Tensor:
+    """Which rows every expert takes, bool [rows, experts]: as many as of the tokens alone.
+
+    As Megatron does with an input of these tokens and no other row, every expert gets as many rows
+    as its capacity is, those that did not choose it with a probability of 0. Padding is never one
+    of them: the rest of the fixed room is filled up by the dispatcher.
+
+    Args:
+        routing_probs: [rows, experts], 0 where an expert was not chosen.
+        routing_map: bool [rows, experts], the experts that were chosen.
+        rows: of which some hold no token.
+        top_k: experts of a token.
+        capacity_factor: of an expert.
+        by_position: keep the first tokens instead of those with the largest probability.
+    """
+    order = routing_probs.detach()
+    if by_position:
+        places = torch.arange(routing_map.shape[0], 0, -1, device=routing_map.device)
+        order = routing_map * places[:, None]
+    order = order.masked_fill(rows.padding[:, None], -1)
+    has_room = rows.room(routing_probs.shape[1], top_k, capacity_factor)
+    best = order.topk(has_room.shape[0], dim=0).indices
+    kept = torch.zeros_like(routing_map).scatter(0, best, has_room[:, None].expand_as(best))
+    return kept & rows.tokens[:, None]
+
+
+def _clear_input(
+    layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """The layer's arguments with zeros in padding rows, whatever lies there."""
+    named = dict(zip(("hidden_states", "intermediate_tensors", _MASK), args, strict=False))
+    given = {**named, **kwargs}
+    padding, hidden = given.get(_MASK), given["hidden_states"]
+    if padding is None:
+        if not layer.training:
+            return None
+        raise ConfigError(
+            f"Layer {getattr(layer, 'layer_number', None)} with experts was called without "
+            f"{_MASK}, though its sequences are packed: the rows behind the documents would be "
+            f"routed like tokens. Give the model {_MASK}=..., bool [1, rows], True where a row "
+            "holds no token, on every pipeline stage."
+        )
+    padding = _of_this_rank(padding, hidden.size(0))
+    rows = padding.transpose(0, 1)[..., None]
+    return (), {**given, "hidden_states": hidden.masked_fill(rows, 0.0), _MASK: padding}
+
+
+def _clear_output(
+    _layer: nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+) -> Any:
+    """The layer's result, through whose padding rows no gradient comes back."""
+    padding = kwargs.get(_MASK)
+    if padding is None:
+        return None
+    output, *more = result
+    rows = padding.transpose(0, 1)[..., None]
+    return (output.masked_fill(rows, 0.0), *more)
+
+
+def _of_this_rank(padding: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """The mask of the rows that are here: Megatron splits it on the first stage only."""
+    if padding.size(1) == num_rows:
+        return padding
+    state = import_megatron("megatron.core.parallel_state")
+    size = state.get_tensor_model_parallel_world_size()
+    if padding.size(1) != num_rows * size:
+        raise ConfigError(
+            f"{_MASK} has {padding.size(1)} rows, and the layer {num_rows} on each of {size} "
+            "tensor-parallel ranks. Give it the rows of the microbatch, [1, rows]."
+        )
+    return padding.chunk(size, dim=1)[state.get_tensor_model_parallel_rank()]

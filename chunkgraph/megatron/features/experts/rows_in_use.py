@@ -1,0 +1,128 @@
+"""Which rows of an expert's input hold a token, where there are more rows than tokens.
+
+Megatron's router fills an expert's room up with tokens that did not choose it, at probability 0,
+anywhere among those that did. Here they carry probability -1 from the router to the experts, so
+that no collective is needed to tell the other ranks, and a token that chose an expert at
+probability 0 is still one. Experts themselves get probability 0 for them, as always.
+
+With DeepEP and a budget nothing is filled up: the rows in use come first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import torch
+
+from chunkgraph.megatron.core.access import private_names
+from chunkgraph.megatron.features.experts.rank_budget import uses_rank_budget
+from chunkgraph.memory.stash import RowsInUse
+
+__all__ = ["PADDING", "ExpertScope", "moe_layers_of", "watch_expert_rows"]
+
+PADDING = -1.0
+"""The probability that marks a row as padding."""
+
+ExpertScope = Callable[[RowsInUse, Collection[torch.Tensor], str], AbstractContextManager[None]]
+"""Entered around experts, with the rows in use, their parameters and a name."""
+
+_EXPERTS = "megatron.core.transformer.moe.experts"
+
+
+def moe_layers_of(modules: Sequence[Any]) -> list[Any]:
+    """The layers of experts among ``modules``, each once, in order."""
+    (layer,) = private_names("megatron.core.transformer.moe.moe_layer", "MoELayer")
+    return list(dict.fromkeys(m for m in modules if isinstance(m, layer)))
+
+
+def watch_expert_rows(
+    layers: Sequence[Any], is_on: Callable[[], bool], scope: ExpertScope
+) -> Callable[[], None]:
+    """Give the experts of ``layers`` forwards of their own that know which rows hold a token.
+
+    The routers must mark padding (`TokenDrops.install`), unless there is a rank budget.
+
+    Args:
+        layers: of experts.
+        is_on: whether the rows are wanted at the moment.
+        scope: see `ExpertScope`.
+
+    Returns:
+        What undoes it.
+    """
+    (sequential,) = private_names(_EXPERTS, "SequentialMLP")
+    undo = ExitStack()
+    for layer in layers:
+        name = f"layer {layer.layer_number} experts"
+        watched = _Watched(layer.experts, name, is_on, scope)
+        if uses_rank_budget(layer.config):
+            watched.divert(layer.experts, watched.leading_rows, undo)
+            continue
+        watched.divert(layer.experts, watched.all_experts, undo)
+        if isinstance(layer.experts, sequential):
+            for index, expert in enumerate(layer.experts.local_experts):
+                watched.divert(expert, watched.one_expert(index, expert), undo)
+        else:
+            watched.is_at_once = True
+    return undo.close
+
+
+class _Watched:
+    """The experts of one layer on this rank."""
+
+    def __init__(
+        self, experts: Any, name: str, is_on: Callable[[], bool], scope: ExpertScope
+    ) -> None:
+        self.is_at_once = False  # all in one product, or one after the other
+        self._experts = experts
+        self._eager = type(experts).forward
+        self._parameters = tuple(experts.parameters())
+        self._name = name
+        self._is_on = is_on
+        self._scope = scope
+        self._rows: RowsInUse | None = None
+
+    def all_experts(
+        self, hidden: torch.Tensor, tokens_per_expert: Any, probs: torch.Tensor, **kwargs: Any
+    ) -> Any:
+        is_on = self._is_on() and torch.is_grad_enabled()
+        rows = RowsInUse.of((probs.detach() >= 0).reshape(-1)) if is_on else None
+        probs = probs.clamp(min=0)
+        if self.is_at_once and rows is not None:
+            with self._scope(rows, self._parameters, self._name):
+                return self._eager(self._experts, hidden, tokens_per_expert, probs, **kwargs)
+        self._rows = rows
+        try:
+            return self._eager(self._experts, hidden, tokens_per_expert, probs, **kwargs)
+        finally:
+            self._rows = None
+
+    def leading_rows(
+        self, hidden: torch.Tensor, tokens_per_expert: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        if not (self._is_on() and torch.is_grad_enabled()):
+            return self._eager(self._experts, hidden, tokens_per_expert, *args, **kwargs)
+        # HybridEP without a budget has the counts on the host.
+        count = tokens_per_expert.sum().reshape(1).to(hidden.device)
+        rows = RowsInUse.first(count, hidden.shape[0])
+        with self._scope(rows, self._parameters, self._name):
+            return self._eager(self._experts, hidden, tokens_per_expert, *args, **kwargs)
+
+    def one_expert(self, index: int, expert: Any) -> Callable[..., Any]:
+        eager, parameters = type(expert).forward, tuple(expert.parameters())
+
+        def forward(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if self._rows is None:
+                return eager(expert, hidden, *args, **kwargs)
+            rows = self._rows.part(index * hidden.shape[0], hidden.shape[0])
+            with self._scope(rows, parameters, self._name):
+                return eager(expert, hidden, *args, **kwargs)
+
+        return forward
+
+    @staticmethod
+    def divert(module: Any, forward: Callable[..., Any], undo: ExitStack) -> None:
+        module.forward = forward
+        undo.callback(module.__dict__.pop, "forward", None)

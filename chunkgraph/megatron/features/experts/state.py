@@ -1,0 +1,190 @@
+"""Mixture of experts: its state in Python and how a graph follows it.
+
+Megatron scales the auxiliary losses' gradients by one tensor of the process, written in place by
+the schedule, and adds up its metrics in tensors of the process, cleared in place. Both suit a
+graph as long as the tensors stay the ones that it was captured with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from chunkgraph.errors import CaptureError, ReplayMismatchError
+from chunkgraph.megatron.core.access import private_names
+
+__all__ = [
+    "ExpertState",
+    "expert_metrics",
+    "forget_expert_metrics",
+    "routers_of",
+    "scale_expert_metrics",
+    "take_expert_metrics",
+]
+
+_UTILS = "megatron.core.transformer.moe.moe_utils"
+_LOGGING = "megatron.core.transformer.moe.moe_logging"
+_LOSSES = {
+    "aux_loss": "load_balancing_loss",
+    "seq_aux_loss": "seq_load_balancing_loss",
+    "global_aux_loss": "global_load_balancing_loss",
+}
+
+
+def routers_of(modules: Sequence[Any]) -> list[Any]:
+    """The routers among ``modules``, each once, in order."""
+    (router,) = private_names("megatron.core.transformer.moe.router", "Router")
+    return list(dict.fromkeys(m for m in modules if isinstance(m, router)))
+
+
+class ExpertState:
+    """Loss scale and metrics of the routers in the graphs of one rank.
+
+    Entries for the routers' metrics are made at once, so that no graph makes them.
+
+    Args:
+        routers: those that are captured; at least one.
+
+    Attributes:
+        buffers: what the routers add their metrics to.
+    """
+
+    def __init__(self, routers: Sequence[Any]) -> None:
+        (self._scaler,) = private_names(_UTILS, "MoEAuxLossAutoScaler")
+        self._device = routers[0].weight.device
+        self._scale: torch.Tensor | None = None
+        self._held: dict[str, torch.Tensor] = {}
+        for router in routers:
+            # A half-precision wrapper turned them into its type; the first forward turns them back.
+            getattr(router, "_maintain_float32_expert_bias", lambda: None)()
+            for name in _metric_names(router):
+                _make_metric(name, router.config, self._device)
+        self.buffers = tuple(expert_metrics().values())
+
+    @contextlib.contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Inside, graphs take up the scale and the metrics; the metrics' values are put back.
+
+        Raises:
+            CaptureError: a metric was recorded for the first time, in memory of the graph.
+        """
+        if self._scaler.main_loss_backward_scale is None:
+            self._scaler.main_loss_backward_scale = torch.ones(1, device=self._device)
+        self._scale = self._scaler.main_loss_backward_scale
+        self._held = expert_metrics()
+        kept = {name: value.clone() for name, value in self._held.items()}
+        try:
+            yield
+        finally:
+            for name, value in kept.items():
+                self._held[name].copy_(value)
+        new = [name for name in expert_metrics() if name not in self._held]
+        if new:
+            _forget_metrics(new)
+            raise CaptureError(
+                f"The metrics {', '.join(new)} of the experts were recorded for the first time in "
+                "the capture, into memory of the graph. Train a step eagerly before the capture "
+                "(num_warmup_steps=1 or more)."
+            )
+
+    def check(self) -> None:
+        """Make sure that the graphs still add to the metrics that Megatron reads.
+
+        Raises:
+            ReplayMismatchError: they were replaced since the capture.
+        """
+        now = expert_metrics()
+        lost = [name for name, value in self._held.items() if now.get(name) is not value]
+        if lost:
+            raise ReplayMismatchError(
+                f"The metrics {', '.join(lost)} of the experts were replaced since the capture: "
+                "the graphs would add to the old ones. Clear them in place, as Megatron does, or "
+                "release() the graphs and capture again."
+            )
+
+    def before_backward(self) -> None:
+        """Give the graphs the scale that Megatron has set, if it is another tensor by now."""
+        scale = self._scaler.main_loss_backward_scale
+        if scale is not self._scale and scale is not None:
+            assert self._scale is not None
+            self._scale.copy_(scale)
+
+
+def take_expert_metrics() -> dict[str, tuple[float, ...]]:
+    """This rank's sums of every metric by layer, since the last call; then they are cleared."""
+    taken = {name: tuple(value.tolist()) for name, value in expert_metrics().items()}
+    for value in expert_metrics().values():
+        value.zero_()
+    return taken
+
+
+def forget_expert_metrics() -> None:
+    """Drop all metrics: Megatron keeps them for the number of layers that recorded them first."""
+    _tracker().clear()
+
+
+def _metric_names(router: Any) -> list[str]:
+    coefficient = getattr(router, "get_aux_loss_coeff", None)
+    names = [
+        name for kind, name in _LOSSES.items() if coefficient is not None and coefficient(kind) > 0
+    ]
+    if getattr(router.config, "moe_z_loss_coeff", None) is not None:
+        names.append("z_loss")
+    return names
+
+
+def _tracker() -> Any:
+    """Entries by name: later releases keep them as objects, earlier ones as dicts."""
+    if _has_entries():
+        (get_tracker,) = private_names(_LOGGING, "get_moe_metrics_tracker")
+        return get_tracker().metrics
+    (get_tracker,) = private_names(_UTILS, "get_moe_layer_wise_logging_tracker")
+    return get_tracker()
+
+
+@functools.cache
+def _has_entries() -> bool:
+    """Asked in every step; of a module that is not there Python looks at the disk."""
+    return importlib.util.find_spec(_LOGGING) is not None
+
+
+def expert_metrics() -> dict[str, torch.Tensor]:
+    """What routers add their metrics to, by name: the tensors themselves."""
+    return {
+        name: entry["values"] if isinstance(entry, dict) else entry.values
+        for name, entry in _tracker().items()
+    }
+
+
+def scale_expert_metrics(factor: float, of_global: float) -> None:
+    """Multiply in place what routers have added up since it was last taken.
+
+    Args:
+        factor: of what a rank adds up for its microbatches.
+        of_global: of the loss that is counted over all ranks' microbatches of a turn together.
+    """
+    for name, values in expert_metrics().items():
+        values.mul_(of_global if name == _LOSSES["global_aux_loss"] else factor)
+
+
+def _forget_metrics(names: Sequence[str]) -> None:
+    for name in names:
+        del _tracker()[name]
+
+
+def _make_metric(name: str, config: Any, device: torch.device) -> None:
+    tracker = _tracker()
+    if name in tracker:
+        return
+    values = torch.zeros(config.num_layers + (config.mtp_num_layers or 0), device=device)
+    if _has_entries():
+        (entry,) = private_names(_LOGGING, "MetricEntry")
+        tracker[name] = entry(values=values)
+    else:
+        groups = {"reduce_group": None, "avg_group": None, "reduce_group_has_dp": False}
+        tracker[name] = {"values": values, **groups}

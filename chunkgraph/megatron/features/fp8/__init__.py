@@ -1,0 +1,1 @@
+"""Caches and scales of Transformer Engine's FP8."""

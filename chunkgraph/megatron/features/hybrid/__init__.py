@@ -1,0 +1,1 @@
+"""Mamba layers next to attention."""

@@ -1,0 +1,1 @@
+"""Packed sequences: fixed shapes, their banks, and offsets in static inputs."""

@@ -1,0 +1,143 @@
+"""Rotary embedding of packed sequences by row, without a look at the offsets on the host."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from chunkgraph.megatron.core.access import import_megatron, patch_attributes, private_names
+from chunkgraph.megatron.core.backward_pass import at_end_of_backward, is_in_backward
+from chunkgraph.megatron.features.packing.fused_rope import fused_by_row
+
+__all__ = ["forget_rope_rows", "packed_rope", "rope_rows"]
+
+_MODULE = "megatron.core.models.common.embeddings.rope_utils"
+_REMEMBERED = "_chunkgraph_rope_rows"
+
+
+@contextlib.contextmanager
+def packed_rope() -> Iterator[None]:
+    """Make Megatron's packed RoPE take its frequencies by row, on the device alone.
+
+    Megatron's own unfused one splits the tokens by lengths that it reads on the host, which no
+    graph can hold. The fused one could be captured as it is, but see `fused_rope`. The numbers are
+    the same to the last bit.
+    """
+    _, apply = private_names(_MODULE, "_apply_rotary_pos_emb_thd", "_apply_rotary_pos_emb_bshd")
+    fused, plain = private_names(
+        _MODULE, "fused_apply_rotary_pos_emb_thd", "fused_apply_rotary_pos_emb"
+    )
+
+    def apply_packed(
+        t: torch.Tensor,
+        cu_seqlens: torch.Tensor,
+        freqs: torch.Tensor,
+        rotary_interleaved: bool = False,
+        *,
+        cp_group: Any = None,
+        **options: Any,
+    ) -> torch.Tensor:
+        if cp_group is None:
+            raise ValueError("packed rotary embeddings need the context-parallel group")
+        rows = _rows(t.size(0), cu_seqlens, freqs, cp_group.size(), cp_group.rank())
+        result = apply(t.unsqueeze(1), rows, rotary_interleaved=rotary_interleaved, **options)
+        return result.squeeze(1)
+
+    patches: dict[str, Any] = {"_apply_rotary_pos_emb_thd": apply_packed}
+    by_row = fused_by_row(fused, plain, functools.partial(_rows, begins_anew=True))
+    if by_row is not None:
+        patches["fused_apply_rotary_pos_emb_thd"] = by_row
+    undo = patch_attributes(import_megatron(_MODULE), patches)
+    try:
+        yield
+    finally:
+        undo()
+
+
+def rope_rows(
+    num_rows: int,
+    cu_seqlens: torch.Tensor,
+    num_freqs: int,
+    cp_size: int = 1,
+    cp_rank: int = 0,
+    *,
+    begins_anew: bool = False,
+) -> torch.Tensor:
+    """Which of the frequencies each row of this context-parallel rank takes, int32 [rows].
+
+    As in Megatron, a table as long as all documents together holds the frequencies of every place
+    in the pack; any other starts anew for each document. Which of the two it is may change with
+    the offsets, so it is decided on the device. Rows behind the last document get an entry that
+    exists, and rows of a document that is longer than the table its last one: lengths are checked
+    on the host, before the step.
+
+    Args:
+        num_rows: tokens on this rank.
+        cu_seqlens: offsets over all ranks, int32 [documents + 1], from 0; with context
+            parallelism multiples of twice ``cp_size``.
+        num_freqs: length of the table.
+        cp_size: context-parallel ranks.
+        cp_rank: of them, this one.
+        begins_anew: the table starts anew for each document, however long it is.
+    """
+    # On this rank. Few kernels, each of which takes longer to begin than it runs.
+    bounds = cu_seqlens if cp_size == 1 else cu_seqlens // cp_size
+    rows = torch.arange(num_rows, dtype=bounds.dtype, device=bounds.device)
+    document = torch.searchsorted(bounds[1:], rows, right=True).clamp(max=bounds.size(0) - 2)
+    start = bounds.index_select(0, document)
+    place = rows - start
+    if cp_size > 1:  # the rank has the piece number cp_rank from the front, and from the back
+        length = bounds.index_select(0, document + 1) - start
+        piece = length // 2
+        from_back = length * cp_size - (cp_rank + 1) * piece + place - piece
+        place = torch.where(place < piece, cp_rank * piece + place, from_back)
+    if not begins_anew:
+        is_whole_pack = (cu_seqlens[-1:] == num_freqs).to(place.dtype)
+        place = place + is_whole_pack * cu_seqlens.index_select(0, document)
+    return place.clamp(0, num_freqs - 1)
+
+
+def _rows(
+    num_rows: int,
+    cu_seqlens: torch.Tensor,
+    freqs: torch.Tensor,
+    cp_size: int,
+    cp_rank: int,
+    *,
+    begins_anew: bool = False,
+) -> torch.Tensor:
+    """The frequencies of each row; all layers of a call share them, by way of its offsets.
+
+    Layers that are computed anew in a backward have one of their own, which goes at its end, or
+    where a layer has other frequencies.
+    """
+    remembered: dict[Any, Any] = getattr(cu_seqlens, _REMEMBERED, {})
+    # Recomputation gives every layer a tensor of its own on the table's memory.
+    place = freqs.data_ptr(), freqs.dtype, freqs.shape, freqs.stride()
+    key = (place, num_rows, cp_size, cp_rank, begins_anew)
+    if key in remembered:
+        return remembered[key][1]
+    rows = rope_rows(num_rows, cu_seqlens, freqs.size(0), cp_size, cp_rank, begins_anew=begins_anew)
+    found = freqs.index_select(0, rows)
+    if is_in_backward():
+        remembered.clear()
+        at_end_of_backward(lambda: _forget(cu_seqlens))
+    # With the table itself, so that no other can take its memory.
+    remembered[key] = (freqs, found)
+    setattr(cu_seqlens, _REMEMBERED, remembered)
+    return found
+
+
+def forget_rope_rows(packed_seq_params: Any) -> None:
+    """Forget, at the end of a call, what its layers shared; autograd holds what it needs of it."""
+    for value in vars(packed_seq_params).values():
+        if isinstance(value, torch.Tensor):
+            _forget(value)
+
+
+def _forget(cu_seqlens: torch.Tensor) -> None:
+    cu_seqlens.__dict__.pop(_REMEMBERED, None)

@@ -1,0 +1,1 @@
+"""Steps in which tokens found no room run again."""

@@ -1,0 +1,1 @@
+"""Saved activations of experts in pages."""

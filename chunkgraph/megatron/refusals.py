@@ -1,0 +1,260 @@
+"""What the plug-in cannot capture, refused by name when it is attached."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from chunkgraph.errors import ConfigError
+from chunkgraph.megatron.core.data_parallel import is_fully_sharded
+from chunkgraph.megatron.core.random_state import rng_is_graph_safe
+from chunkgraph.megatron.features.experts.refusals import moe_refusals
+from chunkgraph.megatron.features.fp8.feature import fp8_is_installed, fp8_recipe
+
+__all__ = ["GRAPH_SAFE_RNG", "recompute_refusals", "refuse_unsupported", "refused_settings"]
+
+GRAPH_SAFE_RNG = (
+    "seed with model_parallel_cuda_manual_seed(seed, te_rng_tracker=True) or "
+    "use_cudagraphable_rng=True"
+)
+"""How a program of one's own gets random states that a graph can switch."""
+
+
+@dataclass(frozen=True)
+class _Refusal:
+    """A setting of Megatron's config that a chunk graph cannot honour.
+
+    Attributes:
+        field: name in TransformerConfig; a release without it is fine.
+        wanted: whether the value asks for the feature.
+        why: what would go wrong.
+    """
+
+    field: str
+    wanted: Callable[[Any], bool]
+    why: str
+
+
+def _is_above_1(value: Any) -> bool:
+    return (value or 1) > 1
+
+
+_GATHERED_WEIGHTS = (
+    "weights are gathered anew for every use by hooks that run in Python, which a replay does not"
+)
+_QUANTIZED_WEIGHTS = (
+    "whether the cached quantized weights are renewed is Python state, frozen in a replay"
+)
+_PRIMARY_WEIGHTS = (
+    "weights that are FP8 themselves are written by the optimizer, and their transposes renewed by "
+    "Python where a layer finds them out of date, which a replay does not do"
+)
+_FP8_ATTENTION = "the scales of its own FP8 tensors are copied and set by Python in every call"
+_REFUSALS = (
+    _Refusal("fp4", bool, _QUANTIZED_WEIGHTS),
+    _Refusal("use_kitchen", bool, _QUANTIZED_WEIGHTS),
+    _Refusal("quant_recipe", bool, _QUANTIZED_WEIGHTS),
+    _Refusal("fp8_param", bool, _PRIMARY_WEIGHTS),
+    _Refusal("fp8_param_gather", bool, _PRIMARY_WEIGHTS),
+    _Refusal("fp8_dot_product_attention", bool, _FP8_ATTENTION),
+    _Refusal("fp8_multi_head_attention", bool, _FP8_ATTENTION),
+    _Refusal(
+        "distribute_saved_activations",
+        bool,
+        "recomputation would put its share of an input in the place of the slot's own input",
+    ),
+    _Refusal("cpu_offloading", bool, "its queues are Python state that a replay does not advance"),
+    _Refusal(
+        "fine_grained_activation_offloading",
+        bool,
+        "its queues are Python state that a replay does not advance",
+    ),
+    _Refusal(
+        "overlap_moe_expert_parallel_comm", bool, "its schedule does not call the block's forward"
+    ),
+    _Refusal("delay_wgrad_compute", bool, "weight gradients would be computed outside the graph"),
+    _Refusal(
+        "hybrid_context_parallel", bool, "its schedule changes the process group between forwards"
+    ),
+    _Refusal("variable_seq_lengths", bool, "a graph has fixed shapes"),
+    _Refusal(
+        "enable_autocast", bool, "captures run outside of it and would hold operators of full width"
+    ),
+    _Refusal(
+        "num_microbatches_with_partial_activation_checkpoints",
+        lambda v: v is not None,
+        "some microbatches of a chunk would recompute and others not, and a slot has one graph",
+    ),
+    _Refusal("gtp_weight_remat_size", _is_above_1, _GATHERED_WEIGHTS),
+    _Refusal("expert_gtp_weight_remat_size", _is_above_1, _GATHERED_WEIGHTS),
+    _Refusal(
+        "experimental_attention_variant",
+        lambda v: v == "dsa",
+        "the scale of its indexer's loss is set anew for every microbatch, as another tensor",
+    ),
+    _Refusal(
+        "overlap_dispatch_backward_with_experts_wgrad",
+        bool,
+        "weight gradients would be computed outside the graph",
+    ),
+    _Refusal("moe_hybridep_pad_uneven_dispatch_inputs", bool, "it reads token counts on the host"),
+    _Refusal(
+        "cuda_graph_impl",
+        lambda v: v not in (None, "none"),
+        "Megatron would capture the same layers again",
+    ),
+    _Refusal("enable_cuda_graph", bool, "Megatron would capture the same layers again"),
+    _Refusal("external_cuda_graph", bool, "another graph owner would capture the same layers"),
+)
+
+
+def refused_settings(config: Any, token_drops: str = "warn") -> list[str]:
+    """The settings in ``config`` that a chunk graph cannot honour, each with its reason.
+
+    Args:
+        config: anything that has TransformerConfig's fields as attributes, or some of them.
+        token_drops: ``count`` if tokens that experts have no room for may be dropped.
+    """
+    found = [
+        f"{refusal.field}={getattr(config, refusal.field)!r}: {refusal.why}"
+        for refusal in _REFUSALS
+        if refusal.wanted(getattr(config, refusal.field, None))
+    ]
+    fuses, experts = (
+        getattr(config, name, None)
+        for name in ("use_transformer_engine_op_fuser", "num_moe_experts")
+    )
+    if fuses and not experts and fp8_recipe(config) is None:
+        found.append(
+            "use_transformer_engine_op_fuser=True without experts: fused operations hold "
+            "parameters of their own, which was tried with experts alone; leave it out"
+        )
+    if getattr(config, "test_mode", False) and getattr(config, "qk_layernorm", False):
+        found.append(
+            "test_mode=True with qk_layernorm=True: every forward compares the norms of all "
+            "data-parallel ranks on the host; leave test_mode out"
+        )
+    return found + _fp8_refusals(config) + moe_refusals(config, token_drops)
+
+
+def _fp8_refusals(config: Any) -> list[str]:
+    """What does not go together with FP8 in a graph."""
+    recipe = fp8_recipe(config)
+    if recipe is None:
+        return []
+    found: list[str] = []
+    if recipe not in ("delayed", "tensorwise", "blockwise"):
+        found.append(
+            f"fp8_recipe={recipe!r}: its quantizers were not tried in chunk graphs; use "
+            "tensorwise, blockwise or delayed"
+        )
+    if getattr(config, "use_transformer_engine_op_fuser", False):
+        found.append(
+            "use_transformer_engine_op_fuser=True with FP8: fused operations keep the state of "
+            "their quantizers elsewhere than layers do, where it was not looked after"
+        )
+    granularity = getattr(config, "recompute_granularity", None)
+    recomputed = set(getattr(config, "recompute_modules", None) or ())
+    if granularity == "full" or (granularity == "selective" and recomputed - {"core_attn"}):
+        what = "" if granularity == "full" else f" of {', '.join(sorted(recomputed))}"
+        found.append(
+            f"recompute_granularity={granularity!r}{what} with FP8: Transformer Engine's own "
+            "recomputation keeps scales of the first pass in a queue of Python's, which a replay "
+            "does not advance; recompute core_attn alone, or nothing"
+        )
+    return found
+
+
+def refuse_unsupported(
+    config: Any,
+    model_chunks: Sequence[nn.Module],
+    device: torch.device,
+    token_drops: str = "warn",
+    *,
+    also: Sequence[str] = (),
+) -> None:
+    """Check Megatron's settings before anything is attached.
+
+    Args:
+        config: Megatron's TransformerConfig.
+        model_chunks: the chunks as the schedule gets them, wrappers included.
+        device: where the parameters are.
+        token_drops: see `attach`.
+        also: what was found elsewhere, to be told together.
+
+    Raises:
+        ConfigError: naming every setting that cannot be captured.
+    """
+    found = [*refused_settings(config, token_drops), *also]
+    if getattr(config, "fp8", None) and not fp8_is_installed():
+        found.append(
+            f"fp8={config.fp8!r}: it is Transformer Engine's, which cannot be imported; install "
+            "chunkgraph[te]"
+        )
+    if (
+        len(model_chunks) > 1
+        and getattr(config, "pipeline_model_parallel_size", 1) == 2
+        and getattr(config, "batch_p2p_comm", False)
+        and not getattr(config, "overlap_p2p_comm", False)
+    ):
+        found.append(
+            "batch_p2p_comm without overlap_p2p_comm in an interleaved pipeline of 2 ranks: each "
+            "batch has two sends between the same ranks, and activations and gradients get "
+            "swapped (with or without chunk graphs); set overlap_p2p_comm=True"
+        )
+    if any(is_fully_sharded(chunk) for chunk in model_chunks):
+        found.append("FSDP: parameters move, and a graph remembers their addresses")
+    if device.type == "cuda":
+        is_safe = rng_is_graph_safe()
+        found += recompute_refusals(config, is_rng_graph_safe=is_safe)
+    dropout = max(
+        getattr(config, "hidden_dropout", 0.0) or 0.0,
+        getattr(config, "attention_dropout", 0.0) or 0.0,
+    )
+    if dropout > 0 and not rng_is_graph_safe():
+        found.append(
+            f"dropout {dropout} with an RNG tracker that is not graph-safe: every replay would "
+            f"draw the same mask; {GRAPH_SAFE_RNG} (parameters are on {device})"
+        )
+    if found:
+        raise ConfigError(
+            "Chunk graphs cannot hold this model:\n  - "
+            + "\n  - ".join(found)
+            + "\nTurn these off, or train without chunk graphs."
+        )
+
+
+def recompute_refusals(config: Any, *, is_rng_graph_safe: bool) -> list[str]:
+    """What keeps the activation recomputation that is asked for out of a CUDA graph.
+
+    Args:
+        config: anything that has TransformerConfig's fields as attributes, or some of them.
+        is_rng_graph_safe: whether a graph can switch the states of the RNG tracker.
+    """
+    granularity = getattr(config, "recompute_granularity", None)
+    if granularity is None:
+        return []
+    if not is_rng_graph_safe:
+        why = (
+            f"recompute_granularity={granularity!r} with an RNG tracker that is not graph-safe: "
+            f"recomputation would read the random state in a capture; {GRAPH_SAFE_RNG}"
+        )
+        return [why]
+    recomputed = {
+        "attention_dropout": granularity == "full"
+        or "core_attn" in (getattr(config, "recompute_modules", None) or ()),
+        "hidden_dropout": granularity == "full",
+    }
+    return [
+        f"recompute_granularity={granularity!r} with {name}={getattr(config, name)}: the "
+        "recomputation must draw the mask of the forward again, but the states of graph-safe "
+        "generators cannot be set back inside a graph (nor does Megatron's own eager "
+        "recomputation set them back: its masks differ); set it to 0 or recompute what has no "
+        "dropout (recompute_modules)"
+        for name, is_recomputed in recomputed.items()
+        if is_recomputed and (getattr(config, name, 0.0) or 0.0) > 0
+    ]
