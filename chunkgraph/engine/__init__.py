@@ -1,12 +1,12 @@
 """A chunk's slots, the capture session, replay and the decision of every step."""
 
+from chunkgraph.engine.capture.session import CaptureReport
 from chunkgraph.engine.chunk import Chunk, GradientMarker
+from chunkgraph.engine.constant_inputs import unchanging
 from chunkgraph.engine.counters import Counters
-from chunkgraph.engine.decision import Agree, EagerReason, StepMode
+from chunkgraph.engine.decide.reasons import Agree, EagerReason, StepMode
 from chunkgraph.engine.engine import ChunkGraphs
 from chunkgraph.engine.options import CaptureOptions
-from chunkgraph.engine.session import CaptureReport
-from chunkgraph.engine.unchanging import unchanging
 
 __all__ = [
     "Agree",

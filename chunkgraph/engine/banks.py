@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from chunkgraph.engine.backward_watch import BackwardSample
-from chunkgraph.engine.decision import NO_GRAPHS
+from chunkgraph.engine.capture.backward_watch import BackwardSample
+from chunkgraph.engine.decide.reasons import NO_GRAPHS
 from chunkgraph.engine.signature import Call, Signature, flatten_call
 from chunkgraph.engine.slot import Slot
 from chunkgraph.errors import SlotError

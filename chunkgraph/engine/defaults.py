@@ -10,10 +10,10 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from chunkgraph._text import shown
-from chunkgraph.engine.cast_cache import hold_stale_casts, watch_optimizers
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.options import CaptureOptions, is_whole
 from chunkgraph.engine.signature import Call, flatten_call
+from chunkgraph.engine.watch.cast_cache import hold_stale_casts, watch_optimizers
 from chunkgraph.errors import ConfigError, ReplayMismatchError
 from chunkgraph.graphs import CUDABackend, GraphBackend, RecorderBackend
 

@@ -12,17 +12,17 @@ import torch
 from torch import nn
 
 from chunkgraph.engine import defaults
-from chunkgraph.engine.backward_watch import watched
 from chunkgraph.engine.banks import BankSamples, Derive, StepBanks
-from chunkgraph.engine.capturing import Capturer
+from chunkgraph.engine.capture.backward_watch import watched
+from chunkgraph.engine.capture.session import CapturedRank, CaptureReport, SessionSettings
+from chunkgraph.engine.capture.step_samples import StepSampler
+from chunkgraph.engine.capturer import Capturer
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.counters import Counters
-from chunkgraph.engine.deciding import SHAPE_UNKNOWN, Standing, StepDecider, StepKind
-from chunkgraph.engine.decision import Agree, EagerReason, StepMode, agree_alone
-from chunkgraph.engine.options import CaptureOptions
-from chunkgraph.engine.replaying import Replayer
-from chunkgraph.engine.sampling import StepSampler
-from chunkgraph.engine.session import CapturedRank, CaptureReport, OnCapture, SessionSettings
+from chunkgraph.engine.decide.decider import SHAPE_UNKNOWN, Standing, StepDecider, StepKind
+from chunkgraph.engine.decide.reasons import Agree, EagerReason, StepMode, agree_alone
+from chunkgraph.engine.options import CaptureOptions, OnCapture
+from chunkgraph.engine.replay.replayer import Replayer
 from chunkgraph.engine.signature import Call
 from chunkgraph.engine.verify import Surroundings
 from chunkgraph.errors import CaptureError, SlotError
@@ -271,7 +271,7 @@ class ChunkGraphs:
     def announce(self, misfit: str, *, plan_digest: int = 0) -> None:
         """Say of the next training step whether its inputs fit, so that ranks agree ahead of it.
 
-        While a step runs, it is of the one after it. See also `chunkgraph.engine.announcement`.
+        While a step runs, it is of the one after it. See also `engine.decide.announcement`.
 
         Args:
             misfit: why they do not fit, or "".

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Literal, TypeGuard, get_args
@@ -11,7 +11,10 @@ from chunkgraph._text import did_you_mean, shown
 from chunkgraph.errors import ConfigError
 from chunkgraph.memory import MemoryPlan
 
-__all__ = ["CaptureOptions", "VerifyMode", "is_whole"]
+__all__ = ["CaptureOptions", "OnCapture", "VerifyMode", "is_whole"]
+
+OnCapture = Callable[[int, int, int | None], None]
+"""Called after every graph with graphs captured, all graphs, and bytes left (None: unknown)."""
 
 VerifyMode = Literal["none", "poison", "shadow"]
 

@@ -24,7 +24,7 @@ from chunkgraph.engine.plain_values import Uncomparable, is_immutable, key_of
 from chunkgraph.errors import ReplayMismatchError
 
 if TYPE_CHECKING:
-    from chunkgraph.engine.backward_watch import BackwardSample
+    from chunkgraph.engine.capture.backward_watch import BackwardSample
 
 __all__ = [
     "Call",

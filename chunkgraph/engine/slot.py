@@ -11,9 +11,9 @@ from torch.utils._pytree import TreeSpec
 
 from chunkgraph.engine.autocast import Autocast
 from chunkgraph.engine.chunk import GradientMarker
+from chunkgraph.engine.constant_inputs import LoadedSource
 from chunkgraph.engine.layout import copy_into, duplicate, same_layout
 from chunkgraph.engine.signature import distinct_tensors, unflatten
-from chunkgraph.engine.unchanging import LoadedSource
 from chunkgraph.errors import ReplayMismatchError
 from chunkgraph.graphs import Graph, Pool
 

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from chunkgraph.engine import ChunkGraphs
-from chunkgraph.engine.decision import StepMode
+from chunkgraph.engine.decide.reasons import StepMode
 from chunkgraph.errors import ConfigError, SlotError
 from chunkgraph.megatron.captured_part import CapturedPart
 from chunkgraph.megatron.core.cached_tables import CachedTables

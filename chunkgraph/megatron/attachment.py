@@ -62,7 +62,7 @@ from chunkgraph.megatron.topology import PipelinePlace
 from chunkgraph.memory.stash import StashOptions
 
 if TYPE_CHECKING:
-    from chunkgraph.engine.session import OnCapture
+    from chunkgraph.engine.options import OnCapture
     from chunkgraph.graphs import GraphBackend
     from chunkgraph.packing import PackedShape
 

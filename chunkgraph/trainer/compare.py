@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from chunkgraph.config import Config
-from chunkgraph.engine.session import OnCapture
+from chunkgraph.engine.options import OnCapture
 from chunkgraph.engine.verify import same_bits
 from chunkgraph.megatron.core.access import versions
 from chunkgraph.megatron.features.experts.capacity import factor_for_all

@@ -14,7 +14,7 @@ from torch import nn
 
 from chunkgraph.config import Config
 from chunkgraph.engine import CaptureOptions
-from chunkgraph.engine.session import OnCapture
+from chunkgraph.engine.options import OnCapture
 from chunkgraph.megatron.attachment import MegatronChunkGraphs, attach, config_of
 from chunkgraph.megatron.core.access import import_megatron
 from chunkgraph.megatron.features.contexts import follow_groups

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from chunkgraph.engine.accumulate import new_accumulate
+from chunkgraph.engine.capture.accumulate import new_accumulate
 
 
 def _all_halves(dtype: torch.dtype, device: str) -> torch.Tensor:

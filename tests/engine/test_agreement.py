@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from chunkgraph.engine import CaptureOptions, ChunkGraphs, EagerReason, StepMode
-from chunkgraph.engine.agreement import Agreement
+from chunkgraph.engine.decide.agreement import Agreement
 from chunkgraph.graphs import RecorderBackend
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from chunkgraph.engine import CaptureOptions, ChunkGraphs
-from chunkgraph.engine.lockstep import Lockstep, StoppedElsewhere
+from chunkgraph.engine.capture.lockstep import Lockstep, StoppedElsewhere
 from chunkgraph.errors import CaptureError
 from chunkgraph.graphs import GraphBackend, RecorderBackend
 

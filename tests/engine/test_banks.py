@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs
-from chunkgraph.engine.static_inputs import SlotStatics
+from chunkgraph.engine.capture.static_inputs import SlotStatics
 from chunkgraph.errors import CaptureError, ConfigError, ReplayMismatchError, SlotError
 from chunkgraph.graphs import GraphBackend
 
@@ -286,7 +286,7 @@ def test_static_memory_of_two_slots_is_proved_apart(
     backend: GraphBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only variants of one slot may share what they read; one memory for all slots is caught."""
-    from chunkgraph.engine import session
+    from chunkgraph.engine.capture import session
     from chunkgraph.errors import MemoryPlanError
 
     one_for_all = SlotStatics(is_shared=True)

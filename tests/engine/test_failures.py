@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs
-from chunkgraph.engine.failure import agree_on_cause
+from chunkgraph.engine.capture.failure import agree_on_cause
 from chunkgraph.errors import CaptureError, IllegalOperationError
 from chunkgraph.graphs import RecorderBackend
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from chunkgraph.engine import ChunkGraphs
-from chunkgraph.engine.gradients import GradientSinks
+from chunkgraph.engine.capture.gradients import GradientSinks
 from chunkgraph.graphs import GraphBackend
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from chunkgraph.engine import CaptureOptions, ChunkGraphs, unchanging
-from chunkgraph.engine.static_inputs import SlotStatics
+from chunkgraph.engine.capture.static_inputs import SlotStatics
 from chunkgraph.graphs import GraphBackend
 
 NUM_SLOTS = 2

@@ -90,7 +90,7 @@ def main(script: str) -> None:
 def write_words(path: str) -> None:
     """Write down what the engine is told ahead of steps, and how it asks about them."""
     from chunkgraph.engine import ChunkGraphs
-    from chunkgraph.engine.agreement import Agreement
+    from chunkgraph.engine.decide.agreement import Agreement
 
     announce, withdraw, answer = ChunkGraphs.announce, ChunkGraphs.withdraw, Agreement.answer
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from chunkgraph.engine.counters import Counters
-from chunkgraph.engine.decision import StepMode
+from chunkgraph.engine.decide.reasons import StepMode
 from chunkgraph.errors import StashError
 
 pytestmark = pytest.mark.megatron

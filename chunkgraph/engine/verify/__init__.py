@@ -9,9 +9,9 @@ from chunkgraph.engine.options import VerifyMode
 from chunkgraph.engine.signature import Call
 from chunkgraph.engine.verify.base import Verifier
 from chunkgraph.engine.verify.bits import same_bits
+from chunkgraph.engine.verify.eager_pass import Surroundings
 from chunkgraph.engine.verify.poisoned import PoisonVerifier
 from chunkgraph.engine.verify.shadow import ShadowVerifier
-from chunkgraph.engine.verify.twin import Surroundings
 
 __all__ = ["Surroundings", "Verifier", "new_verifier", "same_bits"]
 

@@ -6,15 +6,15 @@ from collections.abc import Hashable, Mapping, Sequence
 
 import torch
 
+from chunkgraph.engine.capture.layers import parameter_names
+from chunkgraph.engine.capture.session import CapturedRank
 from chunkgraph.engine.chunk import Chunk
-from chunkgraph.engine.layers import parameter_names
-from chunkgraph.engine.session import CapturedRank
 from chunkgraph.engine.signature import Call
 from chunkgraph.engine.slot import Slot
 from chunkgraph.engine.verify.bits import has_nan, tensors_in
+from chunkgraph.engine.verify.eager_pass import EagerTwin, Surroundings
 from chunkgraph.engine.verify.records import SavedRecords
 from chunkgraph.engine.verify.report import Replayed, warn_of_nan
-from chunkgraph.engine.verify.twin import EagerTwin, Surroundings
 
 __all__ = ["Verifier"]
 

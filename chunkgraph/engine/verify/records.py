@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from chunkgraph.engine.capture.layers import LayerWatch
+from chunkgraph.engine.capture.preserved import regions
 from chunkgraph.engine.chunk import Chunk
-from chunkgraph.engine.layers import LayerWatch
-from chunkgraph.engine.preserved import regions
 from chunkgraph.engine.signature import flatten, flatten_call
 from chunkgraph.engine.slot import Slot
 from chunkgraph.engine.verify.saved import SavedTensor, saved_tensors

@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from chunkgraph.engine.autograd_graph import kept_by, nodes_below
-from chunkgraph.engine.layers import LayerWatch
+from chunkgraph.engine.capture.layers import LayerWatch
 from chunkgraph.engine.verify.bits import has_nan, same_bits
 from chunkgraph.graphs import AddressRanges, tensor_at
 

@@ -13,10 +13,10 @@ import torch
 from chunkgraph.engine.slot import Slot
 from chunkgraph.engine.verify.base import Verifier, filled, wants_grad
 from chunkgraph.engine.verify.bits import describe_difference, has_nan, same_bits
+from chunkgraph.engine.verify.eager_pass import EagerBackward, EagerForward
 from chunkgraph.engine.verify.records import memory_of
 from chunkgraph.engine.verify.report import difference
 from chunkgraph.engine.verify.saved import Place, first_difference
-from chunkgraph.engine.verify.twin import EagerBackward, EagerForward
 
 __all__ = ["ShadowVerifier"]
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs, StepMode
-from chunkgraph.engine.decision import Agree
+from chunkgraph.engine.decide.reasons import Agree
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.core.process_groups import before_groups_end
 from chunkgraph.megatron.features.contexts.banks import ContextBanks

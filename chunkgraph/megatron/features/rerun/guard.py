@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from chunkgraph.engine.counters import Counters
-from chunkgraph.engine.decision import Agree, StepMode, agree_alone
+from chunkgraph.engine.decide.reasons import Agree, StepMode, agree_alone
 from chunkgraph.errors import StashError
 from chunkgraph.megatron.core.collectives import Maximum
 from chunkgraph.megatron.features.experts.feature import Experts

@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from chunkgraph.engine.banks import BankSamples, StepBanks
+from chunkgraph.engine.capture.failure import SessionWatch
+from chunkgraph.engine.capture.joint_capture import JointCapture, capture_together
+from chunkgraph.engine.capture.session import SessionSettings
 from chunkgraph.engine.chunk import Chunk
-from chunkgraph.engine.decision import Agree
+from chunkgraph.engine.decide.reasons import Agree
 from chunkgraph.engine.defaults import check_surroundings, rank_label
-from chunkgraph.engine.failure import SessionWatch
-from chunkgraph.engine.joint_capture import JointCapture, capture_together
 from chunkgraph.engine.options import VerifyMode
-from chunkgraph.engine.session import SessionSettings
 from chunkgraph.engine.signature import Call
 from chunkgraph.engine.verify import Surroundings, Verifier, new_verifier
 from chunkgraph.errors import CaptureError

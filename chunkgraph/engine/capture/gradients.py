@@ -1,9 +1,9 @@
 """Gradients: accumulated inside the backward graph, each as soon as it is ready.
 
 A parameter's sink is ``param.main_grad`` where its owner (Megatron's DDP) made one, else memory of
-the engine that becomes ``param.grad`` (`chunkgraph.engine.grad_memory`). During the capture of a
-backward a hook takes every gradient out of ``leaf.grad`` as soon as autograd has put it there, adds
-it to the sink and drops it, so that no two weight gradients are alive at once. Activation
+the engine that becomes ``param.grad`` (`chunkgraph.engine.capture.grad_memory`). During the capture
+of a backward a hook takes every gradient out of ``leaf.grad`` as soon as autograd has put it there,
+adds it to the sink and drops it, so that no two weight gradients are alive at once. Activation
 recomputation runs backwards inside the backward; their gradients arrive at the same place.
 """
 
@@ -15,9 +15,9 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from chunkgraph.engine.accumulate import new_accumulate
+from chunkgraph.engine.capture.accumulate import new_accumulate
+from chunkgraph.engine.capture.grad_memory import Binding, GradMemory
 from chunkgraph.engine.chunk import GradientMarker
-from chunkgraph.engine.grad_memory import Binding, GradMemory
 from chunkgraph.errors import ReplayMismatchError
 
 __all__ = ["GradientSinks"]

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from chunkgraph.engine.aliases import ParameterAliases
+from chunkgraph.engine.capture.gradients import GradientSinks
+from chunkgraph.engine.capture.layers import LayerWatch
+from chunkgraph.engine.capture.parameter_aliases import ParameterAliases
+from chunkgraph.engine.capture.static_inputs import call_with
 from chunkgraph.engine.chunk import Chunk
-from chunkgraph.engine.gradients import GradientSinks
-from chunkgraph.engine.layers import LayerWatch
 from chunkgraph.engine.signature import Call, distinct_tensors, flatten
-from chunkgraph.engine.static_inputs import call_with
 from chunkgraph.engine.verify.saved import SavedTensor, saved_tensors
 from chunkgraph.engine.verify.state import ChunkState, restored, versions
 from chunkgraph.graphs import GraphBackend

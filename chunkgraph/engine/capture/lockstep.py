@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-from chunkgraph.engine.decision import Agree
+from chunkgraph.engine.decide.reasons import Agree
 
 __all__ = ["Lockstep", "StoppedElsewhere"]
 

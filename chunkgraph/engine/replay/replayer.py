@@ -10,19 +10,19 @@ from typing import Any
 import torch
 
 from chunkgraph.engine.autocast import Autocast
-from chunkgraph.engine.backward_task import BackwardTask
 from chunkgraph.engine.banks import StepBanks
+from chunkgraph.engine.capture.session import CapturedRank
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.counters import Counters
-from chunkgraph.engine.decision import NOTHING_REPLAYED
+from chunkgraph.engine.decide.reasons import NOTHING_REPLAYED
 from chunkgraph.engine.defaults import rank_label
-from chunkgraph.engine.optimizer_watch import optimizers_watched
 from chunkgraph.engine.options import CaptureOptions
-from chunkgraph.engine.ranges import ReplayRanges
-from chunkgraph.engine.replay import SlotRunner, replay_node
-from chunkgraph.engine.session import CapturedRank
+from chunkgraph.engine.replay.autograd_node import SlotRunner, replay_node
+from chunkgraph.engine.replay.backward_task import BackwardTask
+from chunkgraph.engine.replay.profiler_ranges import ReplayRanges
 from chunkgraph.engine.slot import Slot
 from chunkgraph.engine.verify import Verifier
+from chunkgraph.engine.watch.optimizer_watch import optimizers_watched
 from chunkgraph.errors import ChunkGraphError, ReplayMismatchError
 from chunkgraph.slots import SlotMachine
 

@@ -10,10 +10,11 @@ from dataclasses import replace
 
 import torch
 
+from chunkgraph.engine.capture.layers import LayerWatch
+from chunkgraph.engine.capture.session import SessionSettings
 from chunkgraph.engine.chunk import Chunk
-from chunkgraph.engine.decision import Agree
-from chunkgraph.engine.layers import LayerWatch
-from chunkgraph.engine.session import OnCapture, SessionSettings
+from chunkgraph.engine.decide.reasons import Agree
+from chunkgraph.engine.options import OnCapture
 from chunkgraph.errors import CaptureError, ChunkGraphError
 from chunkgraph.graphs import capture_failure
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from typing import Protocol, runtime_checkable
 
-from chunkgraph.engine.decision import Agree
+from chunkgraph.engine.decide.reasons import Agree
 
 __all__ = ["Agreement", "EarlyAgree"]
 

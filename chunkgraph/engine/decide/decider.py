@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
-from chunkgraph.engine.agreement import Agreement
-from chunkgraph.engine.announcement import Announcement, digest_of, has_one_digest
-from chunkgraph.engine.decision import Agree, EagerReason, reason_of
+from chunkgraph.engine.decide.agreement import Agreement
+from chunkgraph.engine.decide.announcement import Announcement, digest_of, has_one_digest
+from chunkgraph.engine.decide.reasons import Agree, EagerReason, reason_of
 from chunkgraph.errors import ConfigError, SlotError
 
 __all__ = ["SHAPE_UNKNOWN", "Standing", "StepDecider", "StepKind"]

@@ -38,7 +38,7 @@ def new_accumulate(sinks: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype])
     if not mixed or not sinks[0].is_cuda or importlib.util.find_spec("triton") is None:
         return _add
     launch: Callable[[torch.Tensor, torch.Tensor], None]
-    launch = importlib.import_module("chunkgraph.engine.accumulate_kernel").add_mixed
+    launch = importlib.import_module("chunkgraph.engine.capture.accumulate_kernel").add_mixed
     for dtype in mixed:
         sample = torch.zeros(1024, device=sinks[0].device)
         launch(sample, sample.to(dtype))

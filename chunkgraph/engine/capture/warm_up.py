@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from chunkgraph.engine.capture.gradients import GradientSinks
+from chunkgraph.engine.capture.preserved import tensors_kept
+from chunkgraph.engine.capture.static_inputs import call_with, static_like
 from chunkgraph.engine.chunk import Chunk
-from chunkgraph.engine.gradients import GradientSinks
-from chunkgraph.engine.preserved import tensors_kept
 from chunkgraph.engine.signature import Call, flatten
-from chunkgraph.engine.static_inputs import call_with, static_like
 from chunkgraph.errors import CaptureError
 from chunkgraph.graphs import GraphBackend, OperatorTrace, watch_operators
 

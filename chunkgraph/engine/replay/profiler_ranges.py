@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from chunkgraph.engine.replay import SlotRunner
+from chunkgraph.engine.replay.autograd_node import SlotRunner
 from chunkgraph.engine.slot import Slot
 
 __all__ = ["ReplayRanges"]

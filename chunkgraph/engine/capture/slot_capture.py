@@ -12,13 +12,13 @@ from torch import nn
 
 from chunkgraph.engine.autocast import Autocast
 from chunkgraph.engine.autograd_graph import edges_to_leaves, kept_by, nodes_below
+from chunkgraph.engine.capture.gradients import GradientSinks
+from chunkgraph.engine.capture.outputs import check_outputs
+from chunkgraph.engine.capture.static_inputs import SlotStatics, call_with
 from chunkgraph.engine.chunk import Chunk, GradientMarker
-from chunkgraph.engine.gradients import GradientSinks
 from chunkgraph.engine.layout import dense_strides
-from chunkgraph.engine.leaves import check_outputs
 from chunkgraph.engine.signature import Call, argument_paths, distinct_tensors, flatten
 from chunkgraph.engine.slot import Slot
-from chunkgraph.engine.static_inputs import SlotStatics, call_with
 from chunkgraph.errors import CaptureError, MemoryPlanError
 from chunkgraph.graphs import AddressRanges, Graph, GraphBackend, OperatorTrace, Pool
 from chunkgraph.memory import PoolPlan, SlotFootprint

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from chunkgraph.engine.backward_watch import BackwardSample
 from chunkgraph.engine.banks import BankSamples, StepBanks
-from chunkgraph.engine.deciding import SHAPE_UNKNOWN
+from chunkgraph.engine.capture.backward_watch import BackwardSample
+from chunkgraph.engine.decide.decider import SHAPE_UNKNOWN
 
 __all__ = ["StepSampler"]
 

@@ -20,25 +20,26 @@ import torch
 from torch import nn
 
 from chunkgraph._collector import collector_paused
-from chunkgraph.engine.aliases import ParameterAliases
-from chunkgraph.engine.attribute_watch import AttributeWatch
 from chunkgraph.engine.banks import Bank
-from chunkgraph.engine.captured_model import CapturedModel, saved_tensors_hooks
-from chunkgraph.engine.chunk import Chunk
-from chunkgraph.engine.grad_memory import GradMemory
-from chunkgraph.engine.gradients import GradientSinks
-from chunkgraph.engine.left_behind import LeafGradients, refuse_left_behind
-from chunkgraph.engine.signature import Call, Signature
-from chunkgraph.engine.slot import Slot
-from chunkgraph.engine.slot_capture import (
+from chunkgraph.engine.capture.grad_memory import GradMemory
+from chunkgraph.engine.capture.gradients import GradientSinks
+from chunkgraph.engine.capture.left_behind import LeafGradients, refuse_left_behind
+from chunkgraph.engine.capture.parameter_aliases import ParameterAliases
+from chunkgraph.engine.capture.slot_capture import (
     CapturedForward,
     capture_backward,
     capture_forward,
     footprint,
     new_slot,
 )
-from chunkgraph.engine.static_inputs import SlotStatics
-from chunkgraph.engine.warm_up import WarmUp, check_memory, warm_up
+from chunkgraph.engine.capture.static_inputs import SlotStatics
+from chunkgraph.engine.capture.warm_up import WarmUp, check_memory, warm_up
+from chunkgraph.engine.chunk import Chunk
+from chunkgraph.engine.options import OnCapture
+from chunkgraph.engine.signature import Call, Signature
+from chunkgraph.engine.slot import Slot
+from chunkgraph.engine.watch.attribute_watch import AttributeWatch
+from chunkgraph.engine.watch.captured_model import CapturedModel, saved_tensors_hooks
 from chunkgraph.errors import CaptureError
 from chunkgraph.graphs import AddressRanges, GraphBackend, Pool
 from chunkgraph.memory import MemoryPlan, PoolPlan, prove_disjoint
@@ -47,14 +48,9 @@ __all__ = [
     "BeforeGraph",
     "CaptureReport",
     "CapturedRank",
-    "OnCapture",
     "SessionSettings",
     "capture_session",
 ]
-
-
-OnCapture = Callable[[int, int, int | None], None]
-"""Called after every graph with graphs captured, all graphs, and bytes left (None: unknown)."""
 
 
 BeforeGraph = Callable[[Hashable | None], None]

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from chunkgraph.engine.chunk import Chunk
-from chunkgraph.engine.windows import Windows
+from chunkgraph.engine.watch.windows import Windows
 from chunkgraph.errors import CaptureError, ReplayMismatchError
 
 __all__ = ["CapturedModel", "saved_tensors_hooks"]

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from chunkgraph.engine.chunk import Chunk
-from chunkgraph.engine.decision import Agree
-from chunkgraph.engine.failure import SessionWatch, agree_on_cause, forget_frames
-from chunkgraph.engine.lockstep import Lockstep, StoppedElsewhere
-from chunkgraph.engine.session import (
+from chunkgraph.engine.capture.failure import SessionWatch, agree_on_cause, forget_frames
+from chunkgraph.engine.capture.lockstep import Lockstep, StoppedElsewhere
+from chunkgraph.engine.capture.session import (
     BeforeGraph,
     CapturedRank,
     SessionSettings,
     capture_session,
 )
+from chunkgraph.engine.chunk import Chunk
+from chunkgraph.engine.decide.reasons import Agree
 from chunkgraph.engine.signature import Call
 from chunkgraph.errors import CaptureError, ChunkGraphError
 from chunkgraph.graphs import GraphBackend

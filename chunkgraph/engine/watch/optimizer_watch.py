@@ -18,7 +18,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from chunkgraph.engine.captured_model import CapturedModel
+from chunkgraph.engine.watch.captured_model import CapturedModel
 from chunkgraph.errors import ReplayMismatchError
 
 __all__ = ["optimizers_watched"]

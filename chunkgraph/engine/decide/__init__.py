@@ -1,0 +1,1 @@
+"""Replay or eager: decided once for each step, alike on all ranks."""
