@@ -32,11 +32,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from chunkgraph.config import Config, config_from_mapping, default_seq_buckets
 from chunkgraph.megatron.core.access import versions
 from chunkgraph.megatron.features.packing.params import make_params, put_together, take_apart
 from chunkgraph.megatron.features.packing.rope import packed_rope
 from chunkgraph.packing import PackedShape, pack
+from chunkgraph.packing.seq_counts import default_seq_buckets
+from chunkgraph.settings import Config, config_from_mapping
 from chunkgraph.trainer.model import build_model
 from chunkgraph.trainer.setup import seed_everything, training_process
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from chunkgraph.config import Config
 from chunkgraph.errors import ConfigError
+from chunkgraph.settings import Config
 
 __all__ = ["FROZEN", "PROMISED", "UNCOMPARED", "VARIANTS", "chosen_variants", "config_of", "run_as"]
 

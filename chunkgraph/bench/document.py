@@ -11,7 +11,7 @@ from typing import Any
 
 from chunkgraph._outputs import write_output
 from chunkgraph.bench.choice import UNCOMPARED
-from chunkgraph.config import Config, to_mapping
+from chunkgraph.settings import Config, to_mapping
 
 __all__ = ["BenchDocument", "VariantResult"]
 

@@ -20,9 +20,9 @@ from chunkgraph.bench.packed_work import Work, work_of
 from chunkgraph.bench.profiled import marked, profile_steps
 from chunkgraph.bench.trace import PREFIX, KernelTimes
 from chunkgraph.bench.variants import ChunkVariant, Variant
-from chunkgraph.config import Config
 from chunkgraph.megatron.attachment import config_of
 from chunkgraph.megatron.features.packing.steps import Packings
+from chunkgraph.settings import Config
 from chunkgraph.trainer.batches import PackedBatches, make_batches
 from chunkgraph.trainer.loop import (
     finish_parameter_gather,

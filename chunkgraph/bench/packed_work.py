@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from chunkgraph.config import Config
 from chunkgraph.data import share_above
 from chunkgraph.packing import reason_not_to_fit
+from chunkgraph.settings import Config
 from chunkgraph.trainer.batches import packed_shape
 
 __all__ = ["Work", "packed_summary", "work_of"]

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from chunkgraph.bench.ideal import pipeline_ms
 from chunkgraph.bench.measure import Measurement
 from chunkgraph.bench.packed_work import packed_summary
-from chunkgraph.config import Config
 from chunkgraph.megatron.core.access import import_megatron, versions
 from chunkgraph.schedules import megatron_schedule
+from chunkgraph.settings import Config
 
 __all__ = ["gathered_summary"]
 

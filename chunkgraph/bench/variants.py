@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from chunkgraph.config import Config
 from chunkgraph.errors import ConfigError, StashError
 from chunkgraph.megatron.attachment import MegatronChunkGraphs, attach, config_of
 from chunkgraph.megatron.core.access import import_megatron, private_names
@@ -25,6 +24,7 @@ from chunkgraph.megatron.features.experts.packed_padding import keep_padding_fro
 from chunkgraph.megatron.features.packing.steps import Packings
 from chunkgraph.megatron.features.stash.feature import stash_options
 from chunkgraph.megatron.receive import receiving_lengths
+from chunkgraph.settings import Config
 from chunkgraph.trainer.batches import packed_shape
 from chunkgraph.trainer.loop import capture_options
 

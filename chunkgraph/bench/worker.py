@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
-from chunkgraph.config import Config, load_config
+from chunkgraph.settings import Config, load_config
 
 __all__ = ["REQUEST_FILE", "RESULT_FILE", "Request", "main"]
 

@@ -26,15 +26,15 @@ from chunkgraph.bench.choice import FROZEN, VARIANTS, chosen_variants, config_of
 from chunkgraph.bench.document import BenchDocument, VariantResult
 from chunkgraph.bench.plot import check_picture, plot_documents
 from chunkgraph.bench.report import print_bench_report
-from chunkgraph.cli.train import (
+from chunkgraph.cli.train_setup import (
     STALL_GRACE_S,
     check_packages,
     resolve_device,
     run_folder,
     worker_environment,
 )
-from chunkgraph.config import Config, load_config, to_yaml
 from chunkgraph.errors import ChunkGraphError, ConfigError, OutputError
+from chunkgraph.settings import Config, load_config, to_yaml
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,10 +19,8 @@ from chunkgraph.errors import ConfigError
 from chunkgraph.packing import (
     DocumentLengths,
     LongDocuments,
-    MicrobatchSizes,
     PackedShape,
     ReadOptions,
-    Recommendation,
     ValueKind,
     fit_long_documents,
     pack_in_order,
@@ -32,11 +29,12 @@ from chunkgraph.packing import (
     sizes_of,
 )
 from chunkgraph.packing.offsets import MAX_TOKENS
+from chunkgraph.packing.study import PackingStudy
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-__all__ = ["PackingStudy", "add_parser", "run"]
+__all__ = ["add_parser", "run"]
 
 _DESCRIPTION = """\
 Read the lengths of a dataset's documents and find how many sequences (N) and
@@ -64,24 +62,6 @@ _DEFAULT_CAPACITY = 4096
 _DEFAULT_MICROBATCHES = 8
 # Kernels tile rows in such numbers.
 _ROUND_TOKENS = 128
-
-
-@dataclass(frozen=True, kw_only=True)
-class PackingStudy:
-    """All that is told of a dataset."""
-
-    path: str
-    lengths: DocumentLengths
-    num_long: int
-    """Documents above the capacity, before anything was done to them."""
-    long_documents: LongDocuments
-    sizes: MicrobatchSizes
-    capacity: PackedShape
-    is_default_capacity: bool
-    microbatches_per_step: int
-    target: float
-    wanted_seqs: tuple[int, ...]
-    result: Recommendation
 
 
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -12,7 +12,7 @@ from chunkgraph.bench.plot import write_picture
 from chunkgraph.packing import fallback_share, fits, quantile
 
 if TYPE_CHECKING:
-    from chunkgraph.cli.packing import PackingStudy
+    from chunkgraph.packing.study import PackingStudy
 
 __all__ = ["draw"]
 

@@ -11,13 +11,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chunkgraph._outputs import stream_next_to
-from chunkgraph.cli.packing_seqs import MANY, default_of, most_for_the_same, seq_buckets_to_ask_for
 from chunkgraph.packing import LongDocuments, ShapeOutcome, evaluate, quantile
+from chunkgraph.packing.seq_counts import (
+    MANY,
+    default_of,
+    most_for_the_same,
+    seq_buckets_to_ask_for,
+)
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from chunkgraph.cli.packing import PackingStudy
+    from chunkgraph.packing.study import PackingStudy
 
 __all__ = ["as_json", "flags", "print_study"]
 

@@ -39,7 +39,7 @@ from chunkgraph.slots import (
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-    from chunkgraph.config import Config
+    from chunkgraph.settings import Config
 
 __all__ = ["add_parser", "run"]
 
@@ -176,7 +176,7 @@ def _request(args: argparse.Namespace) -> _Request:
                 f"plan: {flag} does not go with a CONFIG; override the file's own setting instead, "
                 "for example pipeline.pipeline_model_parallel_size=4"
             )
-    from chunkgraph.config import load_config
+    from chunkgraph.settings import load_config
 
     return _request_from_config(args, load_config(args.config, args.overrides))
 

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 from chunkgraph._text import format_bytes
 from chunkgraph.cli.arguments import whole_number
-from chunkgraph.config import default_seq_buckets
 from chunkgraph.errors import ConfigError
 from chunkgraph.packing import PackedShape, bucket_multiple, bucket_shapes
+from chunkgraph.packing.seq_counts import default_seq_buckets
 from chunkgraph.slots import BankEstimate, BankSizes
 
 if TYPE_CHECKING:
-    from chunkgraph.config import Config
+    from chunkgraph.settings import Config
 
 __all__ = ["BANK_HEADINGS", "add_bank_arguments", "bank_rows", "banks_of", "seq_counts_of"]
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from chunkgraph.config import Config
+from chunkgraph.settings import Config
 
 __all__ = ["TrainProgress"]
 

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from chunkgraph._outputs import write_output
 from chunkgraph._text import REPORT_WIDTH
-from chunkgraph.config import Config, resolved, to_mapping
+from chunkgraph.settings import Config, resolved, to_mapping
 from chunkgraph.trainer.results import RunResults, StepResult, find_failures
 
 __all__ = ["print_report", "write_json", "write_tensorboard"]

@@ -18,7 +18,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from chunkgraph.config import Config, resolved, to_yaml
 from chunkgraph.errors import (
     ChunkGraphError,
     ConfigError,
@@ -26,6 +25,7 @@ from chunkgraph.errors import (
     TopologyError,
 )
 from chunkgraph.jobs.processes import die_with_parent, guard_session, leave
+from chunkgraph.settings import Config, resolved, to_yaml
 
 __all__ = ["StartedRank", "train_as_rank"]
 
@@ -98,7 +98,7 @@ def train_as_rank(args: argparse.Namespace, started: StartedRank) -> NoReturn:
 
 
 def _train(args: argparse.Namespace, started: StartedRank) -> int:
-    from chunkgraph.cli.train import checked_config, report, run_folder, worker_environment
+    from chunkgraph.cli.train_setup import checked_config, report, run_folder, worker_environment
 
     is_first = started.rank == 0
     config = checked_config(args, num_local_ranks=started.local_world_size)

@@ -32,7 +32,7 @@ class CaptureOptions:
         num_warmup_steps: eager training steps before the capture session.
         num_warmup_passes: eager passes over each chunk on the capture stream, in the session.
             None: 1 on a GPU, 0 on the CPU recorder.
-        memory_plan: which pools the graphs use; see `chunkgraph.memory.plan`.
+        memory_plan: which pools the graphs use; see `chunkgraph.memory.pools`.
         shared_slots: the chunks of a rank share its slots: a slot holds one microbatch of any of
             them. Interleaved schedules never have as many microbatches in flight as their chunks'
             slots are together, so it takes less memory, for a pair of graphs for each chunk in

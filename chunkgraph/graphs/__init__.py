@@ -1,11 +1,10 @@
 """Capture and replay of one callable: CUDA graphs, and a CPU recorder with the same contract."""
 
-from chunkgraph.graphs.address import tensor_at
+from chunkgraph.graphs.addresses import AddressRange, AddressRanges, tensor_at
 from chunkgraph.graphs.contract import Graph, GraphBackend, Pool, Router
 from chunkgraph.graphs.cuda import CUDABackend
 from chunkgraph.graphs.failure import capture_failure
 from chunkgraph.graphs.location import SourceLocation, location_of
-from chunkgraph.graphs.ranges import AddressRange, AddressRanges
 from chunkgraph.graphs.recorder import RecorderBackend, host_call
 from chunkgraph.graphs.temporaries import OperatorTrace, ScratchRouter, watch_operators
 

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch._ops import OpOverload
 
-from chunkgraph.graphs.ranges import AddressRanges
+from chunkgraph.graphs.addresses import AddressRanges
 
 __all__ = ["Graph", "GraphBackend", "Pool", "Router"]
 

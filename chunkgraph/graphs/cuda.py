@@ -22,14 +22,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from chunkgraph._collector import collector_paused
 from chunkgraph.errors import CaptureError, ChunkGraphError
-from chunkgraph.graphs.address import tensor_at
+from chunkgraph.graphs.addresses import AddressRanges, tensor_at
 from chunkgraph.graphs.contract import Pool, Router
 from chunkgraph.graphs.failure import capture_failure
 from chunkgraph.graphs.host_constants import HostConstants, HostMemory
 from chunkgraph.graphs.legality import CapturedGenerator, check_backward
 from chunkgraph.graphs.memset_nodes import DamagedGraphError, MemsetKernels
 from chunkgraph.graphs.random_state import private_generator, states_put_back
-from chunkgraph.graphs.ranges import AddressRanges
 
 __all__ = ["CUDABackend"]
 

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from chunkgraph.errors import CaptureError, ReplayMismatchError
-from chunkgraph.graphs.ranges import AddressRanges
+from chunkgraph.graphs.addresses import AddressRanges
 from chunkgraph.graphs.recording import (
     External,
     HostCall,

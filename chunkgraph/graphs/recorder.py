@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import (
 )
 
 from chunkgraph.errors import CaptureError, ChunkGraphError
+from chunkgraph.graphs.addresses import AddressRanges
 from chunkgraph.graphs.contract import Pool, Router
 from chunkgraph.graphs.failure import capture_failure
 from chunkgraph.graphs.legality import (
@@ -41,7 +42,6 @@ from chunkgraph.graphs.random_state import (
     thread_generator,
     unanswered,
 )
-from chunkgraph.graphs.ranges import AddressRanges
 from chunkgraph.graphs.recorded_graph import RecordedGraph, wait_for_work
 from chunkgraph.graphs.recording import (
     External,

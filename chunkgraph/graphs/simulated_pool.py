@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from chunkgraph.graphs.ranges import AddressRanges
+from chunkgraph.graphs.addresses import AddressRanges
 
 __all__ = ["SimulatedPool"]
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from chunkgraph.config import Config
 from chunkgraph.launch.context_flags import CONTEXTS
 from chunkgraph.launch.flags import COUNTS, PACKING
 from chunkgraph.launch.megatron_flags import GRANULARITY, settings_of, settings_that_are_off
 from chunkgraph.launch.stash_flags import STASH
+from chunkgraph.settings import Config
 
 __all__ = ["merge_flags"]
 

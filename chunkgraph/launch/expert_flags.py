@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from chunkgraph.config import Config
+from chunkgraph.settings import Config
 
 __all__ = ["expert_flags"]
 

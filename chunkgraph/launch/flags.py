@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from chunkgraph.config import StashConfig
 from chunkgraph.errors import ConfigError
 from chunkgraph.launch.context_flags import (
     CONTEXTS,
@@ -20,6 +19,7 @@ from chunkgraph.launch.context_flags import (
     given_context_flags,
 )
 from chunkgraph.launch.stash_flags import STASH, add_stash_flags, given_stash_flags, stash_from
+from chunkgraph.settings import StashConfig
 
 if TYPE_CHECKING:
     from chunkgraph.engine import CaptureOptions

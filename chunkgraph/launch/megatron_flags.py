@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from chunkgraph.config import (
+from chunkgraph.errors import ConfigError
+from chunkgraph.launch.context_flags import CONTEXTS
+from chunkgraph.launch.expert_flags import expert_flags
+from chunkgraph.launch.stash_flags import STASH
+from chunkgraph.settings import (
     CaptureConfig,
     Config,
     ModelConfig,
@@ -12,10 +16,6 @@ from chunkgraph.config import (
     PipelineConfig,
     StashConfig,
 )
-from chunkgraph.errors import ConfigError
-from chunkgraph.launch.context_flags import CONTEXTS
-from chunkgraph.launch.expert_flags import expert_flags
-from chunkgraph.launch.stash_flags import STASH
 
 __all__ = ["GRANULARITY", "Off", "Setting", "settings_of", "settings_that_are_off"]
 

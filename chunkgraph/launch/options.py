@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from chunkgraph.config import Config, load_config
 from chunkgraph.errors import ConfigError
 from chunkgraph.launch.config_flags import merge_flags
 from chunkgraph.launch.flags import check_flag_values
+from chunkgraph.settings import Config, load_config
 
 __all__ = ["DESCRIPTION", "LaunchOptions", "add_options", "options_from", "parse_options"]
 

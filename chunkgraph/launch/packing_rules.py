@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 
-from chunkgraph.config import default_seq_buckets
 from chunkgraph.errors import PackingError
 from chunkgraph.launch.context_rules import changing_refusals
 from chunkgraph.launch.flags import PACKING, GraphFlags
 from chunkgraph.megatron.features.packing.banks import Buckets
 from chunkgraph.packing import PackedShape
+from chunkgraph.packing.seq_counts import default_seq_buckets
 
 __all__ = ["packed_shape", "packing_refusals", "resolved_flags"]
 

@@ -9,8 +9,8 @@ import argparse
 from dataclasses import dataclass
 from typing import Any
 
-from chunkgraph.config import StashConfig, wrong_stash_value
 from chunkgraph.errors import ConfigError
+from chunkgraph.settings import StashConfig, wrong_stash_value
 
 __all__ = ["STASH", "StashFlag", "add_stash_flags", "given_stash_flags", "stash_from"]
 

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from chunkgraph.config import default_seq_buckets
 from chunkgraph.engine import CaptureOptions, ChunkGraphs
 from chunkgraph.engine.banks import Derive
 from chunkgraph.engine.defaults import check_counts
@@ -60,6 +59,7 @@ from chunkgraph.megatron.surroundings import (
 )
 from chunkgraph.megatron.topology import PipelinePlace
 from chunkgraph.memory.stash import StashOptions
+from chunkgraph.packing.seq_counts import default_seq_buckets
 
 if TYPE_CHECKING:
     from chunkgraph.engine.options import OnCapture

@@ -1,7 +1,7 @@
 """Pools by plan, the proof that slots do not overwrite each other, and poison mode."""
 
-from chunkgraph.memory.plan import MemoryPlan, PoolPlan, plan_for_slots
 from chunkgraph.memory.poison import Poison
+from chunkgraph.memory.pools import MemoryPlan, PoolPlan, plan_for_slots
 from chunkgraph.memory.proof import SlotFootprint, find_conflicts, prove_disjoint
 
 __all__ = [

@@ -5,7 +5,7 @@ Needs no torch.
 
 from __future__ import annotations
 
-from .banks import BankEstimate, BankSizes, estimate_banks
+from .bank_memory import BankEstimate, BankSizes, estimate_banks
 from .estimate import MemoryEstimate, ModelSizes, estimate_memory
 from .lifetime import InFlight, Lifetime, assign_slots, in_flight, lifetimes
 from .machine import SlotMachine, SlotState

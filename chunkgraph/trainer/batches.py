@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from chunkgraph.config import Config
 from chunkgraph.data import DocumentRow, Documents, DrawnDocuments, PackedText
 from chunkgraph.megatron.core.access import import_megatron
 from chunkgraph.megatron.core.collectives import agree_by_maximum
@@ -23,6 +22,7 @@ from chunkgraph.packing import (
     pack,
     reason_not_to_fit,
 )
+from chunkgraph.settings import Config
 
 __all__ = [
     "PackedBatches",

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from chunkgraph.config import Config
 from chunkgraph.engine.options import OnCapture
 from chunkgraph.engine.verify import same_bits
 from chunkgraph.megatron.core.access import versions
 from chunkgraph.megatron.features.experts.capacity import factor_for_all
 from chunkgraph.megatron.features.experts.rank_budget import rank_factor_for_all
+from chunkgraph.settings import Config
 from chunkgraph.trainer.loop import StepRecord, TrainingRun, run_training
 
 __all__ = ["Comparison", "compare_runs", "run_eager", "same_bits", "train"]

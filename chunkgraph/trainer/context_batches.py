@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from chunkgraph.config import Config
 from chunkgraph.data import Documents
 from chunkgraph.megatron.features.contexts import (
     ContextBank,
@@ -29,6 +28,7 @@ from chunkgraph.packing import (
     pack,
     schedule_contexts,
 )
+from chunkgraph.settings import Config
 
 __all__ = ["ContextBatches", "context_limits"]
 

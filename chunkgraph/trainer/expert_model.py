@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from chunkgraph.config import Config
 from chunkgraph.megatron.core.access import import_megatron
+from chunkgraph.settings import Config
 
 __all__ = ["expert_block_spec", "expert_settings", "rank_capacity_factor"]
 

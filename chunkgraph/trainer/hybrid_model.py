@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import nn
 
-from chunkgraph.config import Config
 from chunkgraph.errors import ConfigError, MissingDependencyError
 from chunkgraph.megatron.core.access import import_megatron
 from chunkgraph.megatron.core.model_kinds import hybrid_names
@@ -15,6 +14,7 @@ from chunkgraph.megatron.features.hybrid.layers import (
     has_mamba_kernels,
     local_stack,
 )
+from chunkgraph.settings import Config
 
 __all__ = ["HybridChunks", "hybrid_settings", "hybrid_stack_spec"]
 

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from chunkgraph.config import Config
 from chunkgraph.engine import CaptureOptions
 from chunkgraph.engine.options import OnCapture
 from chunkgraph.megatron.attachment import MegatronChunkGraphs, attach, config_of
@@ -23,6 +22,7 @@ from chunkgraph.megatron.features.experts.state import forget_expert_metrics, ta
 from chunkgraph.megatron.features.fp8.feature import reset_fp8
 from chunkgraph.megatron.features.stash.feature import stash_options
 from chunkgraph.megatron.receive import receiving_lengths
+from chunkgraph.settings import Config
 from chunkgraph.trainer.batches import make_batches, packed_shape
 from chunkgraph.trainer.batches import sequence_batches as microbatches
 from chunkgraph.trainer.context_batches import ContextBatches

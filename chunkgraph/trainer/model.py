@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from chunkgraph.config import Config
 from chunkgraph.errors import ConfigError, MissingDependencyError
 from chunkgraph.megatron.core.access import import_megatron, versions
 from chunkgraph.megatron.features.experts.deep_ep_needs import deep_ep_is_missing
@@ -25,6 +24,7 @@ from chunkgraph.megatron.features.packing.attention_limits import (
     refuse_large_deterministic,
 )
 from chunkgraph.packing import PackedShape
+from chunkgraph.settings import Config
 from chunkgraph.trainer.expert_model import expert_block_spec, expert_settings, rank_capacity_factor
 from chunkgraph.trainer.fusion import fuse_weight_gradients
 from chunkgraph.trainer.hybrid_model import HybridChunks, hybrid_settings

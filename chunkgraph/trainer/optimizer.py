@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from chunkgraph.config import Config
 from chunkgraph.megatron.core.access import import_megatron
+from chunkgraph.settings import Config
 
 __all__ = ["build_optimizer", "zero_gradients"]
 

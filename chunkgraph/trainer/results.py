@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from chunkgraph.config import Config
 from chunkgraph.errors import WorkerError
+from chunkgraph.settings import Config
 
 __all__ = ["RunResults", "StepResult", "find_failures", "read_results", "results_from"]
 

@@ -11,11 +11,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from chunkgraph.config import Config
 from chunkgraph.errors import ConfigError, TopologyError
 from chunkgraph.megatron.core.access import import_megatron
 from chunkgraph.megatron.core.random_state import seed_model_parallel
 from chunkgraph.megatron.cpu.host import cpu_host
+from chunkgraph.settings import Config
 
 __all__ = ["choose_device", "seed_everything", "training_process"]
 

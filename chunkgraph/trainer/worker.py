@@ -23,7 +23,7 @@ from chunkgraph.jobs.processes import die_with_parent, guard_session, keep_quiet
 from chunkgraph.jobs.reports import append_progress, write_error, write_whole
 
 if TYPE_CHECKING:
-    from chunkgraph.config import Config
+    from chunkgraph.settings import Config
 
 __all__ = [
     "main",
@@ -37,7 +37,7 @@ def main(config_path: str, run_dir: str) -> int:
     folder = Path(run_dir)
     try:
         # Imported here: an import that fails is reported.
-        from chunkgraph.config import load_config
+        from chunkgraph.settings import load_config
 
         progress = append_progress(folder / "progress.jsonl") if rank == 0 else None
         results = train_rank(load_config(config_path), progress)

@@ -10,8 +10,8 @@ from rich.console import Console
 from chunkgraph.bench.document import BenchDocument, VariantResult
 from chunkgraph.bench.report import find_failures, print_bench_report
 from chunkgraph.cli.__main__ import main
-from chunkgraph.config import load_config
 from chunkgraph.errors import ConfigError
+from chunkgraph.settings import load_config
 
 ROOT = Path(__file__).parents[2]
 CONFIG = str(ROOT / "configs" / "gpt_pp2_cpu.yaml")

@@ -28,8 +28,8 @@ import pytest
 from chunkgraph._text import shown
 from chunkgraph.cli import train
 from chunkgraph.cli.__main__ import main
-from chunkgraph.config import Config
 from chunkgraph.schedules import list_schedules
+from chunkgraph.settings import Config
 
 _NUM_CASES = int(os.environ.get("CHUNKGRAPH_FUZZ_CASES", "250"))
 _SEED = int(os.environ.get("CHUNKGRAPH_FUZZ_SEED", "28"))

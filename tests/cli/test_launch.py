@@ -10,12 +10,12 @@ import pytest
 import yaml
 
 from chunkgraph.cli.__main__ import main
-from chunkgraph.config import StashConfig, load_config
 from chunkgraph.errors import ConfigError
 from chunkgraph.launch.config_flags import merge_flags
 from chunkgraph.launch.flags import COUNTS, FLAGS, GraphFlags, add_flags, flags_from
 from chunkgraph.launch.options import parse_options
 from chunkgraph.launch.stash_flags import STASH
+from chunkgraph.settings import StashConfig, load_config
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from chunkgraph.cli.__main__ import main
-from chunkgraph.config import CaptureConfig, Config, ModelConfig, PipelineConfig, load_config
 from chunkgraph.errors import ConfigError
 from chunkgraph.launch.config_flags import merge_flags
 from chunkgraph.launch.context_flags import ContextSizes
 from chunkgraph.launch.flags import add_flags, flags_from
 from chunkgraph.launch.options import parse_options
+from chunkgraph.settings import CaptureConfig, Config, ModelConfig, PipelineConfig, load_config
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from chunkgraph.config import load_config, to_yaml
 from chunkgraph.errors import ConfigError, WorkerError
 from chunkgraph.jobs.launcher import Launcher, LaunchSpec
+from chunkgraph.settings import load_config, to_yaml
 
 ROOT = Path(__file__).parents[2]
 WORKERS = Path(__file__).parent / "workers"

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from chunkgraph.cli.progress import TrainProgress
-from chunkgraph.config import load_config
+from chunkgraph.settings import load_config
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "gpt_pp2_cpu.yaml"
 

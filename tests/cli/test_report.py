@@ -9,9 +9,9 @@ import pytest
 from rich.console import Console
 
 from chunkgraph.cli.report import print_report
-from chunkgraph.cli.train import report
-from chunkgraph.config import load_config
+from chunkgraph.cli.train_setup import report
 from chunkgraph.errors import OutputError
+from chunkgraph.settings import load_config
 from chunkgraph.trainer.results import RunResults, results_from
 
 CONFIG = Path(__file__).parents[2] / "configs" / "gpt_pp2_cpu.yaml"

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chunkgraph._text import shown
-from chunkgraph.config import Config, config_from_mapping, load_config, to_mapping, to_yaml
 from chunkgraph.errors import ConfigError, TopologyError
+from chunkgraph.settings import Config, config_from_mapping, load_config, to_mapping, to_yaml
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted((ROOT / "configs").glob("*.yaml"))

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from chunkgraph.config import load_config
 from chunkgraph.errors import ChunkGraphError, ConfigError, TopologyError
+from chunkgraph.settings import load_config
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "gpt_pp2_gpu.yaml"
 GOOD = (

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from chunkgraph.config import config_from_mapping
 from chunkgraph.errors import ConfigError, TopologyError
 from chunkgraph.launch.expert_flags import expert_flags
+from chunkgraph.settings import config_from_mapping
 from chunkgraph.trainer.expert_model import rank_capacity_factor
 
 _EXPERTS = {"num_moe_experts": 8, "moe_expert_capacity_factor": 1.5}

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from chunkgraph.config import Config, config_from_mapping
 from chunkgraph.errors import ChunkGraphError, ConfigError, TopologyError
+from chunkgraph.settings import Config, config_from_mapping
 
 
 def _config(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from chunkgraph.config import Config, config_from_mapping, load_config, resolved, to_yaml
+from chunkgraph.settings import Config, config_from_mapping, load_config, resolved, to_yaml
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from chunkgraph.config import config_from_mapping, default_seq_buckets
+from chunkgraph.packing.seq_counts import default_seq_buckets
+from chunkgraph.settings import config_from_mapping
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from chunkgraph.config import StashConfig, config_from_mapping
 from chunkgraph.errors import ConfigError
+from chunkgraph.settings import StashConfig, config_from_mapping
 
 
 def _config(stash: dict[str, Any], moe: Any = None, stages: int = 2, **model: Any) -> Any:

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chunkgraph.config import load_config
-from chunkgraph.config.yaml_text import parse_yaml, read_yaml
 from chunkgraph.errors import ConfigError
+from chunkgraph.settings import load_config
+from chunkgraph.settings.yaml_text import parse_yaml, read_yaml
 
 _LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{new}: &{new} [{', '.join([f'*{old}'] * 9)}]\n"

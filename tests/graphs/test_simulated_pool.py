@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chunkgraph.graphs.ranges import AddressRanges
+from chunkgraph.graphs.addresses import AddressRanges
 from chunkgraph.graphs.simulated_pool import SimulatedPool
 
 

@@ -341,9 +341,9 @@ def num_packings() -> Callable[[dict[str, Any]], int]:
     """How many different offsets the documents of a case's microbatches have."""
 
     def count(case: dict[str, Any]) -> int:
-        from chunkgraph.config import config_from_mapping
         from chunkgraph.data import Documents
         from chunkgraph.packing import pack
+        from chunkgraph.settings import config_from_mapping
         from chunkgraph.trainer.batches import packed_shape
 
         config = config_from_mapping(case["config"])
@@ -393,7 +393,7 @@ def make_config() -> Callable[..., dict[str, Any]]:
 @pytest.fixture(scope="module")
 def one_rank() -> Iterator[Any]:
     """This process as the only rank of a job on the CPU; gives the device."""
-    from chunkgraph.config import config_from_mapping
+    from chunkgraph.settings import config_from_mapping
     from chunkgraph.trainer.setup import training_process
 
     environment = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
@@ -407,8 +407,8 @@ def one_rank() -> Iterator[Any]:
 
 @pytest.fixture
 def config(make_config: Callable[..., dict[str, Any]]) -> Any:
-    """A small model with dropout, as `chunkgraph.config.Config`."""
-    from chunkgraph.config import config_from_mapping
+    """A small model with dropout, as `chunkgraph.settings.Config`."""
+    from chunkgraph.settings import config_from_mapping
 
     return config_from_mapping(make_config(model={"hidden_dropout": 0.1}))
 

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from chunkgraph.config import Config
 from chunkgraph.data import PackedText
 from chunkgraph.engine.verify import same_bits
 from chunkgraph.errors import ChunkGraphError
@@ -20,6 +19,7 @@ from chunkgraph.graphs import RecorderBackend, host_call
 from chunkgraph.graphs.recorded_graph import RecordedGraph
 from chunkgraph.megatron.attachment import MegatronChunkGraphs, attach
 from chunkgraph.megatron.core.access import import_megatron
+from chunkgraph.settings import Config
 from chunkgraph.trainer.loop import capture_options, forward_step, microbatches, shared_loss
 from chunkgraph.trainer.model import build_model
 from chunkgraph.trainer.optimizer import build_optimizer, zero_gradients

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from chunkgraph.config import Config
 from chunkgraph.megatron.attachment import MegatronChunkGraphs, attach
+from chunkgraph.settings import Config
 from chunkgraph.trainer import loop
 from chunkgraph.trainer.compare import compare_runs, run_eager
 from chunkgraph.trainer.loop import TrainingRun

@@ -28,11 +28,11 @@ import receive_probe
 import unpadded_probe
 from torch import nn
 
-from chunkgraph.config import config_from_mapping
 from chunkgraph.jobs.processes import die_with_parent
 from chunkgraph.megatron.features.contexts import ContextGroups
 from chunkgraph.megatron.features.packing.banks import Buckets
 from chunkgraph.packing import PackedShape
+from chunkgraph.settings import config_from_mapping
 from chunkgraph.trainer.compare import run_eager, train
 from chunkgraph.trainer.loop import TrainingRun
 from chunkgraph.trainer.setup import training_process

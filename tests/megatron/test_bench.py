@@ -273,9 +273,9 @@ def test_pages_of_megatrons_stash_that_ran_out_are_an_error(
     one_rank: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from chunkgraph.bench.variants import EagerStashVariant, make_variant
-    from chunkgraph.config import load_config
     from chunkgraph.errors import StashError
     from chunkgraph.megatron.core.access import versions
+    from chunkgraph.settings import load_config
 
     if versions()["megatron_core"].startswith("0.16"):
         pytest.skip("this release has no stash")

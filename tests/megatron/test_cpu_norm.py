@@ -16,7 +16,7 @@ def test_no_norm_that_needs_a_gpu_is_built(
 ) -> None:
     from megatron.core.transformer import transformer_block
 
-    from chunkgraph.config import config_from_mapping
+    from chunkgraph.settings import config_from_mapping
     from chunkgraph.trainer.model import build_model
 
     def needs_a_gpu(*_args: Any, **_options: Any) -> None:

@@ -109,7 +109,7 @@ def test_there_is_a_layer_to_measure() -> None:
 def test_all_layers_are_measured(
     script: ModuleType, one_rank: Any, make_config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from chunkgraph.config import config_from_mapping
+    from chunkgraph.settings import config_from_mapping
     from chunkgraph.trainer.model import build_model
     from chunkgraph.trainer.setup import seed_everything
 

@@ -85,11 +85,11 @@ def _operators(
     graphs: dict[str, Any] | None,
 ) -> tuple[Counter[str], Counter[str]]:
     """Of a step of one microbatch: those that graphs hold, and those that run eagerly."""
-    from chunkgraph.config import config_from_mapping
     from chunkgraph.data import PackedText
     from chunkgraph.megatron import attach
     from chunkgraph.megatron.core.access import import_megatron
     from chunkgraph.megatron.features.experts.state import forget_expert_metrics
+    from chunkgraph.settings import config_from_mapping
     from chunkgraph.trainer.loop import forward_step, microbatches
     from chunkgraph.trainer.model import build_model
     from chunkgraph.trainer.setup import seed_everything

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from chunkgraph.config import config_from_mapping
 from chunkgraph.engine import CaptureOptions
 from chunkgraph.errors import CaptureError
+from chunkgraph.settings import config_from_mapping
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(120)]
 

@@ -40,7 +40,7 @@ def spec() -> str:
 def chunks(one_rank: Any, make_config: Any, spec: str, pattern: str, monkeypatch: Any) -> list[Any]:
     """A hybrid model whose backward reads where documents begin, as a GPU's kernels do."""
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    from chunkgraph.config import config_from_mapping
+    from chunkgraph.settings import config_from_mapping
     from chunkgraph.trainer.model import build_model
     from chunkgraph.trainer.setup import seed_everything
 

@@ -308,7 +308,7 @@ def test_launch_puts_the_budget_where_megatron_refuses_it(one_rank: Any) -> None
 
 
 def test_training_on_a_cpu_offers_another_way(one_rank: Any, make_config: Any) -> None:
-    from chunkgraph.config import config_from_mapping
+    from chunkgraph.settings import config_from_mapping
     from chunkgraph.trainer.model import build_model
 
     fields = ("moe_flex_dispatcher_backend", "moe_token_dispatcher_type", RANK_FACTOR)

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from chunkgraph.config import config_from_mapping
 from chunkgraph.errors import (
     CaptureError,
     ConfigError,
@@ -19,6 +18,7 @@ from chunkgraph.errors import (
     ReplayMismatchError,
     TokenDropError,
 )
+from chunkgraph.settings import config_from_mapping
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(60)]
 

@@ -35,10 +35,10 @@ class _Run:
         graphs: dict[str, Any],
         **model_options: Any,
     ) -> None:
-        from chunkgraph.config import config_from_mapping
         from chunkgraph.megatron import attach
         from chunkgraph.megatron.core.access import import_megatron
         from chunkgraph.megatron.features.experts.state import forget_expert_metrics
+        from chunkgraph.settings import config_from_mapping
         from chunkgraph.trainer.model import build_model
         from chunkgraph.trainer.setup import seed_everything
 
@@ -339,10 +339,10 @@ def test_ranks_agree_on_buckets_apart_from_steps(
 ) -> None:
     """A rank that announces asks about a step before one that does not: on a group of both, their
     questions would meet others."""
-    from chunkgraph.config import config_from_mapping
     from chunkgraph.megatron import attach
     from chunkgraph.megatron import attachment as plugin
     from chunkgraph.packing import PackedShape
+    from chunkgraph.settings import config_from_mapping
     from chunkgraph.trainer.model import build_model
 
     asked: list[tuple[int, int]] = []

@@ -41,7 +41,7 @@ def spec() -> str:
 @pytest.fixture
 def chunks(one_rank: Any, make_config: Any, spec: str, monkeypatch: Any) -> list[Any]:
     """A GPTModel on packed sequences whose backward reads the offsets, as a GPU's kernels do."""
-    from chunkgraph.config import config_from_mapping
+    from chunkgraph.settings import config_from_mapping
     from chunkgraph.trainer.model import build_model
     from chunkgraph.trainer.setup import seed_everything
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from chunkgraph.config import config_from_mapping
 from chunkgraph.data import Documents
+from chunkgraph.settings import config_from_mapping
 
 pytestmark = pytest.mark.timeout(150)
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from chunkgraph.config import config_from_mapping
 from chunkgraph.errors import ConfigError
 from chunkgraph.packing import PackedShape, pack
+from chunkgraph.settings import config_from_mapping
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(100)]
 

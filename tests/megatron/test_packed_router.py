@@ -21,8 +21,8 @@ def make_chunk(
     """A model with experts, from the same seed every time."""
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
-    from chunkgraph.config import config_from_mapping
     from chunkgraph.megatron.features.experts.state import forget_expert_metrics
+    from chunkgraph.settings import config_from_mapping
     from chunkgraph.trainer.model import build_model
     from chunkgraph.trainer.setup import seed_everything
 

@@ -126,8 +126,8 @@ def test_two_ranks(run_equal: Callable[..., Any], make_case: Case) -> None:
 
 def test_overflow_on_one_of_two_pipelines(run_equal: Callable[..., Any], make_case: Case) -> None:
     """Documents that do not fit come to one data-parallel rank in the middle of the run."""
-    from chunkgraph.config import config_from_mapping
     from chunkgraph.data import Documents
+    from chunkgraph.settings import config_from_mapping
 
     counts = [2, 3, 2, 1, 3, 2, 1]
     cases = {"dp2_pp2": make_case(counts, seqs=5, pp=2, dp=2)}
@@ -149,9 +149,9 @@ _BUCKETS = (12, 0.75, 42)  # of 48 tokens: 12 is never enough, and captured all 
 
 def _lengths(case: dict[str, Any]) -> set[int]:
     """Which of the buckets the microbatches of a run belong to."""
-    from chunkgraph.config import config_from_mapping
     from chunkgraph.data import Documents
     from chunkgraph.megatron.features.packing.banks import Buckets
+    from chunkgraph.settings import config_from_mapping
     from chunkgraph.trainer.batches import packed_shape
 
     config = config_from_mapping(case["config"])

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from chunkgraph.config import Config, config_from_mapping
 from chunkgraph.errors import ConfigError, SlotError
+from chunkgraph.settings import Config, config_from_mapping
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(60)]
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from chunkgraph.config import config_from_mapping
 from chunkgraph.errors import ConfigError
+from chunkgraph.settings import config_from_mapping
 from chunkgraph.trainer.setup import choose_device
 
 

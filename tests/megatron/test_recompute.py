@@ -131,10 +131,10 @@ def test_two_ranks(
 def test_slots_hold_only_the_inputs_of_layers(
     one_rank: Any, make_config: Callable[..., Any]
 ) -> None:
-    from chunkgraph.config import config_from_mapping
     from chunkgraph.data import PackedText
     from chunkgraph.megatron import attach
     from chunkgraph.megatron.core.access import import_megatron
+    from chunkgraph.settings import config_from_mapping
     from chunkgraph.trainer.loop import forward_step, microbatches
     from chunkgraph.trainer.model import build_model
     from chunkgraph.trainer.setup import seed_everything

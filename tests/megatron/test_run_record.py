@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import yaml
 
-from chunkgraph.config import load_config
 from chunkgraph.engine import CaptureReport
 from chunkgraph.engine.counters import Counters
 from chunkgraph.errors import ConfigError
@@ -24,6 +23,7 @@ from chunkgraph.launch.step_metrics import StepMetrics
 from chunkgraph.megatron.features.contexts import ContextBank
 from chunkgraph.megatron.scope_choice import ChosenScope
 from chunkgraph.packing import PackedShape
+from chunkgraph.settings import load_config
 from chunkgraph.trainer.loop import capture_options
 
 pytestmark = pytest.mark.megatron

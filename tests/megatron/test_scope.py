@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from chunkgraph.config import Config
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.scope_choice import ChosenScope
+from chunkgraph.settings import Config
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(60)]
 

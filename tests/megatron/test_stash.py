@@ -225,7 +225,7 @@ class _Run:
 
 @pytest.fixture
 def config(make_config: Callable[..., dict[str, Any]]) -> Any:
-    from chunkgraph.config import config_from_mapping
+    from chunkgraph.settings import config_from_mapping
 
     return config_from_mapping(_case(make_config, [1])["config"])
 

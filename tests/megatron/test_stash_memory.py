@@ -16,7 +16,7 @@ _SEQUENCE, _ROWS = 384, 2
 
 
 def _config(make_config: Callable[..., dict[str, Any]]) -> Any:
-    from chunkgraph.config import config_from_mapping
+    from chunkgraph.settings import config_from_mapping
 
     return config_from_mapping(
         make_config(

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from chunkgraph.config import config_from_mapping
+from chunkgraph.settings import config_from_mapping
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(60)]
 

@@ -112,7 +112,7 @@ def test_wheel_works_beside_a_users_own_schedules(wheel: Path, tmp_path: Path) -
 
 
 def test_bare_checkout_works(tmp_path: Path) -> None:
-    code = "import chunkgraph.schedules, chunkgraph.config; print(chunkgraph.schedules.__name__)"
+    code = "import chunkgraph.schedules, chunkgraph.settings; print(chunkgraph.schedules.__name__)"
     result = python(code, tmp_path, ROOT)
     assert result.returncode == 0, result.stderr
     assert result.stdout == "chunkgraph.schedules\n"
@@ -124,7 +124,7 @@ LIGHT = (
     "chunkgraph._text",
     "chunkgraph.schedules",
     "chunkgraph.slots",
-    "chunkgraph.config",
+    "chunkgraph.settings",
     "chunkgraph.data",
     "chunkgraph.packing",
     "chunkgraph.cli.packing",

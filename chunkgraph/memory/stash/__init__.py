@@ -9,10 +9,10 @@ from chunkgraph.memory.stash.arena import Arena, ArenaSize, StashStatus
 from chunkgraph.memory.stash.kernels import KernelChoice, StashKernels, new_kernels
 from chunkgraph.memory.stash.meter import PageMeter, most_at_once
 from chunkgraph.memory.stash.options import StashOptions
+from chunkgraph.memory.stash.paged_stash import PagedStash, Stashed
 from chunkgraph.memory.stash.readout import StashReadout, StepReadout
 from chunkgraph.memory.stash.rows import RowLayout, RowsInUse
 from chunkgraph.memory.stash.saving import MIN_ROW_BYTES, Saving, SavingMode
-from chunkgraph.memory.stash.stash import PagedStash, Stashed
 
 __all__ = [
     "MIN_ROW_BYTES",

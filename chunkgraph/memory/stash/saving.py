@@ -12,8 +12,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from chunkgraph.errors import ConfigError, StashError
 from chunkgraph.memory.stash.meter import PageMeter
+from chunkgraph.memory.stash.paged_stash import PagedStash, Reload, Stashed, row_layout
 from chunkgraph.memory.stash.rows import RowLayout, RowsInUse
-from chunkgraph.memory.stash.stash import PagedStash, Reload, Stashed, row_layout
 
 __all__ = ["MIN_ROW_BYTES", "Saving", "SavingMode"]
 

@@ -9,8 +9,8 @@ import sys
 import time
 from pathlib import Path
 
-from chunkgraph.config import load_config
 from chunkgraph.errors import CaptureError, ConfigError
+from chunkgraph.settings import load_config
 
 RANK = int(os.environ.get("RANK", "0"))
 

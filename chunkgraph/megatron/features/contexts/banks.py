@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from chunkgraph.config import default_seq_buckets
 from chunkgraph.engine import Agree
 from chunkgraph.errors import ConfigError, ReplayMismatchError
 from chunkgraph.megatron.features.contexts.groups import ContextGroups
@@ -28,6 +27,7 @@ from chunkgraph.packing import (
     PackedShape,
     reason_not_to_fit,
 )
+from chunkgraph.packing.seq_counts import default_seq_buckets
 
 __all__ = ["ContextBanks"]
 

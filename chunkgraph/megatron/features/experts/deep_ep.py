@@ -9,12 +9,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from chunkgraph.config import DEEPEP_RANKS, deep_ep_limits
 from chunkgraph.engine import CaptureOptions
 from chunkgraph.errors import ConfigError, MissingDependencyError
 from chunkgraph.megatron.core.access import import_megatron
 from chunkgraph.megatron.features.experts.deep_ep_needs import BACKEND_NAMES, deep_ep_is_missing
 from chunkgraph.megatron.features.experts.rank_budget import flex_backend
+from chunkgraph.settings import DEEPEP_RANKS, deep_ep_limits
 
 __all__ = [
     "BACKEND_NAMES",

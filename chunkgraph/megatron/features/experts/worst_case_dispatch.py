@@ -17,9 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from chunkgraph.config import DEEPEP_RANKS
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.core.access import import_megatron, private_names
+from chunkgraph.settings import DEEPEP_RANKS
 
 __all__ = ["WorstCaseManager", "rows_within", "use_worst_case_dispatch"]
 

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from chunkgraph.config import StashConfig
 from chunkgraph.engine import Chunk
 from chunkgraph.errors import CaptureError
 from chunkgraph.megatron.core.backward_pass import is_in_backward
@@ -28,6 +27,7 @@ from chunkgraph.memory.stash import (
     StepReadout,
     most_at_once,
 )
+from chunkgraph.settings import StashConfig
 
 __all__ = ["ExpertStash", "stash_options"]
 

@@ -12,9 +12,9 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import yaml
 
 from chunkgraph._text import did_you_mean, name_list, shorten, shown
-from chunkgraph.config.sections import Config
-from chunkgraph.config.yaml_text import parse_yaml, read_yaml
 from chunkgraph.errors import ConfigError
+from chunkgraph.settings.config import Config
+from chunkgraph.settings.yaml_text import parse_yaml, read_yaml
 
 __all__ = ["config_from_mapping", "load_config", "to_mapping", "to_yaml"]
 

@@ -6,11 +6,11 @@ import math
 from typing import TYPE_CHECKING
 
 from chunkgraph._text import shown
-from chunkgraph.config.flex_checks import check_flex
 from chunkgraph.errors import ConfigError, TopologyError
+from chunkgraph.settings.deep_ep import check_flex
 
 if TYPE_CHECKING:
-    from chunkgraph.config.sections import Config, ExpertConfig
+    from chunkgraph.settings.config import Config, ExpertConfig
 
 __all__ = ["check_experts"]
 

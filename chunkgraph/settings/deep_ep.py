@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from chunkgraph.errors import ConfigError
 
 if TYPE_CHECKING:
-    from chunkgraph.config.sections import Config, ExpertConfig
+    from chunkgraph.settings.config import Config, ExpertConfig
 
 __all__ = ["DEEPEP_RANKS", "check_flex", "deep_ep_limits"]
 

@@ -6,10 +6,7 @@ when it is read, and the sections are checked against each other when the whole 
 
 from __future__ import annotations
 
-from chunkgraph.config.flex_checks import DEEPEP_RANKS, deep_ep_limits
-from chunkgraph.config.loader import config_from_mapping, load_config, to_mapping, to_yaml
-from chunkgraph.config.resolved import resolved
-from chunkgraph.config.sections import (
+from chunkgraph.settings.config import (
     BenchConfig,
     CaptureConfig,
     Config,
@@ -22,8 +19,10 @@ from chunkgraph.config.sections import (
     StashConfig,
     TrainConfig,
 )
-from chunkgraph.config.seq_buckets import default_seq_buckets
-from chunkgraph.config.stash import wrong_stash_value
+from chunkgraph.settings.deep_ep import DEEPEP_RANKS, deep_ep_limits
+from chunkgraph.settings.loader import config_from_mapping, load_config, to_mapping, to_yaml
+from chunkgraph.settings.resolved import resolved
+from chunkgraph.settings.stash import wrong_stash_value
 
 __all__ = [
     "DEEPEP_RANKS",
@@ -40,7 +39,6 @@ __all__ = [
     "TrainConfig",
     "config_from_mapping",
     "deep_ep_limits",
-    "default_seq_buckets",
     "load_config",
     "resolved",
     "to_mapping",

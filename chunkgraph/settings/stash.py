@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from chunkgraph.errors import ConfigError
 
 if TYPE_CHECKING:
-    from chunkgraph.config.sections import Config
+    from chunkgraph.settings.config import Config
 
 __all__ = ["StashConfig", "check_stash", "wrong_stash_value"]
 

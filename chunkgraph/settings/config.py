@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from chunkgraph.config.seq_buckets import default_seq_buckets
-from chunkgraph.config.stash import StashConfig
+from chunkgraph.packing.seq_counts import default_seq_buckets
+from chunkgraph.settings.stash import StashConfig
 
 __all__ = [
     "BenchConfig",
@@ -366,7 +366,7 @@ class Config:
     """The processes."""
 
     def __post_init__(self) -> None:
-        from chunkgraph.config.checks import check_config
+        from chunkgraph.settings.rules import check_config
 
         check_config(self)
 

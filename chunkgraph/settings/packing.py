@@ -10,7 +10,7 @@ from chunkgraph.data.counts import check_counts
 from chunkgraph.errors import ConfigError, TopologyError
 
 if TYPE_CHECKING:
-    from chunkgraph.config.sections import Config
+    from chunkgraph.settings.config import Config
 
 __all__ = ["check_packing"]
 

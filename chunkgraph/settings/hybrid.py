@@ -9,7 +9,7 @@ from chunkgraph._text import shorten, shown
 from chunkgraph.errors import ConfigError, TopologyError
 
 if TYPE_CHECKING:
-    from chunkgraph.config.sections import Config, ModelConfig
+    from chunkgraph.settings.config import Config, ModelConfig
 
 __all__ = ["STAGE_END", "check_hybrid"]
 

@@ -1,14 +1,24 @@
-"""For how many sequences graphs are worth having, by what attention's kernels are started for."""
+"""For how many sequences graphs of packed microbatches are captured, besides the most."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from chunkgraph.config import default_seq_buckets
-from chunkgraph.packing import MicrobatchSizes, PackedShape, quantile
+from chunkgraph.packing.microbatches import MicrobatchSizes
+from chunkgraph.packing.recommend import quantile
+from chunkgraph.packing.shape import PackedShape
 
-__all__ = ["MANY", "default_of", "most_for_the_same", "seq_buckets_to_ask_for"]
+__all__ = [
+    "MANY",
+    "default_of",
+    "default_seq_buckets",
+    "most_for_the_same",
+    "seq_buckets_to_ask_for",
+]
 
+_LEAST = 64
+# What Transformer Engine rounds fewer sequences up to, and the rows that it makes a difference in.
+_FEWEST_LAUNCHED, _SHORT = 32, 1024
 MANY = 0.9
 """Of the microbatches: fewer sequences are worth graphs if these need less than one in `_FEW`."""
 _FEW = 2
@@ -18,6 +28,33 @@ _HARDLY_ANY = 0.01
 _LEAST_LAUNCHED, _LINEAR_FROM = 32, 512
 # So many cost a percent of a layer more than the fewest at most, in rows that are not short.
 _CHEAP = 64
+
+
+def default_seq_buckets(
+    max_packed_seqs: int, num_tokens: int, num_ranks: int = 1, buckets: Sequence[float] = ()
+) -> tuple[int, ...]:
+    """Powers of two from 64 on, up to half of the most; in short rows 32 too, if that is fewer.
+
+    Attention's kernels are started for every sequence, empty or not, by numbers that Transformer
+    Engine rounds up to powers of two between 32 and 512 (``get_max_batch_size``). So a microbatch
+    of few documents costs at most what it does with 64 sequences: in 4096 rows half a percent of a
+    layer more than with 8, in 2048 one; in 1024 and fewer it would be 2% and 3%, and 12% to 14%
+    with deterministic kernels, so that there are graphs for 32 (`benchmarks/README.md`). Every
+    length has the same numbers, so the shortest decides.
+
+    Args:
+        max_packed_seqs: the most sequences of a microbatch; 0: none are packed.
+        num_tokens: of a microbatch of the greatest length, on all context-parallel ranks together.
+        num_ranks: context-parallel ranks that share it.
+        buckets: shorter lengths: parts of ``num_tokens`` up to 1, or tokens above 1.
+    """
+    tokens = min(size * num_tokens if size <= 1 else size for size in (1, *buckets))
+    is_short = tokens / num_ranks <= _SHORT and max_packed_seqs > _FEWEST_LAUNCHED
+    found, count = [_FEWEST_LAUNCHED] if is_short else [], _LEAST
+    while 2 * count <= max_packed_seqs:
+        found.append(count)
+        count *= 2
+    return tuple(found)
 
 
 def seq_buckets_to_ask_for(sizes: MicrobatchSizes, shape: PackedShape) -> list[int]:

@@ -1,11 +1,14 @@
-"""Sets of memory addresses as sorted, disjoint, half-open ranges of bytes."""
+"""Memory addresses: sets of them as half-open ranges of bytes, and tensors on them."""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-__all__ = ["AddressRange", "AddressRanges"]
+import torch
+
+__all__ = ["AddressRange", "AddressRanges", "tensor_at"]
 
 
 @dataclass(frozen=True, order=True)
@@ -90,3 +93,28 @@ class AddressRanges:
 
     def __repr__(self) -> str:
         return f"AddressRanges({', '.join(map(str, self.ranges))})"
+
+
+class _RawBytes:
+    """Device bytes for `torch.as_tensor`, which makes a view and takes no ownership."""
+
+    def __init__(self, start: int, num_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (start, False),
+            "version": 3,
+        }
+
+
+def tensor_at(address: int, num_bytes: int, device: torch.device) -> torch.Tensor:
+    """The bytes at ``address`` as a tensor (dtype uint8) that keeps nothing alive.
+
+    Args:
+        address: of memory of ``device`` that is there for as long as the tensor is used.
+        num_bytes: at least 1.
+        device: a CPU or a CUDA device.
+    """
+    if device.type == "cuda":
+        return torch.as_tensor(_RawBytes(address, num_bytes), device=device)
+    return torch.frombuffer((ctypes.c_char * num_bytes).from_address(address), dtype=torch.uint8)

@@ -8,7 +8,7 @@ from chunkgraph._text import shown
 from chunkgraph.errors import ConfigError, TopologyError
 
 if TYPE_CHECKING:
-    from chunkgraph.config.sections import Config
+    from chunkgraph.settings.config import Config
 
 __all__ = ["check_contexts"]
 

@@ -6,17 +6,17 @@ import math
 from typing import TYPE_CHECKING
 
 from chunkgraph._text import did_you_mean, shown
-from chunkgraph.config.context_checks import check_contexts
-from chunkgraph.config.expert_checks import check_experts
-from chunkgraph.config.hybrid_checks import check_hybrid
-from chunkgraph.config.packing_checks import check_packing
-from chunkgraph.config.stash import check_stash
 from chunkgraph.data.vocabulary import NUM_TOKENS
 from chunkgraph.errors import ConfigError, TopologyError
 from chunkgraph.schedules import is_legal_count, nearest_legal_counts
+from chunkgraph.settings.contexts import check_contexts
+from chunkgraph.settings.experts import check_experts
+from chunkgraph.settings.hybrid import check_hybrid
+from chunkgraph.settings.packing import check_packing
+from chunkgraph.settings.stash import check_stash
 
 if TYPE_CHECKING:
-    from chunkgraph.config.sections import Config
+    from chunkgraph.settings.config import Config
 
 __all__ = ["check_config"]
 

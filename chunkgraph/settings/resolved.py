@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from chunkgraph.config.sections import (
+from chunkgraph.settings.config import (
     Config,
     ExpertConfig,
     ModelConfig,

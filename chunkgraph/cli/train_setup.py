@@ -1,0 +1,193 @@
+"""What ``chunkgraph train`` checks before it starts, and what it reports when it is over."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import importlib.util
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from chunkgraph._outputs import check_output, stream_next_to
+from chunkgraph._text import shorten
+from chunkgraph.data import Documents, PackedText
+from chunkgraph.errors import ConfigError, MissingDependencyError
+from chunkgraph.settings import Config, load_config
+
+if TYPE_CHECKING:
+    from chunkgraph.trainer.results import RunResults
+
+__all__ = [
+    "STALL_GRACE_S",
+    "check_packages",
+    "checked_config",
+    "report",
+    "resolve_device",
+    "run_folder",
+    "worker_environment",
+]
+
+# Ranks on a CPU share its cores; more of them than this only fill memory.
+_FEWEST_PROCESSES, _PROCESSES_PER_CORE = 64, 8
+
+STALL_GRACE_S = 15.0
+"""A rank's own limit on collectives fires first and explains more than a silence does."""
+
+
+def checked_config(args: argparse.Namespace, num_local_ranks: int | None = None) -> Config:
+    """The configuration, after everything that can be checked before training has been.
+
+    Args:
+        args: The subcommand's arguments.
+        num_local_ranks: Ranks on this machine; None when all of them are.
+
+    Raises:
+        ConfigError: A setting or option is wrong.
+        MissingDependencyError: A package that is needed is not installed.
+    """
+    overrides = [*args.overrides, "run.debug=true"] if args.debug else args.overrides
+    config = resolve_device(load_config(args.config, overrides), num_local_ranks)
+    check_packages(config)
+    path, seed = config.data.path, config.train.seed
+    if config.packing.max_packed_seqs:
+        Documents.from_file(path, num_tokens=config.tokens_per_sequence, seed=seed)
+    else:
+        PackedText.from_file(path, seq_length=config.model.seq_length, seed=seed)
+    check_output("--json", args.json)
+    if config.train.tensorboard_dir is not None:
+        _make_folder("train.tensorboard_dir", Path(config.train.tensorboard_dir))
+    return config
+
+
+def report(args: argparse.Namespace, config: Config, results: RunResults) -> int:
+    """Print the closing table and write the files that were asked for; returns the exit code."""
+    from rich.console import Console
+
+    from chunkgraph._text import REPORT_WIDTH
+    from chunkgraph.cli.report import print_report, write_json, write_tensorboard
+
+    console = Console(file=stream_next_to(args.json), width=REPORT_WIDTH, highlight=False)
+    failures = print_report(config, results, console)
+    try:
+        if args.json is not None:
+            write_json(args.json, config, results, failures)
+    finally:
+        if config.train.tensorboard_dir is not None:
+            write_tensorboard(Path(config.train.tensorboard_dir), results)
+    return 1 if failures else 0
+
+
+def resolve_device(config: Config, num_local_ranks: int | None = None) -> Config:
+    """Decide between CPU and GPU; torch is asked only where the answer is open.
+
+    Args:
+        config: The run.
+        num_local_ranks: Ranks on this machine, each of which needs a GPU; None when all are.
+    """
+    if config.device == "cpu":
+        num_gpus = 0
+    else:
+        import torch
+
+        num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    device = config.device
+    if device == "auto":
+        device = "cuda" if num_gpus else "cpu"
+    num_needed = config.pipeline.world_size if num_local_ranks is None else num_local_ranks
+    may_share = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"  # see `choose_device`
+    if device == "cuda" and num_gpus < (1 if may_share else num_needed):
+        msg = (
+            f"device is cuda and the run needs {num_needed} GPU(s), one for each rank, but torch "
+            f"sees {num_gpus} here. Set device=cpu, or lower the sizes in the pipeline section."
+        )
+        raise ConfigError(msg)
+    most = max(_FEWEST_PROCESSES, _PROCESSES_PER_CORE * (os.cpu_count() or 1))
+    if device == "cpu" and num_needed > most:
+        msg = (
+            f"the run needs {num_needed} processes on this machine, one for each rank, and with "
+            f"{os.cpu_count()} cores at most {most} are started. Lower the sizes in the pipeline "
+            "section, or start the ranks on several machines with torchrun."
+        )
+        raise ConfigError(msg)
+    if device == "cpu" and config.model.layer_spec == "transformer_engine":
+        msg = (
+            "model.layer_spec is transformer_engine, which runs on GPUs only, but device is cpu. "
+            "Set model.layer_spec=local, or device=cuda."
+        )
+        raise ConfigError(msg)
+    return dataclasses.replace(config, device=device)
+
+
+def check_packages(config: Config) -> None:
+    """Find missing optional packages before any process is started."""
+    needed = [("megatron.core", "megatron-core", "megatron", "to train")]
+    uses_te = config.model.layer_spec == "transformer_engine" or (
+        config.model.layer_spec == "auto" and config.device == "cuda"
+    )
+    if uses_te:
+        needed.append(
+            ("transformer_engine", "Transformer Engine", "te", "for the layers of a GPU run")
+        )
+    if config.train.tensorboard_dir is not None:
+        needed.append(("tensorboard", "tensorboard", "tensorboard", "for train.tensorboard_dir"))
+    for module, package, extra, purpose in needed:
+        if not _is_installed(module):
+            msg = (
+                f"{package} is not installed; it is needed {purpose}. "
+                f"Install it with: pip install 'chunkgraph[{extra}]'"
+            )
+            raise MissingDependencyError(msg)
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # the parent package is missing
+        return False
+
+
+def worker_environment(config: Config) -> dict[str, str]:
+    """Variables that must be set before a worker starts; the user's own take precedence."""
+    environment = {"OMP_NUM_THREADS": "1"}
+    if config.device == "cpu":
+        environment["GLOO_SOCKET_IFNAME"] = "lo"  # all ranks are on this machine
+        # Megatron's import alone loads torch's compiler for functions that only a GPU run calls:
+        # a third of the time that a rank takes to start.
+        environment["TORCHDYNAMO_DISABLE"] = "1"
+    if config.train.deterministic:
+        environment["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+        environment["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
+    if not config.run.debug:
+        environment["PYTHONWARNINGS"] = "ignore"  # Megatron's import alone prints a page
+    return environment
+
+
+@contextlib.contextmanager
+def run_folder(path: Path | None) -> Iterator[Path]:
+    """The folder of the run: the user's, or one that is gone afterwards."""
+    if path is None:
+        with tempfile.TemporaryDirectory(prefix="chunkgraph-", ignore_cleanup_errors=True) as made:
+            yield Path(made)
+        return
+    if _make_folder("--run-dir", path):
+        msg = f"--run-dir {shorten(str(path))}: the folder is not empty; name a new one."
+        raise ConfigError(msg)
+    yield path
+
+
+def _make_folder(option: str, path: Path) -> bool:
+    """Make a folder where there is none; returns whether there is something in it."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        is_used = any(path.iterdir())
+        if not os.access(path, os.W_OK | os.X_OK):
+            raise PermissionError(None, "no permission to write in it")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        msg = f"{option} {shorten(str(path))}: {reason}."
+        raise ConfigError(msg) from None
+    return is_used
