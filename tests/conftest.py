@@ -32,6 +32,12 @@ if not any(Path("/dev").glob("nvidia[0-9]*")):
 # What a script runs in the background begins with Ctrl-C ignored, and passes that on to its own.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+# Probes, stand-ins and fixtures of whole jobs, which tests of several rooms share.
+sys.path.insert(0, str(Path(__file__).parent / "support"))
+pytest_plugins = ["megatron_jobs"]
+# These rooms import Megatron; `launch` has tests of its own that do not.
+if importlib.util.find_spec("megatron") is None:
+    collect_ignore_glob = [f"{room}/*test_*.py" for room in ("bench", "megatron", "trainer")]
 # A shared machine stalls now and then: a deadline would test the machine.
 hypothesis.settings.register_profile("chunkgraph", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("chunkgraph")
@@ -292,3 +298,22 @@ def backend(request: pytest.FixtureRequest) -> object:
     from chunkgraph.graphs import CUDABackend, RecorderBackend
 
     return RecorderBackend() if request.param == "recorder" else CUDABackend()
+
+
+@pytest.fixture
+def has_ended() -> Callable[[int], bool]:
+    """Whether a process ends within half a minute."""
+    return _has_ended
+
+
+def _has_ended(pid: int, within_s: float = 30.0) -> bool:
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        try:
+            # A zombie has ended; where no init reaps it, its entry stays.
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+        except FileNotFoundError:
+            return True
+        time.sleep(0.05)
+    return False

@@ -16,7 +16,7 @@ import yaml
 from chunkgraph.cli.__main__ import main
 
 ROOT = Path(__file__).parents[2]
-WORKERS = Path(__file__).parent / "workers"
+WORKERS = Path(__file__).parents[1] / "support" / "workers"
 CONFIG = str(ROOT / "configs" / "gpt_pp2_vpp2_cpu.yaml")
 
 pytestmark = pytest.mark.timeout(120)

@@ -21,7 +21,7 @@ def make(
     monkeypatch: pytest.MonkeyPatch,
 ) -> Callable[..., dict[str, Any]]:
     """A run of two layers on documents of 3 to 23 bytes."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "support"))
     made = importlib.import_module("packed_cases")
     if not made.HAS_LATENT:
         pytest.skip("this release's multi-latent attention cannot be built on a CPU")

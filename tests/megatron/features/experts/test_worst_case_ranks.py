@@ -166,7 +166,7 @@ def test_tokens_of_two_ranks_meet_their_experts_and_come_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Ranks with different numbers of tokens, more than one of them counts on by itself."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "support"))
     node = Node()
     with ThreadPoolExecutor(RANKS) as threads:
         results = list(threads.map(lambda rank: _of_rank(node, rank), range(RANKS)))

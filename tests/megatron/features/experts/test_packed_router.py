@@ -26,7 +26,7 @@ def make_chunk(
     from chunkgraph.trainer.model import build_model
     from chunkgraph.trainer.setup import seed_everything
 
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "support"))
     monkeypatch.setattr(MoEAuxLossAutoScaler, "main_loss_backward_scale", None)
     config = config_from_mapping(
         make_config(

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).parent
+SUPPORT = Path(__file__).parents[1] / "support"
 
 pytestmark = [
     pytest.mark.megatron,
@@ -58,7 +58,7 @@ def train(
     data.write_text("\n".join(lines), encoding="utf-8")
 
     def run(name: str, *flags: str) -> tuple[list[str], str]:
-        arguments = [str(HERE / "sft_stand_ins.py"), str(HERE / "pretrain_hybrid.py"), *FLAGS]
+        arguments = [str(SUPPORT / "sft_stand_ins.py"), str(SUPPORT / "pretrain_hybrid.py"), *FLAGS]
         arguments += ["--data-path", str(data), "--exact-log", str(tmp_path / name), *flags]
         codes, output = run_ranks(arguments, 2, tmp_path)
         assert codes == [0, 0], output[-6000:]

@@ -100,7 +100,7 @@ def test_several_graphs_of_a_slot(
 @pytest.fixture
 def stand_in(one_rank: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The stand-in, where chunkgraph looks for Transformer Engine's FP8."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "support"))
     import fp8_stand_in
 
     monkeypatch.setitem(sys.modules, fp8_stand_in.MODULE, fp8_stand_in)

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-HERE = Path(__file__).parent
-SCRIPT = HERE.parents[1] / "scripts" / "pretrain_gpt.py"
+SUPPORT = Path(__file__).parents[1] / "support"
+SCRIPT = SUPPORT.parents[1] / "scripts" / "pretrain_gpt.py"
 
 pytestmark = [
     pytest.mark.megatron,
@@ -90,7 +90,7 @@ class Runs:
 
     def end(self, name: str, *flags: str, nproc: int = 2, data: Path | None = None) -> list[int]:
         """The exit codes of all ranks."""
-        arguments = [str(HERE / "sft_stand_ins.py"), str(SCRIPT), *MODEL]
+        arguments = [str(SUPPORT / "sft_stand_ins.py"), str(SCRIPT), *MODEL]
         if "--step-batch-size-schedule" not in flags:  # Megatron takes one of the two
             arguments += ["--global-batch-size", "4"]
         arguments += ["--data-path", str(data or self._data)]

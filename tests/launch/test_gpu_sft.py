@@ -18,8 +18,8 @@ from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
+SUPPORT = Path(__file__).parents[1] / "support"
+ROOT = SUPPORT.parents[1]
 ROWS = 512  # cuDNN up to 9.15 captures attention over multiples of 128 tokens only
 
 MODEL = [
@@ -79,7 +79,7 @@ def _conversations(path: Path) -> None:
 def _train(
     folder: Path, name: str, flags: list[str], script: Path = ROOT / "scripts" / "pretrain_gpt.py"
 ) -> tuple[list[str], str]:
-    arguments = [str(HERE / "sft_stand_ins.py"), str(script), *MODEL]
+    arguments = [str(SUPPORT / "sft_stand_ins.py"), str(script), *MODEL]
     arguments += ["--data-path", str(folder / "conversations.jsonl"), *flags]
     start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
@@ -117,11 +117,11 @@ def test_graphs_equal_eager_steps(case: str, tmp_path: Path) -> None:
 @pytest.mark.multigpu
 @pytest.mark.timeout(360)
 def test_hybrid_graphs_equal_eager_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(HERE))
+    monkeypatch.syspath_prepend(str(SUPPORT))
     if missing := importlib.import_module("mamba_needs").missing_kernels():
         pytest.skip(missing)
     monkeypatch.setenv("MAMBA_DETERMINISTIC", "1")
-    _check(tmp_path, HYBRID, script=HERE / "pretrain_hybrid.py")
+    _check(tmp_path, HYBRID, script=SUPPORT / "pretrain_hybrid.py")
 
 
 def _check(folder: Path, case: list[str], **script: Path) -> None:

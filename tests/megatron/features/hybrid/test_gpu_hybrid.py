@@ -36,7 +36,7 @@ pytestmark = [pytest.mark.megatron, pytest.mark.timeout(500)]
 def _needs_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     if importlib.util.find_spec("transformer_engine") is None:
         pytest.skip("Transformer Engine is not installed")
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "support"))
     if missing := importlib.import_module("mamba_needs").missing_kernels():
         pytest.skip(missing)
     monkeypatch.setenv("MAMBA_DETERMINISTIC", "1")

@@ -45,7 +45,7 @@ def chunks(one_rank: Any, make_config: Any, spec: str, monkeypatch: Any) -> list
     from chunkgraph.trainer.model import build_model
     from chunkgraph.trainer.setup import seed_everything
 
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "support"))
     config = config_from_mapping(
         make_config(
             model={

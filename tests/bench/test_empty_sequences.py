@@ -39,7 +39,7 @@ def test_the_same_documents_among_more_sequences(tmp_path: Path) -> None:
             *(part for item in arguments.items() for part in item),
             "20",
         ],
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{Path(__file__).parent}"},
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/tests/support"},
         capture_output=True,
         text=True,
         timeout=90,
@@ -113,7 +113,7 @@ def test_all_layers_are_measured(
     from chunkgraph.trainer.model import build_model
     from chunkgraph.trainer.setup import seed_everything
 
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    monkeypatch.syspath_prepend(str(ROOT / "tests" / "support"))
     model = {"layer_spec": "user_specs:packed", "num_layers": 3}
     train = {"micro_batch_size": 1, "use_ddp": False}
     packing = {"max_packed_seqs": 4, "max_packed_tokens": 32}

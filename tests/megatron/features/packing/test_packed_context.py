@@ -209,7 +209,7 @@ def test_four_ranks_share_documents_in_a_pipeline(
     run_equal: Callable[..., Any], make_case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of every kind of model, eight ranks."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "support"))
     made = importlib.import_module("packed_cases")
     shape = {"size": 4, "pipeline_model_parallel_size": 2}
     experts = {**_WITH_EXPERTS, "model": {**_WITH_EXPERTS["model"], "num_layers": 2}}

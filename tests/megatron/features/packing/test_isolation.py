@@ -27,7 +27,7 @@ _HEARD = 5e-2
 
 @pytest.fixture(autouse=True)
 def _beside(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "support"))
 
 
 def _check(results: dict[str, dict[str, Any]]) -> None:

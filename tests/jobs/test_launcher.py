@@ -13,7 +13,7 @@ from chunkgraph.jobs.launcher import Launcher, LaunchSpec
 from chunkgraph.settings import load_config, to_yaml
 
 ROOT = Path(__file__).parents[2]
-WORKERS = Path(__file__).parent / "workers"
+WORKERS = Path(__file__).parents[1] / "support" / "workers"
 
 pytestmark = pytest.mark.timeout(90)
 

@@ -98,7 +98,7 @@ def manager(monkeypatch: pytest.MonkeyPatch) -> WorstCaseManager:
     made._fused = SimpleNamespace(
         Buffer=OneRank, _buffer=None, get_hidden_bytes=lambda x: x.shape[1] * 4
     )
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "support"))
     made._utils = importlib.import_module("permutation_stand_in").utils()
     monkeypatch.setattr(made, "_most_tokens", lambda num_tokens: num_tokens)
     return made

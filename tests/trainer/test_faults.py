@@ -40,7 +40,7 @@ def case(make_config: MakeConfig) -> Callable[..., dict[str, Any]]:
 
 
 def line_of(marker: str) -> int:
-    text = (Path(__file__).parent / "user_specs.py").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[1] / "support" / "user_specs.py").read_text(encoding="utf-8")
     return next(i for i, line in enumerate(text.splitlines(), start=1) if marker in line)
 
 

@@ -28,7 +28,7 @@ _GPU_LOSS, _GPU_GRADIENT, _GPU_GRADIENT_OF_EXPERTS = 2e-4, 2e-2, 2e-2
 
 @pytest.fixture(autouse=True)
 def _beside(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "support"))
 
 
 def _check(
@@ -118,6 +118,6 @@ def test_on_a_gpu(
 @pytest.mark.gpu
 def test_hybrid_models_are_among_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Skipped where they are left out above, to be seen."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "support"))
     if missing := importlib.import_module("mamba_needs").missing_kernels():
         pytest.skip(missing)

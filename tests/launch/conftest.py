@@ -1,0 +1,13 @@
+"""Which tests of the launcher need Megatron: all but those of its command line and its agent."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+_WITHOUT = {"test_launch_settings.py", "test_script_agent.py"}
+
+if importlib.util.find_spec("megatron") is None:
+    collect_ignore = [
+        path.name for path in Path(__file__).parent.glob("test_*.py") if path.name not in _WITHOUT
+    ]
