@@ -1,0 +1,180 @@
+"""Which rooms reach into Megatron and Transformer Engine, statically or by name.
+
+All access is by name, so that import-linter sees none of it. `pytest -s -k table` prints every
+private name and every patch with its file, which is what to read when Megatron is upgraded.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "chunkgraph"
+OUTSIDE = {"megatron", "transformer_engine"}
+PUBLIC_ROOMS = {"bench", "launch", "megatron", "trainer"}
+"""Rooms that import modules of Megatron or Transformer Engine."""
+PRIVATE_ROOMS = {
+    "bench/variants.py",
+    "launch/look_ahead.py",
+    "launch/patches.py",
+    "megatron/core",
+    "megatron/cpu",
+    "megatron/features",
+}
+"""Rooms and files that use private names or replace attributes."""
+
+
+@dataclass(frozen=True, order=True)
+class Access:
+    """One place that reaches into another package.
+
+    Attributes:
+        kind: "import" (a statement), "module" (by name), "private" or "patch".
+        name: of the module, the private name, or the attribute that is replaced.
+        file: below `chunkgraph/`.
+    """
+
+    kind: str
+    name: str
+    file: str
+
+
+def accesses(source: str, file: str) -> Iterator[Access]:
+    """Find what one file reaches."""
+    tree = ast.parse(source)
+    constants = {
+        target.id: node.value.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            modules = [node.module or ""]
+        else:
+            modules = []
+        yield from (Access("import", name, file) for name in modules if _is_outside(name))
+        if isinstance(node, ast.Call):
+            yield from _of_call(node, constants, file)
+
+
+def _of_call(call: ast.Call, constants: dict[str, object], file: str) -> Iterator[Access]:
+    function = call.func.attr if isinstance(call.func, ast.Attribute) else ast.unparse(call.func)
+    arguments = [_text(argument, constants) for argument in _spread(call.args)]
+    if function in ("import_module", "__import__"):
+        if arguments and _is_outside(arguments[0]):
+            yield Access("module", arguments[0], file)
+    elif function == "import_megatron":
+        yield Access("module", arguments[0] if arguments else "megatron.core", file)
+    elif function == "private_names":
+        yield from (Access("private", name, file) for name in arguments[1:] or arguments)
+    elif function == "patch_attributes":
+        replaced = call.args[1]
+        keys = replaced.keys if isinstance(replaced, ast.Dict) else [replaced]
+        for key in keys:
+            name = "**" if key is None else _text(key, constants)
+            yield Access("patch", f"{ast.unparse(call.args[0])}.{name}", file)
+
+
+def _spread(arguments: list[ast.expr]) -> Iterator[ast.expr]:
+    """The arguments, those of a literal behind a star one by one."""
+    for argument in arguments:
+        if isinstance(argument, ast.Starred) and isinstance(argument.value, ast.Tuple):
+            yield from argument.value.elts
+        else:
+            yield argument
+
+
+def _text(node: ast.expr, constants: dict[str, object]) -> str:
+    """The string that an argument is, or its source."""
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    if isinstance(node, ast.Name):
+        return str(constants.get(node.id, node.id))
+    return ast.unparse(node)
+
+
+def _is_outside(module: str) -> bool:
+    return module.partition(".")[0] in OUTSIDE
+
+
+@pytest.fixture(scope="module")
+def found() -> list[Access]:
+    """What the whole package reaches."""
+    return sorted(
+        access
+        for path in PACKAGE.rglob("*.py")
+        for access in accesses(
+            path.read_text(encoding="utf-8"), path.relative_to(PACKAGE).as_posix()
+        )
+    )
+
+
+def _rooms(found: list[Access], kinds: set[str], rooms: set[str]) -> set[str]:
+    """The rooms of these accesses; a file that is in none of ``rooms`` stands for itself."""
+    return {
+        next((r for r in rooms if a.file == r or a.file.startswith(f"{r}/")), a.file)
+        for a in found
+        if a.kind in kinds
+    }
+
+
+def test_nothing_imports_megatron_by_a_statement(found: list[Access]) -> None:
+    """A machine without a GPU is prepared before Megatron is imported."""
+    assert [access for access in found if access.kind == "import"] == []
+
+
+def test_modules_of_megatron_are_imported_in_listed_rooms(found: list[Access]) -> None:
+    assert _rooms(found, {"module"}, PUBLIC_ROOMS) == PUBLIC_ROOMS
+
+
+def test_private_names_and_patches_are_in_listed_rooms(found: list[Access]) -> None:
+    assert _rooms(found, {"private", "patch"}, PRIVATE_ROOMS) == PRIVATE_ROOMS
+
+
+def test_the_table_of_private_names(found: list[Access]) -> None:
+    table = [access for access in found if access.kind in ("private", "patch")]
+    for access in table:
+        print(f"{access.kind:8} {access.name:60} {access.file}")
+    assert {
+        Access("private", "CheckpointFunction", "megatron/core/recompute.py"),
+        Access("private", "P2PCommunicator", "megatron/core/p2p.py"),
+        Access("private", "TopKRouter", "megatron/features/experts/padding.py"),
+        Access("private", "FullCudaGraphWrapper", "bench/variants.py"),
+        Access("patch", "datasets.compile_helpers", "launch/patches.py"),
+        Access("patch", "module.roll_tensor", "megatron/features/prediction/feature.py"),
+    } <= set(table)
+
+
+@pytest.mark.parametrize(
+    ("line", "kind", "name"),
+    [
+        ("import megatron.core as core", "import", "megatron.core"),
+        ("from transformer_engine.pytorch import Linear", "import", "transformer_engine.pytorch"),
+        ("import_module('megatron.core')", "module", "megatron.core"),
+        ("importlib.import_module(_MODULE)", "module", "megatron.training"),
+        ("access.import_megatron()", "module", "megatron.core"),
+        ("x, y = private_names(_MODULE, 'y')", "private", "y"),
+        ("private_names(*names)", "private", "*names"),
+        ("private_names(*(_MODULE, 'y'))", "private", "y"),
+        ("undo = patch_attributes(module, {'x': 1})", "patch", "module.x"),
+        ("patch_attributes(module, replacements)", "patch", "module.replacements"),
+    ],
+)
+def test_every_way_in_is_seen(line: str, kind: str, name: str) -> None:
+    source = f"_MODULE = 'megatron.training'\n\n\ndef f():\n    {line}\n"
+    assert list(accesses(source, "engine/slot.py")) == [Access(kind, name, "engine/slot.py")]
+    others = "import chunkgraph.megatron\nimportlib.import_module('torch')\n"
+    assert list(accesses(others, "engine/slot.py")) == []
+
+
+def test_an_access_elsewhere_is_refused(found: list[Access]) -> None:
+    stray = Access("private", "TopKRouter", "engine/slot.py")
+    assert _rooms([*found, stray], {"private"}, PRIVATE_ROOMS) - PRIVATE_ROOMS == {stray.file}
