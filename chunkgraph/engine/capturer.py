@@ -14,10 +14,11 @@ from chunkgraph.engine.capture.joint_capture import JointCapture, capture_togeth
 from chunkgraph.engine.capture.session import SessionSettings
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.decide.reasons import Agree
-from chunkgraph.engine.defaults import check_surroundings, rank_label
+from chunkgraph.engine.defaults import rank_label
 from chunkgraph.engine.options import VerifyMode
 from chunkgraph.engine.signature import Call
 from chunkgraph.engine.verify import Surroundings, Verifier, new_verifier
+from chunkgraph.engine.watch.captured_model import check_surroundings
 from chunkgraph.errors import CaptureError
 
 __all__ = ["Capturer"]
@@ -71,7 +72,7 @@ class Capturer:
                 _refuse_sparse_gradients(chunk)
             for calls in samples.values():
                 for chunk, call in zip(chunks, calls, strict=True):
-                    check_surroundings(chunk)
+                    check_surroundings(chunk.label, chunk.parameters)
                     if call.problem:
                         raise CaptureError(f"{chunk.label}: {call.problem}")
                     if chunk.check_sample is not None:

@@ -7,14 +7,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd import forward_ad
 
 from chunkgraph._text import shown
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.options import CaptureOptions, is_whole
 from chunkgraph.engine.signature import Call, flatten_call
-from chunkgraph.engine.watch.cast_cache import hold_stale_casts, watch_optimizers
-from chunkgraph.errors import ConfigError, ReplayMismatchError
+from chunkgraph.engine.watch.cast_cache import watch_optimizers
+from chunkgraph.errors import ConfigError
 from chunkgraph.graphs import CUDABackend, GraphBackend, RecorderBackend
 
 __all__ = [
@@ -23,7 +22,6 @@ __all__ = [
     "as_options",
     "check_counts",
     "check_shape_key",
-    "check_surroundings",
     "default_backend",
     "describe",
     "rank_label",
@@ -144,27 +142,6 @@ def describe(chunks: Sequence[Chunk], num_slots: Sequence[int], state: str) -> s
         for chunk, count in zip(chunks, num_slots, strict=True)
     )
     return f"<ChunkGraphs of {every}; {state}>"
-
-
-def check_surroundings(chunk: Chunk) -> None:
-    """Refuse a call where an eager one would do what no replay does.
-
-    Raises:
-        ReplayMismatchError: something else than reverse-mode autograd differentiates or maps it, or
-            autocast has old casts of its parameters.
-    """
-    if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
-        raise ReplayMismatchError(
-            f"{chunk.label} is called under torch.func (grad, vmap, jvp) or forward-mode autograd, "
-            "which a replay takes no part in. Call the module itself there, or transform inside of "
-            "it."
-        )
-    if hold_stale_casts(chunk.parameters):
-        raise ReplayMismatchError(
-            f"{chunk.label}: an optimizer has stepped inside the block of torch.autocast that the "
-            "call is in. Eager operators would go on with casts of the old parameters; a replay "
-            "would use the new ones. Enter autocast around each step, or around the calls."
-        )
 
 
 def check_shape_key(key: object) -> None:

@@ -457,7 +457,6 @@ class ChunkGraphs:
     def call(self, c: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """``callables[c](*args, **kwargs)``, for callers that have them in this form."""
         if self.mode is StepMode.REPLAY and torch.is_grad_enabled():
-            defaults.check_surroundings(self._chunks[c])
             return self._replayer.call(c, args, kwargs)
         if self.mode is StepMode.OUTSIDE and torch.is_grad_enabled():
             raise SlotError(

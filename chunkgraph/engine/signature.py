@@ -5,7 +5,7 @@ The only place that imports torch's pytree.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from chunkgraph._text import shorten, shown
 from chunkgraph.engine.autocast import Autocast
 from chunkgraph.engine.layout import same_layout
 from chunkgraph.engine.plain_values import Uncomparable, is_immutable, key_of
+from chunkgraph.engine.tensor_guard import new_guard
 from chunkgraph.errors import ReplayMismatchError
 
 if TYPE_CHECKING:
@@ -217,10 +218,12 @@ class Signature:
                 firsts.append(i)
             elif place is not None:
                 self._repeated.append((i, firsts[place]))
+        self._firsts = firsts
         self._tensors = [
-            (i, t.shape, t.stride(), t.dtype, t.device, t.requires_grad)
-            for i, t in zip(firsts, call.tensors, strict=True)
+            (t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in call.tensors
         ]
+        # Compares tensors with those of the first accepted call, all at once.
+        self._fits: Callable[..., bool] | None = None
         # Casts of leaves are shared by all who read them, see `Autocast`.
         self._results: frozenset[int] | None = None
         if call.autocast is not None and call.autocast.keeps_casts:
@@ -255,39 +258,44 @@ class Signature:
         for i, key in self._values:
             if not _has_key(leaves[i], key):
                 raise self._mismatch(args, kwargs)
-        tensors: list[torch.Tensor] = []
-        try:
-            for i, shape, stride, dtype, device, requires_grad in self._tensors:
-                leaf = leaves[i]
-                if (
-                    not isinstance(leaf, torch.Tensor)
-                    or leaf.shape != shape
-                    or (leaf.stride() != stride and not same_layout(shape, leaf.stride(), stride))
-                    or leaf.dtype is not dtype
-                    or leaf.device != device
-                    or (leaf.__dict__ and _attributes_of(leaf))
-                    or (not requires_grad and leaf.requires_grad)
-                ):
-                    raise self._mismatch(args, kwargs)
-                tensors.append(leaf)
-        except RuntimeError:  # a sparse tensor has no strides
-            raise self._mismatch(args, kwargs) from None
+        tensors = [leaves[i] for i in self._firsts]
+        fits = self._fits
+        if fits is None or not fits(*tensors):
+            if not self._accepts(tensors):
+                raise self._mismatch(args, kwargs)
+            if fits is None:
+                self._fits = new_guard(tensors)
+        for tensor in tensors:
+            if tensor.__dict__ and _attributes_of(tensor):
+                raise self._mismatch(args, kwargs)
         if self._repeated and any(leaves[i] is not leaves[first] for i, first in self._repeated):
-            raise self._mismatch(args, kwargs)
-        if len(tensors) == 2:
-            has_twins = tensors[0] is tensors[1]
-        else:
-            has_twins = len({*map(id, tensors)}) < len(tensors)
-        if has_twins:
             raise self._mismatch(args, kwargs)
         if self._results is not None:
             self._check_leaves(tensors, self._results)
         return tensors
 
+    def _accepts(self, tensors: Sequence[Any]) -> bool:
+        """Return whether these are different tensors that the graph can take."""
+        try:
+            for tensor, facts in zip(tensors, self._tensors, strict=True):
+                shape, stride, dtype, device, requires_grad = facts
+                if (
+                    not isinstance(tensor, torch.Tensor)
+                    or tensor.shape != shape
+                    or not same_layout(shape, tensor.stride(), stride)
+                    or tensor.dtype is not dtype
+                    or tensor.device != device
+                    or (tensor.requires_grad and not requires_grad)
+                ):
+                    return False
+        except RuntimeError:  # a sparse tensor has no strides
+            return False
+        return len({*map(id, tensors)}) == len(tensors)
+
     def _check_leaves(self, tensors: Sequence[torch.Tensor], results: frozenset[int]) -> None:
         for number, tensor in enumerate(tensors):
             if tensor.requires_grad and tensor.is_leaf is (number in results):
-                path, _ = self._named[self._tensors[number][0]]
+                path, _ = self._named[self._firsts[number]]
                 kinds = ("a leaf of autograd", "the result of an operator")
                 was, now = kinds[number in results], kinds[not tensor.is_leaf]
                 raise ReplayMismatchError(

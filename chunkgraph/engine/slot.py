@@ -89,13 +89,16 @@ class Slot:
         self.differentiable_inputs = tuple(
             i for i, grad in enumerate(self.input_grads) if grad is not None
         )
-        self._places = [(t.data_ptr(), t.stride()) for t in self.inputs]
-        self._addresses = {address for address, _ in self._places}
+        self._places = [(i, t.data_ptr(), t.stride(), t) for i, t in enumerate(self.inputs)]
+        self._addresses = {t.data_ptr() for t in self.inputs}
         self._sources: list[LoadedSource | None] = [None] * len(self.inputs)
         self.has_frozen_outputs = len(self.differentiable) < len(self.output_tensors)
         self._hand_out = tuple(
-            duplicate(t) if self.copies_outputs else torch.detach for t in self.output_tensors
+            (duplicate(t) if self.copies_outputs else torch.detach, t) for t in self.output_tensors
         )
+        # One tensor, of which nothing has to be watched while the caller has it.
+        is_watched = self.has_frozen_outputs or self.guarded or self.nested
+        self.plain_output = None if is_watched or not self.is_single else self._hand_out[0]
         self._hand_out_grads = tuple(
             (duplicate(g) if self.keeps_input_grads else torch.detach, g)
             for g in self.input_grads
@@ -119,24 +122,28 @@ class Slot:
         sources = self._sources
         statics: list[torch.Tensor] = []
         copied: list[torch.Tensor] = []
-        for i, given in enumerate(tensors):
+        for i, address, stride, static in self._places:
+            tensor = tensors[i]
             source = sources[i]
             if source is not None:
-                if source.is_still(given):
+                if source.is_still(tensor):
                     continue
                 sources[i] = None
-            address, stride = self._places[i]
-            if given.data_ptr() != address:
-                statics.append(self.inputs[i])
+            pointer = tensor.data_ptr()
+            if pointer != address:
                 # What lies in another static input is read before that one is written.
-                copied.append(given.clone() if given.data_ptr() in self._addresses else given)
-                sources[i] = LoadedSource.of(given)
-            elif given.stride() != stride:  # a view of what was received
-                statics.append(self.inputs[i])
-                copied.append(given.clone())
+                copied.append(tensor.clone() if pointer in self._addresses else tensor)
+                statics.append(static)
+                if tensor.__dict__:
+                    sources[i] = LoadedSource.of(tensor)
+            elif tensor.stride() != stride:  # a view of what was received
+                copied.append(tensor.clone())
+                statics.append(static)
+        if not copied:
+            return
         if len(copied) == 1:
             statics[0].copy_(copied[0])
-        elif copied:  # one launch for all that have one dtype
+        else:  # one launch for all that have one dtype
             torch._foreach_copy_(statics, copied)
 
     def forget_sources(self) -> None:
@@ -188,7 +195,7 @@ class Slot:
 
     def hand_out(self) -> list[torch.Tensor]:
         """Return the output tensors for the caller: copies, or aliases where they are lent."""
-        return [give(t) for give, t in zip(self._hand_out, self.output_tensors, strict=True)]
+        return [give(tensor) for give, tensor in self._hand_out]
 
     def hand_out_input_grads(self) -> list[torch.Tensor]:
         """Return the input gradients for autograd: copies, or aliases where they are lent."""

@@ -26,6 +26,21 @@ class SlotState(Enum):
     BACKWARD = "in backward"
 
 
+class _Use:
+    """The microbatch that holds a slot."""
+
+    __slots__ = ("is_in_backward", "microbatch", "turn")
+
+    def __init__(self, microbatch: int, turn: int) -> None:
+        self.microbatch = microbatch
+        self.turn = turn
+        self.is_in_backward = False
+
+    @property
+    def state(self) -> SlotState:
+        return SlotState.BACKWARD if self.is_in_backward else SlotState.FORWARD_DONE
+
+
 class SlotMachine:
     """Hands out and takes back the slots of one rank's model chunks.
 
@@ -66,7 +81,6 @@ class SlotMachine:
         self._rank = rank
         self._in_step = False
         self.latest_turn = 0
-        self._turns = [[0] * count for count in num_slots]  # by set
         self._events: list[Event] = []
         self._reset()
 
@@ -96,16 +110,21 @@ class SlotMachine:
         return self._free[self._set_of[chunk]].bit_count()
 
     def state(self, chunk: int, slot: int) -> SlotState:
-        """What a slot is doing."""
+        """Return what a slot is doing."""
         self._check_place("state", chunk, None, slot)
-        return self._states[self._set_of[chunk]][slot]
+        holder = self._holder(chunk, slot)
+        return SlotState.FREE if holder is None else self._uses[holder, slot].state
 
     def microbatch(self, chunk: int, slot: int) -> int | None:
-        """The microbatch a slot holds, None if it is free."""
+        """Return the microbatch that a slot holds, None if it is free."""
         self._check_place("state", chunk, None, slot)
+        holder = self._holder(chunk, slot)
+        return None if holder is None else self._uses[holder, slot].microbatch
+
+    def _holder(self, chunk: int, slot: int) -> int | None:
+        """Return the chunk whose microbatch is in a slot that ``chunk`` may use."""
         of_set = self._set_of[chunk]
-        is_free = self._states[of_set][slot] is SlotState.FREE
-        return None if is_free else self._microbatches[of_set][slot]
+        return next((c for c, s in self._uses if s == slot and self._set_of[c] == of_set), None)
 
     def begin_step(self, schedule: Schedule | None = None) -> None:
         """Start a step.
@@ -160,12 +179,9 @@ class SlotMachine:
         lowest = free & -free
         slot = lowest.bit_length() - 1
         self._free[of_set] = free ^ lowest
-        self._states[of_set][slot] = SlotState.FORWARD_DONE
-        self._microbatches[of_set][slot] = microbatch
-        self._chunks[of_set][slot] = chunk
         self._num_forwards[chunk] += 1
-        self.latest_turn += 1
-        self._turns[of_set][slot] = self.latest_turn
+        self.latest_turn = turn = self.latest_turn + 1
+        self._uses[chunk, slot] = _Use(microbatch, turn)
         self._events.append(("forward", chunk, microbatch, slot))
         return slot
 
@@ -181,27 +197,29 @@ class SlotMachine:
             SlotError: Outside a step, unknown chunk or slot, the slot holds no finished forward, or
                 that of another microbatch.
         """
+        use = self._uses.get((chunk, slot))
+        if use is None or use.is_in_backward or (turn is not None and turn != use.turn):
+            self._refuse_backward(chunk, slot, use)
+        use.is_in_backward = True
+        self._events.append(("backward", chunk, use.microbatch, slot))
+
+    def _refuse_backward(self, chunk: int, slot: int, use: _Use | None) -> NoReturn:
         self._check_holds("backward", chunk, slot)
-        of_set = self._set_of[chunk]
-        state = self._states[of_set][slot]
-        if state is not SlotState.FORWARD_DONE:
-            if state is SlotState.FREE:
-                what, advice = "is free, there is nothing to run backward", (
-                    "run the forward first, and each backward only once (retain_graph does not "
-                    "work with slots)"
-                )  # fmt: skip
-            else:
-                what, advice = "is in backward already", "run each backward only once"
-            self._refuse("backward", chunk, None, slot, f"slot {slot} {what}", advice)
-        if turn is not None and turn != self._turns[of_set][slot]:
-            self._refuse(
-                "backward", chunk, None, slot,
-                f"slot {slot} holds another microbatch by now; this one's forward is gone",
+        if use is None:
+            what = f"slot {slot} is free, there is nothing to run backward"
+            advice = (
+                "run the forward first, and each backward only once (retain_graph does not work "
+                "with slots)"
+            )
+        elif use.is_in_backward:
+            what, advice = f"slot {slot} is in backward already", "run each backward only once"
+        else:
+            what = f"slot {slot} holds another microbatch by now; this one's forward is gone"
+            advice = (
                 "run each backward once, in the step of its forward (retain_graph does not work "
-                "with slots)",
-            )  # fmt: skip
-        self._states[of_set][slot] = SlotState.BACKWARD
-        self._events.append(("backward", chunk, self._microbatches[of_set][slot], slot))
+                "with slots)"
+            )
+        self._refuse("backward", chunk, None, slot, what, advice)
 
     def release(self, chunk: int, slot: int) -> None:
         """Free a slot after its backward (after W where the backward is split).
@@ -209,18 +227,17 @@ class SlotMachine:
         Raises:
             SlotError: Outside a step, unknown chunk or slot, or the slot is not in backward.
         """
-        self._check_holds("release", chunk, slot)
-        of_set = self._set_of[chunk]
-        state = self._states[of_set][slot]
-        if state is not SlotState.BACKWARD:
-            if state is SlotState.FREE:
+        use = self._uses.get((chunk, slot))
+        if use is None or not use.is_in_backward:
+            self._check_holds("release", chunk, slot)
+            if use is None:
                 what, advice = "is free already", "release each slot once"
             else:
                 what, advice = "still waits for its backward", "call begin_backward() first"
             self._refuse("release", chunk, None, slot, f"slot {slot} {what}", advice)
-        self._states[of_set][slot] = SlotState.FREE
-        self._free[of_set] |= 1 << slot
-        self._events.append(("release", chunk, self._microbatches[of_set][slot], slot))
+        del self._uses[chunk, slot]
+        self._free[self._set_of[chunk]] |= 1 << slot
+        self._events.append(("release", chunk, use.microbatch, slot))
 
     def end_step(self) -> None:
         """End a step.
@@ -246,9 +263,7 @@ class SlotMachine:
         counts = [self._num_slots[of_set] for of_set in dict.fromkeys(self._set_of)]
         # Bit s of a set's number is set while its slot s is free.
         self._free = [(1 << count) - 1 for count in counts]
-        self._states = [[SlotState.FREE] * count for count in counts]
-        self._microbatches = [[-1] * count for count in counts]
-        self._chunks = [[-1] * count for count in counts]
+        self._uses: dict[tuple[int, int], _Use] = {}  # by chunk and slot, of slots in use
         self._num_forwards = [0] * len(self._num_slots)
 
     def _check_holds(self, what: str, chunk: int, slot: int) -> None:
@@ -259,9 +274,8 @@ class SlotMachine:
         ):
             self._check_in_step(what, chunk, None, slot)
             self._check_place(what, chunk, None, slot)
-        of_set = self._set_of[chunk]
-        holder = self._chunks[of_set][slot]
-        if holder != chunk and self._states[of_set][slot] is not SlotState.FREE:
+        holder = self._holder(chunk, slot)
+        if holder is not None and holder != chunk:
             self._refuse(
                 what, chunk, None, slot, f"slot {slot} holds a microbatch of chunk {holder}",
                 "pass the chunk that acquire_forward() was called with",
@@ -300,10 +314,8 @@ class SlotMachine:
         advice: str,
     ) -> NoReturn:
         busy = [
-            (self._chunks[number][index], index, self._microbatches[number][index], state.value)
-            for number, states in enumerate(self._states)
-            for index, state in enumerate(states)
-            if state is not SlotState.FREE
+            (*place, use.microbatch, use.state.value)
+            for place, use in sorted(self._uses.items(), key=lambda item: item[0])
         ]
         raise SlotError(
             describe_misuse(

@@ -15,6 +15,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter, is_not
 
 import torch
 from torch import nn
@@ -22,12 +23,13 @@ from torch import nn
 from chunkgraph.engine.layout import dense_strides, span
 from chunkgraph.errors import ReplayMismatchError
 
-__all__ = ["Binding", "GradMemory"]
+__all__ = ["Binding", "GradMemory", "use_count"]
 
 _ALIGNMENT_BYTES = 512  # of the CUDA allocator: kernels see the alignment that eager memory has
 
 
-_use_count = torch._C._storage_Use_Count
+use_count: Callable[[int], int] = torch._C._storage_Use_Count
+"""Return the number of tensors on a storage, by its address."""
 
 _Reference = Callable[[], torch.Tensor | None]
 """A weak reference to a tensor."""
@@ -35,6 +37,10 @@ _Reference = Callable[[], torch.Tensor | None]
 
 def _nothing() -> None:
     """A reference to no tensor."""
+
+
+_grad = attrgetter("grad")
+_NO_PARAMETER = nn.Parameter(torch.empty(0))
 
 
 @dataclass
@@ -45,25 +51,32 @@ class Binding:
         others: parameters whose gradient others refer to as well, or lies in memory otherwise, with
             that gradient and the sink: it stays, and is copied to the sink and back around each
             backward.
-        bound: the other parameters, with the tensors on the sinks that are their gradients.
+        bound: the other parameters.
+        references: the tensors on the sinks that are their gradients.
         is_fresh: whether none of the parameters had a gradient before; until the next backward.
+        generation: of the memory, by then.
     """
 
     others: list[tuple[nn.Parameter, torch.Tensor, torch.Tensor]]
-    bound: list[tuple[nn.Parameter, _Reference]]
+    bound: Sequence[nn.Parameter]
+    references: Sequence[_Reference]
     is_fresh: bool
+    generation: int = -1
+
+    def __post_init__(self) -> None:
+        self.first = self.bound[0] if self.bound else _NO_PARAMETER
+        # Held, since reading an attribute is slow while nothing in Python refers to its tensor.
+        self.grad_of_first = self.first.grad
 
     def is_current(self) -> bool:
         """Return whether the first bound parameter and all others still have these gradients."""
-        if self.bound:
-            parameter, bound = self.bound[0]
-            if parameter.grad is not bound():
-                return False
-        return not self.others or all(p.grad is grad for p, grad, _ in self.others)
+        return self.first.grad is self.grad_of_first and (
+            not self.others or all(p.grad is grad for p, grad, _ in self.others)
+        )
 
     def num_replaced(self) -> int:
         """Return how many of the bound parameters have another gradient by now, or none."""
-        return sum(parameter.grad is not bound() for parameter, bound in self.bound)
+        return sum(map(is_not, map(_grad, self.bound), [bound() for bound in self.references]))
 
     def before_backward(self) -> None:
         """Load the sinks of ``others``."""
@@ -85,6 +98,10 @@ class GradMemory:
 
     Attributes:
         generation: grows whenever `bind` finds that somebody changed a gradient.
+        address: of the storage of the sinks, for `use_count`.
+        num_expected: the use count of that storage while no gradient was bound, dropped, replaced
+            or viewed since `bind`. A gradient that was dropped and is kept by reference does not
+            show.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -98,7 +115,7 @@ class GradMemory:
         device = self._parameters[0].device if self._parameters else None
         self._buffer = torch.zeros(end, dtype=torch.uint8, device=device)
         self._storage = self._buffer.untyped_storage()
-        self._address = self._storage._cdata
+        self.address = self._storage._cdata
         self._sinks = [
             torch.empty(0, dtype=p.dtype, device=p.device).set_(
                 self._storage, offset // p.element_size(), p.shape, dense_strides(p)
@@ -109,18 +126,15 @@ class GradMemory:
         self._bound: list[_Reference] = [_nothing] * len(self._parameters)
         self.generation = 0
         self._num_own = self._num_tensors()
-        self._num_expected = self._num_own
+        self.num_expected = self._num_own
 
     def sink(self, parameter: nn.Parameter) -> torch.Tensor:
         """Return the memory that graphs add the gradient of ``parameter`` to."""
         return self._sinks[self._index[id(parameter)]]
 
     def has_changed(self) -> bool:
-        """Return whether a gradient was bound, dropped, replaced or viewed since `bind`.
-
-        A gradient that was dropped and is kept by reference does not show.
-        """
-        return _use_count(self._address) != self._num_expected
+        """Return whether a gradient was bound, dropped, replaced or viewed since `bind`."""
+        return use_count(self.address) != self.num_expected
 
     def bind(self, parameters: Sequence[nn.Parameter]) -> Binding:
         """Make the gradients of ``parameters`` their sinks, before a backward adds to them.
@@ -133,15 +147,19 @@ class GradMemory:
         """
         if self.has_changed():
             self.generation += 1
-        unbound = [i for i in (self._index[id(p)] for p in parameters) if not self._is_bound(i)]
+        indices = [*map(self._index.__getitem__, map(id, parameters))]
+        unbound = self._unbound(parameters, indices)
         self._leave_to_keepers(unbound)
+        are_none = all(self._parameters[i].grad is None for i in unbound)
+        is_filled = are_none and len(unbound) == len(self._sinks) and self._fill_all()
         others: list[tuple[nn.Parameter, torch.Tensor, torch.Tensor]] = []
         num_fresh = 0
         for index in unbound:
             parameter, sink = self._parameters[index], self._sinks[index]
             if parameter.grad is None:
                 # The one value x with x + g equal to g in every bit, also where g is -0.0.
-                sink.fill_(-0.0)
+                if not is_filled:
+                    sink.fill_(-0.0)
                 num_fresh += 1
             elif (
                 _references(parameter) != _SOLE_REFERENCES
@@ -154,17 +172,32 @@ class GradMemory:
             bound = sink.detach()
             parameter.grad = bound
             self._bound[index] = weakref.ref(bound)
-        self._num_expected = self._num_tensors()
+        self.num_expected = self._num_tensors()
         kept = {id(parameter) for parameter, _, _ in others}
-        on_sinks = [(p, self._bound[self._index[id(p)]]) for p in parameters if id(p) not in kept]
-        return Binding(others, on_sinks, is_fresh=num_fresh == len(parameters))
+        on_sinks = [p for p in parameters if id(p) not in kept] if kept else parameters
+        references = [self._bound[i] for i in indices if id(self._parameters[i]) not in kept]
+        is_fresh = num_fresh == len(parameters)
+        return Binding(others, on_sinks, references, is_fresh, self.generation)
 
-    def _is_bound(self, index: int) -> bool:
-        grad, last, sink = self._parameters[index].grad, self._bound[index], self._sinks[index]
-        if grad is None:
-            return False
-        if last() is grad:
-            return True
+    def _fill_all(self) -> bool:
+        """Fill all sinks with -0.0 at once, if they have one dtype."""
+        dtype, *others = {sink.dtype for sink in self._sinks}
+        if not others:
+            self._buffer.view(dtype).fill_(-0.0)
+        return not others
+
+    def _unbound(self, parameters: Sequence[nn.Parameter], indices: Sequence[int]) -> list[int]:
+        """Return the indices of parameters whose gradient is not the sink."""
+        bound = self._bound
+        return [
+            i
+            for i, grad in zip(indices, map(_grad, parameters), strict=True)
+            if grad is None or (grad is not bound[i]() and not self._is_alias(i, grad))
+        ]
+
+    def _is_alias(self, index: int, grad: torch.Tensor) -> bool:
+        """Return whether ``grad`` is the sink by another name, and go on with it if so."""
+        sink = self._sinks[index]
         is_alias = grad.data_ptr() == sink.data_ptr() and grad.stride() == sink.stride()
         if is_alias and grad.numel():
             self._bound[index] = weakref.ref(grad)
@@ -191,13 +224,13 @@ class GradMemory:
             )
 
     def _num_tensors(self) -> int:
-        return _use_count(self._address)
+        return use_count(self.address)
 
 
 def _references(parameter: nn.Parameter) -> tuple[int, int]:
     grad = parameter.grad
     assert grad is not None
-    return sys.getrefcount(grad), _use_count(grad.untyped_storage()._cdata)
+    return sys.getrefcount(grad), use_count(grad.untyped_storage()._cdata)
 
 
 def _sole_references() -> tuple[int, int]:

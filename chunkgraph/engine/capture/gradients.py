@@ -9,14 +9,17 @@ recomputation runs backwards inside the backward; their gradients arrive at the 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import nn
 
 from chunkgraph.engine.capture.accumulate import new_accumulate
-from chunkgraph.engine.capture.grad_memory import Binding, GradMemory
+from chunkgraph.engine.capture.grad_memory import Binding, GradMemory, use_count
 from chunkgraph.engine.chunk import GradientMarker
 from chunkgraph.errors import ReplayMismatchError
 
@@ -24,6 +27,7 @@ __all__ = ["GradientSinks"]
 
 _Hook = Callable[[torch.Tensor], None]
 _NODES_PER_STEP = 8
+_UNBOUND = Binding([], [], [], is_fresh=False)
 
 
 class GradientSinks:
@@ -51,12 +55,13 @@ class GradientSinks:
             for p, has in zip(self.parameters, self._has_main_grad, strict=True)
         ]
         self._accumulate = new_accumulate(self._sinks, [p.dtype for p in self.parameters])
+        every = zip(self.parameters, self._has_main_grad, strict=True)
+        self._own = [p for p, has in every if not has]
+        self._owns_any = bool(self._own)
         self._addresses = self._current_addresses()
-        self._owns_any = not all(self._has_main_grad)
         self._trained: dict[tuple[int, ...], tuple[int, ...]] = {}
         self._bound_for: tuple[int, ...] | None = None
-        self._binding = Binding([], [], is_fresh=False)
-        self._generation = -1
+        self._binding = _UNBOUND
         self._num_steps = 0
 
     @property
@@ -130,17 +135,16 @@ class GradientSinks:
             ReplayMismatchError: a parameter or its gradient buffer was replaced since capture, or
                 a hook waits for a gradient.
         """
-        if self._current_addresses() != self._addresses:
-            now = self._current_addresses()
+        if (now := self._current_addresses()) != self._addresses:
             index = next(i for i, address in enumerate(now) if address != self._addresses[i])
             raise ReplayMismatchError(
-                f"{self._label}: parameter {index} "
-                f"(shape {tuple(self.parameters[index].shape)}) or its main_grad was moved to "
-                "other memory after capture, or has no main_grad any more; the graphs would use "
-                "the old one. Update it in place (copy_), or release the graphs and capture again."
+                f"{self._label}: the main_grad of parameter {index} "
+                f"(shape {tuple(self.parameters[index].shape)}) was moved to other memory after "
+                "capture, or there is none any more; the graphs would use the old one. Update it "
+                "in place (copy_), or release the graphs and capture again."
             )
         self._refuse_hooks()
-        self._bound_for = None
+        self._bound_for, self._binding = None, _UNBOUND
 
     def _refuse_hooks(self) -> None:
         """Refuse hooks that wait for gradients: a replay calls none.
@@ -150,22 +154,22 @@ class GradientSinks:
         """
         if not self._owns_any:
             return
-        own = [i for i, has in enumerate(self._has_main_grad) if not has]
+        own = self._own
         start = self._num_steps * _NODES_PER_STEP % len(own)
         self._num_steps += 1
-        looked_at = set((own * 2)[start : start + min(_NODES_PER_STEP, len(own))])
-        for index in own:
-            parameter = self.parameters[index]
-            if (
-                parameter._backward_hooks
-                or getattr(parameter, "_post_accumulate_grad_hooks", None)
-                or (index in looked_at and _has_hooks(parameter))
-            ):
-                raise ReplayMismatchError(
-                    f"{self._label}: a hook waits for the gradient of parameter {index} (shape "
-                    f"{tuple(parameter.shape)}), and a replay calls none. Remove it, and do its "
-                    "work after the step or in Chunk.after_backward."
-                )
+        looked_at = (own[start:] + own[:start])[:_NODES_PER_STEP]
+        hooked = [
+            *filter(_backward_hooks, own),
+            *filter(_post_accumulate_hooks, own),
+            *itertools.compress(looked_at, _have_hooks(looked_at)),
+        ]
+        if hooked:
+            index = next(i for i, p in enumerate(self.parameters) if p is hooked[0])
+            raise ReplayMismatchError(
+                f"{self._label}: a hook waits for the gradient of parameter {index} (shape "
+                f"{tuple(hooked[0].shape)}), and a replay calls none. Remove it, and do its "
+                "work after the step or in Chunk.after_backward."
+            )
 
     def before_backward(self, trained: tuple[int, ...]) -> Binding:
         """Make ``param.grad`` the sinks, before a replay adds to them.
@@ -176,25 +180,26 @@ class GradientSinks:
         Raises:
             ReplayMismatchError: somebody keeps views of a gradient that was dropped.
         """
+        binding, memory = self._binding, self._memory
         if not self._owns_any:
-            return self._binding
-        memory = self._memory
+            return binding
         if (
-            self._bound_for is not trained
-            or self._generation != memory.generation
-            or memory.has_changed()
-            or not self._binding.is_current()
+            trained is self._bound_for
+            and use_count(memory.address) == memory.num_expected
+            and binding.generation == memory.generation
+            and binding.is_current()
         ):
-            own = [self.parameters[i] for i in trained if not self._has_main_grad[i]]
-            with torch.no_grad():
-                self._binding = memory.bind(own)
-            self._bound_for, self._generation = trained, memory.generation
+            binding.is_fresh = False
         else:
-            self._binding.is_fresh = False
-        if self._binding.others:
+            own = [self.parameters[i] for i in trained if not self._has_main_grad[i]]
+            self._binding = binding = _UNBOUND  # which holds no gradient
             with torch.no_grad():
-                self._binding.before_backward()
-        return self._binding
+                self._binding = binding = memory.bind(own)
+            self._bound_for = trained
+        if binding.others:
+            with torch.no_grad():
+                binding.before_backward()
+        return binding
 
     def end_step(self) -> None:
         """Make sure that no gradient was lost in the step.
@@ -228,16 +233,35 @@ class GradientSinks:
 
         return receive
 
-    def _current_addresses(self) -> list[tuple[int, int]]:
-        return [
-            (p.data_ptr(), p.main_grad.data_ptr() if hasattr(p, "main_grad") else 0)
-            for p in self.parameters
+    def _current_addresses(self) -> list[int]:
+        grads = [
+            getattr(p, "main_grad", None) if has else p.__dict__.get("main_grad")
+            for p, has in zip(self.parameters, self._has_main_grad, strict=True)
         ]
+        return [0 if grad is None else grad.data_ptr() for grad in grads]
 
 
-def _has_hooks(parameter: nn.Parameter) -> bool:
-    """Return whether autograd's node of a parameter has hooks; torch keeps them in one dict."""
-    node = torch.autograd.graph.get_gradient_edge(parameter).node
+class _Edges(torch.autograd.Function):
+    """A node of which only the edges are looked at."""
+
+    @staticmethod
+    def forward(_ctx: Any, *parameters: torch.Tensor) -> torch.Tensor:
+        return parameters[0].new_empty(0)
+
+    @staticmethod
+    def backward(_ctx: Any, *_grads: torch.Tensor) -> Any:
+        raise NotImplementedError
+
+
+def _have_hooks(parameters: Sequence[nn.Parameter]) -> list[bool]:
+    """Return whether autograd's node of each parameter has hooks."""
+    with torch.enable_grad():
+        node = _Edges.apply(*parameters).grad_fn
+    return [edge[0] is not None and _has_hooks(edge[0]) for edge in node.next_functions]
+
+
+def _has_hooks(node: Any) -> bool:
+    """Return whether a node has hooks; torch keeps them in one dict, which a handle refers to."""
     for register in (node.register_hook, node.register_prehook):
         handle = register(_nothing)
         hooks = handle.hooks_dict_ref()
@@ -249,6 +273,10 @@ def _has_hooks(parameter: nn.Parameter) -> bool:
 
 def _nothing(*_: object) -> None:
     """Wait for nothing."""
+
+
+_backward_hooks = attrgetter("_backward_hooks")
+_post_accumulate_hooks = attrgetter("_post_accumulate_grad_hooks")
 
 
 def _has_a_bit(tensor: torch.Tensor) -> bool:

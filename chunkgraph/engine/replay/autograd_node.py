@@ -66,6 +66,9 @@ class SlotReplay(torch.autograd.Function):
         runner.replay_forward(slot, tensors)
         ctx.replayed = runner, slot, slot.turn
         ctx.set_materialize_grads(False)
+        if slot.plain_output is not None:
+            hand_out, output = slot.plain_output
+            return hand_out(output)
         outputs = tuple(slot.hand_out())
         if slot.guarded:
             ctx.save_for_backward(*[outputs[i] for i in slot.guarded])
@@ -79,30 +82,25 @@ class SlotReplay(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
-        """Replay the backward."""
-        return _backward(ctx, *grads)
+        """Replay the backward.
 
-
-def _backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
-    """Replay the backward, without gradients of it.
-
-    Input gradients lie where the next backward writes its own. Autograd holds them beyond that
-    where several nodes read one tensor (it adds up what all of them return) and where a leaf keeps
-    them. So they are copied, unless the caller is known to be done with them by then.
-    """
-    runner, slot, turn = ctx.replayed
-    if torch.is_grad_enabled():
-        raise ReplayMismatchError(
-            f"{slot.label}: backward(create_graph=True) asks for gradients that can be "
-            "differentiated again, which a replay does not give.\n  To do: leave create_graph out, "
-            "or ask for an eager step (`step(eager=True)`)."
-        )
-    if slot.guarded:
-        _refuse_changed_outputs(ctx, slot)
-    if slot.nested:
-        _refuse_hooks_on_outputs(ctx, slot)
-    runner.replay_backward(slot, turn, grads)
-    return (None, None, None, *slot.hand_out_input_grads(), None)
+        Input gradients lie where the next backward writes its own. Autograd holds them beyond that
+        where several nodes read one tensor (it adds up what all of them return) and where a leaf
+        keeps them. So they are copied, unless the caller is known to be done with them by then.
+        """
+        runner, slot, turn = ctx.replayed
+        if torch.is_grad_enabled():
+            raise ReplayMismatchError(
+                f"{slot.label}: backward(create_graph=True) asks for gradients that can be "
+                "differentiated again, which a replay does not give.\n  To do: leave create_graph "
+                "out, or ask for an eager step (`step(eager=True)`)."
+            )
+        if slot.guarded:
+            _refuse_changed_outputs(ctx, slot)
+        if slot.nested:
+            _refuse_hooks_on_outputs(ctx, slot)
+        runner.replay_backward(slot, turn, grads)
+        return (None, None, None, *slot.hand_out_input_grads(), None)
 
 
 def _refuse_changed_outputs(ctx: Any, slot: Slot) -> None:

@@ -149,9 +149,10 @@ class Replayer:
             ReplayMismatchError: the call does not fit what was captured.
             SlotError: no slot is free.
         """
-        captured = self._captured
-        assert captured is not None
-        captured.models[c].check_call()
+        captured: CapturedRank = self._captured  # type: ignore[assignment]
+        model = captured.models[c]
+        if not model.is_as_captured():
+            model.check_call()
         reserved = self._reserved[c]
         key = reserved[0].bank if reserved else self._banks.key_of_next(c)
         tensors = captured.banks[key].signatures[c].tensors_of(args, kwargs)
@@ -209,7 +210,9 @@ class Replayer:
         c = slot.chunk
         self._machine.begin_backward(c, slot.index, turn)
         waiting = self._awaiting_grads[c]
-        if slot in waiting:
+        if waiting and waiting[0] is slot:
+            waiting.popleft()
+        elif slot in waiting:
             waiting.remove(slot)
         autocast = slot.backward_autocast
         if autocast is not None and not autocast.is_now():
@@ -231,8 +234,7 @@ class Replayer:
         before = self._chunks[c].before_backward
         if before is not None:
             before()
-        assert slot.backward_graph is not None
-        slot.backward_graph.replay()
+        slot.backward_graph.replay()  # type: ignore[union-attr]
         if self._verifying is not None:
             self._verifying.after_backward(slot)
         if binding.others:

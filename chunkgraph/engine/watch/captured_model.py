@@ -14,17 +14,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from operator import attrgetter, is_, itemgetter
+from itertools import chain
+from operator import attrgetter, is_, itemgetter, methodcaller
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 from chunkgraph.engine.chunk import Chunk
+from chunkgraph.engine.tensor_guard import new_guard
+from chunkgraph.engine.watch.cast_cache import hold_stale_casts
 from chunkgraph.engine.watch.windows import Windows
 from chunkgraph.errors import CaptureError, ReplayMismatchError
 
-__all__ = ["CapturedModel", "saved_tensors_hooks"]
+__all__ = ["CapturedModel", "check_surroundings", "saved_tensors_hooks"]
 
 _REMEDY = (
     "the graphs would go on as before. Update tensors in place (copy_), or release the graphs and "
@@ -37,6 +41,9 @@ _shape = attrgetter("shape")
 _address = torch.Tensor.data_ptr
 _stride = torch.Tensor.stride
 _training = itemgetter("training")
+_modules = itemgetter("_modules")
+_tensors = itemgetter("_parameters", "_buffers")
+_values = methodcaller("values")
 
 
 @dataclass(frozen=True)
@@ -79,6 +86,7 @@ class _Part:
 
 _PLAIN = frozenset({bool, int, float, str, tuple, type(None)})
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_hooks = itemgetter(*_HOOKS)
 _LIBRARIES = frozenset({"chunkgraph", "megatron", "torch", "transformer_engine"})
 """Their hooks come and go around steps; what they do is known."""
 
@@ -92,6 +100,7 @@ class CapturedModel:
     Attributes:
         label: of the chunk.
         parameters: those that train.
+        is_as_captured: a cheap comparison at every call; if it fails, `check_call` says why.
     """
 
     def __init__(self, chunk: Chunk) -> None:
@@ -121,12 +130,15 @@ class CapturedModel:
         self._known = [tensor for tensor, _ in named.values()]
         self._names = [name for _, name in named.values()]
         self._trains = [*map(_requires_grad, self._known)]
-        self._places = self._places_now()
+        self._addresses = [*map(_address, self._known)]
+        self._layouts = self._layouts_now()
+        self._fits: Callable[..., bool] | None = None  # compares them at once
         counted = [held for held in named.values() if _is_counted(held[0])]
         self._counted = [tensor for tensor, _ in counted]
         self._counted_names = [name for _, name in counted]
         self._versions = [*map(_version, self._counted)]
-        self._windows = Windows(self._module, self._caches) if self._module is not None else None
+        module = self._module if self._module is not None else nn.Module().train()
+        self.is_as_captured = Windows(module, self._caches).next_is_as_captured
         self._take_settings()
         self._hooks = self._hooks_now()
 
@@ -187,19 +199,18 @@ class CapturedModel:
         self._take()
 
     def check_call(self) -> None:
-        """Compare, at every call, as much as costs next to nothing.
+        """Compare, at a call that ``is_as_captured`` does not find plain.
 
         Raises:
-            ReplayMismatchError: the module is not as it was captured, or somebody is to be given
-                what autograd saves.
+            ReplayMismatchError: the module is not as it was captured, somebody is to be given what
+                autograd saves, or see `check_surroundings`.
         """
-        if _active_hooks(False) is not None and (what := saved_tensors_hooks()):
+        if what := saved_tensors_hooks():
             raise ReplayMismatchError(f"{self.label} is called {what}")
-        if self._windows is not None and not self._windows.next_is_as_captured():
-            self.check()
-            assert self._module is not None
-            if self._module.training is not self._modes[0]:
-                raise self._other_mode("", self._module)
+        check_surroundings(self.label, self.parameters)
+        self.check()
+        if self._module is not None and self._module.training is not self._modes[0]:
+            raise self._other_mode("", self._module)
 
     def begin_step(self) -> None:
         """Compare, before a step, and count writes from now on.
@@ -243,17 +254,13 @@ class CapturedModel:
 
     def _hooks_now(self) -> list[int]:
         """Return the numbers that torch gave to the hooks of all parts."""
-        return [
-            number
-            for attributes in self._attributes
-            for name in _HOOKS
-            for number in attributes[name]
-        ]
+        every = map(_hooks, self._attributes)
+        return [*chain.from_iterable(chain.from_iterable(every))]
 
     def _check_hooks(self) -> None:
         if self._hooks_now() == self._hooks:
             return
-        known = set(self._hooks)
+        now, known = self._hooks_now(), set(self._hooks)
         for part in self._parts:
             for name in _HOOKS:
                 for number, hook in vars(part.module)[name].items():
@@ -264,6 +271,7 @@ class CapturedModel:
                             "capture, and a replay runs no Python. Remove it, or release the "
                             "graphs and capture again."
                         )
+        self._hooks = now
 
     def count_writes(self) -> None:
         """What was written by now was written while nothing was in flight."""
@@ -310,8 +318,14 @@ class CapturedModel:
             self._take_caches()
         if [*map(_requires_grad, self._known)] != self._trains:
             raise self._mismatch(self._other_grad_flags())
-        if (now := self._places_now()) != self._places:
-            moved = [n for n, a, b in zip(self._names, now, self._places, strict=True) if a != b]
+        if [*map(_address, self._known)] != self._addresses or not self._have_layouts():
+            places = zip(
+                self._names,
+                zip(self._addresses, self._layouts, strict=True),
+                zip(map(_address, self._known), self._layouts_now(), strict=True),
+                strict=True,
+            )
+            moved = [name for name, captured, now in places if captured != now]
             raise ReplayMismatchError(
                 f"{self.label}: {_list(moved)} was moved to other memory after capture, or has "
                 "another layout there; the graphs would read the old one. Update it in place "
@@ -319,19 +333,24 @@ class CapturedModel:
             )
 
     def _children_now(self) -> list[nn.Module | None]:
-        return [child for own in self._attributes for child in own["_modules"].values()]
+        return [*chain.from_iterable(map(_values, map(_modules, self._attributes)))]
 
     def _tensors_now(self) -> list[torch.Tensor | None]:
-        return [
-            tensor
-            for own in self._attributes
-            for kind in ("_parameters", "_buffers")
-            for tensor in own[kind].values()
-        ]
+        holders = chain.from_iterable(map(_tensors, self._attributes))
+        return [*chain.from_iterable(map(_values, holders))]
 
-    def _places_now(self) -> list[tuple[int, tuple[int, ...], torch.Size]]:
-        known = self._known
-        return [*zip(map(_address, known), map(_stride, known), map(_shape, known), strict=True)]
+    def _have_layouts(self) -> bool:
+        """Return whether all tensors have the shapes and strides of the capture."""
+        if self._fits is not None and self._fits(*self._known):
+            return True
+        if self._layouts_now() != self._layouts:
+            return False
+        if self._fits is None:
+            self._fits = new_guard(self._known)
+        return True
+
+    def _layouts_now(self) -> list[tuple[tuple[int, ...], torch.Size]]:
+        return [*zip(map(_stride, self._known), map(_shape, self._known), strict=True)]
 
     def _other_mode(self, path: str, module: nn.Module) -> ReplayMismatchError:
         name = f"{path} of {self.label}" if path else self.label
@@ -394,6 +413,32 @@ def saved_tensors_hooks() -> str:
     )
 
 
+def check_surroundings(label: str, parameters: Sequence[nn.Parameter]) -> None:
+    """Refuse a call where an eager one would do what no replay does.
+
+    Args:
+        label: of the chunk, for errors.
+        parameters: of the chunk.
+
+    Raises:
+        ReplayMismatchError: something else than reverse-mode autograd differentiates or maps it, or
+            autocast has old casts of its parameters.
+    """
+    if forward_ad._current_level >= 0 or _are_transforms_active():
+        raise ReplayMismatchError(
+            f"{label} is called under torch.func (grad, vmap, jvp) or forward-mode autograd, "
+            "which a replay takes no part in. Call the module itself there, or transform inside of "
+            "it."
+        )
+    if hold_stale_casts(parameters):
+        raise ReplayMismatchError(
+            f"{label}: an optimizer has stepped inside the block of torch.autocast that the "
+            "call is in. Eager operators would go on with casts of the old parameters; a replay "
+            "would use the new ones. Enter autocast around each step, or around the calls."
+        )
+
+
+_are_transforms_active = torch._C._are_functorch_transforms_active
 _active_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _HARMLESS_HOOKS = ("torch.utils.checkpoint", "torch.autograd.graph")
 

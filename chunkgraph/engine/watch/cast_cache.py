@@ -16,10 +16,10 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-__all__ = ["hold_stale_casts", "watch_optimizers"]
+__all__ = ["hold_stale_casts", "stepped", "watch_optimizers"]
 
 
-class _Marked:
+class _Stepped:
     """Parameters stepped inside of a block, and a leaf whose cast shows whether it has ended."""
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class _Marked:
             return float(torch.mm(self._leaf, torch.ones(1, 1)))
 
 
-_marked = _Marked()
+stepped = _Stepped()
 
 
 @functools.cache
@@ -64,12 +64,12 @@ def watch_optimizers() -> None:
 def hold_stale_casts(parameters: Sequence[nn.Parameter]) -> bool:
     """Return whether eager operators would read casts of some of these from before a step."""
     return bool(
-        _marked.are_any
+        stepped.are_any
         and torch.is_autocast_cache_enabled()
-        and any(p in _marked.parameters for p in parameters)
-        and not _marked.has_ended()
+        and any(p in stepped.parameters for p in parameters)
+        and not stepped.has_ended()
     )
 
 
 def _after(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-    _marked.add(optimizer)
+    stepped.add(optimizer)

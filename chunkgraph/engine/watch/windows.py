@@ -9,13 +9,18 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
+
+from chunkgraph.engine.watch.cast_cache import stepped
 
 __all__ = ["Windows"]
 
 _SMALL = 8
 """Of as many layers and parameters, every call looks at all; of more it looks at the module itself,
-at its first parameter, and at one layer and one tensor in turn."""
+at its first parameter, and at one layer or one tensor in turn."""
 
+_are_transforms_active = torch._C._are_functorch_transforms_active
+_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _requires_grad = attrgetter("requires_grad")
 _training = itemgetter("training")
 
@@ -40,14 +45,15 @@ class Windows:
         places.sort(key=lambda place: not isinstance(place[2], nn.Parameter))
         parameters = [tensor for _, _, tensor in places if isinstance(tensor, nn.Parameter)]
         tensors = [tensor for _, _, tensor in places] or [torch.empty(0)]
-        windows = []
-        for i in range(max(len(attributes), len(tensors))):
-            own, tensor = attributes[i % len(attributes)], tensors[i % len(tensors)]
-            mode, trains = own["training"], tensor.requires_grad
-            windows.append((own, mode, tensor, trains, tensor.data_ptr()))
+        first, root = tensors[0], attributes[0]
+        # One layer or one tensor in each: what no call looks at otherwise is in no cache.
+        pairs = [(own, first) for own in attributes] + [(root, tensor) for tensor in tensors[1:]]
+        windows = [
+            (own, own["training"], tensor, tensor.requires_grad, tensor.data_ptr())
+            for own, tensor in pairs
+        ]
         self._next = cycle(windows).__next__
-        self._own, self._mode = attributes[0], module.training
-        self._first, self._trains = tensors[0], tensors[0].requires_grad
+        self._root, self._mode, self._first = root, module.training, first
         self._holder: dict[str, Any] = places[0][0] if places else {"": self._first}
         self._key = places[0][1] if places else ""
         is_small = max(len(attributes), len(parameters)) <= _SMALL
@@ -57,19 +63,23 @@ class Windows:
         self._flags = [*map(_requires_grad, self._parameters)]
 
     def next_is_as_captured(self) -> bool:
-        """Whether what the next window shows is as it was."""
+        """Return whether what the next window shows is as it was, and the call a plain one."""
         own, mode, tensor, trains, address = self._next()
-        first = self._first
-        if (
-            self._own["training"] is not self._mode
-            or own["training"] is not mode
-            or first.requires_grad is not self._trains
-            or tensor.requires_grad is not trains
-            or tensor.data_ptr() != address
-            or self._holder.get(self._key) is not first
-        ):
-            return False
-        return not self._all or (
-            [*map(_training, self._all)] == self._modes
-            and [*map(_requires_grad, self._parameters)] == self._flags
+        return (
+            self._root["training"] is self._mode
+            and own["training"] is mode
+            and tensor.requires_grad is trains
+            and tensor.data_ptr() == address
+            and self._holder.get(self._key) is self._first
+            and _saved_tensors_hooks(False) is None
+            and not _are_transforms_active()
+            and forward_ad._current_level < 0
+            and not stepped.are_any
+            and (
+                not self._all
+                or (
+                    [*map(_training, self._all)] == self._modes
+                    and [*map(_requires_grad, self._parameters)] == self._flags
+                )
+            )
         )
