@@ -256,8 +256,9 @@ class _Edges(torch.autograd.Function):
 def _have_hooks(parameters: Sequence[nn.Parameter]) -> list[bool]:
     """Return whether autograd's node of each parameter has hooks."""
     with torch.enable_grad():
-        node = _Edges.apply(*parameters).grad_fn
-    return [edge[0] is not None and _has_hooks(edge[0]) for edge in node.next_functions]
+        output = _Edges.apply(*parameters)  # the node lives as long as it does
+    edges = output.grad_fn.next_functions
+    return [node is not None and _has_hooks(node) for node, _ in edges]
 
 
 def _has_hooks(node: Any) -> bool:
