@@ -47,6 +47,24 @@ def test_one_tensor_that_two_microbatches_read_gets_both_gradients(
     assert torch.equal(replayed, gradient(layer))
 
 
+def test_a_view_that_becomes_an_input_gradient_is_captured(backend: GraphBackend) -> None:
+    """A layer on many rows gives a view of the gradient of its rows to what came before."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 4).to(backend.device) for _ in range(2)]
+    graphs = ChunkGraphs(layers, [1, 1], backend=backend)
+    x = torch.randn(2, 3, 4, device=backend.device, requires_grad=True)
+
+    def gradient(calls: Any) -> torch.Tensor:
+        return gradient_of(calls[1](calls[0](x)).square().sum(), nn.ModuleList(layers), x)
+
+    expected = gradient(layers)
+    for _ in range(2):
+        with graphs.step(1):
+            found = gradient(graphs.callables)
+    assert graphs.counters.backward_replays == 2
+    assert torch.equal(found, expected)
+
+
 def test_one_tensor_that_two_chunks_read_gets_both_gradients(backend: GraphBackend) -> None:
     torch.manual_seed(0)
     layers = [nn.Linear(4, 4).to(backend.device) for _ in range(2)]

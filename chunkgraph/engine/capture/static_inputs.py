@@ -76,7 +76,7 @@ class _AsResult(torch.autograd.Function):
         place, results = ctx.place
         if results is None:
             return grad, None
-        results[place] = grad
+        results[place] = grad.detach()  # no view, which would keep its base
         return None, None
 
 
