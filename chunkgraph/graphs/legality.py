@@ -37,6 +37,7 @@ __all__ = [
     "CapturedGenerator",
     "HostReadGuard",
     "as_without_guard",
+    "as_without_modes",
     "check_backward",
     "check_generator",
     "check_operator",
@@ -44,6 +45,7 @@ __all__ = [
 ]
 
 _aten = torch.ops.aten
+_num_modes = torch._C._len_torch_dispatch_stack
 
 # Tagged as dynamic, but static for the arguments checked below.
 _INDEXING = {_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default}
@@ -67,6 +69,8 @@ _HOST_READS: dict[Any, str] = {
 }
 _SAVED_STATE = "_chunkgraph_saved_in_capture"
 _SPLITS = {torch.tensor_split, torch.Tensor.tensor_split}
+_CASTING_INSIDE = {torch._transformer_encoder_layer_fwd, torch._native_multi_head_attention}
+_max_pool1d = torch.max_pool1d
 _one_hot = torch.nn.functional.one_hot
 
 # Backwards that read values on the host, unless torch sees a dispatch mode, for which it takes
@@ -241,6 +245,29 @@ class CapturedGenerator:
 
 
 @contextmanager
+def as_without_modes() -> Iterator[None]:
+    """Let torch run the operators that it runs where no dispatch mode is active."""
+    with replaced(torch, "max_pool1d", _of_one_operator):
+        yield
+
+
+def _of_one_operator(max_pool1d: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Run the kernel that a CPU has for inputs that need no gradient, whose result is contiguous.
+
+    Torch composes the operator of others, which lay it out as the input, where a mode is active,
+    unless autograd, which needs to know what it is made of, is passed by.
+    """
+
+    def call(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:  # noqa: A002
+        if not _num_modes() or (torch.is_grad_enabled() and input.requires_grad):
+            return max_pool1d(input, *args, **kwargs)
+        with torch._C._AutoDispatchBelowAutograd():
+            return max_pool1d(input, *args, **kwargs)
+
+    return call
+
+
+@contextmanager
 def as_without_guard() -> Iterator[None]:
     """Let torch choose what it runs as it does without a `HostReadGuard`, or refuse.
 
@@ -318,11 +345,20 @@ class HostReadGuard(TorchFunctionMode):
                 raise illegal_operation(resolve_name(func) or str(func), _BY_MASK, self.label)
         if func is _one_hot and len(args) + len(kwargs or {}) > 1:
             return _one_hot_of_device(*args, **(kwargs or {}))
+        if func is _max_pool1d:  # as imported by name, when it was not replaced
+            return torch.max_pool1d(*args, **(kwargs or {}))
         if func in _SPLITS and any(
             isinstance(a, torch.Tensor) for a in (*args[1:], *(kwargs or {}).values())
         ):
             raise illegal_operation(
                 "torch.tensor_split", "reads indices or sections on the host", self.label
+            )
+        if func in _CASTING_INSIDE and torch.is_autocast_enabled("cpu"):
+            raise IllegalOperationError(
+                f"torch.{func.__name__} casts inside of its kernel under autocast on a CPU, where "
+                f"recorded operators do not; capturing {self.label}.\n  at {current_location()}\n"
+                "  To do: call torch.backends.mha.set_fastpath_enabled(False), or disable autocast "
+                "around the layer."
             )
         # Only the literal: a `torch.device` is as often the device of another tensor of the chunk.
         if func is torch.Tensor.to and "cpu" in _names(args[1:], kwargs):

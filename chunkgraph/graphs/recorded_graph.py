@@ -72,6 +72,7 @@ class RecordedGraph:
                 if isinstance(entry, HostCall):
                     steps.append(entry.call)
                     continue
+                binding.begin_operation()
                 args = leaves_replaced(entry.args, TensorRef, binding.bind)
                 kwargs = {
                     name: leaves_replaced(value, TensorRef, binding.bind)
@@ -131,8 +132,19 @@ class _Binding:
     def __init__(self, pools: tuple[SimulatedPool, ...]) -> None:
         self._pools = pools
         self._storages: dict[tuple[int, int, int], torch.UntypedStorage] = {}
+        self.begin_operation()
+
+    def begin_operation(self) -> None:
+        """Make tensors of their own for the references of the next operation."""
+        self._tensors: dict[int, torch.Tensor] = {}
 
     def bind(self, ref: TensorRef) -> torch.Tensor:
+        """Return the tensor of a reference: one for each reference of an operation."""
+        if id(ref) not in self._tensors:
+            self._tensors[id(ref)] = self._tensor(ref)
+        return self._tensors[id(ref)]
+
+    def _tensor(self, ref: TensorRef) -> torch.Tensor:
         external = ref.external
         if external is not None and external.alive.expired():
             if external.constant is None:

@@ -30,6 +30,7 @@ from chunkgraph.graphs.legality import (
     CapturedGenerator,
     HostReadGuard,
     as_without_guard,
+    as_without_modes,
     check_generator,
     check_operator,
 )
@@ -119,6 +120,7 @@ class RecorderBackend:
             with (
                 states_put_back(generators),
                 private_generator(_RecordedGenerator(mode)),
+                as_without_modes(),
                 as_without_guard(),
                 HostReadGuard(label),
                 mode,
@@ -140,7 +142,12 @@ class RecorderBackend:
     @contextmanager
     def preserve_random_state(self, generators: Sequence[torch.Generator] = ()) -> Iterator[None]:
         """Draw from a copy of the default generator, so that no other thread notices."""
-        with states_put_back(generators), private_generator(), PrivateDraws():
+        with (
+            states_put_back(generators),
+            private_generator(),
+            as_without_modes(),
+            PrivateDraws(),
+        ):
             yield
 
     def release_cached_memory(self) -> None:
@@ -252,8 +259,11 @@ class _RecordingMode(TorchDispatchMode):
             self._meet(tensor, func)
         for tensor in written:
             self._save(tensor)
-        args_ref = leaves_replaced(args, torch.Tensor, self._ref)
-        kwargs_ref = {k: leaves_replaced(v, torch.Tensor, self._ref) for k, v in kwargs.items()}
+        refs = {id(t): self._ref(t) for t in given}
+        args_ref = leaves_replaced(args, torch.Tensor, lambda t: refs[id(t)])
+        kwargs_ref = {
+            k: leaves_replaced(v, torch.Tensor, lambda t: refs[id(t)]) for k, v in kwargs.items()
+        }
         # Before it runs: an output that is given without memory gets some.
         known = {t.untyped_storage().data_ptr() for t in given}
         out = draw_privately(func, args, kwargs)

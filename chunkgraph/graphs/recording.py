@@ -104,6 +104,8 @@ class TensorRef(NamedTuple):
 class Operation:
     """One operator: ``args`` and ``kwargs`` hold `TensorRef` in the place of tensors.
 
+    A tensor that is several arguments is one object there, too: some kernels ask for that.
+
     ``results`` has one entry for each tensor output, in flattening order: where to write it, or
     None for outputs that alias an argument (views, in-place results). ``grad_mode`` is whether
     gradients were on: some kernels keep more for a backward then.

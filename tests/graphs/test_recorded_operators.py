@@ -185,6 +185,53 @@ def test_an_evaluated_layer_takes_the_fast_path_of_eager() -> None:
         assert bits([out]) == bits([layer(x)])
 
 
+@pytest.mark.parametrize("shares", [True, False])
+def test_a_kernel_sees_which_arguments_are_one_tensor(shares: bool) -> None:
+    """Attention projects query, key and value together if they are."""
+    layer = nn.MultiheadAttention(8, 2, batch_first=True).eval()
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        x = x * 2
+        key = x if shares else x.clone()
+        with torch.no_grad():
+            attended = layer(x, key, key)[0]
+        return x * attended
+
+    assert_equal_to_eager(program, one_input(2, 4, 8))
+
+
+def test_the_fast_path_of_attention_is_refused_under_autocast() -> None:
+    """Its kernel casts by itself in eager work, which a recorded one does not."""
+    layer = nn.MultiheadAttention(8, 2, batch_first=True).eval()
+    x = torch.randn(2, 4, 8)
+    backend = RecorderBackend()
+    with (
+        torch.no_grad(),
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(IllegalOperationError, match=r"_native_multi_head_attention[^$]*fastpath"),
+        backend.capture("layer", backend.new_pool("pool")),
+    ):
+        layer(x, x, x)
+
+
+@pytest.mark.parametrize("pool", [F.max_pool1d, torch.max_pool1d])
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_a_pool_without_gradients_has_the_layout_of_eager(
+    pool: Callable[..., torch.Tensor], recomputes: bool
+) -> None:
+    """A CPU has a kernel of its own for it, which torch takes where no mode is active."""
+
+    def part(x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            pooled = pool(x.transpose(1, 2), 3, stride=1, padding=1).transpose(1, 2)
+        return x * pooled.contiguous() + pooled.as_strided((2, 4, 8), (32, 8, 1))
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(part, x, use_reentrant=False) if recomputes else part(x)
+
+    assert_equal_to_eager(program, one_input(2, 4, 8))
+
+
 def test_one_hot_with_a_number_of_classes_is_legal() -> None:
     backend = RecorderBackend()
     x = torch.tensor([[1, 0], [3, 2]])
