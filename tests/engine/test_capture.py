@@ -384,3 +384,37 @@ def test_capture_warmup_leaves_no_gradient_anywhere(backend: GraphBackend) -> No
     for p in module.parameters():
         assert torch.equal(p.main_grad, torch.full_like(p, 3.0))
         assert p.grad is None
+
+
+def test_a_session_leaves_layers_the_path_of_eager_training(backend: GraphBackend) -> None:
+    """An evaluated encoder has a fast path, unless something is hooked to one of its parts."""
+
+    class Guided(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.guide = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                guide = self.guide(x)
+            return self.layer(x) * guide
+
+    paths: list[bool] = []
+
+    def watch(*args: Any) -> torch.Tensor:
+        paths.append(True)
+        return fast_path(*args)
+
+    torch.manual_seed(0)
+    module = Guided().to(backend.device)
+    x = torch.randn(2, 3, 8, device=backend.device)
+    graphs = ChunkGraphs([module], [1], backend=backend)
+    fast_path = torch._transformer_encoder_layer_fwd
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "_transformer_encoder_layer_fwd", watch)
+        graphs.capture([x])
+    assert paths
+    with graphs.step(1):
+        found = train_microbatch(graphs.callables[0], x)
+    assert torch.equal(found, module(x))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -23,12 +23,12 @@ def layer_names(chunk: Chunk) -> dict[nn.Module, str]:
 
 def parameter_names(chunk: Chunk) -> list[str]:
     """A name for each of the chunk's parameters, in order."""
-    known: dict[int, str] = {}
+    known: dict[int, str] = {}  # by address: in a session other leaves stand for them
     if chunk.module is not None:
         for path, parameter in chunk.module.named_parameters():
-            known[id(parameter)] = f"{chunk.module_name}.{path}".lstrip(".")
+            known[parameter.data_ptr()] = f"{chunk.module_name}.{path}".lstrip(".")
     return [
-        known.get(id(p), f"parameter {i} of shape {tuple(p.shape)}")
+        known.get(p.data_ptr(), f"parameter {i} of shape {tuple(p.shape)}")
         for i, p in enumerate(chunk.parameters)
     ]
 
@@ -41,7 +41,8 @@ def _named(chunk: Chunk, path: str) -> str:
 class LayerWatch:
     """Follows chunks through their layers inside `watching`.
 
-    An exception leaves it at the layer that raised. Layers inside compiled code are not seen.
+    An exception leaves it at the layer that raised. Layers inside compiled code are not seen, nor
+    evaluated layers of a torch encoder: torch runs them by other kernels where they have hooks.
     """
 
     def __init__(self) -> None:
@@ -72,7 +73,11 @@ class LayerWatch:
         """
         with ExitStack() as stack:
             for chunk in chunks:
-                for module, name in layer_names(chunk).items():
+                names = layer_names(chunk)
+                unwatched = _choosing_by_hooks(names)
+                for module, name in names.items():
+                    if module in unwatched:
+                        continue
                     pre = module.register_forward_pre_hook(self._entering(chunk.module, name))
                     stack.callback(pre.remove)
                     post = module.register_forward_hook(self._leaving(on_output))
@@ -104,6 +109,16 @@ class LayerWatch:
                 on_output(name, result)
 
         return hook
+
+
+def _choosing_by_hooks(modules: Iterable[nn.Module]) -> set[nn.Module]:
+    """Return the modules whose hooks, whatever they do, keep a layer from its fast path."""
+    return {
+        part
+        for module in modules
+        if isinstance(module, nn.TransformerEncoderLayer) and not module.training
+        for part in module.modules()
+    }
 
 
 def _next_sequence_number() -> int:
