@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from chunkgraph.engine import CaptureOptions, ChunkGraphs
-from chunkgraph.errors import ReplayMismatchError
+from chunkgraph.errors import CaptureError, ReplayMismatchError
 from chunkgraph.graphs import GraphBackend
 
 
@@ -194,3 +195,47 @@ def test_a_capture_leaves_no_cast_to_its_caller(backend: GraphBackend) -> None:
         found = module(x)
     with casting(backend):
         assert torch.equal(found, module(x))
+
+
+class Decays(nn.Module):
+    """Updates one of its parameters in the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x)
+        self.layer.weight.data.mul_(0.9)
+        return self.other(y)
+
+
+@pytest.mark.parametrize("num_warmup_passes", [0, 1])
+def test_a_forward_that_updates_what_autocast_keeps_casts_of_is_refused(
+    backend: GraphBackend, num_warmup_passes: int
+) -> None:
+    module = Decays().to(backend.device)
+    before = module.layer.weight.detach().clone()
+    options = CaptureOptions(num_warmup_passes=num_warmup_passes)
+    graphs = ChunkGraphs(module, 1, backend=backend, options=options)
+    line = Decays.forward.__code__.co_firstlineno + 2
+    refused = rf"layer\.weight in place, of which.*\n  at {__file__}:{line}.*[^$]*cache_enabled"
+    with casting(backend), pytest.raises(CaptureError, match=refused):
+        graphs.capture([new_input(backend)])
+    assert torch.equal(module.layer.weight, before)
+
+
+def test_a_forward_may_update_parameters_of_which_no_casts_are_kept(backend: GraphBackend) -> None:
+    torch.manual_seed(0)
+    module = Decays().to(backend.device)
+    eager = copy.deepcopy(module)
+    graphs = ChunkGraphs(module, 1, backend=backend)
+    x = new_input(backend)
+    with torch.autocast(backend.device.type, torch.bfloat16, cache_enabled=False):
+        graphs.capture([x])
+        for _ in range(2):
+            with graphs.step(1):
+                found = graphs.callables[0](x)
+                found.float().sum().backward()
+            assert torch.equal(found, eager(x))
+    assert graphs.counters.replays == 2

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 
+from chunkgraph.engine.autocast import Autocast
 from chunkgraph.engine.chunk import Chunk
+from chunkgraph.engine.layers import parameter_names
 from chunkgraph.engine.layout import dense_strides, span
 from chunkgraph.engine.plain_values import key_of
 from chunkgraph.engine.signature import Call, flatten_call
 from chunkgraph.errors import CaptureError
+from chunkgraph.graphs.written_casts import CastWatch
 
 __all__ = ["SlotStatics", "call_with", "static_like"]
 
@@ -33,7 +36,8 @@ def call_with(
             in their own layout, which ``.grad`` of a leaf does not keep.
 
     Raises:
-        CaptureError: the forward changes what an argument holds.
+        CaptureError: the forward changes what an argument holds, or a parameter whose cast it
+            shares with other calls.
     """
     autocast = sample.autocast.entered() if sample.autocast is not None else nullcontext()
     with torch.enable_grad(), autocast:
@@ -42,7 +46,8 @@ def call_with(
         ]
         args, kwargs = sample.filled(given).arguments()
         before = _contents(args, kwargs)
-        result = chunk.forward(*args, **kwargs)
+        with _stale_casts_refused(chunk, sample.autocast):
+            result = chunk.forward(*args, **kwargs)
     if _contents(args, kwargs) != before:
         raise CaptureError(
             f"{chunk.label}: its forward changes what an argument holds (a list it appends to, an "
@@ -50,6 +55,33 @@ def call_with(
             "value from the forward."
         )
     return result
+
+
+@contextmanager
+def _stale_casts_refused(chunk: Chunk, autocast: Autocast | None) -> Iterator[None]:
+    """Refuse a forward that updates parameters while autocast keeps casts of them.
+
+    Eager training goes on with such a cast for the whole of an autocast block, which may hold many
+    calls; a replay casts what it finds.
+
+    Raises:
+        CaptureError: naming the parameters and the lines.
+    """
+    if autocast is None or not autocast.keeps_casts:
+        yield
+        return
+    with CastWatch(chunk.parameters) as watch:
+        yield
+    names = zip(parameter_names(chunk), chunk.parameters, strict=True)
+    written = [(name, place) for name, p in names if (place := watch.place_written(p))]
+    if written:
+        raise CaptureError(
+            f"{chunk.label}: its forward updates {', '.join(name for name, _ in written)} in "
+            f"place, of which autocast keeps a cast.\n  at {written[0][1]}\nEager training goes "
+            "on with the old cast until the block of torch.autocast ends; a replay casts the new "
+            "value.\n  To do: use torch.autocast(cache_enabled=False), or update parameters "
+            "between steps."
+        )
 
 
 def _contents(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:

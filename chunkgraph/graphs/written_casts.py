@@ -1,0 +1,63 @@
+"""Tensors that a forward casts and writes: whoever shares their casts reads old values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from chunkgraph.graphs.location import current_location
+from chunkgraph.graphs.recording import storages_written, tensors_in
+
+__all__ = ["CastWatch"]
+
+
+class CastWatch(TorchDispatchMode):
+    """Notes which of some tensors are cast, and where one is written first, in its block.
+
+    Args:
+        tensors: to look for, by their memory.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self._storages = {_storage(tensor) for tensor in tensors} - {0}
+        self._cast: set[int] = set()
+        self._written: dict[int, str] = {}
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled parts stay compiled; they share no casts."""
+        return True
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._to_copy.default:
+            self._cast.update(map(_storage, tensors_in(args)))
+        for tensor in storages_written(func, args, kwargs):
+            storage = _storage(tensor)
+            if storage in self._storages and storage not in self._written:
+                self._written[storage] = str(current_location() or "a line that is not known")
+        return func(*args, **kwargs)
+
+    def place_written(self, tensor: torch.Tensor) -> str:
+        """Return where one of the tensors is written; "" if it is not, or has no cast."""
+        storage = _storage(tensor)
+        return self._written.get(storage, "") if storage in self._cast else ""
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """Return the address of the tensor's memory; 0 for what has none of its own."""
+    if tensor.layout is not torch.strided:
+        return 0
+    wraps_others = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    return 0 if wraps_others else tensor.untyped_storage().data_ptr()
