@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -329,6 +331,41 @@ def test_one_backward_over_several_microbatches_is_equal_or_refused(
     assert same_bits(module.weight.grad, eager.weight.grad)
     with pytest.raises(ReplayMismatchError, match="one backward pass"), graphs.step(3):
         sum(graphs.callables[0](x).square().sum() for x in batches).backward()
+
+
+def test_one_backward_over_several_engines_is_equal_or_refused(backend: GraphBackend) -> None:
+    torch.manual_seed(0)
+    first = nn.Linear(8, 8).to(backend.device)
+    second, third = nn.Sequential(first, nn.Tanh()), nn.Linear(8, 8).to(backend.device)
+    eager = copy.deepcopy(nn.ModuleList([first, second, third]))
+    engines = [ChunkGraphs([m], [2], backend=backend) for m in (first, second, third)]
+    for engine in engines:
+        engine.capture([rows(first)])
+
+    def losses(calls: Any, x: torch.Tensor) -> torch.Tensor:
+        return sum(call(x).square().sum() for call in calls)  # type: ignore[return-value]
+
+    def replay(x: torch.Tensor, indices: tuple[int, ...] = (0, 1, 2)) -> None:
+        with ExitStack() as steps:
+            for engine in engines:
+                steps.enter_context(engine.step(1))
+            losses([engines[i].callables[0] for i in indices], x).backward()
+
+    x = rows(first)
+    replay(x)
+    losses(eager, x).backward()
+    assert same_bits(first.weight.grad, eager[0].weight.grad)
+    with pytest.raises(ReplayMismatchError, match="one backward pass"):
+        replay(x)
+    replay(x, (0, 2))  # these have no parameter in common
+    engines[1].release()
+    engines[1].capture([x])
+    with pytest.raises(ReplayMismatchError, match="one backward pass"):
+        replay(x)
+    # Engines that are gone are forgotten, whoever took their place in memory.
+    del engines[1]
+    gc.collect()
+    replay(x, (0, 1))
 
 
 def test_an_argument_that_the_chunk_changes_is_refused(backend: GraphBackend) -> None:

@@ -110,7 +110,7 @@ class CapturedRank:
         models: what the graphs take for granted of each chunk's module.
         pools: of all graphs.
         report: what was made.
-        shared_parameters: see `BackwardTask`.
+        terms: see `BackwardTask`.
     """
 
     banks: dict[Hashable, Bank]
@@ -118,7 +118,7 @@ class CapturedRank:
     models: tuple[CapturedModel, ...]
     pools: PoolPlan
     report: CaptureReport
-    shared_parameters: tuple[dict[int, bool], ...]
+    terms: tuple[dict[int, int], ...]
 
     @property
     def slots(self) -> tuple[tuple[Slot, ...], ...]:
@@ -328,29 +328,21 @@ def _captured(
         duration_ms=(time.perf_counter() - start) * 1e3,
         memsets_kept=backend.memsets_kept,
     )
-    shared = _shared_parameters(chunks, forwards)
-    return CapturedRank(banks, sinks, models, pools, report, shared)
+    return CapturedRank(banks, sinks, models, pools, report, _terms(chunks, forwards))
 
 
-def _shared_parameters(
+def _terms(
     chunks: Sequence[Chunk], forwards: Sequence[CapturedForward]
-) -> tuple[dict[int, bool], ...]:
-    """Return, for each chunk, the chunks it shares parameters with; see `BackwardTask`."""
-    terms: list[dict[int, int]] = [{} for _ in chunks]  # by parameter, the most of any forward
+) -> tuple[dict[int, int], ...]:
+    """Return what each chunk gives its parameters, the most of any forward; see `BackwardTask`."""
+    terms: list[dict[int, int]] = [{} for _ in chunks]
     for forward in forwards:
         of_chunk, parameters = terms[forward.chunk_index], chunks[forward.chunk_index].parameters
-        for index, count in forward.num_terms.items():
+        for index in forward.trained:
             place = id(parameters[index])
             # A parameter that recomputation hides may get any number.
-            of_chunk[place] = max(of_chunk.get(place, 1), count or 2)
-    return tuple(
-        {
-            d: all(mine[p] == other[p] == 1 for p in mine.keys() & other.keys())
-            for d, other in enumerate(terms)
-            if mine.keys() & other.keys()
-        }
-        for mine in terms
-    )
+            of_chunk[place] = max(of_chunk.get(place, 1), forward.num_terms[index] or 2)
+    return tuple(terms)
 
 
 def _variants(

@@ -2,12 +2,15 @@
 
 Eager training adds up what one pass gives a parameter before it adds the sum to the gradient; a
 replay adds what its microbatch gives at once. The bits are the same only if there was no gradient
-before and each microbatch gives the parameter one term.
+before and each microbatch gives the parameter one term. The chunks of one pass may belong to
+several engines.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import threading
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -17,23 +20,31 @@ __all__ = ["BackwardTask"]
 
 _task_id = torch._C._current_graph_task_id
 
+_Terms = Mapping[int, int]
+_Overlaps = dict[tuple[int, int], bool]
+
 
 class BackwardTask:
-    """The backward pass that is running.
+    """The backward pass that is running, as one engine sees it.
 
     Args:
-        shared: for each chunk, the chunks (itself too) that have parameters in common with it, and
-            whether each of them gives every such parameter one term.
+        terms: for each chunk, by identity of the parameters that it gives gradients, how many of
+            them autograd adds up in one microbatch. Whoever holds this object holds the parameters.
     """
 
-    def __init__(self, shared: Sequence[Mapping[int, bool]] = ()) -> None:
-        self._shared = shared
+    def __init__(self, terms: Sequence[_Terms] = ()) -> None:
+        self._terms = terms
+        self._overlaps = _overlaps(terms, terms)
+        # Other engines with parameters in common; they and their graphs may go at any time.
+        self._others: list[tuple[weakref.ref[BackwardTask], _Overlaps]] = []
         self.clear()
+        if any(terms):
+            _introduce(self)
 
     def clear(self) -> None:
         """Forget the pass."""
         self._id = -1
-        self._chunks: dict[int, bool] = {}
+        self._entered: tuple[tuple[int, bool], ...] = ()
 
     def enter(self, c: int, label: str, *, is_fresh: bool) -> None:
         """Note that a microbatch of chunk ``c`` is run backward.
@@ -48,17 +59,58 @@ class BackwardTask:
                 training would add in another order.
         """
         task = _task_id()
+        if task == self._id or self._others:
+            self._enter_further(task, c, label, is_fresh)
+        else:
+            self._id, self._entered = task, ((c, is_fresh),)
+
+    def _enter_further(self, task: int, c: int, label: str, is_fresh: bool) -> None:
         if task != self._id:
-            self._id, self._chunks = task, {c: is_fresh}
-            return
-        for other, was_fresh in self._chunks.items():
-            is_one_term = self._shared[c].get(other)
-            if is_one_term is not None and not (is_one_term and was_fresh):
-                raise ReplayMismatchError(
-                    f"{label}: one backward pass runs through several microbatches that add to the "
-                    "same parameter. Eager training adds these up before it adds them to the "
-                    "gradient; replays cannot, and the last bits would differ.\n"
-                    "  To do: call backward() for each microbatch (and each chunk that shares a "
-                    "parameter), or ask for an eager step (`step(eager=True)`)."
-                )
-        self._chunks.setdefault(c, is_fresh)
+            self._id, self._entered = task, ()
+        for overlaps, entered in self._passes():
+            for other, was_fresh in entered:
+                is_one_term = overlaps.get((c, other))
+                if is_one_term is not None and not (is_one_term and was_fresh):
+                    raise ReplayMismatchError(
+                        f"{label}: one backward pass runs through several microbatches that add "
+                        "to the same parameter. Eager training adds these up before it adds them "
+                        "to the gradient; replays cannot, and the last bits would differ.\n"
+                        "  To do: call backward() for each microbatch (and each chunk that shares "
+                        "a parameter), or ask for an eager step (`step(eager=True)`)."
+                    )
+        if all(other != c for other, _ in self._entered):
+            self._entered += ((c, is_fresh),)
+
+    def _passes(self) -> Iterator[tuple[_Overlaps, tuple[tuple[int, bool], ...]]]:
+        """Return what the pass has run through, of this engine and of others."""
+        yield self._overlaps, self._entered
+        for reference, overlaps in self._others:
+            other = reference()
+            if other is not None and other._id == self._id:
+                yield overlaps, other._entered
+
+
+_known: weakref.WeakSet[BackwardTask] = weakref.WeakSet()
+_introducing = threading.Lock()  # ranks may be threads
+
+
+def _introduce(new: BackwardTask) -> None:
+    """Let engines that have parameters in common know of each other."""
+    with _introducing:
+        for known in _known:
+            known._others = [pair for pair in known._others if pair[0]() is not None]
+            if overlaps := _overlaps(new._terms, known._terms):
+                new._others.append((weakref.ref(known), overlaps))
+                mirrored = {(d, c): is_one for (c, d), is_one in overlaps.items()}
+                known._others.append((weakref.ref(new), mirrored))
+        _known.add(new)
+
+
+def _overlaps(some: Iterable[_Terms], others: Sequence[_Terms]) -> _Overlaps:
+    """Return which chunks have parameters in common, and whether each gives those one term."""
+    return {
+        (c, d): all(mine[p] == theirs[p] == 1 for p in common)
+        for c, mine in enumerate(some)
+        for d, theirs in enumerate(others)
+        if (common := mine.keys() & theirs.keys())
+    }

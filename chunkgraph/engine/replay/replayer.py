@@ -76,12 +76,13 @@ class Replayer:
     def take(self, captured: CapturedRank, verifier: Verifier | None) -> None:
         """Replay these graphs from now on."""
         self._captured, self._verifier = captured, verifier
-        self._task = BackwardTask(captured.shared_parameters)
+        self._task = BackwardTask(captured.terms)
         self._first_step = self._counters.replayed_steps
 
     def drop(self) -> None:
         """Let the graphs go, and all that refers to them."""
         self._captured = self._verifier = None
+        self._task = BackwardTask()
         self._forget_microbatches()
 
     def name_replays(self, names: Sequence[str]) -> None:

@@ -62,6 +62,26 @@ PROGRAMS = {
     ),
     "state_in_an_attribute": _of("state", memory_plan="shared_temporaries"),
     "a_parameter_that_the_forward_updates": _of("decay", num_warmup_passes=1),
+    "a_cast_that_autocast_shares_and_a_parameter_that_the_forward_updates": _of(
+        "decay", autocast="step", steps=(ONCE, Step(2))
+    ),
+    "the_layout_of_a_pool_that_runs_without_gradients": _of("reentrant:max_pool"),
+    "attention_that_runs_without_gradients": _of("eval:reentrant:attention"),
+    "an_encoder_that_runs_without_gradients": _of("eval:reentrant:encoder"),
+    "an_encoder_that_runs_without_gradients_under_autocast": _of(
+        "eval:reentrant:encoder", autocast="forward"
+    ),
+    "chunks_that_are_joined": Program(
+        chunks=(ChunkSpec(), ChunkSpec()), num_slots=(1, 1), links="joined"
+    ),
+    "one_backward_through_two_engines": Program(
+        chunks=(ChunkSpec(), ChunkSpec()),
+        num_slots=(1, 1),
+        engines="each",
+        tied=True,
+        links="joined",
+        steps=(ONCE, Step(2)),
+    ),
 }
 OPEN = {
     "a_hook_on_an_output_that_others_come_from": _inside("hook_output", SEVERAL),
@@ -80,29 +100,11 @@ OPEN = {
     ),
     "state_that_is_replaced_where_the_capture_fails": _of("state_replaced", on_failure="eager"),
     "shadow_and_a_parameter_that_the_forward_updates": _of("decay", verify="shadow"),
-    "the_layout_of_a_pool_that_runs_without_gradients": _of("reentrant:max_pool"),
-    "a_cast_that_autocast_shares_and_a_parameter_that_the_forward_updates": _of(
-        "decay", autocast="step", steps=(ONCE, Step(2))
-    ),
     "shadow_and_state_in_an_attribute": _of("state", verify="shadow"),
 }
 
 
-_STILL_DIFFERENT = (
-    "the_layout_of_a_pool_that_runs_without_gradients",
-    "a_cast_that_autocast_shares_and_a_parameter_that_the_forward_updates",
-)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.xfail(strict=True))
-        if name in _STILL_DIFFERENT
-        else name
-        for name in (*PROGRAMS, *OPEN)
-    ],
-)
+@pytest.mark.parametrize("name", [*PROGRAMS, *OPEN])
 def test_a_program_that_once_differed_is_equal_or_refused(name: str) -> None:
     verdict = compare((PROGRAMS | OPEN)[name])
     assert verdict.kind in ("equal", "refused"), verdict.why
@@ -129,6 +131,10 @@ def test_a_program_that_once_differed_is_equal_or_refused(name: str) -> None:
         "a_frozen_parameter_captured_again",
         "a_replaced_layer_captured_again",
         "a_replaced_parameter_captured_again",
+        "the_layout_of_a_pool_that_runs_without_gradients",
+        "attention_that_runs_without_gradients",
+        "an_encoder_that_runs_without_gradients",
+        "chunks_that_are_joined",
     ],
 )
 def test_a_program_that_once_differed_is_replayed_and_equal(name: str) -> None:
