@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from chunkgraph.engine.autocast import Autocast
+from chunkgraph.engine.capture.layers import parameter_names
 from chunkgraph.engine.chunk import Chunk
-from chunkgraph.engine.layers import parameter_names
 from chunkgraph.engine.layout import dense_strides, span
 from chunkgraph.engine.plain_values import key_of
 from chunkgraph.engine.signature import Call, flatten_call
