@@ -6,6 +6,7 @@ from chunkgraph.engine.constant_inputs import unchanging
 from chunkgraph.engine.counters import Counters
 from chunkgraph.engine.decide.reasons import Agree, EagerReason, StepMode
 from chunkgraph.engine.engine import ChunkGraphs
+from chunkgraph.engine.host import Host
 from chunkgraph.engine.options import CaptureOptions
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "Counters",
     "EagerReason",
     "GradientMarker",
+    "Host",
     "StepMode",
     "unchanging",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -21,7 +21,8 @@ from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.counters import Counters
 from chunkgraph.engine.decide.decider import SHAPE_UNKNOWN, Standing, StepDecider, StepKind
 from chunkgraph.engine.decide.reasons import Agree, EagerReason, StepMode, agree_alone
-from chunkgraph.engine.options import CaptureOptions, OnCapture
+from chunkgraph.engine.host import Host
+from chunkgraph.engine.options import CaptureOptions
 from chunkgraph.engine.replay.replayer import Replayer
 from chunkgraph.engine.signature import Call
 from chunkgraph.engine.verify import Surroundings
@@ -49,11 +50,7 @@ class ChunkGraphs:
         backend: default: CUDA graphs or the CPU recorder, by where the parameters are.
         agree: makes all ranks of the job decide alike; see `decision.Agree`. Needed when there is
             more than one process.
-        capture_scope: entered around capture warmup and captures.
-        preserve: puts host-side state back after the session.
-        generators: random generators that the chunks draw from, besides the default one.
-        progress: called during a session; see `OnCapture`.
-        verify_scope: entered around the eager passes of ``verify``.
+        host: the program around the chunks; see `Host`.
         is_told_of_misfits: whether every training step is told, on every rank, if its inputs fit
             (`step`, `announce`); the same on all ranks.
         banks: keys of the variants that every slot has, largest first; see
@@ -81,11 +78,7 @@ class ChunkGraphs:
         options: CaptureOptions | None = None,
         backend: GraphBackend | None = None,
         agree: Agree | None = None,
-        capture_scope: Callable[[], AbstractContextManager[object]] = nullcontext,
-        preserve: Callable[[], AbstractContextManager[object]] = nullcontext,
-        generators: Callable[[], Sequence[torch.Generator]] = tuple,
-        progress: OnCapture | None = None,
-        verify_scope: Callable[[], AbstractContextManager[object]] = nullcontext,
+        host: Host | None = None,
         is_told_of_misfits: bool = False,
         banks: Sequence[Hashable] = (None,),
         derive_sample: Derive | None = None,
@@ -111,6 +104,7 @@ class ChunkGraphs:
         self._replayer = Replayer(
             self._chunks, self._num_slots, self._banks, self.options, self.counters, device
         )
+        host = host or Host()
         self._samples = BankSamples(banks, len(self._chunks), derive_sample)
         if drops_failed_banks and not is_told_of_misfits:
             raise ValueError("drops_failed_banks needs is_told_of_misfits: ranks drop microbatches")
@@ -121,12 +115,10 @@ class ChunkGraphs:
                 memory_plan=plan_for_slots(self.options.memory_plan, sum(self._num_slots)),
                 shared_slots=self.options.shared_slots,
                 num_passes=self.num_warmup_passes,
-                scope=capture_scope,
-                preserve=preserve,
-                generators=generators,
-                progress=progress,
+                host=host,
+                progress=host.progress,
             ),
-            surroundings=Surroundings(self._backend, preserve, generators, verify_scope),
+            surroundings=Surroundings(self._backend, host),
             verify=self.options.verify,
             banks=self._banks,
             samples=self._samples,

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from chunkgraph.engine import CaptureOptions, ChunkGraphs
+from chunkgraph.engine import CaptureOptions, ChunkGraphs, Host
 from chunkgraph.engine.banks import Derive
 from chunkgraph.engine.defaults import check_counts
 from chunkgraph.errors import ChunkGraphError, ConfigError
@@ -250,21 +250,35 @@ def attach(
         elif contexts is not None:
             keys, derive = contexts.keys, contexts.derive
 
-        @contextmanager
-        def capture_scope() -> Iterator[None]:
-            with ExitStack() as stack:
-                if contexts is not None:
-                    assert held_groups is not None
-                    stack.enter_context(
-                        capturing_banks(
-                            contexts.groups,
-                            held_groups,
-                            device,
-                            are_used_before=bool(engine.num_warmup_passes),
+        class EngineHost(Host):
+            @contextmanager
+            def capturing(self) -> Iterator[None]:
+                with ExitStack() as stack:
+                    if contexts is not None:
+                        assert held_groups is not None
+                        stack.enter_context(
+                            capturing_banks(
+                                contexts.groups,
+                                held_groups,
+                                device,
+                                are_used_before=bool(engine.num_warmup_passes),
+                            )
                         )
-                    )
-                stack.enter_context(capturing(tables, predictions, fp8, experts, pages))
-                yield
+                    stack.enter_context(capturing(tables, predictions, fp8, experts, pages))
+                    yield
+
+            def preserving(self) -> AbstractContextManager[None]:
+                return preserving(fp8)
+
+            def beside(self) -> AbstractContextManager[None]:
+                return running_beside(fp8, predictions, pages)
+
+            def generators(self) -> Sequence[torch.Generator]:
+                return graph_safe_generators()
+
+            def progress(self, num_done: int, num_graphs: int, free_bytes: int | None) -> None:
+                if progress is not None:
+                    progress(num_done, num_graphs, free_bytes)
 
         # Stage 0 sends no gradient; its input's gradient may go anywhere.
         lends = [
@@ -282,15 +296,11 @@ def attach(
             options=options,
             backend=backend,
             agree=agree,
-            capture_scope=capture_scope,
-            preserve=lambda: preserving(fp8),
-            generators=graph_safe_generators,
-            verify_scope=lambda: running_beside(fp8, predictions, pages),
+            host=EngineHost(),
             is_told_of_misfits=packings is not None or contexts is not None,
             banks=keys,
             derive_sample=derive,
             drops_failed_banks=contexts is not None,
-            progress=progress,
         )
         if contexts is not None:
             contexts.groups.hold(engine)

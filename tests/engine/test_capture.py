@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs, StepMode
+from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs, Host, StepMode
 from chunkgraph.errors import CaptureError
 from chunkgraph.graphs import GraphBackend, RecorderBackend
 from chunkgraph.schedules import megatron_schedule
@@ -157,12 +157,12 @@ def test_memory_of_the_cache_is_given_back_around_what_takes_more(
     backend = RecorderBackend()
     said: list[str] = []
 
-    @contextmanager
-    def scope() -> Iterator[None]:
-        said.append("scope")
-        yield
+    class Noting(Host):
+        def capturing(self) -> AbstractContextManager[object]:
+            said.append("scope")
+            return nullcontext()
 
-    graphs = ChunkGraphs(towers(backend, False), [2], backend=backend, capture_scope=scope)
+    graphs = ChunkGraphs(towers(backend, False), [2], backend=backend, host=Noting())
     graphs.release()
     pools: list[weakref.ref[Any]] = []
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from chunkgraph.engine import CaptureOptions, ChunkGraphs
+from chunkgraph.engine import CaptureOptions, ChunkGraphs, Host
 from chunkgraph.graphs import GraphBackend
 
 WIDTH = 8
@@ -112,11 +112,16 @@ def test_declared_generators_go_on_where_they_were(
     eager = Drawing(torch.Generator(backend.device).manual_seed(3)).to(backend.device)
     module = Drawing(generator).to(backend.device)
     module.linear.load_state_dict(eager.linear.state_dict())
+
+    class Declaring(Host):
+        def generators(self) -> tuple[torch.Generator, ...]:
+            return (generator,)
+
     graphs = ChunkGraphs(
         [module],
         [1],
         backend=backend,
-        generators=lambda: (generator,),
+        host=Declaring(),
         options=CaptureOptions(**options),
     )
     x = torch.ones(3, WIDTH, device=backend.device)

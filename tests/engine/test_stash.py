@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from chunkgraph import ChunkGraphs
-from chunkgraph.engine import CaptureOptions
+from chunkgraph.engine import CaptureOptions, Host
 from chunkgraph.graphs import GraphBackend
 from chunkgraph.memory.stash import ArenaSize, PagedStash, RowsInUse, Saving
 
@@ -72,6 +72,19 @@ def make_saving(
     return saving
 
 
+class SavingHost(Host):
+    """Saves in pages while graphs are captured, and not in eager passes of ``verify``."""
+
+    def __init__(self, saving: Saving) -> None:
+        self._saving = saving
+
+    def capturing(self) -> AbstractContextManager[object]:
+        return self._saving.during("stash")
+
+    def beside(self) -> AbstractContextManager[object]:
+        return self._saving.during("off")
+
+
 class Captured:
     """Chunks with a stash in graphs, beside the same chunks without either."""
 
@@ -88,14 +101,12 @@ class Captured:
         self.saving = saving
         self.eager = make_chunks(len(num_slots), None, device)
         self.chunks = make_chunks(len(num_slots), saving, device)
-        scope = nullcontext if saving is None else lambda: saving.during("stash")
         self.graphs = ChunkGraphs(
             self.chunks,
             num_slots,
             backend=backend,
             options=CaptureOptions(**options),
-            capture_scope=scope,
-            verify_scope=lambda: saving.during("off") if saving is not None else nullcontext(),
+            host=Host() if saving is None else SavingHost(saving),
         )
         sample = torch.randn(num_tokens, WIDTH, device=device, requires_grad=True)
         self.graphs.capture([(sample,) for _ in num_slots])

@@ -13,7 +13,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -35,6 +35,7 @@ from chunkgraph.engine.capture.slot_capture import (
 from chunkgraph.engine.capture.static_inputs import SlotStatics
 from chunkgraph.engine.capture.warm_up import WarmUp, check_memory, warm_up
 from chunkgraph.engine.chunk import Chunk
+from chunkgraph.engine.host import Host
 from chunkgraph.engine.options import OnCapture
 from chunkgraph.engine.signature import Call, Signature
 from chunkgraph.engine.slot import Slot
@@ -61,13 +62,11 @@ BeforeGraph = Callable[[Hashable | None], None]
 class SessionSettings:
     """How a session captures; see `CaptureOptions` and `ChunkGraphs` for the fields."""
 
+    host: Host
     memory_plan: MemoryPlan = "shared_backward"
     shared_slots: bool = False
     num_passes: int = 1
     prove: bool = True
-    scope: Callable[[], AbstractContextManager[object]] = nullcontext
-    preserve: Callable[[], AbstractContextManager[object]] = nullcontext
-    generators: Callable[[], Sequence[torch.Generator]] = tuple
     progress: OnCapture | None = None
     before_graph: BeforeGraph = lambda _: None
 
@@ -196,8 +195,8 @@ def _captured(
         with ExitStack() as stack:
             for model in models:
                 stack.enter_context(model.watched())
-            stack.enter_context(settings.preserve())
-            stack.enter_context(backend.preserve_random_state(settings.generators()))
+            stack.enter_context(settings.host.preserving())
+            stack.enter_context(backend.preserve_random_state(settings.host.generators()))
             if backend.device.type == "cuda":
                 gc.collect()  # none is started until the last graph is captured
                 stack.enter_context(collector_paused())
@@ -206,7 +205,7 @@ def _captured(
             # What is in the cache serves neither another stream nor a pool. Before the scope, which
             # may allocate in its stead; and after what follows.
             backend.release_cached_memory()
-            stack.enter_context(settings.scope())
+            stack.enter_context(settings.host.capturing())
             for alias in aliases:
                 stack.enter_context(alias.in_place())
             watches = [None if c.may_leave_values else AttributeWatch(c) for c in chunks]
@@ -269,7 +268,7 @@ def _captured(
                                 backend,
                                 pools,
                                 statics[place],
-                                settings.generators,
+                                settings.host.generators,
                             )
                         )
                         done += 1
@@ -282,7 +281,13 @@ def _captured(
                     make_marker = chunks[c].new_marker
                     forward.marker = make_marker() if make_marker is not None else None
                     capture_backward(
-                        forward, chunks[c], sinks[c], leaves, backend, pools, settings.generators
+                        forward,
+                        chunks[c],
+                        sinks[c],
+                        leaves,
+                        backend,
+                        pools,
+                        settings.host.generators,
                     )
                     done += 1
                     _report_progress(settings, done, total, backend)

@@ -1,13 +1,13 @@
 """A captured chunk run eagerly beside its replays, without a trace in training.
 
-Random state, buffers, gradients and what `SessionSettings.preserve` keeps are as if the pass had
+Random state, buffers, gradients and what `Host.preserving` restores are as if the pass had
 not been; stand-in leaves take the parameters' places, so that nobody hears of their gradients.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from chunkgraph.engine.capture.layers import LayerWatch
 from chunkgraph.engine.capture.parameter_aliases import ParameterAliases
 from chunkgraph.engine.capture.static_inputs import call_with
 from chunkgraph.engine.chunk import Chunk
+from chunkgraph.engine.host import Host
 from chunkgraph.engine.signature import Call, distinct_tensors, flatten
 from chunkgraph.engine.verify.saved import SavedTensor, saved_tensors
 from chunkgraph.engine.verify.state import ChunkState, restored, versions
@@ -35,28 +36,24 @@ class Surroundings:
 
     Attributes:
         backend: of the graphs.
-        preserve: puts host-side state back; see `ChunkGraphs`.
-        generators: see `ChunkGraphs`.
-        scope: entered around every eager pass.
+        host: the program around the chunks.
     """
 
     backend: GraphBackend
-    preserve: Callable[[], AbstractContextManager[object]] = nullcontext
-    generators: Callable[[], Sequence[torch.Generator]] = tuple
-    scope: Callable[[], AbstractContextManager[object]] = nullcontext
+    host: Host
 
     @contextmanager
     def untouched(self, written: Sequence[torch.Tensor]) -> Iterator[None]:
         """Inside, a chunk may run that writes these; afterwards all is as before."""
         with ExitStack() as stack:
-            stack.enter_context(self.preserve())
-            stack.enter_context(restored(written, self.backend.device, self.generators()))
-            stack.enter_context(self.scope())
+            stack.enter_context(self.host.preserving())
+            stack.enter_context(restored(written, self.backend.device, self.host.generators()))
+            stack.enter_context(self.host.beside())
             yield
 
     def state_of(self, chunk: Chunk) -> ChunkState:
         """Random state and buffers now."""
-        return ChunkState.now(chunk.buffers, self.backend.device, self.generators())
+        return ChunkState.now(chunk.buffers, self.backend.device, self.host.generators())
 
 
 @dataclass(frozen=True)

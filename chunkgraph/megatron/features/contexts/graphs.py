@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
-from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs, StepMode
+from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs, Host, StepMode
 from chunkgraph.engine.decide.reasons import Agree
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.core.process_groups import before_groups_end
@@ -34,7 +34,6 @@ class ContextGraphs:
         banks: of this rank.
         options: see `CaptureOptions`.
         agree: element-wise maximum over all ranks; None: there is one rank.
-        capture_scope: see `ChunkGraphs`.
         more: further arguments of `ChunkGraphs`.
 
     Attributes:
@@ -53,7 +52,6 @@ class ContextGraphs:
         *,
         options: CaptureOptions | None = None,
         agree: Agree | None = None,
-        capture_scope: Callable[[], AbstractContextManager[object]] = nullcontext,
         **more: Any,
     ) -> None:
         self.banks = banks
@@ -69,12 +67,14 @@ class ContextGraphs:
         parameters = first.parameters if isinstance(first, Chunk) else first.parameters()
         self._device = next(iter(parameters)).device
 
-        @contextmanager
-        def scope() -> Iterator[None]:
-            used = bool(self.engine.num_warmup_passes)
-            groups, held = banks.groups, self._held
-            with capturing_banks(groups, held, self._device, are_used_before=used), capture_scope():
-                yield
+        graphs = self
+
+        class EngineHost(Host):
+            def capturing(self) -> AbstractContextManager[None]:
+                used = bool(graphs.engine.num_warmup_passes)
+                return capturing_banks(
+                    banks.groups, graphs._held, graphs._device, are_used_before=used
+                )
 
         self.engine = ChunkGraphs(
             # Attention is given the process group of each microbatch in an attribute, which
@@ -89,7 +89,7 @@ class ContextGraphs:
             banks.limits.num_slots(num_slots),
             options=options,
             agree=agree,
-            capture_scope=scope,
+            host=EngineHost(),
             is_told_of_misfits=True,
             banks=banks.keys,
             derive_sample=banks.derive,

@@ -8,6 +8,7 @@ import functools
 import importlib
 import re
 import sys
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -507,7 +508,7 @@ def test_another_dispatcher_is_named(one_rank: Any, backend: str) -> None:
 
 def test_fused_operations_are_built_anew_for_a_capture(one_rank: Any) -> None:
     """They hold parameters, and a capture has others in their place."""
-    from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs
+    from chunkgraph.engine import Chunk, ChunkGraphs, Host
     from chunkgraph.megatron.features.experts.fused_operations import fused_operations_anew
 
     class Layer(torch.nn.Linear):
@@ -528,12 +529,12 @@ def test_fused_operations_are_built_anew_for_a_capture(one_rank: Any) -> None:
     eager, held = layer.weight.grad, layer._fused_ops
     layer.zero_grad()
     chunk = dataclasses.replace(Chunk.from_module(layer, "it"), may_leave_values=True)
-    graphs = ChunkGraphs(
-        [chunk],
-        [1],
-        options=CaptureOptions(),
-        capture_scope=lambda: fused_operations_anew(layer.modules()),
-    )
+
+    class NewOperations(Host):
+        def capturing(self) -> AbstractContextManager[object]:
+            return fused_operations_anew(layer.modules())
+
+    graphs = ChunkGraphs([chunk], [1], host=NewOperations())
     graphs.capture([(x,)])
     assert layer._fused_ops is held
     with graphs.step(1):
