@@ -1,5 +1,6 @@
 """A chunk's slots, the capture session, replay and the decision of every step."""
 
+from chunkgraph.engine.banks import Banks
 from chunkgraph.engine.capture.session import CaptureReport
 from chunkgraph.engine.chunk import Chunk, GradientMarker
 from chunkgraph.engine.constant_inputs import unchanging
@@ -11,6 +12,7 @@ from chunkgraph.engine.options import CaptureOptions
 
 __all__ = [
     "Agree",
+    "Banks",
     "CaptureOptions",
     "CaptureReport",
     "Chunk",

@@ -16,13 +16,40 @@ from chunkgraph.engine.capture.backward_watch import BackwardSample
 from chunkgraph.engine.decide.reasons import NO_GRAPHS
 from chunkgraph.engine.signature import Call, Signature, flatten_call
 from chunkgraph.engine.slot import Slot
-from chunkgraph.errors import SlotError
+from chunkgraph.errors import ConfigError, SlotError
 
-__all__ = ["Bank", "BankSamples", "Derive", "StepBanks"]
+__all__ = ["Bank", "BankSamples", "Banks", "Derive", "StepBanks"]
 
 Derive = Callable[[int, tuple[Any, ...], dict[str, Any], Hashable, Hashable], Any]
 """``(chunk, args, kwargs, of, wanted)`` -> ``(args, kwargs)``: a call of the bank ``wanted``, made
 from one of the bank ``of``; only the shapes, dtypes and plain values of it matter."""
+
+
+@dataclass(frozen=True)
+class Banks:
+    """The banks to capture: every slot has a variant in each. The same on all ranks.
+
+    Attributes:
+        keys: of the banks, largest first.
+        derive: makes the call that a bank is captured from out of a call of another bank, if no
+            eager step had a microbatch of it; None: capture waits for one.
+        drops_failed: if one bank cannot be captured on some rank, all ranks go on without it, and
+            steps with a microbatch of it are eager on all of them (`ChunkGraphs.misfit_of`). Ranks
+            then ask each other before every graph.
+
+    Raises:
+        ConfigError: there is no key, or one is there twice.
+    """
+
+    keys: Sequence[Hashable] = (None,)
+    derive: Derive | None = None
+    drops_failed: bool = False
+
+    def __post_init__(self) -> None:
+        if len(set(self.keys)) != len(self.keys) or not self.keys:
+            raise ConfigError(
+                f"Banks.keys is {list(self.keys)}; give at least one key, and each key once."
+            )
 
 
 @dataclass(frozen=True)
@@ -53,8 +80,6 @@ class StepBanks:
     """
 
     def __init__(self, keys: Sequence[Hashable], num_chunks: int) -> None:
-        if len(set(keys)) != len(keys) or not keys:
-            raise ValueError(f"bank keys are to be different and at least one, got {list(keys)}")
         self._all = self.keys = tuple(keys)
         self.dropped: dict[Hashable, str] = {}
         self._of_step: tuple[Hashable, ...] | None = None
@@ -138,18 +163,17 @@ class BankSamples:
     """Calls of eager steps, from which graphs are captured: one for each chunk and bank.
 
     Args:
-        keys: of all banks, largest first.
+        banks: to be captured.
         num_chunks: of the rank.
-        derive: makes a call that no step had from one that a step had; None: wait for it.
 
     Attributes:
         wanted: banks that are captured; calls of the others may serve to derive theirs.
     """
 
-    def __init__(self, keys: Sequence[Hashable], num_chunks: int, derive: Derive | None) -> None:
-        self._keys = self.wanted = tuple(keys)
+    def __init__(self, banks: Banks, num_chunks: int) -> None:
+        self._keys = self.wanted = tuple(banks.keys)
         self._num_chunks = num_chunks
-        self._derive = derive
+        self._derive = banks.derive
         self._calls: dict[tuple[int, Hashable], Call] = {}
         self._is_new: set[tuple[int, Hashable]] = set()
 

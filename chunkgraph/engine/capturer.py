@@ -39,7 +39,7 @@ class Capturer:
         banks: loses those that could not be captured.
         samples: is told which banks are still wanted.
         agree: all ranks come to it together.
-        drops_failed_banks: see `ChunkGraphs`.
+        drops_failed_banks: see `Banks`.
     """
 
     chunks: tuple[Chunk, ...]

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from chunkgraph._text import shown
+from chunkgraph.engine.banks import Banks
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.options import CaptureOptions, is_whole
 from chunkgraph.engine.signature import Call, flatten_call
@@ -17,6 +18,7 @@ from chunkgraph.errors import ConfigError
 from chunkgraph.graphs import CUDABackend, GraphBackend, RecorderBackend
 
 __all__ = [
+    "as_banks",
     "as_chunks",
     "as_functions",
     "as_options",
@@ -107,6 +109,19 @@ def as_options(given: object) -> CaptureOptions:
             "CaptureOptions(verify='shadow')."
         )
     return given
+
+
+def as_banks(banks: object) -> Banks:
+    """Return the banks given; by default one.
+
+    Raises:
+        ConfigError: something else was given.
+    """
+    if banks is None:
+        return Banks()
+    if not isinstance(banks, Banks):
+        raise ConfigError(f"banks is {shown(banks)}; give Banks(keys=...).")
+    return banks
 
 
 def check_counts(num_chunks: int, num_slots: object) -> tuple[int, ...]:

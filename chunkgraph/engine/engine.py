@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from chunkgraph.engine import defaults
-from chunkgraph.engine.banks import BankSamples, Derive, StepBanks
+from chunkgraph.engine.banks import Banks, BankSamples, StepBanks
 from chunkgraph.engine.capture.backward_watch import watched
 from chunkgraph.engine.capture.session import CapturedRank, CaptureReport, SessionSettings
 from chunkgraph.engine.capture.step_samples import StepSampler
@@ -51,16 +51,9 @@ class ChunkGraphs:
         agree: makes all ranks of the job decide alike; see `decision.Agree`. Needed when there is
             more than one process.
         host: the program around the chunks; see `Host`.
-        is_told_of_misfits: whether every training step is told, on every rank, if its inputs fit
-            (`step`, `announce`); the same on all ranks.
-        banks: keys of the variants that every slot has, largest first; see
-            `chunkgraph.engine.banks`. The same on all ranks.
-        derive_sample: makes what a bank is captured from out of a call of another bank, if no
-            eager step had a microbatch of it; None: capture waits for one.
-        drops_failed_banks: if one bank cannot be captured on some rank, all ranks go on without
-            it, and steps with a microbatch of it are eager on all of them; `misfit_of` says of a
-            step whether it is one. For that ranks ask each other before every graph. Needs
-            ``is_told_of_misfits``.
+        banks: the variants that every slot has; see `Banks`. Default: one.
+        takes_misfits: every training step states, on every rank, whether its inputs fit (`step`,
+            `announce`); the same on all ranks. ``banks.drops_failed`` needs it.
 
     Attributes:
         callables: one for each chunk, called like it.
@@ -79,10 +72,8 @@ class ChunkGraphs:
         backend: GraphBackend | None = None,
         agree: Agree | None = None,
         host: Host | None = None,
-        is_told_of_misfits: bool = False,
-        banks: Sequence[Hashable] = (None,),
-        derive_sample: Derive | None = None,
-        drops_failed_banks: bool = False,
+        banks: Banks | None = None,
+        takes_misfits: bool = False,
     ) -> None:
         self.options = defaults.as_options(options)
         self._chunks = defaults.as_chunks(chunks)
@@ -93,21 +84,22 @@ class ChunkGraphs:
             self._chunks, memset_kernels=self.options.memset_kernels
         )
         self._decider = StepDecider(
-            agree or agree_alone, self._standing, is_told_of_misfits=is_told_of_misfits
+            agree or agree_alone, self._standing, takes_misfits=takes_misfits
         )
         self._captured: CapturedRank | None = None
         self._failure: CaptureError | None = None
         self.failed_here = False
         self._was_released = False
-        self._banks = StepBanks(banks, len(self._chunks))
+        banks = defaults.as_banks(banks)
+        if banks.drops_failed and not takes_misfits:
+            raise ValueError("drops_failed needs takes_misfits: ranks drop microbatches")
+        self._banks = StepBanks(banks.keys, len(self._chunks))
         device = self._backend.device
         self._replayer = Replayer(
             self._chunks, self._num_slots, self._banks, self.options, self.counters, device
         )
         host = host or Host()
-        self._samples = BankSamples(banks, len(self._chunks), derive_sample)
-        if drops_failed_banks and not is_told_of_misfits:
-            raise ValueError("drops_failed_banks needs is_told_of_misfits: ranks drop microbatches")
+        self._samples = BankSamples(banks, len(self._chunks))
         self._capturer = Capturer(
             chunks=self._chunks,
             num_slots=self._num_slots,
@@ -123,7 +115,7 @@ class ChunkGraphs:
             banks=self._banks,
             samples=self._samples,
             agree=self._decider.agreement.now,
-            drops_failed_banks=drops_failed_banks,
+            drops_failed_banks=banks.drops_failed,
         )
         self._sampler = StepSampler(self._samples, self._banks, self.options.num_warmup_steps)
         self._captured_key: Hashable = SHAPE_UNKNOWN
@@ -215,13 +207,13 @@ class ChunkGraphs:
             shape_key: whatever fixes the input shapes, for example (sequence length, microbatch
                 size). A step whose key differs from the captured one runs eagerly as a whole.
             eager: ask for an eager step.
-            misfit: where ``is_told_of_misfits``: why this rank's inputs do not fit what is
+            misfit: where ``takes_misfits``: why this rank's inputs do not fit what is
                 captured, "" if they do; may be left out where it was announced. On one rank it
                 makes the step eager on all of them.
             banks: the bank of each microbatch, in the order of the chunks' forwards; needed in
                 training steps where there are several, unless there is a misfit. Not agreed on:
                 ranks whose collectives inside a chunk meet must be given the same.
-            plan_digest: where ``is_told_of_misfits``: a number of the plan that all ranks follow in
+            plan_digest: where ``takes_misfits``: a number of the plan that all ranks follow in
                 this step, 0 without one. What was announced holds.
 
         Yields:

@@ -14,7 +14,7 @@ Megatron's own ``cuda_graph_impl`` stays ``none``.
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from chunkgraph.engine import CaptureOptions, ChunkGraphs, Host
-from chunkgraph.engine.banks import Derive
+from chunkgraph.engine import Banks, CaptureOptions, ChunkGraphs, Host
 from chunkgraph.engine.defaults import check_counts
 from chunkgraph.errors import ChunkGraphError, ConfigError
 from chunkgraph.megatron.attach_checks import refuse_for_attach
@@ -243,12 +242,11 @@ def attach(
                 fills_rows=fills_rows,
                 needs_tokens=needs_tokens_in_pieces(chunks, config),
             )
-        keys: Sequence[Hashable] = (None,)
-        derive: Derive | None = None
+        engine_banks = Banks()
         if packings is not None:
-            keys, derive = packings.buckets.banks, packings.buckets.derive
+            engine_banks = Banks(packings.buckets.banks, packings.buckets.derive)
         elif contexts is not None:
-            keys, derive = contexts.keys, contexts.derive
+            engine_banks = Banks(contexts.keys, contexts.derive, drops_failed=True)
 
         class EngineHost(Host):
             @contextmanager
@@ -297,10 +295,8 @@ def attach(
             backend=backend,
             agree=agree,
             host=EngineHost(),
-            is_told_of_misfits=packings is not None or contexts is not None,
-            banks=keys,
-            derive_sample=derive,
-            drops_failed_banks=contexts is not None,
+            takes_misfits=packings is not None or contexts is not None,
+            banks=engine_banks,
         )
         if contexts is not None:
             contexts.groups.hold(engine)

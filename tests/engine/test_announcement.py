@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from chunkgraph.engine import CaptureOptions, ChunkGraphs
+from chunkgraph.engine import Banks, CaptureOptions, ChunkGraphs
 from chunkgraph.errors import SlotError
 from chunkgraph.graphs import RecorderBackend
 
@@ -78,7 +78,7 @@ def _run(
             options=CaptureOptions(),
             backend=RecorderBackend(),
             agree=group.rank(rank),
-            is_told_of_misfits=True,
+            takes_misfits=True,
         )
         plan, when = plans[rank], announcing[rank]
 
@@ -176,9 +176,7 @@ def test_what_all_ranks_take_back_is_asked_anew(second: str, first: str, others:
 
 
 def _alone() -> ChunkGraphs:
-    return ChunkGraphs(
-        [torch.nn.Linear(4, 4)], [1], backend=RecorderBackend(), is_told_of_misfits=True
-    )
+    return ChunkGraphs([torch.nn.Linear(4, 4)], [1], backend=RecorderBackend(), takes_misfits=True)
 
 
 @pytest.mark.parametrize(("announced", "given"), [("", "too many"), ("too many", "")])
@@ -208,8 +206,8 @@ def test_what_was_announced_holds_after_a_step_that_is_refused(wrong: dict[str, 
         [torch.nn.Linear(4, 4)],
         [1],
         backend=RecorderBackend(),
-        is_told_of_misfits=True,
-        banks=(2, 1),
+        takes_misfits=True,
+        banks=Banks((2, 1)),
     )
     graphs.announce("", plan_digest=7)
     with pytest.raises(SlotError), graphs.step(1, **{"banks": [1], **wrong}):
@@ -230,9 +228,9 @@ def test_a_step_is_announced_once_and_never_left_open() -> None:
     with pytest.raises(SlotError, match="before the announcement"):
         graphs.capture([torch.ones(2, 4)])
     plain = ChunkGraphs([torch.nn.Linear(4, 4)], [1], backend=RecorderBackend())
-    with pytest.raises(ValueError, match="is_told_of_misfits"), plain.step(1, misfit=""):
+    with pytest.raises(ValueError, match="takes_misfits"), plain.step(1, misfit=""):
         pass
-    with pytest.raises(ValueError, match="is_told_of_misfits"):
+    with pytest.raises(ValueError, match="takes_misfits"):
         plain.announce("")
 
 
@@ -246,5 +244,5 @@ def test_announcements_are_taken_back_between_steps() -> None:
     with graphs.step(1):
         pass
     plain = ChunkGraphs([torch.nn.Linear(4, 4)], [1], backend=RecorderBackend())
-    with pytest.raises(ValueError, match="is_told_of_misfits"):
+    with pytest.raises(ValueError, match="takes_misfits"):
         plain.withdraw()

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from chunkgraph.engine import CaptureOptions, ChunkGraphs
+from chunkgraph.engine import Banks, CaptureOptions, ChunkGraphs
 from chunkgraph.engine.capture.lockstep import Lockstep, StoppedElsewhere
 from chunkgraph.errors import CaptureError
 from chunkgraph.graphs import GraphBackend, RecorderBackend
@@ -58,10 +58,8 @@ def new_graphs(module: Mixed, backend: GraphBackend, **arguments: Any) -> ChunkG
         [module],
         [3],
         backend=backend,
-        banks=BANKS,
-        derive_sample=derive,
-        is_told_of_misfits=True,
-        drops_failed_banks=True,
+        banks=Banks(BANKS, derive, drops_failed=True),
+        takes_misfits=True,
         **arguments,
     )
 
@@ -172,8 +170,13 @@ def test_the_last_bank_fails_the_session(backend: GraphBackend) -> None:
 
 
 def test_dropping_needs_the_word_of_every_step(backend: GraphBackend) -> None:
-    with pytest.raises(ValueError, match="is_told_of_misfits"):
-        ChunkGraphs([new_module(backend.device)], [1], backend=backend, drops_failed_banks=True)
+    with pytest.raises(ValueError, match="takes_misfits"):
+        ChunkGraphs(
+            [new_module(backend.device)],
+            [1],
+            backend=backend,
+            banks=Banks(BANKS, drops_failed=True),
+        )
 
 
 class Ranks:

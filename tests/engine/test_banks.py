@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs
+from chunkgraph.engine import Banks, CaptureOptions, Chunk, ChunkGraphs
 from chunkgraph.engine.capture.static_inputs import SlotStatics
 from chunkgraph.errors import CaptureError, ConfigError, ReplayMismatchError, SlotError
 from chunkgraph.graphs import GraphBackend
@@ -114,8 +114,7 @@ def test_any_mixture_equals_eager(backend: GraphBackend, plan: Any, verify: Any)
         [3, 3],
         backend=backend,
         options=CaptureOptions(memory_plan=plan, verify=verify),
-        banks=BANKS,
-        derive_sample=derive,
+        banks=Banks(BANKS, derive),
     )
     rng = random.Random(1)
     for step in range(12):
@@ -149,7 +148,7 @@ def test_variants_of_a_slot_lie_in_the_same_memory(backend: GraphBackend) -> Non
 
     def captured(banks: tuple[int, ...]) -> Any:
         module = Wide().to(backend.device)
-        graphs = ChunkGraphs([module], [3], backend=backend, banks=banks)
+        graphs = ChunkGraphs([module], [3], backend=backend, banks=Banks(banks))
         width = module.weight.numel()
         samples = {
             rows: [torch.ones(rows, width, device=backend.device, requires_grad=True)]
@@ -175,8 +174,7 @@ def test_other_slots_are_still_proved_apart(backend: GraphBackend) -> None:
         [2],
         backend=backend,
         options=CaptureOptions(memory_plan="one_pool"),
-        banks=BANKS,
-        derive_sample=derive,
+        banks=Banks(BANKS, derive),
     )
     x = torch.ones(12, WIDTH, device=backend.device, requires_grad=True)
     with graphs.step(1, banks=[12]):
@@ -191,7 +189,7 @@ def test_other_slots_are_still_proved_apart(backend: GraphBackend) -> None:
 @pytest.fixture
 def graphs(backend: GraphBackend) -> ChunkGraphs:
     """Of one chunk; captures once it has seen all lengths."""
-    return ChunkGraphs(modules(backend.device)[:1], [2], backend=backend, banks=BANKS)
+    return ChunkGraphs(modules(backend.device)[:1], [2], backend=backend, banks=Banks(BANKS))
 
 
 def _forward(graphs: ChunkGraphs, rows: int) -> torch.Tensor:
@@ -252,7 +250,7 @@ def test_a_sample_that_cannot_be_derived_fails_the_session(backend: GraphBackend
         raise RuntimeError("cannot be cut")
 
     graphs = ChunkGraphs(
-        modules(backend.device)[:1], [2], backend=backend, banks=BANKS, derive_sample=fails
+        modules(backend.device)[:1], [2], backend=backend, banks=Banks(BANKS, fails)
     )
     with graphs.step(1, banks=[12]):
         _forward(graphs, 12).sum().backward()
@@ -273,7 +271,7 @@ def test_a_sample_that_a_chunk_refuses_fails_the_session(backend: GraphBackend, 
             raise ConfigError(f"{rows} rows are refused")
 
     chunk = replace(Chunk.from_module(module, "chunk 0"), check_sample=check)
-    graphs = ChunkGraphs([chunk], [2], backend=backend, banks=BANKS, derive_sample=derive)
+    graphs = ChunkGraphs([chunk], [2], backend=backend, banks=Banks(BANKS, derive))
     with graphs.step(1, banks=[12]):
         _forward(graphs, 12).sum().backward()
     with pytest.raises(ConfigError, match=f"{bad} rows are refused"), graphs.step(1, banks=[12]):
@@ -291,7 +289,7 @@ def test_static_memory_of_two_slots_is_proved_apart(
 
     one_for_all = SlotStatics(is_shared=True)
     monkeypatch.setattr(session, "SlotStatics", lambda **_: one_for_all)
-    graphs = ChunkGraphs(modules(backend.device)[:1], [2], backend=backend, banks=BANKS)
+    graphs = ChunkGraphs(modules(backend.device)[:1], [2], backend=backend, banks=Banks(BANKS))
     x = torch.ones(12, WIDTH, device=backend.device, requires_grad=True)
     samples = {key: [(derive(0, (x,), {}, 12, key)[0][0], key)] for key in BANKS}
     with pytest.raises(MemoryPlanError, match=r"\(its inputs loaded\) overwrites"):

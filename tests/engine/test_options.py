@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from chunkgraph.engine import CaptureOptions, ChunkGraphs
+from chunkgraph.engine import Banks, CaptureOptions, ChunkGraphs
 from chunkgraph.errors import ConfigError
 from chunkgraph.graphs import RecorderBackend
 
@@ -56,3 +56,14 @@ def test_a_shape_key_that_is_never_equal_is_refused(key: Any) -> None:
         key = (key, [key])
     with pytest.raises(ConfigError, match="shape_key is"), graphs.step(1, shape_key=key):
         pass
+
+
+@pytest.mark.parametrize("keys", [(), (2, 1, 2)])
+def test_banks_have_different_keys(keys: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigError, match="at least one key, and each key once"):
+        Banks(keys)
+
+
+def test_keys_alone_are_no_banks() -> None:
+    with pytest.raises(ConfigError, match=r"give Banks\(keys=\.\.\.\)"):
+        ChunkGraphs(nn.Linear(4, 4), 1, banks=(2, 1))  # type: ignore[arg-type]

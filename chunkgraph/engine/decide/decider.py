@@ -63,18 +63,18 @@ class StepDecider:
     Args:
         agree: see `Agree`.
         standing: of this rank, at the moment.
-        is_told_of_misfits: whether every training step is told if its inputs fit.
+        takes_misfits: every training step states whether its inputs fit.
 
     Attributes:
         agreement: of the ranks.
     """
 
     def __init__(
-        self, agree: Agree, standing: Callable[[], Standing], *, is_told_of_misfits: bool
+        self, agree: Agree, standing: Callable[[], Standing], *, takes_misfits: bool
     ) -> None:
         self.agreement = Agreement(agree)
         self._standing = standing
-        self._announcement = Announcement() if is_told_of_misfits else None
+        self._announcement = Announcement() if takes_misfits else None
         self._usual_key: Hashable = SHAPE_UNKNOWN  # of the last training step that fitted
         self._num_withdrawn = 0
 
@@ -90,7 +90,7 @@ class StepDecider:
             SlotError: that step was announced already.
         """
         if self._announcement is None:
-            raise ValueError("is_told_of_misfits is False: steps are not announced")
+            raise ValueError("takes_misfits is False: steps are not announced")
         self._announcement.give(misfit, plan_digest)
         if not is_in_step:
             self._ask_ahead(self._usual_key)
@@ -98,7 +98,7 @@ class StepDecider:
     def withdraw(self) -> None:
         """Take back the word on the next training step, if there is one; all ranks do."""
         if self._announcement is None:
-            raise ValueError("is_told_of_misfits is False: steps are not announced")
+            raise ValueError("takes_misfits is False: steps are not announced")
         self._announcement.clear()
         self._num_withdrawn += 1
 
@@ -112,7 +112,7 @@ class StepDecider:
         """
         if self._announcement is None:
             if misfit is not None or plan_digest:
-                raise ValueError("is_told_of_misfits is False: steps take no misfit and no plan")
+                raise ValueError("takes_misfits is False: steps take no misfit and no plan")
             return "", 0
         if forward_only:
             return "", 0

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs, Host, StepMode
+from chunkgraph.engine import Banks, CaptureOptions, Chunk, ChunkGraphs, Host, StepMode
 from chunkgraph.engine.decide.reasons import Agree
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.core.process_groups import before_groups_end
@@ -90,10 +90,8 @@ class ContextGraphs:
             options=options,
             agree=agree,
             host=EngineHost(),
-            is_told_of_misfits=True,
-            banks=banks.keys,
-            derive_sample=banks.derive,
-            drops_failed_banks=True,
+            takes_misfits=True,
+            banks=Banks(banks.keys, banks.derive, drops_failed=True),
             **more,
         )
         banks.groups.hold(self.engine)
