@@ -17,7 +17,8 @@ from chunkgraph import __version__
 from chunkgraph._text import shown
 from chunkgraph.cli import bench, doctor, launch, packing, plan, train
 from chunkgraph.cli.arguments import Parser
-from chunkgraph.errors import ChunkGraphError, ConfigError, MissingDependencyError
+from chunkgraph.errors import ChunkGraphError
+from chunkgraph.jobs.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, exit_code_of
 
 __all__ = ["main"]
 
@@ -29,10 +30,6 @@ _COMMANDS = {
     "train": train.run,
     "doctor": doctor.run,
 }
-
-_EXIT_FAILED = 1
-_EXIT_USAGE = 2
-_EXIT_INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -56,20 +53,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         if getattr(args, "debug", False):
             traceback.print_exc()
         print(f"error: {error}", file=sys.stderr)
-        is_usage = isinstance(error, (ConfigError, MissingDependencyError))
-        return _EXIT_USAGE if is_usage else _EXIT_FAILED
+        return exit_code_of(error)
     except KeyboardInterrupt:
         print("interrupted: the run was stopped and its processes ended.", file=sys.stderr)
-        return _EXIT_INTERRUPTED
+        return EXIT_INTERRUPTED
     except BrokenPipeError:
         # The reader of our output left (`chunkgraph plan | head`); nothing more can be said to it.
-        return _EXIT_FAILED
+        return EXIT_FAILED
     except OSError as error:
         if getattr(args, "debug", False):
             traceback.print_exc()
         what = "reading or writing" if error.filename is None else shown(error.filename)
         print(f"error: {what}: {error.strerror or error}", file=sys.stderr)
-        return _EXIT_FAILED
+        return EXIT_FAILED
     finally:
         _drop_what_cannot_be_printed()
 

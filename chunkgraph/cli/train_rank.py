@@ -18,19 +18,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from chunkgraph.errors import (
-    ChunkGraphError,
-    ConfigError,
-    MissingDependencyError,
-    TopologyError,
-)
+from chunkgraph.errors import ConfigError, TopologyError
+from chunkgraph.jobs.exit_codes import exit_code_of, is_usage_error
 from chunkgraph.jobs.processes import die_with_parent, guard_session, leave
 from chunkgraph.settings import Config, resolved, to_yaml
 
 __all__ = ["StartedRank", "train_as_rank"]
 
-_EXIT_FAILED = 1
-_EXIT_USAGE = 2
 _WAIT_S = 5.0
 
 
@@ -153,16 +147,16 @@ def _report_error(args: argparse.Namespace, started: StartedRank, error: Excepti
     """Print what went wrong, in the place where it is seen once; returns the exit code."""
     from chunkgraph.jobs.reports import describe_error, lost_a_peer
 
-    is_usage = isinstance(error, (ConfigError, MissingDependencyError))
+    is_usage = is_usage_error(error)
     if lost_a_peer(error) or (is_usage and started.local_rank != 0):
         _wait_for_the_launcher()
     if args.debug:
         traceback.print_exception(error)
     # A wrong setting is no rank's fault.
-    is_shared = is_usage and isinstance(error, ChunkGraphError) and started.local_rank == 0
+    is_shared = is_usage and started.local_rank == 0
     message = str(error) if is_shared else describe_error(error, started.rank)
     print(f"error: {message}", file=sys.stderr)
-    return _EXIT_USAGE if is_usage else _EXIT_FAILED
+    return exit_code_of(error)
 
 
 def _wait_for_the_launcher() -> None:

@@ -1,12 +1,11 @@
-"""Between the command and its workers: ``python -m ... RUN_DIR CONFIG NUM TARGET LOGS``.
+"""Between a launcher and its ranks: ``python -m ... FOLDER NUM_RANKS LOGS COMMAND...``.
 
-It runs torchrun's elastic agent, so that the command itself stays free of torch and responsive,
-and writes down which worker failed first.
+It runs torchrun's elastic agent, so that the launcher itself stays free of torch and responsive,
+and writes the exit codes of the ranks that failed.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sys
@@ -14,6 +13,8 @@ import uuid
 from pathlib import Path
 
 from chunkgraph._collector import collector_paused
+from chunkgraph.jobs.exit_codes import EXIT_FAILED
+from chunkgraph.jobs.failures import write_exit_codes
 from chunkgraph.jobs.processes import PARENT_PID_VARIABLE, die_with_parent
 
 with collector_paused():  # these imports are most of what an agent does
@@ -21,27 +22,29 @@ with collector_paused():  # these imports are most of what an agent does
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-__all__ = ["FAILURES_FILE", "main", "run_elastic"]
-
-FAILURES_FILE = "failures.json"
-"""In the run folder: a list of ``{"rank": int, "exit_code": int}``, signals negative."""
+__all__ = ["main", "prepare_agent", "run_elastic"]
 
 
-def main(run_dir: str, config_path: str, num_workers: str, target: str, logs: str) -> int:
-    """Start the workers and wait for them; 0 when all of them succeeded.
+def main(folder: str, num_ranks: str, logs: str, *command: str) -> int:
+    """Start the ranks and wait for them; returns 0 if all of them succeeded."""
+    prepare_agent(logs)
+    return run_elastic(Path(folder), int(num_ranks), *command)
 
-    ``logs`` is ``on`` to let the elastic agent log; otherwise the launcher alone explains failures.
+
+def prepare_agent(logs: str) -> None:
+    """Tie this process to the launcher, and the ranks to this process.
+
+    Args:
+        logs: ``on`` lets the elastic agent log; otherwise the launcher alone explains failures.
     """
     die_with_parent()
     if logs != "on":
         logging.disable(logging.CRITICAL)
     os.environ[PARENT_PID_VARIABLE] = str(os.getpid())
-    command = ("-m", "chunkgraph.jobs.worker_main", target, config_path, run_dir)
-    return run_elastic(Path(run_dir), int(num_workers), *command)
 
 
-def run_elastic(folder: Path, num_workers: int, *command: str) -> int:
-    """Run ``python -u *command`` once for each rank; failures are written down in ``folder``.
+def run_elastic(folder: Path, num_ranks: int, *command: str) -> int:
+    """Run ``python -u *command`` once for each rank, and write failures to ``folder``.
 
     Returns:
         0 when all ranks succeeded, 1 when one failed, 128 and the signal's number after a signal.
@@ -50,7 +53,7 @@ def run_elastic(folder: Path, num_workers: int, *command: str) -> int:
         LaunchConfig(
             min_nodes=1,
             max_nodes=1,
-            nproc_per_node=num_workers,
+            nproc_per_node=num_ranks,
             run_id=uuid.uuid4().hex,
             rdzv_backend="c10d",
             rdzv_endpoint="localhost:0",  # port 0: the system picks a free one
@@ -64,15 +67,8 @@ def run_elastic(folder: Path, num_workers: int, *command: str) -> int:
     try:
         launch("-u", *command)
     except ChildFailedError as error:
-        failures = [
-            {"rank": rank, "exit_code": failure.exitcode}
-            for rank, failure in error.failures.items()
-        ]
-        path = folder / FAILURES_FILE
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(failures))
-        temporary.replace(path)
-        return 1
+        write_exit_codes(folder, {rank: one.exitcode for rank, one in error.failures.items()})
+        return EXIT_FAILED
     except SignalException as error:
         return 128 + int(error.sigval)
     return 0

@@ -1,6 +1,6 @@
-"""Starts the training processes, follows them, and says in one message why they failed.
+"""Start the ranks of a job, follow them, and explain in one message why they failed.
 
-No torch here: the elastic agent runs in a child (``launch_agent``), so that Ctrl-C, a stalled run
+No torch here: the elastic agent runs in a child (``jobs.agent``), so that Ctrl-C, a stalled run
 and a dead agent are handled by a process that is never inside a collective itself.
 """
 
@@ -9,21 +9,20 @@ from __future__ import annotations
 import json
 import math
 import os
-import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from chunkgraph.errors import ChunkGraphError, ConfigError, WorkerError
+from chunkgraph.errors import WorkerError
+from chunkgraph.jobs.failures import first_failure
 from chunkgraph.jobs.processes import PARENT_PID_VARIABLE, stop
-from chunkgraph.jobs.worker_main import EXIT_USAGE, error_path
 
-__all__ = ["LaunchSpec", "Launcher"]
+__all__ = ["LaunchSpec", "Launcher", "start_agent"]
 
 _POLL_INTERVAL_S = 0.1
 _START_TIMEOUT_S = 120.0
@@ -51,6 +50,48 @@ class LaunchSpec:
     """Whether errors carry the workers' tracebacks, and the agent logs."""
 
 
+def start_agent(
+    module: str,
+    folder: Path,
+    num_ranks: int,
+    command: Sequence[str],
+    *,
+    defaults: Mapping[str, str],
+    debug: bool,
+    variables: Mapping[str, str] | None = None,
+    stdout: int | None = None,
+) -> subprocess.Popen[str]:
+    """Start the process that runs the ranks of a job.
+
+    Args:
+        module: The agent's module, run as ``python -m module FOLDER NUM_RANKS LOGS COMMAND...``.
+        folder: The run folder, for reports of failures.
+        num_ranks: Ranks to start.
+        command: Arguments of Python in each rank.
+        defaults: Environment variables where the user has not set them.
+        debug: Let the agent log.
+        variables: Environment variables that replace the user's.
+        stdout: The output of all processes, as for `subprocess.Popen`.
+    """
+    logs = "on" if debug else "off"
+    return subprocess.Popen(
+        [sys.executable, "-u", "-m", module, str(folder), str(num_ranks), logs, *command],
+        env={
+            **defaults,
+            **os.environ,
+            **(variables or {}),
+            PARENT_PID_VARIABLE: str(os.getpid()),
+        },
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=subprocess.STDOUT if stdout is not None else None,
+        text=True,
+        errors="replace",
+        # Ctrl-C is for this process; it ends the others in its own time.
+        start_new_session=True,
+    )
+
+
 class Launcher:
     """One run of the training processes.
 
@@ -70,7 +111,7 @@ class Launcher:
         self._spec = spec
         self._on_progress = on_progress
         self._on_output = on_output
-        self._last = "the processes were being started"
+        self._last_event = "the processes were being started"
 
     def run(self) -> None:
         """Start the workers, follow them to the end; on the way out, none is left.
@@ -80,20 +121,15 @@ class Launcher:
             ConfigError: A worker found the configuration wrong.
         """
         spec = self._spec
-        process = subprocess.Popen(
-            [
-                *(sys.executable, "-u", "-m", "chunkgraph.jobs.agent"),
-                *(str(spec.run_dir), str(spec.config_path), str(spec.num_workers), spec.target),
-                "on" if spec.debug else "off",
-            ],
-            env=self._environment(),
-            stdin=subprocess.DEVNULL,
+        paths = (str(spec.config_path), str(spec.run_dir))
+        process = start_agent(
+            "chunkgraph.jobs.agent",
+            spec.run_dir,
+            spec.num_workers,
+            ("-m", "chunkgraph.jobs.worker_main", spec.target, *paths),
+            defaults=spec.environment,
+            debug=spec.debug,
             stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            # Ctrl-C is for this process; it ends the others in its own time.
-            start_new_session=True,
         )
         reader = threading.Thread(target=self._forward_output, args=(process,), daemon=True)
         reader.start()
@@ -105,12 +141,10 @@ class Launcher:
             if process.stdout is not None and not reader.is_alive():
                 process.stdout.close()
         if process.returncode != 0:
-            raise self._failure(process.returncode)
-
-    def _environment(self) -> dict[str, str]:
-        environment = {**self._spec.environment, **os.environ}
-        environment[PARENT_PID_VARIABLE] = str(os.getpid())
-        return environment
+            failure = first_failure(
+                spec.run_dir, spec.num_workers, process.returncode, last_event=self._last_event
+            )
+            raise failure.error(debug=spec.debug)
 
     def _forward_output(self, process: subprocess.Popen[str]) -> None:
         assert process.stdout is not None
@@ -130,58 +164,27 @@ class Launcher:
                 event = json.loads(line)
                 allowed_s = self._spec.stall_timeout_s
                 deadline = time.monotonic() + allowed_s
-                self._last = _describe(event)
+                self._last_event = _describe(event)
                 if event.get("event") != "started":
                     self._on_progress(event)
             if has_ended:
                 return
             if time.monotonic() > end:
-                msg = f"The run was ended after its limit of {limit_s:g} s; last, {self._last}."
+                msg = (
+                    f"The run was ended after its limit of {limit_s:g} s; last, {self._last_event}."
+                )
                 raise WorkerError(msg)
             if time.monotonic() > deadline:
-                msg = (
+                raise WorkerError(
                     f"The workers reported nothing for {allowed_s:g} s and were ended; last, "
-                    f"{self._last}. If steps of this model take so long, raise run.timeout_s; "
-                    "otherwise a rank hangs: run again with --debug."
+                    f"{self._last_event}. If steps of this model take so long, raise "
+                    "run.timeout_s; otherwise a rank hangs: run again with --debug."
                 )
-                raise WorkerError(msg)
             time.sleep(_POLL_INTERVAL_S)
-
-    def _failure(self, agent_exit_code: int) -> ChunkGraphError:
-        """The failure that came first, not those it caused on other ranks."""
-        exit_codes = _exit_codes(self._spec.run_dir)
-        for rank, code in exit_codes.items():
-            # The agent ends the other ranks by SIGTERM, which is no cause.
-            if code < 0 and code != -signal.SIGTERM:
-                return WorkerError(
-                    f"Rank {rank} was killed by signal {-code} ({_signal_name(-code)}); last, "
-                    f"{self._last}. The other ranks were ended. {_signal_advice(-code)}"
-                )
-        paths = {
-            rank: error_path(self._spec.run_dir, rank) for rank in range(self._spec.num_workers)
-        }
-        reports = {rank: path for rank, path in paths.items() if path.exists()}
-        if reports:
-            rank, path = min(reports.items(), key=lambda report: report[1].stat().st_mtime_ns)
-            message, _, details = path.read_text(encoding="utf-8").partition("\n\n")
-            if not message.lower().startswith("rank"):
-                message = f"Rank {rank} failed: {message}"
-            if self._spec.debug:
-                message = f"{message}\n{details}"
-            is_usage = exit_codes.get(rank) == EXIT_USAGE
-            return ConfigError(message) if is_usage else WorkerError(message)
-        for rank, code in exit_codes.items():
-            return WorkerError(
-                f"Rank {rank} ended with exit code {code} and left no message; see its output."
-            )
-        return WorkerError(
-            f"The workers' agent ended with exit code {agent_exit_code} before they did; last, "
-            f"{self._last}. Run again with --debug to see its log."
-        )
 
 
 def _tail(path: Path) -> Iterator[list[str]]:
-    """For each ``next``, the whole lines that were appended to a file since the last one."""
+    """Yield, for each ``next``, the whole lines appended to a file since the last one."""
     offset = 0
     while True:
         lines: list[str] = []
@@ -195,32 +198,8 @@ def _tail(path: Path) -> Iterator[list[str]]:
         yield lines
 
 
-def _exit_codes(run_dir: Path) -> dict[int, int]:
-    """Exit codes of the ranks that failed, as the agent left them; signals are negative."""
-    path = run_dir / "failures.json"
-    if not path.exists():
-        return {}
-    return {item["rank"]: item["exit_code"] for item in json.loads(path.read_text())}
-
-
 def _describe(event: Mapping[str, Any]) -> str:
     if "step" in event and "phase" in event:
-        what = "captured before" if event.get("event") == "capture" else "finished"
-        return f"they {what} step {event['step'] + 1} of the {event['phase']} run"
+        verb = "captured before" if event.get("event") == "capture" else "finished"
+        return f"they {verb} step {event['step'] + 1} of the {event['phase']} run"
     return "they were starting up"
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return "unknown"
-
-
-def _signal_advice(number: int) -> str:
-    if number == signal.SIGKILL:
-        return (
-            "The system does that when memory runs out: try a smaller model, sequence or "
-            "micro_batch_size."
-        )
-    return "Run again with --debug for more."

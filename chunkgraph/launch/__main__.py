@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING
 
 from chunkgraph._collector import collector_paused
 from chunkgraph._text import did_you_mean
-from chunkgraph.errors import ChunkGraphError, ConfigError, MissingDependencyError
+from chunkgraph.errors import ChunkGraphError, ConfigError
+from chunkgraph.jobs.exit_codes import EXIT_FAILED, exit_code_of, is_usage_error
 from chunkgraph.jobs.processes import (
     REPORT_FOLDER_VARIABLE,
     die_with_parent,
@@ -40,8 +41,6 @@ if TYPE_CHECKING:
 
 __all__ = ["main", "run_as_rank", "run_script"]
 
-_EXIT_FAILED = 1
-_EXIT_USAGE = 2
 _PROG = "python -m chunkgraph.launch"
 
 
@@ -164,7 +163,7 @@ def _exit_code(error: SystemExit) -> int:
     if error.code is None or isinstance(error.code, int):
         return error.code or 0
     sys.stderr.write(f"{error.code}\n")
-    return _EXIT_FAILED
+    return EXIT_FAILED
 
 
 def _explain_in_one_line(parser: argparse.ArgumentParser) -> None:
@@ -205,15 +204,16 @@ def _join_launcher(folder: Path, rank: int) -> None:
 
 def _report(error: Exception, rank: int, folder: Path | None) -> int:
     """Say what went wrong; to the launcher, which says it once for all ranks, if there is one."""
-    is_usage = isinstance(error, (ConfigError, MissingDependencyError))
     if not isinstance(error, ChunkGraphError):
         traceback.print_exception(error)
     if folder is not None:
         return write_error(folder, rank, error)
     # A wrong command line is the same on all ranks.
-    if isinstance(error, ChunkGraphError) and (not is_usage or os.environ["LOCAL_RANK"] == "0"):
+    if isinstance(error, ChunkGraphError) and (
+        not is_usage_error(error) or os.environ["LOCAL_RANK"] == "0"
+    ):
         sys.stderr.write(f"error: {error}\n")
-    return _EXIT_USAGE if is_usage else _EXIT_FAILED
+    return exit_code_of(error)
 
 
 if __name__ == "__main__":

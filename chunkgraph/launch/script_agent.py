@@ -7,7 +7,6 @@ SIGTERM goes to the ranks, which may save a checkpoint and end well; SIGINT mean
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import signal
 import sys
@@ -16,8 +15,8 @@ import time
 from pathlib import Path
 from types import FrameType
 
-from chunkgraph.jobs.agent import run_elastic
-from chunkgraph.jobs.processes import PARENT_PID_VARIABLE, die_with_parent
+from chunkgraph.jobs.agent import prepare_agent, run_elastic
+from chunkgraph.jobs.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED
 
 __all__ = ["main"]
 
@@ -63,11 +62,8 @@ class _Signals:
 
 def main(folder: str, num_workers: str, logs: str, *command: str) -> int:
     """Start the ranks and wait for them; 0 when all of them succeeded."""
-    die_with_parent()
+    prepare_agent(logs)
     signals = _Signals(Path(folder))
-    if logs != "on":
-        logging.disable(logging.CRITICAL)
-    os.environ[PARENT_PID_VARIABLE] = str(os.getpid())
     codes: list[int] = []
 
     def run() -> None:
@@ -80,8 +76,8 @@ def main(folder: str, num_workers: str, logs: str, *command: str) -> int:
         signals.tell_late_ranks()
         if signals.ends_at is not None and time.monotonic() > signals.ends_at:
             signals.send(signal.SIGKILL)
-            return 128 + signal.SIGINT
-    return codes[0] if codes else 1
+            return EXIT_INTERRUPTED
+    return codes[0] if codes else EXIT_FAILED
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Starts the processes of a script, passes signals on, and says in one line why they failed.
+"""Start the processes of a script, pass signals on, and explain in one line why they failed.
 
 No torch here, as in `chunkgraph.jobs.launcher`: the elastic agent runs in a child. Unlike there the
 script's output is the terminal's own, nobody waits for progress, and SIGTERM is for the script,
@@ -7,8 +7,6 @@ which may save a checkpoint and end in its own time.
 
 from __future__ import annotations
 
-import json
-import os
 import signal
 import subprocess
 import sys
@@ -16,9 +14,10 @@ import tempfile
 from pathlib import Path
 from types import FrameType
 
-from chunkgraph.errors import ConfigError, WorkerError
-from chunkgraph.jobs.processes import PARENT_PID_VARIABLE, REPORT_FOLDER_VARIABLE, end_session
-from chunkgraph.jobs.worker_main import EXIT_USAGE, error_path
+from chunkgraph.jobs.exit_codes import EXIT_FAILED
+from chunkgraph.jobs.failures import first_failure, read_exit_codes
+from chunkgraph.jobs.launcher import start_agent
+from chunkgraph.jobs.processes import REPORT_FOLDER_VARIABLE, end_session
 from chunkgraph.launch.options import LaunchOptions
 
 __all__ = ["ScriptLauncher"]
@@ -35,7 +34,7 @@ class ScriptLauncher:
 
     def __init__(self, options: LaunchOptions) -> None:
         self._options = options
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[str] | None = None
         self._was_terminated = False
 
     def run(self) -> int:
@@ -58,24 +57,17 @@ class ScriptLauncher:
                 signal.signal(signal.SIGTERM, old)
 
     def _run(self, folder: Path) -> int:
-        self._process = subprocess.Popen(
-            [
-                *(sys.executable, "-u", "-m", "chunkgraph.launch.script_agent"),
-                *(str(folder), str(self._options.nproc)),
-                "on" if self._options.debug else "off",
-                *self._options.rank_command(),
-            ],
-            env={
-                # One thread for each process, as torchrun does it; the user's own wins.
-                "OMP_NUM_THREADS": "1",
-                **({"GLOO_SOCKET_IFNAME": "lo"} if self._options.device == "cpu" else {}),
-                **os.environ,
-                PARENT_PID_VARIABLE: str(os.getpid()),
-                REPORT_FOLDER_VARIABLE: str(folder),
-            },
-            stdin=subprocess.DEVNULL,
-            # Ctrl-C is for this process; it ends the others in its own time.
-            start_new_session=True,
+        defaults = {"OMP_NUM_THREADS": "1"}  # one thread for each process, as with torchrun
+        if self._options.device == "cpu":
+            defaults["GLOO_SOCKET_IFNAME"] = "lo"
+        self._process = start_agent(
+            "chunkgraph.launch.script_agent",
+            folder,
+            self._options.nproc,
+            self._options.rank_command(),
+            defaults=defaults,
+            variables={REPORT_FOLDER_VARIABLE: str(folder)},
+            debug=self._options.debug,
         )
         try:
             code = self._process.wait()
@@ -104,51 +96,14 @@ class ScriptLauncher:
             process.kill()
             process.wait()
 
-    def _explain(self, folder: Path, agent_code: int) -> int:
-        """Say which rank failed first and why; gives the exit code."""
-        failures = _failures(folder)
-        if self._was_terminated and all(code == -signal.SIGTERM for code in failures.values()):
+    def _explain(self, folder: Path, agent_exit_code: int) -> int:
+        """Explain which rank failed first and why; returns the exit code."""
+        exit_codes = read_exit_codes(folder)
+        if self._was_terminated and all(code == -signal.SIGTERM for code in exit_codes.values()):
             print("terminated: the script's processes ended.", file=sys.stderr)
             return 128 + signal.SIGTERM
-        for rank, code in failures.items():
-            # The agent ends the other ranks by SIGTERM, which is no cause.
-            if code < 0 and code != -signal.SIGTERM:
-                name = signal.Signals(-code).name
-                memory = (
-                    " The system does that when memory runs out." if code == -signal.SIGKILL else ""
-                )
-                raise WorkerError(
-                    f"Rank {rank} was killed by signal {-code} ({name}); the other ranks were "
-                    f"ended.{memory}"
-                )
-        reports = [
-            (path, rank)
-            for rank in range(self._options.nproc)
-            if (path := error_path(folder, rank)).exists()
-        ]
-        if not reports:
-            for rank, code in failures.items():
-                print(f"error: Rank {rank} ended with exit code {code}.", file=sys.stderr)
-                return code if code > 0 else 1
-            raise WorkerError(
-                f"The agent of the script's processes ended with exit code {agent_code} before "
-                "they did. Run again with --debug to see its log."
-            )
-        path, rank = min(reports, key=lambda report: _order(report[0]))
-        message = path.read_text(encoding="utf-8").partition("\n\n")[0]
-        if failures.get(rank) == EXIT_USAGE:
-            raise ConfigError(message.removeprefix(f"Rank {rank}: "))
-        raise WorkerError(message)
-
-
-def _failures(folder: Path) -> dict[int, int]:
-    path = folder / "failures.json"
-    if not path.exists():
-        return {}
-    return {item["rank"]: item["exit_code"] for item in json.loads(path.read_text())}
-
-
-def _order(path: Path) -> tuple[bool, int]:
-    """What happened first stands first; what follows from another rank's failure, last."""
-    text = path.read_text(encoding="utf-8").partition("\n\n")[0]
-    return "another rank" in text, path.stat().st_mtime_ns
+        failure = first_failure(folder, self._options.nproc, agent_exit_code)
+        if not failure.is_silent:
+            raise failure.error()
+        print(f"error: {failure.message}", file=sys.stderr)
+        return max(failure.exit_code, EXIT_FAILED)

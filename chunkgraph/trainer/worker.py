@@ -1,50 +1,37 @@
-"""One training process: ``python -m chunkgraph.trainer.worker CONFIG RUN_DIR``.
+"""One training process, the target of `chunkgraph.jobs.worker_main`.
 
 Started once for each rank, with RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT set as
 torchrun sets them. Leaves in the run folder:
 
 * ``rank0.json``: the results, by rank 0, whole or not at all;
-* ``progress.jsonl``: a line for each step and capture, by rank 0;
-* ``error_rank{r}.txt``: when rank r fails, one clear message, an empty line, the traceback.
+* ``progress.jsonl``: a line for each step and capture, by rank 0.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from chunkgraph._collector import collector_paused
-from chunkgraph.jobs.processes import die_with_parent, guard_session, keep_quiet, leave
-from chunkgraph.jobs.reports import append_progress, write_error, write_whole
+from chunkgraph.jobs.processes import keep_quiet
+from chunkgraph.jobs.reports import append_progress, write_whole
+from chunkgraph.settings import Config, load_config
 
-if TYPE_CHECKING:
-    from chunkgraph.settings import Config
-
-__all__ = [
-    "main",
-    "train_rank",
-]
+__all__ = ["main", "train_rank"]
 
 
 def main(config_path: str, run_dir: str) -> int:
-    """Train by the configuration file; returns the exit code (0, 1 failed, 2 bad usage)."""
-    rank = int(os.environ.get("RANK", "0"))
+    """Train by the configuration file, and write the results; returns 0, or raises."""
+    is_first = int(os.environ.get("RANK", "0")) == 0
     folder = Path(run_dir)
-    try:
-        # Imported here: an import that fails is reported.
-        from chunkgraph.settings import load_config
-
-        progress = append_progress(folder / "progress.jsonl") if rank == 0 else None
-        results = train_rank(load_config(config_path), progress)
-        if rank == 0:
-            write_whole(folder / "rank0.json", json.dumps(results, indent=1) + "\n")
-    except Exception as error:  # noqa: BLE001 - the outermost frame: everything is reported
-        return write_error(folder, rank, error)
+    progress = append_progress(folder / "progress.jsonl") if is_first else None
+    results = train_rank(load_config(config_path), progress)
+    if is_first:
+        write_whole(folder / "rank0.json", json.dumps(results, indent=1) + "\n")
     return 0
 
 
@@ -93,16 +80,3 @@ def train_rank(
         with collector_paused():  # it imports Megatron
             device = stack.enter_context(training_process(config))
         return train(config, device, on_step=on_step, on_capture=on_capture)
-
-
-if __name__ == "__main__":
-    if len(sys.argv) != 3:
-        sys.stderr.write("usage: python -m chunkgraph.trainer.worker CONFIG RUN_DIR\n")
-        raise SystemExit(2)
-    die_with_parent()
-    guard_session()
-    code = main(sys.argv[1], sys.argv[2])
-    report = Path(sys.argv[2]) / f"error_rank{os.environ.get('RANK', '0')}.txt"
-    if code and report.exists():
-        sys.stderr.write(report.read_text(encoding="utf-8"))
-    leave(code)

@@ -184,4 +184,4 @@ def test_no_process_is_left_when_the_agent_is_killed(job: Job) -> None:
     job.start("-c", LAUNCHER)
     agents = [pid for pid, command in job.processes().items() if "script_agent" in command]
     os.kill(agents[0], signal.SIGKILL)
-    assert "agent of the script's processes ended" in job.output_until_all_ended()
+    assert "agent of the ranks ended" in job.output_until_all_ended()

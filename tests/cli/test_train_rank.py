@@ -84,7 +84,7 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("rank", "error", "code", "message"),
         [
-            (1, ConfigError("No such file."), 2, "error: Rank 1: No such file.\n"),
+            (1, ConfigError("No such file."), 2, "error: Rank 1 failed: No such file.\n"),
             (2, RuntimeError("Connection reset by peer"), 1, "another rank ended"),
         ],
     )
@@ -103,7 +103,7 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("error", "message"),
         [
-            (CaptureError("model.py:12: .item()"), "error: Rank 3: model.py:12: .item()"),
+            (CaptureError("model.py:12: .item()"), "error: Rank 3 failed: model.py:12: .item()"),
             (ZeroDivisionError("one"), "error: Rank 3 failed: ZeroDivisionError: one"),
         ],
     )

@@ -74,7 +74,7 @@ def test_progress_and_output_are_passed_on(launched: Launched) -> None:
     [
         # An error of chunkgraph's own: `test_commands.py`.
         ("crash", WorkerError, "Rank 1 failed: ZeroDivisionError: one\ntwo"),
-        ("refuse", ConfigError, "failed: model.layer_spec: cannot import nowhere."),
+        ("refuse", ConfigError, "model.layer_spec: cannot import nowhere."),
         ("exit_silently", WorkerError, "ended with exit code 7 and left no message"),
         ("no_such_function", WorkerError, "no_such_function"),
     ],
@@ -85,6 +85,7 @@ def test_a_failing_worker_is_explained_in_one_message(
     with pytest.raises(error) as caught:
         launched.run(behaviour)
     assert message in str(caught.value)
+    assert ("Rank" in str(caught.value)) is (error is WorkerError), "a setting is no rank's fault"
     assert "Traceback" not in str(caught.value)
     assert launched.lines == []
 

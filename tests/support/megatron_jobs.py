@@ -231,7 +231,8 @@ def run_worker(
     ) -> tuple[list[int], Path]:
         path = tmp_path / "config.yaml"
         path.write_text(json.dumps(config), encoding="utf-8")  # JSON is YAML
-        arguments = ["-m", "chunkgraph.trainer.worker", str(path), str(tmp_path)]
+        target = "chunkgraph.trainer.worker:main"
+        arguments = ["-m", "chunkgraph.jobs.worker_main", target, str(path), str(tmp_path)]
         host = "core" if forked else None
         # As `chunkgraph train` sets it.
         variables = {"TORCHDYNAMO_DISABLE": "1"} if config["device"] == "cpu" else {}

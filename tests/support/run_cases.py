@@ -29,6 +29,7 @@ import unpadded_probe
 from torch import nn
 
 from chunkgraph.jobs.processes import die_with_parent
+from chunkgraph.jobs.reports import write_error
 from chunkgraph.megatron.features.contexts import ContextGroups
 from chunkgraph.megatron.features.packing.banks import Buckets
 from chunkgraph.packing import PackedShape
@@ -36,7 +37,6 @@ from chunkgraph.settings import config_from_mapping
 from chunkgraph.trainer.compare import run_eager, train
 from chunkgraph.trainer.loop import TrainingRun
 from chunkgraph.trainer.setup import training_process
-from chunkgraph.trainer.worker import write_error
 
 
 class EagerRuns:
