@@ -20,7 +20,7 @@ from torch import nn
 from chunkgraph.errors import ConfigError
 from chunkgraph.launch.script_steps import Microbatches, ScriptSteps
 from chunkgraph.launch.sft_data import ROWS, Documents, documents_of
-from chunkgraph.megatron.core.collectives import Gather, Share
+from chunkgraph.megatron.core.gloo_agreement import Gather, Share
 from chunkgraph.megatron.features.contexts import ContextBank, ContextBanks
 from chunkgraph.megatron.features.packing.params import PADDING_MASK, make_params, sent
 from chunkgraph.packing import (

@@ -15,7 +15,7 @@ from chunkgraph.launch.look_ahead import look_ahead
 from chunkgraph.launch.script_steps import Microbatches, ScriptSteps
 from chunkgraph.launch.sft_data import Documents, cut, documents_of
 from chunkgraph.megatron.attached import MegatronChunkGraphs
-from chunkgraph.megatron.core.collectives import Share
+from chunkgraph.megatron.core.gloo_agreement import Share
 from chunkgraph.megatron.features.packing.params import fixed_params
 from chunkgraph.packing import PackedSequences, PackedShape, pack, smallest_that_fits
 

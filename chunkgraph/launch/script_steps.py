@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from chunkgraph.errors import ConfigError
-from chunkgraph.megatron.core.collectives import Share
+from chunkgraph.megatron.core.gloo_agreement import Share
 from chunkgraph.megatron.features.packing.params import ARGUMENT
 
 __all__ = ["Microbatches", "ScriptSteps"]

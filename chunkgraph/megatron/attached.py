@@ -12,7 +12,7 @@ from chunkgraph.engine.decide.reasons import StepMode
 from chunkgraph.errors import ConfigError, SlotError
 from chunkgraph.megatron.captured_part import CapturedPart
 from chunkgraph.megatron.core.cached_tables import CachedTables
-from chunkgraph.megatron.core.collectives import Maximum
+from chunkgraph.megatron.core.gloo_agreement import Maximum
 from chunkgraph.megatron.core.process_groups import before_groups_end
 from chunkgraph.megatron.features.contexts import (
     ContextBank,

@@ -31,7 +31,8 @@ from chunkgraph.megatron.attached import MegatronChunkGraphs
 from chunkgraph.megatron.captured_part import Scope, new_part
 from chunkgraph.megatron.core.access import refuse_other_releases
 from chunkgraph.megatron.core.cached_tables import CachedTables
-from chunkgraph.megatron.core.collectives import Maximum, agree_by_maximum
+from chunkgraph.megatron.core.collectives import agree_by_maximum
+from chunkgraph.megatron.core.gloo_agreement import Maximum
 from chunkgraph.megatron.core.random_state import graph_safe_generators
 from chunkgraph.megatron.features.contexts import ContextBanks, StepContexts
 from chunkgraph.megatron.features.contexts.groups import HeldGroups, capturing_banks

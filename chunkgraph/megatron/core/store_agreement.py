@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from chunkgraph.errors import WorkerError
-from chunkgraph.megatron.core.collectives import Gather, Maximum, Share
+from chunkgraph.megatron.core.gloo_agreement import Gather, Maximum, Share
 
 __all__ = ["StoreGather", "StoreMaximum", "StoreShare"]
 

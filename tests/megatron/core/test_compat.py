@@ -21,12 +21,12 @@ from chunkgraph.megatron.core.access import (
     versions,
 )
 from chunkgraph.megatron.core.capture_flag import capture_flag
-from chunkgraph.megatron.core.collectives import Maximum
 from chunkgraph.megatron.core.data_parallel import (
     DDP_MODULE,
     call_parameter_gather_hooks,
     gradient_marker,
 )
+from chunkgraph.megatron.core.gloo_agreement import Maximum
 from chunkgraph.megatron.features.prediction import feature as token_prediction
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(60)]

@@ -18,7 +18,7 @@ from typing import Any
 from chunkgraph.engine.counters import Counters
 from chunkgraph.engine.decide.reasons import Agree, StepMode, agree_alone
 from chunkgraph.errors import StashError
-from chunkgraph.megatron.core.collectives import Maximum
+from chunkgraph.megatron.core.gloo_agreement import Maximum
 from chunkgraph.megatron.features.experts.feature import Experts
 from chunkgraph.megatron.features.rerun.rewind import RewindableInputs, StepState
 from chunkgraph.megatron.features.stash.feature import ExpertStash
