@@ -99,7 +99,7 @@ def _memory(ranks: Sequence[_Rank]) -> dict[str, Any]:
         "allocated_bytes": max(allocated),
         "reserved_bytes_by_rank": reserved,
         "allocated_bytes_by_rank": allocated,
-        "pool_bytes_by_rank": [rank.measurement.pool_bytes for rank in ranks],
+        "pool_bytes_by_rank": [rank.measurement.captures.pool_bytes for rank in ranks],
     }
 
 
@@ -107,18 +107,20 @@ def _captures(config: Config, ranks: Sequence[_Rank]) -> dict[str, Any]:
     """Where captures hide in a step, that step's time less a measured one's is taken for them."""
     seconds: list[float] = []
     for rank in ranks:
-        own = rank.measurement
-        if own.capture_s is not None:
-            seconds.append(own.capture_s)
-        elif own.capture_step is not None and own.capture_step < len(own.steps):
-            times = [step.step_ms for step in own.steps]
+        captures = rank.measurement.captures
+        times = [step.step_ms for step in rank.measurement.steps]
+        if captures.duration_s is not None:
+            seconds.append(captures.duration_s)
+        elif captures.step is not None and captures.step < len(times):
             usual = statistics.median(times[config.bench.num_warmup_steps :])
-            seconds.append(max(0.0, times[own.capture_step] - usual) / 1e3)
+            seconds.append(max(0.0, times[captures.step] - usual) / 1e3)
     return {
         "capture_s": max(seconds) if seconds else None,
-        "num_captures_after_first": max(rank.measurement.captures_after_first for rank in ranks),
+        "num_captures_after_first": max(
+            rank.measurement.captures.num_after_first for rank in ranks
+        ),
         # The ranks agree on each.
-        "overflow_reruns": ranks[0].measurement.overflow_reruns,
+        "overflow_reruns": ranks[0].measurement.captures.overflow_reruns,
     }
 
 

@@ -50,7 +50,7 @@ def write_json(path: Path, config: Config, results: RunResults, failures: list[s
         "ok": not failures,
         "failures": failures,
         "config": to_mapping(resolved(config)),
-        **results.raw,
+        **results.to_mapping(),
     }
     write_output("--json", path, json.dumps(content, indent=2) + "\n")
 

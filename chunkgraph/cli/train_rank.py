@@ -105,7 +105,6 @@ def _train(args: argparse.Namespace, started: StartedRank) -> int:
         warnings.simplefilter("ignore")  # PYTHONWARNINGS comes too late for this process
     from chunkgraph.cli.progress import TrainProgress
     from chunkgraph.jobs.reports import append_progress
-    from chunkgraph.trainer.results import results_from
     from chunkgraph.trainer.worker import train_rank
 
     if not is_first:
@@ -124,7 +123,7 @@ def _train(args: argparse.Namespace, started: StartedRank) -> int:
             for callback in callbacks:
                 callback(line)
 
-        results = results_from(train_rank(config, on_progress))
+        results = train_rank(config, on_progress)
     return report(args, config, results)
 
 

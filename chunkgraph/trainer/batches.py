@@ -102,8 +102,9 @@ class SequenceBatches:
             config.data.path, seq_length=config.model.seq_length, seed=config.train.seed
         )
 
-    def told(self, _step: int, _count: int, *, has_graphs: bool) -> dict[str, Any]:  # noqa: ARG002
-        """Nothing: every microbatch has the one shape."""
+    def schedule_options(self, _step: int, _count: int, *, has_graphs: bool) -> dict[str, Any]:
+        """Return nothing: every microbatch has the same shape."""
+        del has_graphs
         return {}
 
     def packings(self, _step: int, _num_microbatches: int) -> None:
@@ -154,8 +155,8 @@ class PackedBatches:
         self._chosen: dict[tuple[int, int], list[int]] = {}
         self._documents = _documents(config, shape)
 
-    def told(self, step: int, count: int, *, has_graphs: bool) -> dict[str, Any]:
-        """What the schedule is told of a step, besides what Megatron's own takes."""
+    def schedule_options(self, step: int, count: int, *, has_graphs: bool) -> dict[str, Any]:
+        """Return keywords of the schedule that Megatron's own does not take."""
         buckets = self.buckets(step, count)
         if has_graphs:
             return {"packings": self.packings(step, count), "buckets": buckets}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,9 @@ from chunkgraph.megatron.core.access import versions
 from chunkgraph.megatron.features.experts.capacity import factor_for_all
 from chunkgraph.megatron.features.experts.rank_budget import rank_factor_for_all
 from chunkgraph.settings import Config
-from chunkgraph.trainer.loop import StepRecord, TrainingRun, run_training
+from chunkgraph.trainer.loop import RankTotals, TrainingRun, run_training
+from chunkgraph.trainer.results import RunResults, StepResult
+from chunkgraph.trainer.trained_model import StepRecord
 
 __all__ = ["Comparison", "compare_runs", "run_eager", "same_bits", "train"]
 
@@ -43,6 +45,15 @@ class Comparison:
     expert_metrics: tuple[bool, ...] = ()
 
 
+@dataclass(frozen=True)
+class _RankRun:
+    """A rank's run without its parameters, to be gathered."""
+
+    steps: Sequence[StepRecord]
+    totals: RankTotals
+    comparison: Comparison | None
+
+
 def train(
     config: Config,
     device: torch.device,
@@ -52,7 +63,7 @@ def train(
     on_step: OnStep = lambda *_: None,
     on_capture: OnCapture | None = None,
     eager: TrainingRun | None = None,
-) -> dict[str, Any]:
+) -> RunResults:
     """Run ``config`` on this rank, with its eager twin where ``train.compare`` is ``eager``.
 
     Args:
@@ -65,7 +76,7 @@ def train(
         eager: the twin, where `run_eager` has been through the same steps already.
 
     Returns:
-        The whole job's results as plain values for JSON, the same on every rank.
+        The whole job's results, the same on every rank.
     """
     if config.train.compare != "eager":
         eager = None
@@ -83,7 +94,8 @@ def train(
         on_capture=on_capture,
     )
     comparison = compare_runs(eager, chunk) if eager is not None else None
-    return _report(chunk, eager, _gather(_of_rank(chunk, comparison)))
+    ranks = _gather(_RankRun(chunk.steps, chunk.totals, comparison))
+    return _results(chunk, eager, ranks)
 
 
 def run_eager(
@@ -94,7 +106,7 @@ def run_eager(
     model_options: Mapping[str, Any] | None = None,
     on_step: OnStep = lambda *_: None,
 ) -> TrainingRun:
-    """What `train` compares with: ``config`` without graphs, and nothing left of its model.
+    """Run ``config`` without graphs, to compare with; nothing is left of its model.
 
     Args:
         config: the run.
@@ -116,7 +128,7 @@ def run_eager(
 
 
 def _with_room_for_all(config: Config) -> Config:
-    """What a run that drops no token is compared with: one whose experts have room from the start.
+    """Give experts room for all tokens, as a run that drops none is compared with.
 
     Rows without a token add zeros to the gradients; where a matrix product adds up more rows in
     another order, the two differ in the last bits.
@@ -150,116 +162,80 @@ def compare_runs(eager: TrainingRun, chunk: TrainingRun) -> Comparison:
 
 
 def _hex(metrics: Mapping[str, tuple[float, ...]]) -> dict[str, list[str]]:
-    """To the last bit, and by the metrics that recorded something."""
+    """Return the metrics that recorded something, to the last bit."""
     return {name: [v.hex() for v in values] for name, values in metrics.items() if any(values)}
 
 
 def _forget_model(device: torch.device) -> None:
-    """Modules and hooks form cycles; collect them so that the second run has the memory."""
+    """Collect the cycles of modules and hooks, so that the next run has the memory."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
-def _of_rank(chunk: TrainingRun, comparison: Comparison | None) -> dict[str, Any]:
-    return {
-        "num_slots": list(chunk.num_slots),
-        "num_graphs": chunk.num_graphs,
-        "captures_after_first_session": chunk.captures_after_first_session,
-        "comparison": comparison,
-        "dropped_tokens": chunk.dropped_tokens,
-        "overflow_reruns": chunk.overflow_reruns,
-        "recaptures": list(chunk.recaptures),
-        "stash_bytes": chunk.stash_bytes,
-        "bytes_without_stash": chunk.bytes_without_stash,
-        "expert_metrics": [record.expert_metrics for record in chunk.steps],
-        "context_sizes": [record.context_sizes for record in chunk.steps],
-        "replays_of_bank": chunk.replays_of_bank,
-        "missing_banks": chunk.missing_banks,
-        "memsets_kept": chunk.memsets_kept,
-        "reserved_bytes": chunk.reserved_bytes,
-        "gpu_used_bytes": chunk.gpu_used_bytes,
-    }
-
-
-def _gather(mine: dict[str, Any]) -> list[dict[str, Any]]:
+def _gather(run: _RankRun) -> list[_RankRun]:
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return [mine]
+        return [run]
     ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, mine)
+    dist.all_gather_object(ranks, run)
     return ranks
 
 
-def _report(
-    chunk: TrainingRun, eager: TrainingRun | None, ranks: list[dict[str, Any]]
-) -> dict[str, Any]:
-    comparisons: list[Comparison] = [r["comparison"] for r in ranks if r["comparison"] is not None]
-    compared = bool(comparisons)
-    return {
-        "versions": versions(),
-        "steps": [
-            _step(index, record, eager, comparisons, ranks)
+def _results(
+    chunk: TrainingRun, eager: TrainingRun | None, ranks: Sequence[_RankRun]
+) -> RunResults:
+    comparisons = [rank.comparison for rank in ranks if rank.comparison is not None]
+    are_equal = not any(comparison.different_parameters for comparison in comparisons)
+    return RunResults(
+        versions=versions(),
+        steps=[
+            _step(record, eager.steps[index] if eager is not None else None, ranks)
             for index, record in enumerate(chunk.steps)
         ],
-        "parameters_equal": (
-            not any(c.different_parameters for c in comparisons) if compared else None
-        ),
-        "different_parameters": {
-            f"rank {rank}": list(c.different_parameters)
-            for rank, c in enumerate(comparisons)
-            if c.different_parameters
+        parameters_equal=are_equal if comparisons else None,
+        different_parameters={
+            f"rank {rank}": list(comparison.different_parameters)
+            for rank, comparison in enumerate(comparisons)
+            if comparison.different_parameters
         },
-        "num_parameters_compared": sum(c.num_parameters for c in comparisons),
-        "capture_sessions": chunk.capture_sessions,
-        "captures_after_first_session": max(r["captures_after_first_session"] for r in ranks),
-        "slots_per_chunk": [r["num_slots"] for r in ranks],
-        "num_graphs": sum(r["num_graphs"] for r in ranks),
-        "dropped_tokens": sum(r["dropped_tokens"] for r in ranks),
-        "overflow_reruns": ranks[0]["overflow_reruns"],
-        "recaptures": ranks[0]["recaptures"],
-        "stash_bytes": [r["stash_bytes"] for r in ranks],
-        "bytes_without_stash": [r["bytes_without_stash"] for r in ranks],
-        "replays_of_bank": [r["replays_of_bank"] for r in ranks],
-        "missing_banks": [r["missing_banks"] for r in ranks],
-        "memsets_kept": [r["memsets_kept"] for r in ranks],
-        "reserved_bytes": [r["reserved_bytes"] for r in ranks],
-        "gpu_used_bytes": [r["gpu_used_bytes"] for r in ranks],
-    }
+        num_parameters_compared=sum(comparison.num_parameters for comparison in comparisons),
+        **RankTotals.combined([rank.totals for rank in ranks]),
+    )
 
 
-def _step(
-    index: int,
-    record: StepRecord,
-    eager: TrainingRun | None,
-    comparisons: list[Comparison],
-    ranks: list[dict[str, Any]],
-) -> dict[str, Any]:
-    twin = eager.steps[index] if eager is not None else None
-    return {
-        "step": record.step,
-        "num_microbatches": record.num_microbatches,
-        "loss_chunk": record.loss,
-        "loss_eager": twin.loss if twin else None,
-        "grad_norm_chunk": record.grad_norm,
-        "grad_norm_eager": twin.grad_norm if twin else None,
-        "loss_chunk_hex": record.loss.hex(),
-        "loss_eager_hex": twin.loss.hex() if twin else None,
-        "grad_norm_chunk_hex": record.grad_norm.hex(),
-        "grad_norm_eager_hex": twin.grad_norm.hex() if twin else None,
-        "loss_equal": all(c.losses[index] for c in comparisons) if twin else None,
-        "grad_norm_equal": all(c.grad_norms[index] for c in comparisons) if twin else None,
-        "expert_metrics": _summed([r["expert_metrics"][index] for r in ranks]),
-        "expert_metrics_equal": all(c.expert_metrics[index] for c in comparisons) if twin else None,
-        "context_sizes": [r["context_sizes"][index] for r in ranks],
-        "captures": record.captures,
-        "replays": record.replays,
-        "fallbacks": record.fallbacks,
-        "step_ms_chunk": record.step_ms,
-        "step_ms_eager": twin.step_ms if twin else None,
-    }
+def _step(record: StepRecord, eager: StepRecord | None, ranks: Sequence[_RankRun]) -> StepResult:
+    index = record.step
+    comparisons = [rank.comparison for rank in ranks if rank.comparison is not None]
+    result = StepResult(
+        step=record.step,
+        num_microbatches=record.num_microbatches,
+        loss_chunk=record.loss,
+        grad_norm_chunk=record.grad_norm,
+        loss_chunk_hex=record.loss.hex(),
+        grad_norm_chunk_hex=record.grad_norm.hex(),
+        expert_metrics=_summed([rank.steps[index].expert_metrics for rank in ranks]),
+        context_sizes=[rank.steps[index].context_sizes for rank in ranks],
+        captures=record.captures,
+        replays=record.replays,
+        fallbacks=record.fallbacks,
+        step_ms_chunk=record.step_ms,
+    )
+    if eager is None:
+        return result
+    return replace(
+        result,
+        loss_eager=eager.loss,
+        grad_norm_eager=eager.grad_norm,
+        loss_eager_hex=eager.loss.hex(),
+        grad_norm_eager_hex=eager.grad_norm.hex(),
+        loss_equal=all(comparison.losses[index] for comparison in comparisons),
+        grad_norm_equal=all(comparison.grad_norms[index] for comparison in comparisons),
+        expert_metrics_equal=all(comparison.expert_metrics[index] for comparison in comparisons),
+        step_ms_eager=eager.step_ms,
+    )
 
 
-def _summed(metrics: list[dict[str, tuple[float, ...]]]) -> dict[str, float]:
-    """Each metric over all layers, microbatches and ranks."""
+def _summed(metrics: Sequence[Mapping[str, tuple[float, ...]]]) -> dict[str, float]:
+    """Sum each metric over all layers, microbatches and ranks."""
     names = dict.fromkeys(name for of_rank in metrics for name in of_rank)
     return {name: sum(sum(of_rank.get(name, ())) for of_rank in metrics) for name in names}

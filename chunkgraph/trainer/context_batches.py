@@ -104,8 +104,8 @@ class ContextBatches:
         )
         self._steps: dict[tuple[int, int], _Step] = {}
 
-    def told(self, step: int, count: int, *, has_graphs: bool) -> dict[str, Any]:
-        """What the schedule is told of a step, besides what Megatron's own takes."""
+    def schedule_options(self, step: int, count: int, *, has_graphs: bool) -> dict[str, Any]:
+        """Return keywords of the schedule that Megatron's own does not take."""
         return {"contexts": self._step(step, count).keys} if has_graphs else {}
 
     def num_microbatches(self, step: int, count: int) -> int:

@@ -1,18 +1,20 @@
-"""What rank 0 of a training run found, and whether it is what was promised."""
+"""Results of a training run, and a check of what the run promises."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from chunkgraph.errors import WorkerError
 from chunkgraph.settings import Config
 
 __all__ = ["RunResults", "StepResult", "find_failures", "read_results", "results_from"]
+
+_Result = TypeVar("_Result", "StepResult", "RunResults")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,12 +33,24 @@ class StepResult:
     """Gradient norm before clipping, with captured chunks."""
     grad_norm_eager: float | None = None
     """Gradient norm before clipping, eager."""
+    loss_chunk_hex: str = ""
+    """`loss_chunk` to the last bit."""
+    loss_eager_hex: str | None = None
+    """`loss_eager` to the last bit."""
+    grad_norm_chunk_hex: str = ""
+    """`grad_norm_chunk` to the last bit."""
+    grad_norm_eager_hex: str | None = None
+    """`grad_norm_eager` to the last bit."""
     loss_equal: bool | None = None
     """Whether the losses agree to the last bit."""
     grad_norm_equal: bool | None = None
     """Whether the gradient norms agree to the last bit."""
+    expert_metrics: Mapping[str, float] = field(default_factory=dict)
+    """Each metric of the experts (auxiliary losses) over all layers, microbatches and ranks."""
     expert_metrics_equal: bool | None = None
-    """Whether the experts' metrics (auxiliary losses) agree to the last bit, on all ranks."""
+    """Whether these metrics agree to the last bit, on all ranks."""
+    context_sizes: Sequence[Sequence[int]] = ()
+    """Context-parallel size of each microbatch, where they differ; for each rank."""
     captures: int
     """Slots captured in this step, on rank 0."""
     replays: int
@@ -58,14 +72,16 @@ class StepResult:
 
 @dataclass(frozen=True, kw_only=True)
 class RunResults:
-    """A whole run."""
+    """A whole run of all ranks; its fields are the keys of ``--json``."""
 
+    versions: Mapping[str, str] = field(default_factory=dict)
+    """Versions of the packages that matter, by name."""
     steps: Sequence[StepResult]
     """The steps, in order."""
-    raw: Mapping[str, Any]
-    """Everything rank 0 wrote, for ``--json``."""
     parameters_equal: bool | None
     """Whether every parameter agrees to the last bit after the run, on all ranks."""
+    different_parameters: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Names of the parameters that differ, by rank."""
     num_parameters_compared: int
     """Parameters compared, all ranks together."""
     capture_sessions: int
@@ -77,19 +93,29 @@ class RunResults:
     num_graphs: int
     """Graphs held, all ranks together."""
     dropped_tokens: int = 0
-    """How often an expert had no room for a token, all steps and ranks together."""
+    """Tokens for which an expert had no room, all steps and ranks together."""
     overflow_reruns: Mapping[str, int] = field(default_factory=dict)
-    """Steps that were run anew because something had no room, by what it was."""
+    """Steps that ran again because something had no room, by what it was."""
     recaptures: Sequence[str] = ()
-    """Why graphs were captured anew with more room, each time."""
+    """Why graphs were captured again with more room, each time."""
     stash_bytes: Sequence[int] = ()
-    """Of the stash's pages, for each rank."""
+    """Size of the stash's pages, for each rank."""
+    bytes_without_stash: Sequence[int] = ()
+    """Size of what slots would keep without the stash, for each rank."""
     replays_of_bank: Sequence[Mapping[str, int]] = ()
     """Forwards replayed, by bank, where there are several; for each rank."""
     missing_banks: Sequence[Mapping[str, int]] = ()
     """Eager steps, by the bank that they had no graphs of and why; for each rank."""
     memsets_kept: Sequence[str] = ()
     """Why memsets inside graphs are no kernels, empty where they are; for each rank."""
+    reserved_bytes: Sequence[int] = ()
+    """Most memory that torch held on the device, for each rank; 0 on a CPU."""
+    gpu_used_bytes: Sequence[int] = ()
+    """Memory in use on the whole GPU after the last step, for each rank; 0 on a CPU."""
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        return asdict(self)
 
 
 def read_results(path: Path) -> RunResults:
@@ -108,39 +134,23 @@ def read_results(path: Path) -> RunResults:
         raise WorkerError(msg) from None
 
 
-def results_from(raw: Mapping[str, Any]) -> RunResults:
-    """Give what rank 0 returned its types.
+def results_from(mapping: Mapping[str, Any]) -> RunResults:
+    """Read what `RunResults.to_mapping` returned.
 
     Raises:
-        KeyError: A value is missing.
-        TypeError: A step lacks a value.
+        KeyError: There are no steps.
+        TypeError: A value is missing.
     """
-    names = {item.name for item in fields(StepResult)}
-    steps = [
-        StepResult(**{key: value for key, value in step.items() if key in names})
-        for step in raw["steps"]
-    ]
-    return RunResults(
-        steps=steps,
-        raw=raw,
-        parameters_equal=raw["parameters_equal"],
-        num_parameters_compared=raw["num_parameters_compared"],
-        capture_sessions=raw["capture_sessions"],
-        captures_after_first_session=raw["captures_after_first_session"],
-        slots_per_chunk=raw["slots_per_chunk"],
-        num_graphs=raw["num_graphs"],
-        dropped_tokens=raw.get("dropped_tokens", 0),
-        overflow_reruns=raw.get("overflow_reruns", {}),
-        recaptures=raw.get("recaptures", ()),
-        stash_bytes=raw.get("stash_bytes", ()),
-        replays_of_bank=raw.get("replays_of_bank", ()),
-        missing_banks=raw.get("missing_banks", ()),
-        memsets_kept=raw.get("memsets_kept", ()),
-    )
+    steps = [_from_mapping(StepResult, step) for step in mapping["steps"]]
+    return _from_mapping(RunResults, {**mapping, "steps": steps})
+
+
+def _from_mapping(kind: type[_Result], mapping: Mapping[str, Any]) -> _Result:
+    return kind(**{f.name: mapping[f.name] for f in fields(kind) if f.name in mapping})
 
 
 def find_failures(config: Config, results: RunResults) -> list[str]:
-    """Everything that breaks the promise of a run; empty when it was kept."""
+    """Find everything that breaks the promise of a run; empty if nothing does."""
     failures: list[str] = []
     if len(results.steps) != len(config.train.num_microbatches):
         failures.append(

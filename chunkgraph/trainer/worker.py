@@ -20,6 +20,7 @@ from chunkgraph._collector import collector_paused
 from chunkgraph.jobs.processes import keep_quiet
 from chunkgraph.jobs.reports import append_progress, write_whole
 from chunkgraph.settings import Config, load_config
+from chunkgraph.trainer.results import RunResults
 
 __all__ = ["main", "train_rank"]
 
@@ -31,13 +32,13 @@ def main(config_path: str, run_dir: str) -> int:
     progress = append_progress(folder / "progress.jsonl") if is_first else None
     results = train_rank(load_config(config_path), progress)
     if is_first:
-        write_whole(folder / "rank0.json", json.dumps(results, indent=1) + "\n")
+        write_whole(folder / "rank0.json", json.dumps(results.to_mapping(), indent=1) + "\n")
     return 0
 
 
 def train_rank(
     config: Config, on_progress: Callable[[dict[str, Any]], None] | None = None
-) -> dict[str, Any]:
+) -> RunResults:
     """Train as the rank that RANK, WORLD_SIZE and the like make of this process.
 
     Args:
@@ -46,15 +47,15 @@ def train_rank(
             on ranks that nobody watches.
 
     Returns:
-        The whole job's results as plain values for JSON, the same on every rank.
+        The whole job's results, the same on every rank.
     """
     if not config.run.debug:
         keep_quiet()
     # Imported here: a bad configuration needs no torch.
     with collector_paused():
         from chunkgraph.trainer.compare import train
-        from chunkgraph.trainer.loop import StepRecord
         from chunkgraph.trainer.setup import training_process
+        from chunkgraph.trainer.trained_model import StepRecord
 
     def on_step(phase: str, record: StepRecord) -> None:
         if on_progress is None:

@@ -24,7 +24,7 @@ from chunkgraph.megatron.features.contexts import ContextBank
 from chunkgraph.megatron.scope_choice import ChosenScope
 from chunkgraph.packing import PackedShape
 from chunkgraph.settings import load_config
-from chunkgraph.trainer.loop import capture_options
+from chunkgraph.trainer.trained_model import capture_options
 
 pytestmark = pytest.mark.megatron
 

@@ -185,7 +185,8 @@ def _prediction_metrics(
     from chunkgraph.engine import CaptureOptions
     from chunkgraph.megatron import attach
     from chunkgraph.megatron.core.access import import_megatron
-    from chunkgraph.trainer.loop import forward_step, microbatches
+    from chunkgraph.trainer.batches import sequence_batches as microbatches
+    from chunkgraph.trainer.forward_step import forward_step
     from chunkgraph.trainer.model import build_model
     from chunkgraph.trainer.setup import seed_everything
 

@@ -14,9 +14,11 @@ import torch.distributed as dist
 from chunkgraph.data import PackedText
 from chunkgraph.megatron.attachment import attach
 from chunkgraph.megatron.core.access import import_megatron
-from chunkgraph.trainer.loop import capture_options, forward_step, microbatches
+from chunkgraph.trainer.batches import sequence_batches as microbatches
+from chunkgraph.trainer.forward_step import forward_step
 from chunkgraph.trainer.model import build_model
 from chunkgraph.trainer.setup import seed_everything
+from chunkgraph.trainer.trained_model import capture_options
 
 
 def run(config: Any, device: torch.device, case: dict[str, Any]) -> NoReturn:

@@ -14,9 +14,9 @@ from chunkgraph.megatron.attachment import attach, config_of
 from chunkgraph.megatron.features.packing.params import make_params
 from chunkgraph.packing import PackedShape, pack
 from chunkgraph.trainer.batches import packed_shape
-from chunkgraph.trainer.loop import capture_options
 from chunkgraph.trainer.model import build_model
 from chunkgraph.trainer.setup import seed_everything
+from chunkgraph.trainer.trained_model import capture_options
 
 Results = dict[str, torch.Tensor]
 

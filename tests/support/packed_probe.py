@@ -9,9 +9,10 @@ import torch
 from chunkgraph.megatron.attachment import attach, config_of
 from chunkgraph.megatron.core.access import import_megatron
 from chunkgraph.trainer.batches import PackedBatches, packed_shape
-from chunkgraph.trainer.loop import capture_options, forward_step
+from chunkgraph.trainer.forward_step import forward_step
 from chunkgraph.trainer.model import build_model
 from chunkgraph.trainer.setup import seed_everything
+from chunkgraph.trainer.trained_model import capture_options
 
 
 def run(config: Any, device: torch.device, case: dict[str, Any]) -> dict[str, Any]:

@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from chunkgraph.megatron.attachment import MegatronChunkGraphs, attach
 from chunkgraph.settings import Config
-from chunkgraph.trainer import loop
+from chunkgraph.trainer import trained_model
 from chunkgraph.trainer.compare import compare_runs, run_eager
-from chunkgraph.trainer.loop import TrainingRun
+from chunkgraph.trainer.loop import TrainingRun, run_training
 
 _COPIES = (
     "aten::copy_",
@@ -153,13 +153,13 @@ def run(
             setattr(chunks[0].config, name, value)
         return chunks
 
-    loop_build = loop.build_model
+    loop_build = trained_model.build_model
     eager = eager_of(case, lambda: run_eager(config, device))
     with (
-        mock.patch.object(loop, "build_model", build),
-        mock.patch.object(loop, "attach", probe.attach),
+        mock.patch.object(trained_model, "build_model", build),
+        mock.patch.object(trained_model, "attach", probe.attach),
     ):
-        chunk = loop.run_training(config, device, use_graphs=True)
+        chunk = run_training(config, device, use_graphs=True)
     comparison = compare_runs(eager, chunk)
     mine = {
         "equal": all(comparison.losses)

@@ -91,7 +91,7 @@ def run_case(case: dict[str, Any], eager_runs: EagerRuns) -> Any:
             },
         }
         eager = eager_runs.of(case, lambda: run_eager(config, device, **options))
-        return train(config, device, eager=eager, **options)
+        return train(config, device, eager=eager, **options).to_mapping()
 
 
 @contextmanager

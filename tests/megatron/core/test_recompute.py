@@ -135,7 +135,8 @@ def test_slots_hold_only_the_inputs_of_layers(
     from chunkgraph.megatron import attach
     from chunkgraph.megatron.core.access import import_megatron
     from chunkgraph.settings import config_from_mapping
-    from chunkgraph.trainer.loop import forward_step, microbatches
+    from chunkgraph.trainer.batches import sequence_batches as microbatches
+    from chunkgraph.trainer.forward_step import forward_step
     from chunkgraph.trainer.model import build_model
     from chunkgraph.trainer.setup import seed_everything
 

@@ -90,7 +90,8 @@ def _operators(
     from chunkgraph.megatron.core.access import import_megatron
     from chunkgraph.megatron.features.experts.state import forget_expert_metrics
     from chunkgraph.settings import config_from_mapping
-    from chunkgraph.trainer.loop import forward_step, microbatches
+    from chunkgraph.trainer.batches import sequence_batches as microbatches
+    from chunkgraph.trainer.forward_step import forward_step
     from chunkgraph.trainer.model import build_model
     from chunkgraph.trainer.setup import seed_everything
 

@@ -60,7 +60,8 @@ class _Run:
     def step(self, step: int, count: int) -> list[float]:
         """Losses of a step; gradients are left where they are."""
         from chunkgraph.data import PackedText
-        from chunkgraph.trainer.loop import forward_step, microbatches
+        from chunkgraph.trainer.batches import sequence_batches as microbatches
+        from chunkgraph.trainer.forward_step import forward_step
 
         text = PackedText.from_file(None, seq_length=16, seed=1)
         losses = self.train(

@@ -65,7 +65,8 @@ class _Run:
         on_backward: Callable[[], None] | None = None,
     ) -> list[float]:
         from chunkgraph.data import PackedText
-        from chunkgraph.trainer.loop import forward_step, microbatches
+        from chunkgraph.trainer.batches import sequence_batches as microbatches
+        from chunkgraph.trainer.forward_step import forward_step
 
         for chunk in self.chunks:
             chunk.zero_grad_buffer()

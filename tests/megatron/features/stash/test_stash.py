@@ -206,7 +206,8 @@ class _Run:
 
     def step(self, step: int, count: int) -> list[float]:
         from chunkgraph.data import PackedText
-        from chunkgraph.trainer.loop import forward_step, microbatches
+        from chunkgraph.trainer.batches import sequence_batches as microbatches
+        from chunkgraph.trainer.forward_step import forward_step
 
         for chunk in self.chunks:
             chunk.zero_grad_buffer()

@@ -37,7 +37,7 @@ def _config(make_config: Callable[..., dict[str, Any]]) -> Any:
 
 def _microbatch(config: Any, device: Any) -> Any:
     from chunkgraph.data import PackedText
-    from chunkgraph.trainer.loop import microbatches
+    from chunkgraph.trainer.batches import sequence_batches as microbatches
 
     text = PackedText.from_file(None, seq_length=_SEQUENCE, seed=1)
     return microbatches(config, text, 0, 1, device)
@@ -45,7 +45,7 @@ def _microbatch(config: Any, device: Any) -> Any:
 
 def _train(config: Any, chunks: Any, device: Any, wrap: Callable[[Any], Any]) -> None:
     from chunkgraph.megatron.core.access import import_megatron
-    from chunkgraph.trainer.loop import forward_step
+    from chunkgraph.trainer.forward_step import forward_step
 
     schedule = import_megatron("megatron.core.pipeline_parallel")
     for chunk in chunks:

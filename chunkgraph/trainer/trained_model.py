@@ -1,0 +1,265 @@
+"""A model with its optimizer and its microbatches on this rank, and one training step of it."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from chunkgraph.engine import CaptureOptions
+from chunkgraph.engine.counters import Counters
+from chunkgraph.engine.options import OnCapture
+from chunkgraph.megatron.attachment import MegatronChunkGraphs, attach, config_of
+from chunkgraph.megatron.core.access import import_megatron
+from chunkgraph.megatron.features.contexts import follow_groups
+from chunkgraph.megatron.features.experts.packed_padding import keep_padding_from_experts
+from chunkgraph.megatron.features.stash.feature import stash_options
+from chunkgraph.megatron.receive import receiving_lengths
+from chunkgraph.settings import Config
+from chunkgraph.trainer.batches import (
+    Batch,
+    PackedBatches,
+    SequenceBatches,
+    make_batches,
+    packed_shape,
+)
+from chunkgraph.trainer.context_batches import ContextBatches
+from chunkgraph.trainer.forward_step import forward_step, shared_loss
+from chunkgraph.trainer.model import build_model
+from chunkgraph.trainer.optimizer import build_optimizer, zero_gradients
+from chunkgraph.trainer.setup import seed_everything
+
+__all__ = ["StepRecord", "TrainedModel", "capture_options", "synchronize"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """One training step of this rank.
+
+    Attributes:
+        step: number of the step, from 0.
+        num_microbatches: microbatches of each data-parallel rank.
+        loss: mean over microbatches and data-parallel ranks, the same on every rank.
+        grad_norm: gradient norm before clipping, over all stages.
+        step_ms: wall time of schedule and optimizer, in ms.
+        captures: graph pairs captured in the step, on this rank.
+        replays: forward graphs replayed, on this rank.
+        fallbacks: reason of an eager step -> 1.
+        overflows: kinds of packed documents that did not fit, each -> 1.
+        expert_metrics: this rank's sums over the step of each metric of the experts, by layer.
+        context_sizes: context-parallel size of each microbatch of this rank, where they differ.
+    """
+
+    step: int
+    num_microbatches: int
+    loss: float
+    grad_norm: float
+    step_ms: float
+    captures: int = 0
+    replays: int = 0
+    fallbacks: dict[str, int] = field(default_factory=dict)
+    overflows: dict[str, int] = field(default_factory=dict)
+    expert_metrics: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    context_sizes: tuple[int, ...] = ()
+
+
+class TrainedModel:
+    """The chunks of a model on this rank, their optimizer and their microbatches.
+
+    Args:
+        config: the run; model parallel groups must be set up.
+        device: this rank's device.
+        ddp_options: further fields of Megatron's DistributedDataParallelConfig.
+        model_options: further arguments of `build_model`.
+
+    Attributes:
+        chunks: model chunks of this rank.
+        optimizer: Megatron's optimizer of all chunks.
+        batches: source of the microbatches.
+        graphs: chunk graphs, once they are attached.
+        schedule: Megatron's schedule function, wrapped as the run needs it.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        device: torch.device,
+        *,
+        ddp_options: Mapping[str, Any] | None = None,
+        model_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        seed_everything(config.train.seed, device)
+        self.config = config
+        self.device = device
+        self.chunks = build_model(config, device, ddp_options, **(model_options or {}))
+        self.optimizer = build_optimizer(config, self.chunks)
+        self.graphs: MegatronChunkGraphs | None = None
+        pipeline = import_megatron("megatron.core.pipeline_parallel")
+        self.schedule: Callable[..., Any] = pipeline.get_forward_backward_func()
+        self._model_config = config_of(self.chunks[0])
+        self._undo = ExitStack()
+        self.batches: SequenceBatches | PackedBatches | ContextBatches
+        if config.packing.context_parallel_sizes:
+            self.batches = ContextBatches(config, device, self._model_config)
+            self._undo.callback(self.batches.close)
+            self._undo.callback(follow_groups(self.chunks, self.batches.banks.groups))
+        else:
+            self.batches = make_batches(config, device, self._model_config)
+            self._undo.callback(self.batches.close)
+
+    def attach_graphs(self, on_capture: OnCapture | None = None) -> MegatronChunkGraphs:
+        """Attach chunk graphs as the configuration describes them.
+
+        Args:
+            on_capture: called after every captured graph.
+        """
+        config = self.config
+        contexts = self.batches.banks if isinstance(self.batches, ContextBatches) else None
+        self.graphs = attach(
+            self.chunks,
+            scope=config.capture.scope,
+            options=capture_options(config),
+            packing=packed_shape(config, self._model_config),
+            buckets=config.packing.buckets,
+            seq_buckets=config.seq_buckets if contexts is None else (),
+            contexts=contexts,
+            progress=on_capture,
+            token_drops=config.moe.token_drops,
+            stash=stash_options(config.stash),
+        )
+        self._undo.callback(self.graphs.detach)  # before process groups that graphs hold
+        self.schedule = self.graphs.wrap_forward_backward(self.schedule)
+        return self.graphs
+
+    def train_eagerly(self) -> None:
+        """Handle packed documents as chunk graphs do in eager steps."""
+        config = self.config
+        if not config.packing.max_packed_seqs:
+            return
+        if config.moe.num_moe_experts is not None:
+            self._undo.callback(keep_padding_from_experts(self.chunks, self._model_config))
+        if config.packing.buckets:
+            self.schedule = receiving_lengths(self.chunks, self.device, self.schedule)
+
+    def count(self, step: int) -> int:
+        """Return the number of microbatches that the configuration gives to a step."""
+        counts = self.config.train.num_microbatches
+        return counts[step % len(counts)]
+
+    def draw(self, step: int) -> list[Iterator[Batch]]:
+        """Draw the microbatches of a step, a copy for each chunk."""
+        return [self.batches.step(step, self.count(step)) for _ in self.chunks]
+
+    def run_step(
+        self,
+        step: int,
+        data: Sequence[Iterator[Batch]],
+        *,
+        announces_next: bool,
+        forward_step: Callable[..., Any] = forward_step,
+        timed: AbstractContextManager[object] | None = None,
+    ) -> StepRecord:
+        """Run one training step.
+
+        Args:
+            step: number of the step, from 0.
+            data: the step's microbatches, for each chunk.
+            announces_next: whether another step follows, whose packed documents are known by now.
+            forward_step: Megatron's forward step function.
+            timed: entered for the part of the step whose time counts.
+        """
+        options = self._schedule_options(step)
+        next_options = self._schedule_options(step + 1) if announces_next else {}
+        num_microbatches = self.batches.num_microbatches(step, self.count(step))
+        before = _counts(self.graphs)
+        synchronize(self.device)
+        with timed or nullcontext():
+            started = time.perf_counter()
+            zero_gradients(self.chunks, self.optimizer)
+            losses = self.schedule(
+                forward_step_func=forward_step,
+                data_iterator=list(data),
+                model=self.chunks,
+                num_microbatches=num_microbatches,
+                seq_length=self.config.tokens_per_sequence,
+                micro_batch_size=self.config.train.micro_batch_size,
+                forward_only=False,
+                **options,
+            )
+            if self.graphs is not None and next_options:
+                # The ranks agree on the next step while the device works on the optimizer's.
+                self.graphs.announce(**next_options)
+            _, grad_norm, _ = self.optimizer.step()
+            synchronize(self.device)
+            step_ms = (time.perf_counter() - started) * 1e3
+        after = _counts(self.graphs)
+        return StepRecord(
+            step=step,
+            num_microbatches=num_microbatches,
+            loss=shared_loss(losses, self.device),
+            grad_norm=0.0 if grad_norm is None else float(grad_norm),
+            step_ms=step_ms,
+            captures=after.captures - before.captures,
+            replays=after.replays - before.replays,
+            fallbacks=dict(after.fallbacks - before.fallbacks),
+            overflows=dict(after.packing_overflows - before.packing_overflows),
+            context_sizes=tuple(key.size for key in options.get("contexts", ())),
+        )
+
+    def finish_parameter_gather(self) -> None:
+        """Gather the last step's parameters, which the next step would do where it overlaps."""
+        for chunk in self.chunks:
+            if getattr(chunk, "use_forward_hook", False):
+                chunk.disable_forward_pre_hook()  # type: ignore[operator]
+
+    def resume_parameter_gather(self) -> None:
+        """Undo `finish_parameter_gather`, before further steps."""
+        for chunk in self.chunks:
+            if getattr(chunk, "use_forward_hook", False):
+                chunk.enable_forward_pre_hook()  # type: ignore[operator]
+
+    def close(self) -> None:
+        """Drop the graphs and process groups; the chunks stay as Megatron made them."""
+        self._undo.close()
+
+    def _schedule_options(self, step: int) -> dict[str, Any]:
+        has_graphs = self.graphs is not None
+        return self.batches.schedule_options(step, self.count(step), has_graphs=has_graphs)
+
+
+def capture_options(config: Config) -> CaptureOptions:
+    """Return the capture options of a configuration."""
+    return CaptureOptions(
+        num_warmup_steps=config.capture.num_warmup_steps,
+        verify=config.capture.verify,
+        num_verify_steps=config.capture.num_verify_steps,
+        verify_every=config.capture.verify_every,
+        on_failure=config.capture.on_failure,
+        memory_plan=config.capture.memory_plan,
+        shared_slots=config.capture.shared_slots,
+        memset_kernels=config.capture.memset_kernels,
+    )
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for a GPU; does nothing on a CPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _counts(graphs: MegatronChunkGraphs | None) -> Counters:
+    """Copy the counters that a step record compares; all are 0 without graphs."""
+    if graphs is None:
+        return Counters()
+    counters = graphs.counters
+    return Counters(
+        captures=counters.captures,
+        replays=counters.replays,
+        fallbacks=Counter(counters.fallbacks),
+        packing_overflows=Counter(counters.packing_overflows),
+    )
