@@ -12,24 +12,19 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
+from importlib import import_module
+from types import ModuleType
 
 from chunkgraph import __version__
 from chunkgraph._text import shown
-from chunkgraph.cli import bench, doctor, launch, packing, plan, train
 from chunkgraph.cli.arguments import Parser
 from chunkgraph.errors import ChunkGraphError
 from chunkgraph.jobs.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, exit_code_of
 
 __all__ = ["main"]
 
-_COMMANDS = {
-    "bench": bench.run,
-    "launch": launch.run,
-    "packing": packing.run,
-    "plan": plan.run,
-    "train": train.run,
-    "doctor": doctor.run,
-}
+_COMMANDS = ("plan", "train", "launch", "bench", "packing", "doctor")
+"""Modules of this package, in the order of the help text."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # names of files may be no text
     try:
-        code = _COMMANDS[args.command](args)
+        code: int = _command(args.command).run(args)
         _flush()
         return code
     except ChunkGraphError as error:
@@ -83,6 +78,10 @@ def _flush() -> None:
         sys.stdout.flush()
 
 
+def _command(name: str) -> ModuleType:
+    return import_module(f"chunkgraph.cli.{name}")
+
+
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser: argparse.ArgumentParser = Parser(
         prog="chunkgraph",
@@ -91,12 +90,9 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--version", action="version", version=f"chunkgraph {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    plan.add_parser(subparsers)
-    train.add_parser(subparsers)
-    launch.add_parser(subparsers)
-    bench.add_parser(subparsers)
-    packing.add_parser(subparsers)
-    doctor.add_parser(subparsers)
+    # A command imports nothing that only the others need.
+    for name in argv[:1] if argv and argv[0] in _COMMANDS else _COMMANDS:
+        _command(name).add_parser(subparsers)
     args, rest = parser.parse_known_args(argv)
     # argparse takes positionals in one run only; overrides may also stand after an option.
     overrides = [item for item in rest if "=" in item and not item.startswith("-")]

@@ -29,3 +29,7 @@ def __getattr__(name: str) -> object:
         return getattr(import_module(_HOMES[name]), name)
     msg = f"module {__name__!r} has no attribute {name!r}"
     raise AttributeError(msg)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -106,6 +106,23 @@ def test_a_gpu_run_without_gpus_is_refused(capsys: pytest.CaptureFixture[str]) -
     assert "needs 128 GPU(s)" in capsys.readouterr().err
 
 
+def test_a_command_imports_nothing_of_the_others() -> None:
+    code = "import sys; from chunkgraph.cli.__main__ import _parse; "
+    code += "_parse(['launch', 'script.py']); print(*sys.modules)"
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    modules = set(result.stdout.split())
+    assert "chunkgraph.cli.launch" in modules
+    unused = {"rich", "torch", *(f"chunkgraph.{name}" for name in ("bench", "data", "schedules"))}
+    assert not modules & (unused | {"chunkgraph.cli.train", "chunkgraph.cli.bench"})
+
+
 def test_missing_megatron_is_named_with_its_command() -> None:
     code = (
         "import sys; sys.modules['megatron'] = None; from chunkgraph.cli.__main__ import main; "

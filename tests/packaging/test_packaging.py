@@ -48,18 +48,17 @@ def test_schedules_is_a_link_into_the_top_level() -> None:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
-    # A copy, because building leaves build/ and *.egg-info behind.
-    source = folder / "source"
-    source.mkdir()
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy, because building leaves build/ and *.egg-info."""
+    folder = tmp_path_factory.mktemp("source")
     for name in ("chunkgraph", "schedules", "pyproject.toml", "LICENSE"):
-        (source / name).symlink_to(ROOT / name)
-    (source / "README.md").write_text("chunkgraph")
-    code = (
-        "from setuptools.build_meta import build_wheel; "
-        f"print(build_wheel({str(folder)!r}, config_settings=None))"
-    )
+        (folder / name).symlink_to(ROOT / name)
+    (folder / "README.md").write_text("chunkgraph")
+    return folder
+
+
+def build(source: Path, folder: Path, hook: str) -> Path:
+    code = f"from setuptools import build_meta; print(build_meta.{hook}({str(folder)!r}))"
     result = subprocess.run(
         [sys.executable, "-c", code],
         cwd=source,
@@ -70,6 +69,19 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     assert result.returncode == 0, result.stderr
     return folder / result.stdout.split()[-1]
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(source, tmp_path_factory.mktemp("wheel"), "build_wheel")
+
+
+def test_type_checkers_find_an_editable_install(source: Path, tmp_path: Path) -> None:
+    """They read paths in site-packages, but run no import hook."""
+    with zipfile.ZipFile(build(source, tmp_path, "build_editable")) as editable:
+        names = [name for name in editable.namelist() if ".dist-info/" not in name]
+        assert [Path(name).suffix for name in names] == [".pth"]
+        assert editable.read(names[0]).decode().strip() == str(source)
 
 
 def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
