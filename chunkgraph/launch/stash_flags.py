@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from chunkgraph.errors import ConfigError
-from chunkgraph.settings import StashConfig, wrong_stash_value
+from chunkgraph.settings import StashConfig, settings_of
 
 __all__ = ["STASH", "StashFlag", "add_stash_flags", "given_stash_flags", "stash_from"]
 
@@ -128,8 +128,8 @@ def stash_from(args: argparse.Namespace) -> StashConfig | None:
             )
         return None
     stash = StashConfig(enabled=True, **values)
-    if (wrong := wrong_stash_value(stash)) is not None:
-        field, what = wrong
-        name = next(flag.name for flag in others if flag.field == field)
-        raise ConfigError(f"{name} {getattr(stash, field)}: {what}.")
+    for declared in settings_of(StashConfig):
+        value = getattr(stash, declared.name)
+        if any(number not in declared.bounds for _, number in declared.numbers(value)):
+            raise ConfigError(f"{declared.flag} {value}: it must be {declared.bounds}.")
     return stash

@@ -22,7 +22,7 @@ from chunkgraph.settings.config import (
 from chunkgraph.settings.deep_ep import DEEPEP_RANKS, deep_ep_limits
 from chunkgraph.settings.loader import config_from_mapping, load_config, to_mapping, to_yaml
 from chunkgraph.settings.resolved import resolved
-from chunkgraph.settings.stash import wrong_stash_value
+from chunkgraph.settings.setting import Setting, settings_of
 
 __all__ = [
     "DEEPEP_RANKS",
@@ -35,13 +35,14 @@ __all__ = [
     "PackingConfig",
     "PipelineConfig",
     "RunConfig",
+    "Setting",
     "StashConfig",
     "TrainConfig",
     "config_from_mapping",
     "deep_ep_limits",
     "load_config",
     "resolved",
+    "settings_of",
     "to_mapping",
     "to_yaml",
-    "wrong_stash_value",
 ]

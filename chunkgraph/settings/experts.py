@@ -1,18 +1,155 @@
-"""What the settings of experts must satisfy, by themselves and together with the rest."""
+"""The section ``moe`` and its rules."""
 
 from __future__ import annotations
 
-import math
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 from chunkgraph._text import shown
 from chunkgraph.errors import ConfigError, TopologyError
 from chunkgraph.settings.deep_ep import check_flex
+from chunkgraph.settings.setting import NOT_NEGATIVE, POSITIVE, setting
 
 if TYPE_CHECKING:
-    from chunkgraph.settings.config import Config, ExpertConfig
+    from chunkgraph.settings.config import Config
 
-__all__ = ["check_experts"]
+__all__ = ["ExpertConfig", "check_experts"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertConfig:
+    """The experts that replace feed-forward layers (mixture of experts)."""
+
+    num_moe_experts: int | None = setting(
+        None,
+        help="Experts per layer, over all expert-parallel ranks. Null: no experts.",
+        bounds=POSITIVE,
+        megatron="--num-experts",
+    )
+    moe_router_topk: int = setting(
+        2,
+        help="Experts per token.",
+        bounds=POSITIVE,
+        megatron="--moe-router-topk",
+    )
+    moe_ffn_hidden_size: int | None = setting(
+        None,
+        help="Width of each expert, in elements. Null: model.ffn_hidden_size.",
+        bounds=POSITIVE,
+        megatron="--moe-ffn-hidden-size",
+    )
+    moe_expert_capacity_factor: float | None = setting(
+        None,
+        help="Capacity of an expert, as a multiple of its tokens under even load. num_moe_experts "
+        "/ moe_router_topk has room for all tokens. Must be null with the flex dispatcher.",
+        bounds=POSITIVE,
+        megatron="--moe-expert-capacity-factor",
+    )
+    moe_pad_expert_input_to_capacity: bool = setting(
+        True,
+        help="Pad an expert's input to its capacity, so that its shape is fixed. Not used by flex.",
+        megatron="--moe-pad-expert-input-to-capacity",
+    )
+    moe_token_dispatcher_type: Literal["alltoall", "allgather", "flex"] = setting(
+        "alltoall",
+        help="How tokens reach the ranks of their experts.",
+        megatron="--moe-token-dispatcher-type",
+    )
+    moe_flex_dispatcher_backend: Literal["hybridep", "deepep"] | None = setting(
+        None,
+        help="Backend of the flex dispatcher: DeepEP's HybridEP (hybridep), or DeepEP within a "
+        "node (deepep). Null without flex.",
+        megatron="--moe-flex-dispatcher-backend",
+    )
+    moe_expert_rank_capacity_factor: float | None = setting(
+        None,
+        help="With flex, rows that the experts of a rank have room for together, as a multiple of "
+        "the tokens of a microbatch times moe_router_topk.",
+        megatron="--moe-expert-rank-capacity-factor",
+    )
+    moe_aux_loss_coeff: float = setting(
+        0.0,
+        help="Weight of the loss that balances the load of experts.",
+        bounds=NOT_NEGATIVE,
+        megatron="--moe-aux-loss-coeff",
+    )
+    moe_z_loss_coeff: float | None = setting(
+        None,
+        help="Weight of the loss that keeps router logits small. Null: no such loss.",
+        bounds=NOT_NEGATIVE,
+        megatron="--moe-z-loss-coeff",
+    )
+    moe_router_load_balancing_type: Literal[
+        "aux_loss", "seq_aux_loss", "global_aux_loss", "none"
+    ] = setting(
+        "aux_loss",
+        help="What loads are balanced over: a microbatch (aux_loss), each sequence (seq_aux_loss), "
+        "or the microbatches of a step (global_aux_loss).",
+        megatron="--moe-router-load-balancing-type",
+    )
+    moe_layer_freq: tuple[int, ...] | None = setting(
+        None,
+        help="For each layer, 1 (experts) or 0 (feed-forward). Null: experts in every layer.",
+        megatron="--moe-layer-freq",
+    )
+    moe_shared_expert_intermediate_size: int | None = setting(
+        None,
+        help="Total width of the shared experts, in elements. Null: no shared experts.",
+        bounds=POSITIVE,
+        megatron="--moe-shared-expert-intermediate-size",
+    )
+    moe_router_enable_expert_bias: bool = setting(
+        False,
+        help="Add a load-dependent bias when choosing experts. Needs sigmoid scores.",
+        megatron="--moe-router-enable-expert-bias",
+    )
+    moe_router_score_function: Literal["softmax", "sigmoid"] = setting(
+        "softmax",
+        help="Function that turns router logits into scores.",
+        megatron="--moe-router-score-function",
+    )
+    moe_router_dtype: Literal["fp32", "fp64"] | None = setting(
+        None,
+        help="Type of the router's arithmetic; flex needs fp32. Null: the type of the model.",
+        megatron="--moe-router-dtype",
+    )
+    moe_router_pre_softmax: bool = setting(
+        False,
+        help="Compute scores over all experts instead of the chosen ones.",
+        megatron="--moe-router-pre-softmax",
+    )
+    moe_router_num_groups: int | None = setting(
+        None,
+        help="Groups of experts, of which a token may use only some. Null: no groups.",
+        bounds=POSITIVE,
+        megatron="--moe-router-num-groups",
+    )
+    moe_router_group_topk: int | None = setting(
+        None,
+        help="Groups that a token may use.",
+        bounds=POSITIVE,
+        megatron="--moe-router-group-topk",
+    )
+    moe_grouped_gemm: bool = setting(
+        False,
+        help="Multiply the experts of a rank in one grouped GEMM. Needs Transformer Engine's "
+        "layers.",
+        megatron="--moe-grouped-gemm",
+    )
+    use_transformer_engine_op_fuser: bool = setting(
+        False,
+        help="Run the experts as one Transformer Engine operation that reads the token counts on "
+        "the device; flex needs it.",
+        megatron="--use-transformer-engine-op-fuser",
+    )
+    token_drops: Literal["warn", "count", "raise", "rerun"] = setting(
+        "warn",
+        help="What to do about tokens that an expert (with flex, a rank) has no room for, which "
+        "Megatron drops: count them and warn once, and refuse capacity factors below 1 (warn); "
+        "only count them (count); raise an error (raise); or rerun the step eagerly with room for "
+        "all tokens and recapture with more room (rerun). flex supports raise and rerun only.",
+        flag="--cuda-graph-token-drops",
+    )
 
 
 def check_experts(config: Config) -> None:
@@ -24,7 +161,6 @@ def check_experts(config: Config) -> None:
     """
     moe, pipeline = config.moe, config.pipeline
     ranks = pipeline.expert_model_parallel_size
-    _check_ranges(moe)
     if moe.num_moe_experts is None:
         if ranks > 1:
             raise TopologyError(
@@ -88,27 +224,6 @@ def _check_sizes_on_host(config: Config) -> None:
             f"pipeline.expert_model_parallel_size={config.pipeline.expert_model_parallel_size}: "
             "Megatron's dispatcher wants a GPU for that. Set the size to 1, or give a capacity."
         )
-
-
-def _check_ranges(moe: ExpertConfig) -> None:
-    positive: dict[str, float | None] = {
-        "moe.num_moe_experts": moe.num_moe_experts,
-        "moe.moe_router_topk": moe.moe_router_topk,
-        "moe.moe_ffn_hidden_size": moe.moe_ffn_hidden_size,
-        "moe.moe_expert_capacity_factor": moe.moe_expert_capacity_factor,
-        "moe.moe_shared_expert_intermediate_size": moe.moe_shared_expert_intermediate_size,
-        "moe.moe_router_num_groups": moe.moe_router_num_groups,
-        "moe.moe_router_group_topk": moe.moe_router_group_topk,
-    }
-    for path, value in positive.items():
-        if value is not None and not (value > 0 and math.isfinite(value)):
-            raise ConfigError(f"{path} is {value}; it must be greater than 0.")
-    for path, value in {
-        "moe.moe_aux_loss_coeff": moe.moe_aux_loss_coeff,
-        "moe.moe_z_loss_coeff": moe.moe_z_loss_coeff,
-    }.items():
-        if value is not None and not (value >= 0 and math.isfinite(value)):
-            raise ConfigError(f"{path} is {value}; it must be 0 or greater.")
 
 
 def _check_capacity(moe: ExpertConfig, num_experts: int) -> None:

@@ -118,16 +118,6 @@ def _check_stages(config: Config, pattern: str) -> None:
 def _check_sizes(config: Config) -> None:
     model, tp = config.model, config.pipeline.tensor_model_parallel_size
     cp = config.pipeline.context_parallel_size
-    sizes: dict[str, int | None] = {
-        "model.mamba_state_dim": model.mamba_state_dim,
-        "model.mamba_head_dim": model.mamba_head_dim,
-        "model.mamba_num_groups": model.mamba_num_groups,
-        "model.mamba_num_heads": model.mamba_num_heads,
-    }
-    for path, value in sizes.items():
-        if value is not None and value < 1:
-            msg = f"{path} is {value}; it must be greater than 0."
-            raise ConfigError(msg)
     heads, width = model.mamba_num_heads, 2 * model.hidden_size
     if heads is None:
         if width % model.mamba_head_dim:

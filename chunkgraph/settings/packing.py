@@ -1,21 +1,89 @@
-"""What a configuration of packed sequences must satisfy."""
+"""The section ``packing`` and its rules."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 from chunkgraph._text import shorten, shown
 from chunkgraph.data.counts import check_counts
 from chunkgraph.errors import ConfigError, TopologyError
+from chunkgraph.packing.offsets import MAX_TOKENS
+from chunkgraph.settings.setting import NOT_NEGATIVE, POSITIVE, setting
 
 if TYPE_CHECKING:
     from chunkgraph.settings.config import Config
 
-__all__ = ["check_packing"]
+__all__ = ["PackingConfig", "check_packing"]
 
-_MOST = 2**31 - 1
-"""`chunkgraph.packing.offsets.MAX_TOKENS`, which lies above this package."""
+
+@dataclass(frozen=True, kw_only=True)
+class PackingConfig:
+    """Documents of any length, packed into microbatches of one shape without mixing."""
+
+    max_packed_seqs: int = setting(
+        0,
+        help="Sequences per packed microbatch: its documents, and one for the remaining tokens. A "
+        "step with more documents in a microbatch runs eagerly. 0: no packing.",
+        bounds=NOT_NEGATIVE,
+        flag="--cuda-graph-max-packed-seqs",
+    )
+    max_packed_tokens: int | None = setting(
+        None,
+        help="Rows per packed microbatch; with context_parallel_sizes, rows per rank. Null: "
+        "model.seq_length.",
+        bounds=POSITIVE,
+        flag="--cuda-graph-max-packed-tokens",
+    )
+    max_document_tokens: int | None = setting(
+        None,
+        help="Tokens of the longest document. A step with a longer one runs eagerly. Kernels "
+        "receive the limit, which does not make cuDNN's attention faster; the remaining tokens "
+        "then take more sequences, in addition to max_packed_seqs. Null: all rows.",
+        bounds=POSITIVE,
+        flag="--cuda-graph-max-document-tokens",
+    )
+    pad_seq_to_mult: int = setting(
+        1,
+        help="Pad each document to a multiple of this many rows. With the block size of Mamba's "
+        "kernels (Megatron: 128), documents do not affect each other's last bits, at the cost of "
+        "half a block of padding per document on average.",
+        bounds=POSITIVE,
+    )
+    buckets: tuple[float, ...] = setting(
+        (),
+        help="Shorter microbatches to capture as well, as fractions of the rows or as numbers of "
+        "rows above 1. Each microbatch uses the smallest that holds it.",
+        flag="--cuda-graph-packed-buckets",
+    )
+    seq_buckets: tuple[int, ...] | None = setting(
+        None,
+        help="Smaller sequence counts to capture as well. Each microbatch uses the smallest that "
+        "holds its documents, because attention takes time for empty sequences too. Null: powers "
+        "of two from 64 to half of max_packed_seqs, and 32 where the shortest microbatch has at "
+        "most 1024 rows per rank. Empty: none.",
+        flag="--cuda-graph-packed-seq-buckets",
+    )
+    context_parallel_sizes: tuple[int, ...] = setting(
+        (),
+        help="Numbers of data-parallel ranks that may share a microbatch, powers of two. Each "
+        "microbatch uses one of them. A step takes the documents that num_microbatches full "
+        "microbatches hold, and its schedule decides how many microbatches they become. Empty: no "
+        "sharing.",
+        flag="--cuda-graph-cp-sizes",
+    )
+    context_parallel_schedule: Literal["smallest", "random"] = setting(
+        "smallest",
+        help="How to choose a microbatch's size: the smallest that holds its documents (smallest), "
+        "or one at random by train.seed, to exercise all graphs (random).",
+        flag="--cuda-graph-cp-schedule",
+    )
+    cuda_graph_cp_sizes: tuple[int, ...] = setting(
+        (),
+        help="The context_parallel_sizes to capture; steps with any other size run eagerly. "
+        "Empty: all.",
+    )
 
 
 def check_packing(config: Config) -> None:
@@ -64,8 +132,11 @@ def check_packing(config: Config) -> None:
         ("packing.max_packed_seqs", packing.max_packed_seqs),
         ("packing.max_packed_tokens (else model.seq_length)", config.tokens_per_sequence),
     ):
-        if value > _MOST:
-            msg = f"{name} is {value}; offsets of packed documents count up to {_MOST}. Lower it."
+        if value > MAX_TOKENS:
+            msg = (
+                f"{name} is {value}; offsets of packed documents count up to {MAX_TOKENS}. "
+                "Lower it."
+            )
             raise ConfigError(msg)
     _check_padding(config)
     _check_context(config)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 from chunkgraph._text import did_you_mean, shown
@@ -13,6 +12,7 @@ from chunkgraph.settings.contexts import check_contexts
 from chunkgraph.settings.experts import check_experts
 from chunkgraph.settings.hybrid import check_hybrid
 from chunkgraph.settings.packing import check_packing
+from chunkgraph.settings.setting import check_bounds
 from chunkgraph.settings.stash import check_stash
 
 if TYPE_CHECKING:
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 __all__ = ["check_config"]
 
-_LONGEST_TIMEOUT_S = 10**9
 _LAYER_SPECS = ("auto", "local", "transformer_engine")
 
 
@@ -31,7 +30,10 @@ def check_config(config: Config) -> None:
         ConfigError: A value is out of range, or two settings cannot go together.
         TopologyError: The sizes cannot form a pipeline.
     """
-    _check_ranges(config)
+    check_bounds(config)
+    if not config.train.num_microbatches:
+        msg = "train.num_microbatches is empty; give one number for each step, such as [4, 6, 8]."
+        raise ConfigError(msg)
     _check_model(config)
     _check_pipeline(config)
     _check_sequence(config)
@@ -44,66 +46,6 @@ def check_config(config: Config) -> None:
     check_experts(config)
     check_hybrid(config)
     check_stash(config)
-
-
-def _check_ranges(config: Config) -> None:
-    model, pipeline, train = config.model, config.pipeline, config.train
-    positive: dict[str, float | None] = {
-        "model.num_layers": model.num_layers,
-        "model.hidden_size": model.hidden_size,
-        "model.ffn_hidden_size": model.ffn_hidden_size,
-        "model.num_attention_heads": model.num_attention_heads,
-        "model.seq_length": model.seq_length,
-        "model.recompute_num_layers": model.recompute_num_layers,
-        "pipeline.pipeline_model_parallel_size": pipeline.pipeline_model_parallel_size,
-        "pipeline.virtual_pipeline_model_parallel_size": (
-            pipeline.virtual_pipeline_model_parallel_size
-        ),
-        "pipeline.microbatch_group_size_per_vp_stage": pipeline.microbatch_group_size_per_vp_stage,
-        "pipeline.tensor_model_parallel_size": pipeline.tensor_model_parallel_size,
-        "pipeline.context_parallel_size": pipeline.context_parallel_size,
-        "pipeline.data_parallel_size": pipeline.data_parallel_size,
-        "pipeline.expert_model_parallel_size": pipeline.expert_model_parallel_size,
-        "train.micro_batch_size": train.micro_batch_size,
-        "train.lr": train.lr,
-        "packing.max_packed_tokens": config.packing.max_packed_tokens,
-        "packing.max_document_tokens": config.packing.max_document_tokens,
-        "packing.pad_seq_to_mult": config.packing.pad_seq_to_mult,
-        "capture.verify_every": config.capture.verify_every,
-        "bench.num_steps": config.bench.num_steps,
-        "run.timeout_s": config.run.timeout_s,
-    }
-    for step, count in enumerate(train.num_microbatches):
-        positive[f"train.num_microbatches[{step}]"] = count
-    for path, value in positive.items():
-        if value is not None and not (value > 0 and math.isfinite(value)):
-            msg = f"{path} is {value}; it must be greater than 0."
-            raise ConfigError(msg)
-    not_negative: dict[str, float | None] = {
-        "train.clip_grad": train.clip_grad,
-        "train.seed": train.seed,
-        "packing.max_packed_seqs": config.packing.max_packed_seqs,
-        "capture.num_warmup_steps": config.capture.num_warmup_steps,
-        "capture.num_verify_steps": config.capture.num_verify_steps,
-        "bench.num_warmup_steps": config.bench.num_warmup_steps,
-    }
-    for path, value in not_negative.items():
-        if value is not None and not (value >= 0 and math.isfinite(value)):
-            msg = f"{path} is {value}; it must be 0 or greater."
-            raise ConfigError(msg)
-    for path, value in {
-        "model.hidden_dropout": model.hidden_dropout,
-        "model.attention_dropout": model.attention_dropout,
-    }.items():
-        if not 0 <= value < 1:
-            msg = f"{path} is {value}; it is a probability, at least 0 and less than 1."
-            raise ConfigError(msg)
-    if config.run.timeout_s > _LONGEST_TIMEOUT_S:
-        msg = f"run.timeout_s is {config.run.timeout_s}; it ends at {_LONGEST_TIMEOUT_S} seconds."
-        raise ConfigError(msg)
-    if not train.num_microbatches:
-        msg = "train.num_microbatches is empty; give one number for each step, such as [4, 6, 8]."
-        raise ConfigError(msg)
 
 
 def _check_model(config: Config) -> None:

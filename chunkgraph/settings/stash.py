@@ -1,60 +1,87 @@
-"""The section ``stash``: saved activations of experts in pages."""
+"""The section ``stash`` and its rules: saved activations of experts in pages."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from chunkgraph.errors import ConfigError
+from chunkgraph.settings.setting import NOT_NEGATIVE, POSITIVE, Bounds, setting
 
 if TYPE_CHECKING:
     from chunkgraph.settings.config import Config
 
-__all__ = ["StashConfig", "check_stash", "wrong_stash_value"]
+__all__ = ["StashConfig", "check_stash"]
+
+
+_PAGE = Bounds(minimum=16, multiple_of=16)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StashConfig:
-    """What experts save for the backward goes to pages, only the rows that hold a token."""
+    """Pages for the activations that experts save, only for rows that hold a token."""
 
-    enabled: bool = False
-    """Whether graphs of chunks with experts stash."""
-    page_bytes: int = 65536
-    """Bytes of a page, a multiple of 16 and no smaller than a row; some 16 rows waste little."""
-    headroom: float = 1.1
-    """Pages taken, as a multiple of what the eager steps before the capture showed to be needed."""
-    initial_bytes: int | None = None
-    """Bytes of the pages at first; null: as the eager steps show."""
-    max_bytes: int | None = None
-    """The most that they may grow to; null: no limit."""
-    spill_bytes: int = 0
-    """Bytes of pages in the host's memory, for what finds no page on the device."""
-    on_overflow: Literal["rerun", "raise"] = "rerun"
-    """What follows a step in which pages ran out: run it anew eagerly, or an error. The optimizer
-    never sees its gradients."""
-    max_recaptures: int = 2
-    """How many times after such a step more pages are taken and graphs captured anew; after that
-    such steps only run eagerly. Also for tokens without room, with token_drops=rerun."""
-    prefetches: bool = False
-    """Whether a backward reloads a layer's rows on a stream beside, while the layer after it runs;
-    takes the memory of one layer more."""
-    skips_single_slots: bool = False
-    """Whether chunks with one slot, each of whose backwards follows its forward at once, keep what
-    their experts save where it is: no way through the pages, for the memory of all rows once."""
-
-
-def wrong_stash_value(stash: StashConfig) -> tuple[str, str] | None:
-    """The first field whose value is out of range and what it must be, or None."""
-    if stash.page_bytes < 16 or stash.page_bytes % 16:
-        return "page_bytes", "it must be a multiple of 16"
-    if not (stash.headroom > 0 and math.isfinite(stash.headroom)):
-        return "headroom", "it must be greater than 0"
-    for field in ("initial_bytes", "max_bytes", "spill_bytes", "max_recaptures"):
-        value = getattr(stash, field)
-        if value is not None and value < 0:
-            return field, "it must be 0 or greater"
-    return None
+    enabled: bool = setting(
+        False,
+        help="Store what experts save for the backward in pages, only rows that hold a token.",
+        flag="--cuda-graph-stash",
+    )
+    page_bytes: int = setting(
+        65536,
+        help="Bytes per page, a multiple of 16 and no smaller than a row. About 16 rows per page "
+        "waste little.",
+        bounds=_PAGE,
+        flag="--cuda-graph-stash-page-bytes",
+    )
+    headroom: float = setting(
+        1.1,
+        help="Pages to allocate, as a multiple of what the eager steps before the capture used.",
+        bounds=POSITIVE,
+        flag="--cuda-graph-stash-headroom",
+    )
+    initial_bytes: int | None = setting(
+        None,
+        help="Bytes of pages to begin with. Null: derived from the eager steps.",
+        bounds=NOT_NEGATIVE,
+        flag="--cuda-graph-stash-initial-bytes",
+    )
+    max_bytes: int | None = setting(
+        None,
+        help="Bytes that the pages may grow to. Null: no limit.",
+        bounds=NOT_NEGATIVE,
+        flag="--cuda-graph-stash-max-bytes",
+    )
+    spill_bytes: int = setting(
+        0,
+        help="Bytes of pages in host memory, for rows that find no page on the device.",
+        bounds=NOT_NEGATIVE,
+        flag="--cuda-graph-stash-spill-bytes",
+    )
+    on_overflow: Literal["rerun", "raise"] = setting(
+        "rerun",
+        help="After a step that ran out of pages: rerun it eagerly, or raise an error. The "
+        "optimizer never sees the gradients of the failed step.",
+        flag="--cuda-graph-stash-on-overflow",
+    )
+    max_recaptures: int = setting(
+        2,
+        help="How often to add pages and recapture after such a step; later ones only run eagerly. "
+        "Also applies to moe.token_drops=rerun.",
+        bounds=NOT_NEGATIVE,
+        flag="--cuda-graph-stash-max-recaptures",
+    )
+    prefetches: bool = setting(
+        False,
+        help="Reload a layer's rows on a second stream while the backward of the next layer runs. "
+        "Takes the memory of one more layer.",
+        flag="--cuda-graph-stash-prefetches",
+    )
+    skips_single_slots: bool = setting(
+        False,
+        help="Do not use pages for chunks with one slot, whose backward follows each forward at "
+        "once. Saves time, but keeps memory for all of their rows.",
+        flag="--cuda-graph-stash-skips-single-slots",
+    )
 
 
 def check_stash(config: Config) -> None:
@@ -64,9 +91,6 @@ def check_stash(config: Config) -> None:
         ConfigError: A value is out of range, or two settings cannot go together.
     """
     stash = config.stash
-    if (wrong := wrong_stash_value(stash)) is not None:
-        field, what = wrong
-        raise ConfigError(f"stash.{field} is {getattr(stash, field)}; {what}.")
     if not stash.enabled:
         return
     if config.moe.num_moe_experts is None:

@@ -1,0 +1,84 @@
+"""The section ``pipeline``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from chunkgraph.settings.setting import POSITIVE, setting
+
+__all__ = ["PipelineConfig"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineConfig:
+    """How the model is distributed over ranks."""
+
+    pipeline_model_parallel_size: int = setting(
+        1,
+        help="Number of pipeline ranks, which split the layers.",
+        bounds=POSITIVE,
+        megatron="--pipeline-model-parallel-size",
+    )
+    virtual_pipeline_model_parallel_size: int | None = setting(
+        None,
+        help="Model chunks per rank. Null: 1.",
+        bounds=POSITIVE,
+        megatron="--num-virtual-stages-per-pipeline-rank",
+    )
+    microbatch_group_size_per_vp_stage: int | None = setting(
+        None,
+        help="Microbatches that pass through a chunk before the next chunk runs. Null: the "
+        "pipeline size, Megatron's default.",
+        bounds=POSITIVE,
+        megatron="--microbatch-group-size-per-virtual-pipeline-stage",
+    )
+    tensor_model_parallel_size: int = setting(
+        1,
+        help="Number of tensor-parallel ranks, which split each layer.",
+        bounds=POSITIVE,
+        megatron="--tensor-model-parallel-size",
+    )
+    sequence_parallel: bool = setting(
+        False,
+        help="Split the sequence over the tensor-parallel ranks in the parts of a layer that are "
+        "not split otherwise (normalization, dropout). Needs Transformer Engine's layers.",
+        megatron="--sequence-parallel",
+    )
+    context_parallel_size: int = setting(
+        1,
+        help="Number of context-parallel ranks, which split each sequence. Needs Transformer "
+        "Engine's layers.",
+        bounds=POSITIVE,
+        megatron="--context-parallel-size",
+    )
+    data_parallel_size: int = setting(
+        1,
+        help="Number of copies of the model, each with its own data.",
+        bounds=POSITIVE,
+    )
+    expert_model_parallel_size: int = setting(
+        1,
+        help="Number of data-parallel ranks that split the experts between them.",
+        bounds=POSITIVE,
+        megatron="--expert-model-parallel-size",
+    )
+
+    @property
+    def num_model_chunks(self) -> int:
+        """Model chunks on each rank."""
+        return self.virtual_pipeline_model_parallel_size or 1
+
+    @property
+    def microbatch_group_size(self) -> int:
+        """Microbatches in a group, with the default applied."""
+        return self.microbatch_group_size_per_vp_stage or self.pipeline_model_parallel_size
+
+    @property
+    def world_size(self) -> int:
+        """Processes of the run."""
+        return (
+            self.pipeline_model_parallel_size
+            * self.tensor_model_parallel_size
+            * self.context_parallel_size
+            * self.data_parallel_size
+        )
