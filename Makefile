@@ -22,7 +22,7 @@ MCORE ?= 0.19.2
 # Processes of the test run, and of that on GPUs, which share the GPUs.
 JOBS ?= 2
 GPU_JOBS ?= $(shell expr `nproc` / 2)
-CONFIG ?= configs/gpt_pp2_vpp2_cpu.yaml
+CONFIG ?= configs/cpu/gpt_pp2_vpp2_cpu.yaml
 
 VENV := .venv
 VENV_MCORE := .venv-mcore-0.19

@@ -50,7 +50,7 @@ microbatches; the bubble ratio and the grid are of one step: --num-microbatches,
 the config's train.num_microbatches. Times count in forwards; a backward takes two.
 
   {_EXAMPLE}
-  chunkgraph plan configs/gpt_pp2_vpp2_cpu.yaml model.num_layers=16
+  chunkgraph plan configs/cpu/gpt_pp2_vpp2_cpu.yaml model.num_layers=16
 """
 _EPILOG = """\
 --json prints a list with one object per rank, also with --rank:

@@ -20,7 +20,14 @@ from chunkgraph.settings.config import (
     TrainConfig,
 )
 from chunkgraph.settings.deep_ep import DEEPEP_RANKS, deep_ep_limits
-from chunkgraph.settings.loader import config_from_mapping, load_config, to_mapping, to_yaml
+from chunkgraph.settings.loader import (
+    Loaded,
+    config_from_mapping,
+    load_config,
+    load_with_origins,
+    to_mapping,
+    to_yaml,
+)
 from chunkgraph.settings.resolved import resolved
 from chunkgraph.settings.setting import Setting, settings_of
 
@@ -31,6 +38,7 @@ __all__ = [
     "Config",
     "DataConfig",
     "ExpertConfig",
+    "Loaded",
     "ModelConfig",
     "PackingConfig",
     "PipelineConfig",
@@ -41,6 +49,7 @@ __all__ = [
     "config_from_mapping",
     "deep_ep_limits",
     "load_config",
+    "load_with_origins",
     "resolved",
     "settings_of",
     "to_mapping",

@@ -1,11 +1,15 @@
-"""YAML and overrides into a Config, and back; every error names file and dotted path."""
+"""YAML and overrides into a Config, and back; every error names file and dotted path.
+
+A file may name one base, ``extends: base.yaml``, relative to itself. It then holds only what
+differs from the base, which may have a base too.
+"""
 
 from __future__ import annotations
 
 import math
 import types
-from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, fields, is_dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -14,12 +18,34 @@ import yaml
 from chunkgraph._text import did_you_mean, name_list, shorten, shown
 from chunkgraph.errors import ConfigError
 from chunkgraph.settings.config import Config
+from chunkgraph.settings.setting import settings_of
 from chunkgraph.settings.yaml_text import parse_yaml, read_yaml
 
-__all__ = ["config_from_mapping", "load_config", "to_mapping", "to_yaml"]
+__all__ = [
+    "Loaded",
+    "config_from_mapping",
+    "load_config",
+    "load_with_origins",
+    "to_mapping",
+    "to_yaml",
+]
 
 _MAX_INT = 2**63 - 1
 _MAX_TEXT = 4096
+_BASE = "extends"
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A configuration and where its values come from.
+
+    Attributes:
+        config: The configuration.
+        origins: A file or ``override``, by dotted path; what is missing has its default.
+    """
+
+    config: Config
+    origins: Mapping[str, str]
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -34,16 +60,69 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         ConfigError: The file cannot be read, a key is unknown, a value has the wrong type, or
             values do not go together (TopologyError where they cannot form a pipeline).
     """
-    raw = read_yaml(path)
+    return load_with_origins(path, overrides).config
+
+
+def load_with_origins(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
+    """Read a configuration file, as `load_config`, and note where each value comes from."""
+    raw: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for source, values in _read_files(Path(path)):
+        _merge(raw, values)
+        origins.update(dict.fromkeys(_leaves(values), source))
+    for override in overrides:
+        key, value = _parse_override(override)
+        _apply_override(raw, override, key, value)
+        origins = {path: at for path, at in origins.items() if not path.startswith(f"{key}.")}
+        origins.update(dict.fromkeys(_leaves(value, key), "override"))
+    return Loaded(config_from_mapping(raw, source=shorten(str(path))), origins)
+
+
+def _read_files(path: Path, extending: tuple[Path, ...] = ()) -> list[tuple[str, dict[str, Any]]]:
+    """Read a file and its bases, the deepest base first."""
+    source = shorten(str(path))
+    if path.resolve() in [known.resolve() for known in extending]:
+        chain = " -> ".join(shorten(str(item)) for item in (*extending, path))
+        msg = f"{source} extends itself: {chain}. Remove one '{_BASE}'."
+        raise ConfigError(msg)
+    try:
+        raw = read_yaml(path)
+    except ConfigError as error:
+        if not extending:
+            raise
+        msg = f"{shorten(str(extending[-1]))}: cannot extend its base. {error}"
+        raise ConfigError(msg) from None
     if not isinstance(raw, dict):
         msg = (
-            f"{shorten(str(path))}: expected sections such as 'model:' and 'train:', "
+            f"{source}: expected sections such as 'model:' and 'train:', "
             f"got {_describe(raw)}. Start from a file in configs/."
         )
         raise ConfigError(msg)
-    for override in overrides:
-        _apply_override(raw, override)
-    return config_from_mapping(raw, source=shorten(str(path)))
+    if _BASE not in raw:
+        return [(source, raw)]
+    base = raw.pop(_BASE)
+    if not isinstance(base, str) or not base:
+        msg = f"{source}: {_BASE}: expected the path of one file; got {_describe(base)}."
+        raise ConfigError(msg)
+    return [*_read_files(path.parent / base, (*extending, path)), (source, raw)]
+
+
+def _merge(raw: dict[str, Any], values: Mapping[str, Any]) -> None:
+    """Let values replace those of a base; sections are merged key by key."""
+    for key, value in values.items():
+        if isinstance(value, dict) and isinstance(raw.get(key), dict):
+            _merge(raw[key], value)
+        else:
+            raw[key] = dict(value) if isinstance(value, dict) else value
+
+
+def _leaves(value: object, path: str = "") -> Iterator[str]:
+    """Yield the dotted path of every single value."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _leaves(inner, f"{path}.{key}" if path else str(key))
+    else:
+        yield path
 
 
 def config_from_mapping(raw: Mapping[str, object], *, source: str = "config") -> Config:
@@ -69,7 +148,8 @@ def to_yaml(config: Config) -> str:
     return yaml.safe_dump(to_mapping(config), sort_keys=False, default_flow_style=None)
 
 
-def _apply_override(raw: dict[str, Any], override: str) -> None:
+def _parse_override(override: str) -> tuple[str, object]:
+    """Split an override into a dotted path and a value of its type."""
     where = f"override {shown(override)}"
     key, equals, text = override.partition("=")
     key = key.strip()
@@ -82,12 +162,19 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
     except ConfigError as error:
         msg = f"{where}: {error}"
         raise type(error)(msg) from None
+    return key, value
+
+
+def _apply_override(raw: dict[str, Any], override: str, key: str, value: object) -> None:
     target = raw
     *sections, name = key.split(".")
     for section in sections:
         inner = target.setdefault(section, {})
         if not isinstance(inner, dict):
-            msg = f"{where}: {section} is no section in the file, but {_describe(inner)}."
+            msg = (
+                f"override {shown(override)}: {section} is no section in the file, but "
+                f"{_describe(inner)}."
+            )
             raise ConfigError(msg)
         target = inner
     target[name] = value
@@ -190,11 +277,13 @@ def _bounded(value: object, path: str) -> object:
 
 def _unknown_key(key: str, path: str, known: Mapping[str, object]) -> str:
     section = f"section {path!r}" if path else "the top level"
+    hint = did_you_mean(key, known)
+    if not hint:
+        hint = did_you_mean(key, {item.name for item in settings_of(Config)} - set(known))
+        for item in settings_of(Config):
+            hint = hint.replace(f"'{item.name}'", f"'{item.path}'")
     dotted = shorten(f"{path}.{key}" if path else key)
-    return (
-        f"{dotted}: unknown key {shown(key)} in {section}.{did_you_mean(key, known)} "
-        f"Known keys: {name_list(known)}."
-    )
+    return f"{dotted}: unknown key {shown(key)} in {section}.{hint} Known keys: {name_list(known)}."
 
 
 def _names(cls: type[Any]) -> list[str]:

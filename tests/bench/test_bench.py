@@ -19,7 +19,7 @@ from chunkgraph.bench.trace import PREFIX, kernel_times
 from chunkgraph.schedules import CostModel, megatron_schedule, simulate
 
 ROOT = Path(__file__).parents[2]
-CONFIG = str(ROOT / "configs" / "gpt_pp2_cpu.yaml")
+CONFIG = str(ROOT / "configs" / "cpu" / "gpt_pp2_cpu.yaml")
 TINY = (
     *("model.num_layers=2", "model.hidden_size=16", "model.ffn_hidden_size=32"),
     *("model.num_attention_heads=2", "model.seq_length=16", "bench.num_steps=2"),
@@ -279,7 +279,7 @@ def test_pages_of_megatrons_stash_that_ran_out_are_an_error(
 
     if versions()["megatron_core"].startswith("0.16"):
         pytest.skip("this release has no stash")
-    path = Path(__file__).resolve().parents[2] / "configs" / "moe_ep2_hybridep.yaml"
+    path = Path(__file__).resolve().parents[2] / "configs" / "gpu" / "moe_ep2_hybridep.yaml"
     variant = make_variant("eager_stash", load_config(path, ["stash.headroom=1.5"]))
     assert variant.transformer_options() == {
         "moe_paged_stash": True,

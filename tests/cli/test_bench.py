@@ -14,11 +14,11 @@ from chunkgraph.errors import ConfigError
 from chunkgraph.settings import load_config
 
 ROOT = Path(__file__).parents[2]
-CONFIG = str(ROOT / "configs" / "gpt_pp2_cpu.yaml")
-EXPERTS = str(ROOT / "configs" / "moe_ep2_hybridep.yaml")
-EXPERTS_ON_CPU = str(ROOT / "configs" / "moe_pp2_ep2_cpu.yaml")
-EXPERTS_IN_PIPELINE = str(ROOT / "configs" / "moe_pp2_ep2.yaml")
-PACKED = str(ROOT / "configs" / "packed_pp2_n64.yaml")
+CONFIG = str(ROOT / "configs" / "cpu" / "gpt_pp2_cpu.yaml")
+EXPERTS = str(ROOT / "configs" / "gpu" / "moe_ep2_hybridep.yaml")
+EXPERTS_ON_CPU = str(ROOT / "configs" / "cpu" / "moe_pp2_ep2_cpu.yaml")
+EXPERTS_IN_PIPELINE = str(ROOT / "configs" / "gpu" / "moe_pp2_ep2.yaml")
+PACKED = str(ROOT / "configs" / "bench" / "packed_pp2_n64.yaml")
 NAMES = ("eager", "chunk", "transformer_engine")
 
 

@@ -17,7 +17,7 @@ from chunkgraph.cli.__main__ import main
 
 ROOT = Path(__file__).parents[2]
 WORKERS = Path(__file__).parents[1] / "support" / "workers"
-CONFIG = str(ROOT / "configs" / "gpt_pp2_vpp2_cpu.yaml")
+CONFIG = str(ROOT / "configs" / "cpu" / "gpt_pp2_vpp2_cpu.yaml")
 
 pytestmark = pytest.mark.timeout(120)
 

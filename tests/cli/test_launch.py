@@ -80,8 +80,8 @@ def test_a_missing_script_says_where_flags_belong(
 def test_a_wrong_key_of_the_file_names_the_nearest(
     script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    raw = yaml.safe_load((CONFIGS / "gpt_pp2_cpu.yaml").read_text(encoding="utf-8"))
-    raw["capture"]["memory_plam"] = raw["capture"].pop("memory_plan")
+    raw = yaml.safe_load((CONFIGS / "cpu" / "gpt_pp2_cpu.yaml").read_text(encoding="utf-8"))
+    raw["capture"] = {"memory_plam": "pool_per_slot"}
     path = tmp_path / "wrong.yaml"
     path.write_text(yaml.safe_dump(raw), encoding="utf-8")
     assert main(["launch", "--config", str(path), str(script)]) == 2
@@ -89,7 +89,7 @@ def test_a_wrong_key_of_the_file_names_the_nearest(
 
 
 def test_a_configuration_becomes_flags(script: Path) -> None:
-    path = CONFIGS / "gpt_pp2_vpp2_cpu.yaml"
+    path = CONFIGS / "cpu" / "gpt_pp2_vpp2_cpu.yaml"
     options = parse_options(["--config", str(path), str(script), "--train-iters", "3"], "launch")
     config = load_config(path)
     flags = list(options.script_args)
@@ -115,7 +115,7 @@ def test_fp8_and_split_sequences_have_flags() -> None:
         "pipeline.sequence_parallel=true",
         "pipeline.context_parallel_size=2",
     ]
-    config = load_config(CONFIGS / "gpt_pp2_gpu.yaml", overrides)
+    config = load_config(CONFIGS / "gpu" / "gpt_pp2_gpu.yaml", overrides)
     flags, _ = merge_flags(config, [], source="run.yaml")
     assert flags[flags.index("--fp8-format") + 1] == "hybrid"
     assert flags[flags.index("--fp8-recipe") + 1] == "tensorwise"
@@ -124,7 +124,7 @@ def test_fp8_and_split_sequences_have_flags() -> None:
 
 
 def test_the_command_line_wins_and_says_what_it_replaced() -> None:
-    config = load_config(CONFIGS / "gpt_pp2_vpp2_cpu.yaml")
+    config = load_config(CONFIGS / "cpu" / "gpt_pp2_vpp2_cpu.yaml")
     same = str(config.model.hidden_size)
     given = ["--num-layers=64", "--hidden-size", same, "--num-layers-per-virtual-pipeline-stage=1"]
     flags, notes = merge_flags(config, given, source="run.yaml")
@@ -142,7 +142,7 @@ def test_the_command_line_wins_and_says_what_it_replaced() -> None:
 
 
 def test_experts_become_flags() -> None:
-    config = load_config(CONFIGS / "moe_pp2_ep2.yaml")
+    config = load_config(CONFIGS / "gpu" / "moe_pp2_ep2.yaml")
     flags, _ = merge_flags(config, [], source="run.yaml")
     given = dict(itertools.pairwise(flags))
     assert given["--num-experts"] == "64"
@@ -152,12 +152,12 @@ def test_experts_become_flags() -> None:
     assert given["--moe-pad-expert-input-to-capacity"].startswith("--")  # no value
     assert "--moe-z-loss-coeff" not in flags
     assert given["--cuda-graph-token-drops"] == "count"
-    dense, _ = merge_flags(load_config(CONFIGS / "gpt_pp2_cpu.yaml"), [], source="run.yaml")
+    dense, _ = merge_flags(load_config(CONFIGS / "cpu" / "gpt_pp2_cpu.yaml"), [], source="run.yaml")
     assert not [flag for flag in dense if "moe" in flag or "expert" in flag or "drops" in flag]
 
 
 def test_experts_through_hybridep_become_flags() -> None:
-    config = load_config(CONFIGS / "moe_ep2_hybridep.yaml")
+    config = load_config(CONFIGS / "gpu" / "moe_ep2_hybridep.yaml")
     flags, _ = merge_flags(config, [], source="run.yaml")
     given = dict(itertools.pairwise(flags))
     assert given["--moe-token-dispatcher-type"] == "flex"
@@ -173,13 +173,13 @@ def test_experts_through_hybridep_become_flags() -> None:
 def test_tensor_parallel_ranks_hold_experts_whole_as_in_train() -> None:
     shared = ["pipeline.tensor_model_parallel_size=2", "pipeline.sequence_parallel=true"]
     for changes, size in (([], None), (shared, "1")):
-        config = load_config(CONFIGS / "moe_pp2_ep2.yaml", changes)
+        config = load_config(CONFIGS / "gpu" / "moe_pp2_ep2.yaml", changes)
         flags, _ = merge_flags(config, [], source="run.yaml")
         assert dict(itertools.pairwise(flags)).get("--expert-tensor-parallel-size") == size
 
 
 def test_layer_on_the_command_line_leaves_no_flag_of_the_capture_section() -> None:
-    config = load_config(CONFIGS / "gpt_pp2_cpu.yaml")
+    config = load_config(CONFIGS / "cpu" / "gpt_pp2_cpu.yaml")
     flags, notes = merge_flags(config, ["--cuda-graph-granularity", "layer"], source="run.yaml")
     assert [flag for flag in flags if flag.startswith("--cuda-graph")] == [
         "--cuda-graph-granularity"

@@ -12,7 +12,7 @@ from rich.console import Console
 from chunkgraph.cli.progress import TrainProgress
 from chunkgraph.settings import load_config
 
-CONFIG = Path(__file__).resolve().parents[2] / "configs" / "gpt_pp2_cpu.yaml"
+CONFIG = Path(__file__).resolve().parents[2] / "configs" / "cpu" / "gpt_pp2_cpu.yaml"
 
 
 def capturing(num_captured: int, free_bytes: int | None) -> dict[str, Any]:

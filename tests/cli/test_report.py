@@ -14,7 +14,7 @@ from chunkgraph.errors import OutputError
 from chunkgraph.settings import load_config
 from chunkgraph.trainer.results import RunResults, results_from
 
-CONFIG = Path(__file__).parents[2] / "configs" / "gpt_pp2_cpu.yaml"
+CONFIG = Path(__file__).parents[2] / "configs" / "cpu" / "gpt_pp2_cpu.yaml"
 
 
 def results_with(memsets_kept: list[str]) -> RunResults:

@@ -13,7 +13,7 @@ from chunkgraph.cli.train_rank import StartedRank
 from chunkgraph.errors import CaptureError, ConfigError, TopologyError
 
 ROOT = Path(__file__).parents[2]
-CONFIG = str(ROOT / "configs" / "gpt_pp2_cpu.yaml")
+CONFIG = str(ROOT / "configs" / "cpu" / "gpt_pp2_cpu.yaml")
 JOB = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "node7", "MASTER_PORT": "29500"}
 
 

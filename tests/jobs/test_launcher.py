@@ -29,7 +29,7 @@ class Launched:
         self.lines: list[str] = []
 
     def run(self, behaviour: str, **changes: Any) -> None:
-        config = load_config(ROOT / "configs" / "gpt_pp2_vpp2_cpu.yaml")
+        config = load_config(ROOT / "configs" / "cpu" / "gpt_pp2_vpp2_cpu.yaml")
         config_path = self.run_dir / "config.yaml"
         config_path.write_text(to_yaml(config))
         spec: dict[str, Any] = {

@@ -90,7 +90,9 @@ SECTIONS = {"model": ModelConfig, "pipeline": PipelineConfig, "capture": Capture
 
 def _load(*overrides: str) -> Config:
     # Counts that an interleaved schedule takes too, in groups of 2 and 3.
-    return load_config(CONFIGS / "gpt_pp2_gpu.yaml", ["train.num_microbatches=[6]", *overrides])
+    return load_config(
+        CONFIGS / "gpu" / "gpt_pp2_gpu.yaml", ["train.num_microbatches=[6]", *overrides]
+    )
 
 
 def _flags(config: Config) -> list[str]:
@@ -122,7 +124,7 @@ def test_no_key_of_the_file_is_ignored(section: str) -> None:
 
 
 def test_recomputation_has_flags() -> None:
-    full = _flags(load_config(CONFIGS / "dense_pp2_recompute.yaml"))
+    full = _flags(load_config(CONFIGS / "bench" / "dense_pp2_recompute.yaml"))
     start = full.index("--recompute-granularity")
     assert full[start : start + 6] == [
         *("--recompute-granularity", "full", "--recompute-method", "uniform"),
@@ -290,7 +292,7 @@ def test_the_device_is_that_of_the_file(script: Path) -> None:
     def parse(*options: str) -> Any:
         return parse_options([*options, str(script)], "launch")
 
-    cpu = str(CONFIGS / "gpt_pp2_cpu.yaml")
+    cpu = str(CONFIGS / "cpu" / "gpt_pp2_cpu.yaml")
     assert parse().device == "cuda"
     assert parse("--config", cpu).device == "cpu"
     other = parse("--config", cpu, "--device", "cuda")
@@ -309,7 +311,7 @@ def test_a_number_of_processes_is_for_what_starts_them(
 
 
 def test_other_processes_than_the_file_is_for_are_said(script: Path) -> None:
-    config = str(CONFIGS / "gpt_pp2_cpu.yaml")
+    config = str(CONFIGS / "cpu" / "gpt_pp2_cpu.yaml")
     options = parse_options(["--config", config, "--nproc-per-node", "4", str(script)], "launch")
     assert options.notes_on_processes(2) == []
     (note,) = options.notes_on_processes(options.nproc)

@@ -69,7 +69,7 @@ def test_memsets_that_stay_are_said() -> None:
 @pytest.mark.parametrize("value", ["true", "false"])
 def test_a_configuration_says_how_memsets_are_captured(value: str) -> None:
     configs = Path(__file__).parents[2] / "configs"
-    config = load_config(configs / "gpt_pp2_cpu.yaml", [f"capture.memset_kernels={value}"])
+    config = load_config(configs / "cpu" / "gpt_pp2_cpu.yaml", [f"capture.memset_kernels={value}"])
     assert capture_options(config).memset_kernels == (value == "true")
 
 

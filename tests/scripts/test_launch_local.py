@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = str(ROOT / "scripts" / "launch_local.sh")
-CONFIG = str(ROOT / "configs" / "gpt_pp2_cpu.yaml")
+CONFIG = str(ROOT / "configs" / "cpu" / "gpt_pp2_cpu.yaml")
 SMALL = ("model.num_layers=2", "model.hidden_size=32", "train.num_microbatches=[2,3]")
 
 pytestmark = [

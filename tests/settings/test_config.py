@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,20 @@ from hypothesis import strategies as st
 
 from chunkgraph._text import shown
 from chunkgraph.errors import ConfigError, TopologyError
-from chunkgraph.settings import Config, config_from_mapping, load_config, to_mapping, to_yaml
+from chunkgraph.settings import (
+    Config,
+    config_from_mapping,
+    load_config,
+    load_with_origins,
+    settings_of,
+    to_mapping,
+    to_yaml,
+)
+from chunkgraph.settings.reference import reference_yaml
 
 ROOT = Path(__file__).parents[2]
-SHIPPED = sorted((ROOT / "configs").glob("*.yaml"))
+SHIPPED = sorted((ROOT / "configs").glob("*/*.yaml"))
+REFERENCE = ROOT / "configs" / "reference.yaml"
 
 SMALL: dict[str, Any] = {
     "model": {
@@ -43,19 +52,88 @@ def test_there_are_shipped_configs() -> None:
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
-def test_shipped_config_loads_states_every_key_and_is_named_as_its_file(path: Path) -> None:
-    config = load_config(path)
-    assert config.name == path.stem
-    assert yaml.safe_load(path.read_text()) == to_mapping(config)
+def test_shipped_config_loads_and_is_named_as_its_file(path: Path) -> None:
+    assert load_config(path).name == path.stem
+
+
+def _defaults() -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for item in settings_of(Config):
+        section, _, key = item.path.rpartition(".")
+        default = list(item.default) if isinstance(item.default, tuple) else item.default
+        (values.setdefault(section, {}) if section else values)[key] = default
+    return values
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
-def test_shipped_config_has_a_comment_above_every_key(path: Path) -> None:
-    lines = path.read_text().splitlines()
-    for before, line in itertools.pairwise(lines):
-        key = line.strip().partition(":")
-        if line.strip() and not line.strip().startswith("#") and key[2]:
-            assert before.strip().startswith("#"), f"no comment above {line.strip()!r}"
+def test_shipped_config_says_what_it_is_and_holds_only_what_differs(path: Path) -> None:
+    text = path.read_text()
+    assert text.startswith("# ")
+    raw = yaml.safe_load(text)
+    base = raw.pop("extends", None)
+    inherited = to_mapping(load_config(path.parent / base)) if base else _defaults()
+    for section, values in raw.items():
+        for key, value in values.items() if isinstance(values, dict) else [(section, values)]:
+            before = inherited[section][key] if isinstance(values, dict) else inherited[key]
+            assert value != before, f"{section}.{key} has this value without being written"
+
+
+def test_the_reference_has_every_setting_and_is_generated() -> None:
+    assert REFERENCE.read_text() == reference_yaml()
+    raw = yaml.safe_load(REFERENCE.read_text())
+    assert raw == to_mapping(load_config(REFERENCE))
+    for item in settings_of(Config):
+        section, _, key = item.path.rpartition(".")
+        value = (raw[section] if section else raw)[key]
+        expected = item.example if item.is_required else item.default
+        assert value == (list(expected) if isinstance(expected, tuple) else expected)
+
+
+def _write(folder: Path, **files: Any) -> None:
+    for name, values in files.items():
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(values))
+
+
+def test_a_file_holds_what_differs_from_its_base(tmp_path: Path) -> None:
+    (tmp_path / "inner").mkdir()
+    _write(
+        tmp_path,
+        base=SMALL,
+        middle={"extends": "base.yaml", "name": "middle", "train": {"lr": 0.5}},
+    )
+    _write(
+        tmp_path / "inner",
+        top={"extends": "../middle.yaml", "model": {"num_layers": 12}, "train": {"seed": 7}},
+    )
+    loaded = load_with_origins(tmp_path / "inner" / "top.yaml", ["train.seed=8"])
+    config = loaded.config
+    assert (config.name, config.train.lr, config.train.seed) == ("middle", 0.5, 8)
+    assert (config.model.num_layers, config.model.hidden_size) == (12, 64)
+    origins = {
+        key: Path(loaded.origins[key]).name
+        for key in ("model.hidden_size", "train.lr", "model.num_layers", "train.seed")
+    }
+    assert list(origins.values()) == ["base.yaml", "middle.yaml", "top.yaml", "override"]
+    assert "bench.num_steps" not in loaded.origins
+
+
+@pytest.mark.parametrize(
+    ("base", "parts"),
+    [
+        ("top.yaml", ["extends itself: ", "top.yaml -> ", "Remove one 'extends'"]),
+        ("round.yaml", ["extends itself: ", "round.yaml -> "]),
+        ("missing.yaml", ["top.yaml: cannot extend its base", "missing.yaml", "cannot read"]),
+        (3, ["extends: expected the path of one file; got 3"]),
+        (["a", "b"], ["extends: expected the path of one file; got ['a', 'b'] (list)"]),
+        ("text.yaml", ["text.yaml: expected sections"]),
+    ],
+)
+def test_a_base_that_cannot_be_used(tmp_path: Path, base: object, parts: list[str]) -> None:
+    _write(tmp_path, top={**SMALL, "extends": base}, round={"extends": "top.yaml"}, text="text")
+    with pytest.raises(ConfigError) as caught:
+        load_config(tmp_path / "top.yaml")
+    for part in parts:
+        assert part in str(caught.value)
 
 
 def test_overrides_replace_values_and_are_read_as_yaml(small: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from chunkgraph.errors import ChunkGraphError, ConfigError, TopologyError
 from chunkgraph.settings import load_config
 
-CONFIG = Path(__file__).resolve().parents[2] / "configs" / "gpt_pp2_gpu.yaml"
+CONFIG = Path(__file__).resolve().parents[2] / "configs" / "gpu" / "gpt_pp2_gpu.yaml"
 GOOD = (
     "train.micro_batch_size=1",
     "pipeline.data_parallel_size=4",

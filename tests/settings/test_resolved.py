@@ -10,7 +10,7 @@ import yaml
 
 from chunkgraph.settings import Config, config_from_mapping, load_config, resolved, to_yaml
 
-CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").rglob("*.yaml"))
 
 
 def _config(**sections: dict[str, Any]) -> Config:

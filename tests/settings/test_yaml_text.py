@@ -135,7 +135,7 @@ def test_any_text_is_read_or_refused(text: str) -> None:
     ],
 )
 def test_an_override_is_refused_in_few_words(override: str, part: str) -> None:
-    config = Path(__file__).parents[2] / "configs" / "gpt_pp2_vpp2_cpu.yaml"
+    config = Path(__file__).parents[2] / "configs" / "cpu" / "gpt_pp2_vpp2_cpu.yaml"
     with pytest.raises(ConfigError) as caught:
         load_config(config, [override])
     assert part in str(caught.value)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-CONFIG = Path(__file__).resolve().parents[2] / "configs" / "gpt_pp2_gpu.yaml"
+CONFIG = Path(__file__).resolve().parents[2] / "configs" / "gpu" / "gpt_pp2_gpu.yaml"
 SMALL = ["model.num_layers=8", "model.hidden_size=512", "model.ffn_hidden_size=1024"]
 FULL_RECOMPUTE = [
     "model.recompute_granularity=full",

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = str(ROOT / "scripts" / "launch_slurm.sbatch")
-CONFIG = str(ROOT / "configs" / "gpt_pp2_cpu.yaml")
+CONFIG = str(ROOT / "configs" / "cpu" / "gpt_pp2_cpu.yaml")
 SMALL = ("model.num_layers=2", "model.hidden_size=32", "train.num_microbatches=[2,3]")
 
 # What sbatch and the environment say, so that two ranks are started.

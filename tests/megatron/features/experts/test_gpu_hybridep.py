@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-CONFIG = Path(__file__).resolve().parents[4] / "configs" / "moe_ep2_hybridep.yaml"
+CONFIG = Path(__file__).resolve().parents[4] / "configs" / "gpu" / "moe_ep2_hybridep.yaml"
 SMALL = [
     *("model.num_layers=4", "model.hidden_size=512", "model.ffn_hidden_size=1024"),
     *("moe.num_moe_experts=8", "moe.moe_router_topk=2", "moe.moe_ffn_hidden_size=384"),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-CONFIG = Path(__file__).resolve().parents[4] / "configs" / "moe_pp2_ep2.yaml"
+CONFIG = Path(__file__).resolve().parents[4] / "configs" / "gpu" / "moe_pp2_ep2.yaml"
 SMALL = [
     *("model.num_layers=4", "model.hidden_size=512", "model.ffn_hidden_size=1024"),
     *("moe.num_moe_experts=8", "moe.moe_router_topk=2", "moe.moe_ffn_hidden_size=384"),
