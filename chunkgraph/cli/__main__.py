@@ -23,7 +23,7 @@ from chunkgraph.jobs.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, exit_code_
 
 __all__ = ["main"]
 
-_COMMANDS = ("plan", "train", "launch", "bench", "packing", "doctor")
+_COMMANDS = ("plan", "train", "launch", "bench", "packing", "config", "doctor")
 """Modules of this package, in the order of the help text."""
 
 
