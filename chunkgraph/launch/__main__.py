@@ -33,7 +33,7 @@ from chunkgraph.jobs.processes import (
     leave,
 )
 from chunkgraph.jobs.reports import write_error, write_whole
-from chunkgraph.launch.megatron_flags import GRANULARITY
+from chunkgraph.launch.flags import GRANULARITY
 from chunkgraph.launch.options import LaunchOptions, parse_options
 
 if TYPE_CHECKING:

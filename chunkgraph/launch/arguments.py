@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from chunkgraph.errors import ConfigError, PackingError
-from chunkgraph.launch.flags import GraphFlags, read_flags
+from chunkgraph.launch.flags import GraphFlags, read_flags, write_defaults
 from chunkgraph.launch.packing_rules import packed_shape, packing_refusals
 from chunkgraph.megatron.features.experts.deep_ep_needs import BACKEND_NAMES, deep_ep_is_missing
 from chunkgraph.megatron.features.experts.rank_budget import flex_backend
@@ -143,13 +143,7 @@ def settle_arguments(args: argparse.Namespace, *, on_cpu: bool) -> GraphFlags | 
     args.cuda_graph_impl = "none"
     if _wants_te_rng(args, on_cpu):
         args.te_rng_tracker = True
-    args.cuda_graph_chunk_scope = flags.scope
-    args.cuda_graph_memory_plan = flags.memory_plan
-    args.cuda_graph_shared_slots = "yes" if flags.shared_slots else "no"
-    args.cuda_graph_memset_kernels = "yes" if flags.memset_kernels else "no"
-    args.cuda_graph_verify = flags.verify
-    args.cuda_graph_on_failure = flags.on_failure
-    args.cuda_graph_token_drops = flags.token_drops
+    write_defaults(args, flags)
     return flags
 
 
@@ -185,14 +179,14 @@ def _refusals(args: argparse.Namespace, flags: GraphFlags, *, on_cpu: bool) -> l
             f"--cuda-graph-chunk-scope chunk with {obstacle.flag}: {obstacle.why}; leave it out, "
             "or give --cuda-graph-chunk-scope block"
             for obstacle in scope_obstacles(
-                config, flags.scope, is_packed=bool(flags.max_packed_seqs)
+                config, flags.capture.scope, is_packed=bool(flags.packing.max_packed_seqs)
             )
         ),
     ]
     if flags.stash is not None:
         refusals = stash_refusals(config, flags.stash.page_bytes)
         settings += [f"--cuda-graph-{refusal}" for refusal in refusals]
-        if flags.stash.skips_single_slots and flags.shared_slots:
+        if flags.stash.skips_single_slots and flags.capture.shared_slots:
             settings.append(
                 "--cuda-graph-stash-skips-single-slots yes with --cuda-graph-shared-slots yes: no "
                 "chunk has a slot of its own; leave one of them out"

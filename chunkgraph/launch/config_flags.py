@@ -9,20 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from chunkgraph.launch.context_flags import CONTEXTS
-from chunkgraph.launch.flags import COUNTS, PACKING
-from chunkgraph.launch.megatron_flags import GRANULARITY, settings_of, settings_that_are_off
-from chunkgraph.launch.stash_flags import STASH
-from chunkgraph.settings import Config
+from chunkgraph.launch.flags import GRANULARITY, flag_of
+from chunkgraph.launch.megatron_flags import flag_values, settings_that_are_off
+from chunkgraph.settings import Config, settings_of
 
 __all__ = ["merge_flags"]
 
-_SWITCHES = {
-    STASH[0].name: ("no", [flag.name for flag in STASH[1:]]),
-    PACKING[0].name: ("0", [flag.name for flag in (*PACKING[1:], *CONTEXTS)]),
-    "--cuda-graph-verify": ("none", [flag.name for flag in COUNTS]),
-}
-"""Flags with the value that leaves others without effect, which are refused then."""
+_SEQS = flag_of("packing.max_packed_seqs")
+_SWITCHES = {"stash.enabled": "no", "packing.max_packed_seqs": "0", "capture.verify": "none"}
+"""Settings whose flags, with these values, leave others without effect, which are refused then."""
 
 
 def merge_flags(
@@ -53,27 +48,23 @@ def merge_flags(
         shown = " ".join([name, *given[name]])
         notes.append(f"{shown} on the command line replaces {key} of {source}")
 
-    idle = {
-        name
-        for switch, (off_value, names) in _SWITCHES.items()
-        if given.get(switch) == (off_value,)
-        for name in names
-    }
+    off = {path for path, value in _SWITCHES.items() if given.get(flag_of(path)) == (value,)}
+    idle = {item.path for item in settings_of(Config) if item.needs in off}
     # Also what the section asks of Megatron by a flag of Megatron's own.
-    has_no_packing = given.get(PACKING[0].name) == ("0",)
-    for setting in settings_of(config, without_capture=turned_off):
+    has_no_packing = "packing.max_packed_seqs" in off
+    for setting in flag_values(config, without_capture=turned_off):
         is_unpacked = has_no_packing and setting.key.startswith("packing.")
-        if setting.flag in idle or (is_unpacked and setting.flag != PACKING[0].name):
+        if setting.key in idle or (is_unpacked and setting.flag != _SEQS):
             continue  # the note of the switch says it
         decided = next((n for n in (setting.flag, *setting.rivals) if n in given), None)
         if decided is None:
             flags += [setting.flag, *setting.values]
         elif decided != setting.flag or given[decided] != setting.values:
             note(decided, setting.key)
-    for off in settings_that_are_off(config):
-        for name in off.flags:
-            if name in given and given[name] != (off.idle,):
-                note(name, off.key)
+    for left_off in settings_that_are_off(config):
+        for name in left_off.flags:
+            if name in given and given[name] != (left_off.idle,):
+                note(name, left_off.key)
     return [*flags, *script_args], notes
 
 

@@ -6,16 +6,17 @@ import argparse
 import os
 from typing import Any
 
-from chunkgraph.launch.context_flags import CONTEXTS
-from chunkgraph.launch.flags import PACKING, GraphFlags
+from chunkgraph.launch.flags import GraphFlags, flag_of
 from chunkgraph.megatron.features.experts.refusals import packed_moe_refusals
 from chunkgraph.megatron.features.packing.attention_limits import shares_keys
 from chunkgraph.packing import ContextLimits
 
 __all__ = ["changing_limits", "changing_refusals"]
 
-_SIZES = CONTEXTS[0].name
-_TOKENS, _DOCUMENT, _BUCKETS = (flag.name for flag in PACKING[1:4])
+_SIZES, _TOKENS, _DOCUMENT, _BUCKETS = (
+    flag_of(f"packing.{name}")
+    for name in ("context_parallel_sizes", "max_packed_tokens", "max_document_tokens", "buckets")
+)
 
 
 def changing_refusals(flags: GraphFlags, args: argparse.Namespace) -> list[str]:
@@ -27,7 +28,7 @@ def changing_refusals(flags: GraphFlags, args: argparse.Namespace) -> list[str]:
     """
     assert flags.contexts is not None
     every = flags.contexts.every
-    asked = f"{_SIZES} {' '.join(map(str, flags.contexts.captured))}"
+    asked = f"{_SIZES} {' '.join(map(str, every))}"
     refused = {
         f"{asked} without --sft: other data sets do not give whole documents": not _of(args, "sft"),
         (
@@ -45,11 +46,11 @@ def changing_refusals(flags: GraphFlags, args: argparse.Namespace) -> list[str]:
         (
             f"{asked} with {_DOCUMENT}: a document may have as many tokens as the most ranks hold; "
             "leave one of them out"
-        ): flags.max_document_tokens is not None,
+        ): flags.packing.max_document_tokens is not None,
         (
             f"{asked} with {_BUCKETS}: banks of several lengths were not joined to a pretrain "
             "script; leave one of them out"
-        ): bool(flags.packed_buckets),
+        ): bool(flags.packing.buckets),
         (
             f"{asked} with --fp8-format: scales of ranks whose microbatches have several sizes "
             "were not tried; leave one of them out"
@@ -94,8 +95,8 @@ def changing_limits(
     assert flags.contexts is not None
     return ContextLimits(
         world_size=world_size,
-        max_tokens_per_rank=flags.max_packed_tokens or args.seq_length,
-        max_packed_seqs=flags.max_packed_seqs,
+        max_tokens_per_rank=flags.packing.max_packed_tokens or args.seq_length,
+        max_packed_seqs=flags.packing.max_packed_seqs,
         sizes=flags.contexts.every,
         multiple_of=group_size,
         counts_padding=shares_keys(args),
@@ -130,11 +131,11 @@ def _of_rows(flags: GraphFlags, args: argparse.Namespace, asked: str) -> list[st
     """What the rows of a rank do not fit together with."""
     assert flags.contexts is not None
     length = _of(args, "seq_length") or 1
-    rows, largest = flags.max_packed_tokens or length, max(flags.contexts.every)
+    rows, largest = flags.packing.max_packed_tokens or length, max(flags.contexts.every)
     tensor_ranks = _of(args, "tensor_model_parallel_size") or 1
     parts = tensor_ranks if _of(args, "sequence_parallel") else 1
     parts *= 2 if largest > 1 and parts % 2 else 1
-    name = f"{_TOKENS} {rows}" if flags.max_packed_tokens else f"--seq-length {length}"
+    name = f"{_TOKENS} {rows}" if flags.packing.max_packed_tokens else f"--seq-length {length}"
     found = []
     if rows % parts:
         found.append(

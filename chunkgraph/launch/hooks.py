@@ -142,13 +142,13 @@ class ChunkGraphsInPretrain:
             _give_rank_budget(args, chunks)
             self.graphs = graphs = attach(
                 model,
-                scope=flags.scope,
+                scope=flags.capture.scope,
                 options=flags.capture_options(),
                 token_drops=flags.token_drops,
                 packing=(shape := packed_shape(flags, args)),
                 fills_rows=shape is not None,
-                buckets=flags.packed_buckets,
-                seq_buckets=(flags.packed_seq_buckets or ()) if contexts is None else (),
+                buckets=flags.packing.buckets,
+                seq_buckets=(flags.packing.seq_buckets or ()) if contexts is None else (),
                 contexts=contexts,
                 stash=stash_options(flags.stash),
             )
@@ -173,7 +173,7 @@ class ChunkGraphsInPretrain:
                     seed=lambda: f"{args.seed} {args.curr_iteration}",
                     has_experts=_has_experts(args),
                 )
-            elif flags.max_packed_seqs:
+            elif flags.packing.max_packed_seqs:
                 self._steps = PackedSteps(graphs, chunks, _rank(), share_in_tensor_group())
             if self._steps is not None:
                 undo.callback(self._steps.close)
@@ -201,7 +201,7 @@ class ChunkGraphsInPretrain:
             limits,
             groups,
             cuda_graph_cp_sizes=flags.contexts.captured,
-            seq_buckets=flags.packed_seq_buckets,
+            seq_buckets=flags.packing.seq_buckets,
         )
 
     def _forget(self) -> None:

@@ -6,18 +6,21 @@ No torch here, as ``chunkgraph launch`` checks everything it can before it start
 from __future__ import annotations
 
 import argparse
+import re
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from chunkgraph._text import REPORT_WIDTH
 from chunkgraph.errors import ConfigError
 from chunkgraph.launch.config_flags import merge_flags
-from chunkgraph.launch.flags import check_flag_values
+from chunkgraph.launch.flags import FLAGS, check_flag_values
 from chunkgraph.settings import Config, load_config
 
 __all__ = ["DESCRIPTION", "LaunchOptions", "add_options", "options_from", "parse_options"]
 
-DESCRIPTION = """\
+_DESCRIPTION = """\
 Run a pretrain script of Megatron-LM, unmodified, with chunk graphs.
 
 The script and its flags stand last:
@@ -25,31 +28,34 @@ The script and its flags stand last:
   chunkgraph launch --nproc-per-node 2 pretrain_gpt.py <Megatron's flags> \\
       --cuda-graph-impl local --cuda-graph-granularity chunk
 
-Flags that chunk graphs bring to the script:
-  --cuda-graph-granularity {layer,chunk}   layer (default) changes nothing
-  --cuda-graph-chunk-scope {auto,block,chunk}  chunk: also embedding, loss
-  --cuda-graph-memory-plan {shared_backward,shared_temporaries,pool_per_slot}
-  --cuda-graph-shared-slots {no,yes}       one set for a rank's chunks
-  --cuda-graph-memset-kernels {yes,no}     memsets in graphs as kernels
-  --cuda-graph-verify {none,poison,shadow} and, in replayed steps,
-  --cuda-graph-num-verify-steps N, --cuda-graph-verify-every N
-  --cuda-graph-max-packed-seqs [N]         packed documents (--sft); with
-  --cuda-graph-max-packed-tokens N, --cuda-graph-max-document-tokens N,
-  --cuda-graph-packed-buckets N ..., --cuda-graph-packed-seq-buckets N ..., and
-  --cuda-graph-cp-sizes N ..., -cp-eager-sizes N ..., -cp-schedule {smallest,
-  random}: ranks that share a microbatch, as many as its documents need
-  --cuda-graph-on-failure {raise,eager}    after a capture that failed
-  --cuda-graph-token-drops {warn,count,raise,rerun}  tokens without room
-                                           at experts; rerun: that step anew
-  --cuda-graph-stash {no,yes}              what experts save goes to pages; with
-  --cuda-graph-stash-page-bytes N, -headroom X, -initial-bytes N, -max-bytes N,
-  -spill-bytes N, -max-recaptures N, -on-overflow {rerun,raise},
-  -prefetches {no,yes}, -skips-single-slots {no,yes}
+Flags that chunk graphs bring to the script (chunkgraph config says more):
+{flags}
 Eager steps before the capture are Megatron's --cuda-graph-warmup-steps.
 
 Where RANK and WORLD_SIZE are set, as by torchrun, the script runs in this
 process; otherwise its processes are started on this machine.
 """
+
+
+def _describe_flags() -> str:
+    """List the flags, each with its values and the first sentence of its help."""
+    lines = []
+    for flag in FLAGS:
+        values = f"{{{','.join(flag.choices)}}}" if flag.choices else "N"
+        lines.append(f"  {flag.name} {values}{' ...' if flag.setting.is_list else ''}")
+        sentence = re.split(r"(?<=[.;]) ", flag.setting.help)[0].rstrip(".;")
+        lines += textwrap.wrap(
+            sentence,
+            REPORT_WIDTH,
+            initial_indent=" " * 6,
+            subsequent_indent=" " * 6,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    return "\n".join(lines)
+
+
+DESCRIPTION = _DESCRIPTION.replace("{flags}", _describe_flags())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,14 +7,20 @@ from dataclasses import replace
 
 from chunkgraph.errors import PackingError
 from chunkgraph.launch.context_rules import changing_refusals
-from chunkgraph.launch.flags import PACKING, GraphFlags
+from chunkgraph.launch.flags import GraphFlags, flag_of
 from chunkgraph.megatron.features.packing.banks import Buckets
 from chunkgraph.packing import PackedShape
 from chunkgraph.packing.seq_counts import default_seq_buckets
 
 __all__ = ["packed_shape", "packing_refusals", "resolved_flags"]
 
-_SEQS, _TOKENS, _DOCUMENT, _BUCKETS, _SEQ_BUCKETS = (flag.name for flag in PACKING)
+_SEQS, _TOKENS, _DOCUMENT, _BUCKETS, _SEQ_BUCKETS = (
+    flag_of(f"packing.{name}")
+    for name in (
+        *("max_packed_seqs", "max_packed_tokens", "max_document_tokens"),
+        *("buckets", "seq_buckets"),
+    )
+)
 _SOURCES = ("sft", "dataloader_inter_document_masking")
 """Megatron's flags with which its data sets say where documents begin."""
 
@@ -27,13 +33,13 @@ def packing_refusals(flags: GraphFlags, args: argparse.Namespace) -> list[str]:
         args: Megatron's, parsed but not yet checked or filled in by it.
     """
     sources = [f"--{name.replace('_', '-')}" for name in _SOURCES if getattr(args, name, False)]
-    if not flags.max_packed_seqs:
+    if not flags.packing.max_packed_seqs:
         return [
             f"{source}: packed sequences change their offsets with every microbatch, and a graph "
             f"has fixed shapes; add {_SEQS} N, the most documents of a microbatch and 1"
             for source in sources
         ]
-    asked = f"{_SEQS} {flags.max_packed_seqs}"
+    asked = f"{_SEQS} {flags.packing.max_packed_seqs}"
     if not sources:
         alone = "without --sft (or --dataloader-inter-document-masking) a microbatch does not say"
         return [f"{asked}: {alone} where its documents begin; leave it out"]
@@ -48,7 +54,7 @@ def packing_refusals(flags: GraphFlags, args: argparse.Namespace) -> list[str]:
     try:
         shape = packed_shape(flags, args)
         assert shape is not None
-        shapes = Buckets.of_model(shape, flags.packed_buckets, (), args).all_shapes
+        shapes = Buckets.of_model(shape, flags.packing.buckets, (), args).all_shapes
     except PackingError as error:
         return [*found, f"{asked}: {error}"]
     rows = _rows(args)
@@ -62,9 +68,9 @@ def packing_refusals(flags: GraphFlags, args: argparse.Namespace) -> list[str]:
     table = shape.longest_rows + 1  # what models are told; see `packed.fixed_params`
     if table in {one.max_packed_tokens for one in shapes}:
         found.append(
-            f"{_DOCUMENT} {flags.max_document_tokens}: Megatron's unfused RoPE would take a table "
-            f"of one row more ({table}) for that of a whole microbatch of so many rows; give one "
-            "less"
+            f"{_DOCUMENT} {flags.packing.max_document_tokens}: Megatron's unfused RoPE would take "
+            f"a table of one row more ({table}) for that of a whole microbatch of so many rows; "
+            "give one less"
         )
     return found
 
@@ -77,13 +83,17 @@ def packed_shape(flags: GraphFlags, args: argparse.Namespace) -> PackedShape | N
     Raises:
         PackingError: there is no such shape.
     """
-    if not flags.max_packed_seqs or flags.contexts is not None:
+    if not flags.packing.max_packed_seqs or flags.contexts is not None:
         return None
     size = _of(args, "context_parallel_size", 1)
-    rows = flags.max_packed_tokens or _rows(args)
+    rows = flags.packing.max_packed_tokens or _rows(args)
     # Such data counts padding as tokens itself: the offsets are the same.
     return PackedShape(
-        flags.max_packed_seqs, rows, size, flags.max_document_tokens, counts_padding=size > 1
+        flags.packing.max_packed_seqs,
+        rows,
+        size,
+        flags.packing.max_document_tokens,
+        counts_padding=size > 1,
     )
 
 
@@ -94,15 +104,17 @@ def resolved_flags(flags: GraphFlags, args: argparse.Namespace) -> GraphFlags:
         flags: those of chunk graphs, as given.
         args: Megatron's.
     """
-    if not flags.max_packed_seqs:
+    if not flags.packing.max_packed_seqs:
         return flags
-    rows = flags.max_packed_tokens or _rows(args)
-    counts = flags.packed_seq_buckets
+    rows = flags.packing.max_packed_tokens or _rows(args)
+    counts = flags.packing.seq_buckets
     if counts is None:
         # With sizes that change, rows are those of a rank, and this size is 1.
         size = _of(args, "context_parallel_size", 1)
-        counts = default_seq_buckets(flags.max_packed_seqs, rows, size, flags.packed_buckets)
-    return replace(flags, max_packed_tokens=rows, packed_seq_buckets=counts)
+        packing = flags.packing
+        counts = default_seq_buckets(packing.max_packed_seqs, rows, size, packing.buckets)
+    packing = replace(flags.packing, max_packed_tokens=rows, seq_buckets=counts)
+    return replace(flags, packing=packing)
 
 
 def _refusals_of_contexts(asked: str, args: argparse.Namespace) -> list[str]:
@@ -126,7 +138,7 @@ def _refusals_of_contexts(asked: str, args: argparse.Namespace) -> list[str]:
 
 def _refusals_of_counts(flags: GraphFlags) -> list[str]:
     """What is wrong with graphs for fewer sequences."""
-    counts, most = flags.packed_seq_buckets or (), flags.max_packed_seqs
+    counts, most = flags.packing.seq_buckets or (), flags.packing.max_packed_seqs
     return [
         f"{_SEQ_BUCKETS} {count}: give 2 or more, and less than {_SEQS} ({most})"
         for count in counts
@@ -136,7 +148,7 @@ def _refusals_of_counts(flags: GraphFlags) -> list[str]:
 
 def _refusals_of_cuts(flags: GraphFlags, args: argparse.Namespace) -> list[str]:
     """What keeps microbatches from being shorter than their data set made them."""
-    name = _BUCKETS if flags.packed_buckets else _TOKENS
+    name = _BUCKETS if flags.packing.buckets else _TOKENS
     whole = f"leave {name} out"
     found = []
     if _of(args, "micro_batch_size", 1) > 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -101,12 +102,13 @@ def start_line(graphs: MegatronChunkGraphs, flags: GraphFlags, record: Path | No
     scope: str = graphs.scope.scope
     if graphs.scope.why_block:
         scope += f" (no whole chunk with {graphs.scope.why_block})"
-    steps = f"{flags.num_warmup_steps} eager step{'s' if flags.num_warmup_steps > 1 else ''}"
+    num_steps = flags.capture.num_warmup_steps
+    steps = f"{num_steps} eager step{'s' if num_steps > 1 else ''}"
     return (
-        f"chunk graphs: scope {scope}, {_slots(slots, flags.shared_slots)} on rank 0 "
+        f"chunk graphs: scope {scope}, {_slots(slots, flags.capture.shared_slots)} on rank 0 "
         f"({_num_graphs(graphs)} graphs), "
-        "memory plan "
-        f"{flags.memory_plan}, verify {flags.verify}; capture after {steps}; {saved}"
+        f"memory plan {flags.capture.memory_plan}, verify {flags.capture.verify}; "
+        f"capture after {steps}; {saved}"
     )
 
 
@@ -156,8 +158,9 @@ def save_run_record(
         "model": {name: _plain(getattr(args, name, None)) for name in model},
         "pipeline": {name: _plain(getattr(args, name, None)) for name in _PIPELINE},
         "cuda_graph_granularity": "chunk",
-        "capture": {**flags.as_dict(), "scope": graphs.scope.scope},
-        "graphs_of_rank_0": _graphs(graphs, flags.max_packed_seqs),
+        **flags.as_dict(),
+        "capture": {**asdict(flags.capture), "scope": graphs.scope.scope},
+        "graphs_of_rank_0": _graphs(graphs, flags.packing.max_packed_seqs),
     }
     path = folder / RECORD_NAME
     try:

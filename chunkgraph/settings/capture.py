@@ -61,12 +61,14 @@ class CaptureConfig:
         help="Number of replayed steps after a capture to verify. Null: all.",
         bounds=NOT_NEGATIVE,
         flag="--cuda-graph-num-verify-steps",
+        needs="capture.verify",
     )
     verify_every: int = setting(
         1,
         help="Verify only every N-th of those steps.",
         bounds=POSITIVE,
         flag="--cuda-graph-verify-every",
+        needs="capture.verify",
     )
     on_failure: Literal["raise", "eager"] = setting(
         "raise",

@@ -31,12 +31,14 @@ class ExpertConfig:
         help="Experts per token.",
         bounds=POSITIVE,
         megatron="--moe-router-topk",
+        needs="moe.num_moe_experts",
     )
     moe_ffn_hidden_size: int | None = setting(
         None,
         help="Width of each expert, in elements. Null: model.ffn_hidden_size.",
         bounds=POSITIVE,
         megatron="--moe-ffn-hidden-size",
+        needs="moe.num_moe_experts",
     )
     moe_expert_capacity_factor: float | None = setting(
         None,
@@ -44,40 +46,47 @@ class ExpertConfig:
         "/ moe_router_topk has room for all tokens. Must be null with the flex dispatcher.",
         bounds=POSITIVE,
         megatron="--moe-expert-capacity-factor",
+        needs="moe.num_moe_experts",
     )
     moe_pad_expert_input_to_capacity: bool = setting(
         True,
         help="Pad an expert's input to its capacity, so that its shape is fixed. Not used by flex.",
         megatron="--moe-pad-expert-input-to-capacity",
+        needs="moe.num_moe_experts",
     )
     moe_token_dispatcher_type: Literal["alltoall", "allgather", "flex"] = setting(
         "alltoall",
         help="How tokens reach the ranks of their experts.",
         megatron="--moe-token-dispatcher-type",
+        needs="moe.num_moe_experts",
     )
     moe_flex_dispatcher_backend: Literal["hybridep", "deepep"] | None = setting(
         None,
         help="Backend of the flex dispatcher: DeepEP's HybridEP (hybridep), or DeepEP within a "
         "node (deepep). Null without flex.",
         megatron="--moe-flex-dispatcher-backend",
+        needs="moe.num_moe_experts",
     )
     moe_expert_rank_capacity_factor: float | None = setting(
         None,
         help="With flex, rows that the experts of a rank have room for together, as a multiple of "
         "the tokens of a microbatch times moe_router_topk.",
         megatron="--moe-expert-rank-capacity-factor",
+        needs="moe.num_moe_experts",
     )
     moe_aux_loss_coeff: float = setting(
         0.0,
         help="Weight of the loss that balances the load of experts.",
         bounds=NOT_NEGATIVE,
         megatron="--moe-aux-loss-coeff",
+        needs="moe.num_moe_experts",
     )
     moe_z_loss_coeff: float | None = setting(
         None,
         help="Weight of the loss that keeps router logits small. Null: no such loss.",
         bounds=NOT_NEGATIVE,
         megatron="--moe-z-loss-coeff",
+        needs="moe.num_moe_experts",
     )
     moe_router_load_balancing_type: Literal[
         "aux_loss", "seq_aux_loss", "global_aux_loss", "none"
@@ -86,61 +95,72 @@ class ExpertConfig:
         help="What loads are balanced over: a microbatch (aux_loss), each sequence (seq_aux_loss), "
         "or the microbatches of a step (global_aux_loss).",
         megatron="--moe-router-load-balancing-type",
+        needs="moe.num_moe_experts",
     )
     moe_layer_freq: tuple[int, ...] | None = setting(
         None,
         help="For each layer, 1 (experts) or 0 (feed-forward). Null: experts in every layer.",
         megatron="--moe-layer-freq",
+        needs="moe.num_moe_experts",
     )
     moe_shared_expert_intermediate_size: int | None = setting(
         None,
         help="Total width of the shared experts, in elements. Null: no shared experts.",
         bounds=POSITIVE,
         megatron="--moe-shared-expert-intermediate-size",
+        needs="moe.num_moe_experts",
     )
     moe_router_enable_expert_bias: bool = setting(
         False,
         help="Add a load-dependent bias when choosing experts. Needs sigmoid scores.",
         megatron="--moe-router-enable-expert-bias",
+        needs="moe.num_moe_experts",
     )
     moe_router_score_function: Literal["softmax", "sigmoid"] = setting(
         "softmax",
         help="Function that turns router logits into scores.",
         megatron="--moe-router-score-function",
+        needs="moe.num_moe_experts",
     )
     moe_router_dtype: Literal["fp32", "fp64"] | None = setting(
         None,
         help="Type of the router's arithmetic; flex needs fp32. Null: the type of the model.",
         megatron="--moe-router-dtype",
+        needs="moe.num_moe_experts",
     )
     moe_router_pre_softmax: bool = setting(
         False,
         help="Compute scores over all experts instead of the chosen ones.",
         megatron="--moe-router-pre-softmax",
+        needs="moe.num_moe_experts",
     )
     moe_router_num_groups: int | None = setting(
         None,
         help="Groups of experts, of which a token may use only some. Null: no groups.",
         bounds=POSITIVE,
         megatron="--moe-router-num-groups",
+        needs="moe.num_moe_experts",
     )
     moe_router_group_topk: int | None = setting(
         None,
         help="Groups that a token may use.",
         bounds=POSITIVE,
         megatron="--moe-router-group-topk",
+        needs="moe.num_moe_experts",
     )
     moe_grouped_gemm: bool = setting(
         False,
         help="Multiply the experts of a rank in one grouped GEMM. Needs Transformer Engine's "
         "layers.",
         megatron="--moe-grouped-gemm",
+        needs="moe.num_moe_experts",
     )
     use_transformer_engine_op_fuser: bool = setting(
         False,
         help="Run the experts as one Transformer Engine operation that reads the token counts on "
         "the device; flex needs it.",
         megatron="--use-transformer-engine-op-fuser",
+        needs="moe.num_moe_experts",
     )
     token_drops: Literal["warn", "count", "raise", "rerun"] = setting(
         "warn",
@@ -149,6 +169,7 @@ class ExpertConfig:
         "only count them (count); raise an error (raise); or rerun the step eagerly with room for "
         "all tokens and recapture with more room (rerun). flex supports raise and rerun only.",
         flag="--cuda-graph-token-drops",
+        needs="moe.num_moe_experts",
     )
 
 

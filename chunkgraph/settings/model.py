@@ -122,6 +122,7 @@ class ModelConfig:
         help="With fp8, where scales come from: earlier microbatches (delayed), the tensor itself "
         "(tensorwise), or each block of it (blockwise).",
         megatron="--fp8-recipe",
+        needs="model.fp8",
     )
     hybrid_layer_pattern: str | None = setting(
         None,

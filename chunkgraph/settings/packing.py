@@ -35,6 +35,7 @@ class PackingConfig:
         "model.seq_length.",
         bounds=POSITIVE,
         flag="--cuda-graph-max-packed-tokens",
+        needs="packing.max_packed_seqs",
     )
     max_document_tokens: int | None = setting(
         None,
@@ -43,6 +44,7 @@ class PackingConfig:
         "then take more sequences, in addition to max_packed_seqs. Null: all rows.",
         bounds=POSITIVE,
         flag="--cuda-graph-max-document-tokens",
+        needs="packing.max_packed_seqs",
     )
     pad_seq_to_mult: int = setting(
         1,
@@ -55,7 +57,9 @@ class PackingConfig:
         (),
         help="Shorter microbatches to capture as well, as fractions of the rows or as numbers of "
         "rows above 1. Each microbatch uses the smallest that holds it.",
+        bounds=POSITIVE,
         flag="--cuda-graph-packed-buckets",
+        needs="packing.max_packed_seqs",
     )
     seq_buckets: tuple[int, ...] | None = setting(
         None,
@@ -64,6 +68,7 @@ class PackingConfig:
         "of two from 64 to half of max_packed_seqs, and 32 where the shortest microbatch has at "
         "most 1024 rows per rank. Empty: none.",
         flag="--cuda-graph-packed-seq-buckets",
+        needs="packing.max_packed_seqs",
     )
     context_parallel_sizes: tuple[int, ...] = setting(
         (),
@@ -72,17 +77,21 @@ class PackingConfig:
         "microbatches hold, and its schedule decides how many microbatches they become. Empty: no "
         "sharing.",
         flag="--cuda-graph-cp-sizes",
+        needs="packing.max_packed_seqs",
     )
     context_parallel_schedule: Literal["smallest", "random"] = setting(
         "smallest",
         help="How to choose a microbatch's size: the smallest that holds its documents (smallest), "
         "or one at random by train.seed, to exercise all graphs (random).",
         flag="--cuda-graph-cp-schedule",
+        needs="packing.context_parallel_sizes",
     )
     cuda_graph_cp_sizes: tuple[int, ...] = setting(
         (),
         help="The context_parallel_sizes to capture; steps with any other size run eagerly. "
         "Empty: all.",
+        flag="--cuda-graph-cp-captured-sizes",
+        needs="packing.context_parallel_sizes",
     )
 
 

@@ -61,6 +61,7 @@ class PipelineConfig:
         help="Number of data-parallel ranks that split the experts between them.",
         bounds=POSITIVE,
         megatron="--expert-model-parallel-size",
+        needs="moe.num_moe_experts",
     )
 
     @property

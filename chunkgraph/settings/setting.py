@@ -73,6 +73,7 @@ class _Declaration:
     bounds: Bounds
     flag: str | None
     megatron: str | None
+    needs: str | None
     example: object
 
 
@@ -83,6 +84,7 @@ def setting(
     bounds: Bounds = ANY,
     flag: str | None = None,
     megatron: str | None = None,
+    needs: str | None = None,
     example: object = None,
 ) -> Any:
     """Declare a setting: a dataclass field that knows everything about itself.
@@ -93,9 +95,10 @@ def setting(
         bounds: The range of its number, or of each number of its list.
         flag: The flag that chunkgraph adds to a pretrain script for it.
         megatron: The flag that Megatron's own command line has for it.
+        needs: Dotted path of the setting that must be on for this one to have an effect.
         example: The value of a required setting in the generated reference.
     """
-    declaration = _Declaration(help, bounds, flag, megatron, example)
+    declaration = _Declaration(help, bounds, flag, megatron, needs, example)
     return field(default=default, metadata={_KEY: declaration})
 
 
@@ -111,6 +114,7 @@ class Setting:
         bounds: The range of its number, or of each number of its list.
         flag: The flag that chunkgraph adds to a pretrain script, or None.
         megatron: Megatron's own flag, or None.
+        needs: Path of the setting that must be on for this one to have an effect, or None.
         example: The value of a required setting in the generated reference.
     """
 
@@ -121,6 +125,7 @@ class Setting:
     bounds: Bounds
     flag: str | None
     megatron: str | None
+    needs: str | None
     example: object
 
     @property
@@ -190,6 +195,7 @@ def settings_of(section: type[Any], prefix: str = "") -> Iterator[Setting]:
             bounds=declared.bounds,
             flag=declared.flag,
             megatron=declared.megatron,
+            needs=declared.needs,
             example=declared.example,
         )
 

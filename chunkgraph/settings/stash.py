@@ -32,36 +32,42 @@ class StashConfig:
         "waste little.",
         bounds=_PAGE,
         flag="--cuda-graph-stash-page-bytes",
+        needs="stash.enabled",
     )
     headroom: float = setting(
         1.1,
         help="Pages to allocate, as a multiple of what the eager steps before the capture used.",
         bounds=POSITIVE,
         flag="--cuda-graph-stash-headroom",
+        needs="stash.enabled",
     )
     initial_bytes: int | None = setting(
         None,
         help="Bytes of pages to begin with. Null: derived from the eager steps.",
         bounds=NOT_NEGATIVE,
         flag="--cuda-graph-stash-initial-bytes",
+        needs="stash.enabled",
     )
     max_bytes: int | None = setting(
         None,
         help="Bytes that the pages may grow to. Null: no limit.",
         bounds=NOT_NEGATIVE,
         flag="--cuda-graph-stash-max-bytes",
+        needs="stash.enabled",
     )
     spill_bytes: int = setting(
         0,
         help="Bytes of pages in host memory, for rows that find no page on the device.",
         bounds=NOT_NEGATIVE,
         flag="--cuda-graph-stash-spill-bytes",
+        needs="stash.enabled",
     )
     on_overflow: Literal["rerun", "raise"] = setting(
         "rerun",
         help="After a step that ran out of pages: rerun it eagerly, or raise an error. The "
         "optimizer never sees the gradients of the failed step.",
         flag="--cuda-graph-stash-on-overflow",
+        needs="stash.enabled",
     )
     max_recaptures: int = setting(
         2,
@@ -69,18 +75,21 @@ class StashConfig:
         "Also applies to moe.token_drops=rerun.",
         bounds=NOT_NEGATIVE,
         flag="--cuda-graph-stash-max-recaptures",
+        needs="stash.enabled",
     )
     prefetches: bool = setting(
         False,
         help="Reload a layer's rows on a second stream while the backward of the next layer runs. "
         "Takes the memory of one more layer.",
         flag="--cuda-graph-stash-prefetches",
+        needs="stash.enabled",
     )
     skips_single_slots: bool = setting(
         False,
         help="Do not use pages for chunks with one slot, whose backward follows each forward at "
         "once. Saves time, but keeps memory for all of their rows.",
         flag="--cuda-graph-stash-skips-single-slots",
+        needs="stash.enabled",
     )
 
 

@@ -11,11 +11,9 @@ import pytest
 
 from chunkgraph.errors import ConfigError
 from chunkgraph.launch.arguments import settle_arguments
-from chunkgraph.launch.context_flags import CONTEXTS, ContextSizes
 from chunkgraph.launch.context_rules import changing_limits
-from chunkgraph.launch.flags import COUNTS, FLAGS, PACKING, add_flags, flags_from
+from chunkgraph.launch.flags import FLAGS, ContextSizes, add_flags, flags_from
 from chunkgraph.launch.packing_rules import packed_shape, resolved_flags
-from chunkgraph.launch.stash_flags import STASH
 from chunkgraph.megatron.cpu.pretrain import cpu_flags
 from chunkgraph.packing import PackedShape
 
@@ -24,7 +22,7 @@ HAS_TE = importlib.util.find_spec("transformer_engine") is not None
 
 def arguments(**changes: Any) -> argparse.Namespace:
     values = {
-        **{flag.dest: None for flag in (*FLAGS, *COUNTS, *PACKING)},
+        **{flag.dest: None for flag in FLAGS},
         "cuda_graph_granularity": "chunk",
         "cuda_graph_impl": "local",
         "cuda_graph_warmup_steps": 3,
@@ -37,8 +35,7 @@ def arguments(**changes: Any) -> argparse.Namespace:
         "num_experts": None,
         "moe_expert_capacity_factor": None,
     }
-    stash = dict.fromkeys(flag.dest for flag in (*CONTEXTS, *STASH))
-    return argparse.Namespace(**{**stash, **values, **changes})
+    return argparse.Namespace(**{**values, **changes})
 
 
 @pytest.mark.parametrize("implementation", ["local", "none"])
@@ -135,8 +132,8 @@ def _parsed(*given: str) -> Any:
 )
 def test_flags_of_packed_sequences(given: list[str], packing: tuple[Any, ...]) -> None:
     flags = _parsed(*given)
-    found = (flags.max_packed_seqs, flags.max_packed_tokens, flags.packed_buckets)
-    assert (*found, flags.packed_seq_buckets) == packing
+    found = (flags.packing.max_packed_seqs, flags.packing.max_packed_tokens, flags.packing.buckets)
+    assert (*found, flags.packing.seq_buckets) == packing
 
 
 @pytest.mark.parametrize(
@@ -156,8 +153,8 @@ def test_flags_of_packed_sequences(given: list[str], packing: tuple[Any, ...]) -
 def test_fewer_sequences_by_default(given: list[str], found: tuple[int, ...]) -> None:
     args = argparse.Namespace(seq_length=2048)
     flags = resolved_flags(_parsed(*given), args)
-    assert (flags.packed_seq_buckets or ()) == found
-    assert flags.max_packed_tokens == (2048 if given else None)
+    assert (flags.packing.seq_buckets or ()) == found
+    assert flags.packing.max_packed_tokens == (2048 if given else None)
 
 
 @pytest.mark.parametrize(
@@ -178,8 +175,8 @@ def test_fewer_sequences_in_short_rows(
 ) -> None:
     args = argparse.Namespace(seq_length=rows, context_parallel_size=ranks)
     flags = resolved_flags(_parsed("--cuda-graph-max-packed-seqs", *given), args)
-    assert flags.max_packed_seqs == 50
-    assert flags.packed_seq_buckets == found
+    assert flags.packing.max_packed_seqs == 50
+    assert flags.packing.seq_buckets == found
 
 
 PACKED = {"sft": True, "seq_length": 16, "micro_batch_size": 1, "cuda_graph_max_packed_seqs": 4}
@@ -278,7 +275,7 @@ def test_what_packed_sequences_cannot_go_with_is_named(changes: dict[str, Any], 
         (["--cuda-graph-max-packed-tokens", "9"], "no effect without --cuda-graph-max-packed-seqs"),
         (
             ["--cuda-graph-max-packed-seqs", "--cuda-graph-max-packed-tokens", "0"],
-            "give 1 or more tokens",
+            "it must be greater than 0",
         ),
         (
             ["--cuda-graph-packed-buckets", "0.5", "4"],
@@ -286,7 +283,7 @@ def test_what_packed_sequences_cannot_go_with_is_named(changes: dict[str, Any], 
         ),
         (
             ["--cuda-graph-max-packed-seqs", "--cuda-graph-packed-buckets", "0.5", "0"],
-            "or parts of them above 0, or leave it out",
+            "each number must be greater than 0",
         ),
         (
             ["--cuda-graph-granularity", "layer", "--cuda-graph-max-packed-seqs"],
@@ -306,8 +303,8 @@ CHANGING = {**PACKED, "cuda_graph_cp_sizes": [2, 1], "calculate_per_token_loss":
 def test_context_sizes_that_change(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "8")
     args = arguments(
-        **CHANGING,
-        cuda_graph_cp_eager_sizes=[4],
+        **{**CHANGING, "cuda_graph_cp_sizes": [4, 2, 1]},
+        cuda_graph_cp_captured_sizes=[2, 1],
         cuda_graph_max_packed_tokens=4,
         pipeline_model_parallel_size=2,
     )
@@ -382,9 +379,9 @@ def test_data_parallel_ranks_that_are_no_power_of_two(monkeypatch: pytest.Monkey
         (
             [
                 *("--cuda-graph-cp-sizes", "1", "--cuda-graph-max-packed-seqs", "4"),
-                *("--cuda-graph-cp-eager-sizes", "2", "1"),
+                *("--cuda-graph-cp-captured-sizes", "2", "1"),
             ],
-            "eager-sizes 2 1: 1 is in --cuda-graph-cp-sizes 1 too",
+            "captured-sizes 2 1: 2 is not in --cuda-graph-cp-sizes 1",
         ),
         (
             ["--cuda-graph-granularity", "layer", "--cuda-graph-cp-sizes", "1", "2"],

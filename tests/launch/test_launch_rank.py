@@ -63,7 +63,7 @@ def test_layer_changes_nothing_and_chunk_turns_off_megatrons_graphs() -> None:
             chunk = _without([*own, "--cuda-graph-granularity", "chunk"])
             assert chunk["cuda_graph_impl"] == "none"
             assert hooks.flags is not None
-            assert hooks.flags.num_warmup_steps == 3  # Megatron's own default
+            assert hooks.flags.capture.num_warmup_steps == 3  # Megatron's own default
 
             with pytest.raises(ConfigError, match="no effect with --cuda-graph-granularity layer"):
                 _without([*own, "--cuda-graph-verify", "poison"])

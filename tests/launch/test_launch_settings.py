@@ -12,8 +12,7 @@ import pytest
 from chunkgraph.cli.__main__ import main
 from chunkgraph.errors import ConfigError
 from chunkgraph.launch.config_flags import merge_flags
-from chunkgraph.launch.context_flags import ContextSizes
-from chunkgraph.launch.flags import add_flags, flags_from
+from chunkgraph.launch.flags import ContextSizes, add_flags, flags_from
 from chunkgraph.launch.options import parse_options
 from chunkgraph.settings import CaptureConfig, Config, ModelConfig, PipelineConfig, load_config
 
@@ -242,7 +241,7 @@ def test_what_the_command_line_turns_off_is_off(
     add_flags(parser)
     asked = flags_from(parser.parse_known_args(flags)[0])
     assert asked is not None
-    assert (asked.stash, asked.max_packed_seqs, asked.verify) == (None, 0, "none")
+    assert (asked.stash, asked.packing.max_packed_seqs, asked.capture.verify) == (None, 0, "none")
     assert notes == [f"{' '.join(given)} on the command line replaces {key} of run.yaml"]
 
 

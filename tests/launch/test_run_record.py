@@ -14,7 +14,6 @@ import yaml
 from chunkgraph.engine import CaptureReport
 from chunkgraph.engine.counters import Counters
 from chunkgraph.errors import ConfigError
-from chunkgraph.launch.context_flags import ContextSizes
 from chunkgraph.launch.flags import GraphFlags
 from chunkgraph.launch.hooks import _is_profiled
 from chunkgraph.launch.packing_rules import resolved_flags
@@ -23,7 +22,7 @@ from chunkgraph.launch.step_metrics import StepMetrics
 from chunkgraph.megatron.features.contexts import ContextBank
 from chunkgraph.megatron.scope_choice import ChosenScope
 from chunkgraph.packing import PackedShape
-from chunkgraph.settings import load_config
+from chunkgraph.settings import CaptureConfig, PackingConfig, load_config
 from chunkgraph.trainer.trained_model import capture_options
 
 pytestmark = pytest.mark.megatron
@@ -42,7 +41,9 @@ def _arguments(**changes: Any) -> argparse.Namespace:
 
 def test_the_settings_are_saved_whole(tmp_path: Path) -> None:
     args = _arguments(save=str(tmp_path / "run"), recompute_modules=["core_attn"], bf16=True)
-    path = save_run_record(_graphs(), GraphFlags(num_warmup_steps=2), args, None)
+    path = save_run_record(
+        _graphs(), GraphFlags(capture=CaptureConfig(num_warmup_steps=2)), args, None
+    )
     assert path == tmp_path / "run" / "chunkgraph.yaml"
     record = yaml.safe_load(path.read_text(encoding="utf-8"))
     assert record["model"]["num_layers"] == 4
@@ -102,12 +103,20 @@ def _saved(graphs: Any, flags: GraphFlags, folder: Path, **arguments: Any) -> di
 
 
 def test_context_sizes_are_saved(tmp_path: Path) -> None:
-    flags = GraphFlags(max_packed_seqs=512, contexts=ContextSizes((1, 2), (4,), "random"))
+    packing = PackingConfig(
+        max_packed_seqs=512,
+        context_parallel_sizes=(1, 2, 4),
+        cuda_graph_cp_sizes=(1, 2),
+        context_parallel_schedule="random",
+    )
+    flags = GraphFlags(packing=packing)
     banks = [ContextBank(size, None, 1024, "", count) for size in (2, 1) for count in (None, 64)]
     record = _saved(_graphs(num_banks=4, context_banks=banks), flags, tmp_path, micro_batch_size=1)
-    saved = record["capture"]
-    assert saved["contexts"] == {"captured": [1, 2], "eager": [4], "schedule": "random"}
-    assert (saved["packed_seq_buckets"], saved["max_packed_tokens"]) == ([32, 64, 128, 256], 1024)
+    saved = record["packing"]
+    assert saved["context_parallel_sizes"] == [1, 2, 4]
+    assert saved["cuda_graph_cp_sizes"] == [1, 2]
+    assert saved["context_parallel_schedule"] == "random"
+    assert (saved["seq_buckets"], saved["max_packed_tokens"]) == ([32, 64, 128, 256], 1024)
     assert record["graphs_of_rank_0"]["context_banks"] == [
         {"context_parallel_size": size, "tokens_per_rank": 1024, "max_packed_seqs": count}
         for size in (2, 1)
@@ -119,10 +128,10 @@ def test_defaults_are_saved_as_they_were_resolved(tmp_path: Path) -> None:
     """Not as they were given: another release may have other defaults."""
     shapes = (PackedShape(200, 2048), PackedShape(64, 2048))
     graphs = _graphs(num_banks=2, packed_shapes=shapes)
-    flags = GraphFlags(max_packed_seqs=200)
+    flags = GraphFlags(packing=PackingConfig(max_packed_seqs=200))
     record = _saved(graphs, flags, tmp_path, num_experts=8, moe_router_topk=2)
-    assert record["capture"]["max_packed_tokens"] == 2048
-    assert record["capture"]["packed_seq_buckets"] == [64]
+    assert record["packing"]["max_packed_tokens"] == 2048
+    assert record["packing"]["seq_buckets"] == [64]
     assert record["graphs_of_rank_0"] == {
         "slots_per_chunk": [4, 2],
         "num_graphs": 24,
@@ -132,8 +141,8 @@ def test_defaults_are_saved_as_they_were_resolved(tmp_path: Path) -> None:
         ],
     }
     assert record["model"]["moe_router_topk"] == 2
-    unpacked = _saved(_graphs(), GraphFlags(), tmp_path)["capture"]
-    assert (unpacked["max_packed_tokens"], unpacked["packed_seq_buckets"]) == (None, None)
+    unpacked = _saved(_graphs(), GraphFlags(), tmp_path)["packing"]
+    assert (unpacked["max_packed_tokens"], unpacked["seq_buckets"]) == (None, None)
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:

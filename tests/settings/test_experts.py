@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from chunkgraph.errors import ConfigError, TopologyError
-from chunkgraph.launch.expert_flags import expert_flags
+from chunkgraph.launch.megatron_flags import flag_values
 from chunkgraph.settings import config_from_mapping
 from chunkgraph.trainer.expert_model import rank_capacity_factor
 
@@ -135,8 +135,9 @@ def test_deep_ep_serves_ranks_of_a_node() -> None:
     # Where nothing is captured, nobody would count what a budget cuts.
     eager = _through_hybridep(deepep, **_OF_NODE, capture={"enabled": False})
     assert rank_capacity_factor(eager) is None
-    assert "--moe-expert-rank-capacity-factor" in [flag for _, flag, _ in expert_flags(config)]
-    assert "--moe-expert-rank-capacity-factor" not in [flag for _, flag, _ in expert_flags(eager)]
+    for given, has_budget in ((config, True), (eager, False)):
+        flags = [value.flag for value in flag_values(given, without_capture=False)]
+        assert ("--moe-expert-rank-capacity-factor" in flags) is has_budget
 
 
 @pytest.mark.parametrize(

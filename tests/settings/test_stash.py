@@ -57,7 +57,7 @@ def test_settings_that_cannot_be_are_named(
 
 
 def test_every_key_becomes_a_flag_of_a_pretrain_script() -> None:
-    from chunkgraph.launch.megatron_flags import settings_of
+    from chunkgraph.launch.megatron_flags import flag_values
 
     changes = {
         "page_bytes": 8192,
@@ -71,12 +71,12 @@ def test_every_key_becomes_a_flag_of_a_pretrain_script() -> None:
         "skips_single_slots": True,
     }
     assert set(changes) | {"enabled"} == {field.name for field in fields(StashConfig)}
-    found = settings_of(_config(changes, {"token_drops": "rerun"}), without_capture=False)
+    found = flag_values(_config(changes, {"token_drops": "rerun"}), without_capture=False)
     given = {setting.key: (setting.flag, *setting.values) for setting in found}
     assert given["moe.token_drops"] == ("--cuda-graph-token-drops", "rerun")
     assert given["stash.enabled"] == ("--cuda-graph-stash", "yes")
     for key, value in changes.items():
         flag = f"--cuda-graph-stash-{key.replace('_', '-')}"
         assert given[f"stash.{key}"] == (flag, "yes" if value is True else str(value))
-    off = settings_of(_config({"enabled": False}), without_capture=False)
+    off = flag_values(_config({"enabled": False}), without_capture=False)
     assert not any("stash" in setting.key for setting in off)

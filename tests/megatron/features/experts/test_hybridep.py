@@ -260,11 +260,9 @@ def test_flags_of_megatron_are_put_back_with_a_step_that_is_run_anew() -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_launch_names_what_the_machine_lacks(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
     from chunkgraph.launch.arguments import settle_arguments
-    from chunkgraph.launch.context_flags import CONTEXTS
-    from chunkgraph.launch.flags import COUNTS, FLAGS, PACKING
-    from chunkgraph.launch.stash_flags import STASH
+    from chunkgraph.launch.flags import FLAGS
 
-    flags = dict.fromkeys(flag.dest for flag in (*FLAGS, *COUNTS, *PACKING, *CONTEXTS, *STASH))
+    flags = dict.fromkeys(flag.dest for flag in FLAGS)
     given: dict[str, Any] = {
         **flags,
         **{name: value for name, value in HOLDS.items() if name != "gated_linear_unit"},
