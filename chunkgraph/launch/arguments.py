@@ -16,7 +16,8 @@ from chunkgraph.launch.flags import GraphFlags, read_flags, write_defaults
 from chunkgraph.launch.packing_rules import packed_shape, packing_refusals
 from chunkgraph.megatron.features.experts.deep_ep_needs import BACKEND_NAMES, deep_ep_is_missing
 from chunkgraph.megatron.features.experts.rank_budget import flex_backend
-from chunkgraph.megatron.features.experts.refusals import stash_refusals
+from chunkgraph.megatron.features.experts.refusals import moe_refusals, stash_refusals
+from chunkgraph.megatron.features.fp8.feature import fp8_refusals
 from chunkgraph.megatron.features.hybrid.feature import layer_refusals
 from chunkgraph.megatron.refusals import GRAPH_SAFE_RNG, recompute_refusals, refused_settings
 from chunkgraph.megatron.scope_choice import scope_obstacles
@@ -173,7 +174,9 @@ def _refusals(args: argparse.Namespace, flags: GraphFlags, *, on_cpu: bool) -> l
     found += packing_refusals(flags, args)
     config = _AsConfig(args)
     settings = [
-        *refused_settings(config, flags.token_drops),
+        *refused_settings(config),
+        *fp8_refusals(config),
+        *moe_refusals(config, flags.token_drops),
         *_hybrid_refusals(args, flags),
         *(
             f"--cuda-graph-chunk-scope chunk with {obstacle.flag}: {obstacle.why}; leave it out, "

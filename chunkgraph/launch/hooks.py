@@ -29,7 +29,7 @@ from chunkgraph.launch.context_steps import ContextSteps
 from chunkgraph.launch.flags import GraphFlags, add_flags, flags_from
 from chunkgraph.launch.look_ahead import num_microbatches_at
 from chunkgraph.launch.packed_steps import PackedSteps
-from chunkgraph.launch.packing_rules import packed_shape, resolved_flags
+from chunkgraph.launch.packing_rules import packing_options, resolved_flags
 from chunkgraph.launch.patches import (
     count_documents_on_cpu,
     patch_pretrain,
@@ -145,11 +145,7 @@ class ChunkGraphsInPretrain:
                 scope=flags.capture.scope,
                 options=flags.capture_options(),
                 token_drops=flags.token_drops,
-                packing=(shape := packed_shape(flags, args)),
-                fills_rows=shape is not None,
-                buckets=flags.packing.buckets,
-                seq_buckets=(flags.packing.seq_buckets or ()) if contexts is None else (),
-                contexts=contexts,
+                packing=contexts or packing_options(flags, args),
                 stash=stash_options(flags.stash),
             )
             undo.callback(graphs.detach)

@@ -9,10 +9,11 @@ from chunkgraph.errors import PackingError
 from chunkgraph.launch.context_rules import changing_refusals
 from chunkgraph.launch.flags import GraphFlags, flag_of
 from chunkgraph.megatron.features.packing.banks import Buckets
+from chunkgraph.megatron.features.packing.options import PackingOptions
 from chunkgraph.packing import PackedShape
 from chunkgraph.packing.seq_counts import default_seq_buckets
 
-__all__ = ["packed_shape", "packing_refusals", "resolved_flags"]
+__all__ = ["packed_shape", "packing_options", "packing_refusals", "resolved_flags"]
 
 _SEQS, _TOKENS, _DOCUMENT, _BUCKETS, _SEQ_BUCKETS = (
     flag_of(f"packing.{name}")
@@ -94,6 +95,16 @@ def packed_shape(flags: GraphFlags, args: argparse.Namespace) -> PackedShape | N
         size,
         flags.packing.max_document_tokens,
         counts_padding=size > 1,
+    )
+
+
+def packing_options(flags: GraphFlags, args: argparse.Namespace) -> PackingOptions | None:
+    """Return all shapes that are captured, which a script's documents fill; None without any."""
+    shape = packed_shape(flags, args)
+    if shape is None:
+        return None
+    return PackingOptions(
+        shape, flags.packing.buckets, flags.packing.seq_buckets or (), fills_rows=True
     )
 
 

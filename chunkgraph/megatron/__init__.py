@@ -13,11 +13,19 @@ if TYPE_CHECKING:
     from chunkgraph.launch.hooks import enable
     from chunkgraph.megatron.attachment import MegatronChunkGraphs, attach
     from chunkgraph.megatron.features.experts.packed_padding import keep_padding_from_experts
+    from chunkgraph.megatron.features.packing.options import PackingOptions
 
-__all__ = ["MegatronChunkGraphs", "attach", "enable", "keep_padding_from_experts"]
+__all__ = [
+    "MegatronChunkGraphs",
+    "PackingOptions",
+    "attach",
+    "enable",
+    "keep_padding_from_experts",
+]
 
 _HOMES = {
     "MegatronChunkGraphs": "chunkgraph.megatron.attachment",
+    "PackingOptions": "chunkgraph.megatron.features.packing.options",
     "attach": "chunkgraph.megatron.attachment",
     "enable": "chunkgraph.launch.hooks",
     "keep_padding_from_experts": "chunkgraph.megatron.features.experts.packed_padding",

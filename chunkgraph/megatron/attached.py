@@ -2,35 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from chunkgraph.engine import ChunkGraphs
 from chunkgraph.engine.decide.reasons import StepMode
 from chunkgraph.errors import ConfigError, SlotError
-from chunkgraph.megatron.captured_part import CapturedPart
-from chunkgraph.megatron.core.cached_tables import CachedTables
-from chunkgraph.megatron.core.gloo_agreement import Maximum
 from chunkgraph.megatron.core.process_groups import before_groups_end
-from chunkgraph.megatron.features.contexts import (
-    ContextBank,
-    HeldGroups,
-    StepContexts,
-    digest_of_plan,
-)
+from chunkgraph.megatron.feature import Features
+from chunkgraph.megatron.features.contexts.key import ContextBank
 from chunkgraph.megatron.features.experts.feature import Experts
-from chunkgraph.megatron.features.fp8.feature import Fp8State
-from chunkgraph.megatron.features.packing.offset_cutter import OffsetCutter
-from chunkgraph.megatron.features.packing.steps import Packings, StepPackings
-from chunkgraph.megatron.features.rerun.guard import OverflowGuard
+from chunkgraph.megatron.features.packing.steps import Packings
 from chunkgraph.megatron.features.rerun.last_forward import telling_last_forward
 from chunkgraph.megatron.features.stash.feature import ExpertStash
 from chunkgraph.megatron.receive import SlotReceiver
-from chunkgraph.megatron.scope_choice import ChosenScope
+from chunkgraph.megatron.site import Site
+from chunkgraph.megatron.step import Step, StepInputs, StepPlan
 
 if TYPE_CHECKING:
+    from chunkgraph.megatron.features.rerun.guard import OverflowGuard
     from chunkgraph.packing import PackedShape
 
 __all__ = ["MegatronChunkGraphs"]
@@ -40,51 +32,33 @@ class MegatronChunkGraphs:
     """Chunk graphs of one rank's model, made by :func:`attach`.
 
     Attributes:
+        site: the model that they are attached to.
         engine: the chunk graphs themselves.
+        features: what the model needs so that its chunks can be captured.
         scope: the captured part of each chunk, the same on all ranks.
         num_slots: slots of each chunk.
         receiver: counts what was received into slots, and says why if nothing is.
-        guard: runs steps anew in which something had no room, or None.
-        before_run: called before each run of a step's schedule; a step that is run anew has two.
-        stash: of the experts, or None.
+        guard: runs steps again in which something had no room, or None.
+        before_run: called before each run of a step's schedule; a step that runs again has two.
     """
 
     def __init__(
         self,
+        site: Site,
         engine: ChunkGraphs,
-        parts: Sequence[CapturedPart],
-        scope: ChosenScope,
-        num_slots: tuple[int, ...],
-        held: Sequence[CachedTables | Fp8State],
+        features: Features,
         receiver: SlotReceiver,
-        names: Sequence[str],
-        experts: Experts | None = None,
-        packings: StepPackings | None = None,
-        stash: ExpertStash | None = None,
-        *,
-        contexts: StepContexts | None = None,
-        held_groups: HeldGroups | None = None,
-        cutter: OffsetCutter | None = None,
-        agree: Maximum | None = None,
-        agree_on_buckets: Maximum | None = None,
+        undo: ExitStack,
     ) -> None:
+        self.site = site
         self.engine = engine
+        self.features = features
+        self.scope = site.scope
+        self.num_slots = site.num_slots
+        self.receiver = receiver
         self.guard: OverflowGuard | None = None
         self.before_run: Callable[[], None] = lambda: None
-        self.stash = stash
-        self.scope = scope
-        self.num_slots = num_slots
-        self.receiver = receiver
-        self._parts = tuple(parts)
-        self._held = tuple(held)
-        self._names = tuple(names)
-        self._experts = experts
-        self._packings = packings
-        self._contexts = contexts
-        self._held_groups = held_groups
-        self._cutter = cutter
-        self._agree = agree
-        self._agree_on_buckets = agree_on_buckets
+        self._undo = undo
         self._forget_groups = before_groups_end(self.detach)
         # Whoever drops this has not detached it: the model still holds the graphs.
         receiver.owner = self
@@ -93,6 +67,11 @@ class MegatronChunkGraphs:
     def counters(self) -> Any:
         """Captures, replays and eager fallbacks so far."""
         return self.engine.counters
+
+    @property
+    def stash(self) -> ExpertStash | None:
+        """The stash of the experts, or None."""
+        return self.features.find(ExpertStash)
 
     def dropped_tokens(self, *, wait: bool = False) -> dict[int, int]:
         """How often an expert had no room for a token that chose it, so far, on this rank.
@@ -107,7 +86,8 @@ class MegatronChunkGraphs:
         Returns:
             Layer number, from 1, -> count; empty where there are no experts.
         """
-        return self._experts.dropped_tokens(wait=wait) if self._experts is not None else {}
+        experts = self.features.find(Experts)
+        return {} if experts is None else experts.dropped_tokens(wait=wait)
 
     def wrap_forward_backward(self, forward_backward: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap what ``get_forward_backward_func()`` returned; call it with the same keywords.
@@ -122,7 +102,7 @@ class MegatronChunkGraphs:
         may be left out of a step that was announced (`announce`). The caller passes
         ``packed_seq_params`` to the model on every pipeline stage, as without chunk graphs.
 
-        Attached with ``contexts``, training steps take ``contexts``, the bank of each microbatch
+        Attached with `ContextBanks`, training steps take ``contexts``, the bank of each microbatch
         (`ContextBanks.of_schedule`), and ``misfit``.
         """
 
@@ -134,172 +114,80 @@ class MegatronChunkGraphs:
             contexts: Sequence[ContextBank] | None = None,
             **kwargs: Any,
         ) -> Any:
-            told: str | None = None
-            keys: Sequence[Hashable] | None = None
-            rows: Sequence[int] | None = None
-            self._refuse_unknown(packings, buckets, contexts, misfit)
-            if self._packings is not None or self._contexts is not None:
-                _refuse_other_length(kwargs)
-            if kwargs.get("forward_only", False):
-                pass  # nobody has to know what an evaluation step holds: it is eager
-            elif self._contexts is not None:
-                count = kwargs["num_microbatches"]
-                told, keys = self._contexts.begin(contexts, misfit, count)
-            elif self._packings is not None:
-                count = kwargs["num_microbatches"]
-                told = self._packings.begin(packings, misfit, count, buckets)
-                if len(self._packings.buckets.banks) > 1:
-                    keys = self._packings.banks
-                if len(self._packings.buckets.keys) > 1:
-                    rows = self._packings.rows(kwargs.get("seq_length"))
-            shape_key = tuple(
-                kwargs.get(name)
-                for name in ("seq_length", "micro_batch_size", "decoder_seq_length")
-            )
+            inputs = StepInputs(packings, misfit, buckets, contexts)
+            self.features.planner.refuse_unknown(inputs)
+            plan = StepPlan()  # nobody has to know what an evaluation step holds: it is eager
+            is_training = not kwargs.get("forward_only", False)
+            if is_training:
+                plan = self.features.planner.plan(inputs, kwargs)
 
             def run(kwargs: dict[str, Any], eager: bool) -> tuple[Any, StepMode]:
-                nonlocal told
+                nonlocal plan
                 self.before_run()
-                word = told
-                of_step = self._packings if self._contexts is None else self._contexts
-                if of_step is not None and not kwargs.get("forward_only", False):
-                    told = of_step.misfit  # an announcement holds for the first run alone
-                if self._cutter is not None:
-                    of_run: Sequence[Hashable] = keys or ()
-                    if of_run and self._packings is not None:
-                        of_run = self._packings.cut_for
-                    self._cutter.begin_run(of_run)
-                return self._run_step(
-                    forward_backward, kwargs, shape_key, word, keys, rows, eager=eager
-                )
+                this = plan
+                plan = plan.repeated
+                return self._run_step(forward_backward, kwargs, this, eager=eager)
 
-            if self.guard is None or kwargs.get("forward_only"):
+            if self.guard is None or not is_training:
                 return run(kwargs, False)[0]
             return self.guard.run(run, kwargs)
 
         return chunk_graph_forward_backward
 
-    def _refuse_unknown(
-        self,
-        packings: Packings | None,
-        buckets: Sequence[int] | None,
-        contexts: Sequence[ContextBank] | None,
-        misfit: str,
-    ) -> None:
-        """Stop if a step is told what these chunk graphs know nothing of."""
-        is_packed = self._packings is not None
-        if not is_packed and (packings is not None or buckets is not None):
-            raise ConfigError(
-                "The step was given packings, but the chunk graphs know of no packing. Give "
-                "attach() the shape: attach(..., packing=PackedShape(...))."
-            )
-        if self._contexts is None and contexts is not None:
-            raise ConfigError(
-                "The step was given contexts, but the chunk graphs know of none. Give attach() "
-                "the banks: attach(..., contexts=ContextBanks(...))."
-            )
-        if misfit and not is_packed and self._contexts is None:
-            raise ConfigError(
-                f"The step was told a misfit ({misfit}), which chunk graphs know of that were "
-                "attached with `packing` or `contexts`. Leave it out."
-            )
-
     def _run_step(
         self,
         forward_backward: Callable[..., Any],
         kwargs: dict[str, Any],
-        shape_key: tuple[Any, ...],
-        told: str | None,
-        keys: Sequence[Hashable] | None,
-        rows: Sequence[int] | None,
+        plan: StepPlan,
         *,
         eager: bool,
     ) -> tuple[Any, StepMode]:
-        """One call of the schedule: its result, and how it ran."""
-        forward_only = bool(kwargs.get("forward_only", False))
+        """Call the schedule once; return its result, and how it ran."""
+        features = self.features
+        is_training = not kwargs.get("forward_only", False)
         with (
-            self._abandoning(forward_only=forward_only),
+            self._abandoning(is_training=is_training),
             self.engine.step(
                 kwargs["num_microbatches"],
-                forward_only=forward_only,
-                shape_key=shape_key,
+                forward_only=not is_training,
+                shape_key=tuple(kwargs.get(name) for name in _SHAPE_NAMES),
                 eager=eager,
-                misfit=told,
-                banks=keys,
-                plan_digest=digest_of_plan(keys),
+                misfit=plan.misfit,
+                banks=plan.banks,
+                plan_digest=plan.digest,
             ) as mode,
-            self._groups_put_back(mode),
+            features.step(step := Step(mode, is_training, plan)),
         ):
-            if self._experts is not None and not forward_only:
-                self._experts.forget_abandoned()
-            if self._experts is not None and mode is StepMode.REPLAY:
-                self._experts.begin_replays()
-            with self._stashing(mode, forward_only=forward_only):
-                if not forward_only and (self._experts is not None or self.stash is not None):
-                    kwargs = telling_last_forward(
-                        kwargs,
-                        len(self._parts),
-                        partial(self._end_forwards, mode),
-                        self._resume_forwards,
-                    )
-                given = self.receiver.begin_step(mode, forward_backward, kwargs, rows)
-                result = forward_backward(**given)
-        if self._experts is not None and not forward_only:
-            self._experts.end_step()
+            if is_training and features.awaits_forwards:
+                kwargs = telling_last_forward(
+                    kwargs,
+                    len(self.site.parts),
+                    partial(features.forwards_done, step),
+                    features.forwards_resumed,
+                )
+            given = self.receiver.begin_step(mode, forward_backward, kwargs, plan.rows)
+            result = forward_backward(**given)
+        features.end_step(step)
         return result, mode
 
     @contextmanager
-    def _abandoning(self, *, forward_only: bool) -> Iterator[None]:
-        """Around a step: one that fails, be it in what follows its schedule, is nobody's."""
+    def _abandoning(self, *, is_training: bool) -> Iterator[None]:
+        """Let features drop what a run left that fails, in its schedule or after it."""
         try:
             yield
         except BaseException:
-            if self._experts is not None and not forward_only:
-                self._experts.abandon_step()
+            self.features.abandon_step(is_training=is_training)
             raise
-
-    def _end_forwards(self, mode: StepMode) -> None:
-        """What was counted in forwards goes to the host while backwards run."""
-        if self._experts is not None:
-            self._experts.end_forwards()
-        if self.stash is not None and mode is StepMode.REPLAY:
-            self.stash.end_forwards()
-
-    def _resume_forwards(self) -> None:
-        """There was another forward: what was sent is not the end of it."""
-        if self._experts is not None:
-            self._experts.resume_forwards()
-        if self.stash is not None:
-            self.stash.resume_forwards()
-
-    def _groups_put_back(self, mode: StepMode) -> AbstractContextManager[None]:
-        if self._held_groups is None:
-            return nullcontext()
-        return self._held_groups.put_back(is_replayed=mode is StepMode.REPLAY)
-
-    @contextmanager
-    def _stashing(self, mode: StepMode, *, forward_only: bool) -> Iterator[None]:
-        if self.stash is None or forward_only:
-            yield
-        elif mode is StepMode.REPLAY:
-            self.stash.begin_replays()
-            yield
-            self.stash.end_replays()
-        else:
-            with self.stash.eager_step(is_captured=self.engine.report is not None):
-                yield
 
     @property
     def num_banks(self) -> int:
         """Graph pairs of each slot: one for each length, number of sequences and size."""
-        if self._contexts is not None:
-            return len(self._contexts.banks.keys)
-        return 1 if self._packings is None else len(self._packings.buckets.banks)
+        return len(self.features.planner.keys)
 
     @property
     def context_banks(self) -> tuple[ContextBank, ...]:
         """Those of each context-parallel size that is captured; empty where the size is fixed."""
-        return () if self._contexts is None else self._contexts.banks.keys
+        return tuple(key for key in self.features.planner.keys if isinstance(key, ContextBank))
 
     @property
     def buckets(self) -> Mapping[int, PackedShape]:
@@ -307,31 +195,26 @@ class MegatronChunkGraphs:
 
         Each with the most sequences; `packed_shapes` has those with fewer, too.
         """
-        return {} if self._packings is None else self._packings.buckets.shapes
+        return self.features.planner.shapes
 
     @property
     def replays_of_bank(self) -> dict[str, int]:
         """Forwards replayed so far by bank, as a user knows it; empty where there is one."""
         counts = self.engine.counters.replays_of_bank
-        if self._contexts is not None:
-            return {str(bank): count for bank, count in counts.items()}
-        if self._packings is None or len(self._packings.buckets.banks) == 1:
-            return {}
-        return {self._packings.buckets.name(bank): count for bank, count in counts.items()}
+        name = self.features.planner.name
+        return {name(bank): count for bank, count in counts.items() if name(bank)}
 
     @property
     def packed_shapes(self) -> tuple[PackedShape, ...]:
         """Every shape that is captured, largest first; a microbatch gets the smallest that fits."""
-        return () if self._packings is None else self._packings.buckets.all_shapes
+        return tuple(self.features.planner.all_shapes)
 
     def agree_on_buckets(self, packings: Packings) -> list[int]:
         """Rows of each microbatch of a step, the same on all ranks; all of them call it together.
 
         For ranks that share experts, whose microbatches go through a chunk together.
         """
-        if self._packings is None:
-            raise ConfigError("There are buckets in chunk graphs attached with `packing`.")
-        return self._packings.buckets.choose(packings, self._agree_on_buckets)
+        return self.features.planner.agree_on_buckets(packings)
 
     def announce(
         self,
@@ -353,29 +236,22 @@ class MegatronChunkGraphs:
             packings: lengths of the documents of each microbatch of the step.
             misfit: why the step is not to be replayed whatever its packings, or "".
             buckets: see `wrap_forward_backward`.
-            contexts: the bank of each microbatch, where attached with ``contexts``.
+            contexts: the bank of each microbatch, where attached with `ContextBanks`.
 
         Raises:
             SlotError: the next step was announced already, or too early.
-            ConfigError: attached without ``packing`` and ``contexts``.
+            ConfigError: attached without ``packing``.
             PackingError: a microbatch without documents, or a document without tokens.
         """
-        self._refuse_unknown(packings, buckets, contexts, misfit)
+        inputs = StepInputs(packings, misfit, buckets, contexts)
+        self.features.planner.refuse_unknown(inputs)
         if self.guard is not None and self.engine.mode is not StepMode.OUTSIDE:
             raise SlotError(
                 "The next step was announced while one runs that may be run anew (stash, or "
                 "token_drops='rerun'). Announce it after that one."
             )
-        if self._contexts is not None:
-            told = self._contexts.announced(contexts, misfit)
-            self.engine.announce(told, plan_digest=digest_of_plan(contexts))
-            return
-        if self._packings is None or packings is None:
-            raise ConfigError(
-                "Steps are announced to chunk graphs attached with `packing` or `contexts`, and "
-                "with packings=... or contexts=..."
-            )
-        self.engine.announce(self._packings.announced(packings, misfit, buckets))
+        misfit, digest = self.features.planner.announce(inputs)
+        self.engine.announce(misfit, plan_digest=digest)
 
     def withdraw(self) -> None:
         """Take back the announcement of the next training step, if there is one.
@@ -386,27 +262,24 @@ class MegatronChunkGraphs:
 
         Raises:
             SlotError: a step is running.
-            ConfigError: attached without ``packing`` and ``contexts``.
+            ConfigError: attached without ``packing``.
         """
-        of_step = self._packings if self._contexts is None else self._contexts
-        if of_step is None:
-            raise ConfigError(
-                "Chunk graphs attached without `packing` and `contexts` are announced no steps."
-            )
+        if not self.features.planner.inputs:
+            raise ConfigError("Chunk graphs attached without `packing` are announced no steps.")
         self.engine.withdraw()
-        of_step.withdraw()
+        self.features.planner.withdraw()
 
     def name_replays(self) -> None:
         """Name every replay in profiles by stage, chunk, action and microbatch."""
-        self.engine.name_replays(self._names)
+        place = self.site.place
+        self.engine.name_replays(
+            [f"stage {place.stage(c)} chunk {c}" for c in range(len(self.site.parts))]
+        )
 
     def release(self) -> None:
         """Drop graphs and their memory; the model stays attached, eager until captured again."""
         self.engine.release()
-        if self.stash is not None:
-            self.stash.release()
-        for memory in self._held:
-            memory.release()
+        self.features.release()
 
     def detach(self) -> None:
         """Release the graphs and give every module its own forward back.
@@ -417,30 +290,12 @@ class MegatronChunkGraphs:
         """
         try:
             with ExitStack() as stack:  # from the last to the first
-                for agree in (self._agree, self._agree_on_buckets):
-                    if agree is not None:
-                        stack.callback(agree.close)
-                if self.guard is not None:
-                    stack.callback(self.guard.close)
-                if self._experts is not None:
-                    stack.callback(self._experts.detach)
-                if self.stash is not None:
-                    stack.callback(self.stash.detach)
-                for part in self._parts:
-                    stack.callback(part.restore)
+                stack.callback(self._undo.close)
                 stack.callback(self.release)
         finally:
             if self.engine.report is None:  # else groups would still wait for the graphs
                 self._forget_groups()
 
 
-def _refuse_other_length(kwargs: Mapping[str, Any]) -> None:
-    """Refuse a length of the decoder that is not what stages send each other."""
-    length, decoder = kwargs.get("seq_length"), kwargs.get("decoder_seq_length")
-    if decoder is None or decoder == length or kwargs.get("forward_only", False):
-        return
-    raise ConfigError(
-        f"The schedule was given decoder_seq_length {decoder}, by which Megatron's pipeline "
-        f"stages receive, and packed microbatches have {length} rows. Leave it out (a script's "
-        "--decoder-seq-length): it is for models with an encoder."
-    )
+_SHAPE_NAMES = ("seq_length", "micro_batch_size", "decoder_seq_length")
+"""Keywords of the schedule that fix the shapes of a step."""

@@ -36,14 +36,10 @@ from chunkgraph.megatron.core.data_parallel import (
 )
 from chunkgraph.megatron.core.model_kinds import hybrid_names, is_hybrid_model
 from chunkgraph.megatron.core.parameter_gather import ParameterGates
-from chunkgraph.megatron.features.hybrid.feature import check_seq_idx
-from chunkgraph.megatron.features.hybrid.layers import mamba_mixers_of
-from chunkgraph.megatron.features.hybrid.padding import clear_mamba_padding
-from chunkgraph.megatron.features.packing import params as packed_params
-from chunkgraph.megatron.features.packing.rope import forget_rope_rows
 from chunkgraph.megatron.module_hooks import refuse_hooks
 
 __all__ = [
+    "Call",
     "CapturedPart",
     "CapturedScope",
     "Scope",
@@ -56,6 +52,7 @@ __all__ = [
 Scope = Literal["auto", "block", "chunk"]
 CapturedScope = Literal["block", "chunk"]
 Call = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+"""Takes the positional and the keyword arguments of a part's forward."""
 
 _BLOCK_ATTRIBUTES = ("layers", "set_input_tensor", "input_tensor", "pre_process")
 _MODEL_ATTRIBUTES = ("decoder", "set_input_tensor", "pre_process", "post_process")
@@ -77,6 +74,12 @@ class CapturedPart:
         label: names the chunk in errors.
         name: of the module in the model, for the names of layers in errors.
 
+    Attributes:
+        index: of the model chunk among those of this rank.
+        modules: the module and all that are in it.
+        config: Megatron's TransformerConfig of the block.
+        predicts_tokens: whether the module holds layers of multi-token prediction.
+
     Raises:
         ConfigError: the module has a forward of its own already.
     """
@@ -90,6 +93,7 @@ class CapturedPart:
         name: str = "",
     ) -> None:
         self.module: Any = module
+        self.index = 0
         self.label = label
         self.name = name
         self.modules = tuple(module.modules())
@@ -107,8 +111,8 @@ class CapturedPart:
         self._eager = type(module).forward
         self._names = _positional_names(self._eager)
         self._optional = _none_by_default(self._eager)
-        self._has_mamba = bool(mamba_mixers_of(self.modules))
-        self._leave_mamba: Callable[[], None] = lambda: None
+        self.config: Any = getattr(block, "config", None)
+        self.predicts_tokens = bool(getattr(module, "mtp_process", False))
 
     @property
     def inner_modules(self) -> dict[str, nn.Module]:
@@ -123,17 +127,8 @@ class CapturedPart:
             if gathers_parameters(self._ddp):
                 before = self._gather_parameters if self._gates is None else self._gates.gather
             new_marker = gradient_marker(self._ddp, self.parameters)
-        run = self._run if self._gates is None else self._run_gated
-
-        def forward(first: Any, *args: Any, **kwargs: Any) -> Any:
-            packed_params.put_together(kwargs)
-            result = run(first, *args, **kwargs)
-            if (packed := kwargs.get(packed_params.ARGUMENT)) is not None:
-                forget_rope_rows(packed)
-            return result
-
         return Chunk(
-            forward=forward,
+            forward=self._run if self._gates is None else self._run_gated,
             parameters=self.parameters,
             label=self.label,
             module=self.module,
@@ -144,20 +139,12 @@ class CapturedPart:
             copies_outputs=self._gives_losses,
             check_sample=self._check_sample,
             caches=GROWING_BUFFERS,
-            # Megatron's layers set again what they leave; state among it is followed, see
-            # `surroundings`.
+            # Megatron's layers set again what they leave; features follow what of it is state.
             may_leave_values=True,
         )
 
-    def divert_to(self, call: Call, *, may_hold_padding: bool = True) -> None:
-        """Send the module's training forwards to the engine.
-
-        Args:
-            call: of the engine; it gets positional arguments and keyword arguments.
-            may_hold_padding: whether rows of packed sequences may hold no token.
-        """
-        if may_hold_padding:
-            self._leave_mamba = clear_mamba_padding(self.modules)
+    def divert_to(self, call: Call) -> None:
+        """Send the module's training forwards to ``call``."""
         module, num_named = self.module, len(self._names)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -170,25 +157,13 @@ class CapturedPart:
                 if given.get(name) is not None:
                     raise _refused(self.label, name)
             first = self._take_input(given)
-            packed = given.pop(packed_params.ARGUMENT, None)
-            if packed is not None and getattr(module, "mtp_process", False):
-                raise ConfigError(
-                    f"{self.label} predicts several tokens from packed sequences: Megatron then "
-                    "reads the offsets on the host. Train without multi-token prediction, or with "
-                    "scope='block'."
-                )
             given = {n: v for n, v in given.items() if v is not None or n not in self._optional}
-            if packed is not None:
-                if self._has_mamba:
-                    check_seq_idx(packed, self.label)
-                given |= packed_params.take_apart(packed, self.label)
             return call((first, *args[num_named:]), given)
 
         module.forward = forward
 
     def restore(self) -> None:
         """Give the module the forward of its class back."""
-        self._leave_mamba()
         self.module.__dict__.pop("forward", None)
 
     def _take_input(self, given: dict[str, Any]) -> Any:
@@ -206,22 +181,9 @@ class CapturedPart:
         """The module's eager forward, from its arguments alone."""
         raise NotImplementedError
 
-    def _check_sample(self, first: Any, *_args: Any, **kwargs: Any) -> None:
-        """Hooks came since `attach`, or offsets of packed sequences do not reach the last row."""
+    def _check_sample(self, *_args: Any, **_kwargs: Any) -> None:
+        """Refuse hooks that came since `attach`."""
         refuse_hooks(self.inner_modules, self.label)
-        if not packed_params.is_packed(kwargs):
-            return
-        config = self._block.config
-        hidden = first if isinstance(first, torch.Tensor) else kwargs.get("decoder_input")
-        if hidden is None:  # token numbers, which all tensor ranks have
-            rows = kwargs["input_ids"].shape[1]
-        else:
-            rows = hidden.shape[0]
-            if getattr(config, "sequence_parallel", False):
-                rows *= config.tensor_model_parallel_size
-        packed_params.refuse_rows_behind_offsets(
-            kwargs, rows, getattr(config, "context_parallel_size", 1) or 1, self.label
-        )
 
     def _run_gated(self, first: Any, *args: Any, **kwargs: Any) -> Any:
         with self._gates.held_by_forward():

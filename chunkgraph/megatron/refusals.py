@@ -11,11 +11,16 @@ from torch import nn
 
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.core.data_parallel import is_fully_sharded
+from chunkgraph.megatron.core.fp8_recipe import fp8_recipe
 from chunkgraph.megatron.core.random_state import rng_is_graph_safe
-from chunkgraph.megatron.features.experts.refusals import moe_refusals
-from chunkgraph.megatron.features.fp8.feature import fp8_is_installed, fp8_recipe
 
-__all__ = ["GRAPH_SAFE_RNG", "recompute_refusals", "refuse_unsupported", "refused_settings"]
+__all__ = [
+    "GRAPH_SAFE_RNG",
+    "model_refusals",
+    "recompute_refusals",
+    "refuse_model",
+    "refused_settings",
+]
 
 GRAPH_SAFE_RNG = (
     "seed with model_parallel_cuda_manual_seed(seed, te_rng_tracker=True) or "
@@ -112,12 +117,11 @@ _REFUSALS = (
 )
 
 
-def refused_settings(config: Any, token_drops: str = "warn") -> list[str]:
-    """The settings in ``config`` that a chunk graph cannot honour, each with its reason.
+def refused_settings(config: Any) -> list[str]:
+    """List the settings in ``config`` that a chunk graph cannot honour, each with its reason.
 
     Args:
         config: anything that has TransformerConfig's fields as attributes, or some of them.
-        token_drops: ``count`` if tokens that experts have no room for may be dropped.
     """
     found = [
         f"{refusal.field}={getattr(config, refusal.field)!r}: {refusal.why}"
@@ -138,92 +142,57 @@ def refused_settings(config: Any, token_drops: str = "warn") -> list[str]:
             "test_mode=True with qk_layernorm=True: every forward compares the norms of all "
             "data-parallel ranks on the host; leave test_mode out"
         )
-    return found + _fp8_refusals(config) + moe_refusals(config, token_drops)
-
-
-def _fp8_refusals(config: Any) -> list[str]:
-    """What does not go together with FP8 in a graph."""
-    recipe = fp8_recipe(config)
-    if recipe is None:
-        return []
-    found: list[str] = []
-    if recipe not in ("delayed", "tensorwise", "blockwise"):
-        found.append(
-            f"fp8_recipe={recipe!r}: its quantizers were not tried in chunk graphs; use "
-            "tensorwise, blockwise or delayed"
-        )
-    if getattr(config, "use_transformer_engine_op_fuser", False):
-        found.append(
-            "use_transformer_engine_op_fuser=True with FP8: fused operations keep the state of "
-            "their quantizers elsewhere than layers do, where it was not looked after"
-        )
-    granularity = getattr(config, "recompute_granularity", None)
-    recomputed = set(getattr(config, "recompute_modules", None) or ())
-    if granularity == "full" or (granularity == "selective" and recomputed - {"core_attn"}):
-        what = "" if granularity == "full" else f" of {', '.join(sorted(recomputed))}"
-        found.append(
-            f"recompute_granularity={granularity!r}{what} with FP8: Transformer Engine's own "
-            "recomputation keeps scales of the first pass in a queue of Python's, which a replay "
-            "does not advance; recompute core_attn alone, or nothing"
-        )
     return found
 
 
-def refuse_unsupported(
-    config: Any,
-    model_chunks: Sequence[nn.Module],
-    device: torch.device,
-    token_drops: str = "warn",
-    *,
-    also: Sequence[str] = (),
-) -> None:
-    """Check Megatron's settings before anything is attached.
+def model_refusals(
+    config: Any, model_chunks: Sequence[nn.Module], device: torch.device
+) -> list[str]:
+    """List what keeps a model out of graphs, whatever its features.
 
     Args:
         config: Megatron's TransformerConfig.
         model_chunks: the chunks as the schedule gets them, wrappers included.
         device: where the parameters are.
-        token_drops: see `attach`.
-        also: what was found elsewhere, to be told together.
-
-    Raises:
-        ConfigError: naming every setting that cannot be captured.
     """
-    found = [*refused_settings(config, token_drops), *also]
-    if getattr(config, "fp8", None) and not fp8_is_installed():
-        found.append(
-            f"fp8={config.fp8!r}: it is Transformer Engine's, which cannot be imported; install "
-            "chunkgraph[te]"
-        )
+    refusals = refused_settings(config)
     if (
         len(model_chunks) > 1
         and getattr(config, "pipeline_model_parallel_size", 1) == 2
         and getattr(config, "batch_p2p_comm", False)
         and not getattr(config, "overlap_p2p_comm", False)
     ):
-        found.append(
+        refusals.append(
             "batch_p2p_comm without overlap_p2p_comm in an interleaved pipeline of 2 ranks: each "
             "batch has two sends between the same ranks, and activations and gradients get "
             "swapped (with or without chunk graphs); set overlap_p2p_comm=True"
         )
     if any(is_fully_sharded(chunk) for chunk in model_chunks):
-        found.append("FSDP: parameters move, and a graph remembers their addresses")
+        refusals.append("FSDP: parameters move, and a graph remembers their addresses")
     if device.type == "cuda":
-        is_safe = rng_is_graph_safe()
-        found += recompute_refusals(config, is_rng_graph_safe=is_safe)
+        refusals += recompute_refusals(config, is_rng_graph_safe=rng_is_graph_safe())
     dropout = max(
         getattr(config, "hidden_dropout", 0.0) or 0.0,
         getattr(config, "attention_dropout", 0.0) or 0.0,
     )
     if dropout > 0 and not rng_is_graph_safe():
-        found.append(
+        refusals.append(
             f"dropout {dropout} with an RNG tracker that is not graph-safe: every replay would "
             f"draw the same mask; {GRAPH_SAFE_RNG} (parameters are on {device})"
         )
-    if found:
+    return refusals
+
+
+def refuse_model(refusals: Sequence[str]) -> None:
+    """Refuse a model of which there is anything to list.
+
+    Raises:
+        ConfigError: naming every setting that cannot be captured.
+    """
+    if refusals:
         raise ConfigError(
             "Chunk graphs cannot hold this model:\n  - "
-            + "\n  - ".join(found)
+            + "\n  - ".join(refusals)
             + "\nTurn these off, or train without chunk graphs."
         )
 

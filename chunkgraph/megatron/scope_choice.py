@@ -10,7 +10,7 @@ from torch import nn
 
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.captured_part import CapturedScope, Scope, find_block, innermost, lacks
-from chunkgraph.megatron.features.fp8.feature import fp8_recipe
+from chunkgraph.megatron.core.fp8_recipe import fp8_recipe
 
 __all__ = [
     "ChosenScope",

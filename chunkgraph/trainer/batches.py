@@ -15,6 +15,7 @@ from chunkgraph.megatron.core.access import import_megatron
 from chunkgraph.megatron.core.collectives import agree_by_maximum
 from chunkgraph.megatron.features.packing.attention_limits import shares_keys
 from chunkgraph.megatron.features.packing.banks import Buckets
+from chunkgraph.megatron.features.packing.options import PackingOptions
 from chunkgraph.megatron.features.packing.params import make_params, sent
 from chunkgraph.packing import (
     PackedSequences,
@@ -29,6 +30,7 @@ __all__ = [
     "SequenceBatches",
     "make_batches",
     "packed_shape",
+    "packing_options",
     "sequence_batches",
 ]
 
@@ -60,6 +62,14 @@ def packed_shape(config: Config, model_config: Any = None) -> PackedShape | None
         counts_padding=multiple > 1 or (model_config is not None and shares_keys(model_config)),
         pad_seq_to_mult=multiple,
     )
+
+
+def packing_options(config: Config, model_config: Any) -> PackingOptions | None:
+    """Return all shapes that are captured; None without a fixed shape. See `packed_shape`."""
+    shape = packed_shape(config, model_config)
+    if shape is None:
+        return None
+    return PackingOptions(shape, config.packing.buckets, config.seq_buckets)
 
 
 def make_batches(

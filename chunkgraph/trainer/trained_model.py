@@ -26,7 +26,7 @@ from chunkgraph.trainer.batches import (
     PackedBatches,
     SequenceBatches,
     make_batches,
-    packed_shape,
+    packing_options,
 )
 from chunkgraph.trainer.context_batches import ContextBatches
 from chunkgraph.trainer.forward_step import forward_step, shared_loss
@@ -124,10 +124,7 @@ class TrainedModel:
             self.chunks,
             scope=config.capture.scope,
             options=capture_options(config),
-            packing=packed_shape(config, self._model_config),
-            buckets=config.packing.buckets,
-            seq_buckets=config.seq_buckets if contexts is None else (),
-            contexts=contexts,
+            packing=contexts or packing_options(config, self._model_config),
             progress=on_capture,
             token_drops=config.moe.token_drops,
             stash=stash_options(config.stash),

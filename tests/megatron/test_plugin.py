@@ -81,8 +81,9 @@ def _of_the_model(chunk: nn.Module) -> list[Any]:
 @pytest.mark.parametrize(
     "failing",
     [
-        *("attachment.ExpertStash", "attachment.StepPackings", "attachment.ChunkGraphs"),
-        *("attachment.SlotReceiver", "attachment.OverflowGuard"),
+        *("features.stash.feature.Saving", "attachment.SlotReceiver"),
+        "features.packing.feature.StepPackings",
+        *("attachment.ChunkGraphs", "features.rerun.guard.StepState"),
         "features.experts.drops.TokenDrops.install",
     ],
 )
@@ -131,13 +132,14 @@ def test_a_failure_half_way_leaves_the_model_as_it_was(
 def test_what_does_not_go_with_fp8_is_refused(
     chunks: list[nn.Module], name: str, value: object, message: str
 ) -> None:
+    from chunkgraph.megatron.features.fp8.feature import fp8_refusals
     from chunkgraph.megatron.refusals import refused_settings
 
     config = chunks[0].config
     config.fp8, config.fp8_recipe = "e4m3", "tensorwise"
-    assert refused_settings(config) == []
+    assert [*refused_settings(config), *fp8_refusals(config)] == []
     setattr(config, name, value)
-    (found,) = refused_settings(config)
+    (found,) = [*refused_settings(config), *fp8_refusals(config)]
     assert found.startswith(message)
 
 
@@ -186,64 +188,72 @@ def test_rows_of_several_lengths_of_contexts_are_refused(
     limits = ContextLimits(world_size=1, max_tokens_per_rank=8, max_packed_seqs=3)
     banks = ContextBanks(limits, ContextGroups([0], {1: None}), buckets=[4])
     with pytest.raises(ConfigError, match=r"self_attention of model chunk 0 .*follow_groups"):
-        attach(chunks, contexts=banks)
+        attach(chunks, packing=banks)
     undo = follow_groups(chunks)
-    attach(chunks, contexts=banks).detach()
+    attach(chunks, packing=banks).detach()
     banks.groups.close()
     chunks[0].config.expert_model_parallel_size = 2
     with pytest.raises(ConfigError, match=r"\(buckets=...\) and experts on several ranks"):
-        attach(chunks, contexts=banks)
+        attach(chunks, packing=banks)
     chunks[0].config.expert_model_parallel_size = 1
     place = PipelinePlace(rank=0, pipeline_rank=0, pipeline_size=2, num_chunks=1, group_size=2)
     monkeypatch.setattr(PipelinePlace, "current", lambda *_: place)
     with pytest.raises(ConfigError, match=r"with ContextBanks\(buckets=...\) in a pipeline"):
-        attach(chunks, contexts=banks)
+        attach(chunks, packing=banks)
     undo()
     with pytest.raises(ConfigError, match="follow_groups"):
-        attach(chunks, contexts=ContextBanks(limits, banks.groups))
+        attach(chunks, packing=ContextBanks(limits, banks.groups))
 
 
 def test_padding_that_is_not_counted_is_told_where_sizes_change(
     chunks: list[nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where heads share keys; `test_attention_limits` says which these are."""
-    from chunkgraph.megatron import attach, attach_checks
-    from chunkgraph.megatron.features.contexts import ContextBanks, ContextGroups, follow_groups
+    from chunkgraph.megatron import attach
+    from chunkgraph.megatron.features.contexts import (
+        ContextBanks,
+        ContextGroups,
+        feature,
+        follow_groups,
+    )
     from chunkgraph.packing import ContextLimits
 
     monkeypatch.setattr(
-        attach_checks,
+        feature,
         "needs_tokens_in_pieces",
         lambda _, __, limits=None: not limits.counts_padding,
     )
     limits = ContextLimits(world_size=1, max_tokens_per_rank=8, max_packed_seqs=3)
     undo = follow_groups(chunks)
     with pytest.warns(UserWarning, match=r"rank 0: heads share keys.*counts_padding=True") as told:
-        attach(chunks, contexts=ContextBanks(limits, ContextGroups([0], {1: None}))).detach()
+        attach(chunks, packing=ContextBanks(limits, ContextGroups([0], {1: None}))).detach()
     assert told[0].filename == __file__
     banks = ContextBanks(replace(limits, counts_padding=True), ContextGroups([0], {1: None}))
     assert banks.shape(banks.keys[0]).counts_padding
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        attach(chunks, contexts=banks).detach()
+        attach(chunks, packing=banks).detach()
     undo()
 
 
-@pytest.mark.parametrize("name", ["buckets", "seq_buckets"])
-def test_sizes_of_packed_sequences_without_any_are_refused(
-    chunks: list[nn.Module], name: str
+@pytest.mark.parametrize(
+    ("name", "successor"),
+    [
+        ("buckets", r"packing=PackingOptions\(shape, buckets=...\), or ContextBanks\(..., buckets"),
+        ("seq_buckets", r"packing=PackingOptions\(shape, seq_buckets=...\), or ContextBanks"),
+        ("fills_rows", r"packing=PackingOptions\(shape, fills_rows=...\)"),
+        ("contexts", r"packing=ContextBanks\(...\)"),
+        ("sequences", None),
+    ],
+)
+def test_a_keyword_of_before_names_its_successor(
+    chunks: list[nn.Module], name: str, successor: str | None
 ) -> None:
     from chunkgraph.megatron import attach
-    from chunkgraph.megatron.features.contexts import ContextBanks, ContextGroups
-    from chunkgraph.packing import ContextLimits
 
-    why = rf"^{name}=\[4\] without packing: only packed sequences have them. Leave them out"
-    with pytest.raises(ConfigError, match=rf"{why}\.$"):
-        attach(chunks, **{name: [4]})
-    limits = ContextLimits(world_size=1, max_tokens_per_rank=8, max_packed_seqs=5)
-    banks = ContextBanks(limits, ContextGroups([0], {1: None}))
-    with pytest.raises(ConfigError, match=rf"{why}, or give them to ContextBanks\({name}=\.\.\.\)"):
-        attach(chunks, contexts=banks, **{name: [4]})
+    instead = rf"\. Give it {successor}.*" if successor else ""
+    with pytest.raises(ConfigError, match=rf"^attach\(\) takes no {name}=\.\.\.{instead}"):
+        attach(chunks, **{name: [4]})  # type: ignore[arg-type]
 
 
 def test_groups_are_not_closed_under_their_graphs(
@@ -257,7 +267,7 @@ def test_groups_are_not_closed_under_their_graphs(
     limits = ContextLimits(world_size=1, max_tokens_per_rank=8, max_packed_seqs=3)
     banks = ContextBanks(limits, ContextGroups([0], {1: None}))
     undo = follow_groups(chunks)
-    graphs = attach(chunks, contexts=banks)
+    graphs = attach(chunks, packing=banks)
     banks.groups.close()  # there are none yet
     with monkeypatch.context() as patch:
         patch.setattr(ChunkGraphs, "report", "there are graphs")
@@ -281,14 +291,14 @@ def test_fully_sharded_parameters_are_refused(chunks: list[nn.Module]) -> None:
 
 
 def test_swapped_messages_between_two_ranks_are_refused(chunks: list[nn.Module]) -> None:
-    from chunkgraph.megatron.refusals import refuse_unsupported
+    from chunkgraph.megatron.refusals import model_refusals
 
     config = chunks[0].config
     config.pipeline_model_parallel_size, config.batch_p2p_comm = 2, True
-    with pytest.raises(ConfigError, match="overlap_p2p_comm=True"):
-        refuse_unsupported(config, [chunks[0], chunks[0]], torch.device("cpu"))
+    (refusal,) = model_refusals(config, [chunks[0], chunks[0]], torch.device("cpu"))
+    assert "overlap_p2p_comm=True" in refusal
     config.overlap_p2p_comm = True
-    refuse_unsupported(config, [chunks[0], chunks[0]], torch.device("cpu"))
+    assert model_refusals(config, [chunks[0], chunks[0]], torch.device("cpu")) == []
 
 
 def test_dropout_needs_a_graph_safe_tracker(

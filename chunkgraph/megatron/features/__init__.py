@@ -1,1 +1,29 @@
 """Capabilities of a model that captures and replays have to know, a folder each."""
+
+from __future__ import annotations
+
+from chunkgraph.megatron.feature import Feature
+from chunkgraph.megatron.features.contexts.feature import Contexts
+from chunkgraph.megatron.features.experts.feature import Experts
+from chunkgraph.megatron.features.fp8.feature import Fp8State
+from chunkgraph.megatron.features.hybrid.feature import Hybrid
+from chunkgraph.megatron.features.model.feature import ModelState
+from chunkgraph.megatron.features.packing.calls import PackedCalls
+from chunkgraph.megatron.features.packing.feature import Packing
+from chunkgraph.megatron.features.prediction.feature import TokenPrediction
+from chunkgraph.megatron.features.stash.feature import ExpertStash
+
+__all__ = ["FEATURES"]
+
+FEATURES: tuple[type[Feature], ...] = (
+    ModelState,
+    Hybrid,
+    PackedCalls,
+    Packing,
+    Contexts,
+    Experts,
+    ExpertStash,
+    Fp8State,
+    TokenPrediction,
+)
+"""In the order in which they are asked and entered; the first is next to the model."""

@@ -11,7 +11,7 @@ import torch
 
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron import refusals
-from chunkgraph.megatron.refusals import refuse_unsupported
+from chunkgraph.megatron.refusals import model_refusals, refuse_model
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(150)]
 
@@ -192,10 +192,10 @@ def test_a_graph_on_a_gpu_cannot_draw_a_mask_again(
     monkeypatch.setattr(refusals, "rng_is_graph_safe", lambda: graph_safe)
     config = SimpleNamespace(**settings)
     if refused is None:
-        refuse_unsupported(config, [], torch.device("cuda"))
+        refuse_model(model_refusals(config, [], torch.device("cuda")))
         return
     with pytest.raises(ConfigError, match=r"recompute_granularity=.*" + refused) as caught:
-        refuse_unsupported(config, [], torch.device("cuda"))
+        refuse_model(model_refusals(config, [], torch.device("cuda")))
     if "core_attn" in settings.get("recompute_modules", ()):
         assert "hidden_dropout" not in str(caught.value)
-    refuse_unsupported(config, [], torch.device("cpu"))
+    refuse_model(model_refusals(config, [], torch.device("cpu")))

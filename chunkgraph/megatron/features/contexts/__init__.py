@@ -2,7 +2,7 @@
 
 `chunkgraph.packing.schedule_contexts` says which ranks work on which documents; `ContextGroups` are
 the process groups that they do it with; `ContextBanks` name the bank of every microbatch. With a
-Megatron model, `follow_groups` tells its attention and ``attach(contexts=banks)`` makes the
+Megatron model, `follow_groups` tells its attention and ``attach(packing=banks)`` makes the
 graphs; `ContextGraphs` are chunk graphs of any modules that hold all banks.
 """
 

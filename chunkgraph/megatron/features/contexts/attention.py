@@ -96,7 +96,8 @@ def refuse_without_groups(model_chunks: Iterable[nn.Module], groups: ContextGrou
                 getattr(hook, _MARK, False) for hook in module._forward_pre_hooks.values()
             ):
                 raise ConfigError(
-                    f"attach(contexts=...): {name} of model chunk {number} would embed the "
+                    "attach(packing=ContextBanks(...)): "
+                    f"{name} of model chunk {number} would embed the "
                     "positions of every microbatch as with the model's own context-parallel group. "
                     "Call chunkgraph.megatron.features.contexts.follow_groups(model_chunks) "
                     "before, and after detach() what it returned."
@@ -106,7 +107,8 @@ def refuse_without_groups(model_chunks: Iterable[nn.Module], groups: ContextGrou
             getattr(hook, _OF_ROUTERS, None) is groups for hook in layer._forward_pre_hooks.values()
         ):
             raise ConfigError(
-                f"attach(contexts=...): the router of {name} of model chunk {number} would count "
+                "attach(packing=ContextBanks(...)): "
+                f"the router of {name} of model chunk {number} would count "
                 "tokens over other groups than those of the banks. Call "
                 "follow_groups(model_chunks, groups) with the groups that ContextBanks got."
             )

@@ -50,9 +50,14 @@ class ContextBanks:
             `default_seq_buckets`.
         variants: what else graphs differ by.
 
+    Attributes:
+        fills_rows: False: rows after the documents are kept from experts.
+
     Raises:
         ConfigError: a size that no microbatch has, or a bucket that is none.
     """
+
+    fills_rows = False
 
     def __init__(
         self,
@@ -113,6 +118,15 @@ class ContextBanks:
             None if limit is None else min(limit, total),
             self.limits.counts_padding,
         )
+
+    @property
+    def largest_shape(self) -> PackedShape:
+        """What microbatches of the largest size are packed into."""
+        return self.limits.shape(self.limits.group_sizes[0])
+
+    def limit_slots(self, num_slots: tuple[int, ...]) -> tuple[int, ...]:
+        """Return how many of the slots microbatches of any one bank can ever take at once."""
+        return self.limits.num_slots(num_slots)
 
     @property
     def has_fewer_sequences(self) -> bool:

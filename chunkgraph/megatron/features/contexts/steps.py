@@ -146,6 +146,7 @@ def refuse_beside_contexts(**others: Any) -> None:
     wanted = [name for name, is_wanted in others.items() if is_wanted]
     if wanted:
         raise ConfigError(
-            f"attach(contexts=...) with {', '.join(wanted)}: graphs whose context-parallel size "
+            f"attach(packing=ContextBanks(...)) with {', '.join(wanted)}: "
+            "graphs whose context-parallel size "
             "changes were not joined to them. Leave one of them out."
         )

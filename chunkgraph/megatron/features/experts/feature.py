@@ -8,35 +8,46 @@ Here every case is counted, on the device and inside the graphs.
 from __future__ import annotations
 
 import contextlib
+import logging
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 import torch
 from torch import nn
 
-from chunkgraph.engine import Chunk
-from chunkgraph.errors import TokenDropError
+from chunkgraph.engine import Agree, Chunk, StepMode
+from chunkgraph.errors import ConfigError, TokenDropError
 from chunkgraph.megatron.captured_part import CapturedPart
 from chunkgraph.megatron.core.collectives import agree_by_maximum
+from chunkgraph.megatron.feature import Feature, chained
+from chunkgraph.megatron.features.experts.deep_ep import refuse_for_deep_ep
 from chunkgraph.megatron.features.experts.dispatch import static_dispatch
 from chunkgraph.megatron.features.experts.drop_report import DropReport
 from chunkgraph.megatron.features.experts.drops import TokenDrops as DroppedTokens
 from chunkgraph.megatron.features.experts.fused_operations import fused_operations_anew
 from chunkgraph.megatron.features.experts.packed_padding import padded_routing
 from chunkgraph.megatron.features.experts.rank_budget import RankBudget, uses_rank_budget
+from chunkgraph.megatron.features.experts.refusals import idle_settings, moe_refusals
 from chunkgraph.megatron.features.experts.room import ExpertRoom, RankRoom, SharedOut
 from chunkgraph.megatron.features.experts.rows_in_use import moe_layers_of
 from chunkgraph.megatron.features.experts.state import ExpertState, routers_of
+from chunkgraph.megatron.site import Site
+from chunkgraph.megatron.step import Shortage, Step
 
-__all__ = ["Experts", "TokenDrops", "both"]
+if TYPE_CHECKING:
+    from chunkgraph.megatron.attached import MegatronChunkGraphs
+
+__all__ = ["Experts", "TokenDrops"]
+
+_log = logging.getLogger(__name__)
 
 TokenDrops = Literal["warn", "count", "raise", "rerun"]
 """What is done about a token that an expert has no room for; see `attach`."""
 
 
-class Experts:
+class Experts(Feature):
     """What the plug-in does for a model with experts, on every rank, those without any included.
 
     Args:
@@ -61,7 +72,7 @@ class Experts:
         keeps_padding: bool = False,
         marks_padding: bool = False,
     ) -> None:
-        self.reruns = token_drops == "rerun"
+        self.repeats_steps = token_drops == "rerun"
         self._layers = moe_layers_of([m for c in model_chunks for m in c.modules()])
         self._budget: RankBudget | None = None
         self._undo = contextlib.ExitStack()
@@ -102,8 +113,60 @@ class Experts:
             self.detach()
             raise
 
-    def following(self, part: CapturedPart, chunk: Chunk) -> Chunk:
-        """The part's chunk; one that has routers follows Megatron's state of them."""
+    @classmethod
+    def refusals(cls, site: Site) -> list[str]:
+        """List the settings of experts that a graph cannot hold."""
+        return moe_refusals(site.config, site.token_drops)
+
+    @classmethod
+    def check(cls, site: Site) -> None:
+        """Refuse what DeepEP cannot do here, and name settings that have no effect.
+
+        Raises:
+            ConfigError: a choice for dropped tokens is unknown, or DeepEP cannot be captured.
+            MissingDependencyError: something that a graph of DeepEP needs is not there.
+        """
+        if site.token_drops not in get_args(TokenDrops):
+            choices = ", ".join(map(repr, get_args(TokenDrops)))
+            raise ConfigError(f"token_drops is {site.token_drops!r}; it is one of {choices}.")
+        refuse_for_deep_ep(site.config, site.options)
+        for idle in idle_settings(site.config) if site.place.rank == 0 else ():
+            _log.warning("%s.", idle)
+
+    @classmethod
+    def of(cls, site: Site) -> Self | None:
+        """Apply to models with experts, also on ranks that have none."""
+        if not getattr(site.config, "num_moe_experts", None):
+            return None
+        return cls(
+            site.chunks,
+            site.parts,
+            site.token_drops,
+            site.config,
+            keeps_padding=site.largest_shape is not None and site.has_padding,
+            marks_padding=site.stash is not None,
+        )
+
+    def install(self, undo: contextlib.ExitStack) -> None:
+        """Leave the model changed as it is until ``undo``."""
+        undo.callback(self.detach)
+
+    def bind(self, graphs: MegatronChunkGraphs) -> None:
+        """Drop the graphs where DeepEP replaces the buffer that they write to."""
+
+        def release() -> None:
+            _log.warning(
+                "rank %d: memory that graphs work in was replaced on some rank (DeepEP's buffer, "
+                "by a pass with more tokens); this step runs eagerly, and graphs are captured "
+                "again.",
+                graphs.site.place.rank,
+            )
+            graphs.release()
+
+        graphs.engine.watch_memory(self.is_memory_replaced, release)
+
+    def wrap(self, part: CapturedPart, chunk: Chunk) -> Chunk:
+        """Follow Megatron's state of routers, in a part that has any."""
         if self._state is None or not routers_of(part.modules):
             return chunk
         drops, padding, eager = self._drops, self._padding, chunk.forward
@@ -118,7 +181,7 @@ class Experts:
             chunk,
             forward=forward,
             buffers=(*chunk.buffers, *self._state.buffers, *drops.tensors),
-            before_backward=both(chunk.before_backward, self._state.before_backward),
+            before_backward=chained(chunk.before_backward, self._state.before_backward),
         )
 
     @contextlib.contextmanager
@@ -137,20 +200,26 @@ class Experts:
         """Whether graphs write to a buffer that DeepEP has replaced since."""
         return self._budget is not None and self._budget.is_buffer_replaced()
 
-    def begin_replays(self) -> None:
-        """Before a step that replays.
+    @contextlib.contextmanager
+    def step(self, step: Step) -> Iterator[None]:
+        """Begin with the counts of a step that failed forgotten.
 
         Raises:
             ReplayMismatchError: Megatron's metrics, or DeepEP's buffer outside of all steps, were
                 replaced since the capture.
         """
-        if self._state is not None:
-            self._state.check()
-        if self._budget is not None:
-            self._budget.check_buffer()
+        if step.is_training and self._was_abandoned:
+            self._was_abandoned = False
+            self.forget_step()
+        if step.is_replayed:
+            if self._state is not None:
+                self._state.check()
+            if self._budget is not None:
+                self._budget.check_buffer()
+        yield
 
-    def end_forwards(self) -> None:
-        """After the last forward of a training step, while backwards are left.
+    def forwards_done(self, _step: Step) -> None:
+        """Send what was counted in forwards to the host while backwards run.
 
         With experts that are computed anew in the backward, their tokens are counted there.
         """
@@ -158,8 +227,8 @@ class Experts:
             self._report.end_step()
             self._is_told = True
 
-    def resume_forwards(self) -> None:
-        """After one more forward than was thought to be the last."""
+    def forwards_resumed(self) -> None:
+        """Count again when the step ends."""
         self._is_told = False
 
     @property
@@ -167,22 +236,24 @@ class Experts:
         """Whether experts were seen to be computed anew there; the first pass has no gradients."""
         return self._drops is not None and self._drops.counts.is_recomputed
 
-    def abandon_step(self) -> None:
-        """The step failed on its way: its tokens are nobody's."""
-        self._is_told, self._was_abandoned = False, True
+    def abandon_step(self, *, is_training: bool) -> None:
+        """Discard what a failed training step counted, before the next one."""
+        if is_training:
+            self._is_told, self._was_abandoned = False, True
 
-    def forget_abandoned(self) -> None:
-        """Before a training step."""
-        if self._was_abandoned:
-            self._was_abandoned = False
-            self.forget_step()
-
-    def end_step(self) -> None:
-        """After the schedule of a training step, before its gradients are used.
+    def end_step(self, step: Step) -> None:
+        """Report dropped tokens of a training step, before its gradients are used.
 
         Raises:
             TokenDropError: tokens were dropped on any rank, and that was to be an error.
         """
+        if not step.is_training:
+            return
+        self._report_drops()
+        if step.plan.is_repeated:
+            self.forget_step()
+
+    def _report_drops(self) -> None:
         if self._report is not None and not (self._is_told and not self.counts_in_backwards):
             self._report.end_step()
         self._is_told = False
@@ -195,7 +266,7 @@ class Experts:
                 "they are only counted. token_drops='count' says that this is meant, 'raise' makes "
                 "it an error; a moe_expert_capacity_factor of num_moe_experts / moe_router_topk "
                 "has room for all.",
-                stacklevel=4,
+                stacklevel=5,
             )
 
     @property
@@ -218,23 +289,24 @@ class Experts:
         dropped, self._seen = now - self._seen, now
         return dropped
 
+    def shortage(self, _mode: StepMode) -> Shortage | None:
+        """Count the tokens of the step that were dropped, if it is to run again for them."""
+        if not self.repeats_steps:
+            return None
+        dropped = self.look()
+        return Shortage("expert capacity", dropped, f"{dropped} {self.words.counted}")
+
     @contextlib.contextmanager
-    def room_for_all(self) -> Iterator[None]:
-        """Inside, an eager step drops no token, and `heaviest_load` is of it."""
+    def having_room(self) -> Iterator[None]:
+        """Inside, an eager step drops no token, and `make_room` sees its load."""
         followed = self._drops.load.following() if self._drops else contextlib.nullcontext()
         with self.room.for_all(), followed:
             yield
 
-    def heaviest_load(self) -> int:
-        """What of `LOAD_OF` tokens a microbatch sent to one expert, or one rank; see `give_room`.
-
-        Waits for the device.
-        """
-        return self._drops.load.take() if self._drops is not None else 0
-
-    def give_room(self, load: int) -> None:
-        """From now on there is room for such a load, the heaviest of all ranks."""
-        self.room.give(load)
+    def make_room(self, agree: Agree) -> None:
+        """Give room for the heaviest load of a microbatch on any rank; waits for the device."""
+        load = self._drops.load.take() if self._drops is not None else 0
+        self.room.give(*agree([load]))
 
     def forget_step(self) -> None:
         """The step that was looked at was run anew, with the counts of before."""
@@ -272,15 +344,3 @@ class Experts:
     def _told(self) -> str:
         found = self.dropped_tokens().items()
         return ", ".join(f"layer {layer}: {count}" for layer, count in found if count)
-
-
-def both(first: Callable[[], None] | None, second: Callable[[], None]) -> Callable[[], None]:
-    """Call both, in this order."""
-    if first is None:
-        return second
-
-    def call() -> None:
-        first()
-        second()
-
-    return call

@@ -23,15 +23,19 @@ import importlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
 
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.errors import CaptureError, ConfigError, MissingDependencyError
+from chunkgraph.megatron.captured_part import CapturedPart
+from chunkgraph.megatron.core.fp8_recipe import fp8_recipe
+from chunkgraph.megatron.feature import Feature
+from chunkgraph.megatron.site import Site
 
-__all__ = ["Fp8State", "fp8_is_installed", "fp8_recipe", "reset_fp8"]
+__all__ = ["Fp8State", "fp8_is_installed", "fp8_refusals", "reset_fp8"]
 
 _MODULE = "transformer_engine.pytorch.fp8"
 _FIRST = "is_first_microbatch"
@@ -51,21 +55,13 @@ def fp8_is_installed() -> bool:
     return True
 
 
-def fp8_recipe(config: Any) -> str | None:
-    """How Megatron's ``config`` scales FP8 (``delayed``, ``tensorwise``, ...); None without FP8."""
-    if not getattr(config, "fp8", None):
-        return None
-    recipe = getattr(config, "fp8_recipe", None) or "delayed"
-    return str(getattr(recipe, "value", recipe))
-
-
 def reset_fp8() -> None:
     """Forget the FP8 state of models that are gone; graphs must be gone too."""
     if fp8_is_installed():
         _manager().reset()
 
 
-class Fp8State:
+class Fp8State(Feature):
     """The FP8 state of one rank's captured modules.
 
     Args:
@@ -108,9 +104,33 @@ class Fp8State:
         self._is_capturing = False
         self._held: list[torch.Tensor] = []
 
-    def follow(self, index: int, chunk: Chunk) -> Chunk:
-        """Chunk ``index`` with what its FP8 state needs around replays and in captures."""
-        before, run = chunk.before_forward, chunk.forward
+    @classmethod
+    def refusals(cls, site: Site) -> list[str]:
+        """List what a graph cannot hold with FP8, Transformer Engine itself included."""
+        refusals = fp8_refusals(site.config)
+        if fp8_recipe(site.config) is not None and not fp8_is_installed():
+            refusals.append(
+                f"fp8={site.config.fp8!r}: it is Transformer Engine's, which cannot be imported; "
+                "install chunkgraph[te]"
+            )
+        return refusals
+
+    @classmethod
+    def of(cls, site: Site) -> Self | None:
+        """Apply to models in FP8."""
+        recipe = fp8_recipe(site.config)
+        if recipe is None:
+            return None
+        return cls(
+            [part.modules for part in site.parts],
+            [part.label for part in site.parts],
+            site.device,
+            is_delayed=recipe == "delayed",
+        )
+
+    def wrap(self, part: CapturedPart, chunk: Chunk) -> Chunk:
+        """Do around replays and in captures what the FP8 state of the chunk needs."""
+        before, run, index = chunk.before_forward, chunk.forward, part.index
 
         def before_forward() -> None:
             if before is not None:
@@ -164,7 +184,7 @@ class Fp8State:
         self._held += [*self._histories(), *self._scales()]
 
     @contextmanager
-    def preserved(self) -> Iterator[None]:
+    def preserving(self) -> Iterator[None]:
         """Put histories, scales and what layers know of the microbatch back on exit."""
         saved = [(t, t.detach().clone()) for t in (*self._histories(), *self._scales())]
         known = {id(tensor) for tensor, _ in saved}
@@ -187,7 +207,7 @@ class Fp8State:
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        """Around an eager pass beside a replay: the same microbatch. Goes inside `preserved`."""
+        """Around an eager pass beside a replay: the same microbatch. Goes inside `preserving`."""
         for layers in self._layers:
             self._tell(layers, self._is_first)
         yield
@@ -249,6 +269,38 @@ class Fp8State:
 
     def _scales(self) -> list[torch.Tensor]:
         return _flattened(self._fields().global_scale_buffer)
+
+
+def fp8_refusals(config: Any) -> list[str]:
+    """List what does not go together with FP8 in a graph.
+
+    Args:
+        config: anything that has TransformerConfig's fields as attributes, or some of them.
+    """
+    recipe = fp8_recipe(config)
+    if recipe is None:
+        return []
+    found: list[str] = []
+    if recipe not in ("delayed", "tensorwise", "blockwise"):
+        found.append(
+            f"fp8_recipe={recipe!r}: its quantizers were not tried in chunk graphs; use "
+            "tensorwise, blockwise or delayed"
+        )
+    if getattr(config, "use_transformer_engine_op_fuser", False):
+        found.append(
+            "use_transformer_engine_op_fuser=True with FP8: fused operations keep the state of "
+            "their quantizers elsewhere than layers do, where it was not looked after"
+        )
+    granularity = getattr(config, "recompute_granularity", None)
+    recomputed = set(getattr(config, "recompute_modules", None) or ())
+    if granularity == "full" or (granularity == "selective" and recomputed - {"core_attn"}):
+        what = "" if granularity == "full" else f" of {', '.join(sorted(recomputed))}"
+        found.append(
+            f"recompute_granularity={granularity!r}{what} with FP8: Transformer Engine's own "
+            "recomputation keeps scales of the first pass in a queue of Python's, which a replay "
+            "does not advance; recompute core_attn alone, or nothing"
+        )
+    return found
 
 
 def _manager() -> Any:

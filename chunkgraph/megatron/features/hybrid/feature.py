@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, Self
 
 from torch import nn
 
 from chunkgraph.errors import ConfigError
+from chunkgraph.megatron.captured_part import Call, CapturedPart
+from chunkgraph.megatron.core.fp8_recipe import fp8_recipe
 from chunkgraph.megatron.core.model_kinds import is_stack
-from chunkgraph.megatron.features.fp8.feature import fp8_recipe
+from chunkgraph.megatron.feature import Feature
+from chunkgraph.megatron.features.hybrid.layers import mamba_mixers_of, packed_mamba_rows
+from chunkgraph.megatron.features.hybrid.padding import clear_mamba_padding
+from chunkgraph.megatron.features.packing.params import ARGUMENT
+from chunkgraph.megatron.site import Site
 from chunkgraph.packing import PackedShape
 
-__all__ = ["check_seq_idx", "hybrid_refusals", "layer_refusals"]
+__all__ = ["Hybrid", "check_seq_idx", "hybrid_refusals", "layer_refusals"]
 
 _REFUSED_LAYERS = {
     "D": (
@@ -20,6 +27,59 @@ _REFUSED_LAYERS = {
         "as another tensor"
     )
 }
+
+
+class Hybrid(Feature):
+    """Mamba layers in captured parts.
+
+    Args:
+        modules: of the captured parts.
+        has_padding: whether rows of packed sequences may hold no token.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], *, has_padding: bool) -> None:
+        self._modules = tuple(modules)
+        self._has_padding = has_padding
+
+    @classmethod
+    def refusals(cls, site: Site) -> list[str]:
+        """List the settings of a hybrid model that a graph cannot hold."""
+        return hybrid_refusals(site.config, site.chunks, site.largest_shape)
+
+    @classmethod
+    def of(cls, site: Site) -> Self | None:
+        """Apply where a captured part has a Mamba layer."""
+        modules = [module for part in site.parts for module in part.modules]
+        return cls(modules, has_padding=site.has_padding) if mamba_mixers_of(modules) else None
+
+    def install(self, undo: ExitStack) -> None:
+        """Clear rows after the last document, in eager passes too."""
+        if self._has_padding:
+            undo.callback(clear_mamba_padding(self._modules))
+
+    def call(self, part: CapturedPart, call: Call) -> Call:
+        """Refuse packed sequences that Mamba layers do not see the beginnings of."""
+        if not mamba_mixers_of(part.modules):
+            return call
+        label = part.label
+
+        def checked(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            packed = kwargs.get(ARGUMENT)
+            if packed is not None:
+                check_seq_idx(packed, label)
+            return call(args, kwargs)
+
+        return checked
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Number the documents' rows without the host."""
+        with packed_mamba_rows():
+            yield
+
+    def beside(self) -> AbstractContextManager[None]:
+        """Number rows as in a capture."""
+        return self.capturing()
 
 
 def hybrid_refusals(

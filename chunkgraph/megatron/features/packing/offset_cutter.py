@@ -8,63 +8,74 @@ them is looked at on the device in the steps before a capture.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from chunkgraph.errors import ConfigError
-from chunkgraph.megatron.features.contexts import ContextBanks
-from chunkgraph.megatron.features.packing.banks import Buckets
+from chunkgraph.megatron.feature import Feature
+from chunkgraph.megatron.step import Step
+
+if TYPE_CHECKING:
+    from chunkgraph.engine import ChunkGraphs
+    from chunkgraph.megatron.attached import MegatronChunkGraphs
+    from chunkgraph.megatron.captured_part import Call, CapturedPart
 
 __all__ = ["OffsetCutter"]
 
-_Call = Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
+Cut = Callable[[Hashable, dict[str, Any]], dict[str, Any]]
+"""Returns the arguments of a call with the offsets that a bank takes."""
 
 
-class OffsetCutter:
-    """Stands before the calls of one rank's chunks; the n-th of a chunk is microbatch n.
+class OffsetCutter(Feature):
+    """Stands before the calls of one rank's chunks; the n-th call of a chunk is microbatch n.
 
     Args:
-        banks: what graphs are captured for.
-        call: what the arguments go to: chunk, positional and keyword arguments.
-        labels: of the rank's chunks, for errors.
-        may_wait: whether the host may wait for the device in the step that runs.
+        cut: cuts the offsets of a call; None: every bank has the most sequences.
+        num_chunks: model chunks of this rank.
     """
 
-    def __init__(
-        self,
-        banks: Buckets | ContextBanks,
-        call: _Call,
-        labels: Sequence[str],
-        may_wait: Callable[[], bool],
-    ) -> None:
-        self._banks = banks
-        self._call = call
-        self._labels = labels
-        self._may_wait = may_wait
-        self._of_run: Sequence[Hashable] = ()
-        self._num_calls = [0] * len(labels)
+    def __init__(self, cut: Cut | None, num_chunks: int) -> None:
+        self._cut = cut
+        self._engine: ChunkGraphs | None = None
+        self._banks_of_run: Sequence[Hashable] = ()
+        self._num_calls = [0] * num_chunks
 
-    def begin_run(self, keys: Sequence[Hashable]) -> None:
-        """The schedule begins with microbatches of these banks."""
-        self._of_run = keys
+    def bind(self, graphs: MegatronChunkGraphs) -> None:
+        """Look at offsets in steps before a capture: in neither replays nor other training."""
+        self._engine = graphs.engine
+
+    @contextmanager
+    def step(self, step: Step) -> Iterator[None]:
+        """Begin with the first microbatch."""
+        self._banks_of_run = step.plan.cut_for
         self._num_calls = [0] * len(self._num_calls)
+        yield
 
-    def call(self, c: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call chunk ``c`` for its next microbatch.
+    def call(self, part: CapturedPart, call: Call) -> Call:
+        """Cut the offsets of each microbatch to the sequences of its bank."""
+        if self._cut is None:
+            return call
+        cut, label, index = self._cut, part.label, part.index
 
-        Raises:
-            ConfigError: documents would become one that the step was not told of.
-        """
-        number = self._num_calls[c]
-        self._num_calls[c] += 1
-        if number < len(self._of_run):
-            given = kwargs
-            kwargs = self._banks.with_offsets_of(self._of_run[number], given)
-            if kwargs is not given and self._may_wait():
-                self._refuse_lost(given, kwargs, f"{self._labels[c]}, microbatch {number}")
-        return self._call(c, args, kwargs)
+        def with_cut_offsets(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            number = self._num_calls[index]
+            self._num_calls[index] += 1
+            if number < len(self._banks_of_run):
+                given = kwargs
+                kwargs = cut(self._banks_of_run[number], given)
+                if kwargs is not given and self._may_wait():
+                    self._refuse_lost(given, kwargs, f"{label}, microbatch {number}")
+            return call(args, kwargs)
+
+        return with_cut_offsets
+
+    def _may_wait(self) -> bool:
+        """Whether the host may wait for the device in the step that runs."""
+        engine = self._engine
+        return engine is not None and engine.report is None and engine.failure is None
 
     def _refuse_lost(self, given: dict[str, Any], cut: dict[str, Any], where: str) -> None:
         """Refuse offsets that hold more documents than the step was told; reads the device."""

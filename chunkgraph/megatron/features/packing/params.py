@@ -30,6 +30,7 @@ __all__ = [
     "make_params",
     "put_together",
     "refuse_other_context",
+    "refuse_other_length",
     "refuse_predictions_over_padding",
     "refuse_rows_behind_offsets",
     "room_behind",
@@ -72,6 +73,22 @@ def refuse_other_context(shape: PackedShape, config: Any) -> None:
             f"model has {size}. Its documents are padded to a multiple of twice that size: give "
             f"attach() packing=PackedShape(..., context_parallel_size={size})."
         )
+
+
+def refuse_other_length(schedule: Mapping[str, Any]) -> None:
+    """Refuse a length of the decoder that is not what stages send each other.
+
+    Raises:
+        ConfigError: it is another.
+    """
+    length, decoder = schedule.get("seq_length"), schedule.get("decoder_seq_length")
+    if decoder is None or decoder == length:
+        return
+    raise ConfigError(
+        f"The schedule was given decoder_seq_length {decoder}, by which Megatron's pipeline "
+        f"stages receive, and packed microbatches have {length} rows. Leave it out (a script's "
+        "--decoder-seq-length): it is for models with an encoder."
+    )
 
 
 def refuse_predictions_over_padding(shape: PackedShape, config: Any) -> None:

@@ -11,11 +11,16 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import replace
+from typing import Any, Self
 
 import torch
 
+from chunkgraph.engine import Chunk
+from chunkgraph.megatron.captured_part import CapturedPart
 from chunkgraph.megatron.core.access import import_megatron, patch_attributes, private_names
+from chunkgraph.megatron.feature import Feature, chained
+from chunkgraph.megatron.site import Site
 
 __all__ = ["TokenPrediction"]
 
@@ -23,7 +28,7 @@ _MODULE = "megatron.core.transformer.multi_token_prediction"
 _GROUPS = ("reduce_group", "avg_group")
 
 
-class TokenPrediction:
+class TokenPrediction(Feature):
     """The loss scale and the metrics of multi-token prediction, for the graphs of one rank."""
 
     def __init__(self) -> None:
@@ -32,6 +37,21 @@ class TokenPrediction:
         )
         self._scale: torch.Tensor | None = None
         self._groups: dict[str, Any] = {}
+
+    @classmethod
+    def of(cls, site: Site) -> Self | None:
+        """Apply where a captured part predicts several tokens at once."""
+        return cls() if any(part.predicts_tokens for part in site.parts) else None
+
+    def wrap(self, part: CapturedPart, chunk: Chunk) -> Chunk:
+        """Follow the scale and the metrics in a part that predicts several tokens."""
+        if not part.predicts_tokens:
+            return chunk
+        return replace(
+            chunk,
+            before_forward=chained(chunk.before_forward, self.before_forward),
+            before_backward=chained(chunk.before_backward, self.before_backward),
+        )
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:

@@ -10,18 +10,20 @@ and graphs are captured anew.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
 
 from chunkgraph.engine.counters import Counters
 from chunkgraph.engine.decide.reasons import Agree, StepMode, agree_alone
-from chunkgraph.errors import StashError
-from chunkgraph.megatron.core.gloo_agreement import Maximum
-from chunkgraph.megatron.features.experts.feature import Experts
+from chunkgraph.megatron.feature import Feature, Features
 from chunkgraph.megatron.features.rerun.rewind import RewindableInputs, StepState
-from chunkgraph.megatron.features.stash.feature import ExpertStash
+from chunkgraph.megatron.site import new_agreement
+from chunkgraph.megatron.step import Shortage
+from chunkgraph.memory.stash import StashOptions
+
+if TYPE_CHECKING:
+    from chunkgraph.megatron.attached import MegatronChunkGraphs
 
 __all__ = ["OverflowGuard", "RunStep"]
 
@@ -31,21 +33,6 @@ RunStep = Callable[[dict[str, Any], bool], tuple[Any, StepMode]]
 """Runs the schedule with these keywords, eagerly if asked to; its result, and how it ran."""
 
 
-@dataclass(frozen=True)
-class _Overflow:
-    """What had no room in a step, the largest over all ranks.
-
-    Attributes:
-        is_short: whether pages ran out.
-        is_dropping: whether tokens were dropped.
-        is_at_limit: whether a rank whose pages ran out may not take more.
-    """
-
-    is_short: bool
-    is_dropping: bool
-    is_at_limit: bool
-
-
 class OverflowGuard:
     """Runs the training steps of one rank; all ranks have one, with or without experts.
 
@@ -53,10 +40,9 @@ class OverflowGuard:
 
     Args:
         state: what a step changes.
-        experts: whose tokens find no room.
-        stash: whose pages run out, or None.
+        features: what finds no room.
         agree: see `Agree`.
-        release: drops the graphs, so that they are captured anew.
+        release: drops the graphs, so that they are captured again.
         has_graphs: whether there are any.
         counters: counts what happens.
         max_recaptures: how many times that may be.
@@ -66,8 +52,7 @@ class OverflowGuard:
     def __init__(
         self,
         state: StepState,
-        experts: Experts,
-        stash: ExpertStash | None,
+        features: Features,
         *,
         agree: Agree | None,
         release: Callable[[], None],
@@ -77,8 +62,7 @@ class OverflowGuard:
         rank: int,
     ) -> None:
         self._state = state
-        self._experts = experts
-        self._stash = stash
+        self._features = features
         self._agree = agree or agree_alone
         self._release = release
         self._has_graphs = has_graphs
@@ -86,8 +70,23 @@ class OverflowGuard:
         self._max_recaptures = max_recaptures
         self._rank = rank
 
+    @classmethod
+    def of(cls, graphs: MegatronChunkGraphs, undo: ExitStack) -> OverflowGuard:
+        """Make the guard of a rank's graphs; all ranks call it together."""
+        site, engine = graphs.site, graphs.engine
+        return cls(
+            StepState(site.chunks, graphs.features.tensors),
+            graphs.features,
+            agree=new_agreement(undo),  # the engine's is asked ahead of steps
+            release=graphs.release,
+            has_graphs=lambda: engine.report is not None,
+            counters=engine.counters,
+            max_recaptures=(site.stash or StashOptions()).max_recaptures,
+            rank=site.place.rank,
+        )
+
     def run(self, step: RunStep, kwargs: dict[str, Any]) -> Any:
-        """One training step; see the module's text.
+        """Run one training step; see the module's text.
 
         Args:
             step: runs it.
@@ -105,94 +104,54 @@ class OverflowGuard:
         try:
             result, mode = step(kwargs, False)
         except BaseException:
-            if self._stash is not None:
-                self._stash.abandon_step()
+            self._features.drop_step()
             raise
-        found = self._look(mode)
-        if found is None:
+        short = self._look(mode)
+        if not short:
             return result
         del result  # it may be memory of graphs
         inputs.rewind()
         self._state.restore()
-        return self._run_again(step, kwargs, mode, found)
+        return self._run_again(step, kwargs, mode, short)
 
-    def close(self) -> None:
-        """Give back what the ranks agree through."""
-        if isinstance(self._agree, Maximum):
-            self._agree.close()
-
-    def _look(self, mode: StepMode) -> _Overflow | None:
-        """What had no room, on any rank."""
-        follows_drops = self._experts.reruns
-        if not follows_drops and (self._stash is None or mode is not StepMode.REPLAY):
-            return None
-        status = None
-        if self._stash is not None and mode is StepMode.REPLAY:
-            status = self._stash.status()
-        dropped = self._experts.look() if follows_drops else 0
-        short = status.num_short if status is not None else 0
-        at_limit = bool(short and status and self._stash and not self._stash.can_grow(status))
-        # Of the step before: this one's backwards are under way.
-        left = self._stash.num_pages_left() if self._stash is not None else 0
-        late = self._stash.num_short_late() if self._stash is not None else 0
-        *agreed, most_left, most_late = self._agree([short, dropped, int(at_limit), left, late])
-        if most_left and self._stash is not None:  # on all ranks: none waits for one that raised
-            self._stash.abandon_step()
-            raise StashError(
-                f"Rank {self._rank}: {left} pages of the stash were not given back in the step "
-                f"before (on one rank {most_left}), though every microbatch was run backward. "
-                "Please report it; stash.enabled=false trains without."
-            )
-        if most_late and self._stash is not None:
-            self._stash.abandon_step()
-            raise StashError(
-                f"Rank {self._rank}: {late} tensors found no page of the stash in the step before "
-                f"(on one rank {most_late}) after its last forward, where nothing is stashed: its "
-                "gradients were wrong. Are experts computed anew in the backward, by a layer of "
-                "your own? Train without the stash (stash.enabled=false), or without that."
-            )
-        if not (agreed[0] or agreed[1]):
-            return None
-        told = self._told(short, dropped, status)
-        if agreed[0] and self._stash is not None and self._stash.options.on_overflow == "raise":
-            raise StashError(
-                f"Pages of the stash ran out in this step: {told}. Its gradients are wrong; the "
-                "optimizer has not used them.\n  To do: raise stash.headroom or stash.max_bytes, "
-                "or set stash.on_overflow=rerun."
-            )
-        if agreed[0] and status is not None and self._stash is not None:
-            self._stash.grow(status)  # a rank that had just enough takes more, too
-        for name, count in (("stash pages", agreed[0]), ("expert capacity", agreed[1])):
-            if count:
-                self._counters.overflow_reruns[name] += 1
-        if short or dropped or self._rank == 0:
-            _log.warning("rank %d: the step is run anew eagerly: %s.", self._rank, told)
-        return _Overflow(*map(bool, agreed))
-
-    def _told(self, short: int, dropped: int, status: Any) -> str:
-        reasons = []
-        if short and self._stash is not None and self._stash.size is not None:
-            size = self._stash.size
-            reasons.append(
-                f"{short} saved tensors found no page of the stash (it has {size.total_pages} of "
-                f"{size.page_bytes} bytes, {status.num_peak_pages} were wanted)"
-            )
-        if dropped:
-            reasons.append(f"{dropped} {self._experts.words.counted}")
-        return " and ".join(reasons) or "another rank had no room"
+    def _look(self, mode: StepMode) -> list[tuple[Feature, Shortage]]:
+        """Return the features that had no room on any rank, with the most of all ranks."""
+        shortages = self._features.shortages(mode)
+        if not shortages:
+            return []
+        numbers = iter(self._agree([n for _, mine in shortages for n in mine.numbers]))
+        short, texts = [], []
+        for feature, mine in shortages:
+            amount, is_at_limit, *late = (next(numbers) for _ in mine.numbers)
+            most = Shortage(mine.name, amount, "", bool(is_at_limit), tuple(late))
+            feature.answer(mine, most)
+            if most.amount:
+                short.append((feature, most))
+                self._counters.overflow_reruns[mine.name] += 1
+            if mine.amount:
+                texts.append(mine.text)
+        if texts or (short and self._rank == 0):
+            text = " and ".join(texts) or "another rank had no room"
+            _log.warning("rank %d: the step is run anew eagerly: %s.", self._rank, text)
+        return short
 
     def _run_again(
-        self, step: RunStep, kwargs: dict[str, Any], mode: StepMode, found: _Overflow
+        self,
+        step: RunStep,
+        kwargs: dict[str, Any],
+        mode: StepMode,
+        short: Sequence[tuple[Feature, Shortage]],
     ) -> Any:
         was_captured = mode is StepMode.REPLAY
         if was_captured:
             grows = len(self._counters.recaptures) < self._max_recaptures
         else:  # with more room than the graphs have, eager passes would be others than replays
             grows = not self._has_graphs()
-        grows = grows and not found.is_at_limit
+        is_at_limit = any(most.is_at_limit for _, most in short)
+        grows = grows and not is_at_limit
         if was_captured and grows:
             self._release()
-            why = "stash pages" if found.is_short else "expert capacity"
+            why = short[0][1].name
             self._counters.recaptures.append(why)
             if self._rank == 0:
                 _log.warning(
@@ -202,14 +161,15 @@ class OverflowGuard:
                     self._max_recaptures,
                 )
         elif self._rank == 0 and was_captured:
-            limit = "memory" if found.is_at_limit else f"{self._max_recaptures} captures"
+            limit = "memory" if is_at_limit else f"{self._max_recaptures} captures"
             _log.warning("room stays as it is: the limit of %s is reached.", limit)
-        with self._experts.room_for_all() if found.is_dropping else nullcontext():
+        with ExitStack() as room:
+            for feature, _ in short:
+                room.enter_context(feature.having_room())
             # After a release it is one of the steps before the capture, and eager by itself.
             result, mode = step(kwargs, not (was_captured and grows))
         assert mode is StepMode.EAGER
-        if found.is_dropping and grows:  # on all ranks, or on none
-            (load,) = self._agree([self._experts.heaviest_load()])
-            self._experts.give_room(load)
-        self._experts.forget_step()
+        if grows:  # on all ranks, or on none
+            for feature, _ in short:
+                feature.make_room(self._agree)
         return result

@@ -5,17 +5,22 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import nn
 
-from chunkgraph.engine import Chunk
-from chunkgraph.errors import CaptureError
+from chunkgraph.engine import Chunk, StepMode
+from chunkgraph.errors import CaptureError, ConfigError, StashError
+from chunkgraph.megatron.captured_part import CapturedPart
 from chunkgraph.megatron.core.backward_pass import is_in_backward
+from chunkgraph.megatron.feature import Feature
+from chunkgraph.megatron.features.experts.refusals import stash_refusals
 from chunkgraph.megatron.features.experts.rows_in_use import moe_layers_of, watch_expert_rows
+from chunkgraph.megatron.site import Site
+from chunkgraph.megatron.step import Shortage, Step
 from chunkgraph.memory.stash import (
     ArenaSize,
     PagedStash,
@@ -29,13 +34,17 @@ from chunkgraph.memory.stash import (
 )
 from chunkgraph.settings import StashConfig
 
+if TYPE_CHECKING:
+    from chunkgraph.engine import ChunkGraphs
+    from chunkgraph.megatron.attached import MegatronChunkGraphs
+
 __all__ = ["ExpertStash", "stash_options"]
 
 _MOST_DOUBLED = 4
 """How often a margin is doubled."""
 
 
-class ExpertStash:
+class ExpertStash(Feature):
     """What of the stash belongs to Megatron's experts. A rank without experts has one that is idle.
 
     Args:
@@ -51,6 +60,8 @@ class ExpertStash:
         stashes_in_backwards: whether experts were seen to be computed anew there, whose first pass
             has no gradients and stashes nothing.
     """
+
+    repeats_steps = True
 
     def __init__(
         self,
@@ -79,6 +90,8 @@ class ExpertStash:
         self._num_grown = 0  # captures with them
         # Of the last step that replayed, and of the one before.
         self._steps: tuple[StepReadout, StepReadout] | None = None
+        self._engine: ChunkGraphs | None = None
+        self._rank = 0
         self._undo: Callable[[], None] = lambda: None
         if layers:
             self._undo = watch_expert_rows(layers, lambda: self._saving.mode != "off", self._scope)
@@ -90,9 +103,47 @@ class ExpertStash:
             self.stashes_in_backwards = True
         return self._saving.scope(rows, parameters, name)
 
-    def following(self, index: int, chunk: Chunk) -> Chunk:
-        """Chunk ``index``, whose forwards are measured one by one."""
-        forward = chunk.forward
+    @classmethod
+    def check(cls, site: Site) -> None:
+        """Refuse a model whose experts cannot stash, and options that exclude each other."""
+        stash = site.stash
+        if stash is None:
+            return
+        if refusals := stash_refusals(site.config, stash.page_bytes):
+            raise ConfigError("Experts cannot stash in this model:\n  " + "\n  ".join(refusals))
+        if stash.skips_single_slots and site.options.shared_slots:
+            raise ConfigError(
+                "StashOptions(skips_single_slots=True) with shared slots: no chunk has a slot of "
+                "its own. Leave one of them out."
+            )
+
+    @classmethod
+    def of(cls, site: Site) -> Self | None:
+        """Apply to models that are attached with a stash, also on ranks without experts."""
+        if site.stash is None:
+            return None
+        # Shared whether slots are or not. Of slots that were given, any may be used.
+        most = site.place.num_slots(are_shared=True)[0] if site.asked_slots is None else None
+        return cls(
+            site.chunks,
+            site.num_slots,
+            site.stash,
+            site.device,
+            most_in_flight=most,
+            are_shared=site.options.shared_slots,
+        )
+
+    def install(self, undo: ExitStack) -> None:
+        """Leave the experts' forwards changed as they are until ``undo``."""
+        undo.callback(self.detach)
+
+    def bind(self, graphs: MegatronChunkGraphs) -> None:
+        """Follow whether there are graphs."""
+        self._engine, self._rank = graphs.engine, graphs.site.place.rank
+
+    def wrap(self, part: CapturedPart, chunk: Chunk) -> Chunk:
+        """Measure the forwards of the chunk one by one."""
+        forward, index = chunk.forward, part.index
 
         def measured(*args: Any, **kwargs: Any) -> Any:
             mode = self._saving.mode
@@ -104,12 +155,24 @@ class ExpertStash:
         return replace(chunk, forward=measured)
 
     @contextmanager
-    def eager_step(self, *, is_captured: bool) -> Iterator[None]:
-        """Around a training step that runs eagerly: autograd saves as always, and is measured."""
-        if not is_captured:
-            self.release()  # graphs that another rank could not capture were dropped here too
-        with self._saving.during("off" if is_captured else "measure"):
+    def step(self, step: Step) -> Iterator[None]:
+        """Stash in a step that replays; in an eager one autograd saves as always, and is measured.
+
+        Its backwards send, at the end of a replay, what they left.
+        """
+        if not step.is_training:
             yield
+        elif step.is_replayed:
+            self._begin_replays()
+            yield
+            if self._steps is not None:
+                self._steps[0].end()
+        else:
+            is_captured = self._engine is not None and self._engine.report is not None
+            if not is_captured:
+                self.release()  # graphs that another rank could not capture were dropped here too
+            with self._saving.during("off" if is_captured else "measure"):
+                yield
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
@@ -138,28 +201,22 @@ class ExpertStash:
         with self._saving.during("off"):
             yield
 
-    def begin_replays(self) -> None:
-        """Before a step that replays."""
+    def _begin_replays(self) -> None:
         if self._saving.stash is not None and self._steps is not None:
             self._saving.stash.arena.forget_overflow()
             before, now = self._steps
             now.begin()
             self._steps = now, before
 
-    def end_forwards(self) -> None:
-        """After its last forward: send the counts on their way to the host, if it has them."""
-        if self._steps is not None and not self.stashes_in_backwards:
+    def forwards_done(self, step: Step) -> None:
+        """Send the counts of a step that replays on their way to the host, if it has them."""
+        if step.is_replayed and self._steps is not None and not self.stashes_in_backwards:
             self._steps[0].end_forwards()
 
-    def resume_forwards(self) -> None:
-        """There was one more."""
+    def forwards_resumed(self) -> None:
+        """Send the counts again when the step ends."""
         if self._steps is not None:
             self._steps[0].resume_forwards()
-
-    def end_replays(self) -> None:
-        """After its schedule: send what its backwards left."""
-        if self._steps is not None:
-            self._steps[0].end()
 
     def status(self) -> StashStatus | None:
         """The counts behind the last forward of the last step that replayed; None without pages.
@@ -176,6 +233,60 @@ class ExpertStash:
         """Pages that a replayed step did not give back, now or ``steps_ago``; waits for its end."""
         return self._steps[steps_ago].num_pages_left() if self._steps is not None else 0
 
+    def shortage(self, mode: StepMode) -> Shortage | None:
+        """Say how many tensors of a step that replays found no page."""
+        if mode is not StepMode.REPLAY:
+            return None
+        status = self.status()
+        short = status.num_short if status is not None else 0
+        text = ""
+        if status is not None and short and self.size is not None:
+            text = (
+                f"{short} saved tensors found no page of the stash (it has "
+                f"{self.size.total_pages} of {self.size.page_bytes} bytes, "
+                f"{status.num_peak_pages} were wanted)"
+            )
+        is_at_limit = status is not None and bool(short) and not self.can_grow(status)
+        # Of the step before: this one's backwards are under way.
+        late = (self.num_pages_left(), self.num_short_late())
+        return Shortage("stash pages", short, text, is_at_limit, late)
+
+    def answer(self, mine: Shortage, most: Shortage) -> None:
+        """Want more pages at the next capture, on a rank that had just enough too.
+
+        Raises:
+            StashError: on all ranks: pages ran out, and that was to be an error; or in the step
+                before, a tensor found no page or a page was not given back.
+        """
+        (left, late), (most_left, most_late) = mine.late, most.late
+        if most_left or most_late:  # none waits for one that raised
+            self.drop_step()
+        if most_left:
+            raise StashError(
+                f"Rank {self._rank}: {left} pages of the stash were not given back in the step "
+                f"before (on one rank {most_left}), though every microbatch was run backward. "
+                "Please report it; stash.enabled=false trains without."
+            )
+        if most_late:
+            raise StashError(
+                f"Rank {self._rank}: {late} tensors found no page of the stash in the step before "
+                f"(on one rank {most_late}) after its last forward, where nothing is stashed: its "
+                "gradients were wrong. Are experts computed again in the backward, by a layer of "
+                "your own? Train without the stash (stash.enabled=false), or without that."
+            )
+        if not most.amount:
+            return
+        if self.options.on_overflow == "raise":
+            raise StashError(
+                "Pages of the stash ran out in this step: "
+                f"{mine.text or 'another rank had no room'}. Its gradients are wrong; the "
+                "optimizer has not used them.\n  To do: raise stash.headroom or stash.max_bytes, "
+                "or set stash.on_overflow=rerun."
+            )
+        status = self.status()
+        if status is not None:
+            self.grow(status)
+
     def can_grow(self, status: StashStatus) -> bool:
         """Whether more pages may be taken than there are, after a step with this status."""
         assert self.size is not None
@@ -185,8 +296,8 @@ class ExpertStash:
         """Take more pages at the next capture, after a step with this status."""
         self._wanted_pages = max(self._wanted_pages, self._pages_after(status))
 
-    def abandon_step(self) -> None:
-        """What is stashed will not be read any more: a step was abandoned."""
+    def drop_step(self) -> None:
+        """Drop what a step stashed: nobody will read it any more."""
         for step in self._steps or ():
             step.begin()
         if self._saving.stash is not None:

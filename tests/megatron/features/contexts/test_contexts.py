@@ -391,8 +391,11 @@ def test_a_step_is_announced_behind_one_that_may_run_anew(may_run_anew: bool) ->
 
     told: list[str] = []
     graphs: Any = SimpleNamespace(
-        _refuse_unknown=lambda *_: None,
-        _contexts=SimpleNamespace(announced=lambda _keys, misfit: misfit),
+        features=SimpleNamespace(
+            planner=SimpleNamespace(
+                refuse_unknown=lambda _: None, announce=lambda inputs: (inputs.misfit, 0)
+            )
+        ),
         guard=object() if may_run_anew else None,
         engine=SimpleNamespace(
             mode=StepMode.REPLAY, announce=lambda misfit, **_: told.append(misfit)

@@ -119,11 +119,11 @@ class Flight:
 
     def eager(self, packings: Packings) -> dict[str, torch.Tensor]:
         """The same without graphs."""
-        saved = [part.module.__dict__.pop("forward") for part in self.graphs._parts]
+        saved = [part.module.__dict__.pop("forward") for part in self.graphs.site.parts]
         try:
             return self.fly([self.batch(lengths, seed) for seed, lengths in enumerate(packings)])
         finally:
-            for part, forward in zip(self.graphs._parts, saved, strict=True):
+            for part, forward in zip(self.graphs.site.parts, saved, strict=True):
                 part.module.forward = forward
 
 

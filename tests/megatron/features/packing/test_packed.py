@@ -19,6 +19,7 @@ from chunkgraph.errors import (
     PackingError,
     ReplayMismatchError,
 )
+from chunkgraph.megatron.features.packing.options import PackingOptions
 from chunkgraph.packing import PackedShape, pack
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(100)]
@@ -131,11 +132,11 @@ def _eager(
 ) -> dict[str, torch.Tensor]:
     """The same without graphs."""
     batches = [_batch(lengths, seed, shape) for seed, lengths in enumerate(packings)]
-    saved = [part.module.__dict__.pop("forward") for part in graphs._parts]
+    saved = [part.module.__dict__.pop("forward") for part in graphs.site.parts]
     try:
         return _flight(chunk, batches)
     finally:
-        for part, forward in zip(graphs._parts, saved, strict=True):
+        for part, forward in zip(graphs.site.parts, saved, strict=True):
             part.module.forward = forward
 
 
@@ -377,8 +378,8 @@ def test_rows_behind_the_last_offset_are_refused(
 
     batch = _batch([7, 5])
     params = batch["packed_seq_params"]
-    check = graphs._parts[0].chunk().check_sample
-    is_whole = graphs._parts[0].module is not graphs._parts[0]._block
+    check = graphs.features.wrap(graphs.site.parts[0]).check_sample
+    is_whole = graphs.site.parts[0].module is not graphs.site.parts[0]._block
     first = None if is_whole else torch.zeros(32, 1, 8)
     check(first, input_ids=batch["input_ids"], **take_apart(params, "chunk"))
     check(first, input_ids=batch["input_ids"])  # not packed
@@ -408,22 +409,20 @@ def test_rows_behind_the_last_offset_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("given", "found"),
+    ("packing", "found"),
     [
-        ({"packing": PackedShape(127, 2048)}, [127]),
-        ({"packing": PackedShape(256, 2048)}, [256, 128, 64]),
-        ({"packing": PackedShape(127, 2048), "buckets": (0.5,)}, [127, 32] * 2),
-        ({"packing": PackedShape(127, 32)}, [127, 32]),
-        ({"packing": PackedShape(256, 32), "seq_buckets": ()}, [256]),
-        ({"packing": PackedShape(256, 32), "seq_buckets": (9,)}, [256, 9]),
+        (PackedShape(127, 2048), [127]),
+        (PackedShape(256, 2048), [256, 128, 64]),
+        (PackingOptions(PackedShape(127, 2048), (0.5,)), [127, 32] * 2),
+        (PackedShape(127, 32), [127, 32]),
+        (PackingOptions(PackedShape(256, 32), seq_buckets=()), [256]),
+        (PackingOptions(PackedShape(256, 32), seq_buckets=(9,)), [256, 9]),
     ],
 )
-def test_graphs_for_fewer_sequences(
-    chunks: list[Any], given: dict[str, Any], found: list[int]
-) -> None:
+def test_graphs_for_fewer_sequences(chunks: list[Any], packing: Any, found: list[int]) -> None:
     from chunkgraph.megatron.attachment import attach
 
-    attached = attach(chunks, **given)
+    attached = attach(chunks, packing=packing)
     assert [one.max_packed_seqs for one in attached.packed_shapes] == found
     attached.detach()
 
@@ -454,7 +453,9 @@ def test_offsets_of_the_most_sequences_are_cut(
 
     shape = PackedShape(6, 32, max_document_tokens=longest)
     extra = shape.num_sequences - shape.max_packed_seqs  # for a tail of several sequences
-    attached = attach(chunks, scope=scope, num_slots=[2], packing=shape, seq_buckets=(4, 2))
+    attached = attach(
+        chunks, scope=scope, num_slots=[2], packing=PackingOptions(shape, seq_buckets=(4, 2))
+    )
     packings = [[[10, 8, 6], [20]], [[5, 5, 5, 5, 5], [1, 20]], [[1], [16, 16]], [[3, 9], [20]]]
     few = PackedShape(2, 32, max_document_tokens=longest)
     _step(attached, chunks[0], packings[0], shape)  # warmup
@@ -499,7 +500,7 @@ def test_documents_that_a_step_was_not_told_are_not_lost(
     from chunkgraph.megatron.attachment import attach
     from chunkgraph.megatron.features.packing.offset_cutter import OffsetCutter
 
-    attached = attach(chunks, num_slots=[2], packing=_SHAPE, seq_buckets=(2,))
+    attached = attach(chunks, num_slots=[2], packing=PackingOptions(_SHAPE, seq_buckets=(2,)))
     batch = _batch(lengths)
     run = attached.wrap_forward_backward(lambda **_: _flight(chunks[0], [batch]))
     said = r"chunk 0.*, microbatch 0: packed_seq_params.cu_seqlens_q.* holds more than the 1 docum"
@@ -524,7 +525,7 @@ def test_offsets_are_cut_for_banks_of_context_parallel_sizes(
     groups = ContextGroups([0], {1: None})
     banks = ContextBanks(limits, groups, seq_buckets=(3,))
     undo = follow_groups(chunks, groups)
-    attached = attach(chunks, num_slots=[2], contexts=banks)
+    attached = attach(chunks, num_slots=[2], packing=banks)
     many, few = banks.keys
     for packings, keys in (
         ([[7, 5], [9]], [few, few]),

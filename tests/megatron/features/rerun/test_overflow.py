@@ -313,11 +313,12 @@ def test_tokens_of_a_step_that_failed_are_not_the_next_ones(
     one_rank: Any, make_config: Any, monkeypatch: pytest.MonkeyPatch, is_behind: bool
 ) -> None:
     """Be it in its schedule or in what the engine finds behind it."""
+    from chunkgraph.megatron.features.experts.feature import Experts
     from chunkgraph.slots import SlotMachine
 
     run = _Run(one_rank, make_config, {}, {"token_drops": "raise"})
     run.step(0, 2)
-    experts: Any = run.graphs._experts
+    experts: Any = run.graphs.features.find(Experts)
     experts._drops.counts.total[0] += 5  # as if its forwards had dropped some
     if is_behind:
         with monkeypatch.context() as patch:
@@ -340,8 +341,8 @@ def test_ranks_agree_on_buckets_apart_from_steps(
 ) -> None:
     """A rank that announces asks about a step before one that does not: on a group of both, their
     questions would meet others."""
-    from chunkgraph.megatron import attach
-    from chunkgraph.megatron import attachment as plugin
+    from chunkgraph.megatron import attach, site
+    from chunkgraph.megatron.features.packing.options import PackingOptions
     from chunkgraph.packing import PackedShape
     from chunkgraph.settings import config_from_mapping
     from chunkgraph.trainer.model import build_model
@@ -361,13 +362,15 @@ def test_ranks_agree_on_buckets_apart_from_steps(
             closed.append(groups.index(self))
 
     groups: list[Group] = []
-    monkeypatch.setattr(plugin, "agree_by_maximum", Group)
+    monkeypatch.setattr(site, "agree_by_maximum", Group)
     config = config_from_mapping(make_config())
-    graphs = attach(build_model(config, one_rank), packing=PackedShape(4, 16), buckets=(0.5,))
+    graphs = attach(
+        build_model(config, one_rank), packing=PackingOptions(PackedShape(4, 16), (0.5,))
+    )
     asked.clear()
     assert graphs.agree_on_buckets([[3], [4, 4], [9]]) == [8, 8, 16]
     ((of_buckets, _),) = asked
-    assert groups[of_buckets] is not graphs._agree  # through which steps are asked about
+    assert groups[of_buckets] is not graphs.site.agree  # through which steps are asked about
     graphs.detach()
     assert sorted(closed) == list(range(len(groups)))
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -14,58 +14,60 @@ import torch
 from chunkgraph.engine.counters import Counters
 from chunkgraph.engine.decide.reasons import StepMode
 from chunkgraph.errors import StashError
+from chunkgraph.megatron.feature import Feature, Features
+from chunkgraph.megatron.features.rerun.guard import OverflowGuard
+from chunkgraph.megatron.features.stash.feature import ExpertStash
+from chunkgraph.megatron.step import Shortage
 
 pytestmark = pytest.mark.megatron
 
 
-class _Pages:
+class _Pages(ExpertStash):
     """Stands for a rank's stash after a replayed step."""
 
     def __init__(self, num_left: int, num_late: int) -> None:
-        self.options = SimpleNamespace(on_overflow="rerun")
         self.num_left, self.num_late = num_left, num_late
-        self.was_abandoned = False
+        self.was_dropped = False
+        self._rank = 1
 
     def status(self) -> Any:
         return SimpleNamespace(num_wanted_pages=7, num_short=0, num_peak_pages=9)
 
-    def num_pages_left(self) -> int:
+    def num_pages_left(self, *, steps_ago: int = 1) -> int:
+        assert steps_ago == 1
         return self.num_left
 
     def num_short_late(self) -> int:
         return self.num_late
 
-    def abandon_step(self) -> None:
-        self.was_abandoned = True
+    def drop_step(self) -> None:
+        self.was_dropped = True
 
 
 @pytest.mark.parametrize("mine", [0, 3])
 @pytest.mark.parametrize(
     ("place", "what"),
     [
-        (3, r"Rank 1: {} pages .* not given back in the step before \(on one rank 3\)"),
-        (4, r"Rank 1: {} tensors found no page .* after its last forward"),
+        (2, r"Rank 1: {} pages .* not given back in the step before \(on one rank 3\)"),
+        (3, r"Rank 1: {} tensors found no page .* after its last forward"),
     ],
 )
 def test_what_a_look_comes_late_for_is_an_error_on_all_ranks(
     mine: int, place: int, what: str
 ) -> None:
     """A rank that raised alone would leave the others in the agreement."""
-    from chunkgraph.megatron.features.rerun.guard import OverflowGuard
-
     asked = []
 
     def agree(values: Sequence[int]) -> list[int]:
         asked.append(list(values))
-        others = [3 * (index == place) for index in range(5)]
+        others = [3 * (index == place) for index in range(4)]
         return [max(value, other) for value, other in zip(values, others, strict=True)]
 
-    pages = _Pages(*(mine * (place == late) for late in (3, 4)))
-    nothing: Any = SimpleNamespace(reruns=False, keep=lambda: None)
+    pages = _Pages(*(mine * (place == late) for late in (2, 3)))
+    nothing: Any = SimpleNamespace(keep=lambda: None)
     guard = OverflowGuard(
         nothing,
-        nothing,
-        pages,  # type: ignore[arg-type]
+        Features([pages]),
         agree=agree,
         release=lambda: None,
         has_graphs=lambda: True,
@@ -75,39 +77,43 @@ def test_what_a_look_comes_late_for_is_an_error_on_all_ranks(
     )
     with pytest.raises(StashError, match=what.format(mine)):
         guard.run(lambda _kwargs, _eager: (None, StepMode.REPLAY), {"data_iterator": None})
-    assert asked == [[mine * (index == place) for index in range(5)]]
-    assert pages.was_abandoned
+    assert asked == [[mine * (index == place) for index in range(4)]]
+    assert pages.was_dropped
 
 
 @pytest.mark.parametrize("has_graphs", [False, True])
 def test_an_eager_step_gives_room_where_no_graph_has_less(has_graphs: bool) -> None:
     """Eager passes beside replays, as `verify` runs them, must drop what the replays drop."""
-    from chunkgraph.megatron.features.rerun.guard import OverflowGuard
-
     done: list[Any] = []
-    experts: Any = SimpleNamespace(
-        reruns=True,
-        look=lambda: 2,
-        words=SimpleNamespace(counted="tokens"),
-        room_for_all=nullcontext,
-        heaviest_load=lambda: 7,
-        give_room=done.append,
-        forget_step=lambda: done.append("forgotten"),
-    )
+
+    class Short(Feature):
+        def shortage(self, mode: StepMode) -> Shortage:
+            assert mode is StepMode.EAGER
+            return Shortage("expert capacity", 2, "2 tokens")
+
+        @contextmanager
+        def having_room(self) -> Iterator[None]:
+            done.append("room")
+            yield
+
+        def make_room(self, agree: Any) -> None:
+            done.extend(agree([7]))
+
     state: Any = SimpleNamespace(keep=lambda: None, restore=lambda: done.append("restored"))
+    counters = Counters()
     guard = OverflowGuard(
         state,
-        experts,
-        None,
+        Features([Feature(), Short()]),
         agree=None,
         release=lambda: done.append("released"),
         has_graphs=lambda: has_graphs,
-        counters=Counters(),
+        counters=counters,
         max_recaptures=1,
         rank=0,
     )
     guard.run(lambda _kwargs, _eager: (None, StepMode.EAGER), {"data_iterator": None})
-    assert done == ["restored", *([] if has_graphs else [7]), "forgotten"]
+    assert done == ["restored", "room", *([] if has_graphs else [7])]
+    assert counters.overflow_reruns == {"expert capacity": 1}
 
 
 class _Event:

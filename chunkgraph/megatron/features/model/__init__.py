@@ -1,0 +1,1 @@
+"""What Megatron keeps in Python for every model."""

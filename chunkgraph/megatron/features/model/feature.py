@@ -1,0 +1,68 @@
+"""What Megatron keeps in Python for every model, and how captures live with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Self
+
+from chunkgraph.megatron.core.attention_choice import same_attention
+from chunkgraph.megatron.core.cached_tables import CachedTables
+from chunkgraph.megatron.core.capture_flag import capture_flag
+from chunkgraph.megatron.core.random_state import preserve_rng
+from chunkgraph.megatron.core.recompute import recomputing
+from chunkgraph.megatron.feature import Feature
+from chunkgraph.megatron.refusals import model_refusals
+from chunkgraph.megatron.scope_choice import refuse_for_scope
+from chunkgraph.megatron.site import Site
+
+__all__ = ["ModelState"]
+
+
+class ModelState(Feature):
+    """Random state, recomputation, cached tables, and Megatron's knowledge of a capture.
+
+    Args:
+        tables: the cached tables of the captured modules.
+    """
+
+    def __init__(self, tables: CachedTables) -> None:
+        self._tables = tables
+
+    @classmethod
+    def refusals(cls, site: Site) -> list[str]:
+        """List what keeps a model out of graphs, whatever its features."""
+        return model_refusals(site.config, site.chunks, site.device)
+
+    @classmethod
+    def check(cls, site: Site) -> None:
+        """Refuse settings with which the whole model cannot be captured, if that is asked for."""
+        is_packed = site.largest_shape is not None
+        refuse_for_scope(site.config, site.asked_scope, is_packed=is_packed)
+
+    @classmethod
+    def of(cls, site: Site) -> Self:
+        """Apply to every model."""
+        return cls(CachedTables(module for part in site.parts for module in part.modules))
+
+    @contextmanager
+    def preserving(self) -> Iterator[None]:
+        """Put random state back after a session."""
+        with preserve_rng():
+            yield
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Let Megatron know of captures, and hold the tables that they read."""
+        with capture_flag(), recomputing(), self._tables.held():
+            yield
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """Choose attention as in a capture, and keep DDP's hooks silent."""
+        with same_attention(), capture_flag(), recomputing():
+            yield
+
+    def release(self) -> None:
+        """Let the tables go."""
+        self._tables.release()

@@ -1,0 +1,91 @@
+"""Packed sequences at the boundary of a chunk: their parameters as tensors and constants."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from chunkgraph.engine import Chunk
+from chunkgraph.errors import ConfigError
+from chunkgraph.megatron.captured_part import Call, CapturedPart
+from chunkgraph.megatron.feature import Feature
+from chunkgraph.megatron.features.packing.params import (
+    ARGUMENT,
+    is_packed,
+    put_together,
+    refuse_rows_behind_offsets,
+    take_apart,
+)
+from chunkgraph.megatron.features.packing.rope import forget_rope_rows, packed_rope
+
+__all__ = ["PackedCalls"]
+
+
+class PackedCalls(Feature):
+    """Calls with ``packed_seq_params``, which any model may get.
+
+    The engine sees their tensors and constants one by one; inside a chunk they are put together.
+    """
+
+    def call(self, part: CapturedPart, call: Call) -> Call:
+        """Take the parameters of packed sequences apart."""
+        label, predicts_tokens = part.label, part.predicts_tokens
+
+        def taken_apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            packed = kwargs.pop(ARGUMENT, None)
+            if packed is not None:
+                if predicts_tokens:
+                    raise ConfigError(
+                        f"{label} predicts several tokens from packed sequences: Megatron then "
+                        "reads the offsets on the host. Train without multi-token prediction, or "
+                        "with scope='block'."
+                    )
+                kwargs |= take_apart(packed, label)
+            return call(args, kwargs)
+
+        return taken_apart
+
+    def wrap(self, part: CapturedPart, chunk: Chunk) -> Chunk:
+        """Put the parameters together again, and check offsets before a capture."""
+        run = chunk.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            put_together(kwargs)
+            result = run(*args, **kwargs)
+            if (packed := kwargs.get(ARGUMENT)) is not None:
+                forget_rope_rows(packed)
+            return result
+
+        check = partial(_check_sample, part, chunk.check_sample)
+        return replace(chunk, forward=forward, check_sample=check)
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Embed positions of packed rows on the device alone."""
+        with packed_rope():
+            yield
+
+
+def _check_sample(
+    part: CapturedPart, check: Callable[..., None] | None, first: Any, *args: Any, **kwargs: Any
+) -> None:
+    """Refuse offsets of packed sequences that do not reach the last row."""
+    if check is not None:
+        check(first, *args, **kwargs)
+    if not is_packed(kwargs):
+        return
+    config = part.config
+    hidden = first if isinstance(first, torch.Tensor) else kwargs.get("decoder_input")
+    if hidden is None:  # token numbers, which all tensor ranks have
+        rows = kwargs["input_ids"].shape[1]
+    else:
+        rows = hidden.shape[0]
+        if getattr(config, "sequence_parallel", False):
+            rows *= config.tensor_model_parallel_size
+    size = getattr(config, "context_parallel_size", 1) or 1
+    refuse_rows_behind_offsets(kwargs, rows, size, part.label)

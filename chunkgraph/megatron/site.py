@@ -1,0 +1,162 @@
+"""The model that chunk graphs are attached to, and what is asked of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from chunkgraph.engine import CaptureOptions
+from chunkgraph.engine.defaults import check_counts
+from chunkgraph.errors import ChunkGraphError, ConfigError
+from chunkgraph.megatron.captured_part import CapturedPart, Scope, new_part
+from chunkgraph.megatron.core.collectives import agree_by_maximum
+from chunkgraph.megatron.core.gloo_agreement import Maximum
+from chunkgraph.megatron.module_hooks import refuse_hooks
+from chunkgraph.megatron.receive import waits_for_sends
+from chunkgraph.megatron.scope_choice import ChosenScope, choose_scope
+from chunkgraph.megatron.topology import PipelinePlace
+
+if TYPE_CHECKING:
+    from chunkgraph.megatron.features.contexts import ContextBanks
+    from chunkgraph.megatron.features.experts.feature import TokenDrops
+    from chunkgraph.megatron.features.packing.options import PackingOptions
+    from chunkgraph.memory.stash import StashOptions
+    from chunkgraph.packing import PackedShape
+
+__all__ = ["Site", "config_of", "new_agreement"]
+
+
+@dataclass(kw_only=True)
+class Site:
+    """One rank's model, its place in the job, and the options of `attach`.
+
+    Attributes:
+        chunks: the model chunks, wrappers included.
+        asked_scope: see `attach`, as all up to ``asked_slots``.
+        asked_slots: slots of each chunk, or None.
+        parts: the captured part of each chunk; this and what follows is there after `find_parts`.
+        scope: the captured part of each chunk, the same on all ranks.
+        num_slots: slots of each chunk.
+        agree: makes all ranks decide alike; None in a job of one.
+        config: Megatron's TransformerConfig.
+        place: this rank's place in the pipeline.
+        device: the device of the parameters.
+    """
+
+    chunks: Sequence[nn.Module]
+    asked_scope: Scope = "auto"
+    options: CaptureOptions = field(default_factory=CaptureOptions)
+    packing: PackingOptions | ContextBanks | None = None
+    token_drops: TokenDrops = "warn"
+    stash: StashOptions | None = None
+    zero_copy: bool = True
+    asked_slots: Sequence[int] | None = None
+    parts: tuple[CapturedPart, ...] = ()
+    scope: ChosenScope = field(init=False)
+    num_slots: tuple[int, ...] = ()
+    agree: Maximum | None = None
+
+    config: Any = field(init=False)
+    place: PipelinePlace = field(init=False)
+    device: torch.device = field(init=False)
+
+    def __post_init__(self) -> None:
+        if not self.chunks:
+            raise ConfigError(
+                "attach() got no model chunk. Pass what the schedule gets as `model`."
+            )
+        self.config = config_of(self.chunks[0])
+        self.place = PipelinePlace.current(len(self.chunks), self.config)
+        self.device = _device_of(self.chunks[0])
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """Every module of the rank's model, captured or not."""
+        return [module for chunk in self.chunks for module in chunk.modules()]
+
+    @property
+    def largest_shape(self) -> PackedShape | None:
+        """The largest packed shape; None without packed sequences."""
+        return None if self.packing is None else self.packing.largest_shape
+
+    @property
+    def has_padding(self) -> bool:
+        """Whether rows of packed sequences may hold no token."""
+        return self.packing is None or not self.packing.fills_rows
+
+    @property
+    def shares_experts(self) -> bool:
+        """Whether several ranks share the experts of a layer."""
+        return (getattr(self.config, "expert_model_parallel_size", 1) or 1) > 1
+
+    def find_parts(self, undo: ExitStack) -> None:
+        """Settle the scope and the slots with the other ranks, and find what is captured.
+
+        Raises:
+            ConfigError: the model has no such part, or one that a graph cannot hold.
+        """
+        self.agree = new_agreement(undo)
+        self.scope = choose_scope(
+            self.asked_scope,
+            self.config,
+            self.chunks,
+            is_packed=self.largest_shape is not None,
+            agree=self.agree,
+        )
+        self.parts = tuple(
+            new_part(self.scope.scope, chunk, self.place.label(index))
+            for index, chunk in enumerate(self.chunks)
+        )
+        for index, part in enumerate(self.parts):
+            part.index = index
+            refuse_hooks(part.inner_modules, part.label)
+        slots = self.asked_slots
+        if slots is None:
+            slots = self.place.num_slots(are_shared=self.options.shared_slots)
+        self.num_slots = check_counts(len(self.parts), slots)
+        if self.packing is not None:
+            self.num_slots = self.packing.limit_slots(self.num_slots)
+
+    @property
+    def lends_input_grads(self) -> list[bool]:
+        """By chunk, whether input gradients are sent from its slots' own memory."""
+        # Stage 0 sends none; its input's gradient may go anywhere.
+        lends = self.zero_copy and waits_for_sends(self.config)
+        return [lends and self.place.stage(c) > 0 for c in range(len(self.chunks))]
+
+
+def new_agreement(undo: ExitStack) -> Maximum | None:
+    """Make what ranks agree through; all of them call it together, and ``undo`` closes it."""
+    agree = agree_by_maximum()
+    if agree is not None:
+        undo.callback(agree.close)
+    return agree
+
+
+def config_of(chunk: nn.Module) -> Any:
+    """Megatron's TransformerConfig of a model chunk, through its wrappers.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    module: Any = chunk
+    while isinstance(module, nn.Module):
+        if getattr(module, "config", None) is not None:
+            return module.config
+        module = getattr(module, "module", None)
+    raise ConfigError(
+        f"{type(chunk).__name__} has no config: it is not a Megatron-core model. For other models "
+        "use chunkgraph.ChunkGraphs itself."
+    )
+
+
+def _device_of(chunk: nn.Module) -> torch.device:
+    parameter = next(chunk.parameters(), None)
+    if parameter is None:
+        raise ChunkGraphError(f"{type(chunk).__name__} has no parameters; nothing to capture.")
+    return parameter.device
