@@ -1,0 +1,242 @@
+"""A feature from outside of the package: every method is called, and without it nothing is left."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+from chunkgraph.engine import CaptureOptions, Chunk, StepMode
+from chunkgraph.errors import ConfigError
+from chunkgraph.megatron.feature import Feature, Features
+from chunkgraph.megatron.features import FEATURES
+from chunkgraph.megatron.step import Shortage, Step, StepPlanner
+
+pytestmark = [pytest.mark.megatron, pytest.mark.timeout(60)]
+
+
+class Counting(Feature):
+    """Counts what it is asked, and doubles the output of every chunk."""
+
+    repeats_steps = True
+    num_short: ClassVar[int] = 0
+    calls: ClassVar[Counter[str]] = Counter()
+    now_around: ClassVar[list[str]] = []
+
+    @contextmanager
+    def _around(self, name: str) -> Iterator[None]:
+        self.calls[name] += 1
+        self.now_around.append(name)
+        yield
+        assert self.now_around.pop() == name
+
+    @classmethod
+    def refusals(cls, site: Any) -> list[str]:
+        cls.calls["refusals"] += 1
+        return ["init_method_std=0.5: too much"] if site.config.init_method_std == 0.5 else []
+
+    @classmethod
+    def check(cls, site: Any) -> None:
+        cls.calls["check"] += 1
+        assert not site.parts
+
+    @classmethod
+    def of(cls, site: Any) -> Counting:
+        cls.calls["of"] += 1
+        assert [part.index for part in site.parts] == [0]
+        return cls()
+
+    def install(self, undo: ExitStack) -> None:
+        self.calls["install"] += 1
+        undo.callback(lambda: self.calls.update(["undone"]))
+
+    def planner(self) -> StepPlanner | None:
+        self.calls["planner"] += 1
+        return None
+
+    def wrap(self, part: Any, chunk: Chunk) -> Chunk:
+        self.calls["wrap"] += 1
+        assert part.label == chunk.label
+        return replace(chunk, forward=lambda *args, **kwargs: 2 * chunk.forward(*args, **kwargs))
+
+    def call(self, part: Any, call: Any) -> Any:
+        self.calls["call"] += 1
+
+        def counted(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            self.calls[f"forwards of chunk {part.index}"] += 1
+            return call(args, kwargs)
+
+        return counted
+
+    def bind(self, graphs: Any) -> None:
+        self.calls["bind"] += 1
+        assert graphs.features.find(Counting) is self
+
+    def preserving(self) -> Any:
+        return self._around("preserving")
+
+    def capturing(self) -> Any:
+        return self._around("capturing")
+
+    def beside(self) -> Any:
+        return self._around("beside")
+
+    def step(self, step: Step) -> Any:
+        self.calls[f"step {step.mode.name}"] += 1
+        return self._around("step")
+
+    def forwards_done(self, step: Step) -> None:
+        assert step.is_training
+        self.calls["forwards_done"] += 1
+
+    def forwards_resumed(self) -> None:
+        self.calls["forwards_resumed"] += 1
+
+    def end_step(self, step: Step) -> None:
+        assert step.mode is not StepMode.OUTSIDE
+        assert "step" not in self.now_around
+        self.calls["end_step"] += 1
+
+    def abandon_step(self, *, is_training: bool) -> None:
+        assert is_training
+        self.calls["abandon_step"] += 1
+        self.now_around.clear()
+
+    def shortage(self, mode: StepMode) -> Shortage:
+        assert mode is not StepMode.OUTSIDE
+        self.calls["shortage"] += 1
+        short, type(self).num_short = self.num_short, 0
+        return Shortage("toys", short, "no toy")
+
+    def answer(self, mine: Shortage, most: Shortage) -> None:
+        assert mine.amount == most.amount
+        self.calls["answer"] += 1
+
+    def having_room(self) -> Any:
+        return self._around("having_room")
+
+    def make_room(self, agree: Any) -> None:
+        assert agree([3]) == [3]
+        self.calls["make_room"] += 1
+
+    def drop_step(self) -> None:
+        self.calls["drop_step"] += 1
+
+    def release(self) -> None:
+        self.calls["release"] += 1
+
+
+@pytest.fixture(autouse=True)
+def _from_nothing() -> None:
+    Counting.calls.clear()
+    Counting.num_short = 0
+    Counting.now_around.clear()
+
+
+def _outputs(chunks: list[nn.Module], features: Any, num_forwards: int = 1) -> list[torch.Tensor]:
+    """Outputs of an eager step, two replayed ones and one that may run again."""
+    from chunkgraph.megatron import attach
+
+    block: Any = next(m for m in chunks[0].modules() if hasattr(m, "input_tensor"))
+    block = getattr(block, "decoder", block)
+    mask = torch.triu(torch.ones(1, 1, 16, 16, dtype=torch.bool), diagonal=1)
+
+    def forward_step() -> torch.Tensor:
+        hidden = torch.ones(16, 2, 32, requires_grad=True)
+        output: torch.Tensor = block(hidden_states=hidden, attention_mask=mask)
+        output.sum().backward()
+        return output.detach().clone()
+
+    def schedule(forward_step_func: Any, **_: Any) -> torch.Tensor:
+        torch.manual_seed(5)
+        first, *_others = [forward_step_func() for _ in range(num_forwards)]
+        return first
+
+    graphs = attach(
+        chunks, scope="block", features=features, options=CaptureOptions(verify="shadow")
+    )
+    run = graphs.wrap_forward_backward(schedule)
+    keywords: dict[str, Any] = {"num_microbatches": 1, "data_iterator": None}
+    outputs = [run(forward_step_func=forward_step, **keywords) for _ in range(3)]
+    assert graphs.counters.replayed_steps == 2
+    with pytest.raises(KeyError):
+        run(forward_step_func=lambda: {}["missing"], **keywords)
+    Counting.num_short = 1
+    outputs.append(run(forward_step_func=forward_step, **keywords))
+    graphs.detach()
+    return outputs
+
+
+def test_every_method_of_a_feature_is_called(chunks: list[nn.Module]) -> None:
+    doubled = _outputs(chunks, (*FEATURES, Counting), num_forwards=2)
+    names = {name for name in vars(Feature) if not name.startswith("_")}
+    calls = Counting.calls
+    names -= {"repeats_steps", "tensors", "step"}
+    assert names - set(calls) == set()
+    assert calls["capturing"] == 1
+    assert calls["step REPLAY"] == 4
+    assert calls["step EAGER"] == 2  # the last one is the first once more
+    assert calls["end_step"] == calls["forwards_done"] == calls["forwards_resumed"] == 5
+    assert calls["abandon_step"] == calls["drop_step"] == calls["undone"] == 1
+    assert calls["shortage"] == calls["answer"] == 4
+    assert calls["having_room"] == calls["make_room"] == 1
+    assert calls["forwards of chunk 0"] == 10
+    assert calls["preserving"] == 1 + calls["beside"] > 1  # around eager passes of verify too
+
+    calls.clear()
+    plain = _outputs(chunks, FEATURES)
+    assert not calls
+    assert all(torch.equal(2 * a, b) for a, b in zip(plain, doubled, strict=True))
+
+
+def test_a_feature_refuses_a_model_with_the_others(chunks: list[nn.Module]) -> None:
+    from chunkgraph.megatron import attach
+
+    config: Any = chunks[0].config
+    config.init_method_std, config.cpu_offloading = 0.5, True
+    with pytest.raises(ConfigError, match=r"(?s)cpu_offloading=True.*init_method_std=0.5: too"):
+        attach(chunks, features=(*FEATURES, Counting))
+    assert Counting.calls == {"refusals": 1}
+
+
+def test_features_are_entered_in_order_and_left_in_reverse() -> None:
+    events: list[str] = []
+
+    class Noted(Feature):
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        @contextmanager
+        def capturing(self) -> Iterator[None]:
+            events.append(f"enter {self.name}")
+            yield
+            events.append(f"leave {self.name}")
+
+        def release(self) -> None:
+            events.append(f"release {self.name}")
+
+    features = Features([Noted("a"), Feature(), Noted("b")])
+    with features.capturing():
+        events.append("captures")
+    features.release()
+    assert events == [
+        *("enter a", "enter b", "captures", "leave b", "leave a"),
+        *("release b", "release a"),
+    ]
+    assert not features.awaits_forwards
+
+
+def test_two_features_cannot_both_plan_steps() -> None:
+    class Planning(Feature, StepPlanner):
+        def planner(self) -> StepPlanner:
+            return self
+
+    assert Features([Planning()]).planner.keys == (None,)
+    with pytest.raises(ConfigError, match="Several features plan steps"):
+        Features([Planning(), Planning()])
