@@ -26,7 +26,7 @@ UNCOMPARED = ("eager_dropless",)
 
 
 def chosen_variants(text: str | None, config: Config) -> tuple[str, ...]:
-    """Those of ``--variants``, or by default all that a configuration can have.
+    """Return the variants of ``--variants``, or by default all that the configuration supports.
 
     Raises:
         ConfigError: one is unknown, or this configuration cannot have it.
@@ -38,8 +38,8 @@ def chosen_variants(text: str | None, config: Config) -> tuple[str, ...]:
         )
         raise ConfigError(msg)
     if text is None:
-        found: tuple[str, ...] = VARIANTS if config.device == "cuda" else PROMISED
-        return tuple(name for name in found if _why_not(name, config) is None)
+        candidates: tuple[str, ...] = VARIANTS if config.device == "cuda" else PROMISED
+        return tuple(name for name in candidates if _why_not(name, config) is None)
     names = tuple(name.strip() for name in text.split(",") if name.strip())
     for name in names:
         if name not in VARIANTS:
@@ -56,7 +56,7 @@ def chosen_variants(text: str | None, config: Config) -> tuple[str, ...]:
 
 
 def _why_not(name: str, config: Config) -> str | None:
-    """Why a configuration cannot have a variant, or None."""
+    """Explain why a configuration cannot have a variant; None if it can."""
     moe, num_seqs = config.moe, config.packing.max_packed_seqs
     if name == "eager_dropless" and moe.num_moe_experts is None:
         return "eager_dropless is for experts, and moe.num_moe_experts is null."
@@ -82,12 +82,12 @@ def _why_not(name: str, config: Config) -> str | None:
 
 
 def run_as(name: str) -> str:
-    """The variant that the workers run."""
+    """Return the variant that the workers run."""
     return "eager" if name in UNCOMPARED else name
 
 
 def config_of(name: str, config: Config) -> Config:
-    """What the workers of a variant are given; they run one variant, the command compares.
+    """Return the configuration for the workers of a variant; the command compares, not they.
 
     ``eager_dropless`` is Megatron's own way to lose no token: an all-to-all of as many tokens as
     there are, whose numbers are read on the host, and no room to overflow.

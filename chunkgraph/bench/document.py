@@ -28,10 +28,10 @@ class VariantResult:
     """One variant.
 
     Attributes:
-        name: of the variant.
-        error: why it did not get through its steps, or None.
-        values: what rank 0 wrote; empty if it did not get that far.
-        note: what failed after the measured steps, or None.
+        name: name of the variant.
+        error: reason that it did not finish its steps, or None.
+        values: results that rank 0 wrote; empty if it did not get that far.
+        note: failure after the measured steps, or None.
     """
 
     name: str
@@ -41,7 +41,7 @@ class VariantResult:
 
     @classmethod
     def failed(cls, name: str, error: str) -> VariantResult:
-        """A variant without results."""
+        """Make a variant without results."""
         return cls(name, error)
 
     @classmethod
@@ -62,11 +62,11 @@ class VariantResult:
         return float(self.values.get("step_ms", float("nan")))
 
     def get(self, key: str) -> Any:
-        """A measured value, or None."""
+        """Return a measured value, or None."""
         return self.values.get(key)
 
     def first_difference(self, other: VariantResult) -> str | None:
-        """Where this variant's results leave another's, to the last bit; None if nowhere."""
+        """Describe the first difference to another variant's results; None if there is none."""
         for key, what in (("losses_hex", "loss"), ("grad_norms_hex", "gradient norm")):
             pairs = zip(self.values[key], other.values[key], strict=True)
             for step, (own, theirs) in enumerate(pairs):
@@ -84,14 +84,14 @@ class VariantResult:
 
 @dataclass
 class BenchDocument:
-    """Everything one bench found."""
+    """All results of one bench."""
 
     head: dict[str, Any]
     results: list[VariantResult] = field(default_factory=list)
 
     @classmethod
     def start(cls, config: Config, *, command: str, commit: str | None) -> BenchDocument:
-        """An empty document."""
+        """Make an empty document."""
         return cls(
             {
                 "config": config.name,
@@ -106,23 +106,23 @@ class BenchDocument:
         )
 
     def add(self, result: VariantResult) -> None:
-        """Add a variant; the first with results tells the device."""
+        """Add a variant; the first with results gives the device."""
         self.results.append(result)
         for key in _OF_THE_RUN:
             if self.head[key] is None:
                 self.head[key] = result.values.get(key)
 
     def result(self, name: str) -> VariantResult | None:
-        """A variant that ran, by name."""
+        """Return a variant that ran, by name."""
         return next((r for r in self.results if r.name == name and r.error is None), None)
 
     @property
     def demands_equality(self) -> bool:
-        """Whether a difference is a failure: not on a GPU whose kernels need not repeat."""
+        """True if a difference is a failure: not on a GPU whose kernels need not repeat."""
         return self.head["is_deterministic"] is not False or not self.head["num_gpus"]
 
     def equality(self, result: VariantResult) -> tuple[bool | None, str | None]:
-        """Whether a variant equals eager to the last bit, and where not; None: it need not."""
+        """Compare a variant with eager to the last bit; returns None where it need not be equal."""
         eager = self.result("eager")
         if eager is None or result.error is not None or result.name in UNCOMPARED:
             return None, None
@@ -142,7 +142,7 @@ class BenchDocument:
         write_output("--json", path, json.dumps(self.to_mapping(), indent=1) + "\n")
 
     def _loss_difference(self, result: VariantResult) -> float | None:
-        """The largest relative difference of a step's loss to eager's; None without both."""
+        """Return the largest relative difference of a step's loss to eager's; None without both."""
         eager = self.result("eager")
         if eager is None or result.error is not None:
             return None
@@ -170,7 +170,7 @@ class BenchDocument:
 
 
 def _commit() -> str | None:
-    """The checkout's commit, marked where files differ from it; None outside a checkout."""
+    """Return the checkout's commit, marked if files differ from it; None outside a checkout."""
     folder = Path(__file__).parent
     try:
         shown = subprocess.run(

@@ -1,6 +1,6 @@
 """Host time of a microbatch in a chunk: around the captured part, without waiting for the device.
 
-Measured in steps of their own, since the hooks cost time themselves.
+Measured in separate steps, since the hooks cost time themselves.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class HostTimes:
     """Host times, in microseconds, one for each call.
 
     Attributes:
-        forward: of the transformer block's forward (of whatever the plug-in captured); a replay's
+        forward: times of the transformer block's forward (or the captured part); a replay's
             call as the model makes it, launches included.
-        backward: of its backward: with chunk graphs of the replay's call, otherwise from the
+        backward: times of its backward: with chunk graphs of the replay's call, otherwise from the
             block's output gradient to its input gradient.
-        forward_launch: of launching the forward graph, a part of ``forward``; chunk graphs only.
-        backward_launch: of launching the backward graph.
+        forward_launch: times to launch the forward graph, a part of ``forward``; graphs only.
+        backward_launch: times to launch the backward graph.
     """
 
     forward: list[float] = field(default_factory=list)
@@ -42,7 +42,7 @@ class HostTimes:
 
     @property
     def num_calls(self) -> tuple[int, ...]:
-        """How many times of each kind there are so far."""
+        """Number of times of each kind so far."""
         return tuple(map(len, self._all()))
 
     def forget(self, num_calls: Sequence[int]) -> None:
@@ -89,7 +89,7 @@ def host_times(chunks: Sequence[nn.Module], engine: ChunkGraphs | None) -> Itera
 
 
 def captured_part(chunk: nn.Module) -> nn.Module:
-    """The transformer block, or what holds it and has had its forward replaced by the plug-in."""
+    """Return the transformer block, or the module around it whose forward is replaced."""
     for module in chunk.modules():
         is_block = all(hasattr(module, name) for name in _BLOCK_ATTRIBUTES)
         if is_block or "forward" in module.__dict__:
@@ -200,7 +200,7 @@ def _median(values: Sequence[float]) -> float | None:
 
 
 def _median_difference(whole: Sequence[float], part: Sequence[float]) -> float | None:
-    """Median of whole minus part, call by call; None unless every call has its part."""
+    """Return the median of whole minus part, by call; None unless every call has its part."""
     if not part or len(whole) != len(part):
         return None
     return statistics.median(a - b for a, b in zip(whole, part, strict=True))

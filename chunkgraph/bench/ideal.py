@@ -20,7 +20,7 @@ def pipeline_ms(
     time. For equal stages and 1F1B this is the well-known ``(m + p - 1) (f + b)``.
 
     Args:
-        schedule: of forwards and whole backwards.
+        schedule: schedule of forwards and whole backwards.
         forward_ms: kernel time of one microbatch's forward, by stage.
         backward_ms: kernel time of one microbatch's backward, by stage.
     """

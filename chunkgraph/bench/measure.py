@@ -41,7 +41,7 @@ class Step(StepRecord):
 
 @dataclass
 class Measurement:
-    """What one rank measured; plain values, to be gathered.
+    """Measurements of one rank; plain values, to be gathered.
 
     Attributes:
         steps: all steps, warmup first.
@@ -52,8 +52,8 @@ class Measurement:
         matmul_tflops: speed of its GPU after the measured steps; None where it was not measured.
         host: host times; None until they are measured.
         kernels: kernel times of all profiled steps; None until they are measured.
-        num_profiled_steps: how many.
-        num_profiled_fallbacks: of those, how many ran eagerly where graphs were to be replayed.
+        num_profiled_steps: number of profiled steps.
+        num_profiled_fallbacks: profiled steps that ran eagerly instead of replaying graphs.
         num_steps_run: steps of any kind that have run.
     """
 
@@ -79,7 +79,7 @@ class VariantRun:
     Args:
         config: the run; model parallel groups must be set up.
         device: this rank's device.
-        variant: how to run.
+        variant: the way to run.
         on_step: called after every step, with its kind: ``warmup``, ``step``, ``host`` or
             ``profile``.
     """

@@ -1,4 +1,4 @@
-"""What packed microbatches hold, how many steps they make eager, and what that costs."""
+"""Contents of packed microbatches, the steps that they make eager, and the cost."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _OF_ANOTHER = "on another rank"
 
 @dataclass(frozen=True)
 class Work:
-    """What the microbatches of one step hold, on one data-parallel rank.
+    """Contents of the microbatches of one step, on one data-parallel rank.
 
     Attributes:
         num_tokens: tokens, padding left out.
@@ -39,11 +39,11 @@ def work_of(
     packings: Sequence[Sequence[int]] | None,
     buckets: Sequence[int] | None,
 ) -> Work:
-    """The work of a step.
+    """Count the work of a step.
 
     Args:
         config: the run.
-        num_microbatches: of the step.
+        num_microbatches: microbatches of the step.
         packings: documents of each microbatch; None without packing.
         buckets: rows of each microbatch; None where all have the same.
     """
@@ -61,7 +61,7 @@ def work_of(
 def packed_summary(
     config: Config, steps_by_rank: Sequence[Sequence[Any]], times_ms: Sequence[float]
 ) -> dict[str, Any]:
-    """The measured steps' fallbacks and padding; empty without packing.
+    """Summarize fallbacks and padding of the measured steps; empty without packing.
 
     A step falls back as a whole, with all of its microbatches on all ranks, so that the share of
     steps is larger than that of microbatches which do not fit.
@@ -69,7 +69,7 @@ def packed_summary(
     Args:
         config: the run.
         steps_by_rank: the measured steps (`measure.Step`) of each rank.
-        times_ms: of each of them, on the slowest rank.
+        times_ms: time of each of them, on the slowest rank.
     """
     shape = packed_shape(config)
     if shape is None:
@@ -78,10 +78,10 @@ def packed_summary(
     reasons = Counter(reason for step in steps for reason in step.fallbacks)
     causes: Counter[str] = Counter()
     for index in range(len(steps)):
-        # A rank whose own data fit says only that another's do not.
-        said = {cause for rank in steps_by_rank for cause in rank[index].overflows}
-        own = said - {_OF_ANOTHER} or said
-        causes.update(sorted(own)[:1])
+        # A rank whose own data fit reports only that another's do not.
+        all_causes = {cause for rank in steps_by_rank for cause in rank[index].overflows}
+        own_causes = all_causes - {_OF_ANOTHER} or all_causes
+        causes.update(sorted(own_causes)[:1])
     replayed = [ms for step, ms in zip(steps, times_ms, strict=True) if not step.fallbacks]
     eager = [ms for step, ms in zip(steps, times_ms, strict=True) if step.fallbacks]
     # Every data-parallel rank has as many ranks here, so that shares come out right.
@@ -101,7 +101,7 @@ def packed_summary(
 
 
 def _expected(config: Config, counts: Sequence[int]) -> dict[str, float | None]:
-    """The shares that the distribution lets expect, to judge the sample by."""
+    """Return the shares to expect from the distribution, to judge the sample by."""
     quantiles = config.data.document_counts
     if not quantiles:
         return {"expected_misfit_share": None, "expected_misfit_steps": None}

@@ -1,4 +1,4 @@
-"""A few steps under torch's profiler, with the marks by which kernels are told apart."""
+"""Profile a few steps, with marks that assign kernels to chunks."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def profile_steps(run_step: Callable[[], object], num_steps: int, trace: Path) -
 
     Args:
         run_step: a whole step, marked as one and ended by a synchronisation of the device.
-        num_steps: how many are profiled, after one that is not.
-        trace: where to write the trace.
+        num_steps: steps to profile, after one that is not.
+        trace: path of the trace.
     """
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     run_step()
@@ -36,7 +36,7 @@ def profile_steps(run_step: Callable[[], object], num_steps: int, trace: Path) -
 
 
 def marked(forward_step: ForwardStep, chunks: Sequence[nn.Module]) -> ForwardStep:
-    """A forward step that marks forwards, losses and backwards in the profiler's trace."""
+    """Wrap a forward step with marks of forwards, losses and backwards in the profiler's trace."""
     index = {id(chunk): number for number, chunk in enumerate(chunks)}
 
     def marked_forward_step(data: Any, chunk: nn.Module) -> tuple[torch.Tensor, Any]:

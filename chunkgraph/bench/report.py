@@ -59,7 +59,7 @@ def print_bench_report(
 
 
 def _uneven_gpus(document: BenchDocument) -> list[str]:
-    """Of each variant in whose run one GPU was clearly slower than another."""
+    """Describe each variant in whose run one GPU was clearly slower than another."""
     lines = []
     for result in document.results:
         speeds = [s for s in result.get("matmul_tflops_by_rank") or () if s is not None]
@@ -73,7 +73,7 @@ def _uneven_gpus(document: BenchDocument) -> list[str]:
 
 
 def find_failures(document: BenchDocument, names: Sequence[str]) -> list[str]:
-    """What breaks the promise: eager and chunk run, and are equal."""
+    """Find what breaks the promise: eager and chunk run, and are equal."""
     failures = []
     for name in PROMISED:
         if name not in names:
@@ -178,7 +178,7 @@ def _details_table(document: BenchDocument) -> Table:
 
 
 def _experts_table(document: BenchDocument) -> Table:
-    """What experts cost besides their products, by profile; no row where there are none.
+    """Show what experts cost apart from their products, by profile; no row without experts.
 
     Of the rank whose kernels took longest: what waits for another rank is in its times, too.
     """
@@ -201,7 +201,7 @@ def _experts_table(document: BenchDocument) -> Table:
 
 
 def _idle_table(document: BenchDocument) -> Table:
-    """Where a step with graphs is idle, by profile; exchange between ranks counts as idle.
+    """Show where a step with graphs is idle, by profile; exchange between ranks counts as idle.
 
     Of the rank whose kernels took longest. Between graphs is what a pipeline cannot fill, too.
     """

@@ -1,4 +1,4 @@
-"""All ranks' measurements of one variant as plain values for the result document."""
+"""Summarize all ranks' measurements of one variant as plain values for the document."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ class _Rank:
 def gathered_summary(
     config: Config, device: torch.device, measurement: Measurement
 ) -> dict[str, Any]:
-    """What all ranks measured, the same on every rank; a collective call."""
+    """Gather and summarize the measurements, the same on every rank; a collective call."""
     state = import_megatron("megatron.core.parallel_state")
-    mine = _Rank(measurement, state.get_pipeline_model_parallel_rank())
+    rank = _Rank(measurement, state.get_pipeline_model_parallel_rank())
     ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, mine)
+    dist.all_gather_object(ranks, rank)
     return {
         "device": _device_name(device),
         "num_gpus": len(ranks) if device.type == "cuda" else 0,
@@ -62,7 +62,7 @@ def gathered_summary(
 
 
 def _steps(config: Config, ranks: Sequence[_Rank]) -> dict[str, Any]:
-    """Times of a step are those of its slowest rank."""
+    """Summarize steps; the time of a step is that of its slowest rank."""
     first = config.bench.num_warmup_steps
     steps = ranks[0].measurement.steps
     times = [
@@ -104,7 +104,7 @@ def _memory(ranks: Sequence[_Rank]) -> dict[str, Any]:
 
 
 def _captures(config: Config, ranks: Sequence[_Rank]) -> dict[str, Any]:
-    """Where captures hide in a step, that step's time less a measured one's is taken for them."""
+    """Summarize captures; inside a step, they take its time less a measured step's."""
     seconds: list[float] = []
     for rank in ranks:
         captures = rank.measurement.captures
@@ -125,52 +125,51 @@ def _captures(config: Config, ranks: Sequence[_Rank]) -> dict[str, Any]:
 
 
 def _host(ranks: Sequence[_Rank]) -> dict[str, Any]:
-    """Of each median the largest over ranks."""
-    found = [r.measurement.host.medians() for r in ranks if r.measurement.host is not None]
+    """Return the largest of each median over ranks."""
+    by_rank = [r.measurement.host.medians() for r in ranks if r.measurement.host is not None]
     keys = (
         *("host_us_forward", "host_us_backward"),
         *("host_us_forward_without_launch", "host_us_backward_without_launch"),
     )
     largest: dict[str, Any] = {}
     for key in keys:
-        values = [value for medians in found if (value := medians[key]) is not None]
+        values = [value for medians in by_rank if (value := medians[key]) is not None]
         largest[key] = max(values) if values else None
     return largest
 
 
 def _kernels(config: Config, ranks: Sequence[_Rank]) -> dict[str, Any]:
-    """Kernel times a step; see ``trace`` for what is counted."""
+    """Summarize kernel times by step; see ``trace`` for what is counted."""
     empty = dict.fromkeys(_KERNEL_KEYS)
-    kernels = [rank.measurement.kernels for rank in ranks]
-    found = [one for one in kernels if one is not None]
-    if len(found) < len(ranks):
+    kernels = [r.measurement.kernels for r in ranks if r.measurement.kernels is not None]
+    if len(kernels) < len(ranks):
         return empty
     num_steps = ranks[0].measurement.num_profiled_steps
-    shares = [one.kernel_share for one in found]
-    known = [share for share in shares if share is not None]
+    shares = [one.kernel_share for one in kernels]
+    measured = [share for share in shares if share is not None]
     forward, backward = _stage_costs(config, ranks)
-    other = [one.other / num_steps for one in found]
+    other = [one.other / num_steps for one in kernels]
     pipeline = _pipeline_ms(config, forward, backward)
     return {
         **empty,
-        "kernel_share": min(known) if known else None,
+        "kernel_share": min(measured) if measured else None,
         "kernel_share_by_rank": shares,
-        "kernel_ms_by_rank": [one.total / num_steps for one in found],
+        "kernel_ms_by_rank": [one.total / num_steps for one in kernels],
         "other_kernel_ms_by_rank": other,
-        "dispatch_ms_by_rank": [one.dispatch / num_steps for one in found],
-        "stash_ms_by_rank": [one.stash / num_steps for one in found],
-        "send_receive_ms_by_rank": [one.send_receive / num_steps for one in found],
+        "dispatch_ms_by_rank": [one.dispatch / num_steps for one in kernels],
+        "stash_ms_by_rank": [one.stash / num_steps for one in kernels],
+        "send_receive_ms_by_rank": [one.send_receive / num_steps for one in kernels],
         "forward_kernel_ms": forward,
         "backward_kernel_ms": backward,
         "ideal_ms": None if pipeline is None else pipeline + max(other),
         "ideal_pipeline_ms": pipeline,
         "num_profiled_fallbacks": ranks[0].measurement.num_profiled_fallbacks,
-        "graph_launches_by_rank": [one.num_graph_launches / num_steps for one in found],
-        "kernel_launches_by_rank": [one.num_kernel_launches / num_steps for one in found],
-        "graph_copies_by_rank": [one.num_graph_copies / num_steps for one in found],
-        "idle_at_copies_ms_by_rank": [one.idle_at_copies / num_steps for one in found],
+        "graph_launches_by_rank": [one.num_graph_launches / num_steps for one in kernels],
+        "kernel_launches_by_rank": [one.num_kernel_launches / num_steps for one in kernels],
+        "graph_copies_by_rank": [one.num_graph_copies / num_steps for one in kernels],
+        "idle_at_copies_ms_by_rank": [one.idle_at_copies / num_steps for one in kernels],
         "idle_ms_by_rank": [
-            {place: ms / num_steps for place, ms in one.idle.items()} for one in found
+            {place: ms / num_steps for place, ms in one.idle.items()} for one in kernels
         ],
     }
 
@@ -178,32 +177,37 @@ def _kernels(config: Config, ranks: Sequence[_Rank]) -> dict[str, Any]:
 def _stage_costs(
     config: Config, ranks: Sequence[_Rank]
 ) -> tuple[dict[int, float], dict[int, float]]:
-    """Kernel ms of a microbatch by stage, forward and backward; of parallel ranks the slowest."""
+    """Return kernel ms of a microbatch by stage, forward and backward, of the slowest ranks."""
     pipeline = config.pipeline
     forward: dict[int, float] = {}
     backward: dict[int, float] = {}
     for rank in ranks:
-        own = rank.measurement
-        assert own.kernels is not None
+        measurement = rank.measurement
+        assert measurement.kernels is not None
         # The profiled steps are the last ones that ran.
-        num_microbatches = _profiled_microbatches(config, own)
-        for target, times in ((forward, own.kernels.forward), (backward, own.kernels.backward)):
+        num_microbatches = _profiled_microbatches(config, measurement)
+        for target, times in (
+            (forward, measurement.kernels.forward),
+            (backward, measurement.kernels.backward),
+        ):
             for chunk, ms in times.items():
                 stage = chunk * pipeline.pipeline_model_parallel_size + rank.pipeline_rank
                 target[stage] = max(target.get(stage, 0.0), ms / num_microbatches)
     return forward, backward
 
 
-def _profiled_microbatches(config: Config, own: Measurement) -> int:
+def _profiled_microbatches(config: Config, measurement: Measurement) -> int:
     counts = config.train.num_microbatches
-    end = own.num_steps_run
-    return sum(counts[step % len(counts)] for step in range(end - own.num_profiled_steps, end))
+    end = measurement.num_steps_run
+    return sum(
+        counts[step % len(counts)] for step in range(end - measurement.num_profiled_steps, end)
+    )
 
 
 def _pipeline_ms(
     config: Config, forward: dict[int, float], backward: dict[int, float]
 ) -> float | None:
-    """None where not every stage could be told apart, or microbatch counts change."""
+    """Simulate the pipeline; None if a stage has no times, or microbatch counts change."""
     pipeline, counts = config.pipeline, config.train.num_microbatches
     stages = range(pipeline.pipeline_model_parallel_size * pipeline.num_model_chunks)
     if len(set(counts)) != 1 or not all(stage in forward and stage in backward for stage in stages):
@@ -222,14 +226,14 @@ def _device_name(device: torch.device) -> str:
 
 
 def _is_deterministic(config: Config) -> bool:
-    """Whether kernels were to repeat to the last bit: torch's and Transformer Engine's."""
+    """Return True if torch's and Transformer Engine's kernels repeat to the last bit."""
     allowed = os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1")
     return config.train.deterministic and allowed == "0"
 
 
 def _versions(device: torch.device) -> dict[str, str]:
-    found = versions()
+    numbers = versions()
     if device.type == "cuda":
-        found["cuda"] = str(torch.version.cuda)
-        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    return found
+        numbers["cuda"] = str(torch.version.cuda)
+        numbers["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return numbers

@@ -41,26 +41,26 @@ class KernelTimes:
     """Device time of one rank, summed over all profiled steps, in ms.
 
     Attributes:
-        total: of all kernels and copies but sends and receives.
-        forward: by chunk.
-        backward: by chunk.
-        dispatch: of DeepEP's kernels, which wait for other ranks, and of all that permute rows
+        total: time of all kernels and copies but sends and receives.
+        forward: time of forwards by chunk.
+        backward: time of backwards by chunk.
+        dispatch: time of DeepEP's kernels, which wait for other ranks, and of all that permute rows
             (by name), wherever they ran.
-        stash: of the stash's kernels.
-        send_receive: of NCCL's sends and receives, which all-to-all dispatch consists of; they are
-            not in ``total``.
-        other: of the rest (optimizer, zeroing, copies for communication), without collectives.
+        stash: time of the stash's kernels.
+        send_receive: time of NCCL's sends and receives, which all-to-all dispatch consists of;
+            they are not in ``total``.
+        other: time of the rest (optimizer, zeroing, copies for communication), without collectives.
         graph_busy: time in which any kernel of a graph ran, from its first to its last kernel.
         graph_span: from a graph's first to its last kernel, summed over graph launches.
-        idle_at_copies: of a graph's time, in which nothing ran right before or behind a memset or
-            memcpy of its own (see `chunkgraph.graphs.memset_nodes`).
-        num_graph_copies: of those.
+        idle_at_copies: idle time inside graphs, right before or after a memset or
+            memcpy inside it (see `chunkgraph.graphs.memset_nodes`).
+        num_graph_copies: number of these memsets and copies.
         idle: time of the steps in which nothing ran but sends and receives, by place:
             ``before_graphs`` of the step, ``in_graphs`` from each one's first kernel to its last,
             ``between_graphs`` and ``behind_graphs``. A step is from its call to its end, for which
             the host waits. Empty without graphs.
-        num_graph_launches: of ``cudaGraphLaunch``.
-        num_kernel_launches: of single kernels.
+        num_graph_launches: calls of ``cudaGraphLaunch``.
+        num_kernel_launches: launches of single kernels.
     """
 
     total: float = 0.0
@@ -150,28 +150,28 @@ def kernel_times(events: Sequence[Mapping[str, Any]]) -> KernelTimes:
 def _idle_by_place(
     steps: Sequence[_Interval], graphs: Sequence[_Interval], computing: Sequence[_Interval]
 ) -> dict[str, float]:
-    """See `KernelTimes.idle`; in the unit of the trace."""
-    found: dict[str, float] = defaultdict(float)
+    """Return `KernelTimes.idle`, in the unit of the trace."""
+    idle: dict[str, float] = defaultdict(float)
     for step in steps:
-        own = [span for span in graphs if step[0] <= span[0] <= step[1]]
-        if not own:
+        inside = [span for span in graphs if step[0] <= span[0] <= step[1]]
+        if not inside:
             continue
-        first, last = min(a for a, _ in own), max(b for _, b in own)
-        own_busy = [*own, *computing]
-        found["before_graphs"] += first - step[0] - _covered(computing, (step[0], first))
-        found["in_graphs"] += _covered(own) - _covered_both(own, computing)
-        found["between_graphs"] += last - first - _covered(own_busy, (first, last))
-        found["behind_graphs"] += step[1] - last - _covered(computing, (last, step[1]))
-    return found
+        first, last = min(a for a, _ in inside), max(b for _, b in inside)
+        busy = [*inside, *computing]
+        idle["before_graphs"] += first - step[0] - _covered(computing, (step[0], first))
+        idle["in_graphs"] += _covered(inside) - _covered_both(inside, computing)
+        idle["between_graphs"] += last - first - _covered(busy, (first, last))
+        idle["behind_graphs"] += step[1] - last - _covered(computing, (last, step[1]))
+    return idle
 
 
 def _covered_both(some: Sequence[_Interval], others: Sequence[_Interval]) -> float:
-    """Length of what is in both unions."""
+    """Return the length of the overlap of both unions."""
     return _covered(some) + _covered(others) - _covered([*some, *others])
 
 
 class _Places:
-    """Which part of a step a host event is in."""
+    """Finds the part of a step that a host event is in."""
 
     def __init__(self, events: Iterable[Mapping[str, Any]]) -> None:
         self.steps: list[_Interval] = []

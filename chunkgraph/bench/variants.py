@@ -48,9 +48,9 @@ class Variant:
 
     Attributes:
         captures: measurements of its captures so far.
-        has_fragile_end: whether its graphs are not ours to take down, so that the process had
+        has_fragile_end: True if its graphs are not ours to take down, so that the process had
             better just end.
-        is_plain: whether the model is left as it is.
+        is_plain: True if the model stays as it is.
     """
 
     name = "eager"
@@ -166,7 +166,7 @@ class EagerStashVariant(Variant):
 
 
 class _MegatronVariant(Variant):
-    """A variant of Megatron's: its ``cuda_graph_impl`` is its name."""
+    """Megatron's own graphs; the variant's name is its ``cuda_graph_impl``."""
 
     is_plain = False
     has_fragile_end = True

@@ -1,7 +1,7 @@
 """One process of one variant: reads ``bench.json`` in the run folder, leaves ``result.json``.
 
 ``result.json`` is written by rank 0 after the measured steps, and again after each further phase,
-so that what a crash leaves is the truth up to there; ``phase`` tells how far it got.
+so that what a crash leaves is the truth up to there; ``phase`` is the last phase that ended.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ RESULT_FILE = "result.json"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
-    """What the command asks of the workers.
+    """The command's request to the workers.
 
     Attributes:
         variant: its name.
-        label: what progress calls it; None: by its name.
+        label: its name in progress lines; None for ``variant``.
         num_host_steps: further steps in which host times are taken.
         num_profiled_steps: further steps under the profiler; 0 for none.
     """
@@ -43,7 +43,7 @@ def main(config_path: str, run_dir: str) -> int:
     folder = Path(run_dir)
     request = Request(**json.loads((folder / REQUEST_FILE).read_text(encoding="utf-8")))
     config = load_config(config_path)
-    # Imported here: the progress file says that the process lives before torch is loaded.
+    # Imported here: progress is reported before torch is loaded.
     import torch.distributed as dist
 
     from chunkgraph.bench.variants import make_variant

@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted: the run was stopped and its processes ended.", file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The reader of our output left (`chunkgraph plan | head`); nothing more can be said to it.
+        # The reader of our output left (`chunkgraph plan | head`); it cannot be answered.
         return EXIT_FAILED
     except OSError as error:
         if getattr(args, "debug", False):

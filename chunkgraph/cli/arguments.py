@@ -25,7 +25,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def whole_number(text: str) -> int:
-    """The type of an option that is a whole number of at most 64 bits."""
+    """Parse an option that is a whole number of at most 64 bits."""
     try:
         value = int(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""``chunkgraph bench``: the same steps by each variant, in processes of its own, compared."""
+"""``chunkgraph bench``: run the same steps by each variant, in new processes, and compare."""
 
 from __future__ import annotations
 
@@ -196,9 +196,11 @@ class _Bench:
             # After every variant, so that a bench that is killed leaves what it measured.
             if json_path is not None and can_be_rewritten(json_path):
                 self._write_early(json_path)
-            took = time.monotonic() - started
-            ended = f"failed: {result.error}" if result.error else f"{result.step_ms:.2f} ms a step"
-            self._say(f"{name}: {ended} ({took:.0f} s in all)")
+            duration_s = time.monotonic() - started
+            outcome = (
+                f"failed: {result.error}" if result.error else f"{result.step_ms:.2f} ms a step"
+            )
+            self._say(f"{name}: {outcome} ({duration_s:.0f} s in all)")
         console = Console(
             file=stream_next_to(json_path, plot_path), width=REPORT_WIDTH, highlight=False
         )
@@ -212,7 +214,7 @@ class _Bench:
         return 1 if failures else 0
 
     def _write_early(self, path: Path) -> None:
-        """Write what there is so far; what goes wrong is an error once everything is measured."""
+        """Write the results so far; a failure is an error once everything is measured."""
         try:
             self._document.write(path)
         except OutputError as error:

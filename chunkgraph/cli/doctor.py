@@ -41,8 +41,8 @@ def run(args: argparse.Namespace) -> int:
     else:
         table = Table(box=None, pad_edge=False, show_header=False)
         for finding in findings:
-            told = f"{finding.found}; {finding.advice}" if finding.advice else finding.found
+            text = f"{finding.found}; {finding.advice}" if finding.advice else finding.found
             # Text, not str: brackets in advice are no markup.
-            table.add_row(finding.name, Text(finding.state, _STYLES[finding.state]), Text(told))
+            table.add_row(finding.name, Text(finding.state, _STYLES[finding.state]), Text(text))
         Console(highlight=False).print(table)
     return int(any(finding.state == "wrong" for finding in findings))

@@ -33,14 +33,14 @@ _CUDNN_PARTIAL = 91500
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at.
+    """One finding about this machine.
 
     Attributes:
         name: what.
         state: ``ok``; ``absent``: something optional is not there; ``wrong``: it is there, but
             chunk graphs cannot work with it.
-        found: what was found.
-        advice: what to do, if anything.
+        found: the finding in words.
+        advice: an action to take, if any.
     """
 
     name: str
@@ -222,14 +222,16 @@ def _determinism() -> Finding:
 
 
 def _checkout_version() -> str | None:
-    """The release of a Megatron-LM checkout on the path, which pip knows nothing of."""
+    """Read the release of a Megatron-LM checkout on the path, which pip does not know."""
     spec = importlib.util.find_spec("megatron")
     for folder in spec.submodule_search_locations or () if spec is not None else ():
         path = Path(folder, "core", "package_info.py")
         if path.exists():
             text = path.read_text(encoding="utf-8")
-            found = [re.search(rf"^{part} = (\d+)", text, re.MULTILINE) for part in _VERSION_PARTS]
-            return ".".join(match.group(1) for match in found if match is not None) or None
+            matches = [
+                re.search(rf"^{part} = (\d+)", text, re.MULTILINE) for part in _VERSION_PARTS
+            ]
+            return ".".join(match.group(1) for match in matches if match is not None) or None
     return None
 
 

@@ -207,7 +207,7 @@ def _study(args: argparse.Namespace) -> PackingStudy:
     if args.max_document_tokens is not None:
         _at_least(1, "--max-document-tokens", args.max_document_tokens)
     _at_least(1, "--pad-seq-to-mult", args.pad_seq_to_mult)
-    # A wrong size is told before a long file is read.
+    # Report a wrong size before reading a long file.
     if wanted_tokens is not None or args.context_parallel_size < 1:
         _capacity(args.max_document_tokens or 1 if wanted_tokens is None else wanted_tokens, args)
     elif _multiple(args) > MAX_TOKENS:
@@ -304,7 +304,7 @@ def _capacity(tokens: int, args: argparse.Namespace) -> PackedShape:
 
 
 def _multiple(args: argparse.Namespace) -> int:
-    """Rows that documents are padded to multiples of; `PackedShape` says it of valid sizes."""
+    """Return the multiple of rows that documents are padded to, for sizes not yet checked."""
     pieces = 1 if args.context_parallel_size == 1 else 2 * args.context_parallel_size
     return math.lcm(pieces, args.pad_seq_to_mult)
 

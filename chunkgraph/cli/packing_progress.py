@@ -19,7 +19,7 @@ class PackingProgress:
     """A bar on a terminal; elsewhere a line every ten seconds.
 
     Args:
-        console: Where to show it; None is standard error, so that the report alone is output.
+        console: Console to show it on; None is standard error, so that the report alone is output.
     """
 
     def __init__(self, console: Console | None = None) -> None:
@@ -50,7 +50,7 @@ class PackingProgress:
             self._bar.stop()
 
     def phase(self, name: str) -> Callable[[int, int], None]:
-        """What to call with the part done and the whole of one phase."""
+        """Return a callback that takes the part done and the whole of one phase."""
         if self._bar is None:
             return self._lines(name)
         bar, task = self._bar, self._bar.add_task(name, total=None)

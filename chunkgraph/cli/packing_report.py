@@ -37,7 +37,7 @@ _HOPELESS = 0.95
 # Shorter lengths are worth graphs if they leave out so much of all rows.
 _WORTH = 0.01
 _WIDTH = 80
-# More than these and one are not told one by one.
+# More than these and one are not listed one by one.
 _MANY_COUNTS = 2
 
 
@@ -88,7 +88,7 @@ def _outcome_json(outcome: ShapeOutcome) -> dict[str, Any]:
 
 
 def flags(outcome: ShapeOutcome) -> list[str] | None:
-    """The flags of pretrain scripts that choose a shape; None: their data are not padded so."""
+    """Return the flags of pretrain scripts that choose a shape; None if they cannot."""
     if outcome.shape.pad_seq_to_mult > 1:
         return None
     limit = outcome.shape.max_document_tokens
@@ -159,7 +159,7 @@ def _outcome_table(study: PackingStudy) -> Table:
 
 
 def _shown(study: PackingStudy) -> Sequence[ShapeOutcome]:
-    """Rows that inform: of capacities that can meet the target, each N that changes something."""
+    """Choose the rows: of capacities that can meet the target, each N that changes something."""
     outcomes = study.result.outcomes
     usable = {o.shape.max_packed_tokens for o in outcomes if o.fallback_share <= study.target}
     shown: list[ShapeOutcome] = []
@@ -175,7 +175,7 @@ def _shown(study: PackingStudy) -> Sequence[ShapeOutcome]:
         is_asked_for = outcome.shape.max_packed_seqs in study.wanted_seqs
         if (not usable or tokens in usable) and (is_telling or is_asked_for):
             shown.append(outcome)
-    # A table of nothing says less than one row of the least bad.
+    # One row of the least bad informs more than an empty table.
     return shown or [min(outcomes, key=lambda outcome: outcome.fallback_share)]
 
 
@@ -233,7 +233,7 @@ def _say_recommendation(study: PackingStudy, say: Any) -> None:
 
 
 def _lines(head: str, parts: Sequence[str]) -> str:
-    """The parts behind each other, in as many lines as they need."""
+    """Join the parts, in as many lines as they need."""
     lines = [head]
     for part in parts:
         if len(lines[-1]) + 1 + len(part) > _WIDTH:
@@ -244,7 +244,7 @@ def _lines(head: str, parts: Sequence[str]) -> str:
 
 
 def _say_same_cost(study: PackingStudy, best: ShapeOutcome, say: Any) -> None:
-    """What the next number costs that attention's kernels are started for, where it helps."""
+    """Print what the next number costs that attention's kernels are started for, if it helps."""
     same = most_for_the_same(best.shape)
     shape = replace(best.shape, max_packed_seqs=same)
     # Looked at for this alone: it may be none of the candidates.
@@ -282,7 +282,7 @@ def _say_seq_buckets(study: PackingStudy, best: ShapeOutcome, say: Any) -> None:
 
 
 def _asked(best: ShapeOutcome, flag: str, key: str) -> list[str]:
-    """A pretrain script's flag and a key of the configuration, or that alone; see `flags`."""
+    """Join a pretrain script's flag and a key of the configuration, or the key alone."""
     return [key] if flags(best) is None else [flag, f"({key})"]
 
 

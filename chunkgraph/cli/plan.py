@@ -64,7 +64,7 @@ _MAX_PLANNED_CHUNKS = 20_000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Request:
-    """What to plan, from a config or from flags."""
+    """A plan's input, from a config or from flags."""
 
     schedule: str
     num_ranks: int
@@ -115,7 +115,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         help="default auto: the one Megatron runs, 1f1b or interleaved",
     )
     add_bank_arguments(parser)
-    parser.add_argument("--rank", type=whole_number, metavar="R", help="tell of this rank only")
+    parser.add_argument("--rank", type=whole_number, metavar="R", help="show this rank only")
     parser.add_argument("--json", action="store_true", help="print JSON only")
     parser.add_argument(
         "--svg",

@@ -1,4 +1,4 @@
-"""The banks that ``chunkgraph plan`` tells of: by context-parallel size and by length."""
+"""The banks that ``chunkgraph plan`` shows: by context-parallel size and by length."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BANK_HEADINGS = ("Rank", "CP", "Tokens a rank", "Slots", "Graphs", "Alone", "Tab
 
 
 def add_bank_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what says which banks there are."""
+    """Add the options that choose banks."""
     parser.add_argument(
         "--cuda-graph-cp-sizes",
         type=whole_number,
@@ -44,7 +44,7 @@ def add_bank_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def banks_of(args: argparse.Namespace, config: Config) -> tuple[BankSizes, ...]:
-    """The banks to plan; none where neither sizes nor length buckets are given.
+    """Choose the banks to plan; none without sizes or length buckets.
 
     Raises:
         ConfigError: Sizes or tokens that cannot be, or lengths that no run would have.
@@ -78,25 +78,25 @@ def banks_of(args: argparse.Namespace, config: Config) -> tuple[BankSizes, ...]:
 
 
 def rows_of_a_rank(config: Config, banks: Sequence[BankSizes]) -> int:
-    """Rows that one rank holds of the longest microbatch.
+    """Return the rows that one rank holds of the longest microbatch.
 
     Args:
-        config: of the run.
-        banks: `banks_of` it.
+        config: the run.
+        banks: its banks, from `banks_of`.
     """
-    own = -(-config.tokens_per_sequence // config.pipeline.context_parallel_size)
-    return max((bank.tokens_per_rank for bank in banks), default=own)
+    tokens = -(-config.tokens_per_sequence // config.pipeline.context_parallel_size)
+    return max((bank.tokens_per_rank for bank in banks), default=tokens)
 
 
 def _sizes_of(args: argparse.Namespace, config: Config) -> Sequence[int]:
-    """Context-parallel sizes that microbatches may have of their own; none: all have one."""
+    """Return the context-parallel sizes that microbatches may have; none if all have the same."""
     packing = config.packing
-    given: Sequence[int] = args.cuda_graph_cp_sizes
-    return given or packing.cuda_graph_cp_sizes or packing.context_parallel_sizes
+    sizes: Sequence[int] = args.cuda_graph_cp_sizes
+    return sizes or packing.cuda_graph_cp_sizes or packing.context_parallel_sizes
 
 
 def _buckets_of(config: Config) -> tuple[PackedShape, ...]:
-    """The lengths that a run of it captures, largest first; none without shorter ones."""
+    """Return the lengths that a run captures, largest first; none without shorter ones."""
     packing, pipeline = config.packing, config.pipeline
     if not packing.buckets:
         return ()
@@ -119,12 +119,12 @@ def _buckets_of(config: Config) -> tuple[PackedShape, ...]:
 def seq_counts_of(
     args: argparse.Namespace, config: Config, banks: Sequence[BankSizes]
 ) -> tuple[int, ...]:
-    """The numbers of packed sequences that every graph is captured for; none where there is one.
+    """Return the numbers of packed sequences that are captured; none if there is only one.
 
     Args:
-        args: of the command.
-        config: of the run.
-        banks: `banks_of` it.
+        args: arguments of the command.
+        config: the run.
+        banks: its banks, from `banks_of`.
     """
     most, fewer = config.packing.max_packed_seqs, config.packing.seq_buckets
     if fewer is None and _sizes_of(args, config):
@@ -135,7 +135,7 @@ def seq_counts_of(
 
 
 def bank_rows(rank: int, banks: tuple[BankEstimate, ...]) -> list[list[str]]:
-    """One row of the table for each bank of a rank."""
+    """Return a row of the table for each bank of a rank."""
     return [
         [
             str(rank),

@@ -39,7 +39,7 @@ _STYLES = {
 
 
 def too_large(shape: PipelineShape) -> str | None:
-    """Why a step is not drawn and what to do; None if it can be."""
+    """Explain why a step cannot be drawn and what to do; None if it can."""
     num_actions = 2 * shape.num_microbatches * shape.num_stages
     if shape.num_ranks > _MAX_RANKS:
         return f"the step has {shape.num_ranks} ranks, and at most {_MAX_RANKS} are drawn"
@@ -78,7 +78,7 @@ class Grid:
         return cls(simulation=simulate(built), slots=assign_slots(built), ranks=ranks)
 
     def as_svg(self) -> str:
-        """The whole picture."""
+        """Draw the whole picture."""
         return draw_svg(self.simulation, slots=self.slots, ranks=self.ranks)
 
     def print(self, console: Console, *, is_full: bool) -> None:

@@ -1,4 +1,4 @@
-"""What ``chunkgraph plan`` tells of each rank, as tables and as JSON."""
+"""Each rank's part of ``chunkgraph plan``, as tables and as JSON."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MAX_RANKS = 256
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankRow:
-    """All that is told of one rank."""
+    """The plan of one rank."""
 
     plan: SlotPlan
     bubble_ratio: float
@@ -30,7 +30,7 @@ class RankRow:
 
 
 def as_json(row: RankRow) -> dict[str, object]:
-    """One rank, for ``--json``."""
+    """Return the plan of one rank for ``--json``."""
     plan = row.plan
     return {
         "rank": plan.rank,

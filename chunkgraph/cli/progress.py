@@ -22,7 +22,7 @@ class TrainProgress:
 
     Args:
         config: The run's configuration.
-        console: Where to show it; None is standard error, so that the report alone is output.
+        console: Console to show it on; None is standard error, so that the report alone is output.
     """
 
     def __init__(self, config: Config, console: Console | None = None) -> None:

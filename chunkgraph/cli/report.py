@@ -22,9 +22,9 @@ def print_report(config: Config, results: RunResults, console: Console | None = 
     """Print the table and what follows from it.
 
     Args:
-        config: Of the run.
-        results: Of the run.
-        console: Where to print; None is standard output.
+        config: Configuration of the run.
+        results: Results of the run.
+        console: Console to print to; None is standard output.
 
     Returns:
         What broke the promise of the run; empty when nothing did.
@@ -148,17 +148,17 @@ def _notes(config: Config, results: RunResults) -> list[str]:
         sizes = ", ".join(f"{size / 2**20:.1f}" for size in results.stash_bytes)
         lines.append(f"stash of saved expert activations: {sizes} MiB by rank")
     lines += [
-        f"{count} step(s) were run anew eagerly, since there was no room: {name}"
+        f"{count} step(s) ran again eagerly, since there was no room: {name}"
         for name, count in results.overflow_reruns.items()
     ]
-    lines += [f"captured anew with more room: {name}" for name in results.recaptures]
+    lines += [f"captured again with more room: {name}" for name in results.recaptures]
     if config.capture.enabled and not results.capture_sessions:
         lines.append("note: nothing was captured; see the reasons above")
     return lines
 
 
 def _banks(results: RunResults) -> list[str]:
-    """How often each bank was replayed on all ranks together, and which rank 0 had no graphs of."""
+    """List how often each bank was replayed, on all ranks, and which banks rank 0 lacked."""
     replays: Counter[str] = Counter()
     for of_rank in results.replays_of_bank:
         replays.update(of_rank)

@@ -128,22 +128,22 @@ def _train(args: argparse.Namespace, started: StartedRank) -> int:
 
 
 def _check_world_size(config: Config, started: StartedRank) -> None:
-    needed = config.pipeline.world_size
-    if started.world_size != needed:
+    num_ranks = config.pipeline.world_size
+    if started.world_size != num_ranks:
         pipeline = config.pipeline
         msg = (
-            f"The configuration needs {needed} process(es) (pipeline "
+            f"The configuration needs {num_ranks} process(es) (pipeline "
             f"{pipeline.pipeline_model_parallel_size} x tensor "
             f"{pipeline.tensor_model_parallel_size} x context {pipeline.context_parallel_size} x "
             f"data {pipeline.data_parallel_size}), but the job was started with "
-            f"{started.world_size} (WORLD_SIZE). Start {needed}, or change "
+            f"{started.world_size} (WORLD_SIZE). Start {num_ranks}, or change "
             "the sizes in the pipeline section."
         )
         raise TopologyError(msg)
 
 
 def _report_error(args: argparse.Namespace, started: StartedRank, error: Exception) -> int:
-    """Print what went wrong, in the place where it is seen once; returns the exit code."""
+    """Print an error on the rank where the user sees it once; returns the exit code."""
     from chunkgraph.jobs.reports import describe_error, lost_a_peer
 
     is_usage = is_usage_error(error)

@@ -1,4 +1,4 @@
-"""What ``chunkgraph train`` checks before it starts, and what it reports when it is over."""
+"""Checks of ``chunkgraph train`` before it starts, and its report at the end."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ STALL_GRACE_S = 15.0
 
 
 def checked_config(args: argparse.Namespace, num_local_ranks: int | None = None) -> Config:
-    """The configuration, after everything that can be checked before training has been.
+    """Load the configuration, and check everything that can be checked before training.
 
     Args:
         args: The subcommand's arguments.
@@ -124,17 +124,17 @@ def resolve_device(config: Config, num_local_ranks: int | None = None) -> Config
 
 def check_packages(config: Config) -> None:
     """Find missing optional packages before any process is started."""
-    needed = [("megatron.core", "megatron-core", "megatron", "to train")]
+    packages = [("megatron.core", "megatron-core", "megatron", "to train")]
     uses_te = config.model.layer_spec == "transformer_engine" or (
         config.model.layer_spec == "auto" and config.device == "cuda"
     )
     if uses_te:
-        needed.append(
+        packages.append(
             ("transformer_engine", "Transformer Engine", "te", "for the layers of a GPU run")
         )
     if config.train.tensorboard_dir is not None:
-        needed.append(("tensorboard", "tensorboard", "tensorboard", "for train.tensorboard_dir"))
-    for module, package, extra, purpose in needed:
+        packages.append(("tensorboard", "tensorboard", "tensorboard", "for train.tensorboard_dir"))
+    for module, package, extra, purpose in packages:
         if not _is_installed(module):
             msg = (
                 f"{package} is not installed; it is needed {purpose}. "
@@ -168,10 +168,12 @@ def worker_environment(config: Config) -> dict[str, str]:
 
 @contextlib.contextmanager
 def run_folder(path: Path | None) -> Iterator[Path]:
-    """The folder of the run: the user's, or one that is gone afterwards."""
+    """Provide the folder of the run: the user's, or a temporary one."""
     if path is None:
-        with tempfile.TemporaryDirectory(prefix="chunkgraph-", ignore_cleanup_errors=True) as made:
-            yield Path(made)
+        with tempfile.TemporaryDirectory(
+            prefix="chunkgraph-", ignore_cleanup_errors=True
+        ) as folder:
+            yield Path(folder)
         return
     if _make_folder("--run-dir", path):
         msg = f"--run-dir {shorten(str(path))}: the folder is not empty; name a new one."

@@ -30,7 +30,7 @@ _START_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchSpec:
-    """What to start."""
+    """A job to start."""
 
     target: str
     """``package.module:function``, called as ``function(config_path, run_dir) -> int``."""
@@ -47,7 +47,7 @@ class LaunchSpec:
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables for the workers where the user has not set them."""
     debug: bool = False
-    """Whether errors carry the workers' tracebacks, and the agent logs."""
+    """True to show the workers' tracebacks in errors, and to let the agent log."""
 
 
 def start_agent(
@@ -96,7 +96,7 @@ class Launcher:
     """One run of the training processes.
 
     Args:
-        spec: What to start.
+        spec: The job.
         on_progress: Called with each progress line of rank 0, from the calling thread.
         on_output: Called with each line the workers print, from another thread.
     """

@@ -28,9 +28,9 @@ __all__ = [
 ]
 
 PARENT_PID_VARIABLE = "CHUNKGRAPH_PARENT_PID"
-"""Environment variable in which a parent tells its child who started it."""
+"""Environment variable with the process id of a child's parent."""
 REPORT_FOLDER_VARIABLE = "CHUNKGRAPH_REPORT_FOLDER"
-"""Where ranks leave their pids and what went wrong."""
+"""Environment variable with the folder for the ranks' process ids and error files."""
 
 _PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 _PR_SET_NAME = 15
@@ -52,7 +52,7 @@ def die_with_parent() -> None:
 
 
 def stop(process: subprocess.Popen[str], *, grace_s: float = 3.0) -> None:
-    """End a process: ask, wait ``grace_s`` seconds, kill. Does nothing to one that has ended."""
+    """End a process: ask, wait ``grace_s`` seconds, kill. Ignore one that has ended."""
     if process.poll() is not None:
         return
     process.terminate()
@@ -104,22 +104,22 @@ def guard_session() -> Callable[[], None]:
 
 
 def end_session(leader: int, *, grace_s: float = 3.0) -> None:
-    """End what a process started in its session: ask, wait ``grace_s`` seconds, kill.
+    """End the processes that a process started in its session: ask, wait ``grace_s``, kill.
 
-    The process itself stays as it is, and so do processes that left for sessions of their own.
+    The process itself stays as it is, and so do processes that lead their own sessions.
 
     Args:
         leader: the process. After its death only a session that it led is found.
         grace_s: time between SIGTERM and SIGKILL.
     """
     for signum in (signal.SIGTERM, signal.SIGKILL):
-        told: set[int] = set()
+        signalled: set[int] = set()
         deadline = time.monotonic() + grace_s
         while (members := _started_by(leader)) and time.monotonic() < deadline:
-            for pid in members - told:
+            for pid in members - signalled:
                 with contextlib.suppress(OSError):
                     os.kill(pid, signum)
-            told |= members
+            signalled |= members
             time.sleep(_POLL_S)
 
 
@@ -136,7 +136,7 @@ def leave(code: int) -> NoReturn:
 
 
 def keep_quiet() -> None:
-    """Drop what every rank would print about packages and torch calls that no user can change."""
+    """Silence warnings about packages and torch calls that no user can change."""
     warnings.filterwarnings("ignore", module=r"(megatron|transformer_engine|torch\.distributed)\b")
     warnings.filterwarnings(
         "ignore", message=r"The \.grad attribute of a Tensor that is not a leaf"
@@ -168,7 +168,7 @@ def _release_files() -> None:
 
 
 def _started_by(leader: int) -> set[int]:
-    """The living members of the session that ``leader`` leads, or its descendants in its session.
+    """Find the living members of the session of ``leader``, or its descendants in its session.
 
     Neither the leader nor this process is among them.
     """
@@ -180,15 +180,15 @@ def _started_by(leader: int) -> set[int]:
             if state not in "ZX":
                 pid = int(path.parent.name)
                 parents[pid], sessions[pid] = int(parent), int(session)
-    found = {pid for pid, session in sessions.items() if session == leader}
-    found.add(leader)
+    family = {pid for pid, session in sessions.items() if session == leader}
+    family.add(leader)
     while more := {
         pid
         for pid, parent in parents.items()
-        if parent in found and pid not in found and sessions[pid] == sessions.get(leader)
+        if parent in family and pid not in family and sessions[pid] == sessions.get(leader)
     }:
-        found |= more
-    return found - {leader, os.getpid()}
+        family |= more
+    return family - {leader, os.getpid()}
 
 
 def _prctl(option: int, argument: int | bytes) -> None:

@@ -1,8 +1,8 @@
 """torchrun with exact exit codes: ``python -m chunkgraph.jobs.torchrun TORCHRUN-ARGUMENT...``.
 
-torchrun itself ends with 1 and a traceback of its own whatever the ranks ended with; job systems
-and scripts want the code of the rank that failed first. It can also leave ranks behind when further
-signals reach it while it ends them; here none is left.
+torchrun itself ends with 1 and a traceback whatever the ranks ended with; job systems
+and scripts want the code of the rank that failed first. It can also leave ranks running when
+further signals reach it while it ends them; here none is left.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _kill_children() -> None:
-    """Kill what an interrupted shutdown left; elsewhere than on Linux do nothing.
+    """Kill the ranks that an interrupted shutdown left; only on Linux.
 
-    Ranks lead process groups of their own, so that what they started ends with them.
+    Each rank leads a process group, so that what it started ends with it.
     """
     for listing in Path("/proc/self/task").glob("*/children"):
         with suppress(OSError):

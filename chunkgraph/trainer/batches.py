@@ -41,9 +41,9 @@ _NUM_CHOSEN = 4
 
 
 def packed_shape(config: Config, model_config: Any = None) -> PackedShape | None:
-    """The fixed shape of the run's packed microbatches; None without packing.
+    """Return the fixed shape of the run's packed microbatches; None without packing.
 
-    Nor is there one where each microbatch has a context-parallel size of its own.
+    None too if microbatches differ in their context-parallel size.
 
     Args:
         config: the run.
@@ -75,11 +75,11 @@ def packing_options(config: Config, model_config: Any) -> PackingOptions | None:
 def make_batches(
     config: Config, device: torch.device, model_config: Any
 ) -> SequenceBatches | PackedBatches:
-    """The run's microbatches, by its configuration. All ranks call it together.
+    """Make the source of the run's microbatches. All ranks call it together.
 
     Args:
         config: the run.
-        device: of this rank.
+        device: this rank's device.
         model_config: Megatron's TransformerConfig.
     """
     shape = packed_shape(config, model_config)
@@ -118,20 +118,20 @@ class SequenceBatches:
         return {}
 
     def packings(self, _step: int, _num_microbatches: int) -> None:
-        """Nothing, likewise."""
+        """Return nothing, likewise."""
 
     def buckets(self, _step: int, _num_microbatches: int) -> None:
-        """Nothing, likewise."""
+        """Return nothing, likewise."""
 
     def num_microbatches(self, _step: int, count: int) -> int:
-        """As many as asked for."""
+        """Return ``count``."""
         return count
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Do nothing."""
 
     def step(self, step: int, num_microbatches: int) -> Iterator[Batch]:
-        """The step's microbatches; every chunk draws its own copy."""
+        """Draw the step's microbatches, for one chunk."""
         return sequence_batches(self._config, self._text, step, num_microbatches, self._device)
 
 
@@ -139,9 +139,9 @@ class PackedBatches:
     """Whole documents in one row, with their offsets.
 
     Everything is computed on the host and copied to the device. A microbatch that does not fit the
-    shape gets offsets of its own length; the step that holds it runs eagerly.
+    shape gets longer offsets; the step that holds it runs eagerly.
 
-    The rows behind the documents hold token 0, whose activations are finite numbers. That matters:
+    The rows after the documents hold token 0, whose activations are finite numbers. That matters:
     a weight's gradient sums products over all rows, and 0 times NaN is NaN. So it is not enough
     that these rows get no gradient; nothing on the way may leave them without a value, and their
     losses are left out by selection, not by a factor 0.
@@ -173,16 +173,16 @@ class PackedBatches:
         return {} if buckets is None else {"buckets": buckets}
 
     def num_microbatches(self, _step: int, count: int) -> int:
-        """As many as asked for."""
+        """Return ``count``."""
         return count
 
     def packings(self, step: int, num_microbatches: int) -> list[tuple[int, ...]]:
-        """Document lengths of the step's microbatches, for this data-parallel rank."""
+        """Return the document lengths of the step's microbatches, for this data-parallel rank."""
         rank = _data_parallel_rank()
         return [self._documents.lengths(step, m, rank) for m in range(num_microbatches)]
 
     def buckets(self, step: int, num_microbatches: int) -> list[int] | None:
-        """Rows of each microbatch, where there are several lengths.
+        """Return the rows of each microbatch, if there are several lengths.
 
         All ranks call it for the same steps in the same order.
         """
@@ -202,7 +202,7 @@ class PackedBatches:
             self._agree.close()
 
     def step(self, step: int, num_microbatches: int) -> Iterator[Batch]:
-        """The step's microbatches; every chunk draws its own copy."""
+        """Draw the step's microbatches, for one chunk."""
         rank = _data_parallel_rank()
         buckets = self.buckets(step, num_microbatches)
         for microbatch in range(num_microbatches):
@@ -217,7 +217,7 @@ class PackedBatches:
             yield self._batch(packed, row)
 
     def _batch(self, packed: PackedSequences, row: DocumentRow) -> Batch:
-        """This rank's rows of a microbatch."""
+        """Return this rank's rows of a microbatch."""
         values = {
             "tokens": packed.place(row.tokens),
             "labels": packed.place(row.labels),
@@ -229,8 +229,8 @@ class PackedBatches:
         size = packed.shape.context_parallel_size
         if size > 1:
             rank = import_megatron("megatron.core.parallel_state").get_context_parallel_rank()
-            own = packed.rows_of_rank(rank)
-            values = {name: value[own] for name, value in values.items()}
+            rows = packed.rows_of_rank(rank)
+            values = {name: value[rows] for name, value in values.items()}
         batch: Batch = {name: sent(value[None], self._device) for name, value in values.items()}
         if size > 1:
             batch["num_counted"] = packed.num_valid_tokens
@@ -243,9 +243,9 @@ class PackedBatches:
 def sequence_batches(
     config: Config, text: PackedText, step: int, num_microbatches: int, device: torch.device
 ) -> Iterator[Batch]:
-    """The step's microbatches for this data- and context-parallel rank.
+    """Draw the step's microbatches for this data- and context-parallel rank.
 
-    Every chunk draws its own copy.
+    Each chunk draws them again.
     """
     dp_rank = _data_parallel_rank()
     cp_rank = import_megatron("megatron.core.parallel_state").get_context_parallel_rank()
@@ -272,7 +272,7 @@ def _data_parallel_rank() -> int:
 
 
 def _wants_mask(config: Config, device: torch.device) -> bool:
-    """Whether attention gets a mask that keeps documents of one sequence apart.
+    """Return True if attention gets a mask that keeps documents of one sequence apart.
 
     Transformer Engine's causal kernel takes none.
     """

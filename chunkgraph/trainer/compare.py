@@ -31,11 +31,11 @@ class Comparison:
     """Two runs of one rank, to the last bit.
 
     Attributes:
-        losses: whether each step's loss is equal.
-        grad_norms: whether each step's gradient norm is equal.
+        losses: True for each step whose loss is equal.
+        grad_norms: True for each step whose gradient norm is equal.
         different_parameters: names of parameters that differ after the run.
         num_parameters: elements compared.
-        expert_metrics: whether each step's metrics of the experts are equal on this rank.
+        expert_metrics: True for each step whose metrics of the experts are equal on this rank.
     """
 
     losses: tuple[bool, ...]
@@ -111,8 +111,8 @@ def run_eager(
     Args:
         config: the run.
         device: this rank's device.
-        ddp_options: as of `train`.
-        model_options: as of `train`.
+        ddp_options: as for `train`.
+        model_options: as for `train`.
         on_step: called after every step.
     """
     run = run_training(

@@ -1,4 +1,4 @@
-"""The microbatches of a run in which each has a context-parallel size of its own."""
+"""The microbatches of a run whose context-parallel size changes from one to the next."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _NUM_REMEMBERED = 3
 
 
 def context_limits(config: Config, model_config: Any) -> ContextLimits:
-    """What every schedule of the run keeps to.
+    """Return the limits of every schedule of the run.
 
     Args:
         config: the run.
@@ -62,7 +62,7 @@ class _Document:
 
 @dataclass(frozen=True)
 class _Step:
-    """The global batch of one step, and who works on what of it."""
+    """The global batch of one step, and its distribution over ranks."""
 
     documents: Sequence[_Document]
     schedule: ContextSchedule
@@ -77,11 +77,11 @@ class ContextBatches:
 
     Args:
         config: the run.
-        device: of this rank.
+        device: this rank's device.
         model_config: Megatron's TransformerConfig.
 
     Attributes:
-        banks: of this rank.
+        banks: this rank's banks.
     """
 
     def __init__(self, config: Config, device: torch.device, model_config: Any) -> None:
@@ -109,7 +109,7 @@ class ContextBatches:
         return {"contexts": self._step(step, count).keys} if has_graphs else {}
 
     def num_microbatches(self, step: int, count: int) -> int:
-        """How many the schedule made of the documents of ``count`` full ones on each rank."""
+        """Return how many the schedule makes of the documents of ``count`` full ones."""
         return self._step(step, count).schedule.num_microbatches
 
     def close(self) -> None:
@@ -117,15 +117,15 @@ class ContextBatches:
         self._groups.close()
 
     def step(self, step: int, count: int) -> Iterator[dict[str, Any]]:
-        """This rank's rows of the step's microbatches; every chunk draws its own copy."""
-        of_step = self._step(step, count)
-        schedule = of_step.schedule
-        num_tokens = sum(len(document.tokens) for document in of_step.documents)
+        """Draw this rank's rows of the step's microbatches, for one chunk."""
+        contents = self._step(step, count)
+        schedule = contents.schedule
+        num_tokens = sum(len(document.tokens) for document in contents.documents)
         scale = schedule.num_microbatches * self._limits.world_size / num_tokens
-        mine = schedule.of_rank(self._groups.rank)
-        for number, (microbatch, key) in enumerate(zip(mine, of_step.keys, strict=True)):
+        microbatches = schedule.of_rank(self._groups.rank)
+        for number, (microbatch, key) in enumerate(zip(microbatches, contents.keys, strict=True)):
             where = f"step {step}, microbatch {number}"
-            batch = self._batch([of_step.documents[d] for d in microbatch.documents], key, where)
+            batch = self._batch([contents.documents[d] for d in microbatch.documents], key, where)
             yield {**batch, "loss_scale": scale}
 
     def _batch(

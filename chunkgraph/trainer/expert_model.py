@@ -48,19 +48,19 @@ def expert_settings(config: Config) -> dict[str, Any]:
 
 
 def rank_capacity_factor(config: Config) -> float | None:
-    """The budget of a rank; none where nothing is captured, and nobody would count what it cuts."""
+    """Return the budget of a rank; None without graphs, since nobody would count what it cuts."""
     return config.moe.moe_expert_rank_capacity_factor if config.capture.enabled else None
 
 
 def expert_block_spec(
     config: Config, transformer_config: Any, index: int, *, use_transformer_engine: bool
 ) -> Any:
-    """The spec of one chunk's block, in which layers with experts and others may be mixed.
+    """Return the spec of one chunk's block, which may mix layers with and without experts.
 
     Args:
         config: the run.
         transformer_config: Megatron's.
-        index: of the model chunk on this rank.
+        index: index of the model chunk on this rank.
         use_transformer_engine: or Megatron's local layers.
     """
     make = import_megatron("megatron.core.models.gpt.gpt_layer_specs").get_gpt_decoder_block_spec

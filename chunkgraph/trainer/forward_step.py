@@ -1,4 +1,4 @@
-"""Megatron's forward step of the training command, and the losses that it leads to."""
+"""Megatron's forward step of the training command, and its losses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["forward_step", "shared_loss"]
 def forward_step(
     data: Iterator[dict[str, Any]], chunk: nn.Module
 ) -> tuple[torch.Tensor, Callable[[torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor]]]]:
-    """Megatron's forward step: one microbatch through ``chunk``, and the function of its loss."""
+    """Run a microbatch through ``chunk``, as Megatron's forward step; returns its loss function."""
     batch = next(data)
     # Releases without experts on packed sequences do not know the argument.
     only_some = {"padding_mask": batch["padding_mask"]} if "padding_mask" in batch else {}
@@ -40,7 +40,9 @@ def forward_step(
 def _mean_of(
     is_counted: torch.Tensor, num_counted: int | None, losses: torch.Tensor
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Mean loss over the rows that hold a token; a factor 0 would let a NaN of the others pass.
+    """Average the loss over the rows that hold a token.
+
+    Others are left out by selection: a factor 0 would let a NaN pass.
 
     With ``num_counted``, those of all context-parallel ranks, it is this rank's share of the mean,
     as in `_masked_mean`.
@@ -53,7 +55,7 @@ def _mean_of(
 def _share_of_step(
     is_counted: torch.Tensor, scale: float, losses: torch.Tensor
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The share of this rank and microbatch in the step's mean loss of a token.
+    """Compute the share of this rank and microbatch in the step's mean loss of a token.
 
     Rows that hold no token are left out by selection. The scale undoes the means over microbatches
     (the schedule's) and over ranks (DDP's), which count documents on many ranks more often.
@@ -65,7 +67,7 @@ def _share_of_step(
 def _masked_mean(
     loss_mask: torch.Tensor, num_labels: torch.Tensor | None, losses: torch.Tensor
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Mean loss over the labels that count; ``losses`` and ``loss_mask`` are [b, s].
+    """Average the loss over the labels that count; ``losses`` and ``loss_mask`` are [b, s].
 
     With ``num_labels``, those of all context-parallel ranks, it is this rank's share of the mean;
     the schedule multiplies it by their number before DDP averages gradients over them.
@@ -77,7 +79,7 @@ def _masked_mean(
 
 
 def shared_loss(losses: list[dict[str, torch.Tensor]], device: torch.device) -> float:
-    """Mean over microbatches and data-parallel ranks, from the last stage to every rank.
+    """Average over microbatches and data-parallel ranks, from the last stage to every rank.
 
     Context-parallel ranks hold shares of it, which are added up.
     """

@@ -39,8 +39,8 @@ class HybridChunks:
     Args:
         config: the run; ``model.hybrid_layer_pattern`` is given.
         transformer_config: Megatron's.
-        spec: of a GPT layer, of a whole stack, or None for Megatron's own stack.
-        experts: what takes the place of the GPT layer's feed-forward in layers of experts.
+        spec: spec of a GPT layer or of a whole stack, or None for Megatron's own stack.
+        experts: spec that replaces the GPT layer's feed-forward in layers of experts.
 
     Raises:
         ConfigError: the installed release cannot do it.
@@ -74,12 +74,12 @@ class HybridChunks:
             )
 
     def build(self, *, index: int, pre_process: bool, post_process: bool) -> nn.Module:
-        """One chunk of this rank.
+        """Build one chunk of this rank.
 
         Args:
-            index: of the chunk on this rank.
-            pre_process: whether it has the embedding.
-            post_process: whether it has the output layer.
+            index: index of the chunk on this rank.
+            pre_process: True if it has the embedding.
+            post_process: True if it has the output layer.
         """
         model = self._config.model
         stage: dict[str, Any] = {}
@@ -103,10 +103,10 @@ class HybridChunks:
 
 
 def hybrid_stack_spec(spec: Any, experts: Any = None) -> Any:
-    """The spec of a hybrid stack from that of a GPT layer; one of a stack is given back as it is.
+    """Make the spec of a hybrid stack from that of a GPT layer; returns a stack's spec as it is.
 
-    Attention and feed-forward become layers of their own, as Megatron's local layers have them:
-    each behind its norm. Mamba layers get plain linear layers.
+    Attention and feed-forward become separate layers, as Megatron's local layers have them:
+    each after its norm. Mamba layers get plain linear layers.
 
     Args:
         spec: a Megatron module spec.
@@ -125,13 +125,13 @@ def hybrid_stack_spec(spec: Any, experts: Any = None) -> Any:
     linear = import_megatron("megatron.core.tensor_parallel.layers")
     feed_forward = import_megatron("megatron.core.ssm.mlp_layer").MLPLayer
     identity = import_megatron("megatron.core.transformer.identity_op").IdentityOp
-    given = spec.submodules
-    norm = given.input_layernorm
+    layer = spec.submodules
+    norm = layer.input_layernorm
     if norm is identity:
         raise ConfigError(
             "model.layer_spec gives a GPT layer whose norms are inside of its linear layers, from "
             "which no Mamba layer can be made. Return the spec of a hybrid stack, or of a layer "
-            "with norms of its own."
+            "with separate norms."
         )
     submodules = layers.TransformerLayerSubmodules
     more: dict[str, Any] = {}
@@ -139,7 +139,7 @@ def hybrid_stack_spec(spec: Any, experts: Any = None) -> Any:
         more["moe_layer"] = module_spec(
             module=layers.MoETransformerLayer,
             submodules=submodules(
-                pre_mlp_layernorm=given.pre_mlp_layernorm, mlp=experts, mlp_bda=given.mlp_bda
+                pre_mlp_layernorm=layer.pre_mlp_layernorm, mlp=experts, mlp_bda=layer.mlp_bda
             ),
         )
     return module_spec(
@@ -156,23 +156,23 @@ def hybrid_stack_spec(spec: Any, experts: Any = None) -> Any:
                             out_proj=linear.RowParallelLinear,
                         ),
                     ),
-                    mamba_bda=given.self_attn_bda,
+                    mamba_bda=layer.self_attn_bda,
                 ),
             ),
             attention_layer=module_spec(
                 module=spec.module,
                 submodules=submodules(
                     input_layernorm=norm,
-                    self_attention=given.self_attention,
-                    self_attn_bda=given.self_attn_bda,
+                    self_attention=layer.self_attention,
+                    self_attn_bda=layer.self_attn_bda,
                 ),
             ),
             mlp_layer=module_spec(
                 module=feed_forward,
                 submodules=submodules(
-                    pre_mlp_layernorm=given.pre_mlp_layernorm,
-                    mlp=given.mlp,
-                    mlp_bda=given.mlp_bda,
+                    pre_mlp_layernorm=layer.pre_mlp_layernorm,
+                    mlp=layer.mlp,
+                    mlp_bda=layer.mlp_bda,
                 ),
             ),
             **more,
@@ -181,7 +181,7 @@ def hybrid_stack_spec(spec: Any, experts: Any = None) -> Any:
 
 
 def _pattern_of(config: Config, *, knows_stages: bool) -> str:
-    """The pattern as the installed release takes it.
+    """Write the pattern as the installed release takes it.
 
     Raises:
         ConfigError: it does not interleave hybrid stages, or only has equal ones.

@@ -84,7 +84,7 @@ class TrainingRun:
 
     Attributes:
         steps: one record for each step.
-        totals: what the run left behind.
+        totals: totals of the run.
         parameters: final parameters and buffers on the CPU, named ``chunk index.name``.
     """
 

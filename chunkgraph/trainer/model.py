@@ -41,13 +41,13 @@ def build_model(
     prepare: Callable[[nn.Module], None] = lambda _: None,
     ddp_scope: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> list[nn.Module]:
-    """This rank's model chunks, wrapped in DDP where asked, in training mode.
+    """Build this rank's model chunks in training mode, wrapped in DDP if configured.
 
     Megatron's config, shared by all chunks, is at ``chunks[0].config``.
 
     Args:
         config: the run; model parallel groups must be set up and random numbers seeded.
-        device: where parameters go.
+        device: device of the parameters.
         ddp_options: further fields of Megatron's DistributedDataParallelConfig.
         transformer_options: further fields of Megatron's TransformerConfig.
         prepare: called with every chunk before it is wrapped, for example to freeze parameters.
@@ -56,7 +56,7 @@ def build_model(
     Raises:
         ConfigError: the layers cannot train the packed sequences, or dispatch to the experts, that
             are asked for.
-        MissingDependencyError: what DeepEP needs is not there.
+        MissingDependencyError: a package that DeepEP needs is missing.
     """
     _refuse_packed_attention(config, device)
     _refuse_missing_dispatcher(config, device)
@@ -196,9 +196,9 @@ def _gpt_chunks(
 
 
 def _with_torch_norm(spec: Any, transformer_config: Any, stage: int | None) -> Any:
-    """The spec of a block whose last norm is torch's.
+    """Give a block's spec torch's last norm.
 
-    Behind layers of any spec Megatron puts Transformer Engine's norm wherever that is installed,
+    After layers of any spec Megatron puts Transformer Engine's norm wherever that is installed,
     and it needs a GPU.
     """
     block = import_megatron("megatron.core.transformer.transformer_block")
@@ -239,7 +239,7 @@ def layer_spec_name(config: Config, device: torch.device) -> str:
 def layer_spec(
     config: Config, device: torch.device, options: Mapping[str, Any] | None = None
 ) -> Any:
-    """The spec of a transformer layer that ``model.layer_spec`` names.
+    """Return the spec of a transformer layer that ``model.layer_spec`` names.
 
     Args:
         config: the run.
@@ -295,7 +295,7 @@ def _transformer_config(config: Config, device: torch.device, options: Mapping[s
     dtype = torch.bfloat16 if model.params_dtype == "bfloat16" else torch.float32
     on_cpu = device.type == "cpu"
     interleaved = pipeline.num_model_chunks > 1
-    wanted: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "num_layers": model.num_layers,
         "hidden_size": model.hidden_size,
         "ffn_hidden_size": model.ffn_hidden_size,
@@ -327,26 +327,26 @@ def _transformer_config(config: Config, device: torch.device, options: Mapping[s
         "bias_dropout_fusion": not on_cpu,
         "deterministic_mode": config.train.deterministic,
     }
-    wanted.update(expert_settings(config))
-    known = {field.name for field in fields(transformer_config.TransformerConfig)}
-    wanted.update({k: v for k, v in hybrid_settings(config).items() if k in known})
+    settings.update(expert_settings(config))
+    names = {field.name for field in fields(transformer_config.TransformerConfig)}
+    settings.update({k: v for k, v in hybrid_settings(config).items() if k in names})
     if model.recompute_granularity is not None:
-        wanted["recompute_granularity"] = model.recompute_granularity
-        wanted["recompute_method"] = model.recompute_method
-        wanted["recompute_num_layers"] = model.recompute_num_layers
-        wanted["recompute_modules"] = list(model.recompute_modules)
+        settings["recompute_granularity"] = model.recompute_granularity
+        settings["recompute_method"] = model.recompute_method
+        settings["recompute_num_layers"] = model.recompute_num_layers
+        settings["recompute_modules"] = list(model.recompute_modules)
     if model.fp8 is not None:
-        wanted["fp8"] = model.fp8
-        wanted["fp8_recipe"] = model.fp8_recipe
+        settings["fp8"] = model.fp8
+        settings["fp8_recipe"] = model.fp8_recipe
     if interleaved:
-        wanted["microbatch_group_size_per_vp_stage"] = pipeline.microbatch_group_size
-    wanted.update(options)
-    kind = "MLATransformerConfig" if wanted.get("multi_latent_attention") else "TransformerConfig"
-    made = getattr(transformer_config, kind)(**wanted)
-    if flex_backend(made) == "deepep":
+        settings["microbatch_group_size_per_vp_stage"] = pipeline.microbatch_group_size
+    settings.update(options)
+    kind = "MLATransformerConfig" if settings.get("multi_latent_attention") else "TransformerConfig"
+    result = getattr(transformer_config, kind)(**settings)
+    if flex_backend(result) == "deepep":
         # Megatron's own check knows of no budget with this backend.
-        made.moe_expert_rank_capacity_factor = rank_capacity_factor(config)
-    return made
+        result.moe_expert_rank_capacity_factor = rank_capacity_factor(config)
+    return result
 
 
 def _wrap_for_data_parallel(

@@ -21,7 +21,7 @@ __all__ = ["choose_device", "seed_everything", "training_process"]
 
 
 def choose_device(config: Config) -> torch.device:
-    """The device of this process, by ``config.device`` and LOCAL_RANK.
+    """Choose the device of this process, by ``config.device`` and LOCAL_RANK.
 
     Ranks share GPUs only with ``NCCL_MULTI_RANK_GPU_ENABLE=1``, with which NCCL lets them.
 
@@ -90,7 +90,7 @@ def training_process(config: Config) -> Iterator[torch.device]:
             virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
             context_parallel_size=config.pipeline.context_parallel_size,
             expert_model_parallel_size=config.pipeline.expert_model_parallel_size,
-            # As `expert_settings` tells the model; Megatron would take the tensor-parallel ranks.
+            # As in `expert_settings`; Megatron would take the tensor-parallel ranks.
             expert_tensor_parallel_size=None if config.moe.num_moe_experts is None else 1,
             distributed_timeout_minutes=math.ceil(config.run.timeout_s / 60),
         )

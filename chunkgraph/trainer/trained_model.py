@@ -166,7 +166,7 @@ class TrainedModel:
         Args:
             step: number of the step, from 0.
             data: the step's microbatches, for each chunk.
-            announces_next: whether another step follows, whose packed documents are known by now.
+            announces_next: True if another step follows, whose packed documents are known by now.
             forward_step: Megatron's forward step function.
             timed: entered for the part of the step whose time counts.
         """
