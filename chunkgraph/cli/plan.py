@@ -167,7 +167,7 @@ def _request(args: argparse.Namespace) -> _Request:
     if args.config is None and args.pp is None:
         raise ConfigError(f"plan: give a CONFIG or --pp, for example: {_EXAMPLE}")
     if args.config is None:
-        if args.cuda_graph_cp_sizes or args.max_tokens_per_rank is not None:
+        if args.cuda_graph_cp_sizes or args.cuda_graph_max_packed_tokens is not None:
             raise ConfigError("plan: banks need a CONFIG, whose model they are estimated for")
         return _request_from_flags(args)
     for flag, value in (("--pp", args.pp), ("--vpp", args.vpp), ("--group-size", args.group_size)):

@@ -32,10 +32,10 @@ def add_bank_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="C",
         help="with CONFIG, after it: context-parallel sizes of the banks, powers of two (default: "
-        "the config's packing.cuda_graph_cp_sizes, or context_parallel_sizes)",
+        "the config's packing.captured_context_parallel_sizes, or context_parallel_sizes)",
     )
     parser.add_argument(
-        "--max-tokens-per-rank",
+        "--cuda-graph-max-packed-tokens",
         type=whole_number,
         metavar="T",
         help="rows of a microbatch on each context-parallel rank (default: the config's tokens "
@@ -51,21 +51,21 @@ def banks_of(args: argparse.Namespace, config: Config) -> tuple[BankSizes, ...]:
     """
     static = config.pipeline.context_parallel_size
     sizes = _sizes_of(args, config)
-    if args.max_tokens_per_rank is not None and not sizes:
-        raise ConfigError("plan: --max-tokens-per-rank goes with --cuda-graph-cp-sizes")
+    if args.cuda_graph_max_packed_tokens is not None and not sizes:
+        raise ConfigError("plan: --cuda-graph-max-packed-tokens goes with --cuda-graph-cp-sizes")
     whole = config.tokens_per_sequence
     if not sizes:
         return tuple(
             BankSizes(context_parallel_size=static, tokens_per_rank=shape.tokens_per_rank)
             for shape in _buckets_of(config)
         )
-    most = args.max_tokens_per_rank
+    most = args.cuda_graph_max_packed_tokens
     if most is None:
         most = -(-whole // static)
     elif most % 2 and max(sizes) > 1:
         raise ConfigError(
-            f"plan: --max-tokens-per-rank {most} is odd, and ranks that share a microbatch each "
-            "hold two pieces of every document. Give an even number."
+            f"plan: --cuda-graph-max-packed-tokens {most} is odd, and ranks that share a "
+            "microbatch each hold two pieces of every document. Give an even number."
         )
     # Buckets are parts of the whole, or tokens of it.
     parts = [b if b <= 1 else Fraction(int(b), whole) for b in config.packing.buckets]
@@ -92,7 +92,7 @@ def _sizes_of(args: argparse.Namespace, config: Config) -> Sequence[int]:
     """Return the context-parallel sizes that microbatches may have; none if all have the same."""
     packing = config.packing
     sizes: Sequence[int] = args.cuda_graph_cp_sizes
-    return sizes or packing.cuda_graph_cp_sizes or packing.context_parallel_sizes
+    return sizes or packing.captured_context_parallel_sizes or packing.context_parallel_sizes
 
 
 def _buckets_of(config: Config) -> tuple[PackedShape, ...]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Literal, TypeGuard, get_args
 
@@ -59,7 +60,9 @@ class CaptureOptions:
     num_warmup_passes: int | None = None
     memory_plan: MemoryPlan = "shared_backward"
     shared_slots: bool = False
-    memset_kernels: bool = True
+    memset_kernels: bool = field(
+        default_factory=lambda: os.environ.get("CHUNKGRAPH_MEMSET_KERNELS", "1") != "0"
+    )
     verify: VerifyMode = "none"
     num_verify_steps: int | None = None
     verify_every: int = 1

@@ -35,6 +35,7 @@ from chunkgraph.jobs.processes import (
 from chunkgraph.jobs.reports import write_error, write_whole
 from chunkgraph.launch.flags import GRANULARITY
 from chunkgraph.launch.options import LaunchOptions, parse_options
+from chunkgraph.settings.renamed import successor
 
 if TYPE_CHECKING:
     from chunkgraph.launch.hooks import ChunkGraphsInPretrain
@@ -174,7 +175,8 @@ def _explain_in_one_line(parser: argparse.ArgumentParser) -> None:
         unknown = message.removeprefix("unrecognized arguments: ")
         if unknown != message:
             name = unknown.split()[0].partition("=")[0]
-            hint = did_you_mean(name, parser._option_string_actions)
+            hint = f" {successor(name)}" if successor(name) else ""
+            hint = hint or did_you_mean(name, parser._option_string_actions)
         raise ConfigError(f"{Path(sys.argv[0]).name}: {message}.{hint}")
 
     parser.error = error  # type: ignore[assignment, method-assign]

@@ -189,11 +189,6 @@ def _refusals(args: argparse.Namespace, flags: GraphFlags, *, on_cpu: bool) -> l
     if flags.stash is not None:
         refusals = stash_refusals(config, flags.stash.page_bytes)
         settings += [f"--cuda-graph-{refusal}" for refusal in refusals]
-        if flags.stash.skips_single_slots and flags.capture.shared_slots:
-            settings.append(
-                "--cuda-graph-stash-skips-single-slots yes with --cuda-graph-shared-slots yes: no "
-                "chunk has a slot of its own; leave one of them out"
-            )
     use_te_rng = _wants_te_rng(args, on_cpu)
     if not on_cpu:
         is_safe = use_te_rng or getattr(args, "te_rng_tracker", False)

@@ -16,7 +16,7 @@ from chunkgraph.settings import Config, settings_of
 __all__ = ["merge_flags"]
 
 _SEQS = flag_of("packing.max_packed_seqs")
-_SWITCHES = {"stash.enabled": "no", "packing.max_packed_seqs": "0", "capture.verify": "none"}
+_SWITCHES = {"stash.enabled": "false", "packing.max_packed_seqs": "0", "capture.verify": "none"}
 """Settings whose flags, with these values, leave others without effect, which are refused then."""
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from chunkgraph.errors import ConfigError
 from chunkgraph.settings import CaptureConfig, Config, PackingConfig, StashConfig, settings_of
+from chunkgraph.settings.renamed import successor
 from chunkgraph.settings.setting import ANY, Setting
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ __all__ = [
 ]
 
 _GROUP = "chunk-wise CUDA graphs"
-_SWITCHED = ("no", "yes")
+_SWITCHED = ("false", "true")
 _SEQS = "packing.max_packed_seqs"
 
 
@@ -75,7 +76,7 @@ class Flag:
     def value_of(self, parsed: Any) -> Any:
         """Turn a parsed argument into a value of the setting."""
         if self.setting.kind is bool:
-            return parsed == "yes"
+            return parsed == "true"
         if self.setting.is_list:
             return () if self.setting.is_optional and parsed == [0] else tuple(parsed)
         return parsed
@@ -181,7 +182,7 @@ class GraphFlags:
         sizes = self.packing.context_parallel_sizes
         if not sizes:
             return None
-        captured = set(self.packing.cuda_graph_cp_sizes or sizes)
+        captured = set(self.packing.captured_context_parallel_sizes or sizes)
         return ContextSizes(
             tuple(sorted(captured)),
             tuple(sorted(set(sizes) - captured)),
@@ -300,7 +301,7 @@ def _values(given: dict[Flag, Any], wrong: list[str]) -> dict[str, Any]:
             values[flag.path] = value
     for path, texts in idle.items():
         switch = _OPTIONS[path]
-        on = " or ".join(word for word in switch.choices if word not in ("no", "none"))
+        on = " or ".join(word for word in switch.choices if word not in ("false", "none"))
         wrong.append(
             f"{', '.join(texts)} has no effect without {f'{switch.name} {on}'.rstrip()}; add it, "
             "or leave this out."
@@ -322,7 +323,7 @@ def _section(kind: type[Any], name: str, values: dict[str, Any]) -> Any:
 
 def _problem_of_sizes(values: dict[str, Any]) -> str:
     """Say what is wrong with context-parallel sizes, or nothing."""
-    key, captured_key = "packing.context_parallel_sizes", "packing.cuda_graph_cp_sizes"
+    key, captured_key = "packing.context_parallel_sizes", "packing.captured_context_parallel_sizes"
     sizes, captured = values.get(key, ()), values.get(captured_key, ())
     for size in sizes:
         if size < 1 or size.bit_count() > 1:
@@ -358,6 +359,8 @@ def check_flag_values(script_args: Sequence[str]) -> None:
     wrong: list[str] = []
     for i, arg in enumerate(script_args):
         name, equals, value = arg.partition("=")
+        if replaced := successor(name):
+            wrong.append(replaced)
         if name not in every:
             continue
         if not equals:

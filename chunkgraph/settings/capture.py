@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from chunkgraph.settings.setting import NOT_NEGATIVE, POSITIVE, setting
+from chunkgraph.settings.setting import NOT_NEGATIVE, setting
 
 __all__ = ["CaptureConfig"]
 
@@ -44,11 +44,6 @@ class CaptureConfig:
         "memory, but capture every chunk in every slot.",
         flag="--cuda-graph-shared-slots",
     )
-    memset_kernels: bool = setting(
-        True,
-        help="Run small memsets in CUDA graphs as kernels, which are faster to launch on the GPU.",
-        flag="--cuda-graph-memset-kernels",
-    )
     verify: Literal["none", "poison", "shadow"] = setting(
         "none",
         help="How to check replays. poison fills freed slots and scratch memory with NaN around "
@@ -61,13 +56,6 @@ class CaptureConfig:
         help="Number of replayed steps after a capture to verify. Null: all.",
         bounds=NOT_NEGATIVE,
         flag="--cuda-graph-num-verify-steps",
-        needs="capture.verify",
-    )
-    verify_every: int = setting(
-        1,
-        help="Verify only every N-th of those steps.",
-        bounds=POSITIVE,
-        flag="--cuda-graph-verify-every",
         needs="capture.verify",
     )
     on_failure: Literal["raise", "eager"] = setting(

@@ -26,7 +26,7 @@ def check_contexts(config: Config) -> None:
     sizes = packing.context_parallel_sizes
     if not sizes:
         for name, value, default in (
-            ("cuda_graph_cp_sizes", list(packing.cuda_graph_cp_sizes), []),
+            ("captured_context_parallel_sizes", list(packing.captured_context_parallel_sizes), []),
             ("context_parallel_schedule", packing.context_parallel_schedule, "smallest"),
         ):
             if value != default:
@@ -42,11 +42,11 @@ def check_contexts(config: Config) -> None:
         )
     _check_ranks(config)
     _check_others(config)
-    unknown = sorted(set(packing.cuda_graph_cp_sizes) - set(sizes))
+    unknown = sorted(set(packing.captured_context_parallel_sizes) - set(sizes))
     if unknown:
         raise ConfigError(
-            f"packing.cuda_graph_cp_sizes has {shown(unknown)}, which {_KEY} {shown(list(sizes))} "
-            "has not."
+            f"packing.captured_context_parallel_sizes has {shown(unknown)}, which {_KEY} "
+            f"{shown(list(sizes))} has not."
         )
 
 

@@ -18,6 +18,7 @@ import yaml
 from chunkgraph._text import did_you_mean, name_list, shorten, shown
 from chunkgraph.errors import ConfigError
 from chunkgraph.settings.config import Config
+from chunkgraph.settings.renamed import successor
 from chunkgraph.settings.setting import settings_of
 from chunkgraph.settings.yaml_text import parse_yaml, read_yaml
 
@@ -276,14 +277,19 @@ def _bounded(value: object, path: str) -> object:
 
 
 def _unknown_key(key: str, path: str, known: Mapping[str, object]) -> str:
+    dotted = f"{path}.{key}" if path else key
+    if replaced := successor(dotted):
+        return replaced
     section = f"section {path!r}" if path else "the top level"
     hint = did_you_mean(key, known)
     if not hint:
         hint = did_you_mean(key, {item.name for item in settings_of(Config)} - set(known))
         for item in settings_of(Config):
             hint = hint.replace(f"'{item.name}'", f"'{item.path}'")
-    dotted = shorten(f"{path}.{key}" if path else key)
-    return f"{dotted}: unknown key {shown(key)} in {section}.{hint} Known keys: {name_list(known)}."
+    return (
+        f"{shorten(dotted)}: unknown key {shown(key)} in {section}.{hint} "
+        f"Known keys: {name_list(known)}."
+    )
 
 
 def _names(cls: type[Any]) -> list[str]:

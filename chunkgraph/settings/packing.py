@@ -86,7 +86,7 @@ class PackingConfig:
         flag="--cuda-graph-cp-schedule",
         needs="packing.context_parallel_sizes",
     )
-    cuda_graph_cp_sizes: tuple[int, ...] = setting(
+    captured_context_parallel_sizes: tuple[int, ...] = setting(
         (),
         help="The context_parallel_sizes to capture; steps with any other size run eagerly. "
         "Empty: all.",

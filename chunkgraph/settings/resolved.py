@@ -63,5 +63,6 @@ def _packing(config: Config) -> PackingConfig:
         packing,
         max_packed_tokens=config.tokens_per_sequence,
         seq_buckets=config.seq_buckets,
-        cuda_graph_cp_sizes=packing.cuda_graph_cp_sizes or packing.context_parallel_sizes,
+        captured_context_parallel_sizes=packing.captured_context_parallel_sizes
+        or packing.context_parallel_sizes,
     )

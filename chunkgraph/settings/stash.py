@@ -84,13 +84,6 @@ class StashConfig:
         flag="--cuda-graph-stash-prefetches",
         needs="stash.enabled",
     )
-    skips_single_slots: bool = setting(
-        False,
-        help="Do not use pages for chunks with one slot, whose backward follows each forward at "
-        "once. Saves time, but keeps memory for all of their rows.",
-        flag="--cuda-graph-stash-skips-single-slots",
-        needs="stash.enabled",
-    )
 
 
 def check_stash(config: Config) -> None:
@@ -107,8 +100,6 @@ def check_stash(config: Config) -> None:
             "stash.enabled is true, but moe.num_moe_experts is null: only experts stash. "
             "Set one of them."
         )
-    if stash.skips_single_slots:
-        _check_skipping(config)
     model = config.model
     recomputes_experts = model.recompute_granularity == "full" or (
         model.recompute_granularity == "selective"
@@ -123,17 +114,4 @@ def check_stash(config: Config) -> None:
         raise ConfigError(
             f"stash.enabled is true with model.fp8={model.fp8}: quantized tensors are not stashed. "
             "Use one of them."
-        )
-
-
-def _check_skipping(config: Config) -> None:
-    name = "stash.skips_single_slots is true"
-    if config.capture.shared_slots:
-        raise ConfigError(
-            f"{name} with capture.shared_slots: no chunk has a slot of its own. Set one to false."
-        )
-    if config.pipeline.pipeline_model_parallel_size == 1:
-        raise ConfigError(
-            f"{name} without a pipeline, where every backward follows its forward at once: nothing "
-            "would be stashed. Set stash.enabled to false."
         )

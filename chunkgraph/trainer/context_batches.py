@@ -99,7 +99,7 @@ class ContextBatches:
         self.banks = ContextBanks(
             limits,
             self._groups,
-            cuda_graph_cp_sizes=config.packing.cuda_graph_cp_sizes,
+            cuda_graph_cp_sizes=config.packing.captured_context_parallel_sizes,
             seq_buckets=config.seq_buckets,
         )
         self._steps: dict[tuple[int, int], _Step] = {}

@@ -235,11 +235,9 @@ def capture_options(config: Config) -> CaptureOptions:
         num_warmup_steps=config.capture.num_warmup_steps,
         verify=config.capture.verify,
         num_verify_steps=config.capture.num_verify_steps,
-        verify_every=config.capture.verify_every,
         on_failure=config.capture.on_failure,
         memory_plan=config.capture.memory_plan,
         shared_slots=config.capture.shared_slots,
-        memset_kernels=config.capture.memset_kernels,
     )
 
 

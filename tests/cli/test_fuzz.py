@@ -142,7 +142,7 @@ def _plan(rng: random.Random, files: _Files) -> list[str]:
         "--num-microbatches": _number,
         "--rank": _number,
         "--schedule": lambda rng: rng.choice((*list_schedules(), "auto", "1F1B", "")),
-        "--max-tokens-per-rank": _number,
+        "--cuda-graph-max-packed-tokens": _number,
         "--cuda-graph-cp-sizes": _number,
         "--svg": lambda rng: rng.choice(files.writable),
         "--json": None,

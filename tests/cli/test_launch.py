@@ -46,7 +46,7 @@ def test_help_fits_80_columns_and_names_every_flag(
         ([], ["--cuda-graph-granularity", "chnk"], "chnk: expected one of layer, chunk."),
         ([], ["--cuda-graph-verify=all"], "--cuda-graph-verify all: expected one of none, poison"),
         ([], ["--cuda-graph-on-failure"], "--cuda-graph-on-failure: expected one of raise, eager."),
-        ([], ["--cuda-graph-stash", "true"], "--cuda-graph-stash true: expected one of no, yes."),
+        ([], ["--cuda-graph-stash", "yes"], "--cuda-graph-stash yes: expected one of false, true."),
         (["--config", "nowhere.yaml"], [], "nowhere.yaml"),
     ],
 )
@@ -202,19 +202,17 @@ def test_flags_as_values() -> None:
             *("--cuda-graph-granularity", "chunk", "--cuda-graph-chunk-scope", "chunk"),
             *("--cuda-graph-memory-plan", "pool_per_slot", "--cuda-graph-verify", "poison"),
             *("--cuda-graph-on-failure", "eager", "--cuda-graph-warmup-steps", "2"),
-            *("--cuda-graph-num-verify-steps", "4", "--cuda-graph-verify-every", "3"),
-            *("--cuda-graph-shared-slots", "yes", "--cuda-graph-memset-kernels", "no"),
+            *("--cuda-graph-num-verify-steps", "4"),
+            *("--cuda-graph-shared-slots", "true"),
         )
     )
     assert everything == GraphFlags(
         capture=CaptureConfig(
             shared_slots=True,
-            memset_kernels=False,
             scope="chunk",
             memory_plan="pool_per_slot",
             verify="poison",
             num_verify_steps=4,
-            verify_every=3,
             on_failure="eager",
             num_warmup_steps=2,
         )
@@ -222,12 +220,12 @@ def test_flags_as_values() -> None:
     assert everything is not None
     options = everything.capture_options()
     assert (options.verify, options.on_failure, options.num_warmup_steps) == ("poison", "eager", 2)
-    assert (options.num_verify_steps, options.verify_every) == (4, 3)
-    assert (options.shared_slots, options.memset_kernels) == (True, False)
+    assert options.num_verify_steps == 4
+    assert options.shared_slots
 
 
 def test_flags_of_the_stash_as_values() -> None:
-    given = "--cuda-graph-granularity chunk --cuda-graph-token-drops rerun --cuda-graph-stash yes"
+    given = "--cuda-graph-granularity chunk --cuda-graph-token-drops rerun --cuda-graph-stash true"
     given += " --cuda-graph-stash-headroom 1.25 --cuda-graph-stash-on-overflow raise"
     flags = flags_from(_parse(*given.split()))
     assert flags is not None
@@ -236,30 +234,32 @@ def test_flags_of_the_stash_as_values() -> None:
 
 
 def test_flags_that_make_no_sense_are_refused() -> None:
+    chunk = ("--cuda-graph-granularity", "chunk")
     with pytest.raises(ConfigError, match="no effect with --cuda-graph-granularity layer"):
         flags_from(_parse("--cuda-graph-memory-plan", "pool_per_slot"))
     with pytest.raises(ConfigError, match="--cuda-graph-warmup-steps 0"):
         flags_from(_parse("--cuda-graph-granularity", "chunk", "--cuda-graph-warmup-steps", "0"))
-    with pytest.raises(ConfigError, match="verify-every 2 has no effect without --cuda-graph-ver"):
-        flags_from(_parse("--cuda-graph-granularity", "chunk", "--cuda-graph-verify-every", "2"))
+    with pytest.raises(ConfigError, match="verify-steps 2 has no effect without --cuda-graph-ver"):
+        flags_from(_parse(*chunk, "--cuda-graph-num-verify-steps", "2"))
     with pytest.raises(ConfigError, match="--cuda-graph-num-verify-steps 2 has no effect with --c"):
         flags_from(_parse("--cuda-graph-num-verify-steps", "2"))
-    with pytest.raises(ConfigError, match="--cuda-graph-verify-every 0: it must be greater than 0"):
+    with pytest.raises(
+        ConfigError, match="--cuda-graph-num-verify-steps -1: it must be 0 or greater"
+    ):
         flags_from(
             _parse(
                 *("--cuda-graph-granularity", "chunk", "--cuda-graph-verify", "poison"),
-                *("--cuda-graph-verify-every", "0"),
+                *("--cuda-graph-num-verify-steps", "-1"),
             )
         )
-    chunk = ("--cuda-graph-granularity", "chunk")
     with pytest.raises(ConfigError, match="stash-max-bytes 9 has no effect without --cuda-graph-"):
         flags_from(_parse(*chunk, "--cuda-graph-stash-max-bytes", "9"))
     with pytest.raises(ConfigError, match="stash-page-bytes 100: it must be a multiple of 16"):
         flags_from(
-            _parse(*chunk, *("--cuda-graph-stash", "yes", "--cuda-graph-stash-page-bytes", "100"))
+            _parse(*chunk, *("--cuda-graph-stash", "true", "--cuda-graph-stash-page-bytes", "100"))
         )
-    with pytest.raises(ConfigError, match="--cuda-graph-stash yes has no effect with"):
-        flags_from(_parse("--cuda-graph-stash", "yes"))
+    with pytest.raises(ConfigError, match="--cuda-graph-stash true has no effect with"):
+        flags_from(_parse("--cuda-graph-stash", "true"))
     parser = argparse.ArgumentParser()
     parser.add_argument("--cuda-graph-granularity")
     with pytest.raises(ConfigError, match="has a flag --cuda-graph-granularity of its own"):

@@ -83,7 +83,7 @@ def test_memory_is_of_the_rows_of_a_rank(run, tmp_path):
     assert memory("model.seq_length=128", shared) == memory("model.seq_length=64")
     (bank, _) = memory(longer, shared, "packing.buckets=[0.5]")["banks"]
     assert bank["slot_bytes"] == memory(longer, shared)["slot_bytes"]
-    of_flag = memory(flags=("--cuda-graph-cp-sizes", 1, 2, "--max-tokens-per-rank", 128))
+    of_flag = memory(flags=("--cuda-graph-cp-sizes", 1, 2, "--cuda-graph-max-packed-tokens", 128))
     assert of_flag["slot_bytes"] == of_flag["banks"][0]["slot_bytes"] == whole["slot_bytes"]
 
 
@@ -236,7 +236,7 @@ def test_usage_error_exits_with_2():
 
 
 def test_memory_by_bank(run, config, tmp_path):
-    flags = ("--cuda-graph-cp-sizes", 1, 4, 2, "--max-tokens-per-rank", 16)
+    flags = ("--cuda-graph-cp-sizes", 1, 4, 2, "--cuda-graph-max-packed-tokens", 16)
     rows = json.loads(run(config, "--json", *flags))
     assert [[b["context_parallel_size"] for b in row["banks"]] for row in rows] == [[4, 2, 1]] * 2
     assert {b["tokens_per_rank"] for row in rows for b in row["banks"]} == {16}
@@ -279,25 +279,25 @@ def test_memory_by_bank(run, config, tmp_path):
     # By default with graphs for fewer sequences, by the rows of a rank.
     many = ("pipeline.data_parallel_size=4", "packing.max_packed_seqs=100", "model.seq_length=1028")
     assert "packed sequences" not in run(sizes, *many)
-    limited = (*many, "--max-tokens-per-rank", 1024)
+    limited = (*many, "--cuda-graph-max-packed-tokens", 1024)
     assert "For 100, 32 packed sequences: 2 times as many" in run(sizes, *limited)
     few = (*many[:2], "model.seq_length=1024")
     assert "For 100, 32 packed" in run(sizes, *few)
-    assert "packed sequences" not in run(sizes, *few, "--max-tokens-per-rank", 1026)
+    assert "packed sequences" not in run(sizes, *few, "--cuda-graph-max-packed-tokens", 1026)
 
 
 def test_banks_that_cannot_be_planned(run, config):
     for arguments, message in (
         (("--pp", 2, "--cuda-graph-cp-sizes", 2), "banks need a CONFIG"),
-        ((config, "--max-tokens-per-rank", 8), "goes with --cuda-graph-cp-sizes"),
+        ((config, "--cuda-graph-max-packed-tokens", 8), "goes with --cuda-graph-cp-sizes"),
         ((config, "--cuda-graph-cp-sizes", 3), "3 is no power of two"),
         (
-            (config, "--cuda-graph-cp-sizes", 1, 2, "--max-tokens-per-rank", 0),
+            (config, "--cuda-graph-cp-sizes", 1, 2, "--cuda-graph-max-packed-tokens", 0),
             "0 tokens on a rank",
         ),
         (
-            (config, "--cuda-graph-cp-sizes", 1, 2, "--max-tokens-per-rank", 7),
-            "--max-tokens-per-rank 7 is odd",
+            (config, "--cuda-graph-cp-sizes", 1, 2, "--cuda-graph-max-packed-tokens", 7),
+            "--cuda-graph-max-packed-tokens 7 is odd",
         ),
     ):
         with pytest.raises(ConfigError, match=message):

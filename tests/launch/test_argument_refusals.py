@@ -76,13 +76,6 @@ def refusal(given: str, *, on_cpu: bool = True) -> str:
             "hybrid model with --fp8-format hybrid: ",
         ),
         ("--hybrid-layer-pattern M*/M", "hybrid model with multi-token prediction: "),
-        (
-            (
-                "--cuda-graph-shared-slots yes --cuda-graph-stash yes "
-                "--cuda-graph-stash-skips-single-slots yes --num-experts 8"
-            ),
-            "--cuda-graph-stash-skips-single-slots yes with --cuda-graph-shared-slots yes: ",
-        ),
     ],
 )
 def test_what_the_arguments_can_tell_is_refused_before_the_model_is_built(
@@ -119,14 +112,14 @@ def test_recomputation_that_a_gpu_cannot_capture_is_refused_before_the_model_is_
 def test_wrong_values_stand_in_the_same_message() -> None:
     """One run shows all that is to be changed."""
     said = refusal(
-        "--cuda-graph-warmup-steps 0 --cuda-graph-verify-every 2 --num-experts 8 "
+        "--cuda-graph-warmup-steps 0 --cuda-graph-num-verify-steps 2 --num-experts 8 "
         "--cuda-graph-max-packed-tokens 9 --cuda-graph-cp-schedule random "
         "--cuda-graph-stash-max-bytes 9 --cuda-graph-modules attn"
     )
     assert said.count("\n  - ") == 7
     for start in (
         "--cuda-graph-warmup-steps 0: ",
-        "--cuda-graph-verify-every 2 has no effect",
+        "--cuda-graph-num-verify-steps 2 has no effect",
         "--cuda-graph-max-packed-tokens 9 has no effect",
         "--cuda-graph-cp-schedule random has no effect",
         "--cuda-graph-stash-max-bytes 9 has no effect",
@@ -178,7 +171,7 @@ def test_arguments_that_the_script_changes_later_are_looked_at_again() -> None:
         ),
         (
             f"{EXPERTS}alltoall --moe-expert-capacity-factor 2 --moe-pad-expert-input-to-capacity "
-            "--cuda-graph-stash yes --recompute-granularity selective --recompute-modules moe "
+            "--cuda-graph-stash true --recompute-granularity selective --recompute-modules moe "
             "--cuda-graph-token-drops rerun --fp8-format hybrid --moe-router-fusion "
             "--cuda-graph-stash-page-bytes 16 --hidden-size 64"
         ),

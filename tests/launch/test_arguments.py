@@ -59,7 +59,7 @@ def test_megatron_is_told_to_build_no_graphs(implementation: str) -> None:
 )
 def test_what_a_stash_cannot_go_with_is_named(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(said)):
-        settle_arguments(arguments(cuda_graph_stash="yes", **changes), on_cpu=True)
+        settle_arguments(arguments(cuda_graph_stash="true", **changes), on_cpu=True)
 
 
 def test_layer_leaves_all_arguments_alone() -> None:

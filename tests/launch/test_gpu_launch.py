@@ -81,7 +81,7 @@ CASES = {
         *("--recompute-num-layers", "1"),
     ],
 }
-CASES["ep2-hybridep-stash"] = [*CASES["ep2-hybridep"], "--cuda-graph-stash", "yes"]
+CASES["ep2-hybridep-stash"] = [*CASES["ep2-hybridep"], "--cuda-graph-stash", "true"]
 CASES["ep2-deepep"] = ["deepep" if flag == "hybridep" else flag for flag in CASES["ep2-hybridep"]]
 HYBRIDEP = ("ep2-hybridep", "ep2-hybridep-stash")
 
@@ -153,7 +153,7 @@ def _skip_without_packages(case: str) -> None:
 
 def _compare(folder: Path, flags: list[str], num_processes: int) -> None:
     ours = ("--cuda-graph-chunk-scope", "chunk", "--cuda-graph-token-drops", "rerun")
-    ours += ("--cuda-graph-stash", "yes")
+    ours += ("--cuda-graph-stash", "true")
     plain = [f for f in flags if f not in ours]
     if "deepep" in flags:
         # Megatron's own run takes no budget with it: the same dispatch, and never a capture.

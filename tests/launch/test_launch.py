@@ -233,7 +233,7 @@ def test_experts_that_stash_and_run_steps_anew_equal_eager(jobs: Jobs) -> None:
     flags = [*experts.split(), *EIGHT]
     eager = jobs.train("experts-eager", *flags)
     outputs = [jobs.output]
-    stash = "--cuda-graph-stash yes --cuda-graph-stash-page-bytes 512 "
+    stash = "--cuda-graph-stash true --cuda-graph-stash-page-bytes 512 "
     stash += "--cuda-graph-stash-initial-bytes 2048 --cuda-graph-stash-max-recaptures 1 "
     stash += "--cuda-graph-token-drops rerun"
     chunk = jobs.train("experts-chunk", *flags, *CHUNK, *stash.split())

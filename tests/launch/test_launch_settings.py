@@ -70,10 +70,8 @@ CHANGES: dict[str, dict[str, list[str]]] = {
         "num_warmup_steps": ["num_warmup_steps=3"],
         "memory_plan": ["memory_plan=pool_per_slot"],
         "shared_slots": ["shared_slots=true"],
-        "memset_kernels": ["memset_kernels=false"],
         "verify": ["verify=poison"],
         "num_verify_steps": ["verify=poison", "num_verify_steps=2"],
-        "verify_every": ["verify=poison", "verify_every=2"],
         "on_failure": ["on_failure=eager"],
     },
 }
@@ -212,7 +210,7 @@ def test_packed_sequences_of_the_file_are_flags() -> None:
                 ),
                 "moe.moe_pad_expert_input_to_capacity=true",
             ),
-            ["--cuda-graph-stash", "no"],
+            ["--cuda-graph-stash", "false"],
             "stash.enabled",
         ),
         (
@@ -225,7 +223,7 @@ def test_packed_sequences_of_the_file_are_flags() -> None:
             "packing.max_packed_seqs",
         ),
         (
-            ("capture.verify=shadow", "capture.num_verify_steps=2", "capture.verify_every=2"),
+            ("capture.verify=shadow", "capture.num_verify_steps=2"),
             ["--cuda-graph-verify", "none"],
             "capture.verify",
         ),
@@ -254,7 +252,7 @@ def test_sizes_of_microbatches_are_flags() -> None:
         *("--cuda-graph-cp-sizes", "1", "2", "4", "--cuda-graph-cp-schedule", "smallest"),
         "--calculate-per-token-loss",
     ]
-    some = [*packing, "packing.cuda_graph_cp_sizes=[4,1]"]
+    some = [*packing, "packing.captured_context_parallel_sizes=[4,1]"]
     flags = _flags(_load(*some, "packing.context_parallel_schedule=random"))
     parser = argparse.ArgumentParser()
     add_flags(parser)

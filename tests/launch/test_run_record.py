@@ -67,11 +67,14 @@ def test_memsets_that_stay_are_said() -> None:
     assert capture_line(kept).endswith("; memsets are no kernels: no bindings")
 
 
-@pytest.mark.parametrize("value", ["true", "false"])
-def test_a_configuration_says_how_memsets_are_captured(value: str) -> None:
-    configs = Path(__file__).parents[2] / "configs"
-    config = load_config(configs / "cpu" / "gpt_pp2_cpu.yaml", [f"capture.memset_kernels={value}"])
-    assert capture_options(config).memset_kernels == (value == "true")
+@pytest.mark.parametrize("value", ["1", "0"])
+def test_the_environment_says_how_memsets_are_captured(
+    value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CHUNKGRAPH_MEMSET_KERNELS", value)
+    config = load_config(Path(__file__).parents[2] / "configs" / "cpu" / "gpt_pp2_cpu.yaml")
+    assert capture_options(config).memset_kernels == (value == "1")
+    assert GraphFlags().capture_options().memset_kernels == (value == "1")
 
 
 def test_settings_that_are_not_saved_are_said(tmp_path: Path) -> None:
@@ -106,7 +109,7 @@ def test_context_sizes_are_saved(tmp_path: Path) -> None:
     packing = PackingConfig(
         max_packed_seqs=512,
         context_parallel_sizes=(1, 2, 4),
-        cuda_graph_cp_sizes=(1, 2),
+        captured_context_parallel_sizes=(1, 2),
         context_parallel_schedule="random",
     )
     flags = GraphFlags(packing=packing)
@@ -114,7 +117,7 @@ def test_context_sizes_are_saved(tmp_path: Path) -> None:
     record = _saved(_graphs(num_banks=4, context_banks=banks), flags, tmp_path, micro_batch_size=1)
     saved = record["packing"]
     assert saved["context_parallel_sizes"] == [1, 2, 4]
-    assert saved["cuda_graph_cp_sizes"] == [1, 2]
+    assert saved["captured_context_parallel_sizes"] == [1, 2]
     assert saved["context_parallel_schedule"] == "random"
     assert (saved["seq_buckets"], saved["max_packed_tokens"]) == ([32, 64, 128, 256], 1024)
     assert record["graphs_of_rank_0"]["context_banks"] == [

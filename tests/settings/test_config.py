@@ -408,7 +408,6 @@ def test_bad_override_says_which_and_why(small: Path, override: str, parts: list
             ConfigError,
             ["packing.max_packed_tokens is 99999", "learned positions end"],
         ),
-        ("capture.verify_every=0", ConfigError, ["capture.verify_every is 0", "greater than 0"]),
         ("capture.num_verify_steps=-1", ConfigError, ["capture.num_verify_steps is -1"]),
     ],
 )

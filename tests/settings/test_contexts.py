@@ -16,7 +16,7 @@ GOOD = (
     "packing.max_packed_seqs=8",
     "packing.max_packed_tokens=256",
     "packing.context_parallel_sizes=[1,2,4]",
-    "packing.cuda_graph_cp_sizes=[4]",
+    "packing.captured_context_parallel_sizes=[4]",
 )
 
 
@@ -24,7 +24,7 @@ def test_sizes_that_go_together() -> None:
     packing = load_config(CONFIG, GOOD).packing
     assert packing.context_parallel_sizes == (1, 2, 4)
     assert packing.context_parallel_schedule == "smallest"
-    assert packing.cuda_graph_cp_sizes == (4,)
+    assert packing.captured_context_parallel_sizes == (4,)
     # Nothing of them bears on a run without them.
     assert load_config(CONFIG).packing.context_parallel_sizes == ()
 
@@ -35,7 +35,7 @@ _EXPERTS = ("moe.num_moe_experts=4", "moe.moe_expert_capacity_factor=2")
 @pytest.mark.parametrize(
     ("changes", "kind", "message"),
     [
-        (["packing.cuda_graph_cp_sizes=[8]"], ConfigError, r"has \[8\], which"),
+        (["packing.captured_context_parallel_sizes=[8]"], ConfigError, r"has \[8\], which"),
         (["packing.context_parallel_sizes=[1,3]"], TopologyError, "3 is no power of two"),
         (["packing.context_parallel_sizes=[8]"], TopologyError, "only the 4 data-parallel ranks"),
         (["pipeline.data_parallel_size=6"], TopologyError, "data_parallel_size: 6 is no power"),
@@ -72,11 +72,15 @@ _EXPERTS = ("moe.num_moe_experts=4", "moe.moe_expert_capacity_factor=2")
             ConfigError,
             "packing is off",
         ),
-        (["packing.context_parallel_sizes=[]"], ConfigError, r"cuda_graph_cp_sizes is \[4\]"),
+        (
+            ["packing.context_parallel_sizes=[]"],
+            ConfigError,
+            r"captured_context_parallel_sizes is \[4\]",
+        ),
         (
             [
                 "packing.context_parallel_sizes=[]",
-                "packing.cuda_graph_cp_sizes=[]",
+                "packing.captured_context_parallel_sizes=[]",
                 "packing.context_parallel_schedule=random",
             ],
             ConfigError,

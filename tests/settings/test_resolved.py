@@ -62,7 +62,7 @@ def test_what_others_decide_is_written_out() -> None:
 def test_sizes_that_change_are_all_captured() -> None:
     packing = {"max_packed_seqs": 200, "context_parallel_sizes": [1, 2]}
     found = resolved(_config(packing=packing, pipeline={"data_parallel_size": 2})).packing
-    assert (found.cuda_graph_cp_sizes, found.seq_buckets) == ((1, 2), (32, 64))
+    assert (found.captured_context_parallel_sizes, found.seq_buckets) == ((1, 2), (32, 64))
 
 
 def test_heads_of_hybrid_models_are_written_out() -> None:

@@ -39,8 +39,6 @@ def _config(stash: dict[str, Any], moe: Any = None, stages: int = 2, **model: An
         ({"initial_bytes": -1}, {}, {}, "initial_bytes is -1"),
         ({"max_recaptures": -1}, {}, {}, "max_recaptures is -1"),
         ({}, {"num_moe_experts": None}, {}, "only experts stash"),
-        ({"skips_single_slots": True}, {}, {"stages": 1}, "nothing would be stashed"),
-        ({"skips_single_slots": True, "shared_slots": True}, {}, {}, "with capture.shared_slots"),
         (
             {},
             {},
@@ -68,15 +66,14 @@ def test_every_key_becomes_a_flag_of_a_pretrain_script() -> None:
         "max_recaptures": 0,
         "on_overflow": "raise",
         "prefetches": True,
-        "skips_single_slots": True,
     }
     assert set(changes) | {"enabled"} == {field.name for field in fields(StashConfig)}
     found = flag_values(_config(changes, {"token_drops": "rerun"}), without_capture=False)
     given = {setting.key: (setting.flag, *setting.values) for setting in found}
     assert given["moe.token_drops"] == ("--cuda-graph-token-drops", "rerun")
-    assert given["stash.enabled"] == ("--cuda-graph-stash", "yes")
+    assert given["stash.enabled"] == ("--cuda-graph-stash", "true")
     for key, value in changes.items():
         flag = f"--cuda-graph-stash-{key.replace('_', '-')}"
-        assert given[f"stash.{key}"] == (flag, "yes" if value is True else str(value))
+        assert given[f"stash.{key}"] == (flag, "true" if value is True else str(value))
     off = flag_values(_config({"enabled": False}), without_capture=False)
     assert not any("stash" in setting.key for setting in off)

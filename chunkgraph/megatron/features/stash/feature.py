@@ -397,5 +397,4 @@ def stash_options(stash: StashConfig | None) -> StashOptions | None:
         on_overflow=stash.on_overflow,
         max_recaptures=stash.max_recaptures,
         prefetches=stash.prefetches,
-        skips_single_slots=stash.skips_single_slots,
     )

@@ -52,7 +52,7 @@ def make_case(make_config: Callable[..., Any], write_documents: Callable[..., Pa
                     "max_packed_tokens": _ROWS,
                     "context_parallel_sizes": sizes,
                     "context_parallel_schedule": schedule,
-                    "cuda_graph_cp_sizes": list(captured),
+                    "captured_context_parallel_sizes": list(captured),
                     "seq_buckets": list(seq_buckets),
                 },
                 capture=capture or {},
@@ -123,7 +123,11 @@ def test_four_ranks(
     assert {bank.partition(", ")[2] for bank in fewer} >= {"2 sequences", "3 sequences"}
     for name, result in results.items():
         asked = cases[name]["config"]["packing"]
-        check(result, name, set(asked["cuda_graph_cp_sizes"] or asked["context_parallel_sizes"]))
+        check(
+            result,
+            name,
+            set(asked["captured_context_parallel_sizes"] or asked["context_parallel_sizes"]),
+        )
     # Some ranks replay one size while others replay another.
     last = results["smallest"]["steps"][-1]["context_sizes"]
     assert last[0] != last[3]

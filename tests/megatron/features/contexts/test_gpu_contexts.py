@@ -66,7 +66,7 @@ def make_case(make_config: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
                 "max_packed_tokens": _ROWS,
                 "context_parallel_sizes": sizes,
                 "context_parallel_schedule": schedule,
-                "cuda_graph_cp_sizes": list(captured),
+                "captured_context_parallel_sizes": list(captured),
                 "seq_buckets": list(seq_buckets),
             },
             capture=capture or {},
@@ -82,7 +82,9 @@ def check(results: dict[str, dict[str, Any]], cases: dict[str, dict[str, Any]]) 
     """Equal to eager; every captured size replayed; eager where a size was not captured."""
     for name, result in results.items():
         packing = cases[name]["config"]["packing"]
-        captured = set(packing["cuda_graph_cp_sizes"] or packing["context_parallel_sizes"])
+        captured = set(
+            packing["captured_context_parallel_sizes"] or packing["context_parallel_sizes"]
+        )
         steps = result["steps"]
         wrong = [s for s in steps if not (s["loss_equal"] and s["grad_norm_equal"])]
         assert not wrong, f"{name}: {len(wrong)} of {len(steps)}, first {wrong[0]}"
