@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from chunkgraph.errors import ConfigError
 from chunkgraph.settings import load_with_origins
+from chunkgraph.settings.page import settings_page
 from chunkgraph.settings.reference import config_yaml, differences, reference_yaml
 from chunkgraph.settings.schema import json_schema
 
@@ -41,14 +42,18 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     output.add_argument(
         "--schema", action="store_true", help="print the JSON schema of configuration files"
     )
+    output.add_argument(
+        "--markdown", action="store_true", help="print the documentation's page of all settings"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the subcommand; returns the exit code."""
-    if args.schema:
+    if args.schema or args.markdown:
         if args.config is not None:
-            raise ConfigError("--schema is the same for every file; leave out CONFIG.")
-        print(json.dumps(json_schema(), indent=2))
+            name = "--schema" if args.schema else "--markdown"
+            raise ConfigError(f"{name} is the same for every file; leave out CONFIG.")
+        print(json.dumps(json_schema(), indent=2) if args.schema else settings_page().rstrip("\n"))
     elif args.config is None:
         if args.diff:
             raise ConfigError("--diff needs a CONFIG to compare with the defaults.")

@@ -33,6 +33,14 @@ def test_without_a_file_it_prints_the_reference(capsys: pytest.CaptureFixture[st
     assert _print(capsys) == (CONFIGS / "reference.yaml").read_text()
 
 
+def test_the_page_of_the_documentation_is_generated(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (CONFIGS.parent / "docs" / "settings.md").read_text()
+    assert _print(capsys, "--markdown") == page
+    for item in settings_of(Config):
+        assert f"| `{item.name}` | " in page
+        assert item.flag is None or f"`{item.flag}`" in page
+
+
 def test_each_setting_has_its_help_and_its_origin(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
