@@ -6,9 +6,10 @@ import argparse
 import re
 from typing import NoReturn
 
+from chunkgraph._outputs import is_stdout, output_file
 from chunkgraph._text import shorten, shown
 
-__all__ = ["Parser", "whole_number"]
+__all__ = ["Parser", "add_json", "prints_json", "whole_number"]
 
 _MAX_INT = 2**63 - 1
 _MAX_MESSAGE = 1000
@@ -22,6 +23,21 @@ class Parser(argparse.ArgumentParser):
         """Print usage and the message, and leave with exit code 2."""
         message = _LONG_WORD.sub(lambda found: shorten(found[0]), message)
         super().error(message if len(message) <= _MAX_MESSAGE else f"{message[:_MAX_MESSAGE]}...")
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Add the option that writes the results as JSON."""
+    parser.add_argument(
+        "--json",
+        metavar="FILE",
+        type=output_file,
+        help="write the results as JSON to FILE; - is standard output",
+    )
+
+
+def prints_json(args: argparse.Namespace) -> bool:
+    """True where standard output has nothing but the JSON of `add_json`."""
+    return args.json is not None and is_stdout(args.json)
 
 
 def whole_number(text: str) -> int:

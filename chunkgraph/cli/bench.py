@@ -26,6 +26,7 @@ from chunkgraph.bench.choice import FROZEN, VARIANTS, chosen_variants, config_of
 from chunkgraph.bench.document import BenchDocument, VariantResult
 from chunkgraph.bench.plot import check_picture, plot_documents
 from chunkgraph.bench.report import print_bench_report
+from chunkgraph.cli.arguments import add_json
 from chunkgraph.cli.train_setup import (
     STALL_GRACE_S,
     check_packages,
@@ -70,12 +71,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         "experts alone; eager_stash, Megatron's own paged stash, with stash.enabled and HybridEP "
         "alone)",
     )
-    parser.add_argument(
-        "--json",
-        metavar="FILE",
-        type=output_file,
-        help="write the results to FILE; - is standard output",
-    )
+    add_json(parser)
     parser.add_argument(
         "--plot",
         metavar="FILE",

@@ -11,6 +11,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from chunkgraph._outputs import check_output, write_output
+from chunkgraph.cli.arguments import add_json, prints_json
+
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
@@ -28,17 +31,19 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         "mixture of experts needs, and capture and replay a small module. Nothing is changed. "
         "Exit code 1 if something is there that chunk graphs cannot work with.",
     )
-    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the subcommand; returns the exit code."""
     from chunkgraph.cli.machine import examine
 
+    check_output("doctor: --json", args.json)
     findings = examine()
-    if args.json:
-        print(json.dumps([asdict(finding) for finding in findings], indent=1))
-    else:
+    if args.json is not None:
+        content = json.dumps([asdict(finding) for finding in findings], indent=1)
+        write_output("doctor: --json", args.json, f"{content}\n")
+    if not prints_json(args):
         table = Table(box=None, pad_edge=False, show_header=False)
         for finding in findings:
             text = f"{finding.found}; {finding.advice}" if finding.advice else finding.found

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from chunkgraph._outputs import is_stdout, output_file
+from chunkgraph._outputs import check_output, is_stdout, output_file, write_output
 from chunkgraph._text import shown
 from chunkgraph.bench.plot import check_picture
-from chunkgraph.cli.arguments import whole_number
+from chunkgraph.cli.arguments import add_json, prints_json, whole_number
 from chunkgraph.cli.packing_progress import PackingProgress
 from chunkgraph.errors import ConfigError
 from chunkgraph.packing import (
@@ -160,7 +160,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--seed", type=whole_number, default=0, help="of the order of the documents (default 0)"
     )
-    parser.add_argument("--json", action="store_true", help="print JSON only")
+    add_json(parser)
     parser.add_argument(
         "--plot", type=output_file, metavar="FILE", help="draw the choice (.png, .svg or .pdf)"
     )
@@ -180,16 +180,18 @@ def run(args: argparse.Namespace) -> int:
     from chunkgraph.cli import packing_plot, packing_report
 
     # Found out before a long file is read.
+    check_output("packing: --json", args.json)
     check_picture(args.plot)
-    if args.json and args.plot and is_stdout(args.plot):
+    if prints_json(args) and args.plot and is_stdout(args.plot):
         msg = "packing: --json and --plot cannot both be written to standard output"
         raise ConfigError(msg)
     study = _study(args)
     if args.plot is not None:
         packing_plot.draw(study, args.plot)
-    if args.json:
-        print(json.dumps(packing_report.as_json(study), indent=2))
-    else:
+    if args.json is not None:
+        content = json.dumps(packing_report.as_json(study), indent=2)
+        write_output("packing: --json", args.json, f"{content}\n")
+    if not prints_json(args):
         packing_report.print_study(study, args.plot)
     return 0 if study.result.best is not None else 1
 

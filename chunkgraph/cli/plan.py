@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from chunkgraph._outputs import check_output, is_stdout, output_file, stream_next_to, write_output
 from chunkgraph._text import shorten, shown
-from chunkgraph.cli.arguments import whole_number
+from chunkgraph.cli.arguments import add_json, prints_json, whole_number
 from chunkgraph.cli.plan_banks import (
     add_bank_arguments,
     banks_of,
@@ -116,7 +116,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     add_bank_arguments(parser)
     parser.add_argument("--rank", type=whole_number, metavar="R", help="show this rank only")
-    parser.add_argument("--json", action="store_true", help="print JSON only")
+    add_json(parser)
     parser.add_argument(
         "--svg",
         type=output_file,
@@ -147,13 +147,14 @@ def run(args: argparse.Namespace) -> int:
     ranks = _ranks(request, args.rank)
     _check_outputs(args, shape)
     rows = [_row(request, shape, rank) for rank in ranks]
-    has_grid = too_large(shape) is None and not (args.json and args.svg is None)
+    has_grid = too_large(shape) is None and not (prints_json(args) and args.svg is None)
     grid = Grid.of(request.schedule, shape, ranks) if has_grid else None
     if args.svg is not None and grid is not None:
         write_output("plan: --svg", args.svg, grid.as_svg())
-    if args.json:
-        print(json.dumps([as_json(row) for row in rows], indent=2))
-    else:
+    if args.json is not None:
+        content = json.dumps([as_json(row) for row in rows], indent=2)
+        write_output("plan: --json", args.json, f"{content}\n")
+    if not prints_json(args):
         _print_all(args, request, shape, rows, grid)
     return 0
 
@@ -262,10 +263,11 @@ def _ranks(request: _Request, rank: int | None) -> Sequence[int]:
 
 
 def _check_outputs(args: argparse.Namespace, shape: PipelineShape) -> None:
+    check_output("plan: --json", args.json)
     check_output("plan: --svg", args.svg)
     if args.svg is None:
         return
-    if args.json and is_stdout(args.svg):
+    if prints_json(args) and is_stdout(args.svg):
         raise ConfigError("plan: --json and --svg cannot both be written to standard output")
     if (problem := too_large(shape)) is not None:
         raise ConfigError(f"plan: --svg: {problem}")

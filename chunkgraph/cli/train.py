@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from chunkgraph._outputs import output_file
+from chunkgraph.cli.arguments import add_json
 from chunkgraph.cli.train_setup import (
     STALL_GRACE_S,
     checked_config,
@@ -41,12 +41,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         metavar="section.key=value",
         help="settings that replace the file's, such as train.num_microbatches=[4,6]",
     )
-    parser.add_argument(
-        "--json",
-        metavar="FILE",
-        type=output_file,
-        help="write the results to FILE; - is standard output",
-    )
+    add_json(parser)
     parser.add_argument(
         "--run-dir",
         metavar="DIR",

@@ -18,7 +18,7 @@ from chunkgraph.graphs import RecorderBackend
 
 
 def found(capsys: pytest.CaptureFixture[str], code: int) -> dict[str, dict[str, Any]]:
-    assert main(["doctor", "--json"]) == code
+    assert main(["doctor", "--json", "-"]) == code
     return {finding["name"]: finding for finding in json.loads(capsys.readouterr().out)}
 
 

@@ -145,7 +145,7 @@ def _plan(rng: random.Random, files: _Files) -> list[str]:
         "--cuda-graph-max-packed-tokens": _number,
         "--cuda-graph-cp-sizes": _number,
         "--svg": lambda rng: rng.choice(files.writable),
-        "--json": None,
+        "--json": lambda rng: rng.choice(files.writable),
         "--full": None,
     }
     if len(arguments) == 1:
@@ -179,7 +179,7 @@ def _packing(rng: random.Random, files: _Files) -> list[str]:
         "--key": lambda rng: rng.choice(("length", "text", "a", "x" * 1000)),
         "--value": lambda rng: rng.choice(("auto", "length", "lengths", "tokens", "text")),
         "--seed": _number,
-        "--json": None,
+        "--json": lambda rng: rng.choice(files.writable),
     }
     return ["packing", "--lengths", _lengths(rng, files), *_options(rng, options)]
 
@@ -351,7 +351,7 @@ def test_no_command_line_ends_in_a_traceback(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code"),
     [
-        (["plan", "--pp", "100000", "--json"], 2),
+        (["plan", "--pp", "100000", "--json", "-"], 2),
         (["plan", "laughs.yaml"], 2),
         (["plan", "fifo"], 2),
         (["train", "config.yaml", "train.seed=" + "9" * 5000], 2),
@@ -382,5 +382,5 @@ def test_a_real_process_ends_soon_too(tmp_path: Path, arguments: list[str], code
 @pytest.mark.usefixtures("command")
 def test_a_plan_of_a_thousand_ranks_takes_no_time() -> None:
     started = time.process_time()
-    assert _run(["plan", "--pp", "1000", "--vpp", "4", "--json"]) == (0, "")
+    assert _run(["plan", "--pp", "1000", "--vpp", "4", "--json", "-"]) == (0, "")
     assert time.process_time() - started < 1.0

@@ -204,11 +204,18 @@ def chunkgraph(tmp_path: Path, *arguments: str, stdout: int) -> subprocess.Compl
 
 
 @needs_full
-def test_full_standard_output_is_one_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("options", "where"),
+    [((), "reading or writing"), (("--json", "-"), "plan: --json -: cannot be written")],
+)
+def test_full_standard_output_is_one_line(
+    tmp_path: Path, options: tuple[str, ...], where: str
+) -> None:
     with FULL.open("w") as full:
-        done = chunkgraph(tmp_path, "plan", "--pp", "2", "--json", stdout=full.fileno())
+        done = chunkgraph(tmp_path, "plan", "--pp", "2", *options, stdout=full.fileno())
     assert done.returncode == 1
-    assert done.stderr == "error: reading or writing: No space left on device\n"
+    assert done.stderr.startswith(f"error: {where}: No space left on device")
+    assert done.stderr.count("\n") == 1
 
 
 def test_a_picture_alone_is_on_standard_output(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def run(capsys, *arguments: str) -> tuple[int, str, str]:
 
 
 def test_json_agrees_with_itself(numbers, capsys):
-    arguments = (numbers, "--max-packed-tokens", "128", "--num-microbatches", "2", "--json")
+    arguments = (numbers, "--max-packed-tokens", "128", "--num-microbatches", "2", "--json", "-")
     code, out, err = run(capsys, *arguments, "--data-parallel-size", "2", "--target-fallback=10%")
     found = json.loads(out)
     assert (code, err) == (0, "")
@@ -75,7 +75,7 @@ def test_the_report_fits_80_columns(numbers, capsys):
 def test_packed_microbatches_are_taken_as_they_are(tmp_path, capsys):
     path = tmp_path / "packs.jsonl"
     path.write_text("\n".join(json.dumps({"lengths": [10] * n}) for n in [1] * 90 + [9] * 10))
-    arguments = (str(path), "--num-microbatches", "1", "--json")
+    arguments = (str(path), "--num-microbatches", "1", "--json", "-")
     found = json.loads(run(capsys, *arguments, "--target-fallback", "10%")[1])
     assert found["num_microbatches"] == 100
     assert found["documents_per_microbatch"] == {"p50": 1, "p90": 1, "p99": 9, "max": 9}
@@ -112,7 +112,7 @@ def test_no_shape_is_told_and_exits_with_1(tmp_path, capsys):
 def test_context_parallelism_pads_documents(tmp_path, capsys):
     path = tmp_path / "lengths.txt"
     path.write_text("5\n" * 64)
-    arguments = (str(path), "--max-packed-tokens", "64", "--json", "--context-parallel-size")
+    arguments = (str(path), "--max-packed-tokens", "64", "--json", "-", "--context-parallel-size")
     alone = json.loads(run(capsys, *arguments, "1")[1])
     shared = json.loads(run(capsys, *arguments, "4")[1])
     assert alone["documents_per_microbatch"]["max"] == 12
@@ -187,7 +187,7 @@ def test_the_default_tokens_are_some_that_offsets_count(tmp_path, capsys):
         ("2147483647", ("--context-parallel-size", "3"), (2**31 - 1) // 6 * 6),
     ):
         path.write_text(content)
-        code, out, _ = run(capsys, str(path), "--json", "--target-fallback", "0%", *flags)
+        code, out, _ = run(capsys, str(path), "--json", "-", "--target-fallback", "0%", *flags)
         assert code == 0
         assert json.loads(out)["capacity_tokens"] == capacity
     for multiple in ("2147483648", str(10**18)):
@@ -247,7 +247,7 @@ def test_the_help_fits_a_narrow_terminal(
 
 
 def test_a_limit_on_documents(numbers, capsys):
-    limited = (numbers, "--max-packed-tokens", "128", "--max-document-tokens", "40", "--json")
+    limited = (numbers, "--max-packed-tokens", "128", "--max-document-tokens", "40", "--json", "-")
     found = json.loads(run(capsys, *limited)[1])
     assert found["max_document_tokens"] == 40
     assert found["num_documents_above_capacity"] == 200
@@ -255,7 +255,7 @@ def test_a_limit_on_documents(numbers, capsys):
     assert found["recommended"]["num_misfits"] == 0  # they were cut
     kept = json.loads(run(capsys, *limited, "--long-documents", "keep")[1])
     assert kept["candidates"][-1]["num_misfits"] > 0.2 * kept["num_microbatches"]
-    code, out, _ = run(capsys, *limited[:-1])
+    code, out, _ = run(capsys, *limited[:-2])
     assert code == 0
     assert "packing.max_document_tokens=40" in out
     assert max(map(len, out.splitlines()[1:])) <= 80
@@ -266,7 +266,7 @@ def test_a_limit_on_documents(numbers, capsys):
 
 
 def test_documents_are_padded(numbers, capsys):
-    given = (numbers, "--max-packed-tokens", "512", "--json")
+    given = (numbers, "--max-packed-tokens", "512", "--json", "-")
     plain = json.loads(run(capsys, *given)[1])
     found = json.loads(run(capsys, *given, "--pad-seq-to-mult", "64")[1])
     assert (plain["pad_seq_to_mult"], found["pad_seq_to_mult"]) == (1, 64)
@@ -274,7 +274,7 @@ def test_documents_are_padded(numbers, capsys):
     assert found["documents_per_microbatch"]["max"] == 8 < plain["documents_per_microbatch"]["max"]
     assert found["num_microbatches"] > plain["num_microbatches"]
     assert found["recommended"]["padding_waste"] > plain["recommended"]["padding_waste"] + 0.1
-    code, out, _ = run(capsys, *given[:-1], "--pad-seq-to-mult", "64")
+    code, out, _ = run(capsys, *given[:-2], "--pad-seq-to-mult", "64")
     assert code == 0
     assert "Recommended for chunkgraph train: packing.max_packed_seqs=9" in out
     assert "packing.pad_seq_to_mult=64" in out
@@ -284,7 +284,7 @@ def test_documents_are_padded(numbers, capsys):
     assert (found["flags"], plain["flags"][0]) == (None, "--cuda-graph-max-packed-seqs")
     assert max(map(len, out.splitlines()[1:])) <= 80
     # The default T holds the longest in blocks.
-    code, out, _ = run(capsys, numbers, "--json", "--pad-seq-to-mult", "100")
+    code, out, _ = run(capsys, numbers, "--json", "-", "--pad-seq-to-mult", "100")
     assert json.loads(out)["capacity_tokens"] == 4100
     for wrong, said in (("0", "is below 1"), ("100", "no multiple of 100")):
         code, _, err = run(capsys, *given, "--pad-seq-to-mult", wrong)
@@ -326,7 +326,7 @@ def test_fewer_sequences_are_recommended_where_the_default_does_not_have_them(
     packed, capsys, most, others, tokens, default, fewer
 ):
     arguments = (packed(most, others, tokens), "--target-fallback", "0%")
-    found = json.loads(run(capsys, *arguments, "--json")[1])
+    found = json.loads(run(capsys, *arguments, "--json", "-")[1])
     assert found["recommended"]["max_packed_seqs"] == most + 1
     assert (found["default_seq_buckets"], found["seq_buckets"]) == (default, fewer)
     told = run(capsys, *arguments)[1]
@@ -344,7 +344,7 @@ def test_fewer_sequences_are_recommended_where_the_default_does_not_have_them(
 def test_short_length_buckets_change_the_default(packed, capsys):
     """In rows of 2400 there are no graphs for 32, but with some of 600 there are."""
     arguments = (packed(60, 12, 40), "--target-fallback", "0%")
-    assert json.loads(run(capsys, *arguments, "--json")[1])["default_seq_buckets"] == []
+    assert json.loads(run(capsys, *arguments, "--json", "-")[1])["default_seq_buckets"] == []
     told = run(capsys, *arguments)[1]
     assert "--cuda-graph-packed-buckets 0.25 0.5" in told
     assert "By default there are then graphs for 32 sequences too" in told
@@ -354,7 +354,7 @@ def test_short_length_buckets_change_the_default(packed, capsys):
 
 
 def test_rows_of_a_rank_decide_the_default(packed, capsys):
-    arguments = (packed(60, 12, 32), "--target-fallback", "0%", "--json")
+    arguments = (packed(60, 12, 32), "--target-fallback", "0%", "--json", "-")
     assert json.loads(run(capsys, *arguments)[1])["default_seq_buckets"] == []
     shared = json.loads(run(capsys, *arguments, "--context-parallel-size", "2")[1])
     assert 1024 < shared["recommended"]["max_packed_tokens"] <= 2 * 1024
@@ -363,7 +363,7 @@ def test_rows_of_a_rank_decide_the_default(packed, capsys):
 
 def test_dummies_of_a_limit_on_documents_count_as_sequences(packed, capsys):
     """So the default's 64 are started for as 128, but 64 less the dummies as 64."""
-    limited = ("--target-fallback", "0%", "--max-document-tokens", "64", "--json")
+    limited = ("--target-fallback", "0%", "--max-document-tokens", "64", "--json", "-")
     found = json.loads(run(capsys, packed(500, 40), *limited)[1])
     assert found["default_seq_buckets"] == [32, 64, 128]
     assert found["recommended"]["max_packed_tokens"] == 512
@@ -391,5 +391,5 @@ def test_a_number_that_costs_the_same_is_told_though_it_is_no_candidate(tmp_path
     assert "--cuda-graph-max-packed-seqs 13" in told
     assert "2.00% of the steps run eagerly" in told
     assert "0.00% with N = 32, for which attention's kernels take as long" in told
-    found = json.loads(run(capsys, *arguments, "--json")[1])
+    found = json.loads(run(capsys, *arguments, "--json", "-")[1])
     assert 32 not in {candidate["max_packed_seqs"] for candidate in found["candidates"]}

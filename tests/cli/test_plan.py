@@ -40,7 +40,7 @@ def run(capsys):
 
 
 def test_json_has_one_object_per_rank(run):
-    rows = json.loads(run("--pp", 8, "--vpp", 4, "--group-size", 8, "--json"))
+    rows = json.loads(run("--pp", 8, "--vpp", 4, "--group-size", 8, "--json", "-"))
     assert [row["rank"] for row in rows] == list(range(8))
     assert set(rows[0]) == {
         "rank", "slots_per_chunk", "num_graphs", "peak_in_flight", "bubble_ratio",
@@ -51,14 +51,14 @@ def test_json_has_one_object_per_rank(run):
 
 
 def test_json_of_one_rank_is_a_list_of_one(run):
-    rows = json.loads(run("--pp", 4, "--num-microbatches", 6, "--rank", 1, "--json"))
+    rows = json.loads(run("--pp", 4, "--num-microbatches", 6, "--rank", 1, "--json", "-"))
     # Idle 3 (F + B) of 9 (F + B).
     expected = {"rank": 1, "slots_per_chunk": [3], "num_graphs": 6, "peak_in_flight": 3}
     assert rows == [{**expected, "bubble_ratio": pytest.approx(1 / 3, abs=1e-6)}]
 
 
 def test_config_adds_memory(run, config):
-    rows = json.loads(run(config, "--json"))
+    rows = json.loads(run(config, "--json", "-"))
     assert [row["slots_per_chunk"] for row in rows] == [[4, 2], [3, 1]]
     for row, num_slots in zip(rows, (6, 4), strict=True):
         assert row["slot_bytes"] == num_slots * row["slot_bytes_per_chunk"][0] > 0
@@ -74,7 +74,7 @@ def test_memory_is_of_the_rows_of_a_rank(run, tmp_path):
     )
 
     def memory(*overrides, flags=()):
-        return json.loads(run(path, *overrides, "--json", *flags))[0]
+        return json.loads(run(path, *overrides, "--json", "-", *flags))[0]
 
     longer, shared = "packing.max_packed_tokens=128", "pipeline.context_parallel_size=2"
     whole = memory("model.seq_length=128")
@@ -88,14 +88,16 @@ def test_memory_is_of_the_rows_of_a_rank(run, tmp_path):
 
 
 def test_overrides_apply(run, config):
-    wider = json.loads(run(config, "model.hidden_size=128", "--json"))
-    assert wider[0]["slot_bytes"] > json.loads(run(config, "--json"))[0]["slot_bytes"]
+    wider = json.loads(run(config, "model.hidden_size=128", "--json", "-"))
+    assert wider[0]["slot_bytes"] > json.loads(run(config, "--json", "-"))[0]["slot_bytes"]
 
 
 def test_memory_of_hybrid_models_is_not_made_up(run, config):
     groups = "model.mamba_num_groups=2"
     hybrid = (config, "model.hybrid_layer_pattern=M-M*|M-|M|-", groups)
-    assert [set(row) & {"slot_bytes"} for row in json.loads(run(*hybrid, "--json"))] == [set()] * 2
+    assert [set(row) & {"slot_bytes"} for row in json.loads(run(*hybrid, "--json", "-"))] == [
+        set()
+    ] * 2
     assert "Memory is not estimated for hybrid models" in run(*hybrid)
     with pytest.raises(ConfigError, match="not estimated for a hybrid model"):
         run(*hybrid, "--cuda-graph-cp-sizes", "2")
@@ -135,9 +137,16 @@ def test_zero_bubble(run):
     assert "I/W: input/weight grad" in out
 
 
+def test_json_goes_to_a_file_next_to_the_report(run, tmp_path):
+    path = tmp_path / "plan.json"
+    out = run("--pp", 2, "--json", path)
+    assert json.loads(path.read_text()) == json.loads(run("--pp", 2, "--json", "-"))
+    assert out == run("--pp", 2)
+
+
 def test_svg_is_written_whole(run, tmp_path):
     path = tmp_path / "plan.svg"
-    out = run("--pp", 2, "--vpp", 2, "--svg", path, "--json")
+    out = run("--pp", 2, "--vpp", 2, "--svg", path, "--json", "-")
     json.loads(out)
     root = ET.fromstring(path.read_text())
     assert "interleaved: 2 ranks, 2 chunks each, 4 microbatches" in "".join(root.itertext())
@@ -237,19 +246,19 @@ def test_usage_error_exits_with_2():
 
 def test_memory_by_bank(run, config, tmp_path):
     flags = ("--cuda-graph-cp-sizes", 1, 4, 2, "--cuda-graph-max-packed-tokens", 16)
-    rows = json.loads(run(config, "--json", *flags))
+    rows = json.loads(run(config, "--json", "-", *flags))
     assert [[b["context_parallel_size"] for b in row["banks"]] for row in rows] == [[4, 2, 1]] * 2
     assert {b["tokens_per_rank"] for row in rows for b in row["banks"]} == {16}
     first, *others = rows[0]["banks"]
     assert first["added_bytes"] > 10 * sum(bank["added_bytes"] for bank in others) > 0
     printed = run(config, *flags)
     assert "Banks, largest first; their variants of a slot share memory" in printed
-    assert "banks" not in json.loads(run(config, "--json"))[0]
+    assert "banks" not in json.loads(run(config, "--json", "-"))[0]
     # Length buckets are banks too, with parts of the tokens or numbers of them.
     buckets = tmp_path / "buckets.yaml"
     more = ", micro_batch_size: 1}\npacking: {max_packed_seqs: 4, buckets: [0.5, 8]}\n"
     buckets.write_text(CONFIG.rstrip("}\n") + more)
-    (row, _) = json.loads(run(buckets, "--json"))
+    (row, _) = json.loads(run(buckets, "--json", "-"))
     assert [b["tokens_per_rank"] for b in row["banks"]] == [32, 16, 8]
     assert [b["added_bytes"] for b in row["banks"][1:]] == [0, 0]
     assert "packed sequences" not in run(buckets)
@@ -263,17 +272,17 @@ def test_memory_by_bank(run, config, tmp_path):
     assert "For 100, 32 packed sequences" in run(buckets, *shared)
     # Rounded up as in a run: to what documents are padded to, on all ranks together.
     padded = ("packing.pad_seq_to_mult=8", "packing.buckets=[0.3,20]")
-    (row, _) = json.loads(run(buckets, *padded, "--json"))
+    (row, _) = json.loads(run(buckets, *padded, "--json", "-"))
     assert [b["tokens_per_rank"] for b in row["banks"]] == [32, 24, 16]
     on_ranks = ("pipeline.context_parallel_size=2", "packing.buckets=[0.3,20]")
-    (row, _) = json.loads(run(buckets, *on_ranks, "--json"))
+    (row, _) = json.loads(run(buckets, *on_ranks, "--json", "-"))
     assert [b["tokens_per_rank"] for b in row["banks"]] == [16, 10, 6]
     # So are the sizes of the file.
     sizes = tmp_path / "sizes.yaml"
     more = ", micro_batch_size: 1}\n"
     more += "packing: {max_packed_seqs: 4, context_parallel_sizes: [1, 4]}\n"
     sizes.write_text(CONFIG.rstrip("}\n") + more)
-    banks = json.loads(run(sizes, "pipeline.data_parallel_size=4", "--json"))[0]["banks"]
+    banks = json.loads(run(sizes, "pipeline.data_parallel_size=4", "--json", "-"))[0]["banks"]
     assert [b["context_parallel_size"] for b in banks] == [4, 1]
     assert {b["tokens_per_rank"] for b in banks} == {32}
     # By default with graphs for fewer sequences, by the rows of a rank.
