@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from chunkgraph.errors import ConfigError, PackingError
-from chunkgraph.launch.flags import GraphFlags, read_flags, write_defaults
+from chunkgraph.launch.flags import GraphFlags, forget_defaults, read_flags, write_defaults
 from chunkgraph.launch.packing_rules import packed_shape, packing_refusals
 from chunkgraph.megatron.features.experts.deep_ep_needs import BACKEND_NAMES, deep_ep_is_missing
 from chunkgraph.megatron.features.experts.rank_budget import flex_backend
@@ -135,6 +135,7 @@ def settle_arguments(args: argparse.Namespace, *, on_cpu: bool) -> GraphFlags | 
             f"{_REFUSED}\n  - " + "\n  - ".join([*(text.rstrip(".") for text in wrong), *found])
         )
     if flags is None:
+        forget_defaults(args)
         return None
     if flex_backend(_AsConfig(args)) == "deepep":
         # Megatron's own config refuses a budget with this backend; it is put there once it is made.

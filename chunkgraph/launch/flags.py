@@ -29,6 +29,7 @@ __all__ = [
     "check_flag_values",
     "flag_of",
     "flags_from",
+    "forget_defaults",
     "read_flags",
     "write_defaults",
 ]
@@ -130,6 +131,7 @@ _GRANULARITY = Flag(
     )
 )
 GRANULARITY = _GRANULARITY.name
+_WARMUP = "--cuda-graph-warmup-steps"
 _OPTIONS = {item.path: Flag(item) for item in settings_of(Config) if item.flag is not None}
 FLAGS = (_GRANULARITY, *_OPTIONS.values())
 """All flags. That of the warmup is Megatron's own ``--cuda-graph-warmup-steps``."""
@@ -138,6 +140,10 @@ FLAGS = (_GRANULARITY, *_OPTIONS.values())
 def flag_of(path: str) -> str:
     """Name the flag of a setting."""
     return _OPTIONS[path].name
+
+
+class _MegatronDefault(int):
+    """Megatron's own default for the warmup steps, as long as nobody gives a number."""
 
 
 @dataclass(frozen=True)
@@ -224,6 +230,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     for flag in FLAGS:
         flag.add_to(group)
     parser.set_defaults(**{_GRANULARITY.dest: _GRANULARITY.setting.default})
+    warmup = parser._option_string_actions.get(_WARMUP)
+    if warmup is not None and type(warmup.default) is int:
+        warmup.default = _MegatronDefault(warmup.default)
 
 
 def flags_from(args: argparse.Namespace) -> GraphFlags | None:
@@ -261,10 +270,13 @@ def read_flags(args: argparse.Namespace) -> tuple[GraphFlags | None, list[str]]:
         what = f"{idle} has no effect with {GRANULARITY} layer."
         return None, [f"{what} Add {GRANULARITY} chunk, or leave it out."]
     wrong: list[str] = []
-    num_warmup_steps = getattr(args, "cuda_graph_warmup_steps", 1)
+    default = CaptureConfig().num_warmup_steps
+    num_warmup_steps = getattr(args, "cuda_graph_warmup_steps", default)
+    if isinstance(num_warmup_steps, _MegatronDefault):
+        num_warmup_steps = default
     if num_warmup_steps < 1:
         wrong.append(
-            f"--cuda-graph-warmup-steps {num_warmup_steps}: chunks are captured from the inputs of "
+            f"{_WARMUP} {num_warmup_steps}: chunks are captured from the inputs of "
             "an eager step, so that at least one must come before. Give 1 or more."
         )
     values = _values(given, wrong)
@@ -341,12 +353,19 @@ def _problem_of_sizes(values: dict[str, Any]) -> str:
 
 
 def write_defaults(args: argparse.Namespace, flags: GraphFlags) -> None:
-    """Write what the flags with choices mean into Megatron's arguments, where they are saved."""
+    """Write what flags mean into Megatron's arguments, which are saved: choices and warmup."""
     values = flags.as_dict()
+    args.cuda_graph_warmup_steps = flags.capture.num_warmup_steps
     for flag in _OPTIONS.values():
         section, _, name = flag.path.partition(".")
         if flag.choices and section in ("capture", "moe"):
             setattr(args, flag.dest, flag.text_of(values[section][name])[0])
+
+
+def forget_defaults(args: argparse.Namespace) -> None:
+    """Leave an ordinary number in arguments that chunk graphs have nothing to do with."""
+    if hasattr(args, "cuda_graph_warmup_steps"):
+        args.cuda_graph_warmup_steps = int(args.cuda_graph_warmup_steps)
 
 
 def check_flag_values(script_args: Sequence[str]) -> None:

@@ -195,7 +195,7 @@ def _parse(*argv: str) -> argparse.Namespace:
 def test_flags_as_values() -> None:
     assert flags_from(_parse()) is None
     assert flags_from(_parse("--cuda-graph-granularity", "chunk")) == GraphFlags(
-        capture=CaptureConfig(num_warmup_steps=3)
+        capture=CaptureConfig(num_warmup_steps=1)
     )
     everything = flags_from(
         _parse(

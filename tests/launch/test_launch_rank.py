@@ -54,6 +54,7 @@ def test_layer_changes_nothing_and_chunk_turns_off_megatrons_graphs() -> None:
             added = {name for name in layer if name not in before}
             assert {name: layer[name] for name in before} == before
             assert {layer[name] for name in added} == {None, "layer"}
+            assert type(layer["cuda_graph_warmup_steps"]) is int  # Megatron's own default
             assert hooks.flags is None
             schedule = object()
             assert hooks.wrap_schedule(schedule) is schedule  # type: ignore[arg-type]
@@ -63,7 +64,8 @@ def test_layer_changes_nothing_and_chunk_turns_off_megatrons_graphs() -> None:
             chunk = _without([*own, "--cuda-graph-granularity", "chunk"])
             assert chunk["cuda_graph_impl"] == "none"
             assert hooks.flags is not None
-            assert hooks.flags.capture.num_warmup_steps == 3  # Megatron's own default
+            assert hooks.flags.capture.num_warmup_steps == 1  # as in a configuration
+            assert type(chunk["cuda_graph_warmup_steps"]) is int
 
             with pytest.raises(ConfigError, match="no effect with --cuda-graph-granularity layer"):
                 _without([*own, "--cuda-graph-verify", "poison"])
