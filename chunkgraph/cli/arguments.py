@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from pathlib import Path
 from typing import NoReturn
 
 from chunkgraph._outputs import is_stdout, output_file
@@ -30,9 +31,20 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json",
         metavar="FILE",
-        type=output_file,
-        help="write the results as JSON to FILE; - is standard output",
+        nargs="?",
+        const=output_file("-"),
+        type=_json_file,
+        help="write the results as JSON to FILE; default and -: standard output",
     )
+
+
+def _json_file(name: str) -> Path:
+    """Parse the option's FILE, which is no configuration that stands after the option."""
+    if name.endswith((".yaml", ".yml")):
+        raise argparse.ArgumentTypeError(
+            f"{shown(name)} is a configuration, not a file for JSON. Put it before --json."
+        )
+    return output_file(name)
 
 
 def prints_json(args: argparse.Namespace) -> bool:

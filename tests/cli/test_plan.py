@@ -311,3 +311,16 @@ def test_banks_that_cannot_be_planned(run, config):
     ):
         with pytest.raises(ConfigError, match=message):
             run(*arguments)
+
+
+def test_json_goes_to_standard_output_and_never_over_a_configuration(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text("pipeline:\n  pipeline_model_parallel_size: 2\n", encoding="utf-8")
+    assert main(["plan", str(config), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)
+    with pytest.raises(SystemExit):
+        main(["plan", "--json", str(config)])
+    assert "Put it before --json" in capsys.readouterr().err
+    assert config.read_text(encoding="utf-8").startswith("pipeline:")
