@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from chunkgraph.cli import plan
+from chunkgraph.cli.__main__ import main
 from chunkgraph.errors import ConfigError, TopologyError
 
 REPOSITORY = Path(__file__).parents[2]
@@ -317,10 +318,10 @@ def test_json_goes_to_standard_output_and_never_over_a_configuration(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = tmp_path / "run.yaml"
-    config.write_text("pipeline:\n  pipeline_model_parallel_size: 2\n", encoding="utf-8")
+    config.write_text(CONFIG, encoding="utf-8")
     assert main(["plan", str(config), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)
     with pytest.raises(SystemExit):
         main(["plan", "--json", str(config)])
     assert "Put it before --json" in capsys.readouterr().err
-    assert config.read_text(encoding="utf-8").startswith("pipeline:")
+    assert config.read_text(encoding="utf-8") == CONFIG
