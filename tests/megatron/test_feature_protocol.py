@@ -18,7 +18,7 @@ from chunkgraph.megatron.feature import Feature, Features
 from chunkgraph.megatron.features import FEATURES
 from chunkgraph.megatron.step import Shortage, Step, StepPlanner
 
-pytestmark = [pytest.mark.megatron, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.megatron, pytest.mark.timeout(150)]
 
 
 class Counting(Feature):
