@@ -1,7 +1,7 @@
 """A chunk's slots, the capture session, replay and the decision of every step."""
 
 from chunkgraph.engine.banks import Banks
-from chunkgraph.engine.capture.session import CaptureReport
+from chunkgraph.engine.capture.captured_rank import CaptureReport
 from chunkgraph.engine.chunk import Chunk, GradientMarker
 from chunkgraph.engine.constant_inputs import unchanging
 from chunkgraph.engine.counters import Counters

@@ -1,4 +1,8 @@
-"""Capture sessions of one engine: again without a bank, if that bank alone failed."""
+"""`Capturer`: capture sessions of one engine, which all ranks run together.
+
+All ranks keep their graphs, or none does. If one bank alone could not be captured, another session
+follows without it.
+"""
 
 from __future__ import annotations
 
@@ -8,22 +12,45 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
+from chunkgraph.engine.arguments import rank_label
 from chunkgraph.engine.banks import BankSamples, StepBanks
-from chunkgraph.engine.capture.failure import SessionWatch
-from chunkgraph.engine.capture.joint_capture import JointCapture, capture_together
-from chunkgraph.engine.capture.session import SessionSettings
+from chunkgraph.engine.capture.captured_rank import CapturedRank
+from chunkgraph.engine.capture.failure import SessionWatch, agree_on_cause, forget_frames
+from chunkgraph.engine.capture.lockstep import Lockstep, StoppedElsewhere
+from chunkgraph.engine.capture.session import SessionSettings, capture_session
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.decide.reasons import Agree
-from chunkgraph.engine.defaults import rank_label
 from chunkgraph.engine.options import VerifyMode
 from chunkgraph.engine.signature import Call
 from chunkgraph.engine.verify import Surroundings, Verifier, new_verifier
 from chunkgraph.engine.watch.captured_model import check_surroundings
-from chunkgraph.errors import CaptureError
+from chunkgraph.errors import CaptureError, ChunkGraphError
 
-__all__ = ["Capturer"]
+__all__ = ["Capturer", "JointCapture"]
 
 MakeSamples = Callable[[], Mapping[Hashable, Sequence[Call]]]
+
+
+@dataclass(frozen=True)
+class JointCapture:
+    """The outcome of a session of all ranks, on this rank.
+
+    Attributes:
+        captured: the rank's graphs; None if any rank failed.
+        verifier: verifies them; None if nothing does.
+        error: if a rank failed, the error to raise here: this rank's own, or one with the cause.
+        failed_here: this rank's own session failed.
+        is_cause: the agreed cause is this rank's, so that it alone warns.
+        failed_bank: index of the only bank that could not be captured; None for other failures and
+            for ranks that were not in lockstep.
+    """
+
+    captured: CapturedRank | None
+    verifier: Verifier | None = None
+    error: ChunkGraphError | None = None
+    failed_here: bool = False
+    is_cause: bool = False
+    failed_bank: int | None = None
 
 
 @dataclass(frozen=True)
@@ -31,14 +58,14 @@ class Capturer:
     """Captures the chunks of one rank, together with all ranks.
 
     Attributes:
-        chunks: of the rank.
-        num_slots: of each chunk.
-        settings: of every session.
-        surroundings: of the eager passes of ``verify``; its backend makes the graphs.
+        chunks: chunks of the rank.
+        num_slots: slots of each chunk.
+        settings: settings of every session.
+        surroundings: environment of the eager passes of ``verify``; its backend makes the graphs.
         verify: see `CaptureOptions`.
         banks: loses those that could not be captured.
-        samples: is told which banks are still wanted.
-        agree: all ranks come to it together.
+        samples: learns which banks remain.
+        agree: element-wise maximum over all ranks.
         drops_failed_banks: see `Banks`.
     """
 
@@ -52,59 +79,108 @@ class Capturer:
     agree: Agree
     drops_failed_banks: bool
 
-    def capture(self, make_samples: MakeSamples) -> tuple[JointCapture, Verifier | None]:
-        """One session, or as many as it takes to find the banks that can be captured.
+    def capture(self, make_samples: MakeSamples) -> JointCapture:
+        """Run one session, or as many as it takes to find the banks that can be captured.
 
         Args:
-            make_samples: gives calls of every chunk, by bank; what it raises is an error of this
-                rank's session.
-
-        Returns:
-            How it went, and what verifies the graphs, if anything is to.
+            make_samples: returns calls of every chunk, by bank; an error that it raises is an
+                error of this rank's session.
         """
+        while True:
+            result = self._capture_together(make_samples)
+            if result.failed_bank is None or len(self.banks.keys) == 1:
+                return result
+            self._drop_bank(self.banks.keys[result.failed_bank], result)
+
+    def _capture_together(self, make_samples: MakeSamples) -> JointCapture:
+        """Capture on this rank, and ask all ranks how theirs went; nothing is raised."""
+        banks = self.banks.keys if self.drops_failed_banks else ()
+        lockstep = Lockstep(self.agree) if self.drops_failed_banks else None
+        watch = SessionWatch(self.chunks, rank_label(self.chunks))
+        own_error: ChunkGraphError | None = None
+        captured: CapturedRank | None = None
         verifier: Verifier | None = None
-
-        def prepare() -> tuple[Sequence[Chunk], Mapping[Hashable, Sequence[Call]]]:
-            nonlocal verifier
+        try:
             samples = make_samples()
-            chunks = tuple(chunk.now() for chunk in self.chunks)
-            for chunk in chunks:
-                _refuse_sparse_gradients(chunk)
-            for calls in samples.values():
-                for chunk, call in zip(chunks, calls, strict=True):
-                    check_surroundings(chunk.label, chunk.parameters)
-                    if call.problem:
-                        raise CaptureError(f"{chunk.label}: {call.problem}")
-                    if chunk.check_sample is not None:
-                        args, kwargs = call.arguments()
-                        chunk.check_sample(*args, **kwargs)
+            chunks = self._checked_chunks(samples)
             verifier = new_verifier(self.verify, chunks, samples, self.surroundings)
-            return (chunks if verifier is None else verifier.chunks), samples
+            if verifier is not None:
+                chunks = verifier.chunks
+            captured = self._capture_here(chunks, samples, watch, verifier, lockstep)
+            if lockstep is not None:
+                lockstep.finish()
+        except StoppedElsewhere as stop:
+            forget_frames(stop)
+        except Exception as error:  # noqa: BLE001
+            # Whatever it was, the other ranks are about to ask how the session went.
+            own_error = watch.explain(error)
+            forget_frames(error)
+            if lockstep is not None:
+                lockstep.fail()
+        cause, is_cause = agree_on_cause(self.agree, "" if own_error is None else str(own_error))
+        if not cause:
+            return JointCapture(captured, verifier)
+        failed_bank = None
+        if lockstep is not None:
+            is_of_bank = own_error is not None and lockstep.bank is not None
+            (number,) = self.agree([banks.index(lockstep.bank) + 1 if is_of_bank else 0])
+            failed_bank = number - 1 if number else None
+        state = "stopped capturing, since" if captured is None else "captured, but"
+        if captured is not None:
+            captured.release()
+            captured = None
+        self.surroundings.backend.release_cached_memory()
+        error_here = own_error or CaptureError(
+            f"{watch.label}: {state} another rank could not; all ranks dropped their graphs. "
+            f"Its message:\n{cause}"
+        )
+        return JointCapture(
+            None, None, error_here, own_error is not None, is_cause, failed_bank=failed_bank
+        )
 
-        def begin_bank(bank: Hashable) -> None:
+    def _checked_chunks(self, samples: Mapping[Hashable, Sequence[Call]]) -> tuple[Chunk, ...]:
+        """Return the chunks as they are now, once they can be captured from these calls."""
+        chunks = tuple(chunk.now() for chunk in self.chunks)
+        for chunk in chunks:
+            _refuse_sparse_gradients(chunk)
+        for calls in samples.values():
+            for chunk, call in zip(chunks, calls, strict=True):
+                check_surroundings(chunk.label, chunk.parameters)
+                if call.problem:
+                    raise CaptureError(f"{chunk.label}: {call.problem}")
+                if chunk.check_sample is not None:
+                    args, kwargs = call.arguments()
+                    chunk.check_sample(*args, **kwargs)
+        return chunks
+
+    def _capture_here(
+        self,
+        chunks: tuple[Chunk, ...],
+        samples: Mapping[Hashable, Sequence[Call]],
+        watch: SessionWatch,
+        verifier: Verifier | None,
+        lockstep: Lockstep | None,
+    ) -> CapturedRank:
+        """Run this rank's session, part by part with the other ranks if there is a lockstep."""
+
+        def before_graph(bank: Hashable | None) -> None:
             if verifier is not None:
                 verifier.begin_bank(bank)
+            if lockstep is not None:
+                lockstep.begin(bank)
 
-        while True:
-            result = capture_together(
-                prepare,
-                self.num_slots,
-                self.surroundings.backend,
-                replace(self.settings, before_graph=begin_bank),
-                SessionWatch(self.chunks, rank_label(self.chunks)),
-                self.agree,
-                in_lockstep=self.banks.keys if self.drops_failed_banks else (),
+        if lockstep is not None:
+            lockstep.begin(None)
+        settings = replace(self.settings, before_graph=before_graph)
+        with watch.watching(settings) as settings:
+            return capture_session(
+                chunks, self.num_slots, samples, self.surroundings.backend, settings
             )
-            if result.failed_bank is None or len(self.banks.keys) == 1:
-                return result, verifier
-            self._drop_bank(result)
 
-    def _drop_bank(self, result: JointCapture) -> None:
-        assert result.failed_bank is not None
-        key = self.banks.keys[result.failed_bank]
+    def _drop_bank(self, key: Hashable, result: JointCapture) -> None:
         self.banks.drop(key, "its capture failed")
         self.samples.wanted = self.banks.keys
-        if result.is_told_here:
+        if result.is_cause:
             warnings.warn(
                 f"{result.error}\nAll ranks go on without graphs of {key}; steps with such a "
                 "microbatch run eagerly.",

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from chunkgraph.engine import defaults
+from chunkgraph.engine import arguments
 from chunkgraph.engine.banks import Banks, BankSamples, StepBanks
 from chunkgraph.engine.capture.backward_watch import watched
-from chunkgraph.engine.capture.session import CapturedRank, CaptureReport, SessionSettings
+from chunkgraph.engine.capture.captured_rank import CapturedRank, CaptureReport
+from chunkgraph.engine.capture.session import SessionSettings
 from chunkgraph.engine.capture.step_samples import StepSampler
 from chunkgraph.engine.capturer import Capturer
 from chunkgraph.engine.chunk import Chunk
@@ -75,12 +76,12 @@ class ChunkGraphs:
         banks: Banks | None = None,
         takes_misfits: bool = False,
     ) -> None:
-        self.options = defaults.as_options(options)
-        self._chunks = defaults.as_chunks(chunks)
-        self._num_slots = defaults.check_counts(len(self._chunks), num_slots)
+        self.options = arguments.as_options(options)
+        self._chunks = arguments.as_chunks(chunks)
+        self._num_slots = arguments.check_counts(len(self._chunks), num_slots)
         self.counters = Counters()
         self.mode = StepMode.OUTSIDE
-        self._backend = backend or defaults.default_backend(
+        self._backend = backend or arguments.default_backend(
             self._chunks, memset_kernels=self.options.memset_kernels
         )
         self._decider = StepDecider(
@@ -90,7 +91,7 @@ class ChunkGraphs:
         self._failure: CaptureError | None = None
         self.failed_here = False
         self._was_released = False
-        banks = defaults.as_banks(banks)
+        banks = arguments.as_banks(banks)
         if banks.drops_failed and not takes_misfits:
             raise ValueError("drops_failed needs takes_misfits: ranks drop microbatches")
         self._banks = StepBanks(banks.keys, len(self._chunks))
@@ -122,7 +123,7 @@ class ChunkGraphs:
         self._is_replaced: Callable[[], bool] = lambda: False
         self._release_replaced: Callable[[], None] = self.release
         self._was_replaced = False  # as of the end of the last step
-        self.callables = defaults.as_functions(self.call, self._chunks)
+        self.callables = arguments.as_functions(self.call, self._chunks)
 
     @classmethod
     def for_schedule(
@@ -151,7 +152,7 @@ class ChunkGraphs:
         Raises:
             ConfigError: the schedule is unknown, or the sizes form no pipeline.
         """
-        given = defaults.as_chunks(chunks)
+        given = arguments.as_chunks(chunks)
         plan = plan_slots(
             num_ranks,
             len(given),
@@ -160,12 +161,12 @@ class ChunkGraphs:
             schedule=schedule,
             max_num_microbatches=max_num_microbatches,
         )
-        are_shared = defaults.as_options(settings.get("options")).shared_slots
+        are_shared = arguments.as_options(settings.get("options")).shared_slots
         return cls(given, plan.peak_in_flight if are_shared else plan.slots_per_chunk, **settings)
 
     def __repr__(self) -> str:
         state = "capture failed" if self._failure else f"captured: {self._captured is not None}"
-        return defaults.describe(self._chunks, self._num_slots, f"{state}; {self.counters}")
+        return arguments.describe(self._chunks, self._num_slots, f"{state}; {self.counters}")
 
     @property
     def report(self) -> CaptureReport | None:
@@ -227,7 +228,7 @@ class ChunkGraphs:
         """
         if self.mode is not StepMode.OUTSIDE:
             raise SlotError("A step was begun inside a step; end the first one before.")
-        defaults.check_shape_key(shape_key)
+        arguments.check_shape_key(shape_key)
         misfit, plan_digest = self._decider.told(misfit, plan_digest, forward_only=forward_only)
         if not (misfit or forward_only or eager):
             self._banks.check(banks, num_microbatches)
@@ -353,7 +354,7 @@ class ChunkGraphs:
             )
         if self._decider.has_announcement:
             raise SlotError("A step was announced; capture() comes before the announcement.")
-        calls = defaults.sample_calls(samples, self._banks.keys, len(self._chunks))
+        calls = arguments.sample_calls(samples, self._banks.keys, len(self._chunks))
         self._failure = None
         self._capture_together(
             lambda: {key: calls[key] for key in self._banks.keys}, None, must_raise=True
@@ -368,15 +369,15 @@ class ChunkGraphs:
         *,
         must_raise: bool = False,
     ) -> None:
-        result, verifier = self._capturer.capture(make_samples)
+        result = self._capturer.capture(make_samples)
         self._samples.forget()
         self.failed_here = result.failed_here
         if result.captured is not None:
             self._captured = result.captured
             self._captured_key = shape_key
-            if verifier is not None:
-                verifier.captured(result.captured)
-            self._replayer.take(result.captured, verifier)
+            if result.verifier is not None:
+                result.verifier.captured(result.captured)
+            self._replayer.take(result.captured, result.verifier)
             self.counters.captures += result.captured.report.num_graphs // 2
             self.counters.capture_sessions += 1
             return
@@ -385,7 +386,7 @@ class ChunkGraphs:
         self._failure = error if isinstance(error, CaptureError) else CaptureError(str(error))
         if must_raise or self.options.on_failure == "raise":
             raise error
-        if result.is_told_here:
+        if result.is_cause:
             warnings.warn(f"{error}\nTraining goes on eagerly on all ranks.", stacklevel=4)
 
     def release(self) -> None:
@@ -414,8 +415,7 @@ class ChunkGraphs:
     def _drop_captured(self) -> None:
         if self._captured is not None:
             self._backend.synchronize()
-            for slot in (s for slots in self._captured.slots for s in slots):
-                slot.release()
+            self._captured.release()
             self._was_released = True
         self._captured = None
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from chunkgraph.engine import CaptureOptions
-from chunkgraph.engine.defaults import check_counts
+from chunkgraph.engine.arguments import check_counts
 from chunkgraph.errors import ChunkGraphError, ConfigError
 from chunkgraph.megatron.captured_part import CapturedPart, Scope, new_part
 from chunkgraph.megatron.core.collectives import agree_by_maximum

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs, defaults
+from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs, arguments
 from chunkgraph.graphs import CUDABackend, RecorderBackend
 from chunkgraph.graphs.cuda import CUDAGraphHandle
 from chunkgraph.graphs.memset_nodes import MAX_BYTES, DamagedGraphError, MemsetKernels
@@ -285,7 +285,7 @@ def test_the_default_backend_is_made_as_asked(monkeypatch: pytest.MonkeyPatch, a
         made.append((str(device), memset_kernels))
         return RecorderBackend()
 
-    monkeypatch.setattr(defaults, "CUDABackend", cuda)
+    monkeypatch.setattr(arguments, "CUDABackend", cuda)
     parameter: Any = SimpleNamespace(device=torch.device("cuda", 3))
     chunk = Chunk(forward=lambda x: x, parameters=(parameter,), label="chunk 0")
     options = CaptureOptions(memset_kernels=asked)

@@ -1,11 +1,18 @@
 """The capture session: all slots of all chunks of a rank, at one step boundary.
 
-Order: capture warmup on the capture stream; every forward, each in its slot's pool; every
-backward, which frees the saved tensors of its slot into the slot's own pool, where nobody but that
-slot ever allocates again; the proof. With several banks, forwards and backwards of the largest
-first, then those of the next, whose variant of a slot takes the memory that the one before left in
-the slot's pool. Gradients, the modules' tensors and random state are as if the session had not
-happened. A session that fails leaves nothing behind.
+`_run` shows its phases, in the order in which they happen:
+
+1. `_enter`: set the model, random state and memory apart from training.
+2. `_warm_up`: run eager passes on the capture stream.
+3. `_make_room`: refuse a session that cannot fit, and empty the allocator's cache.
+4. `_capture_forward`, every one in its slot's pool; then `_capture_backward`, which frees the saved
+   tensors of its slot into the slot's pool, where only that slot ever allocates again. With several
+   banks, the largest comes first; the variants of a slot in the next ones take the memory that it
+   left in the slot's pool.
+5. `_prove`: no replay overwrites memory that another slot holds.
+
+Gradients, the modules' tensors and random state are as if the session had not happened. A session
+that fails leaves nothing in memory.
 """
 
 from __future__ import annotations
@@ -14,19 +21,26 @@ import gc
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
 from chunkgraph._collector import collector_paused
 from chunkgraph.engine.banks import Bank
+from chunkgraph.engine.capture.captured_rank import (
+    CapturedRank,
+    CaptureReport,
+    gradient_terms,
+)
 from chunkgraph.engine.capture.grad_memory import GradMemory
 from chunkgraph.engine.capture.gradients import GradientSinks
 from chunkgraph.engine.capture.left_behind import LeafGradients, refuse_left_behind
 from chunkgraph.engine.capture.parameter_aliases import ParameterAliases
 from chunkgraph.engine.capture.slot_capture import (
     CapturedForward,
+    GraphMaker,
+    SlotPlace,
     capture_backward,
     capture_forward,
     footprint,
@@ -45,13 +59,7 @@ from chunkgraph.errors import CaptureError
 from chunkgraph.graphs import AddressRanges, GraphBackend, Pool
 from chunkgraph.memory import MemoryPlan, PoolPlan, prove_disjoint
 
-__all__ = [
-    "BeforeGraph",
-    "CaptureReport",
-    "CapturedRank",
-    "SessionSettings",
-    "capture_session",
-]
+__all__ = ["BeforeGraph", "SessionSettings", "capture_session"]
 
 
 BeforeGraph = Callable[[Hashable | None], None]
@@ -60,7 +68,17 @@ BeforeGraph = Callable[[Hashable | None], None]
 
 @dataclass(frozen=True)
 class SessionSettings:
-    """How a session captures; see `CaptureOptions` and `ChunkGraphs` for the fields."""
+    """Settings of a session.
+
+    Attributes:
+        host: the program around the chunks.
+        memory_plan: see `CaptureOptions`, like the next two.
+        shared_slots: see there.
+        num_passes: eager passes over each chunk and bank.
+        prove: check that slots lie apart; False lets tests see what the verify modes find.
+        progress: called after every captured graph.
+        before_graph: see `BeforeGraph`.
+    """
 
     host: Host
     memory_plan: MemoryPlan = "shared_backward"
@@ -69,61 +87,6 @@ class SessionSettings:
     prove: bool = True
     progress: OnCapture | None = None
     before_graph: BeforeGraph = lambda _: None
-
-
-@dataclass(frozen=True)
-class CaptureReport:
-    """What a session made.
-
-    Attributes:
-        num_slots: per chunk.
-        shared_slots: whether these are the same for all chunks.
-        num_graphs: forward and backward graphs together.
-        slot_bytes: reserved by the slots' own pools.
-        held_bytes: of those, in use between a forward and its backward, all slots together, each
-            in its largest bank.
-        scratch_bytes: reserved by the pool shared by all backwards.
-        static_bytes: inputs and gradients outside the pools.
-        duration_ms: wall time of the session on this rank.
-        memsets_kept: see `GraphBackend`.
-    """
-
-    num_slots: tuple[int, ...]
-    shared_slots: bool
-    num_graphs: int
-    slot_bytes: int
-    held_bytes: int
-    scratch_bytes: int
-    static_bytes: int
-    duration_ms: float
-    memsets_kept: str = ""
-
-
-@dataclass(frozen=True)
-class CapturedRank:
-    """The result of a session, with what replays need.
-
-    Attributes:
-        banks: by key, largest first.
-        sinks: of the gradients, by chunk.
-        models: what the graphs take for granted of each chunk's module.
-        pools: of all graphs.
-        report: what was made.
-        terms: see `BackwardTask`.
-    """
-
-    banks: dict[Hashable, Bank]
-    sinks: tuple[GradientSinks, ...]
-    models: tuple[CapturedModel, ...]
-    pools: PoolPlan
-    report: CaptureReport
-    terms: tuple[dict[int, int], ...]
-
-    @property
-    def slots(self) -> tuple[tuple[Slot, ...], ...]:
-        """Slots of each chunk: those of the first bank, then their variants in the others."""
-        every = zip(*[bank.slots for bank in self.banks.values()], strict=True)
-        return tuple(tuple(slot for slots in of_chunk for slot in slots) for of_chunk in every)
 
 
 def capture_session(
@@ -137,7 +100,7 @@ def capture_session(
 
     Args:
         chunks: the chunks of this rank.
-        num_slots: how many slots each needs.
+        num_slots: number of slots of each chunk.
         samples: by bank, largest first, one call's arguments for each chunk, as an eager
             microbatch had them.
         backend: makes the graphs.
@@ -153,36 +116,126 @@ def capture_session(
     gradients = LeafGradients()
     captured: CapturedRank | None = None
     try:
-        captured = _captured(chunks, num_slots, samples, backend, settings, pools)
+        # When `_run` returns, only slots may hold memory of graphs.
+        captured = _run(
+            chunks, num_slots, samples, settings, GraphMaker(backend, pools, settings.host)
+        )
         slots = [slot for of_chunk in captured.slots for slot in of_chunk]
         if not any(chunk.may_leave_values for chunk in chunks):
             gradients.refuse_lost(chunks[0].label, pools.pools, _writes(slots, backend))
             refuse_left_behind(chunks, pools.pools, slots)
     except BaseException:
-        for slot in (s for of_chunk in (captured.slots if captured else ()) for s in of_chunk):
-            slot.release()
+        if captured is not None:
+            captured.release()
         raise
     return captured
 
 
-def _writes(slots: Sequence[Slot], backend: GraphBackend) -> AddressRanges | None:
-    """What the backwards write, where the backend knows it exactly."""
-    if backend.device.type == "cuda":
-        return None
-    graphs = [slot.backward_graph for slot in slots if slot.backward_graph is not None]
-    return AddressRanges([r for graph in graphs for r in graph.writes()])
+@dataclass
+class _Session:
+    """State that the phases of one session share.
+
+    Attributes:
+        chunks: the chunks of the rank; `_enter` replaces them by chunks whose attributes are
+            watched.
+        num_slots: see `capture_session`, like the next two.
+        samples: see there.
+        settings: see there.
+        maker: makes the graphs.
+        sinks: by chunk, memory of the gradients.
+        models: by chunk, what the graphs take for granted of its module.
+        aliases: by chunk, parameters that its module has during the session.
+        warm_ups: measurements of the eager passes, by bank and chunk.
+        pools: pool of each slot.
+        statics: memory that each slot's graphs read.
+        forwards: captured so far, in order.
+        num_done: graphs captured so far.
+    """
+
+    chunks: list[Chunk]
+    num_slots: tuple[int, ...]
+    samples: Mapping[Hashable, Sequence[Call]]
+    settings: SessionSettings
+    maker: GraphMaker
+    sinks: tuple[GradientSinks, ...]
+    models: tuple[CapturedModel, ...]
+    aliases: tuple[ParameterAliases, ...]
+    warm_ups: dict[Hashable, list[WarmUp]] = field(default_factory=dict)
+    pools: dict[Hashable, Pool] = field(default_factory=dict)
+    statics: dict[Hashable, SlotStatics] = field(default_factory=dict)
+    forwards: list[CapturedForward] = field(default_factory=list)
+    num_done: int = 0
+
+    @property
+    def backend(self) -> GraphBackend:
+        """The backend that makes the graphs."""
+        return self.maker.backend
+
+    def variants(self) -> list[list[tuple[Hashable, int]]]:
+        """Return banks and chunks in the order of capture.
+
+        Each group has at most one variant of every slot. Its backwards free what its forwards keep
+        before the next group is captured.
+        """
+        indices = range(len(self.chunks))
+        if self.settings.shared_slots:
+            return [[(key, c)] for key in self.samples for c in indices]
+        return [[(key, c) for c in indices] for key in self.samples]
+
+    def graph_done(self) -> None:
+        """Report one more captured graph."""
+        self.num_done += 1
+        if self.settings.progress is not None:
+            num_graphs = 2 * sum(self.num_slots) * len(self.samples)
+            self.settings.progress(self.num_done, num_graphs, self.backend.free_bytes())
 
 
-def _captured(
+def _run(
     chunks: Sequence[Chunk],
     num_slots: Sequence[int],
     samples: Mapping[Hashable, Sequence[Call]],
-    backend: GraphBackend,
     settings: SessionSettings,
-    pools: PoolPlan,
+    maker: GraphMaker,
 ) -> CapturedRank:
-    """The session itself; when it returns, nobody but slots should hold memory of graphs."""
+    """Run all phases of a session."""
     start = time.perf_counter()
+    session = _begin(chunks, num_slots, samples, settings, maker)
+    try:
+        with ExitStack() as stack:
+            _enter(session, stack)
+            _warm_up(session)
+            _make_room(session)
+            for group in session.variants():
+                num_before = len(session.forwards)
+                # No comprehensions: what they refer to outlives the frames of a failed session.
+                for key, c in group:
+                    for s in range(num_slots[c]):
+                        _capture_forward(session, key, c, s)
+                for forward in session.forwards[num_before:]:
+                    _capture_backward(session, forward)
+            _prove(session)
+    except BaseException:
+        for forward in session.forwards:
+            forward.release()
+        raise
+    session.backend.synchronize()
+    return CapturedRank(
+        _banks(session),
+        session.sinks,
+        session.models,
+        maker.pools,
+        _report(session, (time.perf_counter() - start) * 1e3),
+        gradient_terms(session.chunks, session.forwards),
+    )
+
+
+def _begin(
+    chunks: Sequence[Chunk],
+    num_slots: Sequence[int],
+    samples: Mapping[Hashable, Sequence[Call]],
+    settings: SessionSettings,
+    maker: GraphMaker,
+) -> _Session:
     grad_memory = GradMemory({id(p): p for chunk in chunks for p in chunk.parameters}.values())
     sinks = tuple(GradientSinks(c.parameters, c.label, grad_memory) for c in chunks)
     models = tuple(CapturedModel(chunk) for chunk in chunks)
@@ -190,183 +243,180 @@ def _captured(
         model.refuse_hooks(chunk.parameters)
     stand_ins: dict[int, nn.Parameter] = {}
     aliases = tuple(ParameterAliases(c.module, c.parameters, stand_ins) for c in chunks)
-    forwards: list[CapturedForward] = []
-    try:
-        with ExitStack() as stack:
-            for model in models:
-                stack.enter_context(model.watched())
-            stack.enter_context(settings.host.preserving())
-            stack.enter_context(backend.preserve_random_state(settings.host.generators()))
-            if backend.device.type == "cuda":
-                gc.collect()  # none is started until the last graph is captured
-                stack.enter_context(collector_paused())
-            # The scope may be one that ranks enter together: not if one has failed by now.
-            settings.before_graph(None)
-            # What is in the cache serves neither another stream nor a pool. Before the scope, which
-            # may allocate in its stead; and after what follows.
-            backend.release_cached_memory()
-            stack.enter_context(settings.host.capturing())
-            for alias in aliases:
-                stack.enter_context(alias.in_place())
-            watches = [None if c.may_leave_values else AttributeWatch(c) for c in chunks]
-            for attributes in watches:
-                if attributes is not None:
-                    stack.enter_context(attributes.kept())
-            chunks = [
-                chunk if attributes is None else attributes.chunk
-                for chunk, attributes in zip(chunks, watches, strict=True)
-            ]
-            backend.release_cached_memory()
-            warm: dict[Hashable, list[WarmUp]] = {key: [] for key in samples}
-            for key, calls in samples.items():
-                for c, (chunk, call) in enumerate(zip(chunks, calls, strict=True)):
-                    settings.before_graph(key)
-                    found = warm_up(
-                        chunk,
-                        call,
-                        sinks[c],
-                        aliases[c].leaves,
-                        backend,
-                        num_passes=settings.num_passes,
-                        traces=settings.memory_plan == "shared_temporaries",
-                    )
-                    warm[key].append(found)
-            settings.before_graph(None)
-            passes = list(zip(*warm.values(), strict=True))  # by chunk
-            most = [max(w.held_bytes for w in of_chunk) for of_chunk in passes]
-            kept = [max(w.kept_bytes for w in of_chunk) for of_chunk in passes]
-            check_memory(chunks, num_slots, most, backend, are_shared=settings.shared_slots)
-            allocated = backend.allocated_bytes()
-            backend.release_cached_memory()
-            if backend.allocated_bytes() < allocated:
-                backend.take_workspaces()
-            total, done = 2 * sum(num_slots) * len(samples), 0
-            slot_pools: dict[Hashable, Pool] = {}
-            statics: dict[Hashable, SlotStatics] = {}
-            has_variants = len(samples) > 1 or (settings.shared_slots and len(chunks) > 1)
-            for variant in _variants(samples, len(chunks), settings.shared_slots):
-                begin = len(forwards)
-                for key, c in variant:
-                    chunk = chunks[c]
-                    for s in range(num_slots[c]):
-                        settings.before_graph(key)
-                        label = f"{chunk.label} slot {s}"
-                        place = s if settings.shared_slots else (c, s)
-                        if place not in slot_pools:
-                            ahead = max(kept) if settings.shared_slots else kept[c]
-                            slot_pools[place] = pools.forward_pool(label, ahead)
-                            statics[place] = SlotStatics(is_shared=has_variants)
-                        forwards.append(
-                            capture_forward(
-                                (c, s, key),
-                                label if len(samples) == 1 else f"{label}, bank {key}",
-                                slot_pools[place],
-                                chunk,
-                                samples[key][c],
-                                aliases[c].leaves,
-                                warm[key][c].trace,
-                                backend,
-                                pools,
-                                statics[place],
-                                settings.host.generators,
-                            )
-                        )
-                        done += 1
-                        _report_progress(settings, done, total, backend)
-                # They free what the forwards keep, for the next variant of each slot.
-                for forward in forwards[begin:]:
-                    settings.before_graph(forward.bank)
-                    c = forward.chunk_index
-                    leaves = aliases[c].leaves
-                    make_marker = chunks[c].new_marker
-                    forward.marker = make_marker() if make_marker is not None else None
-                    capture_backward(
-                        forward,
-                        chunks[c],
-                        sinks[c],
-                        leaves,
-                        backend,
-                        pools,
-                        settings.host.generators,
-                    )
-                    done += 1
-                    _report_progress(settings, done, total, backend)
-            settings.before_graph(None)
-            for alias, chunk in zip(aliases, chunks, strict=True):
-                alias.check_memory(chunk.label)
-            if settings.prove:
-                prove_disjoint([footprint(f, backend, settings.shared_slots) for f in forwards])
-    except BaseException:
-        for forward in forwards:
-            forward.graph.release()
-            if forward.backward is not None:
-                forward.backward.release()
-        raise
-    backend.synchronize()
-    banks = {
+    return _Session(
+        list(chunks), tuple(num_slots), samples, settings, maker, sinks, models, aliases
+    )
+
+
+def _enter(session: _Session, stack: ExitStack) -> None:
+    """Set the model, random state and memory apart from training until ``stack`` is closed."""
+    backend, settings = session.backend, session.settings
+    for model in session.models:
+        stack.enter_context(model.watched())
+    stack.enter_context(settings.host.preserving())
+    stack.enter_context(backend.preserve_random_state(settings.host.generators()))
+    if backend.device.type == "cuda":
+        gc.collect()  # none is started until the last graph is captured
+        stack.enter_context(collector_paused())
+    # All ranks enter the host's context together: stop here if one has failed by now.
+    settings.before_graph(None)
+    # Cached memory serves neither another stream nor a pool. It is released before the host's
+    # context, which may allocate, and again once all contexts are entered.
+    backend.release_cached_memory()
+    stack.enter_context(settings.host.capturing())
+    for aliases in session.aliases:
+        stack.enter_context(aliases.in_place())
+    for c, chunk in enumerate(session.chunks):
+        if not chunk.may_leave_values:
+            attributes = AttributeWatch(chunk)
+            stack.enter_context(attributes.kept())
+            session.chunks[c] = attributes.chunk
+    backend.release_cached_memory()
+
+
+def _warm_up(session: _Session) -> None:
+    """Run eager passes of every chunk in every bank on the capture stream."""
+    settings = session.settings
+    for key, calls in session.samples.items():
+        measured = session.warm_ups[key] = []
+        for c, (chunk, call) in enumerate(zip(session.chunks, calls, strict=True)):
+            settings.before_graph(key)
+            warm = warm_up(
+                chunk,
+                call,
+                session.sinks[c],
+                session.aliases[c].leaves,
+                session.backend,
+                num_passes=settings.num_passes,
+                traces=settings.memory_plan == "shared_temporaries",
+            )
+            measured.append(warm)
+    settings.before_graph(None)
+
+
+def _make_room(session: _Session) -> None:
+    """Refuse a session that cannot fit, and give the allocator's cache back to the device."""
+    backend = session.backend
+    by_chunk = zip(*session.warm_ups.values(), strict=True)
+    held_bytes = [max(warm.held_bytes for warm in of_chunk) for of_chunk in by_chunk]
+    check_memory(
+        session.chunks,
+        session.num_slots,
+        held_bytes,
+        backend,
+        are_shared=session.settings.shared_slots,
+    )
+    allocated_bytes = backend.allocated_bytes()
+    backend.release_cached_memory()
+    if backend.allocated_bytes() < allocated_bytes:
+        backend.take_workspaces()
+
+
+def _capture_forward(session: _Session, key: Hashable, c: int, s: int) -> None:
+    """Capture the forward of slot ``s`` of chunk ``c`` in bank ``key``."""
+    session.settings.before_graph(key)
+    forward = capture_forward(
+        _place(session, key, c, s),
+        session.chunks[c],
+        session.samples[key][c],
+        session.aliases[c].leaves,
+        session.warm_ups[key][c].trace,
+        session.maker,
+    )
+    session.forwards.append(forward)
+    session.graph_done()
+
+
+def _place(session: _Session, key: Hashable, c: int, s: int) -> SlotPlace:
+    """Return the slot to capture into. Its first variant makes the memory for all of them."""
+    shared_slots, num_banks = session.settings.shared_slots, len(session.samples)
+    label = f"{session.chunks[c].label} slot {s}"
+    slot: Hashable = s if shared_slots else (c, s)
+    if slot not in session.pools:
+        chunks = range(len(session.chunks)) if shared_slots else (c,)
+        kept_bytes = max(w[i].kept_bytes for w in session.warm_ups.values() for i in chunks)
+        session.pools[slot] = session.maker.pools.forward_pool(label, kept_bytes)
+        has_variants = num_banks > 1 or (shared_slots and len(session.chunks) > 1)
+        session.statics[slot] = SlotStatics(is_shared=has_variants)
+    return SlotPlace(
+        chunk_index=c,
+        index=s,
+        bank=key,
+        label=label if num_banks == 1 else f"{label}, bank {key}",
+        slot=slot,
+        pool=session.pools[slot],
+        statics=session.statics[slot],
+    )
+
+
+def _capture_backward(session: _Session, forward: CapturedForward) -> None:
+    """Capture the backward of a captured forward."""
+    c = forward.place.chunk_index
+    session.settings.before_graph(forward.place.bank)
+    capture_backward(
+        forward, session.chunks[c], session.sinks[c], session.aliases[c].leaves, session.maker
+    )
+    session.graph_done()
+
+
+def _prove(session: _Session) -> None:
+    """Check the parameters' memory, and prove that slots lie apart."""
+    session.settings.before_graph(None)
+    for aliases, chunk in zip(session.aliases, session.chunks, strict=True):
+        aliases.check_memory(chunk.label)
+    if session.settings.prove:
+        backend = session.backend
+        prove_disjoint([footprint(forward, backend) for forward in session.forwards])
+
+
+def _banks(session: _Session) -> dict[Hashable, Bank]:
+    """Return the slots and signatures of every bank."""
+    slots: dict[tuple[Hashable, int], list[Slot]] = {}
+    for forward in session.forwards:
+        c = forward.place.chunk_index
+        slot = new_slot(forward, session.chunks[c], session.backend)
+        slots.setdefault((forward.place.bank, c), []).append(slot)
+    return {
         key: Bank(
             key,
+            tuple(tuple(slots[key, c]) for c in range(len(session.chunks))),
             tuple(
-                tuple(
-                    new_slot(f, chunk, backend)
-                    for f in forwards
-                    if (f.chunk_index, f.bank) == (c, key)
-                )
-                for c, chunk in enumerate(chunks)
+                Signature(call, chunk.label)
+                for call, chunk in zip(calls, session.chunks, strict=True)
             ),
-            tuple(Signature(s, c.label) for s, c in zip(calls, chunks, strict=True)),
         )
-        for key, calls in samples.items()
+        for key, calls in session.samples.items()
     }
-    held: dict[Hashable, int] = {}
-    for f in forwards:
-        slot = f.slot(settings.shared_slots)
-        held[slot] = max(held.get(slot, 0), f.live.num_bytes)
-    report = CaptureReport(
-        num_slots=tuple(num_slots),
-        shared_slots=settings.shared_slots,
+
+
+def _report(session: _Session, duration_ms: float) -> CaptureReport:
+    pools, forwards = session.maker.pools, session.forwards
+    held_bytes: dict[Hashable, int] = {}
+    for forward in forwards:
+        slot = forward.place.slot
+        held_bytes[slot] = max(held_bytes.get(slot, 0), forward.live.num_bytes)
+    return CaptureReport(
+        num_slots=session.num_slots,
+        shared_slots=session.settings.shared_slots,
         num_graphs=2 * len(forwards),
         slot_bytes=sum(pool.reserved_bytes for pool in pools.slot_pools),
-        held_bytes=sum(held.values()),
+        held_bytes=sum(held_bytes.values()),
         scratch_bytes=pools.scratch.reserved_bytes if pools.scratch else 0,
         static_bytes=_num_bytes([t for f in forwards for t in (*f.inputs, *f.grads)]),
-        duration_ms=(time.perf_counter() - start) * 1e3,
-        memsets_kept=backend.memsets_kept,
+        duration_ms=duration_ms,
+        memsets_kept=session.backend.memsets_kept,
     )
-    return CapturedRank(banks, sinks, models, pools, report, _terms(chunks, forwards))
-
-
-def _terms(
-    chunks: Sequence[Chunk], forwards: Sequence[CapturedForward]
-) -> tuple[dict[int, int], ...]:
-    """Return what each chunk gives its parameters, the most of any forward; see `BackwardTask`."""
-    terms: list[dict[int, int]] = [{} for _ in chunks]
-    for forward in forwards:
-        of_chunk, parameters = terms[forward.chunk_index], chunks[forward.chunk_index].parameters
-        for index in forward.trained:
-            place = id(parameters[index])
-            # A parameter that recomputation hides may get any number.
-            of_chunk[place] = max(of_chunk.get(place, 1), forward.num_terms[index] or 2)
-    return tuple(terms)
-
-
-def _variants(
-    samples: Mapping[Hashable, Sequence[Call]], num_chunks: int, are_shared: bool
-) -> list[list[tuple[Hashable, int]]]:
-    """What is captured together, bank and chunk: at most one variant of every slot."""
-    if are_shared:
-        return [[(key, c)] for key in samples for c in range(num_chunks)]
-    return [[(key, c) for c in range(num_chunks)] for key in samples]
 
 
 def _num_bytes(tensors: Sequence[torch.Tensor]) -> int:
-    """Of their memory, which variants of a slot share."""
+    """Return the bytes of the distinct storages of tensors: variants of a slot share them."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
     return sum(storage.nbytes() for storage in storages.values())
 
 
-def _report_progress(
-    settings: SessionSettings, done: int, total: int, backend: GraphBackend
-) -> None:
-    if settings.progress is not None:
-        settings.progress(done, total, backend.free_bytes())
+def _writes(slots: Sequence[Slot], backend: GraphBackend) -> AddressRanges | None:
+    """Return the memory that the backwards write, where the backend knows it exactly."""
+    if backend.device.type == "cuda":
+        return None
+    graphs = [slot.backward_graph for slot in slots if slot.backward_graph is not None]
+    return AddressRanges([r for graph in graphs for r in graph.writes()])

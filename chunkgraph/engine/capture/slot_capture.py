@@ -1,9 +1,9 @@
-"""One slot captured: its forward, later its backward, and where both read and write."""
+"""Capture of one slot: its forward, later its backward, and where both read and write."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import nullcontext
+from collections.abc import Hashable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,19 +13,77 @@ from torch import nn
 from chunkgraph.engine.autocast import Autocast
 from chunkgraph.engine.autograd_graph import edges_to_leaves, kept_by, nodes_below
 from chunkgraph.engine.capture.gradients import GradientSinks
-from chunkgraph.engine.capture.outputs import check_outputs
 from chunkgraph.engine.capture.static_inputs import SlotStatics, call_with
 from chunkgraph.engine.chunk import Chunk, GradientMarker
+from chunkgraph.engine.host import Host
 from chunkgraph.engine.layout import dense_strides
+from chunkgraph.engine.module_tree import containers
 from chunkgraph.engine.signature import Call, argument_paths, distinct_tensors, flatten
 from chunkgraph.engine.slot import Slot
 from chunkgraph.errors import CaptureError, MemoryPlanError
-from chunkgraph.graphs import AddressRanges, Graph, GraphBackend, OperatorTrace, Pool
+from chunkgraph.graphs import (
+    AddressRanges,
+    Graph,
+    GraphBackend,
+    OperatorTrace,
+    Pool,
+    ScratchRouter,
+)
 from chunkgraph.memory import PoolPlan, SlotFootprint
 
-__all__ = ["CapturedForward", "capture_backward", "capture_forward", "footprint", "new_slot"]
+__all__ = [
+    "CapturedForward",
+    "GraphMaker",
+    "SlotPlace",
+    "capture_backward",
+    "capture_forward",
+    "footprint",
+    "new_slot",
+]
 
-Generators = Callable[[], Sequence[torch.Generator]]
+
+@dataclass(frozen=True)
+class GraphMaker:
+    """Makes the graphs of one session.
+
+    Attributes:
+        backend: captures them.
+        pools: their memory.
+        host: names the random generators that chunks draw from.
+    """
+
+    backend: GraphBackend
+    pools: PoolPlan
+    host: Host
+
+    def capture(
+        self, label: str, pool: Pool, router: ScratchRouter | None = None
+    ) -> AbstractContextManager[Graph]:
+        """Capture the operators of the block into one graph."""
+        return self.backend.capture(label, pool, self.host.generators(), router)
+
+
+@dataclass(frozen=True)
+class SlotPlace:
+    """One slot in one bank, before anything is captured into it.
+
+    Attributes:
+        chunk_index: index of the chunk.
+        index: number of the slot.
+        bank: key of the bank.
+        label: names it in errors.
+        slot: equal for all variants of one slot.
+        pool: memory of the slot.
+        statics: memory that its graphs read.
+    """
+
+    chunk_index: int
+    index: int
+    bank: Hashable
+    label: str
+    slot: Hashable
+    pool: Pool
+    statics: SlotStatics
 
 
 @dataclass
@@ -33,23 +91,20 @@ class CapturedForward:
     """A captured forward whose autograd graph is still alive.
 
     Attributes that `Slot` does not have:
-        strides: of the gradients of ``receiving``.
+        live: the memory of the slot's pool that it keeps for its backward.
+        strides: strides of the gradients of ``receiving``.
         results_grads: see `call_with`.
         num_terms: how many gradients autograd adds up for each parameter of the chunk; 0 where
             recomputation hides that.
     """
 
-    chunk_index: int
-    index: int
-    bank: Hashable
-    label: str
+    place: SlotPlace
     inputs: list[torch.Tensor]
     leaves: list[Any]
     spec: Any
     graph: Graph
-    pool: Pool
     live: AddressRanges
-    statics: SlotStatics
+    results_grads: dict[int, torch.Tensor]
     copies_outputs: bool = True
     receiving: tuple[int, ...] = ()
     strides: tuple[tuple[int, ...] | None, ...] = ()
@@ -59,15 +114,10 @@ class CapturedForward:
     trained: tuple[int, ...] = ()
     num_terms: dict[int, int] = field(default_factory=dict)
     backward_autocast: Autocast | None = None
-    results_grads: dict[int, torch.Tensor] = field(default_factory=dict)
     grads: list[torch.Tensor] = field(default_factory=list)
     input_grads: list[torch.Tensor | None] = field(default_factory=list)
     backward: Graph | None = None
     marker: GradientMarker | None = None
-
-    def slot(self, are_shared: bool) -> Hashable:
-        """The same for all variants of one slot."""
-        return self.index if are_shared else (self.chunk_index, self.index)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -76,64 +126,61 @@ class CapturedForward:
 
     @property
     def differentiable(self) -> tuple[int, ...]:
-        """Which of them take a gradient."""
+        """Indices of the tensors that take a gradient."""
         return tuple(i for i, t in enumerate(self.tensors) if t.requires_grad)
+
+    def release(self) -> None:
+        """Release the graphs captured so far."""
+        self.graph.release()
+        if self.backward is not None:
+            self.backward.release()
 
 
 def capture_forward(
-    place: tuple[int, int, Hashable],
-    label: str,
-    pool: Pool,
+    place: SlotPlace,
     chunk: Chunk,
     sample: Call,
     leaves: Sequence[nn.Parameter],
     trace: OperatorTrace | None,
-    backend: GraphBackend,
-    pools: PoolPlan,
-    statics: SlotStatics,
-    generators: Generators,
+    maker: GraphMaker,
 ) -> CapturedForward:
     """Capture the forward of one slot in one bank.
 
     Args:
-        place: index of the chunk, number of the slot, key of the bank.
-        label: names it in errors.
-        pool: of the slot.
-        chunk: whose forward.
-        sample: its arguments.
-        leaves: what stands in the place of its parameters.
-        trace: of its operators, where the memory plan needs it.
-        backend: makes the graph.
-        pools: of the session.
-        statics: memory for what the slot reads.
-        generators: see `ChunkGraphs`.
+        place: the slot.
+        chunk: runs the forward.
+        sample: arguments of the call.
+        leaves: aliases of the chunk's parameters.
+        trace: operators of the forward, where the memory plan needs them.
+        maker: makes the graph.
 
     Raises:
         CaptureError: it cannot be captured; no graph is left.
         MemoryPlanError: it keeps memory of scratch.
     """
+    statics = place.statics
     inputs = [statics.input_like(i, t) for i, t in enumerate(sample.tensors)]
     versions = [t._version for t in inputs]
     results_grads: dict[int, torch.Tensor] = {}
-    router = pools.router(trace)
-    before = pool.live()
+    router = maker.pools.router(trace)
+    before = place.pool.live()
     in_scratch = router.scratch.live() if router is not None else AddressRanges()
     with (
         torch.enable_grad(),
-        backend.capture(f"{label} forward", pool, generators(), router) as graph,
+        maker.capture(f"{place.label} forward", place.pool, router) as graph,
     ):
         result = call_with(chunk, sample, inputs, results_grads)
     if router is not None and (live := _minus(router.scratch.live(), in_scratch)):
         graph.release()
         raise MemoryPlanError(
-            f"{label}: its forward keeps {live.num_bytes} bytes that its eager pass dropped, so "
-            "they were taken from scratch, where the next replay would overwrite them. A forward "
-            "that caches something in some calls does this. Use memory_plan 'shared_backward'."
+            f"{place.label}: its forward keeps {live.num_bytes} bytes that its eager pass dropped, "
+            "so they were taken from scratch, where the next replay would overwrite them. A "
+            "forward that caches something in some calls does this. Use memory_plan "
+            "'shared_backward'."
         )
     results, spec = flatten(result)
-    live = _minus(pool.live(), before)
-    forward = CapturedForward(*place, label, inputs, results, spec, graph, pool, live, statics)
-    forward.results_grads = results_grads
+    live = _minus(place.pool.live(), before)
+    forward = CapturedForward(place, inputs, results, spec, graph, live, results_grads)
     try:
         _refuse_written(chunk.label, sample, inputs, versions)
         _describe_outputs(forward, chunk, sample, leaves)
@@ -166,7 +213,7 @@ def _describe_outputs(
     forward.receiving = tuple(i for i, _ in received)
     forward.strides = tuple(s for _, s in received)
     outputs = [forward.tensors[i] for i in forward.receiving]
-    check_outputs(chunk, outputs, [*forward.inputs, *leaves])
+    _check_outputs(chunk, outputs, [*forward.inputs, *leaves])
     forward.nested = tuple(
         i
         for i in forward.receiving
@@ -181,6 +228,56 @@ def _describe_outputs(
     if forward.copies_outputs:
         others = [*forward.inputs, *leaves, *module_tensors]
         forward.guarded = _guarded_outputs(forward.tensors, others)
+
+
+def _check_outputs(
+    chunk: Chunk, outputs: Sequence[torch.Tensor], declared: Iterable[torch.Tensor]
+) -> None:
+    """Refuse a forward without a backward, or one whose backward would lose gradients.
+
+    Args:
+        chunk: runs the forward.
+        outputs: the outputs that require grad.
+        declared: inputs and parameters, whose gradients are computed.
+
+    Raises:
+        CaptureError: there is no backward, or it would lose gradients; it names the tensors.
+    """
+    if not outputs:
+        raise CaptureError(
+            f"{chunk.label}: no output of its forward requires grad, so there is no backward to "
+            "capture. Capture only chunks that train; run the others eagerly."
+        )
+    lost = _undeclared_leaves(outputs, declared)
+    if lost:
+        names = ", ".join(_described(chunk, lost))
+        raise CaptureError(
+            f"{chunk.label}: its forward uses tensors that require grad and are neither arguments "
+            f"nor among its parameters ({names}); a replay would lose their gradients. List them "
+            "in Chunk.parameters, pass them as arguments, or detach them."
+        )
+
+
+def _undeclared_leaves(
+    outputs: Sequence[torch.Tensor], declared: Iterable[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Return the leaves below ``outputs`` that take a gradient and are not among ``declared``.
+
+    A leaf reached only through recomputation does not show before its backward.
+    """
+    known = set(map(id, declared))
+    return [leaf for leaf in edges_to_leaves(outputs) if id(leaf) not in known]
+
+
+def _described(chunk: Chunk, tensors: Sequence[torch.Tensor]) -> list[str]:
+    """Return the names of tensors in the chunk's module, with their shapes."""
+    ids = set(map(id, tensors))
+    names: dict[int, str] = {}
+    for container in containers(chunk.module, chunk.module_name) if chunk.module else ():
+        for key, value in container.entries():
+            if id(value) in ids:
+                names.setdefault(id(value), f"{container.name(key)}: ")
+    return [f"{names.get(id(t), '')}{tuple(t.shape)} {t.dtype}" for t in tensors]
 
 
 def _guarded_outputs(
@@ -232,23 +329,21 @@ def capture_backward(
     chunk: Chunk,
     sinks: GradientSinks,
     leaves: Sequence[nn.Parameter],
-    backend: GraphBackend,
-    pools: PoolPlan,
-    generators: Generators,
+    maker: GraphMaker,
 ) -> None:
-    """Capture the backward of a forward, which frees what that one keeps."""
+    """Capture the backward of a forward, which frees the memory that the forward keeps."""
+    place, statics = forward.place, forward.place.statics
+    forward.marker = chunk.new_marker() if chunk.new_marker is not None else None
     outputs = [forward.tensors[i] for i in forward.receiving]
     forward.grads = [
-        forward.statics.gradient_like(i, output, strides)
+        statics.gradient_like(i, output, strides)
         for i, (output, strides) in enumerate(zip(outputs, forward.strides, strict=True))
     ]
-    label = f"{forward.label} backward"
-    pool = pools.backward_pool(forward.pool)
     autocast = forward.backward_autocast
     with (
         sinks.accumulating(leaves, forward.marker) as trained,
         autocast.entered() if autocast is not None else nullcontext(),
-        backend.capture(label, pool, generators()) as graph,
+        maker.capture(f"{place.label} backward", maker.pools.backward_pool(place.pool)) as graph,
     ):
         # Not autograd.grad, which forbids the backwards inside a backward of recomputation.
         torch.autograd.backward(outputs, forward.grads)
@@ -262,13 +357,14 @@ def capture_backward(
 
 
 def new_slot(forward: CapturedForward, chunk: Chunk, backend: GraphBackend) -> Slot:
-    """The slot, once both of its graphs are there."""
+    """Return the slot, once both of its graphs are captured."""
     assert forward.backward is not None
+    place = forward.place
     outputs = {id(tensor): tensor.detach() for tensor in forward.tensors}
     return Slot(
-        chunk=forward.chunk_index,
-        index=forward.index,
-        label=forward.label,
+        chunk=place.chunk_index,
+        index=place.index,
+        label=place.label,
         inputs=tuple(t.detach() for t in forward.inputs),
         outputs=tuple(outputs.get(id(leaf), leaf) for leaf in forward.leaves),
         output_spec=forward.spec,
@@ -283,34 +379,33 @@ def new_slot(forward: CapturedForward, chunk: Chunk, backend: GraphBackend) -> S
         input_grads=tuple(forward.input_grads),
         forward_graph=forward.graph,
         backward_graph=forward.backward,
-        pool=forward.pool,
+        pool=place.pool,
         grads_lie_in_pool=any(
-            g is not None and bool(backend.raw(g) & forward.pool.reserved())
+            g is not None and bool(backend.raw(g) & place.pool.reserved())
             for g in forward.input_grads
         ),
         marker=forward.marker,
         keeps_input_grads=chunk.keeps_input_grads,
         copies_outputs=forward.copies_outputs,
-        bank=forward.bank,
+        bank=place.bank,
     )
 
 
-def footprint(forward: CapturedForward, backend: GraphBackend, are_shared: bool) -> SlotFootprint:
-    """Where it reads and writes, for the proof."""
+def footprint(forward: CapturedForward, backend: GraphBackend) -> SlotFootprint:
+    """Return the memory that a slot's graphs read and write, for the proof."""
     assert forward.backward is not None
     loaded = AddressRanges()
     for tensor in (*forward.inputs, *forward.grads):
         loaded = loaded | backend.raw(tensor)
     graphs = (forward.graph, forward.backward)
-    slot = forward.slot(are_shared)
     writes = {g.label: g.writes() for g in graphs}
     # What is copied in before a replay is written as much as what the graph writes.
-    writes[f"{forward.label} (its inputs loaded)"] = loaded
-    return SlotFootprint(forward.label, forward.live | loaded, writes, slot)
+    writes[f"{forward.place.label} (its inputs loaded)"] = loaded
+    return SlotFootprint(forward.place.label, forward.live | loaded, writes, forward.place.slot)
 
 
 def _minus(after: AddressRanges, before: AddressRanges) -> AddressRanges:
-    """Addresses in ``after`` that are not in ``before``."""
+    """Return the addresses in ``after`` that are not in ``before``."""
     left: list[tuple[int, int]] = []
     for r in after:
         start = r.start

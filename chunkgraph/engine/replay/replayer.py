@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
+from chunkgraph.engine.arguments import rank_label
 from chunkgraph.engine.autocast import Autocast
 from chunkgraph.engine.banks import StepBanks
-from chunkgraph.engine.capture.session import CapturedRank
+from chunkgraph.engine.capture.captured_rank import CapturedRank
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.counters import Counters
 from chunkgraph.engine.decide.reasons import NOTHING_REPLAYED
-from chunkgraph.engine.defaults import rank_label
 from chunkgraph.engine.options import CaptureOptions
 from chunkgraph.engine.replay.autograd_node import SlotRunner, replay_node
 from chunkgraph.engine.replay.backward_task import BackwardTask

@@ -6,8 +6,8 @@ from collections.abc import Hashable, Mapping, Sequence
 
 import torch
 
+from chunkgraph.engine.capture.captured_rank import CapturedRank
 from chunkgraph.engine.capture.layers import parameter_names
-from chunkgraph.engine.capture.session import CapturedRank
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.signature import Call
 from chunkgraph.engine.slot import Slot

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from chunkgraph.engine.capture.session import CapturedRank
+from chunkgraph.engine.capture.captured_rank import CapturedRank
 from chunkgraph.engine.slot import Slot
 from chunkgraph.engine.verify.base import Verifier
 from chunkgraph.engine.verify.bits import has_nan

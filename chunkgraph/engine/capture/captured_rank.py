@@ -1,0 +1,92 @@
+"""`CapturedRank`: the result of a capture session."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+from chunkgraph.engine.banks import Bank
+from chunkgraph.engine.capture.gradients import GradientSinks
+from chunkgraph.engine.capture.slot_capture import CapturedForward
+from chunkgraph.engine.chunk import Chunk
+from chunkgraph.engine.slot import Slot
+from chunkgraph.engine.watch.captured_model import CapturedModel
+from chunkgraph.memory import PoolPlan
+
+__all__ = ["CaptureReport", "CapturedRank", "gradient_terms"]
+
+
+@dataclass(frozen=True)
+class CaptureReport:
+    """The result of a session in numbers.
+
+    Attributes:
+        num_slots: slots of each chunk.
+        shared_slots: the chunks share these slots.
+        num_graphs: forward and backward graphs together.
+        slot_bytes: bytes reserved by the slots' own pools.
+        held_bytes: bytes of those in use between a forward and its backward, all slots together,
+            each in its largest bank.
+        scratch_bytes: bytes reserved by the pool that all backwards share.
+        static_bytes: bytes of inputs and gradients outside the pools.
+        duration_ms: wall time of the session on this rank.
+        memsets_kept: see `GraphBackend`.
+    """
+
+    num_slots: tuple[int, ...]
+    shared_slots: bool
+    num_graphs: int
+    slot_bytes: int
+    held_bytes: int
+    scratch_bytes: int
+    static_bytes: int
+    duration_ms: float
+    memsets_kept: str = ""
+
+
+@dataclass(frozen=True)
+class CapturedRank:
+    """The graphs of a session, with the state that replays need.
+
+    Attributes:
+        banks: by key, largest first.
+        sinks: by chunk, memory of the gradients.
+        models: by chunk, what the graphs take for granted of its module.
+        pools: memory of all graphs.
+        report: the session in numbers.
+        terms: see `BackwardTask`.
+    """
+
+    banks: dict[Hashable, Bank]
+    sinks: tuple[GradientSinks, ...]
+    models: tuple[CapturedModel, ...]
+    pools: PoolPlan
+    report: CaptureReport
+    terms: tuple[dict[int, int], ...]
+
+    @property
+    def slots(self) -> tuple[tuple[Slot, ...], ...]:
+        """Slots of each chunk: those of the first bank, then their variants in the others."""
+        every = zip(*[bank.slots for bank in self.banks.values()], strict=True)
+        return tuple(tuple(slot for slots in of_chunk for slot in slots) for of_chunk in every)
+
+    def release(self) -> None:
+        """Release all graphs and their memory."""
+        for slots in self.slots:
+            for slot in slots:
+                slot.release()
+
+
+def gradient_terms(
+    chunks: Sequence[Chunk], forwards: Sequence[CapturedForward]
+) -> tuple[dict[int, int], ...]:
+    """Return what each chunk gives its parameters, the most of any forward; see `BackwardTask`."""
+    terms: list[dict[int, int]] = [{} for _ in chunks]
+    for forward in forwards:
+        c = forward.place.chunk_index
+        of_chunk, parameters = terms[c], chunks[c].parameters
+        for index in forward.trained:
+            place = id(parameters[index])
+            # A parameter that recomputation hides may get any number.
+            of_chunk[place] = max(of_chunk.get(place, 1), forward.num_terms[index] or 2)
+    return tuple(terms)
