@@ -10,7 +10,15 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["edges_to_leaves", "kept_by", "nodes_below"]
+from chunkgraph.errors import ReplayMismatchError
+
+__all__ = [
+    "edges_to_leaves",
+    "kept_by",
+    "nested_among",
+    "nodes_below",
+    "refuse_hooks_on_nested",
+]
 
 
 def nodes_below(outputs: Iterable[torch.Tensor]) -> Iterator[Any]:
@@ -24,6 +32,34 @@ def nodes_below(outputs: Iterable[torch.Tensor]) -> Iterator[Any]:
             if parent is not None and parent not in seen:
                 seen.add(parent)
                 waiting.append(parent)
+
+
+def nested_among(outputs: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    """Return the positions of outputs that others among them are computed from."""
+    return tuple(
+        i
+        for i, output in enumerate(outputs)
+        if output.grad_fn in set(nodes_below(other for other in outputs if other is not output))
+    )
+
+
+def refuse_hooks_on_nested(label: str, outputs: Iterable[torch.Tensor | None]) -> None:
+    """Refuse hooks on outputs that others are computed from, inside the chunk.
+
+    Args:
+        label: of the chunk or slot, for errors.
+        outputs: the nested ones, as the caller has them; None where the caller dropped one.
+
+    Raises:
+        ReplayMismatchError: a hook or ``retain_grad`` waits for a gradient.
+    """
+    if any(o is not None and (o._backward_hooks or o.retains_grad) for o in outputs):
+        raise ReplayMismatchError(
+            f"{label}: a hook or retain_grad() waits for the gradient of an output that "
+            "another output is computed from. It would miss what comes through that one, inside "
+            "the graph.\n  To do: ask for an eager step (`step(eager=True)`), or compute the other "
+            "output outside of the chunk."
+        )
 
 
 def edges_to_leaves(outputs: Sequence[torch.Tensor]) -> dict[torch.Tensor, int]:

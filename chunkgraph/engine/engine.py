@@ -449,7 +449,10 @@ class ChunkGraphs:
             )
         backward = self._sampler.record(c, args, kwargs)
         result = self._chunks[c].forward(*args, **kwargs)
-        return result if backward is None else watched(result, backward)
+        if backward is None:
+            return result
+        backward.label = self._chunks[c].label
+        return watched(result, backward)
 
     def reserve_input(self, c: int, index: int = 0, *, num_before: int = 0) -> torch.Tensor | None:
         """The memory that the next forward of chunk ``c`` reads, to receive into it.

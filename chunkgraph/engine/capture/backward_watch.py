@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 
 from chunkgraph.engine.autocast import Autocast
+from chunkgraph.engine.autograd_graph import nested_among, refuse_hooks_on_nested
 from chunkgraph.engine.signature import flatten, unflatten
 
 __all__ = ["BackwardSample", "watched"]
@@ -22,10 +24,14 @@ class BackwardSample:
         strides: for each differentiable output, the strides of its gradient, None where it got no
             gradient; None as a whole before the backward has run.
         autocast: how operators were cast in it.
+        label: of the chunk, for errors.
+        nested: positions of differentiable outputs that others are computed from.
     """
 
     strides: tuple[tuple[int, ...] | None, ...] | None = None
     autocast: Autocast | None = None
+    label: str = ""
+    nested: tuple[int, ...] = ()
 
 
 class _Watch(torch.autograd.Function):
@@ -35,10 +41,13 @@ class _Watch(torch.autograd.Function):
     def forward(ctx: Any, sample: BackwardSample, *outputs: torch.Tensor) -> Any:
         ctx.set_materialize_grads(False)
         ctx.sample, ctx.device_type = sample, outputs[0].device.type
-        return tuple([tensor.detach() for tensor in outputs])
+        passed = tuple([tensor.detach() for tensor in outputs])
+        ctx.nested = [weakref.ref(passed[i]) for i in sample.nested]
+        return passed
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        refuse_hooks_on_nested(ctx.sample.label, [reference() for reference in ctx.nested])
         if ctx.sample.strides is None:
             ctx.sample.strides = tuple(None if g is None else g.stride() for g in grads)
             ctx.sample.autocast = Autocast.now(ctx.device_type)
@@ -51,6 +60,7 @@ def watched(result: Any, sample: BackwardSample) -> Any:
     outputs = differentiable(leaves)
     if not outputs:
         return result
+    sample.nested = nested_among(outputs)
     passed = dict(zip(map(id, outputs), _Watch.apply(sample, *outputs), strict=True))
     return unflatten([passed.get(id(leaf), leaf) for leaf in leaves], spec)
 

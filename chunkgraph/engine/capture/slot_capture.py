@@ -11,7 +11,12 @@ import torch
 from torch import nn
 
 from chunkgraph.engine.autocast import Autocast
-from chunkgraph.engine.autograd_graph import edges_to_leaves, kept_by, nodes_below
+from chunkgraph.engine.autograd_graph import (
+    edges_to_leaves,
+    kept_by,
+    nested_among,
+    nodes_below,
+)
 from chunkgraph.engine.capture.gradients import GradientSinks
 from chunkgraph.engine.capture.static_inputs import SlotStatics, call_with
 from chunkgraph.engine.chunk import Chunk, GradientMarker
@@ -214,12 +219,7 @@ def _describe_outputs(
     forward.strides = tuple(s for _, s in received)
     outputs = [forward.tensors[i] for i in forward.receiving]
     _check_outputs(chunk, outputs, [*forward.inputs, *leaves])
-    forward.nested = tuple(
-        i
-        for i in forward.receiving
-        if forward.tensors[i].grad_fn
-        in set(nodes_below(t for t in outputs if t is not forward.tensors[i]))
-    )
+    forward.nested = tuple(forward.receiving[n] for n in nested_among(outputs))
     edges = edges_to_leaves(outputs)
     forward.num_terms = {i: edges.get(leaf, 0) for i, leaf in enumerate(leaves)}
     module_tensors = (

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
+from chunkgraph.engine.autograd_graph import refuse_hooks_on_nested
 from chunkgraph.engine.slot import Slot
 from chunkgraph.errors import ReplayMismatchError
 
@@ -98,7 +99,7 @@ class SlotReplay(torch.autograd.Function):
         if slot.guarded:
             _refuse_changed_outputs(ctx, slot)
         if slot.nested:
-            _refuse_hooks_on_outputs(ctx, slot)
+            refuse_hooks_on_nested(slot.label, [reference() for reference in ctx.nested])
         runner.replay_backward(slot, turn, grads)
         return (None, None, None, *slot.hand_out_input_grads(), None)
 
@@ -114,17 +115,6 @@ def _refuse_changed_outputs(ctx: Any, slot: Slot) -> None:
             "was, or it shares memory with an argument, a parameter or another output, which a "
             "replay does not change with it.\n  To do: clone it, or use another operator."
         ) from error
-
-
-def _refuse_hooks_on_outputs(ctx: Any, slot: Slot) -> None:
-    outputs = [output for reference in ctx.nested if (output := reference()) is not None]
-    if any(output._backward_hooks or output.retains_grad for output in outputs):
-        raise ReplayMismatchError(
-            f"{slot.label}: a hook or retain_grad() waits for the gradient of an output that "
-            "another output is computed from. It would miss what comes through that one, inside "
-            "the graph.\n  To do: ask for an eager step (`step(eager=True)`), or compute the other "
-            "output outside of the chunk."
-        )
 
 
 replay_node: Callable[..., Any] = super(torch.autograd.Function, SlotReplay).apply

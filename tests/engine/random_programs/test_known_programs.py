@@ -85,6 +85,11 @@ PROGRAMS = {
 }
 OPEN = {
     "a_hook_on_an_output_that_others_come_from": _inside("hook_output", SEVERAL),
+    "such_a_hook_in_a_warmup_step": Program(
+        chunks=(ChunkSpec(("linear",), "tuple", ("head!",)),),
+        steps=(Step(1, inside=(Action(at=1, name="hook_output", value=1),)),),
+        num_slots=(2,),
+    ),
     "the_gradient_of_an_output_that_others_come_from": _inside("retain_output_grad", SEVERAL),
     "a_hook_on_a_layer_after_the_capture": _before("add_forward_hook"),
     "another_dropout_probability": _before("anneal"),
