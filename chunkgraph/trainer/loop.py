@@ -11,7 +11,7 @@ import torch
 
 from chunkgraph.engine.options import OnCapture
 from chunkgraph.megatron.attachment import MegatronChunkGraphs
-from chunkgraph.megatron.features.experts.state import forget_expert_metrics, take_expert_metrics
+from chunkgraph.megatron.features.experts.state import take_expert_metrics
 from chunkgraph.megatron.features.fp8.feature import reset_fp8
 from chunkgraph.settings import Config
 from chunkgraph.trainer.trained_model import StepRecord, TrainedModel
@@ -149,8 +149,6 @@ def _train_steps(
     Captures that follow a lack of room are not among these.
     """
     has_experts = model.config.moe.num_moe_experts is not None
-    if has_experts:
-        forget_expert_metrics()  # of an earlier run
     records: list[StepRecord] = []
     num_late_captures = 0
     num_steps = len(model.config.train.num_microbatches)

@@ -18,6 +18,7 @@ from chunkgraph.megatron.attachment import MegatronChunkGraphs, attach, config_o
 from chunkgraph.megatron.core.access import import_megatron
 from chunkgraph.megatron.features.contexts import follow_groups
 from chunkgraph.megatron.features.experts.packed_padding import keep_padding_from_experts
+from chunkgraph.megatron.features.experts.state import forget_expert_metrics
 from chunkgraph.megatron.features.stash.feature import stash_options
 from chunkgraph.megatron.receive import receiving_lengths
 from chunkgraph.settings import Config
@@ -94,6 +95,8 @@ class TrainedModel:
         model_options: Mapping[str, Any] | None = None,
     ) -> None:
         seed_everything(config.train.seed, device)
+        if config.moe.num_moe_experts is not None:
+            forget_expert_metrics()  # of an earlier model, before graphs know of them
         self.config = config
         self.device = device
         self.chunks = build_model(config, device, ddp_options, **(model_options or {}))
