@@ -158,8 +158,8 @@ def test_pp2_vpp2_saved_and_resumed_equals_eager(
     ahead = ["announced fits", "asked before"]
     assert runs.words("chunk.words") == [["asks", *ahead, *ahead]] * 2
     record = yaml.safe_load((runs.folder / "checkpoint" / "chunkgraph.yaml").read_text("utf-8"))
-    assert record["capture"]["max_packed_tokens"] == ROWS  # by default
-    assert record["capture"]["packed_seq_buckets"] == []
+    assert record["packing"]["max_packed_tokens"] == ROWS  # by default
+    assert record["packing"]["seq_buckets"] == []
     assert record["graphs_of_rank_0"] == {
         "slots_per_chunk": [4, 2],
         "num_graphs": 12,

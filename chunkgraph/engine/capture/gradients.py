@@ -57,6 +57,8 @@ class GradientSinks:
         self._accumulate = new_accumulate(self._sinks, [p.dtype for p in self.parameters])
         every = zip(self.parameters, self._has_main_grad, strict=True)
         self._own = [p for p, has in every if not has]
+        self._given = [p for p in self.parameters if hasattr(p, "main_grad")]
+        self._given_addresses = [p.main_grad.data_ptr() for p in self._given]
         self._owns_any = bool(self._own)
         self._addresses = self._current_addresses()
         self._trained: dict[tuple[int, ...], tuple[int, ...]] = {}
@@ -135,7 +137,8 @@ class GradientSinks:
             ReplayMismatchError: a parameter or its gradient buffer was replaced since capture, or
                 a hook waits for a gradient.
         """
-        if (now := self._current_addresses()) != self._addresses:
+        if not self._are_in_place():
+            now = self._current_addresses()
             index = next(i for i, address in enumerate(now) if address != self._addresses[i])
             raise ReplayMismatchError(
                 f"{self._label}: the main_grad of parameter {index} "
@@ -233,6 +236,16 @@ class GradientSinks:
 
         return receive
 
+    def _are_in_place(self) -> bool:
+        """Return whether every ``main_grad`` is where it was, and there is none where none was."""
+        try:
+            now = [*map(torch.Tensor.data_ptr, map(_main_grad, self._given))]
+        except (AttributeError, TypeError):  # one was removed
+            return False
+        return now == self._given_addresses and not any(
+            "main_grad" in held for held in map(vars, self._own)
+        )
+
     def _current_addresses(self) -> list[int]:
         grads = [
             getattr(p, "main_grad", None) if has else p.__dict__.get("main_grad")
@@ -276,6 +289,7 @@ def _nothing(*_: object) -> None:
     """Wait for nothing."""
 
 
+_main_grad = attrgetter("main_grad")
 _backward_hooks = attrgetter("_backward_hooks")
 _post_accumulate_hooks = attrgetter("_post_accumulate_grad_hooks")
 

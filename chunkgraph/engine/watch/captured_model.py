@@ -316,9 +316,10 @@ class CapturedModel:
             if other := self._other_tensors():
                 raise self._mismatch(other)
             self._take_caches()
-        if [*map(_requires_grad, self._known)] != self._trains:
+        are_alike = self._are_alike()
+        if not are_alike and [*map(_requires_grad, self._known)] != self._trains:
             raise self._mismatch(self._other_grad_flags())
-        if [*map(_address, self._known)] != self._addresses or not self._have_layouts():
+        if [*map(_address, self._known)] != self._addresses or not are_alike:
             places = zip(
                 self._names,
                 zip(self._addresses, self._layouts, strict=True),
@@ -339,10 +340,12 @@ class CapturedModel:
         holders = chain.from_iterable(map(_tensors, self._attributes))
         return [*chain.from_iterable(map(_values, holders))]
 
-    def _have_layouts(self) -> bool:
-        """Return whether all tensors have the shapes and strides of the capture."""
+    def _are_alike(self) -> bool:
+        """Return whether all tensors have the shapes, strides and ``requires_grad`` of then."""
         if self._fits is not None and self._fits(*self._known):
             return True
+        if [*map(_requires_grad, self._known)] != self._trains:
+            return False
         if self._layouts_now() != self._layouts:
             return False
         if self._fits is None:
