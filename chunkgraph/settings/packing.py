@@ -104,32 +104,7 @@ def check_packing(config: Config) -> None:
     """
     packing, model, train = config.packing, config.model, config.train
     if not packing.max_packed_seqs:
-        if config.data.document_counts:
-            msg = (
-                f"data.document_counts is {shown(list(config.data.document_counts))}, but packing "
-                "is off: packing.max_packed_seqs is 0. Set it to the most documents of a "
-                "microbatch and 1."
-            )
-            raise ConfigError(msg)
-        for name, sizes in (("buckets", packing.buckets), ("seq_buckets", packing.seq_buckets)):
-            if sizes:
-                msg = (
-                    f"packing.{name} is {shown(list(sizes))}, but packing is off: "
-                    "packing.max_packed_seqs is 0. Set it to the most documents of a microbatch "
-                    "and 1."
-                )
-                raise ConfigError(msg)
-        for name, value in (
-            ("max_packed_tokens", packing.max_packed_tokens),
-            ("max_document_tokens", packing.max_document_tokens),
-            ("pad_seq_to_mult", packing.pad_seq_to_mult if packing.pad_seq_to_mult > 1 else None),
-        ):
-            if value is not None:
-                msg = (
-                    f"packing.{name} is {value}, but packing is off: packing.max_packed_seqs is 0. "
-                    "Set it to the most documents of a microbatch and 1."
-                )
-                raise ConfigError(msg)
+        _refuse_without_packing(config)
         return
     if packing.max_packed_seqs < 2:
         msg = (
@@ -197,6 +172,25 @@ def check_packing(config: Config) -> None:
             f"at model.seq_length ({model.seq_length}). Lower the former or raise the latter."
         )
         raise ConfigError(msg)
+
+
+def _refuse_without_packing(config: Config) -> None:
+    """Refuse settings of packed documents while packing is off."""
+    packing = config.packing
+    values = {
+        "data.document_counts": list(config.data.document_counts),
+        "packing.buckets": list(packing.buckets),
+        "packing.seq_buckets": list(packing.seq_buckets or ()),
+        "packing.max_packed_tokens": packing.max_packed_tokens,
+        "packing.max_document_tokens": packing.max_document_tokens,
+        "packing.pad_seq_to_mult": packing.pad_seq_to_mult if packing.pad_seq_to_mult > 1 else None,
+    }
+    for name, value in values.items():
+        if value is not None and value != []:
+            raise ConfigError(
+                f"{name} is {shown(value)}, but packing is off: packing.max_packed_seqs is 0. Set "
+                "it to the most documents of a microbatch and 1."
+            )
 
 
 def _check_longest(config: Config) -> None:

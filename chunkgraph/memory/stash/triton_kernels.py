@@ -1,7 +1,8 @@
 """The stash's kernels in Triton; imported only where Triton is installed.
 
 One program takes or returns pages; one program a row copies. No two of them run at the same time,
-since all are launched on one stream.
+since all are launched on one stream. Kernels take pointers and sizes one by one, as Triton compiles
+them.
 """
 
 from __future__ import annotations
