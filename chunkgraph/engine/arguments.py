@@ -27,6 +27,7 @@ __all__ = [
     "default_backend",
     "describe",
     "rank_label",
+    "refuse_earlier",
     "sample_calls",
 ]
 
@@ -122,6 +123,29 @@ def as_banks(banks: object) -> Banks:
     if not isinstance(banks, Banks):
         raise ConfigError(f"banks is {shown(banks)}; give Banks(keys=...).")
     return banks
+
+
+_SUCCESSORS = {
+    "capture_scope": "host=Host(), with its method capturing()",
+    "preserve": "host=Host(), with its method preserving()",
+    "verify_scope": "host=Host(), with its method beside()",
+    "is_told_of_misfits": "takes_misfits=",
+    "derive_sample": "banks=Banks(keys, derive=...)",
+    "drops_failed_banks": "banks=Banks(keys, drops_failed=...)",
+}
+"""What replaces keywords of earlier releases of `ChunkGraphs`."""
+
+
+def refuse_earlier(keywords: Iterable[str]) -> None:
+    """Refuse keywords that `ChunkGraphs` does not take, and name what replaces them.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    for name in keywords:
+        successor = _SUCCESSORS.get(name)
+        instead = f" Give it {successor}." if successor else ""
+        raise ConfigError(f"ChunkGraphs takes no {name}=....{instead}")
 
 
 def check_counts(num_chunks: int, num_slots: object) -> tuple[int, ...]:

@@ -22,8 +22,8 @@ from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.counters import Counters
 from chunkgraph.engine.decide.decider import SHAPE_UNKNOWN, Standing, StepDecider, StepKind
 from chunkgraph.engine.decide.reasons import Agree, EagerReason, StepMode, agree_alone
-from chunkgraph.engine.host import Host
-from chunkgraph.engine.options import CaptureOptions
+from chunkgraph.engine.host import Host, with_user_hooks
+from chunkgraph.engine.options import CaptureOptions, OnCapture
 from chunkgraph.engine.replay.replayer import Replayer
 from chunkgraph.engine.signature import Call
 from chunkgraph.engine.verify import Surroundings
@@ -55,6 +55,12 @@ class ChunkGraphs:
         banks: the variants that every slot has; see `Banks`. Default: one.
         takes_misfits: every training step states, on every rank, whether its inputs fit (`step`,
             `announce`); the same on all ranks. ``banks.drops_failed`` needs it.
+        generators: returns the random generators that the chunks draw from, besides the default
+            one and those of ``host``.
+        progress: called after every captured graph; see `Host.progress`.
+
+    Raises:
+        ConfigError: an argument is not what it has to be, or a keyword of an earlier release.
 
     Attributes:
         callables: one for each chunk, called like it.
@@ -75,7 +81,12 @@ class ChunkGraphs:
         host: Host | None = None,
         banks: Banks | None = None,
         takes_misfits: bool = False,
+        # Two of a host's methods that users without a host of their own need.
+        generators: Callable[[], Sequence[torch.Generator]] | None = None,
+        progress: OnCapture | None = None,
+        **earlier: object,
     ) -> None:
+        arguments.refuse_earlier(earlier)
         self.options = arguments.as_options(options)
         self._chunks = arguments.as_chunks(chunks)
         self._num_slots = arguments.check_counts(len(self._chunks), num_slots)
@@ -99,7 +110,7 @@ class ChunkGraphs:
         self._replayer = Replayer(
             self._chunks, self._num_slots, self._banks, self.options, self.counters, device
         )
-        host = host or Host()
+        host = with_user_hooks(host or Host(), generators, progress)
         self._samples = BankSamples(banks, len(self._chunks))
         self._capturer = Capturer(
             chunks=self._chunks,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-__all__ = ["Host"]
+__all__ = ["Host", "with_user_hooks"]
 
 
 class Host:
@@ -37,3 +37,43 @@ class Host:
             num_graphs: graphs of the session.
             free_bytes: bytes left on the device; None: unknown.
         """
+
+
+class _WithUserHooks(Host):
+    """A host, with generators and a progress callback that a user declares."""
+
+    def __init__(
+        self,
+        host: Host,
+        generators: Callable[[], Sequence[torch.Generator]],
+        progress: Callable[[int, int, int | None], object] | None,
+    ) -> None:
+        self._host, self._generators, self._progress = host, generators, progress
+
+    def preserving(self) -> AbstractContextManager[object]:
+        return self._host.preserving()
+
+    def capturing(self) -> AbstractContextManager[object]:
+        return self._host.capturing()
+
+    def beside(self) -> AbstractContextManager[object]:
+        return self._host.beside()
+
+    def generators(self) -> Sequence[torch.Generator]:
+        return (*self._host.generators(), *self._generators())
+
+    def progress(self, num_done: int, num_graphs: int, free_bytes: int | None) -> None:
+        self._host.progress(num_done, num_graphs, free_bytes)
+        if self._progress is not None:
+            self._progress(num_done, num_graphs, free_bytes)
+
+
+def with_user_hooks(
+    host: Host,
+    generators: Callable[[], Sequence[torch.Generator]] | None,
+    progress: Callable[[int, int, int | None], object] | None,
+) -> Host:
+    """Return ``host``, with generators and a progress callback that a user declares."""
+    if generators is None and progress is None:
+        return host
+    return _WithUserHooks(host, generators or tuple, progress)

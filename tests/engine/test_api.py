@@ -180,3 +180,27 @@ def test_samples_that_do_not_fit_the_chunks_are_refused() -> None:
     graphs = ChunkGraphs(Stage(), 1, backend=RecorderBackend())
     with pytest.raises(ValueError, match="one tensor samples for 1 chunks"):
         graphs.capture(torch.ones(1, 4))  # type: ignore[arg-type]
+
+
+def test_generators_and_progress_are_declared_without_a_host() -> None:
+    generator = torch.Generator().manual_seed(3)
+    num_done = []
+    graphs = ChunkGraphs(
+        nn.Linear(2, 2),
+        1,
+        backend=RecorderBackend(),
+        generators=lambda: (generator,),
+        progress=lambda done, _total, _free: num_done.append(done),
+    )
+    graphs.capture([torch.ones(1, 2)])
+    assert num_done == [1, 2]
+    assert generator.initial_seed() == 3
+
+
+@pytest.mark.parametrize(
+    ("keyword", "successor"),
+    [("capture_scope", "capturing"), ("derive_sample", "Banks"), ("nonsense", "takes no nonsense")],
+)
+def test_keywords_of_earlier_releases_name_their_successor(keyword: str, successor: str) -> None:
+    with pytest.raises(ConfigError, match=successor):
+        ChunkGraphs(nn.Linear(2, 2), 1, **{keyword: None})  # type: ignore[arg-type]
