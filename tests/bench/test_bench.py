@@ -292,9 +292,9 @@ def test_pages_of_megatrons_stash_that_ran_out_are_an_error(
         paged_stash_reset=lambda **options: calls.append(options),
     )
     monkeypatch.setattr(EagerStashVariant, "_stash", staticmethod(lambda: stash))
-    assert variant.counted() == {}
+    variant.after_step()
     flag.fill_(True)
     with pytest.raises(StashError, match=r"ran out .* stash\.headroom, which is 1\.5"):
-        variant.counted()
+        variant.after_step()
     variant.close()
     assert calls == [{"enabled": False}]
