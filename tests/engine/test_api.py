@@ -182,19 +182,35 @@ def test_samples_that_do_not_fit_the_chunks_are_refused() -> None:
         graphs.capture(torch.ones(1, 4))  # type: ignore[arg-type]
 
 
+class _Noisy(nn.Module):
+    def __init__(self, generator: torch.Generator) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(2))
+        self._generator = generator
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale * torch.rand(2, generator=self._generator)
+
+
 def test_generators_and_progress_are_declared_without_a_host() -> None:
     generator = torch.Generator().manual_seed(3)
     num_done = []
     graphs = ChunkGraphs(
-        nn.Linear(2, 2),
+        _Noisy(generator),
         1,
         backend=RecorderBackend(),
         generators=lambda: (generator,),
         progress=lambda done, _total, _free: num_done.append(done),
     )
+    state = generator.get_state()
     graphs.capture([torch.ones(1, 2)])
     assert num_done == [1, 2]
-    assert generator.initial_seed() == 3
+    assert torch.equal(generator.get_state(), state)
+    with graphs.step(1):
+        output = graphs.callables[0](torch.ones(1, 2))
+        output.sum().backward()
+    expected = torch.rand(2, generator=torch.Generator().manual_seed(3))
+    assert torch.equal(output.detach(), expected[None])
 
 
 @pytest.mark.parametrize(

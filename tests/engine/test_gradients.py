@@ -11,7 +11,8 @@ from torch import nn
 
 from chunkgraph.engine import ChunkGraphs
 from chunkgraph.engine.capture.gradients import GradientSinks
-from chunkgraph.graphs import GraphBackend
+from chunkgraph.errors import ReplayMismatchError
+from chunkgraph.graphs import GraphBackend, RecorderBackend
 
 
 class Tied(nn.Module):
@@ -85,3 +86,21 @@ def test_warmup_passes_leave_every_bit_of_other_gradients(value: float) -> None:
     after = [grad.reshape(-1).view(torch.int32) for grad in own]
     assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
     assert all(p.main_grad is grad for p, grad in zip(parameters, own, strict=True))
+
+
+@pytest.mark.parametrize("change", ["moved", "removed", "added"])
+def test_a_main_grad_that_is_not_as_it_was_is_refused_by_number(change: str) -> None:
+    module = nn.Linear(2, 2)
+    module.bias.main_grad = torch.zeros(2)  # type: ignore[assignment]
+    graphs = ChunkGraphs(module, 1, backend=RecorderBackend())
+    graphs.capture([torch.ones(1, 2)])
+    if change == "added":
+        module.weight.main_grad = torch.zeros(2, 2)  # type: ignore[assignment]
+    elif change == "moved":
+        module.bias.main_grad = torch.zeros(2)  # type: ignore[assignment]
+    else:
+        del module.bias.main_grad
+    index = 0 if change == "added" else 1
+    message = rf"the main_grad of parameter {index} "
+    with pytest.raises(ReplayMismatchError, match=message), graphs.step(1):
+        pass

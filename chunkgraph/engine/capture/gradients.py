@@ -60,7 +60,6 @@ class GradientSinks:
         self._given = [p for p in self.parameters if hasattr(p, "main_grad")]
         self._given_addresses = [p.main_grad.data_ptr() for p in self._given]
         self._owns_any = bool(self._own)
-        self._addresses = self._current_addresses()
         self._trained: dict[tuple[int, ...], tuple[int, ...]] = {}
         self._bound_for: tuple[int, ...] | None = None
         self._binding = _UNBOUND
@@ -138,8 +137,7 @@ class GradientSinks:
                 a hook waits for a gradient.
         """
         if not self._are_in_place():
-            now = self._current_addresses()
-            index = next(i for i, address in enumerate(now) if address != self._addresses[i])
+            index = self._first_moved()
             raise ReplayMismatchError(
                 f"{self._label}: the main_grad of parameter {index} "
                 f"(shape {tuple(self.parameters[index].shape)}) was moved to other memory after "
@@ -246,12 +244,15 @@ class GradientSinks:
             "main_grad" in held for held in map(vars, self._own)
         )
 
-    def _current_addresses(self) -> list[int]:
-        grads = [
-            getattr(p, "main_grad", None) if has else p.__dict__.get("main_grad")
-            for p, has in zip(self.parameters, self._has_main_grad, strict=True)
-        ]
-        return [0 if grad is None else grad.data_ptr() for grad in grads]
+    def _first_moved(self) -> int:
+        """Return the index of the first parameter whose ``main_grad`` is not as it was."""
+        addresses = iter(self._given_addresses)
+        for index, (p, has) in enumerate(zip(self.parameters, self._has_main_grad, strict=True)):
+            grad = getattr(p, "main_grad", None)
+            address = next(addresses) if has else None
+            if (None if grad is None else grad.data_ptr()) != address:
+                return index
+        raise AssertionError("every main_grad is where it was")
 
 
 class _Edges(torch.autograd.Function):
