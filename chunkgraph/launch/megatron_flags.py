@@ -172,7 +172,7 @@ def _more(config: Config, *, has_graphs: bool) -> Iterator[FlagValue]:
     model, pipeline = config.model, config.pipeline
     yield FlagValue("model.seq_length", "--max-position-embeddings", (str(model.seq_length),))
     if model.swiglu:
-        # As `chunkgraph train` builds it: gated layers have no biases, nor have those beside them.
+        # As `chunkgraph train` builds it: gated layers have no biases, nor have those next to them.
         yield FlagValue("model.swiglu", "--disable-bias-linear")
     if model.params_dtype == "bfloat16":
         yield FlagValue("model.params_dtype", "--bf16", rivals=("--fp16",))
