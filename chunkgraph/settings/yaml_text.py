@@ -172,6 +172,25 @@ class _Loader(yaml.SafeLoader):
         if is_wrong:
             raise _Refused(problem=problem, problem_mark=at.start_mark)
 
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Replace ``<<`` by the keys that it merges.
+
+        A key of the mapping hides a merged one, and an earlier merged one hides a later one
+        (https://yaml.org/type/merge.html). Releases of PyYAML differ where merges are nested.
+        """
+        merged: dict[str, tuple[yaml.Node, yaml.Node]] = {}
+        for key, value in node.value:
+            if key.tag != f"{_TAG}merge":
+                continue
+            for source in value.value if isinstance(value, yaml.SequenceNode) else [value]:
+                is_mapping = isinstance(source, yaml.MappingNode)
+                self._refuse_if(not is_mapping, "<< takes a mapping, or a list of mappings", source)
+                self.flatten_mapping(source)
+                for pair in source.value:
+                    merged.setdefault(pair[0].value, pair)
+        own = {key.value: (key, value) for key, value in node.value if key.tag != f"{_TAG}merge"}
+        node.value = list((merged | own).values())
+
     def construct_object(self, node: Any, deep: bool = False) -> Any:
         if isinstance(node, yaml.ScalarNode):
             return self._scalar(node)
