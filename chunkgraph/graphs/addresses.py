@@ -26,7 +26,7 @@ class AddressRanges:
     """An immutable set of addresses; touching and overlapping ranges are merged.
 
     Args:
-        ranges: pairs of start and end (exclusive), in bytes, in any order; empty ones are dropped.
+        ranges: Pairs of start and end (exclusive) in bytes, in any order; empty ranges are dropped.
     """
 
     __slots__ = ("ranges",)
@@ -61,34 +61,34 @@ class AddressRanges:
         return AddressRanges([*self.ranges, *other.ranges])
 
     def __and__(self, other: AddressRanges) -> AddressRanges:
-        """Addresses in both sets, in one merge pass over the two sorted tuples."""
+        """Return the addresses in both sets, in one pass over the two sorted tuples."""
         common: list[tuple[int, int]] = []
-        mine, theirs = iter(self.ranges), iter(other.ranges)
-        a, b = next(mine, None), next(theirs, None)
+        left, right = iter(self.ranges), iter(other.ranges)
+        a, b = next(left, None), next(right, None)
         while a is not None and b is not None:
             start, end = max(a.start, b.start), min(a.end, b.end)
             if start < end:
                 common.append((start, end))
             if a.end <= b.end:
-                a = next(mine, None)
+                a = next(left, None)
             else:
-                b = next(theirs, None)
+                b = next(right, None)
         return AddressRanges(common)
 
     def __sub__(self, other: AddressRanges) -> AddressRanges:
-        """Addresses in this set only."""
-        left: list[tuple[int, int]] = []
-        for mine in self.ranges:
-            start = mine.start
-            for taken in AddressRanges([mine]) & other:
-                left.append((start, taken.start))
-                start = taken.end
-            left.append((start, mine.end))
-        return AddressRanges(left)
+        """Return the addresses in this set only."""
+        remaining: list[tuple[int, int]] = []
+        for area in self.ranges:
+            start = area.start
+            for removed in AddressRanges([area]) & other:
+                remaining.append((start, removed.start))
+                start = removed.end
+            remaining.append((start, area.end))
+        return AddressRanges(remaining)
 
     @property
     def num_bytes(self) -> int:
-        """How many bytes the set holds."""
+        """Return the number of bytes in the set."""
         return sum(r.end - r.start for r in self.ranges)
 
     def __repr__(self) -> str:
@@ -96,7 +96,7 @@ class AddressRanges:
 
 
 class _RawBytes:
-    """Device bytes for `torch.as_tensor`, which makes a view and takes no ownership."""
+    """Device bytes for `torch.as_tensor`, which creates a view without ownership."""
 
     def __init__(self, start: int, num_bytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -108,12 +108,12 @@ class _RawBytes:
 
 
 def tensor_at(address: int, num_bytes: int, device: torch.device) -> torch.Tensor:
-    """The bytes at ``address`` as a tensor (dtype uint8) that keeps nothing alive.
+    """Return the bytes at ``address`` as a uint8 tensor [num_bytes] that keeps nothing alive.
 
     Args:
-        address: of memory of ``device`` that is there for as long as the tensor is used.
-        num_bytes: at least 1.
-        device: a CPU or a CUDA device.
+        address: Address of memory on ``device`` that must outlive the tensor.
+        num_bytes: Number of bytes, at least 1.
+        device: A CPU or CUDA device.
     """
     if device.type == "cuda":
         return torch.as_tensor(_RawBytes(address, num_bytes), device=device)

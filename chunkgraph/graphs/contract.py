@@ -1,7 +1,7 @@
-"""What the engine asks of a graph backend: pools, captures, replays and addresses.
+"""The contract between the engine and a graph backend: pools, captures, replays and addresses.
 
-Two implementations hold this contract and run the same test suite: ``CUDABackend`` and
-``RecorderBackend`` (the CPU recorder). The engine knows no other type.
+Two implementations fulfil it and run the same test suite: ``CUDABackend`` and ``RecorderBackend``
+(the CPU recorder). The engine depends on these protocols only.
 """
 
 from __future__ import annotations
@@ -25,34 +25,34 @@ class Pool(Protocol):
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes the pool holds, in use or free."""
+        """Return the bytes that the pool holds, in use or free."""
 
     @property
     def num_allocations(self) -> int:
-        """Allocations (recorder) or segments (CUDA) so far; a replay must not change it."""
+        """Return the allocations (recorder) or segments (CUDA) so far; no replay changes it."""
 
     def reserve(self, num_bytes: int) -> None:
-        """Take about so much from the device now, in one piece, for captures to divide.
+        """Allocate about ``num_bytes`` from the device, in one piece that captures divide.
 
-        Captures that take it bit by bit leave more unused at the ends of the pieces. A hint: no
-        pool is larger afterwards than its graphs need, if ``num_bytes`` is what they keep.
+        Captures that allocate many small pieces waste memory at the end of each piece. This is a
+        hint: if ``num_bytes`` is what the graphs keep, the pool becomes no larger than they need.
         """
 
     def live(self) -> AddressRanges:
-        """Addresses of the blocks in use now."""
+        """Return the addresses of the blocks in use."""
 
     def reserved(self) -> AddressRanges:
-        """Addresses of everything the pool holds."""
+        """Return the addresses of all memory of the pool."""
 
     def is_alias(self, storage: torch.UntypedStorage) -> bool:
-        """Whether a graph replays with this storage, which keeps no block in use."""
+        """Return whether a graph replays on this storage, which keeps no block in use."""
 
     def poison(self) -> None:
         """Fill the whole pool with 0xFF bytes (a NaN in every floating dtype), in stream order."""
 
 
 class Graph(Protocol):
-    """A captured callable: the same work on the same addresses, as often as wanted."""
+    """A captured callable: every replay does the same work on the same addresses."""
 
     label: str
 
@@ -64,31 +64,31 @@ class Graph(Protocol):
         """
 
     def writes(self) -> AddressRanges:
-        """Addresses that a replay may write (exact for the recorder, else the whole pool)."""
+        """Return the addresses that a replay may write: exact, or (CUDA) the whole pool."""
 
     def release(self) -> None:
-        """Drop the graph; replaying afterwards is an error."""
+        """Free the graph; a replay afterwards is an error."""
 
 
 class Router(Protocol):
-    """Chooses the pool of an operator's results in a capture."""
+    """Choose the pool of each operator's results in a capture."""
 
     scratch: Pool
 
     def goes_to_scratch(self, func: OpOverload) -> bool:
-        """Whether ``func``, the next operator of the captured work, allocates from scratch."""
+        """Return whether ``func``, the next captured operator, allocates from scratch."""
 
 
 class GraphBackend(Protocol):
-    """Makes pools and captures into them."""
+    """Create pools and capture into them."""
 
     name: str
     device: torch.device
     memsets_kept: str
-    """Why small memsets, which were to become kernels, stay what they are; empty: they do not."""
+    """Why small memsets are not replaced by kernels; "" if they are."""
 
     def new_pool(self, label: str) -> Pool:
-        """An empty pool of its own."""
+        """Return a new, empty pool."""
 
     def capture(
         self,
@@ -97,20 +97,20 @@ class GraphBackend(Protocol):
         generators: Sequence[torch.Generator] = (),
         router: Router | None = None,
     ) -> AbstractContextManager[Graph]:
-        """Capture what runs inside the ``with`` block; allocations inside come from ``pool``.
+        """Capture the work inside the ``with`` block; allocations inside come from ``pool``.
 
-        The graph can be replayed once the block has ended. External memory that the captured work
-        writes is as before the block (nothing has run, or it was put back); so is the random
-        state. Tensors made inside hold undefined values until the first replay.
+        The graph can be replayed after the block. The capture does not change external memory that
+        the captured work writes (nothing runs, or the bytes are restored), nor the random state.
+        Tensors created inside hold undefined values until the first replay.
 
         Args:
-            label: names the graph in errors.
-            pool: where allocations go.
-            generators: random generators, besides the device's default, that the work draws from.
-            router: sends the results of some operators to another pool.
+            label: Name of the graph in errors.
+            pool: Pool of the allocations.
+            generators: Random generators, besides the device's default, that the work draws from.
+            router: Sends the results of some operators to another pool.
 
         Raises:
-            CaptureError: the work cannot be held by a graph. Nothing of the capture is left behind.
+            CaptureError: A graph cannot hold the work. The capture leaves nothing behind.
         """
 
     def on_capture_stream(self) -> AbstractContextManager[None]:
@@ -119,31 +119,31 @@ class GraphBackend(Protocol):
     def preserve_random_state(
         self, generators: Sequence[torch.Generator] = ()
     ) -> AbstractContextManager[None]:
-        """Leave the device's default random state, and ``generators``, as they are.
+        """Preserve the device's default random state and ``generators``.
 
-        Work inside draws random numbers that are as good as any.
+        Work inside draws arbitrary random numbers.
         """
 
     def release_cached_memory(self) -> None:
-        """Give back what the allocator keeps for later eager work, before pools are filled.
+        """Free memory that the allocator caches for eager work, before pools are filled.
 
-        With it, what matrix libraries keep to work in, unless a graph of anybody's may need it.
+        This includes workspaces of matrix libraries, unless any graph in the process may use them.
         """
 
     def take_workspaces(self) -> None:
-        """Have matrix libraries take what they work in on the capture stream, in pieces alone."""
+        """Make matrix libraries allocate their workspaces for captures, in separate segments."""
 
     def allocated_bytes(self) -> int:
-        """Bytes of live tensors on the device; 0 where nobody counts them."""
+        """Return the bytes of live tensors on the device; 0 if they are not counted."""
 
     def divisible_bytes(self) -> int:
-        """Of those, what could lie in a block that `Pool.reserve` took; small ones could not."""
+        """Return the bytes of live tensors that could lie in a block of `Pool.reserve`."""
 
     def free_bytes(self) -> int | None:
-        """Bytes that new allocations could have, cached ones included; None: unknown."""
+        """Return the bytes free for allocations, including cached ones; None if unknown."""
 
     def synchronize(self) -> None:
         """Wait for the device."""
 
     def raw(self, tensor: torch.Tensor) -> AddressRanges:
-        """The addresses of the storage behind ``tensor``."""
+        """Return the addresses of the storage of ``tensor``."""

@@ -1,8 +1,7 @@
-"""CUDA graphs: `torch.cuda.CUDAGraph` behind the contract.
+"""`CUDABackend`: the graph contract on top of `torch.cuda.CUDAGraph`.
 
-Captures use mode ``thread_local`` (the watchdog thread of NCCL may query events meanwhile) and
-one stream for all, since the caching allocator reuses a freed block only on the stream it came
-from.
+Captures use the mode ``thread_local``, since NCCL's watchdog thread may query events meanwhile.
+All captures use one stream, since the caching allocator reuses a freed block only on its stream.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from chunkgraph.graphs.failure import capture_failure
 from chunkgraph.graphs.host_constants import HostConstants, HostMemory
 from chunkgraph.graphs.legality import CapturedGenerator, check_backward
 from chunkgraph.graphs.memset_nodes import DamagedGraphError, MemsetKernels
-from chunkgraph.graphs.random_state import private_generator, states_put_back
+from chunkgraph.graphs.random_state import preserve_states, private_generator
 
 __all__ = ["CUDABackend"]
 
@@ -39,12 +38,12 @@ class CUDAPool:
     def __init__(self, label: str, device: torch.device, stream: torch.cuda.Stream) -> None:
         self.label = label
         self.device = device
-        self._stream = stream  # of the captures: a freed block serves only the stream it came from
+        self._stream = stream  # the capture stream: a freed block serves only its own stream
         self.handle = torch.cuda.graph_pool_handle()
         self._is_held = False
 
     def hold(self) -> None:
-        """Make the pool and keep it while this object lives; otherwise its graphs alone do."""
+        """Create the pool and keep it while this object lives, not only while its graphs do."""
         if not self._is_held:
             self._is_held = True
             index = self.device.index
@@ -54,7 +53,7 @@ class CUDAPool:
 
     @contextmanager
     def serving_this_thread(self) -> Iterator[None]:
-        """Inside, this thread's allocations come from here, also within another pool's capture."""
+        """Serve this thread's allocations from this pool, also inside another pool's capture."""
         index = self.device.index
         torch._C._cuda_beginAllocateCurrentThreadToPool(index, self.handle)
         try:
@@ -64,13 +63,14 @@ class CUDAPool:
             torch._C._cuda_releasePool(index, self.handle)
 
     def is_alias(self, _storage: torch.UntypedStorage) -> bool:
-        """A CUDA graph holds addresses alone."""
+        """Return False: a CUDA graph holds addresses, not storages."""
         return False
 
     def reserve(self, num_bytes: int) -> None:
-        """One segment of that size, free, for the captures that follow. Not during a capture.
+        """Allocate and free one segment of this size for later captures; not during a capture.
 
-        Nothing where the allocator was told to split no large blocks: they would not use it.
+        Do nothing if the allocator is configured not to split large blocks: captures could not use
+        the segment.
         """
         if num_bytes > 0 and not _keeps_large_blocks_whole():
             self.hold()
@@ -79,27 +79,27 @@ class CUDAPool:
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes of the pool's segments."""
+        """Return the bytes of the pool's segments."""
         return self.reserved().num_bytes
 
     @property
     def num_allocations(self) -> int:
-        """Number of segments: memory taken from the device so far."""
+        """Return the number of segments that the pool allocated from the device so far."""
         return len(self._segments())
 
     def live(self) -> AddressRanges:
-        """Addresses of allocated blocks, from the allocator's snapshot."""
-        found: list[tuple[int, int]] = []
+        """Return the addresses of allocated blocks, from the allocator's snapshot."""
+        blocks: list[tuple[int, int]] = []
         for segment in self._segments():
             address = segment["address"]
             for block in segment["blocks"]:
                 if block["state"] != "inactive":
-                    found.append((address, address + block["size"]))
+                    blocks.append((address, address + block["size"]))
                 address += block["size"]
-        return AddressRanges(found)
+        return AddressRanges(blocks)
 
     def reserved(self) -> AddressRanges:
-        """Addresses of the pool's segments, from the allocator's snapshot."""
+        """Return the addresses of the pool's segments, from the allocator's snapshot."""
         return AddressRanges(
             (s["address"], s["address"] + s["total_size"]) for s in self._segments()
         )
@@ -110,12 +110,12 @@ class CUDAPool:
             tensor_at(area.start, area.end - area.start, self.device).fill_(0xFF)
 
     def _segments(self) -> list[dict]:
-        wanted = tuple(self.handle)
-        return [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == wanted]
+        pool_id = tuple(self.handle)
+        return [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == pool_id]
 
 
 def _graphs_exist() -> bool:
-    """Whether the process has a CUDA graph, or the beginning of one."""
+    """Return whether the process has a CUDA graph, finished or not."""
     kinds = set(map(type, gc.get_objects()))
     return any(issubclass(kind, torch.cuda.CUDAGraph) for kind in kinds)
 
@@ -140,7 +140,7 @@ class CUDAGraphHandle:
         self.label = label
         self.pool = pool
         self.scratch = scratch
-        self._constants = constants  # keeps what the graph copies from
+        self._constants = constants  # keeps the host memory that the graph copies from
         self._memset_kernels = memset_kernels
         self.graph: torch.cuda.CUDAGraph | None = (
             torch.cuda.CUDAGraph(keep_graph=True) if memset_kernels else torch.cuda.CUDAGraph()
@@ -149,9 +149,9 @@ class CUDAGraphHandle:
         self.memsets_kept = ""
 
     def finish(self) -> None:
-        """End the capture, and make what the device runs of it.
+        """End the capture, replace memsets and instantiate the graph.
 
-        Where memsets could not be replaced, ``memsets_kept`` says why; the graph has them still.
+        If memsets cannot be replaced, the graph keeps them and ``memsets_kept`` holds the reason.
         """
         graph = self.graph
         assert graph is not None
@@ -163,7 +163,7 @@ class CUDAGraphHandle:
                 self.num_memset_kernels = self._memset_kernels.replace(graph.raw_cuda_graph())
             except DamagedGraphError:
                 raise
-            except Exception as error:  # noqa: BLE001 - whatever it is, the graph is as it was
+            except Exception as error:  # noqa: BLE001 - after any error the graph is unchanged
                 self.memsets_kept = str(error) or type(error).__name__
             graph.instantiate()
         except BaseException:
@@ -174,7 +174,7 @@ class CUDAGraphHandle:
         """Launch on the current stream; the host does not wait.
 
         Raises:
-            ReplayMismatchError: what the capture read on the host has changed.
+            ReplayMismatchError: A host tensor that the capture read has changed.
         """
         if self.graph is None:
             raise CaptureError(
@@ -186,24 +186,24 @@ class CUDAGraphHandle:
         self.graph.replay()
 
     def writes(self) -> AddressRanges:
-        """All of its pools: which part a kernel writes is not to be read from a CUDA graph."""
-        own = self.pool.reserved()
-        return own if self.scratch is None else own | self.scratch.reserved()
+        """Return all memory of its pools; a CUDA graph does not expose what its kernels write."""
+        addresses = self.pool.reserved()
+        return addresses if self.scratch is None else addresses | self.scratch.reserved()
 
     def release(self) -> None:
-        """Destroy the graph; its pool is freed with the last graph on it."""
+        """Destroy the graph; its pool is freed with its last graph."""
         if self.graph is not None:
             self.graph.reset()
             self.graph = self._constants = None
 
 
 class _CaptureMode(TorchDispatchMode):
-    """Sees the operators of a capture: chooses their pools and serves what they read on the host.
+    """Intercept the operators of a capture: choose their pools and handle their host tensors.
 
     Args:
-        label: of the capture, for errors.
-        router: of pools; None: there is one.
-        memory: of the constants.
+        label: Name of the graph in errors.
+        router: Chooses the pools; None for a single pool.
+        memory: Host memory of the constants.
     """
 
     def __init__(self, label: str, router: Router | None, memory: HostMemory) -> None:
@@ -219,7 +219,7 @@ class _CaptureMode(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Compiled parts stay compiled; what they allocate goes to the capture's pool."""
+        """Return True: compiled parts stay compiled and allocate from the capture's pool."""
         return True
 
     def __torch_dispatch__(
@@ -238,7 +238,7 @@ class _CaptureMode(TorchDispatchMode):
 
 @contextmanager
 def _lifting_from_host() -> Iterator[None]:
-    """Let `torch.tensor` with a device copy by an operator that dispatch modes see."""
+    """Make `torch.tensor` with a device copy through an operator that dispatch modes see."""
     before = torch._C._only_lift_cpu_tensors()
     torch._C._set_only_lift_cpu_tensors(True)
     try:
@@ -248,12 +248,12 @@ def _lifting_from_host() -> Iterator[None]:
 
 
 class CUDABackend:
-    """Graphs on one CUDA device.
+    """Capture and replay on one CUDA device.
 
     Args:
-        device: the device whose current context captures run in.
-        memset_kernels: whether small memsets inside graphs become kernels, where this torch and
-            its CUDA bindings can do that; else ``memsets_kept`` says why not.
+        device: The device; default the current one.
+        memset_kernels: Whether to replace small memsets in graphs by kernels. If this torch and
+            its CUDA bindings cannot, ``memsets_kept`` holds the reason.
     """
 
     name = "cuda"
@@ -270,11 +270,11 @@ class CUDABackend:
             try:
                 with torch.cuda.device(self.device):
                     self._memset_kernels = MemsetKernels(words)
-            except Exception as error:  # noqa: BLE001 - whatever it is, graphs work without
+            except Exception as error:  # noqa: BLE001 - graphs work without the kernels
                 self.memsets_kept = str(error) or type(error).__name__
 
     def new_pool(self, label: str) -> CUDAPool:
-        """A new private pool."""
+        """Return a new private pool."""
         return CUDAPool(label, self.device, self.stream)
 
     @contextmanager
@@ -317,24 +317,25 @@ class CUDABackend:
             if handle.memsets_kept:
                 self._memset_kernels, self.memsets_kept = None, handle.memsets_kept
                 warnings.warn(
-                    f"Memsets inside graphs stay what they are, from {label} on, which costs some "
-                    f"microseconds each: {handle.memsets_kept}. memset_kernels=False says no more.",
+                    f"Memsets in graphs are not replaced by kernels, from {label} on; each costs "
+                    f"some microseconds: {handle.memsets_kept}. memset_kernels=False silences "
+                    "this.",
                     stacklevel=3,
                 )
 
     def _abandon(self, handle: CUDAGraphHandle, generators: Sequence[torch.Generator]) -> None:
-        """End a capture that failed; the error it reports is the consequence, not the cause.
+        """End a failed capture, without the error that ending it raises.
 
         An invalidated capture leaves the random generators marked as capturing. Only the end of a
-        sound capture clears the mark, so a small one follows.
+        successful capture clears the mark, so a small one follows.
         """
         graph, handle.graph = handle.graph, None
         assert graph is not None
         with contextlib.suppress(RuntimeError):
             graph.capture_end()
         del graph
-        # torch 2.11 leaves the allocator recording into the pool, and the pool in use for ever.
-        # Where torch has ended the recording itself, the first call says so and both are skipped.
+        # torch 2.11 leaves the allocator recording into the pool, and the pool in use forever. If
+        # torch ended the recording itself, the first call raises and both are skipped.
         with contextlib.suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(self.device.index, handle.pool.handle)
             torch._C._cuda_releasePool(self.device.index, handle.pool.handle)
@@ -348,28 +349,28 @@ class CUDABackend:
 
     @contextmanager
     def on_capture_stream(self) -> Iterator[None]:
-        """Run on the capture stream, ordered after and before the current stream's work."""
+        """Run on the capture stream, ordered with the current stream's work before and after."""
         current = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(current)
         try:
             with torch.cuda.stream(self.stream):
                 yield
-        finally:  # what an error leaves running there is followed by putting state back here
+        finally:  # also after an error, since the current stream then restores state
             current.wait_stream(self.stream)
 
     @contextmanager
     def preserve_random_state(self, generators: Sequence[torch.Generator] = ()) -> Iterator[None]:
-        """Put the states of the device's default generator and of ``generators`` back on exit."""
+        """Restore the states of the device's default generator and of ``generators`` on exit."""
         default = torch.cuda.default_generators[self.device.index]
-        with states_put_back((default, *generators)):
+        with preserve_states((default, *generators)):
             yield
 
     def release_cached_memory(self) -> None:
         """Empty the allocator's cache: blocks of eager steps cannot serve a private pool.
 
-        cuBLAS's workspaces go with it, one for each thread and stream that ever made a product;
-        torch takes new ones where products still come. Only graphs hold the address of one, so none
-        is freed where any are in the process, be they another engine's or the user's.
+        Also free cuBLAS's workspaces, of which there is one for each thread and stream that
+        computed a product; torch allocates new ones on demand. Graphs hold addresses of
+        workspaces, so none is freed if the process has any graph, including those of other owners.
         """
         self.synchronize()
         if not _graphs_exist():
@@ -377,27 +378,27 @@ class CUDABackend:
         torch.cuda.empty_cache()
 
     def take_workspaces(self) -> None:
-        """Have torch take those of the capture stream: for this thread, and for autograd's.
+        """Make torch allocate the capture stream's workspaces, for this thread and autograd's.
 
-        With an empty cache each gets a segment of its own. Taken in a pass or capture, it would be
-        cut out of a larger block, and pin all of that.
+        With an empty cache each workspace gets a separate segment. Allocated in a pass or a
+        capture, it would be part of a larger block and keep all of that block in use.
         """
         with self.on_capture_stream(), torch.enable_grad():
             factor = torch.zeros(16, 16, device=self.device, requires_grad=True)
-            product = torch.addmm(factor[0], factor, factor) @ factor  # cuBLASLt's, and cuBLAS's
+            product = torch.addmm(factor[0], factor, factor) @ factor  # cuBLASLt, then cuBLAS
             torch.autograd.backward(product, torch.zeros_like(factor))
 
     def allocated_bytes(self) -> int:
-        """Bytes of live tensors on the device."""
+        """Return the bytes of live tensors on the device."""
         return torch.cuda.memory_allocated(self.device)
 
     def divisible_bytes(self) -> int:
-        """Of those, bytes in large blocks: the allocator gives small ones segments of their own."""
+        """Return the bytes in large blocks; the allocator puts small ones in other segments."""
         stats = torch.cuda.memory_stats(self.device)
         return stats.get("allocated_bytes.large_pool.current", 0)
 
     def free_bytes(self) -> int | None:
-        """Free on the device, plus what the allocator keeps without using it."""
+        """Return the free bytes of the device plus those that the allocator caches."""
         free, _ = torch.cuda.mem_get_info(self.device)
         cached = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         return free + cached
@@ -407,6 +408,6 @@ class CUDABackend:
         torch.cuda.synchronize(self.device)
 
     def raw(self, tensor: torch.Tensor) -> AddressRanges:
-        """The addresses of the storage behind ``tensor``."""
+        """Return the addresses of the storage of ``tensor``."""
         storage = tensor.untyped_storage()
         return AddressRanges([(storage.data_ptr(), storage.data_ptr() + storage.nbytes())])

@@ -1,9 +1,9 @@
-"""What a CUDA graph cannot hold, told before it runs and with the line that did it.
+"""Refuse operators that a CUDA graph cannot hold, before they run, with the user's line.
 
-On a GPU such an operator ends the capture with an error code that names neither operator nor
-line; the recorder refuses the same operators by name. Decided from torch's own operator tags
-(``data_dependent_output``, ``dynamic_output_shape``) and, for what never reaches the dispatcher,
-from the called tensor method.
+On a GPU such an operator ends the capture with an error code that names neither operator nor line;
+the recorder refuses the same operators by name. The decision uses torch's operator tags
+(``data_dependent_output``, ``dynamic_output_shape``) and, for calls that never reach the
+dispatcher, the called tensor method.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from chunkgraph.graphs.location import current_location
 from chunkgraph.graphs.random_state import (
     are_same,
     draws,
-    given_generator,
-    replaced,
+    explicit_generator,
+    patched,
     thread_generator,
 )
 
@@ -73,8 +73,8 @@ _CASTING_INSIDE = {torch._transformer_encoder_layer_fwd, torch._native_multi_hea
 _max_pool1d = torch.max_pool1d
 _one_hot = torch.nn.functional.one_hot
 
-# Backwards that read values on the host, unless torch sees a dispatch mode, for which it takes
-# other formulas with other bits: by node, the operator that only this formula runs (None: any).
+# Backwards that read values on the host. Under a dispatch mode torch uses other formulas with other
+# bits: for each node, the operator that only this other formula runs (None: any operator).
 _READING_BACKWARDS: dict[str, OpOverload | None] = {
     "ProdBackward0": None,
     "ProdBackward1": None,
@@ -83,7 +83,7 @@ _READING_BACKWARDS: dict[str, OpOverload | None] = {
 
 
 def illegal_operation(what: str, why: str, label: str) -> IllegalOperationError:
-    """The error for an operator that a graph cannot hold, with the user's file and line."""
+    """Return the error for an operator that a graph cannot hold, with the user's line."""
     where = current_location()
     node = torch._C._current_autograd_node()
     place = f"\n  at {where}" if where else ""
@@ -102,7 +102,7 @@ def check_operator(
     """Refuse ``func`` if its result or its shape depends on values in device memory.
 
     Raises:
-        IllegalOperationError: with operator, reason, file and line.
+        IllegalOperationError: It does; the message has operator, reason, file and line.
     """
     if func in _INDEXING:
         indices = cast("Sequence[torch.Tensor | None]", args[1])
@@ -116,16 +116,16 @@ def check_operator(
         raise illegal_operation(str(func), why, label)
     if func is _aten.lift_fresh.default and not args[0].untyped_storage().resizable():
         raise illegal_operation(
-            "torch.from_numpy", "shares memory with the host, whose changes no replay sees", label
+            "torch.from_numpy", "shares host memory, whose changes a replay does not see", label
         )
     check_backward(func, args, label)
 
 
 def check_backward(func: OpOverload, args: Sequence[Any], label: str) -> None:
-    """Refuse backwards that read values on the host, which a dispatch mode alone hides.
+    """Refuse backwards that read values on the host, which they avoid only under a dispatch mode.
 
     Raises:
-        IllegalOperationError: naming the backward.
+        IllegalOperationError: This is such a backward; the message names it.
     """
     node = torch._C._current_autograd_node()
     if node is None:
@@ -146,15 +146,15 @@ def check_generator(
     declared: Sequence[torch.Generator],
     label: str,
 ) -> None:
-    """Refuse draws from a generator that the capture does not know.
+    """Refuse draws from a generator that was not declared.
 
     Raises:
-        IllegalOperationError: with operator, reason, file and line.
+        IllegalOperationError: It draws from one; the message has operator, reason, file and line.
     """
     if not draws(func):
         return
-    generator = given_generator(args, kwargs)
-    if generator is not None and not any(are_same(generator, known) for known in declared):
+    generator = explicit_generator(args, kwargs)
+    if generator is not None and not any(are_same(generator, other) for other in declared):
         raise illegal_operation(
             str(func),
             "draws from a generator that was not declared (pass it to ChunkGraphs as one of "
@@ -165,7 +165,7 @@ def check_generator(
 
 @functools.cache
 def _why_never(func: OpOverload) -> str | None:
-    """Why no graph can hold ``func``, by its tags; None when one can."""
+    """Return why no graph can hold ``func``, by its tags; None if one can."""
     if torch.Tag.data_dependent_output in func.tags:
         return "reads device values on the host"
     if torch.Tag.dynamic_output_shape in func.tags:
@@ -174,10 +174,10 @@ def _why_never(func: OpOverload) -> str | None:
 
 
 def _fills_where_masked(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether ``x[mask] = number``, which torch runs as ``masked_fill`` on any device.
+    """Return whether this is ``x[mask] = number``, which torch runs as ``masked_fill``.
 
-    A number reaches the dispatcher as a tensor without dimensions, as a device tensor of one
-    element does; `HostReadGuard` refuses the latter.
+    A number reaches the dispatcher as a tensor without dimensions. So does a device tensor of one
+    element, which `HostReadGuard` refuses.
     """
     if func is _aten.index.Tensor or len(args) > 3 or kwargs.get("accumulate", False):
         return False
@@ -190,19 +190,20 @@ def _is_mask(index: object) -> bool:
 
 
 def _one_hot_of_device(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
-    """`F.one_hot` as on a GPU: torch looks at the classes on the host for a CPU tensor alone."""
+    """Compute `F.one_hot` as on a GPU; for a CPU tensor torch reads the classes on the host."""
     if num_classes <= 0 or tensor.dtype != torch.int64:
         return _one_hot(tensor, num_classes)
     return tensor.new_zeros(*tensor.shape, num_classes).scatter_(-1, tensor.unsqueeze(-1), 1)
 
 
 class CapturedGenerator:
-    """Answers for the default generator of the CPU in a capture.
+    """Replace the CPU's default generator in a capture.
 
-    State that the work saves can be set again. Any other, and seeds, a replay would not set.
+    A state that the captured work saved can be set again. Other states and seeds are refused,
+    since a replay would not set them.
 
     Args:
-        label: of the capture, for errors.
+        label: Name of the graph in errors.
     """
 
     def __init__(self, label: str) -> None:
@@ -212,50 +213,50 @@ class CapturedGenerator:
         return getattr(thread_generator(), name)
 
     def get_state(self) -> torch.Tensor:
-        """The state, which `set_state` takes in this capture and in others."""
+        """Return the state, which `set_state` accepts in this and other captures."""
         state = thread_generator().get_state()
         setattr(state, _SAVED_STATE, True)
         return state
 
     def set_state(self, state: torch.Tensor) -> torch.Generator:
-        """Go on from a state of `get_state`.
+        """Continue from a state that `get_state` returned.
 
         Raises:
-            IllegalOperationError: it is another.
+            IllegalOperationError: The state comes from elsewhere.
         """
         if not hasattr(state, _SAVED_STATE):
             raise self._refused("torch.set_rng_state")
         return thread_generator().set_state(state)
 
     def manual_seed(self, _seed: int) -> torch.Generator:
-        """Refuse to."""
+        """Raise IllegalOperationError."""
         raise self._refused("torch.manual_seed")
 
     def seed(self) -> int:
-        """Refuse to."""
+        """Raise IllegalOperationError."""
         raise self._refused("torch.seed")
 
     def _refused(self, what: str) -> IllegalOperationError:
         return illegal_operation(
             what,
-            "sets the random state to what a replay would not (only a state that the captured "
-            "work itself has saved can be set)",
+            "sets the random state, which a replay would not repeat (only a state that the "
+            "captured work itself saved can be set)",
             self._label,
         )
 
 
 @contextmanager
 def as_without_modes() -> Iterator[None]:
-    """Let torch run the operators that it runs where no dispatch mode is active."""
-    with replaced(torch, "max_pool1d", _of_one_operator):
+    """Make torch run the operators that it runs without a dispatch mode."""
+    with patched(torch, "max_pool1d", _with_cpu_kernel):
         yield
 
 
-def _of_one_operator(max_pool1d: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Run the kernel that a CPU has for inputs that need no gradient, whose result is contiguous.
+def _with_cpu_kernel(max_pool1d: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Wrap ``max_pool1d`` to run the CPU's kernel for inputs that need no gradient.
 
-    Torch composes the operator of others, which lay it out as the input, where a mode is active,
-    unless autograd, which needs to know what it is made of, is passed by.
+    The kernel's result is contiguous. Under a mode torch composes ``max_pool1d`` of other
+    operators, whose result has the layout of the input, unless autograd is bypassed.
     """
 
     def call(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:  # noqa: A002
@@ -269,18 +270,18 @@ def _of_one_operator(max_pool1d: Callable[..., torch.Tensor]) -> Callable[..., t
 
 @contextmanager
 def as_without_guard() -> Iterator[None]:
-    """Let torch choose what it runs as it does without a `HostReadGuard`, or refuse.
+    """Make torch choose the same code paths as without a `HostReadGuard`.
 
-    Some modules take another path if functions are overridden, as a mode does. Functions that
-    `torch.compile` makes kernels of are refused: the recorder does not see these kernels. Backends
-    that run torch's own operators, such as ``aot_eager``, compile nothing while a dispatch mode is
-    on, and have the same bits without it.
+    Some modules take another path if a mode overrides functions. Functions that `torch.compile`
+    turns into kernels are refused, since the recorder does not see the kernels. Backends that run
+    torch's operators, such as ``aot_eager``, compile nothing under a dispatch mode, with the same
+    bits.
     """
     with ExitStack() as stack:
-        stack.enter_context(replaced(torch.overrides, "has_torch_function", _unguarded))
+        stack.enter_context(patched(torch.overrides, "has_torch_function", _unguarded))
         dynamo = importlib.import_module("torch._dynamo.eval_frame")  # as dispatch modes do
         if hasattr(dynamo, "_callback_from_stance"):
-            stack.enter_context(replaced(dynamo, "_callback_from_stance", _refusing_inductor))
+            stack.enter_context(patched(dynamo, "_callback_from_stance", _refusing_inductor))
         yield
 
 
@@ -323,7 +324,7 @@ def _refusing_inductor(callback_from_stance: Callable[[Any], Any]) -> Callable[[
 
 
 class HostReadGuard(TorchFunctionMode):
-    """Refuses tensor methods that reach the host without passing the dispatcher."""
+    """Refuse tensor methods that reach the host without passing the dispatcher."""
 
     def __init__(self, label: str) -> None:
         super().__init__()
@@ -345,7 +346,7 @@ class HostReadGuard(TorchFunctionMode):
                 raise illegal_operation(resolve_name(func) or str(func), _BY_MASK, self.label)
         if func is _one_hot and len(args) + len(kwargs or {}) > 1:
             return _one_hot_of_device(*args, **(kwargs or {}))
-        if func is _max_pool1d:  # as imported by name, when it was not replaced
+        if func is _max_pool1d:  # the original, if the user imported it by name
             return torch.max_pool1d(*args, **(kwargs or {}))
         if func in _SPLITS and any(
             isinstance(a, torch.Tensor) for a in (*args[1:], *(kwargs or {}).values())
@@ -355,12 +356,12 @@ class HostReadGuard(TorchFunctionMode):
             )
         if func in _CASTING_INSIDE and torch.is_autocast_enabled("cpu"):
             raise IllegalOperationError(
-                f"torch.{func.__name__} casts inside of its kernel under autocast on a CPU, where "
+                f"torch.{func.__name__} casts inside its kernel under autocast on a CPU, but "
                 f"recorded operators do not; capturing {self.label}.\n  at {current_location()}\n"
                 "  To do: call torch.backends.mha.set_fastpath_enabled(False), or disable autocast "
                 "around the layer."
             )
-        # Only the literal: a `torch.device` is as often the device of another tensor of the chunk.
+        # Only the literal: a `torch.device` is often the device of another tensor in the chunk.
         if func is torch.Tensor.to and "cpu" in _names(args[1:], kwargs):
             raise illegal_operation(
                 "torch.Tensor.to('cpu')", "copies a tensor to the host", self.label

@@ -1,4 +1,4 @@
-"""Where in the user's code something happened: the innermost frame that is the user's own."""
+"""Find the line of user code that caused an event: the innermost frame of the user's code."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class SourceLocation:
         return f"{shown}: {self.text}" if self.text else shown
 
 
-@functools.cache  # of as many files as the program has: a capture asks for every operator
+@functools.cache  # called for every captured operator; the program has few files
 def _is_users(file: str) -> bool:
     return not file.startswith((*_MACHINERY, *_CAPTURING)) and not file.endswith("contextlib.py")
 
@@ -44,10 +44,10 @@ def _make(file: str, line: int, function: str) -> SourceLocation:
 
 
 def current_location() -> SourceLocation | None:
-    """The innermost user frame of the running call, or None inside a C++ backward.
+    """Return the innermost user frame of the running call; None inside a C++ backward.
 
-    Frames of torch and of the graph backend are skipped. The walk ends at the engine: what called
-    the capture session is not the cause of what happens in it.
+    Frames of torch and of the graph backend are skipped. The search ends at the engine, since the
+    caller of a capture session does not cause the events in it.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -61,12 +61,12 @@ def current_location() -> SourceLocation | None:
 
 
 def location_of(error: BaseException) -> SourceLocation | None:
-    """The innermost user frame of an exception's traceback, or None."""
-    found: SourceLocation | None = None
+    """Return the innermost user frame of an exception's traceback, or None."""
+    location: SourceLocation | None = None
     trace: TracebackType | None = error.__traceback__
     while trace is not None:
         code = trace.tb_frame.f_code
         if _is_users(code.co_filename):
-            found = _make(code.co_filename, trace.tb_lineno, code.co_name)
+            location = _make(code.co_filename, trace.tb_lineno, code.co_name)
         trace = trace.tb_next
-    return found
+    return location

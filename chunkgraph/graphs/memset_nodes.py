@@ -1,10 +1,10 @@
-"""Small memsets of a captured graph become kernels.
+"""Replace small memsets of a captured graph by kernels.
 
 Between two kernels of a graph the device needs about a third of a microsecond. A memset node in
-between is no kernel: it waits until the first has drained, and the second until memory is flushed,
-some 6 us for four bytes (measured on H200s). cuBLAS and cuDNN clear a counter in this way before
-many of their kernels, six times for a transformer layer and microbatch. `torch.cuda.CUDAGraph` lets
-a graph be changed between its capture and its instantiation (``keep_graph=True``).
+between waits until the first kernel has drained, and the second kernel waits until memory is
+flushed: some 6 us for four bytes (measured on H200s). cuBLAS and cuDNN clear a counter with a
+memset before many of their kernels, six times per transformer layer and microbatch.
+`torch.cuda.CUDAGraph` allows changes between capture and instantiation (``keep_graph=True``).
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import torch
 __all__ = ["MAX_BYTES", "DamagedGraphError", "MemsetKernels"]
 
 MAX_BYTES = 1 << 16
-"""Longer memsets stay: what they wait for is little beside what they write."""
+"""Size of the largest memset that is replaced; a longer one writes longer than it waits."""
 
 _THREADS = 256
-# One element for each thread; of all GPUs that torch knows of today.
+# One element for each thread. sm_50 covers all GPUs that torch supports.
 _PTX = """
 .version 6.0
 .target sm_50
@@ -54,20 +54,20 @@ _PTX = """
 
 
 class DamagedGraphError(RuntimeError):
-    """A graph was left half changed, and must not run."""
+    """A graph is partly changed and must not run."""
 
 
 class MemsetKernels:
-    """Replaces memset nodes of graphs on the current device.
+    """Replace memset nodes of graphs on the current device.
 
-    What it loads stays as long as the process: graphs that were changed need it.
+    The kernels stay loaded until the process ends, since changed graphs need them.
 
     Args:
-        words: three int32 on the device, which a first graph writes.
+        words: Int32 tensor [3] on the device, which a test graph writes.
 
     Raises:
-        RuntimeError: this torch, or its CUDA bindings with this driver, cannot change graphs; the
-            message says what is missing.
+        RuntimeError: This torch, or its CUDA bindings with this driver, cannot change graphs; the
+            message names what is missing.
     """
 
     def __init__(self, words: torch.Tensor) -> None:
@@ -80,9 +80,9 @@ class MemsetKernels:
         try:
             torch.cuda.CUDAGraph(keep_graph=True)
         except TypeError as error:
-            raise RuntimeError(f"torch {torch.__version__} keeps no captured graph") from error
+            raise RuntimeError(f"torch {torch.__version__} has no keep_graph=True") from error
         self._driver: Any = driver
-        # Bindings of CUDA 12 have a second pair, which knows all kinds of edges.
+        # Bindings of CUDA 12 have a second pair of functions, which supports all kinds of edges.
         latest = "_v2" if hasattr(driver, "cuGraphGetEdges_v2") else ""
         self._get_edges = getattr(driver, f"cuGraphGetEdges{latest}")
         self._add_edges = f"cuGraphAddDependencies{latest}"
@@ -100,14 +100,14 @@ class MemsetKernels:
         """Replace the small memsets of a graph that is not instantiated yet.
 
         Args:
-            graph: a ``cudaGraph_t``, as `torch.cuda.CUDAGraph.raw_cuda_graph` gives it.
+            graph: A ``cudaGraph_t``, from `torch.cuda.CUDAGraph.raw_cuda_graph`.
 
         Returns:
-            How many were replaced.
+            The number of replaced memsets.
 
         Raises:
-            RuntimeError: the driver cannot do it. The graph then still does what it did.
-            DamagedGraphError: the driver failed, and it does not.
+            RuntimeError: The driver cannot replace them; the graph still does the same work.
+            DamagedGraphError: The driver failed and left the graph partly changed.
         """
         handle, kinds = self._driver.CUgraph(graph), self._driver.CUgraphNodeType
         _, num_nodes = self._call("cuGraphGetNodes", handle, 0)
@@ -119,7 +119,7 @@ class MemsetKernels:
             return 0
         allocating = {kinds.CU_GRAPH_NODE_TYPE_MEM_ALLOC, kinds.CU_GRAPH_NODE_TYPE_MEM_FREE}
         if not allocating.isdisjoint(types):
-            raise RuntimeError("the driver removes no node of a graph that allocates memory")
+            raise RuntimeError("the driver cannot remove nodes of a graph that allocates memory")
         before, after, unusual = self._edges(handle)
         replaced: dict[int, Any] = {}
         for node in memsets:
@@ -136,16 +136,16 @@ class MemsetKernels:
         return len(replaced)
 
     def _edges(self, graph: Any) -> tuple[dict[int, list[Any]], dict[int, list[Any]], set[int]]:
-        """What each node waits for, what waits for it, and which nodes do so in a special way."""
+        """Return each node's predecessors and successors, and the nodes with special edges."""
         before: dict[int, list[Any]] = defaultdict(list)
         after: dict[int, list[Any]] = defaultdict(list)
         special: set[int] = set()
-        found = self._get_edges(graph, 0)
-        if found[0] == self._driver.CUresult.CUDA_SUCCESS and found[-1]:
-            found = self._get_edges(graph, found[-1])
-        # Before CUDA 12.3 edges are told without their kind, and not at all where one is special.
-        self._check("cuGraphGetEdges", found[0])
-        sources, targets, *kinds, _ = found[1:]
+        result = self._get_edges(graph, 0)
+        if result[0] == self._driver.CUresult.CUDA_SUCCESS and result[-1]:
+            result = self._get_edges(graph, result[-1])
+        # Before CUDA 12.3 edges have no kind, and the call fails if one of them is special.
+        self._check("cuGraphGetEdges", result[0])
+        sources, targets, *kinds, _ = result[1:]
         self._names_kinds = bool(kinds)
         for i, (source, target) in enumerate(zip(sources, targets, strict=True)):
             before[int(target)].append(source)
@@ -155,7 +155,7 @@ class MemsetKernels:
         return before, after, special
 
     def _kernel_for(self, memset: Any) -> Any | None:
-        """The parameters of a kernel that does the same; None for what stays a memset."""
+        """Return the parameters of an equivalent kernel; None for a memset that stays."""
         width, size = int(memset.elementSize), int(memset.width)
         fits = 0 < width * size <= MAX_BYTES and memset.height <= 1
         if not fits or width not in self._functions:
@@ -174,7 +174,10 @@ class MemsetKernels:
     def _put_in_place(
         self, graph: Any, node: Any, parameters: Any, before: list[Any], after: list[Any]
     ) -> Any:
-        """A kernel node between the same nodes. An error leaves the graph doing what it did."""
+        """Replace ``node`` by a kernel node with the same edges; return the kernel node.
+
+        An error leaves the graph with the same work, except for DamagedGraphError.
+        """
         kernel = self._call("cuGraphAddKernelNode", graph, before, len(before), parameters)
         try:
             if after:
@@ -191,7 +194,7 @@ class MemsetKernels:
         return kernel
 
     def _try(self, words: torch.Tensor) -> None:
-        """Run a graph of three memsets, one behind the other, as kernels."""
+        """Run a graph of three memsets in sequence, replaced by kernels."""
         assert words.dtype == torch.int32
         assert words.numel() == 3
         driver, graph, executable = self._driver, self._call("cuGraphCreate", 0), None
@@ -209,16 +212,16 @@ class MemsetKernels:
             executable = self._call("cuGraphInstantiate", graph, 0)
             stream = torch.cuda.current_stream(words.device).cuda_stream
             self._call("cuGraphLaunch", executable, stream)
-            found = words.tolist()
+            values = words.tolist()
         finally:
             if executable is not None:
                 self._call("cuGraphExecDestroy", executable)
             self._call("cuGraphDestroy", graph)
-        if num_replaced != 3 or found != [0x01010101, 0x00020002, 3]:
-            raise RuntimeError(f"a first graph with {num_replaced} of 3 replaced wrote {found}")
+        if num_replaced != 3 or values != [0x01010101, 0x00020002, 3]:
+            raise RuntimeError(f"a test graph with {num_replaced} of 3 replaced wrote {values}")
 
     def _call(self, name: str, *args: Any) -> Any:
-        """What the driver's function returns besides its status."""
+        """Call a function of the driver; return its results without the status."""
         status, *values = getattr(self._driver, name)(*args)
         self._check(name, status)
         return values[0] if len(values) == 1 else tuple(values)

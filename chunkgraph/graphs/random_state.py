@@ -1,8 +1,8 @@
-"""The default random generator of the CPU, as one thread sees it during a capture session.
+"""Give one thread a private default random generator of the CPU during a capture session.
 
-What a session draws is discarded, and the generator is shared by all threads of the process. So a
-session does not draw from it and put it back, which would repeat what other threads drew meanwhile:
-it draws from a copy. Calls such as `torch.get_rng_state` see the copy too, on that thread.
+The draws of a session are discarded, and all threads of the process share the default generator. A
+session that drew from it and restored it would repeat the draws of other threads. Instead, the
+session draws from a copy. On its thread, calls such as `torch.get_rng_state` use the copy too.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ __all__ = [
     "are_same",
     "draw_privately",
     "draws",
-    "given_generator",
+    "explicit_generator",
+    "patched",
+    "preserve_states",
     "private_generator",
-    "replaced",
-    "states_put_back",
     "thread_generator",
-    "unanswered",
+    "without_access",
 ]
 
 
 class _ThreadLocal(threading.local):
     generator: torch.Generator | None = None
-    access: Any = None  # what answers for the generator in a capture
+    access: Any = None  # handles calls of `torch.random` in a capture
 
 
 _local = _ThreadLocal()
@@ -43,13 +43,13 @@ _replaced: dict[tuple[ModuleType, str], tuple[int, Any]] = {}
 
 
 @contextmanager
-def replaced(module: ModuleType, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
-    """Replace an attribute of ``module`` in the block, once however many threads are in it.
+def patched(module: ModuleType, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
+    """Replace an attribute of ``module`` while any thread is inside the block.
 
     Args:
-        module: of torch.
-        name: of the attribute.
-        make: gives the stand-in for the original; it must serve every thread.
+        module: A module of torch.
+        name: Name of the attribute.
+        make: Returns the replacement of the original; it must serve every thread.
     """
     with _lock:
         count, original = _replaced.get((module, name), (0, None))
@@ -69,30 +69,30 @@ def replaced(module: ModuleType, name: str, make: Callable[[Any], Any]) -> Itera
 
 
 class _ThreadsGenerator:
-    """Stands for the default generator in `torch.random`: a thread reaches what it draws from."""
+    """Replace the default generator in `torch.random` by the calling thread's generator."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(_local.access or thread_generator(), name)
 
 
 def thread_generator() -> torch.Generator:
-    """What this thread draws from by default."""
+    """Return the generator that this thread draws from by default."""
     return _local.generator or torch.default_generator
 
 
 @contextmanager
 def private_generator(access: Any = None) -> Iterator[None]:
-    """Let this thread draw from a copy of its default generator, which stays as it is.
+    """Make this thread draw from a copy of its default generator, which does not change.
 
-    Operators draw from the copy by `draw_privately`.
+    Operators draw from the copy through `draw_privately`.
 
     Args:
-        access: answers the calls of `torch.random` on this thread; None: the copy itself.
+        access: Handles calls of `torch.random` on this thread; None for the copy itself.
     """
     outer = (_local.generator, _local.access)
     generator = torch.Generator()
     generator.set_state(thread_generator().get_state())
-    with replaced(torch.random, "default_generator", lambda _: _ThreadsGenerator()):
+    with patched(torch.random, "default_generator", lambda _: _ThreadsGenerator()):
         _local.generator, _local.access = generator, access
         try:
             yield
@@ -101,8 +101,8 @@ def private_generator(access: Any = None) -> Iterator[None]:
 
 
 @contextmanager
-def unanswered() -> Iterator[None]:
-    """In the block, calls of `torch.random` reach this thread's generator itself."""
+def without_access() -> Iterator[None]:
+    """Make calls of `torch.random` reach this thread's generator directly."""
     access, _local.access = _local.access, None
     try:
         yield
@@ -111,8 +111,8 @@ def unanswered() -> Iterator[None]:
 
 
 @contextmanager
-def states_put_back(generators: Sequence[torch.Generator]) -> Iterator[None]:
-    """Put the states of ``generators`` back on exit."""
+def preserve_states(generators: Sequence[torch.Generator]) -> Iterator[None]:
+    """Restore the states of ``generators`` on exit."""
     states = [generator.get_state() for generator in generators]
     try:
         yield
@@ -124,12 +124,12 @@ def states_put_back(generators: Sequence[torch.Generator]) -> Iterator[None]:
 def draw_privately(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Run ``func``; if it draws from the default generator, draw from this thread's copy."""
     generator = _local.generator
-    if generator is None or not draws(func) or given_generator(args, kwargs) is not None:
+    if generator is None or not draws(func) or explicit_generator(args, kwargs) is not None:
         return func(*args, **kwargs)
     drawing = _with_generator(func)
     if drawing is not None:
         return drawing(*args, **{**kwargs, "generator": generator})
-    # It takes no generator. Another thread that draws in these microseconds draws that again.
+    # The operator takes no generator. Draws of other threads in these microseconds repeat.
     default = torch.default_generator
     state = default.get_state()
     default.set_state(generator.get_state())
@@ -141,7 +141,7 @@ def draw_privately(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
 
 
 class PrivateDraws(TorchDispatchMode):
-    """Sends every operator of this thread through `draw_privately`."""
+    """Send every operator of this thread through `draw_privately`."""
 
     def __torch_dispatch__(
         self,
@@ -154,17 +154,17 @@ class PrivateDraws(TorchDispatchMode):
 
 
 def draws(func: OpOverload) -> bool:
-    """Whether ``func`` draws random numbers."""
+    """Return whether ``func`` draws random numbers."""
     return torch.Tag.nondeterministic_seeded in func.tags
 
 
 def are_same(one: torch.Generator, other: torch.Generator) -> bool:
-    """Whether both are one generator, for which torch may make several Python objects."""
+    """Return whether both objects are the same generator; torch may create several objects."""
     return bool(one._cdata == other._cdata)  # type: ignore[attr-defined]
 
 
-def given_generator(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Generator | None:
-    """The generator that an operator is given, unless that is the default one."""
+def explicit_generator(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Generator | None:
+    """Return the generator among an operator's arguments, unless it is the default one."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.Generator) and not are_same(value, torch.default_generator):
             return value
@@ -173,7 +173,7 @@ def given_generator(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Genera
 
 @functools.cache
 def _with_generator(func: OpOverload) -> OpOverload | None:
-    """``func`` itself or its overload that takes a generator by name; None: there is none."""
+    """Return ``func`` or its overload that takes a generator by name; None if there is none."""
     name = func._overloadname
     packet = func.overloadpacket
     for candidate in (name, "generator" if name == "default" else f"{name}_generator"):

@@ -1,4 +1,4 @@
-"""Replays the recorder's log on the recorded addresses."""
+"""Replay the recorder's log on the recorded addresses."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from chunkgraph.graphs.recording import (
     HostCall,
     Operation,
     TensorRef,
-    leaves_replaced,
     owner_of,
+    replace_leaves,
     span,
     storages_written,
     tensors_in,
@@ -27,7 +27,7 @@ from chunkgraph.graphs.simulated_pool import SimulatedPool
 __all__ = ["RecordedGraph", "wait_for_work"]
 
 _keys = torch._C.DispatchKey
-# What an operator has passed when it is recorded, autograd and autocast among it.
+# Dispatch keys that precede recording, such as autograd and autocast.
 _ABOVE_RECORDING = (
     torch._C._dispatch_keyset_full()
     - torch._C._dispatch_keyset_full_after(_keys.Python)
@@ -38,11 +38,11 @@ _Step = Callable[[], None]
 
 
 class RecordedGraph:
-    """A finished recording. Made by `RecorderBackend.capture`, which calls `finish`.
+    """A recording of `RecorderBackend.capture`, which calls `finish`.
 
     Args:
-        label: names the graph in errors.
-        pool: kept as long as the graph.
+        label: Name of the graph in errors.
+        pool: Pool of the graph, kept alive by it.
     """
 
     def __init__(self, label: str, pool: SimulatedPool) -> None:
@@ -58,24 +58,24 @@ class RecordedGraph:
         externals: list[External],
         pools: tuple[SimulatedPool, ...],
     ) -> None:
-        """Turn the log into steps bound to addresses.
+        """Turn the log into steps that are bound to addresses.
 
         Raises:
-            CaptureError: the capture used external memory that is gone already.
+            CaptureError: External memory that the capture used is already freed.
         """
         binding = _Binding(pools)
         writes: list[tuple[int, int]] = []
         steps: list[_Step] = []
-        grad_mode = False  # as of `replay`
+        grad_mode = False  # as in `replay`
         with torch._C.DisableTorchFunction():
             for entry in log:
                 if isinstance(entry, HostCall):
                     steps.append(entry.call)
                     continue
                 binding.begin_operation()
-                args = leaves_replaced(entry.args, TensorRef, binding.bind)
+                args = replace_leaves(entry.args, TensorRef, binding.bind)
                 kwargs = {
-                    name: leaves_replaced(value, TensorRef, binding.bind)
+                    name: replace_leaves(value, TensorRef, binding.bind)
                     for name, value in entry.kwargs.items()
                 }
                 results = [None if r is None else binding.bind(r) for r in entry.results]
@@ -93,7 +93,7 @@ class RecordedGraph:
         """Run the log. See `Graph.replay`.
 
         Raises:
-            ReplayMismatchError: memory the graph reads or writes was freed or moved.
+            ReplayMismatchError: Memory that the graph reads or writes was freed.
         """
         if self._steps is None:
             raise CaptureError(
@@ -117,17 +117,17 @@ class RecordedGraph:
                 step()
 
     def writes(self) -> AddressRanges:
-        """Exactly the addresses that a replay writes."""
+        """Return exactly the addresses that a replay writes."""
         return self._writes
 
     def release(self) -> None:
-        """Forget the log and the pools' memory."""
+        """Drop the log and the references to external memory."""
         self._steps = None
         self._externals = []
 
 
 class _Binding:
-    """Makes tensors on recorded addresses; one storage for each distinct piece of memory."""
+    """Create tensors on recorded addresses, with one storage for each piece of memory."""
 
     def __init__(self, pools: tuple[SimulatedPool, ...]) -> None:
         self._pools = pools
@@ -135,11 +135,11 @@ class _Binding:
         self.begin_operation()
 
     def begin_operation(self) -> None:
-        """Make tensors of their own for the references of the next operation."""
+        """Forget the tensors of the previous operation."""
         self._tensors: dict[int, torch.Tensor] = {}
 
     def bind(self, ref: TensorRef) -> torch.Tensor:
-        """Return the tensor of a reference: one for each reference of an operation."""
+        """Return the tensor of a reference; the same one within an operation."""
         if id(ref) not in self._tensors:
             self._tensors[id(ref)] = self._tensor(ref)
         return self._tensors[id(ref)]
@@ -152,7 +152,7 @@ class _Binding:
                     f"Memory that {external.first_use} used was freed before the capture ended. "
                     "A graph remembers addresses: keep such a tensor alive outside the chunk."
                 )
-            return external.constant  # a host scalar: part of the kernel's arguments
+            return external.constant  # a host scalar is part of the kernel's arguments
         key = (id(external), ref.start, ref.num_bytes)
         if key not in self._storages:
             self._storages[key] = self._storage(ref)
@@ -188,14 +188,14 @@ def _operation_step(
     def write(target: torch.Tensor, value: torch.Tensor) -> None:
         if value.shape != target.shape:
             raise ReplayMismatchError(
-                f"{label}: {func} gives {tuple(value.shape)}, and gave {tuple(target.shape)} in "
+                f"{label}: {func} returns shape {tuple(value.shape)}, but {tuple(target.shape)} in "
                 f"the capture: its shape depends on values, which a graph cannot hold.\n"
                 f"  at {entry.where}\n  To do: pad to a fixed shape, or move the line out of the "
                 "chunk."
             )
         _copy(target, value)
 
-    # An operator of several results may have left all but one of them out (frozen parameters).
+    # An operator with several results may omit all but one of them (frozen parameters).
     kinds = [isinstance(r.type, torch.TensorType) for r in func._schema.returns]
     if len(results) == 1 and kinds == [True]:
         (target,) = results
@@ -215,7 +215,7 @@ def _operation_step(
 
 
 def wait_for_work(out: Any) -> Any:
-    """Wait for a collective's work; its result, with finished work in the place of the work."""
+    """Wait for a collective's work; return its result with finished work instead."""
 
     def finish(item: Any) -> Any:
         if not isinstance(item, torch.ScriptObject):

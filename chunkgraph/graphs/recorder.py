@@ -1,9 +1,9 @@
-"""The CPU recorder: captures real CPU operators and replays them on the same addresses.
+"""The CPU recorder: capture real CPU operators and replay them on the same addresses.
 
-In a capture every operator runs and is logged; its fresh results are moved into the simulated
-pool. A replay runs the log again and writes each result where the capture put it. Stale inputs,
-slots reused too early, shared pools and forgotten state then fail as they do on a GPU. It is no
-performance model, and streams, NCCL and the real allocator are not modelled.
+In a capture every operator runs and is logged, and its fresh results move into the simulated pool.
+A replay runs the log again and writes each result to its captured address. Stale inputs, slots
+reused too early, shared pools and forgotten state then fail as they do on a GPU. The recorder does
+not model performance, streams, NCCL or the real allocator.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from chunkgraph.graphs.location import current_location
 from chunkgraph.graphs.random_state import (
     PrivateDraws,
     draw_privately,
+    preserve_states,
     private_generator,
-    states_put_back,
     thread_generator,
-    unanswered,
+    without_access,
 )
 from chunkgraph.graphs.recorded_graph import RecordedGraph, wait_for_work
 from chunkgraph.graphs.recording import (
@@ -49,8 +49,8 @@ from chunkgraph.graphs.recording import (
     HostCall,
     Operation,
     TensorRef,
-    leaves_replaced,
     owner_of,
+    replace_leaves,
     storages_written,
     tensors_in,
 )
@@ -66,11 +66,11 @@ _UNDEFINED_CONTENTS = ("aten::empty", "aten::new_empty")
 def host_call(call: Callable[[], None]) -> None:
     """Run ``call`` now and, inside a recorder capture, again in every replay at this point.
 
-    For host state that a CUDA graph carries on the device, such as the current state of a
+    This is for host state that a CUDA graph keeps on the device, such as the current state of a
     graph-safe random generator. On a GPU nothing is recorded.
 
     Args:
-        call: takes and returns nothing; must not run torch operators that belong to the graph.
+        call: A function that must not run torch operators of the graph.
     """
     recording = next(
         (m for m in reversed(_get_current_dispatch_mode_stack()) if isinstance(m, _RecordingMode)),
@@ -83,11 +83,11 @@ def host_call(call: Callable[[], None]) -> None:
 
 
 class RecorderBackend:
-    """Graphs on the CPU. See the module's text for what it shows and what it cannot.
+    """Capture and replay on the CPU; see the module's text for what is modelled.
 
     Args:
-        limit_bytes: what all pools together may hold, as a device's memory would limit them; a
-            capture that needs more fails as on a GPU. None: no limit.
+        limit_bytes: Maximum bytes of all pools together, like a device's memory; a capture that
+            needs more fails as on a GPU. None for no limit.
     """
 
     name = "recorder"
@@ -99,7 +99,7 @@ class RecorderBackend:
         self._pools: weakref.WeakSet[SimulatedPool] = weakref.WeakSet()
 
     def new_pool(self, label: str) -> SimulatedPool:
-        """An empty simulated pool."""
+        """Return a new, empty simulated pool."""
         pool = SimulatedPool(label, self._take_segment)
         self._pools.add(pool)
         return pool
@@ -112,13 +112,13 @@ class RecorderBackend:
         generators: Sequence[torch.Generator] = (),
         router: Router | None = None,
     ) -> Iterator[RecordedGraph]:
-        """Log what runs inside the block. See `GraphBackend.capture`."""
+        """Log the operators inside the block. See `GraphBackend.capture`."""
         assert isinstance(pool, SimulatedPool)
         graph = RecordedGraph(label, pool)
         mode = _RecordingMode(label, pool, tuple(self._pools), tuple(generators), router)
         try:
             with (
-                states_put_back(generators),
+                preserve_states(generators),
                 private_generator(_RecordedGenerator(mode)),
                 as_without_modes(),
                 as_without_guard(),
@@ -136,14 +136,14 @@ class RecorderBackend:
 
     @contextmanager
     def on_capture_stream(self) -> Iterator[None]:
-        """There is one stream."""
+        """Do nothing: there is one stream."""
         yield
 
     @contextmanager
     def preserve_random_state(self, generators: Sequence[torch.Generator] = ()) -> Iterator[None]:
-        """Draw from a copy of the default generator, so that no other thread notices."""
+        """Draw from a copy of the default generator, which other threads do not see."""
         with (
-            states_put_back(generators),
+            preserve_states(generators),
             private_generator(),
             as_without_modes(),
             PrivateDraws(),
@@ -151,21 +151,21 @@ class RecorderBackend:
             yield
 
     def release_cached_memory(self) -> None:
-        """Nothing is kept."""
+        """Do nothing: there is no cache."""
 
     def take_workspaces(self) -> None:
-        """There are none."""
+        """Do nothing: there are no workspaces."""
 
     def allocated_bytes(self) -> int:
-        """Nobody counts host memory."""
+        """Return 0: host memory is not counted."""
         return 0
 
     def divisible_bytes(self) -> int:
-        """Nobody counts host memory."""
+        """Return 0: host memory is not counted."""
         return 0
 
     def free_bytes(self) -> int | None:
-        """What is left of the limit; None: unknown."""
+        """Return the rest of the limit; None without a limit."""
         if self._limit_bytes is None:
             return None
         return self._limit_bytes - sum(pool.reserved_bytes for pool in self._pools)
@@ -180,19 +180,19 @@ class RecorderBackend:
             )
 
     def synchronize(self) -> None:
-        """Nothing runs asynchronously."""
+        """Do nothing: all work is synchronous."""
 
     def raw(self, tensor: torch.Tensor) -> AddressRanges:
-        """The addresses of the storage behind ``tensor``."""
+        """Return the addresses of the storage of ``tensor``."""
         storage = tensor.untyped_storage()
         return AddressRanges([(storage.data_ptr(), storage.data_ptr() + storage.nbytes())])
 
 
 class _RecordedGenerator(CapturedGenerator):
-    """Records that states are saved and set.
+    """Record when the captured work saves and sets the random state.
 
-    A replay saves the state that it finds, and goes on from what was saved last, so that
-    recomputation draws the numbers of its forward.
+    A replay saves its current state, and later continues from it, so that recomputation draws the
+    same numbers as its forward.
     """
 
     def __init__(self, recording: _RecordingMode) -> None:
@@ -219,7 +219,7 @@ class _RecordedGenerator(CapturedGenerator):
 
 
 class _RecordingMode(TorchDispatchMode):
-    """Sees every operator below autograd, forward and backward (both run in this thread)."""
+    """Record every operator below autograd, of forward and backward (both run in this thread)."""
 
     def __init__(
         self,
@@ -237,8 +237,9 @@ class _RecordingMode(TorchDispatchMode):
         self.generators = generators
         self.log: list[Operation | HostCall] = []
         self.externals: list[External] = []
-        self._now: dict[int, External] = {}  # by address; one address can serve several in turn
-        self._pooled: set[int] = set()  # addresses known to be a pool's, which they are for good
+        # The current external memory at each address; an address can serve several in turn.
+        self._current: dict[int, External] = {}
+        self._pooled: set[int] = set()  # addresses that belong to a pool, permanently
 
     def __torch_dispatch__(
         self,
@@ -254,23 +255,23 @@ class _RecordingMode(TorchDispatchMode):
             return self._lift(func, args[0])
         func, args = _as_recorded(func, args)
         written = storages_written(func, args, kwargs)
-        given = [*tensors_in(args), *tensors_in(list(kwargs.values()))]
-        for tensor in given:
-            self._meet(tensor, func)
+        inputs = [*tensors_in(args), *tensors_in(list(kwargs.values()))]
+        for tensor in inputs:
+            self._register(tensor, func)
         for tensor in written:
             self._save(tensor)
-        refs = {id(t): self._ref(t) for t in given}
-        args_ref = leaves_replaced(args, torch.Tensor, lambda t: refs[id(t)])
+        refs = {id(t): self._ref(t) for t in inputs}
+        args_ref = replace_leaves(args, torch.Tensor, lambda t: refs[id(t)])
         kwargs_ref = {
-            k: leaves_replaced(v, torch.Tensor, lambda t: refs[id(t)]) for k, v in kwargs.items()
+            k: replace_leaves(v, torch.Tensor, lambda t: refs[id(t)]) for k, v in kwargs.items()
         }
-        # Before it runs: an output that is given without memory gets some.
-        known = {t.untyped_storage().data_ptr() for t in given}
+        # Before the operator runs: it may allocate memory for an empty output argument.
+        input_addresses = {t.untyped_storage().data_ptr() for t in inputs}
         out = draw_privately(func, args, kwargs)
         if func.namespace == "c10d":
             # Some backends copy results in the caller's wait, which would be logged as well.
             out = wait_for_work(out)
-        results = self._place(out, known, self._pool_of(func))
+        results = self._place(out, input_addresses, self._pool_of(func))
         if any(r is not None for r in results) or written or _only_checks(func):
             fresh_only = func._schema.name.startswith(_UNDEFINED_CONTENTS)
             if not fresh_only:
@@ -278,7 +279,7 @@ class _RecordingMode(TorchDispatchMode):
         return out
 
     def _lift(self, func: OpOverload, tensor: torch.Tensor) -> torch.Tensor:
-        """Record numbers of the host, as of ``torch.tensor``, as a constant of the graph."""
+        """Record host numbers, such as those of ``torch.tensor``, as a constant of the graph."""
         constant = tensor.clone()
         results = self._place(tensor, set(), self._pool_of(func))
         self._log(_aten.clone.default, (constant,), {}, results)
@@ -290,29 +291,29 @@ class _RecordingMode(TorchDispatchMode):
 
     def host_call(self, call: Callable[[], None]) -> None:
         self.log.append(HostCall(call))
-        with _disable_current_modes(), torch._C.DisableTorchFunction(), unanswered():
+        with _disable_current_modes(), torch._C.DisableTorchFunction(), without_access():
             call()
 
     def restore(self) -> None:
-        """Give external memory the bytes it had before the capture."""
+        """Restore the bytes of external memory from before the capture."""
         for external in self.externals:
             if external.saved is not None and not external.alive.expired():
                 torch.empty(0, dtype=torch.uint8).set_(external.alias()).copy_(external.saved)
 
-    def _meet(self, tensor: torch.Tensor, func: OpOverload) -> None:
+    def _register(self, tensor: torch.Tensor, func: OpOverload) -> None:
         if tensor.device.type != "cpu":
-            # Its bytes are read by address: of another device that ends the process.
+            # Reading device bytes by address would end the process.
             raise CaptureError(
-                f"{func} is given a tensor on {tensor.device}; capturing {self.label} with the "
-                f"recorder, which serves the CPU alone.\n  at {current_location()}\n"
+                f"{func} got a tensor on {tensor.device}; capturing {self.label} with the "
+                f"recorder, which supports only the CPU.\n  at {current_location()}\n"
                 "  To do: pass backend=CUDABackend() for modules on a GPU, or move them to the CPU."
             )
         storage = tensor.untyped_storage()
         start = storage.data_ptr()
         if start in self._pooled or storage.nbytes() == 0:
             return
-        known = self._now.get(start)
-        if known is not None and not known.alive.expired():
+        current = self._current.get(start)
+        if current is not None and not current.alive.expired():
             return
         if owner_of(self.pools, start) is not None:
             self._pooled.add(start)
@@ -326,11 +327,11 @@ class _RecordingMode(TorchDispatchMode):
             + (f" at {where}" if where else ""),
             constant=tensor.detach().clone() if tensor.dim() == 0 else None,
         )
-        self._now[start] = external
+        self._current[start] = external
         self.externals.append(external)
 
     def _save(self, tensor: torch.Tensor) -> None:
-        external = self._now.get(tensor.untyped_storage().data_ptr())
+        external = self._current.get(tensor.untyped_storage().data_ptr())
         if external is not None and external.saved is None:
             external.saved = torch.empty(0, dtype=torch.uint8).set_(external.alias()).clone()
 
@@ -341,15 +342,15 @@ class _RecordingMode(TorchDispatchMode):
         return self.router.scratch
 
     def _place(
-        self, out: Any, known: set[int], pool: SimulatedPool
+        self, out: Any, input_addresses: set[int], pool: SimulatedPool
     ) -> tuple[TensorRef | None, ...]:
-        """Move fresh results into the pool; say where each result is to be written by a replay."""
+        """Move fresh results into the pool; return where a replay writes each result."""
         moved: dict[int, torch.UntypedStorage] = {}
         results: list[TensorRef | None] = []
         for tensor in tensors_in(out):
             storage = tensor.untyped_storage()
             start = storage.data_ptr()
-            if storage.nbytes() == 0 or start in known:
+            if storage.nbytes() == 0 or start in input_addresses:
                 results.append(None)
                 continue
             if start not in moved:
@@ -360,22 +361,22 @@ class _RecordingMode(TorchDispatchMode):
         return tuple(results)
 
     def _ref(self, tensor: torch.Tensor) -> TensorRef:
-        return TensorRef.of(tensor, self._now.get(tensor.untyped_storage().data_ptr()))
+        return TensorRef.of(tensor, self._current.get(tensor.untyped_storage().data_ptr()))
 
 
 def _only_checks(func: OpOverload) -> bool:
-    """Whether an operator returns nothing, as of ``torch._assert_async``."""
+    """Return whether an operator returns nothing, such as ``torch._assert_async``."""
     return func.namespace == "aten" and not func._schema.returns
 
 
 def _as_recorded(func: OpOverload, args: tuple[Any, ...]) -> tuple[OpOverload, tuple[Any, ...]]:
-    """What stands in the log for an operator that cannot, with the bits of eager work on a CPU."""
-    if func is _aten._efficientzerotensor.default:  # a gradient that is zero, without memory
+    """Return the operator to log instead of ``func``, with the bits of eager work on a CPU."""
+    if func is _aten._efficientzerotensor.default:  # a zero gradient without memory
         return _aten.zeros.default, args
     if func is _aten.mul.Tensor and args[0].dtype == torch.bool:
         node = torch._C._current_autograd_node()
         if node is not None and node.name() in _EVENLY_DISTRIBUTED:
-            # For a dispatch mode the gradient of a maximum is multiplied by a mask: zeros have the
-            # gradient's sign then, and are NaN if it is not finite.
+            # Under a dispatch mode torch multiplies the gradient of a maximum by a mask: zeros then
+            # have the gradient's sign, and are NaN if the gradient is not finite.
             return _aten.where.ScalarOther, (*args, 0.0)
     return func, args

@@ -1,8 +1,8 @@
-"""The log that the CPU recorder keeps of a capture, by address.
+"""The CPU recorder's log of a capture, by address.
 
-Like a CUDA graph, the log does not keep tensors alive: an operator's arguments are remembered as
-addresses (`TensorRef`). Memory of a simulated pool lives as long as the pool; external memory
-must be kept by its owner, and a replay refuses to run when it is gone.
+Like a CUDA graph, the log does not keep tensors alive: it stores an operator's arguments as
+addresses (`TensorRef`). Memory of a simulated pool lives as long as the pool. The owner of external
+memory must keep it alive; a replay refuses to run after it is freed.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ __all__ = [
     "HostCall",
     "Operation",
     "TensorRef",
-    "leaves_replaced",
     "owner_of",
+    "replace_leaves",
     "span",
     "storages_written",
     "tensors_in",
@@ -35,13 +35,16 @@ __all__ = [
 
 @dataclass(eq=False)
 class External:
-    """Memory outside every simulated pool that a capture touched.
+    """Memory outside all simulated pools that a capture reads or writes.
 
     Attributes:
-        alive: tells whether its owner still has it.
-        first_use: operator that touched it first and where, for the error when it is gone.
-        saved: its bytes before the capture first wrote it, or None.
-        constant: its value when it is a single element (a host scalar inside a kernel's arguments).
+        start: First address.
+        num_bytes: Number of bytes.
+        alive: Weak reference to its storage.
+        first_use: The first operator that used it, and its line, for errors.
+        saved: Its bytes before the capture first wrote it, or None.
+        constant: Its value if it is a tensor without dimensions, which may be a host scalar among
+            a kernel's arguments.
     """
 
     start: int
@@ -52,7 +55,7 @@ class External:
     constant: torch.Tensor | None = None
 
     def alias(self) -> torch.UntypedStorage:
-        """A storage on the same bytes that keeps nothing alive."""
+        """Return a storage on the same bytes that keeps nothing alive."""
         buffer = (ctypes.c_char * self.num_bytes).from_address(self.start)
         return torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
 
@@ -60,8 +63,8 @@ class External:
 class TensorRef(NamedTuple):
     """A strided view of the bytes ``[start, start + num_bytes)``; keeps no memory alive.
 
-    ``external`` is the record of the memory when no simulated pool owns it. A tuple, because a
-    capture makes several for every operator.
+    ``external`` is the record of memory that no simulated pool owns. This is a tuple, since a
+    capture creates several for every operator.
     """
 
     start: int
@@ -75,7 +78,7 @@ class TensorRef(NamedTuple):
 
     @staticmethod
     def of(tensor: torch.Tensor, external: External | None = None) -> TensorRef:
-        """The reference to where ``tensor`` lies now."""
+        """Return a reference to the current memory of ``tensor``."""
         storage = tensor.untyped_storage()
         return TensorRef(
             start=storage.data_ptr(),
@@ -89,26 +92,30 @@ class TensorRef(NamedTuple):
         )
 
     def tensor(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """A tensor of this geometry on ``storage``."""
-        made = torch.empty(0, dtype=self.dtype)
-        made.set_(storage, self.offset, self.shape, self.stride)
+        """Return a tensor with this geometry on ``storage``."""
+        tensor = torch.empty(0, dtype=self.dtype)
+        tensor.set_(storage, self.offset, self.shape, self.stride)
         conj, neg = self.flags
         if conj:
-            made = torch._conj(made)
+            tensor = torch._conj(tensor)
         if neg:
-            made = torch._neg_view(made)
-        return made
+            tensor = torch._neg_view(tensor)
+        return tensor
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One operator: ``args`` and ``kwargs`` hold `TensorRef` in the place of tensors.
+    """One logged operator.
 
-    A tensor that is several arguments is one object there, too: some kernels ask for that.
-
-    ``results`` has one entry for each tensor output, in flattening order: where to write it, or
-    None for outputs that alias an argument (views, in-place results). ``grad_mode`` is whether
-    gradients were on: some kernels keep more for a backward then.
+    Attributes:
+        func: The operator.
+        args: Its arguments with a `TensorRef` for each tensor. A tensor that is passed twice is
+            one `TensorRef` object, as some kernels require.
+        kwargs: Likewise.
+        results: For each tensor output, in flattening order, where a replay writes it; None for
+            an output that aliases an argument (a view or an in-place result).
+        where: The user's line, or None.
+        grad_mode: Whether gradients were enabled, for which some kernels save more.
     """
 
     func: OpOverload
@@ -129,9 +136,9 @@ class HostCall:
 def storages_written(
     func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> list[torch.Tensor]:
-    """The argument tensors that ``func`` writes, by its schema; for collectives, all of them.
+    """Return the arguments that ``func`` writes, by its schema; all arguments of a collective.
 
-    Schemas of batch normalization do not say that it updates its running statistics.
+    Running statistics of batch normalization, which its schemas do not mark, are included.
     """
     written: list[torch.Tensor] = []
     for index, name in _written_arguments(func):
@@ -142,7 +149,7 @@ def storages_written(
 
 @functools.cache
 def _written_arguments(func: OpOverload) -> tuple[tuple[int, str], ...]:
-    """Position and name of each; torch makes the objects of a schema anew for who looks at them."""
+    """Return position and name of each; cached, since torch creates schema objects per access."""
     collective = func.namespace == "c10d"
     return tuple(
         (index, argument.name)
@@ -154,7 +161,7 @@ def _written_arguments(func: OpOverload) -> tuple[tuple[int, str], ...]:
 
 
 def span(tensor: torch.Tensor | TensorRef) -> tuple[int, int]:
-    """First and last-plus-one byte that a strided tensor can touch."""
+    """Return the first byte of a strided tensor's memory, and the one after the last."""
     if isinstance(tensor, TensorRef):
         shape, stride, start = tensor.shape, tensor.stride, tensor.start
         item = tensor.dtype.itemsize
@@ -170,7 +177,7 @@ def span(tensor: torch.Tensor | TensorRef) -> tuple[int, int]:
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors of an operator's arguments or result, which nest in lists and tuples alone."""
+    """Yield the tensors of an operator's arguments or result, nested in lists and tuples."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
@@ -178,15 +185,15 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(item)
 
 
-def leaves_replaced(value: Any, kind: type, replace: Callable[[Any], Any]) -> Any:
-    """An operator's argument with ``replace`` of every leaf that is of ``kind``."""
+def replace_leaves(value: Any, kind: type, replace: Callable[[Any], Any]) -> Any:
+    """Return an operator's argument with ``replace`` applied to every leaf of type ``kind``."""
     if isinstance(value, kind):
         return replace(value)
     if isinstance(value, (list, tuple)):
-        return type(value)([leaves_replaced(item, kind, replace) for item in value])
+        return type(value)([replace_leaves(item, kind, replace) for item in value])
     return value
 
 
 def owner_of(pools: Sequence[SimulatedPool], address: int) -> SimulatedPool | None:
-    """The pool that ``address`` lies in, if any."""
+    """Return the pool that contains ``address``, or None."""
     return next((pool for pool in pools if pool.owns(address)), None)

@@ -1,9 +1,9 @@
-"""A caching allocator in miniature, so that addresses on a CPU behave as in a CUDA graph pool.
+"""A small caching allocator that makes CPU addresses behave as in a CUDA graph pool.
 
-Sizes are rounded to 512 bytes, blocks are cut from segments by best fit, freed blocks merge with
-free neighbours and serve later allocations; segments are never given back. These are the traits
-that make a shared pool unsafe, so that a plan which corrupts on a GPU corrupts here too. Not
-modelled: streams, size classes of the real allocator, fragmentation limits.
+Sizes are rounded to 512 bytes. Blocks are cut from segments by best fit. Freed blocks merge with
+free neighbours and serve later allocations. Segments are never freed. These properties make a
+shared pool unsafe, so a plan that corrupts memory on a GPU also does here. Streams, the real
+allocator's size classes and its fragmentation limits are not modelled.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class SimulatedPool:
     """One pool of segments with a best-fit free list.
 
     Args:
-        label: names the pool in errors.
-        take_segment: called with the bytes of every new segment, before it is made.
+        label: Name of the pool in errors.
+        take_segment: Callback with the bytes of every new segment, before it is allocated.
     """
 
     def __init__(self, label: str, take_segment: Callable[[int], None] | None = None) -> None:
@@ -42,25 +42,25 @@ class SimulatedPool:
         self._free: list[tuple[int, int]] = []  # (num_bytes, start), sorted: best fit first
         self._used: dict[int, int] = {}  # start -> num_bytes
         self._aliases: dict[int, StorageWeakRef] = {}
-        # Storages may die anywhere: in the middle of a line here (the garbage collector), and in
-        # other threads (gloo's, which hold what they send). So that is only noted.
+        # A storage may be freed at any point, by the garbage collector in the middle of a line
+        # here, or in another thread (gloo's). So finalizers only append to this queue.
         self._dead: deque[int] = deque()
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes of all segments."""
+        """Return the bytes of all segments."""
         return sum(segment.nbytes for _, segment in self._segments)
 
     def reserve(self, num_bytes: int) -> None:
-        """One segment of that size, free, for the captures that follow."""
+        """Add one free segment of this size, for later captures."""
         if num_bytes > 0:
             insort(self._free, self._new_segment(num_bytes))
 
     def allocate(self, num_bytes: int) -> torch.UntypedStorage:
-        """A storage inside the pool; its block is free again when the last tensor on it dies.
+        """Allocate a storage in the pool; its block is free when its last tensor is freed.
 
         Args:
-            num_bytes: size, at least 1.
+            num_bytes: Number of bytes, at least 1.
 
         Returns:
             A CPU storage of exactly ``num_bytes`` bytes with undefined contents.
@@ -70,14 +70,14 @@ class SimulatedPool:
         self.num_allocations += 1
         owner = self._bytes_at(start, num_bytes)
         storage = torch.frombuffer(owner, dtype=torch.uint8).untyped_storage()
-        # The storage keeps `owner` alive, so its end is exactly the end of the storage.
+        # The storage keeps `owner` alive, so both are freed together.
         weakref.finalize(owner, self._dead.append, start).atexit = False
         return storage
 
     def alias(self, start: int, num_bytes: int) -> torch.UntypedStorage:
-        """A storage on the same bytes that does not keep the block in use.
+        """Return a storage on the same bytes that does not keep the block in use.
 
-        It keeps the segment itself alive, as a CUDA graph keeps its pool.
+        It keeps the segment alive, as a CUDA graph keeps its pool.
         """
         storage = torch.frombuffer(
             self._bytes_at(start, num_bytes), dtype=torch.uint8
@@ -87,20 +87,20 @@ class SimulatedPool:
 
     def is_alias(self, storage: torch.UntypedStorage) -> bool:
         """See `Pool.is_alias`."""
-        known = self._aliases.get(storage._cdata)
-        return known is not None and not known.expired()
+        reference = self._aliases.get(storage._cdata)
+        return reference is not None and not reference.expired()
 
     def owns(self, address: int) -> bool:
-        """Whether ``address`` lies in one of the pool's segments."""
+        """Return whether ``address`` lies in one of the pool's segments."""
         return any(base <= address < base + seg.nbytes for base, seg in self._segments)
 
     def live(self) -> AddressRanges:
-        """Addresses of the blocks in use now (rounded sizes)."""
+        """Return the addresses of the blocks in use (rounded sizes)."""
         self._release_dead()
         return AddressRanges((start, start + size) for start, size in self._used.items())
 
     def reserved(self) -> AddressRanges:
-        """Addresses of all segments."""
+        """Return the addresses of all segments."""
         return AddressRanges((base, base + seg.nbytes) for base, seg in self._segments)
 
     def poison(self) -> None:
@@ -129,7 +129,7 @@ class SimulatedPool:
         if self._take_segment is not None:
             self._take_segment(num_bytes)
         raw = np.empty(num_bytes + PAGE_BYTES, dtype=np.uint8)
-        # Page alignment: vectorised kernels must see the alignment that eager memory has.
+        # Page alignment, since vectorized kernels must see the alignment of eager memory.
         shift = -raw.ctypes.data % PAGE_BYTES
         segment = raw[shift : shift + num_bytes]
         self._segments.append((segment.ctypes.data, segment))

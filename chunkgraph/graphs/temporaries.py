@@ -1,12 +1,11 @@
-"""Which results of a forward are dead when it returns, so that scratch may hold them.
+"""Find the results of a forward that are dead when it returns, so that scratch can hold them.
 
-An eager pass is watched operator by operator. An operator whose fresh results have all died by the
-end of the pass makes *temporaries*; anything else (what the backward saved, the output, caches) is
-*kept*. A capture runs the same operators in the same order, and takes memory for the temporary ones
-from scratch. Whatever is not known to be temporary, or made behind the dispatcher's back (compiled
-code, workspaces of libraries), stays in the slot's own pool: a mistake in that direction only
-costs memory. The other direction cannot go unnoticed: after the capture nothing in scratch may be
-alive.
+An eager pass is watched operator by operator. An operator whose fresh results are all freed by the
+end of the pass creates *temporaries*; all other results (saved tensors, the output, caches) are
+*kept*. A capture runs the same operators in the same order and allocates temporaries from scratch.
+Results that are not known to be temporary, or that bypass the dispatcher (compiled code, workspaces
+of libraries), stay in the slot's pool: a mistake in this direction only costs memory. A mistake in
+the other direction is detected: after the capture nothing in scratch may be alive.
 """
 
 from __future__ import annotations
@@ -32,8 +31,9 @@ class OperatorTrace:
     """The operators of one forward, in order.
 
     Attributes:
-        names: of the operators.
-        are_temporary: for each, whether it made fresh results that were all dead at the end.
+        names: Names of the operators.
+        are_temporary: For each operator, whether it had fresh results that were all freed by the
+            end.
     """
 
     names: tuple[str, ...]
@@ -48,7 +48,7 @@ class _Watch(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Compiled parts of the forward stay compiled."""
+        """Return True: compiled parts of the forward stay compiled."""
         return True
 
     def __torch_dispatch__(
@@ -59,14 +59,14 @@ class _Watch(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        given = {_address(t) for t in tree_iter((args, kwargs)) if isinstance(t, torch.Tensor)}
+        inputs = {_address(t) for t in tree_iter((args, kwargs)) if isinstance(t, torch.Tensor)}
         out = func(*args, **kwargs)
         self.names.append(func.name())
         self.fresh.append(
             [
                 StorageWeakRef(tensor.untyped_storage())
                 for tensor in tree_iter(out)
-                if isinstance(tensor, torch.Tensor) and _address(tensor) not in given
+                if isinstance(tensor, torch.Tensor) and _address(tensor) not in inputs
             ]
         )
         return out
@@ -80,26 +80,26 @@ class _Watch(TorchDispatchMode):
 
 @contextmanager
 def watch_operators() -> Iterator[_Watch]:
-    """Watch the operators run inside.
+    """Watch the operators that run inside the block.
 
     Yields:
-        What gives the `OperatorTrace` by ``trace()``, when called while all that outlives the
-        forward (its result, and through it what autograd saved) is still referenced.
+        An object whose ``trace()`` returns the `OperatorTrace`. Call it while all tensors that
+        outlive the forward (its result, and the tensors that autograd saved) are referenced.
     """
     with _Watch() as watch:
         yield watch
 
 
 class ScratchRouter:
-    """Tells a capture, operator by operator, whether to take memory from scratch.
+    """Decide for each operator of a capture whether its results go to scratch.
 
     Args:
-        scratch: a pool that is dead at the end of every graph.
-        trace: of the same forward, watched before.
+        scratch: A pool in which nothing is alive at the end of a graph.
+        trace: Trace of the same forward.
 
     Attributes:
-        has_lost_track: whether the capture ran another operator than the trace says; from there on
-            nothing goes to scratch.
+        has_lost_track: Whether the capture ran another operator than the trace; afterwards nothing
+            goes to scratch.
     """
 
     def __init__(self, scratch: Pool, trace: OperatorTrace) -> None:
@@ -109,14 +109,14 @@ class ScratchRouter:
         self._next = 0
 
     def goes_to_scratch(self, func: OpOverload) -> bool:
-        """Whether the results of this operator, the next one of the forward, are temporary."""
+        """Return whether the results of ``func``, the next operator, are temporary."""
         if self.has_lost_track:
             return False
-        at, self._next = self._next, self._next + 1
-        if at >= len(self._trace.names) or self._trace.names[at] != func.name():
+        index, self._next = self._next, self._next + 1
+        if index >= len(self._trace.names) or self._trace.names[index] != func.name():
             self.has_lost_track = True
             return False
-        return self._trace.are_temporary[at]
+        return self._trace.are_temporary[index]
 
 
 def _address(tensor: torch.Tensor) -> int:

@@ -1,4 +1,4 @@
-"""Tensors that a forward casts and writes: whoever shares their casts reads old values."""
+"""Find tensors that a forward both casts and writes: a shared cast would hold old values."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["CastWatch"]
 
 
 class CastWatch(TorchDispatchMode):
-    """Notes which of some tensors are cast, and where one is written first, in its block.
+    """Record which of some tensors are cast, and where each is first written.
 
     Args:
-        tensors: to look for, by their memory.
+        tensors: The tensors, which are recognized by their memory.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -30,7 +30,7 @@ class CastWatch(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Compiled parts stay compiled; they share no casts."""
+        """Return True: compiled parts stay compiled; they share no casts."""
         return True
 
     def __torch_dispatch__(
@@ -46,17 +46,17 @@ class CastWatch(TorchDispatchMode):
         for tensor in storages_written(func, args, kwargs):
             storage = _storage(tensor)
             if storage in self._storages and storage not in self._written:
-                self._written[storage] = str(current_location() or "a line that is not known")
+                self._written[storage] = str(current_location() or "an unknown line")
         return func(*args, **kwargs)
 
     def place_written(self, tensor: torch.Tensor) -> str:
-        """Return where one of the tensors is written; "" if it is not, or has no cast."""
+        """Return where ``tensor`` is first written; "" if it is not written, or not cast."""
         storage = _storage(tensor)
         return self._written.get(storage, "") if storage in self._cast else ""
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    """Return the address of the tensor's memory; 0 for what has none of its own."""
+    """Return the address of the tensor's memory; 0 if it has no memory itself."""
     if tensor.layout is not torch.strided:
         return 0
     wraps_others = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__

@@ -39,7 +39,7 @@ def test_a_constant_is_copied_from_memory_that_stays() -> None:
         x.copy_(table)
         torch.zeros(4).to(x)  # filled, not copied
     assert (y.dtype, y.shape, y.device.type) == (torch.bfloat16, (2, 3), "meta")
-    held = list(memory._known.values())
+    held = list(memory._copies.values())
     assert [t.dtype for t in held] == [torch.bfloat16]
     assert torch.equal(held[0], (torch.arange(6.0).reshape(3, 2) * 2).t().bfloat16())
     assert held[0].untyped_storage().data_ptr() == memory.bytes.data_ptr()
