@@ -1,4 +1,4 @@
-"""Chunk graphs for Megatron-core: the plug-in, and a CPU host to run it on.
+"""Chunk graphs for Megatron-core: `attach`, and a CPU host to run it on.
 
 The names below are imported on first use, so that a worker can refuse a bad configuration before
 torch is loaded. The CPU host is in :mod:`chunkgraph.megatron.cpu.host`.

@@ -1,4 +1,4 @@
-"""What `attach` gives back: the chunk graphs of one rank's Megatron model."""
+"""`MegatronChunkGraphs`: the chunk graphs of one rank's Megatron model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from chunkgraph.megatron.feature import Features
 from chunkgraph.megatron.features.contexts.key import ContextBank
 from chunkgraph.megatron.features.experts.feature import Experts
 from chunkgraph.megatron.features.packing.steps import Packings
-from chunkgraph.megatron.features.rerun.last_forward import telling_last_forward
+from chunkgraph.megatron.features.rerun.last_forward import notify_after_last_forward
 from chunkgraph.megatron.features.stash.feature import ExpertStash
 from chunkgraph.megatron.receive import SlotReceiver
 from chunkgraph.megatron.site import Site
@@ -29,17 +29,17 @@ __all__ = ["MegatronChunkGraphs"]
 
 
 class MegatronChunkGraphs:
-    """Chunk graphs of one rank's model, made by :func:`attach`.
+    """Chunk graphs of one rank's model, returned by :func:`attach`.
 
     Attributes:
-        site: the model that they are attached to.
-        engine: the chunk graphs themselves.
-        features: what the model needs so that its chunks can be captured.
-        scope: the captured part of each chunk, the same on all ranks.
-        num_slots: slots of each chunk.
-        receiver: counts what was received into slots, and says why if nothing is.
-        guard: runs steps again in which something had no room, or None.
-        before_run: called before each run of a step's schedule; a step that runs again has two.
+        site: The model that the graphs are attached to.
+        engine: The engine, which captures and replays.
+        features: The installed features of the model.
+        scope: The captured part of each chunk, the same on all ranks.
+        num_slots: Number of slots of each chunk.
+        receiver: Counts the receives into slots; explains why there are none.
+        guard: Runs a step again if something had no room in it; None if no feature needs that.
+        before_run: Callback before each run of a step's schedule; a repeated step has two runs.
     """
 
     def __init__(
@@ -60,50 +60,53 @@ class MegatronChunkGraphs:
         self.before_run: Callable[[], None] = lambda: None
         self._undo = undo
         self._forget_groups = before_groups_end(self.detach)
-        # Whoever drops this has not detached it: the model still holds the graphs.
+        # The model keeps this object alive until it is detached, even without other references.
         receiver.owner = self
 
     @property
     def counters(self) -> Any:
-        """Captures, replays and eager fallbacks so far."""
+        """Return the counts of captures, replays and eager fallbacks so far."""
         return self.engine.counters
 
     @property
     def stash(self) -> ExpertStash | None:
-        """The stash of the experts, or None."""
+        """Return the stash of the experts, or None."""
         return self.features.find(ExpertStash)
 
     def dropped_tokens(self, *, wait: bool = False) -> dict[int, int]:
-        """How often an expert had no room for a token that chose it, so far, on this rank.
+        """Count how often an expert of this rank had no room for a token that chose it, so far.
 
-        A token that found no room at two of its experts counts twice. Forwards without gradients
-        are not counted. With a rank budget it is how many dispatches were over it.
+        A token that finds no room at two of its experts counts twice. Forwards without gradients
+        do not count. With a rank budget, the count is of dispatches that exceeded the budget.
 
         Args:
-            wait: for the device, so that the last step is in it; by default the count is as of the
-                last step whose count has arrived.
+            wait: Wait for the device, so that the last step is included. By default the count ends
+                with the last step whose count has arrived on the host.
 
         Returns:
-            Layer number, from 1, -> count; empty where there are no experts.
+            Mapping from layer number (from 1) to count; empty without experts.
         """
         experts = self.features.find(Experts)
         return {} if experts is None else experts.dropped_tokens(wait=wait)
 
     def wrap_forward_backward(self, forward_backward: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap what ``get_forward_backward_func()`` returned; call it with the same keywords.
+        """Wrap the function that ``get_forward_backward_func()`` returned.
 
-        One call is one step: graphs are captured, and replay or eager is decided, at its start.
+        The wrapper takes the same keywords. One call is one step: at its start graphs are
+        captured, and the ranks decide between replay and eager.
 
-        Attached with ``packing``, it takes more keywords for training steps: ``packings``, the
-        lengths of the documents of each microbatch of this rank's data; ``misfit``, why the step is
-        not to be replayed for reasons that only the caller knows (default "": none); and
-        ``buckets``, the rows of each microbatch where they are not those of the smallest bucket
-        that holds it. With buckets, ``seq_length`` is that of the longest. All of them
-        may be left out of a step that was announced (`announce`). The caller passes
+        If the graphs were attached with ``packing``, training steps take more keywords:
+
+        - ``packings``: lengths of the documents of each microbatch of this rank's data;
+        - ``misfit``: a reason, known only to the caller, not to replay the step; "" for none;
+        - ``buckets``: rows of each microbatch, if not those of the smallest bucket that holds it.
+          With buckets, ``seq_length`` is the length of the longest one.
+
+        A step that was announced (`announce`) may omit them. The caller passes
         ``packed_seq_params`` to the model on every pipeline stage, as without chunk graphs.
 
-        Attached with `ContextBanks`, training steps take ``contexts``, the bank of each microbatch
-        (`ContextBanks.of_schedule`), and ``misfit``.
+        If the graphs were attached with `ContextBanks`, training steps take ``contexts``, the bank
+        of each microbatch (`ContextBanks.of_schedule`), and ``misfit``.
         """
 
         def chunk_graph_forward_backward(
@@ -116,7 +119,7 @@ class MegatronChunkGraphs:
         ) -> Any:
             inputs = StepInputs(packings, misfit, buckets, contexts)
             self.features.planner.refuse_unknown(inputs)
-            plan = StepPlan()  # nobody has to know what an evaluation step holds: it is eager
+            plan = StepPlan()  # an evaluation step is eager and needs no plan
             is_training = not kwargs.get("forward_only", False)
             if is_training:
                 plan = self.features.planner.plan(inputs, kwargs)
@@ -124,9 +127,9 @@ class MegatronChunkGraphs:
             def run(kwargs: dict[str, Any], eager: bool) -> tuple[Any, StepMode]:
                 nonlocal plan
                 self.before_run()
-                this = plan
+                current = plan
                 plan = plan.repeated
-                return self._run_step(forward_backward, kwargs, this, eager=eager)
+                return self._run_step(forward_backward, kwargs, current, eager=eager)
 
             if self.guard is None or not is_training:
                 return run(kwargs, False)[0]
@@ -159,20 +162,20 @@ class MegatronChunkGraphs:
             features.step(step := Step(mode, is_training, plan)),
         ):
             if is_training and features.awaits_forwards:
-                kwargs = telling_last_forward(
+                kwargs = notify_after_last_forward(
                     kwargs,
                     len(self.site.parts),
                     partial(features.forwards_done, step),
                     features.forwards_resumed,
                 )
-            given = self.receiver.begin_step(mode, forward_backward, kwargs, plan.rows)
-            result = forward_backward(**given)
+            keywords = self.receiver.begin_step(mode, forward_backward, kwargs, plan.rows)
+            result = forward_backward(**keywords)
         features.end_step(step)
         return result, mode
 
     @contextmanager
     def _abandoning(self, *, is_training: bool) -> Iterator[None]:
-        """Let features drop what a run left that fails, in its schedule or after it."""
+        """Make features discard the state of a run that fails, in its schedule or after it."""
         try:
             yield
         except BaseException:
@@ -181,38 +184,42 @@ class MegatronChunkGraphs:
 
     @property
     def num_banks(self) -> int:
-        """Graph pairs of each slot: one for each length, number of sequences and size."""
+        """Return the number of banks, that is, of graph pairs of each slot.
+
+        There is one for each length, number of sequences and context-parallel size.
+        """
         return len(self.features.planner.keys)
 
     @property
     def context_banks(self) -> tuple[ContextBank, ...]:
-        """Those of each context-parallel size that is captured; empty where the size is fixed."""
+        """Return the banks of all captured context-parallel sizes; empty if the size is fixed."""
         return tuple(key for key in self.features.planner.keys if isinstance(key, ContextBank))
 
     @property
     def buckets(self) -> Mapping[int, PackedShape]:
-        """By its rows, each shape that is captured, largest first; empty without packing.
+        """Return the captured shapes by their rows, largest first; empty without packing.
 
-        Each with the most sequences; `packed_shapes` has those with fewer, too.
+        Each shape has the most sequences; `packed_shapes` also lists those with fewer.
         """
         return self.features.planner.shapes
 
     @property
     def replays_of_bank(self) -> dict[str, int]:
-        """Forwards replayed so far by bank, as a user knows it; empty where there is one."""
+        """Return the number of replayed forwards by name of the bank; empty with a single bank."""
         counts = self.engine.counters.replays_of_bank
         name = self.features.planner.name
         return {name(bank): count for bank, count in counts.items() if name(bank)}
 
     @property
     def packed_shapes(self) -> tuple[PackedShape, ...]:
-        """Every shape that is captured, largest first; a microbatch gets the smallest that fits."""
+        """Return every captured shape, largest first; a microbatch uses the smallest that fits."""
         return tuple(self.features.planner.all_shapes)
 
     def agree_on_buckets(self, packings: Packings) -> list[int]:
-        """Rows of each microbatch of a step, the same on all ranks; all of them call it together.
+        """Return the rows of each microbatch of a step, the same on all ranks.
 
-        For ranks that share experts, whose microbatches go through a chunk together.
+        All ranks must call this together. It is for ranks that share experts, whose microbatches
+        pass through a chunk together.
         """
         return self.features.planner.agree_on_buckets(packings)
 
@@ -224,48 +231,49 @@ class MegatronChunkGraphs:
         *,
         contexts: Sequence[ContextBank] | None = None,
     ) -> None:
-        """Say what the next training step holds, so that the ranks agree while this one runs.
+        """Announce the contents of the next training step, so that ranks agree ahead of time.
 
-        Call it during the step before, or after it. Without it they agree when the step begins,
-        for which the device waits. What is announced binds: a rank whose step then turns out to be
-        another one stops with an error, since the others follow what they were told. Ranks need
-        not all announce, nor at the same time: one that does not is waited for. With a stash or
-        ``token_drops="rerun"``, only after it: until then it may be run once more.
+        Call it during or after the previous step. Without an announcement the ranks agree when the
+        step begins, and the device waits. An announcement is binding: a rank whose step turns out
+        to differ stops with an error, since the other ranks follow the announcement. Ranks may
+        announce at different times, and not all have to: the others wait for a rank that does not.
+        With a stash or ``token_drops="rerun"``, call it only after the previous step, which may
+        run again until it ends.
 
         Args:
-            packings: lengths of the documents of each microbatch of the step.
-            misfit: why the step is not to be replayed whatever its packings, or "".
-            buckets: see `wrap_forward_backward`.
-            contexts: the bank of each microbatch, where attached with `ContextBanks`.
+            packings: Lengths of the documents of each microbatch of the step.
+            misfit: A reason not to replay the step, independent of its packings; "" for none.
+            buckets: See `wrap_forward_backward`.
+            contexts: The bank of each microbatch, if attached with `ContextBanks`.
 
         Raises:
-            SlotError: the next step was announced already, or too early.
-            ConfigError: attached without ``packing``.
-            PackingError: a microbatch without documents, or a document without tokens.
+            SlotError: The next step is already announced, or this call comes too early.
+            ConfigError: The graphs were attached without ``packing``.
+            PackingError: A microbatch has no documents, or a document has no tokens.
         """
         inputs = StepInputs(packings, misfit, buckets, contexts)
         self.features.planner.refuse_unknown(inputs)
         if self.guard is not None and self.engine.mode is not StepMode.OUTSIDE:
             raise SlotError(
-                "The next step was announced while one runs that may be run anew (stash, or "
-                "token_drops='rerun'). Announce it after that one."
+                "The next step was announced during a step that may run again (stash, or "
+                "token_drops='rerun'). Announce it after that step."
             )
         misfit, digest = self.features.planner.announce(inputs)
         self.engine.announce(misfit, plan_digest=digest)
 
     def withdraw(self) -> None:
-        """Take back the announcement of the next training step, if there is one.
+        """Withdraw the announcement of the next training step, if there is one.
 
-        For a loop that finds, behind `announce`, that another step comes. Call it between the same
-        two steps on all ranks, those too that announced nothing, or on none. The step is then told
-        what it holds when it begins.
+        This is for a loop that learns after `announce` that a different step comes next. Call it
+        between the same two steps on all ranks, including those that announced nothing, or on
+        none. The step then takes its contents as keywords when it begins.
 
         Raises:
-            SlotError: a step is running.
-            ConfigError: attached without ``packing``.
+            SlotError: A step is running.
+            ConfigError: The graphs were attached without ``packing``.
         """
         if not self.features.planner.inputs:
-            raise ConfigError("Chunk graphs attached without `packing` are announced no steps.")
+            raise ConfigError("Chunk graphs attached without `packing` take no announcements.")
         self.engine.withdraw()
         self.features.planner.withdraw()
 
@@ -277,25 +285,25 @@ class MegatronChunkGraphs:
         )
 
     def release(self) -> None:
-        """Drop graphs and their memory; the model stays attached, eager until captured again."""
+        """Free the graphs; the model stays attached and runs eagerly until the next capture."""
         self.engine.release()
         self.features.release()
 
     def detach(self) -> None:
-        """Release the graphs and give every module its own forward back.
+        """Release the graphs and restore the forward of every module.
 
-        Whatever goes wrong in one of the two, the other is done. Detaching again does nothing.
-        ``torch.distributed.destroy_process_group()`` detaches first what still is attached: it
-        would wait for ever for graphs that hold collectives.
+        If one of the two fails, the other still happens. A second call does nothing.
+        ``torch.distributed.destroy_process_group()`` first detaches all graphs that are still
+        attached; otherwise it would wait forever for graphs that contain collectives.
         """
         try:
-            with ExitStack() as stack:  # from the last to the first
+            with ExitStack() as stack:  # runs in reverse order
                 stack.callback(self._undo.close)
                 stack.callback(self.release)
         finally:
-            if self.engine.report is None:  # else groups would still wait for the graphs
+            if self.engine.report is None:  # otherwise groups would still wait for the graphs
                 self._forget_groups()
 
 
 _SHAPE_NAMES = ("seq_length", "micro_batch_size", "decoder_seq_length")
-"""Keywords of the schedule that fix the shapes of a step."""
+"""Keywords of the schedule that determine the shapes of a step."""

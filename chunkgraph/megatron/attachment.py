@@ -7,8 +7,8 @@
     ...                               # train as before, with any number of microbatches
     graphs.detach()                   # before process groups end
 
-An instance of a block or model gets a ``forward`` of its own; nothing of Megatron is replaced.
-Megatron's own ``cuda_graph_impl`` stays ``none``.
+The ``forward`` of a block's or model's instance is replaced; no class of Megatron changes.
+Megatron's ``cuda_graph_impl`` stays ``none``.
 """
 
 from __future__ import annotations
@@ -48,14 +48,15 @@ __all__ = ["EngineOptions", "MegatronChunkGraphs", "attach", "config_of"]
 
 
 class EngineOptions(TypedDict, total=False):
-    """Further keywords of `attach`, which it hands on to `ChunkGraphs`.
+    """Keywords that `attach` passes on to `ChunkGraphs`.
 
     Attributes:
-        num_slots: slots of each chunk; default what this rank's place in the pipeline needs for
-            any number of microbatches.
-        backend: graphs to use; default by the parameters' device.
-        progress: called after every captured graph with graphs captured, all graphs of this rank
-            and bytes left on the device (None: unknown).
+        num_slots: Number of slots of each chunk. The default suffices for any number of
+            microbatches at this rank's place in the pipeline.
+        backend: Graph backend. The default depends on the parameters' device.
+        progress: Callback after every captured graph. It receives the number of captured graphs,
+            the number of all graphs of this rank, and the free bytes of the device (None if
+            unknown).
     """
 
     num_slots: Sequence[int] | None
@@ -75,62 +76,64 @@ def attach(
     features: Iterable[type[Feature]] = FEATURES,
     **engine: Unpack[EngineOptions],
 ) -> MegatronChunkGraphs:
-    """Give every one of ``model_chunks`` chunk graphs.
+    """Attach chunk graphs to every chunk of this rank's model.
 
-    Call it on every rank, after DDP has wrapped the model and a checkpoint is loaded; the model
-    parallel groups must be set up. Blocks are recognised by their attributes, so any module with
-    ``layers``, ``input_tensor``, ``set_input_tensor`` and ``pre_process`` is one.
+    Call it on every rank, after DDP has wrapped the model and a checkpoint is loaded. The model
+    parallel groups must be initialized. A block is any module with the attributes ``layers``,
+    ``input_tensor``, ``set_input_tensor`` and ``pre_process``.
 
     Args:
-        model_chunks: what is given to the schedule as ``model``.
-        scope: ``block`` captures the transformer blocks (of a hybrid model: its stacks), ``chunk``
-            all of the model's forward: embedding, output layer and the loss of each token with
-            them; ``auto`` as much of that as can be captured (`MegatronChunkGraphs.scope`).
-        options: when and how to capture; default ``CaptureOptions()``.
-        packing: how packed sequences look, the same on every rank. A `PackedShape`: one fixed
-            shape. `PackingOptions`: also shorter lengths and fewer sequences. Every training step
-            is then given all documents of its microbatches
-            (`MegatronChunkGraphs.wrap_forward_backward` says how); a step with a microbatch that
-            does not fit runs eagerly on all ranks. `ContextBanks`: the context-parallel size
-            changes. Every training step is then given the bank of each microbatch, and its
-            ``packed_seq_params`` say ``cp_group`` and ``local_cp_size``; the model is built with a
-            static context-parallel size of 1, and `contexts.follow_groups` tells its attention. A
-            step with a size that is not captured runs eagerly on all ranks.
-        token_drops: what is done about tokens that an expert has no room for, which Megatron drops:
-            ``count`` them (`MegatronChunkGraphs.dropped_tokens`); count them and ``warn`` at the
-            first, with capacity factors below 1 refused; or ``raise`` TokenDropError on all ranks
-            at the end of the step's schedule, for which the host then waits; or ``rerun`` such a
-            step eagerly with room for all, on all ranks, and capture again with more room, at most
-            ``stash.max_recaptures`` times (2 without ``stash``). With DeepEP and a
-            budget of each rank only ``raise`` and ``rerun``: it tells no more than that a rank was
-            over its budget.
-        stash: what experts save for the backward in pages, only rows that hold a token; measured in
-            the eager steps before the capture. A step in which pages ran out runs again eagerly:
-            it must begin without gradients, and its ``forward_step_func`` keep no state of its own.
-        zero_copy: receive from other stages straight into slots, and send input gradients from
-            them, where that is safe; False copies them, with the same numbers.
-        features: kinds of `Feature`, in order; the ones that apply are installed.
-        engine: see `EngineOptions`.
+        model_chunks: The chunks that the schedule receives as ``model``.
+        scope: ``block`` captures the transformer blocks (the stacks of a hybrid model). ``chunk``
+            captures the whole forward of the model, including the embedding, the output layer and
+            the loss of each token. ``auto`` captures as much of it as it can
+            (`MegatronChunkGraphs.scope`).
+        options: When and how to capture; default ``CaptureOptions()``.
+        packing: Layout of packed sequences, the same on every rank. A `PackedShape` is one fixed
+            shape; `PackingOptions` adds shorter lengths and fewer sequences. Every training step
+            then takes the documents of all its microbatches (see
+            `MegatronChunkGraphs.wrap_forward_backward`), and a step with a microbatch that does
+            not fit runs eagerly on all ranks. `ContextBanks` is for context-parallel sizes that
+            change: every training step takes the bank of each microbatch, and its
+            ``packed_seq_params`` set ``cp_group`` and ``local_cp_size``. Such a model is built
+            with a static context-parallel size of 1 and `contexts.follow_groups`. A step with a
+            size that is not captured runs eagerly on all ranks.
+        token_drops: Policy for tokens that an expert has no room for, which Megatron drops.
+            ``count`` counts them (`MegatronChunkGraphs.dropped_tokens`). ``warn`` also warns at the
+            first one, and refuses capacity factors below 1. ``raise`` raises TokenDropError on all
+            ranks at the end of the step's schedule, for which the host waits. ``rerun`` repeats
+            the step eagerly on all ranks with room for all tokens, and captures again with more
+            room, at most ``stash.max_recaptures`` times (2 without ``stash``). With DeepEP and a
+            rank budget only ``raise`` and ``rerun`` are possible: DeepEP reports only that a rank
+            was over its budget.
+        stash: Store the activations that experts save for the backward in pages, and only rows
+            that hold a token. The eager steps before the capture measure the size. A step that
+            runs out of pages runs again eagerly: it must begin without gradients, and its
+            ``forward_step_func`` must not keep state.
+        zero_copy: Receive from other stages directly into slots, and send input gradients from
+            slots, where that is safe. False copies them; the results are the same.
+        features: Kinds of `Feature`, in order; those that apply are installed.
+        engine: See `EngineOptions`.
 
     Raises:
-        ConfigError: the model uses something a chunk graph cannot hold, no block was found, or
-            ``packing`` differs between ranks.
-        PackingError: there are no lengths such as ``packing`` asks for.
-        MissingDependencyError: the model dispatches through DeepEP, and something that a graph
-            of it needs is not there.
+        ConfigError: The model uses something that a chunk graph cannot hold, a chunk has no block,
+            or ``packing`` differs between ranks.
+        PackingError: ``packing`` asks for lengths that do not exist.
+        MissingDependencyError: The model dispatches through DeepEP, and a package or feature that
+            its graphs need is missing.
     """
     _refuse_unknown(engine)
     refuse_other_releases()
     kinds = tuple(features)
     site = Site(
         chunks=[model_chunks] if isinstance(model_chunks, nn.Module) else list(model_chunks),
-        asked_scope=scope,
+        requested_scope=scope,
         options=options if options is not None else CaptureOptions(),
         packing=PackingOptions(packing) if isinstance(packing, PackedShape) else packing,
         token_drops=token_drops,
         stash=stash,
         zero_copy=zero_copy,
-        asked_slots=engine.pop("num_slots", None),
+        requested_slots=engine.pop("num_slots", None),
     )
     refuse_model([refusal for kind in kinds for refusal in kind.refusals(site)])
     for kind in kinds:
@@ -138,30 +141,30 @@ def attach(
     with ExitStack() as failure:
         undo = failure.enter_context(ExitStack())
         site.find_parts(undo)
-        own = Features.install_on(site, kinds, undo)
-        chunk_graphs = _chunk_graphs(site, own, **engine)
+        installed = Features.install_on(site, kinds, undo)
+        chunk_graphs = _chunk_graphs(site, installed, **engine)
         receiver = SlotReceiver(
             chunk_graphs,
             site.place,
             site.config,
-            wanted=zero_copy,
+            zero_copy=zero_copy,
             lends_input_grads=site.lends_input_grads,
             device=site.device,
         )
         for part in site.parts:
             undo.callback(part.restore)
-            part.divert_to(own.call(part, partial(receiver.call, part.index)))
-        graphs = MegatronChunkGraphs(site, chunk_graphs, own, receiver, undo)
+            part.divert_to(installed.call(part, partial(receiver.call, part.index)))
+        graphs = MegatronChunkGraphs(site, chunk_graphs, installed, receiver, undo)
         failure.callback(graphs.detach)
-        own.bind(graphs)
-        if own.repeats_steps:
+        installed.bind(graphs)
+        if installed.repeats_steps:
             graphs.guard = OverflowGuard.of(graphs, undo)
         failure.pop_all()
     return graphs
 
 
 def _chunk_graphs(site: Site, features: Features, **engine: Any) -> ChunkGraphs:
-    """Make the engine of the captured parts."""
+    """Create the engine of the captured parts."""
     planner = features.planner
     return ChunkGraphs(
         [
@@ -179,7 +182,7 @@ def _chunk_graphs(site: Site, features: Features, **engine: Any) -> ChunkGraphs:
 
 
 class _Host(Host):
-    """Megatron and the features, as the engine meets them in a capture session."""
+    """Adapt Megatron and the features to the engine's `Host`."""
 
     def __init__(self, features: Features, on_capture: OnCapture | None) -> None:
         self._features = features
@@ -205,23 +208,23 @@ class _Host(Host):
 _SUCCESSORS = {
     **dict.fromkeys(
         ("buckets", "seq_buckets", "fills_rows"),
-        "packing=PackingOptions(shape, {name}=...), or ContextBanks(..., {name}=...) where the "
+        "packing=PackingOptions(shape, {name}=...), or ContextBanks(..., {name}=...) if the "
         "context-parallel size changes",
     ),
     "contexts": "packing=ContextBanks(...)",
 }
-"""What replaces keywords of earlier releases."""
+"""Replacements of keywords of earlier releases."""
 
 
 def _refuse_unknown(keywords: Iterable[str]) -> None:
-    """Refuse keywords that `attach` does not take, and name what replaces them.
+    """Refuse keywords that `attach` does not take, and name their replacements.
 
     Raises:
-        ConfigError: there is one.
+        ConfigError: There is such a keyword.
     """
     for name in keywords:
         if name in EngineOptions.__annotations__:
             continue
         successor = _SUCCESSORS.get(name)
-        instead = f" Give it {successor.format(name=name)}." if successor else ""
+        instead = f" Use {successor.format(name=name)}." if successor else ""
         raise ConfigError(f"attach() takes no {name}=....{instead}")

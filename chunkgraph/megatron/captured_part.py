@@ -1,18 +1,18 @@
-"""What of a model chunk is captured: its transformer block, or the whole of its forward.
+"""The captured part of a model chunk: its transformer block, or its whole forward.
 
 =========== =================================================== ================================
-scope       captured                                            its own input
+scope       captured                                            input
 =========== =================================================== ================================
 ``block``   ``TransformerBlock.forward``                        ``hidden_states``
 ``chunk``   ``GPTModel.forward``: the embedding on the first    tokens on the first stage, the
             stage, final norm, output layer and the loss of     received activations on others
             each token on the last
-``auto``    ``chunk`` where it can be captured, else ``block``
+``auto``    ``chunk`` if it can be captured, else ``block``
 =========== =================================================== ================================
 
-Of a hybrid model it is the forward of its stack, and of HybridModel (before 0.19 MambaModel).
-Either way one module gets a ``forward`` of its own, which hands the call to the engine. Its first
-argument there is what the stage works on, so that activations can be received into it.
+For a hybrid model these are the forward of its stack, and of HybridModel (before 0.19 MambaModel).
+In both cases the ``forward`` of one module instance is replaced by one that calls the engine. The
+engine's first argument is the stage's input, so that activations can be received into it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from chunkgraph.megatron.core.data_parallel import (
     gradient_marker,
     unwrap_ddp,
 )
-from chunkgraph.megatron.core.model_kinds import hybrid_names, is_hybrid_model
+from chunkgraph.megatron.core.model_kinds import HybridNames, is_hybrid_model
 from chunkgraph.megatron.core.parameter_gather import ParameterGates
 from chunkgraph.megatron.module_hooks import refuse_hooks
 
@@ -52,7 +52,7 @@ __all__ = [
 Scope = Literal["auto", "block", "chunk"]
 CapturedScope = Literal["block", "chunk"]
 Call = Callable[[tuple[Any, ...], dict[str, Any]], Any]
-"""Takes the positional and the keyword arguments of a part's forward."""
+"""A function of the positional and keyword arguments of a part's forward."""
 
 _BLOCK_ATTRIBUTES = ("layers", "set_input_tensor", "input_tensor", "pre_process")
 _MODEL_ATTRIBUTES = ("decoder", "set_input_tensor", "pre_process", "post_process")
@@ -65,23 +65,21 @@ _ROTARY_TABLES = ("rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin")
 
 
 class CapturedPart:
-    """One module whose forward is captured, as a chunk of the engine, and the way back.
+    """One module whose forward is captured as a chunk of the engine.
 
     Args:
-        module: gets a forward of its own by `divert_to`.
-        block: the transformer block in it, or itself; received activations are put there.
+        module: The module; `divert_to` replaces its forward, `restore` undoes that.
+        block: The transformer block in ``module``, or ``module`` itself; received activations are
+            stored in its ``input_tensor``.
         ddp: Megatron's DDP around the module, or None.
-        label: names the chunk in errors.
-        name: of the module in the model, for the names of layers in errors.
+        label: Name of the chunk in errors.
+        name: Path of the module in the model, a prefix of the names of layers in errors.
 
     Attributes:
-        index: of the model chunk among those of this rank.
-        modules: the module and all that are in it.
+        index: Index of the model chunk among those of this rank.
+        modules: The module and all its submodules.
         config: Megatron's TransformerConfig of the block.
-        predicts_tokens: whether the module holds layers of multi-token prediction.
-
-    Raises:
-        ConfigError: the module has a forward of its own already.
+        predicts_tokens: Whether the module contains layers of multi-token prediction.
     """
 
     def __init__(
@@ -116,12 +114,12 @@ class CapturedPart:
 
     @property
     def inner_modules(self) -> dict[str, nn.Module]:
-        """What the captured module calls, by names in the model."""
-        named = self.module.named_modules(prefix=self.name)
-        return {name: module for name, module in named if module is not self.module}
+        """Return the submodules of the captured module by their names in the model."""
+        modules = self.module.named_modules(prefix=self.name)
+        return {name: module for name, module in modules if module is not self.module}
 
     def chunk(self) -> Chunk:
-        """What the engine captures."""
+        """Return the chunk that the engine captures."""
         before = new_marker = None
         if self._ddp is not None:
             if gathers_parameters(self._ddp):
@@ -139,7 +137,8 @@ class CapturedPart:
             copies_outputs=self._gives_losses,
             check_sample=self._check_sample,
             caches=GROWING_BUFFERS,
-            # Megatron's layers set again what they leave; features follow what of it is state.
+            # Megatron's layers set again the attributes that they leave behind; features handle
+            # those that are state.
             may_leave_values=True,
         )
 
@@ -150,54 +149,56 @@ class CapturedPart:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not (module.training and torch.is_grad_enabled()):
                 return self._eager(module, *args, **kwargs)
-            given = kwargs
-            if args:  # by name, so that calls that mean the same look the same to the engine
-                given = {**dict(zip(self._names, args, strict=False)), **kwargs}
+            keywords = kwargs
+            if args:  # by name, so that equivalent calls look the same to the engine
+                keywords = {**dict(zip(self._names, args, strict=False)), **kwargs}
             for name in _REFUSED_ARGUMENTS:
-                if given.get(name) is not None:
+                if keywords.get(name) is not None:
                     raise _refused(self.label, name)
-            first = self._take_input(given)
-            given = {n: v for n, v in given.items() if v is not None or n not in self._optional}
-            return call((first, *args[num_named:]), given)
+            first = self._take_input(keywords)
+            keywords = {
+                n: v for n, v in keywords.items() if v is not None or n not in self._optional
+            }
+            return call((first, *args[num_named:]), keywords)
 
         module.forward = forward
 
     def restore(self) -> None:
-        """Give the module the forward of its class back."""
+        """Restore the forward of the module's class."""
         self.module.__dict__.pop("forward", None)
 
-    def _take_input(self, given: dict[str, Any]) -> Any:
-        """The engine's first argument; ``given`` is left with what else the engine gets."""
+    def _take_input(self, keywords: dict[str, Any]) -> Any:
+        """Return the engine's first argument; leave its other arguments in ``keywords``."""
         raise NotImplementedError
 
     def _gives_losses(self, *_args: Any, **_kwargs: Any) -> bool:
-        """Whether the result of the engine's call with these arguments is a tensor of losses.
+        """Return whether the result of a call with these arguments is a tensor of losses.
 
-        Loss functions keep the losses they get, for logs; a slot's are soon overwritten.
+        Loss functions keep the losses for logs, but the next replay overwrites a slot's losses.
         """
         return False
 
     def _run(self, first: Any, *args: Any, **kwargs: Any) -> Any:
-        """The module's eager forward, from its arguments alone."""
+        """Run the module's eager forward with its input as ``first``."""
         raise NotImplementedError
 
     def _check_sample(self, *_args: Any, **_kwargs: Any) -> None:
-        """Refuse hooks that came since `attach`."""
+        """Refuse hooks that were added since `attach`."""
         refuse_hooks(self.inner_modules, self.label)
 
     def _run_gated(self, first: Any, *args: Any, **kwargs: Any) -> Any:
-        with self._gates.held_by_forward():
+        with self._gates.wait_in_capture():
             return self._run(first, *args, **kwargs)
 
     def _run_received(self, received: Any, *args: Any, **kwargs: Any) -> Any:
-        """The eager forward, with the input in the attribute that later stages read it from."""
+        """Run the eager forward with ``received`` as the block's ``input_tensor``."""
         block = self._block
-        given = block.input_tensor
+        previous = block.input_tensor
         block.input_tensor = received
         try:
             return self._eager(self.module, *args, **kwargs)
         finally:
-            block.input_tensor = given
+            block.input_tensor = previous
 
     def _gather_parameters(self) -> None:
         call_parameter_gather_hooks(self.modules)
@@ -206,12 +207,12 @@ class CapturedPart:
 class _Block(CapturedPart):
     """The transformer block alone; embedding, output layer and loss stay eager."""
 
-    def _take_input(self, given: dict[str, Any]) -> Any:
-        hidden = given.pop("hidden_states", None)
+    def _take_input(self, keywords: dict[str, Any]) -> Any:
+        hidden = keywords.pop("hidden_states", None)
         for name in _ROTARY_TABLES:
-            table = given.get(name)
+            table = keywords.get(name)
             if isinstance(table, torch.Tensor):
-                # GPTModel takes it from a cache, or made it just now; only torch writes it.
+                # GPTModel takes it from a cache, or just created it, and does not write it.
                 unchanging(table)
         return _unwrapped(hidden) if self._block.pre_process else self._block.input_tensor
 
@@ -230,10 +231,10 @@ class _Model(CapturedPart):
         super().__init__(module, block, ddp, label)
         self._unused = _unused_arguments(module)
 
-    def _take_input(self, given: dict[str, Any]) -> Any:
+    def _take_input(self, keywords: dict[str, Any]) -> Any:
         for name in self._unused:
-            if name in given:
-                given[name] = None
+            if name in keywords:
+                keywords[name] = None
         return self._block.input_tensor
 
     def _gives_losses(self, *_args: Any, labels: Any = None, **_kwargs: Any) -> bool:
@@ -244,23 +245,23 @@ class _Model(CapturedPart):
 
 
 def new_part(scope: CapturedScope, model_chunk: nn.Module, label: str) -> CapturedPart:
-    """Find what ``scope`` captures of ``model_chunk``.
+    """Find the part of ``model_chunk`` that ``scope`` captures.
 
     Args:
-        scope: see the module's table.
-        model_chunk: as the schedule gets it, wrappers included.
-        label: names the chunk in errors.
+        scope: See the module's table.
+        model_chunk: The chunk as the schedule receives it, with its wrappers.
+        label: Name of the chunk in errors.
 
     Raises:
-        ConfigError: it is not there, or something is attached to it already.
+        ConfigError: The chunk has no such part, or graphs are attached to it already.
     """
     ddp = unwrap_ddp(model_chunk)
     block = find_block(model_chunk, label)
     model = innermost(model_chunk)
     if any("forward" in module.__dict__ for module in (block, model)):
         raise ConfigError(
-            f"The model of {label} has a forward of its own already; detach() what was attached "
-            "before."
+            f"The forward of {label} is already replaced on the instance; detach() the earlier "
+            "chunk graphs first."
         )
     if scope == "block":
         name = next(name for name, module in model.named_modules() if module is block)
@@ -276,7 +277,7 @@ def new_part(scope: CapturedScope, model_chunk: nn.Module, label: str) -> Captur
 
 
 def lacks(model: nn.Module, block: nn.Module) -> str:
-    """What of GPTModel's attributes a model has not, or ""."""
+    """Return the attributes of GPTModel that ``model`` lacks, as text; "" for none."""
     missing = [name for name in _MODEL_ATTRIBUTES if not hasattr(model, name)]
     if not missing and getattr(model, "decoder", None) is not block:
         return "transformer block as its decoder"
@@ -284,10 +285,10 @@ def lacks(model: nn.Module, block: nn.Module) -> str:
 
 
 def _unused_arguments(model: Any) -> tuple[str, ...]:
-    """Arguments that the model's forward does not look at on this stage.
+    """Return the arguments that the model's forward ignores on this stage.
 
-    Schedules' forward steps pass them on every stage all the same; each would be copied into a
-    slot for every microbatch. Told only of Megatron's own methods, whose code was read.
+    Forward steps pass them on every stage anyway, and each would be copied into a slot for every
+    microbatch. For models that override Megatron's methods, no argument counts as unused.
     """
     if not _is_megatrons(model):
         return ()
@@ -304,9 +305,9 @@ def _unused_arguments(model: Any) -> tuple[str, ...]:
 
 
 def _is_megatrons(model: Any) -> bool:
-    """Whether its forward is that of GPTModel or HybridModel."""
+    """Return whether the model's forward is that of GPTModel or HybridModel."""
     if is_hybrid_model(model):
-        return type(model).forward is hybrid_names().model.forward
+        return type(model).forward is HybridNames().model.forward
     gpt = import_megatron("megatron.core.models.gpt").GPTModel
     methods = ("forward", "_preprocess", "_postprocess")
     return all(getattr(type(model), name) is getattr(gpt, name, None) for name in methods)
@@ -321,14 +322,14 @@ def _reads_position_ids(model: Any) -> bool:
 
 
 def find_block(model_chunk: nn.Module, label: str) -> nn.Module:
-    """The one transformer block of a model chunk.
+    """Return the only transformer block of a model chunk.
 
     Args:
-        model_chunk: as the schedule gets it, wrappers included.
-        label: names the chunk in errors.
+        model_chunk: The chunk as the schedule receives it, with its wrappers.
+        label: Name of the chunk in errors.
 
     Raises:
-        ConfigError: there is none, or there are several.
+        ConfigError: There is no block, or there are several.
     """
     blocks = [
         module
@@ -345,7 +346,7 @@ def find_block(model_chunk: nn.Module, label: str) -> nn.Module:
 
 
 def innermost(model_chunk: nn.Module) -> nn.Module:
-    """The model in its wrappers (DDP, Float16Module), which call it ``module``."""
+    """Return the model inside wrappers (DDP, Float16Module) that call it ``module``."""
     module = model_chunk
     while isinstance(getattr(module, "module", None), nn.Module):
         module = module.module  # type: ignore[assignment]
@@ -353,7 +354,7 @@ def innermost(model_chunk: nn.Module) -> nn.Module:
 
 
 def _positional_names(function: Callable[..., Any]) -> tuple[str, ...]:
-    """Names of the positional parameters after ``self``; none where it takes any number."""
+    """Return the names of the positional parameters after ``self``; none with ``*args``."""
     parameters = list(inspect.signature(function).parameters.values())[1:]
     if any(p.kind is p.VAR_POSITIONAL for p in parameters):
         return ()
@@ -366,7 +367,7 @@ def _none_by_default(function: Callable[..., Any]) -> frozenset[str]:
 
 
 def _unwrapped(hidden: Any) -> Any:
-    """Megatron passes a one-use wrapper in inference code paths; take the tensor out of it."""
+    """Return the tensor inside the one-use wrapper that Megatron's inference code passes."""
     unwrap = getattr(hidden, "unwrap", None)
     return unwrap() if callable(unwrap) else hidden
 

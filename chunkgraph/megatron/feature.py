@@ -1,8 +1,9 @@
-"""What one capability of a model needs so that its chunks can be captured and replayed.
+"""The `Feature` protocol: support for one capability of a model in captures and replays.
 
-`attach` asks every kind of `Feature` in order what it refuses, and makes one of each kind that
-applies to the model. `Features` is all of them as one: it enters them in order and leaves them in
-reverse. A feature overrides what it needs; what nobody overrides costs nothing in a step.
+`attach` collects the refusals of every kind of `Feature`, in order, and creates one feature of
+each kind that applies to the model. `Features` combines them: it enters their contexts in order
+and leaves them in reverse. A feature overrides the methods it needs; a method that no feature
+overrides costs nothing in a step.
 """
 
 from __future__ import annotations
@@ -33,18 +34,18 @@ AnyFeature = TypeVar("AnyFeature", bound="Feature")
 
 
 class Feature:
-    """One capability of a captured model; here: one that applies to all and does nothing.
+    """Support for one capability of a captured model. The base class does nothing.
 
     Attributes:
-        repeats_steps: whether training steps run again in which the feature had no room, the same
-            on all ranks.
+        repeats_steps: Whether a training step runs again if the feature had no room in it; the
+            same on all ranks.
     """
 
     repeats_steps = False
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """What a step writes besides the model's buffers and Megatron's metrics."""
+        """Return the tensors that a step writes besides model buffers and Megatron's metrics."""
         return ()
 
     @classmethod
@@ -57,91 +58,97 @@ class Feature:
         """Refuse options of `attach` that do not fit the model or each other.
 
         Raises:
-            ConfigError: naming them.
+            ConfigError: An option does not fit; the message names it.
         """
 
     @classmethod
     def of(cls, site: Site) -> Self | None:
-        """Make the feature of this model; None where it does not apply."""
+        """Create the feature for this model; return None if it does not apply."""
         return cls()
 
     def install(self, undo: ExitStack) -> None:
         """Change the model or Megatron; ``undo`` is closed when the graphs are detached."""
 
     def planner(self) -> StepPlanner | None:
-        """Return the variants of every slot, which one feature at most has."""
+        """Return the planner of the slots' variants; at most one feature has one."""
         return None
 
     def wrap(self, part: CapturedPart, chunk: Chunk) -> Chunk:
-        """Return ``chunk`` as the engine captures it; the first feature is the innermost."""
+        """Return ``chunk`` as the engine captures it; the first feature wraps innermost."""
         return chunk
 
     def call(self, part: CapturedPart, call: Call) -> Call:
-        """Return what the forward of a part calls, around ``call``; the first is the outermost."""
+        """Wrap ``call``, which a part's forward calls; the first feature wraps outermost."""
         return call
 
     def bind(self, graphs: MegatronChunkGraphs) -> None:
-        """Meet the graphs that the feature is part of, before their first step."""
+        """Receive the graphs that the feature belongs to, before their first step."""
 
     def preserving(self) -> Context:
-        """Stand around a capture session, and put host-side state back after it."""
+        """Enclose a capture session; restore host-side state at its end."""
         return nullcontext()
 
     def capturing(self) -> Context:
-        """Stand around the captures of a session, its warmup included."""
+        """Enclose the warmup and the captures of a session."""
         return nullcontext()
 
     def beside(self) -> Context:
-        """Stand around an eager pass of ``verify``, inside `preserving`."""
+        """Enclose an eager pass of ``verify``, inside `preserving`."""
         return nullcontext()
 
     def step(self, step: Step) -> Context:
-        """Stand around one run of a schedule."""
+        """Enclose one run of a schedule."""
         return nullcontext()
 
     def forwards_done(self, step: Step) -> None:
-        """Use the time after the last forward of a training step: backwards are still running."""
+        """Act after the last forward of a training step, while backwards still run."""
 
     def forwards_resumed(self) -> None:
-        """Take `forwards_done` back: the schedule has another forward."""
+        """Undo `forwards_done`: the schedule has another forward."""
 
     def end_step(self, step: Step) -> None:
-        """End a run whose slots are free again."""
+        """End a run; its slots are free again."""
 
     def abandon_step(self, *, is_training: bool) -> None:
-        """Drop what a run left that failed at any point before `end_step`."""
+        """Discard the state of a run that failed before `end_step`."""
 
     def shortage(self, mode: StepMode) -> Shortage | None:
-        """Say what had no room in a training step; None, on all ranks: nobody looks."""
+        """Return this rank's shortage of room in a training step, with amount 0 if all had room.
+
+        Return None, on all ranks, if the feature does not check.
+        """
         return None
 
-    def answer(self, mine: Shortage, most: Shortage) -> None:
-        """Answer a shortage on any rank: raise on all of them, or want more room here.
+    def answer(self, local: Shortage, largest: Shortage) -> None:
+        """Handle a shortage on any rank: raise on all ranks, or request more room here.
 
         Args:
-            mine: of this rank.
-            most: the largest numbers of all ranks.
+            local: The shortage of this rank.
+            largest: The largest numbers of all ranks.
         """
 
     def having_room(self) -> Context:
-        """Stand around the second run of a step that was short of this feature's room."""
+        """Enclose the second run of a step in which this feature had no room."""
         return nullcontext()
 
     def make_room(self, agree: Agree) -> None:
-        """Give more room after that run, before graphs are captured again; ranks may agree."""
+        """Provide more room after the second run, before the next capture; ranks may agree."""
 
     def drop_step(self) -> None:
-        """Drop what a run left that fails after `end_step`, or whose result nobody uses."""
+        """Discard a run that fails after `end_step`, or whose result is not used."""
 
     def release(self) -> None:
-        """Let go of memory that only graphs use: they are gone."""
+        """Free memory that only graphs use; the graphs no longer exist."""
 
 
 class Features:
-    """The features of one model as one.
+    """Combine the features of one model.
 
     Args:
-        features: in order.
+        features: The features in order.
+
+    Raises:
+        ConfigError: Several features have a planner.
     """
 
     def __init__(self, features: Iterable[Feature]) -> None:
@@ -158,7 +165,7 @@ class Features:
 
     @classmethod
     def install_on(cls, site: Site, kinds: Iterable[type[Feature]], undo: ExitStack) -> Features:
-        """Make and install every feature that applies to a model."""
+        """Create and install every feature that applies to the model."""
         features = []
         for kind in kinds:
             feature = kind.of(site)
@@ -168,65 +175,65 @@ class Features:
         return cls(features)
 
     def find(self, kind: type[AnyFeature]) -> AnyFeature | None:
-        """Return the feature of one kind, if it applies."""
+        """Return the installed feature of ``kind``, or None."""
         return next((feature for feature in self._all if isinstance(feature, kind)), None)
 
     def wrap(self, part: CapturedPart) -> Chunk:
-        """Return what the engine captures of a part."""
+        """Return the chunk of ``part`` as the engine captures it."""
         chunk = part.chunk()
         for feature in self._overriding["wrap"]:
             chunk = feature.wrap(part, chunk)
         return chunk
 
     def call(self, part: CapturedPart, call: Call) -> Call:
-        """Return what the forward of a part calls, around the engine's ``call``."""
+        """Wrap the engine's ``call`` as the forward of ``part`` calls it."""
         for feature in reversed(self._overriding["call"]):
             call = feature.call(part, call)
         return call
 
     def bind(self, graphs: MegatronChunkGraphs) -> None:
-        """Introduce the graphs to every feature."""
+        """Bind the graphs to every feature."""
         for feature in self._overriding["bind"]:
             feature.bind(graphs)
 
     def preserving(self) -> Context:
-        """Stand around a capture session."""
-        return _entered(f.preserving() for f in self._overriding["preserving"])
+        """Enclose a capture session."""
+        return _all_of(f.preserving() for f in self._overriding["preserving"])
 
     def capturing(self) -> Context:
-        """Stand around the captures of a session."""
-        return _entered(f.capturing() for f in self._overriding["capturing"])
+        """Enclose the warmup and the captures of a session."""
+        return _all_of(f.capturing() for f in self._overriding["capturing"])
 
     def beside(self) -> Context:
-        """Stand around an eager pass of ``verify``."""
-        return _entered(f.beside() for f in self._overriding["beside"])
+        """Enclose an eager pass of ``verify``."""
+        return _all_of(f.beside() for f in self._overriding["beside"])
 
     def step(self, step: Step) -> Context:
-        """Stand around one run of a schedule."""
-        return _entered(f.step(step) for f in self._overriding["step"])
+        """Enclose one run of a schedule."""
+        return _all_of(f.step(step) for f in self._overriding["step"])
 
     @property
     def repeats_steps(self) -> bool:
-        """Whether training steps run again in which a feature had no room."""
+        """Return whether a training step runs again if a feature had no room in it."""
         return any(feature.repeats_steps for feature in self._all)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """What a step writes besides the model's buffers and Megatron's metrics."""
+        """Return the tensors that a step writes besides model buffers and Megatron's metrics."""
         return [tensor for feature in self._all for tensor in feature.tensors]
 
     @property
     def awaits_forwards(self) -> bool:
-        """Whether a feature uses the time after the last forward of a step."""
+        """Return whether a feature acts after the last forward of a step."""
         return bool(self._overriding["forwards_done"])
 
     def forwards_done(self, step: Step) -> None:
-        """Call every feature after the last forward of a training step."""
+        """Notify every feature after the last forward of a training step."""
         for feature in self._overriding["forwards_done"]:
             feature.forwards_done(step)
 
     def forwards_resumed(self) -> None:
-        """Call every feature when there is a forward after the last."""
+        """Notify every feature that another forward follows."""
         for feature in self._overriding["forwards_resumed"]:
             feature.forwards_resumed()
 
@@ -236,28 +243,28 @@ class Features:
             feature.end_step(step)
 
     def abandon_step(self, *, is_training: bool) -> None:
-        """Drop what a failed run left in every feature."""
+        """Discard the state of a failed run in every feature."""
         for feature in reversed(self._overriding["abandon_step"]):
             feature.abandon_step(is_training=is_training)
 
     def shortages(self, mode: StepMode) -> list[tuple[Feature, Shortage]]:
-        """List what features say of their room, the last one first, the same on all ranks."""
-        found = [(f, f.shortage(mode)) for f in reversed(self._overriding["shortage"])]
-        return [(feature, shortage) for feature, shortage in found if shortage is not None]
+        """List the shortages of features that check, last feature first; alike on all ranks."""
+        shortages = [(f, f.shortage(mode)) for f in reversed(self._overriding["shortage"])]
+        return [(feature, shortage) for feature, shortage in shortages if shortage is not None]
 
     def drop_step(self) -> None:
-        """Drop what a run left in every feature."""
+        """Discard a finished run in every feature."""
         for feature in reversed(self._overriding["drop_step"]):
             feature.drop_step()
 
     def release(self) -> None:
-        """Let go of the memory of graphs in every feature."""
+        """Free the memory of graphs in every feature."""
         for feature in reversed(self._overriding["release"]):
             feature.release()
 
 
 def chained(first: Callable[[], None] | None, second: Callable[[], None]) -> Callable[[], None]:
-    """Return a function that calls both in this order."""
+    """Return a function that calls ``first``, if there is one, and then ``second``."""
     if first is None:
         return second
 
@@ -269,8 +276,8 @@ def chained(first: Callable[[], None] | None, second: Callable[[], None]) -> Cal
 
 
 @contextmanager
-def _entered(contexts: Iterable[Context]) -> Iterator[None]:
-    """Enter contexts in order, each made after the ones before it were entered."""
+def _all_of(contexts: Iterable[Context]) -> Iterator[None]:
+    """Enter contexts in order; each is created after the previous ones are entered."""
     with ExitStack() as stack:
         for context in contexts:
             stack.enter_context(context)
@@ -279,5 +286,5 @@ def _entered(contexts: Iterable[Context]) -> Iterator[None]:
 
 def _overrides(feature: Feature, name: str) -> bool:
     default = getattr(Feature, name)
-    mine = getattr(type(feature), name)
-    return getattr(mine, "__func__", mine) is not getattr(default, "__func__", default)
+    method = getattr(type(feature), name)
+    return getattr(method, "__func__", method) is not getattr(default, "__func__", default)

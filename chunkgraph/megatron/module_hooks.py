@@ -1,4 +1,4 @@
-"""Hooks of modules inside a captured part: a replay runs none of their Python."""
+"""Refuse hooks of modules inside a captured part: a replay does not run them."""
 
 from __future__ import annotations
 
@@ -20,46 +20,46 @@ _KINDS = {
     "_backward_pre_hooks": "backward pre-hook",
     "_backward_hooks": "backward hook",
 }
-_KNOWN = ("torch", "transformer_engine", "megatron.core", "chunkgraph")
-"""Packages whose hooks were read: weight norms, parameter gathers, fused operations."""
-_KEEPING = ("megatron.core.transformer.moe.router_trace",)
-"""Of these, modules whose hooks keep what they see."""
-_MOST = 5
+_SAFE_PACKAGES = ("torch", "transformer_engine", "megatron.core", "chunkgraph")
+"""Packages whose hooks are safe: weight norms, parameter gathers, fused operations."""
+_UNSAFE_MODULES = ("megatron.core.transformer.moe.router_trace",)
+"""Modules of these packages whose hooks keep the tensors that they see."""
+_MAX_SHOWN = 5
 
 
 def refuse_hooks(inner: Mapping[str, nn.Module], label: str) -> None:
-    """Refuse hooks that a capture would run once and no replay again.
+    """Refuse hooks that run once in a capture and never in a replay.
 
-    A hook may keep an output for a loss, count or log; then later steps would use the tensors of
-    the capture, or see nothing. What a hook does cannot be told from outside, so that all are
-    refused but those of packages that are known.
+    A hook may keep an output for a loss, a count or a log; later steps would then use the tensors
+    of the capture, or see nothing. The effect of a hook is unknown, so all hooks are refused except
+    those of packages that are known to be safe.
 
     Args:
-        inner: the modules whose calls are captured, by name. Hooks of the captured module itself
-            run outside of its ``forward``, at every call.
-        label: names the chunk in errors.
+        inner: The submodules of the captured module, by name. Hooks of the captured module itself
+            are allowed: they run at every call, outside of its ``forward``.
+        label: Name of the chunk in errors.
 
     Raises:
-        ConfigError: naming modules and hooks.
+        ConfigError: There are such hooks; the message names them and their modules.
     """
-    found = [
+    hooks = [
         f"{kind} of {name}: {_place(hook)}"
         for name, module in inner.items()
         for kind, hook in _hooks_of(vars(module))
-        if not _is_known(hook)
+        if not _is_safe(hook)
     ]
-    found += [
+    hooks += [
         f"global {kind} of all modules: {_place(hook)}"
         for kind, hook in _hooks_of(vars(torch_modules), "_global")
-        if not _is_known(hook)
+        if not _is_safe(hook)
     ]
-    if not found:
+    if not hooks:
         return
-    shown = [*found[:_MOST], *([f"and {len(found) - _MOST} more"] if len(found) > _MOST else [])]
+    num_more = len(hooks) - _MAX_SHOWN
+    lines = [*hooks[:_MAX_SHOWN], *([f"and {num_more} more"] if num_more > 0 else [])]
     raise ConfigError(
-        f"{label} has hooks on modules inside the part that is captured, which a replay does not "
-        "run:\n  - "
-        + "\n  - ".join(shown)
+        f"{label} has hooks on modules inside the captured part, which a replay does not run:\n  - "
+        + "\n  - ".join(lines)
         + "\nRemove them by their handles, do what they do in the module's forward if it is a "
         "computation on the device, or train without chunk graphs."
     )
@@ -74,7 +74,7 @@ def _hooks_of(
 
 
 def _code_of(hook: Callable[..., Any]) -> Any:
-    """The function that a hook comes down to, or the class of an object that is called."""
+    """Return the function under a hook's wrappers, or the class of a callable object."""
     while isinstance(hook, functools.partial):
         hook = hook.func
     hook = inspect.unwrap(hook)
@@ -82,11 +82,11 @@ def _code_of(hook: Callable[..., Any]) -> Any:
     return function if inspect.isfunction(function) else type(function)
 
 
-def _is_known(hook: Callable[..., Any]) -> bool:
+def _is_safe(hook: Callable[..., Any]) -> bool:
     module = str(_code_of(hook).__module__)
     return (
-        any(module == name or module.startswith(f"{name}.") for name in _KNOWN)
-        and module not in _KEEPING
+        any(module == name or module.startswith(f"{name}.") for name in _SAFE_PACKAGES)
+        and module not in _UNSAFE_MODULES
     )
 
 

@@ -1,9 +1,9 @@
-"""Pipeline receives that land in the slots, so that a replay copies nothing.
+"""Receive from other pipeline stages directly into slots, so that a replay copies nothing.
 
-The order of a rank's receives is fixed by the schedule: its forwards of every stage but the first,
-and its backwards of every stage but the last, in the order it runs them (also where Megatron posts
-a receive long before it is used). So the next receive of a direction is known to belong to one
-model chunk, whose next slot then takes it in place.
+The schedule determines the order of a rank's receives: one for each forward of every stage but the
+first, and one for each backward of every stage but the last, in the order in which the rank runs
+them, even if Megatron posts a receive long before its use. So the model chunk of the next receive
+in a direction is known, and the receive goes into the chunk's next slot.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ __all__ = ["ReceiveOrder", "SlotReceiver", "receiving_lengths", "waits_for_sends
 
 @dataclass(frozen=True)
 class ReceiveOrder:
-    """The model chunks that the receives of one rank are for, in order.
+    """The model chunk of each receive of one rank, in order.
 
     Attributes:
-        forward: of received inputs.
-        backward: of received output gradients.
-        num_before: for each received input, the rank's forwards that come before its own.
+        forward: Chunks of received inputs.
+        backward: Chunks of received output gradients.
+        num_before: For each received input, the number of the rank's forwards before the forward
+            that uses it.
     """
 
     forward: tuple[int, ...]
@@ -46,10 +47,10 @@ class ReceiveOrder:
 
     @classmethod
     def of(cls, place: PipelinePlace, num_microbatches: int) -> ReceiveOrder:
-        """The order in one step of Megatron's schedule.
+        """Return the order in one step of Megatron's schedule.
 
         Raises:
-            TopologyError: Megatron's schedule does not take this number of microbatches.
+            TopologyError: Megatron's schedule does not support this number of microbatches.
         """
         schedule = megatron_schedule(
             place.pipeline_size, place.num_chunks, num_microbatches, place.group_size
@@ -68,21 +69,21 @@ class ReceiveOrder:
 
 
 def _with_rows(chunks: Sequence[int], rows: Sequence[int] | None) -> deque[tuple[int, int | None]]:
-    """Each receive's chunk with the rows of its microbatch: the n-th of a chunk is of the n-th."""
+    """Pair the chunk of each receive with its rows: a chunk's n-th receive is microbatch n."""
     count: Counter[int] = Counter()
-    found: deque[tuple[int, int | None]] = deque()
+    pairs: deque[tuple[int, int | None]] = deque()
     for c in chunks:
-        found.append((c, None if rows is None else rows[count[c]]))
+        pairs.append((c, None if rows is None else rows[count[c]]))
         count[c] += 1
-    return found
+    return pairs
 
 
 def waits_for_sends(config: Any) -> bool:
-    """Whether Megatron's schedules have a gradient sent before the rank's next backward.
+    """Return whether Megatron's schedules finish sending a gradient before the next backward.
 
-    Without ``overlap_p2p_comm`` every exchange is waited for (by the compute stream) before the
-    schedule goes on. With it, the send after backward k is waited for only after backward k + 1
-    was launched, which overwrites the gradient that is being sent. A ring exchange hands out no
+    Without ``overlap_p2p_comm`` the compute stream waits for every exchange before the schedule
+    continues. With it, the schedule waits for the send after backward k only after it launched
+    backward k + 1, which overwrites the gradient that is being sent. A ring exchange provides no
     requests to wait for.
 
     Args:
@@ -96,24 +97,24 @@ def waits_for_sends(config: Any) -> bool:
 
 
 class SlotReceiver:
-    """Gives Megatron's schedule a communicator that receives into slots, in replayed steps.
+    """Give Megatron's schedule, in replayed steps, a communicator that receives into slots.
 
     Args:
-        engine: the rank's chunk graphs; None: there are none, and receives are only given the
-            lengths of their microbatches.
-        place: where the rank stands in the pipeline.
+        engine: The rank's chunk graphs. None without chunk graphs; received tensors then only get
+            the lengths of their microbatches.
+        place: The rank's place in the pipeline.
         config: Megatron's ModelParallelConfig.
-        wanted: False: every step receives as Megatron does.
-        lends_input_grads: for each chunk, whether it hands out the slot's own memory as input
-            gradient (``Chunk.keeps_input_grads`` is False), which the next backward overwrites.
-        device: where received tensors lie.
+        zero_copy: Whether to receive into slots; False always uses Megatron's receives.
+        lends_input_grads: For each chunk, whether its input gradient is the slot's memory
+            (``Chunk.keeps_input_grads`` is False), which the next backward overwrites.
+        device: Device of received tensors.
 
     Attributes:
-        num_received_in_place: receives of replayed steps so far that landed in a slot.
-        num_received_copied: those that landed elsewhere while the communicator was in use, because
-            no slot was free when they were posted or the shape was not the captured one.
-        off_because: why the last replayed step used Megatron's own receives; "" if it did not.
-        owner: what lives as long as the model's forwards come here.
+        num_received_in_place: Number of receives of replayed steps so far that went into a slot.
+        num_received_copied: Number of receives that went elsewhere while the communicator was in
+            use, because no slot was free or the shape differed from the captured one.
+        off_because: Why the last replayed step used Megatron's receives; "" if it did not.
+        owner: An object to keep alive as long as the model's forwards call this receiver.
     """
 
     def __init__(
@@ -122,7 +123,7 @@ class SlotReceiver:
         place: PipelinePlace,
         config: Any,
         *,
-        wanted: bool,
+        zero_copy: bool,
         lends_input_grads: Sequence[bool],
         device: torch.device | None = None,
     ) -> None:
@@ -133,17 +134,17 @@ class SlotReceiver:
         self._engine = engine
         self._place = place
         self._config = config
-        self._wanted = wanted
+        self._zero_copy = zero_copy
         self._lends_input_grads = tuple(lends_input_grads)
         self._orders: dict[int, ReceiveOrder | None] = {}
         self._device = device
-        # The chunk and the rows (None: as Megatron has them) of each receive to come.
+        # The chunk and the rows (None: Megatron's) of each receive to come.
         self._left: dict[Direction, deque[tuple[int, int | None]]] = {}
         self._most_rows = 0
-        # Received but not yet forwarded, for each chunk: whether in a slot's memory.
+        # For each chunk, its inputs that wait for their forward: whether each lies in a slot.
         self._arrived: tuple[deque[bool], ...] = ()
         self._is_receiving = False
-        # Among the rank's forwards of the step: those begun, and the one of the latest receive.
+        # Number of the step's forwards that have begun, and the index of the latest receive's.
         self._num_begun = self._position = 0
         self._num_before: deque[int] = deque()
         self._copies_input_grads = False
@@ -156,21 +157,21 @@ class SlotReceiver:
         keywords: Mapping[str, Any],
         rows: Sequence[int] | None = None,
     ) -> Mapping[str, Any]:
-        """What to call the schedule with.
+        """Begin a step; return the keywords for the schedule.
 
         Args:
-            mode: how the step runs.
-            forward_backward: the schedule.
-            keywords: what the caller calls it with.
-            rows: of each microbatch, over all ranks that share it; ``seq_length`` is that of the
-                longest there can be. None: all microbatches are so long.
+            mode: How the step runs.
+            forward_backward: The schedule.
+            keywords: The caller's keywords.
+            rows: Rows of each microbatch, summed over the ranks that share it. None if all have
+                ``seq_length`` rows, which is the largest possible number.
 
         Returns:
-            ``keywords``, with a communicator if the step receives into slots, or tensors of
-            several lengths.
+            ``keywords``; with a communicator if the step receives into slots, or receives several
+            lengths.
 
         Raises:
-            ConfigError: there are several lengths, and Megatron's schedule cannot receive them.
+            ConfigError: There are several lengths, and Megatron's schedule cannot receive them.
         """
         self._is_receiving = False
         self._copies_input_grads = False
@@ -184,15 +185,14 @@ class SlotReceiver:
                 raise ConfigError(
                     f"rank {self._place.rank}: the microbatches of a step have {sorted(set(rows))} "
                     "rows, and the stages of this pipeline cannot receive several lengths: "
-                    f"{obstacle}. Use no length buckets, or Megatron's own schedule and "
-                    "communicator."
+                    f"{obstacle}. Use no length buckets, or Megatron's schedule and communicator."
                 )
         if mode is not StepMode.REPLAY:
             if rows is None or self._place.pipeline_size == 1:
                 return keywords
             return self._with_communicator(keywords, rows)
         self.off_because = (
-            self._obstacle(forward_backward, keywords) if self._wanted else "not wanted"
+            self._obstacle(forward_backward, keywords) if self._zero_copy else "zero_copy=False"
         )
         self._copies_input_grads = any(self._lends_input_grads) and not (
             waits_for_sends(self._config) and self._sends_as_megatron(forward_backward, keywords)
@@ -217,16 +217,16 @@ class SlotReceiver:
             Direction.FORWARD: _with_rows(order.forward, rows),
             Direction.BACKWARD: _with_rows(order.backward, rows),
         }
-        given, groups = keywords.get("p2p_communicator"), keywords.get("pg_collection")
-        if given is None:
+        communicator, groups = keywords.get("p2p_communicator"), keywords.get("pg_collection")
+        if communicator is None:
             groups = default_groups()
-            communicator = make_communicator(groups.pp, self._config, self)
+            receiving = make_communicator(groups.pp, self._config, self)
         else:
-            communicator = make_communicator(given.pp_group, given.config, self)
-        return {**keywords, "p2p_communicator": communicator, "pg_collection": groups}
+            receiving = make_communicator(communicator.pp_group, communicator.config, self)
+        return {**keywords, "p2p_communicator": receiving, "pg_collection": groups}
 
     def call(self, c: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """`ChunkGraphs.call`, watched by the receiver; the input is the first argument."""
+        """Call chunk ``c`` of the engine and count it; the first argument is the input."""
         if self._is_receiving:
             self._num_begun += 1
             if self._arrived[c]:
@@ -239,43 +239,45 @@ class SlotReceiver:
     def take(
         self, direction: Direction, shape: tuple[int, ...] | None, dtype: torch.dtype | None
     ) -> torch.Tensor | None:
-        """Memory for the next receive; called by the communicator (see `ReceiveBuffers`)."""
+        """Return memory for the communicator's next receive; see `ReceiveBuffers`."""
         if not self._left[direction]:
             return None
         c, rows = self._left[direction].popleft()
         if direction is Direction.FORWARD:
             self._position = self._num_before.popleft()
-        wanted = shape
+        own_shape = shape
         if rows is not None and shape is not None:
-            wanted = (shape[0] * rows // self._most_rows, *shape[1:])
-        buffer = self._of_slot(direction, c, wanted, dtype) if self._is_receiving else None
-        if buffer is not None or wanted == shape:
+            own_shape = (shape[0] * rows // self._most_rows, *shape[1:])
+        buffer = self._slot_memory(direction, c, own_shape, dtype) if self._is_receiving else None
+        if buffer is not None or own_shape == shape:
             return buffer
-        assert wanted is not None
-        return torch.empty(wanted, dtype=dtype, device=self._device, requires_grad=True)
+        assert own_shape is not None
+        return torch.empty(own_shape, dtype=dtype, device=self._device, requires_grad=True)
 
-    def _of_slot(
+    def _slot_memory(
         self,
         direction: Direction,
         c: int,
         shape: tuple[int, ...] | None,
         dtype: torch.dtype | None,
     ) -> torch.Tensor | None:
-        find = self._input_of if direction is Direction.FORWARD else self._output_grad_of
-        buffer = find(c)
+        reserve = (
+            self._reserve_input if direction is Direction.FORWARD else self._reserve_output_grad
+        )
+        buffer = reserve(c)
         if buffer is not None and not (
             tuple(buffer.shape) == shape and buffer.dtype == dtype and buffer.is_contiguous()
         ):
-            buffer = None  # the slot stays the microbatch's own, and its replay copies
+            buffer = None  # the slot stays reserved for the microbatch, and its replay copies
         if buffer is None:
             self.num_received_copied += 1
             return None
         self.num_received_in_place += 1
         return buffer.requires_grad_()
 
-    def _input_of(self, c: int) -> torch.Tensor | None:
-        # The engine gives reserved slots to the next forwards. So nothing may be reserved while a
-        # microbatch that arrived elsewhere waits for its forward: it would get the wrong slot.
+    def _reserve_input(self, c: int) -> torch.Tensor | None:
+        # The engine assigns reserved slots to the next forwards. If a microbatch outside of a slot
+        # still waits for its forward, that forward would take the reserved slot.
         assert self._engine is not None
         buffer = None
         if all(self._arrived[c]):
@@ -286,8 +288,9 @@ class SlotReceiver:
         self._arrived[c].append(buffer is not None)
         return buffer
 
-    def _output_grad_of(self, c: int) -> torch.Tensor | None:
-        # The engine counts its gradients in the order of forwards, from those it handed out.
+    def _reserve_output_grad(self, c: int) -> torch.Tensor | None:
+        # The engine hands out output gradients in the order of forwards; after a miss that order
+        # no longer matches the receives.
         if c in self._has_lost_grad_order:
             return None
         assert self._engine is not None
@@ -298,18 +301,18 @@ class SlotReceiver:
         return buffer.detach()
 
     def _obstacle(self, forward_backward: Callable[..., Any], keywords: Mapping[str, Any]) -> str:
-        """Why this step must receive as Megatron does, or ""."""
+        """Return why this step must use Megatron's receives, or ""."""
         if self._place.pipeline_size == 1:
             return "there is no pipeline"
         if not is_pipelining_schedule(forward_backward):
-            return "not a pipeline schedule of Megatron's, or one that takes no communicator"
-        given, groups = keywords.get("p2p_communicator"), keywords.get("pg_collection")
-        if (given is None) != (groups is None):
-            return "a communicator without process groups, or the other way round"
-        if given is not None and not (
-            is_plain_communicator(given)
-            and given.pp_group.size() == self._place.pipeline_size
-            and given.pp_group.rank() == self._place.pipeline_rank
+            return "not Megatron's pipeline schedule, or one that takes no communicator"
+        communicator, groups = keywords.get("p2p_communicator"), keywords.get("pg_collection")
+        if (communicator is None) != (groups is None):
+            return "a communicator without process groups, or process groups without one"
+        if communicator is not None and not (
+            is_plain_communicator(communicator)
+            and communicator.pp_group.size() == self._place.pipeline_size
+            and communicator.pp_group.rank() == self._place.pipeline_rank
         ):
             return "the caller's own communicator"
         if keywords.get("adjust_tensor_shapes_fn") is not None:
@@ -327,9 +330,9 @@ class SlotReceiver:
     def _sends_as_megatron(
         self, forward_backward: Callable[..., Any], keywords: Mapping[str, Any]
     ) -> bool:
-        given = keywords.get("p2p_communicator")
+        communicator = keywords.get("p2p_communicator")
         return is_pipelining_schedule(forward_backward) and (
-            given is None or is_plain_communicator(given)
+            communicator is None or is_plain_communicator(communicator)
         )
 
     def _order(self, num_microbatches: int) -> ReceiveOrder | None:
@@ -345,19 +348,20 @@ class SlotReceiver:
 def receiving_lengths(
     model_chunks: Sequence[Any], device: torch.device, forward_backward: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Megatron's schedule without chunk graphs, for microbatches of several lengths.
+    """Wrap Megatron's schedule, without chunk graphs, for microbatches of several lengths.
 
-    The result takes one keyword more: ``buckets``, the rows of each microbatch of the step.
+    The wrapper takes an additional keyword ``buckets``: the rows of each microbatch of the step.
     """
     config = model_chunks[0].config
     place = PipelinePlace.current(len(model_chunks), config)
     lends = [False] * len(model_chunks)
     receiver = SlotReceiver(
-        None, place, config, wanted=False, lends_input_grads=lends, device=device
+        None, place, config, zero_copy=False, lends_input_grads=lends, device=device
     )
 
     def run(*, buckets: Sequence[int] | None = None, **keywords: Any) -> Any:
-        given = receiver.begin_step(StepMode.EAGER, forward_backward, keywords, buckets)
-        return forward_backward(**given)
+        return forward_backward(
+            **receiver.begin_step(StepMode.EAGER, forward_backward, keywords, buckets)
+        )
 
     return run

@@ -1,4 +1,4 @@
-"""What the plug-in cannot capture, refused by name when it is attached."""
+"""Refuse, in `attach`, the settings of Megatron that a chunk graph cannot hold."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GRAPH_SAFE_RNG = (
     "seed with model_parallel_cuda_manual_seed(seed, te_rng_tracker=True) or "
     "use_cudagraphable_rng=True"
 )
-"""How a program of one's own gets random states that a graph can switch."""
+"""Advice on random states that a graph can switch."""
 
 
 @dataclass(frozen=True)
@@ -34,13 +34,13 @@ class _Refusal:
     """A setting of Megatron's config that a chunk graph cannot honour.
 
     Attributes:
-        field: name in TransformerConfig; a release without it is fine.
-        wanted: whether the value asks for the feature.
-        why: what would go wrong.
+        field: Name of the field in TransformerConfig; a release may lack it.
+        is_on: Whether a value of the field turns the refused feature on.
+        why: The consequence in a graph.
     """
 
     field: str
-    wanted: Callable[[Any], bool]
+    is_on: Callable[[Any], bool]
     why: str
 
 
@@ -48,17 +48,15 @@ def _is_above_1(value: Any) -> bool:
     return (value or 1) > 1
 
 
-_GATHERED_WEIGHTS = (
-    "weights are gathered anew for every use by hooks that run in Python, which a replay does not"
-)
+_GATHERED_WEIGHTS = "Python hooks gather the weights for every use, and a replay does not run hooks"
 _QUANTIZED_WEIGHTS = (
-    "whether the cached quantized weights are renewed is Python state, frozen in a replay"
+    "Python state decides whether to update the cached quantized weights, and a replay freezes it"
 )
 _PRIMARY_WEIGHTS = (
-    "weights that are FP8 themselves are written by the optimizer, and their transposes renewed by "
-    "Python where a layer finds them out of date, which a replay does not do"
+    "the optimizer writes FP8 weights, and Python code updates their outdated transposes, which a "
+    "replay does not do"
 )
-_FP8_ATTENTION = "the scales of its own FP8 tensors are copied and set by Python in every call"
+_FP8_ATTENTION = "Python code copies and sets the scales of its FP8 tensors in every call"
 _REFUSALS = (
     _Refusal("fp4", bool, _QUANTIZED_WEIGHTS),
     _Refusal("use_kitchen", bool, _QUANTIZED_WEIGHTS),
@@ -70,7 +68,7 @@ _REFUSALS = (
     _Refusal(
         "distribute_saved_activations",
         bool,
-        "recomputation would put its share of an input in the place of the slot's own input",
+        "recomputation would replace the slot's input by this rank's part of it",
     ),
     _Refusal("cpu_offloading", bool, "its queues are Python state that a replay does not advance"),
     _Refusal(
@@ -87,19 +85,21 @@ _REFUSALS = (
     ),
     _Refusal("variable_seq_lengths", bool, "a graph has fixed shapes"),
     _Refusal(
-        "enable_autocast", bool, "captures run outside of it and would hold operators of full width"
+        "enable_autocast",
+        bool,
+        "captures run outside of it and would contain operators of full precision",
     ),
     _Refusal(
         "num_microbatches_with_partial_activation_checkpoints",
         lambda v: v is not None,
-        "some microbatches of a chunk would recompute and others not, and a slot has one graph",
+        "only some microbatches of a chunk would recompute, but a slot has one graph",
     ),
     _Refusal("gtp_weight_remat_size", _is_above_1, _GATHERED_WEIGHTS),
     _Refusal("expert_gtp_weight_remat_size", _is_above_1, _GATHERED_WEIGHTS),
     _Refusal(
         "experimental_attention_variant",
         lambda v: v == "dsa",
-        "the scale of its indexer's loss is set anew for every microbatch, as another tensor",
+        "every microbatch sets the scale of its indexer's loss to another tensor",
     ),
     _Refusal(
         "overlap_dispatch_backward_with_experts_wgrad",
@@ -121,39 +121,39 @@ def refused_settings(config: Any) -> list[str]:
     """List the settings in ``config`` that a chunk graph cannot honour, each with its reason.
 
     Args:
-        config: anything that has TransformerConfig's fields as attributes, or some of them.
+        config: An object that has all or some fields of TransformerConfig as attributes.
     """
-    found = [
+    refusals = [
         f"{refusal.field}={getattr(config, refusal.field)!r}: {refusal.why}"
         for refusal in _REFUSALS
-        if refusal.wanted(getattr(config, refusal.field, None))
+        if refusal.is_on(getattr(config, refusal.field, None))
     ]
     fuses, experts = (
         getattr(config, name, None)
         for name in ("use_transformer_engine_op_fuser", "num_moe_experts")
     )
     if fuses and not experts and fp8_recipe(config) is None:
-        found.append(
-            "use_transformer_engine_op_fuser=True without experts: fused operations hold "
-            "parameters of their own, which was tried with experts alone; leave it out"
+        refusals.append(
+            "use_transformer_engine_op_fuser=True without experts: fused operations hold their own "
+            "parameters, which is supported for experts only; leave it out"
         )
     if getattr(config, "test_mode", False) and getattr(config, "qk_layernorm", False):
-        found.append(
+        refusals.append(
             "test_mode=True with qk_layernorm=True: every forward compares the norms of all "
             "data-parallel ranks on the host; leave test_mode out"
         )
-    return found
+    return refusals
 
 
 def model_refusals(
     config: Any, model_chunks: Sequence[nn.Module], device: torch.device
 ) -> list[str]:
-    """List what keeps a model out of graphs, whatever its features.
+    """List the reasons, other than those of features, that a graph cannot hold the model.
 
     Args:
         config: Megatron's TransformerConfig.
-        model_chunks: the chunks as the schedule gets them, wrappers included.
-        device: where the parameters are.
+        model_chunks: The chunks as the schedule receives them, with their wrappers.
+        device: Device of the parameters.
     """
     refusals = refused_settings(config)
     if (
@@ -164,8 +164,8 @@ def model_refusals(
     ):
         refusals.append(
             "batch_p2p_comm without overlap_p2p_comm in an interleaved pipeline of 2 ranks: each "
-            "batch has two sends between the same ranks, and activations and gradients get "
-            "swapped (with or without chunk graphs); set overlap_p2p_comm=True"
+            "batch has two sends between the same ranks, and activations and gradients are swapped "
+            "(with or without chunk graphs); set overlap_p2p_comm=True"
         )
     if any(is_fully_sharded(chunk) for chunk in model_chunks):
         refusals.append("FSDP: parameters move, and a graph remembers their addresses")
@@ -184,10 +184,10 @@ def model_refusals(
 
 
 def refuse_model(refusals: Sequence[str]) -> None:
-    """Refuse a model of which there is anything to list.
+    """Refuse a model if ``refusals`` is not empty.
 
     Raises:
-        ConfigError: naming every setting that cannot be captured.
+        ConfigError: There are refusals; the message lists all of them.
     """
     if refusals:
         raise ConfigError(
@@ -198,21 +198,21 @@ def refuse_model(refusals: Sequence[str]) -> None:
 
 
 def recompute_refusals(config: Any, *, is_rng_graph_safe: bool) -> list[str]:
-    """What keeps the activation recomputation that is asked for out of a CUDA graph.
+    """List the reasons that a CUDA graph cannot hold the configured recomputation.
 
     Args:
-        config: anything that has TransformerConfig's fields as attributes, or some of them.
-        is_rng_graph_safe: whether a graph can switch the states of the RNG tracker.
+        config: An object that has all or some fields of TransformerConfig as attributes.
+        is_rng_graph_safe: Whether a graph can switch the states of the RNG tracker.
     """
     granularity = getattr(config, "recompute_granularity", None)
     if granularity is None:
         return []
     if not is_rng_graph_safe:
-        why = (
+        refusal = (
             f"recompute_granularity={granularity!r} with an RNG tracker that is not graph-safe: "
             f"recomputation would read the random state in a capture; {GRAPH_SAFE_RNG}"
         )
-        return [why]
+        return [refusal]
     recomputed = {
         "attention_dropout": granularity == "full"
         or "core_attn" in (getattr(config, "recompute_modules", None) or ()),
@@ -220,10 +220,10 @@ def recompute_refusals(config: Any, *, is_rng_graph_safe: bool) -> list[str]:
     }
     return [
         f"recompute_granularity={granularity!r} with {name}={getattr(config, name)}: the "
-        "recomputation must draw the mask of the forward again, but the states of graph-safe "
-        "generators cannot be set back inside a graph (nor does Megatron's own eager "
-        "recomputation set them back: its masks differ); set it to 0 or recompute what has no "
-        "dropout (recompute_modules)"
+        "recomputation must draw the mask of the forward again, but a graph cannot reset the "
+        "states of graph-safe generators (Megatron's eager recomputation does not reset them "
+        "either: its masks differ); set it to 0 or recompute modules without dropout "
+        "(recompute_modules)"
         for name, is_recomputed in recomputed.items()
         if is_recomputed and (getattr(config, name, 0.0) or 0.0) > 0
     ]

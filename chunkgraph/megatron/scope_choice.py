@@ -1,4 +1,4 @@
-"""Which scope ``auto`` is: the whole chunk wherever it can be captured, and why where it cannot."""
+"""Resolve scope ``auto``: the whole chunk if it can be captured, else the block and the reason."""
 
 from __future__ import annotations
 
@@ -23,12 +23,11 @@ __all__ = [
 
 @dataclass(frozen=True)
 class ChosenScope:
-    """What is captured, and why it is no more.
+    """The captured scope, and why it is not the whole chunk.
 
     Attributes:
-        scope: see the module's table.
-        why_block: what keeps ``auto`` from the whole chunk; "" where nothing does, or a scope was
-            asked for.
+        scope: ``block`` or ``chunk``.
+        why_block: Why ``auto`` resolved to ``block``; "" for ``chunk`` or a requested scope.
     """
 
     scope: CapturedScope
@@ -40,10 +39,10 @@ class ScopeObstacle:
     """A setting with which only the block can be captured.
 
     Attributes:
-        setting: as it stands in Megatron's config.
-        flag: as it stands on the command line of a pretrain script.
-        why: what would go wrong.
-        is_met: whether a config, of packed microbatches or not, has it.
+        setting: The setting in Megatron's config.
+        flag: The flag on the command line of a pretrain script.
+        why: The consequence in a graph.
+        is_met: Whether a config has the setting, with packed microbatches (True) or without.
     """
 
     setting: str
@@ -60,38 +59,38 @@ def choose_scope(
     is_packed: bool,
     agree: Callable[[Sequence[int]], list[int]] | None,
 ) -> ChosenScope:
-    """Settle ``auto``: the whole chunk where nothing stands against it on any rank.
+    """Resolve ``auto``: the whole chunk if there is no obstacle on any rank, else the block.
 
-    Capture sessions run collectives of what is captured, so that all ranks take the same.
+    Capture sessions run the collectives of the captured part, so all ranks use the same scope.
 
     Args:
-        scope: the requested scope.
+        scope: The requested scope.
         config: Megatron's TransformerConfig.
-        model_chunks: of this rank.
-        is_packed: whether microbatches hold packed sequences.
-        agree: element-wise maximum over all ranks, which call this together; None: there is one.
+        model_chunks: The model chunks of this rank.
+        is_packed: Whether microbatches hold packed sequences.
+        agree: Element-wise maximum over all ranks, which call this together; None for one rank.
     """
     if scope != "auto":
         return ChosenScope(scope)
-    found = [obstacle.flag for obstacle in _OBSTACLES if obstacle.is_met(config, is_packed)]
-    if not found:
-        found = [why for chunk in model_chunks if (why := _obstacle_in_model(chunk))][:1]
-    is_block = bool(found)
+    obstacles = [obstacle.flag for obstacle in _OBSTACLES if obstacle.is_met(config, is_packed)]
+    if not obstacles:
+        obstacles = [why for chunk in model_chunks if (why := _obstacle_in_model(chunk))][:1]
+    is_block = bool(obstacles)
     if agree is not None:
         (answer,) = agree([int(is_block)])
         is_block = bool(answer)
     if not is_block:
         return ChosenScope("chunk")
-    return ChosenScope("block", ", ".join(found) or "the model on another rank")
+    return ChosenScope("block", ", ".join(obstacles) or "the model on another rank")
 
 
 def scope_obstacles(config: Any, scope: Scope, *, is_packed: bool) -> list[ScopeObstacle]:
     """Return the settings with which scope ``chunk`` is refused; none for other scopes.
 
     Args:
-        config: anything that has TransformerConfig's fields as attributes, or some of them.
-        scope: the requested scope.
-        is_packed: whether microbatches hold packed sequences.
+        config: An object that has all or some fields of TransformerConfig as attributes.
+        scope: The requested scope.
+        is_packed: Whether microbatches hold packed sequences.
     """
     if scope != "chunk":
         return []
@@ -99,21 +98,21 @@ def scope_obstacles(config: Any, scope: Scope, *, is_packed: bool) -> list[Scope
 
 
 def refuse_for_scope(config: Any, scope: Scope, *, is_packed: bool) -> None:
-    """Check the settings that matter only where the output layer and the loss are captured.
+    """Refuse settings with which the output layer and the loss cannot be captured.
 
     Args:
         config: Megatron's TransformerConfig.
-        scope: the requested scope.
-        is_packed: whether microbatches hold packed sequences.
+        scope: The requested scope.
+        is_packed: Whether microbatches hold packed sequences.
 
     Raises:
-        ConfigError: naming every setting that cannot be captured.
+        ConfigError: There are such settings; the message lists all of them.
     """
     obstacles = scope_obstacles(config, scope, is_packed=is_packed)
-    if found := [f"{obstacle.setting}: {obstacle.why}" for obstacle in obstacles]:
+    if obstacles:
         raise ConfigError(
             "Chunk graphs with scope 'chunk' cannot hold this model:\n  - "
-            + "\n  - ".join(found)
+            + "\n  - ".join(f"{obstacle.setting}: {obstacle.why}" for obstacle in obstacles)
             + "\nTurn these off, or use scope='auto' or 'block'."
         )
 
@@ -135,8 +134,8 @@ _OBSTACLES = (
     ScopeObstacle(
         "fp8_recipe='delayed' with mtp_num_layers",
         "--fp8-recipe delayed with --mtp-num-layers",
-        "every predicting layer updates the scales once more in the middle of the backward, but a "
-        "graph does it once, at the end",
+        "every prediction layer updates the scales in the middle of the backward, but a graph "
+        "updates them once, at its end",
         lambda config, _: fp8_recipe(config) == "delayed" and _predicts(config),
     ),
     ScopeObstacle(
@@ -161,14 +160,14 @@ _METHODS = (
     "compute_language_model_loss",
     "compute_output_layer_and_language_model_loss",
 )
-"""What runs around the block."""
+"""Methods of a model that run around the block."""
 
 
 def _obstacle_in_model(model_chunk: nn.Module) -> str:
-    """Why ``auto`` leaves the model around the block alone, or "".
+    """Return why ``auto`` captures only the block of this model, or "".
 
-    Of Megatron's own methods the code was read; others may do anything. Hooks are Python, which a
-    replay does not run.
+    A model that overrides Megatron's methods may run arbitrary code around its block, and a replay
+    does not run hooks.
     """
     model: Any = innermost(model_chunk)
     name = type(model).__name__
@@ -179,17 +178,17 @@ def _obstacle_in_model(model_chunk: nn.Module) -> str:
     others = [vars(c) for c in type(model).__mro__ if not c.__module__.startswith(libraries)]
     for method in _METHODS:
         if any(method in names for names in (vars(model), *others)):
-            return f"{name}, which has a {method} of its own"
+            return f"{name}, which overrides {method}"
     inner = set(block.modules())
     for path, module in model.named_modules():
         hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-        if module not in inner and not all(map(_is_librarys, hooks)):
+        if module not in inner and not all(map(_is_library_hook, hooks)):
             return f"hooks on {path or name}"
     return ""
 
 
-def _is_librarys(hook: Callable[..., Any]) -> bool:
-    """Whether a hook is of a library whose hooks chunk graphs follow (DDP's parameter gathers)."""
+def _is_library_hook(hook: Callable[..., Any]) -> bool:
+    """Return whether a library defines the hook; chunk graphs handle DDP's parameter gathers."""
     return (getattr(hook, "__module__", None) or "").startswith(
         ("megatron.core.", "transformer_engine.")
     )

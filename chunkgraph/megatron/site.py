@@ -1,4 +1,4 @@
-"""The model that chunk graphs are attached to, and what is asked of them."""
+"""`Site`: the model that chunk graphs are attached to, and the options of `attach`."""
 
 from __future__ import annotations
 
@@ -36,26 +36,26 @@ class Site:
     """One rank's model, its place in the job, and the options of `attach`.
 
     Attributes:
-        chunks: the model chunks, wrappers included.
-        asked_scope: see `attach`, as all up to ``asked_slots``.
-        asked_slots: slots of each chunk, or None.
-        parts: the captured part of each chunk; this and what follows is there after `find_parts`.
-        scope: the captured part of each chunk, the same on all ranks.
-        num_slots: slots of each chunk.
-        agree: makes all ranks decide alike; None in a job of one.
+        chunks: The model chunks with their wrappers.
+        requested_scope: See `attach`, like the following options.
+        requested_slots: Requested number of slots of each chunk; None for the default.
+        parts: The captured part of each chunk; set by `find_parts`, like the following ones.
+        scope: The captured scope, the same on all ranks.
+        num_slots: Number of slots of each chunk.
+        agree: Element-wise maximum over all ranks; None in a job of one rank.
         config: Megatron's TransformerConfig.
-        place: this rank's place in the pipeline.
-        device: the device of the parameters.
+        place: This rank's place in the pipeline.
+        device: Device of the parameters.
     """
 
     chunks: Sequence[nn.Module]
-    asked_scope: Scope = "auto"
+    requested_scope: Scope = "auto"
     options: CaptureOptions = field(default_factory=CaptureOptions)
     packing: PackingOptions | ContextBanks | None = None
     token_drops: TokenDrops = "warn"
     stash: StashOptions | None = None
     zero_copy: bool = True
-    asked_slots: Sequence[int] | None = None
+    requested_slots: Sequence[int] | None = None
     parts: tuple[CapturedPart, ...] = ()
     scope: ChosenScope = field(init=False)
     num_slots: tuple[int, ...] = ()
@@ -67,42 +67,40 @@ class Site:
 
     def __post_init__(self) -> None:
         if not self.chunks:
-            raise ConfigError(
-                "attach() got no model chunk. Pass what the schedule gets as `model`."
-            )
+            raise ConfigError("attach() got no model chunk. Pass the schedule's argument `model`.")
         self.config = config_of(self.chunks[0])
         self.place = PipelinePlace.current(len(self.chunks), self.config)
         self.device = _device_of(self.chunks[0])
 
     @property
     def modules(self) -> list[nn.Module]:
-        """Every module of the rank's model, captured or not."""
+        """Return every module of the rank's model, captured or not."""
         return [module for chunk in self.chunks for module in chunk.modules()]
 
     @property
     def largest_shape(self) -> PackedShape | None:
-        """The largest packed shape; None without packed sequences."""
+        """Return the largest packed shape; None without packed sequences."""
         return None if self.packing is None else self.packing.largest_shape
 
     @property
     def has_padding(self) -> bool:
-        """Whether rows of packed sequences may hold no token."""
+        """Return whether microbatches may contain rows without a token."""
         return self.packing is None or not self.packing.fills_rows
 
     @property
     def shares_experts(self) -> bool:
-        """Whether several ranks share the experts of a layer."""
+        """Return whether several ranks share the experts of a layer."""
         return (getattr(self.config, "expert_model_parallel_size", 1) or 1) > 1
 
     def find_parts(self, undo: ExitStack) -> None:
-        """Settle the scope and the slots with the other ranks, and find what is captured.
+        """Agree on the scope with the other ranks, find the captured parts, and count slots.
 
         Raises:
-            ConfigError: the model has no such part, or one that a graph cannot hold.
+            ConfigError: A chunk has no such part, or its hooks cannot be captured.
         """
         self.agree = new_agreement(undo)
         self.scope = choose_scope(
-            self.asked_scope,
+            self.requested_scope,
             self.config,
             self.chunks,
             is_packed=self.largest_shape is not None,
@@ -115,7 +113,7 @@ class Site:
         for index, part in enumerate(self.parts):
             part.index = index
             refuse_hooks(part.inner_modules, part.label)
-        slots = self.asked_slots
+        slots = self.requested_slots
         if slots is None:
             slots = self.place.num_slots(are_shared=self.options.shared_slots)
         self.num_slots = check_counts(len(self.parts), slots)
@@ -124,14 +122,14 @@ class Site:
 
     @property
     def lends_input_grads(self) -> list[bool]:
-        """By chunk, whether input gradients are sent from its slots' own memory."""
-        # Stage 0 sends none; its input's gradient may go anywhere.
+        """Return, for each chunk, whether its input gradients are sent from its slots' memory."""
+        # Stage 0 sends none, so its input gradient may be used anywhere.
         lends = self.zero_copy and waits_for_sends(self.config)
         return [lends and self.place.stage(c) > 0 for c in range(len(self.chunks))]
 
 
 def new_agreement(undo: ExitStack) -> Maximum | None:
-    """Make what ranks agree through; all of them call it together, and ``undo`` closes it."""
+    """Create the agreement of all ranks, which call this together; ``undo`` closes it."""
     agree = agree_by_maximum()
     if agree is not None:
         undo.callback(agree.close)
@@ -139,10 +137,10 @@ def new_agreement(undo: ExitStack) -> Maximum | None:
 
 
 def config_of(chunk: nn.Module) -> Any:
-    """Megatron's TransformerConfig of a model chunk, through its wrappers.
+    """Return Megatron's TransformerConfig of a model chunk, through its wrappers.
 
     Raises:
-        ConfigError: it has none.
+        ConfigError: The chunk has no config.
     """
     module: Any = chunk
     while isinstance(module, nn.Module):
@@ -151,7 +149,7 @@ def config_of(chunk: nn.Module) -> Any:
         module = getattr(module, "module", None)
     raise ConfigError(
         f"{type(chunk).__name__} has no config: it is not a Megatron-core model. For other models "
-        "use chunkgraph.ChunkGraphs itself."
+        "use chunkgraph.ChunkGraphs."
     )
 
 

@@ -1,4 +1,4 @@
-"""A step of the schedule as features see it: what it holds, how it runs, what had no room in it."""
+"""A step of the schedule as features see it: its inputs, its plan, its mode, its shortages."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ __all__ = ["Shortage", "Step", "StepInputs", "StepPlan", "StepPlanner"]
 
 @dataclass(frozen=True)
 class StepInputs:
-    """What a caller says of a training step, ahead of it or when it begins.
+    """The contents of a training step, as the caller announces or passes them.
 
     Attributes:
-        packings: tokens of each document of each microbatch; None: not given.
-        misfit: why the step cannot be replayed, or "".
-        buckets: rows of each microbatch; None: of the smallest bucket that holds it.
-        contexts: the bank of each microbatch, where context-parallel sizes change.
+        packings: Number of tokens of each document of each microbatch; None if not passed.
+        misfit: Why the step cannot be replayed, or "".
+        buckets: Rows of each microbatch; None for those of the smallest bucket that holds it.
+        contexts: The bank of each microbatch, if context-parallel sizes change.
     """
 
     packings: Sequence[Sequence[int]] | None = None
@@ -35,16 +35,16 @@ class StepInputs:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What is known of the microbatches of a step when it begins.
+    """The plan of a step's microbatches, known when the step begins.
 
     Attributes:
-        misfit: why the step cannot be replayed, or "". None: what was announced holds.
-        repeated_misfit: the same for a second run of the step, for which no announcement holds.
-        banks: of each microbatch; None: there is one.
-        digest: of the plan that all ranks follow in this step; 0 without one.
-        rows: of each microbatch; None: as many as the schedule says.
-        cut_for: banks to whose sequences offsets are cut.
-        is_repeated: whether the step runs again, since something had no room.
+        misfit: Why the step cannot be replayed, or "". None if the announced misfit applies.
+        repeated_misfit: The same for a second run of the step, which has no announcement.
+        banks: The bank of each microbatch; None with a single bank.
+        digest: Digest of the plan that all ranks follow in this step; 0 without a plan.
+        rows: Rows of each microbatch; None for those of the schedule.
+        cut_for: Banks to whose number of sequences offsets are cut.
+        is_repeated: Whether the step runs again because something had no room.
     """
 
     misfit: str | None = None
@@ -57,7 +57,7 @@ class StepPlan:
 
     @property
     def repeated(self) -> StepPlan:
-        """The plan of a second run of the step."""
+        """Return the plan of a second run of the step."""
         return replace(self, misfit=self.repeated_misfit, is_repeated=True)
 
 
@@ -66,9 +66,9 @@ class Step:
     """One run of a step's schedule.
 
     Attributes:
-        mode: how it runs.
-        is_training: False: a step of forwards only.
-        plan: what is known of its microbatches.
+        mode: How the step runs.
+        is_training: Whether the step has backwards.
+        plan: The plan of its microbatches.
     """
 
     mode: StepMode
@@ -77,20 +77,20 @@ class Step:
 
     @property
     def is_replayed(self) -> bool:
-        """Whether graphs are replayed."""
+        """Return whether graphs are replayed."""
         return self.mode is StepMode.REPLAY
 
 
 @dataclass(frozen=True)
 class Shortage:
-    """What a feature had no room for in a training step, on this rank.
+    """A shortage of room for one feature in a training step, on this rank.
 
     Attributes:
-        name: counts it in reports.
-        amount: how much; 0: all had room.
-        text: for the log of this rank.
-        is_at_limit: whether there cannot be more room on this rank.
-        late: counts of the step before, which are errors.
+        name: Name in reports.
+        amount: The missing amount; 0 if everything had room.
+        text: Text for the log of this rank.
+        is_at_limit: Whether this rank cannot provide more room.
+        late: Counts of the previous step, which are errors.
     """
 
     name: str
@@ -101,21 +101,22 @@ class Shortage:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """The numbers of which ranks take the maximum."""
+        """Return the numbers whose maximum the ranks compute."""
         return (self.amount, int(self.is_at_limit), *self.late)
 
 
 class StepPlanner:
-    """The variants of every slot, and the variant of each microbatch of a step. Here: one.
+    """Plan the bank (variant of every slot) of each microbatch. The base class has one bank.
 
     Attributes:
-        keys: of the variants, largest first.
-        derive: makes a call of one variant from that of another; see `ChunkGraphs`.
-        inputs: the fields of `StepInputs` that training steps take, besides ``misfit``; empty:
-            nothing is known of a step ahead.
-        drops_failed: whether ranks go on without a bank that one of them cannot capture.
-        shapes: by rows, each packed shape with the most sequences, largest first.
-        all_shapes: every packed shape, largest first.
+        keys: Keys of the banks, largest first.
+        derive: Function that derives a call for one bank from a call for another; see
+            `ChunkGraphs`.
+        inputs: Fields of `StepInputs` that training steps take besides ``misfit``. If empty, steps
+            cannot be announced.
+        drops_failed: Whether ranks continue without a bank that one of them cannot capture.
+        shapes: Packed shapes with the most sequences, by rows, largest first.
+        all_shapes: All packed shapes, largest first.
     """
 
     keys: Sequence[Hashable] = (None,)
@@ -126,65 +127,66 @@ class StepPlanner:
     all_shapes: Sequence[PackedShape] = ()
 
     def plan(self, inputs: StepInputs, schedule: Mapping[str, Any]) -> StepPlan:
-        """Settle what is known of the training step that begins.
+        """Plan the training step that begins.
 
         Args:
-            inputs: what the caller says of it.
-            schedule: keywords of the schedule.
+            inputs: The contents of the step that the caller passes.
+            schedule: Keywords of the schedule.
 
         Raises:
-            ConfigError: too little is known, or it was announced otherwise.
+            ConfigError: The inputs are incomplete, or differ from the announcement.
         """
         return StepPlan()
 
     def announce(self, inputs: StepInputs) -> tuple[str, int]:
-        """Remember what the next training step holds.
+        """Record the contents of the next training step.
 
         Returns:
-            Why it cannot be replayed, or "", and the digest of the plan that all ranks follow.
+            The reason that the step cannot be replayed, or "", and the digest of the plan that all
+            ranks follow.
 
         Raises:
-            ConfigError: nothing is known of steps ahead.
+            ConfigError: Steps cannot be announced.
         """
         raise ConfigError(
-            "Steps are announced to chunk graphs attached with `packing`, and with packings=... or "
+            "Only chunk graphs attached with `packing` take announcements, with packings=... or "
             "contexts=..."
         )
 
     def withdraw(self) -> None:
-        """Forget what was announced."""
+        """Discard the announcement."""
 
     def agree_on_buckets(self, packings: Sequence[Sequence[int]]) -> list[int]:
-        """Choose the rows of each microbatch, the same on all ranks; all of them call it together.
+        """Return the rows of each microbatch, alike on all ranks, which call this together.
 
         Raises:
-            ConfigError: there are no buckets.
+            ConfigError: There are no buckets.
         """
-        raise ConfigError("There are buckets in chunk graphs attached with `packing`.")
+        raise ConfigError("Only chunk graphs attached with `packing` have buckets.")
 
     def name(self, key: Hashable) -> str:
-        """Name a bank in reports; "" leaves it out."""
+        """Return the name of a bank in reports; "" leaves it out."""
         return ""
 
     def refuse_unknown(self, inputs: StepInputs) -> None:
-        """Refuse what these banks know nothing of.
+        """Refuse inputs that these banks do not take.
 
         Raises:
-            ConfigError: naming it.
+            ConfigError: There is such an input; the message names it.
         """
         is_packed = "packings" in self.inputs
         if not is_packed and (inputs.packings is not None or inputs.buckets is not None):
             raise ConfigError(
-                "The step was given packings, but the chunk graphs know of no packing. Give "
-                "attach() the shape: attach(..., packing=PackedShape(...))."
+                "The step has packings, but the chunk graphs were attached without packing. Pass "
+                "the shape to attach(): attach(..., packing=PackedShape(...))."
             )
         if "contexts" not in self.inputs and inputs.contexts is not None:
             raise ConfigError(
-                "The step was given contexts, but the chunk graphs know of none. Give attach() "
-                "the banks: attach(..., packing=ContextBanks(...))."
+                "The step has contexts, but the chunk graphs were attached without them. Pass the "
+                "banks to attach(): attach(..., packing=ContextBanks(...))."
             )
         if inputs.misfit and not self.inputs:
             raise ConfigError(
-                f"The step was given a misfit ({inputs.misfit}), which only chunk graphs know of "
-                "that were attached with `packing`. Leave it out."
+                f"The step has a misfit ({inputs.misfit}), which only chunk graphs attached with "
+                "`packing` take. Leave it out."
             )

@@ -1,4 +1,4 @@
-"""Where this rank stands in Megatron's pipeline."""
+"""`PipelinePlace`: this rank's place in Megatron's pipeline."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class PipelinePlace:
     """This rank's place in the pipeline.
 
     Attributes:
-        rank: global rank.
-        pipeline_rank: rank in the pipeline-parallel group.
-        pipeline_size: ranks of that group.
-        num_chunks: model chunks on this rank.
-        group_size: microbatches that pass a chunk before the next chunk's turn.
+        rank: Global rank.
+        pipeline_rank: Rank in the pipeline-parallel group.
+        pipeline_size: Number of ranks in that group.
+        num_chunks: Number of model chunks on this rank.
+        group_size: Number of microbatches that a chunk processes before the next chunk's turn.
     """
 
     rank: int
@@ -35,10 +35,10 @@ class PipelinePlace:
 
     @classmethod
     def current(cls, num_chunks: int, config: Any) -> PipelinePlace:
-        """Read Megatron's parallel state.
+        """Return this rank's place according to Megatron's parallel state.
 
         Raises:
-            ConfigError: the model parallel groups are not set up.
+            ConfigError: The model parallel groups are not initialized.
         """
         state = import_megatron("megatron.core.parallel_state")
         if not state.model_parallel_is_initialized():
@@ -56,18 +56,18 @@ class PipelinePlace:
         )
 
     def stage(self, chunk: int) -> int:
-        """The global stage that is a chunk of this rank."""
+        """Return the global pipeline stage of a chunk of this rank."""
         return stage_of(self.pipeline_rank, chunk, self.pipeline_size)
 
     def label(self, chunk: int) -> str:
-        """Names a chunk of this rank in errors."""
+        """Return the name of a chunk of this rank in errors."""
         return f"rank {self.rank}, pipeline stage {self.stage(chunk)}, chunk {chunk}"
 
     def num_slots(self, *, are_shared: bool = False) -> tuple[int, ...]:
-        """Slots of each chunk that are enough for any number of microbatches.
+        """Return the slots that each chunk needs for any number of microbatches.
 
         Args:
-            are_shared: whether all chunks share them.
+            are_shared: Whether all chunks share their slots.
         """
         plan = plan_slots(
             self.pipeline_size, self.num_chunks, self.group_size, rank=self.pipeline_rank

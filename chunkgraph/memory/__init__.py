@@ -1,4 +1,4 @@
-"""Pools by plan, the proof that slots do not overwrite each other, and poison mode."""
+"""Memory plans, the proof that slots do not overwrite each other, and poison mode."""
 
 from chunkgraph.memory.poison import Poison
 from chunkgraph.memory.pools import MemoryPlan, PoolPlan, plan_for_slots

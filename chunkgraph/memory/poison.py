@@ -1,7 +1,7 @@
-"""Poison mode: memory that must not be read any more is filled with NaN.
+"""Poison mode: fill dead memory, which must not be read, with NaN.
 
-Scratch is dead before every replay, a slot's pool is dead from the end of its backward to its next
-forward. In a right plan poison changes no result; in a wrong one NaN shows in the loss at once.
+Scratch is dead before every replay. A slot's pool is dead from the end of its backward to its next
+forward. With a correct plan, poison changes no result; with a wrong one, the loss becomes NaN.
 """
 
 from __future__ import annotations
@@ -16,37 +16,37 @@ __all__ = ["Poison"]
 
 
 class Poison:
-    """Fills dead memory around replays.
+    """Fill dead memory around replays.
 
     Args:
-        scratch: the pool shared by all backwards, or None when there is none.
-        device: of all pools.
-        kept: what of a pool is alive as long as its graphs, such as a mask that a module made in
-            the capture; it is never filled.
+        scratch: The pool that all backwards share; None if there is none.
+        device: Device of all pools.
+        permanent: Addresses in each pool that live as long as its graphs, such as a mask that a
+            module created in the capture; they are never filled.
     """
 
     def __init__(
-        self, scratch: Pool | None, device: torch.device, kept: Mapping[Pool, AddressRanges]
+        self, scratch: Pool | None, device: torch.device, permanent: Mapping[Pool, AddressRanges]
     ) -> None:
         self._scratch = scratch
         self._device = device
-        self._kept = kept
+        self._permanent = permanent
         self._dead: list[Pool] = []
 
     def before_replay(self) -> None:
-        """Nothing of an earlier replay may still be in scratch."""
+        """Fill scratch, and the pools whose input gradients are dead now."""
         if self._scratch is not None:
             self._fill(self._scratch)
         while self._dead:
             self._fill(self._dead.pop())
 
     def after_backward(self, slot_pool: Pool, *, holds_grads: bool) -> None:
-        """The slot is free: its saved tensors and its output are dead.
+        """Fill the pool of a slot that is free; its saved tensors and its output are dead.
 
         Args:
-            slot_pool: the slot's pool.
-            holds_grads: whether input gradients lie in it too. They live until the next replay;
-                the slot is then filled at that replay instead.
+            slot_pool: The slot's pool.
+            holds_grads: Whether the pool also contains input gradients. They live until the next
+                replay, which then fills the pool.
         """
         if holds_grads:
             self._dead.append(slot_pool)
@@ -54,9 +54,9 @@ class Poison:
             self._fill(slot_pool)
 
     def _fill(self, pool: Pool) -> None:
-        kept = self._kept.get(pool)
-        if not kept:
+        permanent = self._permanent.get(pool)
+        if not permanent:
             pool.poison()
             return
-        for area in pool.reserved() - kept:
+        for area in pool.reserved() - permanent:
             tensor_at(area.start, area.end - area.start, self._device).fill_(0xFF)

@@ -1,22 +1,22 @@
-"""Which pool each graph allocates from.
+"""Memory plans: the pool that each graph allocates from.
 
 ================== =========================== ======================== =========================
 plan               forward of slot k           backward of slot k       safe
 ================== =========================== ======================== =========================
-shared_temporaries what the backward needs in  the same one pool for    yes, the smallest
-                   a pool of slot k, the rest  all
-                   in one pool for all
-shared_backward    a pool of slot k            one pool for all         yes
+shared_temporaries tensors of the backward in  the same shared pool     yes, the smallest
+                   a pool of slot k, the rest
+                   in one pool shared by all
+shared_backward    a pool of slot k            one pool shared by all   yes
 pool_per_slot      a pool of slot k            the same pool            yes, the largest
-one_pool           one pool for all            the same pool            no: to test the proof
+one_pool           one pool shared by all      the same pool            no: to test the proof
 ================== =========================== ======================== =========================
 
-Under the first two nothing that a backward allocates can land in a slot's pool: its capture
-allocates from scratch alone, and what it frees goes back to the slot's own pool. Under
-``shared_temporaries`` a forward's input gradients are valid until the next replay of any graph.
+Under the first two plans a backward allocates nothing in a slot's pool: its capture allocates only
+from scratch, and frees memory of its own slot's pool. Under ``shared_temporaries`` a slot's input
+gradients are valid until the next replay of any graph.
 
-A rank with one slot in all (no pipeline, or the last stage of one) has nothing to keep apart: there
-both become ``pool_per_slot``, whose backward reuses what its forward frees, as an eager pass does.
+A rank with a single slot (no pipeline, or its last stage) has nothing to separate. There both plans
+become ``pool_per_slot``, whose backward reuses memory that the forward frees, like an eager pass.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ MemoryPlan = Literal["shared_temporaries", "shared_backward", "pool_per_slot", "
 
 
 def plan_for_slots(plan: MemoryPlan, num_slots: int) -> MemoryPlan:
-    """The plan that takes the least memory and keeps the promises of ``plan``.
+    """Return the smallest plan with the guarantees of ``plan``.
 
     Args:
-        plan: the requested plan.
-        num_slots: of all chunks of the rank together.
+        plan: The requested plan.
+        num_slots: Number of slots of all chunks of the rank together.
     """
     if num_slots == 1 and plan in ("shared_temporaries", "shared_backward"):
         return "pool_per_slot"
@@ -43,12 +43,12 @@ def plan_for_slots(plan: MemoryPlan, num_slots: int) -> MemoryPlan:
 
 
 class PoolPlan:
-    """Hands out the pools of one capture session.
+    """Create the pools of one capture session.
 
     Args:
-        plan: see the module's table.
-        backend: makes the pools.
-        label: prefix of the pools' names.
+        plan: See the module's table.
+        backend: Backend that creates the pools.
+        label: Prefix of the pools' names.
     """
 
     def __init__(self, plan: MemoryPlan, backend: GraphBackend, label: str) -> None:
@@ -61,11 +61,11 @@ class PoolPlan:
         self.slot_pools: list[Pool] = []
 
     def forward_pool(self, slot_label: str, num_bytes: int = 0) -> Pool:
-        """The pool for a new slot's forward; the caller keeps it.
+        """Return the pool for a new slot's forward.
 
         Args:
-            slot_label: names the slot in errors.
-            num_bytes: what the forward keeps for its backward, taken ahead; 0 where unknown.
+            slot_label: Name of the slot in errors.
+            num_bytes: Bytes that the forward keeps for its backward, to reserve; 0 if unknown.
         """
         if self.plan == "one_pool":
             assert self.scratch is not None
@@ -76,22 +76,22 @@ class PoolPlan:
         return pool
 
     def router(self, trace: OperatorTrace | None) -> ScratchRouter | None:
-        """What sends a forward's temporaries to scratch, where the plan wants it.
+        """Return the router of a forward's temporaries to scratch; None under other plans.
 
         Args:
-            trace: of the forward; None where it was not watched.
+            trace: Trace of the forward; None if it was not watched.
         """
         if trace is None or self.plan != "shared_temporaries":
             return None
         return ScratchRouter(self._scratch(), trace)
 
     def backward_pool(self, forward_pool: Pool) -> Pool:
-        """The pool for the backward of the slot that got ``forward_pool``."""
+        """Return the pool for the backward of the slot whose forward uses ``forward_pool``."""
         return forward_pool if self.plan == "pool_per_slot" else self._scratch()
 
     @property
     def pools(self) -> list[Pool]:
-        """All pools handed out."""
+        """Return all pools of the session."""
         return [*self.slot_pools, *([self.scratch] if self.scratch else [])]
 
     def _scratch(self) -> Pool:

@@ -1,12 +1,12 @@
-"""The proof that slots can be replayed in any order.
+"""Prove that slots can be replayed in any order.
 
-Rule: with W(G) all that graph G writes and L(k) all that is read between slot k's forward and its
-backward, any interleaving is right if and only if W(G) and L(k) are disjoint for every slot k and
-every graph G that is not k's own. (If they meet, the order forward k, G, backward k corrupts; if
-not, nothing that runs in between touches what k still reads.)
+Rule: let W(G) be the memory that graph G writes, and L(k) the memory that must survive from slot
+k's forward to its backward. Every interleaving is correct if and only if W(G) and L(k) are disjoint
+for every slot k and every graph G of another slot. (If they overlap, the order forward k, G,
+backward k corrupts memory. If not, no graph in between writes memory that k still reads.)
 
-A slot may have several variants, one of which is in flight at a time. No graph of another variant
-of the same slot runs in between then, so that these are k's own too.
+A slot may have several variants, of which one is in flight at a time. No graph of another variant
+of slot k runs in between, so graphs of k's variants count as graphs of k.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class SlotFootprint:
     """The addresses of one slot of one chunk.
 
     Attributes:
-        label: names the slot in errors.
-        slot: the same for all variants of one slot; None: it has no other.
-        live: L(k), read between the slot's forward and its backward.
-        writes: W(G) by label, for each of the slot's own graphs, and for loading its inputs.
+        label: Name of the slot in errors.
+        slot: Key that all variants of the slot share; None for a slot without variants.
+        live: L(k), the memory that must survive from the slot's forward to its backward.
+        writes: W(G) by label, for each graph of the slot and for loading its inputs.
     """
 
     label: str
@@ -38,7 +38,7 @@ class SlotFootprint:
 
 
 def find_conflicts(slots: Sequence[SlotFootprint]) -> list[tuple[str, str, AddressRanges]]:
-    """Every (graph, slot, addresses) where a foreign graph writes what the slot still reads."""
+    """List (graph, slot, addresses) for each graph that writes memory another slot still reads."""
     conflicts: list[tuple[str, str, AddressRanges]] = []
     for reader in slots:
         for writer in slots:
@@ -55,7 +55,7 @@ def prove_disjoint(slots: Sequence[SlotFootprint]) -> None:
     """Check the rule for all slots of a rank.
 
     Raises:
-        MemoryPlanError: naming each pair of graph and slot that collide (the first few).
+        MemoryPlanError: Graphs and slots conflict; the message names the first few pairs.
     """
     conflicts = find_conflicts(slots)
     if not conflicts:
@@ -69,6 +69,6 @@ def prove_disjoint(slots: Sequence[SlotFootprint]) -> None:
     raise MemoryPlanError(
         f"The captured graphs share memory that is in use: {len(conflicts)} conflicts.\n"
         f"{shown}{more}\n"
-        "  Replays would give wrong numbers, so the graphs were dropped. "
+        "  Replays would compute wrong results, so the graphs were freed. "
         "Use memory_plan 'shared_backward' or 'pool_per_slot'."
     )

@@ -8,7 +8,7 @@ from torch import nn
 
 from chunkgraph.errors import ConfigError, MissingDependencyError
 from chunkgraph.megatron.core.access import import_megatron
-from chunkgraph.megatron.core.model_kinds import hybrid_names
+from chunkgraph.megatron.core.model_kinds import HybridNames
 from chunkgraph.megatron.features.hybrid.layers import (
     can_recompute_hybrid_layers,
     has_mamba_kernels,
@@ -52,7 +52,7 @@ class HybridChunks:
     ) -> None:
         self._config = config
         self._transformer_config = transformer_config
-        self._names = hybrid_names()
+        self._names = HybridNames()
         self._stack = (
             self._names.transformer_engine_spec()
             if spec is None
@@ -115,7 +115,7 @@ def hybrid_stack_spec(spec: Any, experts: Any = None) -> Any:
     Raises:
         ConfigError: the GPT layer has its norms inside of its linear layers.
     """
-    names = hybrid_names()
+    names = HybridNames()
     if isinstance(spec.module, type) and issubclass(spec.module, names.stack):
         return spec
     module_spec = import_megatron("megatron.core.transformer.spec_utils").ModuleSpec

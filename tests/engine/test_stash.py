@@ -164,7 +164,7 @@ class Captured:
         assert len(set(free)) == len(free)
         assert set(free) <= set(range(arena.size.total_pages))
         if not status.num_short:
-            assert len(free) + status.num_wanted_pages == arena.size.total_pages
+            assert len(free) + status.num_required_pages == arena.size.total_pages
 
 
 def _params(module: nn.Module) -> list[nn.Parameter]:
@@ -205,7 +205,7 @@ def test_a_thousand_random_replays_equal_eager_and_conserve_pages(
     assert run.graphs.counters.replays == 250
     assert saving.stash is not None
     status = saving.stash.arena.status()
-    assert (status.num_wanted_pages, status.num_short) == (0, 0)
+    assert (status.num_required_pages, status.num_short) == (0, 0)
 
 
 def test_an_overflow_is_told_once_for_its_step_and_the_next_step_is_right(
@@ -231,7 +231,7 @@ def test_an_overflow_is_told_once_for_its_step_and_the_next_step_is_right(
         wanted, equal = run.step(rng, 12 if step % 2 else 2)
         peaks.append(wanted)
         assert equal == (arena.status().num_short == 0) == (wanted <= peak - 1), step
-        assert arena.status().num_wanted_pages == 0
+        assert arena.status().num_required_pages == 0
         assert arena.status().num_free_pages == peak - 1
     assert max(peaks) >= peak > min(peaks)
 
@@ -241,7 +241,7 @@ def test_shadow_and_warmup_passes_leave_no_page_behind(backend: GraphBackend) ->
     run = Captured([2, 1], backend, saving, verify="shadow", num_warmup_passes=2)
     assert run.step(random.Random(0), 12)[1]
     assert saving.stash is not None
-    assert saving.stash.arena.status().num_wanted_pages == 0
+    assert saving.stash.arena.status().num_required_pages == 0
 
 
 def test_memory_follows_the_rows_in_use(backend: GraphBackend) -> None:

@@ -114,8 +114,8 @@ class Counting(Feature):
         short, type(self).num_short = self.num_short, 0
         return Shortage("toys", short, "no toy")
 
-    def answer(self, mine: Shortage, most: Shortage) -> None:
-        assert mine.amount == most.amount
+    def answer(self, local: Shortage, largest: Shortage) -> None:
+        assert local.amount == largest.amount
         self.calls["answer"] += 1
 
     def having_room(self) -> Any:

@@ -72,7 +72,7 @@ def test_a_replayed_forward_waits_for_parameters_that_arrive_late() -> None:
     with (
         torch.no_grad(),
         torch.cuda.graph(graph, capture_error_mode="thread_local"),
-        gates.held_by_forward(),
+        gates.wait_in_capture(),
     ):
         y = module(x)
     for step in (1.0, 2.0, 3.0):

@@ -122,9 +122,9 @@ def test_a_failure_half_way_leaves_the_model_as_it_was(
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("fp8_param", True, "fp8_param=True: weights that are FP8 themselves"),
+        ("fp8_param", True, "fp8_param=True: the optimizer writes FP8 weights"),
         ("fp8_dot_product_attention", True, "fp8_dot_product_attention=True"),
-        ("fp8_recipe", "mxfp8", "fp8_recipe='mxfp8': its quantizers were not tried"),
+        ("fp8_recipe", "mxfp8", "fp8_recipe='mxfp8': its quantizers are untested"),
         ("use_transformer_engine_op_fuser", True, "use_transformer_engine_op_fuser=True with FP8"),
         ("recompute_granularity", "full", "recompute_granularity='full' with FP8"),
     ],
@@ -163,7 +163,7 @@ def test_fp8_needs_transformer_engine(chunks: list[nn.Module]) -> None:
     from chunkgraph.megatron.attachment import attach
 
     chunks[0].config.fp8, chunks[0].config.fp8_recipe = "e4m3", "delayed"
-    with pytest.raises(ConfigError, match=r"fp8='e4m3': it is Transformer Engine's.*\[te\]"):
+    with pytest.raises(ConfigError, match=r"fp8='e4m3': it needs Transformer Engine.*\[te\]"):
         attach(chunks)
 
 
@@ -251,7 +251,7 @@ def test_a_keyword_of_before_names_its_successor(
 ) -> None:
     from chunkgraph.megatron import attach
 
-    instead = rf"\. Give it {successor}.*" if successor else ""
+    instead = rf"\. Use {successor}.*" if successor else ""
     with pytest.raises(ConfigError, match=rf"^attach\(\) takes no {name}=\.\.\.{instead}"):
         attach(chunks, **{name: [4]})  # type: ignore[arg-type]
 

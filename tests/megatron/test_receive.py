@@ -94,8 +94,8 @@ def test_three_ranks(
     for name in results.keys() & {"in_place", "own_groups", "whole_chunk"}:
         _check_1f1b(results[name], is_whole_chunk=name == "whole_chunk")
     if "off" in results:
-        _check_off(results["off"], "not wanted")
-        _check_off(results["unknown_schedule"], "not a pipeline schedule of Megatron's")
+        _check_off(results["off"], "zero_copy=False")
+        _check_off(results["unknown_schedule"], "not Megatron's pipeline schedule")
     _check_off(results["own_communicator"], "the caller's own communicator", ["Own"])
     for name in interleaved:
         _check_interleaved(
@@ -214,7 +214,7 @@ def middle(one_rank: torch.device, monkeypatch: pytest.MonkeyPatch) -> Any:
     config = SimpleNamespace(overlap_p2p_comm=False)
     engine = _Engine()
     place = PipelinePlace(1, 1, 3, 1, 3)
-    receiver = SlotReceiver(engine, place, config, wanted=True, lends_input_grads=[True])  # type: ignore[arg-type]
+    receiver = SlotReceiver(engine, place, config, zero_copy=True, lends_input_grads=[True])  # type: ignore[arg-type]
     schedule = schedules.forward_backward_pipelining_without_interleaving
     given = {"num_microbatches": 9, "model": [torch.nn.Identity()]}
     assert receiver.begin_step(StepMode.EAGER, schedule, given) is given

@@ -388,7 +388,7 @@ def test_a_forward_or_hook_of_the_users_is_left_alone(chunks: list[nn.Module]) -
     model.__class__ = Looks
     graphs = attach(chunks)
     try:
-        assert graphs.scope == ChosenScope("block", "Looks, which has a forward of its own")
+        assert graphs.scope == ChosenScope("block", "Looks, which overrides forward")
         _runs(graphs, lambda _: chunks[0](**batch))
         assert seen == [1, 1, 1, 2, 2, 2]
     finally:
@@ -397,7 +397,7 @@ def test_a_forward_or_hook_of_the_users_is_left_alone(chunks: list[nn.Module]) -
     model.compute_language_model_loss = model.compute_language_model_loss
     graphs = attach(chunks)
     graphs.detach()
-    assert graphs.scope.why_block == f"{name}, which has a compute_language_model_loss of its own"
+    assert graphs.scope.why_block == f"{name}, which overrides compute_language_model_loss"
 
 
 @pytest.mark.parametrize("first", ["block", "chunk"])

@@ -52,7 +52,7 @@ def check_pages(stash: PagedStash, live: list[Stashed]) -> StashStatus:
         held += stashed.ticket.table[: here + there].tolist()
         assert set(stashed.ticket.table[here + there :].tolist()) <= {arena.no_page}
     assert sorted(free + held) == list(range(arena.size.total_pages))
-    assert status.num_wanted_pages == sum(int(s.ticket.taken[0]) for s in live)
+    assert status.num_required_pages == sum(int(s.ticket.taken[0]) for s in live)
     return status
 
 
@@ -96,13 +96,13 @@ def test_pages_are_conserved_and_rows_come_back_in_any_order(
             assert here == min(here + there, free.num_free_pages)  # the device first
             live.append((stashed, expected(tensor, rows)))
         status = check_pages(stash, [s for s, _ in live])
-        most = max(most, status.num_wanted_pages)
+        most = max(most, status.num_required_pages)
         assert status.num_peak_pages == most
     short = stash.arena.status().num_short
     assert (short > 0) == (most > num_pages + num_spill)
     for stashed, _ in live:
         stash.give_back(stashed)
-    assert check_pages(stash, []).num_wanted_pages == 0
+    assert check_pages(stash, []).num_required_pages == 0
 
 
 def test_too_few_pages_are_told_until_forgotten_and_harm_nothing_that_is_stashed() -> None:
@@ -179,12 +179,12 @@ def test_only_rows_are_stashed_once_each_and_no_weights() -> None:
             # As wide as long, so that shapes cannot tell them from weights.
             with saving.scope(rows, [], "experts"):
                 out = _expert(x, first.detach(), second.detach())
-            assert stash.arena.status().num_wanted_pages > 0
+            assert stash.arena.status().num_required_pages > 0
             saving.forget_waiting()
             stash.arena.reset()
             with saving.scope(rows, [first, second], "experts"):
                 out = _expert(x, first, second)
-            assert stash.arena.status().num_wanted_pages == 0  # all have a weight's shape
+            assert stash.arena.status().num_required_pages == 0  # all have a weight's shape
         else:
             out = _expert(x, first, second)
         out.square().sum().backward()
@@ -222,9 +222,9 @@ def test_rows_in_one_dimension_are_stashed() -> None:
     with saving.scope(RowsInUse.first(torch.tensor([3]), 8), [weight], "experts"):
         out = _Flat.apply(x, weight)
     # Three rows of 64 bytes; neither the copy of the weight nor the narrow column.
-    assert stash.arena.status().num_wanted_pages == 3
+    assert stash.arena.status().num_required_pages == 3
     out.square().sum().backward()
-    assert stash.arena.status().num_wanted_pages == 0
+    assert stash.arena.status().num_required_pages == 0
     assert eager[0] is not None
     assert eager[1] is not None
     assert torch.equal(x.grad, eager[0])
@@ -259,9 +259,9 @@ def test_a_tensor_saved_twice_takes_pages_once_and_parts_are_stashed() -> None:
         z = y.sin() + y.cos()  # both save y
         halves = [half.sin() for half in y.split(4)]
     # y in whole, and its two parts.
-    assert stash.arena.status().num_wanted_pages == 5 + 3 + 2
+    assert stash.arena.status().num_required_pages == 5 + 3 + 2
     (z.sum() + sum(half.sum() for half in halves)).backward()
-    assert stash.arena.status().num_wanted_pages == 0
+    assert stash.arena.status().num_required_pages == 0
     saving.check_all_read()
     assert x.grad is not None
     assert x.grad[:3].any()
@@ -287,9 +287,9 @@ def test_columns_of_rows_are_stashed_with_all_columns_once() -> None:
                 gate, value = whole.chunk(2, dim=1)
                 result = gate.sin() * value.cos()  # saves gate and value, and their sine and cosine
             del whole, gate, value
-        wanted.append(stash.arena.status().num_wanted_pages)
+        wanted.append(stash.arena.status().num_required_pages)
         result.sum().backward()
-        assert stash.arena.status().num_wanted_pages == 0
+        assert stash.arena.status().num_required_pages == 0
         grads.append(x.grad)
     # Rows of 128 bytes, two to a page, and twice rows of 64, four to a page.
     assert wanted == [0, 3 + 2 * 2]
@@ -324,7 +324,7 @@ def test_a_backward_reloads_a_layer_while_the_one_after_it_runs(prefetches: bool
         one = ["backward 2", "reload", "backward 1", "reload", "backward 0", "reload"]
     assert order == one * 2
     saving.check_all_read()
-    assert stash.arena.status().num_wanted_pages == 0
+    assert stash.arena.status().num_required_pages == 0
     for _ in range(2):
         h = twin
         for _ in range(3):

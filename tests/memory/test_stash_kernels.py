@@ -88,4 +88,4 @@ def test_reloads_ahead_run_beside_the_backward_of_a_graph() -> None:
         in_use.copy_(torch.rand(512, device="cuda") < share)
         graph.replay()
         assert torch.equal(grad, run(stashes=False))
-        assert stash.arena.status().num_wanted_pages == 0
+        assert stash.arena.status().num_required_pages == 0

@@ -17,7 +17,7 @@ from megatron.training import get_args, pretrain
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args
 
-from chunkgraph.megatron.core.model_kinds import hybrid_names
+from chunkgraph.megatron.core.model_kinds import HybridNames
 from chunkgraph.trainer.hybrid_model import hybrid_stack_spec
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "pretrain_gpt.py"
@@ -49,7 +49,7 @@ def model_provider(
 
 def _stack_spec(implementation: str) -> Any:
     if implementation == "transformer_engine":
-        return hybrid_names().transformer_engine_spec()
+        return HybridNames().transformer_engine_spec()
     import mamba_stand_in
 
     return hybrid_stack_spec(mamba_stand_in.packed())

@@ -1,4 +1,4 @@
-"""Reaching into Megatron-core: imports, private names, versions and patches that can be undone."""
+"""Reach into Megatron-core: imports, private names, versions and patches that can be undone."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MISSING = object()
 
 
 def import_megatron(name: str = "megatron.core") -> ModuleType:
-    """Import a Megatron module, with advice when the package is not installed."""
+    """Import a Megatron module; the error says how to install a missing package."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -47,35 +47,36 @@ def import_megatron(name: str = "megatron.core") -> ModuleType:
 
 
 def refuse_other_releases() -> None:
-    """Stop with a release whose hooks nobody has looked at.
+    """Refuse a release of megatron-core outside of the supported range.
 
-    What differs between the releases of the range is looked for, name by name; another release may
-    have all the names and do something else behind them.
+    Inside the range, differences between releases are detected name by name. Another release may
+    have all the names and do something else under them.
 
     Raises:
-        ConfigError: this is such a release.
+        ConfigError: The installed release is outside of the range.
     """
     info = import_megatron("megatron.core.package_info")
     release = (getattr(info, "MAJOR", 0), getattr(info, "MINOR", 0))
     if not is_known(release):
         raise ConfigError(
             f"This is megatron-core {getattr(info, '__version__', 'of unknown version')} "
-            f"({info.__file__}); chunk graphs know the releases {RANGE}. Install one of them, or "
-            "train without chunk graphs."
+            f"({info.__file__}); chunk graphs support the releases {RANGE}. Install one of them, "
+            "or train without chunk graphs."
         )
 
 
 def versions() -> dict[str, str]:
-    """Versions of what the run stands on, for reports."""
-    found = {
+    """Return the versions of Python, torch, Megatron-core and Transformer Engine, for reports."""
+    by_package = {
         "python": sys.version.split()[0],
         "torch": str(torch.__version__),
-        # Its own __version__ carries the commit of whatever repository it is run in.
+        # Megatron's __version__ carries the commit of the repository that it happens to run in.
         "megatron_core": _distribution_version("megatron-core"),
     }
     with contextlib.suppress(ImportError):
-        found["transformer_engine"] = str(importlib.import_module("transformer_engine").__version__)
-    return found
+        engine = importlib.import_module("transformer_engine")
+        by_package["transformer_engine"] = str(engine.__version__)
+    return by_package
 
 
 def _distribution_version(name: str) -> str:
@@ -86,10 +87,10 @@ def _distribution_version(name: str) -> str:
 
 
 def private_names(module_name: str, *names: str) -> tuple[Any, ...]:
-    """Names of a Megatron module that no release promises to keep.
+    """Return attributes of a Megatron module that no release promises to keep.
 
     Raises:
-        ConfigError: the installed release has moved one of them.
+        ConfigError: The installed release lacks one of them.
     """
     module = import_megatron(module_name)
     missing = [name for name in names if not hasattr(module, name)]
@@ -103,7 +104,7 @@ def private_names(module_name: str, *names: str) -> tuple[Any, ...]:
 
 
 def watch_results(target: object, name: str, done: Callable[[Any], None]) -> Callable[[], None]:
-    """Call ``done(target)`` after each call of one object's method; returns what ends it."""
+    """Call ``done(target)`` after each call of one object's method; return the undo function."""
     method = getattr(target, name)
 
     def watched(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Whether a forward runs within a backward: what autograd says of it is private to torch."""
+"""Ask autograd about the running backward, through names that are private to torch."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ __all__ = ["at_end_of_backward", "is_in_backward"]
 
 
 def is_in_backward() -> bool:
-    """Whether this thread is in a backward, whose forwards are computed anew."""
+    """Return whether this thread runs a backward, in which a forward is a recomputation."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Call at the end of the backward that this thread is in, unless it raises; as FSDP does."""
+    """Call ``callback`` at the end of this thread's backward, unless the backward raises."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)

@@ -1,8 +1,8 @@
-"""Memory of Megatron's own that graphs use: cached tables and global buffers.
+"""Keep alive the memory of Megatron that graphs use: cached tables and global buffers.
 
-Megatron's rotary embeddings keep their tables under ``functools.lru_cache``; attention and linear
-layers work in global buffers, each replaced when a larger one is wanted. A graph remembers
-addresses, so what it uses must outlive it, whatever else becomes of the cache.
+Megatron's rotary embeddings keep their tables under ``functools.lru_cache``. Attention and linear
+layers work in global buffers and replace one when they need a larger one. A graph remembers
+addresses, so this memory must outlive the graph, even after the cache drops it.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ __all__ = ["GROWING_BUFFERS", "CachedTables"]
 
 _GET = "get_cached_cos_sin"
 GROWING_BUFFERS = ("cos_cached", "sin_cached")
-"""What fused RoPE of multi-latent attention takes its numbers from."""
+"""The buffers that fused RoPE of multi-latent attention reads."""
 
 
 class CachedTables:
-    """Holds what modules with a cached forward return while graphs are captured, and buffers.
+    """Hold the results of cached forwards and the buffers that captured graphs use.
 
     Args:
-        modules: those of the captured parts.
+        modules: All modules of the captured parts.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = [m for m in modules if hasattr(type(m).forward, "cache_info")]
-        # A longer one takes its place as soon as it is wanted, such as by an eager step.
+        # A module replaces its buffers by longer ones on demand, for example in an eager step.
         self._with_buffers = [m for m in self._modules if hasattr(m, _GET)]
-        self._held: list[Any] = []
+        self._references: list[Any] = []
 
     @contextmanager
-    def held(self) -> Iterator[None]:
-        """Inside, results of cached forwards are kept, and at the end Megatron's global buffers.
+    def hold(self) -> Iterator[None]:
+        """Hold the results of cached forwards inside, and Megatron's global buffers at the end.
 
-        They are let go by `release`, or the next time.
+        They are held until `release`, or until the next call of `hold`.
         """
         self.release()
         watched = [watch_results(m, _GET, self._hold_buffers) for m in self._with_buffers]
@@ -52,16 +52,16 @@ class CachedTables:
                 handle.remove()
             for undo in watched:
                 undo()
-            self._held.extend(global_buffers())
+            self._references.extend(global_buffers())
 
     def release(self) -> None:
-        """Let the memory go; no graph may use it any more."""
-        self._held.clear()
+        """Drop the references; no graph may use the memory afterwards."""
+        self._references.clear()
 
     def _hold_buffers(self, module: nn.Module) -> None:
         for name in GROWING_BUFFERS:
             self._hold(module, (), getattr(module, name))
 
     def _hold(self, _module: nn.Module, _args: Any, result: Any) -> None:
-        if not any(result is held for held in self._held):
-            self._held.append(result)
+        if not any(result is reference for reference in self._references):
+            self._references.append(result)

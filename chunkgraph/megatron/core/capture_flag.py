@@ -1,4 +1,4 @@
-"""The flags by which Megatron and Transformer Engine know of a capture, and what it uses."""
+"""Megatron's and Transformer Engine's flags of a capture, and the buffers that a capture uses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["capture_flag", "global_buffers"]
 
 
 def global_buffers() -> list[torch.Tensor]:
-    """The buffers that Megatron's layers share to work in, made at their first use."""
+    """Return the work buffers that Megatron's layers share; each exists after its first use."""
     state = import_megatron("megatron.core.parallel_state")
     holder = getattr(state, "_GLOBAL_MEMORY_BUFFER", None)
     return list(getattr(holder, "buffer", {}).values())
@@ -24,10 +24,10 @@ def global_buffers() -> list[torch.Tensor]:
 
 @contextlib.contextmanager
 def capture_flag() -> Iterator[None]:
-    """Tell Megatron (and Transformer Engine) that a graph is being captured.
+    """Set the flags that tell Megatron and Transformer Engine that a graph is being captured.
 
-    DDP's parameter-gather and gradient hooks keep silent while it is set; the plug-in gives their
-    signals around every replay instead.
+    While they are set, DDP's parameter-gather and gradient hooks do nothing; chunkgraph sends
+    their signals around every replay instead.
     """
     start, end = private_names(
         "megatron.core.transformer.cuda_graphs", "_set_capture_start", "_set_capture_end"

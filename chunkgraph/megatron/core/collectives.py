@@ -17,10 +17,10 @@ __all__ = [
 
 
 def agree_by_maximum() -> Maximum | None:
-    """Element-wise maximum over all ranks, on the host; None for a single process.
+    """Return an element-wise maximum over all ranks, on the host; None for a single process.
 
-    Makes a gloo group of its own, so every rank must call it in the same order as its other
-    process groups; without gloo (see `uses_gloo`) it takes keys of the job's store.
+    Creates a gloo group, so every rank must call this in the same order relative to its other
+    process groups. Without gloo (see `uses_gloo`) the ranks agree through the job's store.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
@@ -30,7 +30,7 @@ def agree_by_maximum() -> Maximum | None:
 
 
 def uses_gloo() -> bool:
-    """Whether Megatron may make process groups of gloo, as without ``--disable-gloo-...``."""
+    """Return whether Megatron may use gloo: ``--disable-gloo-process-groups`` is not set."""
     state = import_megatron("megatron.core.parallel_state")
     if not state.model_parallel_is_initialized():
         return True
@@ -41,10 +41,10 @@ def uses_gloo() -> bool:
 
 
 def share_in_tensor_group() -> Share | None:
-    """How the first of the tensor-parallel ranks tells the others; None where it is alone.
+    """Return a broadcast from the first tensor-parallel rank; None for a group of one rank.
 
-    Makes a gloo group of its own, in which every tensor-parallel rank has to take part; without
-    gloo it takes keys of the job's store.
+    Creates a gloo group, so every tensor-parallel rank must call this. Without gloo the ranks use
+    the job's store.
     """
     state = import_megatron("megatron.core.parallel_state")
     ranks = dist.get_process_group_ranks(state.get_tensor_model_parallel_group())
@@ -57,10 +57,10 @@ def share_in_tensor_group() -> Share | None:
 
 
 def gather_from_data_ranks() -> Gather:
-    """How the ranks that share a global batch tell each other, on the host.
+    """Return a gather, on the host, among the ranks that share a global batch.
 
-    Makes a gloo group of its own where there are several, in which all of them have to take part;
-    without gloo it takes keys of the job's store.
+    Creates a gloo group if there are several such ranks, so all of them must call this. Without
+    gloo the ranks use the job's store.
     """
     state = import_megatron("megatron.core.parallel_state")
     group = state.get_data_parallel_group(with_context_parallel=True)

@@ -1,4 +1,4 @@
-"""Megatron's DistributedDataParallel: its hooks and signals, given by hand around replays."""
+"""Run the hooks and signals of Megatron's DistributedDataParallel (DDP) around replays."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import nn
 from chunkgraph.engine import GradientMarker
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.core.access import private_names
+from chunkgraph.megatron.core.releases import RANGE
 
 __all__ = [
     "DDP_MODULE",
@@ -25,11 +26,11 @@ __all__ = [
 ]
 
 DDP_MODULE = "megatron.core.distributed.distributed_data_parallel"
-"""The module that DDP's forward pre-hooks come from."""
+"""Name of the module that defines DDP's forward pre-hooks."""
 
 
 def unwrap_ddp(chunk: nn.Module) -> nn.Module | None:
-    """Megatron's DistributedDataParallel among the wrappers of ``chunk``, or None."""
+    """Return Megatron's DistributedDataParallel among the wrappers of ``chunk``, or None."""
     (ddp_class,) = private_names(DDP_MODULE, "DistributedDataParallel")
     module: Any = chunk
     while isinstance(module, nn.Module):
@@ -40,7 +41,7 @@ def unwrap_ddp(chunk: nn.Module) -> nn.Module | None:
 
 
 def is_fully_sharded(chunk: nn.Module) -> bool:
-    """Whether any wrapper of ``chunk`` shards its parameters (any flavour of FSDP)."""
+    """Return whether any wrapper of ``chunk`` shards its parameters (any flavour of FSDP)."""
     module: Any = chunk
     while isinstance(module, nn.Module):
         kind = type(module)
@@ -52,14 +53,14 @@ def is_fully_sharded(chunk: nn.Module) -> bool:
 
 
 def gathers_parameters(ddp: nn.Module) -> bool:
-    """Whether ``ddp`` gathers parameters in forward pre-hooks (overlap_param_gather)."""
+    """Return whether ``ddp`` gathers parameters in forward pre-hooks (overlap_param_gather)."""
     return bool(getattr(getattr(ddp, "ddp_config", None), "overlap_param_gather", False))
 
 
 def has_parameter_gather_hook(module: nn.Module) -> bool:
-    """Whether DDP would gather parameters when ``module`` is called.
+    """Return whether a call of ``module`` makes DDP gather parameters.
 
-    It takes its hooks away at times, for example to evaluate.
+    DDP removes its hooks at times, for example to evaluate.
     """
     return any(
         getattr(hook, "__module__", None) == DDP_MODULE
@@ -68,9 +69,9 @@ def has_parameter_gather_hook(module: nn.Module) -> bool:
 
 
 def call_parameter_gather_hooks(modules: Sequence[nn.Module]) -> None:
-    """Run DDP's forward pre-hooks of ``modules`` by hand; a replay would not.
+    """Run DDP's forward pre-hooks of ``modules``, which a replay does not run.
 
-    DDP adds and takes away these hooks between steps, so they are looked up at every call.
+    DDP adds and removes these hooks between steps, so every call looks them up again.
     """
     for module in modules:
         for hook in list(module._forward_pre_hooks.values()):
@@ -81,17 +82,25 @@ def call_parameter_gather_hooks(modules: Sequence[nn.Module]) -> None:
 def gradient_marker(
     ddp: nn.Module, parameters: Sequence[nn.Parameter]
 ) -> Callable[[], GradientMarker] | None:
-    """What tells ``ddp``, for one slot, that the gradients of ``parameters`` are accumulated.
+    """Return a factory of one slot's signals to ``ddp`` that gradients are accumulated.
 
-    Returns None where DDP wants no such signal (without overlap_grad_reduce it reduces at the
-    step's end).
+    Args:
+        ddp: Megatron's DDP around the chunk.
+        parameters: The parameters in the order of the indices that the marker receives.
+
+    Returns:
+        A function that makes the marker of one slot; None if DDP needs no such signal (without
+        overlap_grad_reduce it reduces at the end of the step).
+
+    Raises:
+        ConfigError: DDP keeps its gradient buckets under unknown names.
     """
     ddp_config = getattr(ddp, "ddp_config", None)
     groups = getattr(ddp, "param_to_bucket_group", None)
     if ddp_config is None or groups is None:
         raise ConfigError(
             f"{type(ddp).__qualname__} has no ddp_config or param_to_bucket_group: this release of "
-            "megatron-core keeps its gradient buckets elsewhere. Use 0.16 to 0.19."
+            f"megatron-core keeps its gradient buckets elsewhere. Use {RANGE}."
         )
     if not ddp_config.overlap_grad_reduce:
         return None
@@ -102,14 +111,14 @@ def gradient_marker(
 
 
 class _BucketSignals:
-    """One slot's ready signals: a bucket's reduction starts when its last gradient is written.
+    """Start the reduction of each bucket group when a slot's backward wrote its last gradient.
 
-    In the capture an external event is recorded after the last gradient of every bucket group.
-    (Recomputation may accumulate one parameter's gradient in several parts; then the event moves
-    behind the latest.) After a replay the signals of a group are given on a side stream that waits
-    for its event alone, so that its reduction overlaps with the rest of the backward. On a CPU
-    there are no events, and the signals follow the replay. Bucket groups ignore them but for the
-    last microbatch; then nothing is done here either.
+    The capture records an external event after the last gradient of every bucket group.
+    (Recomputation may accumulate one parameter's gradient in several parts; the event then follows
+    the last part.) After a replay, the signals of a group are sent on a side stream that waits for
+    this event only, so that the reduction overlaps with the rest of the backward. A CPU has no
+    events; there the signals follow the replay. Bucket groups ignore signals before the last
+    microbatch, so none are sent then.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""How a Megatron configuration scales FP8, without Transformer Engine."""
+"""Read the FP8 recipe of a Megatron configuration, without importing Transformer Engine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["fp8_recipe"]
 
 
 def fp8_recipe(config: Any) -> str | None:
-    """Return how ``config`` scales FP8 (``delayed``, ``tensorwise``, ...); None without FP8."""
+    """Return the FP8 recipe of ``config`` (``delayed``, ``tensorwise``, ...); None without FP8."""
     if not getattr(config, "fp8", None):
         return None
     recipe = getattr(config, "fp8_recipe", None) or "delayed"

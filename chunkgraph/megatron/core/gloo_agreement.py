@@ -1,4 +1,4 @@
-"""Agreement on the host over process groups of gloo."""
+"""Agree on the host over gloo process groups."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _CLOSING_TIME = timedelta(seconds=2)
 
 
 class Gather:
-    """Gives every rank's value to all ranks of a group, on the host.
+    """Gather one value of every rank on all ranks of a group, on the host.
 
     Args:
-        group: a gloo group of its own; None for this rank alone.
+        group: A gloo group that this object owns; None for a single rank.
     """
 
     def __init__(self, group: Any) -> None:
         self._group = group
 
     def __call__(self, value: Any) -> list[Any]:
-        """The values of all, in the order of the group; every rank of it calls."""
+        """Return the values of all ranks, in the group's order; every rank must call this."""
         if self._group is None:
             return [value]
         values: list[Any] = [None] * dist.get_world_size(self._group)
@@ -33,17 +33,17 @@ class Gather:
         return values
 
     def close(self) -> None:
-        """Give the group back."""
+        """Destroy the group."""
         if self._group is not None and dist.is_initialized():
             dist.destroy_process_group(self._group)
 
 
 class Share:
-    """Gives one rank's value to all ranks of a group, on the host.
+    """Broadcast one rank's value to all ranks of a group, on the host.
 
     Args:
-        group: a gloo group of its own.
-        source: the global rank whose value it is.
+        group: A gloo group that this object owns.
+        source: The global rank whose value is broadcast.
     """
 
     def __init__(self, group: Any, source: int) -> None:
@@ -51,22 +51,22 @@ class Share:
         self._source = source
 
     def __call__(self, value: Any) -> Any:
-        """The source's value; what the others give is not looked at."""
+        """Return the source's value; the arguments of the other ranks are ignored."""
         values = [value]
         dist.broadcast_object_list(values, self._source, self._group, torch.device("cpu"))
         return values[0]
 
     def close(self) -> None:
-        """Give the group back."""
+        """Destroy the group."""
         if dist.is_initialized():
             dist.destroy_process_group(self._group)
 
 
 class Maximum:
-    """An `EarlyAgree` over a process group of its own.
+    """Compute an element-wise maximum over all ranks; implements `EarlyAgree`.
 
     Args:
-        group: a gloo group of all ranks.
+        group: A gloo group of all ranks that this object owns.
     """
 
     def __init__(self, group: Any) -> None:
@@ -74,11 +74,11 @@ class Maximum:
         self._last: Any = None
 
     def __call__(self, values: Sequence[int]) -> list[int]:
-        """Ask and wait."""
+        """Return the maximum of all ranks' values; waits for the other ranks."""
         return self.start(values)()
 
     def start(self, values: Sequence[int]) -> Callable[[], list[int]]:
-        """Ask; the result waits for the answer."""
+        """Start the reduction; return a function that waits for its result."""
         tensor = torch.tensor(list(values), dtype=torch.int64, device=torch.device("cpu"))
         work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
         self._last = work
@@ -90,10 +90,10 @@ class Maximum:
         return wait
 
     def close(self) -> None:
-        """Give the group back; nothing can be asked any more.
+        """Destroy the group; no further reduction can start.
 
-        Every step asks about the next one, so that a question is open when training ends. All
-        ranks asked it, unless one of them failed; then the group is left to the process's end.
+        Every step starts the reduction of the next one, so one is pending when training ends. It
+        completes unless a rank failed; in that case the group stays until the process ends.
         """
         group, self._group = self._group, None
         if group is None or not dist.is_initialized():

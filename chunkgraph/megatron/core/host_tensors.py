@@ -1,4 +1,4 @@
-"""Small tensors of Megatron's that are on the host on a machine with a GPU, on a CPU host."""
+"""Emulate, on a CPU host, Megatron's small tensors that stay on the host next to a GPU."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["TorchOfTheHost", "has_gpu", "host_full"]
+__all__ = ["HostTorch", "has_gpu", "host_full"]
 
 
 def has_gpu() -> bool:
-    """Whether Megatron runs on GPUs: a CPU host may tell it so where there are none."""
+    """Return whether there is a real GPU; a CPU host makes torch report one without a GPU."""
     return torch.cuda.is_available() and not isinstance(torch.cuda.current_device(), torch.device)
 
 
 class _HostTensor(torch.Tensor):
-    """A tensor that would be on the host on a machine with a GPU, and is free to be read there."""
+    """A tensor that lies on the host on a machine with a GPU, where reading it is allowed."""
 
     def item(self) -> Any:
         with _disable_current_modes(), torch._C.DisableTorchFunction():
@@ -31,32 +31,32 @@ class _HostTensor(torch.Tensor):
 
 
 def host_full(shape: tuple[int, ...], value: int) -> torch.Tensor:
-    """A tensor of whole numbers on the host, which no capture sees."""
+    """Return an int64 host tensor of ``shape`` filled with ``value``; captures do not see it."""
     with _disable_current_modes(), torch._C.DisableTorchFunction():
-        made = torch.full(shape, value, dtype=torch.long, device="cpu")
-        return made if has_gpu() else made.as_subclass(_HostTensor)
+        tensor = torch.full(shape, value, dtype=torch.long, device="cpu")
+        return tensor if has_gpu() else tensor.as_subclass(_HostTensor)
 
 
-class TorchOfTheHost:
-    """The name ``torch`` in a module of Megatron's on a CPU host.
+class HostTorch:
+    """Replace the name ``torch`` in one of Megatron's modules on a CPU host.
 
-    Tensors made without a device are on the host, and read there again: a CUDA graph does not see
-    that, and the recorder would take it for a read of device memory.
+    Next to a GPU, tensors made without a device lie on the host, and Megatron reads them there. A
+    CUDA graph does not see this; the recorder would report a read of device memory.
     """
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
 
     def tensor(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """A tensor outside of the capture."""
-        return self._made(torch.tensor, args, kwargs)
+        """Call `torch.tensor`, outside of the capture if no device is named."""
+        return self._create(torch.tensor, args, kwargs)
 
     def full(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """A tensor outside of the capture."""
-        return self._made(torch.full, args, kwargs)
+        """Call `torch.full`, outside of the capture if no device is named."""
+        return self._create(torch.full, args, kwargs)
 
     @staticmethod
-    def _made(make: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    def _create(make: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         if "device" in kwargs:
             return make(*args, **kwargs)
         with _disable_current_modes(), torch._C.DisableTorchFunction():

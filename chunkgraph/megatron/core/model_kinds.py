@@ -1,4 +1,4 @@
-"""Which of Megatron-core's models a module is: hybrid models have other names in each release."""
+"""Recognise Megatron-core's hybrid models, whose names differ between releases."""
 
 from __future__ import annotations
 
@@ -8,21 +8,24 @@ from typing import Any
 
 from chunkgraph.megatron.core.access import private_names
 
-__all__ = ["HybridNames", "hybrid_names", "is_hybrid_model", "is_stack"]
+__all__ = ["HybridNames", "is_hybrid_model", "is_stack"]
 
 _HYBRID = "megatron.core.models.hybrid"
 
 
 class HybridNames:
-    """The model and the stack of the installed release.
+    """Look up the hybrid model and its layer stack in the installed release.
 
     Attributes:
-        model: HybridModel, before it MambaModel.
-        stack: HybridStack, before it MambaStack.
-        submodules: the dataclass of the stack's layers.
-        spec_argument: the model's argument for the spec of the stack.
-        pattern_argument: the model's argument for the layers.
-        knows_stages: whether the pattern may say where stages end, and stages interleave.
+        model: The class HybridModel; MambaModel in older releases.
+        stack: The class HybridStack; MambaStack in older releases.
+        submodules: The dataclass of the stack's layers.
+        spec_argument: Name of the model's argument for the spec of the stack.
+        pattern_argument: Name of the model's argument for the pattern of layers.
+        knows_stages: Whether the pattern may mark where stages end, and stages may interleave.
+
+    Raises:
+        ConfigError: The release has moved one of them.
     """
 
     def __init__(self) -> None:
@@ -48,31 +51,22 @@ class HybridNames:
         )
 
     def transformer_engine_spec(self) -> Any:
-        """Megatron's own spec of the stack."""
+        """Return Megatron's Transformer Engine spec of the stack."""
         return private_names(*self._specs)[0]
 
 
-def hybrid_names() -> HybridNames:
-    """Those of the installed release.
-
-    Raises:
-        ConfigError: the release has moved one of them.
-    """
-    return HybridNames()
-
-
 def is_stack(module: object) -> bool:
-    """Whether it is Megatron's stack of hybrid layers, or built on it."""
+    """Return whether ``module`` is Megatron's stack of hybrid layers, or a subclass."""
     return _is_one_of(module, {"HybridStack", "MambaStack"})
 
 
 def is_hybrid_model(module: object) -> bool:
-    """Whether it is Megatron's hybrid model, or built on it."""
+    """Return whether ``module`` is Megatron's hybrid model, or a subclass."""
     return _is_one_of(module, {"HybridModel", "MambaModel"})
 
 
 def _is_one_of(module: object, names: set[str]) -> bool:
-    """By name: to import the classes takes a second, and kernels that may be missing."""
+    """Compare by name: importing the classes takes a second, and kernels that may be missing."""
     return any(
         base.__name__ in names and base.__module__.startswith("megatron.core.")
         for base in type(module).__mro__

@@ -1,8 +1,7 @@
-"""Megatron's pipeline communicator, with receives into memory that somebody else hands out.
+"""Make Megatron's pipeline communicator receive into given memory.
 
-Only where a received tensor comes from is changed: Megatron allocates it in the middle of a private
-method, so that one allocation is answered from outside, and everything else about it (groups,
-order, batches, waiting) stays Megatron's own.
+Megatron allocates a received tensor in the middle of a private method. That one allocation is
+intercepted; everything else (groups, order, batches, waiting) stays Megatron's.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _GROUPS_OF_A_SCHEDULE = ("tp", "cp", "pp", "embd", "pos_embd", "dp", "dp_cp", "t
 
 
 class Direction(Enum):
-    """What is received."""
+    """Direction of a receive."""
 
     FORWARD = "forward"
     """A stage's input, from the previous stage."""
@@ -44,28 +43,29 @@ class Direction(Enum):
 
 
 class ReceiveBuffers(Protocol):
-    """Hands out memory for one receive after another."""
+    """Provide the memory of one receive after another."""
 
     def take(
         self, direction: Direction, shape: tuple[int, ...] | None, dtype: torch.dtype | None
     ) -> torch.Tensor | None:
-        """Where the next receive of ``direction`` goes.
+        """Return the memory of the next receive of ``direction``.
 
         Called once for every receive, in order.
 
         Args:
-            direction: what is received.
-            shape: of the tensor that Megatron would make; None if it made none that can be
-                replaced.
-            dtype: likewise.
+            direction: Direction of the receive.
+            shape: Shape of the tensor that Megatron allocates; None if this receive's allocation
+                was not seen, so that the result is ignored.
+            dtype: Dtype of that tensor; None likewise.
 
         Returns:
-            A contiguous leaf that requires grad, of that shape and dtype; None: Megatron makes one.
+            A contiguous leaf that requires grad, of that shape and dtype; None to let Megatron
+            allocate.
         """
 
 
 class _ReceiveInto(TorchFunctionMode):
-    """Answers the allocations of received tensors, which alone require grad, from ``buffers``."""
+    """Serve the allocations of received tensors, the only ones that require grad, from buffers."""
 
     def __init__(self, buffers: ReceiveBuffers, directions: list[Direction]) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class _ReceiveInto(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def finish(self) -> None:
-        """Tell of receives whose tensors were made in some other way."""
+        """Report the receives whose allocations were not seen."""
         while self._left:
             self._buffers.take(self._left.popleft(), None, None)
 
@@ -94,14 +94,14 @@ def _communicator_class() -> Any:
     base = _plain_class()
 
     class SlotCommunicator(base):  # type: ignore[misc, valid-type]
-        """Megatron's communicator; received tensors lie where ``buffers`` says."""
+        """Megatron's communicator, receiving into ``buffers``."""
 
         def __init__(self, pp_group: Any, config: Any, buffers: ReceiveBuffers) -> None:
             super().__init__(pp_group, config)
             self._buffers = buffers
 
         def _communicate(self, *, recv_prev: bool, recv_next: bool, **others: Any) -> Any:
-            # In this order Megatron makes the two tensors of one exchange.
+            # Megatron allocates the two tensors of one exchange in this order.
             directions = [Direction.FORWARD] * bool(recv_prev)
             directions += [Direction.BACKWARD] * bool(recv_next)
             if not directions:
@@ -121,11 +121,11 @@ def _plain_class() -> Any:
 
 
 def make_communicator(pp_group: Any, config: Any, buffers: ReceiveBuffers) -> Any:
-    """A P2PCommunicator over ``pp_group`` that receives into ``buffers``.
+    """Return a P2PCommunicator over ``pp_group`` that receives into ``buffers``.
 
-    It does not synchronise the device after a batch (``batch_p2p_sync``, a way around a fault of
-    old releases of torch): every request is waited for by the compute stream as it is, and a host
-    that waits cannot launch ahead.
+    It does not synchronise the device after a batch (``batch_p2p_sync``, a workaround for a bug of
+    old torch releases). The compute stream waits for every request anyway, and a host that waits
+    cannot launch ahead.
     """
     config = copy.copy(config)
     config.batch_p2p_sync = False
@@ -133,12 +133,12 @@ def make_communicator(pp_group: Any, config: Any, buffers: ReceiveBuffers) -> An
 
 
 def is_plain_communicator(communicator: object) -> bool:
-    """Whether it is Megatron's own communicator, not somebody's variant of it."""
+    """Return whether this is exactly Megatron's communicator, not a subclass."""
     return type(communicator) is _plain_class()
 
 
 def is_pipelining_schedule(forward_backward: Callable[..., Any]) -> bool:
-    """Whether it is one of Megatron's two pipeline schedules, and takes a communicator."""
+    """Return whether this is one of Megatron's pipeline schedules and accepts a communicator."""
     if not hasattr(_plain_class(), "_communicate"):
         return False
     schedules = private_names(
@@ -146,12 +146,12 @@ def is_pipelining_schedule(forward_backward: Callable[..., Any]) -> bool:
         "forward_backward_pipelining_without_interleaving",
         "forward_backward_pipelining_with_interleaving",
     )
-    takes = inspect.signature(forward_backward).parameters
-    return forward_backward in schedules and {"p2p_communicator", "pg_collection"} <= takes.keys()
+    parameters = inspect.signature(forward_backward).parameters.keys()
+    return forward_backward in schedules and {"p2p_communicator", "pg_collection"} <= parameters
 
 
 def default_groups() -> Any:
-    """The process groups that a schedule uses when it is given none."""
+    """Return the process groups that a schedule uses by default."""
     build = getattr(import_megatron(_SCHEDULES), "_build_default_pg_collection", None)
     if build is not None:
         return build()

@@ -1,10 +1,10 @@
-"""Overlapped gathering of parameters (``overlap_param_gather``), seen by a replayed forward.
+"""Overlap the gathering of parameters (``overlap_param_gather``) with a replayed forward.
 
-Eagerly, a forward pre-hook of every module waits for the all-gather of the bucket that holds the
-module's parameters, and starts the next one. A replay calls no hooks. Given all at once before the
-replay, they would make the whole forward wait for the last all-gather; so they are given on a side
-stream, which records an external event behind every bucket, and the captured forward waits for
-each event where the bucket's first layer begins.
+In an eager forward, a pre-hook of every module waits for the all-gather of the bucket that holds
+the module's parameters, and starts the next all-gather. A replay calls no hooks. If all hooks ran
+on the compute stream before the replay, the whole forward would wait for the last all-gather.
+Instead they run on a side stream that records an external event after every bucket, and the
+captured forward waits for each event where the bucket's first layer begins.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ __all__ = ["ParameterGates"]
 
 
 class ParameterGates:
-    """The points of one chunk's forward at which it waits for gathered parameters.
+    """Make one chunk's captured forward wait for parameters where it first uses them.
 
     Args:
         ddp: Megatron's DDP around the chunk.
-        module: what is captured of it, on a CUDA device.
-        layers: submodules that wait for all of their parameters when they begin; what lies outside
-            of them waits for its own.
+        module: The captured module of the chunk, on a CUDA device.
+        layers: Submodules that wait for all of their parameters when they begin. A module outside
+            of them waits for the parameters that it holds directly.
     """
 
     def __init__(self, ddp: Any, module: nn.Module, layers: Iterable[nn.Module]) -> None:
@@ -39,7 +39,7 @@ class ParameterGates:
         group_of = ddp.param_to_bucket_group
         self._groups: dict[int, Any] = {}
         self._events: dict[int, torch.cuda.Event] = {}
-        # Every module, with the groups that it is the first to use.
+        # Every module, with the bucket groups that no earlier module uses.
         self._hooked: list[tuple[nn.Module, list[int]]] = []
         for submodule in module.modules():
             groups = _groups(submodule.parameters(recurse=False), group_of)
@@ -57,9 +57,9 @@ class ParameterGates:
         self._gates = [(gate, list(groups)) for gate, groups in gates if groups]
 
     def gather(self) -> None:
-        """Wait for gathers on the side stream, and start what is not started; before a replay.
+        """Before a replay, run DDP's hooks on the side stream: start gathers and wait for them.
 
-        The side stream starts behind the work given so far (the optimizer's writes).
+        The side stream first waits for the work queued so far (the optimizer's writes).
         """
         first_module, _ = self._hooked[0]
         if not has_parameter_gather_hook(first_module) or not any(
@@ -74,8 +74,11 @@ class ParameterGates:
                     self._events[key].record()
 
     @contextmanager
-    def held_by_forward(self) -> Iterator[None]:
-        """Inside, in a capture, modules wait for their parameters; at its end for all others."""
+    def wait_in_capture(self) -> Iterator[None]:
+        """Make modules wait for their parameters in a capture, and its end for all others.
+
+        Outside of a capture this does nothing.
+        """
         if not torch.cuda.is_current_stream_capturing():
             yield
             return
@@ -100,10 +103,10 @@ class ParameterGates:
 
 
 def _recorded_event() -> torch.cuda.Event:
-    """An external event that a capture can wait for.
+    """Return an external event that a capture can wait for.
 
-    torch makes an event when it is first recorded; to wait for one that was never recorded does
-    nothing, so that a capture would hold no wait at all.
+    torch creates the event when it is first recorded. Waiting for an event that was never recorded
+    does nothing, so the capture would contain no wait.
     """
     event = torch.cuda.Event(external=True)
     event.record()
@@ -113,13 +116,13 @@ def _recorded_event() -> torch.cuda.Event:
 def _groups(
     parameters: Iterable[nn.Parameter], group_of: dict[nn.Parameter, Any]
 ) -> dict[int, Any]:
-    """The bucket groups of parameters, by identity, in order."""
-    found = [group_of[p] for p in parameters if p in group_of]
-    return {id(group): group for group in found}
+    """Return the bucket groups of ``parameters`` by identity, in order."""
+    groups = [group_of[p] for p in parameters if p in group_of]
+    return {id(group): group for group in groups}
 
 
 def _is_outstanding(group: Any) -> bool:
-    """Whether a bucket group's parameters are not known to be there yet."""
+    """Return whether the gather of a bucket group has not finished, or has not started."""
     return getattr(group, "param_gather_handle", group) is not None or not getattr(
         group, "param_gather_dispatched", False
     )

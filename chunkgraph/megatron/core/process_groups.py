@@ -1,8 +1,8 @@
-"""What must be done before torch ends the process groups.
+"""Run callbacks before torch destroys the process groups.
 
-NCCL does not end a communicator while a CUDA graph holds collectives of it: it waits for the graph
-to go, without a time limit. So `torch.distributed.destroy_process_group` at the end of a script
-whose graphs are still there would hang.
+NCCL does not destroy a communicator while a CUDA graph contains its collectives: it waits for the
+graph to be freed, without a time limit. So `torch.distributed.destroy_process_group` at the end of
+a script hangs if graphs are still alive.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ _HOOK = "_chunkgraph_hook"
 
 
 def before_groups_end(done: Callable[[], None]) -> Callable[[], None]:
-    """Call a method when all process groups are about to end.
+    """Call a method before all process groups are destroyed.
 
-    Single groups may come and go without it. Whoever has taken the function out of
-    ``torch.distributed`` before does not come by here.
+    It is not called when a single group is destroyed, nor by code that imported
+    ``destroy_process_group`` from ``torch.distributed`` earlier.
 
     Args:
-        done: a bound method; its object is not kept alive for this. If it raises, the groups stay.
+        done: A bound method. Its object is referenced weakly. If it raises, the groups stay.
 
     Returns:
-        What ends it.
+        A function that removes the callback.
     """
     hook: _Hook | None = getattr(getattr(dist, _NAME), _HOOK, None)
     if hook is None:
@@ -39,9 +39,9 @@ def before_groups_end(done: Callable[[], None]) -> Callable[[], None]:
 
 
 class _Hook:
-    """Stands in both modules that have the function, as long as somebody is to be called.
+    """Replace the function in both modules that have it, while any callback is registered.
 
-    It knows itself in the functions that it puts there, so that there is one, whoever comes.
+    The replacement carries its hook as an attribute, so that all callers share one hook.
     """
 
     def __init__(self) -> None:
@@ -49,12 +49,12 @@ class _Hook:
         self._replaced: list[tuple[Any, Any, Any]] = []
         for module in (dist, dist.distributed_c10d):
             original = getattr(module, _NAME)
-            own = self._before(original)
-            self._replaced.append((module, original, own))
-            setattr(module, _NAME, own)
+            replacement = self._replacement(original)
+            self._replaced.append((module, original, replacement))
+            setattr(module, _NAME, replacement)
 
     def add(self, done: Callable[[], None]) -> Callable[[], None]:
-        """Call a bound method; returns what ends that."""
+        """Register a bound method; return a function that removes it."""
         method = weakref.WeakMethod(done, self._remove)
         self._methods.append(method)
         return lambda: self._remove(method)
@@ -63,12 +63,12 @@ class _Hook:
         self._methods[:] = [one for one in self._methods if one is not method]
         if self._methods:
             return
-        for module, original, own in self._replaced:
-            # Somebody else may stand before it by now, and then calls it, which passes.
-            if getattr(module, _NAME) is own:
+        for module, original, replacement in self._replaced:
+            # Other code may have wrapped the replacement; without callbacks it only passes on.
+            if getattr(module, _NAME) is replacement:
                 setattr(module, _NAME, original)
 
-    def _before(self, original: Any) -> Any:
+    def _replacement(self, original: Any) -> Any:
         @functools.wraps(original)
         def destroy_process_group(group: Any = None) -> None:
             if group in (None, dist.GroupMember.WORLD):

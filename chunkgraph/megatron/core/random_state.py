@@ -1,4 +1,4 @@
-"""Megatron's RNG tracker: seeds, generators for graphs, and its stand-in on a CPU host."""
+"""Megatron's RNG tracker: seeds, generators for graphs, and its replacement on a CPU host."""
 
 from __future__ import annotations
 
@@ -26,37 +26,41 @@ _RANDOM = "megatron.core.tensor_parallel.random"
 
 
 class HostGenerator(Protocol):
-    """What the CPU host offers in place of the CUDA default generator and its states."""
+    """The CPU host's replacement of the CUDA default generator and its states.
+
+    Attributes:
+        current: The live state object.
+    """
 
     current: Any
 
     def clone_current(self) -> Any:
-        """A new state object that starts where the current one is."""
+        """Return a new state object with the numbers of the current one."""
 
     def new_state(self, state: torch.Tensor) -> Any:
-        """A new state object that starts from ``state``."""
+        """Return a new state object that starts from ``state``."""
 
     def switch_to(self, state: Any) -> None:
-        """Make ``state`` the live one; repeated at every replay when captured."""
+        """Make ``state`` the live one; when captured, every replay repeats this."""
 
     def save(self, states: Iterable[Any]) -> Any:
-        """Remember the numbers that the live one and ``states`` go on with; likewise repeated."""
+        """Save the values of the live state and of ``states``; captured like `switch_to`."""
 
     def restore(self, saved: Any) -> None:
-        """Go on from what :meth:`save` returned; likewise repeated."""
+        """Restore the values that `save` returned; captured like `switch_to`."""
 
 
 def patch_rng(host: HostGenerator) -> Callable[[], None]:
     """Point Megatron's RNG tracker at the CPU generator; return a function that undoes it.
 
     The tracker then holds state objects, as it does with graph-safe CUDA generators, and every
-    switch between them goes through ``host.switch_to``. Megatron's own ``fork`` also compares the
-    CPU generator before and after, reading a tensor's value; here both are the same generator, and
-    no graph could hold the read, so the tracker gets a ``fork`` without it.
+    switch between them goes through ``host.switch_to``. Megatron's ``fork`` also compares the CPU
+    generator before and after, which reads a tensor's value. Here both are the same generator, and
+    no graph can contain the read, so the tracker gets a ``fork`` without the comparison.
 
-    Recomputation saves and restores all states. Of graph-safe ones Megatron keeps references, which
-    by then have moved on, so that the recomputed dropout would differ from the first; here they
-    are saved by value, in a replay as well.
+    Recomputation saves and restores all states. Megatron saves references to graph-safe states,
+    which have advanced by the time of the restore, so the recomputed dropout would differ from the
+    first. Here they are saved by value, in a replay as well.
     """
     module = import_megatron(_RANDOM)
     base, default_name = private_names(
@@ -68,7 +72,7 @@ def patch_rng(host: HostGenerator) -> Callable[[], None]:
     )
 
     class HostRngStatesTracker(base):  # type: ignore[misc,valid-type]
-        """Megatron's tracker on the CPU generator, always graph-safe."""
+        """Megatron's tracker on the CPU generator; always graph-safe."""
 
         _current_state_name: str
 
@@ -109,13 +113,13 @@ def patch_rng(host: HostGenerator) -> Callable[[], None]:
         host.restore(saved)
 
     def convert(state: Any, to_graphable: bool) -> Any:
-        """A state from a checkpoint, of either kind, as this host has them."""
-        numbers = state if isinstance(state, torch.Tensor) else state.get_state()
-        return host.new_state(numbers) if to_graphable else numbers
+        """Convert a state from a checkpoint, of either kind, to one of this host."""
+        values = state if isinstance(state, torch.Tensor) else state.get_state()
+        return host.new_state(values) if to_graphable else values
 
     undo = contextlib.ExitStack()
     package = import_megatron("megatron.core.tensor_parallel")
-    for place in (module, package):  # the package has a name of its own for it
+    for place in (module, package):  # the package re-exports the function
         if hasattr(place, "convert_cuda_rng_state"):
             undo.callback(patch_attributes(place, {"convert_cuda_rng_state": convert}))
     replacements = {
@@ -133,15 +137,15 @@ def patch_rng(host: HostGenerator) -> Callable[[], None]:
 
 
 def seed_model_parallel(seed: int, device: torch.device) -> None:
-    """Seed Megatron's tracker, of a kind whose states graphs can switch.
+    """Seed Megatron's tracker, as a kind whose states graphs can switch.
 
-    On a GPU that is Transformer Engine's where it is installed, since its modules expect it.
+    On a GPU this is Transformer Engine's tracker if it is installed, since its modules expect it.
     """
     (manual_seed,) = private_names(_RANDOM, "model_parallel_cuda_manual_seed")
     accepted = inspect.signature(manual_seed).parameters
     engine = importlib.util.find_spec("transformer_engine") is not None
-    wanted = "te_rng_tracker" if engine and device.type == "cuda" else "use_cudagraphable_rng"
-    manual_seed(seed, **({wanted: True} if wanted in accepted else {}))
+    flag = "te_rng_tracker" if engine and device.type == "cuda" else "use_cudagraphable_rng"
+    manual_seed(seed, **({flag: True} if flag in accepted else {}))
 
 
 def _tracker() -> Any:
@@ -150,7 +154,7 @@ def _tracker() -> Any:
 
 
 def rng_is_graph_safe() -> bool:
-    """Whether the tracker's states are generators whose switch a graph can hold."""
+    """Return whether a graph can contain the tracker's switches between its states."""
     module = import_megatron(_RANDOM)
     tracker = _tracker()
     probe = getattr(module, "is_graph_safe_cuda_rng_tracker", None)
@@ -160,14 +164,14 @@ def rng_is_graph_safe() -> bool:
 
 
 def graph_safe_generators() -> list[torch.Generator]:
-    """The tracker's generators, to be registered with every CUDA graph (none on a CPU host)."""
+    """Return the tracker's generators, to register with every CUDA graph; none on a CPU host."""
     (get_all,) = private_names(_RANDOM, "get_all_rng_states")
     states = get_all() or {}
     return [state for state in states.values() if isinstance(state, torch.Generator)]
 
 
 class RandomStates:
-    """The default generators and every state of Megatron's tracker, as they are now."""
+    """Save the default generators and every state of Megatron's tracker, by value."""
 
     def __init__(self) -> None:
         tracker = _tracker()
@@ -180,7 +184,7 @@ class RandomStates:
         self._device = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
 
     def restore(self) -> None:
-        """Put them back, by value."""
+        """Restore all saved states, by value."""
         for name, state in self._states.items():
             if not isinstance(state, torch.Tensor):
                 state.set_state(self._saved[name])
@@ -193,7 +197,7 @@ class RandomStates:
 
 @contextlib.contextmanager
 def preserve_rng() -> Iterator[None]:
-    """Put the default generators and every state of Megatron's tracker back on exit."""
+    """Restore the default generators and every state of Megatron's tracker on exit."""
     states = RandomStates()
     try:
         yield

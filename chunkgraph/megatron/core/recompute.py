@@ -1,4 +1,4 @@
-"""Activation recomputation while a graph is captured."""
+"""Enable activation recomputation while a graph is captured."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from chunkgraph.megatron.core.access import import_megatron, patch_attributes, private_names
-from chunkgraph.megatron.core.host_tensors import TorchOfTheHost, has_gpu
+from chunkgraph.megatron.core.host_tensors import HostTorch, has_gpu
 
 __all__ = ["recomputing"]
 
@@ -18,9 +18,9 @@ _RANDOM = "megatron.core.tensor_parallel.random"
 def recomputing() -> Iterator[None]:
     """Make Megatron's checkpoint recompute in a capture as it does in eager training.
 
-    Later releases see their own flag of a capture and then quietly keep all activations, since
-    their graphs end with each layer's forward. Here the backward is captured as well, by
-    ``backward()``, so that the recomputation inside it is legal and goes into its graph.
+    Later releases check their capture flag and then silently keep all activations, since their
+    graphs end with each layer's forward. Here the backward is captured as well, by ``backward()``,
+    so recomputation is legal and becomes part of the backward's graph.
     """
     (function,) = private_names(_RANDOM, "CheckpointFunction")
 
@@ -32,7 +32,7 @@ def recomputing() -> Iterator[None]:
             private_names(name, "checkpoint")
             stack.callback(patch_attributes(import_megatron(name), {"checkpoint": checkpoint}))
         if not has_gpu():
-            # To recompute its core, attention passes the kind of mask through a small tensor.
+            # Attention passes the mask type to its recomputation in a small host tensor.
             attention = import_megatron("megatron.core.transformer.attention")
-            stack.callback(patch_attributes(attention, {"torch": TorchOfTheHost()}))
+            stack.callback(patch_attributes(attention, {"torch": HostTorch()}))
         yield

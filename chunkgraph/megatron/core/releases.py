@@ -1,4 +1,4 @@
-"""The releases of Megatron-core that chunk graphs know. No torch here."""
+"""The releases of Megatron-core that chunk graphs support. No torch here."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ RANGE = "0.16 to 0.19"
 
 
 def is_known(release: tuple[int, int]) -> bool:
-    """Whether a release, as (major, minor), is in the range."""
+    """Return whether ``release``, (major, minor), is in the supported range."""
     return _FROM <= release <= _UP_TO

@@ -1,8 +1,8 @@
-"""Agreement on the host without gloo: through the store that the job's ranks met at.
+"""Agree on the host without gloo, through the job's rendezvous store.
 
-For jobs whose process groups may not be gloo's (``--disable-gloo-process-groups``). A question
-costs a rank three or four requests to the store, which rank 0 (or torchrun) serves. An answer that
-does not come within the job's timeout is an error.
+For jobs that may not use gloo groups (``--disable-gloo-process-groups``). Each agreement costs a
+rank three or four requests to the store, which rank 0 (or torchrun) serves. It is an error if a
+rank does not answer within the job's timeout.
 """
 
 from __future__ import annotations
@@ -26,14 +26,16 @@ _uses: Counter[str] = Counter()
 
 
 def _store(purpose: str) -> Any:
-    """Keys of their own in the job's store; all ranks that share them ask in the same order.
+    """Return a private key space in the job's store.
+
+    The n-th call with a purpose returns the same key space on all ranks.
 
     Args:
-        purpose: what they are for, with the ranks that share them.
+        purpose: The use of the keys, including the ranks that share them.
     """
     store: Any = distributed_c10d._get_default_store()
     if hasattr(store, "clone"):
-        store = store.clone()  # whose waiting keeps nobody else from the store
+        store = store.clone()  # a clone that waits does not block other users of the store
     number = _uses[purpose]
     _uses[purpose] += 1
     return distributed_c10d.PrefixStore(f"chunkgraph/{purpose}/{number}", store)
@@ -41,10 +43,10 @@ def _store(purpose: str) -> Any:
 
 @contextlib.contextmanager
 def _explained() -> Iterator[None]:
-    """Say what an error of the store means.
+    """Turn an error of the store into one that explains it.
 
     Raises:
-        WorkerError: a key was not set within the job's timeout, or the store has ended.
+        WorkerError: A key was not set within the job's timeout, or the store has ended.
     """
     try:
         yield
@@ -56,51 +58,53 @@ def _explained() -> Iterator[None]:
 
 
 class StoreMaximum(Maximum):
-    """An `EarlyAgree` without a process group: the rank that asks last computes the answer.
+    """Compute an element-wise maximum through the store: the last rank to post computes it.
+
+    Implements `EarlyAgree` without a process group.
 
     Args:
-        num_ranks: of the job.
+        num_ranks: Number of ranks in the job.
     """
 
     def __init__(self, num_ranks: int) -> None:
         super().__init__(None)
         self._num_ranks = num_ranks
         self._store = _store("maximum")
-        self._num_asked = 0
+        self._num_rounds = 0
         self._wait: Callable[[], list[int]] = list
 
     def start(self, values: Sequence[int]) -> Callable[[], list[int]]:
-        """Ask; the result waits for the answer."""
-        self._wait()  # so that all ranks have the last answer when all have asked again
-        wait = self._ask(values)
+        """Post the values; return a function that waits for the maximum."""
+        self._wait()  # when all ranks have posted again, all have read the last maximum
+        wait = self._post(values)
         self._wait = wait
         return wait
 
     @_explained()
-    def _ask(self, values: Sequence[int]) -> Callable[[], list[int]]:
-        store, number = self._store, self._num_asked
-        self._num_asked += 1
-        asked, count, agreed = (f"{number}/{name}" for name in ("asked", "count", "agreed"))
-        store.append(asked, f"{' '.join(map(str, values))}\n")
+    def _post(self, values: Sequence[int]) -> Callable[[], list[int]]:
+        store, number = self._store, self._num_rounds
+        self._num_rounds += 1
+        posted, count, maximum = (f"{number}/{name}" for name in ("posted", "count", "maximum"))
+        store.append(posted, f"{' '.join(map(str, values))}\n")
         if store.add(count, 1) == self._num_ranks:
-            rows = [map(int, row.split()) for row in store.get(asked).decode().splitlines()]
-            store.set(agreed, " ".join(str(max(of_ranks)) for of_ranks in zip(*rows, strict=True)))
-            for key in (asked, count, f"{number - 1}/agreed"):
+            rows = [map(int, row.split()) for row in store.get(posted).decode().splitlines()]
+            store.set(maximum, " ".join(str(max(column)) for column in zip(*rows, strict=True)))
+            for key in (posted, count, f"{number - 1}/maximum"):
                 store.delete_key(key)
 
         @functools.cache
         @_explained()
         def wait() -> list[int]:
-            return [int(value) for value in store.get(agreed).split()]
+            return [int(value) for value in store.get(maximum).split()]
 
         return wait
 
 
 class StoreShare(Share):
-    """Gives the value of the first of some ranks to all of them.
+    """Broadcast the value of the first of ``ranks`` to all of them, through the store.
 
     Args:
-        ranks: global ones, of which this is one.
+        ranks: Global ranks, including this one.
     """
 
     def __init__(self, ranks: Sequence[int]) -> None:
@@ -111,7 +115,7 @@ class StoreShare(Share):
 
     @_explained()
     def __call__(self, value: Any) -> Any:
-        """The source's value; what the others give is not looked at."""
+        """Return the source's value; the arguments of the other ranks are ignored."""
         store, key = self._store, str(self._num_shared)
         self._num_shared += 1
         if dist.get_rank() == self._source:
@@ -124,14 +128,14 @@ class StoreShare(Share):
         return pickle.loads(data)
 
     def close(self) -> None:
-        """There is nothing to give back."""
+        """Do nothing: there is no group to destroy."""
 
 
 class StoreGather(Gather):
-    """Gives every rank's value to all of some ranks.
+    """Gather one value of every rank on all of ``ranks``, through the store.
 
     Args:
-        ranks: global ones, of which this is one.
+        ranks: Global ranks, including this one.
     """
 
     def __init__(self, ranks: Sequence[int]) -> None:
@@ -142,14 +146,14 @@ class StoreGather(Gather):
 
     @_explained()
     def __call__(self, value: Any) -> list[Any]:
-        """The values of all, in the order of the ranks; every one of them calls."""
-        store, number, me = self._store, self._num_gathered, dist.get_rank()
+        """Return the values of all ranks, in the order of ``ranks``; every rank must call this."""
+        store, number, this_rank = self._store, self._num_gathered, dist.get_rank()
         self._num_gathered += 1
-        store.set(f"{number}/{me}", pickle.dumps(value))
+        store.set(f"{number}/{this_rank}", pickle.dumps(value))
         values = [store.get(f"{number}/{rank}") for rank in self._ranks]
-        # All ranks have called again, and so have read what this one gave before.
-        store.delete_key(f"{number - 1}/{me}")
+        # All ranks have called again, so all have read this rank's last value.
+        store.delete_key(f"{number - 1}/{this_rank}")
         return [pickle.loads(data) for data in values]
 
     def close(self) -> None:
-        """There is nothing to give back."""
+        """Do nothing: there is no group to destroy."""

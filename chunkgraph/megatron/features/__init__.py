@@ -1,4 +1,4 @@
-"""Capabilities of a model that captures and replays have to know, a folder each."""
+"""The features: support for capabilities of a model, one folder each."""
 
 from __future__ import annotations
 
@@ -26,4 +26,4 @@ FEATURES: tuple[type[Feature], ...] = (
     Fp8State,
     TokenPrediction,
 )
-"""In the order in which they are asked and entered; the first is next to the model."""
+"""The features in order: the first one wraps the model innermost."""

@@ -1,8 +1,8 @@
-"""The paged stash: saved activations of experts, only the rows in use, in pages shared by all.
+"""The paged stash: store the rows in use of experts' saved activations in shared pages.
 
-Experts whose input has a fixed shape save tensors of their largest size for the backward. In the
-stash only the rows that hold a token are kept between a slot's forward and its backward, in pages
-that all layers, chunks and slots of a rank share. How many rows that are stays on the device.
+Experts whose input has a fixed shape save tensors of the largest size for the backward. The stash
+keeps only the rows that hold a token between a slot's forward and its backward, in pages that all
+layers, chunks and slots of a rank share. The number of rows stays on the device.
 """
 
 from chunkgraph.memory.stash.arena import Arena, ArenaSize, StashStatus

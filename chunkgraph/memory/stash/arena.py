@@ -1,4 +1,4 @@
-"""The memory of a stash: pages, the list of free ones, and what is counted, all on the device."""
+"""The memory of a stash: its pages, their free lists and its counts, all on the device."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ __all__ = ["PAGE_ALIGNMENT_BYTES", "Arena", "ArenaSize", "StashStatus"]
 
 PAGE_ALIGNMENT_BYTES = 16
 
-_FREE, _FREE_SPILL, _WANTED, _PEAK, _SHORT = range(5)
+_FREE, _FREE_SPILL, _REQUIRED, _PEAK, _SHORT = range(5)
 
 
 @dataclass(frozen=True)
 class ArenaSize:
-    """How large an arena is.
+    """The size of an arena.
 
     Attributes:
-        page_bytes: of a page, a multiple of 16.
-        num_pages: on the device.
-        num_spill_pages: in host memory, used when the device has none left.
+        page_bytes: Bytes of a page, a multiple of 16.
+        num_pages: Number of pages on the device.
+        num_spill_pages: Number of pages in host memory, used when no device page is free.
 
     Raises:
-        ConfigError: a size that cannot be.
+        ConfigError: A size is invalid.
     """
 
     page_bytes: int
@@ -46,51 +46,51 @@ class ArenaSize:
 
     @property
     def total_pages(self) -> int:
-        """On the device and on the host."""
+        """Return the number of pages on the device and the host together."""
         return self.num_pages + self.num_spill_pages
 
     @property
     def device_bytes(self) -> int:
-        """Of all pages on the device, the one for rows that found no room included."""
+        """Return the bytes of all device pages, including the overflow page."""
         return (self.num_pages + 1) * self.page_bytes
 
 
 @dataclass(frozen=True)
 class StashStatus:
-    """What a stash counted, as read on the host.
+    """The counts of a stash on the host.
 
     Attributes:
-        num_free_pages: on the device.
-        num_free_spill_pages: on the host.
-        num_wanted_pages: of what is stashed now, whether it found room or not.
-        num_peak_pages: the most of those since the last reset of the peak.
-        num_short: tensors that found no room since the last reset.
+        num_free_pages: Free pages on the device.
+        num_free_spill_pages: Free pages on the host.
+        num_required_pages: Pages of all tensors in the stash now, including tensors without room.
+        num_peak_pages: Maximum of ``num_required_pages`` since the last reset of the peak.
+        num_short: Number of tensors without room since the last reset.
     """
 
     num_free_pages: int
     num_free_spill_pages: int
-    num_wanted_pages: int
+    num_required_pages: int
     num_peak_pages: int
     num_short: int
 
 
 class Arena:
-    """Pages and their free lists. Device pages come first, then spill pages, then no page.
+    """Pages and their free lists. Page numbers count device pages, then spill pages, then no page.
 
-    The memory lies outside all graph pools, and stays where it is as long as graphs use it.
+    The memory lies outside all graph pools and has fixed addresses as long as graphs use it.
 
     Args:
-        size: see `ArenaSize`.
-        device: where the pages lie; spill pages lie in pinned memory of the host if it is a GPU.
+        size: See `ArenaSize`.
+        device: Device of the pages. If it is a GPU, spill pages lie in pinned host memory.
 
     Attributes:
-        pages: uint8 [num_pages + 1, page_bytes]; the last is written by rows without a page.
-        spill: likewise on the host, or None.
-        stack: int32 [num_pages + 1]: the free pages, in front; the last cell is written by what is
-            not to be written.
-        spill_stack: likewise, or None.
-        state: int64 [5]: free pages, free spill pages, pages wanted now, the most of them, and how
-            many tensors found no room.
+        pages: Uint8 [num_pages + 1, page_bytes]; the last one is the overflow page, which rows
+            without a page write.
+        spill: Likewise on the host; None without spill pages.
+        stack: Int32 [num_pages + 1]: the free pages come first; masked writes go to the last cell.
+        spill_stack: Likewise for spill pages; None without them.
+        state: Int64 [5]: free pages, free spill pages, required pages, their peak, and the number
+            of tensors without room.
     """
 
     def __init__(self, size: ArenaSize, device: torch.device) -> None:
@@ -114,36 +114,36 @@ class Arena:
 
     @property
     def no_page(self) -> int:
-        """The number in a page table that means: this row has no page."""
+        """Return the entry of a page table for a row without a page."""
         return self.size.total_pages
 
     @property
     def free(self) -> torch.Tensor:
-        """Free pages on the device, shape [1]."""
+        """Return the number of free pages on the device, a view of shape [1]."""
         return self.state[_FREE : _FREE + 1]
 
     @property
     def free_spill(self) -> torch.Tensor:
-        """Free pages on the host, shape [1]."""
+        """Return the number of free pages on the host, a view of shape [1]."""
         return self.state[_FREE_SPILL : _FREE_SPILL + 1]
 
     @property
-    def wanted(self) -> torch.Tensor:
-        """Pages of what is stashed now, shape [1]."""
-        return self.state[_WANTED : _WANTED + 1]
+    def required(self) -> torch.Tensor:
+        """Return the number of pages of all tensors in the stash, a view of shape [1]."""
+        return self.state[_REQUIRED : _REQUIRED + 1]
 
     @property
     def peak(self) -> torch.Tensor:
-        """The most of those, shape [1]."""
+        """Return the peak of `required`, a view of shape [1]."""
         return self.state[_PEAK : _PEAK + 1]
 
     @property
     def short(self) -> torch.Tensor:
-        """Tensors that found no room, shape [1]."""
+        """Return the number of tensors without room, a view of shape [1]."""
         return self.state[_SHORT : _SHORT + 1]
 
     def reset(self) -> None:
-        """All pages are free. Only where nothing is stashed, or what is will not be read."""
+        """Free all pages; no stashed tensor may be read afterwards."""
         size = self.size
         self.stack.copy_(torch.arange(size.num_pages + 1, dtype=torch.int32))
         if self.spill_stack is not None:
@@ -152,10 +152,10 @@ class Arena:
         self.state.copy_(torch.tensor([size.num_pages, size.num_spill_pages, 0, 0, 0]))
 
     def forget_overflow(self) -> None:
-        """Before a step: nothing has found no room yet, and the peak is what is stashed now."""
+        """Reset the shortage and the peak, before a step."""
         self.short.zero_()
-        self.peak.copy_(self.wanted)
+        self.peak.copy_(self.required)
 
     def status(self) -> StashStatus:
-        """Wait for the device and read what was counted."""
+        """Wait for the device and return the counts."""
         return StashStatus(*self.state.tolist())

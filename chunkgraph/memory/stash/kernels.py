@@ -1,4 +1,4 @@
-"""What moves rows between tensors and pages: one interface, two implementations."""
+"""Move rows between tensors and pages: one interface, two implementations."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ KernelChoice = Literal["auto", "reference", "triton"]
 
 
 class StashKernels(Protocol):
-    """All of it runs on the device and in graphs: fixed shapes, nothing read on the host.
+    """Kernels of the stash. They can be captured: shapes are fixed, and the host reads nothing.
 
     Attributes:
-        reads_host_pages: whether it works on a GPU with spill pages in the host's memory.
-        loads_without_memory: whether `load` takes no memory, so that it may run on any stream.
+        reads_host_pages: Whether they work on a GPU with spill pages in host memory.
+        loads_without_memory: Whether `load` allocates no memory, so that it may run on any stream.
     """
 
     reads_host_pages: bool
     loads_without_memory: bool
 
     def take(self, arena: Arena, rows: RowsInUse, layout: RowLayout) -> Ticket:
-        """Take pages for the rows in use; all or, where too few are free, none."""
+        """Allocate pages for the rows in use: all of them, or none if too few are free."""
 
     def store(
         self, arena: Arena, values: torch.Tensor, rows: RowsInUse, layout: RowLayout, ticket: Ticket
@@ -41,22 +41,22 @@ class StashKernels(Protocol):
     def load(
         self, arena: Arena, into: torch.Tensor, rows: RowsInUse, layout: RowLayout, ticket: Ticket
     ) -> None:
-        """Copy them back; rows that are not in use, or found no room, are zero."""
+        """Copy the rows back to ``into``; rows that are not in use or had no room become zero."""
 
     def give_back(self, arena: Arena, layout: RowLayout, ticket: Ticket) -> None:
-        """The pages are free again."""
+        """Free the pages."""
 
 
 def new_kernels(device: torch.device, choice: KernelChoice = "auto") -> StashKernels:
-    """The implementation for ``device``.
+    """Return the kernels for ``device``.
 
     Args:
-        device: where the pages lie.
-        choice: ``auto`` takes Triton's on a GPU where it is installed, else the reference in plain
-            torch operators. Both copy the same bits.
+        device: Device of the pages.
+        choice: ``auto`` uses Triton's kernels on a GPU if Triton is installed, else the reference
+            kernels of plain torch operators. Both copy the same bits.
 
     Raises:
-        ConfigError: Triton was asked for and cannot be had.
+        ConfigError: ``choice`` is ``triton``, which is not available.
     """
     has_triton = device.type == "cuda" and importlib.util.find_spec("triton") is not None
     if choice == "triton" and not has_triton:

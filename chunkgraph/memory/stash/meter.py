@@ -1,4 +1,4 @@
-"""How many pages forwards need, measured on the device in eager steps."""
+"""Measure on the device, in eager steps, how many pages forwards need."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ __all__ = ["PageMeter", "most_at_once"]
 
 
 class PageMeter:
-    """The most pages that one forward of each chunk took.
+    """Measure the most pages that one forward of each chunk needs.
 
     Args:
-        num_chunks: of the rank.
-        device: where it counts.
+        num_chunks: Number of chunks of the rank.
+        device: Device of the counters.
 
     Attributes:
-        full_bytes: for each chunk, what its forward would keep of all rows, in use or not.
+        full_bytes: For each chunk, the bytes that its forward would keep for all rows, in use or
+            not.
     """
 
     def __init__(self, num_chunks: int, device: torch.device) -> None:
@@ -35,7 +36,7 @@ class PageMeter:
 
     @contextmanager
     def forward(self, chunk: int) -> Iterator[None]:
-        """Around one forward of a chunk."""
+        """Enclose one forward of a chunk."""
         self._chunk, self._full, self._limit = chunk, 0, 0
         self._now.zero_()
         try:
@@ -50,11 +51,11 @@ class PageMeter:
 
     @property
     def was_used(self) -> bool:
-        """Whether a forward was measured."""
+        """Return whether a forward was measured."""
         return self._was_used
 
     def add(self, rows: RowsInUse, layout: RowLayout) -> None:
-        """One tensor that would be stashed."""
+        """Count a tensor that would be stashed."""
         if self._chunk is None:
             return
         pages = (rows.total + (layout.rows_per_page - 1)) // layout.rows_per_page
@@ -65,24 +66,28 @@ class PageMeter:
     def pages_for(
         self, num_slots: Sequence[int], headroom: float, most_in_flight: int | None = None
     ) -> int:
-        """Pages for all that is in flight at once, each holding the most that was measured.
+        """Return the pages for all microbatches in flight, each with the measured maximum.
 
-        Waits for the device.
+        Waits for the device. The result is limited to `most_pages`.
 
         Args:
-            num_slots: of each chunk.
-            headroom: factor for forwards that take more; never more than all rows in use.
-            most_in_flight: microbatches of all chunks together; None: as many as slots.
+            num_slots: Number of slots of each chunk.
+            headroom: Factor for forwards that need more.
+            most_in_flight: Maximum number of microbatches in flight in all chunks together; None
+                for the number of slots.
         """
-        wanted = most_at_once(num_slots, self._peaks.tolist(), most_in_flight)
-        return min(math.ceil(wanted * headroom), self.most_pages(num_slots, most_in_flight))
+        required = most_at_once(num_slots, self._peaks.tolist(), most_in_flight)
+        return min(math.ceil(required * headroom), self.most_pages(num_slots, most_in_flight))
 
     def most_pages(self, num_slots: Sequence[int], most_in_flight: int | None = None) -> int:
-        """Pages for all that is in flight at once, all rows in use; 0 if none was measured.
+        """Return the pages for all microbatches in flight with all rows in use.
 
         Args:
-            num_slots: of each chunk.
-            most_in_flight: as for `pages_for`.
+            num_slots: Number of slots of each chunk.
+            most_in_flight: See `pages_for`.
+
+        Returns:
+            The number of pages; 0 if no forward was measured.
         """
         return most_at_once(num_slots, self._most, most_in_flight)
 
@@ -90,7 +95,7 @@ class PageMeter:
 def most_at_once(
     num_slots: Sequence[int], each: Sequence[int], most_in_flight: int | None = None
 ) -> int:
-    """The most that slots hold together, where a slot of chunk ``c`` holds ``each[c]``."""
+    """Return the most that slots hold together if a slot of chunk ``c`` holds ``each[c]``."""
     left = sum(num_slots) if most_in_flight is None else most_in_flight
     total = 0
     for amount, count in sorted(zip(each, num_slots, strict=True), reverse=True):

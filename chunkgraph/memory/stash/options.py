@@ -1,4 +1,4 @@
-"""How a rank's stash is sized, and what follows when it runs out."""
+"""Options of a rank's stash: its size, and the policy when it runs out of pages."""
 
 from __future__ import annotations
 
@@ -13,30 +13,31 @@ from chunkgraph.memory.stash.kernels import KernelChoice
 __all__ = ["OnOverflow", "StashOptions"]
 
 OnOverflow = Literal["rerun", "raise"]
-"""What follows a step in which pages ran out."""
+"""Policy for a step that ran out of pages."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StashOptions:
-    """How a rank's stash is sized, and what follows when it runs out.
+    """Options of a rank's stash: its size, and the policy when it runs out of pages.
 
     Attributes:
-        page_bytes: of a page, a multiple of 16, no smaller than a row of a saved tensor.
-        headroom: pages taken, as a multiple of what eager steps showed to be needed. What is over
-            1 is doubled with every capture after a step that ran out.
-        initial_bytes: of the pages at first; None: as the eager steps before the capture show.
-        max_bytes: the most that pages on the device may grow to; None: no limit.
-        spill_bytes: of pages in pinned memory of the host, for what finds none on the device.
-        on_overflow: what follows a step in which pages ran out: ``rerun`` it eagerly, or ``raise``.
-        max_recaptures: how many times more pages are then taken and graphs captured anew.
-        kernels: see `new_kernels`.
-        prefetches: whether a backward reloads a layer's tensors on a stream beside, while the layer
-            after it runs.
-        skips_single_slots: whether a chunk with one slot, each of whose backwards follows its
-            forward at once, keeps what its experts save where it is.
+        page_bytes: Bytes of a page: a multiple of 16, at least one row of a saved tensor.
+        headroom: Number of pages as a multiple of the number that eager steps need. The part above
+            1 doubles with every capture after a step that ran out.
+        initial_bytes: Bytes of the pages in the first capture; None to measure them in the eager
+            steps before it.
+        max_bytes: Maximum bytes of the device pages; None for no limit.
+        spill_bytes: Bytes of the pages in pinned host memory, used when no device page is free.
+        on_overflow: Policy for a step that ran out of pages: ``rerun`` it eagerly, or ``raise``.
+        max_recaptures: Maximum number of captures with more pages.
+        kernels: See `new_kernels`.
+        prefetches: Whether a backward reloads a layer's tensors on a side stream while the
+            following layer's backward runs.
+        skips_single_slots: Whether a chunk with one slot, whose backwards directly follow their
+            forwards, does not stash.
 
     Raises:
-        ConfigError: a value is out of its range.
+        ConfigError: A value is out of its range.
     """
 
     page_bytes: int = 65536
@@ -58,9 +59,9 @@ class StashOptions:
                 raise ConfigError(f"The stash's {name} is {value}; it must be 0 or greater.")
         if not (self.headroom > 0 and math.isfinite(self.headroom)):
             raise ConfigError(f"The stash's headroom is {self.headroom}; it must be above 0.")
-        for name, known in (("on_overflow", OnOverflow), ("kernels", KernelChoice)):
-            if getattr(self, name) not in get_args(known):
-                choices = ", ".join(map(repr, get_args(known)))
+        for name, literal in (("on_overflow", OnOverflow), ("kernels", KernelChoice)):
+            if getattr(self, name) not in get_args(literal):
+                choices = ", ".join(map(repr, get_args(literal)))
                 raise ConfigError(
                     f"The stash's {name} is {getattr(self, name)!r}; it is one of {choices}."
                 )

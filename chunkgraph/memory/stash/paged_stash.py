@@ -1,8 +1,8 @@
-"""The paged stash: rows in use go to pages, and come back as whole tensors.
+"""The paged stash: copy rows in use to pages, and reload them as whole tensors.
 
-It knows no schedule and no slots. A stashed tensor's page table is an ordinary tensor, so that in a
-captured forward it lies in the memory of the slot, and the slot's captured backward finds it there:
-whichever slots are in flight, in whatever order they are replayed, each has its own pages.
+The stash depends on no schedule and no slots. A stashed tensor's page table is an ordinary tensor,
+so in a captured forward it lies in the slot's memory, where the slot's captured backward reads it.
+So every slot has its own pages, for any set of slots in flight and any order of replays.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class Stashed:
     """A tensor in the stash.
 
     Attributes:
-        ticket: where its rows are.
-        rows: which of them are in use.
-        layout: of the rows in pages.
-        shape: of the tensor.
-        dtype: of the tensor.
+        ticket: Page table of its rows.
+        rows: Its rows in use.
+        layout: Layout of the rows in pages.
+        shape: Shape of the tensor.
+        dtype: Dtype of the tensor.
     """
 
     ticket: Ticket
@@ -41,11 +41,11 @@ class Stashed:
 
 
 class Reload:
-    """A tensor that comes back, perhaps on a stream of its own.
+    """A reload of a tensor, possibly on another stream.
 
     Args:
-        into: where to.
-        ready: recorded behind the copy; None: the copy is ordered already.
+        into: The tensor that receives the rows.
+        ready: Event after the copy; None if the copy runs on the current stream.
     """
 
     def __init__(self, into: torch.Tensor, ready: torch.cuda.Event | None = None) -> None:
@@ -53,7 +53,7 @@ class Reload:
         self._ready = ready
 
     def tensor(self) -> torch.Tensor:
-        """The tensor; what the current stream does from now on finds it there."""
+        """Return the tensor; the current stream waits for the copy."""
         if self._ready is not None:
             torch.cuda.current_stream(self._into.device).wait_event(self._ready)
             self._ready = None
@@ -61,21 +61,21 @@ class Reload:
 
 
 class PagedStash:
-    """Pages shared by all layers, chunks and slots of a rank.
+    """Stash tensors in pages that all layers, chunks and slots of a rank share.
 
-    Everything but `reload_ahead` runs on the current stream: stash and reload on one stream, or
-    order them.
+    All methods except `reload_ahead` run on the current stream: stash and reload on one stream, or
+    order the streams.
 
     Args:
-        size: of its memory.
-        device: where it lies.
-        kernels: see `new_kernels`.
+        size: Size of the arena.
+        device: Device of the arena.
+        kernels: See `new_kernels`.
 
     Raises:
-        ConfigError: these kernels cannot be had, or cannot spill to the host.
+        ConfigError: The kernels are not available, or cannot spill to the host.
 
     Attributes:
-        arena: its memory.
+        arena: The pages and their counts.
     """
 
     def __init__(
@@ -85,8 +85,8 @@ class PagedStash:
         if size.num_spill_pages and device.type == "cuda" and not self._kernels.reads_host_pages:
             raise ConfigError(
                 f"{size.num_spill_pages} spill pages with the stash's reference kernels on "
-                f"{device}: only its Triton kernels reach pages in the memory of the host. Install "
-                "triton and choose kernels 'auto', or set spill_bytes to 0."
+                f"{device}: only its Triton kernels access pages in host memory. Install triton "
+                "and choose kernels 'auto', or set spill_bytes to 0."
             )
         self.arena = Arena(size, device)
         aside = device.type == "cuda" and self._kernels.loads_without_memory
@@ -95,15 +95,15 @@ class PagedStash:
     def stash(self, tensor: torch.Tensor, rows: RowsInUse) -> Stashed:
         """Copy the rows in use of a contiguous tensor to pages.
 
-        Where too few pages are free nothing is stored, the shortage is counted on the device
-        (`Arena.short`), and a reload gives zeros.
+        If too few pages are free, nothing is stored, the device counts the shortage
+        (`Arena.short`), and a reload returns zeros.
 
         Args:
-            tensor: shape [rows.num_rows, ...].
-            rows: which of them are in use.
+            tensor: A tensor of shape [rows.num_rows, ...].
+            rows: Its rows in use.
 
         Raises:
-            ConfigError: a page is smaller than a row.
+            ConfigError: A page is smaller than a row.
         """
         values = tensor.detach()
         layout = row_layout(values, self.arena.size.page_bytes)
@@ -112,21 +112,21 @@ class PagedStash:
         return Stashed(ticket, rows, layout, values.shape, values.dtype)
 
     def reload(self, stashed: Stashed) -> torch.Tensor:
-        """The tensor, in memory of its own; rows that were not in use are zero."""
+        """Return the tensor in new memory; rows that were not in use are zero."""
         into = torch.empty(stashed.shape, dtype=stashed.dtype, device=self.arena.device)
         self._kernels.load(self.arena, into, stashed.rows, stashed.layout, stashed.ticket)
         return into
 
     def reload_now(self, stashed: Stashed) -> Reload:
-        """`reload`, ordered like everything else."""
+        """Reload a tensor on the current stream."""
         return Reload(self.reload(stashed))
 
     def reload_ahead(self, several: Sequence[Stashed]) -> list[Reload]:
-        """Start to reload tensors on a stream beside the current one, which is not held up.
+        """Start to reload tensors on a side stream; the current stream does not wait.
 
-        Their memory is of the current stream. One of them must be taken (`Reload.tensor`) before
-        any is given back: that is what orders the streams. Without Triton's kernels it is done at
-        once.
+        The current stream allocates their memory. One of them must be used (`Reload.tensor`)
+        before the pages of any are freed, since that orders the streams. Without Triton's kernels
+        the reload runs on the current stream.
         """
         if self._side is None or not several:
             return [self.reload_now(stashed) for stashed in several]
@@ -141,15 +141,15 @@ class PagedStash:
         return [Reload(tensor, ready) for tensor in into]
 
     def give_back(self, stashed: Stashed) -> None:
-        """Free the pages; once for each `stash`."""
+        """Free the pages of a tensor; call this once for each `stash`."""
         self._kernels.give_back(self.arena, stashed.layout, stashed.ticket)
 
 
 def row_layout(tensor: torch.Tensor, page_bytes: int) -> RowLayout:
-    """How the rows of ``tensor`` (its first dimension) lie in pages.
+    """Return the layout in pages of the rows (first dimension) of ``tensor``.
 
     Raises:
-        ConfigError: a page is smaller than a row.
+        ConfigError: A page is smaller than a row.
     """
     num_rows = tensor.shape[0]
     row_bytes = tensor.numel() // num_rows * tensor.element_size()
@@ -157,6 +157,6 @@ def row_layout(tensor: torch.Tensor, page_bytes: int) -> RowLayout:
         raise ConfigError(
             f"A row of {row_bytes} bytes (of a saved tensor of shape {tuple(tensor.shape)}, "
             f"{tensor.dtype}) does not fit into a stash page of {page_bytes} bytes. "
-            "Make page_bytes larger; 64 rows to a page waste little."
+            "Increase page_bytes; 64 rows per page waste little."
         )
     return RowLayout(num_rows, row_bytes, page_bytes)

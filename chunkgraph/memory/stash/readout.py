@@ -1,4 +1,4 @@
-"""The stash's counts on the host, without waiting while the device works."""
+"""Copy the stash's counts to the host without stalling the device."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ __all__ = ["StashReadout", "StepReadout"]
 
 
 class StashReadout:
-    """Copies an arena's counts behind the kernels of a step.
+    """Copy an arena's counts to the host after the kernels queued so far.
 
     Args:
-        arena: whose counts.
+        arena: The arena.
     """
 
     def __init__(self, arena: Arena) -> None:
@@ -22,23 +22,23 @@ class StashReadout:
         self._event = torch.cuda.Event() if arena.state.is_cuda else None
 
     def send(self) -> None:
-        """Send the counts on their way, on the current stream."""
+        """Start copying the counts on the current stream."""
         self._host.copy_(self._state, non_blocking=True)
         if self._event is not None:
             self._event.record()
 
     def wait(self) -> StashStatus:
-        """What was sent last; waits until it has arrived, for nothing behind it."""
+        """Wait for the last copy, not for work after it, and return the counts."""
         if self._event is not None:
             self._event.synchronize()
         return StashStatus(*self._host.tolist())
 
 
 class StepReadout:
-    """An arena's counts of one step: behind its last forward, and behind its end.
+    """Read an arena's counts of one step: after its last forward, and after its end.
 
     Args:
-        arena: whose counts.
+        arena: The arena.
     """
 
     def __init__(self, arena: Arena) -> None:
@@ -46,37 +46,37 @@ class StepReadout:
         self.begin()
 
     def begin(self) -> None:
-        """Another step begins, of which nothing is known."""
+        """Begin another step; discard the counts of the previous one."""
         self._is_sent = self._has_ended = False
-        self._told: StashStatus | None = None
+        self._status: StashStatus | None = None
 
     def end_forwards(self) -> None:
-        """After the last forward: send the counts on their way."""
+        """Start copying the counts after the last forward."""
         self._forwards.send()
         self._is_sent = True
 
     def resume_forwards(self) -> None:
-        """There was one more."""
+        """Undo `end_forwards`: another forward follows."""
         self._is_sent = False
 
     def end(self) -> None:
-        """After the step: send them once more; what forwards left too, if that was not known."""
+        """Start copying the counts after the step, and those of the forwards if not yet done."""
         if not self._is_sent:
             self.end_forwards()
         self._end.send()
         self._has_ended = True
 
     def status(self) -> StashStatus:
-        """The counts behind the last forward; waits for that, not for the backwards behind it."""
-        self._told = self._forwards.wait()
-        return self._told
+        """Wait for the last forward, not for the backwards, and return the counts after it."""
+        self._status = self._forwards.wait()
+        return self._status
 
     def num_short_late(self) -> int:
-        """Tensors that found no page behind what `status` told; waits for the step's end."""
-        if self._told is None or not self._has_ended:
+        """Wait for the step's end; return how many tensors found no page after `status`."""
+        if self._status is None or not self._has_ended:
             return 0
-        return self._end.wait().num_short - self._told.num_short
+        return self._end.wait().num_short - self._status.num_short
 
     def num_pages_left(self) -> int:
-        """Pages that were not given back; waits for the step's end."""
-        return self._end.wait().num_wanted_pages if self._has_ended else 0
+        """Wait for the step's end; return how many pages were not freed."""
+        return self._end.wait().num_required_pages if self._has_ended else 0

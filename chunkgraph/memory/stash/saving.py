@@ -1,4 +1,4 @@
-"""What autograd saves inside a scope goes to the stash and comes back for the backward."""
+"""Stash the tensors that autograd saves inside a scope, and reload them in the backward."""
 
 from __future__ import annotations
 
@@ -18,25 +18,26 @@ from chunkgraph.memory.stash.rows import RowLayout, RowsInUse
 __all__ = ["MIN_ROW_BYTES", "Saving", "SavingMode"]
 
 MIN_ROW_BYTES = 64
-"""Rows below this stay where they are: a page table would cost as much."""
+"""Smaller rows are not stashed: a page table would cost as much."""
 
 SavingMode = Literal["off", "measure", "stash"]
 
 
 class _Group:
-    """What was stashed in one scope; ``before`` it in the same forward was another.
+    """The tensors that were stashed in one scope.
 
-    A backward comes to the groups from the last to the first.
+    ``previous`` is the group of the previous scope in the same forward. A backward reaches the
+    groups in reverse order.
     """
 
-    def __init__(self, before: _Group | None) -> None:
-        self.before = before
-        self.members: list[_Kept] = []
-        self.is_asked_for = False
+    def __init__(self, previous: _Group | None) -> None:
+        self.previous = previous
+        self.members: list[_SavedTensor] = []
+        self.is_reached = False
 
 
-class _Kept:
-    """A stashed tensor as autograd holds it: by one or more nodes."""
+class _SavedTensor:
+    """A stashed tensor that one or more autograd nodes hold."""
 
     def __init__(self, stashed: Stashed, name: str, shape: torch.Size, group: _Group) -> None:
         self.stashed = stashed
@@ -44,48 +45,48 @@ class _Kept:
         self.shape = shape
         self.group = group
         self.num_uses = 0
-        self.loaded: Reload | None = None
+        self.reload: Reload | None = None
 
 
 @dataclass(frozen=True)
 class _Columns:
-    """Some columns of a stashed tensor's rows, as autograd holds them."""
+    """Some columns of a stashed tensor's rows, held by an autograd node."""
 
-    kept: _Kept
+    saved: _SavedTensor
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int
 
 
 @dataclass(frozen=True)
-class _Known:
-    """A tensor that was stashed already in this scope."""
+class _Entry:
+    """A tensor that is already stashed in this scope, with its version."""
 
     storage: StorageWeakRef
     version: int
-    kept: _Kept
+    saved: _SavedTensor
 
 
 class Saving:
-    """Decides in a scope what becomes of each tensor that autograd saves there.
+    """Choose and stash the tensors that autograd saves in a scope.
 
-    Stashed are contiguous tensors that have the scope's rows, or are some of the rows of such a
-    tensor, and that are not parameters; all rows may lie one after the other in one dimension. Of
-    some columns of such a tensor (a gate that was split off) all are stashed, once. The rest is
-    saved as always.
+    A contiguous tensor is stashed if it is not a parameter and has the scope's rows, or is a range
+    of rows of such a tensor. All rows may be flattened into one dimension. For a tensor that is
+    some columns of such a matrix (a split-off gate), the whole matrix is stashed once. Autograd
+    saves all other tensors as usual.
 
     Args:
-        page_bytes: of the stash.
-        min_row_bytes: smaller rows are not stashed.
-        prefetches: whether a backward that comes to a scope starts to reload what was stashed in
-            the scope before, which it needs next.
+        page_bytes: Bytes of a page of the stash.
+        min_row_bytes: Smaller rows are not stashed.
+        prefetches: Whether a backward that reaches a scope starts to reload the tensors of the
+            previous scope, which it needs next.
 
     Attributes:
-        mode: ``off``: autograd saves as always; ``measure``: so it does, and ``meter`` counts;
-            ``stash``: to ``stash``.
-        meter: where to count.
-        stash: where to stash.
-        ambiguous: shapes of what was not stashed because a parameter has the same.
+        mode: ``off``: autograd saves as usual. ``measure``: likewise, and ``meter`` counts.
+            ``stash``: save to ``stash``.
+        meter: The meter of ``measure``.
+        stash: The stash of ``stash``.
+        ambiguous: Shapes of tensors that were not stashed because a parameter has the same shape.
     """
 
     def __init__(
@@ -98,21 +99,21 @@ class Saving:
         self._page_bytes = page_bytes
         self._min_row_bytes = min_row_bytes
         self._prefetches = prefetches
-        self._waiting: dict[int, _Kept] = {}
-        self._last: _Group | None = None  # of the forward that runs
+        self._waiting: dict[int, _SavedTensor] = {}
+        self._last: _Group | None = None  # the last group of the running forward
 
     @contextmanager
     def during(self, mode: SavingMode) -> Iterator[None]:
-        """Another mode for a while."""
-        before, self.mode = self.mode, mode
+        """Set the mode inside the block."""
+        previous, self.mode = self.mode, mode
         try:
             yield
         finally:
-            self.mode = before
+            self.mode = previous
 
     @contextmanager
     def forward(self, chunk: int) -> Iterator[None]:
-        """Around a chunk's forward; what is stashed outside of one is never prefetched."""
+        """Enclose a chunk's forward; tensors stashed outside of one are never prefetched."""
         self._last = _Group(None)
         measures = self.mode == "measure" and self.meter is not None
         try:
@@ -125,43 +126,43 @@ class Saving:
     def scope(
         self, rows: RowsInUse, parameters: Collection[torch.Tensor], name: str
     ) -> Iterator[None]:
-        """Inside, what autograd saves of ``rows`` is stashed (or measured, by the mode).
+        """Stash or measure, depending on the mode, the tensors with ``rows`` that autograd saves.
 
-        The backward must not depend on rows that are not in use: it finds zeros there.
+        The backward must not depend on rows that are not in use; it reads zeros there.
 
         Args:
-            rows: of the tensors to stash.
-            parameters: never stashed, nor what has their shape.
-            name: of the layer, in errors.
+            rows: Rows of the tensors to stash.
+            parameters: Tensors that are never stashed, nor any tensor with their shape.
+            name: Name of the layer in errors.
         """
         if self.mode == "off" or not torch.is_grad_enabled():
             yield
             return
         chosen = _Choice(rows, parameters, self._min_row_bytes, self.ambiguous)
-        known: dict[tuple[Any, ...], _Known] = {}
+        entries: dict[tuple[Any, ...], _Entry] = {}
         pack = self._measuring(chosen, name) if self.mode == "measure" else None
-        pack = pack or self._stashing(chosen, known, name)
+        pack = pack or self._stashing(chosen, entries, name)
         with torch.autograd.graph.saved_tensors_hooks(pack, self._unpack):
             yield
 
     def check_all_read(self) -> None:
-        """After captures: every stashed tensor was read by a backward.
+        """Check after captures that backwards read every stashed tensor.
 
         Raises:
-            StashError: one was not; its pages would be lost in every replay.
+            StashError: A tensor was not read; its pages would leak in every replay.
         """
         if not self._waiting:
             return
-        names = sorted({kept.name for kept in self._waiting.values()})
+        names = sorted({saved.name for saved in self._waiting.values()})
         self.forget_waiting()
         raise StashError(
-            f"{', '.join(names)}: saved tensors were stashed that no backward read, so that their "
-            "pages would never be free again. A part of the experts' result that the loss does not "
-            "depend on does this. Train without the stash, or take that part out of the model."
+            f"{', '.join(names)}: no backward read some stashed tensors, so their pages would "
+            "never be freed. This happens if the loss does not depend on a part of the experts' "
+            "result. Train without the stash, or remove that part from the model."
         )
 
     def forget_waiting(self) -> None:
-        """What was stashed so far will not be read: a capture failed."""
+        """Forget the stashed tensors that no backward read, after a capture failed."""
         self._waiting.clear()
 
     def _measuring(self, chosen: _Choice, name: str) -> Callable[[torch.Tensor], Any]:
@@ -173,8 +174,8 @@ class Saving:
             whole = _whole_rows(tensor)
             part = chosen.rows_of(whole)
             if part is not None:
-                before = seen.get(_key(whole))
-                if before is None or before.expired():
+                storage = seen.get(_key(whole))
+                if storage is None or storage.expired():
                     seen[_key(whole)] = StorageWeakRef(tensor.untyped_storage())
                     meter.add(part, _layout_of(_by_rows(whole, part), self._page_bytes, name))
             return tensor
@@ -182,7 +183,7 @@ class Saving:
         return pack
 
     def _stashing(
-        self, chosen: _Choice, known: dict[tuple[Any, ...], _Known], name: str
+        self, chosen: _Choice, entries: dict[tuple[Any, ...], _Entry], name: str
     ) -> Callable[[torch.Tensor], Any]:
         stash = self.stash
         assert stash is not None
@@ -195,62 +196,62 @@ class Saving:
             part = chosen.rows_of(whole)
             if part is None:
                 return tensor
-            before = known.get(_key(whole))
-            is_same = before is not None and not before.storage.expired()
-            if before is None or not is_same or before.version != tensor._version:
+            entry = entries.get(_key(whole))
+            is_same = entry is not None and not entry.storage.expired()
+            if entry is None or not is_same or entry.version != tensor._version:
                 stashed = stash.stash(_by_rows(whole, part), part)
-                kept = _Kept(stashed, name, whole.shape, group)
-                group.members.append(kept)
+                saved = _SavedTensor(stashed, name, whole.shape, group)
+                group.members.append(saved)
                 storage = StorageWeakRef(tensor.untyped_storage())
-                before = known[_key(whole)] = _Known(storage, tensor._version, kept)
-                self._waiting[id(kept)] = kept
-            before.kept.num_uses += 1
+                entry = entries[_key(whole)] = _Entry(storage, tensor._version, saved)
+                self._waiting[id(saved)] = saved
+            entry.saved.num_uses += 1
             if whole is tensor:
-                return before.kept
+                return entry.saved
             offset = int(tensor.storage_offset())
-            return _Columns(before.kept, tensor.shape, tensor.stride(), offset)
+            return _Columns(entry.saved, tensor.shape, tensor.stride(), offset)
 
         return pack
 
-    def _unpack(self, held: Any) -> torch.Tensor:
-        if isinstance(held, _Columns):
-            return self._unpack(held.kept).as_strided(held.shape, held.stride, held.offset)
-        if not isinstance(held, _Kept):
-            return held
-        if not held.num_uses:
+    def _unpack(self, packed: Any) -> torch.Tensor:
+        if isinstance(packed, _Columns):
+            return self._unpack(packed.saved).as_strided(packed.shape, packed.stride, packed.offset)
+        if not isinstance(packed, _SavedTensor):
+            return packed
+        if not packed.num_uses:
             raise StashError(
-                f"{held.name}: a backward read a stashed tensor for the second time. The stash "
-                "gives its pages back at the first: do not retain the graph of a chunk."
+                f"{packed.name}: a backward read a stashed tensor for the second time. The stash "
+                "frees its pages after the first time: do not retain the graph of a chunk."
             )
         assert self.stash is not None
-        if held.loaded is None:
-            held.loaded = self.stash.reload_now(held.stashed)
-        tensor = held.loaded.tensor().view(held.shape)
-        if not held.group.is_asked_for:
-            held.group.is_asked_for = True
-            self._prefetch(held.group.before)
-        held.num_uses -= 1
-        if not held.num_uses:
-            self.stash.give_back(held.stashed)
-            held.loaded = None
-            self._waiting.pop(id(held), None)
+        if packed.reload is None:
+            packed.reload = self.stash.reload_now(packed.stashed)
+        tensor = packed.reload.tensor().view(packed.shape)
+        if not packed.group.is_reached:
+            packed.group.is_reached = True
+            self._prefetch(packed.group.previous)
+        packed.num_uses -= 1
+        if not packed.num_uses:
+            self.stash.give_back(packed.stashed)
+            packed.reload = None
+            self._waiting.pop(id(packed), None)
         return tensor
 
     def _prefetch(self, group: _Group | None) -> None:
-        """Start to reload a group; where nothing was stashed in it, the one before."""
+        """Start to reload a group, or the nearest previous one with stashed tensors."""
         while group is not None and not group.members:
-            group = group.before
-        if group is None or group.is_asked_for or not self._prefetches:
+            group = group.previous
+        if group is None or group.is_reached or not self._prefetches:
             return
         assert self.stash is not None
-        wanted = [kept for kept in group.members if kept.num_uses and kept.loaded is None]
-        reloads = self.stash.reload_ahead([kept.stashed for kept in wanted])
-        for kept, loaded in zip(wanted, reloads, strict=True):
-            kept.loaded = loaded
+        pending = [saved for saved in group.members if saved.num_uses and saved.reload is None]
+        reloads = self.stash.reload_ahead([saved.stashed for saved in pending])
+        for saved, reload in zip(pending, reloads, strict=True):
+            saved.reload = reload
 
 
 class _Choice:
-    """Which saved tensors are rows of the scope."""
+    """Choose the saved tensors that consist of rows of the scope."""
 
     def __init__(
         self,
@@ -264,13 +265,13 @@ class _Choice:
         self._min_row_bytes = min_row_bytes
         self._parts: dict[tuple[int, int], RowsInUse] = {}
         self._addresses = {p.untyped_storage().data_ptr() for p in parameters}
-        # Copies of weights (in another type, or transposed) are no rows, whatever their number.
+        # Copies of weights (in another dtype, or transposed) are not rows, for any number of rows.
         shapes = [tuple(p.shape) for p in parameters]
         flat = [(p.numel(),) for p in parameters]
         self._shapes = {*shapes, *(shape[::-1] for shape in shapes), *flat}
 
     def rows_of(self, tensor: torch.Tensor) -> RowsInUse | None:
-        """The rows that ``tensor`` consists of, or None."""
+        """Return the rows in use of ``tensor``; None if it does not consist of rows."""
         if not tensor.dim() or not tensor.numel() or type(tensor) is not torch.Tensor:
             return None
         storage = tensor.untyped_storage()
@@ -302,12 +303,12 @@ class _Choice:
 
 
 def _by_rows(tensor: torch.Tensor, rows: RowsInUse) -> torch.Tensor:
-    """A view whose first dimension are the rows."""
+    """Return a view whose first dimension is the rows."""
     return tensor.detach().view(rows.num_rows, -1) if tensor.dim() == 1 else tensor
 
 
 def _whole_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or where it is some columns of a matrix that fills its storage, that matrix."""
+    """Return the matrix whose columns ``tensor`` is, if it fills the storage; else ``tensor``."""
     if tensor.dim() != 2 or tensor.is_contiguous() or not tensor.numel():
         return tensor
     storage, size = tensor.untyped_storage(), tensor.element_size()

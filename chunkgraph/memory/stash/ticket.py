@@ -1,4 +1,4 @@
-"""Where the rows of one tensor went."""
+"""The page table of one stashed tensor."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ __all__ = ["Ticket"]
 
 @dataclass(frozen=True)
 class Ticket:
-    """A page table. Made in a captured forward, it lies in the slot's own memory.
+    """A page table. If a captured forward creates it, it lies in the slot's memory.
 
     Attributes:
-        table: int32 [max_pages]: page numbers, those in use in front.
-        taken: int64 [3]: pages wanted, pages got on the device, pages got on the host.
+        table: Int32 [max_pages]: page numbers; those in use come first.
+        taken: Int64 [3]: required pages, allocated device pages, allocated host pages.
     """
 
     table: torch.Tensor

@@ -1,8 +1,8 @@
-"""The stash's kernels in Triton; imported only where Triton is installed.
+"""The stash's kernels in Triton; imported only if Triton is installed.
 
-One program takes or returns pages; one program a row copies. No two of them run at the same time,
-since all are launched on one stream. Kernels take pointers and sizes one by one, as Triton compiles
-them.
+One program allocates or frees pages; one program per row copies. No two kernels run at the same
+time, since all are launched on one stream. Kernels take pointers and sizes as separate arguments,
+as Triton requires.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ def _take(  # type: ignore[no-untyped-def]
     HAS_SPILL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    wanted = (tl.load(total) + rows_per_page - 1) // rows_per_page
+    num_required = (tl.load(total) + rows_per_page - 1) // rows_per_page
     free = tl.load(state)
     free_spill = tl.load(state + 1)
-    in_use = tl.load(state + 2) + wanted
+    in_use = tl.load(state + 2) + num_required
     peak = tl.load(state + 3)
     short = tl.load(state + 4)
-    fits = wanted <= free + free_spill
-    got = tl.where(fits, wanted, 0)
+    fits = num_required <= free + free_spill
+    got = tl.where(fits, num_required, 0)
     here = tl.minimum(got, free)
     for start in range(0, max_pages, BLOCK):
         i = start + tl.arange(0, BLOCK)
@@ -60,7 +60,7 @@ def _take(  # type: ignore[no-untyped-def]
     tl.store(state + 2, in_use)
     tl.store(state + 3, tl.maximum(peak, in_use))
     tl.store(state + 4, tl.where(fits, short, short + 1))
-    tl.store(taken, wanted)
+    tl.store(taken, num_required)
     tl.store(taken + 1, here)
     tl.store(taken + 2, got - here)
 
@@ -69,7 +69,7 @@ def _take(  # type: ignore[no-untyped-def]
 def _give_back(  # type: ignore[no-untyped-def]
     state, stack, spill_stack, table, taken, max_pages, HAS_SPILL: tl.constexpr, BLOCK: tl.constexpr
 ):
-    wanted = tl.load(taken)
+    num_required = tl.load(taken)
     here = tl.load(taken + 1)
     got = here + tl.load(taken + 2)
     free = tl.load(state)
@@ -85,7 +85,7 @@ def _give_back(  # type: ignore[no-untyped-def]
     tl.debug_barrier()
     tl.store(state, free + here)
     tl.store(state + 1, free_spill + (got - here))
-    tl.store(state + 2, in_use - wanted)
+    tl.store(state + 2, in_use - num_required)
 
 
 @triton.jit
@@ -108,29 +108,29 @@ def _copy_row(  # type: ignore[no-untyped-def]
     place = tl.load(places + row).to(tl.int64)
     page = tl.load(table + place // rows_per_page, mask=place >= 0, other=no_page).to(tl.int64)
     at = (place % rows_per_page) * units
-    # As lengths, so that the masks below compare a block with one number.
+    # Lengths rather than booleans, so that the masks below compare a block with one number.
     units_of_row = tl.where(page < no_page, units, 0)
     units_here = tl.where(page < num_pages, units, 0)
     units_there = units_of_row - units_here
     for start in range(0, units, BLOCK):
         i = start + tl.arange(0, BLOCK)
-        mine = data + row * units + i
+        cells = data + row * units + i
         here = pages + page * page_units + at + i
         there = spill + (page - num_pages) * page_units + at + i
         if LOADS:
             value = tl.load(here, mask=i < units_here, other=0)
             if HAS_SPILL:
                 value += tl.load(there, mask=i < units_there, other=0)
-            tl.store(mine, value, mask=i < units)
+            tl.store(cells, value, mask=i < units)
         else:
-            value = tl.load(mine, mask=i < units_of_row, other=0)
+            value = tl.load(cells, mask=i < units_of_row, other=0)
             tl.store(here, value, mask=i < units_here)
             if HAS_SPILL:
                 tl.store(there, value, mask=i < units_there)
 
 
 class TritonKernels:
-    """See `StashKernels`. Spill pages are read and written where they are, in pinned memory."""
+    """See `StashKernels`. Spill pages are read and written in place, in pinned memory."""
 
     reads_host_pages = True
     loads_without_memory = True

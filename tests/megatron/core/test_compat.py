@@ -145,7 +145,7 @@ def test_other_releases_are_refused(
     if is_known:
         refuse_other_releases()
         return
-    with pytest.raises(ConfigError, match=r"know the releases 0\.16 to 0\.19"):
+    with pytest.raises(ConfigError, match=r"support the releases 0\.16 to 0\.19"):
         refuse_other_releases()
     with pytest.raises(ConfigError, match="train without chunk graphs"):
         attach(nn.Linear(2, 2))

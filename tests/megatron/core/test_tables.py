@@ -127,7 +127,7 @@ def test_tables_outlive_longer_ones() -> None:
     module = _LatentTables()
     tables = CachedTables([module])
     module.get_cached_cos_sin(4)
-    with tables.held():
+    with tables.hold():
         for length in (8, 4, 6):
             module.get_cached_cos_sin(length)
         held = weakref.ref(module.cos_cached)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from chunkgraph.megatron.core.access import import_megatron, patch_attributes, private_names
-from chunkgraph.megatron.core.host_tensors import TorchOfTheHost, has_gpu, host_full
+from chunkgraph.megatron.core.host_tensors import HostTorch, has_gpu, host_full
 
 __all__ = ["gather_fixed_rows", "patch_router", "static_dispatch"]
 
@@ -31,7 +31,7 @@ def static_dispatch() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.callback(gather_fixed_rows())
         if not has_gpu():
-            stack.callback(patch_attributes(module, {"torch": TorchOfTheHost()}))
+            stack.callback(patch_attributes(module, {"torch": HostTorch()}))
         yield
 
 

@@ -1,1 +1,1 @@
-"""Caches and scales of Transformer Engine's FP8."""
+"""Support the caches and scales of Transformer Engine's FP8."""

@@ -1,20 +1,20 @@
-"""FP8 in Transformer Engine: its state, on the device and in Python, and how graphs follow it.
+"""Keep the state of Transformer Engine's FP8, on the device and in Python, right in graphs.
 
 Weights. A layer quantizes its weight in the first microbatch of a step and keeps the result, its
-*cache*, for the others. Which microbatch it is, an attribute of the layer says
-(``is_first_microbatch``), which a graph would freeze; in a capture the layer reads a tensor of the
-process instead, so that the same graph renews the cache or leaves it. `Fp8State` gives the graphs
-such a tensor of their own and writes it before a replayed forward, where it must change. All slots
-share the caches, which lie outside of all pools: eager steps made them.
+*cache*, for the other microbatches. The layer's attribute ``is_first_microbatch`` marks the first
+microbatch, and a graph would freeze it. In a capture the layer reads a process-wide tensor
+instead, so that one graph either updates the cache or keeps it. `Fp8State` provides this tensor to
+the graphs and writes it before a replayed forward when it must change. All slots share the caches,
+which eager steps allocated outside of all pools.
 
-Delayed scaling. Quantizers note the largest magnitudes they saw; at the end of a chunk's forward,
-and of its backward, the scales of the next microbatch are made from them, reduced over a group of
-ranks. All of that is work on tensors that stay where they are, so it is captured: the forward's by
-itself, the backward's (which layers leave out while a graph is captured) by `Fp8State` at the end
-of the backward. Several microbatches in flight then update the scales in the order of the replays,
-which is the order of the eager run; what a backward needs of its forward's scales is in its slot.
+Delayed scaling. Quantizers record the largest magnitudes. At the end of a chunk's forward, and of
+its backward, these are reduced over a group of ranks and give the scales of the next microbatch.
+This is device work on tensors with fixed addresses, so it is captured: with the forward as it is;
+in the backward, where layers omit it during a capture, by `Fp8State` at the end. Several
+microbatches in flight then update the scales in the order of the replays, which is the order of
+the eager run. A slot holds what its backward needs of its forward's scales.
 
-Current and blockwise scaling keep nothing from one microbatch to the next.
+Current and blockwise scaling keep no state between microbatches.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _NEEDED = (
 
 
 def fp8_is_installed() -> bool:
-    """Whether Transformer Engine can be imported."""
+    """Return whether Transformer Engine can be imported."""
     try:
         importlib.import_module(_MODULE)
     except ImportError:
@@ -56,23 +56,23 @@ def fp8_is_installed() -> bool:
 
 
 def reset_fp8() -> None:
-    """Forget the FP8 state of models that are gone; graphs must be gone too."""
+    """Reset the process-wide FP8 state; models and graphs that used it must no longer exist."""
     if fp8_is_installed():
         _manager().reset()
 
 
 class Fp8State(Feature):
-    """The FP8 state of one rank's captured modules.
+    """Support the FP8 state of one rank's captured modules.
 
     Args:
-        parts: for each chunk, the modules in it.
-        labels: names the chunks in errors.
-        device: where the parameters are.
-        is_delayed: whether scales are made from earlier microbatches.
+        parts: For each chunk, its modules.
+        labels: Names of the chunks in errors.
+        device: Device of the parameters.
+        is_delayed: Whether scales depend on earlier microbatches (delayed scaling).
 
     Raises:
         MissingDependencyError: Transformer Engine is not installed.
-        ConfigError: the installed release has moved what is needed of it.
+        ConfigError: The installed release lacks a required attribute.
     """
 
     def __init__(
@@ -102,15 +102,15 @@ class Fp8State(Feature):
         self._skips = True
         self._is_first = False
         self._is_capturing = False
-        self._held: list[torch.Tensor] = []
+        self._references: list[torch.Tensor] = []
 
     @classmethod
     def refusals(cls, site: Site) -> list[str]:
-        """List what a graph cannot hold with FP8, Transformer Engine itself included."""
+        """List what a graph cannot hold with FP8, and a missing Transformer Engine."""
         refusals = fp8_refusals(site.config)
         if fp8_recipe(site.config) is not None and not fp8_is_installed():
             refusals.append(
-                f"fp8={site.config.fp8!r}: it is Transformer Engine's, which cannot be imported; "
+                f"fp8={site.config.fp8!r}: it needs Transformer Engine, which cannot be imported; "
                 "install chunkgraph[te]"
             )
         return refusals
@@ -129,7 +129,7 @@ class Fp8State(Feature):
         )
 
     def wrap(self, part: CapturedPart, chunk: Chunk) -> Chunk:
-        """Do around replays and in captures what the FP8 state of the chunk needs."""
+        """Update the chunk's FP8 state around replays, and check it in captures."""
         before, run, index = chunk.before_forward, chunk.forward, part.index
 
         def before_forward() -> None:
@@ -155,16 +155,16 @@ class Fp8State(Feature):
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
-        """Around a session: graphs read the tensor of their own, and the caches stay.
+        """Make captured layers read this object's tensor; keep the caches alive afterwards.
 
         Raises:
-            CaptureError: a layer made its cache anew, so that graphs write to another's memory.
+            CaptureError: A layer allocated a new cache, which would lie in the memory of one slot.
         """
         fields, self._is_capturing = self._fields(), True
-        given = fields.skip_fp8_weight_update_tensor
+        previous = fields.skip_fp8_weight_update_tensor
         self._skip.fill_(1.0)
         self._skips = True
-        # Layers that are told to cache nothing would begin to, were there such a tensor.
+        # With such a tensor, layers that are configured to cache nothing would cache.
         caches_nothing = any(
             getattr(layer, "disable_parameter_transpose_cache", False)
             for layers in self._layers
@@ -174,20 +174,20 @@ class Fp8State(Feature):
         try:
             yield
         finally:
-            fields.skip_fp8_weight_update_tensor, self._is_capturing = given, False
-        self._held = [
+            fields.skip_fp8_weight_update_tensor, self._is_capturing = previous, False
+        self._references = [
             tensor
             for index in range(len(self._parts))
             for tensors in self._caches(index).values()
             for tensor in tensors
         ]
-        self._held += [*self._histories(), *self._scales()]
+        self._references += [*self._histories(), *self._scales()]
 
     @contextmanager
     def preserving(self) -> Iterator[None]:
-        """Put histories, scales and what layers know of the microbatch back on exit."""
+        """Restore histories, scales and the layers' ``is_first_microbatch`` on exit."""
         saved = [(t, t.detach().clone()) for t in (*self._histories(), *self._scales())]
-        known = {id(tensor) for tensor, _ in saved}
+        saved_ids = {id(tensor) for tensor, _ in saved}
         flags = [(m, getattr(m, _FIRST)) for layers in self._layers for m in layers]
         try:
             yield
@@ -195,50 +195,47 @@ class Fp8State(Feature):
             with torch.no_grad():
                 for tensor, value in saved:
                     tensor.copy_(value)
-                # Made inside, by a first forward: as that found them.
+                # Reset tensors that a first forward created inside to their initial values.
                 for history in self._histories():
-                    if id(history) not in known:
+                    if id(history) not in saved_ids:
                         history.zero_()
                 for scale in self._scales():
-                    if id(scale) not in known:
+                    if id(scale) not in saved_ids:
                         scale.fill_(1.0)
             for module, is_first in flags:
                 setattr(module, _FIRST, is_first)
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        """Around an eager pass beside a replay: the same microbatch. Goes inside `preserving`."""
+        """Give an eager pass the replay's ``is_first_microbatch``; used inside `preserving`."""
         for layers in self._layers:
-            self._tell(layers, self._is_first)
+            _set_first(layers, self._is_first)
         yield
 
     def release(self) -> None:
-        """Let the caches go; no graph may use them any more."""
-        self._held.clear()
+        """Drop the references to the caches; no graph may use them afterwards."""
+        self._references.clear()
 
     def _begin_forward(self, index: int) -> None:
-        """Write the tensor that the next replay reads, where it must change.
+        """Write the tensor that the next replay reads, if it must change.
 
-        Megatron's schedule tells every layer that a chunk's first microbatch of a step begins. An
-        eager layer notes that it is over; for layers that are replayed it is noted here.
+        Megatron's schedule sets ``is_first_microbatch`` of every layer when the first microbatch
+        of a step begins. An eager layer resets it in its forward; for replayed layers this method
+        resets it.
         """
         layers = self._layers[index]
         self._is_first = bool(layers) and getattr(layers[0], _FIRST)
         if self._is_first:
-            self._tell(layers, False)
+            _set_first(layers, False)
         if self._is_first == self._skips:
             self._skips = not self._is_first
             self._skip.fill_(float(self._skips))
-
-    def _tell(self, layers: Sequence[nn.Module], is_first: bool) -> None:
-        for layer in layers:
-            setattr(layer, _FIRST, is_first)
 
     def _update_scales(self) -> None:
         self._manager.reduce_and_update_fp8_tensors(forward=False)
 
     def _is_in_graph(self) -> bool:
-        # The recorder has no passes before its captures in which caches could be made.
+        # The recorder runs no warmup pass, in which layers could allocate caches.
         return self._device.type != "cuda" or torch.cuda.is_current_stream_capturing()
 
     def _check_caches(self, index: int, before: dict[str, tuple[torch.Tensor, ...]]) -> None:
@@ -246,14 +243,14 @@ class Fp8State(Feature):
         for name, tensors in after.items():
             if _addresses(tensors) != _addresses(before.get(name, ())):
                 raise CaptureError(
-                    f"{self._labels[index]}: {name} made its cached FP8 weight anew while a graph "
-                    "was captured, in memory that belongs to one slot.\n  To do: let an eager "
-                    "training step run before the capture (num_warmup_steps of 1 or more), with "
-                    "gradients for the same inputs; or train without FP8."
+                    f"{self._labels[index]}: {name} allocated its cached FP8 weight during a "
+                    "capture, in memory that belongs to one slot.\n  To do: run an eager training "
+                    "step before the capture (num_warmup_steps of 1 or more), with gradients for "
+                    "the same inputs; or train without FP8."
                 )
 
     def _caches(self, index: int) -> dict[str, tuple[torch.Tensor, ...]]:
-        """The memory of every cached weight of a chunk, by the name of layer and weight."""
+        """Return the tensors of every cached weight of a chunk, by layer and weight name."""
         return {
             f"layer {number} ({type(module).__name__}), {name}": _memory_of(cache)
             for number, module in enumerate(self._parts[index])
@@ -261,7 +258,7 @@ class Fp8State(Feature):
         }
 
     def _fields(self) -> Any:
-        """Where the process-wide state is: an object of its own, or in earlier 2.x the class."""
+        """Return the holder of the process-wide state: an object, or the class in earlier 2.x."""
         return getattr(self._manager, "quantization_state", self._manager)
 
     def _histories(self) -> list[torch.Tensor]:
@@ -272,35 +269,40 @@ class Fp8State(Feature):
 
 
 def fp8_refusals(config: Any) -> list[str]:
-    """List what does not go together with FP8 in a graph.
+    """List the settings that a graph cannot combine with FP8, each with its reason.
 
     Args:
-        config: anything that has TransformerConfig's fields as attributes, or some of them.
+        config: An object that has all or some fields of TransformerConfig as attributes.
     """
     recipe = fp8_recipe(config)
     if recipe is None:
         return []
-    found: list[str] = []
+    refusals: list[str] = []
     if recipe not in ("delayed", "tensorwise", "blockwise"):
-        found.append(
-            f"fp8_recipe={recipe!r}: its quantizers were not tried in chunk graphs; use "
-            "tensorwise, blockwise or delayed"
+        refusals.append(
+            f"fp8_recipe={recipe!r}: its quantizers are untested in chunk graphs; use tensorwise, "
+            "blockwise or delayed"
         )
     if getattr(config, "use_transformer_engine_op_fuser", False):
-        found.append(
+        refusals.append(
             "use_transformer_engine_op_fuser=True with FP8: fused operations keep the state of "
-            "their quantizers elsewhere than layers do, where it was not looked after"
+            "their quantizers in other places than layers, which chunk graphs do not handle"
         )
     granularity = getattr(config, "recompute_granularity", None)
     recomputed = set(getattr(config, "recompute_modules", None) or ())
     if granularity == "full" or (granularity == "selective" and recomputed - {"core_attn"}):
-        what = "" if granularity == "full" else f" of {', '.join(sorted(recomputed))}"
-        found.append(
-            f"recompute_granularity={granularity!r}{what} with FP8: Transformer Engine's own "
-            "recomputation keeps scales of the first pass in a queue of Python's, which a replay "
-            "does not advance; recompute core_attn alone, or nothing"
+        modules = "" if granularity == "full" else f" of {', '.join(sorted(recomputed))}"
+        refusals.append(
+            f"recompute_granularity={granularity!r}{modules} with FP8: Transformer Engine's "
+            "recomputation keeps scales of the first pass in a Python queue, which a replay does "
+            "not advance; recompute only core_attn, or nothing"
         )
-    return found
+    return refusals
+
+
+def _set_first(layers: Sequence[nn.Module], is_first: bool) -> None:
+    for layer in layers:
+        setattr(layer, _FIRST, is_first)
 
 
 def _manager() -> Any:
@@ -318,7 +320,7 @@ def _flattened(buffers: dict[str, list[torch.Tensor]]) -> list[torch.Tensor]:
 
 
 def _memory_of(cache: Any) -> tuple[torch.Tensor, ...]:
-    """The plain tensors in a quantized tensor, or itself."""
+    """Return the plain tensors inside a quantized tensor, or a plain tensor itself."""
     inner = tuple(v for v in vars(cache).values() if isinstance(v, torch.Tensor))
     return inner if inner or not isinstance(cache, torch.Tensor) else (cache,)
 

@@ -1,1 +1,1 @@
-"""Mamba layers next to attention."""
+"""Support Mamba layers next to attention."""

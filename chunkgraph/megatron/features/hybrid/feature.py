@@ -1,4 +1,4 @@
-"""Hybrid models: what a chunk graph cannot hold, and what Mamba layers want of packed sequences."""
+"""Support hybrid models: refusals, and Mamba layers on packed sequences."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ __all__ = ["Hybrid", "check_seq_idx", "hybrid_refusals", "layer_refusals"]
 
 _REFUSED_LAYERS = {
     "D": (
-        "sparse attention (D): the scale of its indexer's loss is set anew for every microbatch, "
-        "as another tensor"
+        "sparse attention (D): every microbatch sets the scale of its indexer's loss to another "
+        "tensor"
     )
 }
 
 
 class Hybrid(Feature):
-    """Mamba layers in captured parts.
+    """Support Mamba layers in captured parts.
 
     Args:
-        modules: of the captured parts.
-        has_padding: whether rows of packed sequences may hold no token.
+        modules: All modules of the captured parts.
+        has_padding: Whether microbatches may contain rows without a token.
     """
 
     def __init__(self, modules: Sequence[nn.Module], *, has_padding: bool) -> None:
@@ -48,17 +48,17 @@ class Hybrid(Feature):
 
     @classmethod
     def of(cls, site: Site) -> Self | None:
-        """Apply where a captured part has a Mamba layer."""
+        """Apply to models with a Mamba layer in a captured part."""
         modules = [module for part in site.parts for module in part.modules]
         return cls(modules, has_padding=site.has_padding) if mamba_mixers_of(modules) else None
 
     def install(self, undo: ExitStack) -> None:
-        """Clear rows after the last document, in eager passes too."""
+        """Clear rows after the last document, also in eager passes."""
         if self._has_padding:
             undo.callback(clear_mamba_padding(self._modules))
 
     def call(self, part: CapturedPart, call: Call) -> Call:
-        """Refuse packed sequences that Mamba layers do not see the beginnings of."""
+        """Refuse packed sequences whose beginnings are unknown to Mamba layers."""
         if not mamba_mixers_of(part.modules):
             return call
         label = part.label
@@ -73,30 +73,30 @@ class Hybrid(Feature):
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
-        """Number the documents' rows without the host."""
+        """Number the documents' rows on the device."""
         with packed_mamba_rows():
             yield
 
     def beside(self) -> AbstractContextManager[None]:
-        """Number rows as in a capture."""
+        """Number the documents' rows as in a capture."""
         return self.capturing()
 
 
 def hybrid_refusals(
     config: Any, chunks: Iterable[nn.Module], packing: PackedShape | None
 ) -> list[str]:
-    """The settings of a hybrid model that a chunk graph cannot honour, each with its reason.
+    """List the settings of a hybrid model that a graph cannot hold, each with its reason.
 
     Args:
         config: Megatron's TransformerConfig.
-        chunks: model chunks, wrappers included.
-        packing: the fixed shape of packed sequences, if there are any.
+        chunks: Model chunks with their wrappers.
+        packing: The largest packed shape; None without packed sequences.
     """
     modules = [module for chunk in chunks for module in chunk.modules()]
     stacks: list[Any] = [module for module in modules if is_stack(module)]
     if not stacks:
         return []
-    # Those of all stages, where the model says them: every rank is to refuse, or none.
+    # The model's pattern covers all stages, so that either all ranks refuse or none.
     patterns = [
         getattr(module, name, None) or ""
         for module in modules
@@ -115,64 +115,65 @@ def layer_refusals(
     *,
     predicts_several_tokens: bool,
 ) -> list[str]:
-    """The same of a hybrid model whose kinds of layers are known.
+    """List the settings that a graph cannot hold in a hybrid model with these kinds of layers.
 
     Args:
-        config: anything that has TransformerConfig's fields as attributes, or some of them.
-        layers: the symbols in its pattern.
-        packing: as for `hybrid_refusals`.
-        predicts_several_tokens: whether it has multi-token prediction.
+        config: An object that has all or some fields of TransformerConfig as attributes.
+        layers: Symbols in the model's layer pattern.
+        packing: See `hybrid_refusals`.
+        predicts_several_tokens: Whether the model has multi-token prediction.
     """
-    found = [f"hybrid model with {why}" for s, why in _REFUSED_LAYERS.items() if s in layers]
+    refusals = [f"hybrid model with {why}" for s, why in _REFUSED_LAYERS.items() if s in layers]
     if predicts_several_tokens:
-        found.append(
-            "hybrid model with multi-token prediction: its stage has a second stack, which was not "
-            "tried"
+        refusals.append(
+            "hybrid model with multi-token prediction: its stage has a second stack, which is "
+            "untested"
         )
     if fp8_recipe(config) is not None:
-        found.append(
-            f"hybrid model with fp8={config.fp8!r}: the quantized weights of its Mamba layers were "
-            "not tried in chunk graphs"
+        refusals.append(
+            f"hybrid model with fp8={config.fp8!r}: the quantized weights of its Mamba layers are "
+            "untested in chunk graphs"
         )
     size = getattr(config, "context_parallel_size", 1) or 1
     if size == 1 and packing is not None and packing.context_parallel_size > 1:
-        found.append(
-            "hybrid model with context-parallel sizes that change: the heads of a mixer are shared "
-            "by the ranks that it was built for; use one context_parallel_size"
+        refusals.append(
+            "hybrid model with context-parallel sizes that change: a mixer divides its heads among "
+            "the ranks that it was built for; use one context_parallel_size"
         )
     if packing is not None:
-        found += _packed_refusals(config, layers)
-    return found
+        refusals += _packed_refusals(config, layers)
+    return refusals
 
 
 def _packed_refusals(config: Any, layers: set[str]) -> list[str]:
-    found = []
+    refusals = []
     if "G" in layers:
-        found.append("packed sequences with gated delta nets (G): they were not tried")
+        refusals.append("packed sequences with gated delta nets (G): they are untested")
     if "M" not in layers:
-        return found
+        return refusals
     if not getattr(config, "use_mamba_mem_eff_path", True):
-        found.append(
-            "packed sequences with use_mamba_mem_eff_path=False: only the other path of Megatron's "
-            "mixer knows documents"
+        refusals.append(
+            "packed sequences with use_mamba_mem_eff_path=False: only the memory-efficient path of "
+            "Megatron's mixer separates documents"
         )
-    return found
+    return refusals
 
 
 def check_seq_idx(params: Any, label: str) -> None:
-    """Refuse packed parameters that do not tell Mamba layers where documents begin.
+    """Refuse packed parameters without the beginnings of documents for Mamba layers.
 
     Args:
-        params: Megatron's ``PackedSeqParams``; of a release that numbers rows in the mixer, any.
-        label: names the chunk in errors.
+        params: Megatron's ``PackedSeqParams``. A release that numbers rows in the mixer has no
+            ``seq_idx``; its parameters pass.
+        label: Name of the chunk in errors.
 
     Raises:
-        ConfigError: they have no ``seq_idx``.
+        ConfigError: ``seq_idx`` is None.
     """
     if hasattr(params, "seq_idx") and params.seq_idx is None:
         raise ConfigError(
             f"{label} has Mamba layers and was called with packed_seq_params without seq_idx: all "
-            "documents of a microbatch would share one state. Give the document of each row, int32 "
+            "documents of a microbatch would share one state. Pass the document of each row, int32 "
             "of shape (1, rows); chunkgraph.packing.pack() computes it on the host, and Megatron "
-            "itself does where total_tokens is given."
+            "computes it if total_tokens is set."
         )

@@ -1,4 +1,4 @@
-"""Megatron-core's hybrid models under the names of each release, and the mixers in them."""
+"""Adapt Megatron-core's hybrid layers: the local stack, and the row numbers of Mamba mixers."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _MIXER = "megatron.core.ssm.mamba_mixer"
 
 
 def local_stack(stack: Any, norm: Any) -> Any:
-    """``stack`` as a class whose last norm is ``norm``; Megatron's is Transformer Engine's.
+    """Return a subclass of ``stack`` whose final norm is ``norm``, not Transformer Engine's.
 
     Args:
-        stack: of `HybridNames`.
-        norm: called with config, hidden size and eps.
+        stack: The stack class of `HybridNames`.
+        norm: Norm class; called with config, hidden_size and eps.
     """
 
     class LocalStack(stack):
@@ -47,28 +47,27 @@ def local_stack(stack: Any, norm: Any) -> Any:
 
 
 def has_mamba_kernels() -> bool:
-    """Whether Megatron's mixer found mamba-ssm and einops when it was imported."""
-    found = private_names(_MIXER, "HAVE_MAMBA_SSM", "HAVE_EINOPS")
-    return all(found)
+    """Return whether Megatron's mixer could import mamba-ssm and einops."""
+    return all(private_names(_MIXER, "HAVE_MAMBA_SSM", "HAVE_EINOPS"))
 
 
 def can_recompute_hybrid_layers() -> bool:
-    """Whether the stack heeds full recomputation; earlier releases quietly keep everything."""
+    """Return whether the stack supports full recomputation; earlier releases ignore it."""
     return importlib.util.find_spec("megatron.core.recompute") is not None
 
 
 def mamba_mixers_of(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """The Mamba mixers among them."""
+    """Return the Mamba mixers among ``modules``."""
     mixer = getattr(sys.modules.get(_MIXER), "MambaMixer", None)
     return [] if mixer is None else [m for m in modules if isinstance(m, mixer)]
 
 
 @contextlib.contextmanager
 def packed_mamba_rows() -> Iterator[None]:
-    """Let mixers that number the documents' rows themselves do it without the host.
+    """Make mixers number the documents' rows on the device.
 
-    Earlier releases do it in each mixer, by a count that is read on the host; later ones are given
-    the numbers with the offsets. The numbers are the same.
+    In earlier releases each mixer computes the numbers from a count that it reads on the host; in
+    later ones they come with the offsets. The numbers are the same.
     """
     mixer = getattr(sys.modules.get(_MIXER), "MambaMixer", None)
     if not hasattr(mixer, "_create_packed_seq_idx"):
@@ -79,8 +78,8 @@ def packed_mamba_rows() -> Iterator[None]:
         padded = params.cu_seqlens_q_padded
         offsets = params.cu_seqlens_q if padded is None else padded
         rows = torch.arange(total_tokens, device=offsets.device)
-        found = torch.searchsorted(offsets[1:].long(), rows, right=True)
-        return with_room(found.to(torch.int32).unsqueeze(0))
+        documents = torch.searchsorted(offsets[1:].long(), rows, right=True)
+        return with_room(documents.to(torch.int32).unsqueeze(0))
 
     undo = patch_attributes(mixer, {"_create_packed_seq_idx": create})
     try:

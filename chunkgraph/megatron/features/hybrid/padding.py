@@ -1,12 +1,12 @@
-"""Mamba layers on packed rows: rows behind the last document go in and come out as zeros.
+"""Zero the rows after the last document at the input and output of Mamba layers.
 
-Nothing in a mixer leaves rows out: the gradients of its weights add up products over all of them,
-and 0 times NaN is NaN. So whatever lies behind the last document is cleared before a layer and
-behind it, by selection. Behind it also clears what comes back there as a gradient.
+A mixer skips no rows: the gradients of its weights sum products over all rows, and 0 times NaN is
+NaN. So the rows after the last document are replaced by zeros before and after a layer, by
+selection. The selection after the layer also zeroes the gradient that flows back into these rows.
 
-Padding between documents (context parallelism, ``pad_seq_to_mult``) is left as it is. With zeros
-there graphs left eager training in the last bits, most likely since a kernel adds up its decay
-within a block of rows whatever document they belong to.
+Padding between documents (context parallelism, ``pad_seq_to_mult``) stays as it is. With zeros
+there, graphs and eager training differ in the last bits, probably because a kernel accumulates its
+decay within a block of rows across documents.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _HIDDEN = "hidden_states"
 
 
 def clear_mamba_padding(modules: Iterable[nn.Module]) -> Callable[[], None]:
-    """Clear what is behind the documents for all Mamba layers among the modules, eager or captured.
+    """Zero the rows after the documents for all Mamba layers in ``modules``, eager or captured.
 
-    Rows of documents keep their bits, and so do all gradients as long as the others are finite. A
-    layer that is called without packed sequences is left alone.
+    Rows of documents keep their bits, and so do all gradients if the other rows are finite. A call
+    without packed sequences does not change.
 
     Returns:
-        A function that ends it.
+        A function that undoes this.
     """
     kind = getattr(sys.modules.get(_LAYER), "MambaLayer", None)
     undo = ExitStack()
@@ -53,17 +53,20 @@ def clear_mamba_padding(modules: Iterable[nn.Module]) -> Callable[[], None]:
 def rows_behind_documents(
     offsets: torch.Tensor, padded: torch.Tensor | None, first: int, num_rows: int, size: int = 1
 ) -> torch.Tensor:
-    """Which rows are behind the last document that has a token, bool [num_rows]; on the device.
+    """Mark the rows after the last document that has a token.
 
     Each of C context-parallel ranks has one C-th of every document's rows, in the documents' order
     (the rule of Transformer Engine's ``thd_get_partitioned_indices``).
 
     Args:
-        offsets: of the documents in tokens, [documents + 1].
-        padded: the same in rows; None where documents have no padding behind them.
-        first: of the rows that are asked for, among those of the rank.
-        num_rows: how many are asked for.
-        size: context-parallel ranks.
+        offsets: Offsets of the documents in tokens, [documents + 1].
+        padded: Offsets of the documents in rows; None if documents have no padding.
+        first: Index of the first row, among the rows of the rank.
+        num_rows: Number of rows.
+        size: Number of context-parallel ranks.
+
+    Returns:
+        Bool tensor [num_rows] on the device of ``offsets``.
     """
     ends = (offsets if padded is None else padded)[1:]
     end = (ends * (offsets.diff() > 0)).amax() // size
@@ -72,7 +75,7 @@ def rows_behind_documents(
 
 
 class _Cleared:
-    """One layer, whose padding is found where it is entered."""
+    """Hooks of one layer; `enter` computes the padding mask that `leave` uses."""
 
     def __init__(self) -> None:
         self._padding: torch.Tensor | None = None
@@ -80,7 +83,7 @@ class _Cleared:
     def enter(
         self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """The layer's arguments with zeros in padding rows, whatever lies there."""
+        """Return the layer's arguments with zeros in padding rows; None if there are none."""
         hidden = args[0] if args else kwargs[_HIDDEN]
         self._padding = _padding_of(layer, kwargs, hidden.size(0))
         if self._padding is None:
@@ -91,13 +94,13 @@ class _Cleared:
     def leave(
         self, _layer: nn.Module, _args: Any, _kwargs: Any, result: torch.Tensor
     ) -> torch.Tensor | None:
-        """The layer's result, through whose padding rows no gradient comes back."""
+        """Return the layer's result with zeros in padding rows, which pass no gradient back."""
         padding, self._padding = self._padding, None
         return None if padding is None else result.masked_fill(padding, 0.0)
 
 
 def _padding_of(layer: Any, kwargs: dict[str, Any], num_rows: int) -> torch.Tensor | None:
-    """Of this rank's rows, [rows, 1, 1]; None where there are no documents."""
+    """Return the mask of this rank's padding rows, [rows, 1, 1]; None without documents."""
     params = kwargs.get(_PARAMS)
     if params is None or params.qkv_format != "thd" or params.cu_seqlens_q is None:
         return None

@@ -1,1 +1,1 @@
-"""What Megatron keeps in Python for every model."""
+"""Support the state that Megatron keeps in Python for every model."""

@@ -1,4 +1,4 @@
-"""What Megatron keeps in Python for every model, and how captures live with it."""
+"""Support the state that Megatron keeps in Python for every model."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ __all__ = ["ModelState"]
 
 
 class ModelState(Feature):
-    """Random state, recomputation, cached tables, and Megatron's knowledge of a capture.
+    """Handle random state, recomputation, cached tables, and Megatron's flag of a capture.
 
     Args:
-        tables: the cached tables of the captured modules.
+        tables: The cached tables of the captured modules.
     """
 
     def __init__(self, tables: CachedTables) -> None:
@@ -31,14 +31,14 @@ class ModelState(Feature):
 
     @classmethod
     def refusals(cls, site: Site) -> list[str]:
-        """List what keeps a model out of graphs, whatever its features."""
+        """List the reasons, other than those of features, that a graph cannot hold the model."""
         return model_refusals(site.config, site.chunks, site.device)
 
     @classmethod
     def check(cls, site: Site) -> None:
-        """Refuse settings with which the whole model cannot be captured, if that is asked for."""
+        """Refuse settings that scope ``chunk`` cannot capture, if it is the requested scope."""
         is_packed = site.largest_shape is not None
-        refuse_for_scope(site.config, site.asked_scope, is_packed=is_packed)
+        refuse_for_scope(site.config, site.requested_scope, is_packed=is_packed)
 
     @classmethod
     def of(cls, site: Site) -> Self:
@@ -47,22 +47,22 @@ class ModelState(Feature):
 
     @contextmanager
     def preserving(self) -> Iterator[None]:
-        """Put random state back after a session."""
+        """Restore random state after a session."""
         with preserve_rng():
             yield
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
-        """Let Megatron know of captures, and hold the tables that they read."""
-        with capture_flag(), recomputing(), self._tables.held():
+        """Set Megatron's flag of a capture, and hold the tables that captures read."""
+        with capture_flag(), recomputing(), self._tables.hold():
             yield
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        """Choose attention as in a capture, and keep DDP's hooks silent."""
+        """Choose attention as in a capture, and keep DDP's hooks inactive."""
         with same_attention(), capture_flag(), recomputing():
             yield
 
     def release(self) -> None:
-        """Let the tables go."""
+        """Release the cached tables."""
         self._tables.release()

@@ -1,1 +1,1 @@
-"""Multi-token prediction."""
+"""Support multi-token prediction."""

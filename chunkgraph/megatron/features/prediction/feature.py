@@ -1,9 +1,9 @@
-"""Multi-token prediction: its state in Python and how a graph follows it.
+"""Support multi-token prediction, whose loss scale and metrics are state in Python.
 
-Megatron sets the scale of its loss anew for every microbatch, as another tensor, and keeps its
-metrics in one place of the process. Captured, the backward reads the scale from a tensor that
-stays, and the metrics are added up where they are. 0.17 also asks on the host whether any token
-counts, before it divides by their number; captured, the device asks.
+Megatron sets the scale of the loss to another tensor in every microbatch, and keeps the metrics in
+process-wide tensors. A captured backward reads the scale from a fixed tensor, and a captured
+forward adds to the metrics in place. Megatron 0.17 also checks on the host whether any token
+counts, before it divides by their number; a captured forward checks on the device.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _GROUPS = ("reduce_group", "avg_group")
 
 
 class TokenPrediction(Feature):
-    """The loss scale and the metrics of multi-token prediction, for the graphs of one rank."""
+    """Keep the loss scale and the metrics of multi-token prediction right in one rank's graphs."""
 
     def __init__(self) -> None:
         self._scaler, self._log = private_names(
@@ -40,11 +40,11 @@ class TokenPrediction(Feature):
 
     @classmethod
     def of(cls, site: Site) -> Self | None:
-        """Apply where a captured part predicts several tokens at once."""
+        """Apply if a captured part predicts several tokens at once."""
         return cls() if any(part.predicts_tokens for part in site.parts) else None
 
     def wrap(self, part: CapturedPart, chunk: Chunk) -> Chunk:
-        """Follow the scale and the metrics in a part that predicts several tokens."""
+        """Handle the scale and the metrics of a part that predicts several tokens."""
         if not part.predicts_tokens:
             return chunk
         return replace(
@@ -55,7 +55,7 @@ class TokenPrediction(Feature):
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
-        """Inside, Megatron's scale is the tensor that the graphs read; metrics are put back."""
+        """Set Megatron's scale to the tensor that the graphs read; restore the metrics on exit."""
         current = self._scaler.main_loss_backward_scale
         self._scale = current.detach().clone()
         tracker = self._log.tracker
@@ -71,29 +71,29 @@ class TokenPrediction(Feature):
 
     @contextlib.contextmanager
     def beside(self) -> Iterator[None]:
-        """Around forwards that are no part of the training: metrics are put back."""
+        """Enclose forwards that are not part of the training; restore the metrics on exit."""
         tracker = self._log.tracker
-        kept = {name: v.clone() for name, v in tracker.items() if isinstance(v, torch.Tensor)}
+        saved = {name: v.clone() for name, v in tracker.items() if isinstance(v, torch.Tensor)}
         groups = {name: tracker[name] for name in _GROUPS if name in tracker}
         try:
             yield
         finally:
             tracker.update(groups)
-            for name, value in kept.items():
+            for name, value in saved.items():
                 tracker[name].copy_(value)
 
     def before_forward(self) -> None:
-        """What the forward leaves in Python: between which ranks its metrics are summed up."""
+        """Set the groups over which metrics are reduced, as an eager forward does."""
         self._log.tracker.update(self._groups)
 
     def before_backward(self) -> None:
-        """Give the graphs the scale that Megatron has set."""
+        """Copy Megatron's current scale into the tensor that the graphs read."""
         assert self._scale is not None
         self._scale.copy_(self._scaler.main_loss_backward_scale)
 
 
 class _Count(torch.Tensor):
-    """A number of tokens of which the host assumes that it is not zero, and the device knows."""
+    """A number of tokens that the host treats as nonzero; the division checks on the device."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # gives plain tensors
 
@@ -106,7 +106,7 @@ class _Count(torch.Tensor):
 
 
 def _count_on_the_device() -> Callable[[], None]:
-    """Keep a release that reads numbers of tokens on the host from it; returns what undoes it."""
+    """Stop a release from reading numbers of tokens on the host; return the undo function."""
     module = import_megatron(_MODULE)
     process = getattr(module, "process_mtp_loss", None)
     if process is None or "if num_tokens > 0" not in inspect.getsource(process):

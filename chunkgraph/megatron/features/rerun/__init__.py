@@ -1,1 +1,1 @@
-"""Steps in which tokens found no room run again."""
+"""Run a step again if tokens found no room in it."""

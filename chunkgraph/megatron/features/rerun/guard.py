@@ -1,10 +1,10 @@
-"""Steps in which the stash or an expert had no room are run anew, before anyone uses their result.
+"""Run a step again if the stash or an expert had no room in it, before its result is used.
 
-The flags stay on the device while a step runs. When its schedule is over they are read as they were
-behind the last forward, so that the device still runs backwards meanwhile, and all ranks agree on
-them on the host. Where one had no room, gradients, random state, buffers and metrics are put back
-on all ranks, and the step runs once more, eagerly, from the same inputs. Then there is more room,
-and graphs are captured anew.
+The flags stay on the device while a step runs. At the end of the schedule the host reads their
+values after the last forward, while the device still runs backwards, and all ranks agree on them.
+If any rank had no room, all ranks restore gradients, random state, buffers and metrics, and the
+step runs once more, eagerly, from the same inputs. Then the room grows, and graphs are captured
+again.
 """
 
 from __future__ import annotations
@@ -30,23 +30,26 @@ __all__ = ["OverflowGuard", "RunStep"]
 _log = logging.getLogger(__name__)
 
 RunStep = Callable[[dict[str, Any], bool], tuple[Any, StepMode]]
-"""Runs the schedule with these keywords, eagerly if asked to; its result, and how it ran."""
+"""A function of the schedule's keywords, and whether to run eagerly.
+
+It runs the schedule and returns its result and its mode.
+"""
 
 
 class OverflowGuard:
-    """Runs the training steps of one rank; all ranks have one, with or without experts.
+    """Run the training steps of one rank. All ranks have a guard, with or without experts.
 
-    A step must begin without gradients, as Megatron's does.
+    A step must begin without gradients, as Megatron's steps do.
 
     Args:
-        state: what a step changes.
-        features: what finds no room.
-        agree: see `Agree`.
-        release: drops the graphs, so that they are captured again.
-        has_graphs: whether there are any.
-        counters: counts what happens.
-        max_recaptures: how many times that may be.
-        rank: names this rank in the log.
+        state: Saves and restores what a step changes.
+        features: The features, which report shortages.
+        agree: See `Agree`.
+        release: Frees the graphs, so that they are captured again.
+        has_graphs: Returns whether there are graphs.
+        counters: Counts repeated steps and recaptures.
+        max_recaptures: Maximum number of recaptures.
+        rank: This rank, for the log.
     """
 
     def __init__(
@@ -72,12 +75,12 @@ class OverflowGuard:
 
     @classmethod
     def of(cls, graphs: MegatronChunkGraphs, undo: ExitStack) -> OverflowGuard:
-        """Make the guard of a rank's graphs; all ranks call it together."""
+        """Create the guard of a rank's graphs; all ranks call this together."""
         site, engine = graphs.site, graphs.engine
         return cls(
             StepState(site.chunks, graphs.features.tensors),
             graphs.features,
-            agree=new_agreement(undo),  # the engine's is asked ahead of steps
+            agree=new_agreement(undo),  # the engine's agreement runs ahead of steps
             release=graphs.release,
             has_graphs=lambda: engine.report is not None,
             counters=engine.counters,
@@ -86,90 +89,90 @@ class OverflowGuard:
         )
 
     def run(self, step: RunStep, kwargs: dict[str, Any]) -> Any:
-        """Run one training step; see the module's text.
+        """Run one training step, and again if something had no room.
 
         Args:
-            step: runs it.
-            kwargs: of the schedule.
+            step: Runs the schedule.
+            kwargs: Keywords of the schedule.
 
         Returns:
-            What the schedule returns, of the run in which all had room.
+            The schedule's result in the last run.
 
         Raises:
-            StashError: pages ran out, and that was to be an error.
+            StashError: Pages ran out, and ``on_overflow`` is ``raise``.
         """
         inputs = RewindableInputs(kwargs["data_iterator"])
-        kwargs = {**kwargs, "data_iterator": inputs.given}
-        self._state.keep()
+        kwargs = {**kwargs, "data_iterator": inputs.data_iterator}
+        self._state.save()
         try:
             result, mode = step(kwargs, False)
         except BaseException:
             self._features.drop_step()
             raise
-        short = self._look(mode)
-        if not short:
+        shortages = self._agree_on_shortages(mode)
+        if not shortages:
             return result
-        del result  # it may be memory of graphs
+        del result  # it may alias memory of the graphs
         inputs.rewind()
         self._state.restore()
-        return self._run_again(step, kwargs, mode, short)
+        return self._run_again(step, kwargs, mode, shortages)
 
-    def _look(self, mode: StepMode) -> list[tuple[Feature, Shortage]]:
-        """Return the features that had no room on any rank, with the most of all ranks."""
-        shortages = self._features.shortages(mode)
-        if not shortages:
+    def _agree_on_shortages(self, mode: StepMode) -> list[tuple[Feature, Shortage]]:
+        """Return the features that had no room on any rank, each with the largest shortage."""
+        local_shortages = self._features.shortages(mode)
+        if not local_shortages:
             return []
-        numbers = iter(self._agree([n for _, mine in shortages for n in mine.numbers]))
-        short, texts = [], []
-        for feature, mine in shortages:
-            amount, is_at_limit, *late = (next(numbers) for _ in mine.numbers)
-            most = Shortage(mine.name, amount, "", bool(is_at_limit), tuple(late))
-            feature.answer(mine, most)
-            if most.amount:
-                short.append((feature, most))
-                self._counters.overflow_reruns[mine.name] += 1
-            if mine.amount:
-                texts.append(mine.text)
-        if texts or (short and self._rank == 0):
+        numbers = iter(self._agree([n for _, local in local_shortages for n in local.numbers]))
+        shortages, texts = [], []
+        for feature, local in local_shortages:
+            amount, is_at_limit, *late = (next(numbers) for _ in local.numbers)
+            largest = Shortage(local.name, amount, "", bool(is_at_limit), tuple(late))
+            feature.answer(local, largest)
+            if largest.amount:
+                shortages.append((feature, largest))
+                self._counters.overflow_reruns[local.name] += 1
+            if local.amount:
+                texts.append(local.text)
+        if texts or (shortages and self._rank == 0):
             text = " and ".join(texts) or "another rank had no room"
-            _log.warning("rank %d: the step is run anew eagerly: %s.", self._rank, text)
-        return short
+            _log.warning("rank %d: the step runs again eagerly: %s.", self._rank, text)
+        return shortages
 
     def _run_again(
         self,
         step: RunStep,
         kwargs: dict[str, Any],
         mode: StepMode,
-        short: Sequence[tuple[Feature, Shortage]],
+        shortages: Sequence[tuple[Feature, Shortage]],
     ) -> Any:
         was_captured = mode is StepMode.REPLAY
         if was_captured:
             grows = len(self._counters.recaptures) < self._max_recaptures
-        else:  # with more room than the graphs have, eager passes would be others than replays
+        else:  # eager passes with more room than the graphs have would differ from replays
             grows = not self._has_graphs()
-        is_at_limit = any(most.is_at_limit for _, most in short)
+        is_at_limit = any(largest.is_at_limit for _, largest in shortages)
         grows = grows and not is_at_limit
         if was_captured and grows:
             self._release()
-            why = short[0][1].name
+            why = shortages[0][1].name
             self._counters.recaptures.append(why)
             if self._rank == 0:
                 _log.warning(
-                    "graphs are captured anew with more room (%s), %d of at most %d times.",
+                    "graphs are captured again with more room (%s), %d of at most %d times.",
                     why,
                     len(self._counters.recaptures),
                     self._max_recaptures,
                 )
         elif self._rank == 0 and was_captured:
             limit = "memory" if is_at_limit else f"{self._max_recaptures} captures"
-            _log.warning("room stays as it is: the limit of %s is reached.", limit)
+            _log.warning("room does not grow: the limit of %s is reached.", limit)
         with ExitStack() as room:
-            for feature, _ in short:
+            for feature, _ in shortages:
                 room.enter_context(feature.having_room())
-            # After a release it is one of the steps before the capture, and eager by itself.
+            # After a release the step is one of the eager steps before the next capture.
             result, mode = step(kwargs, not (was_captured and grows))
         assert mode is StepMode.EAGER
         if grows:  # on all ranks, or on none
-            for feature, _ in short:
+            for feature, _ in shortages:
                 feature.make_room(self._agree)
         return result

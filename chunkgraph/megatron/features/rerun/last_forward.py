@@ -1,8 +1,8 @@
-"""Tells when the last forward of a step was given to the device, long before the step ends there.
+"""Notify when a step's last forward is queued on the device, long before the step ends there.
 
-What only forwards decide, such as whether all tokens found room, can be sent to the host then. Who
-waits for it waits while the device still runs backwards, and can give it the optimizer's work
-before they end.
+Results that depend only on forwards, such as whether all tokens found room, can then be copied to
+the host. The host waits for them while the device still runs backwards, and can queue the
+optimizer's work before the backwards end.
 """
 
 from __future__ import annotations
@@ -10,25 +10,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["telling_last_forward"]
+__all__ = ["notify_after_last_forward"]
 
 
-def telling_last_forward(
+def notify_after_last_forward(
     kwargs: dict[str, Any],
     num_chunks: int,
-    then: Callable[[], None],
-    take_back: Callable[[], None],
+    done: Callable[[], None],
+    resumed: Callable[[], None],
 ) -> dict[str, Any]:
-    """The keywords of a schedule, by which ``then`` is called behind the last forward of this rank.
+    """Return a schedule's keywords that make it call ``done`` after this rank's last forward.
 
-    That is the last of one for each microbatch and model chunk. A schedule that has fewer never
-    calls it, and one that has more calls ``take_back`` too.
+    A rank is expected to run one forward for each microbatch and model chunk. A schedule with
+    fewer never calls ``done``; one with more also calls ``resumed``.
 
     Args:
-        kwargs: of the schedule; left as they are.
-        num_chunks: model chunks of this rank.
-        then: called once, in the order of the host.
-        take_back: it was not the last forward.
+        kwargs: Keywords of the schedule; not modified.
+        num_chunks: Number of model chunks of this rank.
+        done: Callback on the host after the last expected forward is queued.
+        resumed: Callback after the first forward that follows.
     """
     forward_step = kwargs.get("forward_step_func")
     if forward_step is None:
@@ -40,9 +40,9 @@ def telling_last_forward(
         result = forward_step(*args, **more)
         num_left -= 1
         if num_left == 0:
-            then()
+            done()
         elif num_left == -1:
-            take_back()
+            resumed()
         return result
 
     return {**kwargs, "forward_step_func": counted}

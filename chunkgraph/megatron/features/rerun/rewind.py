@@ -1,4 +1,4 @@
-"""A training step that can be run again: its inputs, random state, buffers and gradients."""
+"""Rewind a training step: its inputs, random state, buffers and gradients."""
 
 from __future__ import annotations
 
@@ -16,47 +16,50 @@ __all__ = ["RewindableInputs", "StepState"]
 
 
 class RewindableInputs:
-    """A schedule's ``data_iterator``, or list of them, that gives the same items again.
+    """Repeat the items of a schedule's ``data_iterator``, or of a list of them.
 
-    Containers are given out as copies, so that a forward step may take items out of them; tensors
-    in them are the same ones.
+    Containers are returned as copies, so that a forward step may remove items from them; the
+    tensors in them are the same objects.
 
     Args:
-        data_iterator: as the schedule was to get it.
+        data_iterator: The schedule's argument.
+
+    Attributes:
+        data_iterator: The argument to pass to the schedule instead.
     """
 
     def __init__(self, data_iterator: Any) -> None:
-        self._made: dict[int, _Remembering] = {}
+        self._iterators: dict[int, _RecordingIterator] = {}
         if isinstance(data_iterator, (list, tuple)):
-            self.given: Any = [self._remembering(source) for source in data_iterator]
+            self.data_iterator: Any = [self._recording(source) for source in data_iterator]
         else:
-            self.given = self._remembering(data_iterator)
+            self.data_iterator = self._recording(data_iterator)
 
     def rewind(self) -> None:
-        """Begin anew with the first item of the step."""
-        for made in self._made.values():
-            made.at = 0
+        """Start again with the first item of the step."""
+        for iterator in self._iterators.values():
+            iterator.position = 0
 
-    def _remembering(self, source: Any) -> Any:
+    def _recording(self, source: Any) -> Any:
         if source is None:
             return None
-        return self._made.setdefault(id(source), _Remembering(source))
+        return self._iterators.setdefault(id(source), _RecordingIterator(source))
 
 
-class _Remembering:
+class _RecordingIterator:
     def __init__(self, source: Any) -> None:
         self._source = source
-        self._seen: list[Any] = []
-        self.at = 0
+        self._items: list[Any] = []
+        self.position = 0
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
-        if self.at == len(self._seen):
-            self._seen.append(next(self._source))
-        item = self._seen[self.at]
-        self.at += 1
+        if self.position == len(self._items):
+            self._items.append(next(self._source))
+        item = self._items[self.position]
+        self.position += 1
         return tree_map(lambda leaf: leaf, item)
 
     def __getattr__(self, name: str) -> Any:
@@ -64,44 +67,45 @@ class _Remembering:
 
 
 class StepState:
-    """What a step of the schedule changes besides gradients.
+    """Save and restore the state that a step changes.
 
-    Buffers, random state, ``further``, and the metrics that Megatron keeps in the process.
+    The state consists of buffers, random state, ``more_tensors`` and Megatron's process-wide
+    metrics; gradients are reset.
 
     Args:
-        model_chunks: of this rank.
-        further: tensors that the step writes besides the model's buffers.
+        model_chunks: The model chunks of this rank.
+        more_tensors: Tensors that the step writes besides the model's buffers.
     """
 
     def __init__(
-        self, model_chunks: Sequence[nn.Module], further: Sequence[torch.Tensor] = ()
+        self, model_chunks: Sequence[nn.Module], more_tensors: Sequence[torch.Tensor] = ()
     ) -> None:
         self._chunks = tuple(model_chunks)
         # Not `chunk.buffers()`: Megatron's DDP has a list of that name.
         modules = [m for chunk in model_chunks for m in chunk.modules()]
         buffers = [b for m in modules for b in vars(m)["_buffers"].values() if b is not None]
-        self._tensors = list({id(t): t for t in (*buffers, *further)}.values())
-        self._kept = [torch.empty_like(t) for t in self._tensors]
+        self._tensors = list({id(t): t for t in (*buffers, *more_tensors)}.values())
+        self._saved = [torch.empty_like(t) for t in self._tensors]
         self._random: RandomStates | None = None
         self._metrics: dict[str, torch.Tensor] = {}
 
-    def keep(self) -> None:
-        """Remember all of it, before a step."""
+    def save(self) -> None:
+        """Save the state, before a step."""
         self._random = RandomStates()
         running = running_metrics()
-        before, self._metrics = self._metrics, {}
+        previous, self._metrics = self._metrics, {}
         for name, value in running.items():
-            kept = before.get(name)
-            if kept is None or kept.shape != value.shape:
-                kept = torch.empty_like(value)
-            self._metrics[name] = kept
-        _copy([*self._kept, *self._metrics.values()], [*self._tensors, *running.values()])
+            copy = previous.get(name)
+            if copy is None or copy.shape != value.shape:
+                copy = torch.empty_like(value)
+            self._metrics[name] = copy
+        _copy([*self._saved, *self._metrics.values()], [*self._tensors, *running.values()])
 
     def restore(self) -> None:
-        """Put it back, and drop the gradients: a step begins without any."""
+        """Restore the saved state and reset gradients; a step begins without gradients."""
         assert self._random is not None
         self._random.restore()
-        _copy(self._tensors, self._kept)
+        _copy(self._tensors, self._saved)
         for name, value in running_metrics().items():
             if name in self._metrics:
                 value.copy_(self._metrics[name])
@@ -117,11 +121,11 @@ class StepState:
                     parameter.main_grad.zero_()
 
 
-def _copy(into: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> None:
-    """In few kernels, one for each type: this happens before every step."""
-    alike: dict[torch.dtype, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-    for pair in zip(into, given, strict=True):
-        alike.setdefault(pair[0].dtype, []).append(pair)
+def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy with few kernels, one for each dtype, since this runs before every step."""
+    by_dtype: dict[torch.dtype, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    for pair in zip(targets, sources, strict=True):
+        by_dtype.setdefault(pair[0].dtype, []).append(pair)
     with torch.no_grad():
-        for pairs in alike.values():
-            torch._foreach_copy_([to for to, _ in pairs], [of for _, of in pairs])
+        for pairs in by_dtype.values():
+            torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])

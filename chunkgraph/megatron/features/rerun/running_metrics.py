@@ -1,4 +1,4 @@
-"""What Megatron adds up over a step in tensors of the process, in graphs and outside of them."""
+"""Find the metrics that Megatron accumulates over a step in process-wide tensors."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ __all__ = ["running_metrics"]
 
 
 def running_metrics() -> dict[str, torch.Tensor]:
-    """The metrics of routers and of multi-token prediction, by name: the tensors themselves.
+    """Return the tensors, not copies, of routers' and multi-token prediction's metrics by name.
 
-    Megatron makes them when they are first recorded, so ask anew at every step.
+    Megatron creates a tensor when it first records the metric, so call this at every step.
     """
     (log,) = private_names(
         "megatron.core.transformer.multi_token_prediction", "MTPLossLoggingHelper"

@@ -1,1 +1,1 @@
-"""Saved activations of experts in pages."""
+"""Store the saved activations of experts in pages."""

@@ -1,4 +1,4 @@
-"""The paged stash of one rank's experts: measured in eager steps, allocated, then captured."""
+"""Manage the paged stash of one rank's experts: measure in eager steps, allocate, capture."""
 
 from __future__ import annotations
 
@@ -40,25 +40,26 @@ if TYPE_CHECKING:
 
 __all__ = ["ExpertStash", "stash_options"]
 
-_MOST_DOUBLED = 4
-"""How often a margin is doubled."""
+_MAX_DOUBLINGS = 4
+"""Maximum number of times that the margin doubles."""
 
 
 class ExpertStash(Feature):
-    """What of the stash belongs to Megatron's experts. A rank without experts has one that is idle.
+    """Stash the activations of Megatron's experts. On a rank without experts this does nothing.
 
     Args:
-        model_chunks: all of this rank's model; padding is marked for all of its experts.
-        num_slots: of each chunk.
-        options: see `StashOptions`.
-        device: of the model.
-        most_in_flight: microbatches of all chunks together; None: as many as slots.
-        are_shared: whether the chunks share their slots.
+        model_chunks: All model chunks of this rank; padding is marked for all of their experts.
+        num_slots: Number of slots of each chunk.
+        options: See `StashOptions`.
+        device: Device of the model.
+        most_in_flight: Maximum number of microbatches in flight in all chunks together; None for
+            the number of slots.
+        are_shared: Whether the chunks share their slots.
 
     Attributes:
-        size: of the pages that graphs were last captured with, or None.
-        stashes_in_backwards: whether experts were seen to be computed anew there, whose first pass
-            has no gradients and stashes nothing.
+        size: Size of the arena of the last capture; None before it.
+        stashes_in_backwards: Whether experts were seen to recompute in a backward. Their first
+            pass has no gradients and stashes nothing.
     """
 
     repeats_steps = True
@@ -78,7 +79,7 @@ class ExpertStash(Feature):
         self.size: ArenaSize | None = None
         self.has_experts = bool(layers)
         self.stashes_in_backwards = False
-        # Slots whose forwards stash.
+        # Number of slots whose forwards stash, for each chunk.
         skips = options.skips_single_slots and not are_shared
         self._num_slots = tuple(0 if skips and count == 1 else count for count in num_slots)
         self._num_distinct_slots = max(num_slots) if are_shared else sum(self._num_slots)
@@ -86,9 +87,9 @@ class ExpertStash(Feature):
         self._device = device
         self._saving = Saving(options.page_bytes, prefetches=options.prefetches)
         self._saving.meter = PageMeter(len(self._num_slots), device)
-        self._wanted_pages = 0  # by what a step that ran out showed
-        self._num_grown = 0  # captures with them
-        # Of the last step that replayed, and of the one before.
+        self._required_pages = 0  # as measured by steps that ran out of pages
+        self._num_grown = 0  # number of captures with a larger arena
+        # Readouts of the last replayed step and of the one before it.
         self._steps: tuple[StepReadout, StepReadout] | None = None
         self._engine: ChunkGraphs | None = None
         self._rank = 0
@@ -113,17 +114,18 @@ class ExpertStash(Feature):
             raise ConfigError("Experts cannot stash in this model:\n  " + "\n  ".join(refusals))
         if stash.skips_single_slots and site.options.shared_slots:
             raise ConfigError(
-                "StashOptions(skips_single_slots=True) with shared slots: no chunk has a slot of "
-                "its own. Leave one of them out."
+                "StashOptions(skips_single_slots=True) with shared slots: no slot belongs to one "
+                "chunk. Turn one of them off."
             )
 
     @classmethod
     def of(cls, site: Site) -> Self | None:
-        """Apply to models that are attached with a stash, also on ranks without experts."""
+        """Apply if `attach` has a stash, also on ranks without experts."""
         if site.stash is None:
             return None
-        # Shared whether slots are or not. Of slots that were given, any may be used.
-        most = site.place.num_slots(are_shared=True)[0] if site.asked_slots is None else None
+        # All chunks share the pages, even if they do not share slots. Slots that the user requests
+        # may all be in use.
+        most = site.place.num_slots(are_shared=True)[0] if site.requested_slots is None else None
         return cls(
             site.chunks,
             site.num_slots,
@@ -134,15 +136,15 @@ class ExpertStash(Feature):
         )
 
     def install(self, undo: ExitStack) -> None:
-        """Leave the experts' forwards changed as they are until ``undo``."""
+        """Restore the experts' forwards, which the constructor replaced, in ``undo``."""
         undo.callback(self.detach)
 
     def bind(self, graphs: MegatronChunkGraphs) -> None:
-        """Follow whether there are graphs."""
+        """Keep the engine, to check whether there are graphs."""
         self._engine, self._rank = graphs.engine, graphs.site.place.rank
 
     def wrap(self, part: CapturedPart, chunk: Chunk) -> Chunk:
-        """Measure the forwards of the chunk one by one."""
+        """Run each forward of the chunk in the current mode, and attribute it to the chunk."""
         forward, index = chunk.forward, part.index
 
         def measured(*args: Any, **kwargs: Any) -> Any:
@@ -156,9 +158,10 @@ class ExpertStash(Feature):
 
     @contextmanager
     def step(self, step: Step) -> Iterator[None]:
-        """Stash in a step that replays; in an eager one autograd saves as always, and is measured.
+        """Begin and end the counts of a replayed step; measure an eager step before the capture.
 
-        Its backwards send, at the end of a replay, what they left.
+        In an eager step autograd saves tensors as usual. At the end of a replayed step the counts
+        of its backwards are sent to the host.
         """
         if not step.is_training:
             yield
@@ -170,17 +173,17 @@ class ExpertStash(Feature):
         else:
             is_captured = self._engine is not None and self._engine.report is not None
             if not is_captured:
-                self.release()  # graphs that another rank could not capture were dropped here too
+                self.release()  # a capture that failed on another rank also freed the graphs here
             with self._saving.during("off" if is_captured else "measure"):
                 yield
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
-        """Around captures: pages are there, and what experts save goes to them.
+        """Allocate the pages, and make experts save into them.
 
         Raises:
-            CaptureError: how many pages are needed was never measured.
-            StashError: something was stashed that no backward reads.
+            CaptureError: No eager step measured the number of pages.
+            StashError: A stashed tensor is read by no backward.
         """
         if not self.has_experts:
             yield
@@ -197,7 +200,7 @@ class ExpertStash(Feature):
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        """Around eager passes beside replays: autograd saves as always."""
+        """Enclose an eager pass of ``verify``: autograd saves tensors as usual."""
         with self._saving.during("off"):
             yield
 
@@ -209,32 +212,36 @@ class ExpertStash(Feature):
             self._steps = now, before
 
     def forwards_done(self, step: Step) -> None:
-        """Send the counts of a step that replays on their way to the host, if it has them."""
+        """Start copying the counts of a replayed step to the host."""
         if step.is_replayed and self._steps is not None and not self.stashes_in_backwards:
             self._steps[0].end_forwards()
 
     def forwards_resumed(self) -> None:
-        """Send the counts again when the step ends."""
+        """Copy the counts again when the step ends."""
         if self._steps is not None:
             self._steps[0].resume_forwards()
 
     def status(self) -> StashStatus | None:
-        """The counts behind the last forward of the last step that replayed; None without pages.
+        """Return the counts after the last forward of the last replayed step; None without pages.
 
-        Waits for that forward, not for the backwards behind it.
+        Waits for that forward, not for the backwards that follow.
         """
         return self._steps[0].status() if self._steps is not None else None
 
     def num_short_late(self) -> int:
-        """Tensors that found no page in the step before, behind what `status` told of it."""
+        """Return how many tensors of the previous step found no page after its `status`."""
         return self._steps[1].num_short_late() if self._steps is not None else 0
 
     def num_pages_left(self, *, steps_ago: int = 1) -> int:
-        """Pages that a replayed step did not give back, now or ``steps_ago``; waits for its end."""
+        """Return how many pages a replayed step did not free; waits for the end of the step.
+
+        Args:
+            steps_ago: 0 for the last replayed step, 1 for the one before it.
+        """
         return self._steps[steps_ago].num_pages_left() if self._steps is not None else 0
 
     def shortage(self, mode: StepMode) -> Shortage | None:
-        """Say how many tensors of a step that replays found no page."""
+        """Return how many tensors of a replayed step found no page; None for an eager step."""
         if mode is not StepMode.REPLAY:
             return None
         status = self.status()
@@ -244,42 +251,43 @@ class ExpertStash(Feature):
             text = (
                 f"{short} saved tensors found no page of the stash (it has "
                 f"{self.size.total_pages} of {self.size.page_bytes} bytes, "
-                f"{status.num_peak_pages} were wanted)"
+                f"{status.num_peak_pages} were needed)"
             )
         is_at_limit = status is not None and bool(short) and not self.can_grow(status)
-        # Of the step before: this one's backwards are under way.
+        # The late counts are those of the previous step: this step's backwards still run.
         late = (self.num_pages_left(), self.num_short_late())
         return Shortage("stash pages", short, text, is_at_limit, late)
 
-    def answer(self, mine: Shortage, most: Shortage) -> None:
-        """Want more pages at the next capture, on a rank that had just enough too.
+    def answer(self, local: Shortage, largest: Shortage) -> None:
+        """Request more pages for the next capture, also on a rank that had just enough.
 
         Raises:
-            StashError: on all ranks: pages ran out, and that was to be an error; or in the step
-                before, a tensor found no page or a page was not given back.
+            StashError: On all ranks: pages ran out and ``on_overflow`` is ``raise``; or, in the
+                previous step, a tensor found no page after the last forward or a page was not
+                freed.
         """
-        (left, late), (most_left, most_late) = mine.late, most.late
-        if most_left or most_late:  # none waits for one that raised
+        (left, late), (most_left, most_late) = local.late, largest.late
+        if most_left or most_late:  # all ranks raise below
             self.drop_step()
         if most_left:
             raise StashError(
-                f"Rank {self._rank}: {left} pages of the stash were not given back in the step "
-                f"before (on one rank {most_left}), though every microbatch was run backward. "
-                "Please report it; stash.enabled=false trains without."
+                f"Rank {self._rank}: {left} pages of the stash were not freed in the previous step "
+                f"(on one rank {most_left}), although every microbatch ran its backward. Please "
+                "report it; stash.enabled=false trains without the stash."
             )
         if most_late:
             raise StashError(
-                f"Rank {self._rank}: {late} tensors found no page of the stash in the step before "
-                f"(on one rank {most_late}) after its last forward, where nothing is stashed: its "
-                "gradients were wrong. Are experts computed again in the backward, by a layer of "
-                "your own? Train without the stash (stash.enabled=false), or without that."
+                f"Rank {self._rank}: {late} tensors found no page of the stash in the previous "
+                f"step (on one rank {most_late}) after its last forward, where nothing is stashed: "
+                "its gradients were wrong. Does a custom layer recompute experts in the backward? "
+                "Train without the stash (stash.enabled=false), or without such a layer."
             )
-        if not most.amount:
+        if not largest.amount:
             return
         if self.options.on_overflow == "raise":
             raise StashError(
                 "Pages of the stash ran out in this step: "
-                f"{mine.text or 'another rank had no room'}. Its gradients are wrong; the "
+                f"{local.text or 'another rank had no room'}. Its gradients are wrong; the "
                 "optimizer has not used them.\n  To do: raise stash.headroom or stash.max_bytes, "
                 "or set stash.on_overflow=rerun."
             )
@@ -288,25 +296,26 @@ class ExpertStash(Feature):
             self.grow(status)
 
     def can_grow(self, status: StashStatus) -> bool:
-        """Whether more pages may be taken than there are, after a step with this status."""
+        """Return whether the arena may grow after a step with this status."""
         assert self.size is not None
         return self._limited(self._pages_after(status)) > self.size.num_pages
 
     def grow(self, status: StashStatus) -> None:
-        """Take more pages at the next capture, after a step with this status."""
-        self._wanted_pages = max(self._wanted_pages, self._pages_after(status))
+        """Allocate more pages at the next capture, after a step with this status."""
+        self._required_pages = max(self._required_pages, self._pages_after(status))
 
     def drop_step(self) -> None:
-        """Drop what a step stashed: nobody will read it any more."""
+        """Discard the tensors that a step stashed and that no backward will read."""
         for step in self._steps or ():
             step.begin()
         if self._saving.stash is not None:
             self._saving.stash.arena.reset()
 
     def release(self) -> None:
-        """Drop the pages; the graphs that used them are gone.
+        """Free the pages; the graphs that used them no longer exist.
 
-        Waits for the last step that used them, behind which no other looks at what it left.
+        Waits for the last step that used them and warns about its late counts, which no later step
+        checks.
         """
         steps, self._steps, self._saving.stash = self._steps, None, None
         if steps is None:
@@ -315,34 +324,34 @@ class ExpertStash(Feature):
         if short or left:
             warnings.warn(
                 f"In the last replayed step {short} tensors found no page of the stash after its "
-                f"last forward, and {left} pages were not given back: its gradients were wrong, "
-                "and the optimizer may have used them. Train without the stash "
-                "(stash.enabled=false), and please report it.",
+                f"last forward, and {left} pages were not freed: its gradients were wrong, and the "
+                "optimizer may have used them. Train without the stash (stash.enabled=false), and "
+                "please report it.",
                 stacklevel=2,
             )
 
     def detach(self) -> None:
-        """Give the experts their own forwards back."""
+        """Free the pages and restore the experts' forwards."""
         self.release()
         self._undo()
         self._undo = lambda: None
 
     def full_bytes(self) -> int:
-        """What slots would keep of all rows without the stash, as measured."""
+        """Return the measured bytes that slots would hold for all rows without the stash."""
         assert self._saving.meter is not None
         full_bytes = self._saving.meter.full_bytes
         return most_at_once(self._num_slots, full_bytes, self._num_distinct_slots)
 
     def _allocate(self) -> None:
-        self.release()  # of a session that another rank ended: not two of them at once
+        self.release()  # pages of a session that failed on another rank
         options, meter = self.options, self._saving.meter
         assert meter is not None
         if self._saving.ambiguous:
             shapes = ", ".join(str(shape) for shape in sorted(self._saving.ambiguous))
             warnings.warn(
                 f"Experts save tensors of the shapes {shapes} for the backward, which are also "
-                "those of weights: they are not stashed, since they cannot be told from copies of "
-                "weights. Another moe_expert_capacity_factor gives them another number of rows.",
+                "shapes of weights: they are not stashed, since copies of weights look the same. "
+                "Another moe_expert_capacity_factor gives them another number of rows.",
                 stacklevel=2,
             )
             self._saving.ambiguous.clear()
@@ -352,14 +361,15 @@ class ExpertStash(Feature):
             pages = meter.pages_for(self._num_slots, options.headroom, self._most_in_flight)
         else:
             raise CaptureError(
-                "How many pages the stash needs was never measured: no step ran eagerly before the "
-                "capture. Train with num_warmup_steps=1 or more, or give the stash initial_bytes."
+                "The number of pages that the stash needs was never measured: no step ran eagerly "
+                "before the capture. Train with num_warmup_steps=1 or more, or set the stash's "
+                "initial_bytes."
             )
-        if self.size is not None and self._limited(self._wanted_pages) > self.size.num_pages:
+        if self.size is not None and self._limited(self._required_pages) > self.size.num_pages:
             self._num_grown += 1
         self.size = ArenaSize(
             options.page_bytes,
-            self._limited(max(pages, self._wanted_pages)),
+            self._limited(max(pages, self._required_pages)),
             options.spill_bytes // options.page_bytes,
         )
         self._saving.stash = PagedStash(self.size, self._device, options.kernels)
@@ -368,12 +378,12 @@ class ExpertStash(Feature):
 
     def _pages_after(self, status: StashStatus) -> int:
         assert self.size is not None
-        # Twice the margin of the time before: captures are few, and loads drift.
-        doubled = 2 ** min(self._num_grown + 1, _MOST_DOUBLED)
-        margin = max(self.options.headroom - 1.0, 0.0) * doubled
+        # The margin doubles at every growth: recaptures are limited, and loads drift.
+        factor = 2 ** min(self._num_grown + 1, _MAX_DOUBLINGS)
+        margin = max(self.options.headroom - 1.0, 0.0) * factor
         pages = math.ceil(status.num_peak_pages * (1.0 + margin))
         meter = self._saving.meter
-        if meter is not None and meter.was_used:  # more could never be used
+        if meter is not None and meter.was_used:  # the slots can never use more
             most = meter.most_pages(self._num_slots, self._most_in_flight)
             pages = min(pages, max(most, status.num_peak_pages))
         return pages - self.size.num_spill_pages
@@ -385,7 +395,7 @@ class ExpertStash(Feature):
 
 
 def stash_options(stash: StashConfig | None) -> StashOptions | None:
-    """What a configuration or flags ask for; None: no stash."""
+    """Return the options of a configuration's or command line's stash; None without a stash."""
     if stash is None or not stash.enabled:
         return None
     return StashOptions(

@@ -402,7 +402,7 @@ def test_a_step_is_announced_behind_one_that_may_run_anew(may_run_anew: bool) ->
         ),
     )
     if may_run_anew:
-        with pytest.raises(SlotError, match=r"may be run anew.*Announce it after that one"):
+        with pytest.raises(SlotError, match=r"may run again.*Announce it after that step"):
             MegatronChunkGraphs.announce(graphs, misfit="inside", contexts=[])
         graphs.engine.mode = StepMode.OUTSIDE
     MegatronChunkGraphs.announce(graphs, misfit="outside", contexts=[])

@@ -250,7 +250,7 @@ def test_flags_of_megatron_are_put_back_with_a_step_that_is_run_anew() -> None:
     written = Experts.tensors.fget(experts)  # type: ignore[attr-defined]
     assert [t is w for t, w in zip(written, (counts, flag), strict=True)] == [True, True]
     state = StepState([], written)
-    state.keep()
+    state.save()
     flag.fill_(True)
     counts.add_(3)
     state.restore()

@@ -395,7 +395,7 @@ def test_no_step_is_announced_while_one_runs_that_may_run_anew(
     model = _Model(one_rank, make_config, {"token_drops": "rerun"})
     with (
         model.graphs.engine.step(1, misfit=""),
-        pytest.raises(SlotError, match=r"may be run anew.*Announce it after that one"),
+        pytest.raises(SlotError, match=r"may run again.*Announce it after that step"),
     ):
         model.graphs.announce([[3]])
     model.graphs.announce([[3]])

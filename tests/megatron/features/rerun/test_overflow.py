@@ -179,7 +179,7 @@ def test_a_step_that_was_given_up_leaves_no_page_behind(one_rank: Any, make_conf
         assert run.graphs.stash.num_pages_left(steps_ago=0) == 0
         assert run.graphs.stash.size is not None
         # As of the last forward: one microbatch's pages are out.
-        pages = status.num_free_pages + status.num_wanted_pages
+        pages = status.num_free_pages + status.num_required_pages
         assert pages == run.graphs.stash.size.num_pages
         run.graphs.detach()
     assert losses[0] == losses[1]

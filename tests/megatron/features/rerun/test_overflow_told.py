@@ -31,7 +31,7 @@ class _Pages(ExpertStash):
         self._rank = 1
 
     def status(self) -> Any:
-        return SimpleNamespace(num_wanted_pages=7, num_short=0, num_peak_pages=9)
+        return SimpleNamespace(num_required_pages=7, num_short=0, num_peak_pages=9)
 
     def num_pages_left(self, *, steps_ago: int = 1) -> int:
         assert steps_ago == 1
@@ -48,7 +48,7 @@ class _Pages(ExpertStash):
 @pytest.mark.parametrize(
     ("place", "what"),
     [
-        (2, r"Rank 1: {} pages .* not given back in the step before \(on one rank 3\)"),
+        (2, r"Rank 1: {} pages .* not freed in the previous step \(on one rank 3\)"),
         (3, r"Rank 1: {} tensors found no page .* after its last forward"),
     ],
 )
@@ -64,7 +64,7 @@ def test_what_a_look_comes_late_for_is_an_error_on_all_ranks(
         return [max(value, other) for value, other in zip(values, others, strict=True)]
 
     pages = _Pages(*(mine * (place == late) for late in (2, 3)))
-    nothing: Any = SimpleNamespace(keep=lambda: None)
+    nothing: Any = SimpleNamespace(save=lambda: None)
     guard = OverflowGuard(
         nothing,
         Features([pages]),
@@ -99,7 +99,7 @@ def test_an_eager_step_gives_room_where_no_graph_has_less(has_graphs: bool) -> N
         def make_room(self, agree: Any) -> None:
             done.extend(agree([7]))
 
-    state: Any = SimpleNamespace(keep=lambda: None, restore=lambda: done.append("restored"))
+    state: Any = SimpleNamespace(save=lambda: None, restore=lambda: done.append("restored"))
     counters = Counters()
     guard = OverflowGuard(
         state,
@@ -162,15 +162,15 @@ def test_who_waits_for_dropped_tokens_sees_those_of_the_last_step() -> None:
 
 
 def test_a_forward_more_takes_back_what_was_told() -> None:
-    from chunkgraph.megatron.features.rerun.last_forward import telling_last_forward
+    from chunkgraph.megatron.features.rerun.last_forward import notify_after_last_forward
 
     told: list[str] = []
     kwargs = {"forward_step_func": lambda *_: told.append("forward"), "num_microbatches": 2}
-    given = telling_last_forward(
+    given = notify_after_last_forward(
         kwargs, 2, lambda: told.append("told"), lambda: told.append("back")
     )
     for _ in range(6):
         given["forward_step_func"]("data", "model")
     assert told == [*["forward"] * 4, "told", "forward", "back", "forward"]
     assert kwargs["forward_step_func"] is not given["forward_step_func"]
-    assert telling_last_forward({}, 1, lambda: None, lambda: None) == {}
+    assert notify_after_last_forward({}, 1, lambda: None, lambda: None) == {}

@@ -253,7 +253,7 @@ def test_the_log_says_why_a_step_is_run_anew_and_detach_leaves_nothing(
     first = [run.step(step, 2) for step in range(3)]
     said = caplog.text
     assert "found no page of the stash (it has 4 of 512 bytes" in said
-    assert "captured anew with more room (stash pages), 1 of at most 1 times" in said
+    assert "captured again with more room (stash pages), 1 of at most 1 times" in said
     assert run.graphs.counters.capture_sessions == 2
     assert run.graphs.stash.status().num_short == 0
     modules = list(run.chunks[0].modules())
