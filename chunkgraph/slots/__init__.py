@@ -1,4 +1,4 @@
-"""Slots: how many a rank needs (pure), what they cost (estimated), who holds them (at run time).
+"""Slots: plan their number (pure), estimate their memory, and track them at run time.
 
 Needs no torch.
 """

@@ -1,7 +1,7 @@
-"""Memory of the banks of a plan: variants of its slots for context-parallel sizes and lengths.
+"""Estimate the memory of banks: variants of a plan's slots for context-parallel sizes and lengths.
 
-A slot holds one microbatch, whatever its bank, so its variants lie in the same memory, and all of
-them together take what the largest takes. What a bank adds are the tables that it alone reads.
+A slot holds one microbatch of any bank. So its variants share memory, and together need as much as
+the largest. In addition, each bank has tables that only its graphs read.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _TABLE_ELEMENT_BYTES = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BankSizes:
-    """What a bank is captured for.
+    """The sizes that a bank is captured for.
 
     Attributes:
-        context_parallel_size: Ranks that share one microbatch, a power of two.
-        tokens_per_rank: Rows of it on one of them.
+        context_parallel_size: Number of ranks that share one microbatch, a power of two.
+        tokens_per_rank: Number of the microbatch's rows on each of them.
     """
 
     context_parallel_size: int
@@ -34,9 +34,11 @@ class BankSizes:
     def __post_init__(self) -> None:
         size = self.context_parallel_size
         if size < 1 or size.bit_count() != 1:
-            raise ConfigError(f"banks: a context-parallel size of {size} is no power of two")
+            raise ConfigError(f"banks: a context-parallel size of {size} is not a power of two")
         if self.tokens_per_rank < 1:
-            raise ConfigError(f"banks: {self.tokens_per_rank} tokens on a rank; at least 1")
+            raise ConfigError(
+                f"banks: {self.tokens_per_rank} tokens per rank, but must be at least 1"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,14 +46,14 @@ class BankEstimate:
     """Estimated bytes of one bank on one rank.
 
     Attributes:
-        context_parallel_size: Ranks that share one microbatch.
-        tokens_per_rank: Rows of it on one of them.
-        slots_per_chunk: Slots of each chunk; no more microbatches of the bank are ever in flight.
-        num_graphs: Of this bank.
-        slot_bytes: What all slots would take if it was the only bank.
-        table_bytes: Rotary tables over all rows of a microbatch; one for each size.
-        added_bytes: What it adds to the banks before it, which are larger: tables, and what its
-            slots take beyond theirs.
+        context_parallel_size: Number of ranks that share one microbatch.
+        tokens_per_rank: Number of the microbatch's rows on each of them.
+        slots_per_chunk: Number of slots of each chunk, the most microbatches in flight.
+        num_graphs: Number of graphs of this bank.
+        slot_bytes: Bytes of all slots if this were the only bank.
+        table_bytes: Bytes of the rotary tables over all rows of a microbatch, one for each size.
+        added_bytes: Bytes that this bank adds to the larger banks before it: its tables, and the
+            excess of its slots over theirs.
     """
 
     context_parallel_size: int
@@ -66,25 +68,25 @@ class BankEstimate:
 def estimate_banks(
     plan: SlotPlan, model: ModelSizes, banks: Sequence[BankSizes]
 ) -> tuple[BankEstimate, ...]:
-    """Estimate the memory that each bank needs, in the order in which they are captured.
+    """Estimate the memory of each bank, in the order of capture.
 
-    What attention gathers from the other ranks of a group is scratch and not in it, as is what a
-    graph itself takes.
+    The estimate omits the memory of graphs themselves, and the scratch that attention uses to
+    gather from the other ranks of a group.
 
     Args:
-        plan: Of the rank.
-        model: Its sequence length and microbatch size are replaced by each bank's.
-        banks: In any order, without doubles.
+        plan: Plan of the rank.
+        model: Sizes of the model; each bank replaces the sequence length and microbatch size.
+        banks: The banks in any order, without duplicates.
 
     Raises:
-        ConfigError: There is no bank, or one is there twice.
+        ConfigError: There are no banks, or there are duplicates.
         TopologyError: See `estimate_memory`.
     """
     if not banks or len(set(banks)) != len(banks):
-        raise ConfigError(f"banks: give different ones, and at least one, not {list(banks)}")
+        raise ConfigError(f"banks: got {list(banks)}; pass at least one bank and no bank twice")
     order = sorted(banks, key=lambda b: (-b.context_parallel_size, -b.tokens_per_rank))
     head_size = model.hidden_size // model.num_attention_heads
-    found: list[BankEstimate] = []
+    estimates: list[BankEstimate] = []
     most_bytes = 0
     tables: dict[int, int] = {}
     for bank in order:
@@ -95,7 +97,7 @@ def estimate_banks(
         added = max(0, slot_bytes - most_bytes) + max(0, table_bytes - tables.get(size, 0))
         most_bytes = max(most_bytes, slot_bytes)
         tables[size] = max(table_bytes, tables.get(size, 0))
-        found.append(
+        estimates.append(
             BankEstimate(
                 context_parallel_size=size,
                 tokens_per_rank=tokens,
@@ -106,4 +108,4 @@ def estimate_banks(
                 added_bytes=added,
             )
         )
-    return tuple(found)
+    return tuple(estimates)

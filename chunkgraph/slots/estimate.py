@@ -1,4 +1,4 @@
-"""Memory of a plan, estimated from the sizes of a transformer.
+"""Estimate the memory of a plan from the sizes of a transformer.
 
 Activations follow Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer
 Models", section 4: a layer saves ``s b h (34 + 5 a s / h)`` bytes in 16-bit without recomputation,
@@ -11,7 +11,7 @@ per element (e = 2 and ffn = 4 h give the paper's numbers):
 - attention scores, split by t: softmax, its dropout mask and its dropped output, (2 e + 1) a s.
   Flash attention keeps none of the three, only one 4-byte log-sum-exp per head and token.
 
-An estimate for choosing sizes, not a measurement.
+This is an estimate for choosing sizes, not a measurement.
 """
 
 from __future__ import annotations
@@ -29,26 +29,27 @@ _LOG_SUM_EXP_BYTES = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSizes:
-    """What the estimate needs to know of a model.
+    """The sizes of a model that the estimate depends on.
 
     Attributes:
-        num_layers: Transformer layers of the whole model, spread evenly over all stages.
+        num_layers: Number of transformer layers of the model, spread evenly over all stages.
         hidden_size: Width h.
         ffn_hidden_size: Middle width of the MLP.
-        num_attention_heads: Heads a.
-        seq_length: Tokens s of one sequence on one rank.
-        micro_batch_size: Sequences b in one microbatch.
-        vocab_size: Rows of the embedding.
-        bytes_per_element: Bytes e of an activation and of a parameter.
-        gradient_bytes_per_element: Bytes of an accumulated gradient; Megatron accumulates in fp32.
+        num_attention_heads: Number of heads a.
+        seq_length: Number of tokens s of one sequence on one rank.
+        micro_batch_size: Number of sequences b in one microbatch.
+        vocab_size: Number of rows of the embedding.
+        bytes_per_element: Bytes e of one element of an activation or a parameter.
+        gradient_bytes_per_element: Bytes of one element of an accumulated gradient; Megatron
+            accumulates in fp32.
         tensor_parallel_size: Size t, without sequence parallelism.
-        has_flash_attention: Attention scores are not saved.
-        has_gated_mlp: The MLP has a gate, a third matrix (SwiGLU).
-        has_tied_embeddings: The output layer shares the embedding's weights; they are held once on
-            a rank, but still by the first and by the last.
-        recompute_group_size: Layers that are recomputed together and keep their input alone; None
-            where nothing is.
-        num_recomputed_layers: Of each chunk; None: all of them.
+        has_flash_attention: Whether attention is fused, so that its scores are not saved.
+        has_gated_mlp: Whether the MLP has a gate, a third matrix (SwiGLU).
+        has_tied_embeddings: Whether the output layer shares the embedding's weights. A rank then
+            holds them once; the first and the last rank both hold them.
+        recompute_group_size: Number of layers that are recomputed together and keep only their
+            input; None without recomputation.
+        num_recomputed_layers: Number of recomputed layers of each chunk; None for all.
     """
 
     num_layers: int
@@ -75,13 +76,13 @@ class ModelSizes:
 
     @property
     def hidden_bytes(self) -> int:
-        """One hidden-state tensor of one microbatch."""
+        """Return the bytes of one hidden-state tensor of one microbatch."""
         tokens = self.seq_length * self.micro_batch_size
         return tokens * self.hidden_size * self.bytes_per_element
 
     @property
     def layer_activation_bytes(self) -> int:
-        """What one layer saves for its backward, for one microbatch."""
+        """Return the bytes that one layer saves for its backward, for one microbatch."""
         tokens = self.seq_length * self.micro_batch_size
         hidden, element = self.hidden_size, self.bytes_per_element
         whole = hidden * (4 * element + 2)
@@ -95,7 +96,7 @@ class ModelSizes:
 
     @property
     def num_layer_parameters(self) -> int:
-        """Parameters of one layer on one tensor-parallel rank; biases and norms left out."""
+        """Return the parameters of a layer on a tensor-parallel rank, without biases and norms."""
         num_mlp_matrices = 3 if self.has_gated_mlp else 2
         attention = 4 * self.hidden_size * self.hidden_size
         mlp = num_mlp_matrices * self.hidden_size * self.ffn_hidden_size
@@ -104,14 +105,15 @@ class ModelSizes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryEstimate:
-    """Estimated bytes on one rank. Optimizer state is not in it.
+    """Estimated bytes on one rank, without optimizer state.
 
     Attributes:
-        slot_bytes_per_chunk: Per chunk, one of its slots: saved activations, input and output.
-        slot_bytes: All slots of all chunks.
-        scratch_bytes: What is dead at the end of every graph, shared by all of them.
-        parameter_bytes: Weights, the embedding on the first rank and the output layer on the last.
-        gradient_bytes: Accumulated gradients of these weights.
+        slot_bytes_per_chunk: Bytes of one slot of each chunk: saved activations, input and output.
+        slot_bytes: Bytes of all slots of all chunks.
+        scratch_bytes: Bytes that are dead at the end of every graph and that all graphs share.
+        parameter_bytes: Bytes of the weights, including the embedding on the first rank and the
+            output layer on the last.
+        gradient_bytes: Bytes of the accumulated gradients of these weights.
     """
 
     slot_bytes_per_chunk: tuple[int, ...]
@@ -122,27 +124,26 @@ class MemoryEstimate:
 
     @property
     def total_bytes(self) -> int:
-        """All of the above."""
+        """Return the sum of all bytes."""
         return self.slot_bytes + self.scratch_bytes + self.parameter_bytes + self.gradient_bytes
 
 
 def estimate_memory(
     plan: SlotPlan, model: ModelSizes, *, shared_slots: bool = False
 ) -> MemoryEstimate:
-    """Estimate the memory one rank needs for a plan.
+    """Estimate the memory of a plan on one rank.
+
+    The estimate assumes dense layers and no sequence parallelism; context parallelism only reduces
+    the tokens on a rank. A slot also holds its chunk's output (the first norm saves the input).
+    Scratch is roughly the gradients of one layer's (or recomputed group's) activations and of one
+    layer's weights. Embedding, output layer and loss run outside the slots; their activations are
+    not counted.
 
     Args:
-        plan: Of the rank.
-        model: Its sizes.
-        shared_slots: Whether the rank's chunks share as many slots as it ever has microbatches in
+        plan: Plan of the rank.
+        model: Sizes of the model.
+        shared_slots: Whether the rank's chunks share slots, as many as its peak of microbatches in
             flight.
-
-    Assumes: no sequence parallelism, dense layers, and of context parallelism only that a rank has
-    fewer tokens. A slot also holds its chunk's output (the input counts as saved by the first
-    norm).
-    Scratch is taken as the gradients of one layer's (or recomputed group's) activations and of one
-    layer's weights, a rough figure.
-    Embedding, output layer and loss run outside the slots; their activations are not counted.
 
     Raises:
         TopologyError: The layers cannot be spread evenly over the stages.

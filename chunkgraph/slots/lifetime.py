@@ -1,8 +1,8 @@
-"""When a microbatch's saved activations are alive on a rank, and how many are at once.
+"""Lifetimes of microbatches' saved activations on a rank, and the number alive at once.
 
-A lifetime starts with the forward F and ends with B, or with W where the backward is split: W still
-reads saved activations, so I does not end it. Both ends belong to it (inclusive); what it held is
-free for the very next action.
+A lifetime starts with the forward F and ends with B, or with W if the backward is split: W still
+reads saved activations, so I does not end it. Both ends are inclusive; the next action can reuse
+the memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["InFlight", "Lifetime", "assign_slots", "in_flight", "lifetimes"]
 
 @dataclass(frozen=True, slots=True)
 class Lifetime:
-    """One microbatch of one chunk on one rank.
+    """The lifetime of one microbatch of one chunk on one rank.
 
     Attributes:
         chunk: Index of the model chunk on the rank.
@@ -34,7 +34,7 @@ class Lifetime:
 
 
 def lifetimes(schedule: Schedule, rank: int) -> tuple[Lifetime, ...]:
-    """Lifetimes of every (chunk, microbatch) of a rank, in the order of their forwards.
+    """List the lifetimes of a rank's microbatches in every chunk, in the order of their forwards.
 
     Raises:
         ScheduleError: A forward is never released.
@@ -45,23 +45,23 @@ def lifetimes(schedule: Schedule, rank: int) -> tuple[Lifetime, ...]:
         for position, action in enumerate(actions)
         if action.op.ends_lifetime
     }
-    found = []
+    all_lifetimes = []
     for position, action in enumerate(actions):
         if action.op is not Op.F:
             continue
         release = released.get((action.stage, action.microbatch))
         if release is None:
             raise ScheduleError(
-                f"schedule {schedule.name!r}, rank {rank}: {action} has no B or W that would "
-                "release it; check the schedule with validate()"
+                f"schedule {schedule.name!r}, rank {rank}: {action} has no B or W that releases "
+                "it; check the schedule with validate()"
             )
         chunk = schedule.chunk_of(action.stage)
-        found.append(Lifetime(chunk, action.microbatch, position, release))
-    return tuple(found)
+        all_lifetimes.append(Lifetime(chunk, action.microbatch, position, release))
+    return tuple(all_lifetimes)
 
 
 def in_flight(actions: Iterable[Action], *, num_ranks: int, num_chunks: int) -> InFlight:
-    """Count what is in flight along the actions of one rank."""
+    """Count the microbatches in flight along the actions of one rank."""
     current, peak = [0] * num_chunks, [0] * num_chunks
     together = peak_together = 0
     for action in actions:
@@ -78,20 +78,20 @@ def in_flight(actions: Iterable[Action], *, num_ranks: int, num_chunks: int) -> 
 
 
 def assign_slots(schedule: Schedule) -> dict[tuple[int, int], int]:
-    """The slot of every (stage, microbatch): the lowest free one of its chunk at its forward.
+    """Return the slot of every (stage, microbatch): the chunk's lowest free one at the forward.
 
-    This is what ``SlotMachine`` hands out when it runs the schedule, and it never uses more slots
-    than the chunk has microbatches in flight at once.
+    ``SlotMachine`` assigns the same slots when it runs the schedule. A chunk never uses more slots
+    than it has microbatches in flight at once.
     """
     slots: dict[tuple[int, int], int] = {}
     for rank in range(schedule.num_ranks):
         busy: dict[int, set[int]] = {}
         for action in schedule.compute_actions(rank):
-            taken = busy.setdefault(action.stage, set())
+            in_use = busy.setdefault(action.stage, set())
             if action.op is Op.F:
-                slot = next(number for number in range(len(taken) + 1) if number not in taken)
-                taken.add(slot)
+                slot = next(number for number in range(len(in_use) + 1) if number not in in_use)
+                in_use.add(slot)
                 slots[action.stage, action.microbatch] = slot
             elif action.op.ends_lifetime:
-                taken.discard(slots[action.stage, action.microbatch])
+                in_use.discard(slots[action.stage, action.microbatch])
     return slots

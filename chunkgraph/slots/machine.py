@@ -1,7 +1,7 @@
-"""The slots of one rank while a step runs: who may use which, now.
+"""Track the slots of one rank while a step runs.
 
-A slot goes FREE -> FORWARD_DONE -> BACKWARD -> FREE. Anything else is refused, because a graph
-replayed into a slot that is in use gives wrong numbers without any other sign.
+A slot goes FREE -> FORWARD_DONE -> BACKWARD -> FREE. Any other transition is refused, because a
+graph that is replayed into a slot in use silently computes wrong results.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["SlotMachine", "SlotState"]
 
 
 class SlotState(Enum):
-    """What a slot is doing."""
+    """The state of a slot."""
 
     FREE = "free"
     FORWARD_DONE = "forward done, waits for its backward"
@@ -42,22 +42,22 @@ class _Use:
 
 
 class SlotMachine:
-    """Hands out and takes back the slots of one rank's model chunks.
+    """Assign and release the slots of one rank's model chunks.
 
     A step is ``begin_step``, then any legal order of ``acquire_forward``, ``begin_backward`` and
-    ``release``, then ``end_step``; after an exception ``abort_step`` instead. Every call costs a
-    few list operations, however many slots there are. Not safe for use by several threads.
+    ``release``, then ``end_step``, or ``abort_step`` after an exception. Every call costs a few
+    list operations, independent of the number of slots. Not thread-safe.
 
     Args:
-        num_slots: Slots of each chunk.
-        label: Whose slots they are, such as ``rank 1``, for messages.
-        are_shared: Whether slot ``k`` of every chunk is one and the same, so that it holds one
-            microbatch of one of them; all counts are then equal.
-        schedule: If given, messages also show where in it the rank was; see ``begin_step``.
+        num_slots: Number of slots of each chunk.
+        label: Owner of the slots, such as ``rank 1``, for messages.
+        are_shared: Whether slot ``k`` is the same slot in every chunk, holding one microbatch of
+            one of them; all counts must then be equal.
+        schedule: If set, messages also show the rank's position in it; see ``begin_step``.
         rank: The rank in ``schedule``.
 
     Attributes:
-        latest_turn: A number of the forward that took any slot last: no other ever has it.
+        latest_turn: Unique number of the latest forward that acquired a slot.
     """
 
     def __init__(
@@ -72,9 +72,9 @@ class SlotMachine:
         if not num_slots or min(num_slots) < 1:
             raise SlotError(f"{label}: every chunk needs at least one slot, got {list(num_slots)}")
         if are_shared and len(set(num_slots)) > 1:
-            raise SlotError(f"{label}: shared slots, but counts {list(num_slots)}; give one number")
+            raise SlotError(f"{label}: shared slots, but counts {list(num_slots)}; pass equal ones")
         self._num_slots = tuple(num_slots)
-        # The set that a chunk takes its slots from.
+        # The set that each chunk acquires its slots from.
         self._set_of = tuple(0 if are_shared else chunk for chunk in range(len(num_slots)))
         self._label = label
         self._schedule = schedule
@@ -86,31 +86,31 @@ class SlotMachine:
 
     @property
     def num_slots(self) -> tuple[int, ...]:
-        """Slots of each chunk."""
+        """Return the number of slots of each chunk."""
         return self._num_slots
 
     @property
     def label(self) -> str:
-        """Whose slots they are."""
+        """Return the owner of the slots, for messages."""
         return self._label
 
     @property
     def in_step(self) -> bool:
-        """Whether a step is running."""
+        """Return whether a step is running."""
         return self._in_step
 
     @property
     def num_busy(self) -> int:
-        """Slots in use, all chunks together."""
-        every = zip(self._free, self._num_slots, strict=False)
-        return sum(count - free.bit_count() for free, count in every)
+        """Return the number of slots in use in all chunks together."""
+        sets = zip(self._free, self._num_slots, strict=False)
+        return sum(count - free.bit_count() for free, count in sets)
 
     def num_free(self, chunk: int) -> int:
-        """Slots of ``chunk`` that a forward could take now."""
+        """Return the number of free slots of ``chunk``."""
         return self._free[self._set_of[chunk]].bit_count()
 
     def state(self, chunk: int, slot: int) -> SlotState:
-        """Return what a slot is doing."""
+        """Return the state of a slot."""
         self._check_place("state", chunk, None, slot)
         holder = self._holder(chunk, slot)
         return SlotState.FREE if holder is None else self._uses[holder, slot].state
@@ -130,7 +130,7 @@ class SlotMachine:
         """Start a step.
 
         Args:
-            schedule: The schedule of this step, for messages only; it stays for later steps.
+            schedule: The schedule of this and later steps, used only for messages.
 
         Raises:
             SlotError: A step is running already.
@@ -147,11 +147,11 @@ class SlotMachine:
         self._in_step = True
 
     def acquire_forward(self, chunk: int, microbatch: int | None = None) -> int:
-        """Take the lowest free slot of a chunk for a forward.
+        """Acquire the lowest free slot of a chunk for a forward.
 
         Args:
             chunk: Index of the model chunk.
-            microbatch: For messages; None counts the chunk's forwards in this step.
+            microbatch: Microbatch number for messages; None counts the chunk's forwards.
 
         Returns:
             The slot number.
@@ -167,14 +167,14 @@ class SlotMachine:
         of_set = self._set_of[chunk]
         free = self._free[of_set]
         if not free:
-            whose = (
+            owner = (
                 f"chunk {chunk}" if len(self._free) > 1 or len(self._set_of) == 1 else "the rank"
             )
             self._refuse(
                 "forward", chunk, microbatch, None,
-                f"all {self._num_slots[chunk]} slots of {whose} are in use",
-                "plan the slots for the schedule that really runs (chunkgraph plan), or check that "
-                "every forward is followed by its backward",
+                f"all {self._num_slots[chunk]} slots of {owner} are in use",
+                "plan the slots for the schedule that actually runs (chunkgraph plan), or check "
+                "that every forward is followed by its backward",
             )  # fmt: skip
         lowest = free & -free
         slot = lowest.bit_length() - 1
@@ -186,16 +186,16 @@ class SlotMachine:
         return slot
 
     def begin_backward(self, chunk: int, slot: int, turn: int | None = None) -> None:
-        """Mark that the backward of what a slot holds starts.
+        """Start the backward of the microbatch in a slot.
 
         Args:
             chunk: Index of the model chunk.
             slot: Number of the slot.
-            turn: Of the forward whose backward it is; None: of the last one.
+            turn: Turn of the backward's forward (`latest_turn`); None to accept any.
 
         Raises:
-            SlotError: Outside a step, unknown chunk or slot, the slot holds no finished forward, or
-                that of another microbatch.
+            SlotError: Outside a step, unknown chunk or slot, or the slot holds no finished forward
+                or that of another microbatch.
         """
         use = self._uses.get((chunk, slot))
         if use is None or use.is_in_backward or (turn is not None and turn != use.turn):
@@ -206,23 +206,23 @@ class SlotMachine:
     def _refuse_backward(self, chunk: int, slot: int, use: _Use | None) -> NoReturn:
         self._check_holds("backward", chunk, slot)
         if use is None:
-            what = f"slot {slot} is free, there is nothing to run backward"
+            problem = f"slot {slot} is free, there is nothing to run backward"
             advice = (
                 "run the forward first, and each backward only once (retain_graph does not work "
                 "with slots)"
             )
         elif use.is_in_backward:
-            what, advice = f"slot {slot} is in backward already", "run each backward only once"
+            problem, advice = f"slot {slot} is in backward already", "run each backward only once"
         else:
-            what = f"slot {slot} holds another microbatch by now; this one's forward is gone"
+            problem = f"slot {slot} now holds another microbatch; this one's forward is gone"
             advice = (
                 "run each backward once, in the step of its forward (retain_graph does not work "
                 "with slots)"
             )
-        self._refuse("backward", chunk, None, slot, what, advice)
+        self._refuse("backward", chunk, None, slot, problem, advice)
 
     def release(self, chunk: int, slot: int) -> None:
-        """Free a slot after its backward (after W where the backward is split).
+        """Free a slot after its backward (after W if the backward is split).
 
         Raises:
             SlotError: Outside a step, unknown chunk or slot, or the slot is not in backward.
@@ -231,10 +231,10 @@ class SlotMachine:
         if use is None or not use.is_in_backward:
             self._check_holds("release", chunk, slot)
             if use is None:
-                what, advice = "is free already", "release each slot once"
+                problem, advice = "is free already", "release each slot once"
             else:
-                what, advice = "still waits for its backward", "call begin_backward() first"
-            self._refuse("release", chunk, None, slot, f"slot {slot} {what}", advice)
+                problem, advice = "still waits for its backward", "call begin_backward() first"
+            self._refuse("release", chunk, None, slot, f"slot {slot} {problem}", advice)
         del self._uses[chunk, slot]
         self._free[self._set_of[chunk]] |= 1 << slot
         self._events.append(("release", chunk, use.microbatch, slot))
@@ -243,7 +243,7 @@ class SlotMachine:
         """End a step.
 
         Raises:
-            SlotError: Outside a step, or a slot is still in use; the step then stays open.
+            SlotError: Outside a step, or a slot is still in use; the step then continues.
         """
         self._check_in_step("end step", None, None, None)
         if busy := self.num_busy:
@@ -255,7 +255,7 @@ class SlotMachine:
         self._in_step = False
 
     def abort_step(self) -> None:
-        """Free everything after an exception, whatever the state; also fine outside a step."""
+        """Free all slots after an exception, in any state; allowed outside a step."""
         self._reset()
         self._in_step = False
 

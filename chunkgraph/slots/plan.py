@@ -1,10 +1,10 @@
-"""How many slots each chunk of a rank needs, whatever the number of microbatches.
+"""Plan the slots of each chunk of a rank, for any number of microbatches.
 
-A chunk needs as many slots as it can ever have microbatches in flight: the largest number over
-every legal microbatch count of its schedule, which each schedule knows in closed form
-(``ScheduleFamily.in_flight``). Bounded schedules show it with two groups of microbatches at the
-latest, or with twice as many as there are ranks. *GPipe* holds all microbatches of a step, so its
-plan needs a largest count. Tests compare with brute force.
+A chunk needs one slot for each microbatch that can be in flight: the maximum over all legal
+microbatch counts of its schedule, which each schedule has in closed form
+(``ScheduleFamily.in_flight``). A bounded schedule reaches it with at most two groups of
+microbatches, or twice as many microbatches as ranks. *GPipe* holds all microbatches of a step, so
+its plan needs a maximum count. Tests compare with brute force.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ class SlotPlan:
     """The slots of one rank.
 
     Attributes:
-        schedule: Schedule family the plan is for.
+        schedule: Schedule family of the plan.
         num_ranks: Pipeline-parallel size.
-        num_chunks: Model chunks on each rank.
-        group_size: Microbatch group size, None where chunks do not interleave.
+        num_chunks: Number of model chunks on each rank.
+        group_size: Microbatch group size; None if chunks do not interleave.
         rank: Pipeline rank.
-        slots_per_chunk: Slots of each model chunk.
-        peak_in_flight: Most microbatches in flight at once, all chunks together; at most the sum of
-            ``slots_per_chunk``, since chunks do not all peak together.
-        max_num_microbatches: The plan holds up to this many microbatches a step; None for any.
+        slots_per_chunk: Number of slots of each model chunk.
+        peak_in_flight: Maximum number of microbatches in flight at once in all chunks together; at
+            most the sum of ``slots_per_chunk``, since chunks do not all peak together.
+        max_num_microbatches: Maximum number of microbatches in a step; None for any number.
     """
 
     schedule: str
@@ -51,16 +51,16 @@ class SlotPlan:
 
     @property
     def num_slots(self) -> int:
-        """Slots of all chunks."""
+        """Return the number of slots of all chunks."""
         return sum(self.slots_per_chunk)
 
     @property
     def num_graphs(self) -> int:
-        """Graphs to capture: a forward and a backward for every slot."""
+        """Return the number of graphs: a forward and a backward for every slot."""
         return 2 * self.num_slots
 
     def covers(self, num_microbatches: int) -> bool:
-        """Whether a step of this many microbatches is legal and fits the slots."""
+        """Return whether a step with this number of microbatches is legal and fits the slots."""
         cap = self.max_num_microbatches
         return (cap is None or num_microbatches <= cap) and is_legal_count(
             num_microbatches,
@@ -83,16 +83,16 @@ def plan_slots(
 
     Args:
         num_ranks: Pipeline-parallel size.
-        num_chunks: Model chunks on each rank.
+        num_chunks: Number of model chunks on each rank.
         group_size: Microbatch group size of ``interleaved``, default ``num_ranks``.
         rank: Pipeline rank, from 0.
-        schedule: A schedule name, or ``auto`` for the one Megatron would run.
-        max_num_microbatches: A promise that no step has more microbatches; may save slots. Needed
-            for schedules, such as ``gpipe``, that hold the more the more there are.
+        schedule: Name of a schedule, or ``auto`` for the one that Megatron runs.
+        max_num_microbatches: Maximum number of microbatches in a step; may save slots. Required
+            for unbounded schedules such as ``gpipe``.
 
     Raises:
-        ConfigError: Unknown schedule, or a promise is missing.
-        TopologyError: The sizes do not form a pipeline, or no legal count is within the promise.
+        ConfigError: Unknown schedule, or ``max_num_microbatches`` is missing.
+        TopologyError: The sizes do not form a pipeline, or no legal count is within the maximum.
     """
     name = megatron_schedule_name(num_ranks, num_chunks) if schedule == "auto" else schedule
     family = get_family(name)
@@ -111,8 +111,8 @@ def plan_slots(
         raise TopologyError(f"rank {rank} is outside 0..{num_ranks - 1} of {num_ranks} ranks")
     if not family.is_bounded and max_num_microbatches is None:
         raise ConfigError(
-            f"schedule {name!r} holds every microbatch of a step at once: give the largest number "
-            "of microbatches a step may have (max_num_microbatches)"
+            f"schedule {name!r} holds every microbatch of a step at once: pass the largest number "
+            "of microbatches in a step (max_num_microbatches)"
         )
     return _plan(name, num_ranks, num_chunks, group_size, rank, max_num_microbatches)
 
@@ -125,7 +125,7 @@ def plan_all_ranks(
     schedule: str = "auto",
     max_num_microbatches: int | None = None,
 ) -> tuple[SlotPlan, ...]:
-    """``plan_slots`` of every rank, in order."""
+    """Plan the slots of every rank, in order; see ``plan_slots``."""
     return tuple(
         plan_slots(
             num_ranks,
@@ -157,14 +157,14 @@ def _plan(
         num_chunks=num_chunks,
         group_size=group_size,
     )
-    found = family.in_flight(shape, rank)
+    counts = family.in_flight(shape, rank)
     return SlotPlan(
         schedule=name,
         num_ranks=num_ranks,
         num_chunks=num_chunks,
         group_size=group_size,
         rank=rank,
-        slots_per_chunk=found.per_chunk,
-        peak_in_flight=found.together,
+        slots_per_chunk=counts.per_chunk,
+        peak_in_flight=counts.together,
         max_num_microbatches=cap,
     )

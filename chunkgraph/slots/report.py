@@ -1,4 +1,4 @@
-"""The text of a SlotError: what was refused, who holds what, what the step did so far."""
+"""Write the text of a SlotError: the refused call, the slots in use, and the step so far."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from chunkgraph.schedules import Schedule
 __all__ = ["Event", "describe_misuse"]
 
 Event = tuple[str, int, int, int]
-"""One call that was accepted: what, chunk, microbatch, slot."""
+"""One accepted call: name, chunk, microbatch, slot."""
 
 _NUM_SHOWN = 12
 
@@ -25,16 +25,16 @@ def describe_misuse(
     schedule: Schedule | None,
     rank: int,
 ) -> str:
-    """Put the message together.
+    """Compose the message.
 
     Args:
-        label: Whose slots they are.
-        call: The refused call: what, chunk, microbatch, slot; None where it has none.
-        problem: What is wrong, in words.
-        advice: What to do, in words.
+        label: Owner of the slots.
+        call: The refused call: name, chunk, microbatch, slot; None for values it does not have.
+        problem: The problem, in words.
+        advice: The remedy, in words.
         busy: Chunk, slot, microbatch and state of every slot in use.
-        events: The calls of this step that were accepted, in order.
-        schedule: Where to show the place, if known.
+        events: The accepted calls of this step, in order.
+        schedule: The schedule to show the position in, if known.
         rank: Rank in ``schedule``.
     """
     lines = [f"{label}, {_call_text(*call)}: {problem}.", f"What to do: {advice}."]
@@ -65,9 +65,9 @@ def _call_text(what: str, chunk: int | None, microbatch: int | None, slot: int |
 
 
 def _place_in_schedule(schedule: Schedule, rank: int, events: Sequence[Event]) -> str:
-    """The actions of the schedule around the point the accepted calls have reached."""
+    """Return the actions of the schedule around the position of the accepted calls."""
     position = sum(what in ("forward", "backward") for what, *_ in events)
-    # A release belongs to the backward before it, or, where that is split, is a W of its own.
+    # A release belongs to the backward before it; if that is split, the release is a W.
     actions = [action for action in schedule.compute_actions(rank) if action.op.value != "W"]
     before = " ".join(str(action) for action in actions[max(0, position - 4) : position])
     after = " ".join(str(action) for action in actions[position + 1 : position + 4])

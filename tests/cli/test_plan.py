@@ -303,7 +303,7 @@ def test_banks_that_cannot_be_planned(run, config):
         ((config, "--cuda-graph-cp-sizes", 3), "3 is no power of two"),
         (
             (config, "--cuda-graph-cp-sizes", 1, 2, "--cuda-graph-max-packed-tokens", 0),
-            "0 tokens on a rank",
+            "0 tokens per rank",
         ),
         (
             (config, "--cuda-graph-cp-sizes", 1, 2, "--cuda-graph-max-packed-tokens", 7),

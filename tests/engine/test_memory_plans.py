@@ -265,5 +265,5 @@ def test_shared_slots_hold_no_more_than_is_ever_in_flight(
 
 def test_shared_slots_of_different_numbers_are_refused() -> None:
     chunks = [nn.Linear(2, 2), nn.Linear(2, 2)]
-    with pytest.raises(SlotError, match="give one number"):
+    with pytest.raises(SlotError, match="pass equal ones"):
         ChunkGraphs(chunks, [2, 1], options=CaptureOptions(shared_slots=True))

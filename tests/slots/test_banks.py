@@ -53,9 +53,9 @@ def test_slots_are_no_more_than_the_microbatches_of_a_step():
 def test_banks_that_cannot_be():
     plan = plan_slots(1, rank=0)
     for wrong in ([], sizes((2, 8), (2, 8))):
-        with pytest.raises(ConfigError, match="give different ones, and at least one"):
+        with pytest.raises(ConfigError, match="pass at least one bank and no bank twice"):
             estimate_banks(plan, MODEL, wrong)
-    with pytest.raises(ConfigError, match="size of 3 is no power of two"):
+    with pytest.raises(ConfigError, match="size of 3 is not a power of two"):
         sizes((3, 8))
-    with pytest.raises(ConfigError, match="0 tokens on a rank"):
+    with pytest.raises(ConfigError, match="0 tokens per rank"):
         sizes((2, 0))

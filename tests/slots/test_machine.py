@@ -328,5 +328,5 @@ def test_a_shared_slot_is_of_the_chunk_that_took_it(shared, call):
 
 
 def test_shared_slots_have_one_number():
-    with pytest.raises(SlotError, match="give one number"):
+    with pytest.raises(SlotError, match="pass equal ones"):
         SlotMachine([2, 1], "rank 0", are_shared=True)
