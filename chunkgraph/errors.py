@@ -1,4 +1,4 @@
-"""The exceptions chunkgraph raises.
+"""The exceptions of chunkgraph.
 
 ::
 
@@ -11,16 +11,16 @@
      +-- SlotError              (RuntimeError)  a slot was used out of turn
      +-- CaptureError           (RuntimeError)  a chunk could not be captured
      |    +-- IllegalOperationError             an operator that no graph can hold
-     +-- ReplayMismatchError    (ValueError)    a call does not fit what was captured
-     +-- VerifyError            (RuntimeError)  a verified replay is not what eager gives
+     +-- ReplayMismatchError    (ValueError)    a call does not match the capture
+     +-- VerifyError            (RuntimeError)  a verified replay differs from the eager pass
      +-- TokenDropError         (RuntimeError)  an expert had no room for a token
      +-- StashError             (RuntimeError)  the paged stash ran out or was misused
      +-- MemoryPlanError        (RuntimeError)  two graphs could overwrite each other
      +-- WorkerError            (RuntimeError)  a training process failed or was killed
      +-- OutputError            (OSError)       results could not be written after the run
 
-Every message says what happened, where (rank, chunk, microbatch, slot, file and line where they
-are known) and what to do. Leaves also subclass the builtin a caller would already catch.
+Every message states the problem, its place (rank, chunk, microbatch, slot, file and line if they
+are known) and the remedy. Leaves also subclass the builtin that a caller would already catch.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ __all__ = [
 
 
 class ChunkGraphError(Exception):
-    """Root of everything chunkgraph raises on purpose."""
+    """Base class of all exceptions of chunkgraph."""
 
 
 class ConfigError(ChunkGraphError, ValueError):
@@ -54,11 +54,11 @@ class ConfigError(ChunkGraphError, ValueError):
 
 
 class TopologyError(ConfigError):
-    """Parallel sizes, layers or microbatch counts that cannot form a pipeline."""
+    """Parallel sizes, layers or microbatch counts cannot form a pipeline."""
 
 
 class PackingError(ConfigError):
-    """Lengths, offsets or shapes of packed sequences that are wrong."""
+    """Lengths, offsets or shapes of packed sequences are wrong."""
 
 
 class MissingDependencyError(ChunkGraphError, ImportError):
@@ -74,31 +74,31 @@ class SlotError(ChunkGraphError, RuntimeError):
 
 
 class CaptureError(ChunkGraphError, RuntimeError):
-    """A chunk could not be captured; the model is left working eagerly."""
+    """A chunk could not be captured; the model still works eagerly."""
 
 
 class IllegalOperationError(CaptureError):
-    """An operator in the chunk cannot be held by a graph."""
+    """A graph cannot hold an operator of the chunk."""
 
 
 class ReplayMismatchError(ChunkGraphError, ValueError):
-    """A call differs from what was captured in a way a replay cannot honour."""
+    """A call differs from the captured one in a way that a replay cannot reproduce."""
 
 
 class VerifyError(ChunkGraphError, RuntimeError):
-    """A verified replay differs from the eager pass beside it, or read dead memory."""
+    """A verified replay differs from the eager pass, or reads dead memory."""
 
 
 class TokenDropError(ChunkGraphError, RuntimeError):
-    """Experts had no room for tokens that chose them, and that was not to happen."""
+    """Experts had no room for tokens that chose them, and ``token_drops`` is ``raise``."""
 
 
 class StashError(ChunkGraphError, RuntimeError):
-    """The paged stash ran out of pages and a re-run was not to happen, or it was misused."""
+    """The paged stash ran out of pages with ``on_overflow`` ``raise``, or was misused."""
 
 
 class MemoryPlanError(ChunkGraphError, RuntimeError):
-    """The proof that no graph overwrites another's live memory failed."""
+    """A graph could overwrite live memory of another."""
 
 
 class WorkerError(ChunkGraphError, RuntimeError):
@@ -106,4 +106,4 @@ class WorkerError(ChunkGraphError, RuntimeError):
 
 
 class OutputError(ChunkGraphError, OSError):
-    """Results could not be written to the file that was asked for."""
+    """Results could not be written to the requested file."""

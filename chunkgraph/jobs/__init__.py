@@ -1,1 +1,1 @@
-"""Processes of a job: started, followed, and explained when one fails. No Megatron here."""
+"""Start the processes of a job, follow them, and explain failures. No Megatron here."""

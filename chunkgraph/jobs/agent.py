@@ -1,7 +1,7 @@
-"""Between a launcher and its ranks: ``python -m ... FOLDER NUM_RANKS LOGS COMMAND...``.
+"""Run the ranks of a job for a launcher: ``python -m ... FOLDER NUM_RANKS LOGS COMMAND...``.
 
-It runs torchrun's elastic agent, so that the launcher itself stays free of torch and responsive,
-and writes the exit codes of the ranks that failed.
+This process runs torchrun's elastic agent, so that the launcher needs no torch and stays
+responsive. It writes the exit codes of the failed ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from chunkgraph.jobs.exit_codes import EXIT_FAILED
 from chunkgraph.jobs.failures import write_exit_codes
 from chunkgraph.jobs.processes import PARENT_PID_VARIABLE, die_with_parent
 
-with collector_paused():  # these imports are most of what an agent does
+with collector_paused():  # an agent spends most of its time in these imports
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -26,7 +26,7 @@ __all__ = ["main", "prepare_agent", "run_elastic"]
 
 
 def main(folder: str, num_ranks: str, logs: str, *command: str) -> int:
-    """Start the ranks and wait for them; returns 0 if all of them succeeded."""
+    """Start the ranks and wait for them; return 0 if all of them succeeded."""
     prepare_agent(logs)
     return run_elastic(Path(folder), int(num_ranks), *command)
 
@@ -35,7 +35,7 @@ def prepare_agent(logs: str) -> None:
     """Tie this process to the launcher, and the ranks to this process.
 
     Args:
-        logs: ``on`` lets the elastic agent log; otherwise the launcher alone explains failures.
+        logs: ``on`` makes the elastic agent log; otherwise only the launcher explains failures.
     """
     die_with_parent()
     if logs != "on":
@@ -47,7 +47,7 @@ def run_elastic(folder: Path, num_ranks: int, *command: str) -> int:
     """Run ``python -u *command`` once for each rank, and write failures to ``folder``.
 
     Returns:
-        0 when all ranks succeeded, 1 when one failed, 128 and the signal's number after a signal.
+        0 if all ranks succeeded, 1 if one failed, 128 plus the signal's number after a signal.
     """
     launch = elastic_launch(
         LaunchConfig(

@@ -9,7 +9,7 @@ __all__ = ["EXIT_FAILED", "EXIT_INTERRUPTED", "EXIT_USAGE", "exit_code_of", "is_
 EXIT_FAILED = 1
 """The run failed."""
 EXIT_USAGE = 2
-"""The configuration or the command line is at fault, not the run."""
+"""The configuration or the command line is wrong."""
 EXIT_INTERRUPTED = 130
 """Ctrl-C ended the run."""
 

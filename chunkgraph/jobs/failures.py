@@ -1,4 +1,4 @@
-"""Explain why a job failed: from the exit codes of its ranks and the messages that they left."""
+"""Explain why a job failed, from the exit codes and the messages of its ranks."""
 
 from __future__ import annotations
 
@@ -54,15 +54,15 @@ def first_failure(
     """Find the failure that came first.
 
     Args:
-        folder: The run folder, where the agent and the ranks left their reports.
-        num_ranks: Ranks of the job.
+        folder: The run folder with the reports of the agent and the ranks.
+        num_ranks: Number of ranks in the job.
         agent_exit_code: Exit code of the agent that ran them.
         last_event: The ranks' last progress in words, if they report any.
     """
     exit_codes = read_exit_codes(folder)
     last = f"; last, {last_event}" if last_event else ""
     for rank, code in exit_codes.items():
-        # The agent ends the other ranks by SIGTERM, which is no cause.
+        # The agent ends the other ranks with SIGTERM, which is not the cause.
         if code < 0 and code != -signal.SIGTERM:
             message = (
                 f"Rank {rank} was killed by signal {-code} ({_signal_name(-code)}){last}. "
@@ -74,7 +74,7 @@ def first_failure(
         rank = min(paths, key=lambda rank: _order(paths[rank]))
         message, _, details = paths[rank].read_text(encoding="utf-8").partition("\n\n")
         exit_code = exit_codes.get(rank, EXIT_FAILED)
-        if exit_code == EXIT_USAGE:  # a wrong setting is no rank's fault
+        if exit_code == EXIT_USAGE:  # a wrong setting concerns all ranks
             message = message.removeprefix(rank_prefix(rank))
         return Failure(message=message, exit_code=exit_code, details=details)
     for rank, code in exit_codes.items():
@@ -102,7 +102,6 @@ def _signal_name(number: int) -> str:
 def _signal_advice(number: int) -> str:
     if number == signal.SIGKILL:
         return (
-            "The system does that when memory runs out: try a smaller model, sequence or "
-            "micro batch."
+            "The system does this if memory runs out: try a smaller model, sequence or micro batch."
         )
     return "Run again with --debug for more."

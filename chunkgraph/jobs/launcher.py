@@ -1,7 +1,7 @@
 """Start the ranks of a job, follow them, and explain in one message why they failed.
 
-No torch here: the elastic agent runs in a child (``jobs.agent``), so that Ctrl-C, a stalled run
-and a dead agent are handled by a process that is never inside a collective itself.
+No torch here: the elastic agent runs in a child (``jobs.agent``), so that a process outside of all
+collectives handles Ctrl-C, a stalled run and a dead agent.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class LaunchSpec:
     time_limit_s: float | None = None
     """Longest time of the whole run, in seconds; None for no limit."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables for the workers where the user has not set them."""
+    """Variables for the workers, unless the user sets them."""
     debug: bool = False
-    """True to show the workers' tracebacks in errors, and to let the agent log."""
+    """Whether errors show the workers' tracebacks, and the agent logs."""
 
 
 def start_agent(
@@ -66,10 +66,10 @@ def start_agent(
     Args:
         module: The agent's module, run as ``python -m module FOLDER NUM_RANKS LOGS COMMAND...``.
         folder: The run folder, for reports of failures.
-        num_ranks: Ranks to start.
+        num_ranks: Number of ranks to start.
         command: Arguments of Python in each rank.
-        defaults: Environment variables where the user has not set them.
-        debug: Let the agent log.
+        defaults: Environment variables, unless the user sets them.
+        debug: Whether the agent logs.
         variables: Environment variables that replace the user's.
         stdout: The output of all processes, as for `subprocess.Popen`.
     """
@@ -87,7 +87,7 @@ def start_agent(
         stderr=subprocess.STDOUT if stdout is not None else None,
         text=True,
         errors="replace",
-        # Ctrl-C is for this process; it ends the others in its own time.
+        # Only this process receives Ctrl-C; it then ends the others.
         start_new_session=True,
     )
 
@@ -97,8 +97,8 @@ class Launcher:
 
     Args:
         spec: The job.
-        on_progress: Called with each progress line of rank 0, from the calling thread.
-        on_output: Called with each line the workers print, from another thread.
+        on_progress: Callback with each progress line of rank 0, in the calling thread.
+        on_output: Callback with each line that the workers print, in another thread.
     """
 
     def __init__(
@@ -111,14 +111,14 @@ class Launcher:
         self._spec = spec
         self._on_progress = on_progress
         self._on_output = on_output
-        self._last_event = "the processes were being started"
+        self._last_event = "the processes were starting"
 
     def run(self) -> None:
-        """Start the workers, follow them to the end; on the way out, none is left.
+        """Start the workers and follow them to the end; none is left running.
 
         Raises:
             WorkerError: A worker failed, was killed, or reported nothing for too long.
-            ConfigError: A worker found the configuration wrong.
+            ConfigError: A worker reported a wrong configuration.
         """
         spec = self._spec
         paths = (str(spec.config_path), str(spec.run_dir))
@@ -152,7 +152,7 @@ class Launcher:
             self._on_output(line.rstrip("\n"))
 
     def _follow(self, process: subprocess.Popen[str]) -> None:
-        """Pass progress on until the agent ends or rank 0 is silent for too long."""
+        """Forward progress until the agent ends or rank 0 is silent for too long."""
         lines = _tail(self._spec.run_dir / "progress.jsonl")
         allowed_s = max(self._spec.stall_timeout_s, _START_TIMEOUT_S)
         deadline = time.monotonic() + allowed_s

@@ -1,4 +1,4 @@
-"""Tie child processes to their run: none of them outlives it, however it ends."""
+"""Tie child processes to their run, so that none of them outlives it."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ _POLL_S = 0.02
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent dies, however that happens.
+    """Make the kernel kill this process when its parent dies for any reason.
 
-    Call it first thing in a child process. Only Linux offers this; elsewhere it does nothing.
+    Call this first in a child process. It works on Linux; elsewhere it does nothing.
     """
     if not sys.platform.startswith("linux"):
         return
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # The parent may have died before the call, and the kernel sends no signal for the past.
+    # If the parent died before the call, the kernel sends no signal.
     parent = os.environ.get(PARENT_PID_VARIABLE)
     if parent is not None and os.getppid() != int(parent):
         os._exit(1)
 
 
 def stop(process: subprocess.Popen[str], *, grace_s: float = 3.0) -> None:
-    """End a process: ask, wait ``grace_s`` seconds, kill. Ignore one that has ended."""
+    """End a process: terminate, wait ``grace_s`` seconds, kill. Ignore one that has ended."""
     if process.poll() is not None:
         return
     process.terminate()
@@ -64,19 +64,19 @@ def stop(process: subprocess.Popen[str], *, grace_s: float = 3.0) -> None:
 
 
 def guard_session() -> Callable[[], None]:
-    """Have the rest of this session ended when this process dies, however that happens.
+    """End the rest of this session when this process dies for any reason.
 
-    Scripts start processes that outlive a process that is killed or leaves by ``os._exit()``: the
+    Scripts start processes that outlive a process that is killed or leaves with ``os._exit()``: the
     server of a ``multiprocessing.Manager``, checkpoint writers, data loaders. They hold standard
-    output, and perhaps a GPU. A process that leads a session, as the ranks of torchrun and of our
-    own agent do, forks a guard that sleeps until it dies and then ends the session.
+    output, and perhaps a GPU. A process that leads a session, as the ranks of torchrun and of
+    `jobs.agent` do, forks a guard that sleeps until the process dies and then ends the session.
 
-    Call it early and in the main thread: the guard keeps the memory that exists then. It does
-    nothing in a process that leads no session, and on systems other than Linux.
+    Call this early and in the main thread, since the guard keeps the memory that exists then. It
+    does nothing in a process that does not lead a session, and on systems other than Linux.
 
     Returns:
-        Call it where the process has ended well: what it leaves running then is left on purpose,
-        and the guard goes when the interpreter shuts down.
+        A function to call after success: processes that are still running are then left on
+        purpose, and the guard ends when the interpreter shuts down.
     """
     guarded = os.getpid()
     if not sys.platform.startswith("linux") or os.getsid(0) != guarded:
@@ -90,7 +90,7 @@ def guard_session() -> Callable[[], None]:
     has_ended_well = False
 
     def dismiss() -> None:
-        if has_ended_well and os.getpid() == guarded:  # not in a fork of it
+        if has_ended_well and os.getpid() == guarded:  # not in a fork of this process
             with contextlib.suppress(OSError):
                 os.kill(guard, signal.SIGKILL)
                 os.waitpid(guard, 0)
@@ -99,18 +99,18 @@ def guard_session() -> Callable[[], None]:
         nonlocal has_ended_well
         has_ended_well = True
 
-    atexit.register(dismiss)  # before those of other modules, so that it runs after them
+    atexit.register(dismiss)  # registered before other modules' callbacks, so it runs after them
     return end_well
 
 
 def end_session(leader: int, *, grace_s: float = 3.0) -> None:
-    """End the processes that a process started in its session: ask, wait ``grace_s``, kill.
+    """End the processes that ``leader`` started in its session: terminate, wait, kill.
 
-    The process itself stays as it is, and so do processes that lead their own sessions.
+    The leader itself and processes that lead their own sessions stay.
 
     Args:
-        leader: the process. After its death only a session that it led is found.
-        grace_s: time between SIGTERM and SIGKILL.
+        leader: Process id. After its death only a session that it led is found.
+        grace_s: Seconds between SIGTERM and SIGKILL.
     """
     for signum in (signal.SIGTERM, signal.SIGKILL):
         signalled: set[int] = set()
@@ -124,13 +124,13 @@ def end_session(leader: int, *, grace_s: float = 3.0) -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process and what it started in its session, without the interpreter's shutdown.
+    """End this process and its children in the session, without the interpreter's shutdown.
 
-    That would wait for threads of process groups whose peers may be gone.
+    The shutdown would wait for threads of process groups whose peers may be gone.
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    if os.getsid(0) != os.getpid():  # and so nobody guards the session
+    if os.getsid(0) != os.getpid():  # so the session has no guard
         end_session(os.getpid())
     os._exit(code)
 
@@ -146,7 +146,7 @@ def keep_quiet() -> None:
 
 def _guard(guarded: int) -> None:
     """Sleep until ``guarded``, the parent of this process, is dead; then end its session."""
-    os.setsid()  # signals to its group are not for this process
+    os.setsid()  # so that signals to the group do not reach this process
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     _prctl(_PR_SET_NAME, b"session-guard")
     _release_files()
@@ -157,13 +157,13 @@ def _guard(guarded: int) -> None:
 
 
 def _release_files() -> None:
-    """Close all files, so that nobody who reads what the guarded process writes waits for more."""
+    """Close all files, so that readers of the guarded process's output see its end."""
     null = os.open(os.devnull, os.O_RDWR)
     for standard in range(3):
         os.dup2(null, standard)
     for name in os.listdir("/proc/self/fd"):
         if int(name) > 2:
-            with contextlib.suppress(OSError):  # that of the listing
+            with contextlib.suppress(OSError):  # the descriptor of the listing
                 os.close(int(name))
 
 
@@ -175,7 +175,7 @@ def _started_by(leader: int) -> set[int]:
     parents, sessions = {}, {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            # After the name, which may hold anything: state, parent, group, session.
+            # After the name, which may contain any character: state, parent, group, session.
             state, parent, _, session = path.read_text().rpartition(")")[2].split()[:4]
             if state not in "ZX":
                 pid = int(path.parent.name)

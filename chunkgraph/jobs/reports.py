@@ -1,4 +1,4 @@
-"""Files that a rank leaves in the run folder: its progress, and one message if it fails."""
+"""Write a rank's files in the run folder: its progress, and one message if it fails."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def error_path(folder: Path, rank: int) -> Path:
 
 
 def write_error(folder: Path, rank: int, error: Exception) -> int:
-    """Write a rank's error file; returns the exit code for the error."""
+    """Write a rank's error file; return the exit code for the error."""
     text = f"{describe_error(error, rank)}\n\n{''.join(traceback.format_exception(error))}"
     write_whole(error_path(folder, rank), text)
     return exit_code_of(error)

@@ -1,8 +1,8 @@
 """torchrun with exact exit codes: ``python -m chunkgraph.jobs.torchrun TORCHRUN-ARGUMENT...``.
 
-torchrun itself ends with 1 and a traceback whatever the ranks ended with; job systems
-and scripts want the code of the rank that failed first. It can also leave ranks running when
-further signals reach it while it ends them; here none is left.
+torchrun ends with 1 and a traceback for any exit codes of the ranks; job systems and scripts need
+the code of the rank that failed first. It can also leave ranks running if more signals arrive while
+it ends them; this program leaves none.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ __all__ = ["main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run torchrun; returns 0, the first failed rank's exit code, or 128 + the signal's number.
+    """Run torchrun; return 0, the first failed rank's exit code, or 128 + the signal's number.
 
     Args:
-        argv: torchrun's own arguments; None takes the process's.
+        argv: torchrun's arguments; None for those of the process.
     """
     try:
         arguments = sys.argv[1:] if argv is None else list(argv)
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _kill_children() -> None:
     """Kill the ranks that an interrupted shutdown left; only on Linux.
 
-    Each rank leads a process group, so that what it started ends with it.
+    Each rank leads a process group, which is killed with it.
     """
     for listing in Path("/proc/self/task").glob("*/children"):
         with suppress(OSError):

@@ -1,7 +1,7 @@
-"""The outermost frame of a training process: ``python -m ... TARGET CONFIG RUN_DIR``.
+"""The entry point of a training process: ``python -m ... TARGET CONFIG RUN_DIR``.
 
 It ties the process to its parent, calls the target (``package.module:function``) with the two
-paths, and leaves the reason of a failure where the launcher looks for it.
+paths, and writes the reason of a failure for the launcher.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ __all__ = ["main"]
 
 
 def main(target: str, config_path: str, run_dir: str) -> int:
-    """Call the target; returns its exit code, or 1 or 2 after writing why it failed."""
+    """Call the target; return its exit code, or 1 or 2 after writing why it failed."""
     die_with_parent()
     guard_session()
-    # Ctrl-C reaches the whole terminal; the launcher alone decides what it means.
+    # Ctrl-C reaches the whole terminal; only the launcher handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     rank = int(os.environ.get("RANK", "0"))
     folder = Path(run_dir)
@@ -34,7 +34,7 @@ def main(target: str, config_path: str, run_dir: str) -> int:
         function = getattr(importlib.import_module(module_name), function_name)
         return int(function(config_path, run_dir))
     except Exception as error:  # noqa: BLE001 - the last frame: everything is reported
-        if error_path(folder, rank).exists():  # by the target itself
+        if error_path(folder, rank).exists():  # the target wrote it
             return exit_code_of(error)
         return write_error(folder, rank, error)
 

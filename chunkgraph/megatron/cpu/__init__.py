@@ -1,1 +1,1 @@
-"""Unmodified Megatron on a machine without a GPU."""
+"""Run unmodified Megatron on a machine without a GPU."""

@@ -1,8 +1,8 @@
-"""One network thread of gloo for all process groups of a CPU host.
+"""Share one gloo network thread among all process groups of a CPU host.
 
-torch gives every group a device of its own, whose thread wakes a hundred times a second whether
-there is something to do or not. Megatron makes some fifty groups: the ranks of a job on one machine
-would spend a good part of its cores on that.
+torch creates a gloo device for every group, whose thread wakes up a hundred times a second even if
+it is idle. Megatron creates some fifty groups, so the ranks of a job on one machine would spend
+much CPU time on these threads.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ __all__ = ["share_gloo_device"]
 
 
 def share_gloo_device() -> Callable[[], None]:
-    """Make groups from now on with the same devices; returns what undoes it.
+    """Make all later gloo groups share their devices; return a function that undoes this.
 
-    One device for each interface that ``GLOO_SOCKET_IFNAME`` names when the first group is made, or
-    torch's default.
+    There is one device for each interface in ``GLOO_SOCKET_IFNAME`` at the first group, or torch's
+    default device.
     """
     gloo: Any = getattr(distributed_c10d, "ProcessGroupGloo", None)
-    if gloo is None:  # this torch is built without it, and the first group says so
+    if gloo is None:  # this torch is built without gloo; the first group raises
         return lambda: None
     devices: list[Any] = []
 
     class Sharing(type(gloo)):  # type: ignore[misc]
-        """Makes groups of torch's own class, and knows them as what it makes."""
+        """Create groups of torch's class, and recognize them as instances."""
 
         def __call__(cls, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-            if not devices:  # not before: its thread would not follow this process into a fork
+            if not devices:  # created late, since a fork does not copy the device's thread
                 devices.extend(_new_devices(gloo))
             options = gloo._Options()
             options._devices = devices
-            options._threads = 2 * len(devices)  # as torch has it
+            options._threads = 2 * len(devices)  # torch's default
             options._timeout = timeout
             return gloo(store, rank, size, options)
 
@@ -46,7 +46,7 @@ def share_gloo_device() -> Callable[[], None]:
             return isinstance(instance, gloo)
 
     class ProcessGroupGloo(gloo, metaclass=Sharing):
-        """In the place of torch's."""
+        """Replace torch's class."""
 
     return patch_attributes(distributed_c10d, {"ProcessGroupGloo": ProcessGroupGloo})
 

@@ -5,18 +5,18 @@
     with cpu_host():
         import megatron.core            # schedules, DDP, optimizer: all on the CPU, over gloo
 
-What it does, all of it undone on exit:
+Effects inside the block, undone on exit:
 
 * ``device="cuda"`` in factories, ``.to("cuda")``, ``.cuda()`` and pinned memory mean the CPU;
-* ``torch.cuda`` streams and events do nothing, ``torch.cuda`` random-number calls go to the CPU
-  generator, and ``torch.cuda.is_available()`` is false even where there is a GPU;
+* ``torch.cuda`` streams and events do nothing, ``torch.cuda`` random-number calls use the CPU
+  generator, and ``torch.cuda.is_available()`` is false even next to a GPU;
 * Megatron's RNG tracker switches states of the CPU generator in a way that a graph can repeat,
   and recomputation restores them;
 * modules that import triton unconditionally load without it;
-* the process groups of gloo share one network thread.
+* the gloo process groups share one network thread.
 
-It cannot show streams, NCCL, kernels or memory of a GPU. The user's part: the local layer spec,
-fusions off, ``batch_p2p_comm=False`` and ``use_cpu_initialization=True``.
+Streams, NCCL, GPU kernels and GPU memory are not emulated. The model must use the local layer
+spec, no fusions, ``batch_p2p_comm=False`` and ``use_cpu_initialization=True``.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from chunkgraph.megatron.features.experts.dispatch import patch_router
 __all__ = ["CpuHost", "HostRng", "HostRngState", "cpu_host"]
 
 _CPU = torch.device("cpu")
-# Methods that ask for a device, or tell one, without a keyword.
+# Methods that take or return a device without a keyword.
 _NAMING_DEVICES = {
     *(torch.Tensor.cuda, torch.Tensor.pin_memory, torch.Tensor.type, torch.Tensor.to)
 }
@@ -52,19 +52,19 @@ def _is_cuda(device: object) -> bool:
 
 
 class _CudaMeansCpu(TorchFunctionMode):
-    """Rewrites every request for a CUDA device into one for the CPU."""
+    """Rewrite every request for a CUDA device into one for the CPU."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        # Reading a shape comes through here too, and so most calls must cost next to nothing.
+        # Even reading a shape passes through here, so most calls must be cheap.
         if not kwargs and func not in _NAMING_DEVICES:
             return func(*args)
         kwargs = kwargs or {}
         if func is torch.Tensor.cuda or func is torch.Tensor.pin_memory:
             return args[0]
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            # Megatron's optimizers recognise a parameter by the name of its CUDA type.
+            # Megatron's optimizers recognize a parameter by the name of its CUDA type.
             return func(*args).replace("torch.", "torch.cuda.", 1)
         if kwargs:
             if _is_cuda(kwargs.get("device")):
@@ -77,7 +77,7 @@ class _CudaMeansCpu(TorchFunctionMode):
 
 
 class _Stream:
-    """A stream on which everything has already happened."""
+    """A stream whose work is always complete."""
 
     cuda_stream = 0
     device = _CPU
@@ -108,7 +108,7 @@ class _Stream:
 
 
 class _Event:
-    """An event that has already been reached."""
+    """An event that is always complete."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -130,33 +130,33 @@ class _Event:
 
 
 class HostRngState:
-    """One state of the CPU generator, in the place of a graph-safe CUDA generator.
+    """One state of the CPU generator, which replaces a graph-safe CUDA generator.
 
-    While it is the live one the generator itself holds its numbers; otherwise they are kept here.
+    If the state is live, the generator holds its value; otherwise ``stored`` does.
     """
 
     def __init__(self, rng: HostRng | None, state: torch.Tensor) -> None:
         self._rng = rng
-        self.kept = state
+        self.stored = state
 
     @property
     def _is_live(self) -> bool:
         return self._rng is not None and self._rng.current is self
 
     def get_state(self) -> torch.Tensor:
-        """A copy of the state, shape [bytes], dtype uint8."""
-        return torch.get_rng_state() if self._is_live else self.kept.clone()
+        """Return a copy of the state, a uint8 tensor [bytes]."""
+        return torch.get_rng_state() if self._is_live else self.stored.clone()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # In a checkpoint: the numbers without the host they belong to.
+        # A checkpoint contains the value without the host.
         return HostRngState, (None, self.get_state())
 
     def set_state(self, state: torch.Tensor) -> None:
-        """Continue from ``state``, as given by :meth:`get_state`."""
+        """Continue from ``state``, a result of `get_state`."""
         if self._is_live:
             torch.set_rng_state(state)
         else:
-            self.kept = state.clone()
+            self.stored = state.clone()
 
     def manual_seed(self, seed: int) -> HostRngState:
         """Restart from ``seed``."""
@@ -164,44 +164,44 @@ class HostRngState:
         return self
 
     def clone_state(self) -> HostRngState:
-        """A new state that continues from the same point."""
+        """Return a new state with the same value."""
         return HostRngState(self._rng, self.get_state())
 
 
 class HostRng:
-    """The CPU default generator shared by several states, one of them live at a time."""
+    """The CPU's default generator, shared by several states of which one is live."""
 
     def __init__(self) -> None:
         self.default = self.current = HostRngState(self, torch.get_rng_state())
 
     def clone_current(self) -> HostRngState:
-        """A new state that starts where the live one is."""
+        """Return a new state with the value of the live one."""
         return self.current.clone_state()
 
     def new_state(self, state: torch.Tensor) -> HostRngState:
-        """A state that starts from ``state``, as of `HostRngState.get_state`."""
+        """Return a new state that starts from ``state``, a result of `HostRngState.get_state`."""
         return HostRngState(self, state)
 
     def switch_to(self, state: HostRngState) -> None:
         """Make ``state`` the live one.
 
-        Inside a capture the switch is logged as well, and every replay does it again with the
-        states as they then are: dropout masks go on as in eager training.
+        Inside a capture the switch is also logged. Every replay repeats it with the current values
+        of the states, so that dropout masks continue as in eager training.
         """
 
         def switch() -> None:
             if self.current is state:
                 return
-            self.current.kept = torch.get_rng_state()
-            torch.set_rng_state(state.kept)
+            self.current.stored = torch.get_rng_state()
+            torch.set_rng_state(state.stored)
             self.current = state
 
         host_call(switch)
 
     def save(self, states: Iterable[HostRngState]) -> SavedRng:
-        """What the live state and ``states`` go on with, for :meth:`restore`.
+        """Save the values of the live state and of ``states`` for `restore`.
 
-        Inside a capture every replay saves anew, into the same object, what it then finds.
+        If this is captured, every replay saves its current values into the same object.
         """
         states = tuple(states)
         saved = SavedRng()
@@ -214,21 +214,21 @@ class HostRng:
         return saved
 
     def restore(self, saved: SavedRng) -> None:
-        """Go on from what was saved last; repeated at every replay when captured."""
+        """Continue from the values that were saved last; if captured, every replay does so."""
 
         def restore() -> None:
             assert saved.current is not None
-            self.current.kept = torch.get_rng_state()
+            self.current.stored = torch.get_rng_state()
             for state, value in saved.values.items():
-                state.kept = value.clone()
+                state.stored = value.clone()
             self.current = saved.current
-            torch.set_rng_state(self.current.kept)
+            torch.set_rng_state(self.current.stored)
 
         host_call(restore)
 
 
 class SavedRng:
-    """The states of a `HostRng` at one moment."""
+    """Saved values of the states of a `HostRng`."""
 
     def __init__(self) -> None:
         self.current: HostRngState | None = None
@@ -236,7 +236,7 @@ class SavedRng:
 
 
 def _cuda_stubs() -> dict[str, Any]:
-    """A new function for every name: torch's compiler refuses one object under two names."""
+    """Return replacements by name, all distinct: torch's compiler refuses one under two names."""
 
     def nothing() -> Callable[..., None]:
         return lambda *_, **__: None
@@ -245,7 +245,7 @@ def _cuda_stubs() -> dict[str, Any]:
         "is_available": lambda: False,
         "device_count": lambda: 0,
         "current_device": lambda: _CPU,
-        # Transformer Engine may ask while it is imported, also where there is a GPU.
+        # Transformer Engine may call this while it is imported, even next to a GPU.
         "get_device_capability": lambda *_: (0, 0),
         "get_device_properties": lambda *_: SimpleNamespace(
             name="cpu", major=0, minor=0, total_memory=0, multi_processor_count=0
@@ -261,7 +261,7 @@ def _cuda_stubs() -> dict[str, Any]:
         "stream": lambda *_, **__: _Stream(),
         "Event": _Event,
         "is_current_stream_capturing": lambda: False,
-        # Not torch.manual_seed, which calls the second of these.
+        # Not torch.manual_seed, which calls manual_seed_all.
         "manual_seed": lambda seed: torch.default_generator.manual_seed(int(seed)),
         "manual_seed_all": lambda seed: torch.default_generator.manual_seed(int(seed)),
         "get_rng_state": lambda *_, **__: torch.get_rng_state(),
@@ -270,10 +270,7 @@ def _cuda_stubs() -> dict[str, Any]:
 
 
 class CpuHost:
-    """Makes this thread a CPU host for Megatron until :meth:`remove`.
-
-    Raises nothing of its own; :meth:`install` twice is the same as once.
-    """
+    """Make this thread a CPU host for Megatron, from `install` to `remove`."""
 
     def __init__(self) -> None:
         self.rng: HostRng | None = None
@@ -281,11 +278,11 @@ class CpuHost:
 
     @property
     def installed(self) -> bool:
-        """Whether the host is in force."""
+        """Return whether the host is installed."""
         return self._undo is not None
 
     def install(self) -> CpuHost:
-        """Put the stand-ins in force; imports Megatron's RNG module."""
+        """Install the replacements, unless they are; this imports Megatron's RNG module."""
         if self._undo is not None:
             return self
         with ExitStack() as stack:
@@ -300,7 +297,7 @@ class CpuHost:
         return self
 
     def remove(self) -> None:
-        """Undo everything; must be called on the thread that installed it."""
+        """Undo everything; call this on the thread that installed the host."""
         if self._undo is not None:
             if self.rng is not None:
                 self.rng.switch_to(self.rng.default)
@@ -310,7 +307,7 @@ class CpuHost:
 
 @contextmanager
 def cpu_host() -> Iterator[CpuHost]:
-    """A :class:`CpuHost` in force inside the ``with`` block."""
+    """Install a `CpuHost` inside the ``with`` block."""
     host = CpuHost().install()
     try:
         yield host

@@ -1,9 +1,8 @@
-"""What Megatron's training program, unlike its core, also asks of a GPU, answered by the CPU.
+"""Run Megatron's training program, which needs more of a GPU than Megatron-core, on a CPU.
 
-``megatron.training`` checks that there is a GPU before anything else, reads its properties and
-memory, and makes tensors of ``torch.cuda`` types. With these stand-ins around it a pretrain script
-runs unmodified on a machine without one (see :mod:`chunkgraph.megatron.cpu.host`, which must be in
-force as well).
+``megatron.training`` first checks that there is a GPU, reads its properties and memory, and creates
+tensors of ``torch.cuda`` types. With these replacements a pretrain script runs unmodified on a
+machine without a GPU. They include those of :mod:`chunkgraph.megatron.cpu.host`.
 """
 
 from __future__ import annotations
@@ -45,46 +44,48 @@ _NEEDED_FLAGS: dict[str, str | None] = {
     "--no-masked-softmax-fusion": None,
     "--no-rope-fusion": None,
 }
-"""Megatron's flags without which it asks for GPU kernels; None stands for a flag without value."""
+"""Megatron's flags without which it needs GPU kernels, by value; None for a flag without one."""
 
 
 def cpu_flags(script_args: list[str]) -> list[str]:
-    """The flags that a CPU run needs and ``script_args`` does not have yet.
+    """Return the flags that a CPU run needs and that ``script_args`` lacks.
 
     Raises:
-        ConfigError: one of them is given with a value that needs a GPU, or a flag that does.
+        ConfigError: A flag or its value needs a GPU.
     """
-    given = {arg.partition("=")[0]: i for i, arg in enumerate(script_args) if arg.startswith("--")}
-    if {"--async-save", "--use-persistent-ckpt-worker"} <= given.keys():
+    positions = {
+        arg.partition("=")[0]: i for i, arg in enumerate(script_args) if arg.startswith("--")
+    }
+    if {"--async-save", "--use-persistent-ckpt-worker"} <= positions.keys():
         raise ConfigError(
             "--use-persistent-ckpt-worker with --async-save needs a GPU, but --device is cpu: its "
-            "worker chooses one, and the ranks would wait for it for ever. Leave "
+            "worker chooses one, and the ranks would wait for it forever. Leave "
             "--use-persistent-ckpt-worker out."
         )
     missing: list[str] = []
-    for flag, wanted in _NEEDED_FLAGS.items():
-        if flag not in given:
-            missing += [flag] if wanted is None else [flag, wanted]
-        elif wanted is not None:
-            name, equals, value = script_args[given[flag]].partition("=")
+    for flag, required in _NEEDED_FLAGS.items():
+        if flag not in positions:
+            missing += [flag] if required is None else [flag, required]
+        elif required is not None:
+            name, equals, value = script_args[positions[flag]].partition("=")
             if not equals:
-                value = (script_args[given[flag] + 1 :] or [""])[0]
-            if value != wanted:
+                value = (script_args[positions[flag] + 1 :] or [""])[0]
+            if value != required:
                 raise ConfigError(
-                    f"{name} {value} needs a GPU, but --device is cpu. Leave {name} out, or give "
-                    f"{name} {wanted}."
+                    f"{name} {value} needs a GPU, but --device is cpu. Leave {name} out, or pass "
+                    f"{name} {required}."
                 )
     return missing
 
 
 @contextmanager
 def cpu_pretrain_host() -> Iterator[None]:
-    """A CPU host on which ``megatron.training`` believes to have one GPU for each process."""
+    """Install a CPU host on which ``megatron.training`` sees one GPU for each process."""
     with cpu_host():
         stack = ExitStack()
         stack.callback(patch_attributes(torch.cuda, _stubs()))
         if hasattr(torch, "accelerator"):
-            # Torch itself, as in its optimizers and data loaders, had better know the truth.
+            # torch's optimizers and data loaders must still see that there is no GPU.
             none = {"is_available": lambda: False, "current_accelerator": lambda *_, **__: None}
             stack.callback(patch_attributes(torch.accelerator, none))
         stack.callback(patch_attributes(DataLoader, {"__iter__": _iterate_without_drawing}))
@@ -93,10 +94,10 @@ def cpu_pretrain_host() -> Iterator[None]:
 
 
 def _iterate_without_drawing(loader: DataLoader) -> Iterator[Any]:
-    """Begin to read without a draw from the generator that dropout has here.
+    """Create an iterator without drawing from the generator that dropout uses here.
 
-    A new iterator draws a seed from the CPU's generator. With a GPU that is another one than
-    dropout's, so that a resumed run, which begins to read again, still drops the same.
+    A new iterator draws a seed from the CPU's generator. With a GPU, dropout uses another
+    generator, so a resumed run, which creates a new iterator, still draws the same masks.
     """
     state = torch.get_rng_state()
     try:
@@ -114,7 +115,7 @@ def _stubs() -> dict[str, Any]:
     )
     return {
         "is_available": returning(True),
-        # Where Megatron counts none it sets up no process groups.
+        # Without devices Megatron creates no process groups.
         "device_count": returning(1),
         "get_device_properties": returning(properties),
         "get_device_capability": returning(_CAPABILITY),
@@ -136,7 +137,7 @@ def _stubs() -> dict[str, Any]:
 
 
 def _constructor(name: str, dtype: torch.dtype) -> type:
-    """``torch.cuda.LongTensor(values)`` and its like; a class, since it is also asked for types."""
+    """Return a replacement of ``torch.cuda.LongTensor`` etc.; a class, since it is also a type."""
 
     def new(_cls: type, values: Any = ()) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Load the modules of Megatron-core that import triton unconditionally where triton is missing."""
+"""Load modules of Megatron-core that import triton unconditionally, without triton."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["TritonStubFinder"]
 
 
 class _TritonStub:
-    """Stands for triton in a module whose kernels are never launched on this machine."""
+    """Replace triton in a module whose kernels are never launched on this machine."""
 
     def __getattr__(self, name: str) -> _TritonStub:
         if name.startswith("__"):
@@ -22,12 +22,12 @@ class _TritonStub:
         return self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # As a decorator it leaves the kernel alone; as anything else it stays a stub.
+        # As a decorator, return the kernel; otherwise return the stub.
         return args[0] if len(args) == 1 and callable(args[0]) and not kwargs else self
 
 
 class _StubTritonLoader(importlib.machinery.SourceFileLoader):
-    """Compiles one source file with its top-level triton imports turned into stubs."""
+    """Compile one source file with stubs instead of its top-level triton imports."""
 
     _IMPORT = re.compile(
         r"^import triton(?:\.language as (?P<alias>\w+))?[ \t]*(?:#.*)?$", re.MULTILINE
@@ -41,12 +41,12 @@ class _StubTritonLoader(importlib.machinery.SourceFileLoader):
 
 
 class TritonStubFinder:
-    """Meta-path finder for modules that import triton without asking.
+    """Meta-path finder for modules that import triton unconditionally.
 
-    Those of the paged stash, and of inference where Mamba layers come from.
+    These are modules of the paged stash, and a module of inference that Mamba layers import.
 
-    A stub in ``sys.modules`` would be seen by torch itself, which then believes that triton is
-    there. So only these modules are compiled differently, and nothing else changes.
+    A stub in ``sys.modules`` would make torch believe that triton is installed. So only these
+    modules are compiled differently.
     """
 
     modules = (
@@ -70,7 +70,7 @@ class TritonStubFinder:
 
     @classmethod
     def install(cls) -> Callable[[], None]:
-        """Add the finder where triton is missing; return a function that takes it away."""
+        """Add the finder if triton is missing; return a function that removes it."""
         if importlib.util.find_spec("triton") is not None or cls in sys.meta_path:
             return lambda: None
         sys.meta_path.insert(0, cls)
