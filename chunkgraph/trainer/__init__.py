@@ -1,1 +1,1 @@
-"""The demonstration: a Megatron model trained by a configuration, compared with eager training."""
+"""The demonstration: train a Megatron model by a configuration, and compare with eager training."""

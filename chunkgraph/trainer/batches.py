@@ -1,4 +1,4 @@
-"""The microbatches of a run on this rank: sequences of one text, or packed whole documents."""
+"""Draw a run's microbatches on this rank: sequences of one text, or packed whole documents."""
 
 from __future__ import annotations
 
@@ -37,19 +37,21 @@ __all__ = [
 Batch = dict[str, Any]
 
 _NUM_CHOSEN = 4
-"""Steps whose buckets are remembered: this one, and the next, which is announced."""
+"""Number of steps whose buckets are cached: the current one and the next, which is announced."""
 
 
 def packed_shape(config: Config, model_config: Any = None) -> PackedShape | None:
-    """Return the fixed shape of the run's packed microbatches; None without packing.
+    """Return the fixed shape of the run's packed microbatches.
 
-    None too if microbatches differ in their context-parallel size.
+    Padding counts as tokens if heads share keys (see `needs_tokens_in_pieces`), or if documents
+    are padded more than context parallelism requires.
 
     Args:
         config: the run.
-        model_config: Megatron's TransformerConfig, where documents are packed into the shape:
-            padding is counted where heads share keys (`needs_tokens_in_pieces` says why), and
-            where documents are padded to more than context parallelism needs.
+        model_config: Megatron's TransformerConfig, if documents are packed into the shape.
+
+    Returns:
+        The shape; None without packing, or if microbatches differ in their context-parallel size.
     """
     if not config.packing.max_packed_seqs or config.packing.context_parallel_sizes:
         return None
@@ -75,7 +77,7 @@ def packing_options(config: Config, model_config: Any) -> PackingOptions | None:
 def make_batches(
     config: Config, device: torch.device, model_config: Any
 ) -> SequenceBatches | PackedBatches:
-    """Make the source of the run's microbatches. All ranks call it together.
+    """Create the source of the run's microbatches. All ranks call this together.
 
     Args:
         config: the run.
@@ -118,10 +120,10 @@ class SequenceBatches:
         return {}
 
     def packings(self, _step: int, _num_microbatches: int) -> None:
-        """Return nothing, likewise."""
+        """Return None: nothing is packed."""
 
     def buckets(self, _step: int, _num_microbatches: int) -> None:
-        """Return nothing, likewise."""
+        """Return None: there is one length."""
 
     def num_microbatches(self, _step: int, count: int) -> int:
         """Return ``count``."""
@@ -139,12 +141,12 @@ class PackedBatches:
     """Whole documents in one row, with their offsets.
 
     Everything is computed on the host and copied to the device. A microbatch that does not fit the
-    shape gets longer offsets; the step that holds it runs eagerly.
+    shape gets longer offsets, and its step runs eagerly.
 
-    The rows after the documents hold token 0, whose activations are finite numbers. That matters:
-    a weight's gradient sums products over all rows, and 0 times NaN is NaN. So it is not enough
-    that these rows get no gradient; nothing on the way may leave them without a value, and their
-    losses are left out by selection, not by a factor 0.
+    The rows after the documents hold token 0, whose activations are finite. A weight's gradient
+    sums products over all rows, and 0 times NaN is NaN. So a zero gradient for these rows is not
+    enough: every activation in them must have a value, and their losses are removed by selection,
+    not by a factor 0.
 
     A context-parallel rank has its rows of every document, and its share of the microbatch's loss.
     """
@@ -159,14 +161,14 @@ class PackedBatches:
         self._buckets = Buckets.of_model(
             shape, config.packing.buckets, config.seq_buckets, model_config
         )
-        # Of ranks that share experts, microbatches go through a chunk together.
+        # Microbatches of ranks that share experts pass through a chunk together.
         shares = config.pipeline.expert_model_parallel_size > 1 and len(self._buckets.keys) > 1
         self._agree = agree_by_maximum() if shares else None
         self._chosen: dict[tuple[int, int], list[int]] = {}
         self._documents = _documents(config, shape)
 
     def schedule_options(self, step: int, count: int, *, has_graphs: bool) -> dict[str, Any]:
-        """Return keywords of the schedule that Megatron's own does not take."""
+        """Return the keywords of the schedule that Megatron's schedule does not have."""
         buckets = self.buckets(step, count)
         if has_graphs:
             return {"packings": self.packings(step, count), "buckets": buckets}
@@ -182,9 +184,9 @@ class PackedBatches:
         return [self._documents.lengths(step, m, rank) for m in range(num_microbatches)]
 
     def buckets(self, step: int, num_microbatches: int) -> list[int] | None:
-        """Return the rows of each microbatch, if there are several lengths.
+        """Return the rows of each microbatch; None if there is one length.
 
-        All ranks call it for the same steps in the same order.
+        All ranks call this for the same steps in the same order.
         """
         if len(self._buckets.keys) == 1:
             return None
@@ -197,7 +199,7 @@ class PackedBatches:
         return self._chosen[key]
 
     def close(self) -> None:
-        """Give the group back that ranks agreed in."""
+        """Destroy the process group of the agreement."""
         if self._agree is not None:
             self._agree.close()
 
@@ -210,7 +212,7 @@ class PackedBatches:
             tokens = self._buckets.keys[0] if buckets is None else buckets[microbatch]
             shape = self._buckets.shape_of(row.lengths, tokens)
             if reason_not_to_fit(row.lengths, shape) is not None:
-                # Of tokens it never has too many: they were drawn for this shape.
+                # It never has too many tokens: they were drawn for this shape.
                 seqs = max(shape.max_packed_seqs, len(row.lengths) + 1)
                 shape = replace(shape, max_packed_seqs=seqs, max_document_tokens=None)
             packed = pack(row.lengths, shape, where=f"step {step}, microbatch {microbatch}")
@@ -224,7 +226,7 @@ class PackedBatches:
             "position_ids": packed.position_ids,
             "is_counted": ~packed.padding_mask,
         }
-        if self._has_experts:  # nobody else reads it, and slots would keep copies
+        if self._has_experts:  # only experts read it, and slots would keep copies
             values["padding_mask"] = packed.padding_mask
         size = packed.shape.context_parallel_size
         if size > 1:
@@ -250,7 +252,7 @@ def sequence_batches(
     dp_rank = _data_parallel_rank()
     cp_rank = import_megatron("megatron.core.parallel_state").get_context_parallel_rank()
     cp_size = config.pipeline.context_parallel_size
-    masked = _wants_mask(config, device)
+    masked = _has_mask(config, device)
     for microbatch in range(num_microbatches):
         whole = text.batch(step, microbatch, config.train.micro_batch_size, dp_rank)
         batch = whole.part(cp_rank, cp_size)
@@ -271,10 +273,10 @@ def _data_parallel_rank() -> int:
     return import_megatron("megatron.core.parallel_state").get_data_parallel_rank()
 
 
-def _wants_mask(config: Config, device: torch.device) -> bool:
-    """Return True if attention gets a mask that keeps documents of one sequence apart.
+def _has_mask(config: Config, device: torch.device) -> bool:
+    """Return whether attention gets a mask that separates the documents of a sequence.
 
-    Transformer Engine's causal kernel takes none.
+    Transformer Engine's causal kernel takes no mask.
     """
     spec = config.model.layer_spec
     return spec != "transformer_engine" and not (spec == "auto" and device.type == "cuda")

@@ -23,7 +23,7 @@ from chunkgraph.trainer.trained_model import StepRecord
 __all__ = ["Comparison", "compare_runs", "run_eager", "same_bits", "train"]
 
 OnStep = Callable[[str, StepRecord], None]
-"""Called with ``eager`` or ``chunk`` and the step's record."""
+"""A callback with ``eager`` or ``chunk`` and the step's record."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Comparison:
         losses: True for each step whose loss is equal.
         grad_norms: True for each step whose gradient norm is equal.
         different_parameters: names of parameters that differ after the run.
-        num_parameters: elements compared.
+        num_parameters: number of compared elements.
         expert_metrics: True for each step whose metrics of the experts are equal on this rank.
     """
 
@@ -47,7 +47,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class _RankRun:
-    """A rank's run without its parameters, to be gathered."""
+    """A rank's run without its parameters, for gathering."""
 
     steps: Sequence[StepRecord]
     totals: RankTotals
@@ -64,16 +64,16 @@ def train(
     on_capture: OnCapture | None = None,
     eager: TrainingRun | None = None,
 ) -> RunResults:
-    """Run ``config`` on this rank, with its eager twin where ``train.compare`` is ``eager``.
+    """Run ``config`` on this rank, and compare with an eager run if ``train.compare`` is ``eager``.
 
     Args:
         config: the run.
-        device: this rank's device; process groups must be set up.
-        ddp_options: further fields of Megatron's DistributedDataParallelConfig.
-        model_options: further arguments of `build_model`.
-        on_step: called after every step of either run.
-        on_capture: called after every captured graph of this rank.
-        eager: the twin, where `run_eager` has been through the same steps already.
+        device: this rank's device; process groups must be initialized.
+        ddp_options: more fields of Megatron's DistributedDataParallelConfig.
+        model_options: more arguments of `build_model`.
+        on_step: callback after every step of either run.
+        on_capture: callback after every captured graph of this rank.
+        eager: an eager run of the same steps by `run_eager`; None to run it here.
 
     Returns:
         The whole job's results, the same on every rank.
@@ -106,14 +106,14 @@ def run_eager(
     model_options: Mapping[str, Any] | None = None,
     on_step: OnStep = lambda *_: None,
 ) -> TrainingRun:
-    """Run ``config`` without graphs, to compare with; nothing is left of its model.
+    """Run ``config`` without graphs, for comparison, and free its model.
 
     Args:
         config: the run.
         device: this rank's device.
-        ddp_options: as for `train`.
-        model_options: as for `train`.
-        on_step: called after every step.
+        ddp_options: see `train`.
+        model_options: see `train`.
+        on_step: callback after every step.
     """
     run = run_training(
         _with_room_for_all(config),
@@ -128,20 +128,20 @@ def run_eager(
 
 
 def _with_room_for_all(config: Config) -> Config:
-    """Give experts room for all tokens, as a run that drops none is compared with.
+    """Give experts room for all tokens, to compare with a run that drops none.
 
-    Rows without a token add zeros to the gradients; where a matrix product adds up more rows in
-    another order, the two differ in the last bits.
+    Rows without a token add zeros to the gradients. If a matrix product sums more rows in another
+    order, the two runs differ in the last bits.
     """
     moe = config.moe
     if moe.num_moe_experts is None or moe.token_drops != "rerun":
         return config
     if moe.moe_token_dispatcher_type == "flex":
         ranks = config.pipeline.expert_model_parallel_size
-        enough = rank_factor_for_all(moe.num_moe_experts, moe.moe_router_topk, ranks)
-        return replace(config, moe=replace(moe, moe_expert_rank_capacity_factor=enough))
-    enough = factor_for_all(moe.num_moe_experts, moe.moe_router_topk)
-    return replace(config, moe=replace(moe, moe_expert_capacity_factor=enough))
+        factor = rank_factor_for_all(moe.num_moe_experts, moe.moe_router_topk, ranks)
+        return replace(config, moe=replace(moe, moe_expert_rank_capacity_factor=factor))
+    factor = factor_for_all(moe.num_moe_experts, moe.moe_router_topk)
+    return replace(config, moe=replace(moe, moe_expert_capacity_factor=factor))
 
 
 def compare_runs(eager: TrainingRun, chunk: TrainingRun) -> Comparison:
@@ -162,12 +162,12 @@ def compare_runs(eager: TrainingRun, chunk: TrainingRun) -> Comparison:
 
 
 def _hex(metrics: Mapping[str, tuple[float, ...]]) -> dict[str, list[str]]:
-    """Return the metrics that recorded something, to the last bit."""
+    """Return the nonzero metrics in hexadecimal, to the last bit."""
     return {name: [v.hex() for v in values] for name, values in metrics.items() if any(values)}
 
 
 def _forget_model(device: torch.device) -> None:
-    """Collect the cycles of modules and hooks, so that the next run has the memory."""
+    """Collect the cycles of modules and hooks, to free their memory for the next run."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""The microbatches of a run whose context-parallel size changes from one to the next."""
+"""Draw the microbatches of a run whose context-parallel size differs between microbatches."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from chunkgraph.settings import Config
 
 __all__ = ["ContextBatches", "context_limits"]
 
-_NUM_REMEMBERED = 3
-"""Steps whose schedules are remembered: this one, and the next, which is announced."""
+_NUM_CACHED = 3
+"""Number of steps whose schedules are cached: more than the current one and the next."""
 
 
 def context_limits(config: Config, model_config: Any) -> ContextLimits:
@@ -72,8 +72,8 @@ class _Step:
 class ContextBatches:
     """Whole documents in microbatches that one, two, four, ... of the data-parallel ranks share.
 
-    All ranks draw the documents of the whole step, and so find the same schedule. The loss of each
-    microbatch is a share of the step's mean over all tokens, however they are spread.
+    All ranks draw the documents of the whole step, and so compute the same schedule. The loss of
+    each microbatch is a share of the step's mean over all tokens, for any distribution of them.
 
     Args:
         config: the run.
@@ -105,11 +105,11 @@ class ContextBatches:
         self._steps: dict[tuple[int, int], _Step] = {}
 
     def schedule_options(self, step: int, count: int, *, has_graphs: bool) -> dict[str, Any]:
-        """Return keywords of the schedule that Megatron's own does not take."""
+        """Return the keywords of the schedule that Megatron's schedule does not have."""
         return {"contexts": self._step(step, count).keys} if has_graphs else {}
 
     def num_microbatches(self, step: int, count: int) -> int:
-        """Return how many the schedule makes of the documents of ``count`` full ones."""
+        """Return the schedule's number of microbatches for the documents of ``count`` full ones."""
         return self._step(step, count).schedule.num_microbatches
 
     def close(self) -> None:
@@ -132,15 +132,15 @@ class ContextBatches:
         self, documents: Sequence[_Document], key: ContextBank, where: str
     ) -> dict[str, Any]:
         # A filler forwards one token, whose loss does not count.
-        own = documents or [_Document(np.zeros(1, np.int64), np.zeros(1, np.int64))]
-        packed = pack([len(d.tokens) for d in own], self.banks.shape(key), where=where)
+        contents = documents or [_Document(np.zeros(1, np.int64), np.zeros(1, np.int64))]
+        packed = pack([len(d.tokens) for d in contents], self.banks.shape(key), where=where)
         rows = packed.rows_of_rank(self._groups.rank % key.size)
         is_counted = ~packed.padding_mask if documents else np.zeros_like(packed.padding_mask)
         params = make_params(packed, self._device)
         params.cp_group, params.local_cp_size = key.group, key.size
         whole = {
-            "tokens": packed.place(np.concatenate([d.tokens for d in own])),
-            "labels": packed.place(np.concatenate([d.labels for d in own])),
+            "tokens": packed.place(np.concatenate([d.tokens for d in contents])),
+            "labels": packed.place(np.concatenate([d.labels for d in contents])),
             "position_ids": packed.position_ids,
             "is_counted": is_counted,
         }
@@ -154,12 +154,12 @@ class ContextBatches:
     def _step(self, step: int, count: int) -> _Step:
         key = (step, count)
         if key not in self._steps:
-            while len(self._steps) >= _NUM_REMEMBERED:
+            while len(self._steps) >= _NUM_CACHED:
                 del self._steps[next(iter(self._steps))]
-            self._steps[key] = self._made(step, count)
+            self._steps[key] = self._new_step(step, count)
         return self._steps[key]
 
-    def _made(self, step: int, count: int) -> _Step:
+    def _new_step(self, step: int, count: int) -> _Step:
         num_rows = count * self._limits.world_size // self._limits.group_sizes[0]
         documents: list[_Document] = []
         for number in range(num_rows):

@@ -20,7 +20,7 @@ _WITH_FLEX = (
 
 
 def expert_settings(config: Config) -> dict[str, Any]:
-    """Fields of Megatron's TransformerConfig; none without experts."""
+    """Return the fields of Megatron's TransformerConfig for experts; none without experts."""
     moe = config.moe
     if moe.num_moe_experts is None:
         return {}
@@ -34,7 +34,7 @@ def expert_settings(config: Config) -> dict[str, Any]:
         settings["moe_pad_expert_input_to_capacity"] = False
         settings[_FACTOR] = rank_capacity_factor(config)
         if moe.moe_flex_dispatcher_backend == "deepep":
-            del settings[_FACTOR]  # set once Megatron's config is made
+            del settings[_FACTOR]  # set after Megatron's config is created
     else:  # fields that some releases do not have
         for name in _WITH_FLEX:
             del settings[name]
@@ -48,7 +48,7 @@ def expert_settings(config: Config) -> dict[str, Any]:
 
 
 def rank_capacity_factor(config: Config) -> float | None:
-    """Return the budget of a rank; None without graphs, since nobody would count what it cuts."""
+    """Return the rank budget; None without graphs, which count the tokens that it drops."""
     return config.moe.moe_expert_rank_capacity_factor if config.capture.enabled else None
 
 
@@ -61,7 +61,7 @@ def expert_block_spec(
         config: the run.
         transformer_config: Megatron's.
         index: index of the model chunk on this rank.
-        use_transformer_engine: or Megatron's local layers.
+        use_transformer_engine: whether to use Transformer Engine's layers or Megatron's local ones.
     """
     make = import_megatron("megatron.core.models.gpt.gpt_layer_specs").get_gpt_decoder_block_spec
     return make(

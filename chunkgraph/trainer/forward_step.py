@@ -18,17 +18,17 @@ __all__ = ["forward_step", "shared_loss"]
 def forward_step(
     data: Iterator[dict[str, Any]], chunk: nn.Module
 ) -> tuple[torch.Tensor, Callable[[torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor]]]]:
-    """Run a microbatch through ``chunk``, as Megatron's forward step; returns its loss function."""
+    """Run a microbatch through ``chunk``; return its output and its loss function."""
     batch = next(data)
-    # Releases without experts on packed sequences do not know the argument.
-    only_some = {"padding_mask": batch["padding_mask"]} if "padding_mask" in batch else {}
+    # Releases without experts on packed sequences do not have the argument.
+    padding = {"padding_mask": batch["padding_mask"]} if "padding_mask" in batch else {}
     output = chunk(
         input_ids=batch["tokens"],
         position_ids=batch["position_ids"],
         attention_mask=batch.get("attention_mask"),
         labels=batch["labels"],
         packed_seq_params=batch.get("packed_seq_params"),
-        **only_some,
+        **padding,
     )
     if "loss_scale" in batch:
         return output, partial(_share_of_step, batch["is_counted"], batch["loss_scale"])
@@ -42,10 +42,10 @@ def _mean_of(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Average the loss over the rows that hold a token.
 
-    Others are left out by selection: a factor 0 would let a NaN pass.
+    Other rows are removed by selection: a factor 0 would pass a NaN on.
 
-    With ``num_counted``, those of all context-parallel ranks, it is this rank's share of the mean,
-    as in `_masked_mean`.
+    ``num_counted`` is the number of rows on all context-parallel ranks; the result is then this
+    rank's share of the mean, as in `_masked_mean`.
     """
     total = losses.float().masked_fill(~is_counted, 0.0).sum()
     loss = total / (is_counted.sum().clamp(min=1) if num_counted is None else num_counted)
@@ -55,10 +55,10 @@ def _mean_of(
 def _share_of_step(
     is_counted: torch.Tensor, scale: float, losses: torch.Tensor
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Compute the share of this rank and microbatch in the step's mean loss of a token.
+    """Compute the share of this rank and microbatch in the step's mean loss per token.
 
-    Rows that hold no token are left out by selection. The scale undoes the means over microbatches
-    (the schedule's) and over ranks (DDP's), which count documents on many ranks more often.
+    Rows without a token are removed by selection. The scale undoes the means over microbatches (in
+    the schedule) and over ranks (in DDP), which count documents on several ranks more than once.
     """
     loss = losses.float().masked_fill(~is_counted, 0.0).sum() * scale
     return loss, {"lm loss": loss.detach().clone()}
@@ -69,8 +69,9 @@ def _masked_mean(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Average the loss over the labels that count; ``losses`` and ``loss_mask`` are [b, s].
 
-    With ``num_labels``, those of all context-parallel ranks, it is this rank's share of the mean;
-    the schedule multiplies it by their number before DDP averages gradients over them.
+    ``num_labels`` is the number of labels on all context-parallel ranks; the result is then this
+    rank's share of the mean. The schedule multiplies it by the number of these ranks before DDP
+    averages gradients over them.
     """
     if num_labels is None:
         num_labels = loss_mask.sum()
@@ -79,9 +80,9 @@ def _masked_mean(
 
 
 def shared_loss(losses: list[dict[str, torch.Tensor]], device: torch.device) -> float:
-    """Average over microbatches and data-parallel ranks, from the last stage to every rank.
+    """Average the losses over microbatches and data-parallel ranks; return it on every rank.
 
-    Context-parallel ranks hold shares of it, which are added up.
+    Context-parallel ranks hold shares of the loss, which are summed.
     """
     state = import_megatron("megatron.core.parallel_state")
     loss = torch.zeros((), dtype=torch.float32, device=device)

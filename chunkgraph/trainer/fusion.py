@@ -1,9 +1,9 @@
-"""Weight gradients accumulated by the weight-gradient GEMM itself.
+"""Accumulate weight gradients in the weight-gradient GEMM.
 
-Megatron's switch (``gradient_accumulation_fusion``) is one for the whole model, and its output
-layer then asks for an extension that no registry has. Transformer Engine's layers need no
-extension: each decides for itself when it runs, so they are switched on one by one after the
-model is built. Eager and captured training then run the same kernels.
+Megatron's switch (``gradient_accumulation_fusion``) applies to the whole model, and its output
+layer then needs an extension that no package registry has. Transformer Engine's layers need no
+extension, and each layer has its own switch. So the switches are set after the model is built.
+Eager and captured training then run the same kernels.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ _SWITCH = "fuse_wgrad_accumulation"
 
 
 def fuse_weight_gradients(chunks: Sequence[nn.Module]) -> int:
-    """Let every Transformer Engine layer of ``chunks`` add its weight gradient in its GEMM.
+    """Make every Transformer Engine layer of ``chunks`` accumulate its weight gradient in its GEMM.
 
-    Call it after DDP has wrapped the chunks: the GEMM adds into ``weight.main_grad``.
+    Call this after DDP has wrapped the chunks, since the GEMM adds into ``weight.main_grad``.
 
     Returns:
-        The number of layers switched on.
+        The number of these layers.
 
     Raises:
-        ConfigError: there is no such layer, or a weight has no ``main_grad``.
+        ConfigError: There is no such layer, or a weight has no ``main_grad``.
     """
     layers = [m for chunk in chunks for m in chunk.modules() if hasattr(m, _SWITCH)]
     if not layers:
         raise ConfigError(
-            "gradient_accumulation_fusion is on, but no layer can do it: use Transformer Engine's "
-            "layers (model.layer_spec=transformer_engine), or turn it off."
+            "gradient_accumulation_fusion is on, but no layer supports it: use Transformer "
+            "Engine's layers (model.layer_spec=transformer_engine), or turn it off."
         )
     for layer in layers:
         for name, weight in layer.named_parameters(recurse=False):

@@ -1,4 +1,4 @@
-"""Megatron-core's hybrid model, Mamba, attention and feed-forward layers, from a configuration."""
+"""Build Megatron-core's hybrid model (Mamba, attention, feed-forward) from a configuration."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["HybridChunks", "hybrid_settings", "hybrid_stack_spec"]
 
 
 def hybrid_settings(config: Config) -> dict[str, Any]:
-    """Fields of Megatron's TransformerConfig; none for a GPT model."""
+    """Return the fields of Megatron's TransformerConfig for a hybrid model; none for GPT."""
     model = config.model
     if model.hybrid_layer_pattern is None:
         return {}
@@ -34,17 +34,17 @@ def hybrid_settings(config: Config) -> dict[str, Any]:
 
 
 class HybridChunks:
-    """Builds the model chunks of a hybrid model.
+    """Build the model chunks of a hybrid model.
 
     Args:
-        config: the run; ``model.hybrid_layer_pattern`` is given.
-        transformer_config: Megatron's.
-        spec: spec of a GPT layer or of a whole stack, or None for Megatron's own stack.
-        experts: spec that replaces the GPT layer's feed-forward in layers of experts.
+        config: the run, with ``model.hybrid_layer_pattern``.
+        transformer_config: Megatron's TransformerConfig.
+        spec: spec of a GPT layer or of a whole stack; None for Megatron's stack.
+        experts: spec that replaces the GPT layer's feed-forward in expert layers.
 
     Raises:
-        ConfigError: the installed release cannot do it.
-        MissingDependencyError: there are Mamba layers, and no kernels for them.
+        ConfigError: The installed release does not support the configuration.
+        MissingDependencyError: There are Mamba layers, but their kernels are missing.
     """
 
     def __init__(
@@ -59,8 +59,8 @@ class HybridChunks:
             else hybrid_stack_spec(spec, experts)
         )
         self._pattern = _pattern_of(config, knows_stages=self._names.knows_stages)
-        wants_all_anew = config.model.recompute_granularity == "full"
-        if wants_all_anew and not can_recompute_hybrid_layers():
+        recomputes_all = config.model.recompute_granularity == "full"
+        if recomputes_all and not can_recompute_hybrid_layers():
             raise ConfigError(
                 "model.recompute_granularity is full with model.hybrid_layer_pattern, and the "
                 "hybrid stack of this Megatron-core release recomputes nothing. Set it to null, or "
@@ -78,14 +78,14 @@ class HybridChunks:
 
         Args:
             index: index of the chunk on this rank.
-            pre_process: True if it has the embedding.
-            post_process: True if it has the output layer.
+            pre_process: whether it has the embedding.
+            post_process: whether it has the output layer.
         """
         model = self._config.model
         stage: dict[str, Any] = {}
         if self._config.pipeline.num_model_chunks > 1:
             stage["vp_stage"] = index
-        built: nn.Module = self._names.model(
+        chunk: nn.Module = self._names.model(
             config=self._transformer_config,
             vocab_size=model.vocab_size,
             max_sequence_length=model.seq_length,
@@ -99,21 +99,21 @@ class HybridChunks:
             },
             **stage,
         )
-        return built
+        return chunk
 
 
 def hybrid_stack_spec(spec: Any, experts: Any = None) -> Any:
-    """Make the spec of a hybrid stack from that of a GPT layer; returns a stack's spec as it is.
+    """Make the spec of a hybrid stack from the spec of a GPT layer.
 
-    Attention and feed-forward become separate layers, as Megatron's local layers have them:
-    each after its norm. Mamba layers get plain linear layers.
+    Attention and feed-forward become separate layers, each after its norm, as in Megatron's local
+    layers. Mamba layers get plain linear layers. The spec of a stack is returned unchanged.
 
     Args:
         spec: a Megatron module spec.
-        experts: the feed-forward of layers of experts; None: there are none.
+        experts: the feed-forward of expert layers; None without experts.
 
     Raises:
-        ConfigError: the GPT layer has its norms inside of its linear layers.
+        ConfigError: The GPT layer has its norms inside its linear layers.
     """
     names = HybridNames()
     if isinstance(spec.module, type) and issubclass(spec.module, names.stack):
@@ -129,7 +129,7 @@ def hybrid_stack_spec(spec: Any, experts: Any = None) -> Any:
     norm = layer.input_layernorm
     if norm is identity:
         raise ConfigError(
-            "model.layer_spec gives a GPT layer whose norms are inside of its linear layers, from "
+            "model.layer_spec returns a GPT layer whose norms are inside its linear layers, from "
             "which no Mamba layer can be made. Return the spec of a hybrid stack, or of a layer "
             "with separate norms."
         )
@@ -181,10 +181,10 @@ def hybrid_stack_spec(spec: Any, experts: Any = None) -> Any:
 
 
 def _pattern_of(config: Config, *, knows_stages: bool) -> str:
-    """Write the pattern as the installed release takes it.
+    """Return the pattern in the form of the installed release.
 
     Raises:
-        ConfigError: it does not interleave hybrid stages, or only has equal ones.
+        ConfigError: The release does not interleave hybrid stages, or needs stages of equal length.
     """
     pattern = config.model.hybrid_layer_pattern
     assert pattern is not None
@@ -200,6 +200,6 @@ def _pattern_of(config: Config, *, knows_stages: bool) -> str:
     if len({len(stage) for stage in stages}) > 1:
         raise ConfigError(
             f"model.hybrid_layer_pattern ({pattern}) has stages of different lengths, which this "
-            "Megatron-core release does not have. Make them equal, or use release 0.19."
+            "Megatron-core release does not support. Make them equal, or use release 0.19."
         )
     return "".join(stages)

@@ -1,4 +1,4 @@
-"""The training loop: all steps of a configuration, eagerly or with chunk graphs."""
+"""Train all steps of a configuration, eagerly or with chunk graphs."""
 
 from __future__ import annotations
 
@@ -26,32 +26,31 @@ def _first(values: Sequence[_Value]) -> _Value:
 
 
 def _over_ranks(combine: Callable[[Sequence[Any]], Any], default: Any) -> Any:
-    """Declare how the values of all ranks become the job's value."""
+    """Declare how to combine the values of all ranks into the job's value."""
     return field(default_factory=lambda: default, metadata={"combine": combine})
 
 
 @dataclass(kw_only=True)
 class RankTotals:
-    """Totals of a run on one rank; `combined` gives `RunResults` those of the job.
+    """Totals of a run on one rank; `combined` computes the totals of the job.
 
     Attributes:
-        capture_sessions: sessions in which graphs were captured.
-        captures_after_first_session: graph pairs captured in any later session, but for those that
-            followed a lack of room.
-        slots_per_chunk: slots of each chunk; empty for an eager run.
-        num_graphs: graphs captured, forward and backward.
-        dropped_tokens: tokens for which an expert of this rank's layers had no room, in a run with
-            graphs.
-        overflow_reruns: steps that ran again, by what had no room.
-        recaptures: why graphs were captured again with more room, each time.
-        stash_bytes: size of the stash's pages on the device.
-        bytes_without_stash: size of what slots would keep without the stash.
-        replays_of_bank: forward graphs replayed, by bank, where there are several.
-        missing_banks: eager steps, by the bank that they had no graphs of.
+        capture_sessions: number of sessions that captured graphs.
+        captures_after_first_session: graph pairs captured in later sessions, except captures with
+            more room.
+        slots_per_chunk: number of slots of each chunk; empty for an eager run.
+        num_graphs: number of captured graphs, forward and backward.
+        dropped_tokens: tokens for which an expert of this rank had no room, in a run with graphs.
+        overflow_reruns: number of repeated steps, by the feature that had no room.
+        recaptures: the reason of each capture with more room.
+        stash_bytes: bytes of the stash's device pages.
+        bytes_without_stash: bytes that slots would hold without the stash.
+        replays_of_bank: number of replayed forward graphs by bank, if there are several banks.
+        missing_banks: number of eager steps by the bank that has no graphs.
         memsets_kept: see `CaptureReport`.
         reserved_bytes: most memory that torch held on the device; 0 on a CPU.
-        gpu_used_bytes: memory in use on the whole GPU after the last step, by all processes:
-            torch's, and that of NCCL, libraries, graphs and CUDA itself; 0 on a CPU.
+        gpu_used_bytes: memory in use on the whole GPU after the last step, by all processes,
+            including NCCL, libraries, graphs and CUDA itself; 0 on a CPU.
     """
 
     capture_sessions: int = _over_ranks(_first, 0)
@@ -71,7 +70,7 @@ class RankTotals:
 
     @classmethod
     def combined(cls, ranks: Sequence[RankTotals]) -> dict[str, Any]:
-        """Combine the totals of all ranks, as the fields declare it."""
+        """Combine the totals of all ranks as the fields declare."""
         return {
             item.name: item.metadata["combine"]([getattr(rank, item.name) for rank in ranks])
             for item in fields(cls)
@@ -103,22 +102,22 @@ def run_training(
     on_step: Callable[[StepRecord], None] = lambda _: None,
     on_capture: OnCapture | None = None,
 ) -> TrainingRun:
-    """Build the model from the seed, train every step of ``config``, and take it all down.
+    """Build the model from the seed, train every step of ``config``, and free the model.
 
     Args:
         config: the run.
-        device: this rank's device; process groups must be set up.
-        use_graphs: attach chunk graphs, or leave the model as Megatron made it.
-        ddp_options: further fields of Megatron's DistributedDataParallelConfig.
-        model_options: further arguments of `build_model`.
-        on_step: called after every step.
-        on_capture: called after every captured graph.
+        device: this rank's device; process groups must be initialized.
+        use_graphs: whether to attach chunk graphs.
+        ddp_options: more fields of Megatron's DistributedDataParallelConfig.
+        model_options: more arguments of `build_model`.
+        on_step: callback after every step.
+        on_capture: callback after every captured graph.
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     with ExitStack() as stack:
         if config.model.fp8 is not None:
-            # The next model's scales would be reduced together with these.
+            # Otherwise the next model's scales are reduced together with these.
             stack.callback(reset_fp8)
         model = TrainedModel(config, device, ddp_options=ddp_options, model_options=model_options)
         stack.callback(model.close)
@@ -144,9 +143,9 @@ def run_training(
 def _train_steps(
     model: TrainedModel, on_step: Callable[[StepRecord], None]
 ) -> tuple[list[StepRecord], int]:
-    """Train all steps; returns their records, and how many captures came after the first session.
+    """Train all steps; return their records and the number of captures after the first session.
 
-    Captures that follow a lack of room are not among these.
+    Captures with more room are not counted.
     """
     has_experts = model.config.moe.num_moe_experts is not None
     records: list[StepRecord] = []

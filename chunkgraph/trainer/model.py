@@ -1,4 +1,4 @@
-"""Megatron-core's model, in as many chunks as this rank holds, from a configuration."""
+"""Build this rank's chunks of Megatron-core's model from a configuration."""
 
 from __future__ import annotations
 
@@ -43,20 +43,19 @@ def build_model(
 ) -> list[nn.Module]:
     """Build this rank's model chunks in training mode, wrapped in DDP if configured.
 
-    Megatron's config, shared by all chunks, is at ``chunks[0].config``.
+    Megatron's config, which all chunks share, is ``chunks[0].config``.
 
     Args:
-        config: the run; model parallel groups must be set up and random numbers seeded.
+        config: the run; model parallel groups must be initialized and random numbers seeded.
         device: device of the parameters.
-        ddp_options: further fields of Megatron's DistributedDataParallelConfig.
-        transformer_options: further fields of Megatron's TransformerConfig.
-        prepare: called with every chunk before it is wrapped, for example to freeze parameters.
-        ddp_scope: entered while chunks are wrapped in DDP.
+        ddp_options: more fields of Megatron's DistributedDataParallelConfig.
+        transformer_options: more fields of Megatron's TransformerConfig.
+        prepare: callback with every chunk before it is wrapped, for example to freeze parameters.
+        ddp_scope: returns a context for the time that chunks are wrapped in DDP.
 
     Raises:
-        ConfigError: the layers cannot train the packed sequences, or dispatch to the experts, that
-            are asked for.
-        MissingDependencyError: a package that DeepEP needs is missing.
+        ConfigError: The layers do not support the configured packed sequences or expert dispatch.
+        MissingDependencyError: A package that DeepEP needs is missing.
     """
     _refuse_packed_attention(config, device)
     _refuse_missing_dispatcher(config, device)
@@ -93,7 +92,7 @@ def build_model(
 
 
 def _refuse_packed_attention(config: Config, device: torch.device) -> None:
-    """Before the model is built, and in eager runs too."""
+    """Refuse packed sequences that attention does not support, also in eager runs."""
     seqs, pipeline = config.packing.max_packed_seqs, config.pipeline
     if seqs and layer_spec_name(config, device) == "transformer_engine":
         heads = config.model.num_attention_heads // pipeline.tensor_model_parallel_size
@@ -103,7 +102,7 @@ def _refuse_packed_attention(config: Config, device: torch.device) -> None:
 
 
 def _refuse_missing_dispatcher(config: Config, device: torch.device) -> None:
-    """Before the model is built, and in eager runs too."""
+    """Refuse an expert dispatcher that is not available, also in eager runs."""
     moe = config.moe
     if moe.num_moe_experts is None or moe.moe_token_dispatcher_type != "flex":
         return
@@ -116,7 +115,7 @@ def _refuse_missing_dispatcher(config: Config, device: torch.device) -> None:
         )
     if not knows_rank_budget():
         raise ConfigError(
-            f"megatron-core {versions()['megatron_core']} knows no "
+            f"megatron-core {versions()['megatron_core']} has no "
             "moe.moe_expert_rank_capacity_factor. Use 0.18 or later, or set "
             "moe.moe_token_dispatcher_type=alltoall and moe.moe_expert_capacity_factor."
         )
@@ -128,14 +127,14 @@ def _refuse_missing_dispatcher(config: Config, device: torch.device) -> None:
 def _hybrid_chunks(
     config: Config, transformer_config: Any, device: torch.device
 ) -> Callable[..., nn.Module]:
-    """Builds chunks of a hybrid model."""
-    # The user's function comes first: it may have something to prepare.
+    """Return a function that builds chunks of a hybrid model."""
+    # Call the user's function first: it may prepare something.
     spec = layer_spec(config, device)
     if layer_spec_name(config, device) == "transformer_engine":
         if config.moe.num_moe_experts is not None and not config.moe.moe_grouped_gemm:
             raise ConfigError(
                 "moe.moe_grouped_gemm is false, but the experts of Megatron's hybrid stack with "
-                "Transformer Engine are multiplied together. Set it to true."
+                "Transformer Engine use a grouped GEMM. Set it to true."
             )
         return HybridChunks(config, transformer_config, None).build  # Megatron has a stack for it
     experts = None
@@ -151,7 +150,7 @@ def _hybrid_chunks(
 def _gpt_chunks(
     config: Config, transformer_config: Any, device: torch.device
 ) -> Callable[..., nn.Module]:
-    """Builds chunks of a GPT model."""
+    """Return a function that builds chunks of a GPT model."""
     gpt_model = import_megatron("megatron.core.models.gpt").GPTModel
     latent = getattr(transformer_config, "multi_latent_attention", False)
     has_experts = transformer_config.num_moe_experts is not None
@@ -196,10 +195,10 @@ def _gpt_chunks(
 
 
 def _with_torch_norm(spec: Any, transformer_config: Any, stage: int | None) -> Any:
-    """Give a block's spec torch's last norm.
+    """Return a block's spec with torch's final norm.
 
-    After layers of any spec Megatron puts Transformer Engine's norm wherever that is installed,
-    and it needs a GPU.
+    If Transformer Engine is installed, Megatron uses its final norm after layers of any spec, and
+    this norm needs a GPU.
     """
     block = import_megatron("megatron.core.transformer.transformer_block")
     norm = import_megatron("megatron.core.transformer.torch_norm").WrappedTorchNorm
@@ -215,7 +214,7 @@ def _with_torch_norm(spec: Any, transformer_config: Any, stage: int | None) -> A
 def _token_predictors(
     config: Config, transformer_config: Any, device: torch.device, spec: Any, index: int
 ) -> dict[str, Any]:
-    """GPTModel's argument for multi-token prediction, where it is asked for."""
+    """Return GPTModel's argument for multi-token prediction, if it is configured."""
     if not getattr(transformer_config, "mtp_num_layers", None):
         return {}
     make = import_megatron("megatron.core.models.gpt.gpt_layer_specs").get_gpt_mtp_block_spec
@@ -229,7 +228,7 @@ def _token_predictors(
 
 
 def layer_spec_name(config: Config, device: torch.device) -> str:
-    """``model.layer_spec``, with ``auto`` decided by the device."""
+    """Return ``model.layer_spec``; the device decides ``auto``."""
     name = config.model.layer_spec
     if name == "auto":
         return "local" if device.type == "cpu" else "transformer_engine"
@@ -243,19 +242,20 @@ def layer_spec(
 
     Args:
         config: the run.
-        device: decides where the name is ``auto``.
-        options: further arguments of Megatron's own function that makes it.
+        device: decides what ``auto`` is.
+        options: more arguments of Megatron's function that returns the spec.
 
     Raises:
-        ConfigError: the user's function cannot be found.
-        MissingDependencyError: Transformer Engine is asked for and not installed.
+        ConfigError: The user's function cannot be imported.
+        MissingDependencyError: Transformer Engine is required and not installed.
     """
     name = layer_spec_name(config, device)
     options = options or {}
     if name == "local" and config.model.fp8 is not None:
         raise ConfigError(
             f"model.fp8 is {config.model.fp8}, but local layers have no FP8. Use Transformer "
-            "Engine's on a GPU (model.layer_spec=transformer_engine), or set model.fp8=null."
+            "Engine's layers on a GPU (model.layer_spec=transformer_engine), or set "
+            "model.fp8=null."
         )
     if name not in {"local", "transformer_engine"}:
         return _user_spec(name)
@@ -283,8 +283,8 @@ def _user_spec(name: str) -> Any:
         function = getattr(importlib.import_module(module_name), function_name)
     except (ImportError, AttributeError) as error:
         raise ConfigError(
-            f"model.layer_spec is {name}, but {error}. Give package.module:function, importable "
-            "where the workers run, that returns a Megatron module spec."
+            f"model.layer_spec is {name}, but {error}. Use package.module:function, importable by "
+            "the workers, that returns a Megatron module spec."
         ) from error
     return function()
 
@@ -316,12 +316,12 @@ def _transformer_config(config: Config, device: torch.device, options: Mapping[s
         "pipeline_model_parallel_size": pipeline.pipeline_model_parallel_size,
         "virtual_pipeline_model_parallel_size": pipeline.num_model_chunks if interleaved else None,
         "deallocate_pipeline_outputs": True,
-        # Megatron's own defaults on a GPU. Batched sends of an interleaved schedule pair up wrongly
-        # between two ranks that are each other's previous and next. Gloo has no batched sends, and
-        # its sends read a buffer after Megatron has freed it when they overlap.
+        # Megatron's defaults on a GPU. Between two ranks that are both previous and next of each
+        # other, batched sends of an interleaved schedule match the wrong receives. Gloo has no
+        # batched sends, and its overlapped sends read a buffer after Megatron has freed it.
         "overlap_p2p_comm": interleaved and not on_cpu,
         "batch_p2p_comm": not interleaved and not on_cpu,
-        # On by default in Megatron's own training script; their kernels need a GPU.
+        # On by default in Megatron's training script; their kernels need a GPU.
         "apply_rope_fusion": not on_cpu and model.position_embedding_type == "rope",
         "bias_activation_fusion": not on_cpu,
         "bias_dropout_fusion": not on_cpu,
@@ -344,7 +344,7 @@ def _transformer_config(config: Config, device: torch.device, options: Mapping[s
     kind = "MLATransformerConfig" if settings.get("multi_latent_attention") else "TransformerConfig"
     result = getattr(transformer_config, kind)(**settings)
     if flex_backend(result) == "deepep":
-        # Megatron's own check knows of no budget with this backend.
+        # Megatron's check accepts no budget with this backend.
         result.moe_expert_rank_capacity_factor = rank_capacity_factor(config)
     return result
 
@@ -363,7 +363,7 @@ def _wrap_for_data_parallel(
     if not train.use_ddp:
         _check_without_ddp(config)
         for chunk in chunks:
-            # Megatron's optimizer asks every chunk for it, wrapped or not.
+            # Megatron's optimizer reads it from every chunk, wrapped or not.
             chunk.ddp_config = ddp_config
         return chunks
     wrapped: list[nn.Module] = [

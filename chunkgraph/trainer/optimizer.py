@@ -1,4 +1,4 @@
-"""Megatron's optimizer from a configuration."""
+"""Build Megatron's optimizer from a configuration."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["build_optimizer", "zero_gradients"]
 
 
 def build_optimizer(config: Config, chunks: list[nn.Module]) -> Any:
-    """Adam with gradient clipping over all stages, by ``get_megatron_optimizer``."""
+    """Return ``get_megatron_optimizer``'s Adam with gradient clipping over all stages."""
     optimizers = import_megatron("megatron.core.optimizer")
     bf16 = config.model.params_dtype == "bfloat16"
     optimizer = optimizers.get_megatron_optimizer(
@@ -34,7 +34,7 @@ def build_optimizer(config: Config, chunks: list[nn.Module]) -> Any:
 
 
 def zero_gradients(chunks: list[nn.Module], optimizer: Any) -> None:
-    """Forget the last step's gradients, in DDP's buffers and in the parameters."""
+    """Reset the last step's gradients in DDP's buffers and in the parameters."""
     for chunk in chunks:
         zero_buffers = getattr(chunk, "zero_grad_buffer", None)
         if zero_buffers is not None:

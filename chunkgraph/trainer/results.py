@@ -1,4 +1,4 @@
-"""Results of a training run, and a check of what the run promises."""
+"""Read and write the results of a training run, and check them."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _Result = TypeVar("_Result", "StepResult", "RunResults")
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """One step; values of the eager run are None where there was none."""
+    """Results of one step; values of the eager run are None without one."""
 
     step: int
     """Step, from 0."""
     num_microbatches: int
-    """Microbatches of the step."""
+    """Number of microbatches of the step."""
     loss_chunk: float
     """Mean loss of the run with captured chunks."""
     loss_eager: float | None = None
@@ -50,13 +50,13 @@ class StepResult:
     expert_metrics_equal: bool | None = None
     """Whether these metrics agree to the last bit, on all ranks."""
     context_sizes: Sequence[Sequence[int]] = ()
-    """Context-parallel size of each microbatch, where they differ; for each rank."""
+    """Context-parallel size of each microbatch, for each rank, if sizes differ."""
     captures: int
-    """Slots captured in this step, on rank 0."""
+    """Number of slots captured in this step, on rank 0."""
     replays: int
-    """Forwards replayed in this step, on rank 0."""
+    """Number of forwards replayed in this step, on rank 0."""
     fallbacks: Mapping[str, int]
-    """Reasons for which the step ran eagerly, with the number of steps they account for."""
+    """Reasons for which the step ran eagerly, each with the number of steps."""
     step_ms_chunk: float
     """Time of the step with captured chunks, in ms."""
     step_ms_eager: float | None = None
@@ -64,7 +64,7 @@ class StepResult:
 
     @property
     def is_equal(self) -> bool | None:
-        """Whether loss, gradient norm and metrics agree to the last bit; None if not compared."""
+        """Return whether loss, norm and metrics agree to the last bit; None if not compared."""
         if self.loss_equal is None or self.grad_norm_equal is None:
             return None
         return self.loss_equal and self.grad_norm_equal and self.expert_metrics_equal is not False
@@ -72,10 +72,10 @@ class StepResult:
 
 @dataclass(frozen=True, kw_only=True)
 class RunResults:
-    """A whole run of all ranks; its fields are the keys of ``--json``."""
+    """Results of a whole run of all ranks; the fields are the keys of ``--json``."""
 
     versions: Mapping[str, str] = field(default_factory=dict)
-    """Versions of the packages that matter, by name."""
+    """Versions of the relevant packages, by name."""
     steps: Sequence[StepResult]
     """The steps, in order."""
     parameters_equal: bool | None
@@ -83,31 +83,31 @@ class RunResults:
     different_parameters: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Names of the parameters that differ, by rank."""
     num_parameters_compared: int
-    """Parameters compared, all ranks together."""
+    """Number of compared parameters of all ranks together."""
     capture_sessions: int
-    """Sessions in which anything was captured."""
+    """Number of sessions that captured graphs."""
     captures_after_first_session: int
-    """Slots captured later, but for captures with more room; must be 0."""
+    """Number of slots captured later, except captures with more room; must be 0."""
     slots_per_chunk: Sequence[Sequence[int]]
-    """Slots of each chunk, for each rank."""
+    """Number of slots of each chunk, for each rank."""
     num_graphs: int
-    """Graphs held, all ranks together."""
+    """Number of graphs of all ranks together."""
     dropped_tokens: int = 0
-    """Tokens for which an expert had no room, all steps and ranks together."""
+    """Number of tokens for which an expert had no room, in all steps and ranks together."""
     overflow_reruns: Mapping[str, int] = field(default_factory=dict)
-    """Steps that ran again because something had no room, by what it was."""
+    """Number of repeated steps, by the feature that had no room."""
     recaptures: Sequence[str] = ()
-    """Why graphs were captured again with more room, each time."""
+    """The reason of each capture with more room."""
     stash_bytes: Sequence[int] = ()
-    """Size of the stash's pages, for each rank."""
+    """Bytes of the stash's pages, for each rank."""
     bytes_without_stash: Sequence[int] = ()
-    """Size of what slots would keep without the stash, for each rank."""
+    """Bytes that slots would hold without the stash, for each rank."""
     replays_of_bank: Sequence[Mapping[str, int]] = ()
-    """Forwards replayed, by bank, where there are several; for each rank."""
+    """Number of replayed forwards by bank, for each rank, if there are several banks."""
     missing_banks: Sequence[Mapping[str, int]] = ()
-    """Eager steps, by the bank that they had no graphs of and why; for each rank."""
+    """Number of eager steps by the bank that has no graphs and why, for each rank."""
     memsets_kept: Sequence[str] = ()
-    """Why memsets inside graphs are no kernels, empty where they are; for each rank."""
+    """Why memsets in graphs are not replaced by kernels, for each rank; "" if they are."""
     reserved_bytes: Sequence[int] = ()
     """Most memory that torch held on the device, for each rank; 0 on a CPU."""
     gpu_used_bytes: Sequence[int] = ()
@@ -119,10 +119,10 @@ class RunResults:
 
 
 def read_results(path: Path) -> RunResults:
-    """Read what rank 0 wrote.
+    """Read the results of rank 0.
 
     Raises:
-        WorkerError: The file is missing or incomplete, though every worker ended well.
+        WorkerError: The file is missing or incomplete, although every worker succeeded.
     """
     try:
         return results_from(json.loads(path.read_text(encoding="utf-8")))
@@ -135,7 +135,7 @@ def read_results(path: Path) -> RunResults:
 
 
 def results_from(mapping: Mapping[str, Any]) -> RunResults:
-    """Read what `RunResults.to_mapping` returned.
+    """Return the results of a mapping from `RunResults.to_mapping`.
 
     Raises:
         KeyError: There are no steps.
@@ -150,12 +150,12 @@ def _from_mapping(kind: type[_Result], mapping: Mapping[str, Any]) -> _Result:
 
 
 def find_failures(config: Config, results: RunResults) -> list[str]:
-    """Find everything that breaks the promise of a run; empty if nothing does."""
+    """List the failures of a run, such as values that differ from eager; empty for none."""
     failures: list[str] = []
     if len(results.steps) != len(config.train.num_microbatches):
         failures.append(
-            f"{len(config.train.num_microbatches)} steps were asked for, "
-            f"{len(results.steps)} were run"
+            f"{len(config.train.num_microbatches)} steps were requested, but "
+            f"{len(results.steps)} ran"
         )
     must_compare = config.train.compare == "eager"
     for step in results.steps:

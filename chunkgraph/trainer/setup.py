@@ -1,4 +1,4 @@
-"""Process groups, device, seeds and determinism of one training process."""
+"""Set up process groups, device, seeds and determinism of one training process."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ __all__ = ["choose_device", "seed_everything", "training_process"]
 
 
 def choose_device(config: Config) -> torch.device:
-    """Choose the device of this process, by ``config.device`` and LOCAL_RANK.
+    """Choose the device of this process by ``config.device`` and LOCAL_RANK.
 
-    Ranks share GPUs only with ``NCCL_MULTI_RANK_GPU_ENABLE=1``, with which NCCL lets them.
+    Ranks share GPUs only with ``NCCL_MULTI_RANK_GPU_ENABLE=1``, which makes NCCL allow it.
 
     Raises:
-        ConfigError: a GPU is asked for and this process has none.
+        ConfigError: ``config.device`` requires a GPU, and there is none for this process.
     """
     num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if config.device == "cpu" or (config.device == "auto" and num_devices == 0):
@@ -44,15 +44,15 @@ def choose_device(config: Config) -> torch.device:
 
 @contextmanager
 def training_process(config: Config) -> Iterator[torch.device]:
-    """Set up what one rank trains with, and take it down again.
+    """Set up one rank for training inside the block; yield its device.
 
-    Inside the block: the device, process groups (gloo on a CPU, NCCL on a GPU; collectives end
-    after ``run.timeout_s``), Megatron's model parallel groups, and on a CPU the host stand-ins.
-    Graphs must be gone before the block ends.
+    This selects the device and initializes process groups (gloo on a CPU, NCCL on a GPU;
+    collectives time out after ``run.timeout_s``), Megatron's model parallel groups, and on a CPU
+    the CPU host. Graphs must be freed before the block ends.
 
     Raises:
-        TopologyError: the number of processes is not what the configuration needs.
-        ConfigError: no such device.
+        TopologyError: The configuration needs another number of processes.
+        ConfigError: The device does not exist.
     """
     device = choose_device(config)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -69,8 +69,8 @@ def training_process(config: Config) -> Iterator[torch.device]:
             stack.enter_context(cpu_host())
             num_threads = torch.get_num_threads()
             stack.callback(torch.set_num_threads, num_threads)
-            # Never more than the caller allows, be it by OMP_NUM_THREADS: threads that wait for
-            # a core spin, and a step then takes several times as long.
+            # At most as many as the caller allows, for example by OMP_NUM_THREADS: threads that
+            # wait for a core spin, and a step then takes several times as long.
             share = max(1, (os.cpu_count() or 1) // world_size)
             torch.set_num_threads(min(num_threads, share))
         else:
@@ -90,7 +90,7 @@ def training_process(config: Config) -> Iterator[torch.device]:
             virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
             context_parallel_size=config.pipeline.context_parallel_size,
             expert_model_parallel_size=config.pipeline.expert_model_parallel_size,
-            # As in `expert_settings`; Megatron would take the tensor-parallel ranks.
+            # As in `expert_settings`; Megatron's default is the tensor-parallel size.
             expert_tensor_parallel_size=None if config.moe.num_moe_experts is None else 1,
             distributed_timeout_minutes=math.ceil(config.run.timeout_s / 60),
         )
@@ -99,11 +99,11 @@ def training_process(config: Config) -> Iterator[torch.device]:
 
 
 def _end_groups() -> None:
-    dist.destroy_process_group()  # what it is by then: attached graphs hook into it
+    dist.destroy_process_group()  # looked up here: attached graphs replace the function
 
 
 def seed_everything(seed: int, device: torch.device) -> None:
-    """Start torch's and Megatron's random numbers from ``seed``; pipeline ranks differ.
+    """Seed torch's and Megatron's random numbers; pipeline ranks get different seeds.
 
     Args:
         seed: the run's seed.
@@ -121,6 +121,6 @@ def _use_deterministic_kernels(device: torch.device) -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if device.type == "cuda":
         torch.use_deterministic_algorithms(True, warn_only=True)
-        # Filling fresh memory would only add kernels; nothing reads it.
+        # Filling new memory would only add kernels; nothing reads it.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         torch.backends.cudnn.benchmark = False

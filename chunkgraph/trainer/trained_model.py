@@ -1,4 +1,4 @@
-"""A model with its optimizer and its microbatches on this rank, and one training step of it."""
+"""Train a model on this rank, step by step, with its optimizer and its microbatches."""
 
 from __future__ import annotations
 
@@ -40,20 +40,20 @@ __all__ = ["StepRecord", "TrainedModel", "capture_options", "synchronize"]
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """One training step of this rank.
+    """Results of one training step of this rank.
 
     Attributes:
         step: number of the step, from 0.
-        num_microbatches: microbatches of each data-parallel rank.
+        num_microbatches: number of microbatches of each data-parallel rank.
         loss: mean over microbatches and data-parallel ranks, the same on every rank.
         grad_norm: gradient norm before clipping, over all stages.
         step_ms: wall time of schedule and optimizer, in ms.
-        captures: graph pairs captured in the step, on this rank.
-        replays: forward graphs replayed, on this rank.
-        fallbacks: reason of an eager step -> 1.
-        overflows: kinds of packed documents that did not fit, each -> 1.
+        captures: number of graph pairs captured in the step, on this rank.
+        replays: number of replayed forward graphs, on this rank.
+        fallbacks: mapping from the reason of an eager step to 1.
+        overflows: mapping from each kind of packed documents that did not fit to 1.
         expert_metrics: this rank's sums over the step of each metric of the experts, by layer.
-        context_sizes: context-parallel size of each microbatch of this rank, where they differ.
+        context_sizes: context-parallel size of each microbatch of this rank, if sizes differ.
     """
 
     step: int
@@ -73,17 +73,17 @@ class TrainedModel:
     """The chunks of a model on this rank, their optimizer and their microbatches.
 
     Args:
-        config: the run; model parallel groups must be set up.
+        config: the run; model parallel groups must be initialized.
         device: this rank's device.
-        ddp_options: further fields of Megatron's DistributedDataParallelConfig.
-        model_options: further arguments of `build_model`.
+        ddp_options: more fields of Megatron's DistributedDataParallelConfig.
+        model_options: more arguments of `build_model`.
 
     Attributes:
         chunks: model chunks of this rank.
         optimizer: Megatron's optimizer of all chunks.
         batches: source of the microbatches.
-        graphs: chunk graphs, once they are attached.
-        schedule: Megatron's schedule function, wrapped as the run needs it.
+        graphs: chunk graphs; None until they are attached.
+        schedule: Megatron's schedule function, wrapped as the run requires.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class TrainedModel:
     ) -> None:
         seed_everything(config.train.seed, device)
         if config.moe.num_moe_experts is not None:
-            forget_expert_metrics()  # of an earlier model, before graphs know of them
+            forget_expert_metrics()  # those of an earlier model, before graphs use them
         self.config = config
         self.device = device
         self.chunks = build_model(config, device, ddp_options, **(model_options or {}))
@@ -116,10 +116,10 @@ class TrainedModel:
             self._undo.callback(self.batches.close)
 
     def attach_graphs(self, on_capture: OnCapture | None = None) -> MegatronChunkGraphs:
-        """Attach chunk graphs as the configuration describes them.
+        """Attach chunk graphs as configured.
 
         Args:
-            on_capture: called after every captured graph.
+            on_capture: callback after every captured graph.
         """
         config = self.config
         contexts = self.batches.banks if isinstance(self.batches, ContextBatches) else None
@@ -132,7 +132,7 @@ class TrainedModel:
             token_drops=config.moe.token_drops,
             stash=stash_options(config.stash),
         )
-        self._undo.callback(self.graphs.detach)  # before process groups that graphs hold
+        self._undo.callback(self.graphs.detach)  # before the process groups that graphs use
         self.schedule = self.graphs.wrap_forward_backward(self.schedule)
         return self.graphs
 
@@ -147,12 +147,12 @@ class TrainedModel:
             self.schedule = receiving_lengths(self.chunks, self.device, self.schedule)
 
     def count(self, step: int) -> int:
-        """Return the number of microbatches that the configuration gives to a step."""
+        """Return the configured number of microbatches of a step."""
         counts = self.config.train.num_microbatches
         return counts[step % len(counts)]
 
     def draw(self, step: int) -> list[Iterator[Batch]]:
-        """Draw the microbatches of a step, a copy for each chunk."""
+        """Draw the microbatches of a step, once for each chunk."""
         return [self.batches.step(step, self.count(step)) for _ in self.chunks]
 
     def run_step(
@@ -169,9 +169,9 @@ class TrainedModel:
         Args:
             step: number of the step, from 0.
             data: the step's microbatches, for each chunk.
-            announces_next: True if another step follows, whose packed documents are known by now.
-            forward_step: Megatron's forward step function.
-            timed: entered for the part of the step whose time counts.
+            announces_next: whether another step follows, whose packed documents are known already.
+            forward_step: forward step function of the schedule.
+            timed: context of the timed part of the step.
         """
         options = self._schedule_options(step)
         next_options = self._schedule_options(step + 1) if announces_next else {}
@@ -192,7 +192,7 @@ class TrainedModel:
                 **options,
             )
             if self.graphs is not None and next_options:
-                # The ranks agree on the next step while the device works on the optimizer's.
+                # The ranks agree on the next step while the device runs the optimizer.
                 self.graphs.announce(**next_options)
             _, grad_norm, _ = self.optimizer.step()
             synchronize(self.device)
@@ -212,19 +212,19 @@ class TrainedModel:
         )
 
     def finish_parameter_gather(self) -> None:
-        """Gather the last step's parameters, which the next step would do where it overlaps."""
+        """Gather the last step's parameters, if the next step would gather them overlapped."""
         for chunk in self.chunks:
             if getattr(chunk, "use_forward_hook", False):
                 chunk.disable_forward_pre_hook()  # type: ignore[operator]
 
     def resume_parameter_gather(self) -> None:
-        """Undo `finish_parameter_gather`, before further steps."""
+        """Undo `finish_parameter_gather`, before more steps."""
         for chunk in self.chunks:
             if getattr(chunk, "use_forward_hook", False):
                 chunk.enable_forward_pre_hook()  # type: ignore[operator]
 
     def close(self) -> None:
-        """Drop the graphs and process groups; the chunks stay as Megatron made them."""
+        """Detach the graphs and destroy the batches' process groups."""
         self._undo.close()
 
     def _schedule_options(self, step: int) -> dict[str, Any]:
@@ -245,7 +245,7 @@ def capture_options(config: Config) -> CaptureOptions:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for a GPU; does nothing on a CPU."""
+    """Wait for a GPU; do nothing on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -1,10 +1,10 @@
-"""One training process, the target of `chunkgraph.jobs.worker_main`.
+"""Run one training process, the target of `chunkgraph.jobs.worker_main`.
 
-Started once for each rank, with RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT set as
-torchrun sets them. Leaves in the run folder:
+It runs once for each rank, with RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT set as by
+torchrun. Rank 0 writes in the run folder:
 
-* ``rank0.json``: the results, by rank 0, whole or not at all;
-* ``progress.jsonl``: a line for each step and capture, by rank 0.
+* ``rank0.json``: the results, complete or not at all;
+* ``progress.jsonl``: a line for each step and capture.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["main", "train_rank"]
 
 
 def main(config_path: str, run_dir: str) -> int:
-    """Train by the configuration file, and write the results; returns 0, or raises."""
+    """Train by the configuration file and write the results; return 0."""
     is_first = int(os.environ.get("RANK", "0")) == 0
     folder = Path(run_dir)
     progress = append_progress(folder / "progress.jsonl") if is_first else None
@@ -39,12 +39,12 @@ def main(config_path: str, run_dir: str) -> int:
 def train_rank(
     config: Config, on_progress: Callable[[dict[str, Any]], None] | None = None
 ) -> RunResults:
-    """Train as the rank that RANK, WORLD_SIZE and the like make of this process.
+    """Train as the rank that the environment variables RANK and WORLD_SIZE define.
 
     Args:
         config: the run.
-        on_progress: called with the progress line of each step, session and captured graph; None
-            on ranks that nobody watches.
+        on_progress: callback with the progress line of each step, session and captured graph; None
+            on ranks other than 0.
 
     Returns:
         The whole job's results, the same on every rank.
