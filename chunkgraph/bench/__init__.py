@@ -1,3 +1,3 @@
-"""What ``chunkgraph bench`` runs in its workers: one variant of a training run, measured."""
+"""Measure variants of a training run, in the workers of ``chunkgraph bench``."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The variants of ``chunkgraph bench`` by name, and which of them a configuration can have."""
+"""The variants of ``chunkgraph bench`` by name, and those that a configuration supports."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ VARIANTS = (
     *("eager", "eager_dropless", "eager_stash", "chunk", "transformer_engine", "local"),
     "full_iteration",
 )
-"""All, in the order in which they run."""
+"""All variants, in the order in which they run."""
 
 PROMISED = ("eager", "chunk")
-"""Those that must run, and be equal."""
+"""Variants that must run and be equal."""
 
 FROZEN = ("eager_stash", "transformer_engine", "local", "full_iteration")
-"""Megatron's graphs and stash, which keep the number of microbatches that they began with."""
+"""Megatron's graphs and stash, which cannot change the number of microbatches."""
 
 UNCOMPARED = ("eager_dropless",)
-"""Those that compute something else than eager."""
+"""Variants with other results than eager."""
 
 
 def chosen_variants(text: str | None, config: Config) -> tuple[str, ...]:
     """Return the variants of ``--variants``, or by default all that the configuration supports.
 
     Raises:
-        ConfigError: one is unknown, or this configuration cannot have it.
+        ConfigError: A variant is unknown, or the configuration does not support it.
     """
     if sizes := config.packing.context_parallel_sizes:
         msg = (
-            f"packing.context_parallel_sizes is {list(sizes)}, but bench measures no microbatches "
-            "of several context-parallel sizes. Set it to []."
+            f"packing.context_parallel_sizes is {list(sizes)}, but bench does not support "
+            "microbatches of several context-parallel sizes. Set it to []."
         )
         raise ConfigError(msg)
     if text is None:
@@ -43,40 +43,41 @@ def chosen_variants(text: str | None, config: Config) -> tuple[str, ...]:
     names = tuple(name.strip() for name in text.split(",") if name.strip())
     for name in names:
         if name not in VARIANTS:
-            msg = f"--variants: there is no {name!r}; known are {', '.join(VARIANTS)}."
+            msg = f"--variants: there is no {name!r}; choose from {', '.join(VARIANTS)}."
             raise ConfigError(msg)
         why = _why_not(name, config)
         if why is not None:
             raise ConfigError(f"--variants: {why}")
         config_of(name, config)
     if not names or len(set(names)) < len(names):
-        msg = f"--variants {text!r}: name one or more, each once."
+        msg = f"--variants {text!r}: name at least one, and each only once."
         raise ConfigError(msg)
     return names
 
 
 def _why_not(name: str, config: Config) -> str | None:
-    """Explain why a configuration cannot have a variant; None if it can."""
+    """Return why a configuration does not support a variant; None if it does."""
     moe, num_seqs = config.moe, config.packing.max_packed_seqs
     if name == "eager_dropless" and moe.num_moe_experts is None:
         return "eager_dropless is for experts, and moe.num_moe_experts is null."
     if name == "eager_stash":
         if moe.num_moe_experts is None or moe.moe_flex_dispatcher_backend != "hybridep":
             return (
-                "eager_stash is Megatron's own stash, which is for HybridEP alone, and "
+                "eager_stash is Megatron's stash, which only supports HybridEP, but "
                 f"moe.moe_flex_dispatcher_backend is {moe.moe_flex_dispatcher_backend or 'null'}."
             )
         if not config.stash.enabled:
-            return "eager_stash is compared with ours, and stash.enabled is false."
+            return "eager_stash is compared with chunkgraph's stash, but stash.enabled is false."
     if num_seqs and name == "eager_dropless":
         return (
-            "eager_dropless has no fixed capacity, and packed documents need one to be kept from "
-            f"the experts; packing.max_packed_seqs is {num_seqs}. Leave it out, or set that to 0."
+            "eager_dropless has no fixed capacity, which is needed to keep padding of packed "
+            f"documents from the experts; packing.max_packed_seqs is {num_seqs}. Leave "
+            "eager_dropless out, or set max_packed_seqs to 0."
         )
     if num_seqs and name in FROZEN:
         return (
-            f"{name} knows no packed sequences, and packing.max_packed_seqs is {num_seqs}. Leave "
-            "it out, or set that to 0."
+            f"{name} does not support packed sequences, but packing.max_packed_seqs is {num_seqs}. "
+            f"Leave {name} out, or set max_packed_seqs to 0."
         )
     return None
 
@@ -87,10 +88,10 @@ def run_as(name: str) -> str:
 
 
 def config_of(name: str, config: Config) -> Config:
-    """Return the configuration for the workers of a variant; the command compares, not they.
+    """Return the configuration for the workers of a variant; only the command compares.
 
-    ``eager_dropless`` is Megatron's own way to lose no token: an all-to-all of as many tokens as
-    there are, whose numbers are read on the host, and no room to overflow.
+    ``eager_dropless`` is Megatron's training without dropped tokens: an all-to-all of exactly the
+    routed tokens, whose counts the host reads, without a capacity.
     """
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, compare="none"))
     if name != "eager_dropless":

@@ -1,4 +1,4 @@
-"""The result document of ``chunkgraph bench``: one JSON object, whole after every variant."""
+"""The result document of ``chunkgraph bench``: one JSON object, complete after every variant."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _OF_THE_RUN = ("device", "num_gpus", "versions", "is_deterministic")
 
 @dataclass
 class VariantResult:
-    """One variant.
+    """The results of one variant.
 
     Attributes:
         name: name of the variant.
-        error: reason that it did not finish its steps, or None.
-        values: results that rank 0 wrote; empty if it did not get that far.
+        error: reason that the variant did not finish its steps, or None.
+        values: results of rank 0; empty if it wrote none.
         note: failure after the measured steps, or None.
     """
 
@@ -41,12 +41,12 @@ class VariantResult:
 
     @classmethod
     def failed(cls, name: str, error: str) -> VariantResult:
-        """Make a variant without results."""
+        """Return a variant without results."""
         return cls(name, error)
 
     @classmethod
     def read(cls, name: str, path: Path, error: str | None) -> VariantResult:
-        """Read what the workers left; a failure after the measured steps is a note only."""
+        """Read the workers' results; a failure after the measured steps becomes a note."""
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as problem:
@@ -67,17 +67,19 @@ class VariantResult:
 
     def first_difference(self, other: VariantResult) -> str | None:
         """Describe the first difference to another variant's results; None if there is none."""
-        for key, what in (("losses_hex", "loss"), ("grad_norms_hex", "gradient norm")):
+        for key, name in (("losses_hex", "loss"), ("grad_norms_hex", "gradient norm")):
             pairs = zip(self.values[key], other.values[key], strict=True)
-            for step, (own, theirs) in enumerate(pairs):
-                if own != theirs:
+            for step, (left, right) in enumerate(pairs):
+                if left != right:
                     return (
-                        f"{what} of step {step + 1}: "
-                        f"{float.fromhex(own)!r} and {float.fromhex(theirs)!r}"
+                        f"{name} of step {step + 1}: "
+                        f"{float.fromhex(left)!r} and {float.fromhex(right)!r}"
                     )
-        own_hashes, others = self.values["parameters_sha256"], other.values["parameters_sha256"]
-        for rank, (own, theirs) in enumerate(zip(own_hashes, others, strict=True)):
-            if own != theirs:
+        hashes = zip(
+            self.values["parameters_sha256"], other.values["parameters_sha256"], strict=True
+        )
+        for rank, (left, right) in enumerate(hashes):
+            if left != right:
                 return f"parameters of rank {rank} after the measured steps"
         return None
 
@@ -91,7 +93,7 @@ class BenchDocument:
 
     @classmethod
     def start(cls, config: Config, *, command: str, commit: str | None) -> BenchDocument:
-        """Make an empty document."""
+        """Return an empty document."""
         return cls(
             {
                 "config": config.name,
@@ -106,23 +108,27 @@ class BenchDocument:
         )
 
     def add(self, result: VariantResult) -> None:
-        """Add a variant; the first with results gives the device."""
+        """Add a variant; the first one with results determines the device."""
         self.results.append(result)
         for key in _OF_THE_RUN:
             if self.head[key] is None:
                 self.head[key] = result.values.get(key)
 
     def result(self, name: str) -> VariantResult | None:
-        """Return a variant that ran, by name."""
+        """Return a variant that finished, by name; None if there is none."""
         return next((r for r in self.results if r.name == name and r.error is None), None)
 
     @property
     def demands_equality(self) -> bool:
-        """True if a difference is a failure: not on a GPU whose kernels need not repeat."""
+        """Return whether a difference is a failure: not with nondeterministic GPU kernels."""
         return self.head["is_deterministic"] is not False or not self.head["num_gpus"]
 
     def equality(self, result: VariantResult) -> tuple[bool | None, str | None]:
-        """Compare a variant with eager to the last bit; returns None where it need not be equal."""
+        """Compare a variant with eager to the last bit.
+
+        Returns:
+            Whether it is equal, or None if it is not compared; and the first difference, or None.
+        """
         eager = self.result("eager")
         if eager is None or result.error is not None or result.name in UNCOMPARED:
             return None, None
@@ -130,25 +136,25 @@ class BenchDocument:
         return difference is None, difference
 
     def to_mapping(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """Return plain values for JSON."""
         return {**self.head, "variants": [self._variant(result) for result in self.results]}
 
     def write(self, path: Path) -> None:
         """Write the file.
 
         Raises:
-            OutputError: It cannot be written.
+            OutputError: The file cannot be written.
         """
         write_output("--json", path, json.dumps(self.to_mapping(), indent=1) + "\n")
 
     def _loss_difference(self, result: VariantResult) -> float | None:
-        """Return the largest relative difference of a step's loss to eager's; None without both."""
+        """Return the largest relative difference of a step's loss to eager's; None if one fails."""
         eager = self.result("eager")
         if eager is None or result.error is not None:
             return None
         pairs = zip(result.values["losses_hex"], eager.values["losses_hex"], strict=True)
-        losses = [(float.fromhex(own), float.fromhex(theirs)) for own, theirs in pairs]
-        return max(abs(own - theirs) / max(abs(theirs), 1e-30) for own, theirs in losses)
+        losses = [(float.fromhex(loss), float.fromhex(base)) for loss, base in pairs]
+        return max(abs(loss - base) / max(abs(base), 1e-30) for loss, base in losses)
 
     def _variant(self, result: VariantResult) -> Mapping[str, Any]:
         is_equal, difference = self.equality(result)

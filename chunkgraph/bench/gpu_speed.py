@@ -1,4 +1,4 @@
-"""How fast the GPU of a rank is just now: some are slowed down, by heat, power or neighbours."""
+"""Measure the current speed of a rank's GPU, which heat, power or neighbours may reduce."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ _NUM_WARMUP, _NUM_MEASURED = 3000, 1000
 
 
 def matmul_tflops(device: torch.device) -> float | None:
-    """Products of two bfloat16 matrices of 4096 x 4096, in 10^12 operations a second.
+    """Measure products of two 4096 x 4096 bfloat16 matrices.
 
-    Under a load that lasts, half a second and more, since a GPU may be slow under load alone.
-    Takes 96 MiB and cuBLAS's workspace; no random number of training is drawn.
+    The load lasts half a second or more, since a GPU may be slow only under sustained load. It
+    uses 96 MiB and cuBLAS's workspace, and draws no random numbers of the training.
 
     Returns:
-        None on a CPU, and where there is no memory left for it.
+        The speed in 10^12 operations per second; None on a CPU, or without enough memory.
     """
     if device.type != "cuda":
         return None
     try:
-        return _measured(device)
+        return _measure(device)
     except torch.cuda.OutOfMemoryError:
         return None
 
 
-def _measured(device: torch.device) -> float:
+def _measure(device: torch.device) -> float:
     generator = torch.Generator(device).manual_seed(0)
     a, b = (
         torch.randn(_SIZE, _SIZE, device=device, dtype=torch.bfloat16, generator=generator)

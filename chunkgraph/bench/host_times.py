@@ -1,6 +1,6 @@
-"""Host time of a microbatch in a chunk: around the captured part, without waiting for the device.
+"""Measure the host time of the captured part of a chunk, without waiting for the device.
 
-Measured in separate steps, since the hooks cost time themselves.
+The times come from separate steps, since the hooks themselves cost time.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class HostTimes:
     """Host times, in microseconds, one for each call.
 
     Attributes:
-        forward: times of the transformer block's forward (or the captured part); a replay's
-            call as the model makes it, launches included.
-        backward: times of its backward: with chunk graphs of the replay's call, otherwise from the
-            block's output gradient to its input gradient.
-        forward_launch: times to launch the forward graph, a part of ``forward``; graphs only.
-        backward_launch: times to launch the backward graph.
+        forward: times of the forward of the transformer block (or the captured part). With graphs
+            this is the whole replaying call, including the launch.
+        backward: times of its backward. With graphs this is the replaying call, otherwise the time
+            from the block's output gradient to its input gradient.
+        forward_launch: times to launch the forward graph, a part of ``forward``; only with graphs.
+        backward_launch: times to launch the backward graph, a part of ``backward``.
     """
 
     forward: list[float] = field(default_factory=list)
@@ -42,11 +42,11 @@ class HostTimes:
 
     @property
     def num_calls(self) -> tuple[int, ...]:
-        """Number of times of each kind so far."""
+        """Return the number of times of each kind so far."""
         return tuple(map(len, self._all()))
 
     def forget(self, num_calls: Sequence[int]) -> None:
-        """Forget all but the first so many of each kind (see `num_calls`)."""
+        """Keep only the first ``num_calls`` times of each kind (see `num_calls`)."""
         for times, number in zip(self._all(), num_calls, strict=True):
             del times[number:]
 
@@ -98,9 +98,9 @@ def captured_part(chunk: nn.Module) -> nn.Module:
 
 
 def _time_diverted(part: Any, times: HostTimes) -> Callable[[], None]:
-    """Time the forward that the plug-in gave to the part; returns what undoes it.
+    """Time the forward that `attach` set on the part; return the undo function.
 
-    Without hooks, whose own time would count.
+    This uses no hooks, whose own time would count.
     """
     forward = part.forward
 
@@ -135,7 +135,7 @@ def _time_block(block: nn.Module, times: HostTimes) -> list[Any]:
         if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
             tensor.register_hook(begin_backward)
 
-    # Backwards of one rank run one after the other, so one place for the start is enough.
+    # Backwards of one rank do not overlap, so one start time is enough.
     backward_started: list[float] = []
 
     def begin_backward(_grad: torch.Tensor) -> None:
@@ -152,7 +152,7 @@ def _time_block(block: nn.Module, times: HostTimes) -> list[Any]:
 
 
 class _TimedGraph:
-    """Stands before a graph and times its launches."""
+    """Wrap a graph and time its launches."""
 
     def __init__(self, graph: Any, launches: list[float]) -> None:
         self._graph = graph
@@ -168,7 +168,7 @@ class _TimedGraph:
 
 
 def _time_replays(engine: Any, times: HostTimes) -> Callable[[], None]:
-    """Time backward replays and all launches; returns what undoes it."""
+    """Time backward replays and all launches; return the undo function."""
     captured = getattr(engine, "_captured", None)
     if captured is None:
         return lambda: None
@@ -200,7 +200,7 @@ def _median(values: Sequence[float]) -> float | None:
 
 
 def _median_difference(whole: Sequence[float], part: Sequence[float]) -> float | None:
-    """Return the median of whole minus part, by call; None unless every call has its part."""
+    """Return the median over calls of whole minus part; None if a call has no part."""
     if not part or len(whole) != len(part):
         return None
     return statistics.median(a - b for a, b in zip(whole, part, strict=True))

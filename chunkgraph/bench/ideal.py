@@ -1,4 +1,4 @@
-"""The step time that a pipeline of given kernels would take if nothing else cost time."""
+"""Simulate the step time of a pipeline in which only kernels take time."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["pipeline_ms"]
 def pipeline_ms(
     schedule: Schedule, forward_ms: Mapping[int, float], backward_ms: Mapping[int, float]
 ) -> float:
-    """Makespan of a schedule in which every stage has its own costs, in ms.
+    """Return the makespan of a schedule with costs by stage, in ms.
 
-    ``chunkgraph.schedules.simulate`` with costs by stage: each rank runs its actions in order, each
-    as soon as the rank is free and its inputs exist; messages, launches and the optimizer take no
-    time. For equal stages and 1F1B this is the well-known ``(m + p - 1) (f + b)``.
+    This is ``chunkgraph.schedules.simulate`` with costs by stage: each rank runs its actions in
+    order, each as soon as the rank is free and its inputs exist. Messages, launches and the
+    optimizer take no time. For equal stages and 1F1B it is the well-known ``(m + p - 1) (f + b)``.
 
     Args:
         schedule: schedule of forwards and whole backwards.
@@ -28,7 +28,7 @@ def pipeline_ms(
     rows = [schedule.compute_actions(rank) for rank in range(schedule.num_ranks)]
     next_action, free_ms = [0] * len(rows), [0.0] * len(rows)
     end_ms: dict[tuple[str, int, int], float] = {}
-    # A valid schedule always moves: some unfinished rank has all the inputs of its next action.
+    # In a valid schedule some unfinished rank always has all inputs of its next action.
     while any(done < len(row) for done, row in zip(next_action, rows, strict=True)):
         for rank, row in enumerate(rows):
             for action in row[next_action[rank] :]:

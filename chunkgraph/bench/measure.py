@@ -30,10 +30,10 @@ __all__ = ["Measurement", "Step", "VariantRun"]
 
 @dataclass(frozen=True, kw_only=True)
 class Step(StepRecord):
-    """One step of this rank; ``step`` counts warmup steps too.
+    """Results of one step of this rank; ``step`` also counts warmup steps.
 
     Attributes:
-        work: contents of its microbatches.
+        work: work of its microbatches.
     """
 
     work: Work
@@ -41,20 +41,20 @@ class Step(StepRecord):
 
 @dataclass
 class Measurement:
-    """Measurements of one rank; plain values, to be gathered.
+    """Measurements of one rank, as plain values for gathering.
 
     Attributes:
         steps: all steps, warmup first.
         parameters_sha256: hash of all parameters after the measured steps, in order.
-        reserved_bytes: most memory the allocator held during the steps (0 on a CPU).
-        allocated_bytes: most memory in use during the steps.
+        reserved_bytes: most memory that the allocator held during the steps; 0 on a CPU.
+        allocated_bytes: most memory in use during the steps; 0 on a CPU.
         captures: measurements of the captures.
-        matmul_tflops: speed of its GPU after the measured steps; None where it was not measured.
+        matmul_tflops: speed of the rank's GPU after the measured steps; None if not measured.
         host: host times; None until they are measured.
         kernels: kernel times of all profiled steps; None until they are measured.
         num_profiled_steps: number of profiled steps.
-        num_profiled_fallbacks: profiled steps that ran eagerly instead of replaying graphs.
-        num_steps_run: steps of any kind that have run.
+        num_profiled_fallbacks: number of profiled steps that ran eagerly instead of replaying.
+        num_steps_run: number of steps of any kind that have run.
     """
 
     steps: list[Step] = field(default_factory=list)
@@ -71,16 +71,16 @@ class Measurement:
 
 
 class VariantRun:
-    """A model, its optimizer and one way to run their steps.
+    """Run and measure the steps of a model in one variant.
 
-    The microbatches of a step are on the device before its time begins, as a loader that works
-    ahead would have them.
+    The microbatches of a step are on the device before its time begins, as with a loader that
+    works ahead.
 
     Args:
-        config: the run; model parallel groups must be set up.
+        config: the run; model parallel groups must be initialized.
         device: this rank's device.
-        variant: the way to run.
-        on_step: called after every step, with its kind: ``warmup``, ``step``, ``host`` or
+        variant: the variant to run.
+        on_step: callback after every step, with its kind: ``warmup``, ``step``, ``host`` or
             ``profile``.
     """
 
@@ -122,7 +122,7 @@ class VariantRun:
         if self._device.type == "cuda":
             result.reserved_bytes = torch.cuda.max_memory_reserved(self._device)
             result.allocated_bytes = torch.cuda.max_memory_allocated(self._device)
-        # At once: on all GPUs together, and while they are as warm as they were.
+        # Right after the steps: on all GPUs together, and at the same temperature.
         result.matmul_tflops = matmul_tflops(self._device)
         result.captures = replace(self._variant.captures)
         self._model.finish_parameter_gather()
@@ -130,18 +130,18 @@ class VariantRun:
         self._model.resume_parameter_gather()
 
     def measure_host(self, num_steps: int) -> None:
-        """Time the host in further steps, which change the parameters again."""
+        """Measure host times in more steps, which change the parameters again."""
         graphs = self._model.graphs
         engine = graphs.engine if graphs is not None else None
         with host_times(self._model.chunks, engine) as times:
             for _ in range(num_steps):
                 before = times.num_calls
                 if self._run_step("host", forward_step).fallbacks:
-                    times.forget(before)  # an eager step's calls are none of the variant's
+                    times.forget(before)  # calls of an eager step do not belong to the variant
         self.measurement.host = times
 
     def measure_kernels(self, num_steps: int, trace: Path) -> None:
-        """Profile further steps."""
+        """Profile more steps."""
         step = marked(forward_step, self._model.chunks)
         profiled: list[Step] = []
         self.measurement.kernels = profile_steps(
@@ -153,7 +153,7 @@ class VariantRun:
         )
 
     def close(self) -> None:
-        """Drop the graphs, before process groups end."""
+        """Free the graphs, before process groups are destroyed."""
         self._variant.close()
         self._model.close()
 

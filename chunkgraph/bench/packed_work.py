@@ -1,4 +1,4 @@
-"""Contents of packed microbatches, the steps that they make eager, and the cost."""
+"""Count the work of packed microbatches, the eager steps that they cause, and the padding."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _OF_ANOTHER = "on another rank"
 
 @dataclass(frozen=True)
 class Work:
-    """Contents of the microbatches of one step, on one data-parallel rank.
+    """The work of one step's microbatches, on one data-parallel rank.
 
     Attributes:
-        num_tokens: tokens, padding left out.
-        num_rows: rows that are computed, padding included.
-        num_misfits: packed microbatches that fit no graph.
+        num_tokens: number of tokens, without padding.
+        num_rows: number of computed rows, including padding.
+        num_misfits: number of packed microbatches that fit no graph.
     """
 
     num_tokens: int
@@ -43,9 +43,9 @@ def work_of(
 
     Args:
         config: the run.
-        num_microbatches: microbatches of the step.
-        packings: documents of each microbatch; None without packing.
-        buckets: rows of each microbatch; None where all have the same.
+        num_microbatches: number of microbatches of the step.
+        packings: document lengths of each microbatch; None without packing.
+        buckets: rows of each microbatch; None if all have the same.
     """
     rows = num_microbatches * config.train.micro_batch_size * config.tokens_per_sequence
     shape = packed_shape(config)
@@ -63,8 +63,8 @@ def packed_summary(
 ) -> dict[str, Any]:
     """Summarize fallbacks and padding of the measured steps; empty without packing.
 
-    A step falls back as a whole, with all of its microbatches on all ranks, so that the share of
-    steps is larger than that of microbatches which do not fit.
+    A step falls back as a whole, with all its microbatches on all ranks, so the share of steps is
+    larger than the share of microbatches that do not fit.
 
     Args:
         config: the run.
@@ -78,13 +78,13 @@ def packed_summary(
     reasons = Counter(reason for step in steps for reason in step.fallbacks)
     causes: Counter[str] = Counter()
     for index in range(len(steps)):
-        # A rank whose own data fit reports only that another's do not.
+        # A rank whose data fit only reports that another rank's do not.
         all_causes = {cause for rank in steps_by_rank for cause in rank[index].overflows}
-        own_causes = all_causes - {_OF_ANOTHER} or all_causes
-        causes.update(sorted(own_causes)[:1])
+        specific_causes = all_causes - {_OF_ANOTHER} or all_causes
+        causes.update(sorted(specific_causes)[:1])
     replayed = [ms for step, ms in zip(steps, times_ms, strict=True) if not step.fallbacks]
     eager = [ms for step, ms in zip(steps, times_ms, strict=True) if step.fallbacks]
-    # Every data-parallel rank has as many ranks here, so that shares come out right.
+    # Every data-parallel rank has the same number of ranks here, so the shares are right.
     works = [step.work for rank in steps_by_rank for step in rank]
     num_rows = sum(work.num_rows for work in works)
     counts = [step.num_microbatches for step in steps]
@@ -101,7 +101,7 @@ def packed_summary(
 
 
 def _expected(config: Config, counts: Sequence[int]) -> dict[str, float | None]:
-    """Return the shares to expect from the distribution, to judge the sample by."""
+    """Return the expected shares by the distribution, to compare the sample with."""
     quantiles = config.data.document_counts
     if not quantiles:
         return {"expected_misfit_share": None, "expected_misfit_steps": None}

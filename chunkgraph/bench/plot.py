@@ -1,4 +1,4 @@
-"""Pictures of bench results: step time and memory by variant, and against microbatches."""
+"""Plot bench results: step time and memory by variant, and against microbatches."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LABELS = {
     "full_iteration": "full-iteration graph",
     "chunk": "chunk graphs",
 }
-# Distinct in grey and to the colour-blind; ours alone is saturated.
+# Distinct in grey and for colour-blind readers; only chunkgraph's is saturated.
 _COLOURS = {
     "eager": "#9a9a9a",
     "eager_dropless": "#cfcfcf",
@@ -41,32 +41,35 @@ _MOST_BARS_SIDE_BY_SIDE = 10
 
 
 def check_picture(path: Path | None) -> None:
-    """Find out early whether a picture can be drawn and written; None is one not asked for.
+    """Check early that a picture can be drawn and written.
+
+    Args:
+        path: The picture's file; None if no picture is requested.
 
     Raises:
-        ConfigError: The file cannot be written, or its ending is no picture's.
+        ConfigError: The file cannot be written, or its name does not end like a picture's.
         MissingDependencyError: matplotlib is not installed.
     """
     if path is None:
         return
     check_output("--plot", path)
     if can_be_rewritten(path) and path.suffix.lower() not in _ENDINGS:
-        msg = f"--plot {shorten(str(path))}: the file's name ends in .png, .svg or .pdf."
+        msg = f"--plot {shorten(str(path))}: the file's name must end in .png, .svg or .pdf."
         raise ConfigError(msg)
     if importlib.util.find_spec("matplotlib") is None:
         msg = (
-            "matplotlib is not installed; it is needed for --plot. Install it with: "
+            "matplotlib is not installed, but --plot needs it. Install it with: "
             "pip install 'chunkgraph[plot]'"
         )
         raise MissingDependencyError(msg)
 
 
 def write_picture(figure: Any, path: Path) -> None:
-    """Write a figure of matplotlib, where the name has no known ending as PNG.
+    """Write a matplotlib figure; as PNG if the name has no known ending.
 
     Raises:
-        ConfigError: It cannot be drawn.
-        OutputError: It cannot be written.
+        ConfigError: The figure cannot be drawn.
+        OutputError: The file cannot be written.
     """
     ending = path.suffix.lower()
     content = io.BytesIO()
@@ -81,9 +84,9 @@ def write_picture(figure: Any, path: Path) -> None:
 def plot_documents(documents: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Draw one or several result documents.
 
-    Two panels, step time and reserved memory, with a group of bars for each config (one above the
-    other if there are many); and one more
-    for each document whose microbatch count changed: step time against it.
+    There are two panels, for step time and reserved memory, with a group of bars for each config
+    (one above the other if there are many bars). Each document whose microbatch count changes gets
+    one more panel, for step time against this count.
 
     Raises:
         ConfigError: Nothing in the documents can be drawn.
@@ -95,7 +98,7 @@ def plot_documents(documents: Sequence[Mapping[str, Any]], path: Path) -> None:
     measured = [(str(d["config"]), _ran(d)) for d in documents]
     names = [name for name in _LABELS if any(name in ran for _, ran in measured)]
     if not names:
-        msg = "No variant in the given results got through its steps; there is nothing to draw."
+        msg = "No variant in these results finished its steps; there is nothing to draw."
         raise ConfigError(msg)
     varying = [(config, ran) for config, ran in measured if _changes(ran)]
     num_bars = sum(len(ran) for _, ran in measured)
@@ -179,6 +182,6 @@ def _title(documents: Sequence[Mapping[str, Any]]) -> str:
     first = documents[0]
     places = {f"{d['num_gpus'] or ''} {d['device']}".strip() for d in documents}
     versions = first.get("versions") or {}
-    known = ("torch", "megatron_core", "transformer_engine")
-    stack = ", ".join(f"{name} {versions[name]}" for name in known if name in versions)
+    packages = ("torch", "megatron_core", "transformer_engine")
+    stack = ", ".join(f"{name} {versions[name]}" for name in packages if name in versions)
     return f"{', '.join(sorted(places))}; {stack}"

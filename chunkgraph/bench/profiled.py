@@ -21,8 +21,8 @@ def profile_steps(run_step: Callable[[], object], num_steps: int, trace: Path) -
     """Run steps under the profiler.
 
     Args:
-        run_step: a whole step, marked as one and ended by a synchronisation of the device.
-        num_steps: steps to profile, after one that is not.
+        run_step: runs a whole step, marked as one, that ends by synchronizing the device.
+        num_steps: number of steps to profile, after one step without the profiler.
         trace: path of the trace.
     """
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]

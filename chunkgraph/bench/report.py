@@ -1,4 +1,4 @@
-"""The tables of ``chunkgraph bench``, in 80 columns."""
+"""Print the tables of ``chunkgraph bench``, in 80 columns."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SHORT = {
 def print_bench_report(
     document: BenchDocument, names: Sequence[str], console: Console | None = None
 ) -> list[str]:
-    """Print the tables; returns what fails the command."""
+    """Print the tables; return the failures, if any, that fail the command."""
     console = console or Console(width=REPORT_WIDTH, highlight=False)
     head = document.head
     console.print(f"{head['config']} on {head['num_gpus'] or 'no'} x {head['device']}")
@@ -35,7 +35,7 @@ def print_bench_report(
     if packed.row_count:
         console.print(packed)
     if not document.demands_equality:
-        console.print("kernels need not repeat to the last bit here: differences do not fail")
+        console.print("kernels are not deterministic here: differences do not fail")
     details = _details_table(document)
     if details.row_count:
         console.print(details)
@@ -59,21 +59,21 @@ def print_bench_report(
 
 
 def _uneven_gpus(document: BenchDocument) -> list[str]:
-    """Describe each variant in whose run one GPU was clearly slower than another."""
+    """Describe each variant whose run had one GPU clearly slower than another."""
     lines = []
     for result in document.results:
         speeds = [s for s in result.get("matmul_tflops_by_rank") or () if s is not None]
         if speeds and min(speeds) < 0.9 * max(speeds):
             shown = ", ".join(f"{speed:.0f}" for speed in speeds)
             lines.append(
-                f"{result.name}: GPUs are not equally fast, its times are those of the slowest "
+                f"{result.name}: GPUs are not equally fast, and times are those of the slowest "
                 f"(TFLOP/s of bfloat16 products by rank: {shown})"
             )
     return lines
 
 
 def find_failures(document: BenchDocument, names: Sequence[str]) -> list[str]:
-    """Find what breaks the promise: eager and chunk run, and are equal."""
+    """List the failures: eager and chunk must run and be equal."""
     failures = []
     for name in PROMISED:
         if name not in names:
@@ -124,7 +124,7 @@ def _steps_table(document: BenchDocument) -> Table:
 
 
 def _packed_table(document: BenchDocument) -> Table:
-    """Fallbacks and padding of packed documents; no row without them."""
+    """Show fallbacks and padding of packed documents; no row without them."""
     table = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)
     table.add_column("variant", no_wrap=True, min_width=10)
     for heading in (
@@ -178,9 +178,9 @@ def _details_table(document: BenchDocument) -> Table:
 
 
 def _experts_table(document: BenchDocument) -> Table:
-    """Show what experts cost apart from their products, by profile; no row without experts.
+    """Show the profiled cost of experts besides their products; no row without experts.
 
-    Of the rank whose kernels took longest: what waits for another rank is in its times, too.
+    The times are those of the rank with the longest kernel time, including waits for other ranks.
     """
     table = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)
     table.add_column("variant", no_wrap=True, min_width=10)
@@ -194,16 +194,17 @@ def _experts_table(document: BenchDocument) -> Table:
         rank = kernel_ms.index(max(kernel_ms))
         cells = []
         for part in parts:
-            took_ms = part[rank] if part else None
-            cells += [_number(took_ms, 1), _percent(took_ms and took_ms / kernel_ms[rank])]
+            part_ms = part[rank] if part else None
+            cells += [_number(part_ms, 1), _percent(part_ms and part_ms / kernel_ms[rank])]
         table.add_row(_name(result), *cells)
     return table
 
 
 def _idle_table(document: BenchDocument) -> Table:
-    """Show where a step with graphs is idle, by profile; exchange between ranks counts as idle.
+    """Show where a step with graphs is idle in the profile; exchange between ranks is idle time.
 
-    Of the rank whose kernels took longest. Between graphs is what a pipeline cannot fill, too.
+    The times are those of the rank with the longest kernel time. Time between graphs includes the
+    pipeline's bubbles.
     """
     table = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)
     table.add_column("variant", no_wrap=True, min_width=10)
@@ -238,7 +239,7 @@ def _number(value: Any, digits: int) -> str:
 
 
 def _megabytes(value: int | None) -> str:
-    """MB of 2^20 bytes, as torch and nvidia-smi count them."""
+    """Format bytes in MB of 2^20 bytes, like torch and nvidia-smi."""
     return f"{value / 2**20:.0f}" if value else "-"
 
 

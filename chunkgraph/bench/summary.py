@@ -62,14 +62,14 @@ def gathered_summary(
 
 
 def _steps(config: Config, ranks: Sequence[_Rank]) -> dict[str, Any]:
-    """Summarize steps; the time of a step is that of its slowest rank."""
+    """Summarize steps; the time of a step is the time of its slowest rank."""
     first = config.bench.num_warmup_steps
     steps = ranks[0].measurement.steps
     times = [
         max(rank.measurement.steps[index].step_ms for rank in ranks) for index in range(len(steps))
     ]
     counts = [step.num_microbatches for step in steps]
-    # Each data-parallel rank is here with all ranks that share its data.
+    # `ranks` contains all ranks that share the data of each data-parallel rank.
     num_tokens = sum(s.work.num_tokens for rank in ranks for s in rank.measurement.steps[first:])
     num_tokens = num_tokens * config.pipeline.data_parallel_size // len(ranks)
     measured = times[first:]
@@ -104,7 +104,7 @@ def _memory(ranks: Sequence[_Rank]) -> dict[str, Any]:
 
 
 def _captures(config: Config, ranks: Sequence[_Rank]) -> dict[str, Any]:
-    """Summarize captures; inside a step, they take its time less a measured step's."""
+    """Summarize captures; a capture in a step takes the step's excess over a measured step."""
     seconds: list[float] = []
     for rank in ranks:
         captures = rank.measurement.captures
@@ -112,20 +112,20 @@ def _captures(config: Config, ranks: Sequence[_Rank]) -> dict[str, Any]:
         if captures.duration_s is not None:
             seconds.append(captures.duration_s)
         elif captures.step is not None and captures.step < len(times):
-            usual = statistics.median(times[config.bench.num_warmup_steps :])
-            seconds.append(max(0.0, times[captures.step] - usual) / 1e3)
+            median_ms = statistics.median(times[config.bench.num_warmup_steps :])
+            seconds.append(max(0.0, times[captures.step] - median_ms) / 1e3)
     return {
         "capture_s": max(seconds) if seconds else None,
         "num_captures_after_first": max(
             rank.measurement.captures.num_after_first for rank in ranks
         ),
-        # The ranks agree on each.
+        # The same on all ranks.
         "overflow_reruns": ranks[0].measurement.captures.overflow_reruns,
     }
 
 
 def _host(ranks: Sequence[_Rank]) -> dict[str, Any]:
-    """Return the largest of each median over ranks."""
+    """Return the largest median over ranks, for each kind of host time."""
     by_rank = [r.measurement.host.medians() for r in ranks if r.measurement.host is not None]
     keys = (
         *("host_us_forward", "host_us_backward"),
@@ -139,7 +139,7 @@ def _host(ranks: Sequence[_Rank]) -> dict[str, Any]:
 
 
 def _kernels(config: Config, ranks: Sequence[_Rank]) -> dict[str, Any]:
-    """Summarize kernel times by step; see ``trace`` for what is counted."""
+    """Summarize kernel times per step; ``trace`` defines them."""
     empty = dict.fromkeys(_KERNEL_KEYS)
     kernels = [r.measurement.kernels for r in ranks if r.measurement.kernels is not None]
     if len(kernels) < len(ranks):
@@ -177,14 +177,14 @@ def _kernels(config: Config, ranks: Sequence[_Rank]) -> dict[str, Any]:
 def _stage_costs(
     config: Config, ranks: Sequence[_Rank]
 ) -> tuple[dict[int, float], dict[int, float]]:
-    """Return kernel ms of a microbatch by stage, forward and backward, of the slowest ranks."""
+    """Return a microbatch's kernel ms by stage, forward and backward, on the slowest ranks."""
     pipeline = config.pipeline
     forward: dict[int, float] = {}
     backward: dict[int, float] = {}
     for rank in ranks:
         measurement = rank.measurement
         assert measurement.kernels is not None
-        # The profiled steps are the last ones that ran.
+        # The profiled steps are the last ones.
         num_microbatches = _profiled_microbatches(config, measurement)
         for target, times in (
             (forward, measurement.kernels.forward),
@@ -226,7 +226,7 @@ def _device_name(device: torch.device) -> str:
 
 
 def _is_deterministic(config: Config) -> bool:
-    """Return True if torch's and Transformer Engine's kernels repeat to the last bit."""
+    """Return whether torch's and Transformer Engine's kernels are deterministic."""
     allowed = os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1")
     return config.train.deterministic and allowed == "0"
 

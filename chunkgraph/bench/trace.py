@@ -1,9 +1,9 @@
-"""Kernel times from a profiler's trace.
+"""Compute kernel times from a profiler's trace.
 
-A kernel belongs to whatever launched it: the trace gives launch and kernel one correlation number,
-and all kernels of a graph that of the graph's launch. Launches from the main thread inside a range
-``forward c`` are forwards of chunk ``c``; launches from autograd's thread are backwards of the
-chunk whose mark ``backward c`` came last on that thread; everything else is neither.
+A kernel belongs to its launch: in the trace, launch and kernel share a correlation number, and all
+kernels of a graph have that of the graph's launch. Launches from the main thread inside a range
+``forward c`` are forwards of chunk ``c``. Launches from autograd's thread are backwards of the
+chunk whose mark ``backward c`` was last on that thread. Other launches are neither.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from typing import Any
 __all__ = ["PREFIX", "KernelTimes", "kernel_times"]
 
 PREFIX = "chunkgraph bench "
-"""Before the names of ranges: ``step``, ``forward c`` and ``backward c``."""
+"""Prefix of the names of ranges: ``step``, ``forward c`` and ``backward c``."""
 
 _DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
 _HOST = {"cuda_runtime", "cuda_driver"}
-# They wait for another rank, and are counted as no one's work.
+# These kernels wait for another rank and do not count as work.
 _POINT_TO_POINT = ("sendrecv",)
 _COLLECTIVE = ("nccl",)
-# DeepEP's, by namespace, and of those without one by name.
+# DeepEP's kernels, by namespace or by name.
 _DISPATCH = (
     *("hybrid_ep::", "deep_ep::", "permute_kernel", "_row_id_map_pass", "device_sync_kernel"),
     *("pad_tokens_per_expert_kernel", "update_expected_value_kernel", "ag_nvl_kernel"),
 )
-# Whole names: of ours, and of Megatron's.
+# Whole names of chunkgraph's and Megatron's kernels.
 _STASH = ("_take", "_give_back", "_copy_row", "paged_stash_copy_kernel", "paged_stash_pop_kernel")
 
 _Interval = tuple[float, float]
@@ -41,26 +41,27 @@ class KernelTimes:
     """Device time of one rank, summed over all profiled steps, in ms.
 
     Attributes:
-        total: time of all kernels and copies but sends and receives.
+        total: time of all kernels and copies except sends and receives.
         forward: time of forwards by chunk.
         backward: time of backwards by chunk.
-        dispatch: time of DeepEP's kernels, which wait for other ranks, and of all that permute rows
-            (by name), wherever they ran.
+        dispatch: time of DeepEP's kernels, which wait for other ranks, and of all kernels that
+            permute rows (by name), anywhere.
         stash: time of the stash's kernels.
-        send_receive: time of NCCL's sends and receives, which all-to-all dispatch consists of;
-            they are not in ``total``.
-        other: time of the rest (optimizer, zeroing, copies for communication), without collectives.
+        send_receive: time of NCCL's sends and receives, of which all-to-all dispatch consists; not
+            part of ``total``.
+        other: time of other kernels (optimizer, zeroing, copies for communication), without
+            collectives.
         graph_busy: time in which any kernel of a graph ran, from its first to its last kernel.
-        graph_span: from a graph's first to its last kernel, summed over graph launches.
-        idle_at_copies: idle time inside graphs, right before or after a memset or
-            memcpy inside it (see `chunkgraph.graphs.memset_nodes`).
+        graph_span: time from a graph's first to its last kernel, summed over graph launches.
+        idle_at_copies: idle time in graphs right before or after a memset or memcpy of the graph
+            (see `chunkgraph.graphs.memset_nodes`).
         num_graph_copies: number of these memsets and copies.
-        idle: time of the steps in which nothing ran but sends and receives, by place:
-            ``before_graphs`` of the step, ``in_graphs`` from each one's first kernel to its last,
-            ``between_graphs`` and ``behind_graphs``. A step is from its call to its end, for which
-            the host waits. Empty without graphs.
-        num_graph_launches: calls of ``cudaGraphLaunch``.
-        num_kernel_launches: launches of single kernels.
+        idle: time of the steps in which only sends and receives ran, by place: ``before_graphs``
+            of the step, ``in_graphs`` from each graph's first kernel to its last,
+            ``between_graphs`` and ``behind_graphs``. A step lasts from its call to its end, for
+            which the host waits. Empty without graphs.
+        num_graph_launches: number of calls of ``cudaGraphLaunch``.
+        num_kernel_launches: number of launches of single kernels.
     """
 
     total: float = 0.0
@@ -80,12 +81,12 @@ class KernelTimes:
 
     @property
     def kernel_share(self) -> float | None:
-        """Share of a graph's time in which a kernel runs; None without graphs."""
+        """Return the share of the graphs' time in which a kernel runs; None without graphs."""
         return self.graph_busy / self.graph_span if self.graph_span else None
 
 
 def kernel_times(events: Sequence[Mapping[str, Any]]) -> KernelTimes:
-    """Read the events of a trace in Chrome's format (``traceEvents``)."""
+    """Compute the times from the events of a trace in Chrome's format (``traceEvents``)."""
     times = KernelTimes()
     places = _Places(events)
     launches: dict[int, tuple[str, int | None]] = {}
@@ -138,7 +139,7 @@ def kernel_times(events: Sequence[Mapping[str, Any]]) -> KernelTimes:
     spans: list[_Interval] = []
     for launch, intervals in in_graphs.items():
         times.graph_busy += _covered(intervals) / 1e3
-        times.idle_at_copies += _idle_beside(copies[launch], intervals) / 1e3
+        times.idle_at_copies += _idle_next_to(copies[launch], intervals) / 1e3
         start, end = min(a for a, _ in intervals), max(b for _, b in intervals)
         times.graph_span += (end - start) / 1e3
         spans.append((start, end))
@@ -171,7 +172,7 @@ def _covered_both(some: Sequence[_Interval], others: Sequence[_Interval]) -> flo
 
 
 class _Places:
-    """Finds the part of a step that a host event is in."""
+    """Find the part of a step that a host event belongs to."""
 
     def __init__(self, events: Iterable[Mapping[str, Any]]) -> None:
         self.steps: list[_Interval] = []
@@ -208,13 +209,13 @@ class _Places:
         marks = self._backwards.get(event["tid"], [])
         at = bisect.bisect_right(marks, (start, 1 << 30)) - 1
         if marks:
-            # What comes before the first mark is the backward of its loss.
+            # Work before the first mark is the backward of its loss.
             return "backward", marks[max(at, 0)][1]
         return "other", None
 
 
-def _idle_beside(some: Container[_Interval], intervals: Sequence[_Interval]) -> float:
-    """Length of the gaps in the union of intervals that begin or end with one of ``some``."""
+def _idle_next_to(some: Container[_Interval], intervals: Sequence[_Interval]) -> float:
+    """Return the length of the gaps between intervals that begin or end with one of ``some``."""
     latest, *others = sorted(intervals)
     idle = 0.0
     for interval in others:
@@ -225,7 +226,7 @@ def _idle_beside(some: Container[_Interval], intervals: Sequence[_Interval]) -> 
 
 
 def _covered(intervals: Sequence[_Interval], within: _Interval = _ALL) -> float:
-    """Length of the union of intervals, of their parts in ``within``."""
+    """Return the length of the union of intervals, limited to ``within``."""
     total, end = 0.0, within[0]
     for a, b in sorted(intervals):
         upto = min(b, within[1])

@@ -1,7 +1,7 @@
-"""Run a step in each way that is compared: eager, chunk graphs, and Megatron's own graphs.
+"""Run steps in each variant of a comparison: eager, chunk graphs, and Megatron's graphs.
 
-Megatron's ways are driven as its own training loop drives them, with its public switches
-(``cuda_graph_impl`` and what belongs to it) and nothing else changed against eager.
+Megatron's variants run as in its training loop, with its public switches (``cuda_graph_impl`` and
+related ones) and no other change against eager.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ __all__ = ["Captures", "ChunkVariant", "Variant", "make_variant"]
 
 @dataclass
 class Captures:
-    """Measurements of a variant's captures; plain values, to be gathered.
+    """Measurements of a variant's captures, as plain values for gathering.
 
     Attributes:
-        duration_s: seconds of the captures, where they are apart from a step.
-        step: the step whose time contains them, where they are not.
-        pool_bytes: memory that the graphs reserve, by part; None where it is not known.
-        num_after_first: captures after the first session.
-        overflow_reruns: steps of any kind that ran again so far, by what had no room.
+        duration_s: seconds of the captures, if they are separate from steps.
+        step: the step whose time contains the captures, if they are not separate.
+        pool_bytes: bytes that the graphs reserve, by part; None if unknown.
+        num_after_first: number of captures after the first session.
+        overflow_reruns: number of repeated steps so far, by the feature that had no room.
     """
 
     duration_s: float | None = None
@@ -44,13 +44,13 @@ class Captures:
 
 
 class Variant:
-    """Eager, and the base of the others.
+    """The eager variant, and the base class of the others.
 
     Attributes:
         captures: measurements of its captures so far.
-        has_fragile_end: True if its graphs are not ours to take down, so that the process had
-            better just end.
-        is_plain: True if the model stays as it is.
+        has_fragile_end: whether other owners hold its graphs, so that the process should end
+            without freeing them.
+        is_plain: whether the model does not change.
     """
 
     name = "eager"
@@ -62,15 +62,15 @@ class Variant:
         self.captures = Captures()
 
     def transformer_options(self) -> dict[str, Any]:
-        """Return further fields of Megatron's TransformerConfig."""
+        """Return more fields of Megatron's TransformerConfig."""
         return {}
 
     def ddp_scope(self) -> AbstractContextManager[object]:
-        """Return what is entered while the chunks are wrapped in DDP."""
+        """Return a context for the time that the chunks are wrapped in DDP."""
         return nullcontext()
 
     def prepare(self, model: TrainedModel) -> None:
-        """Change the model that was built; called once, before the first step."""
+        """Prepare the model; called once, before the first step."""
         if self.is_plain:
             model.train_eagerly()
 
@@ -81,11 +81,11 @@ class Variant:
         """Check a step, outside its time."""
 
     def close(self) -> None:
-        """Drop the graphs that are not the model's own."""
+        """Free the graphs that `TrainedModel` does not own."""
 
 
 class ChunkVariant(Variant):
-    """The chunk graphs of this package."""
+    """The variant with chunk graphs."""
 
     name = "chunk"
     is_plain = False
@@ -97,7 +97,7 @@ class ChunkVariant(Variant):
         self._num_first = 0
 
     def before_step(self, step: int) -> None:
-        """Measure what the first session captured."""
+        """Record the measurements of the first capture session."""
         del step
         report = self.graphs.engine.report
         if self.captures.duration_s is not None or report is None:
@@ -120,43 +120,43 @@ class ChunkVariant(Variant):
 
 
 class EagerStashVariant(Variant):
-    """Eager with Megatron's own paged stash, which keeps what Transformer Engine marks for it.
+    """The eager variant with Megatron's paged stash of tensors that Transformer Engine marks.
 
-    Its pages follow what the first step took, with the room that the configuration gives to ours.
-    Megatron's training loop would also wait for a flag in every step, and run it again.
+    The first step determines its pages, with the headroom of chunkgraph's stash. Megatron's
+    training loop would also wait for a flag in every step, and run a step again.
     """
 
     name = "eager_stash"
 
     def transformer_options(self) -> dict[str, Any]:
-        """Switch it on, and size its pages."""
+        """Enable the stash, and set the size of its pages."""
         module = import_megatron("megatron.core.transformer.transformer_config")
         if not hasattr(module.TransformerConfig, "moe_paged_stash"):
             msg = "this release of megatron-core has no moe_paged_stash, so no eager_stash"
             raise ConfigError(msg)
         return {
             "moe_paged_stash": True,
-            # Negative: of the tokens that came, not of their even share.
+            # A negative factor applies to the routed tokens, not to an even share.
             "moe_paged_stash_buffer_size_factor_cuda": -self.config.stash.headroom,
         }
 
     def after_step(self) -> None:
-        """Refuse a step in which pages ran out: its gradients would be wrong.
+        """Refuse a step that ran out of pages: its gradients are wrong.
 
         Raises:
-            StashError: they did, on some rank.
+            StashError: Pages ran out on some rank.
         """
         flag = self._stash().check_paged_stash_overflow().int()
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         if flag.item():
             msg = (
-                "Megatron's paged stash ran out of pages in a step of eager_stash; give it more "
-                f"by stash.headroom, which is {self.config.stash.headroom:g}."
+                "Megatron's paged stash ran out of pages in a step of eager_stash; raise "
+                f"stash.headroom, which is {self.config.stash.headroom:g}."
             )
             raise StashError(msg)
 
     def close(self) -> None:
-        """Disable the stash of the whole process."""
+        """Disable the process-wide stash."""
         self._stash().paged_stash_reset(enabled=False)
         super().close()
 
@@ -166,7 +166,7 @@ class EagerStashVariant(Variant):
 
 
 class _MegatronVariant(Variant):
-    """Megatron's own graphs; the variant's name is its ``cuda_graph_impl``."""
+    """Megatron's graphs; the variant's name is its ``cuda_graph_impl``."""
 
     is_plain = False
     has_fragile_end = True
@@ -178,17 +178,17 @@ class _MegatronVariant(Variant):
             raise ConfigError(msg)
 
     def transformer_options(self) -> dict[str, Any]:
-        """Switch the implementation on; whole layers are captured."""
+        """Enable the implementation; it captures whole layers."""
         module = import_megatron("megatron.core.transformer.transformer_config")
-        known = {field.name for field in dataclasses.fields(module.TransformerConfig)}
-        if "cuda_graph_impl" not in known:
+        names = {field.name for field in dataclasses.fields(module.TransformerConfig)}
+        if "cuda_graph_impl" not in names:
             msg = f"this release of megatron-core has no cuda_graph_impl, so no {self.name} graphs"
             raise ConfigError(msg)
         options: dict[str, Any] = {
             "cuda_graph_impl": self.name,
             "cuda_graph_warmup_steps": self.num_eager_steps,
         }
-        if "cuda_graph_modules" in known:
+        if "cuda_graph_modules" in names:
             options["cuda_graph_modules"] = []  # the whole layer
         elif self.name == "full_iteration":  # a scope of the local implementation before 0.18
             options |= {"cuda_graph_impl": "local", "cuda_graph_scope": "full_iteration"}
@@ -196,14 +196,14 @@ class _MegatronVariant(Variant):
 
     @property
     def num_eager_steps(self) -> int:
-        """Eager steps before the captures, so that an unmeasured step replays."""
+        """Return the number of eager steps before the captures; an unmeasured step then replays."""
         return max(1, self.config.bench.num_warmup_steps - 1)
 
     def ddp_scope(self) -> AbstractContextManager[object]:
         """Give DDP its own stream.
 
         DDP keeps the nodes that accumulate gradients, and a capture cannot wait for nodes that
-        were made on the default stream.
+        were created on the default stream.
         """
         return _on_stream(torch.cuda.Stream())
 
@@ -215,7 +215,7 @@ class TransformerEngineVariant(_MegatronVariant):
     _helper: Any
 
     def prepare(self, model: TrainedModel) -> None:
-        """Make the helper that captures; it asks Megatron's calculator for the microbatches."""
+        """Create the capturing helper, which reads Megatron's calculator of microbatches."""
         super().prepare(model)
         train, pipeline = self.config.train, self.config.pipeline
         calculator = import_megatron("megatron.core.num_microbatches_calculator")
@@ -237,7 +237,7 @@ class TransformerEngineVariant(_MegatronVariant):
         self._chunks = model.chunks
 
     def before_step(self, step: int) -> None:
-        """Capture when the eager steps are done."""
+        """Capture after the eager steps."""
         if step != self.num_eager_steps:
             return
         hooked = [c for c in self._chunks if getattr(c, "use_forward_hook", False)]
@@ -258,7 +258,7 @@ class TransformerEngineVariant(_MegatronVariant):
 
 
 class LocalVariant(_MegatronVariant):
-    """A graph for each layer and microbatch, by Megatron itself, at the end of the first step."""
+    """A graph for each layer and microbatch, by Megatron, at the end of the first step."""
 
     name = "local"
 
@@ -276,17 +276,17 @@ class LocalVariant(_MegatronVariant):
 class FullIterationVariant(_MegatronVariant):
     """One graph for all forwards and backwards of a step, communication included.
 
-    Megatron demands that nothing looks at a loss or gradient meanwhile, and freezes the number of
-    microbatches; the optimizer's step stays outside.
+    Megatron allows no read of a loss or gradient in between, and fixes the number of microbatches.
+    The optimizer's step stays outside.
     """
 
     name = "full_iteration"
 
     def ddp_scope(self) -> AbstractContextManager[object]:
-        """Give DDP the stream of the capture itself, as Megatron does."""
+        """Give DDP the stream of the capture, as Megatron does."""
         module = import_megatron("megatron.core.full_cuda_graph")
-        shared = getattr(module, "get_shared_capture_stream", None)
-        return _on_stream(shared() if shared is not None else torch.cuda.Stream())
+        capture_stream = getattr(module, "get_shared_capture_stream", torch.cuda.Stream)
+        return _on_stream(capture_stream())
 
     def prepare(self, model: TrainedModel) -> None:
         """Wrap the schedule."""
@@ -313,16 +313,16 @@ _VARIANTS: tuple[type[Variant], ...] = (
 
 
 def make_variant(name: str, config: Config) -> Variant:
-    """Make the variant of a name.
+    """Create the variant ``name``.
 
     Raises:
-        ConfigError: there is none, or it cannot run here.
+        ConfigError: There is no such variant, or it cannot run here.
     """
     for kind in _VARIANTS:
         if kind.name == name:
             return kind(config)
-    known = ", ".join(kind.name for kind in _VARIANTS)
-    raise ConfigError(f"unknown variant {name!r}; there are {known}.")
+    names = ", ".join(kind.name for kind in _VARIANTS)
+    raise ConfigError(f"unknown variant {name!r}; choose from {names}.")
 
 
 @contextmanager

@@ -1,7 +1,7 @@
-"""One process of one variant: reads ``bench.json`` in the run folder, leaves ``result.json``.
+"""Run one process of one variant: read ``bench.json`` in the run folder, write ``result.json``.
 
-``result.json`` is written by rank 0 after the measured steps, and again after each further phase,
-so that what a crash leaves is the truth up to there; ``phase`` is the last phase that ended.
+Rank 0 writes ``result.json`` after the measured steps, and again after each later phase, so that a
+crash keeps the results up to then; ``phase`` is the last finished phase.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class Request:
     """The command's request to the workers.
 
     Attributes:
-        variant: its name.
-        label: its name in progress lines; None for ``variant``.
-        num_host_steps: further steps in which host times are taken.
-        num_profiled_steps: further steps under the profiler; 0 for none.
+        variant: name of the variant.
+        label: name in progress lines; None for ``variant``.
+        num_host_steps: number of additional steps that measure host times.
+        num_profiled_steps: number of additional steps under the profiler.
     """
 
     variant: str
@@ -39,7 +39,7 @@ class Request:
 
 
 def main(config_path: str, run_dir: str) -> int:
-    """Measure one variant; returns 0, or raises."""
+    """Measure one variant; return 0."""
     folder = Path(run_dir)
     request = Request(**json.loads((folder / REQUEST_FILE).read_text(encoding="utf-8")))
     config = load_config(config_path)
@@ -58,7 +58,7 @@ def main(config_path: str, run_dir: str) -> int:
         try:
             _measure(config, request, device, variant, folder)
         except Exception as error:  # noqa: BLE001 - everything is reported
-            # The end of process groups may wait for a rank that is stuck: say why before.
+            # Destroying process groups may wait for a stuck rank, so report the error first.
             _leave_process(write_error(folder, _rank(), error))
         if variant.has_fragile_end:
             dist.barrier()
@@ -113,7 +113,7 @@ def _rank() -> int:
 
 
 def _leave_process(code: int) -> NoReturn:
-    """End without taking down graphs and process groups, which may hang; all is written."""
+    """End the process without freeing graphs and process groups, which may hang."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
