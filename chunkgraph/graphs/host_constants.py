@@ -173,7 +173,9 @@ class HostConstants:
         source = self._memory.hold(host)
         if source is None:
             raise illegal_operation(
-                "A copy from the host", "exceeds the memory for constants", self._label
+                "A copy from the host",
+                "needs more bytes than the memory for constants has",
+                self._label,
             )
         return target.copy_(source, non_blocking=True)
 

@@ -182,7 +182,7 @@ def test_a_cache_made_in_a_capture_is_refused(
         return forward(layer, *args, **kwargs)
 
     monkeypatch.setattr(stand_in.QuantizedColumn, "forward", forgetful)
-    with pytest.raises(CaptureError, match=r"QuantizedColumn.*, weight made its cached FP8"):
+    with pytest.raises(CaptureError, match=r"QuantizedColumn.*, weight allocated its cached FP8"):
         _losses(one_rank, config, "tensorwise", graphs=True, kinds="tt")
 
 
