@@ -368,6 +368,80 @@ def test_one_backward_over_several_engines_is_equal_or_refused(backend: GraphBac
     replay(x, (0, 1))
 
 
+def test_eager_work_on_a_parameter_in_the_backward_of_a_replay_is_refused(
+    backend: GraphBackend,
+) -> None:
+    torch.manual_seed(0)
+    module = nn.Linear(8, 8).to(backend.device)
+    eager = copy.deepcopy(module)
+    graphs = ChunkGraphs([module], [1], backend=backend)
+    x = rows(module).requires_grad_()
+    graphs.capture([x])
+
+    def work(m: nn.Linear, inputs: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(inputs, m.weight)
+
+    def after(m: nn.Linear, call: Callable[..., torch.Tensor]) -> torch.Tensor:
+        return work(m, call(x)).square().sum()
+
+    def before(m: nn.Linear, call: Callable[..., torch.Tensor]) -> torch.Tensor:
+        return call(work(m, x)).square().sum()
+
+    for losses in (after, before):
+        for _ in range(2):  # the refused step leaves nothing behind
+            with (
+                pytest.raises(ReplayMismatchError, match=r"parameter weight gets .* eager work"),
+                graphs.step(1),
+            ):
+                losses(module, graphs.callables[0]).backward()
+    module.zero_grad()
+    for _ in range(2):
+        with graphs.step(1):
+            work(module, x).square().sum().backward()
+            graphs.callables[0](x).square().sum().backward()
+            work(module, x).square().sum().backward()
+        work(eager, x).square().sum().backward()
+        eager(x).square().sum().backward()
+        work(eager, x).square().sum().backward()
+        assert same_bits(module.weight.grad, eager.weight.grad)
+    with graphs.step(1, eager=True):
+        after(module, graphs.callables[0]).backward()
+    after(eager, eager).backward()
+    assert same_bits(module.weight.grad, eager.weight.grad)
+
+
+def test_eager_work_on_a_main_grad_in_the_backward_of_a_replay_is_refused(
+    backend: GraphBackend,
+) -> None:
+    def into_main_grad(parameter: torch.Tensor) -> None:
+        parameter.main_grad.add_(parameter.grad)  # type: ignore[attr-defined]
+
+    module = nn.Linear(8, 8).to(backend.device)
+    for p in module.parameters():
+        p.main_grad = torch.zeros_like(p)
+        p.register_post_accumulate_grad_hook(into_main_grad)
+    graphs = ChunkGraphs([module], [1], backend=backend)
+    graphs.capture([rows(module)])
+    with pytest.raises(ReplayMismatchError, match=r"parameter weight gets"), graphs.step(1):
+        (graphs.callables[0](rows(module)) @ module.weight).sum().backward()
+
+
+def test_captured_parameters_have_no_hook_of_graphs_that_are_gone(backend: GraphBackend) -> None:
+    module = nn.Linear(8, 8).to(backend.device)
+    for ends in (ChunkGraphs.release, lambda _: None):
+        first, second = (ChunkGraphs([module], [1], backend=backend) for _ in range(2))
+        for graphs in (first, second):  # the hook of one is no hook that the other refuses
+            graphs.capture([rows(module)])
+        for graphs in (first, second, first):
+            with graphs.step(1):
+                graphs.callables[0](rows(module)).sum().backward()
+        ends(first)
+        ends(second)
+        del first, second, graphs
+        gc.collect()
+        assert not any(p._post_accumulate_grad_hooks for p in module.parameters())
+
+
 def test_an_argument_that_the_chunk_changes_is_refused(backend: GraphBackend) -> None:
     class Adds(nn.Linear):
         def forward(self, x: torch.Tensor, *, total: torch.Tensor) -> torch.Tensor:

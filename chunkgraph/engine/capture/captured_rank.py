@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
+from torch import nn
+
 from chunkgraph.engine.banks import Bank
 from chunkgraph.engine.capture.gradients import GradientSinks
 from chunkgraph.engine.capture.slot_capture import CapturedForward
@@ -69,6 +71,15 @@ class CapturedRank:
         """Slots of each chunk: those of the first bank, then their variants in the others."""
         every = zip(*[bank.slots for bank in self.banks.values()], strict=True)
         return tuple(tuple(slot for slots in of_chunk for slot in slots) for of_chunk in every)
+
+    def names(self) -> dict[nn.Parameter, str]:
+        """Return the parameters that get gradients, with what errors call them."""
+        return {
+            parameter: f"{model.label}: parameter {model.name_of(parameter)}"
+            for model, sinks, terms in zip(self.models, self.sinks, self.terms, strict=True)
+            for parameter in sinks.parameters
+            if id(parameter) in terms
+        }
 
     def release(self) -> None:
         """Release all graphs and their memory."""

@@ -21,6 +21,7 @@ from torch import nn
 from chunkgraph.engine.capture.accumulate import new_accumulate
 from chunkgraph.engine.capture.grad_memory import Binding, GradMemory, use_count
 from chunkgraph.engine.chunk import GradientMarker
+from chunkgraph.engine.watch.eager_gradients import foreign_hooks
 from chunkgraph.errors import ReplayMismatchError
 
 __all__ = ["GradientSinks"]
@@ -64,6 +65,7 @@ class GradientSinks:
         self._bound_for: tuple[int, ...] | None = None
         self._binding = _UNBOUND
         self._num_steps = 0
+        self._hooks: list[int] = []
 
     @property
     def buffers(self) -> tuple[torch.Tensor, ...]:
@@ -159,11 +161,10 @@ class GradientSinks:
         start = self._num_steps * _NODES_PER_STEP % len(own)
         self._num_steps += 1
         looked_at = (own[start:] + own[:start])[:_NODES_PER_STEP]
-        hooked = [
-            *filter(_backward_hooks, own),
-            *filter(_post_accumulate_hooks, own),
-            *itertools.compress(looked_at, _have_hooks(looked_at)),
-        ]
+        hooked = [*itertools.compress(looked_at, _have_hooks(looked_at))]
+        if (hooks := self._hooks_now()) != self._hooks:
+            hooked += filter(foreign_hooks, own)
+            self._hooks = self._hooks if hooked else hooks
         if hooked:
             index = next(i for i, p in enumerate(self.parameters) if p is hooked[0])
             raise ReplayMismatchError(
@@ -171,6 +172,11 @@ class GradientSinks:
                 f"{tuple(hooked[0].shape)}), and a replay calls none. Remove it, and do its "
                 "work after the step or in Chunk.after_backward."
             )
+
+    def _hooks_now(self) -> list[int]:
+        """Return the numbers that torch gave to the hooks of the parameters themselves."""
+        before, after = map(_backward_hooks, self._own), map(_post_accumulate_hooks, self._own)
+        return [*itertools.chain.from_iterable(filter(None, (*before, *after)))]
 
     def before_backward(self, trained: tuple[int, ...]) -> Binding:
         """Make ``param.grad`` the sinks, before a replay adds to them.

@@ -3,7 +3,8 @@
 Eager training adds up what one pass gives a parameter before it adds the sum to the gradient; a
 replay adds what its microbatch gives at once. The bits are the same only if there was no gradient
 before and each microbatch gives the parameter one term. The chunks of one pass may belong to
-several engines.
+several engines. Eager work of the pass may use a parameter too: how many terms it gives is not
+known, so that it is refused.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
+from torch import nn
 
+from chunkgraph.engine.watch.eager_gradients import watch_eager_gradients
 from chunkgraph.errors import ReplayMismatchError
 
 __all__ = ["BackwardTask"]
@@ -30,21 +33,36 @@ class BackwardTask:
     Args:
         terms: for each chunk, by identity of the parameters that it gives gradients, how many of
             them autograd adds up in one microbatch. Whoever holds this object holds the parameters.
+        names: of these parameters, for errors.
     """
 
-    def __init__(self, terms: Sequence[_Terms] = ()) -> None:
+    def __init__(
+        self, terms: Sequence[_Terms] = (), names: Mapping[nn.Parameter, str] | None = None
+    ) -> None:
         self._terms = terms
         self._overlaps = _overlaps(terms, terms)
         # Other engines with parameters in common; they and their graphs may go at any time.
         self._others: list[tuple[weakref.ref[BackwardTask], _Overlaps]] = []
-        self.clear()
+        # Of this step, by pass: names of the parameters that eager work has added to.
+        self._eager: dict[int, dict[int, str]] = {}
+        self._names = dict(names or {})
+        self.begin_step()
+        self.end_step()
+        watch_eager_gradients(self._names, self, self._note_eager_work)
         if any(terms):
             _introduce(self)
 
-    def clear(self) -> None:
-        """Forget the pass."""
+    def begin_step(self) -> None:
+        """Forget the passes of the last step."""
         self._id = -1
         self._entered: tuple[tuple[int, bool], ...] = ()
+        self._eager.clear()
+        self._is_alone = not self._others
+        self._is_in_step = True
+
+    def end_step(self) -> None:
+        """Note no eager work from now on."""
+        self._is_in_step = False
 
     def enter(self, c: int, label: str, *, is_fresh: bool) -> None:
         """Note that a microbatch of chunk ``c`` is run backward.
@@ -59,7 +77,7 @@ class BackwardTask:
                 training would add in another order.
         """
         task = _task_id()
-        if task == self._id or self._others:
+        if task == self._id or not self._is_alone:
             self._enter_further(task, c, label, is_fresh)
         else:
             self._id, self._entered = task, ((c, is_fresh),)
@@ -78,8 +96,22 @@ class BackwardTask:
                         "  To do: call backward() for each microbatch (and each chunk that shares "
                         "a parameter), or ask for an eager step (`step(eager=True)`)."
                     )
+        if task in self._eager:
+            for place, name in self._eager[task].items():
+                if place in self._terms[c]:
+                    raise _shared_with_eager_work(name)
         if all(other != c for other, _ in self._entered):
             self._entered += ((c, is_fresh),)
+
+    def _note_eager_work(self, parameter: nn.Parameter) -> None:
+        """Note a gradient that eager autograd has added, or refuse it after a replay's."""
+        if not self._is_in_step:
+            return
+        task, place, name = _task_id(), id(parameter), self._names[parameter]
+        if task == self._id and any(place in self._terms[c] for c, _ in self._entered):
+            raise _shared_with_eager_work(name)
+        self._eager.setdefault(task, {})[place] = name
+        self._is_alone = False
 
     def _passes(self) -> Iterator[tuple[_Overlaps, tuple[tuple[int, bool], ...]]]:
         """Return what the pass has run through, of this engine and of others."""
@@ -88,6 +120,16 @@ class BackwardTask:
             other = reference()
             if other is not None and other._id == self._id:
                 yield overlaps, other._entered
+
+
+def _shared_with_eager_work(name: str) -> ReplayMismatchError:
+    return ReplayMismatchError(
+        f"{name} gets a gradient from a replay and from eager work in one backward pass. Eager "
+        "training adds these up before it adds them to .grad; a replay adds its own at once, and "
+        "the last bits would differ.\n"
+        "  To do: call backward() for each of the two, move that work into the chunk, or ask for "
+        "an eager step (`step(eager=True)`)."
+    )
 
 
 _known: weakref.WeakSet[BackwardTask] = weakref.WeakSet()
@@ -101,6 +143,7 @@ def _introduce(new: BackwardTask) -> None:
             known._others = [pair for pair in known._others if pair[0]() is not None]
             if overlaps := _overlaps(new._terms, known._terms):
                 new._others.append((weakref.ref(known), overlaps))
+                new._is_alone = known._is_alone = False
                 mirrored = {(d, c): is_one for (c, d), is_one in overlaps.items()}
                 known._others.append((weakref.ref(new), mirrored))
         _known.add(new)

@@ -76,7 +76,7 @@ class Replayer:
     def take(self, captured: CapturedRank, verifier: Verifier | None) -> None:
         """Replay these graphs from now on."""
         self._captured, self._verifier = captured, verifier
-        self._task = BackwardTask(captured.terms)
+        self._task = BackwardTask(captured.terms, captured.names())
         self._first_step = self._counters.replayed_steps
 
     def drop(self) -> None:
@@ -106,7 +106,7 @@ class Replayer:
             model.begin_step()
         for sinks in captured.sinks:
             sinks.begin_step()
-        self._task.clear()
+        self._task.begin_step()
         self._machine.begin_step()
         if self._ranges is not None:
             self._ranges.begin_step()
@@ -135,6 +135,7 @@ class Replayer:
             raise
         finally:
             self._is_in_step = False
+            self._task.end_step()
             if self._verifying is not None:
                 self._verifying.end_step()
                 self._verifying = None

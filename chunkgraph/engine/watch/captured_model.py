@@ -25,6 +25,7 @@ from torch.autograd import forward_ad
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.tensor_guard import new_guard
 from chunkgraph.engine.watch.cast_cache import hold_stale_casts
+from chunkgraph.engine.watch.eager_gradients import foreign_hooks
 from chunkgraph.engine.watch.windows import Windows
 from chunkgraph.errors import CaptureError, ReplayMismatchError
 
@@ -158,12 +159,7 @@ class CapturedModel:
                     "they would never be reduced. Give ChunkGraphs the module in it, without the "
                     "wrapper, and reduce the gradients after the step."
                 )
-        hooked = {
-            id(p)
-            for p in parameters
-            if not hasattr(p, "main_grad")
-            and (p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None))
-        }
+        hooked = {id(p) for p in parameters if not hasattr(p, "main_grad") and foreign_hooks(p)}
         if hooked:
             names = [n for t, n in zip(self._known, self._names, strict=True) if id(t) in hooked]
             raise CaptureError(
@@ -172,6 +168,11 @@ class CapturedModel:
                 "a replay calls none. Remove them, and do their work after the step or in "
                 "Chunk.after_backward."
             )
+
+    def name_of(self, parameter: nn.Parameter) -> str:
+        """Return what errors call one of the parameters."""
+        index = next(i for i, tensor in enumerate(self._known) if tensor is parameter)
+        return self._names[index]
 
     @contextmanager
     def watched(self) -> Iterator[None]:

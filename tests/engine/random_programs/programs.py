@@ -55,7 +55,10 @@ class Step:
 
 @dataclass(frozen=True)
 class Program:
-    """Chunks, how they are captured, and the steps."""
+    """Chunks, how they are captured, and the steps.
+
+    ``tied`` chunks share a weight; a ``loss`` that is tied uses a weight of the first chunk itself.
+    """
 
     chunks: tuple[ChunkSpec, ...] = (ChunkSpec(),)
     steps: tuple[Step, ...] = (Step(), Step(), Step())
@@ -91,6 +94,7 @@ class Program:
             and not inside & set(EXOTIC_INSIDE)
             and self.autocast == "off"
             and not self.tied
+            and self.loss != "tied"
             and all(s.backward == "each" for s in self.steps)
             and not any(
                 extra.rstrip("!") in EXOTIC_EXTRAS for c in self.chunks for extra in c.extras
@@ -229,11 +233,11 @@ def make_program(choose: Choose) -> Program:
         on_failure=choose(("raise", "raise", "eager")),
         num_warmup_steps=choose((1, 1, 2)),
         num_warmup_passes=choose((0, 0, 1)),
-        tied=exotic and choose((False, False, False, False, True)),
+        tied=exotic and choose((False, False, True)),
         frozen=choose(((), (), (0,), (1, 4))),
         input_grads=choose((True, True, False)),
         links=links,
-        loss=choose(("square", "dot", "inside", "sum")),
+        loss=choose(("square", "dot", "inside", "sum", *(("tied",) * exotic))),
         autocast=choose(("off", "off", "off", "forward", "step", "outside")) if exotic else "off",
         optimizer=choose(("sgd", "momentum", "adamw")),
         watches=choose((True, True, False)),

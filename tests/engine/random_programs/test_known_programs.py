@@ -82,6 +82,18 @@ PROGRAMS = {
         links="joined",
         steps=(ONCE, Step(2)),
     ),
+    "a_head_outside_of_the_chunk_whose_weight_is_tied": _of(
+        "linear", loss="tied", steps=(ONCE, Step(2), Step(2, zero="never"))
+    ),
+    "one_backward_through_a_chunk_that_runs_eagerly_since_its_capture_failed": Program(
+        chunks=(ChunkSpec(), ChunkSpec(("item",))),
+        steps=(ONCE, Step(2), Step(2, zero="never")),
+        num_slots=(1, 1),
+        links="joined",
+        engines="each",
+        tied=True,
+        on_failure="eager",
+    ),
 }
 OPEN = {
     "a_hook_on_an_output_that_others_come_from": _inside("hook_output", SEVERAL),

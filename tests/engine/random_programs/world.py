@@ -347,6 +347,8 @@ class World:
                 loss = flight.main
             case "sum":
                 loss = main.sum()
+            case "tied":
+                loss = (main @ self.chunks[0].first.weight).square().mean()
             case "dot":
                 loss = (main * torch.randn(main.shape)).sum()
             case _:

@@ -1,0 +1,56 @@
+"""Gradients that eager autograd adds to captured parameters.
+
+A replay adds to a gradient inside its graph, and autograd does not hear of it. So a hook on the
+parameter itself is called for eager work alone, and costs replays nothing.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+__all__ = ["foreign_hooks", "watch_eager_gradients"]
+
+
+class _Hook:
+    """Calls a method of an object that may be gone."""
+
+    def __init__(self, method: Callable[[nn.Parameter], None]) -> None:
+        self._method = weakref.WeakMethod(method)
+
+    def __call__(self, parameter: Any) -> None:
+        method = self._method()
+        if method is not None:
+            method(parameter)
+
+
+def watch_eager_gradients(
+    parameters: Iterable[nn.Parameter], owner: object, method: Callable[[nn.Parameter], None]
+) -> None:
+    """Call ``method`` after autograd has added to the gradient of one of ``parameters``.
+
+    Args:
+        parameters: trainable leaves.
+        owner: of the method; not held. The hooks are removed when it goes.
+        method: gets the parameter.
+    """
+    hook = _Hook(method)
+    handles = [p.register_post_accumulate_grad_hook(hook) for p in parameters]
+    weakref.finalize(owner, _remove, handles).atexit = False
+
+
+def _remove(handles: Iterable[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
+
+
+def foreign_hooks(parameter: torch.Tensor) -> list[Any]:
+    """Return the hooks that wait for the gradient of ``parameter``, the engine's left out."""
+    after: dict[int, Any] = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    before: dict[int, Any] = parameter._backward_hooks or {}
+    return [*before.values(), *(hook for hook in after.values() if type(hook) is not _Hook)]
