@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
 
-from chunkgraph.errors import CaptureError
+from chunkgraph._text import shown
+from chunkgraph.errors import CaptureError, ConfigError
 
 __all__ = ["Chunk", "GradientMarker"]
 
@@ -60,6 +61,10 @@ class Chunk:
             and more; graphs keep theirs, whose memory somebody holds.
         may_leave_values: whether the forward may leave values and tensors on its modules, whose
             owner knows that replays do not set them again. Otherwise that is refused.
+        backward: ``whole``, or ``split`` into the input gradients, which ``backward()`` of autograd
+            computes, and the weight gradients, which `WeightBackwards` computes when the schedule
+            asks for them; the slot is in use until then. ``before_backward`` runs before the first
+            half, ``after_backward`` and ``end_of_backward`` at the end of the second.
         follows_module: whether ``parameters`` and ``buffers`` are those of ``module``, whatever it
             holds when a capture session begins; see `now`.
     """
@@ -80,12 +85,26 @@ class Chunk:
     check_sample: Callable[..., None] | None = None
     caches: tuple[str, ...] = ()
     may_leave_values: bool = False
+    backward: Literal["whole", "split"] = "whole"
     follows_module: bool = False
 
+    def __post_init__(self) -> None:
+        if self.backward not in ("whole", "split"):
+            raise ConfigError(
+                f"{self.label}: backward is {shown(self.backward)}; it must be 'whole' or 'split'."
+            )
+
+    @property
+    def is_split(self) -> bool:
+        """Whether its backward is split."""
+        return self.backward == "split"
+
     @staticmethod
-    def from_module(module: nn.Module, label: str) -> Chunk:
+    def from_module(
+        module: nn.Module, label: str, *, backward: Literal["whole", "split"] = "whole"
+    ) -> Chunk:
         """A chunk that calls ``module`` with all of its trainable parameters and its buffers."""
-        chunk = Chunk(module, (), label, module, follows_module=True)
+        chunk = Chunk(module, (), label, module, backward=backward, follows_module=True)
         return chunk._of_module()
 
     def now(self) -> Chunk:

@@ -15,11 +15,12 @@ class Counters:
     """Totals since the engine was made.
 
     Attributes:
-        captures: graph pairs (one forward, one backward) captured.
+        captures: forwards captured, each with its backward.
         capture_sessions: sessions that succeeded.
         replays: replayed forwards, one a microbatch and chunk.
         replays_of_bank: of those, by the key of the bank.
-        backward_replays: replayed backwards.
+        backward_replays: replayed backwards; of those that are split, the input halves.
+        weight_replays: replayed weight halves.
         replayed_steps: steps in which at least one microbatch was replayed.
         fallbacks: eager steps by reason.
         packing_overflows: of those, the ones whose packed sequences did not fit, by what did not
@@ -35,6 +36,7 @@ class Counters:
     replays: int = 0
     replays_of_bank: Counter[Hashable] = field(default_factory=Counter)
     backward_replays: int = 0
+    weight_replays: int = 0
     replayed_steps: int = 0
     fallbacks: Counter[str] = field(default_factory=Counter)
     packing_overflows: Counter[str] = field(default_factory=Counter)

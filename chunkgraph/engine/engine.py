@@ -26,6 +26,7 @@ from chunkgraph.engine.host import Host, with_user_hooks
 from chunkgraph.engine.options import CaptureOptions, OnCapture
 from chunkgraph.engine.replay.replayer import Replayer
 from chunkgraph.engine.signature import Call
+from chunkgraph.engine.split.weights import WeightBackwards
 from chunkgraph.engine.verify import Surroundings
 from chunkgraph.errors import CaptureError, SlotError
 from chunkgraph.graphs import GraphBackend
@@ -33,6 +34,8 @@ from chunkgraph.memory import plan_for_slots
 from chunkgraph.slots import plan_slots
 
 __all__ = ["ChunkGraphs"]
+
+_SAMPLED = (EagerReason.CAPTURE_WARMUP, EagerReason.RELEASED, EagerReason.MEMORY_REPLACED)
 
 
 class ChunkGraphs:
@@ -66,6 +69,7 @@ class ChunkGraphs:
         callables: one for each chunk, called like it.
         counters: what happened so far.
         report: of the last capture session, or None.
+        weights: the weight halves of split backwards; see `WeightBackwards`.
         mode: how the callables run at the moment.
         failed_here: whether it was this rank that could not capture, if the last session failed.
     """
@@ -110,6 +114,7 @@ class ChunkGraphs:
         self._replayer = Replayer(
             self._chunks, self._num_slots, self._banks, self.options, self.counters, device
         )
+        self.weights = WeightBackwards(self._chunks, self._replayer)
         host = with_user_hooks(host or Host(), generators, progress)
         self._samples = BankSamples(banks, len(self._chunks))
         self._capturer = Capturer(
@@ -325,13 +330,10 @@ class ChunkGraphs:
     @contextmanager
     def _running_eagerly(self, reason: EagerReason, shape_key: Hashable) -> Iterator[None]:
         self.mode = StepMode.EAGER
-        wants_samples = self._captured is None and reason in (
-            EagerReason.CAPTURE_WARMUP,
-            EagerReason.RELEASED,
-            EagerReason.MEMORY_REPLACED,
-        )
+        wants_samples = self._captured is None and reason in _SAMPLED
+        sampled = self._sampler.step(shape_key) if wants_samples else nullcontext()
         try:
-            with self._sampler.step(shape_key) if wants_samples else nullcontext():
+            with sampled, self.weights.eager_step():
                 yield
         finally:
             self.mode = StepMode.OUTSIDE
@@ -389,7 +391,7 @@ class ChunkGraphs:
             if result.verifier is not None:
                 result.verifier.captured(result.captured)
             self._replayer.take(result.captured, result.verifier)
-            self.counters.captures += result.captured.report.num_graphs // 2
+            self.counters.captures += sum(map(len, result.captured.slots))
             self.counters.capture_sessions += 1
             return
         error = result.error
@@ -460,10 +462,10 @@ class ChunkGraphs:
             )
         backward = self._sampler.record(c, args, kwargs)
         result = self._chunks[c].forward(*args, **kwargs)
-        if backward is None:
-            return result
-        backward.label = self._chunks[c].label
-        return watched(result, backward)
+        if backward is not None:
+            backward.label = self._chunks[c].label
+            result = watched(result, backward)
+        return self.weights.watched(c, result)
 
     def reserve_input(self, c: int, index: int = 0, *, num_before: int = 0) -> torch.Tensor | None:
         """The memory that the next forward of chunk ``c`` reads, to receive into it.

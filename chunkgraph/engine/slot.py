@@ -40,6 +40,9 @@ class Slot:
             gradient of other strides is then refused, else copied.
         input_grads: gradients of ``inputs`` (None where there is none); valid until the next
             replay of any backward, or of any graph under the plan ``shared_temporaries``.
+        backward_graph: of the whole backward, or of its input gradients where it is split; None
+            where it is split and no input takes a gradient.
+        weight_graph: of the weight gradients of a backward that is split.
         pool: where the forward's memory lies.
         trained: indices of the chunk's parameters that get a gradient in the backward.
         guarded: outputs that a caller must not change in place while the slot is in use, by
@@ -68,6 +71,7 @@ class Slot:
     input_grads: tuple[torch.Tensor | None, ...]
     forward_graph: Graph
     backward_graph: Graph | None
+    weight_graph: Graph | None
     pool: Pool
     has_grad_layouts: bool = False
     trained: tuple[int, ...] = ()
@@ -108,6 +112,12 @@ class Slot:
             (i, static.data_ptr(), static.stride(), copy_into(static))
             for i, static in zip(self.receiving, self.output_grads, strict=True)
         ]
+
+    @property
+    def graphs(self) -> list[Graph]:
+        """The graphs, in the order of their replays."""
+        every = (self.forward_graph, self.backward_graph, self.weight_graph)
+        return [graph for graph in every if graph is not None]
 
     def load_inputs(self, tensors: Sequence[torch.Tensor]) -> None:
         """Copy a call's tensors into the static inputs (those that are not there already).
@@ -211,6 +221,5 @@ class Slot:
 
     def release(self) -> None:
         """Drop the graphs; the buffers go with the slot."""
-        self.forward_graph.release()
-        if self.backward_graph is not None:
-            self.backward_graph.release()
+        for graph in self.graphs:
+            graph.release()

@@ -41,7 +41,9 @@ __all__ = [
     "check_backward",
     "check_generator",
     "check_operator",
+    "fills_evenly",
     "illegal_operation",
+    "is_decided_by_node",
 ]
 
 _aten = torch.ops.aten
@@ -80,6 +82,18 @@ _READING_BACKWARDS: dict[str, OpOverload | None] = {
     "ProdBackward1": None,
     "MaskedFillBackward1": _aten.where.self,  # the gradient of the number that is filled in
 }
+
+_EVENLY_DISTRIBUTED = {"MaxBackward1", "MinBackward1", "MedianBackward0", "NanmedianBackward0"}
+
+
+def fills_evenly(node_name: str) -> bool:
+    """Whether a node of autograd distributes a gradient evenly over equal values."""
+    return node_name in _EVENLY_DISTRIBUTED
+
+
+def is_decided_by_node(node_name: str) -> bool:
+    """Whether what a capture does with an operator depends on the node that runs it."""
+    return node_name in _EVENLY_DISTRIBUTED or node_name in _READING_BACKWARDS
 
 
 def illegal_operation(what: str, why: str, label: str) -> IllegalOperationError:

@@ -33,6 +33,7 @@ from chunkgraph.graphs.legality import (
     as_without_modes,
     check_generator,
     check_operator,
+    fills_evenly,
 )
 from chunkgraph.graphs.location import current_location
 from chunkgraph.graphs.random_state import (
@@ -59,7 +60,6 @@ from chunkgraph.graphs.simulated_pool import SimulatedPool
 __all__ = ["RecorderBackend", "host_call"]
 
 _aten = torch.ops.aten
-_EVENLY_DISTRIBUTED = {"MaxBackward1", "MinBackward1", "MedianBackward0", "NanmedianBackward0"}
 _UNDEFINED_CONTENTS = ("aten::empty", "aten::new_empty")
 
 
@@ -375,7 +375,7 @@ def _as_recorded(func: OpOverload, args: tuple[Any, ...]) -> tuple[OpOverload, t
         return _aten.zeros.default, args
     if func is _aten.mul.Tensor and args[0].dtype == torch.bool:
         node = torch._C._current_autograd_node()
-        if node is not None and node.name() in _EVENLY_DISTRIBUTED:
+        if node is not None and fills_evenly(node.name()):
             # Under a dispatch mode torch multiplies the gradient of a maximum by a mask: zeros then
             # have the gradient's sign, and are NaN if the gradient is not finite.
             return _aten.where.ScalarOther, (*args, 0.0)

@@ -11,6 +11,9 @@ pool_per_slot      a pool of slot k            the same pool            yes, the
 one_pool           one pool shared by all      the same pool            no: to test the proof
 ================== =========================== ======================== =========================
 
+The input half of a split backward allocates its temporaries, and the weight half everything, where a
+whole backward allocates. What the input half leaves for the weight half lies in the slot's pool.
+
 Under the first two plans a backward allocates nothing in a slot's pool: its capture allocates only
 from scratch, and frees memory of its own slot's pool. Under ``shared_temporaries`` a slot's input
 gradients are valid until the next replay of any graph.
@@ -82,6 +85,18 @@ class PoolPlan:
             trace: Trace of the forward; None if it was not watched.
         """
         if trace is None or self.plan != "shared_temporaries":
+            return None
+        return ScratchRouter(self._scratch(), trace)
+
+    def input_router(self, trace: OperatorTrace | None) -> ScratchRouter | None:
+        """What sends temporaries of a split backward's input half to scratch, if there is one.
+
+        The rest, which the weight half reads, goes to the slot's pool.
+
+        Args:
+            trace: of the input half; None where it was not watched.
+        """
+        if trace is None or self.plan not in ("shared_temporaries", "shared_backward"):
             return None
         return ScratchRouter(self._scratch(), trace)
 

@@ -1,11 +1,13 @@
 """Track the slots of one rank while a step runs.
 
-A slot goes FREE -> FORWARD_DONE -> BACKWARD -> FREE. Any other transition is refused, because a
+A slot goes FREE -> FORWARD_DONE -> BACKWARD -> FREE. A split backward goes from BACKWARD to
+WEIGHT_PENDING, and its weight half back to BACKWARD. Any other transition is refused, because a
 graph that is replayed into a slot in use silently computes wrong results.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from enum import Enum
 from typing import NoReturn
@@ -24,20 +26,29 @@ class SlotState(Enum):
     FREE = "free"
     FORWARD_DONE = "forward done, waits for its backward"
     BACKWARD = "in backward"
+    WEIGHT_PENDING = "input gradient done, waits for its weight gradient"
 
 
 class _Use:
     """The microbatch that holds a slot."""
 
-    __slots__ = ("is_in_backward", "microbatch", "turn")
+    __slots__ = ("is_in_backward", "microbatch", "turn", "waits_for_weight")
 
     def __init__(self, microbatch: int, turn: int) -> None:
         self.microbatch = microbatch
         self.turn = turn
         self.is_in_backward = False
+        self.waits_for_weight = False
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether its backward has begun."""
+        return self.is_in_backward or self.waits_for_weight
 
     @property
     def state(self) -> SlotState:
+        if self.waits_for_weight:
+            return SlotState.WEIGHT_PENDING
         return SlotState.BACKWARD if self.is_in_backward else SlotState.FORWARD_DONE
 
 
@@ -45,8 +56,9 @@ class SlotMachine:
     """Assign and release the slots of one rank's model chunks.
 
     A step is ``begin_step``, then any legal order of ``acquire_forward``, ``begin_backward`` and
-    ``release``, then ``end_step``, or ``abort_step`` after an exception. Every call costs a few
-    list operations, independent of the number of slots. Not thread-safe.
+    ``release``, then ``end_step``, or ``abort_step`` after an exception. With a split backward,
+    ``defer_weight`` and ``begin_weight`` come before ``release``. Every call costs a few list
+    operations, independent of the number of slots. Not thread-safe.
 
     Args:
         num_slots: Number of slots of each chunk.
@@ -198,7 +210,7 @@ class SlotMachine:
                 or that of another microbatch.
         """
         use = self._uses.get((chunk, slot))
-        if use is None or use.is_in_backward or (turn is not None and turn != use.turn):
+        if use is None or use.has_begun or (turn is not None and turn != use.turn):
             self._refuse_backward(chunk, slot, use)
         use.is_in_backward = True
         self._events.append(("backward", chunk, use.microbatch, slot))
@@ -211,6 +223,9 @@ class SlotMachine:
                 "run the forward first, and each backward only once (retain_graph does not work "
                 "with slots)"
             )
+        elif use.waits_for_weight:
+            problem = f"slot {slot} has its input gradient and waits for its weight gradient"
+            advice = "run each backward only once"
         elif use.is_in_backward:
             problem, advice = f"slot {slot} is in backward already", "run each backward only once"
         else:
@@ -221,23 +236,89 @@ class SlotMachine:
             )
         self._refuse("backward", chunk, None, slot, problem, advice)
 
+    def defer_weight(self, chunk: int, slot: int) -> None:
+        """Mark that the input gradient of what a slot holds is done, and its weight gradient not.
+
+        Raises:
+            SlotError: Outside a step, unknown chunk or slot, or the slot is not in backward.
+        """
+        use = self._in_backward("defer weight", chunk, slot)
+        use.is_in_backward, use.waits_for_weight = False, True
+        self._pending[chunk].append(slot)
+        self._events.append(("input gradient", chunk, use.microbatch, slot))
+
+    def pending(self, chunk: int) -> tuple[int, ...]:
+        """Return the turns of ``chunk`` that wait for their weight gradient, oldest first."""
+        return tuple(self._uses[chunk, slot].turn for slot in self._pending[chunk])
+
+    def begin_weight(self, chunk: int, turn: int | None = None) -> int:
+        """Mark that the weight gradient that waits longest starts.
+
+        Args:
+            chunk: Index of the model chunk.
+            turn: Of the forward whose weight gradient it is to be; None: whichever it is.
+
+        Returns:
+            The slot number.
+
+        Raises:
+            SlotError: Outside a step, unknown chunk, none waits, or another one waits longer: sums
+                of weight gradients would have other bits.
+        """
+        self._check_in_step("weight", chunk, None, None)
+        self._check_place("weight", chunk, None, None)
+        waiting = self._pending[chunk]
+        use = self._uses[chunk, waiting[0]] if waiting else None
+        if use is None or (turn is not None and turn != use.turn):
+            self._refuse_weight(chunk, turn)
+        slot = waiting.popleft()
+        use.is_in_backward, use.waits_for_weight = True, False
+        self._events.append(("weight", chunk, use.microbatch, slot))
+        return slot
+
+    def _refuse_weight(self, chunk: int, turn: int | None) -> NoReturn:
+        waiting = self._pending[chunk]
+        turns = {self._uses[chunk, slot].turn: slot for slot in waiting}
+        if turn in turns:
+            first = self._uses[chunk, waiting[0]].microbatch
+            slot = turns[turn]
+            self._refuse(
+                "weight", chunk, self._uses[chunk, slot].microbatch, slot,
+                f"the weight gradient of microbatch {first} comes first, or the sums would have "
+                "other bits",
+                "run the weight gradients of a chunk in the order of its input gradients",
+            )  # fmt: skip
+        self._refuse(
+            "weight", chunk, None, None,
+            "no microbatch waits for its weight gradient" if turn is None
+            else "this microbatch's weight gradient has been run already",
+            "run each weight gradient once, after the backward of its microbatch",
+        )  # fmt: skip
+
     def release(self, chunk: int, slot: int) -> None:
         """Free a slot after its backward (after W if the backward is split).
 
         Raises:
             SlotError: Outside a step, unknown chunk or slot, or the slot is not in backward.
         """
-        use = self._uses.get((chunk, slot))
-        if use is None or not use.is_in_backward:
-            self._check_holds("release", chunk, slot)
-            if use is None:
-                problem, advice = "is free already", "release each slot once"
-            else:
-                problem, advice = "still waits for its backward", "call begin_backward() first"
-            self._refuse("release", chunk, None, slot, f"slot {slot} {problem}", advice)
+        use = self._in_backward("release", chunk, slot)
         del self._uses[chunk, slot]
         self._free[self._set_of[chunk]] |= 1 << slot
         self._events.append(("release", chunk, use.microbatch, slot))
+
+    def _in_backward(self, call: str, chunk: int, slot: int) -> _Use:
+        """Return the microbatch in a slot, which is to be in backward."""
+        use = self._uses.get((chunk, slot))
+        if use is not None and use.is_in_backward:
+            return use
+        self._check_holds(call, chunk, slot)
+        if use is None:
+            problem, advice = "is free already", "release each slot once"
+        elif use.waits_for_weight:
+            problem, advice = "still waits for its weight gradient", "call begin_weight() first"
+        else:
+            problem, advice = "still waits for its backward", "call begin_backward() first"
+        return self._refuse(call, chunk, None, slot, f"slot {slot} {problem}", advice)
 
     def end_step(self) -> None:
         """End a step.
@@ -246,6 +327,16 @@ class SlotMachine:
             SlotError: Outside a step, or a slot is still in use; the step then continues.
         """
         self._check_in_step("end step", None, None, None)
+        if waiting := [(c, s) for c, slots in enumerate(self._pending) for s in slots]:
+            names = ", ".join(
+                f"microbatch {self._uses[place].microbatch} of chunk {place[0]}"
+                for place in waiting
+            )
+            self._refuse(
+                "end step", None, None, None,
+                f"{len(waiting)} weight gradients were not run ({names})",
+                "run the weight gradient of every microbatch before the step ends",
+            )  # fmt: skip
         if busy := self.num_busy:
             self._refuse(
                 "end step", None, None, None, f"{busy} slots are still in use",
@@ -265,6 +356,7 @@ class SlotMachine:
         self._free = [(1 << count) - 1 for count in counts]
         self._uses: dict[tuple[int, int], _Use] = {}  # by chunk and slot, of slots in use
         self._num_forwards = [0] * len(self._num_slots)
+        self._pending = tuple(deque[int]() for _ in self._num_slots)
 
     def _check_holds(self, what: str, chunk: int, slot: int) -> None:
         if not (

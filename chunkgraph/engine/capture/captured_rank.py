@@ -25,10 +25,10 @@ class CaptureReport:
     Attributes:
         num_slots: slots of each chunk.
         shared_slots: the chunks share these slots.
-        num_graphs: forward and backward graphs together.
+        num_graphs: graphs of forwards, of backwards and of their halves together.
         slot_bytes: bytes reserved by the slots' own pools.
-        held_bytes: bytes of those in use between a forward and its backward, all slots together,
-            each in its largest bank.
+        held_bytes: bytes of those in use between a forward and the end of its backward, all slots
+            together, each in its largest bank.
         scratch_bytes: bytes reserved by the pool that all backwards share.
         static_bytes: bytes of inputs and gradients outside the pools.
         duration_ms: wall time of the session on this rank.

@@ -90,6 +90,28 @@ class GradientSinks:
             yield trained
 
     @contextmanager
+    def collecting(
+        self, leaves: Sequence[nn.Parameter], take: Callable[[int, torch.Tensor], None]
+    ) -> Iterator[None]:
+        """Inside, a gradient that autograd computes for a leaf goes to ``take``, with its index."""
+
+        def hook(index: int) -> _Hook:
+            def receive(leaf: torch.Tensor) -> None:
+                gradient, leaf.grad = leaf.grad, None
+                assert gradient is not None
+                take(index, gradient)
+
+            return receive
+
+        with _taking_gradients(leaves, [hook(i) for i in range(len(leaves))]):
+            yield
+
+    def add(self, index: int, gradient: torch.Tensor) -> None:
+        """Add a gradient to the sink of parameter ``index``."""
+        with torch.no_grad():
+            self._accumulate(self._sinks[index], gradient)
+
+    @contextmanager
     def discarding(self, leaves: Sequence[nn.Parameter]) -> Iterator[None]:
         """Inside, gradients go nowhere (capture warmup), one at a time.
 
@@ -226,15 +248,12 @@ class GradientSinks:
             )
 
     def _hook(self, index: int, marker: GradientMarker | None, trained: set[int]) -> _Hook:
-        sink, accumulate = self._sinks[index], self._accumulate
-
         def receive(leaf: torch.Tensor) -> None:
             gradient, leaf.grad = leaf.grad, None
             assert gradient is not None
             trained.add(index)
             if not getattr(leaf, "grad_added_to_main_grad", False):
-                with torch.no_grad():
-                    accumulate(sink, gradient)
+                self.add(index, gradient)
             if marker is not None:
                 marker.accumulated(index)
 

@@ -5,8 +5,9 @@
 1. `_enter`: set the model, random state and memory apart from training.
 2. `_warm_up`: run eager passes on the capture stream.
 3. `_make_room`: refuse a session that cannot fit, and empty the allocator's cache.
-4. `_capture_forward`, every one in its slot's pool; then `_capture_backward`, which frees the saved
-   tensors of its slot into the slot's pool, where only that slot ever allocates again. With several
+4. `_capture_forward`, every one in its slot's pool; then `_capture_backward`, whole or in halves,
+   which frees the saved tensors of its slot into the slot's pool, where only that slot ever
+   allocates again. With several
    banks, the largest comes first; the variants of a slot in the next ones take the memory that it
    left in the slot's pool.
 5. `_prove`: no replay overwrites memory that another slot holds.
@@ -21,7 +22,7 @@ import gc
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -53,6 +54,12 @@ from chunkgraph.engine.host import Host
 from chunkgraph.engine.options import OnCapture
 from chunkgraph.engine.signature import Call, Signature
 from chunkgraph.engine.slot import Slot
+from chunkgraph.engine.split.halves import (
+    SplitPlan,
+    capture_halves,
+    plan_split,
+    refuse_shared_with_split,
+)
 from chunkgraph.engine.watch.attribute_watch import AttributeWatch
 from chunkgraph.engine.watch.captured_model import CapturedModel, saved_tensors_hooks
 from chunkgraph.errors import CaptureError
@@ -146,6 +153,7 @@ class _Session:
         models: by chunk, what the graphs take for granted of its module.
         aliases: by chunk, parameters that its module has during the session.
         warm_ups: measurements of the eager passes, by bank and chunk.
+        splits: how backwards are split, by bank and chunk; None where they are whole.
         pools: pool of each slot.
         statics: memory that each slot's graphs read.
         forwards: captured so far, in order.
@@ -161,6 +169,7 @@ class _Session:
     models: tuple[CapturedModel, ...]
     aliases: tuple[ParameterAliases, ...]
     warm_ups: dict[Hashable, list[WarmUp]] = field(default_factory=dict)
+    splits: dict[Hashable, list[SplitPlan | None]] = field(default_factory=dict)
     pools: dict[Hashable, Pool] = field(default_factory=dict)
     statics: dict[Hashable, SlotStatics] = field(default_factory=dict)
     forwards: list[CapturedForward] = field(default_factory=list)
@@ -186,8 +195,16 @@ class _Session:
         """Report one more captured graph."""
         self.num_done += 1
         if self.settings.progress is not None:
-            num_graphs = 2 * sum(self.num_slots) * len(self.samples)
-            self.settings.progress(self.num_done, num_graphs, self.backend.free_bytes())
+            self.settings.progress(self.num_done, self.num_graphs, self.backend.free_bytes())
+
+    @property
+    def num_graphs(self) -> int:
+        """The number of graphs that the session captures."""
+        return sum(
+            count * (3 if split is not None and split.trace is not None else 2)
+            for of_bank in self.splits.values()
+            for count, split in zip(self.num_slots, of_bank, strict=True)
+        )
 
 
 def _run(
@@ -241,6 +258,7 @@ def _begin(
     models = tuple(CapturedModel(chunk) for chunk in chunks)
     for model, chunk in zip(models, chunks, strict=True):
         model.refuse_hooks(chunk.parameters)
+    refuse_shared_with_split(chunks)
     stand_ins: dict[int, nn.Parameter] = {}
     aliases = tuple(ParameterAliases(c.module, c.parameters, stand_ins) for c in chunks)
     return _Session(
@@ -279,18 +297,22 @@ def _warm_up(session: _Session) -> None:
     settings = session.settings
     for key, calls in session.samples.items():
         measured = session.warm_ups[key] = []
+        splits = session.splits[key] = []
         for c, (chunk, call) in enumerate(zip(session.chunks, calls, strict=True)):
             settings.before_graph(key)
+            around = session.sinks[c], session.aliases[c].leaves, session.backend
             warm = warm_up(
                 chunk,
                 call,
-                session.sinks[c],
-                session.aliases[c].leaves,
-                session.backend,
+                *around,
                 num_passes=settings.num_passes,
                 traces=settings.memory_plan == "shared_temporaries",
             )
+            split = plan_split(chunk, call, *around) if chunk.is_split else None
+            if split is not None:
+                warm = replace(warm, held_bytes=max(warm.held_bytes, split.held_bytes))
             measured.append(warm)
+            splits.append(split)
     settings.before_graph(None)
 
 
@@ -351,11 +373,14 @@ def _place(session: _Session, key: Hashable, c: int, s: int) -> SlotPlace:
 
 def _capture_backward(session: _Session, forward: CapturedForward) -> None:
     """Capture the backward of a captured forward."""
-    c = forward.place.chunk_index
-    session.settings.before_graph(forward.place.bank)
-    capture_backward(
-        forward, session.chunks[c], session.sinks[c], session.aliases[c].leaves, session.maker
-    )
+    c, key = forward.place.chunk_index, forward.place.bank
+    session.settings.before_graph(key)
+    around = session.chunks[c], session.sinks[c], session.aliases[c].leaves, session.maker
+    split = session.splits[key][c]
+    if split is not None:
+        capture_halves(forward, *around, split, session.graph_done)
+        return
+    capture_backward(forward, *around)
     session.graph_done()
 
 
@@ -398,7 +423,7 @@ def _report(session: _Session, duration_ms: float) -> CaptureReport:
     return CaptureReport(
         num_slots=session.num_slots,
         shared_slots=session.settings.shared_slots,
-        num_graphs=2 * len(forwards),
+        num_graphs=sum(len(forward.graphs) for forward in forwards),
         slot_bytes=sum(pool.reserved_bytes for pool in pools.slot_pools),
         held_bytes=sum(held_bytes.values()),
         scratch_bytes=pools.scratch.reserved_bytes if pools.scratch else 0,
@@ -418,5 +443,5 @@ def _writes(slots: Sequence[Slot], backend: GraphBackend) -> AddressRanges | Non
     """Return the memory that the backwards write, where the backend knows it exactly."""
     if backend.device.type == "cuda":
         return None
-    graphs = [slot.backward_graph for slot in slots if slot.backward_graph is not None]
+    graphs = [g for slot in slots for g in slot.graphs if g is not slot.forward_graph]
     return AddressRanges([r for graph in graphs for r in graph.writes()])

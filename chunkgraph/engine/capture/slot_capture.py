@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,10 +18,10 @@ from chunkgraph.engine.autograd_graph import (
     nodes_below,
 )
 from chunkgraph.engine.capture.gradients import GradientSinks
+from chunkgraph.engine.capture.output_gradients import OutputGradients
 from chunkgraph.engine.capture.static_inputs import SlotStatics, call_with
 from chunkgraph.engine.chunk import Chunk, GradientMarker
 from chunkgraph.engine.host import Host
-from chunkgraph.engine.layout import dense_strides
 from chunkgraph.engine.module_tree import containers
 from chunkgraph.engine.signature import Call, argument_paths, distinct_tensors, flatten
 from chunkgraph.engine.slot import Slot
@@ -43,7 +43,10 @@ __all__ = [
     "capture_backward",
     "capture_forward",
     "footprint",
+    "make_output_grads",
+    "memory_between",
     "new_slot",
+    "take_input_grads",
 ]
 
 
@@ -96,7 +99,9 @@ class CapturedForward:
     """A captured forward whose autograd graph is still alive.
 
     Attributes that `Slot` does not have:
-        live: the memory of the slot's pool that it keeps for its backward.
+        live: the memory of the slot's pool that it keeps for its backward, and one half of a split
+            backward for the other.
+        casting: casts operators as in the backward.
         strides: strides of the gradients of ``receiving``.
         results_grads: see `call_with`.
         num_terms: how many gradients autograd adds up for each parameter of the chunk; 0 where
@@ -112,7 +117,7 @@ class CapturedForward:
     results_grads: dict[int, torch.Tensor]
     copies_outputs: bool = True
     receiving: tuple[int, ...] = ()
-    strides: tuple[tuple[int, ...] | None, ...] = ()
+    strides: tuple[tuple[int, ...], ...] = ()
     has_grad_layouts: bool = False
     guarded: tuple[int, ...] = ()
     nested: tuple[int, ...] = ()
@@ -122,12 +127,19 @@ class CapturedForward:
     grads: list[torch.Tensor] = field(default_factory=list)
     input_grads: list[torch.Tensor | None] = field(default_factory=list)
     backward: Graph | None = None
+    weight: Graph | None = None
     marker: GradientMarker | None = None
+    casting: Callable[[], AbstractContextManager[None]] = nullcontext
 
     @property
     def tensors(self) -> list[torch.Tensor]:
         """The tensors of the result, each once."""
         return distinct_tensors(self.leaves)
+
+    @property
+    def graphs(self) -> list[Graph]:
+        """The graphs captured so far, in the order of their replays."""
+        return [g for g in (self.graph, self.backward, self.weight) if g is not None]
 
     @property
     def differentiable(self) -> tuple[int, ...]:
@@ -136,9 +148,8 @@ class CapturedForward:
 
     def release(self) -> None:
         """Release the graphs captured so far."""
-        self.graph.release()
-        if self.backward is not None:
-            self.backward.release()
+        for graph in self.graphs:
+            graph.release()
 
 
 def capture_forward(
@@ -168,24 +179,22 @@ def capture_forward(
     versions = [t._version for t in inputs]
     results_grads: dict[int, torch.Tensor] = {}
     router = maker.pools.router(trace)
-    before = place.pool.live()
-    in_scratch = router.scratch.live() if router is not None else AddressRanges()
     with (
+        memory_between(place, router) as memory,
         torch.enable_grad(),
         maker.capture(f"{place.label} forward", place.pool, router) as graph,
     ):
         result = call_with(chunk, sample, inputs, results_grads)
-    if router is not None and (live := _minus(router.scratch.live(), in_scratch)):
+    if memory.in_scratch:
         graph.release()
         raise MemoryPlanError(
-            f"{place.label}: its forward keeps {live.num_bytes} bytes that its eager pass dropped, "
-            "so they were taken from scratch, where the next replay would overwrite them. A "
-            "forward that caches something in some calls does this. Use memory_plan "
+            f"{place.label}: its forward keeps {memory.in_scratch.num_bytes} bytes that its eager "
+            "pass dropped, so they were taken from scratch, where the next replay would overwrite "
+            "them. A forward that caches something in some calls does this. Use memory_plan "
             "'shared_backward'."
         )
     results, spec = flatten(result)
-    live = _minus(place.pool.live(), before)
-    forward = CapturedForward(place, inputs, results, spec, graph, live, results_grads)
+    forward = CapturedForward(place, inputs, results, spec, graph, memory.kept, results_grads)
     try:
         _refuse_written(chunk.label, sample, inputs, versions)
         _describe_outputs(forward, chunk, sample, leaves)
@@ -206,17 +215,11 @@ def _describe_outputs(
     if chunk.copies_outputs is not None:
         args, kwargs = sample.arguments()
         forward.copies_outputs = chunk.copies_outputs(*args, **kwargs)
-    positions = forward.differentiable
-    strides: Sequence[tuple[int, ...] | None] = [
-        dense_strides(forward.tensors[i]) for i in positions
-    ]
-    if sample.backward is not None and sample.backward.strides is not None:
-        forward.backward_autocast = sample.backward.autocast
-        forward.has_grad_layouts = True
-        strides = sample.backward.strides
-    received = [(i, s) for i, s in zip(positions, strides, strict=True) if s is not None]
-    forward.receiving = tuple(i for i, _ in received)
-    forward.strides = tuple(s for _, s in received)
+    gradients = OutputGradients.of(forward.tensors, sample)
+    forward.backward_autocast = gradients.autocast
+    forward.has_grad_layouts = gradients.has_layouts
+    forward.receiving, forward.strides = gradients.receiving, gradients.strides
+    forward.casting = gradients.casting
     outputs = [forward.tensors[i] for i in forward.receiving]
     _check_outputs(chunk, outputs, [*forward.inputs, *leaves])
     forward.nested = tuple(forward.receiving[n] for n in nested_among(outputs))
@@ -332,17 +335,12 @@ def capture_backward(
     maker: GraphMaker,
 ) -> None:
     """Capture the backward of a forward, which frees the memory that the forward keeps."""
-    place, statics = forward.place, forward.place.statics
+    place = forward.place
     forward.marker = chunk.new_marker() if chunk.new_marker is not None else None
-    outputs = [forward.tensors[i] for i in forward.receiving]
-    forward.grads = [
-        statics.gradient_like(i, output, strides)
-        for i, (output, strides) in enumerate(zip(outputs, forward.strides, strict=True))
-    ]
-    autocast = forward.backward_autocast
+    outputs = make_output_grads(forward)
     with (
         sinks.accumulating(leaves, forward.marker) as trained,
-        autocast.entered() if autocast is not None else nullcontext(),
+        forward.casting(),
         maker.capture(f"{place.label} backward", maker.pools.backward_pool(place.pool)) as graph,
     ):
         # Not autograd.grad, which forbids the backwards inside a backward of recomputation.
@@ -351,14 +349,54 @@ def capture_backward(
             chunk.end_of_backward()
     forward.backward = graph
     forward.trained = sinks.interned(tuple(sorted(trained)))
+    take_input_grads(forward)
+
+
+def make_output_grads(forward: CapturedForward) -> list[torch.Tensor]:
+    """Make the static gradients of the outputs that get one, and return these outputs."""
+    outputs = [forward.tensors[i] for i in forward.receiving]
+    forward.grads = [
+        forward.place.statics.gradient_like(i, output, strides)
+        for i, (output, strides) in enumerate(zip(outputs, forward.strides, strict=True))
+    ]
+    return outputs
+
+
+def take_input_grads(forward: CapturedForward) -> None:
+    """Take what the captured backward has given the inputs."""
     for tensor in forward.inputs:
         forward.input_grads.append(forward.results_grads.pop(id(tensor), tensor.grad))
         tensor.grad = None
 
 
+@dataclass
+class _Memory:
+    """What a capture has taken and not given back.
+
+    Attributes:
+        kept: of the slot's pool.
+        in_scratch: of scratch, where the capture was routed.
+    """
+
+    kept: AddressRanges = field(default_factory=AddressRanges)
+    in_scratch: AddressRanges = field(default_factory=AddressRanges)
+
+
+@contextmanager
+def memory_between(place: SlotPlace, router: ScratchRouter | None) -> Iterator[_Memory]:
+    """Note what the captures in the block leave in use; what is freed in it does not count."""
+    memory = _Memory()
+    before = place.pool.live()
+    in_scratch = router.scratch.live() if router is not None else AddressRanges()
+    yield memory
+    memory.kept = place.pool.live() - before
+    if router is not None:
+        memory.in_scratch = router.scratch.live() - in_scratch
+
+
 def new_slot(forward: CapturedForward, chunk: Chunk, backend: GraphBackend) -> Slot:
-    """Return the slot, once both of its graphs are captured."""
-    assert forward.backward is not None
+    """Return the slot, once all of its graphs are captured."""
+    assert len(forward.graphs) > 1
     place = forward.place
     outputs = {id(tensor): tensor.detach() for tensor in forward.tensors}
     return Slot(
@@ -379,6 +417,7 @@ def new_slot(forward: CapturedForward, chunk: Chunk, backend: GraphBackend) -> S
         input_grads=tuple(forward.input_grads),
         forward_graph=forward.graph,
         backward_graph=forward.backward,
+        weight_graph=forward.weight,
         pool=place.pool,
         grads_lie_in_pool=any(
             g is not None and bool(backend.raw(g) & place.pool.reserved())
@@ -393,24 +432,10 @@ def new_slot(forward: CapturedForward, chunk: Chunk, backend: GraphBackend) -> S
 
 def footprint(forward: CapturedForward, backend: GraphBackend) -> SlotFootprint:
     """Return the memory that a slot's graphs read and write, for the proof."""
-    assert forward.backward is not None
     loaded = AddressRanges()
     for tensor in (*forward.inputs, *forward.grads):
         loaded = loaded | backend.raw(tensor)
-    graphs = (forward.graph, forward.backward)
-    writes = {g.label: g.writes() for g in graphs}
+    writes = {g.label: g.writes() for g in forward.graphs}
     # What is copied in before a replay is written as much as what the graph writes.
     writes[f"{forward.place.label} (its inputs loaded)"] = loaded
     return SlotFootprint(forward.place.label, forward.live | loaded, writes, forward.place.slot)
-
-
-def _minus(after: AddressRanges, before: AddressRanges) -> AddressRanges:
-    """Return the addresses in ``after`` that are not in ``before``."""
-    left: list[tuple[int, int]] = []
-    for r in after:
-        start = r.start
-        for b in AddressRanges([r]) & before:
-            left.append((start, b.start))
-            start = b.end
-        left.append((start, r.end))
-    return AddressRanges(left)

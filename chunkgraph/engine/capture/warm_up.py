@@ -14,6 +14,7 @@ from chunkgraph.engine.capture.preserved import tensors_kept
 from chunkgraph.engine.capture.static_inputs import call_with, static_like
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.signature import Call, flatten
+from chunkgraph.engine.split.delayed import DelayedModules
 from chunkgraph.errors import CaptureError
 from chunkgraph.graphs import GraphBackend, OperatorTrace, watch_operators
 
@@ -76,6 +77,8 @@ def warm_up(
             trace = watch.trace() if watch is not None else None
             outputs = [t for t in results if isinstance(t, torch.Tensor) and t.requires_grad]
             torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
+            if chunk.is_split:
+                DelayedModules(chunk).run(leaves, lambda _index, _gradient: None)
             if chunk.end_of_backward is not None:
                 chunk.end_of_backward()
             del results, outputs

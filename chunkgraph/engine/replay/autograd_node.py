@@ -30,11 +30,16 @@ class SlotRunner(Protocol):
     ) -> None:
         """Load output gradients, replay the backward and free the slot.
 
+        Where the backward is split, its input half is replayed, and the slot stays in use.
+
         Args:
             slot: whose.
             turn: the slot's at the forward that this is the backward of.
             grads: of the outputs.
         """
+
+    def replay_weight(self, slot: Slot) -> None:
+        """Replay the weight half of a split backward and free the slot."""
 
 
 class SlotReplay(torch.autograd.Function):

@@ -50,6 +50,12 @@ class ReplayRanges:
         with _named(f"{self._names[slot.chunk]} backward microbatch {microbatch}"):
             self._runner.replay_backward(slot, turn, grads)
 
+    def replay_weight(self, slot: Slot) -> None:
+        """Replay the weight half of the slot's backward inside its range."""
+        microbatch = self._microbatch.get((slot.chunk, slot.index), 0)
+        with _named(f"{self._names[slot.chunk]} weight gradient microbatch {microbatch}"):
+            self._runner.replay_weight(slot)
+
 
 @contextmanager
 def _named(name: str) -> Iterator[None]:

@@ -13,6 +13,7 @@ from chunkgraph.engine.arguments import rank_label
 from chunkgraph.engine.autocast import Autocast
 from chunkgraph.engine.banks import StepBanks
 from chunkgraph.engine.capture.captured_rank import CapturedRank
+from chunkgraph.engine.capture.grad_memory import Binding
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.counters import Counters
 from chunkgraph.engine.decide.reasons import NOTHING_REPLAYED
@@ -228,24 +229,67 @@ class Replayer:
                 "  To do: call backward() without `inputs`, or ask for an eager step "
                 "(`step(eager=True)`)."
             )
-        binding = self._captured.sinks[c].before_backward(slot.trained)
-        self._task.enter(c, slot.label, is_fresh=binding.is_fresh)
+        binding: Binding | None = None
+        if slot.weight_graph is not None:  # gradients are added by that
+            self._task.enter(c, slot.label, is_fresh=False)
+        else:
+            binding = self._captured.sinks[c].before_backward(slot.trained)
+            self._task.enter(c, slot.label, is_fresh=binding.is_fresh)
         if self._verifying is not None:
             self._verifying.before_backward(slot, grads)
         slot.load_output_grads(grads)
         before = self._chunks[c].before_backward
         if before is not None:
             before()
-        slot.backward_graph.replay()  # type: ignore[union-attr]
+        if slot.backward_graph is not None:
+            slot.backward_graph.replay()
         if self._verifying is not None:
             self._verifying.after_backward(slot)
+        self._counters.backward_replays += 1
+        if binding is None:
+            self._machine.defer_weight(c, slot.index)
+            self._halved[c, slot.index] = slot
+        else:
+            self._end_backward(slot, binding)
+
+    def waiting_weights(self, c: int) -> tuple[int, ...]:
+        """Return the turns of chunk ``c`` that wait for their weight half, oldest first."""
+        return self._machine.pending(c)
+
+    def run_weight(self, c: int, turn: int | None) -> None:
+        """Replay the weight half that waits longest.
+
+        Args:
+            c: index of the chunk.
+            turn: the one that it must be; None: any.
+
+        Raises:
+            SlotError: there is none, or it is another one.
+        """
+        index = self._machine.begin_weight(c, turn)
+        self._runner.replay_weight(self._halved.pop((c, index)))
+
+    def replay_weight(self, slot: Slot) -> None:
+        """Replay the weight half of a backward, free the slot."""
+        assert self._captured is not None
+        assert slot.weight_graph is not None
+        binding = self._captured.sinks[slot.chunk].before_backward(slot.trained)
+        if self._verifying is not None:
+            self._verifying.before_weight(slot)
+        slot.weight_graph.replay()
+        if self._verifying is not None:
+            self._verifying.after_weight(slot)
+        self._counters.weight_replays += 1
+        self._end_backward(slot, binding)
+
+    def _end_backward(self, slot: Slot, binding: Binding) -> None:
+        """All gradients of a microbatch are added."""
         if binding.others:
             binding.after_backward()
         if slot.marker is not None:
             slot.marker.replayed()
-        self._machine.release(c, slot.index)
-        self._counters.backward_replays += 1
-        after = self._chunks[c].after_backward
+        self._machine.release(slot.chunk, slot.index)
+        after = self._chunks[slot.chunk].after_backward
         if after is not None:
             after()
 
@@ -265,7 +309,11 @@ class Replayer:
         return slot
 
     def _forget_microbatches(self) -> None:
-        """Slots whose input, or output gradient, is yet to come; empty between steps."""
+        """Slots for which an input, output gradient or weight half is yet to come.
+
+        There are none between steps.
+        """
         self._reserved = tuple(deque[Slot]() for _ in self._chunks)
         self._received: dict[Slot, set[int]] = {}
         self._awaiting_grads = tuple(deque[Slot]() for _ in self._chunks)
+        self._halved: dict[tuple[int, int], Slot] = {}  # by chunk and number, with a weight half

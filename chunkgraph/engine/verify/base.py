@@ -80,7 +80,17 @@ class Verifier:
         """``slot`` is about to be given output gradients and replayed."""
 
     def after_backward(self, slot: Slot) -> None:
-        """Its backward has been replayed; nobody has been told yet.
+        """Its backward, or the input half of it, has been replayed; nobody has been told yet.
+
+        Raises:
+            VerifyError: the replay is not what it must be.
+        """
+
+    def before_weight(self, slot: Slot) -> None:
+        """The weight half of its split backward is about to be replayed."""
+
+    def after_weight(self, slot: Slot) -> None:
+        """That has been replayed; nobody has been told yet.
 
         Raises:
             VerifyError: the replay is not what it must be.

@@ -21,6 +21,7 @@ from chunkgraph.engine.capture.static_inputs import call_with
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.host import Host
 from chunkgraph.engine.signature import Call, distinct_tensors, flatten
+from chunkgraph.engine.split.delayed import DelayedModules
 from chunkgraph.engine.verify.saved import SavedTensor, saved_tensors
 from chunkgraph.engine.verify.state import ChunkState, restored, versions
 from chunkgraph.graphs import GraphBackend
@@ -194,6 +195,8 @@ class EagerTwin:
             forward.versions.__exit__()  # set for the time of the backward
             # As in a capture: not autograd.grad, which forbids recomputation.
             torch.autograd.backward(outputs, list(grads))
+            if self._chunk.is_split:
+                DelayedModules(self._chunk).run(self._aliases.leaves, self._sinks.add)
         input_grads = tuple(t.grad for t in forward.inputs)
         return EagerBackward(input_grads, tuple(self._sums), tuple(order.seen))
 

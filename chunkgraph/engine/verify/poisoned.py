@@ -73,7 +73,22 @@ class PoisonVerifier(Verifier):
             self._tell_nan(slot, "backward", where)
 
     def after_backward(self, slot: Slot) -> None:
+        """Look at the gradients, then fill the slot; of a half, at the input gradients alone."""
+        if slot.weight_graph is None:
+            self._look_at_gradients(slot)
+        elif has_nan(slot.input_grads):
+            self._explain(slot, [False] * len(self._names[slot.chunk]))
+
+    def before_weight(self, slot: Slot) -> None:
+        """Fill what is dead; other microbatches have added gradients since."""
+        self._poison.before_replay()
+        self._had_nan = self._nan_gradients(slot)
+
+    def after_weight(self, slot: Slot) -> None:
         """Look at the gradients, then fill the slot."""
+        self._look_at_gradients(slot)
+
+    def _look_at_gradients(self, slot: Slot) -> None:
         found = zip(self._nan_gradients(slot), self._had_nan, strict=True)
         is_new = [has and not had for has, had in found]
         if has_nan(slot.input_grads) or any(is_new):

@@ -29,6 +29,9 @@ class ShadowVerifier(Verifier):
         self._forwards: dict[Slot, EagerForward] = {}
         self._backwards: dict[Slot, EagerBackward] = {}
         self._overwritten: dict[Slot, Place | None] = {}
+        # Of backwards in halves, between the two.
+        self._given: dict[Slot, list[torch.Tensor]] = {}
+        self._input_grads: dict[Slot, tuple[torch.Tensor | None, ...]] = {}
 
     def before_forward(self, slot: Slot, tensors: Sequence[torch.Tensor]) -> None:
         """Run the eager forward."""
@@ -54,6 +57,12 @@ class ShadowVerifier(Verifier):
         eager = self._forwards[slot]
         given = filled(slot, grads)
         self._overwritten[slot] = self._place(slot, eager)
+        if slot.weight_graph is not None:
+            self._given[slot] = given
+        else:
+            self._run_backward(slot, eager, given)
+
+    def _run_backward(self, slot: Slot, eager: EagerForward, given: Sequence[torch.Tensor]) -> None:
         backward = self._twin(slot).backward(eager, slot.receiving, given)
         self._backwards[slot] = backward
         if self._has_told_nan:
@@ -68,9 +77,24 @@ class ShadowVerifier(Verifier):
 
     def after_backward(self, slot: Slot) -> None:
         """Compare the replay with it, and let the eager pass go."""
+        if slot.weight_graph is not None:
+            grads = [None if g is None else g.clone() for g in slot.input_grads]
+            self._input_grads[slot] = tuple(grads)
+        else:
+            self._compare(slot, slot.input_grads)
+
+    def before_weight(self, slot: Slot) -> None:
+        """Run the eager backward, whole, on top of the gradients so far."""
+        self._run_backward(slot, self._forwards[slot], self._given.pop(slot))
+
+    def after_weight(self, slot: Slot) -> None:
+        """Compare both halves with it, and let the eager pass go."""
+        self._compare(slot, self._input_grads.pop(slot))
+
+    def _compare(self, slot: Slot, input_grads: Sequence[torch.Tensor | None]) -> None:
         del self._forwards[slot]
         eager, place = self._backwards.pop(slot), self._overwritten.pop(slot)
-        what, layer = self._backward_difference(slot, eager)
+        what, layer = self._backward_difference(slot, eager, input_grads)
         if not what:
             return
         if place is not None:
@@ -91,7 +115,9 @@ class ShadowVerifier(Verifier):
         chunk = self._chunks[slot.chunk]
         return self._around.state_of(chunk).difference(eager.after)
 
-    def _backward_difference(self, slot: Slot, eager: EagerBackward) -> tuple[str, str]:
+    def _backward_difference(
+        self, slot: Slot, eager: EagerBackward, input_grads: Sequence[torch.Tensor | None]
+    ) -> tuple[str, str]:
         """What differs and the name of what it belongs to; two empty texts if nothing."""
         names = self._names[slot.chunk]
         buffers = self._gradients[slot.chunk]
@@ -109,7 +135,7 @@ class ShadowVerifier(Verifier):
                 f"{describe_difference(buffers[first], eager.sums[first])}"
             )
             return what, names[first].rpartition(".")[0] or names[first]
-        for i, (mine, theirs) in enumerate(zip(slot.input_grads, eager.input_grads, strict=True)):
+        for i, (mine, theirs) in enumerate(zip(input_grads, eager.input_grads, strict=True)):
             if (mine is None) != (theirs is None):
                 which = "captured, but not in the eager pass" if theirs is None else "eager only"
                 return f"there is a gradient of tensor argument {i}: {which}", "the chunk's input"

@@ -1,0 +1,1 @@
+"""Split backwards: the input gradients first, the weight gradients when the schedule has time."""

@@ -1,0 +1,212 @@
+"""A backward in two halves: the deferred operators of a trace are noted, and run later.
+
+While the input half runs, autograd is given `DeferredTensor` for what a deferred operator would
+compute: a tensor without memory, which knows its shape. The operators are noted in their order
+with their arguments, whose memory they keep. The weight half runs them, lets go of each as soon as
+it has run, and hands the gradients out in the order in which they arrived.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+import torch
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from chunkgraph.engine.split.trace import BackwardTrace, Geometry
+from chunkgraph.errors import CaptureError
+from chunkgraph.graphs.recording import leaves_replaced, tensors_in
+
+__all__ = ["Deferral", "DeferredTensor"]
+
+_keys = torch._C.DispatchKey
+# Deferred operators have passed autocast already.
+_CASTING = torch._C.DispatchKeySet(_keys.AutocastCPU) | torch._C.DispatchKeySet(_keys.AutocastCUDA)
+
+Receive = Callable[[int, torch.Tensor], None]
+"""Is given the index of a parameter and its gradient."""
+
+
+class _Value:
+    """What a deferred operator will compute."""
+
+    __slots__ = ("tensor",)
+
+    def __init__(self) -> None:
+        self.tensor: torch.Tensor | None = None
+
+    def get(self) -> torch.Tensor:
+        assert self.tensor is not None
+        return self.tensor
+
+
+class DeferredTensor(torch.Tensor):
+    """Stands for a tensor that the weight half computes. Reading its memory is an error."""
+
+    value: _Value
+
+    @staticmethod
+    def __new__(cls, geometry: Geometry) -> Self:
+        """Make one of this shape and type."""
+        made: Self = torch.Tensor._make_wrapper_subclass(
+            cls,
+            geometry.shape,
+            strides=geometry.strides,
+            dtype=geometry.dtype,
+            device=geometry.device,
+        )
+        made.value = _Value()
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # as torch calls it
+        cls, func: OpOverload, *_: Any
+    ) -> Any:
+        """Refuse: whoever defers operators sees them first."""
+        raise CaptureError(f"{func} reads a weight gradient before the weight half has run")
+
+
+class _Deferred:
+    """An operator to run later, with values in the places of tensors that it computes."""
+
+    __slots__ = ("args", "func", "kwargs", "results")
+
+    def __init__(
+        self, func: OpOverload, args: Any, kwargs: dict[str, Any], results: Sequence[_Value | None]
+    ) -> None:
+        self.func, self.args, self.kwargs, self.results = func, args, kwargs, results
+
+    def run(self) -> None:
+        args = leaves_replaced(self.args, _Value, _Value.get)
+        kwargs = {k: leaves_replaced(v, _Value, _Value.get) for k, v in self.kwargs.items()}
+        out = self.func(*args, **kwargs)
+        for value, tensor in zip(self.results, tensors_in(out), strict=True):
+            if value is not None:
+                value.tensor = tensor
+
+
+class Deferral(TorchDispatchMode):
+    """Runs the input half of one backward, and later its weight half.
+
+    The input half is the backward inside ``with deferral``, whose gradients of parameters are given
+    to `take`; `run` is the weight half.
+
+    Args:
+        trace: of the same backward.
+        label: names it in errors.
+    """
+
+    def __init__(self, trace: BackwardTrace, label: str) -> None:
+        super().__init__()
+        self._trace = trace
+        self._label = label
+        self._next = 0
+        self._entries: deque[_Deferred | tuple[int, _Value | torch.Tensor]] = deque()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled parts stay compiled."""
+        return True
+
+    def take(self, index: int, gradient: torch.Tensor) -> None:
+        """Keep a gradient that has arrived, or what will be it, for the weight half."""
+        self._entries.append((index, _value_of(gradient)))
+
+    def run(self, receive: Receive) -> None:
+        """Run the weight half.
+
+        Args:
+            receive: is given the gradients, in the order in which they arrived.
+
+        Raises:
+            CaptureError: the input half was not the backward that was traced.
+        """
+        if self._next != len(self._trace.operators):
+            raise self._other_backward("no further operator")
+        with torch.no_grad(), torch._C._ExcludeDispatchKeyGuard(_CASTING):
+            while self._entries:
+                entry = self._entries.popleft()
+                if isinstance(entry, _Deferred):
+                    entry.run()
+                    continue
+                index, gradient = entry
+                del entry
+                receive(index, gradient.get() if isinstance(gradient, _Value) else gradient)
+                del gradient
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        number, self._next = self._next, self._next + 1
+        operators = self._trace.operators
+        if number >= len(operators) or operators[number].name != func.name():
+            raise self._other_backward(func.name())
+        traced = operators[number]
+        given = [*tensors_in(args), *tensors_in(list(kwargs.values()))]
+        reads_deferred = any(isinstance(t, DeferredTensor) for t in given)
+        if traced.is_view or not traced.is_deferred:
+            if not reads_deferred:
+                return func(*args, **kwargs)
+            if not traced.is_view:
+                raise CaptureError(
+                    f"{self._label}: {func} in its backward reads a weight gradient, which is not "
+                    "computed yet. Capture the chunk with backward='whole'."
+                )
+        return self._defer(func, args, kwargs, given, traced.results)
+
+    def _defer(
+        self,
+        func: OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        given: Sequence[torch.Tensor],
+        results: Sequence[Geometry | int],
+    ) -> Any:
+        out = [given[r] if isinstance(r, int) else DeferredTensor(r) for r in results]
+        values = [
+            None if isinstance(r, int) else tensor.value  # type: ignore[attr-defined]
+            for r, tensor in zip(results, out, strict=True)
+        ]
+        entry = _Deferred(
+            func,
+            leaves_replaced(args, torch.Tensor, _value_of),
+            {k: leaves_replaced(v, torch.Tensor, _value_of) for k, v in kwargs.items()},
+            values,
+        )
+        self._entries.append(entry)
+        return _in_the_form_of(func, out)
+
+    def _other_backward(self, now: str) -> CaptureError:
+        operators = self._trace.operators
+        known = operators[self._next - 1].name if self._next <= len(operators) else "nothing more"
+        return CaptureError(
+            f"{self._label}: its backward runs {now} where a pass before ran {known}. A split "
+            "backward needs the same operators in every pass; capture the chunk with "
+            "backward='whole'."
+        )
+
+
+def _value_of(tensor: torch.Tensor) -> Any:
+    """Return what is to be kept of an argument."""
+    if isinstance(tensor, DeferredTensor):
+        return tensor.value
+    if tensor.grad_fn is None:
+        return tensor
+    with _disable_current_modes():  # the node would keep the graph of a forward
+        return tensor.detach()
+
+
+def _in_the_form_of(func: OpOverload, results: list[torch.Tensor]) -> Any:
+    """Return tensors as ``func`` returns them."""
+    returns = func._schema.returns
+    if len(returns) == 1:
+        return results[0] if isinstance(returns[0].type, torch.TensorType) else results
+    return tuple(results)

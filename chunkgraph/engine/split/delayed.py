@@ -1,0 +1,75 @@
+"""Modules that delay weight gradients themselves, as Transformer Engine's and Megatron's do.
+
+With ``delay_wgrad_compute`` their backward computes the input gradient alone, and keeps what their
+method ``backward_dw`` computes the weight gradient from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+
+from chunkgraph.engine.chunk import Chunk
+from chunkgraph.engine.split.deferral import Receive
+from chunkgraph.errors import CaptureError
+
+__all__ = ["DelayedModules"]
+
+
+class DelayedModules:
+    """Those of a chunk.
+
+    Args:
+        chunk: a split one.
+    """
+
+    def __init__(self, chunk: Chunk) -> None:
+        self._label = chunk.label
+        every = list(chunk.module.modules()) if chunk.module is not None else []
+        delaying = [m for m in every if _delays(m)]
+        # The method of a module that has such parts calls theirs.
+        self.modules = [m for m in delaying if not any(part in delaying for part in _parts(m))]
+
+    def run(self, leaves: Sequence[nn.Parameter], receive: Receive | None = None) -> None:
+        """Have them compute the weight gradients of their oldest backward, in backward order.
+
+        Args:
+            leaves: what they hold as parameters; their ``grad`` is None.
+            receive: is given what they put into ``grad``; None: it stays there.
+        """
+        for module in reversed(self.modules):
+            compute: Callable[[], None] = module.backward_dw  # type: ignore[assignment]
+            compute()
+            for index, leaf in enumerate(leaves if receive is not None else ()):
+                if leaf.grad is not None:
+                    gradient, leaf.grad = leaf.grad, None
+                    assert receive is not None
+                    receive(index, gradient)
+
+    def refuse_left(self) -> None:
+        """Make sure that none waits for another call.
+
+        Raises:
+            CaptureError: one does, since it ran twice in the forward.
+        """
+        for module in self.modules:
+            waiting = getattr(getattr(module, "wgrad_store", None), "context", None)
+            if waiting is not None and not waiting.empty():
+                raise CaptureError(
+                    f"{self._label}: a {type(module).__name__} that delays its weight gradients "
+                    "runs more than once in a forward, and one backward_dw() computes those of one "
+                    "run. Set delay_wgrad_compute=False, or capture with backward='whole'."
+                )
+
+
+def _delays(module: nn.Module) -> bool:
+    if not callable(getattr(module, "backward_dw", None)):
+        return False
+    store: Any = getattr(module, "wgrad_store", None)
+    return store is None or bool(store.delay_wgrad_compute())
+
+
+def _parts(module: nn.Module) -> list[nn.Module]:
+    return [part for part in module.modules() if part is not module]

@@ -1,0 +1,300 @@
+"""The two halves of a slot's backward: planned from eager passes, then captured one by one.
+
+What the input half leaves for the weight half lies in the slot's own pool; what it drops, as an
+eager pass shows, comes from scratch. The weight half works in scratch alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from chunkgraph.engine.capture.gradients import GradientSinks
+from chunkgraph.engine.capture.output_gradients import OutputGradients
+from chunkgraph.engine.capture.preserved import tensors_kept
+from chunkgraph.engine.capture.slot_capture import (
+    CapturedForward,
+    GraphMaker,
+    make_output_grads,
+    memory_between,
+    take_input_grads,
+)
+from chunkgraph.engine.capture.static_inputs import call_with, static_like
+from chunkgraph.engine.chunk import Chunk
+from chunkgraph.engine.layout import span
+from chunkgraph.engine.signature import Call, distinct_tensors, flatten
+from chunkgraph.engine.split.deferral import Deferral, Receive
+from chunkgraph.engine.split.delayed import DelayedModules
+from chunkgraph.engine.split.trace import BackwardTrace, BackwardTracer
+from chunkgraph.errors import CaptureError, MemoryPlanError
+from chunkgraph.graphs import GraphBackend, OperatorTrace, watch_operators
+
+__all__ = ["SplitPlan", "capture_halves", "plan_split", "refuse_shared_with_split"]
+
+
+@dataclass(frozen=True)
+class SplitPlan:
+    """How the backward of one chunk and bank is split.
+
+    Attributes:
+        trace: its operators; None where no input takes a gradient, so that all of it is the weight
+            half.
+        temporaries: which operators of the input half make what is dead at its end.
+        held_bytes: what is held from the input half to the weight half; 0 where nobody counts.
+    """
+
+    trace: BackwardTrace | None = None
+    temporaries: OperatorTrace | None = None
+    held_bytes: int = 0
+
+
+def plan_split(
+    chunk: Chunk,
+    sample: Call,
+    sinks: GradientSinks,
+    leaves: Sequence[nn.Parameter],
+    backend: GraphBackend,
+) -> SplitPlan:
+    """Watch one whole backward, then run another one in halves, and say how to capture them.
+
+    The chunk's tensors and gradients are as before afterwards.
+
+    Args:
+        chunk: a split one.
+        sample: a call of it; its values are copied.
+        sinks: of its gradients, which are discarded.
+        leaves: what stands in the place of its parameters.
+        backend: whose stream.
+
+    Raises:
+        CaptureError: the backward cannot be split.
+    """
+    if not any(t.requires_grad for t in sample.tensors):
+        return SplitPlan()
+    delayed = DelayedModules(chunk)
+    tracer = BackwardTracer(chunk.label, chunk.buffers)
+    take: Receive = tracer.take
+    with (
+        backend.on_capture_stream(),
+        tensors_kept(chunk),
+        # This one first: of two hooks on a leaf the first takes the gradient.
+        sinks.collecting(leaves, lambda index, gradient: take(index, gradient)),  # noqa: PLW0108
+        sinks.discarding(leaves),
+    ):
+        before = _Forward(chunk, sample)
+        with before.casting(), tracer:
+            before.backward()
+        trace = tracer.trace(before.input_grads())
+        delayed.run(leaves, _drop)
+        delayed.refuse_left()
+        del before
+
+        num_bytes = backend.allocated_bytes()
+        forward = _Forward(chunk, sample)
+        deferral = Deferral(trace, chunk.label)
+        take = deferral.take
+        with forward.casting(), watch_operators() as watch, deferral:
+            forward.backward()
+        grads = forward.input_grads()
+        temporaries = watch.trace()
+        held_bytes = backend.allocated_bytes() - num_bytes
+        del grads, forward
+        deferral.run(_drop)
+        delayed.run(leaves, _drop)
+    return SplitPlan(trace, temporaries, max(0, held_bytes))
+
+
+def refuse_shared_with_split(chunks: Sequence[Chunk]) -> None:
+    """Refuse parameters that a split chunk has in common with another one.
+
+    When each adds its gradients is up to the schedule, and with it the order of the sum.
+
+    Raises:
+        CaptureError: naming the chunks.
+    """
+    owners: dict[int, Chunk] = {}
+    for chunk in chunks:
+        for parameter in chunk.parameters:
+            other = owners.setdefault(id(parameter), chunk)
+            if other is not chunk and (other.is_split or chunk.is_split):
+                raise CaptureError(
+                    f"{chunk.label} and {other.label} share a parameter of shape "
+                    f"{tuple(parameter.shape)}, and a backward of theirs is split: in which order "
+                    "their gradients are added would depend on the schedule. Capture both with "
+                    "backward='whole'."
+                )
+
+
+class _Forward:
+    """An eager forward of a call, to be run backward once."""
+
+    def __init__(self, chunk: Chunk, sample: Call) -> None:
+        self._inputs = [static_like(t) for t in sample.tensors]
+        self._results: dict[int, torch.Tensor] = {}
+        result = call_with(chunk, sample, self._inputs, self._results)
+        tensors = distinct_tensors(flatten(result)[0])
+        self._gradients = OutputGradients.of(tensors, sample)
+        self._outputs = [tensors[i] for i in self._gradients.receiving]
+        self._grads = [
+            torch.empty(span(t.shape, strides), dtype=t.dtype, device=t.device)
+            .fill_(1)
+            .as_strided(t.shape, strides)
+            for t, strides in zip(self._outputs, self._gradients.strides, strict=True)
+        ]
+        self.casting = self._gradients.casting
+
+    def backward(self) -> None:
+        """Run the backward."""
+        outputs, self._outputs = self._outputs, []
+        torch.autograd.backward(outputs, self._grads)
+
+    def input_grads(self) -> list[torch.Tensor]:
+        """Return the gradients of the inputs that have one."""
+        every = [self._results.get(id(t), t.grad) for t in self._inputs]
+        return [gradient for gradient in every if gradient is not None]
+
+
+def capture_halves(
+    forward: CapturedForward,
+    chunk: Chunk,
+    sinks: GradientSinks,
+    leaves: Sequence[nn.Parameter],
+    maker: GraphMaker,
+    plan: SplitPlan,
+    on_graph: Callable[[], None],
+) -> None:
+    """Capture both halves of the backward of a forward; nothing of it is alive afterwards.
+
+    Args:
+        forward: of the slot.
+        chunk: whose.
+        sinks: of its gradients.
+        leaves: aliases of its parameters.
+        maker: makes the graphs.
+        plan: of the chunk in this bank.
+        on_graph: called after each graph.
+
+    Raises:
+        CaptureError: a half cannot be captured.
+        MemoryPlanError: the input half keeps memory of scratch.
+    """
+    place = forward.place
+    forward.marker = chunk.new_marker() if chunk.new_marker is not None else None
+    make_output_grads(forward)
+    weights = _Weights(forward, chunk, sinks, leaves)
+    label = f"{place.label} weight gradient"
+    pool = maker.pools.backward_pool(place.pool)
+    if plan.trace is None:
+        with weights.taken(), forward.casting(), maker.capture(label, pool) as graph:
+            _run_backward(forward)
+            weights.finish()
+        forward.weight = graph
+    else:
+        deferral = Deferral(plan.trace, place.label)
+        with weights.taken(deferral.take):
+            _capture_input_half(forward, maker, plan, deferral)
+            on_graph()
+            with maker.capture(label, pool) as graph:
+                deferral.run(weights.add)
+                weights.finish()
+        forward.weight = graph
+    on_graph()
+    forward.trained = sinks.interned(tuple(sorted(weights.trained)))
+    if plan.trace is None:
+        take_input_grads(forward)
+
+
+def _capture_input_half(
+    forward: CapturedForward, maker: GraphMaker, plan: SplitPlan, deferral: Deferral
+) -> None:
+    place = forward.place
+    router = maker.pools.input_router(plan.temporaries)
+    with (
+        memory_between(place, router) as memory,
+        forward.casting(),
+        maker.capture(f"{place.label} input gradient", place.pool, router) as graph,
+        deferral,
+    ):
+        _run_backward(forward)
+    forward.backward = graph
+    take_input_grads(forward)
+    # What the forward keeps is read from then on, too, or was freed for what comes later.
+    forward.live = forward.live | memory.kept
+    if memory.in_scratch:
+        raise MemoryPlanError(
+            f"{place.label}: its input gradient keeps {memory.in_scratch.num_bytes} bytes that its "
+            "eager pass dropped, so they were taken from scratch, where the next replay would "
+            "overwrite them. Use memory_plan 'pool_per_slot'."
+        )
+
+
+def _run_backward(forward: CapturedForward) -> None:
+    torch.autograd.backward([forward.tensors[i] for i in forward.receiving], forward.grads)
+
+
+class _Weights:
+    """Adds the gradients of one captured backward to their sinks.
+
+    Attributes:
+        trained: indices of the parameters that got one.
+    """
+
+    def __init__(
+        self,
+        forward: CapturedForward,
+        chunk: Chunk,
+        sinks: GradientSinks,
+        leaves: Sequence[nn.Parameter],
+    ) -> None:
+        self.trained: set[int] = set()
+        self._forward, self._chunk, self._sinks, self._leaves = forward, chunk, sinks, leaves
+        self._delayed = DelayedModules(chunk)
+        held = {id(p) for module in self._delayed.modules for p in module.parameters()}
+        self._of_delayed = {i for i, leaf in enumerate(leaves) if id(leaf) in held}
+        self._announced: list[int] = []
+
+    @contextmanager
+    def taken(self, take: Receive | None = None) -> Iterator[None]:
+        """Inside, gradients that autograd computes go to ``take``; None: they are added at once."""
+
+        def receive(index: int, gradient: torch.Tensor) -> None:
+            if not getattr(self._leaves[index], "grad_added_to_main_grad", False):
+                (take or self.add)(index, gradient)
+            elif index in self._of_delayed or take is None:
+                self._announced.append(index)  # by a gradient without a meaning
+            else:
+                raise CaptureError(
+                    f"{self._forward.place.label}: a layer adds the gradient of parameter {index} "
+                    f"(shape {tuple(self._leaves[index].shape)}) to main_grad while the input "
+                    "gradient is computed. Set delay_wgrad_compute=True, or "
+                    "gradient_accumulation_fusion=False."
+                )
+
+        with self._sinks.collecting(self._leaves, receive):
+            yield
+
+    def add(self, index: int, gradient: torch.Tensor) -> None:
+        """Add a gradient to the sink of parameter ``index``."""
+        self._sinks.add(index, gradient)
+        self._accumulated(index)
+
+    def finish(self) -> None:
+        """Run what modules have delayed, and what the chunk wants at the end of its backward."""
+        self._delayed.run(self._leaves, self.add)
+        for index in self._announced:
+            self._accumulated(index)
+        if self._chunk.end_of_backward is not None:
+            self._chunk.end_of_backward()
+
+    def _accumulated(self, index: int) -> None:
+        self.trained.add(index)
+        if self._forward.marker is not None:
+            self._forward.marker.accumulated(index)
+
+
+def _drop(_index: int, _gradient: torch.Tensor) -> None:
+    """Let a gradient go."""

@@ -1,0 +1,267 @@
+"""Which operators of a backward serve weight gradients alone.
+
+An eager backward is watched operator by operator, below autograd. What an input's gradient is
+computed from, belongs to the input half; what only gradients of parameters are computed from, can
+wait for the weight half. So every operator runs once, in one of the halves, with the arguments and
+in the order of the whole backward: the bits are the same, whatever the modules are.
+
+Never deferred are operators with an effect besides their results (random numbers, collectives,
+writes to memory of others), recomputation, and what reads memory that may change in between. An
+operator whose results are views is deferred if what it views is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from chunkgraph.errors import CaptureError
+from chunkgraph.graphs.legality import is_decided_by_node
+from chunkgraph.graphs.recording import storages_written, tensors_in
+
+__all__ = ["BackwardTrace", "BackwardTracer", "Geometry", "TracedOperator"]
+
+_aten = torch.ops.aten
+# They compute nothing; kernels that torch does not know may fill them.
+_WITHOUT_CONTENTS = {
+    _aten.empty.memory_format,
+    _aten.empty_like.default,
+    _aten.empty_strided.default,
+    _aten.new_empty.default,
+    _aten.new_empty_strided.default,
+}
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Size, strides, type and device of a tensor."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> Geometry:
+        """Return those of ``tensor``."""
+        return Geometry(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
+
+
+@dataclass(frozen=True)
+class TracedOperator:
+    """One operator of a backward.
+
+    Attributes:
+        name: of the operator.
+        is_deferred: whether it serves weight gradients alone.
+        is_view: whether its results are views of its arguments.
+        results: for each tensor that it returns its geometry, or the number of the argument, among
+            its tensors, that it is.
+    """
+
+    name: str
+    is_deferred: bool
+    is_view: bool
+    results: tuple[Geometry | int, ...]
+
+
+@dataclass(frozen=True)
+class BackwardTrace:
+    """The operators of a backward, in order."""
+
+    operators: tuple[TracedOperator, ...]
+
+
+@dataclass
+class _Memory:
+    """A storage: what has read and written it so far."""
+
+    alive: StorageWeakRef
+    is_own: bool
+    is_gradient: bool = False
+    writers: set[int] = field(default_factory=set)
+    readers: set[int] = field(default_factory=set)
+
+
+@dataclass
+class _Operator:
+    """An operator as it was seen.
+
+    Attributes that `TracedOperator` does not have:
+        must_run: whether it may not be deferred.
+        sources: the operators that made what it reads.
+        overwritten: the operators that have read what it writes.
+        changes_gradient: whether it writes to a parameter's gradient that has arrived.
+    """
+
+    name: str
+    is_view: bool
+    results: tuple[Geometry | int, ...]
+    must_run: bool
+    sources: frozenset[int]
+    overwritten: frozenset[int]
+    changes_gradient: bool
+
+
+class BackwardTracer(TorchDispatchMode):
+    """Watches a backward.
+
+    Args:
+        label: names the chunk in errors.
+        unstable: tensors that may change between the two halves.
+    """
+
+    def __init__(self, label: str, unstable: Iterable[torch.Tensor] = ()) -> None:
+        super().__init__()
+        self._label = label
+        self._unstable = {_address(t) for t in unstable}
+        self._operators: list[_Operator] = []
+        self._memory: dict[int, _Memory] = {}
+        self._weights: set[int] = set()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled parts stay compiled."""
+        return True
+
+    def take(self, _index: int, gradient: torch.Tensor) -> None:
+        """Note the gradient of a parameter, which has just arrived."""
+        memory = self._known(gradient)
+        memory.is_gradient = True
+        self._weights |= memory.writers
+
+    def trace(self, input_grads: Iterable[torch.Tensor]) -> BackwardTrace:
+        """Return the trace, once the backward has run.
+
+        Args:
+            input_grads: what the input half has to compute.
+
+        Raises:
+            CaptureError: the input half changes a gradient that waits for the weight half.
+        """
+        needed = {i for i, operator in enumerate(self._operators) if operator.must_run}
+        for gradient in input_grads:
+            needed |= self._known(gradient).writers
+        while True:
+            self._add_sources(needed)
+            late = {r for i in needed for r in self._operators[i].overwritten} - needed
+            if not late:
+                break
+            needed |= late
+        for i in needed:
+            if self._operators[i].changes_gradient:
+                raise CaptureError(
+                    f"{self._label}: {self._operators[i].name} in its backward changes, in place, "
+                    "what a parameter got as its gradient. Compute a new tensor there, or capture "
+                    "the chunk with backward='whole'."
+                )
+        for_weights = set(self._weights)
+        self._add_sources(for_weights)
+        return BackwardTrace(
+            tuple(
+                TracedOperator(o.name, i in for_weights - needed, o.is_view, o.results)
+                for i, o in enumerate(self._operators)
+            )
+        )
+
+    def _add_sources(self, operators: set[int]) -> None:
+        """Add all that these are computed from."""
+        waiting = list(operators)
+        while waiting:
+            new = self._operators[waiting.pop()].sources - operators
+            operators |= new
+            waiting.extend(new)
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        given = [*tensors_in(args), *tensors_in(list(kwargs.values()))]
+        written = storages_written(func, args, kwargs)
+        node = torch._C._current_autograd_node()
+        has_effect = _has_effect(func, given, node) or torch.is_grad_enabled()
+        out = func(*args, **kwargs)
+        self._note(func, given, written, list(tensors_in(out)), has_effect=has_effect)
+        return out
+
+    def _note(
+        self,
+        func: OpOverload,
+        given: Sequence[torch.Tensor],
+        written: Sequence[torch.Tensor],
+        results: Sequence[torch.Tensor],
+        *,
+        has_effect: bool,
+    ) -> None:
+        index = len(self._operators)
+        read = [self._known(t) for t in given]
+        changed = [self._known(t) for t in written]
+        addresses = {_address(t) for t in given}
+        fresh = [t for t in results if _address(t) not in addresses]
+        is_view = bool(results) and not fresh and not written
+        self._operators.append(
+            _Operator(
+                name=func.name(),
+                is_view=is_view,
+                results=tuple(_result(t, given) for t in results),
+                must_run=has_effect
+                or not results
+                or not all(memory.is_own for memory in changed)
+                or not addresses.isdisjoint(self._unstable),
+                sources=frozenset().union(*[memory.writers for memory in read]),
+                overwritten=frozenset().union(*[memory.readers for memory in changed]),
+                changes_gradient=any(memory.is_gradient for memory in changed),
+            )
+        )
+        if is_view:
+            return
+        for memory in read:
+            memory.readers.add(index)
+        for memory in changed:
+            memory.writers.add(index)
+        for tensor in fresh:
+            made = _Memory(StorageWeakRef(tensor.untyped_storage()), is_own=True)
+            made.writers.add(index)
+            self._memory[_address(tensor)] = made
+
+    def _known(self, tensor: torch.Tensor) -> _Memory:
+        """Return what is known of a tensor's memory."""
+        address = _address(tensor)
+        memory = self._memory.get(address)
+        if memory is None or memory.alive.expired():
+            memory = _Memory(StorageWeakRef(tensor.untyped_storage()), is_own=False)
+            self._memory[address] = memory
+        return memory
+
+
+def _has_effect(func: OpOverload, given: Sequence[torch.Tensor], node: Any) -> bool:
+    """Return whether an operator does more than to compute its results from its arguments."""
+    return (
+        func.namespace == "c10d"
+        or torch.Tag.nondeterministic_seeded in func.tags
+        or func in _WITHOUT_CONTENTS
+        or func is _aten.lift_fresh.default
+        or any(t.layout is not torch.strided for t in given)
+        or (node is not None and is_decided_by_node(node.name()))
+    )
+
+
+def _result(tensor: torch.Tensor, given: Sequence[torch.Tensor]) -> Geometry | int:
+    for number, argument in enumerate(given):
+        if argument is tensor:
+            return number
+    return Geometry.of(tensor)
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata

@@ -1,0 +1,207 @@
+"""`WeightBackwards`: the weight halves of split backwards, run when the schedule asks for them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from chunkgraph.engine.capture.backward_watch import differentiable
+from chunkgraph.engine.chunk import Chunk
+from chunkgraph.engine.replay.replayer import Replayer
+from chunkgraph.engine.signature import flatten, unflatten
+from chunkgraph.engine.split.delayed import DelayedModules
+from chunkgraph.errors import SlotError
+
+__all__ = ["WeightBackwards"]
+
+
+class WeightBackwards:
+    """The weight gradients of the chunks whose backward is split (``Chunk.backward``).
+
+    ``backward()`` of autograd computes the input gradients of a microbatch alone. Its weight
+    gradients are added to ``param.grad`` or ``main_grad`` by `run`, at any time before the step
+    ends; its slot is in use until then. Within a chunk they are run in the order of the input
+    gradients, so that the sums have the bits of whole backwards.
+
+    A schedule calls the same methods in every step, whatever its mode. In an eager step
+    ``backward()`` computes and adds everything that the modules do not delay by themselves
+    (``backward_dw``), and `run` has only the rest to do: the sums are the same.
+
+    Example:
+        A whole backward (``B``), and the hook of `torch.distributed.pipelining`::
+
+            loss.backward()
+            graphs.weights.run(c)
+
+            PipelineStage(..., dw_builder=lambda: graphs.weights.runner(c))
+
+    Args:
+        chunks: of the rank.
+        replayer: replays them.
+    """
+
+    def __init__(self, chunks: Sequence[Chunk], replayer: Replayer) -> None:
+        self._chunks = tuple(chunks)
+        self._replayer = replayer
+        self._eager: _EagerStep | None = None
+
+    def run(self, c: int) -> None:
+        """Compute the weight gradients of the microbatch of chunk ``c`` that waits longest.
+
+        Raises:
+            SlotError: none waits, or the chunk's backward is not split.
+        """
+        self._run(c, None)
+
+    def runner(self, c: int) -> Callable[[], None]:
+        """Return what computes the weight gradients of the microbatch that has waited shortest.
+
+        That is the one whose ``backward()`` has just returned. What is returned is called once, in
+        the step, after those of the microbatches before it.
+
+        Raises:
+            SlotError: none waits, or the chunk's backward is not split. The returned function: it
+                is not the turn of its microbatch.
+        """
+        self._check_split(c)
+        waiting = self._waiting(c)
+        if not waiting:
+            raise self._none_waits(c)
+        ticket = waiting[-1]
+        return lambda: self._run(c, ticket)
+
+    def num_pending(self, c: int) -> int:
+        """Return how many microbatches of chunk ``c`` wait for their weight gradients."""
+        return len(self._waiting(c))
+
+    @contextmanager
+    def eager_step(self) -> Iterator[None]:
+        """One eager step.
+
+        Raises:
+            SlotError: weight gradients were not run when the step ended.
+        """
+        if not any(chunk.is_split for chunk in self._chunks):
+            yield
+            return
+        self._eager = step = _EagerStep(self._chunks)
+        try:
+            yield
+        finally:
+            self._eager = None
+        step.end()
+
+    def watched(self, c: int, result: Any) -> Any:
+        """Return the result of an eager call, whose backward makes its microbatch wait."""
+        if self._eager is None or not self._chunks[c].is_split or not torch.is_grad_enabled():
+            return result
+        return self._eager.watched(c, result)
+
+    def _run(self, c: int, ticket: int | None) -> None:
+        self._check_split(c)
+        if self._eager is None:
+            self._replayer.run_weight(c, ticket)
+            return
+        waiting = self._eager.waiting[c]
+        if not waiting:
+            raise self._none_waits(c)
+        if ticket is not None and ticket != waiting[0]:
+            problem = (
+                f"that of microbatch {waiting[0]} comes first, or the sums would have other bits"
+                if ticket in waiting
+                else "it has been run already"
+            )
+            raise SlotError(
+                f"{self._chunks[c].label}: the weight gradient of microbatch {ticket} was asked "
+                f"for, but {problem}. Run each once, in the order of the input gradients."
+            )
+        self._eager.run(c)
+
+    def _waiting(self, c: int) -> Sequence[int]:
+        return self._replayer.waiting_weights(c) if self._eager is None else self._eager.waiting[c]
+
+    def _check_split(self, c: int) -> None:
+        if not self._chunks[c].is_split:
+            raise SlotError(
+                f"{self._chunks[c].label}: its backward computes the weight gradients too. Give "
+                "Chunk.from_module(module, label, backward='split') to have them apart."
+            )
+
+    def _none_waits(self, c: int) -> SlotError:
+        return SlotError(
+            f"{self._chunks[c].label}: no microbatch waits for its weight gradients. Run each "
+            "once, after the backward of its microbatch, inside the step."
+        )
+
+
+class _EagerStep:
+    """Which microbatches wait in an eager step.
+
+    Attributes:
+        waiting: by chunk, microbatches whose backward has begun, oldest first.
+    """
+
+    def __init__(self, chunks: Sequence[Chunk]) -> None:
+        self.waiting = tuple(deque[int]() for _ in chunks)
+        self._chunks = chunks
+        self._num_forwards = [0] * len(chunks)
+
+    def watched(self, c: int, result: Any) -> Any:
+        leaves, spec = flatten(result)
+        outputs = differentiable(leaves)
+        if not outputs:
+            return result
+        microbatch = self._num_forwards[c]
+        self._num_forwards[c] += 1
+        begin = _Begin(self.waiting[c], microbatch)
+        passed = dict(zip(map(id, outputs), _Passed.apply(begin, *outputs), strict=True))
+        return unflatten([passed.get(id(leaf), leaf) for leaf in leaves], spec)
+
+    def run(self, c: int) -> None:
+        self.waiting[c].popleft()
+        DelayedModules(self._chunks[c]).run(())
+
+    def end(self) -> None:
+        left = [
+            f"microbatch {microbatch} of {chunk.label}"
+            for chunk, waiting in zip(self._chunks, self.waiting, strict=True)
+            for microbatch in waiting
+        ]
+        if left:
+            raise SlotError(
+                f"The step ended, but {len(left)} weight gradients were not run "
+                f"({', '.join(left)}). Run the weight gradient of every microbatch before."
+            )
+
+
+class _Begin:
+    """Notes that the backward of a microbatch has begun, once."""
+
+    def __init__(self, waiting: deque[int], microbatch: int) -> None:
+        self._waiting = waiting
+        self._microbatch = microbatch
+        self._has_begun = False
+
+    def __call__(self) -> None:
+        if not self._has_begun:
+            self._has_begun = True
+            self._waiting.append(self._microbatch)
+
+
+class _Passed(torch.autograd.Function):
+    """Passes tensors on, and calls back when a gradient comes."""
+
+    @staticmethod
+    def forward(ctx: Any, begin: _Begin, *outputs: torch.Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.begin = begin
+        return tuple([tensor.detach() for tensor in outputs])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        ctx.begin()
+        return (None, *grads)
