@@ -8,20 +8,13 @@ form, what follows from it: ``in_flight`` and ``idle_forwards`` (see ``one_f_one
 from __future__ import annotations
 
 from .action import Action, Op
+from .build import build_schedule, megatron_schedule
 from .draw_svg import draw_svg
 from .draw_text import draw_text, text_panels
 from .in_flight import InFlight
-from .legality import check_shape, check_sizes, is_legal_count, legal_counts, nearest_legal_counts
-from .placement import chunk_of, rank_of, stage_of
-from .registry import (
-    ScheduleFamily,
-    build_schedule,
-    check_step,
-    get_family,
-    list_schedules,
-    megatron_schedule,
-    megatron_schedule_name,
-)
+from .legality import check_sizes, check_step, is_legal_count, legal_counts, nearest_legal_counts
+from .placement import Placement, chunk_of, rank_of, stage_of
+from .registry import ScheduleFamily, get_family, list_schedules, megatron_schedule_name
 from .schedule import Schedule
 from .shape import PipelineShape
 from .simulate import CostModel, Simulation, Span, simulate
@@ -33,12 +26,12 @@ __all__ = [
     "InFlight",
     "Op",
     "PipelineShape",
+    "Placement",
     "Schedule",
     "ScheduleFamily",
     "Simulation",
     "Span",
     "build_schedule",
-    "check_shape",
     "check_sizes",
     "check_step",
     "chunk_of",

@@ -23,8 +23,8 @@ COLOURS: Mapping[Op, str] = {
 _NAMES = {
     Op.F: "F: forward",
     Op.B: "B: backward",
-    Op.I: "I: backward, input gradient",
-    Op.W: "W: backward, weight gradient",
+    Op.I: "I: input gradient",
+    Op.W: "W: weight gradient",
 }
 _FONT = "font-family='DejaVu Sans, Verdana, Arial, sans-serif'"
 _MARGIN = 16.0

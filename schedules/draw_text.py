@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from .action import Action, Op
+from .schedule import Schedule
 from .simulate import Simulation
 
 __all__ = ["Cell", "Panel", "draw_text", "legend", "text_panels"]
@@ -50,13 +51,18 @@ def label(
     return f"{action.op.value}{action.microbatch}{chunk}{slot}"
 
 
-def legend(num_chunks: int, *, has_slots: bool, has_split_backward: bool) -> str:
+def legend(schedule: Schedule, *, has_slots: bool) -> str:
     """One line that says how to read a cell."""
-    example = "F3" + (".1" if num_chunks > 1 else "") + ("/0" if has_slots else "")
+    has_chunks = schedule.num_chunks > 1
+    example = "F3" + (".1" if has_chunks else "") + ("/0" if has_slots else "")
     words = "forward of microbatch 3"
-    words += ", chunk 1" if num_chunks > 1 else ""
+    words += ", chunk 1" if has_chunks else ""
     words += ", slot 0" if has_slots else ""
-    others = "I/W: input/weight grad" if has_split_backward else "B: backward"
+    ops = {action.op for _, action in schedule}
+    if Op.I not in ops:
+        others = "B: backward"
+    else:
+        others = "B: backward; I, W: its halves" if Op.B in ops else "I/W: input/weight grad"
     return f"{example}: {words}; {others}"
 
 
@@ -92,9 +98,10 @@ def text_panels(
     unit_ms = min(costs.duration_ms(op) for op in ops)
     num_columns = max(width, _MIN_WIDTH) - len(_row_label(max(shown)))
     num_columns = max(unit_chars, num_columns - num_columns % unit_chars)
-    total = _column(simulation.makespan_ms, unit_ms, unit_chars)
-
     lines = {rank: _line(simulation, rank, labels, unit_ms, unit_chars) for rank in shown}
+    total = max(_column(simulation.makespan_ms, unit_ms, unit_chars), *map(len, lines.values()))
+    for line in lines.values():
+        line.extend([(" ", None)] * (total - len(line)))
     panels = []
     for left in range(0, total, num_columns):
         right = min(left + num_columns, total)
@@ -125,10 +132,7 @@ def draw_text(
             body = "".join(cell.text for cell in cells)
             lines.append(f"{_row_label(rank, max(shown))}{body}".rstrip())
         blocks.append("\n".join(lines))
-    has_split_backward = any(action.op is Op.I for _, action in schedule)
-    how_to_read = legend(
-        schedule.num_chunks, has_slots=slots is not None, has_split_backward=has_split_backward
-    )
+    how_to_read = legend(schedule, has_slots=slots is not None)
     return "\n\n".join([*blocks, how_to_read])
 
 
@@ -138,7 +142,8 @@ def _row_label(rank: int, largest: int | None = None) -> str:
 
 
 def _column(time_ms: float, unit_ms: float, unit_chars: int) -> int:
-    return round(time_ms / unit_ms * unit_chars)
+    # Half a column more, so that equal actions are equally wide wherever they start.
+    return int(time_ms / unit_ms * unit_chars + 0.5)
 
 
 def _line(
@@ -151,13 +156,12 @@ def _line(
     """One character and its operation per column."""
     line: list[tuple[str, Op | None]] = []
     for span in simulation.spans[rank]:
-        start = _column(span.start_ms, unit_ms, unit_chars)
-        end = _column(span.end_ms, unit_ms, unit_chars)
+        start = max(_column(span.start_ms, unit_ms, unit_chars), len(line))
+        end = max(_column(span.end_ms, unit_ms, unit_chars), start + unit_chars)
         line.extend([(" ", None)] * (start - len(line)))
         text = f"{labels[span.action]:-<{end - start - 1}} "
         line.extend((character, span.action.op) for character in text)
-    total = _column(simulation.makespan_ms, unit_ms, unit_chars)
-    return line + [(" ", None)] * (total - len(line))
+    return line
 
 
 def _cut(line: Sequence[tuple[str, Op | None]], left: int, right: int) -> tuple[Cell, ...]:

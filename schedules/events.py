@@ -37,24 +37,23 @@ def events_needed(
 
     Args:
         action: An action of the schedule.
-        schedule: Gives the number of stages and the placement.
+        schedule: Gives the number of stages and where they are.
         has_communication: Tensors cross ranks by SEND and RECV actions, rather than by themselves.
     """
     stage, microbatch = action.stage, action.microbatch
-    crosses = has_communication and schedule.num_ranks > 1
     is_first, is_last = stage == 0, stage == schedule.num_stages - 1
     output = ("output", stage, microbatch)
     input_grad = ("input grad", stage, microbatch)
     match action.op:
         case Op.F if is_first:
             return ()
-        case Op.F if crosses:
+        case Op.F if has_communication and schedule.has_messages(stage, stage - 1):
             return (("input received", stage, microbatch),)
         case Op.F:
             return (("output", stage - 1, microbatch),)
         case Op.B | Op.I if is_last:
             return (output,)
-        case Op.B | Op.I if crosses:
+        case Op.B | Op.I if has_communication and schedule.has_messages(stage, stage + 1):
             return (output, ("output grad received", stage, microbatch))
         case Op.B | Op.I:
             return (output, ("input grad", stage + 1, microbatch))

@@ -16,18 +16,39 @@ from .in_flight import InFlight
 from .placement import stage_of
 from .shape import PipelineShape
 
-__all__ = ["chunk_table", "idle_forwards", "in_flight", "num_warmup_forwards", "rank_actions"]
+__all__ = [
+    "chunk_table",
+    "idle_forwards",
+    "in_flight",
+    "most_in_flight",
+    "num_warmup_forwards",
+    "rank_actions",
+    "walks",
+]
 
 
 def chunk_table(shape: PipelineShape) -> list[tuple[int, int]]:
     """The (microbatch, chunk) pairs of a step in the order of their forwards."""
-    group = _group_size(shape)
+    group = shape.turn_size
     return [
         (microbatch, chunk)
         for first in range(0, shape.num_microbatches, group)
         for chunk in range(shape.num_chunks)
         for microbatch in range(first, min(first + group, shape.num_microbatches))
     ]
+
+
+def walks(shape: PipelineShape, rank: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """The (stage, microbatch) pairs of a rank: of its forwards in order, and of its backwards."""
+    last_chunk = shape.num_chunks - 1
+    pairs = [
+        (
+            (stage_of(rank, chunk, shape.num_ranks), microbatch),
+            (stage_of(rank, last_chunk - chunk, shape.num_ranks), microbatch),
+        )
+        for microbatch, chunk in chunk_table(shape)
+    ]
+    return [forward for forward, _ in pairs], [backward for _, backward in pairs]
 
 
 def num_warmup_forwards(shape: PipelineShape, rank: int) -> int:
@@ -37,18 +58,11 @@ def num_warmup_forwards(shape: PipelineShape, rank: int) -> int:
 
 def rank_actions(shape: PipelineShape, rank: int) -> tuple[Action, ...]:
     """Compute actions of one rank, in order."""
-    table = chunk_table(shape)
-    last_chunk = shape.num_chunks - 1
-    forwards = [
-        Action(Op.F, stage_of(rank, chunk, shape.num_ranks), microbatch)
-        for microbatch, chunk in table
-    ]
-    backwards = [
-        Action(Op.B, stage_of(rank, last_chunk - chunk, shape.num_ranks), microbatch)
-        for microbatch, chunk in table
-    ]
+    pairs = walks(shape, rank)
+    forwards = [Action(Op.F, *pair) for pair in pairs[0]]
+    backwards = [Action(Op.B, *pair) for pair in pairs[1]]
     num_warmup = num_warmup_forwards(shape, rank)
-    num_steady = len(table) - num_warmup
+    num_steady = len(forwards) - num_warmup
 
     warmup = forwards[:num_warmup]
     steady = [
@@ -61,7 +75,12 @@ def rank_actions(shape: PipelineShape, rank: int) -> tuple[Action, ...]:
 
 
 def in_flight(shape: PipelineShape, rank: int) -> InFlight:
-    """Most microbatches in flight on a rank, in a step of this many or of any fewer it may have.
+    """Most microbatches in flight on a rank, in a step of this many or of any fewer it may have."""
+    return most_in_flight(shape, _warmup_of_long_steps(shape, rank))
+
+
+def most_in_flight(shape: PipelineShape, lead: int) -> InFlight:
+    """Most microbatches in flight on a rank whose forwards lead its releases by so many pairs.
 
     A forward of chunk c adds one to what it has in flight, so the most is there right after its
     last forward of a group. Groups before that one make no difference but for the last of them,
@@ -69,20 +88,20 @@ def in_flight(shape: PipelineShape, rank: int) -> InFlight:
     second of any legal size. What is held there is piecewise linear in that size; it turns
     downwards only where the backwards of a group begin.
     """
-    group, warmup = _group_size(shape), _warmup_of_long_steps(shape, rank)
+    group = shape.turn_size
     least, most = shape.num_ranks, min(group, shape.num_microbatches - group)
 
     def peak(chunk: int) -> int:
         sizes: set[int | None] = {None}
         if least <= most:
-            turns = [(warmup + 1) // (chunk + 1) - before for before in (0, group)]
+            turns = [(lead + 1) // (chunk + 1) - before for before in (0, group)]
             sizes |= {most, *(min(max(least, turn + i), most) for turn in turns for i in (0, 1))}
-        return max(_held(shape, rank, chunk, size) for size in sizes)
+        return max(_held(shape, lead, chunk, size) for size in sizes)
 
     largest_step = (group + most if least <= most else group) * shape.num_chunks
     return InFlight(
         per_chunk=tuple(peak(chunk) for chunk in range(shape.num_chunks)),
-        together=min(warmup + 1, largest_step),
+        together=min(lead + 1, largest_step),
     )
 
 
@@ -91,19 +110,19 @@ def idle_forwards(shape: PipelineShape) -> int:
     return 3 * (shape.num_ranks - 1)
 
 
-def _held(shape: PipelineShape, rank: int, chunk: int, size: int | None) -> int:
+def _held(shape: PipelineShape, lead: int, chunk: int, size: int | None) -> int:
     """What a chunk has in flight right after its last forward of a group.
 
     Args:
         shape: Sizes of the pipeline.
-        rank: Rank of the chunk.
-        chunk: Its index on the rank.
+        lead: Forwards that run before the first pair of a forward and a release.
+        chunk: Index of the chunk on its rank.
         size: Microbatches of the second group; None is for the first, which is whole.
     """
-    group, last_chunk = _group_size(shape), shape.num_chunks - 1
+    group, last_chunk = shape.turn_size, shape.num_chunks - 1
     own = group if size is None else size
-    # Backwards so far, of all chunks, counted from the start of the group.
-    done = (chunk + 1) * own - 1 - _warmup_of_long_steps(shape, rank)
+    # Releases so far, of all chunks, counted from the start of the group.
+    done = (chunk + 1) * own - 1 - lead
     held = own - _clamp(done - (last_chunk - chunk) * own, own)
     if size is not None:
         held += group - _clamp(done + (chunk + 1) * group, group)
@@ -114,9 +133,5 @@ def _clamp(value: int, most: int) -> int:
     return min(max(value, 0), most)
 
 
-def _group_size(shape: PipelineShape) -> int:
-    return shape.num_ranks if shape.group_size is None else shape.group_size
-
-
 def _warmup_of_long_steps(shape: PipelineShape, rank: int) -> int:
-    return 2 * (shape.num_ranks - rank - 1) + (shape.num_chunks - 1) * _group_size(shape)
+    return 2 * (shape.num_ranks - rank - 1) + (shape.num_chunks - 1) * shape.turn_size

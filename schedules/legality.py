@@ -7,13 +7,16 @@ the last, partial group is empty or at least as large as the pipeline.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from chunkgraph.errors import TopologyError
 
+from .registry import get_family
 from .shape import PipelineShape
 
 __all__ = [
-    "check_shape",
     "check_sizes",
+    "check_step",
     "is_legal_count",
     "legal_counts",
     "nearest_legal_counts",
@@ -21,87 +24,122 @@ __all__ = [
 
 
 def is_legal_count(
-    num_microbatches: int, *, num_ranks: int, num_chunks: int = 1, group_size: int | None = None
+    num_microbatches: int,
+    *,
+    num_ranks: int,
+    num_chunks: int = 1,
+    group_size: int | None = None,
+    schedule: str = "auto",
 ) -> bool:
     """Whether a step may have this many microbatches.
 
-    With one chunk per rank every count from 1 is legal. ``group_size`` None means ``num_ranks``.
+    Args:
+        num_microbatches: The count.
+        num_ranks: Pipeline-parallel size.
+        num_chunks: Model chunks on each rank.
+        group_size: Microbatch group size of an interleaved schedule, None for ``num_ranks``.
+        schedule: A schedule name, or ``auto`` for the one Megatron would run.
     """
-    if num_chunks == 1:
-        return num_microbatches >= 1
-    group = num_ranks if group_size is None else group_size
-    tail = num_microbatches % group
-    return num_microbatches >= group >= num_ranks and (tail == 0 or tail >= num_ranks)
+    return num_microbatches in _counts(schedule, num_ranks, num_chunks, group_size)
 
 
 def legal_counts(
-    up_to: int, *, num_ranks: int, num_chunks: int = 1, group_size: int | None = None
+    up_to: int,
+    *,
+    num_ranks: int,
+    num_chunks: int = 1,
+    group_size: int | None = None,
+    schedule: str = "auto",
 ) -> tuple[int, ...]:
     """Every legal number of microbatches from 1 to ``up_to`` inclusive, ascending."""
-    return tuple(
-        count
-        for count in range(1, up_to + 1)
-        if is_legal_count(count, num_ranks=num_ranks, num_chunks=num_chunks, group_size=group_size)
-    )
+    counts = _counts(schedule, num_ranks, num_chunks, group_size)
+    return tuple(count for count in range(1, up_to + 1) if count in counts)
 
 
 def nearest_legal_counts(
-    num_microbatches: int, *, num_ranks: int, num_chunks: int = 1, group_size: int | None = None
-) -> tuple[int, ...]:
-    """The closest legal count below and the closest above, where they exist."""
-    group = 1 if num_chunks == 1 else num_ranks if group_size is None else group_size
-    least_tail = 1 if num_chunks == 1 else num_ranks
-    if group < least_tail:
-        return ()
-    below, above = num_microbatches - 1, max(num_microbatches + 1, group)
-    # A tail that is too small goes away downwards, and grows upwards.
-    if below % group < least_tail:
-        below -= below % group
-    if 0 < above % group < least_tail:
-        above += least_tail - above % group
-    return (below, above) if below >= group else (above,)
-
-
-def check_sizes(
-    name: str,
+    num_microbatches: int,
     *,
     num_ranks: int,
-    num_chunks: int,
-    group_size: int | None,
-    interleaves: bool,
-) -> None:
-    """Check everything about a family but the number of microbatches.
+    num_chunks: int = 1,
+    group_size: int | None = None,
+    schedule: str = "auto",
+) -> tuple[int, ...]:
+    """The closest legal count below and the closest above, where they exist."""
+    return _counts(schedule, num_ranks, num_chunks, group_size).nearest(num_microbatches)
+
+
+@dataclass(frozen=True, slots=True)
+class _Counts:
+    """Counts from ``least`` on, in groups of which the last may be a tail of ``least_tail``."""
+
+    least: int
+    group_size: int = 1
+    least_tail: int = 1
+
+    def __contains__(self, count: int) -> bool:
+        tail = count % self.group_size
+        is_whole = tail == 0 or tail >= self.least_tail
+        return count >= self.least and self.group_size >= self.least_tail and is_whole
+
+    def nearest(self, count: int) -> tuple[int, ...]:
+        if self.group_size < self.least_tail:
+            return ()
+        below, above = count - 1, max(count + 1, self.least)
+        # A tail that is too small goes away downwards, and grows upwards.
+        if below % self.group_size < self.least_tail:
+            below -= below % self.group_size
+        if 0 < above % self.group_size < self.least_tail:
+            above += self.least_tail - above % self.group_size
+        return (below, above) if below >= self.least else (above,)
+
+
+def _counts(schedule: str, num_ranks: int, num_chunks: int, group_size: int | None) -> _Counts:
+    if schedule == "auto":
+        schedule = "interleaved" if num_chunks > 1 else "1f1b"
+    family = get_family(schedule)
+    if not family.interleaves:
+        return _Counts(max(1, family.least_microbatches_per_rank * num_ranks))
+    group = num_ranks if group_size is None else group_size
+    return _Counts(group, group, num_ranks)
+
+
+def check_sizes(name: str, *, num_ranks: int, num_chunks: int, group_size: int | None) -> None:
+    """Check everything about a schedule but the number of microbatches.
 
     Args:
-        name: Schedule name, for the message.
+        name: Schedule name.
         num_ranks: Pipeline-parallel size.
         num_chunks: Model chunks on each rank.
         group_size: Microbatch group size, None for ``num_ranks``.
-        interleaves: Whether the schedule is made for several chunks on a rank.
 
     Raises:
+        ConfigError: Unknown name.
         TopologyError: The sizes cannot form this pipeline.
     """
+    family = get_family(name)
     for what, value in (("num_ranks", num_ranks), ("num_chunks", num_chunks)):
         if value < 1:
             raise TopologyError(f"schedule {name!r}: {what} is {value}, but must be at least 1")
-    if not interleaves and num_chunks != 1:
+    if family.num_chunks is not None and num_chunks != family.num_chunks:
+        count = f"{'one' if family.num_chunks == 1 else 'two'} model chunk"
+        count += "s" if family.num_chunks > 1 else ""
+        instead = "use 'interleaved', or " if family.num_chunks == 1 else ""
         raise TopologyError(
-            f"schedule {name!r} runs one model chunk on each rank, but num_chunks is {num_chunks}: "
-            "use 'interleaved', or set the virtual pipeline size to 1"
+            f"schedule {name!r} runs {count} on each rank, but num_chunks is {num_chunks}: "
+            f"{instead}set the virtual pipeline size to {family.num_chunks}"
         )
-    if not interleaves:
-        return
-    if num_chunks == 1:
+    if family.interleaves and num_chunks == 1:
         raise TopologyError(
             f"schedule {name!r} needs at least 2 model chunks on each rank, but num_chunks is 1: "
             "use '1f1b', or set a virtual pipeline size of 2 or more"
         )
-    if num_ranks == 1:
+    if num_ranks == 1 and num_chunks > 1:
         raise TopologyError(
             f"schedule {name!r} needs at least 2 pipeline ranks, but num_ranks is 1 with "
             f"num_chunks {num_chunks}: with one rank set the virtual pipeline size to 1"
         )
+    if not family.interleaves:
+        return
     if group_size is not None and group_size < num_ranks:
         raise TopologyError(
             f"schedule {name!r}: the microbatch group size is {group_size}, but must be at least "
@@ -109,38 +147,51 @@ def check_sizes(
         )
 
 
-def check_shape(name: str, shape: PipelineShape, *, interleaves: bool) -> None:
-    """Check all the sizes of one schedule.
+def check_step(
+    name: str,
+    *,
+    num_ranks: int,
+    num_microbatches: int,
+    num_chunks: int = 1,
+    group_size: int | None = None,
+) -> PipelineShape:
+    """Check all the sizes of one schedule; arguments as for ``build_schedule``.
+
+    Returns:
+        The shape of the schedule that ``build_schedule`` builds.
 
     Raises:
+        ConfigError: Unknown name.
         TopologyError: With the numbers, the rule and the nearest legal microbatch counts.
     """
-    check_sizes(
-        name,
-        num_ranks=shape.num_ranks,
-        num_chunks=shape.num_chunks,
-        group_size=shape.group_size,
-        interleaves=interleaves,
+    interleaves = get_family(name).interleaves
+    group = None if not interleaves else num_ranks if group_size is None else group_size
+    check_sizes(name, num_ranks=num_ranks, num_chunks=num_chunks, group_size=group)
+    shape = PipelineShape(
+        num_ranks=num_ranks,
+        num_microbatches=num_microbatches,
+        num_chunks=num_chunks,
+        group_size=group,
     )
-    sizes = {
-        "num_ranks": shape.num_ranks,
-        "num_chunks": shape.num_chunks,
-        "group_size": shape.group_size,
-    }
-    if is_legal_count(shape.num_microbatches, **sizes):  # type: ignore[arg-type]
-        return
-    nearest = nearest_legal_counts(shape.num_microbatches, **sizes)  # type: ignore[arg-type]
-    where = f"schedule {name!r}: num_microbatches {shape.num_microbatches}"
-    advice = f"nearest legal: {' or '.join(map(str, nearest))}"
-    if shape.num_chunks == 1:
+    counts = _counts(name, num_ranks, num_chunks, group)
+    if num_microbatches in counts:
+        return shape
+    where = f"schedule {name!r}: num_microbatches {num_microbatches}"
+    advice = f"nearest legal: {' or '.join(map(str, counts.nearest(num_microbatches)))}"
+    if group is None and counts.least == 1:
         raise TopologyError(f"{where} is below 1 ({advice})")
-    group = shape.num_ranks if shape.group_size is None else shape.group_size
-    numbers = f"num_ranks {shape.num_ranks}, num_chunks {shape.num_chunks} and group size {group}"
-    if shape.num_microbatches < group:
+    if group is None:
+        per_rank = get_family(name).least_microbatches_per_rank
+        raise TopologyError(
+            f"{where} is not legal with num_ranks {num_ranks}: it needs {per_rank} for each rank "
+            f"({advice})"
+        )
+    numbers = f"num_ranks {num_ranks}, num_chunks {num_chunks} and group size {group}"
+    if num_microbatches < group:
         raise TopologyError(
             f"{where} is not legal with {numbers}: it is smaller than one group ({advice})"
         )
     raise TopologyError(
-        f"{where} is not legal with {numbers}: it leaves {shape.num_microbatches % group} for the "
-        f"last group, which must get 0 or at least {shape.num_ranks} ({advice})"
+        f"{where} is not legal with {numbers}: it leaves {num_microbatches % group} for the last "
+        f"group, which must get 0 or at least {num_ranks} ({advice})"
     )

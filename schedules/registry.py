@@ -8,20 +8,16 @@ from dataclasses import dataclass
 from chunkgraph._text import did_you_mean
 from chunkgraph.errors import ConfigError, TopologyError
 
-from . import gpipe, interleaved, one_f_one_b, zero_bubble
+from . import dualpipe_v, gpipe, interleaved, one_f_one_b, zb_v, zero_bubble
 from .action import Action
 from .in_flight import InFlight
-from .legality import check_shape
-from .schedule import Schedule
+from .placement import Placement
 from .shape import PipelineShape
 
 __all__ = [
     "ScheduleFamily",
-    "build_schedule",
-    "check_step",
     "get_family",
     "list_schedules",
-    "megatron_schedule",
     "megatron_schedule_name",
 ]
 
@@ -38,7 +34,10 @@ class ScheduleFamily:
             number of microbatches; what counting along the actions of each would give.
         idle_forwards: Time for which every rank of a legal shape idles, at the costs that are the
             defaults of ``CostModel``; what simulating would give.
-        interleaves: Made for several chunks per rank, rather than for exactly one.
+        num_chunks: Chunks on each rank; None for any number from 2 on, in turns of one group of
+            microbatches each.
+        placement: Where the stages are.
+        least_microbatches_per_rank: A step has so many microbatches or more for each rank.
         is_bounded: The number of microbatches in flight has a limit that does not grow with the
             number in the step.
     """
@@ -48,8 +47,15 @@ class ScheduleFamily:
     rank_actions: Callable[[PipelineShape, int], tuple[Action, ...]]
     in_flight: Callable[[PipelineShape, int], InFlight]
     idle_forwards: Callable[[PipelineShape], int]
-    interleaves: bool
-    is_bounded: bool
+    num_chunks: int | None = 1
+    placement: Placement = Placement.LOOP
+    least_microbatches_per_rank: int = 0
+    is_bounded: bool = True
+
+    @property
+    def interleaves(self) -> bool:
+        """Whether the chunks of a rank take turns, with groups of microbatches."""
+        return self.num_chunks is None
 
     def bubble_ratio(self, shape: PipelineShape) -> float:
         """The idle share of every rank, as ``Simulation.bubble_ratio`` with its default costs."""
@@ -61,22 +67,34 @@ _FAMILIES = (
     ScheduleFamily(
         "1f1b", "one forward, one backward (Megatron without VPP)",
         one_f_one_b.rank_actions, one_f_one_b.in_flight, one_f_one_b.idle_forwards,
-        interleaves=False, is_bounded=True,
     ),
     ScheduleFamily(
         "interleaved", "1F1B over several chunks per rank (Megatron with VPP)",
         interleaved.rank_actions, interleaved.in_flight, interleaved.idle_forwards,
-        interleaves=True, is_bounded=True,
+        num_chunks=None,
     ),
     ScheduleFamily(
         "gpipe", "all forwards, then all backwards",
-        gpipe.rank_actions, gpipe.in_flight, gpipe.idle_forwards,
-        interleaves=False, is_bounded=False,
+        gpipe.rank_actions, gpipe.in_flight, gpipe.idle_forwards, is_bounded=False,
     ),
     ScheduleFamily(
         "zb-h1", "1F1B with the weight gradients run later, where 1F1B idles",
         zero_bubble.rank_actions, zero_bubble.in_flight, zero_bubble.idle_forwards,
-        interleaves=False, is_bounded=True,
+    ),
+    ScheduleFamily(
+        "interleaved-zb", "zb-h1 over several chunks per rank",
+        zero_bubble.rank_actions, zero_bubble.in_flight, zero_bubble.idle_forwards,
+        num_chunks=None,
+    ),
+    ScheduleFamily(
+        "zb-v", "two chunks per rank in a V, every backward split",
+        zb_v.rank_actions, zb_v.in_flight, zb_v.idle_forwards,
+        num_chunks=2, placement=Placement.V,
+    ),
+    ScheduleFamily(
+        "dualpipe-v", "two chunks per rank in a V, forwards in pairs with backwards",
+        dualpipe_v.rank_actions, dualpipe_v.in_flight, dualpipe_v.idle_forwards,
+        num_chunks=2, placement=Placement.V, least_microbatches_per_rank=2,
     ),
 )  # fmt: skip
 
@@ -99,70 +117,6 @@ def get_family(name: str) -> ScheduleFamily:
     raise ConfigError(f"unknown schedule {name!r}: known are {', '.join(list_schedules())}.{hint}")
 
 
-def build_schedule(
-    name: str,
-    *,
-    num_ranks: int,
-    num_microbatches: int,
-    num_chunks: int = 1,
-    group_size: int | None = None,
-) -> Schedule:
-    """Build one schedule, compute actions only.
-
-    Args:
-        name: One of ``list_schedules()``.
-        num_ranks: Pipeline-parallel size.
-        num_microbatches: Microbatches in the step.
-        num_chunks: Model chunks on each rank; above 1 only for ``interleaved``.
-        group_size: Microbatch group size of ``interleaved``, default ``num_ranks``; ignored, as
-            Megatron does, where chunks do not interleave.
-
-    Raises:
-        ConfigError: Unknown name.
-        TopologyError: The sizes do not form a pipeline, or the microbatch count is not legal.
-    """
-    shape = check_step(
-        name,
-        num_ranks=num_ranks,
-        num_microbatches=num_microbatches,
-        num_chunks=num_chunks,
-        group_size=group_size,
-    )
-    rank_actions = get_family(name).rank_actions
-    return Schedule(
-        name=name,
-        num_ranks=num_ranks,
-        num_chunks=num_chunks,
-        num_microbatches=num_microbatches,
-        group_size=shape.group_size,
-        actions=tuple(rank_actions(shape, rank) for rank in range(num_ranks)),
-    )
-
-
-def check_step(
-    name: str,
-    *,
-    num_ranks: int,
-    num_microbatches: int,
-    num_chunks: int = 1,
-    group_size: int | None = None,
-) -> PipelineShape:
-    """The shape of the schedule that ``build_schedule`` builds; arguments and errors are its."""
-    family = get_family(name)
-    if not family.interleaves:
-        group_size = None
-    elif group_size is None:
-        group_size = num_ranks
-    shape = PipelineShape(
-        num_ranks=num_ranks,
-        num_microbatches=num_microbatches,
-        num_chunks=num_chunks,
-        group_size=group_size,
-    )
-    check_shape(name, shape, interleaves=family.interleaves)
-    return shape
-
-
 def megatron_schedule_name(num_ranks: int, num_chunks: int = 1) -> str:
     """The schedule Megatron-core's ``get_forward_backward_func`` runs for these sizes.
 
@@ -177,20 +131,3 @@ def megatron_schedule_name(num_ranks: int, num_chunks: int = 1) -> str:
             "is 1: set the virtual pipeline size to 1"
         )
     return "interleaved" if num_chunks > 1 else "1f1b"
-
-
-def megatron_schedule(
-    num_ranks: int, num_chunks: int, num_microbatches: int, group_size: int | None = None
-) -> Schedule:
-    """The schedule Megatron-core runs for these sizes: 1F1B, or interleaved for several chunks.
-
-    Raises:
-        TopologyError: Megatron would refuse these sizes too.
-    """
-    return build_schedule(
-        megatron_schedule_name(num_ranks, num_chunks),
-        num_ranks=num_ranks,
-        num_microbatches=num_microbatches,
-        num_chunks=num_chunks,
-        group_size=group_size,
-    )

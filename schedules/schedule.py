@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterator
-from dataclasses import dataclass
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from chunkgraph.errors import ScheduleError
 
 from .action import Action, Op
-from .placement import chunk_of, rank_of, stage_of
+from .placement import Placement, chunk_of, rank_of, stage_of
 
 __all__ = ["Schedule"]
+
+_OVERLAP = re.compile(r"\s*\((.*)\)OVERLAP_F_B\s*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +32,7 @@ class Schedule:
         num_microbatches: Microbatches in the step.
         group_size: Microbatch group size, None where chunks do not interleave.
         actions: One tuple of actions per rank, in the order the rank runs them.
+        placement: Where the stages are.
     """
 
     name: str
@@ -37,6 +41,7 @@ class Schedule:
     num_microbatches: int
     group_size: int | None
     actions: tuple[tuple[Action, ...], ...]
+    placement: Placement = Placement.LOOP
 
     def __iter__(self) -> Iterator[tuple[int, Action]]:
         for rank, actions in enumerate(self.actions):
@@ -55,7 +60,7 @@ class Schedule:
 
     def rank_of(self, stage: int) -> int:
         """The rank that holds ``stage``."""
-        return rank_of(stage, self.num_ranks)
+        return rank_of(stage, self.num_ranks, self.placement)
 
     def chunk_of(self, stage: int) -> int:
         """The index of ``stage`` among the chunks of its rank."""
@@ -63,7 +68,12 @@ class Schedule:
 
     def stage_of(self, rank: int, chunk: int) -> int:
         """The stage that ``rank`` holds as its chunk number ``chunk``."""
-        return stage_of(rank, chunk, self.num_ranks)
+        return stage_of(rank, chunk, self.num_ranks, self.placement)
+
+    def has_messages(self, stage: int, other: int) -> bool:
+        """Whether two neighbouring stages are both there, and on different ranks."""
+        are_there = min(stage, other) >= 0 and max(stage, other) < self.num_stages
+        return are_there and self.rank_of(stage) != self.rank_of(other)
 
     def compute_actions(self, rank: int) -> tuple[Action, ...]:
         """The actions of one rank without sends and receives."""
@@ -76,12 +86,8 @@ class Schedule:
         made its tensor. Sends do not wait for their receives. Existing sends and receives are
         replaced; stages that share a rank exchange tensors without any.
         """
-        return Schedule(
-            name=self.name,
-            num_ranks=self.num_ranks,
-            num_chunks=self.num_chunks,
-            num_microbatches=self.num_microbatches,
-            group_size=self.group_size,
+        return replace(
+            self,
             actions=tuple(
                 tuple(
                     with_neighbours
@@ -94,9 +100,10 @@ class Schedule:
 
     def _surrounded(self, action: Action) -> tuple[Action, ...]:
         stage, microbatch = action.stage, action.microbatch
-        if self.num_ranks == 1 or action.op is Op.W:
+        if action.op is Op.W:
             return (action,)
-        has_previous, has_next = stage > 0, stage < self.num_stages - 1
+        has_previous = self.has_messages(stage, stage - 1)
+        has_next = self.has_messages(stage, stage + 1)
         if action.op is Op.F:
             before, after, receives, sends = Op.RECV_F, Op.SEND_F, has_previous, has_next
         else:
@@ -117,10 +124,11 @@ class Schedule:
 
     @classmethod
     def from_csv(cls, text: str, *, name: str = "csv", group_size: int | None = None) -> Schedule:
-        """Read what ``to_csv`` wrote.
+        """Read what ``to_csv`` or torch wrote, or a person.
 
-        Sizes are taken from the rows: the number of rows is the number of ranks. Empty cells (how
-        torch writes a bubble) are skipped. The result is not validated.
+        Sizes and placement are taken from the rows: row r holds the actions of rank r. Empty cells
+        (how torch writes a bubble) are skipped; ``(2F3;5B0)OVERLAP_F_B`` is the actions in the
+        brackets. The rules of a schedule are checked by ``validate``, not here.
 
         Args:
             text: CSV text.
@@ -128,22 +136,24 @@ class Schedule:
             group_size: Microbatch group size, which the text does not hold.
 
         Raises:
-            ScheduleError: A cell is not an action, or there is none; names row and cell.
+            ScheduleError: A cell is not an action, or a row has none; names the row and the cell.
         """
         rows: list[tuple[Action, ...]] = []
-        for row_number, cells in enumerate(csv.reader(io.StringIO(text)), start=1):
+        for row_number, cells in enumerate(csv.reader(io.StringIO(text.rstrip())), start=1):
             row: list[Action] = []
             for cell_number, cell in enumerate(cells, start=1):
-                if not cell.strip():
-                    continue
+                pair = _OVERLAP.fullmatch(cell)
                 try:
-                    row.append(Action.parse(cell))
+                    parts = pair[1].split(";") if pair else [cell] if cell.strip() else []
+                    row += [Action.parse(part) for part in parts]
                 except ScheduleError as error:
                     raise ScheduleError(f"row {row_number}, cell {cell_number}: {error}") from None
+            if not row:
+                raise ScheduleError(f"row {row_number} is empty: expected the actions of a rank")
             rows.append(tuple(row))
-        everything = [action for row in rows for action in row]
-        if not everything:
+        if not rows:
             raise ScheduleError("the schedule is empty: expected one row of actions per rank")
+        everything = [action for row in rows for action in row]
         num_stages = 1 + max(action.stage for action in everything)
         return cls(
             name=name,
@@ -152,4 +162,14 @@ class Schedule:
             num_microbatches=1 + max(action.microbatch for action in everything),
             group_size=group_size,
             actions=tuple(rows),
+            placement=_placement_of(rows),
         )
+
+
+def _placement_of(rows: Sequence[Sequence[Action]]) -> Placement:
+    """The placement that fits the rows; LOOP if none does, which ``validate`` then refuses."""
+    places = {(rank, action.stage) for rank, row in enumerate(rows) for action in row}
+    for placement in Placement:
+        if all(rank_of(stage, len(rows), placement) == rank for rank, stage in places):
+            return placement
+    return Placement.LOOP

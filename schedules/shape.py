@@ -29,3 +29,8 @@ class PipelineShape:
     def num_stages(self) -> int:
         """Stages of the whole pipeline."""
         return self.num_ranks * self.num_chunks
+
+    @property
+    def turn_size(self) -> int:
+        """The group size, ``num_ranks`` where it is None."""
+        return self.num_ranks if self.group_size is None else self.group_size

@@ -8,7 +8,8 @@ order they are sent; no rank waits for ever.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
 
 from chunkgraph.errors import ScheduleError
 
@@ -19,13 +20,19 @@ from .schedule import Schedule
 
 __all__ = ["validate"]
 
+_RECEIVED_BY = {Op.SEND_F: (Op.RECV_F, 1), Op.SEND_B: (Op.RECV_B, -1)}
 
-def validate(schedule: Schedule) -> None:
+
+def validate(schedule: Schedule, *, slots_per_chunk: Sequence[Sequence[int]] | None = None) -> None:
     """Check a schedule, with or without communication actions.
 
+    Args:
+        schedule: Any schedule, such as one read from a CSV file.
+        slots_per_chunk: For each rank the slots of each of its chunks; None for as many as needed.
+
     Raises:
-        ScheduleError: A rule is broken. The message names the rank and the action, and shows the
-            actions around it with an arrow.
+        ScheduleError: A rule is broken. The message names the rank, its row in a CSV file and the
+            action, and shows the actions around it with an arrow.
     """
     _check_places(schedule)
     _check_each_once(schedule)
@@ -34,12 +41,15 @@ def validate(schedule: Schedule) -> None:
     if has_communication:
         _check_channels(schedule)
     _check_no_deadlock(schedule, has_communication)
+    if slots_per_chunk is not None:
+        _check_slots(schedule, slots_per_chunk)
 
 
 def _fail(schedule: Schedule, rank: int, position: int, problem: str) -> ScheduleError:
     where = f"rank {rank}, position {position}"
     grid = neighbourhood(schedule, rank, position)
-    return ScheduleError(f"schedule {schedule.name!r}, {where}: {problem}\n{grid}")
+    row = f"row {rank + 1} as CSV"
+    return ScheduleError(f"schedule {schedule.name!r}, {where}: {problem} ({row})\n{grid}")
 
 
 def _placed(schedule: Schedule) -> Iterator[tuple[int, int, Action]]:
@@ -99,9 +109,9 @@ def _work_problem(
     if not has_communication:
         return None
     expected = set()
-    if schedule.num_ranks > 1 and stage > 0:
+    if schedule.has_messages(stage, stage - 1):
         expected |= {Op.RECV_F, Op.SEND_B}
-    if schedule.num_ranks > 1 and stage < schedule.num_stages - 1:
+    if schedule.has_messages(stage, stage + 1):
         expected |= {Op.SEND_F, Op.RECV_B}
     actual = {op for op in present if op.is_communication}
     if missing := expected - actual:
@@ -124,26 +134,23 @@ def _check_order_on_ranks(schedule: Schedule, has_communication: bool) -> None:
 
 def _check_channels(schedule: Schedule) -> None:
     """Sends of one direction between two ranks must be received in the order they are sent."""
-    for sender in range(schedule.num_ranks):
-        for send, receive, step in ((Op.SEND_F, Op.RECV_F, 1), (Op.SEND_B, Op.RECV_B, -1)):
-            receiver = (sender + step) % schedule.num_ranks
-            sent = [
-                Action(receive, action.stage + step, action.microbatch)
-                for action in schedule.actions[sender]
-                if action.op is send
-            ]
-            received = [
-                (position, action)
-                for position, action in enumerate(schedule.actions[receiver])
-                if action.op is receive
-            ]
-            for expected, (position, action) in zip(sent, received, strict=True):
-                if action != expected:
-                    problem = (
-                        f"{action} is received out of order: the next message rank {sender} "
-                        f"sends here is for {expected}"
-                    )
-                    raise _fail(schedule, receiver, position, problem)
+    sent: dict[tuple[int, int, Op], deque[Action]] = {}
+    for rank, action in schedule:
+        if action.op in _RECEIVED_BY:
+            receive, step = _RECEIVED_BY[action.op]
+            message = Action(receive, action.stage + step, action.microbatch)
+            channel = (rank, schedule.rank_of(message.stage), receive)
+            sent.setdefault(channel, deque()).append(message)
+    for rank, position, action in _placed(schedule):
+        if action.op in (Op.RECV_F, Op.RECV_B):
+            sender = schedule.rank_of(action.stage + (-1 if action.op is Op.RECV_F else 1))
+            expected = sent[sender, rank, action.op].popleft()
+            if action != expected:
+                problem = (
+                    f"{action} is received out of order: the next message rank {sender} sends "
+                    f"here is for {expected}"
+                )
+                raise _fail(schedule, rank, position, problem)
 
 
 def _check_no_deadlock(schedule: Schedule, has_communication: bool) -> None:
@@ -175,3 +182,24 @@ def _check_no_deadlock(schedule: Schedule, has_communication: bool) -> None:
         )
     rank = min(stuck, key=lambda rank: stuck[rank])
     raise _fail(schedule, rank, stuck[rank], "deadlock: " + "; ".join(waits))
+
+
+def _check_slots(schedule: Schedule, slots_per_chunk: Sequence[Sequence[int]]) -> None:
+    sizes = [len(slots) for slots in slots_per_chunk]
+    if sizes != [schedule.num_chunks] * schedule.num_ranks:
+        raise ScheduleError(
+            f"schedule {schedule.name!r} has {schedule.num_ranks} ranks of {schedule.num_chunks} "
+            f"chunk(s), but slots are given for chunks {sizes}"
+        )
+    num_held: Counter[int] = Counter()
+    for rank, position, action in _placed(schedule):
+        if action.op is Op.F:
+            chunk = schedule.chunk_of(action.stage)
+            num_slots = slots_per_chunk[rank][chunk]
+            if num_held[action.stage] == num_slots:
+                holders = f"all {num_slots} of chunk {chunk} are in use"
+                problem = f"{action} finds no free slot: {holders}"
+                raise _fail(schedule, rank, position, problem)
+            num_held[action.stage] += 1
+        elif action.op.ends_lifetime:
+            num_held[action.stage] -= 1

@@ -2,44 +2,46 @@
 
 Qi et al. 2023, "Zero Bubble Pipeline Parallelism", handcrafted schedule H1. The backward is I
 (gradient of the input, which the previous stage waits for) and W (gradient of the weights, which
-nobody waits for). Rank r runs W a further r microbatches behind I. A microbatch is in flight until
+nobody waits for). Rank r runs W a further r microbatches after I. A microbatch is in flight until
 its W, so every rank holds at most ``num_ranks``: what 1F1B holds on rank 0, its fullest rank.
+
+Several chunks take turns as in interleaved 1F1B; one forward of warmup per rank is enough then too.
 """
 
 from __future__ import annotations
 
 from .action import Action, Op
 from .in_flight import InFlight
+from .interleaved import most_in_flight, walks
 from .shape import PipelineShape
 
 __all__ = ["idle_forwards", "in_flight", "rank_actions"]
 
 
 def rank_actions(shape: PipelineShape, rank: int) -> tuple[Action, ...]:
-    """Compute actions of one rank, in order. The shape must have one chunk per rank."""
-    total = shape.num_microbatches
-    num_warmup = min(shape.num_ranks - rank - 1, total)
-    num_steady = total - num_warmup
+    """Compute actions of one rank, in order."""
+    forwards, backwards = walks(shape, rank)
+    num_warmup = min(_lead(shape) - rank, len(forwards))
 
-    def backward(i: int) -> list[Action]:
-        delayed = [Action(Op.W, rank, i - rank)] if i >= rank else []
-        return [Action(Op.I, rank, i), *delayed]
-
-    warmup = [Action(Op.F, rank, i) for i in range(num_warmup)]
-    steady = [
-        action
-        for i in range(num_steady)
-        for action in (Action(Op.F, rank, num_warmup + i), *backward(i))
-    ]
-    cooldown = [action for i in range(num_steady, total) for action in backward(i)]
-    rest = [Action(Op.W, rank, i) for i in range(max(total - rank, 0), total)]
-    return tuple(warmup + steady + cooldown + rest)
+    actions = [Action(Op.F, *pair) for pair in forwards[:num_warmup]]
+    ahead = forwards[num_warmup:]
+    for i, pair in enumerate(backwards):
+        if i < len(ahead):
+            actions.append(Action(Op.F, *ahead[i]))
+        actions.append(Action(Op.I, *pair))
+        if i >= rank:
+            actions.append(Action(Op.W, *backwards[i - rank]))
+    rest = backwards[max(len(backwards) - rank, 0) :]
+    return (*actions, *(Action(Op.W, *pair) for pair in rest))
 
 
 def in_flight(shape: PipelineShape, rank: int) -> InFlight:  # noqa: ARG001
     """Most microbatches in flight on a rank, in a step of this many or of fewer."""
-    most = min(shape.num_ranks, shape.num_microbatches)
-    return InFlight((most,), most)
+    if shape.num_chunks == 1:
+        most = min(shape.num_ranks, shape.num_microbatches)
+        return InFlight((most,), most)
+    # Each rank starts one forward later than the one before it, and runs W one pair later after I.
+    return most_in_flight(shape, _lead(shape))
 
 
 def idle_forwards(shape: PipelineShape) -> int:
@@ -49,3 +51,8 @@ def idle_forwards(shape: PipelineShape) -> int:
     """
     num_filled = min(shape.num_microbatches, shape.num_ranks) - 1
     return 2 * (shape.num_ranks - 1) - num_filled
+
+
+def _lead(shape: PipelineShape) -> int:
+    """Forwards that rank 0 runs before its first pair of a forward and a backward."""
+    return (shape.num_chunks - 1) * shape.turn_size + shape.num_ranks - 1

@@ -105,9 +105,5 @@ class Grid:
         if len(panels) > len(shown):
             rest = len(panels) - len(shown)
             console.print(f"... {rest} more panels: --full prints them, --svg FILE draws them")
-        schedule = self.simulation.schedule
-        has_split_backward = any(action.op is Op.I for action in schedule.actions[0])
-        how_to_read = legend(
-            schedule.num_chunks, has_slots=True, has_split_backward=has_split_backward
-        )
+        how_to_read = legend(self.simulation.schedule, has_slots=True)
         console.print(how_to_read, style="dim", soft_wrap=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from chunkgraph._text import did_you_mean, shown
 from chunkgraph.data.vocabulary import NUM_TOKENS
@@ -164,7 +164,11 @@ def _check_microbatches(config: Config) -> None:
             f"itself. Set it to {pp} or more, or to null."
         )
         raise TopologyError(msg)
-    sizes = {"num_ranks": pp, "num_chunks": pipeline.num_model_chunks, "group_size": group}
+    sizes: dict[str, Any] = {
+        "num_ranks": pp,
+        "num_chunks": pipeline.num_model_chunks,
+        "group_size": group,
+    }
     for step, count in enumerate(config.train.num_microbatches):
         if not is_legal_count(count, **sizes):
             reason = (

@@ -67,6 +67,7 @@ class SlotPlan:
             num_ranks=self.num_ranks,
             num_chunks=self.num_chunks,
             group_size=self.group_size,
+            schedule=self.schedule,
         )
 
 
@@ -84,7 +85,7 @@ def plan_slots(
     Args:
         num_ranks: Pipeline-parallel size.
         num_chunks: Number of model chunks on each rank.
-        group_size: Microbatch group size of ``interleaved``, default ``num_ranks``.
+        group_size: Microbatch group size of interleaved schedules, default ``num_ranks``.
         rank: Pipeline rank, from 0.
         schedule: Name of a schedule, or ``auto`` for the one that Megatron runs.
         max_num_microbatches: Maximum number of microbatches in a step; may save slots. Required
@@ -100,13 +101,7 @@ def plan_slots(
         group_size = None
     elif group_size is None:
         group_size = num_ranks
-    check_sizes(
-        name,
-        num_ranks=num_ranks,
-        num_chunks=num_chunks,
-        group_size=group_size,
-        interleaves=family.interleaves,
-    )
+    check_sizes(name, num_ranks=num_ranks, num_chunks=num_chunks, group_size=group_size)
     if not 0 <= rank < num_ranks:
         raise TopologyError(f"rank {rank} is outside 0..{num_ranks - 1} of {num_ranks} ranks")
     if not family.is_bounded and max_num_microbatches is None:
@@ -144,12 +139,14 @@ def _plan(
 ) -> SlotPlan:
     family = get_family(name)
     largest = 2 * (group_size or num_ranks) if cap is None else cap
-    sizes = {"num_ranks": num_ranks, "num_chunks": num_chunks, "group_size": group_size}
-    smallest = nearest_legal_counts(0, **sizes)[-1]  # type: ignore[arg-type]
+    smallest = nearest_legal_counts(
+        0, num_ranks=num_ranks, num_chunks=num_chunks, group_size=group_size, schedule=name
+    )[-1]
     if largest < smallest:
+        groups = "" if group_size is None else f" and group size {group_size}"
         raise TopologyError(
-            f"schedule {name!r} with num_ranks {num_ranks}, num_chunks {num_chunks} and group size "
-            f"{group_size} has no legal microbatch count up to {cap}; the smallest is {smallest}"
+            f"schedule {name!r} with num_ranks {num_ranks}, num_chunks {num_chunks}{groups} has no "
+            f"legal microbatch count up to {cap}; the smallest is {smallest}"
         )
     shape = PipelineShape(
         num_ranks=num_ranks,

@@ -10,6 +10,7 @@ from chunkgraph.errors import ConfigError, ScheduleError, TopologyError
 from chunkgraph.schedules import (
     Schedule,
     build_schedule,
+    get_family,
     legal_counts,
     list_schedules,
     megatron_schedule,
@@ -21,24 +22,15 @@ from chunkgraph.schedules import (
 @st.composite
 def schedules(draw):
     name = draw(st.sampled_from(list_schedules()))
-    if name != "interleaved":
-        return build_schedule(
-            name,
-            num_ranks=draw(st.integers(1, 6)),
-            num_microbatches=draw(st.integers(1, 14)),
-        )
-    num_ranks, num_chunks = draw(st.integers(2, 5)), draw(st.integers(2, 4))
-    group_size = draw(st.integers(num_ranks, 2 * num_ranks + 1))
-    counts = legal_counts(
-        3 * group_size, num_ranks=num_ranks, num_chunks=num_chunks, group_size=group_size
-    )
-    return build_schedule(
-        name,
-        num_ranks=num_ranks,
-        num_chunks=num_chunks,
-        group_size=group_size,
-        num_microbatches=draw(st.sampled_from(counts)),
-    )
+    family = get_family(name)
+    num_chunks = family.num_chunks or draw(st.integers(2, 4))
+    num_ranks = draw(st.integers(1 if num_chunks == 1 else 2, 6))
+    sizes = {"num_ranks": num_ranks, "num_chunks": num_chunks}
+    if family.interleaves:
+        sizes["group_size"] = draw(st.integers(num_ranks, 2 * num_ranks + 1))
+    up_to = 3 * sizes.get("group_size", num_ranks + 2)
+    counts = legal_counts(up_to, **sizes, schedule=name)
+    return build_schedule(name, **sizes, num_microbatches=draw(st.sampled_from(counts)))
 
 
 def rows(schedule):
@@ -80,6 +72,36 @@ def test_zero_bubble_order():
     ]
 
 
+def test_interleaved_zero_bubble_order():
+    built = build_schedule("interleaved-zb", num_ranks=2, num_chunks=2, num_microbatches=2)
+    assert rows(built) == [
+        "0F0 0F1 2F0 2F1 2I0 2W0 2I1 2W1 0I0 0W0 0I1 0W1",
+        "1F0 1F1 3F0 3I0 3F1 3I1 3W0 1I0 3W1 1I1 1W0 1W1",
+    ]
+
+
+def test_v_orders():
+    sizes = {"num_ranks": 2, "num_chunks": 2, "num_microbatches": 4}
+    assert rows(build_schedule("zb-v", **sizes))[1] == (
+        "1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1F3 1I1 1W1 2F3 2I2 2W2 1I2 2I3 1I3 1W2 "
+        "2W3 1W3"
+    )
+    assert rows(build_schedule("dualpipe-v", **sizes)) == [
+        "0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3 3B1 3F2 0B0 3B2 3F3 0B1 3B3 0I2 0W2 0I3 0W3",
+        "1F0 2F0 1F1 2F1 1F2 2B0 2F2 1B0 1F3 2B1 2F3 1B1 2B2 1B2 2I3 1I3 2W3 1W3",
+    ]
+
+
+def test_a_v_holds_both_ends_on_rank_0():
+    built = build_schedule("zb-v", num_ranks=3, num_chunks=2, num_microbatches=1)
+    assert [built.rank_of(stage) for stage in range(6)] == [0, 1, 2, 2, 1, 0]
+    assert [built.chunk_of(stage) for stage in range(6)] == [0, 0, 0, 1, 1, 1]
+    assert [[built.stage_of(r, c) for c in (0, 1)] for r in range(3)] == [[0, 5], [1, 4], [2, 3]]
+    # Where the way turns, stages 2 and 3 exchange tensors without messages.
+    stages = {a.stage for _, a in built.with_communication() if a.op.value.startswith("SEND_F")}
+    assert stages == {0, 1, 3, 4}
+
+
 @settings(deadline=None, max_examples=150)
 @given(schedules())
 def test_every_schedule_is_valid_with_and_without_communication(built):
@@ -114,8 +136,17 @@ def test_csv_names_the_bad_cell_and_skips_bubbles():
         Schedule.from_csv("0F0,0B0\n1F0,nonsense\n")
     with pytest.raises(ScheduleError, match="empty"):
         Schedule.from_csv("\n")
-    read = Schedule.from_csv("0F0,,,0B0\n,1F0,1B0,\n")
+    with pytest.raises(ScheduleError, match="row 2 is empty"):
+        Schedule.from_csv("0F0,0B0\n,\n1F0,1B0\n")
+    read = Schedule.from_csv("0F0,,,0B0\n,1F0,1B0,\n\n")
     assert rows(read) == ["0F0 0B0", "1F0 1B0"]
+
+
+def test_csv_of_torch_with_actions_that_overlap():
+    read = Schedule.from_csv("0F0, (0F1;0B0)OVERLAP_F_B ,0B1\n")
+    assert rows(read) == ["0F0 0F1 0B0 0B1"]
+    with pytest.raises(ScheduleError, match="row 1, cell 1: 'x' is not an action"):
+        Schedule.from_csv("(0F1;x)OVERLAP_F_B")
 
 
 def test_iterates_rank_by_rank():
@@ -153,6 +184,12 @@ def test_chunks_must_fit_the_schedule():
         build_schedule("gpipe", num_ranks=2, num_microbatches=2, num_chunks=2)
     with pytest.raises(TopologyError, match="at least 2 model chunks"):
         build_schedule("interleaved", num_ranks=2, num_microbatches=2)
+    with pytest.raises(TopologyError, match="two model chunks on each rank, but num_chunks is 3"):
+        build_schedule("zb-v", num_ranks=2, num_microbatches=2, num_chunks=3)
+    with pytest.raises(TopologyError, match="at least 2 pipeline ranks"):
+        build_schedule("zb-v", num_ranks=1, num_microbatches=2, num_chunks=2)
+    with pytest.raises(TopologyError, match=r"7 .*needs 2 for each rank \(nearest legal: 8\)"):
+        build_schedule("dualpipe-v", num_ranks=4, num_microbatches=7, num_chunks=2)
 
 
 def test_nearest_counts_are_legal_and_nothing_legal_lies_between():

@@ -28,14 +28,15 @@ from chunkgraph.slots import in_flight
 def steps(draw: st.DrawFn) -> tuple[str, PipelineShape]:
     """A legal step of any schedule."""
     name = draw(st.sampled_from(list_schedules()))
-    sizes: dict[str, int] = {"num_ranks": draw(st.integers(1, 6))}
+    family = get_family(name)
+    num_chunks = family.num_chunks or draw(st.integers(2, 4))
+    num_ranks = draw(st.integers(1 if num_chunks == 1 else 2, 6))
+    sizes = {"num_ranks": num_ranks, "num_chunks": num_chunks}
     largest = 20
-    if get_family(name).interleaves:
-        sizes["num_ranks"] = draw(st.integers(2, 6))
-        sizes["num_chunks"] = draw(st.integers(2, 4))
-        sizes["group_size"] = draw(st.integers(sizes["num_ranks"], 2 * sizes["num_ranks"] + 2))
+    if family.interleaves:
+        sizes["group_size"] = draw(st.integers(num_ranks, 2 * num_ranks + 2))
         largest = 3 * sizes["group_size"]
-    count = draw(st.sampled_from(legal_counts(largest, **sizes)))
+    count = draw(st.sampled_from(legal_counts(largest, **sizes, schedule=name)))
     return name, check_step(name, num_microbatches=count, **sizes)
 
 
@@ -68,7 +69,7 @@ def test_numbers_in_flight_are_those_counted_in_all_steps(case: tuple[str, Pipel
                 num_ranks=shape.num_ranks,
                 num_chunks=shape.num_chunks,
             )
-            for count in legal_counts(shape.num_microbatches, **sizes)
+            for count in legal_counts(shape.num_microbatches, **sizes, schedule=name)
         ]
         assert family.in_flight(shape, rank) == InFlight(
             per_chunk=tuple(map(max, zip(*(found.per_chunk for found in counted), strict=True))),
@@ -76,16 +77,17 @@ def test_numbers_in_flight_are_those_counted_in_all_steps(case: tuple[str, Pipel
         )
 
 
-def test_every_group_size_and_tail_of_a_small_pipeline() -> None:
+@pytest.mark.parametrize("name", ["interleaved", "interleaved-zb"])
+def test_every_group_size_and_tail_of_a_small_pipeline(name: str) -> None:
     """Exhaustive where the closed form has most cases, against counting along the table."""
-    family = get_family("interleaved")
+    family = get_family(name)
     for num_ranks, num_chunks in ((2, 2), (2, 3), (3, 2), (3, 3)):
         for group_size in range(num_ranks, 2 * num_ranks + 3):
             sizes = {"num_ranks": num_ranks, "num_chunks": num_chunks, "group_size": group_size}
             for rank in range(num_ranks):
                 most, together = [0] * num_chunks, 0
                 for count in legal_counts(3 * group_size, **sizes):
-                    shape = check_step("interleaved", num_microbatches=count, **sizes)
+                    shape = check_step(name, num_microbatches=count, **sizes)
                     actions = family.rank_actions(shape, rank)
                     found = in_flight(actions, num_ranks=num_ranks, num_chunks=num_chunks)
                     most = list(map(max, zip(most, found.per_chunk, strict=True)))
@@ -112,9 +114,9 @@ def test_nearest_legal_counts_are_found_without_a_search(
 def test_the_largest_sizes_take_no_time(name: str) -> None:
     started = time.perf_counter()
     huge = 2**60
-    sizes = {"num_chunks": 4, "group_size": 3 * huge} if name == "interleaved" else {}
-    shape = check_step(name, num_ranks=huge, num_microbatches=5 * 3 * huge, **sizes)
     family = get_family(name)
+    sizes = {"num_chunks": family.num_chunks or 4, "group_size": 3 * huge}
+    shape = check_step(name, num_ranks=huge, num_microbatches=5 * 3 * huge, **sizes)
     for rank in (0, 12345, huge - 1):
         assert family.in_flight(shape, rank).together > 0
     assert 0 < family.bubble_ratio(shape) < 1

@@ -15,6 +15,9 @@ CASES = [
     build_schedule("zb-h1", num_ranks=3, num_microbatches=11),
     build_schedule("1f1b", num_ranks=12, num_microbatches=3),
     build_schedule("gpipe", num_ranks=1, num_microbatches=1),
+    build_schedule("interleaved-zb", num_ranks=2, num_chunks=2, num_microbatches=4),
+    build_schedule("zb-v", num_ranks=3, num_chunks=2, num_microbatches=5),
+    build_schedule("dualpipe-v", num_ranks=3, num_chunks=2, num_microbatches=7),
 ]
 
 
@@ -108,3 +111,13 @@ def test_svg_stays_within_the_asked_width(built):
 
 def test_colours_differ():
     assert len(set(COLOURS.values())) == len(COLOURS)
+
+
+def test_text_of_measured_costs_keeps_every_label(built):
+    """Whose lengths are no multiples of each other."""
+    costs = CostModel(forward_ms=1.61, backward_ms=4.59, input_grad_ms=2.37, weight_grad_ms=1.43)
+    text = draw_text(simulate(built, costs), slots=assign_slots(built), width=100_000)
+    for rank, line in enumerate(text.splitlines()[1 : built.num_ranks + 1]):
+        body = line.partition("|")[2].replace("-", " ")
+        words = [f"{a.op.value}{a.microbatch}" for a in built.actions[rank]]
+        assert [word.partition("/")[0].partition(".")[0] for word in body.split()] == words

@@ -48,6 +48,15 @@ def test_zero_bubble_idles_less_and_holds_no_more(num_ranks, extra):
     assert max(split.peak_in_flight(rank) for rank in every) == most == num_ranks
 
 
+@pytest.mark.parametrize(("num_ranks", "count"), [(2, 8), (4, 8), (4, 16), (8, 16), (8, 32)])
+def test_split_backwards_of_equal_thirds_leave_one_chunks_forward_per_rank(num_ranks, count):
+    """Qi et al. 2023: a V idles (p - 1) F of its chunks, where 1F1B idles (p - 1)(F + B)."""
+    costs = CostModel(forward_ms=0.5, backward_ms=1.0, input_grad_ms=0.5, weight_grad_ms=0.5)
+    for name in ("interleaved-zb", "zb-v", "dualpipe-v"):
+        built = build_schedule(name, num_ranks=num_ranks, num_chunks=2, num_microbatches=count)
+        assert simulate(built, costs).makespan_ms == 3.0 * count + 0.5 * (num_ranks - 1)
+
+
 def test_sending_takes_time_between_ranks_only():
     built = build_schedule("1f1b", num_ranks=2, num_microbatches=1)
     run = simulate(built, CostModel(send_ms=0.25))

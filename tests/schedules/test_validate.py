@@ -8,7 +8,17 @@ import random
 import pytest
 
 from chunkgraph.errors import ScheduleError
-from chunkgraph.schedules import Action, Op, Schedule, build_schedule, simulate, validate
+from chunkgraph.schedules import (
+    Action,
+    Op,
+    Schedule,
+    build_schedule,
+    get_family,
+    list_schedules,
+    simulate,
+    validate,
+)
+from chunkgraph.slots import plan_all_ranks
 
 CASES = {
     "gpipe": build_schedule("gpipe", num_ranks=3, num_microbatches=4),
@@ -17,6 +27,11 @@ CASES = {
         "interleaved", num_ranks=2, num_chunks=2, num_microbatches=5, group_size=3
     ),
     "zb-h1": build_schedule("zb-h1", num_ranks=3, num_microbatches=4),
+    "interleaved-zb": build_schedule(
+        "interleaved-zb", num_ranks=2, num_chunks=2, num_microbatches=5, group_size=3
+    ),
+    "zb-v": build_schedule("zb-v", num_ranks=3, num_chunks=2, num_microbatches=3),
+    "dualpipe-v": build_schedule("dualpipe-v", num_ranks=2, num_chunks=2, num_microbatches=5),
 }
 CASES |= {f"{name}+comm": built.with_communication() for name, built in CASES.items()}
 
@@ -83,24 +98,27 @@ def can_run(built):
     """A slow, separate check: repeatedly run any action whose inputs exist and messages match."""
     done, at, channels = set(), [0] * built.num_ranks, {}
     last = built.num_stages - 1
-    talks = built.has_communication
+
+    def talks(s, other):
+        return built.has_communication and built.rank_of(s) != built.rank_of(other)
 
     def ready(action):
         s, m = action.stage, action.microbatch
         grad_above = {Action(op, s + 1, m) for op in (Op.B, Op.I)}
         own_grad = {Action(op, s, m) for op in (Op.B, Op.I)}
         if action.op is Op.F:
-            source = Action(Op.RECV_F if talks else Op.F, s if talks else s - 1, m)
+            source = Action(Op.RECV_F, s, m) if talks(s, s - 1) else Action(Op.F, s - 1, m)
             return s == 0 or source in done
         if action.op.gives_input_grad:
-            source = {Action(Op.RECV_B, s, m)} if talks else grad_above
+            source = {Action(Op.RECV_B, s, m)} if talks(s, s + 1) else grad_above
             return Action(Op.F, s, m) in done and (s == last or bool(source & done))
         if action.op in (Op.W, Op.SEND_B):
             return bool(own_grad & done)
         if action.op is Op.SEND_F:
             return Action(Op.F, s, m) in done
         forward = action.op is Op.RECV_F
-        queue = channels.get((forward, built.rank_of(s - 1 if forward else s + 1)), [])
+        sender = built.rank_of(s - 1 if forward else s + 1)
+        queue = channels.get((forward, sender, built.rank_of(s)), [])
         return bool(queue) and queue[0] == (s, m)
 
     moved = True
@@ -112,11 +130,11 @@ def can_run(built):
                 if action.op in (Op.SEND_F, Op.SEND_B):
                     forward = action.op is Op.SEND_F
                     to = (action.stage + (1 if forward else -1), action.microbatch)
-                    channels.setdefault((forward, rank), []).append(to)
+                    channels.setdefault((forward, rank, built.rank_of(to[0])), []).append(to)
                 if action.op in (Op.RECV_F, Op.RECV_B):
                     forward = action.op is Op.RECV_F
                     sender = built.rank_of(action.stage + (-1 if forward else 1))
-                    channels[forward, sender].pop(0)
+                    channels[forward, sender, rank].pop(0)
                 done.add(action)
                 at[rank] += 1
                 moved = True
@@ -209,3 +227,56 @@ def test_rows_and_ranges():
 def test_simulation_refuses_a_broken_schedule():
     with pytest.raises(ScheduleError, match="runs before"):
         simulate(Schedule.from_csv("0B0,0F0"))
+
+
+def test_a_file_of_ones_own_is_refused_with_its_row():
+    """One message for each way in which a file can be wrong, with row and arrow."""
+    rows = build_schedule("zb-v", num_ranks=2, num_chunks=2, num_microbatches=4)
+    rows = [line.split(",") for line in rows.with_communication().to_csv().splitlines()]
+
+    def refused(edit, match, **slots):
+        changed = [list(row) for row in rows]
+        edit(changed)
+        text = "\n".join(map(",".join, changed))
+        with pytest.raises(ScheduleError, match=match) as caught:
+            validate(Schedule.from_csv(text), **slots)
+        assert "->" in str(caught.value)
+
+    def swap(row, one, other):
+        def edit(changed):
+            cells = changed[row]
+            i, j = cells.index(one), cells.index(other)
+            cells[i], cells[j] = cells[j], cells[i]
+
+        return edit
+
+    def first(row, cell):
+        return lambda changed: changed[row].insert(0, changed[row].pop(changed[row].index(cell)))
+
+    refused(swap(0, "3F0", "3I0"), r"3I0 runs before 3F0, which it needs \(row 1 as CSV\)")
+    refused(swap(1, "1I0", "1W0"), r"1W0 runs before 1I0, which it needs \(row 2 as CSV\)")
+    refused(lambda c: c[1].remove("1RECV_F0"), r"microbatch 0: missing RECV_F \(row 2 as CSV\)")
+    refused(lambda c: c[0].remove("0SEND_F0"), r"microbatch 0: missing SEND_F \(row 1 as CSV\)")
+    refused(first(1, "1RECV_F1"), r"1RECV_F1 is received out of order.*\(row 2 as CSV\)")
+    refused(first(0, "3RECV_F0"), r"deadlock: rank 0 at 3RECV_F0.*\(row 1 as CSV\)")
+    slots = [[4, 1], [3, 1]]
+    message = r"2F1 finds no free slot: all 1 of chunk 1 are in use \(row 2 as CSV\)"
+    refused(lambda changed: None, message, slots_per_chunk=slots)
+
+
+@pytest.mark.parametrize("name", list_schedules())
+def test_planned_slots_fit_and_one_less_does_not(name):
+    num_chunks = get_family(name).num_chunks or 2
+    sizes = {"num_ranks": 3, "num_chunks": num_chunks}
+    built = build_schedule(name, **sizes, num_microbatches=12)
+    plans = plan_all_ranks(**sizes, schedule=name, max_num_microbatches=12)
+    slots = [list(plan.slots_per_chunk) for plan in plans]
+    validate(built, slots_per_chunk=slots)
+    for rank in range(3):
+        for chunk in range(num_chunks):
+            fewer = [list(row) for row in slots]
+            fewer[rank][chunk] -= 1
+            with pytest.raises(ScheduleError, match=f"all {fewer[rank][chunk]} of chunk {chunk}"):
+                validate(built, slots_per_chunk=fewer)
+    with pytest.raises(ScheduleError, match=r"3 ranks of .* chunk\(s\), but slots are given for"):
+        validate(built, slots_per_chunk=slots[1:])

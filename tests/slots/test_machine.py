@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chunkgraph.errors import SlotError
-from chunkgraph.schedules import Op, build_schedule, legal_counts, list_schedules
+from chunkgraph.schedules import Op, build_schedule, get_family, legal_counts, list_schedules
 from chunkgraph.slots import SlotMachine, SlotState, assign_slots, plan_slots
 
 
@@ -197,11 +197,12 @@ def test_message_of_a_long_step_stays_short():
 def steps(draw):
     """A rank of a family, and microbatch counts of some steps in any order."""
     name = draw(st.sampled_from(list_schedules()))
-    num_chunks = draw(st.integers(2, 4)) if name == "interleaved" else 1
+    family = get_family(name)
+    num_chunks = family.num_chunks or draw(st.integers(2, 4))
     num_ranks = draw(st.integers(2 if num_chunks > 1 else 1, 5))
-    group_size = draw(st.integers(num_ranks, 2 * num_ranks)) if num_chunks > 1 else None
+    group_size = draw(st.integers(num_ranks, 2 * num_ranks)) if family.interleaves else None
     sizes = {"num_ranks": num_ranks, "num_chunks": num_chunks, "group_size": group_size}
-    counts = legal_counts(4 * (group_size or num_ranks), **sizes)
+    counts = legal_counts(4 * (group_size or num_ranks), **sizes, schedule=name)
     chosen = draw(st.lists(st.sampled_from(counts), min_size=1, max_size=4))
     return name, sizes, draw(st.integers(0, num_ranks - 1)), chosen
 
@@ -238,7 +239,7 @@ def test_planned_slots_carry_every_legal_step(case):
 def test_one_slot_less_is_not_enough(case, rng):
     name, sizes, rank, _ = case
     most = 4 * (sizes["group_size"] or sizes["num_ranks"]) - 1
-    most = max(legal_counts(most, **sizes))
+    most = max(legal_counts(most, **sizes, schedule=name))
     plan = plan_slots(**sizes, rank=rank, schedule=name, max_num_microbatches=most)
     chunk = rng.randrange(len(plan.slots_per_chunk))
     slots = list(plan.slots_per_chunk)
@@ -248,7 +249,7 @@ def test_one_slot_less_is_not_enough(case, rng):
     machine = SlotMachine(slots, "rank 0")
 
     def drive_all():
-        for count in legal_counts(most, **sizes):
+        for count in legal_counts(most, **sizes, schedule=name):
             drive(machine, build_schedule(name, **sizes, num_microbatches=count), rank)
 
     with pytest.raises(SlotError, match="are in use"):

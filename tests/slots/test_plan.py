@@ -107,6 +107,32 @@ def test_zero_bubble_needs_no_more_than_the_fullest_rank_of_1f1b(num_ranks):
         assert plan.slots_per_chunk == (max(peaks),) == (num_ranks,)
 
 
+@pytest.mark.parametrize(
+    ("schedule", "slots", "together"),
+    [
+        ("interleaved", [(8, 4), (8, 4), (7, 3), (5, 1)], [11, 9, 7, 5]),
+        ("interleaved-zb", [(8, 4)] * 4, [8] * 4),
+        ("zb-v", [(8, 1), (7, 2), (6, 3), (5, 4)], [8] * 4),
+        ("dualpipe-v", [(8, 1), (7, 2), (6, 3), (5, 4)], [9] * 4),
+    ],
+)
+def test_known_plans_of_four_ranks_with_two_chunks(schedule, slots, together):
+    """torch's own liveness analyser counts the same along its tables."""
+    plans = plan_all_ranks(4, 2, schedule=schedule)
+    assert [plan.slots_per_chunk for plan in plans] == slots
+    assert [plan.peak_in_flight for plan in plans] == together
+
+
+def test_a_plan_covers_the_counts_of_its_schedule():
+    plan = plan_slots(4, 2, rank=0, schedule="dualpipe-v")
+    assert not plan.covers(7)
+    assert plan.covers(8)
+    assert plan_slots(4, 2, rank=0, schedule="zb-v").covers(1)
+    message = "no legal microbatch count up to 7; the smallest is 8"
+    with pytest.raises(TopologyError, match=message):
+        plan_slots(4, 2, rank=0, schedule="dualpipe-v", max_num_microbatches=7)
+
+
 def test_gpipe_needs_a_largest_count():
     with pytest.raises(ConfigError, match="max_num_microbatches"):
         plan_slots(4, rank=0, schedule="gpipe")
