@@ -21,7 +21,6 @@ from chunkgraph.bench.profiled import marked, profile_steps
 from chunkgraph.bench.trace import PREFIX, KernelTimes
 from chunkgraph.bench.variants import Captures, Variant
 from chunkgraph.settings import Config
-from chunkgraph.trainer.context_batches import ContextBatches
 from chunkgraph.trainer.forward_step import forward_step
 from chunkgraph.trainer.trained_model import StepRecord, TrainedModel, synchronize
 
@@ -164,7 +163,6 @@ class VariantRun:
         self._step = self.measurement.num_steps_run = index + 1
         self._variant.before_step(index)
         count = model.count(index)
-        assert not isinstance(model.batches, ContextBatches), "the command refuses them"
         packings = model.batches.packings(index, count)
         buckets = model.batches.buckets(index, count)
         batches = list(model.batches.step(index, count))

@@ -21,9 +21,11 @@ from chunkgraph.errors import ConfigError
 from chunkgraph.launch.script_steps import Microbatches, ScriptSteps
 from chunkgraph.launch.sft_data import ROWS, Documents, documents_of
 from chunkgraph.megatron.core.gloo_agreement import Gather, Share
-from chunkgraph.megatron.features.contexts import ContextBank, ContextBanks
+from chunkgraph.megatron.features.packing.bank import PackedBank
+from chunkgraph.megatron.features.packing.banks import PackedBanks
 from chunkgraph.megatron.features.packing.params import PADDING_MASK, make_params, sent
 from chunkgraph.packing import (
+    ContextLimits,
     ContextMicrobatch,
     ContextScheduler,
     PackedSequences,
@@ -51,7 +53,7 @@ class _Turn:
     """
 
     packed: PackedSequences
-    key: ContextBank
+    key: PackedBank
     rows: NDArray[Any]
     is_filler: bool
 
@@ -79,7 +81,7 @@ class ContextSteps(ScriptSteps):
 
     def __init__(
         self,
-        banks: ContextBanks,
+        banks: PackedBanks,
         model_chunks: Sequence[nn.Module],
         rank: int,
         *,
@@ -110,20 +112,22 @@ class ContextSteps(ScriptSteps):
     def _begin(
         self, read: Microbatches, kwargs: dict[str, Any]
     ) -> tuple[Microbatches, dict[str, Any]]:
-        limits = self._banks.limits
+        limits, groups = self._banks.limits, self._banks.groups
+        assert limits is not None
+        assert groups is not None
         of_ranks = self._documents(read, kwargs["seq_length"])
         own = None if of_ranks is None else [len(d["tokens"]) for d in of_ranks]
         lengths: list[int] = self._shared(own)
-        schedule = schedule_contexts(lengths, limits, self._scheduler())
+        schedule = schedule_contexts(lengths, limits, self._scheduler(limits))
         keys = self._banks.of_schedule(schedule, lengths)
         if self._has_experts:
             asked = kwargs["num_microbatches"]
             # Fillers add nothing to them.
             ran = schedule.mean_filled_microbatches, schedule.num_filled_rounds
             self.metrics_scales = asked / ran[0], asked / ran[1]
-        mine = schedule.of_rank(self._banks.groups.rank)
+        mine = schedule.of_rank(groups.rank)
         self._step = [
-            self._turn([lengths[d] for d in m.documents], key)
+            self._turn([lengths[d] for d in m.documents], key, groups.rank)
             for m, key in zip(mine, keys, strict=True)
         ]
         handed: Microbatches = [None] * len(read)
@@ -155,16 +159,16 @@ class ContextSteps(ScriptSteps):
             return {}
         return {PADDING_MASK: sent(self._step[turn].padding_mask, self._device)}
 
-    def _turn(self, lengths: Sequence[int], key: ContextBank) -> _Turn:
+    def _turn(self, lengths: Sequence[int], key: PackedBank, rank: int) -> _Turn:
         # A filler forwards one token, whose loss does not count.
-        packed = pack(lengths or [1], self._banks.shape(key))
-        rows = packed.rows_of_rank(self._banks.groups.rank % key.size)
+        packed = pack(lengths or [1], key.shape)
+        rows = packed.rows_of_rank(rank % key.size)
         return _Turn(packed, key, rows, is_filler=not lengths)
 
-    def _scheduler(self) -> ContextScheduler:
+    def _scheduler(self, limits: ContextLimits) -> ContextScheduler:
         if self._schedule == "smallest":
             return SmallestSizes()
-        most = self._banks.limits.max_packed_seqs - 1
+        most = limits.max_packed_seqs - 1
         return RandomSizes(self._seed(), documents_each=most)
 
     # -- documents -----------------------------------------------------------------------------

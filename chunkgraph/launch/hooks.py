@@ -43,10 +43,11 @@ from chunkgraph.launch.step_metrics import StepMetrics
 from chunkgraph.megatron.attachment import MegatronChunkGraphs, attach, config_of
 from chunkgraph.megatron.core.access import import_megatron
 from chunkgraph.megatron.core.collectives import gather_from_data_ranks, share_in_tensor_group
-from chunkgraph.megatron.features.contexts import ContextBanks, ContextGroups, follow_groups
+from chunkgraph.megatron.features.contexts import ContextGroups, follow_groups
 from chunkgraph.megatron.features.experts.rows_in_use import moe_layers_of
 from chunkgraph.megatron.features.experts.state import scale_expert_metrics
 from chunkgraph.megatron.features.experts.worst_case_dispatch import use_worst_case_dispatch
+from chunkgraph.megatron.features.packing.banks import PackedBanks
 from chunkgraph.megatron.features.stash.feature import stash_options
 from chunkgraph.megatron.topology import PipelinePlace
 
@@ -177,7 +178,7 @@ class ChunkGraphsInPretrain:
 
     def _contexts(
         self, flags: GraphFlags, args: Any, chunks: Sequence[Any], undo: contextlib.ExitStack
-    ) -> ContextBanks | None:
+    ) -> PackedBanks | None:
         """The banks of context-parallel sizes that change; None where they do not."""
         if flags.contexts is None:
             return None
@@ -193,7 +194,7 @@ class ChunkGraphsInPretrain:
         # Not after an error, which this rank may have alone: others may wait in them for ever.
         undo.push(lambda kind, _error, _trace: groups.close() if kind is None else None)
         undo.callback(follow_groups(chunks, groups))
-        return ContextBanks(
+        return PackedBanks.of_limits(
             limits,
             groups,
             cuda_graph_cp_sizes=flags.contexts.captured,

@@ -8,7 +8,7 @@ from dataclasses import replace
 from chunkgraph.errors import PackingError
 from chunkgraph.launch.context_rules import changing_refusals
 from chunkgraph.launch.flags import GraphFlags, flag_of
-from chunkgraph.megatron.features.packing.banks import Buckets
+from chunkgraph.megatron.features.packing.banks import PackedBanks
 from chunkgraph.megatron.features.packing.options import PackingOptions
 from chunkgraph.packing import PackedShape
 from chunkgraph.packing.seq_counts import default_seq_buckets
@@ -55,7 +55,7 @@ def packing_refusals(flags: GraphFlags, args: argparse.Namespace) -> list[str]:
     try:
         shape = packed_shape(flags, args)
         assert shape is not None
-        shapes = Buckets.of_model(shape, flags.packing.buckets, (), args).all_shapes
+        shapes = PackedBanks.of_model(shape, flags.packing.buckets, (), args).shapes
     except PackingError as error:
         return [*found, f"{asked}: {error}"]
     rows = _rows(args)

@@ -160,7 +160,7 @@ def save_run_record(
         "cuda_graph_granularity": "chunk",
         **flags.as_dict(),
         "capture": {**asdict(flags.capture), "scope": graphs.scope.scope},
-        "graphs_of_rank_0": _graphs(graphs, flags.packing.max_packed_seqs),
+        "graphs_of_rank_0": _graphs(graphs),
     }
     path = folder / RECORD_NAME
     try:
@@ -173,7 +173,7 @@ def save_run_record(
     return path
 
 
-def _graphs(graphs: MegatronChunkGraphs, max_packed_seqs: int) -> dict[str, Any]:
+def _graphs(graphs: MegatronChunkGraphs) -> dict[str, Any]:
     """What this rank captures; packed shapes and context-parallel sizes where there are any."""
     found: dict[str, Any] = {
         "slots_per_chunk": list(graphs.num_slots),
@@ -189,7 +189,7 @@ def _graphs(graphs: MegatronChunkGraphs, max_packed_seqs: int) -> dict[str, Any]
             {
                 "context_parallel_size": key.size,
                 "tokens_per_rank": key.num_tokens,
-                "max_packed_seqs": key.max_packed_seqs or max_packed_seqs,
+                "max_packed_seqs": key.shape.max_packed_seqs,
             }
             for key in graphs.context_banks
         ]

@@ -13,10 +13,12 @@ if TYPE_CHECKING:
     from chunkgraph.launch.hooks import enable
     from chunkgraph.megatron.attachment import MegatronChunkGraphs, attach
     from chunkgraph.megatron.features.experts.packed_padding import keep_padding_from_experts
+    from chunkgraph.megatron.features.packing.banks import PackedBanks
     from chunkgraph.megatron.features.packing.options import PackingOptions
 
 __all__ = [
     "MegatronChunkGraphs",
+    "PackedBanks",
     "PackingOptions",
     "attach",
     "enable",
@@ -25,6 +27,7 @@ __all__ = [
 
 _HOMES = {
     "MegatronChunkGraphs": "chunkgraph.megatron.attachment",
+    "PackedBanks": "chunkgraph.megatron.features.packing.banks",
     "PackingOptions": "chunkgraph.megatron.features.packing.options",
     "attach": "chunkgraph.megatron.attachment",
     "enable": "chunkgraph.launch.hooks",

@@ -12,8 +12,8 @@ from chunkgraph.engine.decide.reasons import StepMode
 from chunkgraph.errors import ConfigError, SlotError
 from chunkgraph.megatron.core.process_groups import before_groups_end
 from chunkgraph.megatron.feature import Features
-from chunkgraph.megatron.features.contexts.key import ContextBank
 from chunkgraph.megatron.features.experts.feature import Experts
+from chunkgraph.megatron.features.packing.bank import PackedBank
 from chunkgraph.megatron.features.packing.steps import Packings
 from chunkgraph.megatron.features.rerun.last_forward import notify_after_last_forward
 from chunkgraph.megatron.features.stash.feature import ExpertStash
@@ -105,8 +105,8 @@ class MegatronChunkGraphs:
         A step that was announced (`announce`) may omit them. The caller passes
         ``packed_seq_params`` to the model on every pipeline stage, as without chunk graphs.
 
-        If the graphs were attached with `ContextBanks`, training steps take ``contexts``, the bank
-        of each microbatch (`ContextBanks.of_schedule`), and ``misfit``.
+        If the context-parallel size changes, training steps take ``contexts``, the bank of each
+        microbatch (`PackedBanks.of_schedule`), and ``misfit``.
         """
 
         def chunk_graph_forward_backward(
@@ -114,7 +114,7 @@ class MegatronChunkGraphs:
             packings: Packings | None = None,
             misfit: str = "",
             buckets: Sequence[int] | None = None,
-            contexts: Sequence[ContextBank] | None = None,
+            contexts: Sequence[PackedBank] | None = None,
             **kwargs: Any,
         ) -> Any:
             inputs = StepInputs(packings, misfit, buckets, contexts)
@@ -191,9 +191,10 @@ class MegatronChunkGraphs:
         return len(self.features.planner.keys)
 
     @property
-    def context_banks(self) -> tuple[ContextBank, ...]:
+    def context_banks(self) -> tuple[PackedBank, ...]:
         """Return the banks of all captured context-parallel sizes; empty if the size is fixed."""
-        return tuple(key for key in self.features.planner.keys if isinstance(key, ContextBank))
+        packing = self.site.packing
+        return () if packing is None or packing.groups is None else packing.keys
 
     @property
     def buckets(self) -> Mapping[int, PackedShape]:
@@ -229,7 +230,7 @@ class MegatronChunkGraphs:
         misfit: str = "",
         buckets: Sequence[int] | None = None,
         *,
-        contexts: Sequence[ContextBank] | None = None,
+        contexts: Sequence[PackedBank] | None = None,
     ) -> None:
         """Announce the contents of the next training step, so that ranks agree ahead of time.
 
@@ -244,7 +245,7 @@ class MegatronChunkGraphs:
             packings: Lengths of the documents of each microbatch of the step.
             misfit: A reason not to replay the step, independent of its packings; "" for none.
             buckets: See `wrap_forward_backward`.
-            contexts: The bank of each microbatch, if attached with `ContextBanks`.
+            contexts: The bank of each microbatch, if context-parallel sizes change.
 
         Raises:
             SlotError: The next step is already announced, or this call comes too early.

@@ -30,9 +30,9 @@ from chunkgraph.megatron.core.access import refuse_other_releases
 from chunkgraph.megatron.core.random_state import graph_safe_generators
 from chunkgraph.megatron.feature import Feature, Features
 from chunkgraph.megatron.features import FEATURES
-from chunkgraph.megatron.features.contexts import ContextBanks
 from chunkgraph.megatron.features.experts.feature import TokenDrops
-from chunkgraph.megatron.features.packing.options import PackingOptions
+from chunkgraph.megatron.features.packing.banks import PackedBanks
+from chunkgraph.megatron.features.packing.options import PackingOptions, packed_banks
 from chunkgraph.megatron.features.rerun.guard import OverflowGuard
 from chunkgraph.megatron.receive import SlotReceiver
 from chunkgraph.megatron.refusals import refuse_model
@@ -69,7 +69,7 @@ def attach(
     *,
     scope: Scope = "auto",
     options: CaptureOptions | None = None,
-    packing: PackedShape | PackingOptions | ContextBanks | None = None,
+    packing: PackedShape | PackingOptions | PackedBanks | None = None,
     token_drops: TokenDrops = "warn",
     stash: StashOptions | None = None,
     zero_copy: bool = True,
@@ -93,8 +93,8 @@ def attach(
             shape; `PackingOptions` adds shorter lengths and fewer sequences. Every training step
             then takes the documents of all its microbatches (see
             `MegatronChunkGraphs.wrap_forward_backward`), and a step with a microbatch that does
-            not fit runs eagerly on all ranks. `ContextBanks` is for context-parallel sizes that
-            change: every training step takes the bank of each microbatch, and its
+            not fit runs eagerly on all ranks. `PackedBanks.of_limits` is for context-parallel sizes
+            that change: every training step takes the bank of each microbatch, and its
             ``packed_seq_params`` set ``cp_group`` and ``local_cp_size``. Such a model is built
             with a static context-parallel size of 1 and `contexts.follow_groups`. A step with a
             size that is not captured runs eagerly on all ranks.
@@ -129,12 +129,12 @@ def attach(
         chunks=[model_chunks] if isinstance(model_chunks, nn.Module) else list(model_chunks),
         requested_scope=scope,
         options=options if options is not None else CaptureOptions(),
-        packing=PackingOptions(packing) if isinstance(packing, PackedShape) else packing,
         token_drops=token_drops,
         stash=stash,
         zero_copy=zero_copy,
         requested_slots=engine.pop("num_slots", None),
     )
+    site.packing = packed_banks(packing, site.config)
     refuse_model([refusal for kind in kinds for refusal in kind.refusals(site)])
     for kind in kinds:
         kind.check(site)
@@ -211,7 +211,7 @@ _SUCCESSORS = {
         "packing=PackingOptions(shape, {name}=...), or ContextBanks(..., {name}=...) if the "
         "context-parallel size changes",
     ),
-    "contexts": "packing=ContextBanks(...)",
+    "contexts": "packing=PackedBanks.of_limits(...)",
 }
 """Replacements of keywords of earlier releases."""
 

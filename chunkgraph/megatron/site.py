@@ -22,9 +22,8 @@ from chunkgraph.megatron.scope_choice import ChosenScope, choose_scope
 from chunkgraph.megatron.topology import PipelinePlace
 
 if TYPE_CHECKING:
-    from chunkgraph.megatron.features.contexts import ContextBanks
     from chunkgraph.megatron.features.experts.feature import TokenDrops
-    from chunkgraph.megatron.features.packing.options import PackingOptions
+    from chunkgraph.megatron.features.packing.banks import PackedBanks
     from chunkgraph.memory.stash import StashOptions
     from chunkgraph.packing import PackedShape
 
@@ -51,7 +50,7 @@ class Site:
     chunks: Sequence[nn.Module]
     requested_scope: Scope = "auto"
     options: CaptureOptions = field(default_factory=CaptureOptions)
-    packing: PackingOptions | ContextBanks | None = None
+    packing: PackedBanks | None = None
     token_drops: TokenDrops = "warn"
     stash: StashOptions | None = None
     zero_copy: bool = True

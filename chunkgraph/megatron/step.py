@@ -183,7 +183,7 @@ class StepPlanner:
         if "contexts" not in self.inputs and inputs.contexts is not None:
             raise ConfigError(
                 "The step has contexts, but the chunk graphs were attached without them. Pass the "
-                "banks to attach(): attach(..., packing=ContextBanks(...))."
+                "banks to attach(): attach(..., packing=PackedBanks.of_limits(...))."
             )
         if inputs.misfit and not self.inputs:
             raise ConfigError(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,31 +14,37 @@ from numpy.typing import NDArray
 from chunkgraph.data import DocumentRow, Documents, DrawnDocuments, PackedText
 from chunkgraph.megatron.core.access import import_megatron
 from chunkgraph.megatron.core.collectives import agree_by_maximum
+from chunkgraph.megatron.core.gloo_agreement import Maximum
+from chunkgraph.megatron.features.contexts import ContextGroups
 from chunkgraph.megatron.features.packing.attention_limits import shares_keys
-from chunkgraph.megatron.features.packing.banks import Buckets
-from chunkgraph.megatron.features.packing.options import PackingOptions
+from chunkgraph.megatron.features.packing.bank import PackedBank
+from chunkgraph.megatron.features.packing.banks import PackedBanks
 from chunkgraph.megatron.features.packing.params import make_params, sent
 from chunkgraph.packing import (
-    PackedSequences,
+    ContextLimits,
+    ContextScheduler,
     PackedShape,
+    RandomSizes,
+    SmallestSizes,
     pack,
     reason_not_to_fit,
+    schedule_contexts,
 )
 from chunkgraph.settings import Config
 
 __all__ = [
     "PackedBatches",
     "SequenceBatches",
+    "context_limits",
     "make_batches",
     "packed_shape",
-    "packing_options",
     "sequence_batches",
 ]
 
 Batch = dict[str, Any]
 
-_NUM_CHOSEN = 4
-"""Number of steps whose buckets are cached: the current one and the next, which is announced."""
+_NUM_REMEMBERED = 4
+"""Steps that are remembered: this one, and the next, which is announced."""
 
 
 def packed_shape(config: Config, model_config: Any = None) -> PackedShape | None:
@@ -66,12 +73,38 @@ def packed_shape(config: Config, model_config: Any = None) -> PackedShape | None
     )
 
 
-def packing_options(config: Config, model_config: Any) -> PackingOptions | None:
-    """Return all shapes that are captured; None without a fixed shape. See `packed_shape`."""
+def context_limits(config: Config, model_config: Any) -> ContextLimits:
+    """Return the limits of every schedule of a run whose context-parallel size changes.
+
+    Args:
+        config: the run.
+        model_config: Megatron's TransformerConfig.
+    """
+    packing, pipeline = config.packing, config.pipeline
+    return ContextLimits(
+        world_size=pipeline.data_parallel_size,
+        max_tokens_per_rank=config.tokens_per_sequence,
+        max_packed_seqs=packing.max_packed_seqs,
+        sizes=packing.context_parallel_sizes,
+        multiple_of=pipeline.microbatch_group_size if pipeline.num_model_chunks > 1 else 1,
+        counts_padding=shares_keys(model_config),
+    )
+
+
+def _banks(config: Config, model_config: Any) -> PackedBanks:
+    """Make the banks of a run with packed documents. All ranks call it together."""
+    packing = config.packing
     shape = packed_shape(config, model_config)
-    if shape is None:
-        return None
-    return PackingOptions(shape, config.packing.buckets, config.seq_buckets)
+    if shape is not None:
+        return PackedBanks.of_model(shape, packing.buckets, config.seq_buckets, model_config)
+    limits = context_limits(config, model_config)
+    has_experts = config.moe.num_moe_experts is not None
+    return PackedBanks.of_limits(
+        limits,
+        ContextGroups.of_data_parallel(limits.group_sizes, has_experts=has_experts),
+        cuda_graph_cp_sizes=packing.captured_context_parallel_sizes,
+        seq_buckets=config.seq_buckets,
+    )
 
 
 def make_batches(
@@ -84,20 +117,19 @@ def make_batches(
         device: this rank's device.
         model_config: Megatron's TransformerConfig.
     """
-    shape = packed_shape(config, model_config)
-    return (
-        SequenceBatches(config, device)
-        if shape is None
-        else PackedBatches(config, shape, device, model_config)
-    )
+    if config.packing.max_packed_seqs:
+        return PackedBatches(config, device, model_config)
+    return SequenceBatches(config, device)
 
 
 def _documents(config: Config, shape: PackedShape) -> Documents | DrawnDocuments:
     path, counts = config.data.path, config.data.document_counts
+    # Where sizes change, documents of a row go to ranks and groups of any size.
+    multiple = 1 if config.packing.context_parallel_sizes else shape.document_multiple
     rows = {
         "num_tokens": shape.max_packed_tokens,
         "seed": config.train.seed,
-        "multiple": shape.document_multiple,
+        "multiple": multiple,
     }
     if counts:
         return DrawnDocuments.from_file(path, counts, **rows)
@@ -106,6 +138,8 @@ def _documents(config: Config, shape: PackedShape) -> Documents | DrawnDocuments
 
 class SequenceBatches:
     """Sequences of one length, cut from all documents end to end."""
+
+    banks: None = None
 
     def __init__(self, config: Config, device: torch.device) -> None:
         self._config = config
@@ -137,6 +171,39 @@ class SequenceBatches:
         return sequence_batches(self._config, self._text, step, num_microbatches, self._device)
 
 
+@dataclass(frozen=True)
+class _Microbatch:
+    """Whole documents that the ranks of one context-parallel group share.
+
+    Attributes:
+        bank: the shape that they are packed into, and the group.
+        lengths: tokens of each document; none: a filler, which only keeps ranks in step.
+        draw: draws the documents.
+    """
+
+    bank: PackedBank
+    lengths: Sequence[int]
+    draw: Callable[[], DocumentRow]
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A step of this rank.
+
+    Attributes:
+        microbatches: its microbatches.
+        options: keywords of the schedule that chunk graphs need.
+        eager_options: keywords that eager steps need, too.
+        loss_scale: makes the sum of a microbatch's losses a share of the step's mean; None: the
+            loss is the mean over each microbatch.
+    """
+
+    microbatches: Sequence[_Microbatch]
+    options: dict[str, Any]
+    eager_options: dict[str, Any] = field(default_factory=dict)
+    loss_scale: float | None = None
+
+
 class PackedBatches:
     """Whole documents in one row, with their offsets.
 
@@ -149,97 +216,181 @@ class PackedBatches:
     not by a factor 0.
 
     A context-parallel rank has its rows of every document, and its share of the microbatch's loss.
+    Where context-parallel sizes change, one, two, four, ... of the data-parallel ranks share a
+    microbatch. All of them draw the documents of the whole step, and so find the same schedule. The
+    loss of each microbatch is then a share of the step's mean over all tokens, however they are
+    spread.
+
+    Args:
+        config: the run.
+        device: this rank's device.
+        model_config: Megatron's TransformerConfig.
+
+    Attributes:
+        banks: what microbatches are packed into.
     """
 
-    def __init__(
-        self, config: Config, shape: PackedShape, device: torch.device, model_config: Any
-    ) -> None:
-        self.shape = shape
+    def __init__(self, config: Config, device: torch.device, model_config: Any) -> None:
+        self._config = config
         self._device = device
-        self._has_experts = config.moe.num_moe_experts is not None
-        self._has_states = config.model.hybrid_layer_pattern is not None
-        self._buckets = Buckets.of_model(
-            shape, config.packing.buckets, config.seq_buckets, model_config
-        )
-        # Microbatches of ranks that share experts pass through a chunk together.
-        shares = config.pipeline.expert_model_parallel_size > 1 and len(self._buckets.keys) > 1
-        self._agree = agree_by_maximum() if shares else None
-        self._chosen: dict[tuple[int, int], list[int]] = {}
-        self._documents = _documents(config, shape)
+        self._agree: Maximum | None = None
+        self.banks = _banks(config, model_config)
+        if self.banks.groups is None and config.pipeline.expert_model_parallel_size > 1:
+            # Of ranks that share experts, microbatches go through a chunk together.
+            self._agree = agree_by_maximum() if len(self.banks.shapes) > 1 else None
+        self._documents = _documents(config, self.banks.largest_shape)
+        self._steps: dict[tuple[int, int], _Step] = {}
 
     def schedule_options(self, step: int, count: int, *, has_graphs: bool) -> dict[str, Any]:
-        """Return the keywords of the schedule that Megatron's schedule does not have."""
-        buckets = self.buckets(step, count)
-        if has_graphs:
-            return {"packings": self.packings(step, count), "buckets": buckets}
-        return {} if buckets is None else {"buckets": buckets}
+        """Return keywords of the schedule that Megatron's own does not take."""
+        contents = self._step(step, count)
+        return {**contents.eager_options, **(contents.options if has_graphs else {})}
 
-    def num_microbatches(self, _step: int, count: int) -> int:
-        """Return ``count``."""
-        return count
+    def num_microbatches(self, step: int, count: int) -> int:
+        """Return the step's microbatches, if the documents are those of ``count`` full ones."""
+        return len(self._step(step, count).microbatches)
 
-    def packings(self, step: int, num_microbatches: int) -> list[tuple[int, ...]]:
-        """Return the document lengths of the step's microbatches, for this data-parallel rank."""
-        rank = _data_parallel_rank()
-        return [self._documents.lengths(step, m, rank) for m in range(num_microbatches)]
+    def packings(self, step: int, count: int) -> list[Sequence[int]]:
+        """Return the document lengths of the step's microbatches, for this rank."""
+        return [microbatch.lengths for microbatch in self._step(step, count).microbatches]
 
-    def buckets(self, step: int, num_microbatches: int) -> list[int] | None:
-        """Return the rows of each microbatch; None if there is one length.
+    def buckets(self, step: int, count: int) -> list[int] | None:
+        """Return the rows of each microbatch, if ranks agree on one of several lengths.
 
         All ranks call this for the same steps in the same order.
         """
-        if len(self._buckets.keys) == 1:
-            return None
-        key = (step, num_microbatches)
-        if key not in self._chosen:
-            packings = self.packings(step, num_microbatches)
-            while len(self._chosen) >= _NUM_CHOSEN:
-                del self._chosen[next(iter(self._chosen))]
-            self._chosen[key] = self._buckets.choose(packings, self._agree)
-        return self._chosen[key]
+        return self._step(step, count).eager_options.get("buckets")
 
     def close(self) -> None:
-        """Destroy the process group of the agreement."""
+        """Destroy the process groups that ranks agreed in, or shared microbatches."""
         if self._agree is not None:
             self._agree.close()
+        if self.banks.groups is not None:
+            self.banks.groups.close()
 
-    def step(self, step: int, num_microbatches: int) -> Iterator[Batch]:
-        """Draw the step's microbatches, for one chunk."""
-        rank = _data_parallel_rank()
-        buckets = self.buckets(step, num_microbatches)
-        for microbatch in range(num_microbatches):
-            row = self._documents.row(step, microbatch, rank)
-            tokens = self._buckets.keys[0] if buckets is None else buckets[microbatch]
-            shape = self._buckets.shape_of(row.lengths, tokens)
-            if reason_not_to_fit(row.lengths, shape) is not None:
-                # It never has too many tokens: they were drawn for this shape.
-                seqs = max(shape.max_packed_seqs, len(row.lengths) + 1)
-                shape = replace(shape, max_packed_seqs=seqs, max_document_tokens=None)
-            packed = pack(row.lengths, shape, where=f"step {step}, microbatch {microbatch}")
-            yield self._batch(packed, row)
+    def step(self, step: int, count: int) -> Iterator[Batch]:
+        """Draw this rank's rows of the step's microbatches, for one chunk."""
+        contents = self._step(step, count)
+        for number, microbatch in enumerate(contents.microbatches):
+            batch = self._batch(microbatch, f"step {step}, microbatch {number}")
+            if contents.loss_scale is not None:
+                batch["loss_scale"] = contents.loss_scale
+            yield batch
 
-    def _batch(self, packed: PackedSequences, row: DocumentRow) -> Batch:
+    # -- what a step holds ---------------------------------------------------------------------
+
+    def _step(self, step: int, count: int) -> _Step:
+        key = (step, count)
+        if key not in self._steps:
+            while len(self._steps) >= _NUM_REMEMBERED:
+                del self._steps[next(iter(self._steps))]
+            is_fixed = self.banks.groups is None
+            self._steps[key] = (self._fixed_step if is_fixed else self._scheduled_step)(step, count)
+        return self._steps[key]
+
+    def _fixed_step(self, step: int, count: int) -> _Step:
+        """Draw a step whose microbatches each data-parallel rank has for itself."""
+        documents, banks, rank = self._documents, self.banks, _data_parallel_rank()
+        packings = [documents.lengths(step, number, rank) for number in range(count)]
+        rows = banks.choose(packings, self._agree)
+        shapes = banks.by_rows
+        microbatches = [
+            _Microbatch(
+                banks.fewest_sequences(lengths, shapes[num_rows]),
+                lengths,
+                partial(documents.row, step, number, rank),
+            )
+            for number, (lengths, num_rows) in enumerate(zip(packings, rows, strict=True))
+        ]
+        has_lengths = len(shapes) > 1
+        return _Step(
+            microbatches,
+            {"packings": packings, "buckets": rows if has_lengths else None},
+            {"buckets": rows} if has_lengths else {},
+        )
+
+    def _scheduled_step(self, step: int, count: int) -> _Step:
+        """Draw a step whose documents are spread over all data-parallel ranks."""
+        limits, groups = self.banks.limits, self.banks.groups
+        assert limits is not None
+        assert groups is not None
+        documents: list[DocumentRow] = []
+        for number in range(count * limits.world_size // limits.group_sizes[0]):
+            row = self._documents.row(step, number)
+            ends = np.cumsum(row.lengths)[:-1]
+            parts = zip(np.split(row.tokens, ends), np.split(row.labels, ends), strict=True)
+            documents += [DocumentRow(tokens, labels, (len(tokens),)) for tokens, labels in parts]
+        lengths = [len(document.tokens) for document in documents]
+        schedule = schedule_contexts(lengths, limits, self._scheduler(step, limits))
+        banks = self.banks.of_schedule(schedule, lengths)
+        microbatches = [
+            _Microbatch(
+                bank,
+                [lengths[d] for d in mine.documents],
+                partial(_joined, [documents[d] for d in mine.documents]),
+            )
+            for mine, bank in zip(schedule.of_rank(groups.rank), banks, strict=True)
+        ]
+        scale = schedule.num_microbatches * limits.world_size / sum(lengths)
+        return _Step(microbatches, {"contexts": banks}, loss_scale=scale)
+
+    def _scheduler(self, step: int, limits: ContextLimits) -> ContextScheduler:
+        if self._config.packing.context_parallel_schedule == "smallest":
+            return SmallestSizes()
+        most = limits.max_packed_seqs - 1
+        return RandomSizes(f"{self._config.train.seed} {step}", documents_each=most)
+
+    # -- one microbatch ------------------------------------------------------------------------
+
+    def _batch(self, microbatch: _Microbatch, where: str) -> Batch:
         """Return this rank's rows of a microbatch."""
+        row, bank, groups = microbatch.draw(), microbatch.bank, self.banks.groups
+        packed = pack(row.lengths, self._shape_for(row.lengths, bank), where=where)
+        is_counted = ~packed.padding_mask
+        if not microbatch.lengths:  # the one token of a filler does not count
+            is_counted = np.zeros_like(is_counted)
         values = {
             "tokens": packed.place(row.tokens),
             "labels": packed.place(row.labels),
             "position_ids": packed.position_ids,
-            "is_counted": ~packed.padding_mask,
+            "is_counted": is_counted,
         }
-        if self._has_experts:  # only experts read it, and slots would keep copies
-            values["padding_mask"] = packed.padding_mask
-        size = packed.shape.context_parallel_size
-        if size > 1:
-            rank = import_megatron("megatron.core.parallel_state").get_context_parallel_rank()
+        if self._config.moe.num_moe_experts is not None:
+            # Nobody else reads it, and slots would keep copies.
+            values["padding_mask"] = ~is_counted
+        if bank.size > 1:
+            rank = _context_parallel_rank() if groups is None else groups.rank % bank.size
             rows = packed.rows_of_rank(rank)
             values = {name: value[rows] for name, value in values.items()}
         batch: Batch = {name: sent(value[None], self._device) for name, value in values.items()}
-        if size > 1:
+        if bank.size > 1:
             batch["num_counted"] = packed.num_valid_tokens
-        batch["packed_seq_params"] = make_params(
-            packed, self._device, with_seq_idx=self._has_states
-        )
+        has_states = self._config.model.hybrid_layer_pattern is not None
+        params = make_params(packed, self._device, with_seq_idx=has_states)
+        if groups is not None:
+            params.cp_group, params.local_cp_size = bank.group, bank.size
+        batch["packed_seq_params"] = params
         return batch
+
+    def _shape_for(self, lengths: Sequence[int], bank: PackedBank) -> PackedShape:
+        """Return the shape to pack documents into, with room for those that do not fit."""
+        shape = bank.shape
+        if reason_not_to_fit(lengths, shape) is None:
+            return shape
+        # Of tokens it never has too many: they were drawn for this shape.
+        seqs = max(shape.max_packed_seqs, len(lengths) + 1)
+        return replace(shape, max_packed_seqs=seqs, max_document_tokens=None)
+
+
+def _joined(documents: Sequence[DocumentRow]) -> DocumentRow:
+    """Return documents end to end; for a filler, one token."""
+    filler = DocumentRow(np.zeros(1, np.int64), np.zeros(1, np.int64), (1,))
+    every = documents or [filler]
+    return DocumentRow(
+        np.concatenate([document.tokens for document in every]),
+        np.concatenate([document.labels for document in every]),
+        tuple(len(document.tokens) for document in every),
+    )
 
 
 def sequence_batches(
@@ -250,7 +401,7 @@ def sequence_batches(
     Each chunk draws them again.
     """
     dp_rank = _data_parallel_rank()
-    cp_rank = import_megatron("megatron.core.parallel_state").get_context_parallel_rank()
+    cp_rank = _context_parallel_rank()
     cp_size = config.pipeline.context_parallel_size
     masked = _has_mask(config, device)
     for microbatch in range(num_microbatches):
@@ -271,6 +422,10 @@ def sequence_batches(
 
 def _data_parallel_rank() -> int:
     return import_megatron("megatron.core.parallel_state").get_data_parallel_rank()
+
+
+def _context_parallel_rank() -> int:
+    return import_megatron("megatron.core.parallel_state").get_context_parallel_rank()
 
 
 def _has_mask(config: Config, device: torch.device) -> bool:

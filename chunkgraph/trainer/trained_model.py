@@ -24,12 +24,8 @@ from chunkgraph.megatron.receive import receiving_lengths
 from chunkgraph.settings import Config
 from chunkgraph.trainer.batches import (
     Batch,
-    PackedBatches,
-    SequenceBatches,
     make_batches,
-    packing_options,
 )
-from chunkgraph.trainer.context_batches import ContextBatches
 from chunkgraph.trainer.forward_step import forward_step, shared_loss
 from chunkgraph.trainer.model import build_model
 from chunkgraph.trainer.optimizer import build_optimizer, zero_gradients
@@ -106,14 +102,10 @@ class TrainedModel:
         self.schedule: Callable[..., Any] = pipeline.get_forward_backward_func()
         self._model_config = config_of(self.chunks[0])
         self._undo = ExitStack()
-        self.batches: SequenceBatches | PackedBatches | ContextBatches
-        if config.packing.context_parallel_sizes:
-            self.batches = ContextBatches(config, device, self._model_config)
-            self._undo.callback(self.batches.close)
+        self.batches = make_batches(config, device, self._model_config)
+        self._undo.callback(self.batches.close)
+        if self.batches.banks is not None and self.batches.banks.groups is not None:
             self._undo.callback(follow_groups(self.chunks, self.batches.banks.groups))
-        else:
-            self.batches = make_batches(config, device, self._model_config)
-            self._undo.callback(self.batches.close)
 
     def attach_graphs(self, on_capture: OnCapture | None = None) -> MegatronChunkGraphs:
         """Attach chunk graphs as configured.
@@ -122,12 +114,11 @@ class TrainedModel:
             on_capture: callback after every captured graph.
         """
         config = self.config
-        contexts = self.batches.banks if isinstance(self.batches, ContextBatches) else None
         self.graphs = attach(
             self.chunks,
             scope=config.capture.scope,
             options=capture_options(config),
-            packing=contexts or packing_options(config, self._model_config),
+            packing=self.batches.banks,
             progress=on_capture,
             token_drops=config.moe.token_drops,
             stash=stash_options(config.stash),

@@ -14,7 +14,8 @@ from chunkgraph.errors import ConfigError
 from chunkgraph.launch.context_steps import ContextSteps
 from chunkgraph.launch.sft_data import ROWS as ROWS_OF_SAMPLE
 from chunkgraph.megatron.core.access import import_megatron
-from chunkgraph.megatron.features.contexts import ContextBanks, ContextGroups
+from chunkgraph.megatron.features.contexts import ContextGroups
+from chunkgraph.megatron.features.packing.banks import PackedBanks
 from chunkgraph.packing import ContextLimits
 
 pytestmark = pytest.mark.megatron
@@ -99,7 +100,7 @@ def run(one_rank: Any) -> Callable[..., tuple[dict[str, Any], list[Model]]]:
             for i, n in enumerate(lengths)
         ]
         gather: Any = OtherRank(others)
-        banks = ContextBanks(replace(LIMITS, multiple_of=multiple_of), groups)
+        banks = PackedBanks.of_limits(replace(LIMITS, multiple_of=multiple_of), groups)
         steps = ContextSteps(banks, models, 3, gather=gather, has_experts=has_experts)
         given: dict[str, Any] = {}
 

@@ -19,7 +19,7 @@ from chunkgraph.launch.hooks import _is_profiled
 from chunkgraph.launch.packing_rules import resolved_flags
 from chunkgraph.launch.run_record import capture_line, save_run_record, start_line
 from chunkgraph.launch.step_metrics import StepMetrics
-from chunkgraph.megatron.features.contexts import ContextBank
+from chunkgraph.megatron.features.packing.bank import PackedBank
 from chunkgraph.megatron.scope_choice import ChosenScope
 from chunkgraph.packing import PackedShape
 from chunkgraph.settings import CaptureConfig, PackingConfig, load_config
@@ -113,7 +113,9 @@ def test_context_sizes_are_saved(tmp_path: Path) -> None:
         context_parallel_schedule="random",
     )
     flags = GraphFlags(packing=packing)
-    banks = [ContextBank(size, None, 1024, "", count) for size in (2, 1) for count in (None, 64)]
+    banks = [
+        PackedBank(PackedShape(count, 1024 * size, size)) for size in (2, 1) for count in (512, 64)
+    ]
     record = _saved(_graphs(num_banks=4, context_banks=banks), flags, tmp_path, micro_batch_size=1)
     saved = record["packing"]
     assert saved["context_parallel_sizes"] == [1, 2, 4]

@@ -82,7 +82,7 @@ def _of_the_model(chunk: nn.Module) -> list[Any]:
     "failing",
     [
         *("features.stash.feature.Saving", "attachment.SlotReceiver"),
-        "features.packing.feature.StepPackings",
+        "features.packing.feature.StepPlans",
         *("attachment.ChunkGraphs", "features.rerun.guard.StepState"),
         "features.experts.drops.TokenDrops.install",
     ],
@@ -181,12 +181,13 @@ def test_rows_of_several_lengths_of_contexts_are_refused(
 ) -> None:
     """Stages would receive all microbatches with the rows of the longest, and so would experts."""
     from chunkgraph.megatron import attach
-    from chunkgraph.megatron.features.contexts import ContextBanks, ContextGroups, follow_groups
+    from chunkgraph.megatron.features.contexts import ContextGroups, follow_groups
+    from chunkgraph.megatron.features.packing.banks import PackedBanks
     from chunkgraph.megatron.topology import PipelinePlace
     from chunkgraph.packing import ContextLimits
 
     limits = ContextLimits(world_size=1, max_tokens_per_rank=8, max_packed_seqs=3)
-    banks = ContextBanks(limits, ContextGroups([0], {1: None}), buckets=[4])
+    banks = PackedBanks.of_limits(limits, ContextGroups([0], {1: None}), buckets=[4])
     with pytest.raises(ConfigError, match=r"self_attention of model chunk 0 .*follow_groups"):
         attach(chunks, packing=banks)
     undo = follow_groups(chunks)
@@ -198,11 +199,11 @@ def test_rows_of_several_lengths_of_contexts_are_refused(
     chunks[0].config.expert_model_parallel_size = 1
     place = PipelinePlace(rank=0, pipeline_rank=0, pipeline_size=2, num_chunks=1, group_size=2)
     monkeypatch.setattr(PipelinePlace, "current", lambda *_: place)
-    with pytest.raises(ConfigError, match=r"with ContextBanks\(buckets=...\) in a pipeline"):
+    with pytest.raises(ConfigError, match=r"with of_limits\(buckets=...\) in a pipeline"):
         attach(chunks, packing=banks)
     undo()
     with pytest.raises(ConfigError, match="follow_groups"):
-        attach(chunks, packing=ContextBanks(limits, banks.groups))
+        attach(chunks, packing=PackedBanks.of_limits(limits, banks.groups))
 
 
 def test_padding_that_is_not_counted_is_told_where_sizes_change(
@@ -210,12 +211,8 @@ def test_padding_that_is_not_counted_is_told_where_sizes_change(
 ) -> None:
     """Where heads share keys; `test_attention_limits` says which these are."""
     from chunkgraph.megatron import attach
-    from chunkgraph.megatron.features.contexts import (
-        ContextBanks,
-        ContextGroups,
-        feature,
-        follow_groups,
-    )
+    from chunkgraph.megatron.features.contexts import ContextGroups, feature, follow_groups
+    from chunkgraph.megatron.features.packing.banks import PackedBanks
     from chunkgraph.packing import ContextLimits
 
     monkeypatch.setattr(
@@ -226,10 +223,14 @@ def test_padding_that_is_not_counted_is_told_where_sizes_change(
     limits = ContextLimits(world_size=1, max_tokens_per_rank=8, max_packed_seqs=3)
     undo = follow_groups(chunks)
     with pytest.warns(UserWarning, match=r"rank 0: heads share keys.*counts_padding=True") as told:
-        attach(chunks, packing=ContextBanks(limits, ContextGroups([0], {1: None}))).detach()
+        attach(
+            chunks, packing=PackedBanks.of_limits(limits, ContextGroups([0], {1: None}))
+        ).detach()
     assert told[0].filename == __file__
-    banks = ContextBanks(replace(limits, counts_padding=True), ContextGroups([0], {1: None}))
-    assert banks.shape(banks.keys[0]).counts_padding
+    banks = PackedBanks.of_limits(
+        replace(limits, counts_padding=True), ContextGroups([0], {1: None})
+    )
+    assert banks.keys[0].shape.counts_padding
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         attach(chunks, packing=banks).detach()
@@ -239,10 +240,13 @@ def test_padding_that_is_not_counted_is_told_where_sizes_change(
 @pytest.mark.parametrize(
     ("name", "successor"),
     [
-        ("buckets", r"packing=PackingOptions\(shape, buckets=...\), or ContextBanks\(..., buckets"),
-        ("seq_buckets", r"packing=PackingOptions\(shape, seq_buckets=...\), or ContextBanks"),
+        (
+            "buckets",
+            r"packing=PackingOptions\(shape, buckets=...\), or PackedBanks.of_limits\(..., buckets",
+        ),
+        ("seq_buckets", r"packing=PackingOptions\(shape, seq_buckets=...\), or PackedBanks"),
         ("fills_rows", r"packing=PackingOptions\(shape, fills_rows=...\)"),
-        ("contexts", r"packing=ContextBanks\(...\)"),
+        ("contexts", r"packing=PackedBanks.of_limits\(...\)"),
         ("sequences", None),
     ],
 )
@@ -261,11 +265,12 @@ def test_groups_are_not_closed_under_their_graphs(
 ) -> None:
     from chunkgraph.engine import ChunkGraphs
     from chunkgraph.megatron import attach
-    from chunkgraph.megatron.features.contexts import ContextBanks, ContextGroups, follow_groups
+    from chunkgraph.megatron.features.contexts import ContextGroups, follow_groups
+    from chunkgraph.megatron.features.packing.banks import PackedBanks
     from chunkgraph.packing import ContextLimits
 
     limits = ContextLimits(world_size=1, max_tokens_per_rank=8, max_packed_seqs=3)
-    banks = ContextBanks(limits, ContextGroups([0], {1: None}))
+    banks = PackedBanks.of_limits(limits, ContextGroups([0], {1: None}))
     undo = follow_groups(chunks)
     graphs = attach(chunks, packing=banks)
     banks.groups.close()  # there are none yet

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import random
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -15,11 +16,17 @@ import torch.distributed as dist
 from gathering import Gather
 from torch import nn
 
-from chunkgraph.engine import CaptureOptions
+from chunkgraph.engine import Banks, CaptureOptions, Chunk, ChunkGraphs, Host, StepMode
+from chunkgraph.engine.decide.reasons import Agree
 from chunkgraph.engine.verify import same_bits
 from chunkgraph.errors import ConfigError, ReplayMismatchError
 from chunkgraph.megatron.core.collectives import agree_by_maximum
-from chunkgraph.megatron.features.contexts import ContextBanks, ContextGraphs, ContextGroups
+from chunkgraph.megatron.features.contexts import ContextGroups, HeldGroups
+from chunkgraph.megatron.features.contexts.groups import capturing_banks
+from chunkgraph.megatron.features.packing.bank import PackedBank
+from chunkgraph.megatron.features.packing.banks import PackedBanks
+from chunkgraph.megatron.features.packing.steps import StepPlans
+from chunkgraph.megatron.step import StepInputs, StepPlan
 from chunkgraph.packing import ContextLimits, ForcedSizes, SmallestSizes, schedule_contexts
 
 WIDTH, ROWS, NUM_CHUNKS = 6, 8, 2
@@ -52,6 +59,77 @@ class Mixing(nn.Module):
         if cp_size in self.fails_at:
             y = y * (1.0 if float(y.detach().sum()) < math.inf else 0.0)
         return y
+
+
+class BankedGraphs(Host):
+    """Chunk graphs of modules that are not Megatron's, planned and surrounded as by `attach`."""
+
+    def __init__(
+        self,
+        chunks: Sequence[nn.Module],
+        num_slots: Sequence[int],
+        banks: PackedBanks,
+        *,
+        options: CaptureOptions | None = None,
+        agree: Agree | None = None,
+    ) -> None:
+        assert banks.groups is not None
+        self._groups = banks.groups
+        self._held = HeldGroups(chunks)
+        self._device = next(chunks[0].parameters()).device
+        self._plans = StepPlans(
+            banks,
+            banks.groups.rank,
+            agree,
+            missing_graphs=self._missing_graphs,
+        )
+        self.engine = ChunkGraphs(
+            [
+                replace(Chunk.from_module(chunk, f"chunk {i}"), may_leave_values=True)
+                for i, chunk in enumerate(chunks)
+            ],
+            banks.limit_slots(tuple(num_slots)),
+            options=options,
+            agree=agree,
+            host=self,
+            takes_misfits=True,
+            banks=Banks(
+                self._plans.keys, self._plans.derive, drops_failed=self._plans.drops_failed
+            ),
+        )
+        self.callables = self.engine.callables
+        self.counters = self.engine.counters
+        self.release = self.engine.release
+
+    def _missing_graphs(self, keys: Sequence[Any]) -> str:
+        return self.engine.misfit_of(keys)
+
+    def capturing(self) -> AbstractContextManager[None]:
+        used = bool(self.engine.num_warmup_passes)
+        return capturing_banks(self._groups, self._held, self._device, are_used_before=used)
+
+    @contextmanager
+    def step(
+        self, banks: Sequence[PackedBank], *, forward_only: bool = False
+    ) -> Iterator[StepMode]:
+        count, plan = len(banks), StepPlan(banks=banks)
+        if not forward_only:
+            plan = self._plans.plan(StepInputs(contexts=banks), {"num_microbatches": count})
+        with (
+            self.engine.step(
+                count,
+                forward_only=forward_only,
+                misfit=plan.misfit,
+                banks=plan.banks,
+                plan_digest=plan.digest,
+            ) as mode,
+            self._held.put_back(is_replayed=mode is StepMode.REPLAY),
+        ):
+            yield mode
+
+    def announce(self, banks: Sequence[PackedBank]) -> None:
+        misfit, digest = self._plans.announce(StepInputs(contexts=banks))
+        self.engine.announce(misfit, plan_digest=digest)
 
 
 def order_of(rng: random.Random, num: int, num_slots: int) -> list[tuple[int, int]]:
@@ -116,7 +194,7 @@ def run(case: dict[str, Any]) -> list[dict[str, Any]]:
         max_microbatches=case.get("max_microbatches"),
     )
     groups = ContextGroups.create(worlds, limits.group_sizes)
-    banks = ContextBanks(
+    banks = PackedBanks.of_limits(
         limits,
         groups,
         cuda_graph_cp_sizes=case.get("cuda_graph_cp_sizes", ()),
@@ -128,12 +206,12 @@ def run(case: dict[str, Any]) -> list[dict[str, Any]]:
     agree = agree_by_maximum()
     if case.get("other_limits_on") == rank:
         limits = replace(limits, max_packed_seqs=5)
-        banks = ContextBanks(limits, groups)
+        banks = PackedBanks.of_limits(limits, groups)
     if "other_limits_on" in case:
         with pytest.raises(ConfigError, match="others on another rank") as told:
-            ContextGraphs(mine, [num_slots] * NUM_CHUNKS, banks, agree=agree)
+            BankedGraphs(mine, [num_slots] * NUM_CHUNKS, banks, agree=agree)
         return gathered({"refused": str(told.value)}, groups, agree)
-    graphs = ContextGraphs(
+    graphs = BankedGraphs(
         mine,
         [num_slots] * NUM_CHUNKS,
         banks,
@@ -226,12 +304,14 @@ def groups_of_megatron() -> list[dict[str, Any]]:
     return ranks
 
 
-def refusals(graphs: ContextGraphs, banks: ContextBanks, limits: ContextLimits) -> list[str]:
+def refusals(graphs: BankedGraphs, banks: PackedBanks, limits: ContextLimits) -> list[str]:
     """Messages where a microbatch has another group than its graphs: told, and not told."""
     others = ContextGroups.create([list(range(dist.get_world_size()))], limits.group_sizes)
     (key,) = (k for k in banks.keys if k.size == 4 and k.num_tokens == ROWS)
     (other,) = (
-        k for k in ContextBanks(limits, others).keys if k.size == 4 and k.num_tokens == ROWS
+        k
+        for k in PackedBanks.of_limits(limits, others).keys
+        if k.size == 4 and k.num_tokens == ROWS
     )
     messages = []
     for told in (other, key):

@@ -22,7 +22,7 @@ def run(config: Any, device: torch.device, case: dict[str, Any]) -> dict[str, An
     model_config = config_of(chunks[0])
     shape = packed_shape(config, model_config)
     assert shape is not None
-    batches = PackedBatches(config, shape, device, model_config)
+    batches = PackedBatches(config, device, model_config)
     graphs = attach(
         chunks, scope=config.capture.scope, options=capture_options(config), packing=shape
     )

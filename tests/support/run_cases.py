@@ -31,9 +31,10 @@ from torch import nn
 from chunkgraph.jobs.processes import die_with_parent
 from chunkgraph.jobs.reports import write_error
 from chunkgraph.megatron.features.contexts import ContextGroups
-from chunkgraph.megatron.features.packing.banks import Buckets
+from chunkgraph.megatron.features.packing.bank import PackedBank
 from chunkgraph.packing import PackedShape
 from chunkgraph.settings import config_from_mapping
+from chunkgraph.trainer.batches import PackedBatches
 from chunkgraph.trainer.compare import run_eager, train
 from chunkgraph.trainer.loop import TrainingRun
 from chunkgraph.trainer.setup import training_process
@@ -123,14 +124,15 @@ def offsets_for(wanted: str | None) -> Iterator[None]:
         yield
         return
     assert wanted == "most"
-    fewest, num_wider = Buckets.shape_of, 0
+    fewest, num_wider = PackedBatches._shape_for, 0
 
-    def most(own: Buckets, lengths: Sequence[int], tokens: int) -> PackedShape:
+    def most(own: PackedBatches, lengths: Sequence[int], bank: PackedBank) -> PackedShape:
         nonlocal num_wider
-        num_wider += fewest(own, lengths, tokens) != own.shapes[tokens]
-        return own.shapes[tokens]
+        widest = own.banks.most_sequences(own.banks.by_rows[bank.shape.max_packed_tokens])
+        num_wider += widest != bank
+        return fewest(own, lengths, widest)
 
-    with mock.patch.object(Buckets, "shape_of", most):
+    with mock.patch.object(PackedBatches, "_shape_for", most):
         yield
     assert num_wider, "no offsets were for more sequences than they would have been"
 

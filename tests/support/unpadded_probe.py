@@ -121,7 +121,7 @@ def _with_graphs(
     model_config = config_of(model.chunks[0])
     shape = packed_shape(config, model_config)
     assert shape is not None
-    batches = PackedBatches(config, shape, device, model_config)
+    batches = PackedBatches(config, device, model_config)
     batches._documents = documents
     graphs = attach(
         model.chunks,

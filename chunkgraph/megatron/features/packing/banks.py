@@ -1,93 +1,109 @@
-"""Buckets: packed shapes of several lengths and numbers of sequences, each with its own graphs.
+"""The banks of packed microbatches: context-parallel sizes, lengths and numbers of sequences.
 
-Attention's kernels are started for every sequence that a microbatch may have, empty or not. So
-room for many documents costs time also where there are few, and graphs for fewer are worth having.
+A fixed context-parallel size is one that changes, with a single size. Attention's kernels are
+started for every sequence that a microbatch may have, empty or not. So room for many documents
+costs time also where there are few, and graphs for fewer are worth having.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from chunkgraph.engine import Agree
-from chunkgraph.errors import ConfigError, PackingError
-from chunkgraph.megatron.features.packing import params as packed
-from chunkgraph.megatron.features.packing.params import OFFSETS
+from chunkgraph.errors import ConfigError, PackingError, ReplayMismatchError
+from chunkgraph.megatron.features.packing.bank import PackedBank, ScheduledBanks
+from chunkgraph.megatron.features.packing.derived_calls import with_cut_offsets
 from chunkgraph.packing import (
+    ContextLimits,
+    ContextSchedule,
     PackedShape,
     bucket_multiple,
     bucket_shapes,
-    pack,
     smallest_that_fits,
 )
+from chunkgraph.packing.seq_counts import default_seq_buckets
 
-__all__ = [
-    "ROWS_AT",
-    "BankKey",
-    "Buckets",
-    "check_seq_counts",
-    "filled_offsets",
-    "resized",
-    "with_cut_offsets",
-]
+if TYPE_CHECKING:
+    from chunkgraph.megatron.features.contexts.groups import ContextGroups
 
-BankKey = int | tuple[int, int]
-"""Which graphs: tokens of the shape; with several numbers of sequences, tokens and sequences."""
-
-ROWS_AT = {
-    "input_ids": 1,
-    "position_ids": 1,
-    "labels": 1,
-    "loss_mask": 1,
-    "padding_mask": 1,
-    "decoder_input": 0,
-    "rotary_pos_emb": 0,
-    "rotary_pos_cos": 0,
-    "rotary_pos_sin": 0,
-    "rotary_pos_cos_sin": 0,
-}
-"""Which dimension of an argument of Megatron's counts rows."""
-_PARAMS = f"{packed.ARGUMENT}."
-_OFFSET_ARGUMENTS = tuple(f"{_PARAMS}{name}" for name in OFFSETS)
-_LONGEST = (f"{_PARAMS}max_seqlen_q", f"{_PARAMS}max_seqlen_kv")
+__all__ = ["PackedBanks"]
 
 
-class Buckets:
-    """Which bucket a packed microbatch belongs to; buckets are called by their tokens.
+class PackedBanks:
+    """The banks of one rank: one for each context-parallel size, length and number of sequences.
 
-    Every bucket has the same numbers of sequences, and a microbatch of a bucket gets the least that
-    holds its documents. Ranks have to agree on tokens, which they exchange, not on sequences.
+    Every size has the same lengths and numbers of sequences. A microbatch gets the shortest length
+    that holds its documents, and of that the fewest sequences. Ranks have to agree on lengths,
+    which they exchange, not on sequences.
 
     Args:
-        shapes: at least one, of different lengths and of the most sequences.
+        shapes: at least one, of different lengths or sizes and of the most sequences.
         seq_counts: fewer sequences that there are graphs for too.
+        fills_rows: whether documents are to fill all rows of every microbatch.
+        limits: of the scheduler, where the context-parallel size changes.
+        groups: of this rank for all of these sizes; None: there is one size, and the group is the
+            model's.
+        captured_sizes: the sizes that are captured; empty: all.
+
+    Attributes:
+        keys: of what is captured, largest first.
+        shapes: the packed shapes with the most sequences, largest first.
+        fills_rows: False: rows after the documents are kept from experts.
+        limits: see above.
+        groups: see above.
 
     Raises:
         ConfigError: a number of sequences is not between 2 and that of the shapes.
     """
 
-    def __init__(self, shapes: Sequence[PackedShape], seq_counts: Sequence[int] = ()) -> None:
-        self.shapes = {
-            shape.max_packed_tokens: shape
-            for shape in sorted(shapes, key=lambda s: -s.max_packed_tokens)
-        }
-        if len(self.shapes) != len(shapes) or not shapes:
-            raise ValueError(f"buckets are to be of different lengths, got {list(shapes)}")
-        most = shapes[0].max_packed_seqs
-        check_seq_counts(seq_counts, most)
+    def __init__(
+        self,
+        shapes: Sequence[PackedShape],
+        seq_counts: Sequence[int] = (),
+        *,
+        fills_rows: bool = False,
+        limits: ContextLimits | None = None,
+        groups: ContextGroups | None = None,
+        captured_sizes: Sequence[int] = (),
+    ) -> None:
+        self.shapes = tuple(
+            sorted(shapes, key=lambda s: (-s.context_parallel_size, -s.max_packed_tokens))
+        )
+        if len(set(self.shapes)) != len(shapes) or not shapes:
+            raise ValueError(f"banks are to be of different shapes, got {list(shapes)}")
+        most = self.largest_shape.max_packed_seqs
+        _check_seq_counts(seq_counts, most)
         self.seq_counts = tuple(sorted({*seq_counts, most}, reverse=True))
+        self.fills_rows = fills_rows
+        self.limits = limits
+        self.groups = groups
+        # By shape: a bank for each number of sequences, the most first.
+        self._banks = {shape: self._banks_of(shape) for shape in self.shapes}
+        self._every = [bank for banks in self._banks.values() for bank in banks]
+        self.keys = tuple(
+            bank for bank in self._every if not captured_sizes or bank.size in captured_sizes
+        )
         # By bank: how many sequences offsets of the most tell of, and offsets of its own.
         self._num_sequences: dict[Hashable, tuple[int, int]] = {
-            self._bank(tokens, seqs): (
-                shape.num_sequences,
-                replace(shape, max_packed_seqs=seqs).num_sequences,
-            )
-            for tokens, shape in self.shapes.items()
-            for seqs in self.seq_counts
+            bank: (shape.num_sequences, bank.shape.num_sequences)
+            for shape, banks in self._banks.items()
+            for bank in banks
         }
+
+    def _banks_of(self, shape: PackedShape) -> list[PackedBank]:
+        size, rows = shape.context_parallel_size, shape.max_packed_tokens
+        group = None if self.groups is None else self.groups.of(size)
+        name = f"{rows} tokens" if self.groups is None else _name_of_size(shape)
+        with_seqs = ", {} sequences" if self.has_fewer_sequences else ""
+        return [
+            PackedBank(
+                replace(shape, max_packed_seqs=seqs), group, f"{name}{with_seqs.format(seqs)}"
+            )
+            for seqs in self.seq_counts
+        ]
 
     @classmethod
     def of_model(
@@ -96,14 +112,19 @@ class Buckets:
         sizes: Sequence[float],
         seq_counts: Sequence[int],
         config: Any,
-    ) -> Buckets:
-        """Those of lengths that the ranks of a model can share, shorter ones in sixteens with FP8.
+        *,
+        fills_rows: bool = False,
+    ) -> PackedBanks:
+        """Make those of one context-parallel size, of lengths that a model's ranks can share.
+
+        With FP8, shorter lengths come in sixteens.
 
         Args:
             shape: the largest.
             sizes: of the shorter ones; see `bucket_shapes`.
             seq_counts: fewer sequences that there are graphs for too.
             config: Megatron's TransformerConfig, or its arguments.
+            fills_rows: see `PackedBanks`.
 
         Raises:
             PackingError: the largest has another length, or there are no such shorter ones.
@@ -123,68 +144,174 @@ class Buckets:
                 "Transformer Engine takes rows in sixteens, on each rank: give a multiple of "
                 f"{multiple}, or no shorter ones."
             )
-        return cls(bucket_shapes(shape, sizes, multiple_of=multiple), seq_counts)
+        shapes = bucket_shapes(shape, sizes, multiple_of=multiple)
+        return cls(shapes, seq_counts, fills_rows=fills_rows)
+
+    @classmethod
+    def of_limits(
+        cls,
+        limits: ContextLimits,
+        groups: ContextGroups,
+        *,
+        cuda_graph_cp_sizes: Sequence[int] = (),
+        buckets: Sequence[int] = (),
+        seq_buckets: Sequence[int] | None = None,
+    ) -> PackedBanks:
+        """Make those of a context-parallel size that changes from microbatch to microbatch.
+
+        Args:
+            limits: of the scheduler.
+            groups: of this rank, for all sizes of the limits.
+            cuda_graph_cp_sizes: the sizes that are captured; empty: all. Steps with another one
+                run eagerly as a whole.
+            buckets: shorter lengths that are captured too, in rows of a rank.
+            seq_buckets: fewer sequences than the limits allow that are captured too, for every
+                size and length. None: `default_seq_buckets`.
+
+        Raises:
+            ConfigError: a size that no microbatch has, or a bucket that is none.
+        """
+        unknown = sorted(set(cuda_graph_cp_sizes) - set(limits.group_sizes))
+        if unknown:
+            raise ConfigError(
+                f"cuda_graph_cp_sizes has {unknown}, but microbatches have one of the sizes "
+                f"{list(limits.group_sizes)}."
+            )
+        most = limits.max_tokens_per_rank
+        wrong = [b for b in buckets if not 0 < b <= most or (b % 2 and limits.world_size > 1)]
+        if wrong:
+            raise ConfigError(
+                f"buckets has {wrong}; buckets are even numbers of rows up to {most}, those of a "
+                "rank."
+            )
+        if seq_buckets is None:
+            seq_buckets = default_seq_buckets(limits.max_packed_seqs, min((most, *buckets)))
+        return cls(
+            [
+                replace(limits, max_tokens_per_rank=rows).shape(size)
+                for size in limits.group_sizes
+                for rows in {most, *buckets}
+            ],
+            seq_buckets,
+            limits=limits,
+            groups=groups,
+            captured_sizes=cuda_graph_cp_sizes,
+        )
+
+    @property
+    def largest_shape(self) -> PackedShape:
+        """The shape that no microbatch exceeds."""
+        return self.shapes[0]
+
+    @property
+    def by_rows(self) -> Mapping[int, PackedShape]:
+        """The shapes of one context-parallel size by their rows, largest first."""
+        return {shape.max_packed_tokens: shape for shape in self.shapes}
 
     @property
     def has_fewer_sequences(self) -> bool:
         """Whether there are graphs for fewer sequences than the most."""
         return len(self.seq_counts) > 1
 
-    @property
-    def keys(self) -> tuple[int, ...]:
-        """Tokens of all buckets, largest first."""
-        return tuple(self.shapes)
+    def limit_slots(self, num_slots: tuple[int, ...]) -> tuple[int, ...]:
+        """Return how many of the slots microbatches of any one bank can ever take at once."""
+        return num_slots if self.limits is None else self.limits.num_slots(num_slots)
 
-    @property
-    def banks(self) -> tuple[BankKey, ...]:
-        """Whatever has graphs of its own, largest first."""
-        return tuple(self._bank(tokens, seqs) for tokens in self.keys for seqs in self.seq_counts)
+    def fewest_sequences(self, lengths: Sequence[int], shape: PackedShape) -> PackedBank:
+        """Return the bank of a shape with the fewest sequences for these documents.
 
-    @property
-    def all_shapes(self) -> tuple[PackedShape, ...]:
-        """The shape of each of `banks`."""
-        return tuple(
-            replace(shape, max_packed_seqs=seqs)
-            for shape in self.shapes.values()
-            for seqs in self.seq_counts
-        )
+        Args:
+            lengths: tokens of each document; the shape may have too few rows for them.
+            shape: of those with the most sequences.
+        """
+        banks = self._banks[shape]
+        holding = [bank for bank in banks if len(lengths) <= bank.shape.max_documents]
+        return holding[-1] if holding else banks[0]
 
-    def shape_of(self, lengths: Sequence[int], tokens: int) -> PackedShape:
-        """The bucket's shape for these documents, as if it held them: with the fewest sequences."""
-        return replace(self.shapes[tokens], max_packed_seqs=self._seqs_for(len(lengths)))
+    def most_sequences(self, shape: PackedShape) -> PackedBank:
+        """Return the bank of a shape for a microbatch whose documents are not known."""
+        return self._banks[shape][0]
 
-    def banks_of(self, packings: Sequence[Sequence[int]], buckets: Sequence[int]) -> list[BankKey]:
-        """The bank of each microbatch, whose bucket was chosen; a larger one where none fits."""
-        return [
-            self._bank(tokens, self._seqs_for(len(lengths)))
-            for lengths, tokens in zip(packings, buckets, strict=True)
+    def choose(self, packings: Sequence[Sequence[int]], agree: Agree | None = None) -> list[int]:
+        """Choose the rows of the smallest shape that each microbatch fits.
+
+        Where none fits, these are the rows of the largest.
+
+        Args:
+            packings: of each microbatch the tokens of each of its documents.
+            agree: for ranks that share experts, whose microbatches go through a chunk together:
+                element-wise maximum over them. They must have as many microbatches.
+        """
+        rows = [
+            (smallest_that_fits(lengths, self.shapes) or self.largest_shape).max_packed_tokens
+            for lengths in packings
         ]
+        return rows if agree is None else agree(rows)
 
-    def largest_banks(self, buckets: Sequence[int]) -> list[BankKey]:
-        """The banks with the most sequences, of microbatches whose documents are not known."""
-        return [self._bank(tokens, self.seq_counts[0]) for tokens in buckets]
+    def of_schedule(self, schedule: ContextSchedule, lengths: Sequence[int]) -> ScheduledBanks:
+        """Return the bank of each microbatch of this rank, alike on all ranks of its group.
 
-    def name(self, bank: Hashable) -> str:
-        """For reports."""
-        tokens, seqs = self._sizes(bank)
-        return f"{tokens} tokens" + (f", {seqs} sequences" if self.has_fewer_sequences else "")
+        Steps that are given these, as they are, make sure that all ranks have them of one schedule.
 
-    def _seqs_for(self, num_documents: int) -> int:
-        fewest = [seqs for seqs in self.seq_counts if num_documents < seqs]
-        return fewest[-1] if fewest else self.seq_counts[0]
+        Args:
+            schedule: of the step.
+            lengths: tokens of each document of the global batch.
 
-    def _bank(self, tokens: int, seqs: int) -> BankKey:
-        return (tokens, seqs) if self.has_fewer_sequences else tokens
+        Raises:
+            ConfigError: no bank holds a microbatch.
+        """
+        assert self.groups is not None
+        banks = []
+        for microbatch in schedule.of_rank(self.groups.rank):
+            documents = [lengths[d] for d in microbatch.documents] or [1]
+            shapes = [s for s in self.shapes if s.context_parallel_size == microbatch.size]
+            shape = smallest_that_fits(documents, shapes)
+            if shape is None:
+                raise ConfigError(
+                    f"no bank of {microbatch.size} ranks holds a microbatch with documents of "
+                    f"{documents} tokens"
+                )
+            banks.append(self.fewest_sequences(documents, shape))
+        plan = repr((schedule.digest, [int(length) for length in lengths]))
+        return ScheduledBanks(banks, zlib.crc32(plan.encode()))
 
-    def _sizes(self, bank: Hashable) -> tuple[int, int]:
-        """Tokens and sequences."""
-        if isinstance(bank, tuple):
-            return bank
-        assert isinstance(bank, int)
-        return bank, self.seq_counts[0]
+    def refuse_others(self, rank: int, agree: Agree | None) -> None:
+        """Make sure that all ranks have these banks and limits; all of them call it.
+
+        Args:
+            rank: named in errors.
+            agree: maximum over all ranks; None in a job of one.
+
+        Raises:
+            ConfigError: on all ranks: another one has others.
+        """
+        shapes = [[bank.shape for bank in banks] for banks in (self._every, self.keys)]
+        digest = zlib.crc32(repr((self.limits, shapes)).encode())
+        if agree is not None and agree([digest, -digest]) != [digest, -digest]:
+            within = "" if self.limits is None else f" within {self.limits}"
+            raise ConfigError(
+                f"rank {rank}: the packed shape is {self.largest_shape}, with banks of "
+                f"{list(self.keys)}{within}, and others on another rank. Give attach() the same "
+                "`packing` on every rank, pipeline stages included."
+            )
+
+    def check(self, banks: Sequence[PackedBank]) -> None:
+        """Make sure that microbatches use the process groups that graphs were captured with.
+
+        Raises:
+            ReplayMismatchError: one uses another group, even if it has the same ranks.
+        """
+        groups = {bank.shape: bank.group for bank in self._every}
+        for number, bank in enumerate(banks):
+            if groups.get(bank.shape, bank.group) is not bank.group:
+                raise ReplayMismatchError(
+                    f"Microbatch {number} ({bank}) has another process group than the graphs of "
+                    "that size, which hold the communicator that they were captured with. Use the "
+                    "groups of these banks, or release the graphs and make others."
+                )
 
     def with_offsets_of(self, bank: Hashable, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """A chunk's arguments with the sequences of ``bank``, where offsets are of the most.
+        """Return a chunk's arguments with the sequences of ``bank``, if offsets are of the most.
 
         Others are left as they are, such as those of `packed_shapes`, or of a step that does not
         fit. Of the right ones nothing is lost: a microbatch of the bank has fewer documents, and
@@ -192,76 +319,12 @@ class Buckets:
         """
         return with_cut_offsets(kwargs, *self._num_sequences.get(bank, (0, 0)))
 
-    def choose(self, packings: Sequence[Sequence[int]], agree: Agree | None = None) -> list[int]:
-        """The smallest bucket that each microbatch fits; the largest where none does.
 
-        Args:
-            packings: of each microbatch the tokens of each of its documents.
-            agree: for ranks that share experts, whose microbatches go through a chunk together:
-                element-wise maximum over them. They must have as many microbatches.
-        """
-        found = [
-            (smallest_that_fits(lengths, self.shapes.values()) or self.shapes[self.keys[0]])
-            for lengths in packings
-        ]
-        keys = [shape.max_packed_tokens for shape in found]
-        return keys if agree is None else agree(keys)
-
-    def derive(
-        self, c: int, args: tuple[Any, ...], kwargs: dict[str, Any], of: Hashable, wanted: Hashable
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """A chunk's arguments as a microbatch of the bank ``wanted`` would have them.
-
-        For captures of banks that no eager step has had. Rows are left out or filled with 0;
-        documents that are too many become one with the last.
-
-        Raises:
-            ConfigError: an argument that is not known counts rows.
-        """
-        (has, _), (rows, seqs) = self._sizes(of), self._sizes(wanted)
-        first, *others = args
-        made = {name: self._of_name(c, name, value, has, rows) for name, value in kwargs.items()}
-        shape = replace(self.shapes[rows], max_packed_seqs=seqs)
-        if shape.max_document_tokens is None:
-            for name in OFFSETS:
-                offsets = made.get(f"{_PARAMS}{name}")
-                if isinstance(offsets, torch.Tensor):
-                    made[f"{_PARAMS}{name}"] = _with_sequences(offsets, seqs)
-            _within_rows(made)
-        else:  # no sequence may become longer than kernels are told
-            made |= filled_offsets(made, shape)
-        rest = [self._of_name(c, f"argument {i}", v, has, rows) for i, v in enumerate(others, 1)]
-        return (resized(first, 0, has, rows), *rest), made
-
-    def _of_name(self, c: int, name: str, value: Any, of: int, wanted: int) -> Any:
-        if name in ROWS_AT:
-            if name.startswith("rotary_"):
-                longest, other = (self.shapes[size].longest_rows for size in (of, wanted))
-                more = _rows_of(value) == longest + 1  # see `fixed_params`
-                of, wanted = longest + more, other + more
-            if isinstance(value, (tuple, list)):
-                return type(value)(resized(v, ROWS_AT[name], of, wanted) for v in value)
-            return resized(value, ROWS_AT[name], of, wanted)
-        if name.startswith(_PARAMS):
-            if isinstance(value, int) and not isinstance(value, bool):
-                longest, other = (self.shapes[size].longest_rows for size in (of, wanted))
-                if name in _LONGEST and value >= longest:
-                    return value - longest + other
-                return wanted if value == of else value
-            if name == f"{_PARAMS}seq_idx":
-                return resized(value, 1, of, wanted)
-            if isinstance(value, torch.Tensor):  # offsets; those in rows end at the bucket's
-                return torch.where(value == of, wanted, value).clamp(max=wanted).to(value.dtype)
-        if of != wanted and isinstance(value, torch.Tensor) and of in value.shape:
-            raise ConfigError(
-                f"Chunk {c} takes {name} of shape {tuple(value.shape)}, and it is not known how it "
-                f"looks in the bucket of {wanted} tokens, which no step before the capture had. "
-                "Use no buckets with it, or warm up with microbatches of every bucket."
-            )
-        return value
+def _name_of_size(shape: PackedShape) -> str:
+    return f"CP {shape.context_parallel_size} with {shape.tokens_per_rank} tokens a rank"
 
 
-def check_seq_counts(seq_counts: Sequence[int], most: int) -> None:
+def _check_seq_counts(seq_counts: Sequence[int], most: int) -> None:
     """Refuse numbers of sequences that are not fewer than ``most``.
 
     Raises:
@@ -273,76 +336,3 @@ def check_seq_counts(seq_counts: Sequence[int], most: int) -> None:
                 f"seq_buckets has {count!r}: fewer sequences that are captured too are whole "
                 f"numbers from 2 and below max_packed_seqs ({most})."
             )
-
-
-def with_cut_offsets(kwargs: dict[str, Any], most: int, wanted: int) -> dict[str, Any]:
-    """A chunk's arguments with offsets of ``wanted`` sequences in the place of those of ``most``.
-
-    Those of any other number are left as they are.
-    """
-    if most == wanted:
-        return kwargs
-    cut = {
-        name: _with_sequences(offsets, wanted)
-        for name in _OFFSET_ARGUMENTS
-        if isinstance(offsets := kwargs.get(name), torch.Tensor) and offsets.numel() == most + 1
-    }
-    return {**kwargs, **cut} if cut else kwargs
-
-
-def filled_offsets(kwargs: Mapping[str, Any], shape: PackedShape) -> dict[str, torch.Tensor]:
-    """Offsets of a shape that documents fill as far as they can, in the place of given ones."""
-    longest = shape.document_limit // shape.document_multiple * shape.document_multiple
-    longest = longest or shape.document_limit
-    count = shape.max_packed_tokens // shape.padded_length(longest)
-    filled = pack([longest] * min(count, shape.max_documents), shape)
-    made = {}
-    for name in OFFSETS:
-        given = kwargs.get(f"{_PARAMS}{name}")
-        if isinstance(given, torch.Tensor):
-            # Where nobody is told of padding there is none.
-            padded = kwargs.get(f"{_PARAMS}{name}_padded")
-            is_padded = "padded" in name or not isinstance(padded, torch.Tensor)
-            values = filled.cu_seqlens_padded if is_padded else filled.cu_seqlens
-            made[f"{_PARAMS}{name}"] = torch.from_numpy(values).to(given.device, given.dtype)
-    return made
-
-
-def _within_rows(kwargs: dict[str, Any]) -> None:
-    """Cut tokens off documents whose rows were: offsets in rows say how many each may have."""
-    for kind in ("q", "kv"):
-        name = f"{_PARAMS}cu_seqlens_{kind}"
-        real, padded = kwargs.get(name), kwargs.get(f"{name}_padded")
-        if isinstance(real, torch.Tensor) and isinstance(padded, torch.Tensor):
-            lengths = torch.minimum(real.diff(), padded.diff())
-            ends = lengths.cumsum(0).to(real.dtype)
-            kwargs[name] = torch.cat([torch.zeros_like(ends[:1]), ends])
-
-
-def _with_sequences(offsets: torch.Tensor, num_seqs: int) -> torch.Tensor:
-    """Offsets of so many sequences that end where they did."""
-    more = num_seqs + 1 - offsets.numel()
-    if more > 0:
-        return torch.cat([offsets, offsets[-1:].expand(more)])
-    return torch.cat([offsets[:num_seqs], offsets[-1:]]) if more < 0 else offsets
-
-
-def _rows_of(value: Any) -> int | None:
-    """Rows of a table, or of the first of several."""
-    first = value[0] if isinstance(value, (tuple, list)) and value else value
-    return first.size(0) if isinstance(first, torch.Tensor) else None
-
-
-def resized(value: Any, dim: int, of: int, wanted: int) -> Any:
-    """``value`` with rows of the bucket ``wanted``, which this rank may have only a part of."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    num_rows = value.size(dim) * wanted // of
-    result = value.detach()
-    if num_rows <= result.size(dim):
-        result = result.narrow(dim, 0, num_rows).contiguous()
-    else:
-        more = list(result.shape)
-        more[dim] = num_rows - result.size(dim)
-        result = torch.cat([result, result.new_zeros(more)], dim)
-    return result.requires_grad_(value.requires_grad)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from chunkgraph.megatron.features.packing.banks import PackedBanks
 from chunkgraph.packing import PackedShape
 from chunkgraph.packing.seq_counts import default_seq_buckets
 
-__all__ = ["PackingOptions"]
+__all__ = ["PackingOptions", "packed_banks"]
 
 
 @dataclass(frozen=True)
@@ -37,15 +39,6 @@ class PackingOptions:
     fills_rows: bool = False
 
     @property
-    def largest_shape(self) -> PackedShape:
-        """The shape that no microbatch exceeds."""
-        return self.shape
-
-    def limit_slots(self, num_slots: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the slots of each chunk, of which any number of microbatches needs all."""
-        return num_slots
-
-    @property
     def seq_counts(self) -> Sequence[int]:
         """The numbers of sequences in ``seq_buckets``, or the default ones."""
         if self.seq_buckets is not None:
@@ -57,3 +50,28 @@ class PackingOptions:
             shape.context_parallel_size,
             self.buckets,
         )
+
+
+def packed_banks(
+    packing: PackedShape | PackingOptions | PackedBanks | None, config: Any
+) -> PackedBanks | None:
+    """Make the banks of what `attach` is given as ``packing``; None without packed sequences.
+
+    Args:
+        packing: see `attach`.
+        config: Megatron's TransformerConfig.
+
+    Raises:
+        ConfigError: a number of sequences is out of its range.
+        PackingError: there are no such lengths.
+    """
+    if packing is None or isinstance(packing, PackedBanks):
+        return packing
+    options = PackingOptions(packing) if isinstance(packing, PackedShape) else packing
+    return PackedBanks.of_model(
+        options.shape,
+        options.buckets,
+        options.seq_counts,
+        config,
+        fills_rows=options.fills_rows,
+    )

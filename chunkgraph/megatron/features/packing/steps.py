@@ -1,201 +1,319 @@
-"""The documents of a step's microbatches, on the host: whether they fit, and what was announced."""
+"""What a step's microbatches hold, on the host: their banks, whether they fit, what was announced.
+
+A step is described by the documents of its microbatches (and their rows, where ranks agreed on
+them), or where context-parallel sizes change, by the bank of each.
+"""
 
 from __future__ import annotations
 
+import copy
 import warnings
-import zlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from chunkgraph.engine import Agree
 from chunkgraph.errors import ConfigError, PackingError, SlotError
-from chunkgraph.megatron.features.packing.banks import BankKey, Buckets
+from chunkgraph.megatron.features.packing.bank import PackedBank, digest_of_plan
+from chunkgraph.megatron.features.packing.banks import PackedBanks
+from chunkgraph.megatron.features.packing.derived_calls import derived_call
+from chunkgraph.megatron.features.packing.params import refuse_other_length
+from chunkgraph.megatron.step import StepInputs, StepPlan, StepPlanner
 from chunkgraph.packing import PackedShape, reason_not_to_fit
 
-__all__ = ["Packings", "StepPackings", "misfit_of"]
+__all__ = ["Packings", "StepPlans", "misfit_of"]
 
 Packings = Sequence[Sequence[int]]
 """For each microbatch of a step, the tokens of each of its documents."""
 
 
 @dataclass(frozen=True)
-class _Announced:
-    """The step that comes next: what the caller said of it, and what follows from that."""
+class _Contents:
+    """What a step holds.
 
-    packings: list[list[int]]
-    said: str
+    Attributes:
+        inputs: what the caller said of it.
+        misfit: why it does not fit, or ""; graphs may be missing for what fits.
+        banks: of each microbatch; None: its rows are of no bank.
+        rows: of each microbatch; None: as many as the schedule says.
+        cut_for: banks to whose sequences offsets are cut; None for a microbatch that fits none,
+            whose offsets are its own.
+    """
+
+    inputs: StepInputs
     misfit: str
-    keys: list[int]
-    has_given_keys: bool
+    banks: Sequence[PackedBank | None]
+    rows: list[int] | None
+    cut_for: Sequence[PackedBank | None]
 
 
-class StepPackings:
-    """What one rank's steps are told of their packings.
+class StepPlans(StepPlanner):
+    """Plans one rank's steps from what they are given.
 
     Args:
-        buckets: what graphs are captured for.
+        banks: of this rank.
         rank: named in errors.
-        agree: to compare the shapes between ranks; None in a job of one.
-        needs_buckets: whether other ranks' data bear on a microbatch's bucket, so that steps are
-            told buckets that were agreed on.
-        fills_rows: whether documents are to fill all rows of every microbatch.
+        agree: to compare the banks between ranks; None in a job of one.
+        missing_graphs: says why microbatches of some banks have no graphs, or "".
+        needs_buckets: whether other ranks' data bear on a microbatch's length, so that steps are
+            given lengths that were agreed on.
         needs_tokens: whether to warn, once, of a document with a context-parallel piece that holds
             no token; see `needs_tokens_in_pieces`.
 
     Attributes:
-        shape: the largest.
-        keys: buckets of the microbatches of the step that was begun last.
-        banks: and their banks.
-        cut_for: banks to whose sequences offsets are cut (`OffsetCutter`); None for a microbatch
-            that fits none, whose offsets are its own.
-        misfit: why that step does not fit, whether it was announced or not; "" if it does.
+        has_lengths: whether microbatches have one of several lengths, by their documents.
+        agree_on_rows: element-wise maximum over all ranks, for `agree_on_buckets`.
 
     Raises:
-        ConfigError: another rank has another shape.
+        ConfigError: another rank has other banks.
     """
+
+    agree_on_rows: Agree | None = None
 
     def __init__(
         self,
-        buckets: Buckets,
+        banks: PackedBanks,
         rank: int,
         agree: Agree | None,
         *,
+        missing_graphs: Callable[[Sequence[Hashable]], str] = lambda _: "",
         needs_buckets: bool = False,
-        fills_rows: bool = False,
         needs_tokens: bool = False,
     ) -> None:
-        self.buckets = buckets
-        self.shape = shape = buckets.shapes[buckets.keys[0]]
-        self.keys: list[int] | None = None
-        self.banks: list[BankKey] | None = None
-        self.cut_for: list[BankKey | None] = []
-        self.misfit = ""
+        banks.refuse_others(rank, agree)
+        self._changes_size = changes_size = banks.groups is not None
+        self.inputs = ("contexts",) if changes_size else ("packings", "buckets")
+        self.keys = banks.keys
+        self.derive = derived_call
+        self.drops_failed = changes_size
+        self.shapes = {} if changes_size else banks.by_rows
+        self.all_shapes = () if changes_size else [bank.shape for bank in banks.keys]
+        self._banks = banks
+        self.has_lengths = len(self.shapes) > 1
         self._rank = rank
-        self._fills_rows = fills_rows
+        self._missing_graphs = missing_graphs
+        self._needs_buckets = needs_buckets and self.has_lengths
         self._needs_tokens = needs_tokens
-        self._needs_buckets = needs_buckets and len(buckets.keys) > 1
-        self._announced: _Announced | None = None
-        self._has_given_keys = False
-        digest = zlib.crc32(repr(buckets.all_shapes).encode())
-        if agree is not None and agree([digest, -digest]) != [digest, -digest]:
-            raise ConfigError(
-                f"rank {rank}: the packed shape is {shape}, and another on another rank. Give "
-                "attach() the same `packing` on every rank."
-            )
+        self._announced: _Contents | None = None
 
-    def announced(
-        self, packings: Packings, misfit: str, buckets: Sequence[int] | None = None
-    ) -> str:
-        """Remember what was announced; why it does not fit, or ""."""
+    def announce(self, inputs: StepInputs) -> tuple[str, int]:
+        """Remember what the next step holds; return its misfit and the digest of its schedule."""
         if self._announced is not None:
             raise SlotError(f"rank {self._rank}: the next step was announced already.")
-        told = misfit or misfit_of(packings, self.shape, None, self._rank)
-        keys = self._chosen(packings, buckets, told)
-        self._announced = _Announced(_plain(packings), misfit, told, keys, buckets is not None)
-        return told
+        if inputs.contexts is None and inputs.packings is None:
+            raise self._missing()
+        self._announced = contents = self._contents(inputs)
+        return self._misfit_now(contents), digest_of_plan(contents.banks)
 
     def withdraw(self) -> None:
         """Forget what was announced of the next step."""
         self._announced = None
 
-    def begin(
-        self,
-        packings: Packings | None,
-        misfit: str,
-        num_microbatches: int,
-        buckets: Sequence[int] | None = None,
-    ) -> str | None:
-        """What to tell the engine of the step that begins now; None: what was announced holds.
+    def plan(self, inputs: StepInputs, schedule: Mapping[str, Any]) -> StepPlan:
+        """Plan the step that begins, which holds what was announced.
 
         Raises:
             ConfigError: nothing is known of the step, or it was announced otherwise.
             PackingError: a microbatch without documents, or a document without tokens.
+            ReplayMismatchError: a microbatch has another process group than its graphs.
         """
-        announced = self._announced
-        self._has_given_keys = buckets is not None or bool(announced and announced.has_given_keys)
-        if packings is None and announced is None and not misfit:
-            raise ConfigError(
-                f"rank {self._rank}: a training step was given no packings. Attached with "
-                "`packing`, every step takes packings=..., the lengths of the documents of each "
-                "microbatch (also on ranks whose stage does not read tokens), or is announced."
-            )
+        refuse_other_length(schedule)
+        announced, num_microbatches = self._announced, schedule["num_microbatches"]
         if announced is None:
-            if packings is None:
-                if buckets is None and len(self.buckets.keys) > 1:
-                    raise ConfigError(
-                        f"rank {self._rank}: a step was told a misfit ({misfit}), but neither its "
-                        "packings nor its buckets, so that stages do not know how long the "
-                        "microbatches are that they receive. Give packings=... or buckets=..."
-                    )
-                if buckets is not None and len(buckets) != num_microbatches:
-                    raise ConfigError(
-                        f"rank {self._rank}: the step has {num_microbatches} microbatches, but "
-                        f"buckets of {len(buckets)}. Give the rows of every microbatch."
-                    )
-                self.keys = None if buckets is None else list(buckets)
-                rows = self.keys or [self.buckets.keys[0]] * num_microbatches
-                self.banks = self.buckets.largest_banks(rows)
-                self.cut_for = [None] * len(self.banks)
-                self.misfit = misfit
-                return misfit
-            told = misfit or misfit_of(packings, self.shape, num_microbatches, self._rank)
-            self._take(packings, self._chosen(packings, buckets, told), told)
-            return told
-        was, said = announced.packings, announced.said
-        is_other = packings is not None and _plain(packings) != was
-        is_other = is_other or (buckets is not None and list(buckets) != announced.keys)
-        if is_other or (misfit and misfit != said) or len(was) != num_microbatches:
-            raise ConfigError(
-                f"rank {self._rank}: the step has {num_microbatches} microbatches with documents "
-                f"of {packings} tokens, misfit {misfit!r}; announced were {len(was)} with {was}, "
-                f"misfit {said!r}. The other ranks follow what was announced, so this one cannot "
-                "do otherwise. Announce each step's own packings, in the order of the steps; "
-                "withdraw() on all ranks takes back what was announced, which still holds."
-            )
+            contents = self._contents(inputs, num_microbatches)
+        else:
+            self._refuse_another(inputs, announced, num_microbatches)
+            contents = announced
         self._announced = None
-        self._take(was, announced.keys, announced.misfit)
-        return None
+        misfit = self._misfit_now(contents)
+        return StepPlan(
+            misfit if announced is None else None,
+            misfit,
+            contents.banks,
+            digest_of_plan(contents.banks),
+            rows=self._rows(contents, schedule.get("seq_length")),
+            cut_for=contents.cut_for,
+        )
 
-    def _take(self, packings: Packings, keys: list[int], misfit: str) -> None:
-        """These are the microbatches of the step that begins."""
-        self.keys, self.misfit = keys, misfit
-        self.banks = self.buckets.banks_of(packings, keys)
-        self.cut_for = [
-            bank if not misfit or reason_not_to_fit(lengths, self.shape) is None else None
-            for lengths, bank in zip(packings, self.banks, strict=True)
-        ]
+    def agree_on_buckets(self, packings: Packings) -> list[int]:
+        """Choose the smallest length that holds each microbatch on every rank."""
+        if self._changes_size:
+            return super().agree_on_buckets(packings)
+        return self._banks.choose(packings, self.agree_on_rows)
 
-    def rows(self, seq_length: int | None) -> list[int] | None:
-        """Rows of each microbatch of the step that was begun last.
+    def name(self, key: Hashable) -> str:
+        """Name a bank, if there are several."""
+        return str(key) if len(self.keys) > 1 or self._changes_size else ""
+
+    # -- what a step holds ---------------------------------------------------------------------
+
+    def _contents(self, inputs: StepInputs, num_microbatches: int | None = None) -> _Contents:
+        """Settle what a step holds.
 
         Args:
-            seq_length: of the schedule.
-
-        Returns:
-            None: all are as long as the schedule says. What fits no bucket has a length of its
-            own, be the step announced or not, unless its buckets were given.
+            inputs: what the caller says of it.
+            num_microbatches: of the step; None: not known yet.
         """
-        is_own = self.misfit and not self._has_given_keys and seq_length not in self.buckets.shapes
-        return None if is_own else self.keys
+        if inputs.contexts is not None:
+            return self._contents_of_banks(inputs, num_microbatches)
+        if inputs.packings is not None:
+            return self._contents_of_packings(inputs, inputs.packings, num_microbatches)
+        if self._changes_size or not inputs.misfit:
+            raise self._missing()
+        assert num_microbatches is not None
+        return self._contents_of_rows(inputs, num_microbatches)
 
-    def _chosen(self, packings: Packings, given: Sequence[int] | None, misfit: str) -> list[int]:
-        """The buckets of a step: those that were given, or the smallest that fit."""
+    def _contents_of_banks(self, inputs: StepInputs, num_microbatches: int | None) -> _Contents:
+        banks = copy.copy(inputs.contexts)  # its caller may change it
+        assert banks is not None
+        self._banks.check(banks)
+        if num_microbatches not in (None, len(banks)):
+            raise ConfigError(
+                f"rank {self._rank}: the step has {num_microbatches} microbatches, but contexts of "
+                f"{len(banks)}. Give the bank of every microbatch (PackedBanks.of_schedule)."
+            )
+        return _Contents(replace(inputs, contexts=banks), inputs.misfit, banks, None, banks)
+
+    def _contents_of_packings(
+        self, inputs: StepInputs, packings: Packings, num_microbatches: int | None
+    ) -> _Contents:
+        largest = self._banks.largest_shape
+        misfit = inputs.misfit or misfit_of(packings, largest, num_microbatches, self._rank)
+        rows = self._chosen_rows(packings, inputs.buckets, misfit)
+        banks = [
+            self._banks.fewest_sequences(lengths, self.shapes[n]) if n in self.shapes else None
+            for lengths, n in zip(packings, rows, strict=True)
+        ]
+        cut_for = [
+            bank if not misfit or reason_not_to_fit(lengths, largest) is None else None
+            for lengths, bank in zip(packings, banks, strict=True)
+        ]
+        plain = replace(inputs, packings=_plain(packings))
+        return _Contents(plain, misfit, banks, rows, cut_for)
+
+    def _contents_of_rows(self, inputs: StepInputs, num_microbatches: int) -> _Contents:
+        """Settle a step that is not replayed, of whose documents nothing is known."""
+        rows = None if inputs.buckets is None else list(inputs.buckets)
+        if rows is None and self.has_lengths:
+            raise ConfigError(
+                f"rank {self._rank}: a step was told a misfit ({inputs.misfit}), but neither its "
+                "packings nor its buckets, so that stages do not know how long the "
+                "microbatches are that they receive. Give packings=... or buckets=..."
+            )
+        if rows is not None and len(rows) != num_microbatches:
+            raise ConfigError(
+                f"rank {self._rank}: the step has {num_microbatches} microbatches, but "
+                f"buckets of {len(rows)}. Give the rows of every microbatch."
+            )
+        longest = self._banks.largest_shape.max_packed_tokens
+        banks = [
+            self._banks.most_sequences(self.shapes[n]) if n in self.shapes else None
+            for n in rows or [longest] * num_microbatches
+        ]
+        return _Contents(inputs, inputs.misfit, banks, rows, [None] * num_microbatches)
+
+    def _misfit_now(self, contents: _Contents) -> str:
+        """Say why a step cannot be replayed, or ""; graphs of a bank may be gone by now."""
+        return contents.misfit or self._missing_graphs(contents.banks)
+
+    def _rows(self, contents: _Contents, seq_length: int | None) -> list[int] | None:
+        """Return the rows of each microbatch; None: all are as long as the schedule says.
+
+        What fits no bank has a length of its own, announced or not, unless its rows were given.
+        """
+        if not self.has_lengths:
+            return None
+        has_given_rows = contents.inputs.buckets is not None
+        is_own = contents.misfit and not has_given_rows and seq_length not in self.shapes
+        return None if is_own else contents.rows
+
+    def _refuse_another(
+        self, inputs: StepInputs, announced: _Contents, num_microbatches: int
+    ) -> None:
+        """Refuse a step that holds something else than what was announced."""
+        said, was = announced.inputs, announced.banks
+        contexts, packings = inputs.contexts, inputs.packings
+        is_other = (
+            (packings is not None and _plain(packings) != said.packings)
+            or (inputs.buckets is not None and list(inputs.buckets) != announced.rows)
+            or (inputs.misfit and inputs.misfit != said.misfit)
+            or len(was) != num_microbatches
+        )
+        if contexts is not None:
+            # The same sizes may be those of other documents.
+            is_other = is_other or list(contexts) != list(was)
+            is_other = is_other or digest_of_plan(contexts) not in (0, digest_of_plan(was))
+        if not is_other:
+            return
+        name = self.inputs[0]
+        raise ConfigError(
+            f"rank {self._rank}: the step has {num_microbatches} microbatches with {name} "
+            f"{getattr(inputs, name)}, misfit {inputs.misfit!r}; announced were {len(was)} with "
+            f"{getattr(said, name)}, misfit {said.misfit!r}; the schedules they are of have to be "
+            "the same. The other ranks follow what was announced, so this one cannot do otherwise. "
+            "Announce what each step holds, in the order of the steps; withdraw() on all ranks "
+            "takes back what was announced, which still holds."
+        )
+
+    def _missing(self) -> ConfigError:
+        name = self.inputs[0]
+        hint = (
+            "the bank of each microbatch (PackedBanks.of_schedule)"
+            if self._changes_size
+            else "the lengths of the documents of each microbatch (also on ranks whose stage does "
+            "not read tokens)"
+        )
+        return ConfigError(
+            f"rank {self._rank}: a training step was given no {name}. Attached with this "
+            f"`packing`, every step takes {name}=..., {hint}, or is announced with them."
+        )
+
+    # -- rows ----------------------------------------------------------------------------------
+
+    def _chosen_rows(
+        self, packings: Packings, rows: Sequence[int] | None, misfit: str
+    ) -> list[int]:
+        """Return the rows of a step's microbatches: those that were given, or the fewest."""
         if self._needs_tokens and not misfit:
             self._warn_of_empty_pieces(packings)
-        chosen = self._buckets_of(packings, given, misfit)
-        if self._fills_rows and not misfit:
-            for microbatch, (lengths, rows) in enumerate(zip(packings, chosen, strict=True)):
-                if sum(lengths) != rows:
+        chosen = self._checked_rows(packings, rows, misfit)
+        if self._banks.fills_rows and not misfit:
+            for microbatch, (lengths, num_rows) in enumerate(zip(packings, chosen, strict=True)):
+                if sum(lengths) != num_rows:
                     raise ConfigError(
                         f"rank {self._rank}, microbatch {microbatch}: its documents have "
-                        f"{sum(lengths)} of {rows} rows. Attached with fills_rows, which lets "
+                        f"{sum(lengths)} of {num_rows} rows. Attached with fills_rows, which lets "
                         "experts take every row, documents have to fill them; count what is left "
                         "into the last one, or leave fills_rows out."
                     )
         return chosen
 
+    def _checked_rows(
+        self, packings: Packings, rows: Sequence[int] | None, misfit: str
+    ) -> list[int]:
+        if rows is None and self._needs_buckets:
+            raise ConfigError(
+                f"rank {self._rank}: ranks share experts, so that microbatches of several of "
+                "them go through a chunk together, and the step was not told the buckets that "
+                "they agreed on. Give buckets=graphs.agree_on_buckets(packings), and make the "
+                "microbatches of these lengths."
+            )
+        smallest = self._banks.choose(packings)
+        if rows is None:
+            return smallest
+        is_too_small = any(
+            not misfit and (n not in self.shapes or n < least)
+            for n, least in zip(rows, smallest, strict=False)
+        )
+        if is_too_small or len(rows) != len(packings):
+            raise ConfigError(
+                f"rank {self._rank}: the buckets {list(rows)} of a step do not hold its "
+                f"{len(packings)} microbatches (the smallest that do: {smallest})."
+            )
+        return list(rows)
+
     def _warn_of_empty_pieces(self, packings: Packings) -> None:
-        shape = self.shape
+        shape = self._banks.largest_shape
         for microbatch, lengths in enumerate(packings):
             document = shape.first_with_empty_piece(lengths)
             if document is None:
@@ -214,36 +332,11 @@ class StepPackings:
             )
             return
 
-    def _buckets_of(
-        self, packings: Packings, given: Sequence[int] | None, misfit: str
-    ) -> list[int]:
-        if given is None:
-            if self._needs_buckets:
-                raise ConfigError(
-                    f"rank {self._rank}: ranks share experts, so that microbatches of several of "
-                    "them go through a chunk together, and the step was not told the buckets that "
-                    "they agreed on. Give buckets=graphs.agree_on_buckets(packings), and make the "
-                    "microbatches of these lengths."
-                )
-            return self.buckets.choose(packings)
-        smallest = self.buckets.choose(packings)
-        wrong = [
-            microbatch
-            for microbatch, (key, least) in enumerate(zip(given, smallest, strict=False))
-            if not misfit and (key not in self.buckets.shapes or key < least)
-        ]
-        if wrong or len(given) != len(packings):
-            raise ConfigError(
-                f"rank {self._rank}: the buckets {list(given)} of a step do not hold its "
-                f"{len(packings)} microbatches (the smallest that do: {smallest})."
-            )
-        return list(given)
-
 
 def misfit_of(
     packings: Packings, shape: PackedShape, num_microbatches: int | None, rank: int
 ) -> str:
-    """Why the packings of a step do not fit, or "".
+    """Say why the packings of a step do not fit, or "".
 
     Args:
         packings: of all microbatches of the step, of this rank's data.
@@ -260,15 +353,15 @@ def misfit_of(
             f"rank {rank}: the step has {num_microbatches} microbatches, but {len(packings)} "
             "packings. Give the document lengths of every microbatch of the step."
         )
-    found = ""
+    misfit = ""
     for microbatch, lengths in enumerate(packings):
         try:
             reason = reason_not_to_fit(lengths, shape)
         except PackingError as error:
             raise PackingError(f"rank {rank}, microbatch {microbatch}: {error}") from error
-        if reason is not None and not found:
-            found = reason.value
-    return found
+        if reason is not None and not misfit:
+            misfit = reason.value
+    return misfit
 
 
 def _plain(packings: Packings) -> list[list[int]]:

@@ -10,24 +10,26 @@ from typing import Any
 
 import pytest
 import torch
+from context_probe import BankedGraphs
 from torch import nn
 
 from chunkgraph.engine import CaptureOptions
 from chunkgraph.errors import ConfigError, ReplayMismatchError, SlotError, TopologyError
 from chunkgraph.megatron.features.contexts import (
-    ContextBank,
-    ContextBanks,
-    ContextGraphs,
     ContextGroups,
     HeldGroups,
-    ScheduledBanks,
-    StepContexts,
-    digest_of_plan,
     follow_groups,
     groups_put_back,
+)
+from chunkgraph.megatron.features.contexts.refusals import (
     refuse_beside_contexts,
     refused_with_contexts,
 )
+from chunkgraph.megatron.features.packing.bank import PackedBank, ScheduledBanks, digest_of_plan
+from chunkgraph.megatron.features.packing.banks import PackedBanks
+from chunkgraph.megatron.features.packing.derived_calls import derived_call
+from chunkgraph.megatron.features.packing.steps import StepPlans
+from chunkgraph.megatron.step import StepInputs
 from chunkgraph.packing import ContextLimits, pack, schedule_contexts
 
 # Not marked `megatron`: of Megatron only its process groups are used, alike in all versions.
@@ -197,35 +199,31 @@ def groups(one_rank: Any) -> ContextGroups:
     return made
 
 
-def test_banks_are_of_sizes_buckets_and_variants(groups: ContextGroups) -> None:
-    banks = ContextBanks(LIMITS, groups, buckets=[4], variants=["", "rerun"])
-    assert [key.name for key in banks.keys] == [
-        (size, tokens, variant, None)
-        for size in (4, 2, 1)
-        for tokens in (8, 4)
-        for variant in ("", "rerun")
+def test_banks_are_of_sizes_and_buckets(groups: ContextGroups) -> None:
+    banks = PackedBanks.of_limits(LIMITS, groups, buckets=[4])
+    assert [(key.size, key.num_tokens) for key in banks.keys] == [
+        (size, tokens) for size in (4, 2, 1) for tokens in (8, 4)
     ]
-    assert repr(banks.keys[1]) == "CP 4 with 8 tokens a rank, rerun"
+    assert repr(banks.keys[1]) == "CP 4 with 4 tokens a rank"
     lengths = [30, 7, 3, 9]
     schedule = schedule_contexts(lengths, LIMITS)
     assert [m.size for m in schedule.of_rank(0)] == [4, 2]
     keys = banks.of_schedule(schedule, lengths)
-    assert [key.name for key in keys] == [(4, 8, "", None), (2, 8, "", None)]
+    assert [(key.size, key.num_tokens) for key in keys] == [(4, 8), (2, 8)]
     short = schedule_contexts([5, 2, 3, 1], LIMITS)
-    keys = banks.of_schedule(short, [5, 2, 3, 1], "rerun")
-    assert [key.name for key in keys] == [(2, 4, "rerun", None)]  # the longest on two ranks
-    with pytest.raises(ConfigError, match="variant 'other'"):
-        banks.of_schedule(short, [5, 2, 3, 1], "other")
+    keys = banks.of_schedule(short, [5, 2, 3, 1])
+    assert [(key.size, key.num_tokens) for key in keys] == [(2, 4)]  # the longest on two ranks
+    with pytest.raises(ConfigError, match=r"no bank of 2 ranks holds .* of \[30\] tokens"):
+        banks.of_schedule(short, [30, 30, 30, 30])
 
 
 def test_banks_are_of_numbers_of_sequences(groups: ContextGroups) -> None:
     limits = replace(LIMITS, max_packed_seqs=5)
-    banks = ContextBanks(limits, groups, cuda_graph_cp_sizes=[2, 1], seq_buckets=[2, 3, 2])
-    assert [(key.size, key.max_packed_seqs) for key in banks.keys] == [
-        (size, count) for size in (2, 1) for count in (None, 3, 2)
+    banks = PackedBanks.of_limits(limits, groups, cuda_graph_cp_sizes=[2, 1], seq_buckets=[2, 3, 2])
+    assert [(key.size, key.shape.max_packed_seqs) for key in banks.keys] == [
+        (size, count) for size in (2, 1) for count in (5, 3, 2)
     ]
     assert repr(banks.keys[2]) == "CP 2 with 8 tokens a rank, 2 sequences"
-    assert [banks.shape(key).max_packed_seqs for key in banks.keys] == [5, 3, 2] * 2
     found = {}
     for lengths in ([16], [15, 15, 15, 15], [3] * 16, [1] * 16):
         schedule = schedule_contexts(lengths, limits)
@@ -233,40 +231,42 @@ def test_banks_are_of_numbers_of_sequences(groups: ContextGroups) -> None:
             schedule.of_rank(0), banks.of_schedule(schedule, lengths), strict=True
         ):
             num_documents = max(len(microbatch.documents), 1)
-            assert banks.shape(key).max_packed_seqs > num_documents
-            found[num_documents] = key.max_packed_seqs
-    assert found == {1: 2, 2: 3, 4: None}
-    for size, count in ((1, None), (1, 3), (2, 2)):
+            assert key.shape.max_packed_seqs > num_documents
+            found[num_documents] = key.shape.max_packed_seqs
+    assert found == {1: 2, 2: 3, 4: 5}
+    for size, count in ((1, 5), (1, 3), (2, 2)):
         of, wanted = (
             banks.keys[0],
-            next(k for k in banks.keys if (k.size, k.max_packed_seqs) == (size, count)),
+            next(k for k in banks.keys if (k.size, k.shape.max_packed_seqs) == (size, count)),
         )
-        packed = pack([3, 2, 4], banks.shape(of))
+        packed = pack([3, 2, 4], of.shape)
         offsets = torch.from_numpy(packed.cu_seqlens_padded)
         name = "packed_seq_params.cu_seqlens_q_padded"
         hidden = torch.ones(8, 1, 4)
-        _, made = banks.derive(0, (hidden,), {name: offsets}, of, wanted)
-        assert len(made[name]) == banks.shape(wanted).max_packed_seqs + 1
+        _, made = derived_call(0, (hidden,), {name: offsets}, of, wanted)
+        assert len(made[name]) == wanted.shape.max_packed_seqs + 1
         assert made[name][-1] == 8 * size
     for key in banks.keys:  # of offsets for as many as there may be, and of its own
-        own = pack([3], banks.shape(key)).cu_seqlens_padded.tolist()
-        for shape in (limits.shape(key.size), banks.shape(key)):
+        own = pack([3], key.shape).cu_seqlens_padded.tolist()
+        for shape in (limits.shape(key.size), key.shape):
             offsets = torch.from_numpy(pack([3], shape).cu_seqlens_padded)
             assert banks.with_offsets_of(key, {name: offsets})[name].tolist() == own
     with pytest.raises(ConfigError, match=r"seq_buckets has 5: .* below max_packed_seqs \(5\)"):
-        ContextBanks(limits, groups, seq_buckets=[5])
+        PackedBanks.of_limits(limits, groups, seq_buckets=[5])
     for rows, shorter, fewer in ((1024, (), {32, 64}), (1026, (), {64}), (1026, (8,), {32, 64})):
         many = replace(LIMITS, max_packed_seqs=128, max_tokens_per_rank=rows)
-        by_default = ContextBanks(many, groups, buckets=shorter)
-        assert {key.max_packed_seqs for key in by_default.keys} == {None, *fewer}
+        by_default = PackedBanks.of_limits(many, groups, buckets=shorter)
+        assert {key.shape.max_packed_seqs for key in by_default.keys} == {128, *fewer}
 
 
 def test_sizes_and_buckets_that_cannot_be(groups: ContextGroups) -> None:
-    assert {key.size for key in ContextBanks(LIMITS, groups, cuda_graph_cp_sizes=[2]).keys} == {2}
+    assert {
+        key.size for key in PackedBanks.of_limits(LIMITS, groups, cuda_graph_cp_sizes=[2]).keys
+    } == {2}
     with pytest.raises(ConfigError, match=r"cuda_graph_cp_sizes has \[3, 8\]"):
-        ContextBanks(LIMITS, groups, cuda_graph_cp_sizes=[8, 3, 1])
+        PackedBanks.of_limits(LIMITS, groups, cuda_graph_cp_sizes=[8, 3, 1])
     with pytest.raises(ConfigError, match=r"buckets has \[3, 10\]"):
-        ContextBanks(LIMITS, groups, buckets=[3, 10])
+        PackedBanks.of_limits(LIMITS, groups, buckets=[3, 10])
     with pytest.raises(TopologyError, match="no context-parallel group of 8"):
         groups.of(8)
     with pytest.raises(TopologyError, match=r"of size 2 has the ranks \[\], not"):
@@ -276,9 +276,9 @@ def test_sizes_and_buckets_that_cannot_be(groups: ContextGroups) -> None:
 
 
 def test_a_key_is_its_group(groups: ContextGroups) -> None:
-    banks = ContextBanks(LIMITS, groups)
-    same = ContextBank(4, groups.of(4), 8)
-    other = ContextBank(4, object(), 8)
+    banks = PackedBanks.of_limits(LIMITS, groups)
+    same = PackedBank(LIMITS.shape(4), groups.of(4))
+    other = replace(same, group=object(), name="CP 4 of others")
     assert same == banks.keys[0]
     assert hash(same) == hash(banks.keys[0])
     assert other not in banks.keys
@@ -288,11 +288,11 @@ def test_a_key_is_its_group(groups: ContextGroups) -> None:
 
 
 def test_a_call_of_another_bank_is_as_that_bank_would_have_it(groups: ContextGroups) -> None:
-    banks = ContextBanks(LIMITS, groups, buckets=[4])
+    banks = PackedBanks.of_limits(LIMITS, groups, buckets=[4])
 
-    def call(key: ContextBank) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        packed = pack([2, 1], banks.shape(key))
-        total = key.num_packed_tokens
+    def call(key: PackedBank) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        packed = pack([2, 1], key.shape)
+        total = key.shape.max_packed_tokens
         return (torch.ones(key.num_tokens, 1, 4, requires_grad=True), None), {
             "input_ids": torch.ones(1, key.num_tokens, dtype=torch.long),
             "rotary_pos_emb": (torch.ones(total, 1, 1, 2), torch.ones(total, 1, 1, 2)),
@@ -307,13 +307,13 @@ def test_a_call_of_another_bank_is_as_that_bank_would_have_it(groups: ContextGro
     every = banks.keys
     for of in every:
         for wanted in every:
-            args, kwargs = banks.derive(0, *call(of), of, wanted)
+            args, kwargs = derived_call(0, *call(of), of, wanted)
             expected_args, expected = call(wanted)
             assert args[0].shape == expected_args[0].shape
             assert args[0].requires_grad
             offsets = kwargs["packed_seq_params.cu_seqlens_q_padded"]
-            assert offsets[-1] == wanted.num_packed_tokens
-            assert not any(offsets % banks.shape(wanted).document_multiple)
+            assert offsets[-1] == wanted.shape.max_packed_tokens
+            assert not any(offsets % wanted.shape.document_multiple)
             for name, value in expected.items():
                 if isinstance(value, torch.Tensor):
                     assert (kwargs[name].shape, kwargs[name].dtype) == (value.shape, value.dtype)
@@ -322,7 +322,7 @@ def test_a_call_of_another_bank_is_as_that_bank_would_have_it(groups: ContextGro
                 else:
                     assert kwargs[name] is value or kwargs[name] == value, (name, of, wanted)
     with pytest.raises(ConfigError, match="Chunk 0 takes mask of shape"):
-        banks.derive(0, (torch.ones(8, 1),), {"mask": torch.ones(32, 2)}, every[0], every[2])
+        derived_call(0, (torch.ones(8, 1),), {"mask": torch.ones(32, 2)}, every[0], every[2])
 
 
 def test_modules_get_their_groups_back() -> None:
@@ -410,43 +410,54 @@ def test_a_step_is_announced_behind_one_that_may_run_anew(may_run_anew: bool) ->
 
 
 def test_what_a_step_is_told(groups: ContextGroups) -> None:
-    banks = ContextBanks(LIMITS, groups, cuda_graph_cp_sizes=[4, 1])
-    four, two, one = (ContextBank(size, groups.of(size), 8) for size in (4, 2, 1))
+    banks = PackedBanks.of_limits(LIMITS, groups, cuda_graph_cp_sizes=[4, 1])
+    four, two, one = (PackedBank(LIMITS.shape(size), groups.of(size)) for size in (4, 2, 1))
 
-    def misfit_of(keys: Any) -> str:
+    def missing(keys: Any) -> str:
         return "" if set(keys) <= set(banks.keys) else "not captured"
 
-    steps = StepContexts(banks, misfit_of, rank=3)
-    assert steps.begin([four, one], "", 2) == ("", [four, one])
-    assert steps.begin([two, one], "", 2) == ("not captured", [two, one])
-    assert steps.begin([two], "mine", 1) == ("mine", [two])
-    assert steps.announced([two], "") == "not captured"
+    plans = StepPlans(banks, 3, None, missing_graphs=missing)
+
+    def begin(keys: Any, misfit: str, count: int) -> tuple[str | None, Any]:
+        plan = plans.plan(StepInputs(None, misfit, None, keys), {"num_microbatches": count})
+        assert plan.digest == digest_of_plan(plan.banks)
+        return plan.misfit, plan.banks
+
+    def announce(keys: Any) -> str:
+        misfit, digest = plans.announce(StepInputs(contexts=keys))
+        assert digest == digest_of_plan(keys)
+        return misfit
+
+    assert begin([four, one], "", 2) == ("", [four, one])
+    assert begin([two, one], "", 2) == ("not captured", [two, one])
+    assert begin([two], "mine", 1) == ("mine", [two])
+    assert announce([two]) == "not captured"
     with pytest.raises(SlotError, match="rank 3: the next step was announced already"):
-        steps.announced([four], "")
-    assert steps.begin(None, "", 1) == (None, [two])
+        announce([four])
+    assert begin(None, "", 1) == (None, [two])
     # What is known of a schedule stays with its banks, whatever becomes of them.
     given = ScheduledBanks([four], 7)
-    steps.announced(given, "")
+    announce(given)
     given.append(two)
-    assert digest_of_plan(steps.begin(None, "", 1)[1]) == 7
-    assert digest_of_plan(steps.begin(given, "", 2)[1]) == 7
+    assert digest_of_plan(begin(None, "", 1)[1]) == 7
+    assert digest_of_plan(begin(given, "", 2)[1]) == 7
     assert digest_of_plan([four]) == digest_of_plan(None) == 0
-    assert steps.announced([four, one], "") == ""
+    assert announce([four, one]) == ""
     with pytest.raises(ConfigError, match=r"rank 3: the step has 2 microbatches.*announced were"):
-        steps.begin([one, four], "", 2)
-    assert steps.begin([four, one], "", 2) == (None, [four, one])  # what was announced still holds
+        begin([one, four], "", 2)
+    assert begin([four, one], "", 2) == (None, [four, one])  # what was announced still holds
     # Banks of the same sizes for other documents.
-    steps.announced(ScheduledBanks([one], 7), "")
+    announce(ScheduledBanks([one], 7))
     with pytest.raises(ConfigError, match="schedules they are of have to be the same"):
-        steps.begin(ScheduledBanks([one], 8), "", 1)
-    steps.begin(ScheduledBanks([one], 7), "", 1)
-    for call in (lambda: steps.begin(None, "", 1), lambda: steps.announced(None, "")):
+        begin(ScheduledBanks([one], 8), "", 1)
+    begin(ScheduledBanks([one], 7), "", 1)
+    for call in (lambda: begin(None, "", 1), lambda: announce(None)):
         with pytest.raises(ConfigError, match="given no contexts"):
             call()
     with pytest.raises(ConfigError, match="3 microbatches, but contexts of 1"):
-        steps.begin([four], "", 3)
+        begin([four], "", 3)
     with pytest.raises(ReplayMismatchError, match="another process group"):
-        steps.begin([ContextBank(4, object(), 8)], "", 1)
+        begin([replace(four, group=object())], "", 1)
     refuse_beside_contexts(packing=None)
     with pytest.raises(ConfigError, match=r"with packing, fp8: graphs whose"):
         refuse_beside_contexts(packing=object(), context_parallel_size=False, fp8=4)
@@ -472,11 +483,11 @@ def test_communicators_are_tried_first_where_no_pass_uses_them(
 
     monkeypatch.setattr(ContextGroups, "warm_up", lambda self, device: order.append("all ways"))
     groups = ContextGroups.create([[0]], [1])
-    banks = ContextBanks(
+    banks = PackedBanks.of_limits(
         ContextLimits(world_size=1, max_tokens_per_rank=8, max_packed_seqs=4), groups
     )
     options = CaptureOptions(num_warmup_passes=num_passes)
-    graphs = ContextGraphs([Chunk(4, 4)], [1], banks, options=options)
+    graphs = BankedGraphs([Chunk(4, 4)], [1], banks, options=options)
     for _ in range(2):
         with graphs.step(list(banks.keys)):
             graphs.callables[0](torch.ones(8, 4)).sum().backward()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
+from collections.abc import Iterable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -15,22 +16,55 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chunkgraph.errors import ConfigError, PackingError
-from chunkgraph.megatron.features.packing.banks import Buckets
-from chunkgraph.megatron.features.packing.steps import StepPackings
+from chunkgraph.megatron.features.packing.bank import PackedBank
+from chunkgraph.megatron.features.packing.banks import PackedBanks
+from chunkgraph.megatron.features.packing.derived_calls import derived_call
+from chunkgraph.megatron.features.packing.steps import StepPlans
+from chunkgraph.megatron.step import StepInputs, StepPlan
 from chunkgraph.packing import PackedShape, bucket_shapes, pack
 
 _SHAPE = PackedShape(5, 32)
 
 
-def _buckets() -> Buckets:
-    return Buckets(bucket_shapes(_SHAPE, [0.25, 16]))
+def _buckets() -> PackedBanks:
+    return PackedBanks(bucket_shapes(_SHAPE, [0.25, 16]))
+
+
+def _bank(banks: PackedBanks, rows: int, seqs: int | None = None) -> PackedBank:
+    """Return the bank of so many rows, by default with the most sequences."""
+    wanted = (rows, seqs or banks.largest_shape.max_packed_seqs)
+    return next(bank for bank in banks.keys if _sizes([bank]) == [wanted])
+
+
+def _sizes(banks: Iterable[Any]) -> list[Any]:
+    """Return rows and sequences of each bank; None where there is none."""
+    shapes = [bank and bank.shape for bank in banks]
+    return [shape and (shape.max_packed_tokens, shape.max_packed_seqs) for shape in shapes]
+
+
+def _begin(
+    plans: StepPlans,
+    packings: list[list[int]] | None,
+    misfit: str,
+    count: int,
+    rows: list[int] | None = None,
+    seq_length: int = 32,
+) -> StepPlan:
+    inputs = StepInputs(packings, misfit, rows)
+    return plans.plan(inputs, {"num_microbatches": count, "seq_length": seq_length})
+
+
+def _announce(
+    plans: StepPlans, packings: list[list[int]], misfit: str = "", rows: list[int] | None = None
+) -> str:
+    return plans.announce(StepInputs(packings, misfit, rows))[0]
 
 
 def test_sizes_are_parts_or_tokens() -> None:
-    assert _buckets().keys == (32, 16, 8)
-    assert Buckets(bucket_shapes(_SHAPE, [0.3], multiple_of=4)).keys == (32, 12)
-    assert Buckets(bucket_shapes(_SHAPE, [1, 32])).keys == (32,)
-    assert [s.max_packed_seqs for s in _buckets().shapes.values()] == [5, 5, 5]
+    assert list(_buckets().by_rows) == [32, 16, 8]
+    assert list(PackedBanks(bucket_shapes(_SHAPE, [0.3], multiple_of=4)).by_rows) == [32, 12]
+    assert list(PackedBanks(bucket_shapes(_SHAPE, [1, 32])).by_rows) == [32]
+    assert [s.max_packed_seqs for s in _buckets().shapes] == [5, 5, 5]
     for bad in (0, -0.5, 1.5, 33):
         with pytest.raises(PackingError, match="A bucket of"):
             bucket_shapes(_SHAPE, [bad])
@@ -45,12 +79,12 @@ def test_lengths_are_those_that_ranks_can_share() -> None:
         ({"fp8": "hybrid"}, (64, 32)),
         ({"fp8": "hybrid", "sequence_parallel": True, "tensor_model_parallel_size": 2}, (64,)),
     ):
-        buckets = Buckets.of_model(shape, [0.28], [3], SimpleNamespace(**settings))
-        assert (buckets.keys, buckets.seq_counts) == (found, (5, 3))
+        banks = PackedBanks.of_model(shape, [0.28], [3], SimpleNamespace(**settings))
+        assert (tuple(banks.by_rows), banks.seq_counts) == (found, (5, 3))
     other, fp8 = replace(shape, max_packed_tokens=48), SimpleNamespace(fp8="e4m3")
     with pytest.raises(PackingError, match=r"tokens is 48.* give a multiple of 32"):
-        Buckets.of_model(other, [0.5], [], fp8)
-    assert Buckets.of_model(other, [], [], fp8).keys == (48,)
+        PackedBanks.of_model(other, [0.5], [], fp8)
+    assert list(PackedBanks.of_model(other, [], [], fp8).by_rows) == [48]
 
 
 def test_each_takes_the_smallest_that_holds_it() -> None:
@@ -67,7 +101,7 @@ def test_a_call_of_another_bucket_is_as_that_bucket_would_have_it() -> None:
     """From the largest to the smallest and back: shapes, offsets and constants."""
 
     def call(size: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        packed = pack([3, 2], _buckets().shapes[size])
+        packed = pack([3, 2], _buckets().by_rows[size])
         return (torch.ones(size // 2, 1, 4, requires_grad=True),), {
             "input_ids": torch.ones(1, size, dtype=torch.long),
             "padding_mask": torch.from_numpy(packed.padding_mask)[None],
@@ -79,8 +113,9 @@ def test_a_call_of_another_bucket_is_as_that_bucket_would_have_it() -> None:
             "attention_mask": None,
         }
 
+    banks = _buckets()
     for of, wanted in ((32, 8), (8, 32), (16, 8)):
-        args, kwargs = _buckets().derive(0, *call(of), of, wanted)
+        args, kwargs = derived_call(0, *call(of), _bank(banks, of), _bank(banks, wanted))
         expected_args, expected = call(wanted)
         assert args[0].shape == expected_args[0].shape
         assert args[0].requires_grad
@@ -93,17 +128,17 @@ def test_a_call_of_another_bucket_is_as_that_bucket_would_have_it() -> None:
         name = "packed_seq_params.cu_seqlens_q_padded"
         assert torch.equal(kwargs[name], expected[name])
         assert np.all(np.diff(kwargs["packed_seq_params.cu_seqlens_q"].numpy()) >= 0)
-    with pytest.raises(ConfigError, match=r"Chunk 1 takes bias of shape .*bucket of 8 tokens"):
-        _buckets().derive(1, (None,), {"bias": torch.ones(32, 2)}, 32, 8)
+    with pytest.raises(ConfigError, match=r"Chunk 1 takes bias of shape .*bank of 8 tokens"):
+        derived_call(1, (None,), {"bias": torch.ones(32, 2)}, _bank(banks, 32), _bank(banks, 8))
 
 
 def test_no_sequence_of_another_bucket_is_longer_than_a_document_may_be() -> None:
     """Offsets are made anew; tables and the longest sequence are those of the wanted bucket."""
     shape = PackedShape(5, 32, max_document_tokens=10)
-    buckets = Buckets(bucket_shapes(shape, [0.25]), [3])
+    banks = PackedBanks(bucket_shapes(shape, [0.25]), [3])
 
-    def call(tokens: int, seqs: int) -> dict[str, Any]:
-        packed = pack([3, 2], replace(buckets.shapes[tokens], max_packed_seqs=seqs))
+    def call(bank: PackedBank) -> dict[str, Any]:
+        packed = pack([3, 2], bank.shape)
         return {
             "rotary_pos_emb": torch.ones(packed.max_seqlen, 1, 1, 2),
             "packed_seq_params.cu_seqlens_q": torch.from_numpy(packed.cu_seqlens),
@@ -112,10 +147,10 @@ def test_no_sequence_of_another_bucket_is_longer_than_a_document_may_be() -> Non
             "packed_seq_params.max_seqlen_q": packed.max_seqlen,
         }
 
-    for of, wanted in itertools.permutations(buckets.banks, 2):
-        made_of = call(*of)
-        _, made = buckets.derive(0, (torch.ones(of[0], 1, 2),), made_of, of, wanted)
-        expected = call(*wanted)
+    for of, wanted in itertools.permutations(banks.keys, 2):
+        made_of = call(of)
+        _, made = derived_call(0, (torch.ones(of.num_tokens, 1, 2),), made_of, of, wanted)
+        expected = call(wanted)
         for name, value in expected.items():
             if isinstance(value, torch.Tensor):
                 assert (made[name].shape, made[name].dtype) == (value.shape, value.dtype), name
@@ -123,7 +158,7 @@ def test_no_sequence_of_another_bucket_is_longer_than_a_document_may_be() -> Non
                 assert made[name] == value, name
         rows = made["packed_seq_params.cu_seqlens_q_padded"]
         tokens = made["packed_seq_params.cu_seqlens_q"]
-        assert rows[-1] == wanted[0]
+        assert rows[-1] == wanted.num_tokens
         assert rows.diff().max() <= expected["packed_seq_params.max_seqlen_q"]
         assert (tokens.diff() <= rows.diff()).all()
     # Of a script whose documents fill all rows, and whose table has one row more.
@@ -132,7 +167,8 @@ def test_no_sequence_of_another_bucket_is_longer_than_a_document_may_be() -> Non
         "packed_seq_params.cu_seqlens_q": torch.tensor([0, 9, 18, 27, 32, 32, 32, 32]).int(),
         "packed_seq_params.max_seqlen_q": 11,
     }
-    _, made = buckets.derive(0, (torch.ones(32, 1, 2),), only, (32, 5), (8, 3))
+    hidden = torch.ones(32, 1, 2)
+    _, made = derived_call(0, (hidden,), only, _bank(banks, 32), _bank(banks, 8, 3))
     assert made["rotary_pos_emb"].size(0) == made["packed_seq_params.max_seqlen_q"] == 9
     assert made["packed_seq_params.cu_seqlens_q"].tolist() == [0, 8, 8, 8]
 
@@ -140,101 +176,98 @@ def test_no_sequence_of_another_bucket_is_longer_than_a_document_may_be() -> Non
 def test_a_document_that_is_cut_has_no_more_tokens_than_rows() -> None:
     """Between the ends of rows that documents have with context parallelism and of their tokens."""
     whole = PackedShape(4, 32, context_parallel_size=2)
-    buckets = Buckets(bucket_shapes(whole, [12]))
+    banks = PackedBanks(bucket_shapes(whole, [12]))
     packed = pack([7, 7, 9], whole)
     name = "packed_seq_params.cu_seqlens_q"
     call = {
         name: torch.from_numpy(packed.cu_seqlens),
         f"{name}_padded": torch.from_numpy(packed.cu_seqlens_padded),
     }
-    _, made = buckets.derive(0, (torch.ones(16, 1, 2),), call, 32, 12)
+    hidden = torch.ones(16, 1, 2)
+    _, made = derived_call(0, (hidden,), call, _bank(banks, 32), _bank(banks, 12))
     assert made[f"{name}_padded"].tolist() == [0, 8, 12, 12, 12]
     assert made[name].tolist() == [0, 7, 11, 11, 11]
     assert made[name].dtype == torch.int32
 
 
 def test_steps_know_the_buckets_of_their_microbatches() -> None:
-    steps = StepPackings(_buckets(), 0, None)
-    assert steps.begin([[8], [9]], "", 2) == ""
-    assert steps.keys == [8, 16]
-    assert steps.begin([[8], [9]], "", 2, [16, 32]) == ""
-    assert steps.keys == [16, 32]
-    assert steps.begin([[1] * 9], "", 1) == "too many documents"
-    assert steps.keys == [32]
+    plans = StepPlans(_buckets(), 0, None)
+
+    def begin(*arguments: Any) -> tuple[str | None, Any]:
+        plan = _begin(plans, *arguments)
+        return plan.misfit, plan.rows
+
+    assert begin([[8], [9]], "", 2) == ("", [8, 16])
+    assert begin([[8], [9]], "", 2, [16, 32]) == ("", [16, 32])
+    assert begin([[1] * 9], "", 1) == ("too many documents", [32])
     for wrong in ([8, 8], [8], [8, 20]):
         with pytest.raises(ConfigError, match=r"rank 0: the buckets .* do not hold"):
-            steps.begin([[8], [9]], "", 2, wrong)
-    assert steps.begin([[40]], "", 1, [40]) == "a document is longer than allowed"
-    assert steps.keys == [40]
+            begin([[8], [9]], "", 2, wrong)
+    assert begin([[40]], "", 1, [40]) == ("a document is longer than allowed", [40])
     with pytest.raises(ConfigError, match="neither its packings nor its buckets"):
-        steps.begin(None, "a bad day", 1)
-    assert steps.begin(None, "a bad day", 1, [32]) == "a bad day"
-    assert steps.announced([[3]], "", [16]) == ""
-    assert steps.begin(None, "", 1) is None
-    assert steps.keys == [16]
-    steps.announced([[3]], "")
+        begin(None, "a bad day", 1)
+    assert begin(None, "a bad day", 1, [32]) == ("a bad day", [32])
+    assert _announce(plans, [[3]], "", [16]) == ""
+    assert begin(None, "", 1) == (None, [16])
+    _announce(plans, [[3]])
     with pytest.raises(ConfigError, match="announced were 1 with"):
-        steps.begin([[3]], "", 1, [16])
-    assert steps.begin([[3]], "", 1) is None  # what was announced still holds
+        begin([[3]], "", 1, [16])
+    assert begin([[3]], "", 1)[0] is None  # what was announced still holds
     with pytest.raises(ConfigError, match="has 2 microbatches, but buckets of 1"):
-        steps.begin(None, "a bad day", 2, [16])
+        begin(None, "a bad day", 2, [16])
 
 
 @pytest.mark.parametrize("is_announced", [False, True])
 def test_rows_of_a_step_that_fits_nothing_are_the_schedules(is_announced: bool) -> None:
     """Told when it begins or ahead; stages would receive another length than is sent."""
-    steps = StepPackings(_buckets(), 0, None)
+    plans = StepPlans(_buckets(), 0, None)
 
-    def rows(packings: list[list[int]], seq_length: int, *given: Any) -> list[int] | None:
+    def rows(packings: list[list[int]], seq_length: int, *given: Any) -> Any:
         if is_announced:
-            steps.announced(packings, "", *given)
-            steps.begin(packings, "", len(packings))
-        else:
-            steps.begin(packings, "", len(packings), *given)
-        return steps.rows(seq_length)
+            _announce(plans, packings, "", *given)
+            given = ()
+        own = given[0] if given else None
+        return _begin(plans, packings, "", len(packings), own, seq_length).rows
 
     assert rows([[8], [9]], 32) == [8, 16]
     assert rows([[30, 18], [9]], 48) is None
     assert rows([[30, 18], [9]], 32) == [32, 16]  # all are of buckets
     assert rows([[30, 18], [9]], 48, [48, 16]) == [48, 16]
     assert rows([[8], [9]], 32) == [8, 16]
-    steps.announced([[30, 18]], "", [48])
-    steps.withdraw()
-    assert steps.begin([[30, 18]], "", 1) == "too many tokens"
-    assert steps.rows(48) is None
+    _announce(plans, [[30, 18]], "", [48])
+    plans.withdraw()
+    plan = _begin(plans, [[30, 18]], "", 1, None, 48)
+    assert (plan.misfit, plan.rows) == ("too many tokens", None)
 
 
 def test_offsets_of_what_fits_nothing_are_not_cut() -> None:
     """Empty sequences may stand before documents there, where cutting would join these."""
-    steps = StepPackings(_counted(3), 0, None)
-    steps.begin([[8], [20, 20], [1] * 9], "", 3)
-    assert steps.banks == [(16, 3), (32, 3), (32, 9)]
-    assert steps.cut_for == [(16, 3), None, None]
-    steps.begin([[8]], "told", 1)
-    assert steps.cut_for == [(16, 3)]
-    steps.begin(None, "a bad day", 1, [32])
-    assert steps.cut_for == [None]
+    plans = StepPlans(_counted(3), 0, None)
+    plan = _begin(plans, [[8], [20, 20], [1] * 9], "", 3)
+    assert plan.banks is not None
+    assert _sizes(plan.banks) == [(16, 3), (32, 3), (32, 9)]
+    assert _sizes(plan.cut_for) == [(16, 3), None, None]
+    assert _sizes(_begin(plans, [[8]], "told", 1).cut_for) == [(16, 3)]
+    assert _begin(plans, None, "a bad day", 1, [32]).cut_for == [None]
 
 
-def _counted(*counts: int) -> Buckets:
-    return Buckets(bucket_shapes(PackedShape(9, 32), [0.5]), counts)
+def _counted(*counts: int) -> PackedBanks:
+    return PackedBanks(bucket_shapes(PackedShape(9, 32), [0.5]), counts)
 
 
 def test_each_takes_the_fewest_sequences_that_hold_it() -> None:
-    buckets = _counted(3, 5)
-    assert buckets.banks == ((32, 9), (32, 5), (32, 3), (16, 9), (16, 5), (16, 3))
-    assert [(s.max_packed_tokens, s.max_packed_seqs) for s in buckets.all_shapes] == [
-        *buckets.banks
-    ]
+    banks = _counted(3, 5)
+    assert _sizes(banks.keys) == [(32, 9), (32, 5), (32, 3), (16, 9), (16, 5), (16, 3)]
     packings = [[8], [8, 1], [1] * 3, [1] * 4, [1] * 5, [9, 9], [1] * 8, [1] * 9]
-    tokens = buckets.choose(packings)
+    tokens = banks.choose(packings)
     assert tokens == [16, 16, 16, 16, 16, 32, 16, 32]
     seqs = [3, 3, 5, 5, 9, 3, 9, 9]  # nothing holds the last
-    assert buckets.banks_of(packings, tokens) == list(zip(tokens, seqs, strict=True))
-    for lengths, rows, most in zip(packings, tokens, seqs, strict=True):
-        shape = buckets.shape_of(lengths, rows)
-        assert (shape.max_packed_tokens, shape.max_packed_seqs) == (rows, most)
-    assert _counted().banks == (32, 16)  # one number of sequences: as ever
+    found = [
+        banks.fewest_sequences(lengths, banks.by_rows[rows])
+        for lengths, rows in zip(packings, tokens, strict=True)
+    ]
+    assert _sizes(found) == list(zip(tokens, seqs, strict=True))
+    assert [repr(bank) for bank in _counted().keys] == ["32 tokens", "16 tokens"]
     for wrong in (1, 9, 10, 2.5, True):
         with pytest.raises(ConfigError, match=r"seq_buckets has .* below max_packed_seqs \(9\)"):
             _counted(3, wrong)
@@ -255,7 +288,10 @@ def test_offsets_of_other_numbers_of_sequences() -> None:
     ) -> list[list[int]]:
         packed = pack(lengths, PackedShape(of[1], of[0]))
         first = torch.ones(of[0], 1, 2)
-        (made,), kwargs = _counted(3).derive(0, (first,), call(packed), of, wanted)
+        banks = _counted(3)
+        (made,), kwargs = derived_call(
+            0, (first,), call(packed), _bank(banks, *of), _bank(banks, *wanted)
+        )
         assert made.shape == (wanted[0], 1, 2)
         assert all(value.dtype == torch.int32 for value in kwargs.values())
         return [kwargs[n].tolist() for n in (name, f"{name}_padded")]
@@ -266,7 +302,8 @@ def test_offsets_of_other_numbers_of_sequences() -> None:
     assert derived([3] * 8, (32, 9), (16, 3)) == [[0, 3, 6, 16], [0, 3, 6, 16]]
     packed = pack([4], PackedShape(9, 32))
     only = {name: torch.from_numpy(packed.cu_seqlens_padded)}  # of a script that fills all rows
-    _, kwargs = _counted(3).derive(0, (torch.ones(32, 1, 2),), only, (32, 9), (32, 3))
+    banks, hidden = _counted(3), torch.ones(32, 1, 2)
+    _, kwargs = derived_call(0, (hidden,), only, _bank(banks, 32), _bank(banks, 32, 3))
     assert kwargs[name].tolist() == [0, 4, 32, 32]
 
 
@@ -282,9 +319,9 @@ def test_cut_offsets_are_those_of_fewer_sequences(
 ) -> None:
     """As if packed for the microbatch's own graphs; others pass as they are."""
     shape = PackedShape(9, 128, size, longest)
-    buckets = Buckets(bucket_shapes(shape, parts), sorted(counts))
-    (rows,) = buckets.choose([lengths])
-    (bank,) = buckets.banks_of([lengths], [rows])
+    banks = PackedBanks(bucket_shapes(shape, parts), sorted(counts))
+    (rows,) = banks.choose([lengths])
+    bank = banks.fewest_sequences(lengths, banks.by_rows[rows])
     name = "packed_seq_params.cu_seqlens_q"
 
     def call(shape: PackedShape) -> dict[str, Any]:
@@ -295,9 +332,9 @@ def test_cut_offsets_are_those_of_fewer_sequences(
             "packed_seq_params.max_seqlen_q": 128,
         }
 
-    expected = call(buckets.shape_of(lengths, rows))
-    for given_for in (buckets.shapes[rows], buckets.shape_of(lengths, rows)):
-        made = buckets.with_offsets_of(bank, call(given_for))
+    expected = call(bank.shape)
+    for given_for in (banks.by_rows[rows], bank.shape):
+        made = banks.with_offsets_of(bank, call(given_for))
         assert made.keys() == expected.keys()
         assert all(np.array_equal(made[key], expected[key]) for key in expected)
 
@@ -306,7 +343,8 @@ def test_offsets_whose_last_sequence_has_the_rest_keep_it() -> None:
     """Of a caller who leaves the sequences between empty."""
     name = "packed_seq_params.cu_seqlens_kv_padded"
     given_offsets = torch.tensor([0, 4, 7, 7, 7, 7, 7, 7, 7, 32], dtype=torch.int32)
-    made = _counted(3).with_offsets_of((32, 3), {name: given_offsets, "labels": None})
+    banks = _counted(3)
+    made = banks.with_offsets_of(_bank(banks, 32, 3), {name: given_offsets, "labels": None})
     assert made[name].tolist() == [0, 4, 7, 32]
 
 
@@ -314,10 +352,12 @@ def test_an_argument_that_counts_rows_stays_where_rows_do() -> None:
     """It need not be known how it looks with fewer sequences: as it does with many."""
     mask = torch.ones(1, 1, 32, 32)
     hidden = torch.ones(32, 1, 2)
-    _, made = _counted(3).derive(0, (hidden,), {"attention_mask": mask}, (32, 9), (32, 3))
+    banks = _counted(3)
+    call = ((hidden,), {"attention_mask": mask}, _bank(banks, 32))
+    _, made = derived_call(0, *call, _bank(banks, 32, 3))
     assert made["attention_mask"] is mask
     with pytest.raises(ConfigError, match="attention_mask of shape"):
-        _counted(3).derive(0, (hidden,), {"attention_mask": mask}, (32, 9), (16, 9))
+        derived_call(0, *call, _bank(banks, 16))
 
 
 def test_other_arguments_and_offsets_are_left_as_they_are() -> None:
@@ -325,59 +365,63 @@ def test_other_arguments_and_offsets_are_left_as_they_are() -> None:
     given_offsets = torch.arange(10, dtype=torch.int32)
     same = "the same tensor as cu_seqlens_q"
     kwargs = {"packed_seq_params.cu_seqlens_kv": same, name: given_offsets[:4]}
-    assert _counted(3).with_offsets_of((32, 3), kwargs) is kwargs
-    for bank in ((32, 9), (40, 3)):  # of the most, and of rows that are no bucket's
-        assert _counted(3).with_offsets_of(bank, kwargs := {name: given_offsets}) is kwargs
+    banks = _counted(3)
+    assert banks.with_offsets_of(_bank(banks, 32, 3), kwargs) is kwargs
+    for bank in (_bank(banks, 32), None):  # of the most, and of rows that are no bank's
+        assert banks.with_offsets_of(bank, kwargs := {name: given_offsets}) is kwargs
 
 
 def test_steps_know_the_banks_of_their_microbatches() -> None:
-    steps = StepPackings(_counted(3), 0, None)
-    assert steps.begin([[8], [1] * 4, [17]], "", 3) == ""
-    assert steps.banks == [(16, 3), (16, 9), (32, 3)]
-    assert steps.begin([[8]], "", 1, [32]) == ""
-    assert steps.banks == [(32, 3)]
-    assert steps.begin(None, "a bad day", 2, [16, 32]) == "a bad day"
-    assert steps.banks == [(16, 9), (32, 9)]
-    assert steps.announced([[3] * 3], "") == ""
-    assert steps.begin(None, "", 1) is None
-    assert steps.banks == [(16, 9)]
-    alone = StepPackings(Buckets([_SHAPE], [3]), 0, None)
-    assert alone.begin(None, "a bad day", 2) == "a bad day"
-    assert alone.banks == [(32, 5), (32, 5)]
+    plans = StepPlans(_counted(3), 0, None)
+
+    def begin(*arguments: Any) -> tuple[str | None, Any]:
+        plan = _begin(plans, *arguments)
+        return plan.misfit, _sizes(plan.banks or ())
+
+    assert begin([[8], [1] * 4, [17]], "", 3) == ("", [(16, 3), (16, 9), (32, 3)])
+    assert begin([[8]], "", 1, [32]) == ("", [(32, 3)])
+    assert begin(None, "a bad day", 2, [16, 32]) == ("a bad day", [(16, 9), (32, 9)])
+    assert begin(None, "a bad day", 2, [16, 40]) == ("a bad day", [(16, 9), None])
+    assert _announce(plans, [[3] * 3]) == ""
+    assert begin(None, "", 1) == (None, [(16, 9)])
+    alone = StepPlans(PackedBanks([_SHAPE], [3]), 0, None)
+    plan = _begin(alone, None, "a bad day", 2)
+    assert (plan.misfit, _sizes(plan.banks or ())) == ("a bad day", [(32, 5), (32, 5)])
 
 
 def test_ranks_that_share_experts_are_to_agree() -> None:
-    steps = StepPackings(_buckets(), 0, None, needs_buckets=True)
+    plans = StepPlans(_buckets(), 0, None, needs_buckets=True)
     with pytest.raises(ConfigError, match=r"share experts.*agree_on_buckets"):
-        steps.begin([[8]], "", 1)
-    assert steps.begin([[8]], "", 1, [32]) == ""
-    alone = StepPackings(Buckets([_SHAPE]), 0, None, needs_buckets=True)
-    assert alone.begin([[8]], "", 1) == ""
+        _begin(plans, [[8]], "", 1)
+    assert _begin(plans, [[8]], "", 1, [32]).misfit == ""
+    alone = StepPlans(PackedBanks([_SHAPE]), 0, None, needs_buckets=True)
+    assert _begin(alone, [[8]], "", 1).misfit == ""
 
 
 def test_documents_with_a_piece_without_tokens_are_told_once() -> None:
     """Where heads share keys, Transformer Engine reads what nobody wrote."""
     shape = PackedShape(9, 256, context_parallel_size=4)
-    steps = StepPackings(Buckets([shape]), 3, None, needs_tokens=True)
+    plans = StepPlans(PackedBanks([shape]), 3, None, needs_tokens=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert steps.begin([[64, 100]], "", 1) == ""
-        assert StepPackings(Buckets([shape]), 3, None).begin([[9]], "", 1) == ""
-        counted = Buckets([replace(shape, counts_padding=True)])
-        assert StepPackings(counted, 3, None, needs_tokens=True).begin([[9]], "", 1) == ""
+        assert _begin(plans, [[64, 100]], "", 1).misfit == ""
+        assert _begin(StepPlans(PackedBanks([shape]), 3, None), [[9]], "", 1).misfit == ""
+        counted = PackedBanks([replace(shape, counts_padding=True)])
+        warned = StepPlans(counted, 3, None, needs_tokens=True)
+        assert _begin(warned, [[9]], "", 1).misfit == ""
     with pytest.warns(UserWarning, match="rank 3, microbatch 1: document 1 has 9 tokens.* 64 "):
-        assert steps.begin([[64], [100, 9]], "", 2) == ""
+        assert _begin(plans, [[64], [100, 9]], "", 2).misfit == ""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert steps.begin([[9]], "", 1) == ""
+        assert _begin(plans, [[9]], "", 1).misfit == ""
 
 
 def test_rows_that_were_promised_to_hold_documents_hold_them() -> None:
-    steps = StepPackings(Buckets([_SHAPE]), 3, None, fills_rows=True)
+    plans = StepPlans(PackedBanks([_SHAPE], fills_rows=True), 3, None)
     rows = _SHAPE.max_packed_tokens
-    assert steps.begin([[rows - 2, 2], [rows]], "", 2) == ""
-    assert steps.begin([[2, 2]], "told otherwise", 1) == "told otherwise"
+    assert _begin(plans, [[rows - 2, 2], [rows]], "", 2).misfit == ""
+    assert _begin(plans, [[2, 2]], "told otherwise", 1).misfit == "told otherwise"
     with pytest.raises(ConfigError, match=rf"rank 3, microbatch 1: .* {rows - 1} of {rows} rows"):
-        steps.begin([[rows], [rows - 3, 2]], "", 2)
+        _begin(plans, [[rows], [rows - 3, 2]], "", 2)
     with pytest.raises(ConfigError, match="have 2 of"):
-        steps.announced([[2]], "")
+        _announce(plans, [[2]])

@@ -342,8 +342,8 @@ def test_steps_must_be_told_their_packings(chunks: list[Any], graphs: Any) -> No
 
 
 def test_ranks_of_different_shapes_are_told() -> None:
-    from chunkgraph.megatron.features.packing.banks import Buckets
-    from chunkgraph.megatron.features.packing.steps import StepPackings
+    from chunkgraph.megatron.features.packing.banks import PackedBanks
+    from chunkgraph.megatron.features.packing.steps import StepPlans
 
     asked: list[Any] = []
 
@@ -354,10 +354,10 @@ def test_ranks_of_different_shapes_are_told() -> None:
     def second(values: Any) -> list[int]:
         return [max(pair) for pair in zip(values, asked[0], strict=True)]
 
-    StepPackings(Buckets([PackedShape(7, 32)]), 0, first)
-    StepPackings(Buckets([PackedShape(7, 32)]), 1, second)
+    StepPlans(PackedBanks([PackedShape(7, 32)]), 0, first)
+    StepPlans(PackedBanks([PackedShape(7, 32)]), 1, second)
     with pytest.raises(ConfigError, match=r"rank 1: the packed shape is .*another rank"):
-        StepPackings(Buckets([_SHAPE]), 1, second)
+        StepPlans(PackedBanks([_SHAPE]), 1, second)
 
 
 @pytest.mark.parametrize("graphs", ["block", "chunk"], indirect=True)
@@ -518,12 +518,13 @@ def test_offsets_are_cut_for_banks_of_context_parallel_sizes(
     chunks: list[Any], seen: list[int]
 ) -> None:
     from chunkgraph.megatron.attachment import attach
-    from chunkgraph.megatron.features.contexts import ContextBanks, ContextGroups, follow_groups
+    from chunkgraph.megatron.features.contexts import ContextGroups, follow_groups
+    from chunkgraph.megatron.features.packing.banks import PackedBanks
     from chunkgraph.packing import ContextLimits
 
     limits = ContextLimits(world_size=1, max_tokens_per_rank=32, max_packed_seqs=6)
     groups = ContextGroups([0], {1: None})
-    banks = ContextBanks(limits, groups, seq_buckets=(3,))
+    banks = PackedBanks.of_limits(limits, groups, seq_buckets=(3,))
     undo = follow_groups(chunks, groups)
     attached = attach(chunks, num_slots=[2], packing=banks)
     many, few = banks.keys
@@ -544,7 +545,7 @@ def test_offsets_are_cut_for_banks_of_context_parallel_sizes(
             assert seen == [3] * 8
     assert attached.counters.replays == 4
     assert attached.replays_of_bank == {
-        "CP 1 with 32 tokens a rank": 2,
+        "CP 1 with 32 tokens a rank, 6 sequences": 2,
         "CP 1 with 32 tokens a rank, 3 sequences": 2,
     }
     attached.detach()

@@ -230,8 +230,7 @@ def test_four_ranks_share_documents_in_a_pipeline(
 
 @pytest.mark.parametrize("num_query_groups", [2, 4])
 def test_padding_counts_where_heads_share_keys(make_case: Case, num_query_groups: int) -> None:
-    from chunkgraph.trainer.batches import packed_shape
-    from chunkgraph.trainer.context_batches import context_limits
+    from chunkgraph.trainer.batches import context_limits, packed_shape
 
     config = config_from_mapping(make_case([1])["config"])
     model = SimpleNamespace(num_attention_heads=4, num_query_groups=num_query_groups)

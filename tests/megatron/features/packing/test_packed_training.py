@@ -150,20 +150,20 @@ _BUCKETS = (12, 0.75, 42)  # of 48 tokens: 12 is never enough, and captured all 
 def _lengths(case: dict[str, Any]) -> set[int]:
     """Which of the buckets the microbatches of a run belong to."""
     from chunkgraph.data import Documents
-    from chunkgraph.megatron.features.packing.banks import Buckets
+    from chunkgraph.megatron.features.packing.banks import PackedBanks
     from chunkgraph.settings import config_from_mapping
     from chunkgraph.trainer.batches import packed_shape
 
     config = config_from_mapping(case["config"])
     shape = packed_shape(config)
     assert shape is not None
-    buckets = Buckets.of_model(shape, config.packing.buckets, config.seq_buckets, config.pipeline)
+    banks = PackedBanks.of_model(shape, config.packing.buckets, config.seq_buckets, config.pipeline)
     documents = Documents.from_file(config.data.path, num_tokens=_TOKENS, seed=config.train.seed)
     return {
         key
         for rank in range(config.pipeline.data_parallel_size)
         for step, count in enumerate(config.train.num_microbatches)
-        for key in buckets.choose([documents.lengths(step, m, rank) for m in range(count)])
+        for key in banks.choose([documents.lengths(step, m, rank) for m in range(count)])
     }
 
 
