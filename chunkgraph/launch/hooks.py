@@ -25,9 +25,10 @@ import torch.distributed as dist
 
 from chunkgraph.launch.arguments import refuse_changed_arguments, settle_arguments
 from chunkgraph.launch.context_rules import changing_limits
-from chunkgraph.launch.context_steps import ContextSteps
+from chunkgraph.launch.document_source import DocumentSource
 from chunkgraph.launch.flags import GraphFlags, add_flags, flags_from
 from chunkgraph.launch.look_ahead import num_microbatches_at
+from chunkgraph.launch.own_documents import OwnDocuments
 from chunkgraph.launch.packed_steps import PackedSteps
 from chunkgraph.launch.packing_rules import packing_options, resolved_flags
 from chunkgraph.launch.patches import (
@@ -38,7 +39,7 @@ from chunkgraph.launch.patches import (
     tensorboard_writers,
 )
 from chunkgraph.launch.run_record import capture_line, save_run_record, start_line
-from chunkgraph.launch.script_steps import ScriptSteps
+from chunkgraph.launch.spread_documents import SpreadDocuments
 from chunkgraph.launch.step_metrics import StepMetrics
 from chunkgraph.megatron.attachment import MegatronChunkGraphs, attach, config_of
 from chunkgraph.megatron.core.access import import_megatron
@@ -108,7 +109,7 @@ class ChunkGraphsInPretrain:
         self._on_cpu = on_cpu
         self._run_dir = run_dir
         self._metrics: StepMetrics | None = None
-        self._steps: ScriptSteps | None = None
+        self._steps: PackedSteps | None = None
         self._has_told_failure = False
 
     # -- called by Megatron --------------------------------------------------------------------
@@ -158,21 +159,9 @@ class ChunkGraphsInPretrain:
             if _rank() == 0:
                 record = save_run_record(graphs, flags, args, self._run_dir)
                 _say_on_rank_0(start_line(graphs, flags, record))
-            if contexts is not None:
-                assert flags.contexts is not None
-                self._steps = ContextSteps(
-                    contexts,
-                    chunks,
-                    _rank(),
-                    gather=gather_from_data_ranks(),
-                    share=share_in_tensor_group(),
-                    schedule=flags.contexts.schedule,
-                    seed=lambda: f"{args.seed} {args.curr_iteration}",
-                    has_experts=_has_experts(args),
-                )
-            elif flags.packing.max_packed_seqs:
-                self._steps = PackedSteps(graphs, chunks, _rank(), share_in_tensor_group())
-            if self._steps is not None:
+            if flags.packing.max_packed_seqs:
+                source = _document_source(flags, args, graphs, contexts)
+                self._steps = PackedSteps(source, chunks, _rank())
                 undo.callback(self._steps.close)
             yield
 
@@ -243,7 +232,7 @@ class ChunkGraphsInPretrain:
         """The numbers of the steps since the last line, in the style of Megatron's log."""
         return self._metrics.take_line() if self._metrics is not None else ""
 
-    def _announce_after(self, iteration: int, steps: ScriptSteps) -> None:
+    def _announce_after(self, iteration: int, steps: PackedSteps) -> None:
         """Have the step behind this one announced, where Megatron's loop goes on to train it.
 
         Here the step is over for good: none of its runs again is to come.
@@ -292,6 +281,25 @@ def _give_rank_budget(args: argparse.Namespace, chunks: Sequence[Any]) -> None:
         config_of(chunk).moe_expert_rank_capacity_factor = factor
         # Evaluation behind the training too: what it computes depends on no graph.
         use_worst_case_dispatch(moe_layers_of(list(chunk.modules())))
+
+
+def _document_source(
+    flags: GraphFlags, args: Any, graphs: MegatronChunkGraphs, contexts: PackedBanks | None
+) -> DocumentSource:
+    """Make what settles the documents of each microbatch; all ranks call it together."""
+    if contexts is None:
+        return OwnDocuments(graphs, _rank(), share_in_tensor_group())
+    assert flags.contexts is not None
+    return SpreadDocuments(
+        contexts,
+        _rank(),
+        device=graphs.site.device,
+        gather=gather_from_data_ranks(),
+        share=share_in_tensor_group(),
+        schedule=flags.contexts.schedule,
+        seed=lambda: f"{args.seed} {args.curr_iteration}",
+        has_experts=_has_experts(args),
+    )
 
 
 def _is_profiled(args: argparse.Namespace) -> bool:

@@ -1,210 +1,181 @@
-"""Steps of a pretrain script on packed sequences of one context-parallel size."""
+"""Steps of a pretrain script on packed sequences: what its forward step reads is read before.
+
+The ranks decide before a step whether it replays, for which they need its documents. So a step's
+microbatches are taken from the script's data iterators when the step begins, as many and in the
+order in which the forward step reads them, and handed to it one by one. Those of the next step are
+looked at, once a step is over, below what Megatron reads from (`look_ahead`): a rerun, a
+skipped step or a save finds the iterators as they are without chunk graphs.
+"""
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
-from chunkgraph.errors import ConfigError, PackingError
-from chunkgraph.launch.look_ahead import look_ahead
-from chunkgraph.launch.script_steps import Microbatches, ScriptSteps
-from chunkgraph.launch.sft_data import Documents, cut, documents_of
-from chunkgraph.megatron.attached import MegatronChunkGraphs
-from chunkgraph.megatron.core.gloo_agreement import Share
-from chunkgraph.megatron.features.packing.params import fixed_params
-from chunkgraph.packing import PackedSequences, PackedShape, pack, smallest_that_fits
+from chunkgraph.errors import ConfigError
+from chunkgraph.launch.document_source import DocumentSource, Microbatches, Turn
+from chunkgraph.megatron.features.packing.params import ARGUMENT
 
 __all__ = ["PackedSteps"]
 
 
-@dataclass(frozen=True)
-class _Asked:
-    """What a step reads, by what a schedule is called with; the same on all ranks."""
-
-    num_microbatches: int
-    seq_length: int
-    micro_batch_size: int
-
-
-@dataclass(frozen=True)
-class _Ahead:
-    """What the next step was taken for, when it was looked at.
-
-    Attributes:
-        asked: what it reads.
-        documents: of each microbatch, uncut, which were announced; None: nothing was.
-    """
-
-    asked: _Asked
-    documents: list[Documents] | None
-
-
-class PackedSteps(ScriptSteps):
-    """Tells chunk graphs the documents of each step, and gives the model offsets of fixed shape.
+class PackedSteps:
+    """Reads the microbatches of each step ahead, and tells every call of the model its documents.
 
     Args:
-        graphs: attached with ``packing``.
+        source: settles the documents of each microbatch.
         model_chunks: what the schedule is given as ``model``.
         rank: named in errors.
-        share: see `ScriptSteps`.
+
+    Attributes:
+        source: see above.
+        metrics_scales: factors that make what routers added up over the last training step's
+            microbatches that of as many as the script asked for; see `scale_expert_metrics`. None:
+            these are what ran.
     """
 
     def __init__(
-        self,
-        graphs: MegatronChunkGraphs,
-        model_chunks: Sequence[nn.Module],
-        rank: int,
-        share: Share | None = None,
+        self, source: DocumentSource, model_chunks: Sequence[nn.Module], rank: int
     ) -> None:
-        super().__init__(model_chunks, rank, share)
-        self._graphs = graphs
-        # Of the step that runs: its documents, packed where a shape holds them.
-        self._step: list[tuple[Documents, PackedSequences | None]] = []
-        self._asked: _Asked | None = None  # of the step that was begun last
-        self._ahead: _Ahead | None = None
+        self.source = source
+        self.metrics_scales: tuple[float, float] | None = None
+        self._rank = rank
+        self._turns: Sequence[Turn] = ()  # of the step that runs; none between steps
+        self._num_calls = [0] * len(model_chunks)
+        # What the schedule was given last: those of the next step, most likely.
+        self._iterators: list[Any] = []
+        self._hooks = [
+            chunk.register_forward_pre_hook(self._hook_of(c), with_kwargs=True)
+            for c, chunk in enumerate(model_chunks)
+        ]
+
+    def wrap(self, forward_backward: Callable[..., Any]) -> Callable[..., Any]:
+        """A step of training or evaluation; ``forward_backward`` is that of the graphs."""
+
+        def read_ahead(**kwargs: Any) -> Any:
+            if kwargs.get("forward_only", False):
+                return forward_backward(**kwargs)
+            iterators = kwargs["data_iterator"]
+            several = list(iterators) if isinstance(iterators, (list, tuple)) else [iterators]
+            self._iterators = several
+            read = self._read(several, kwargs["num_microbatches"])
+            data = self.source.begin(read, kwargs)
+            self.metrics_scales = data.metrics_scales
+            handed = [
+                None if batches is None else _Handed(batches, self._rank) for batches in data.handed
+            ]
+            kwargs.update(data.keywords)
+            kwargs["data_iterator"] = handed if isinstance(iterators, (list, tuple)) else handed[0]
+            with self._running(data.turns):
+                result = forward_backward(**kwargs)
+            for left in handed:
+                if left is not None:
+                    left.refuse_rest()
+            return result
+
+        return read_ahead
+
+    def begin_run(self) -> None:
+        """Count microbatches from 0: the schedule is about to run a step, or to run it anew."""
+        self._num_calls = [0] * len(self._num_calls)
 
     def announce_next(self, num_microbatches: int) -> None:
-        """Say what the training step that comes next holds; see `ScriptSteps`.
+        """Announce the training step that comes next; see `DocumentSource.announce_next`."""
+        self.source.announce_next(num_microbatches, self._iterators)
 
-        Nothing is said where its data cannot be looked at, end before it, or are wrong, of which
-        the step complains when it begins.
-        """
-        if self._asked is None:
-            return
-        asked = replace(self._asked, num_microbatches=num_microbatches)
-        read = self._look(num_microbatches)
-        own: list[Documents] | None = None
-        if read is not None:
-            with contextlib.suppress(ConfigError, PackingError):
-                own = self._documents(read, asked)
-        documents: list[Documents] | None = own if self._share is None else self._share(own)
-        if documents is not None:
-            try:
-                self._graphs.announce([d.lengths for d in self._fitted(documents, asked)])
-            except (ConfigError, PackingError):
-                documents = None
-        self._ahead = _Ahead(asked, documents)
+    def close(self) -> None:
+        """Leave the model as it was."""
+        for hook in self._hooks:
+            hook.remove()
+        self.source.close()
 
-    def _look(self, num_microbatches: int) -> Microbatches | None:
-        """The next microbatches of each chunk; None if they cannot be looked at."""
-        read: list[deque[dict[str, Any]] | None] = []
-        for iterator in self._iterators:
-            if iterator is None:
-                read.append(None)
-                continue
-            below = look_ahead(iterator)
-            batches = None if below is None else below.first(num_microbatches)
-            if batches is None:
+    # -- reading -------------------------------------------------------------------------------
+
+    def _read(self, iterators: Sequence[Any], num_microbatches: int) -> Microbatches:
+        """The step's microbatches of each chunk."""
+        given = [iterator for iterator in iterators if iterator is not None]
+        if len({id(iterator) for iterator in given}) < len(given):
+            raise ConfigError(
+                f"rank {self._rank}: several model chunks read from one data iterator, so that the "
+                "documents of a microbatch are not known before the step. Give each chunk an "
+                "iterator of its own, as Megatron does, or leave out --cuda-graph-max-packed-seqs."
+            )
+
+        def take(iterator: Any) -> deque[dict[str, Any]]:
+            batches: deque[dict[str, Any]] = deque()
+            while len(batches) < num_microbatches:
+                batches.append(next(iterator))
+            return batches
+
+        return [None if iterator is None else take(iterator) for iterator in iterators]
+
+    # -- the model -----------------------------------------------------------------------------
+
+    @contextmanager
+    def _running(self, turns: Sequence[Turn]) -> Iterator[None]:
+        self._turns = turns
+        self.begin_run()
+        try:
+            yield
+        finally:
+            self._turns = ()
+
+    def _hook_of(self, c: int) -> Callable[..., Any]:
+        """Run before a model chunk; replaces offsets of the script."""
+
+        def hook(_module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+            if not self._turns:
                 return None
-            read.append(deque(batches))
-        return read
-
-    def _begin(
-        self, read: Microbatches, kwargs: dict[str, Any]
-    ) -> tuple[Microbatches, dict[str, Any]]:
-        self._asked = asked = _Asked(
-            kwargs["num_microbatches"], kwargs["seq_length"], kwargs["micro_batch_size"]
-        )
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None and ahead.asked != asked:
-            # Another step than the loop's settings said: so on all ranks, which run one loop.
-            self._graphs.withdraw()
-            ahead = None
-        own = self._documents(read, asked)
-        announced = None if ahead is None else ahead.documents
-        if announced is None:
-            documents = self._shared(own)
-        elif own is None or own == announced:
-            documents = announced
-        else:
-            raise ConfigError(
-                f"rank {self._rank}: the step has other documents than were looked at ahead of it "
-                "and told to the other ranks. Between two steps nobody but the step may read from "
-                "its data iterators, and they stay the same ones."
-            )
-        changes: dict[str, Any] = {}
-        fitted = self._fitted(documents, asked)
-        if self._is_cut(documents, asked):
-            self._cut(read, documents, fitted)
-            # What stages exchange is as long as the longest of the shapes.
-            changes["seq_length"] = next(iter(self._graphs.buckets))
-        documents = fitted
-        every = self._graphs.packed_shapes
-        self._step = [(d, _packed(d, every)) for d in documents]
-        return read, {**changes, "packings": [d.lengths for d in documents]}
-
-    def _params(self, turn: int, given: Any, where: str) -> Any:
-        documents, packed = self._step[turn]
-        if given.cu_seqlens_q.numel() != len(documents.offsets):
-            raise ConfigError(
-                f"{where}: the forward step made {given.cu_seqlens_q.numel()} offsets of a "
-                f"microbatch whose data have {len(documents.offsets)}. It has to read one "
-                "microbatch for each call, in their order, and to leave their documents alone."
-            )
-        return given if packed is None else fixed_params(given, packed)
-
-    def _documents(self, read: Microbatches, asked: _Asked) -> list[Documents] | None:
-        """The documents of each microbatch, the same for all chunks; None: another rank reads."""
-        multiple = next(iter(self._graphs.buckets.values())).document_multiple
-        found = [
-            [
-                documents_of(
-                    batch,
-                    asked.seq_length,
-                    self._where(i),
-                    may_be_cut=self._may_be_cut(asked),
-                    multiple_of=multiple,
+            number = self._num_calls[c]
+            where = f"rank {self._rank}, microbatch {number}, chunk {c}"
+            if number == len(self._turns):
+                raise ConfigError(f"{where}: the forward step calls its model more than once.")
+            self._num_calls[c] += 1
+            turn, params = self._turns[number], kwargs.get(ARGUMENT)
+            if params is None:
+                raise ConfigError(
+                    f"{where}: the forward step calls its model without {ARGUMENT}=. With "
+                    "--cuda-graph-max-packed-seqs it gives them by name on every stage, as "
+                    "pretrain_gpt.py does with --sft."
                 )
-                for i, batch in enumerate(batches)
-            ]
-            for batches in read
-            if batches is not None
-        ]
-        return self._of_chunks(found)
+            if params.cu_seqlens_q.numel() != turn.num_offsets:
+                raise ConfigError(
+                    f"{where}: the forward step made {params.cu_seqlens_q.numel()} offsets of a "
+                    f"microbatch whose data have {turn.num_offsets}. It has to read one "
+                    "microbatch for each call, in their order, and to leave their documents alone."
+                )
+            return args, {**kwargs, **turn.inputs(params)}
 
-    def _may_be_cut(self, asked: _Asked) -> bool:
-        """Whether there is a shape with fewer rows than a microbatch."""
-        shapes = self._graphs.buckets
-        return len(shapes) > 1 or next(iter(shapes)) < asked.seq_length * asked.micro_batch_size
-
-    def _is_cut(self, documents: Sequence[Documents], asked: _Asked) -> bool:
-        """Whether the rows that losses need fit the shapes, in every microbatch."""
-        most = next(iter(self._graphs.buckets))
-        return self._may_be_cut(asked) and all(d.num_needed <= most for d in documents)
-
-    def _fitted(self, documents: Sequence[Documents], asked: _Asked) -> list[Documents]:
-        """With the rows of the smallest shape that holds those that each microbatch needs."""
-        if not self._is_cut(documents, asked):
-            return list(documents)
-        made = list(documents)
-        shapes = self._graphs.buckets
-        most = max(shapes)
-        for i, own in enumerate(documents):
-            rows = min(length for length in shapes if length >= own.num_needed)
-            if smallest_that_fits(own.up_to(rows).lengths, shapes.values()) is None:
-                rows = most  # too many documents: as the stages expect of what does not fit
-            if rows != own.num_rows:
-                made[i] = own.up_to(rows)
-        return made
-
-    def _cut(
-        self, read: Microbatches, documents: Sequence[Documents], fitted: Sequence[Documents]
-    ) -> None:
-        """Take the rows from each microbatch that `_fitted` took from its documents."""
-        for i, (own, made) in enumerate(zip(documents, fitted, strict=True)):
-            if made.num_rows == own.num_rows:
-                continue
-            for batches in read:
-                if batches is not None:
-                    batches[i] = cut(batches[i], made.num_rows, self._where(i))
+        return hook
 
 
-def _packed(documents: Documents, shapes: Collection[PackedShape]) -> PackedSequences | None:
-    """The documents in the smallest shape that holds them; None: the step is eager."""
-    shape = smallest_that_fits(documents.lengths, shapes)
-    return None if shape is None else pack(documents.lengths, shape)
+class _Handed:
+    """Hands out the microbatches of a step, and keeps none that it handed out."""
+
+    def __init__(self, batches: deque[dict[str, Any]], rank: int) -> None:
+        self._batches = batches
+        self._rank = rank
+
+    def __iter__(self) -> _Handed:
+        return self
+
+    def __next__(self) -> dict[str, Any]:
+        if not self._batches:
+            raise ConfigError(
+                f"rank {self._rank}: the forward step reads more microbatches than the step has. "
+                "With --cuda-graph-max-packed-seqs it reads one for each call."
+            )
+        return self._batches.popleft()
+
+    def refuse_rest(self) -> None:
+        """Complain of what was not read: without chunk graphs it would be of the next step."""
+        if self._batches:
+            raise ConfigError(
+                f"rank {self._rank}: the forward step left {len(self._batches)} microbatches of "
+                "its step unread. With --cuda-graph-max-packed-seqs it reads one for each call, on "
+                "every pipeline stage, as pretrain_gpt.py does with --sft."
+            )

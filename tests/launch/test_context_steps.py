@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from chunkgraph.errors import ConfigError
-from chunkgraph.launch.context_steps import ContextSteps
+from chunkgraph.launch.packed_steps import PackedSteps
 from chunkgraph.launch.sft_data import ROWS as ROWS_OF_SAMPLE
+from chunkgraph.launch.spread_documents import SpreadDocuments
 from chunkgraph.megatron.core.access import import_megatron
 from chunkgraph.megatron.features.contexts import ContextGroups
 from chunkgraph.megatron.features.packing.banks import PackedBanks
@@ -101,7 +102,10 @@ def run(one_rank: Any) -> Callable[..., tuple[dict[str, Any], list[Model]]]:
         ]
         gather: Any = OtherRank(others)
         banks = PackedBanks.of_limits(replace(LIMITS, multiple_of=multiple_of), groups)
-        steps = ContextSteps(banks, models, 3, gather=gather, has_experts=has_experts)
+        source = SpreadDocuments(
+            banks, 3, device=torch.device("cpu"), gather=gather, has_experts=has_experts
+        )
+        steps = PackedSteps(source, models, 3)
         given: dict[str, Any] = {}
 
         def schedule(**kwargs: Any) -> None:

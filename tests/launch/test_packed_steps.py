@@ -13,6 +13,7 @@ from torch import nn
 
 from chunkgraph.errors import ConfigError, PackingError
 from chunkgraph.launch.look_ahead import look_ahead, num_microbatches_at
+from chunkgraph.launch.own_documents import OwnDocuments
 from chunkgraph.launch.packed_steps import PackedSteps
 from chunkgraph.launch.sft_data import cut, documents_of
 from chunkgraph.megatron.core.access import import_megatron
@@ -117,7 +118,7 @@ def step(models: list[Model], words: list[Any], steps: list[PackedSteps]) -> Ite
             withdraw=lambda: words.append("withdrawn"),
         )
         if batches is not None or not steps:  # else a further one of the same run
-            steps.append(PackedSteps(graphs, models, 3))
+            steps.append(PackedSteps(OwnDocuments(graphs, 3), models, 3))
         given: dict[str, Any] = {}
 
         def schedule(**kwargs: Any) -> None:
@@ -271,22 +272,19 @@ def test_tensor_parallel_ranks_hear_of_the_next_step_once(
     shared: list[Any] = []
     of_first = of_megatron([batch(n, 12) for n in range(1, 5)])
     step(None, iterators=of_first)
-    steps[0]._share = lambda own: shared.append(own) or own
+    source: Any = steps[0].source
+    source._share = lambda own: shared.append(own) or own
     steps[0].announce_next(2)
     step(None, iterators=of_first)
     [documents] = shared
     assert [d.lengths for d in documents] == words[0]
-    other = steps[0]
-    other._iterators = [None]
-    other._share = lambda own: shared.append(own) or documents
-    other.announce_next(2)
-    read, changes = other._begin(
-        [None], {"num_microbatches": 2, "seq_length": ROWS, "micro_batch_size": 1}
-    )
-    assert read == [None]
-    assert changes["packings"] == words[1] == words[0]
+    source._share = lambda own: shared.append(own) or documents
+    source.announce_next(2, [None])
+    data = source.begin([None], {"num_microbatches": 2, "seq_length": ROWS, "micro_batch_size": 1})
+    assert data.handed == [None]
+    assert data.keywords["packings"] == words[1] == words[0]
     assert shared[1:] == [None]
-    other._share = None
+    source._share = None
 
 
 def test_no_chunk_has_other_documents(
