@@ -23,12 +23,10 @@ from chunkgraph.megatron.features.packing.bank import PackedBank
 from chunkgraph.megatron.features.packing.banks import PackedBanks
 from chunkgraph.megatron.features.packing.params import ARGUMENT, PADDING_MASK, make_params, sent
 from chunkgraph.packing import (
-    ContextScheduler,
     PackedSequences,
-    RandomSizes,
-    SmallestSizes,
     pack,
     schedule_contexts,
+    scheduler_of,
 )
 
 __all__ = ["SpreadDocuments"]
@@ -88,7 +86,9 @@ class SpreadDocuments(DocumentSource):
         of_ranks = self._documents(read, kwargs["seq_length"])
         own = None if of_ranks is None else [len(d["tokens"]) for d in of_ranks]
         lengths: list[int] = self._shared(own)
-        schedule = schedule_contexts(lengths, self._limits, self._scheduler())
+        schedule = schedule_contexts(
+            lengths, self._limits, scheduler_of(self._schedule, self._limits, self._seed())
+        )
         banks = self._banks.of_schedule(schedule, lengths)
         scales = None
         if self._has_experts:
@@ -130,12 +130,6 @@ class SpreadDocuments(DocumentSource):
         if not self._has_experts:
             return {ARGUMENT: params}
         return {ARGUMENT: params, PADDING_MASK: sent(padding_mask, self._device)}
-
-    def _scheduler(self) -> ContextScheduler:
-        if self._schedule == "smallest":
-            return SmallestSizes()
-        most = self._limits.max_packed_seqs - 1
-        return RandomSizes(self._seed(), documents_each=most)
 
     # -- documents -----------------------------------------------------------------------------
 

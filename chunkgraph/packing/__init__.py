@@ -14,6 +14,7 @@ from chunkgraph.packing.context_scheduler import (
     RandomSizes,
     SmallestSizes,
     schedule_contexts,
+    scheduler_of,
 )
 from chunkgraph.packing.contexts import ContextLimits, ContextMicrobatch, ContextSchedule
 from chunkgraph.packing.fallback import (
@@ -84,6 +85,7 @@ __all__ = [
     "recommend",
     "schedule_contexts",
     "schedule_microbatches",
+    "scheduler_of",
     "sizes_of",
     "smallest_that_fits",
 ]

@@ -10,7 +10,7 @@ import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Literal, Protocol
 
 from chunkgraph.errors import PackingError
 from chunkgraph.packing.contexts import ContextLimits, ContextMicrobatch, ContextSchedule
@@ -23,6 +23,7 @@ __all__ = [
     "RandomSizes",
     "SmallestSizes",
     "schedule_contexts",
+    "scheduler_of",
 ]
 
 
@@ -165,6 +166,19 @@ class RandomSizes:
         turns = [rng.sample(limits.group_sizes, len(limits.group_sizes)) for _ in lengths]
         sizes = tuple(size for turn in turns for size in turn)
         return ForcedSizes(sizes, self.documents_each)(lengths, limits)
+
+
+def scheduler_of(
+    name: Literal["smallest", "random"], limits: ContextLimits, seed: str
+) -> ContextScheduler:
+    """Return the scheduler that settings name.
+
+    Args:
+        name: which size a microbatch gets.
+        limits: that the schedules keep to.
+        seed: of random sizes; see `RandomSizes`.
+    """
+    return SmallestSizes() if name == "smallest" else RandomSizes(seed, limits.max_packed_seqs - 1)
 
 
 def _taken(

@@ -22,13 +22,11 @@ from chunkgraph.megatron.features.packing.banks import PackedBanks
 from chunkgraph.megatron.features.packing.params import make_params, sent
 from chunkgraph.packing import (
     ContextLimits,
-    ContextScheduler,
     PackedShape,
-    RandomSizes,
-    SmallestSizes,
     pack,
     reason_not_to_fit,
     schedule_contexts,
+    scheduler_of,
 )
 from chunkgraph.settings import Config
 
@@ -321,7 +319,9 @@ class PackedBatches:
             parts = zip(np.split(row.tokens, ends), np.split(row.labels, ends), strict=True)
             documents += [DocumentRow(tokens, labels, (len(tokens),)) for tokens, labels in parts]
         lengths = [len(document.tokens) for document in documents]
-        schedule = schedule_contexts(lengths, limits, self._scheduler(step, limits))
+        name, seed = self._config.packing.context_parallel_schedule, self._config.train.seed
+        scheduler = scheduler_of(name, limits, f"{seed} {step}")
+        schedule = schedule_contexts(lengths, limits, scheduler)
         banks = self.banks.of_schedule(schedule, lengths)
         microbatches = [
             _Microbatch(
@@ -333,12 +333,6 @@ class PackedBatches:
         ]
         scale = schedule.num_microbatches * limits.world_size / sum(lengths)
         return _Step(microbatches, {"contexts": banks}, loss_scale=scale)
-
-    def _scheduler(self, step: int, limits: ContextLimits) -> ContextScheduler:
-        if self._config.packing.context_parallel_schedule == "smallest":
-            return SmallestSizes()
-        most = limits.max_packed_seqs - 1
-        return RandomSizes(f"{self._config.train.seed} {step}", documents_each=most)
 
     # -- one microbatch ------------------------------------------------------------------------
 

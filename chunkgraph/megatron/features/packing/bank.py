@@ -46,7 +46,8 @@ class PackedBank:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, PackedBank):
             return NotImplemented
-        return self.shape == other.shape and self.group is other.group
+        is_alike = self._hash == other._hash and self.shape == other.shape
+        return is_alike and self.group is other.group
 
     def __hash__(self) -> int:
         return self._hash

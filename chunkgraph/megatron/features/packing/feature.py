@@ -34,8 +34,7 @@ class Packing(OffsetCutter):
     """
 
     def __init__(self, site: Site, banks: PackedBanks) -> None:
-        cut = banks.with_offsets_of if banks.has_fewer_sequences else None
-        super().__init__(cut, len(site.parts))
+        super().__init__(banks, len(site.parts))
         has_experts = bool(getattr(site.config, "num_moe_experts", None))
         self._plans = StepPlans(
             banks,

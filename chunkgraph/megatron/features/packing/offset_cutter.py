@@ -8,7 +8,7 @@ them is looked at on the device in the steps before a capture.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -22,23 +22,21 @@ if TYPE_CHECKING:
     from chunkgraph.engine import ChunkGraphs
     from chunkgraph.megatron.attached import MegatronChunkGraphs
     from chunkgraph.megatron.captured_part import Call, CapturedPart
+    from chunkgraph.megatron.features.packing.banks import PackedBanks
 
 __all__ = ["OffsetCutter"]
-
-Cut = Callable[[Hashable, dict[str, Any]], dict[str, Any]]
-"""Returns the arguments of a call with the offsets that a bank takes."""
 
 
 class OffsetCutter(Feature):
     """Stands before the calls of one rank's chunks; the n-th call of a chunk is microbatch n.
 
     Args:
-        cut: cuts the offsets of a call; None: every bank has the most sequences.
+        banks: of this rank.
         num_chunks: model chunks of this rank.
     """
 
-    def __init__(self, cut: Cut | None, num_chunks: int) -> None:
-        self._cut = cut
+    def __init__(self, banks: PackedBanks, num_chunks: int) -> None:
+        self._banks = banks
         self._engine: ChunkGraphs | None = None
         self._banks_of_run: Sequence[Hashable] = ()
         self._num_calls = [0] * num_chunks
@@ -56,9 +54,9 @@ class OffsetCutter(Feature):
 
     def call(self, part: CapturedPart, call: Call) -> Call:
         """Cut the offsets of each microbatch to the sequences of its bank."""
-        if self._cut is None:
+        if not self._banks.has_fewer_sequences:
             return call
-        cut, label, index = self._cut, part.label, part.index
+        cut, label, index = self._banks.with_offsets_of, part.label, part.index
 
         def with_cut_offsets(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             number = self._num_calls[index]
