@@ -11,8 +11,8 @@ pool_per_slot      a pool of slot k            the same pool            yes, the
 one_pool           one pool shared by all      the same pool            no: to test the proof
 ================== =========================== ======================== =========================
 
-The input half of a split backward allocates its temporaries, and the weight half everything, where a
-whole backward allocates. What the input half leaves for the weight half lies in the slot's pool.
+The input half of a split backward allocates its temporaries, and the weight half everything, where
+a whole backward allocates. What the input half leaves for the weight half lies in the slot's pool.
 
 Under the first two plans a backward allocates nothing in a slot's pool: its capture allocates only
 from scratch, and frees memory of its own slot's pool. Under ``shared_temporaries`` a slot's input

@@ -96,7 +96,7 @@ def refuse_without_groups(model_chunks: Iterable[nn.Module], groups: ContextGrou
                 getattr(hook, _MARK, False) for hook in module._forward_pre_hooks.values()
             ):
                 raise ConfigError(
-                    "attach(packing=ContextBanks(...)): "
+                    "attach(packing=PackedBanks.of_limits(...)): "
                     f"{name} of model chunk {number} would embed the "
                     "positions of every microbatch as with the model's own context-parallel group. "
                     "Call chunkgraph.megatron.features.contexts.follow_groups(model_chunks) "
@@ -107,10 +107,10 @@ def refuse_without_groups(model_chunks: Iterable[nn.Module], groups: ContextGrou
             getattr(hook, _OF_ROUTERS, None) is groups for hook in layer._forward_pre_hooks.values()
         ):
             raise ConfigError(
-                "attach(packing=ContextBanks(...)): "
+                "attach(packing=PackedBanks.of_limits(...)): "
                 f"the router of {name} of model chunk {number} would count "
                 "tokens over other groups than those of the banks. Call "
-                "follow_groups(model_chunks, groups) with the groups that ContextBanks got."
+                "follow_groups(model_chunks, groups) with the groups of these banks."
             )
 
 
