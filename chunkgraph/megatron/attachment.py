@@ -208,8 +208,8 @@ class _Host(Host):
 _SUCCESSORS = {
     **dict.fromkeys(
         ("buckets", "seq_buckets", "fills_rows"),
-        "packing=PackingOptions(shape, {name}=...), or PackedBanks.of_limits(..., {name}=...) if the "
-        "context-parallel size changes",
+        "packing=PackingOptions(shape, {name}=...), or PackedBanks.of_limits(..., {name}=...) if "
+        "the context-parallel size changes",
     ),
     "contexts": "packing=PackedBanks.of_limits(...)",
 }

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from chunkgraph.engine.split.trace import BackwardTrace, Geometry
 from chunkgraph.errors import CaptureError
-from chunkgraph.graphs.recording import leaves_replaced, tensors_in
+from chunkgraph.graphs.recording import replace_leaves, tensors_in
 
 __all__ = ["Deferral", "DeferredTensor"]
 
@@ -80,8 +80,8 @@ class _Deferred:
         self.func, self.args, self.kwargs, self.results = func, args, kwargs, results
 
     def run(self) -> None:
-        args = leaves_replaced(self.args, _Value, _Value.get)
-        kwargs = {k: leaves_replaced(v, _Value, _Value.get) for k, v in self.kwargs.items()}
+        args = replace_leaves(self.args, _Value, _Value.get)
+        kwargs = {k: replace_leaves(v, _Value, _Value.get) for k, v in self.kwargs.items()}
         out = self.func(*args, **kwargs)
         for value, tensor in zip(self.results, tensors_in(out), strict=True):
             if value is not None:
@@ -177,8 +177,8 @@ class Deferral(TorchDispatchMode):
         ]
         entry = _Deferred(
             func,
-            leaves_replaced(args, torch.Tensor, _value_of),
-            {k: leaves_replaced(v, torch.Tensor, _value_of) for k, v in kwargs.items()},
+            replace_leaves(args, torch.Tensor, _value_of),
+            {k: replace_leaves(v, torch.Tensor, _value_of) for k, v in kwargs.items()},
             values,
         )
         self._entries.append(entry)
