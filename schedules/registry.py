@@ -37,6 +37,7 @@ class ScheduleFamily:
         num_chunks: Chunks on each rank; None for any number from 2 on, in turns of one group of
             microbatches each.
         placement: Where the stages are.
+        splits_backward: Input and weight gradients are actions of their own, at least some.
         least_microbatches_per_rank: A step has so many microbatches or more for each rank.
         is_bounded: The number of microbatches in flight has a limit that does not grow with the
             number in the step.
@@ -49,6 +50,7 @@ class ScheduleFamily:
     idle_forwards: Callable[[PipelineShape], int]
     num_chunks: int | None = 1
     placement: Placement = Placement.LOOP
+    splits_backward: bool = False
     least_microbatches_per_rank: int = 0
     is_bounded: bool = True
 
@@ -80,21 +82,23 @@ _FAMILIES = (
     ScheduleFamily(
         "zb-h1", "1F1B with the weight gradients run later, where 1F1B idles",
         zero_bubble.rank_actions, zero_bubble.in_flight, zero_bubble.idle_forwards,
+        splits_backward=True,
     ),
     ScheduleFamily(
         "interleaved-zb", "zb-h1 over several chunks per rank",
         zero_bubble.rank_actions, zero_bubble.in_flight, zero_bubble.idle_forwards,
-        num_chunks=None,
+        num_chunks=None, splits_backward=True,
     ),
     ScheduleFamily(
         "zb-v", "two chunks per rank in a V, every backward split",
         zb_v.rank_actions, zb_v.in_flight, zb_v.idle_forwards,
-        num_chunks=2, placement=Placement.V,
+        num_chunks=2, placement=Placement.V, splits_backward=True,
     ),
     ScheduleFamily(
         "dualpipe-v", "two chunks per rank in a V, forwards in pairs with backwards",
         dualpipe_v.rank_actions, dualpipe_v.in_flight, dualpipe_v.idle_forwards,
-        num_chunks=2, placement=Placement.V, least_microbatches_per_rank=2,
+        num_chunks=2, placement=Placement.V, splits_backward=True,
+        least_microbatches_per_rank=2,
     ),
 )  # fmt: skip
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from chunkgraph.schedules import (
+    CostModel,
     Op,
     PipelineShape,
     Simulation,
@@ -38,15 +39,15 @@ _STYLES = {
 }
 
 
-def too_large(shape: PipelineShape) -> str | None:
-    """Explain why a step cannot be drawn and what to do; None if it can."""
+def too_large(shape: PipelineShape, max_actions: int = _MAX_ACTIONS) -> str | None:
+    """Explain why a step cannot be simulated and what to do; None if it can."""
     num_actions = 2 * shape.num_microbatches * shape.num_stages
     if shape.num_ranks > _MAX_RANKS:
         return f"the step has {shape.num_ranks} ranks, and at most {_MAX_RANKS} are drawn"
-    if num_actions <= _MAX_ACTIONS:
+    if num_actions <= max_actions:
         return None
     return (
-        f"the step has {num_actions} forwards and backwards, and at most {_MAX_ACTIONS} are "
+        f"the step has {num_actions} forwards and backwards, and at most {max_actions} are "
         "drawn. Choose a smaller --num-microbatches, or fewer stages, to see how it goes"
     )
 
@@ -66,7 +67,9 @@ class Grid:
     ranks: Sequence[int]
 
     @classmethod
-    def of(cls, schedule: str, shape: PipelineShape, ranks: Sequence[int]) -> Grid:
+    def of(
+        cls, schedule: str, shape: PipelineShape, ranks: Sequence[int], costs: CostModel | None
+    ) -> Grid:
         """Build and simulate a schedule of this name and shape."""
         built = build_schedule(
             schedule,
@@ -75,7 +78,7 @@ class Grid:
             num_chunks=shape.num_chunks,
             group_size=shape.group_size,
         )
-        return cls(simulation=simulate(built), slots=assign_slots(built), ranks=ranks)
+        return cls(simulation=simulate(built, costs), slots=assign_slots(built), ranks=ranks)
 
     def as_svg(self) -> str:
         """Draw the whole picture."""

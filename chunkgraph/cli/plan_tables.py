@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-__all__ = ["RankRow", "as_json", "print_tables"]
+__all__ = ["RankRow", "as_json", "print_tables", "table"]
 
 _MAX_RANKS = 256
 
@@ -26,6 +26,7 @@ class RankRow:
     plan: SlotPlan
     bubble_ratio: float
     memory: MemoryEstimate | None
+    step_ms: float | None = None
     banks: tuple[BankEstimate, ...] = ()
 
 
@@ -38,6 +39,7 @@ def as_json(row: RankRow) -> dict[str, object]:
         "num_graphs": plan.num_graphs,
         "peak_in_flight": plan.peak_in_flight,
         "bubble_ratio": round(row.bubble_ratio, 6),
+        **({} if row.step_ms is None else {"step_ms": row.step_ms}),
         **({} if row.memory is None else asdict(row.memory)),
         **({"banks": [asdict(bank) for bank in row.banks]} if row.banks else {}),
     }
@@ -58,7 +60,7 @@ def print_tables(console: Console, rows: Sequence[RankRow]) -> None:
         for row in rows
     ]
     headings = ("Rank", "Slots per chunk", "Graphs", "Peak in flight", "Bubble ratio")
-    console.print(_table(headings, planned))
+    console.print(table(headings, planned))
     estimated = [
         [str(row.plan.rank)]
         + [
@@ -77,16 +79,17 @@ def print_tables(console: Console, rows: Sequence[RankRow]) -> None:
     if estimated:
         console.print("Memory, estimated from the model's sizes", style="bold")
         sizes = ("Rank", "One slot", "All slots", "Scratch", "Weights", "Gradients")
-        console.print(_table(sizes, estimated))
+        console.print(table(sizes, estimated))
     banks = [cells for row in rows for cells in bank_rows(row.plan.rank, row.banks)]
     if banks:
         console.print("Banks, largest first; their variants of a slot share memory", style="bold")
-        console.print(_table(BANK_HEADINGS, banks))
+        console.print(table(BANK_HEADINGS, banks))
     if num_left_out > 0:
         console.print(f"... {num_left_out} more ranks: --json prints all, --rank R one of them")
 
 
-def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """Lay out right-aligned columns."""
     from rich import box
     from rich.table import Table
 

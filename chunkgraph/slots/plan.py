@@ -56,8 +56,8 @@ class SlotPlan:
 
     @property
     def num_graphs(self) -> int:
-        """Return the number of graphs: a forward and a backward for every slot."""
-        return 2 * self.num_slots
+        """Return the number of graphs: for every slot a forward and a backward, or its halves."""
+        return (3 if get_family(self.schedule).splits_backward else 2) * self.num_slots
 
     def covers(self, num_microbatches: int) -> bool:
         """Return whether a step with this number of microbatches is legal and fits the slots."""

@@ -144,6 +144,8 @@ def _plan(rng: random.Random, files: _Files) -> list[str]:
         "--schedule": lambda rng: rng.choice((*list_schedules(), "auto", "1F1B", "")),
         "--cuda-graph-max-packed-tokens": _number,
         "--cuda-graph-cp-sizes": _number,
+        "--costs": lambda rng: rng.choice(("F=1,B=2", "F=1,I=3,W=0.1", "F=1", "", *files.readable)),
+        "--compare": None,
         "--svg": lambda rng: rng.choice(files.writable),
         "--json": lambda rng: rng.choice(files.writable),
         "--full": None,

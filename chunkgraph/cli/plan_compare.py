@@ -1,0 +1,215 @@
+"""All schedules of one pipeline next to each other, for ``chunkgraph plan --compare``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from chunkgraph._text import format_bytes
+from chunkgraph.cli.plan_costs import scaled
+from chunkgraph.cli.plan_grid import too_large
+from chunkgraph.cli.plan_request import Request
+from chunkgraph.cli.plan_tables import table
+from chunkgraph.errors import ConfigError, TopologyError
+from chunkgraph.schedules import (
+    PipelineShape,
+    build_schedule,
+    check_step,
+    get_family,
+    list_schedules,
+    megatron_schedule_name,
+    simulate,
+)
+from chunkgraph.slots import estimate_memory, plan_all_ranks
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["COMPARE_HELP", "Comparison", "compare"]
+
+COMPARE_HELP = """\
+--compare plans every schedule on the same pipeline. Those with several chunks on a rank have as
+many as --vpp, or two, each so much smaller. `Held`: what the slots of the fullest rank hold, in
+microbatches of all layers of a rank. Recommended is the fastest; of those within 1% of it, the one
+that holds least. --json prints a list with one object per schedule:
+  schedule, num_chunks, bubble_ratio, step_ms (without --costs in forwards of a rank),
+  relative_step (1f1b: 1), num_slots, held_microbatches, memory_bytes (null without a config),
+  runs_in_megatron, is_recommended; or schedule and error, where it cannot run
+"""
+_BASE = "1f1b"
+_TOLERANCE = 1.01
+_MAX_ACTIONS = 50_000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Compared:
+    """One schedule of the comparison.
+
+    Attributes:
+        schedule: Its name.
+        num_chunks: Model chunks on each rank.
+        bubble_ratio: Idle share of every rank.
+        step_ms: Time of the step, in forwards of a rank where no costs are known.
+        num_slots: Slots of the rank with most.
+        memory_bytes: Estimate for the rank that needs most, None without a model.
+    """
+
+    schedule: str
+    num_chunks: int
+    bubble_ratio: float
+    step_ms: float
+    num_slots: int
+    memory_bytes: int | None
+
+    @property
+    def held_microbatches(self) -> float:
+        """What the slots hold, in microbatches of all layers of a rank."""
+        return self.num_slots / self.num_chunks
+
+    @property
+    def runs_in_megatron(self) -> bool:
+        """Whether Megatron has this schedule."""
+        return self.schedule in (megatron_schedule_name(2, chunks) for chunks in (1, 2))
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The schedules of one pipeline.
+
+    Attributes:
+        rows: Those that can run.
+        refused: Why the others, by name, cannot.
+        has_costs: Steps are in ms.
+    """
+
+    rows: tuple[Compared, ...]
+    refused: Mapping[str, str]
+    has_costs: bool
+
+    @property
+    def base(self) -> Compared:
+        """1F1B, which others are compared with; it runs wherever one of them does."""
+        return next(row for row in self.rows if row.schedule == _BASE)
+
+    def best(self, rows: Sequence[Compared]) -> Compared:
+        """The fastest of some rows; of those nearly as fast, the one that holds least."""
+        fastest = min(row.step_ms for row in rows)
+        near = [row for row in rows if row.step_ms <= _TOLERANCE * fastest]
+        return min(near, key=lambda row: row.memory_bytes or row.held_microbatches)
+
+    def as_json(self) -> list[dict[str, object]]:
+        """Return the comparison for ``--json``."""
+        best = self.best(self.rows)
+        rows: list[dict[str, object]] = [
+            {
+                "schedule": row.schedule,
+                "num_chunks": row.num_chunks,
+                "bubble_ratio": round(row.bubble_ratio, 6),
+                "step_ms": row.step_ms,
+                "relative_step": round(row.step_ms / self.base.step_ms, 6),
+                "num_slots": row.num_slots,
+                "held_microbatches": row.held_microbatches,
+                "memory_bytes": row.memory_bytes,
+                "runs_in_megatron": row.runs_in_megatron,
+                "is_recommended": row is best,
+            }
+            for row in self.rows
+        ]
+        return rows + [{"schedule": name, "error": error} for name, error in self.refused.items()]
+
+    def print(self, console: Console) -> None:
+        """Print the table and the recommendation."""
+        unit = "ms" if self.has_costs else "F"
+        headings = ["Schedule", "Chunks", "Bubble", f"Step, {unit}", "Of 1f1b", "Slots", "Held"]
+        cells = [
+            [
+                f"{row.schedule}{'*' if row.runs_in_megatron else ' '}",
+                str(row.num_chunks),
+                f"{row.bubble_ratio:.1%}",
+                f"{row.step_ms:.1f}",
+                f"{row.step_ms / self.base.step_ms:.3f}",
+                str(row.num_slots),
+                f"{row.held_microbatches:g}",
+            ]
+            for row in self.rows
+        ]
+        if self.base.memory_bytes is not None:
+            headings.append("Memory")
+            for line, row in zip(cells, self.rows, strict=True):
+                line.append(format_bytes(row.memory_bytes or 0))
+        console.print(table(headings, cells))
+        for error in self.refused.values():
+            console.print(f"Left out: {error}", markup=False)
+        best = self.best(self.rows)
+        words = best.schedule
+        if best is not self.base:
+            held = best.held_microbatches / self.base.held_microbatches
+            words += f", {best.step_ms / self.base.step_ms:.3f} of the step of {_BASE}, "
+            words += f"{held:.2f} of what it holds"
+        console.print(f"Recommended: {words}.", style="bold", soft_wrap=True)
+        own = self.best([row for row in self.rows if row.runs_in_megatron])
+        console.print(f"* Megatron runs it; the best of these is {own.schedule}.", soft_wrap=True)
+
+
+def compare(request: Request) -> Comparison:
+    """Plan and time a step of every schedule.
+
+    Raises:
+        ConfigError: A step is too large to simulate.
+        TopologyError: Not even 1F1B can run.
+    """
+    rows, refused = [], {}
+    for name in list_schedules():
+        try:
+            rows.append(_compared(request, name))
+        except TopologyError as error:
+            if name == _BASE:
+                raise
+            refused[name] = str(error)
+    return Comparison(tuple(rows), refused, request.costs is not None)
+
+
+def _compared(request: Request, name: str) -> Compared:
+    family = get_family(name)
+    num_chunks = family.num_chunks or max(2, request.num_chunks)
+    sizes = {"num_ranks": request.num_ranks, "num_chunks": num_chunks}
+    shape = check_step(
+        name, **sizes, num_microbatches=request.num_microbatches, group_size=request.group_size
+    )
+    plans = plan_all_ranks(
+        **sizes,
+        group_size=shape.group_size,
+        schedule=name,
+        max_num_microbatches=None if family.is_bounded else request.num_microbatches,
+    )
+    bubble_ratio, step_ms = _timed(request, name, shape)
+    model, shared = request.model, request.shared_slots
+    return Compared(
+        schedule=name,
+        num_chunks=num_chunks,
+        bubble_ratio=bubble_ratio,
+        step_ms=step_ms,
+        num_slots=max(plan.peak_in_flight if shared else plan.num_slots for plan in plans),
+        memory_bytes=None
+        if model is None
+        else max(estimate_memory(plan, model, shared_slots=shared).total_bytes for plan in plans),
+    )
+
+
+def _timed(request: Request, name: str, shape: PipelineShape) -> tuple[float, float]:
+    """The bubble ratio and the time of a step whose ranks have the work of the request's."""
+    if request.costs is None:
+        bubble_ratio = get_family(name).bubble_ratio(shape)
+        return bubble_ratio, 3 * shape.num_microbatches / (1 - bubble_ratio)
+    if (problem := too_large(shape, _MAX_ACTIONS)) is not None:
+        raise ConfigError(f"plan: --compare with --costs: {problem}")
+    built = build_schedule(
+        name,
+        num_ranks=shape.num_ranks,
+        num_microbatches=shape.num_microbatches,
+        num_chunks=shape.num_chunks,
+        group_size=shape.group_size,
+    )
+    run = simulate(built, scaled(request.costs, request.num_chunks / shape.num_chunks))
+    return run.bubble_ratio(0), run.makespan_ms

@@ -1,0 +1,152 @@
+"""What ``chunkgraph plan`` is asked for, by a configuration or by flags."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from chunkgraph._text import shown
+from chunkgraph.cli.plan_banks import banks_of, rows_of_a_rank, seq_counts_of
+from chunkgraph.cli.plan_costs import costs_of
+from chunkgraph.errors import ConfigError
+from chunkgraph.schedules import CostModel, get_family, megatron_schedule_name
+from chunkgraph.slots import BankSizes, ModelSizes
+
+if TYPE_CHECKING:
+    from chunkgraph.settings import Config
+
+__all__ = ["EXAMPLE", "Request", "request_of"]
+
+EXAMPLE = "chunkgraph plan --pp 4 --vpp 2 --num-microbatches 8"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """A plan's input, from a config or from flags.
+
+    Attributes:
+        schedule: Name of the schedule.
+        num_ranks: Pipeline-parallel size.
+        num_chunks: Model chunks on each rank.
+        group_size: Microbatch group size, None for the default.
+        num_microbatches: Of the step that is drawn.
+        costs: Of one action on one chunk, None where nothing is measured.
+        model: Sizes to estimate memory with, None without a config.
+        is_largest_of_many: The config has steps of fewer microbatches too.
+        is_hybrid: The config is of a hybrid model, whose memory is not estimated.
+        shared_slots: The chunks of a rank share slots.
+        banks: Banks to estimate memory of.
+        seq_counts: Numbers of packed sequences that are captured.
+    """
+
+    schedule: str
+    num_ranks: int
+    num_chunks: int
+    group_size: int | None
+    num_microbatches: int
+    costs: CostModel | None
+    model: ModelSizes | None = None
+    is_largest_of_many: bool = False
+    is_hybrid: bool = False
+    shared_slots: bool = False
+    banks: tuple[BankSizes, ...] = ()
+    seq_counts: tuple[int, ...] = ()
+
+
+def request_of(args: argparse.Namespace) -> Request:
+    """Read the arguments, and the config if they name one.
+
+    Raises:
+        ConfigError: They contradict each other, or a file is wrong.
+    """
+    if args.config is not None and "=" in args.config and not Path(args.config).exists():
+        # Without a config the first override takes its place.
+        raise ConfigError(
+            f"plan: {shown(args.config)} is an override, but there is no CONFIG before it"
+        )
+    if args.config is None and args.pp is None:
+        raise ConfigError(f"plan: give a CONFIG or --pp, for example: {EXAMPLE}")
+    if args.config is None:
+        if args.cuda_graph_cp_sizes or args.cuda_graph_max_packed_tokens is not None:
+            raise ConfigError("plan: banks need a CONFIG, whose model they are estimated for")
+        return _from_flags(args)
+    for flag, value in (("--pp", args.pp), ("--vpp", args.vpp), ("--group-size", args.group_size)):
+        if value is not None:
+            raise ConfigError(
+                f"plan: {flag} does not go with a CONFIG; override the file's own setting instead, "
+                "for example pipeline.pipeline_model_parallel_size=4"
+            )
+    from chunkgraph.settings import load_config
+
+    return _from_config(args, load_config(args.config, args.overrides))
+
+
+def _from_flags(args: argparse.Namespace) -> Request:
+    num_chunks = args.vpp
+    if num_chunks is None:
+        num_chunks = 1 if args.schedule == "auto" else get_family(args.schedule).num_chunks or 2
+    default = 2 * max(1, args.pp if args.group_size is None else args.group_size)
+    return Request(
+        schedule=_schedule_name(args.schedule, args.pp, num_chunks),
+        num_ranks=args.pp,
+        num_chunks=num_chunks,
+        group_size=args.group_size,
+        num_microbatches=default if args.num_microbatches is None else args.num_microbatches,
+        costs=costs_of(args.costs),
+    )
+
+
+def _from_config(args: argparse.Namespace, config: Config) -> Request:
+    pipeline, model, counts = config.pipeline, config.model, config.train.num_microbatches
+    num_ranks = pipeline.pipeline_model_parallel_size
+    num_chunks = pipeline.virtual_pipeline_model_parallel_size or 1
+    if model.hybrid_layer_pattern is not None and args.cuda_graph_cp_sizes:
+        raise ConfigError(
+            "plan: --cuda-graph-cp-sizes is about memory, which is not estimated for a hybrid "
+            "model; leave it out, or set model.hybrid_layer_pattern=null"
+        )
+    is_local = model.layer_spec == "local" or (
+        model.layer_spec == "auto" and config.device == "cpu"
+    )
+    parts = model.recompute_modules if model.recompute_granularity == "selective" else ()
+    by_layer = model.recompute_method == "block"
+    banks = banks_of(args, config)
+    return Request(
+        schedule=_schedule_name(args.schedule, num_ranks, num_chunks),
+        num_ranks=num_ranks,
+        num_chunks=num_chunks,
+        group_size=pipeline.microbatch_group_size_per_vp_stage,
+        num_microbatches=max(counts) if args.num_microbatches is None else args.num_microbatches,
+        costs=costs_of(args.costs),
+        # What Mamba layers keep is not estimated; without them nothing would be right.
+        model=None
+        if model.hybrid_layer_pattern is not None
+        else ModelSizes(
+            num_layers=model.num_layers,
+            hidden_size=model.hidden_size,
+            ffn_hidden_size=model.ffn_hidden_size,
+            num_attention_heads=model.num_attention_heads,
+            seq_length=rows_of_a_rank(config, banks),
+            micro_batch_size=config.train.micro_batch_size,
+            vocab_size=model.vocab_size,
+            bytes_per_element=4 if model.params_dtype == "float32" else 2,
+            tensor_parallel_size=pipeline.tensor_model_parallel_size,
+            # Megatron's local layers keep the attention scores, unless they are recomputed.
+            has_flash_attention=not is_local or "core_attn" in parts,
+            has_gated_mlp=model.swiglu,
+            has_tied_embeddings=not model.untie_embeddings_and_output_weights,
+            recompute_group_size=1 if by_layer else model.recompute_num_layers,
+            num_recomputed_layers=model.recompute_num_layers if by_layer else None,
+        ),
+        is_largest_of_many=args.num_microbatches is None and len(set(counts)) > 1,
+        is_hybrid=model.hybrid_layer_pattern is not None,
+        shared_slots=config.capture.shared_slots,
+        banks=banks,
+        seq_counts=seq_counts_of(args, config, banks),
+    )
+
+
+def _schedule_name(wanted: str, num_ranks: int, num_chunks: int) -> str:
+    return megatron_schedule_name(num_ranks, num_chunks) if wanted == "auto" else wanted
