@@ -23,7 +23,7 @@ __all__ = [
     "most_in_flight",
     "num_warmup_forwards",
     "rank_actions",
-    "walks",
+    "walk",
 ]
 
 
@@ -38,17 +38,13 @@ def chunk_table(shape: PipelineShape) -> list[tuple[int, int]]:
     ]
 
 
-def walks(shape: PipelineShape, rank: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """The (stage, microbatch) pairs of a rank: of its forwards in order, and of its backwards."""
+def walk(shape: PipelineShape, rank: int, op: Op) -> list[Action]:
+    """All actions of one operation on a rank, in order: the chunks reversed but for forwards."""
     last_chunk = shape.num_chunks - 1
-    pairs = [
-        (
-            (stage_of(rank, chunk, shape.num_ranks), microbatch),
-            (stage_of(rank, last_chunk - chunk, shape.num_ranks), microbatch),
-        )
-        for microbatch, chunk in chunk_table(shape)
+    return [
+        Action(op, stage_of(rank, place if op is Op.F else last_chunk - place, shape.num_ranks), i)
+        for i, place in chunk_table(shape)
     ]
-    return [forward for forward, _ in pairs], [backward for _, backward in pairs]
 
 
 def num_warmup_forwards(shape: PipelineShape, rank: int) -> int:
@@ -58,9 +54,7 @@ def num_warmup_forwards(shape: PipelineShape, rank: int) -> int:
 
 def rank_actions(shape: PipelineShape, rank: int) -> tuple[Action, ...]:
     """Compute actions of one rank, in order."""
-    pairs = walks(shape, rank)
-    forwards = [Action(Op.F, *pair) for pair in pairs[0]]
-    backwards = [Action(Op.B, *pair) for pair in pairs[1]]
+    forwards, backwards = walk(shape, rank, Op.F), walk(shape, rank, Op.B)
     num_warmup = num_warmup_forwards(shape, rank)
     num_steady = len(forwards) - num_warmup
 

@@ -10,9 +10,11 @@ Several chunks take turns as in interleaved 1F1B; one forward of warmup per rank
 
 from __future__ import annotations
 
+from itertools import zip_longest
+
 from .action import Action, Op
 from .in_flight import InFlight
-from .interleaved import most_in_flight, walks
+from .interleaved import most_in_flight, walk
 from .shape import PipelineShape
 
 __all__ = ["idle_forwards", "in_flight", "rank_actions"]
@@ -20,19 +22,16 @@ __all__ = ["idle_forwards", "in_flight", "rank_actions"]
 
 def rank_actions(shape: PipelineShape, rank: int) -> tuple[Action, ...]:
     """Compute actions of one rank, in order."""
-    forwards, backwards = walks(shape, rank)
+    forwards, input_grads, weight_grads = (walk(shape, rank, op) for op in (Op.F, Op.I, Op.W))
     num_warmup = min(_lead(shape) - rank, len(forwards))
 
-    actions = [Action(Op.F, *pair) for pair in forwards[:num_warmup]]
-    ahead = forwards[num_warmup:]
-    for i, pair in enumerate(backwards):
-        if i < len(ahead):
-            actions.append(Action(Op.F, *ahead[i]))
-        actions.append(Action(Op.I, *pair))
-        if i >= rank:
-            actions.append(Action(Op.W, *backwards[i - rank]))
-    rest = backwards[max(len(backwards) - rank, 0) :]
-    return (*actions, *(Action(Op.W, *pair) for pair in rest))
+    # Each turn is F, I and the W of `rank` turns before, as long as there are any.
+    delayed = [None] * rank + weight_grads
+    turns = zip_longest(forwards[num_warmup:], input_grads, delayed)
+    return (
+        *forwards[:num_warmup],
+        *(action for turn in turns for action in turn if action is not None),
+    )
 
 
 def in_flight(shape: PipelineShape, rank: int) -> InFlight:  # noqa: ARG001
@@ -40,7 +39,7 @@ def in_flight(shape: PipelineShape, rank: int) -> InFlight:  # noqa: ARG001
     if shape.num_chunks == 1:
         most = min(shape.num_ranks, shape.num_microbatches)
         return InFlight((most,), most)
-    # Each rank starts one forward later than the one before it, and runs W one pair later after I.
+    # Each rank starts one forward later than the one before it, and runs W one turn later after I.
     return most_in_flight(shape, _lead(shape))
 
 
