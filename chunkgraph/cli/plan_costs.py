@@ -84,8 +84,8 @@ def _from_file(where: str, path: Path) -> Mapping[str, Any]:
     places = [document] if isinstance(document, dict) else []
     variants = places[0].get("variants") if places else None
     if isinstance(variants, list):
-        found = [variant for variant in variants if isinstance(variant, dict)]
-        places += sorted(found, key=lambda variant: variant.get("name") != "chunk")
+        candidates = [variant for variant in variants if isinstance(variant, dict)]
+        places += sorted(candidates, key=lambda variant: variant.get("name") != "chunk")
     for place in places:
         if isinstance(place.get("costs_ms"), dict):
             return dict(place["costs_ms"])

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from chunkgraph.bench.document import BenchDocument, VariantResult
 from chunkgraph.cli import plan
 from chunkgraph.cli.__main__ import main
 from chunkgraph.errors import ConfigError, TopologyError
@@ -139,7 +140,7 @@ def test_zero_bubble(run):
     assert "I/W: input/weight grad" in out
 
 
-def test_a_v_has_two_chunks_unless_told(run):
+def test_a_v_has_two_chunks_by_default(run):
     out = run("--pp", 4, "--schedule", "dualpipe-v")
     assert "B: backward; I, W: its halves" in out
     assert max(map(len, out.splitlines())) <= 80
@@ -174,6 +175,11 @@ def test_costs_come_from_a_bench_document(run, tmp_path):
     variants = [{"name": "eager", "costs_ms": {"F": 9, "B": 9}}, {"name": "local"}]
     variants.append({"name": "chunk", "costs_ms": costs})
     path.write_text(json.dumps({"config": "a", "variants": variants}))
+    assert run(*arguments, path) == expected
+    # What a worker of the bench measures goes into its variant.
+    document = BenchDocument(dict.fromkeys(("device", "num_gpus", "versions", "is_deterministic")))
+    document.add(VariantResult("chunk", None, {"costs_ms": costs}))
+    document.write(path)
     assert run(*arguments, path) == expected
     # What is not measured follows from the rest.
     assert run(*arguments, "F=1,I=1.5,W=1.5") == run(*arguments, "F=1,B=3")
