@@ -3,7 +3,7 @@
 from chunkgraph.engine.banks import Banks
 from chunkgraph.engine.capture.captured_rank import CaptureReport
 from chunkgraph.engine.chunk import Chunk, GradientMarker
-from chunkgraph.engine.constant_inputs import unchanging
+from chunkgraph.engine.constant_inputs import mark_constant
 from chunkgraph.engine.counters import Counters
 from chunkgraph.engine.decide.reasons import Agree, EagerReason, StepMode
 from chunkgraph.engine.engine import ChunkGraphs
@@ -22,5 +22,5 @@ __all__ = [
     "GradientMarker",
     "Host",
     "StepMode",
-    "unchanging",
+    "mark_constant",
 ]

@@ -3,7 +3,7 @@
 torch counts the writes into a tensor (``_version``), views included. But a write through
 ``.data``, by a collective, by another graph's replay or by a kernel that torch does not know is
 not counted. So equal counts prove equal values only for a tensor that nothing of that kind writes,
-which only its owner can tell: by `unchanging`.
+which only its owner can tell: by `mark_constant`.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["LoadedSource", "unchanging"]
+__all__ = ["LoadedSource", "mark_constant"]
 
 _MARK = "_chunkgraph_unchanging"
 
 
-def unchanging(tensor: torch.Tensor) -> torch.Tensor:
+def mark_constant(tensor: torch.Tensor) -> torch.Tensor:
     """Promise that only ordinary torch operators ever write ``tensor``, if anything does.
 
     Given again and again as an argument of a captured chunk, it is then copied into each slot

@@ -122,7 +122,7 @@ class Slot:
     def load_inputs(self, tensors: Sequence[torch.Tensor]) -> None:
         """Copy a call's tensors into the static inputs (those that are not there already).
 
-        There already is what was received into the static input itself, and an unchanging tensor
+        There already is what was received into the static input itself, and a constant tensor
         that this input was last loaded from. Skipping the latter is safe: it is the same object
         (held, so neither its identity nor its address can be another's by now), nothing was
         written into it since (its owner promised that torch counts every write), and nothing but

@@ -47,7 +47,7 @@ class LaunchSpec:
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables for the workers, unless the user sets them."""
     debug: bool = False
-    """Whether errors show the workers' tracebacks, and the agent logs."""
+    """True to show the workers' tracebacks in errors, and to let the agent log."""
 
 
 def start_agent(

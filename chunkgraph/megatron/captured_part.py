@@ -24,7 +24,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from chunkgraph.engine import Chunk, unchanging
+from chunkgraph.engine import Chunk, mark_constant
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.core.access import import_megatron
 from chunkgraph.megatron.core.cached_tables import GROWING_BUFFERS
@@ -213,7 +213,7 @@ class _Block(CapturedPart):
             table = keywords.get(name)
             if isinstance(table, torch.Tensor):
                 # GPTModel takes it from a cache, or just created it, and does not write it.
-                unchanging(table)
+                mark_constant(table)
         return _unwrapped(hidden) if self._block.pre_process else self._block.input_tensor
 
     def _run(self, first: Any, *args: Any, **kwargs: Any) -> Any:

@@ -42,13 +42,13 @@ class StepResult:
     grad_norm_eager_hex: str | None = None
     """`grad_norm_eager` to the last bit."""
     loss_equal: bool | None = None
-    """Whether the losses agree to the last bit."""
+    """True if the losses agree to the last bit."""
     grad_norm_equal: bool | None = None
-    """Whether the gradient norms agree to the last bit."""
+    """True if the gradient norms agree to the last bit."""
     expert_metrics: Mapping[str, float] = field(default_factory=dict)
     """Each metric of the experts (auxiliary losses) over all layers, microbatches and ranks."""
     expert_metrics_equal: bool | None = None
-    """Whether these metrics agree to the last bit, on all ranks."""
+    """True if these metrics agree to the last bit, on all ranks."""
     context_sizes: Sequence[Sequence[int]] = ()
     """Context-parallel size of each microbatch, for each rank, if sizes differ."""
     captures: int
@@ -79,7 +79,7 @@ class RunResults:
     steps: Sequence[StepResult]
     """The steps, in order."""
     parameters_equal: bool | None
-    """Whether every parameter agrees to the last bit after the run, on all ranks."""
+    """True if every parameter agrees to the last bit after the run, on all ranks."""
     different_parameters: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Names of the parameters that differ, by rank."""
     num_parameters_compared: int

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from chunkgraph.engine import CaptureOptions, ChunkGraphs, unchanging
+from chunkgraph.engine import CaptureOptions, ChunkGraphs, mark_constant
 from chunkgraph.engine.capture.static_inputs import SlotStatics
 from chunkgraph.graphs import GraphBackend
 
@@ -87,7 +87,7 @@ def new_mask(backend: GraphBackend, value: float) -> torch.Tensor:
 def test_an_unchanging_input_is_copied_once_for_each_slot(
     train: Callable[..., None], backend: GraphBackend, num_copies: list[Any]
 ) -> None:
-    mask = unchanging(new_mask(backend, 2.0))
+    mask = mark_constant(new_mask(backend, 2.0))
     for _ in range(3):
         train(mask, mask)
     assert len(num_copies) == NUM_SLOTS
@@ -122,7 +122,7 @@ def test_a_write_between_microbatches_is_seen(
     num_copies: list[Any],
     write: Callable[[torch.Tensor], object],
 ) -> None:
-    mask = unchanging(new_mask(backend, 2.0))
+    mask = mark_constant(new_mask(backend, 2.0))
     train(mask, mask)
 
     def written() -> torch.Tensor:
@@ -140,7 +140,7 @@ def test_other_tensors_in_between_are_loaded_and_forgotten(
     train: Callable[..., None], backend: GraphBackend
 ) -> None:
     """A slot goes back and forth between two masks, promised or not."""
-    first, second = unchanging(new_mask(backend, 2.0)), unchanging(new_mask(backend, 3.0))
+    first, second = mark_constant(new_mask(backend, 2.0)), mark_constant(new_mask(backend, 3.0))
     plain = new_mask(backend, 4.0)
     for mask in (first, second, first, plain, first, plain, second):
         train(mask)
@@ -154,7 +154,7 @@ def test_a_new_tensor_at_a_used_address_is_loaded(
 
     def on_the_memory(value: float) -> torch.Tensor:
         memory.fill_(value)
-        return unchanging(torch.empty(0, device=backend.device).set_(memory.untyped_storage()))
+        return mark_constant(torch.empty(0, device=backend.device).set_(memory.untyped_storage()))
 
     first = on_the_memory(2.0)
     train(first, first)
@@ -167,7 +167,7 @@ def test_a_new_tensor_at_a_used_address_is_loaded(
 def test_memory_moved_under_a_tensor_is_loaded(
     train: Callable[..., None], backend: GraphBackend, num_copies: list[Any]
 ) -> None:
-    mask = unchanging(new_mask(backend, 2.0))
+    mask = mark_constant(new_mask(backend, 2.0))
     train(mask, mask)
     version = mask._version
     mask.data = new_mask(backend, 6.0)
@@ -180,7 +180,7 @@ def test_the_source_is_held_until_another_takes_its_place(
     train: Callable[..., None], backend: GraphBackend
 ) -> None:
     """Its address cannot be given to another tensor while a slot compares with it."""
-    mask = unchanging(new_mask(backend, 2.0))
+    mask = mark_constant(new_mask(backend, 2.0))
     source = weakref.ref(mask)
     train(mask)
     del mask
@@ -191,7 +191,7 @@ def test_the_source_is_held_until_another_takes_its_place(
 
 
 def test_released_slots_hold_no_source(train: Callable[..., None], backend: GraphBackend) -> None:
-    mask = unchanging(new_mask(backend, 2.0))
+    mask = mark_constant(new_mask(backend, 2.0))
     source = weakref.ref(mask)
     train(mask, mask)
     train.graphs.release()  # type: ignore[attr-defined]
@@ -204,7 +204,7 @@ def test_an_inference_tensor_is_copied_as_ever(
 ) -> None:
     """It has no count of writes, so no promise about it can be checked."""
     with torch.inference_mode():
-        mask = unchanging(new_mask(backend, 2.0))
+        mask = mark_constant(new_mask(backend, 2.0))
     train(mask.clone(), mask.clone())
     num_copies.clear()
     with torch.no_grad():
@@ -218,7 +218,7 @@ def test_receiving_into_the_static_input_forgets_the_source(
     train: Callable[..., None], backend: GraphBackend
 ) -> None:
     """What lies there now is the received value, not the source's."""
-    mask = unchanging(new_mask(backend, 2.0))
+    mask = mark_constant(new_mask(backend, 2.0))
     train(mask, mask)
     graphs: ChunkGraphs = train.graphs  # type: ignore[attr-defined]
 
@@ -246,7 +246,7 @@ def test_variants_of_a_slot_share_what_they_read_one_at_a_time() -> None:
     assert one._version == version  # as if it had memory of its own
     for other in (
         statics.input_like(1, large),
-        statics.input_like(0, large.detach()),  # may be held unchanging
+        statics.input_like(0, large.detach()),  # may be marked constant
         statics.gradient_like(0, large, None),
         statics.input_like(0, torch.ones(9, 2).requires_grad_()),  # too large
         SlotStatics(is_shared=False).input_like(0, large),

@@ -123,7 +123,7 @@ class SlotStatics:
     """Memory, outside all pools, of what the variants of one slot read: one bank's at a time.
 
     Activations and gradients are shared. Inputs without a gradient are not: a slot may remember
-    that it holds an unchanging one, which another variant would write over.
+    that it holds a constant one, which another variant would write over.
 
     Args:
         is_shared: whether the slot has several variants.
