@@ -54,7 +54,7 @@ class HostTimes:
         return self.forward, self.backward, self.forward_launch, self.backward_launch
 
     def medians(self) -> dict[str, float | None]:
-        """Medians by key of the result document; None where nothing was measured."""
+        """Return the medians by key of the result document; None for a missing time."""
         forward, backward = _median(self.forward), _median(self.backward)
         return {
             "host_us_forward": forward,

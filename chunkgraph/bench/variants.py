@@ -50,7 +50,7 @@ class Variant:
         captures: measurements of its captures so far.
         has_fragile_end: whether other owners hold its graphs, so that the process should end
             without freeing them.
-        is_plain: whether the model does not change.
+        is_plain: whether the model runs unmodified.
     """
 
     name = "eager"
