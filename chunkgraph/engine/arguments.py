@@ -128,7 +128,7 @@ def as_banks(banks: object) -> Banks:
 _SUCCESSORS = {
     "capture_scope": "host=Host(), with its method capturing()",
     "preserve": "host=Host(), with its method preserving()",
-    "verify_scope": "host=Host(), with its method beside()",
+    "verify_scope": "host=Host(), with its method verifying()",
     "is_told_of_misfits": "takes_misfits=",
     "derive_sample": "banks=Banks(keys, derive=...)",
     "drops_failed_banks": "banks=Banks(keys, drops_failed=...)",

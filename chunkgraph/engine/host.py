@@ -21,7 +21,7 @@ class Host:
         """Enclose capture warmup and captures. All ranks enter it together."""
         return nullcontext()
 
-    def beside(self) -> AbstractContextManager[object]:
+    def verifying(self) -> AbstractContextManager[object]:
         """Enclose an eager pass that ``verify`` compares with a replay."""
         return nullcontext()
 
@@ -56,8 +56,8 @@ class _WithUserHooks(Host):
     def capturing(self) -> AbstractContextManager[object]:
         return self._host.capturing()
 
-    def beside(self) -> AbstractContextManager[object]:
-        return self._host.beside()
+    def verifying(self) -> AbstractContextManager[object]:
+        return self._host.verifying()
 
     def generators(self) -> Sequence[torch.Generator]:
         return (*self._host.generators(), *self._generators())

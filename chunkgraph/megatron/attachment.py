@@ -194,8 +194,8 @@ class _Host(Host):
     def capturing(self) -> AbstractContextManager[None]:
         return self._features.capturing()
 
-    def beside(self) -> AbstractContextManager[None]:
-        return self._features.beside()
+    def verifying(self) -> AbstractContextManager[None]:
+        return self._features.verifying()
 
     def generators(self) -> Sequence[torch.Generator]:
         return graph_safe_generators()

@@ -92,7 +92,7 @@ class Feature:
         """Enclose the warmup and the captures of a session."""
         return nullcontext()
 
-    def beside(self) -> Context:
+    def verifying(self) -> Context:
         """Enclose an eager pass of ``verify``, inside `preserving`."""
         return nullcontext()
 
@@ -204,9 +204,9 @@ class Features:
         """Enclose the warmup and the captures of a session."""
         return _all_of(f.capturing() for f in self._overriding["capturing"])
 
-    def beside(self) -> Context:
+    def verifying(self) -> Context:
         """Enclose an eager pass of ``verify``."""
-        return _all_of(f.beside() for f in self._overriding["beside"])
+        return _all_of(f.verifying() for f in self._overriding["verifying"])
 
     def step(self, step: Step) -> Context:
         """Enclose one run of a schedule."""

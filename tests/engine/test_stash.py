@@ -81,7 +81,7 @@ class SavingHost(Host):
     def capturing(self) -> AbstractContextManager[object]:
         return self._saving.during("stash")
 
-    def beside(self) -> AbstractContextManager[object]:
+    def verifying(self) -> AbstractContextManager[object]:
         return self._saving.during("off")
 
 

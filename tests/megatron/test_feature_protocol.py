@@ -84,8 +84,8 @@ class Counting(Feature):
     def capturing(self) -> Any:
         return self._around("capturing")
 
-    def beside(self) -> Any:
-        return self._around("beside")
+    def verifying(self) -> Any:
+        return self._around("verifying")
 
     def step(self, step: Step) -> Any:
         self.calls[f"step {step.mode.name}"] += 1
@@ -187,7 +187,7 @@ def test_every_method_of_a_feature_is_called(chunks: list[nn.Module]) -> None:
     assert calls["shortage"] == calls["answer"] == 4
     assert calls["having_room"] == calls["make_room"] == 1
     assert calls["forwards of chunk 0"] == 10
-    assert calls["preserving"] == 1 + calls["beside"] > 1  # around eager passes of verify too
+    assert calls["preserving"] == 1 + calls["verifying"] > 1  # around eager passes of verify too
 
     calls.clear()
     plain = _outputs(chunks, FEATURES)

@@ -49,7 +49,7 @@ class Surroundings:
         with ExitStack() as stack:
             stack.enter_context(self.host.preserving())
             stack.enter_context(restored(written, self.backend.device, self.host.generators()))
-            stack.enter_context(self.host.beside())
+            stack.enter_context(self.host.verifying())
             yield
 
     def state_of(self, chunk: Chunk) -> ChunkState:

@@ -206,7 +206,7 @@ class Fp8State(Feature):
                 setattr(module, _FIRST, is_first)
 
     @contextmanager
-    def beside(self) -> Iterator[None]:
+    def verifying(self) -> Iterator[None]:
         """Give an eager pass the replay's ``is_first_microbatch``; used inside `preserving`."""
         for layers in self._layers:
             _set_first(layers, self._is_first)

@@ -77,7 +77,7 @@ class Hybrid(Feature):
         with packed_mamba_rows():
             yield
 
-    def beside(self) -> AbstractContextManager[None]:
+    def verifying(self) -> AbstractContextManager[None]:
         """Number the documents' rows as in a capture."""
         return self.capturing()
 

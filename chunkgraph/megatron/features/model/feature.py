@@ -58,7 +58,7 @@ class ModelState(Feature):
             yield
 
     @contextmanager
-    def beside(self) -> Iterator[None]:
+    def verifying(self) -> Iterator[None]:
         """Choose attention as in a capture, and keep DDP's hooks inactive."""
         with same_attention(), capture_flag(), recomputing():
             yield

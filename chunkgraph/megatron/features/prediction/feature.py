@@ -62,7 +62,7 @@ class TokenPrediction(Feature):
         self._scaler.main_loss_backward_scale = self._scale
         unpatch = _count_on_the_device()
         try:
-            with self.beside():
+            with self.verifying():
                 yield
                 self._groups = {name: tracker[name] for name in _GROUPS if name in tracker}
         finally:
@@ -70,7 +70,7 @@ class TokenPrediction(Feature):
             self._scaler.main_loss_backward_scale = current
 
     @contextlib.contextmanager
-    def beside(self) -> Iterator[None]:
+    def verifying(self) -> Iterator[None]:
         """Enclose forwards that are not part of the training; restore the metrics on exit."""
         tracker = self._log.tracker
         saved = {name: v.clone() for name, v in tracker.items() if isinstance(v, torch.Tensor)}

@@ -199,7 +199,7 @@ class ExpertStash(Feature):
         self._saving.check_all_read()
 
     @contextmanager
-    def beside(self) -> Iterator[None]:
+    def verifying(self) -> Iterator[None]:
         """Enclose an eager pass of ``verify``: autograd saves tensors as usual."""
         with self._saving.during("off"):
             yield
