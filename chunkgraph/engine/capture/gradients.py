@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from operator import attrgetter
+from operator import attrgetter, contains
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from chunkgraph.errors import ReplayMismatchError
 __all__ = ["GradientSinks"]
 
 _Hook = Callable[[torch.Tensor], None]
-_NODES_PER_STEP = 8
+_NODES_PER_STEP = 4
 _UNBOUND = Binding([], [], [], is_fresh=False)
 
 
@@ -197,8 +197,12 @@ class GradientSinks:
 
     def _hooks_now(self) -> list[int]:
         """Return the numbers that torch gave to the hooks of the parameters themselves."""
-        before, after = map(_backward_hooks, self._own), map(_post_accumulate_hooks, self._own)
-        return [*itertools.chain.from_iterable(filter(None, (*before, *after)))]
+        own = self._own
+        numbers = itertools.chain.from_iterable
+        hooks = [*numbers(filter(None, map(_post_accumulate_hooks, own)))]
+        if any(map(_backward_hooks, own)):
+            hooks += numbers(filter(None, map(_backward_hooks, own)))
+        return hooks
 
     def before_backward(self, trained: tuple[int, ...]) -> Binding:
         """Make ``param.grad`` the sinks, before a replay adds to them.
@@ -265,9 +269,8 @@ class GradientSinks:
             now = [*map(torch.Tensor.data_ptr, map(_main_grad, self._given))]
         except (AttributeError, TypeError):  # one was removed
             return False
-        return now == self._given_addresses and not any(
-            "main_grad" in held for held in map(vars, self._own)
-        )
+        own = map(contains, map(vars, self._own), itertools.repeat("main_grad"))
+        return now == self._given_addresses and not any(own)
 
     def _first_moved(self) -> int:
         """Return the index of the first parameter whose ``main_grad`` is not as it was."""
@@ -292,10 +295,14 @@ class _Edges(torch.autograd.Function):
         raise NotImplementedError
 
 
+# Without `apply`'s support of torch.func, which takes longer than all else here.
+_new_edges: Callable[..., Any] = super(torch.autograd.Function, _Edges).apply
+
+
 def _have_hooks(parameters: Sequence[nn.Parameter]) -> list[bool]:
     """Return whether autograd's node of each parameter has hooks."""
     with torch.enable_grad():
-        output = _Edges.apply(*parameters)  # the node lives as long as it does
+        output = _new_edges(*parameters)  # the node lives as long as it does
     edges = output.grad_fn.next_functions
     return [node is not None and _has_hooks(node) for node, _ in edges]
 

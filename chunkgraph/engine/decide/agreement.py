@@ -40,6 +40,8 @@ class Agreement:
 
     def __init__(self, agree: Agree) -> None:
         self._agree = agree
+        # Known once: to ask whether an object fits a protocol is slow.
+        self._early = agree if isinstance(agree, EarlyAgree) else None
         self._posted: tuple[Hashable, list[int], Callable[[], list[int]]] | None = None
 
     def now(self, values: Sequence[int]) -> list[int]:
@@ -50,8 +52,8 @@ class Agreement:
     def post(self, kind: Hashable, values: Sequence[int]) -> None:
         """Ask what ``answer`` will be asked with the same arguments, if that is possible."""
         self.forget()
-        if isinstance(self._agree, EarlyAgree):
-            self._posted = (kind, list(values), self._agree.start(values))
+        if self._early is not None:
+            self._posted = (kind, list(values), self._early.start(values))
 
     def answer(
         self,

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
-from operator import attrgetter, is_, itemgetter, methodcaller
+from operator import attrgetter, call, itemgetter, methodcaller
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.tensor_guard import new_guard
 from chunkgraph.engine.watch.cast_cache import hold_stale_casts
 from chunkgraph.engine.watch.eager_gradients import foreign_hooks
+from chunkgraph.engine.watch.holders import HOOK_DICTS, Holders, are_same
 from chunkgraph.engine.watch.windows import Windows
 from chunkgraph.errors import CaptureError, ReplayMismatchError
 
@@ -86,8 +87,7 @@ class _Part:
 
 
 _PLAIN = frozenset({bool, int, float, str, tuple, type(None)})
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_hooks = itemgetter(*_HOOKS)
+_hooks = itemgetter(*HOOK_DICTS)
 _LIBRARIES = frozenset({"chunkgraph", "megatron", "torch", "transformer_engine"})
 """Their hooks come and go around steps; what they do is known."""
 
@@ -142,6 +142,7 @@ class CapturedModel:
         self.is_as_captured = Windows(module, self._caches).next_is_as_captured
         self._take_settings()
         self._hooks = self._hooks_now()
+        self._holders = Holders(self._attributes)
 
     def refuse_hooks(self, parameters: Sequence[nn.Parameter]) -> None:
         """Refuse what waits for gradients of ``parameters`` and would not hear of them.
@@ -219,27 +220,33 @@ class CapturedModel:
         Raises:
             ReplayMismatchError: the module is not as it was captured.
         """
+        if not self._holders.are_same_dicts():
+            self._check_holders()
         self.check()
         self._check_settings()
-        self._check_hooks()
         self.count_writes()
 
     def _take_settings(self) -> None:
         """Remember the numbers and texts that torch's own layers hold, such as probabilities."""
         self._set: list[tuple[str, str, Any, dict[str, Any]]] = []
-        self._readers: list[tuple[Callable[[Any], Any], dict[str, Any]]] = []
+        self._readers: list[Callable[[Any], Any]] = []
+        self._read: list[dict[str, Any]] = []
         for part in self._parts:
             if type(part.module).__module__.startswith("torch.nn."):
                 own = vars(part.module)
                 names = [n for n, v in own.items() if type(v) in _PLAIN and n != "training"]
                 self._set += [(part.path, name, own[name], own) for name in names]
                 if names:
-                    self._readers.append((itemgetter(*names), own))
-        self._settings = [read(own) for read, own in self._readers]
+                    self._readers.append(itemgetter(*names))
+                    self._read.append(own)
+        self._settings = self._settings_now()
+
+    def _settings_now(self) -> list[Any]:
+        return [*map(call, self._readers, self._read)]
 
     def _check_settings(self) -> None:
         with suppress(KeyError):  # one was deleted
-            if [read(own) for read, own in self._readers] == self._settings:
+            if self._settings_now() == self._settings:
                 return
         changed = [
             f"{self._path(path, name)} (captured {was!r}, now {own.get(name, 'nothing')!r})"
@@ -259,11 +266,9 @@ class CapturedModel:
         return [*chain.from_iterable(chain.from_iterable(every))]
 
     def _check_hooks(self) -> None:
-        if self._hooks_now() == self._hooks:
-            return
         now, known = self._hooks_now(), set(self._hooks)
         for part in self._parts:
-            for name in _HOOKS:
+            for name in HOOK_DICTS:
                 for number, hook in vars(part.module)[name].items():
                     owner = (getattr(hook, "__module__", None) or "").partition(".")[0]
                     if number not in known and owner not in _LIBRARIES:
@@ -311,12 +316,8 @@ class CapturedModel:
         if modes != self._modes and modes[0] is self._modes[0]:
             part = next(p for p in self._parts if p.module.training is not p.is_training)
             raise self._other_mode(part.path, part.module)
-        if not _are(self._children_now(), self._children):
-            raise self._mismatch(self._other_parts())
-        if not _are(self._tensors_now(), self._tensors):
-            if other := self._other_tensors():
-                raise self._mismatch(other)
-            self._take_caches()
+        if not self._holders.are_unchanged():
+            self._check_holders()
         are_alike = self._are_alike()
         if not are_alike and [*map(_requires_grad, self._known)] != self._trains:
             raise self._mismatch(self._other_grad_flags())
@@ -333,6 +334,17 @@ class CapturedModel:
                 "another layout there; the graphs would read the old one. Update it in place "
                 "(copy_), or release the graphs and capture again."
             )
+
+    def _check_holders(self) -> None:
+        """Compare parts, tensors and hooks one by one."""
+        if not are_same(self._children_now(), self._children):
+            raise self._mismatch(self._other_parts())
+        if not are_same(self._tensors_now(), self._tensors):
+            if other := self._other_tensors():
+                raise self._mismatch(other)
+            self._take_caches()
+        self._check_hooks()
+        self._holders = Holders(self._attributes)
 
     def _children_now(self) -> list[nn.Module | None]:
         return [*chain.from_iterable(map(_values, map(_modules, self._attributes)))]
@@ -445,11 +457,6 @@ def check_surroundings(label: str, parameters: Sequence[nn.Parameter]) -> None:
 _are_transforms_active = torch._C._are_functorch_transforms_active
 _active_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _HARMLESS_HOOKS = ("torch.utils.checkpoint", "torch.autograd.graph")
-
-
-def _are(now: Sequence[Any], then: Sequence[Any]) -> bool:
-    """Whether two lists hold the same objects."""
-    return len(now) == len(then) and all(map(is_, now, then))
 
 
 def _first_difference(
