@@ -69,7 +69,7 @@ class ChunkGraphs:
         callables: one for each chunk, called like it.
         counters: what happened so far.
         report: of the last capture session, or None.
-        weights: the weight halves of split backwards; see `WeightBackwards`.
+        weights: the weight halves of split backwards (``Chunk.backward``); see `WeightBackwards`.
         mode: how the callables run at the moment.
         failed_here: whether it was this rank that could not capture, if the last session failed.
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -40,6 +41,39 @@ def _step(
         received = output.detach().requires_grad_()  # as a pipeline schedule runs two chunks
         calls[1](received).sum().backward()
         output.backward(received.grad)
+
+
+class _WithoutGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(_ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return x * weight
+
+    @staticmethod
+    def backward(_ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None
+
+
+class PartlyTrained(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(4, 4), nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _WithoutGradient.apply(self.linear(x), self.scale)
+
+
+def test_a_parameter_that_a_function_gives_no_gradient_has_none(backend: GraphBackend) -> None:
+    module = PartlyTrained().to(backend.device)
+    eager = copy.deepcopy(module)
+    graphs = ChunkGraphs([module], 1, backend=backend)
+    x = torch.randn(2, 4, device=backend.device, requires_grad=True)
+    graphs.capture([x])
+    with graphs.step(1):
+        graphs.callables[0](x).sum().backward()
+    eager(x).sum().backward()
+    assert module.scale.grad is eager.scale.grad is None
+    assert module.linear.weight.grad is not None
+    assert torch.equal(module.linear.weight.grad, eager.linear.weight.grad)
 
 
 @pytest.mark.parametrize("clears", [False, True], ids=["kept", "dropped inside the step"])

@@ -98,8 +98,8 @@ class GradientSinks:
         def hook(index: int) -> _Hook:
             def receive(leaf: torch.Tensor) -> None:
                 gradient, leaf.grad = leaf.grad, None
-                assert gradient is not None
-                take(index, gradient)
+                if gradient is not None:  # a function may give none
+                    take(index, gradient)
 
             return receive
 
@@ -254,7 +254,8 @@ class GradientSinks:
     def _hook(self, index: int, marker: GradientMarker | None, trained: set[int]) -> _Hook:
         def receive(leaf: torch.Tensor) -> None:
             gradient, leaf.grad = leaf.grad, None
-            assert gradient is not None
+            if gradient is None:  # by a function that gives none
+                return
             trained.add(index)
             if not getattr(leaf, "grad_added_to_main_grad", False):
                 self.add(index, gradient)

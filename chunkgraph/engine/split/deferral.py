@@ -58,6 +58,7 @@ class DeferredTensor(torch.Tensor):
             dtype=geometry.dtype,
             device=geometry.device,
         )
+        torch._C._set_throw_on_mutable_data_ptr(made)
         made.value = _Value()
         return made
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from chunkgraph.engine.chunk import Chunk
@@ -41,7 +42,8 @@ class DelayedModules:
         """
         for module in reversed(self.modules):
             compute: Callable[[], None] = module.backward_dw  # type: ignore[assignment]
-            compute()
+            with torch.no_grad():  # as in a backward
+                compute()
             for index, leaf in enumerate(leaves if receive is not None else ()):
                 if leaf.grad is not None:
                     gradient, leaf.grad = leaf.grad, None

@@ -30,7 +30,7 @@ from chunkgraph.engine.signature import Call, distinct_tensors, flatten
 from chunkgraph.engine.split.deferral import Deferral, Receive
 from chunkgraph.engine.split.delayed import DelayedModules
 from chunkgraph.engine.split.trace import BackwardTrace, BackwardTracer
-from chunkgraph.errors import CaptureError, MemoryPlanError
+from chunkgraph.errors import CaptureError, ChunkGraphError, MemoryPlanError
 from chunkgraph.graphs import GraphBackend, OperatorTrace, watch_operators
 
 __all__ = ["SplitPlan", "capture_halves", "plan_split", "refuse_shared_with_split"]
@@ -97,7 +97,7 @@ def plan_split(
         forward = _Forward(chunk, sample)
         deferral = Deferral(trace, chunk.label)
         take = deferral.take
-        with forward.casting(), watch_operators() as watch, deferral:
+        with forward.casting(), watch_operators() as watch, _explained(chunk.label), deferral:
             forward.backward()
         grads = forward.input_grads()
         temporaries = watch.trace()
@@ -127,6 +127,22 @@ def refuse_shared_with_split(chunks: Sequence[Chunk]) -> None:
                     "their gradients are added would depend on the schedule. Capture both with "
                     "backward='whole'."
                 )
+
+
+@contextmanager
+def _explained(label: str) -> Iterator[None]:
+    """Name the cause of an error in the first half of a backward that has just run as a whole."""
+    try:
+        yield
+    except ChunkGraphError:
+        raise
+    except Exception as error:
+        raise CaptureError(
+            f"{label}: its backward runs as a whole, but not in halves "
+            f"({type(error).__name__}: {str(error).partition(chr(10))[0]}). A kernel that torch "
+            "does not know may read a weight gradient, which is not computed yet. Capture the "
+            "chunk with backward='whole'."
+        ) from error
 
 
 class _Forward:

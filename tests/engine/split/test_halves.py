@@ -2,165 +2,26 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import nn
+from split_models import (
+    MODELS,
+    as_split,
+    assert_equal,
+    gradients,
+    inputs_of,
+    pair,
+    run_eagerly,
+    run_split,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
-from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs, StepMode
+from chunkgraph.engine import StepMode
 from chunkgraph.errors import MemoryPlanError
 from chunkgraph.graphs import GraphBackend, RecorderBackend
-
-WIDTH = 16
-
-
-class Block(nn.Module):
-    """A transformer layer of torch's own modules."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.RMSNorm(WIDTH)
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
-        self.out = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-        self.dropout = nn.Dropout(0.2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rows, length, width = x.shape
-        heads = self.qkv(self.norm1(x)).chunk(3, -1)
-        q, k, v = (h.view(rows, length, 2, -1).transpose(1, 2) for h in heads)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.dropout(self.out(mixed.transpose(1, 2).reshape(rows, length, width)))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
-
-
-class Tied(nn.Module):
-    """A weight used three times, once transposed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.norm = nn.LayerNorm(WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = F.gelu(self.first(self.norm(x)))
-        return x + self.first(h).tanh() @ self.first.weight
-
-
-class Recomputed(nn.Module):
-    """A layer whose forward is computed again in the backward."""
-
-    def __init__(self, *, use_reentrant: bool) -> None:
-        super().__init__()
-        self.block, self.last = Block(), nn.Linear(WIDTH, WIDTH)
-        self.use_reentrant = use_reentrant
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = checkpoint(self.block, x, use_reentrant=self.use_reentrant)
-        return self.last(y)
-
-
-class Frozen(nn.Module):
-    """Some parameters take no gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block, self.last = Block(), nn.Linear(WIDTH, WIDTH)
-        self.last.weight.requires_grad_(False)
-        self.block.norm1.bias.requires_grad_(False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(self.block(x))
-
-
-class Convolved(nn.Module):
-    """A convolution, a product of activations, a scale and a statistic in a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
-        self.norm = nn.BatchNorm1d(WIDTH)
-        self.scale = nn.Parameter(torch.ones(WIDTH, 1))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.norm(self.conv(x.transpose(1, 2))) * self.scale
-        return x + torch.einsum("bct,bcs->bts", h, h) @ x
-
-
-def as_split(module: nn.Module, backend: GraphBackend, num_slots: int = 3, **options: Any) -> Any:
-    chunk = Chunk.from_module(module, "rank 0 chunk 0", backward="split")
-    return ChunkGraphs([chunk], num_slots, backend=backend, options=CaptureOptions(**options))
-
-
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    "layers": lambda: nn.Sequential(Block(), Block()),
-    "tied": Tied,
-    "checkpoint": lambda: Recomputed(use_reentrant=False),
-    "reentrant checkpoint": lambda: Recomputed(use_reentrant=True),
-    "frozen": Frozen,
-    "convolved": Convolved,
-}
-
-
-def pair(name: str, device: torch.device) -> tuple[nn.Module, nn.Module]:
-    modules = []
-    for _ in range(2):
-        torch.manual_seed(3)
-        modules.append(MODELS[name]().to(device))
-    return modules[0], modules[1]
-
-
-Result = list[torch.Tensor]
-
-
-def run_eagerly(module: nn.Module, inputs: Sequence[torch.Tensor]) -> Result:
-    """Whole backwards, each right after its forward."""
-    results: Result = []
-    for given in inputs:
-        x = given.detach().clone().requires_grad_(given.requires_grad)
-        y = module(x)
-        y.square().sum().backward()
-        results += [y.detach().clone(), *([x.grad] if x.grad is not None else [])]
-    return results
-
-
-def run_split(graphs: ChunkGraphs, inputs: Sequence[torch.Tensor], lag: int) -> Result:
-    """Backwards whose weight halves come ``lag`` microbatches later."""
-    results: Result = []
-    runners: deque[Callable[[], None]] = deque()
-    with graphs.step(len(inputs)):
-        for given in inputs:
-            x = given.detach().clone().requires_grad_(given.requires_grad)
-            y = graphs.callables[0](x)
-            y.square().sum().backward()
-            results += [y.detach().clone(), *([x.grad] if x.grad is not None else [])]
-            runners.append(graphs.weights.runner(0))
-            if len(runners) > lag:
-                runners.popleft()()
-        while runners:
-            runners.popleft()()
-    return results
-
-
-def gradients(module: nn.Module) -> Result:
-    return [p.grad for p in module.parameters() if p.grad is not None]
-
-
-def assert_equal(mine: Result, theirs: Result) -> None:
-    assert len(mine) == len(theirs)
-    for a, b in zip(mine, theirs, strict=True):
-        assert torch.equal(a, b)
-
-
-def inputs_of(device: torch.device, count: int, *, requires_grad: bool = True) -> Result:
-    drawn = [torch.randn(2, 5, WIDTH, device=device) for _ in range(count)]
-    return [x.requires_grad_(requires_grad) for x in drawn]
 
 
 # A reentrant checkpoint gives no gradients where its inputs take none.

@@ -1,0 +1,437 @@
+"""Weight halves: when they may run, and what is refused."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from split_models import (
+    WIDTH,
+    Block,
+    as_split,
+    assert_equal,
+    gradients,
+    inputs_of,
+    pair,
+    run_eagerly,
+    run_split,
+)
+from torch import nn
+
+from chunkgraph.engine import Chunk, ChunkGraphs
+from chunkgraph.errors import CaptureError, ConfigError, ReplayMismatchError, SlotError
+from chunkgraph.graphs import GraphBackend, RecorderBackend
+
+
+def backward(graphs: ChunkGraphs, x: torch.Tensor, c: int = 0) -> None:
+    graphs.callables[c](x.detach().requires_grad_()).square().sum().backward()
+
+
+def warmed(graphs: ChunkGraphs, x: torch.Tensor, *, replays: bool) -> ChunkGraphs:
+    """The graphs, whose next step replays, or is an eager one."""
+    if replays:
+        graphs.capture([x])
+    return graphs
+
+
+def step(graphs: ChunkGraphs, *actions: Callable[[], object]) -> None:
+    with graphs.step(len(actions)):
+        for action in actions:
+            action()
+
+
+both_modes = pytest.mark.parametrize("replays", [True, False], ids=["replay", "eager"])
+
+
+@both_modes
+def test_weights_run_in_the_order_of_the_input_gradients(replays: bool) -> None:
+    backend = RecorderBackend()
+    x = inputs_of(backend.device, 1)[0]
+    graphs = warmed(as_split(Block(), backend), x, replays=replays)
+    half = partial(backward, graphs, x)
+    pending: list[int] = []
+    runners: list[Callable[[], None]] = []
+    with pytest.raises(SlotError, match="microbatch 0 comes first"):
+        step(
+            graphs,
+            half,
+            half,
+            lambda: pending.append(graphs.weights.num_pending(0)),
+            lambda: runners.append(graphs.weights.runner(0)),
+            lambda: runners[0](),  # noqa: PLW0108
+        )
+    assert pending == [2]
+
+
+@both_modes
+def test_weights_that_were_not_run_end_the_step_with_an_error(replays: bool) -> None:
+    backend = RecorderBackend()
+    x = inputs_of(backend.device, 1)[0]
+    graphs = warmed(as_split(Block(), backend), x, replays=replays)
+    half, weights = partial(backward, graphs, x), partial(graphs.weights.run, 0)
+    with pytest.raises(SlotError, match=r"1 weight gradients were not run \(microbatch 1 of"):
+        step(graphs, half, weights, half)
+    step(graphs, half, weights)  # the failed step left nothing
+
+
+@both_modes
+def test_weights_run_once(replays: bool) -> None:
+    backend = RecorderBackend()
+    x = inputs_of(backend.device, 1)[0]
+    graphs = warmed(as_split(Block(), backend), x, replays=replays)
+    half = partial(backward, graphs, x)
+    runners: list[Callable[[], None]] = []
+    with pytest.raises(SlotError, match="no microbatch waits"):
+        step(graphs, partial(graphs.weights.run, 0))
+    with pytest.raises(SlotError, match="no microbatch waits"):
+        step(graphs, partial(graphs.weights.runner, 0))
+    with pytest.raises(SlotError, match="been run already"):
+        step(
+            graphs,
+            half,
+            lambda: runners.append(graphs.weights.runner(0)),
+            lambda: runners[0](),  # noqa: PLW0108
+            half,
+            lambda: runners[0](),  # noqa: PLW0108
+        )
+    with pytest.raises(SlotError, match="no step is running"):
+        graphs.weights.run(0)
+
+
+def test_a_slot_is_in_use_until_its_weights_have_run() -> None:
+    backend = RecorderBackend()
+    x = inputs_of(backend.device, 1)[0]
+    graphs = warmed(as_split(Block(), backend, num_slots=1), x, replays=True)
+    half = partial(backward, graphs, x)
+    with pytest.raises(SlotError, match="input gradient done, waits for its weight gradient"):
+        step(graphs, half, half)
+
+
+def test_a_whole_backward_has_no_weight_half() -> None:
+    backend = RecorderBackend()
+    graphs = ChunkGraphs([Block()], 1, backend=backend)
+    with pytest.raises(SlotError, match="backward='split'"):
+        step(graphs, partial(graphs.weights.run, 0))
+    with pytest.raises(ConfigError, match="it must be 'whole' or 'split'"):
+        Chunk.from_module(Block(), "chunk", backward="half")  # type: ignore[arg-type]
+
+
+def test_one_backward_through_two_microbatches_is_refused() -> None:
+    backend = RecorderBackend()
+    x = inputs_of(backend.device, 1)[0]
+    graphs = warmed(as_split(Block(), backend), x, replays=True)
+    call = graphs.callables[0]
+    with pytest.raises(ReplayMismatchError, match="several microbatches"):
+        step(graphs, lambda: (call(x) + call(x)).sum().backward())
+
+
+def test_chunks_that_share_a_parameter_are_refused() -> None:
+    backend = RecorderBackend()
+    block, x = Block(), inputs_of(backend.device, 1)[0]
+    chunks = [
+        Chunk.from_module(block, "chunk 0", backward="split"),
+        Chunk.from_module(nn.Sequential(block, Block()), "chunk 1"),
+    ]
+    graphs = ChunkGraphs(chunks, 1, backend=backend)
+    with pytest.raises(CaptureError, match="chunk 1 and chunk 0 share a parameter of shape"):
+        graphs.capture([x, x])
+
+
+class _Fused(torch.autograd.Function):
+    """Adds its weight gradient to ``main_grad`` while the input gradient is computed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: nn.Parameter) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight = ctx.saved_tensors
+        weight.main_grad.add_(grad.flatten(0, 1).t() @ x.flatten(0, 1))
+        weight.grad_added_to_main_grad = True
+        return grad @ weight, torch.empty_like(weight)
+
+
+class Fused(nn.Linear):
+    """A linear layer of it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _Fused.apply(x, self.weight)
+
+
+def test_weight_gradients_that_are_added_too_early_are_refused() -> None:
+    backend = RecorderBackend()
+    module = Fused(WIDTH, WIDTH, bias=False)
+    module.weight.main_grad = torch.zeros_like(module.weight)  # type: ignore[assignment]
+    graphs = as_split(module, backend)
+    with pytest.raises(CaptureError, match="delay_wgrad_compute=True"):
+        graphs.capture([inputs_of(backend.device, 1)[0]])
+
+
+class _InPlace(torch.autograd.Function):
+    """Scales the gradient that it is given, in place: some parameter may have it by then."""
+
+    @staticmethod
+    def forward(_ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad.mul_(2.0)
+
+
+class Shifted(nn.Module):
+    """The shift and the input get one and the same gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(2, 5, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (_InPlace.apply(x) + self.shift) * 2.0
+
+
+def test_what_is_changed_in_place_is_read_before() -> None:
+    backend = RecorderBackend()
+    eager, module, x = Shifted(), Shifted(), inputs_of(backend.device, 1)[0]
+    graphs = as_split(module, backend)
+    graphs.capture([x])
+    assert_equal(run_split(graphs, [x], 0), run_eagerly(eager, [x]))
+    assert_equal(gradients(module), gradients(eager))
+
+
+class _OneMemory(torch.autograd.Function):
+    """Gives both of its inputs their gradient in the same memory."""
+
+    @staticmethod
+    def forward(_ctx: Any, x: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+        return x + shift
+
+    @staticmethod
+    def backward(_ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return grad, grad.view(grad.shape)
+
+
+class ShiftedInOneMemory(Shifted):
+    """Changes the shift's gradient after the shift has it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _OneMemory.apply(_InPlace.apply(x), self.shift) * 2.0
+
+
+def test_a_gradient_that_is_changed_after_it_arrived_is_refused() -> None:
+    backend = RecorderBackend()
+    graphs = as_split(ShiftedInOneMemory(), backend)
+    with pytest.raises(CaptureError, match="changes, in place, what a parameter got"):
+        graphs.capture([inputs_of(backend.device, 1)[0]])
+
+
+class _Unseen(torch.autograd.Function):
+    """Reads the gradient of a weight by its address, as a kernel that torch does not know."""
+
+    @staticmethod
+    def forward(_ctx: Any, weight: torch.Tensor) -> torch.Tensor:
+        return weight.clone()
+
+    @staticmethod
+    def backward(_ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        assert grad.data_ptr()
+        return grad
+
+
+class Unseen(nn.Linear):
+    """A layer whose weight passes through it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ _Unseen.apply(self.weight).t()
+
+
+def test_a_kernel_that_reads_a_weight_gradient_is_refused() -> None:
+    backend = RecorderBackend()
+    graphs = as_split(Unseen(WIDTH, WIDTH), backend)
+    with pytest.raises(CaptureError, match=r"weight gradient, .* backward='whole'"):
+        graphs.capture([inputs_of(backend.device, 1)[0]])
+
+
+def test_gradients_are_added_by_the_weight_half() -> None:
+    backend = RecorderBackend()
+    module, x = Block(), inputs_of(backend.device, 1)[0]
+    graphs = warmed(as_split(module, backend), x, replays=True)
+    with graphs.step(1):
+        backward(graphs, x)
+        assert all(p.grad is None for p in module.parameters())
+        graphs.weights.run(0)
+        assert all(p.grad is not None for p in module.parameters())
+
+
+class _Later(torch.autograd.Function):
+    """Keeps what the weight gradient is computed from."""
+
+    @staticmethod
+    def forward(ctx: Any, layer: Delaying, x: torch.Tensor, weight: nn.Parameter) -> torch.Tensor:
+        ctx.layer = layer
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor, torch.Tensor | None]:
+        x, weight = ctx.saved_tensors
+        ctx.layer.wgrad_store.context.put((x.flatten(0, 1), grad.flatten(0, 1)))
+        dummy = None
+        if hasattr(weight, "main_grad"):
+            weight.grad_added_to_main_grad = True
+            dummy = torch.empty_like(weight)
+        return None, grad @ weight, dummy
+
+
+class _Store:
+    def __init__(self) -> None:
+        self.context: queue.Queue[tuple[torch.Tensor, torch.Tensor]] = queue.Queue()
+
+    def delay_wgrad_compute(self) -> bool:
+        return True
+
+
+class Delaying(nn.Linear):
+    """A linear layer that delays its weight gradient, as Transformer Engine's does."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH, bias=False)
+        self.wgrad_store = _Store()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _Later.apply(self, x, self.weight)
+
+    def backward_dw(self) -> None:
+        x, grad = self.wgrad_store.context.get_nowait()
+        gradient = grad.t() @ x
+        if hasattr(self.weight, "main_grad"):
+            self.weight.main_grad.add_(gradient)
+        elif self.weight.grad is None:
+            self.weight.grad = gradient
+        else:
+            self.weight.grad.add_(gradient)
+
+
+class Delayed(nn.Module):
+    """Layers that delay, among layers that do not."""
+
+    def __init__(self, kind: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.first, self.block, self.second = kind(), Block(), kind()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.block(self.first(x)).tanh()) + x
+
+
+class Transposed(nn.Linear):
+    """The same layer with its weight gradient at once."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight.t()
+
+
+def _into_main_grad(parameter: torch.Tensor) -> None:
+    if not getattr(parameter, "grad_added_to_main_grad", False):
+        parameter.main_grad.add_(parameter.grad)  # type: ignore[attr-defined]
+    parameter.grad = None
+
+
+@pytest.mark.parametrize("verify", ["none", "shadow", "poison"])
+@pytest.mark.parametrize("main_grad", [False, True])
+@pytest.mark.parametrize("requires_grad", [True, False], ids=["inner", "first"])
+def test_modules_that_delay_their_weights_have_the_bits_of_those_that_do_not(
+    backend: GraphBackend, verify: str, main_grad: bool, requires_grad: bool
+) -> None:
+    modules = []
+    for kind in (Transposed, Delaying):
+        torch.manual_seed(3)
+        modules.append(Delayed(kind).to(backend.device))
+    for parameter in [p for module in modules for p in module.parameters()] if main_grad else ():
+        parameter.main_grad = torch.zeros_like(parameter)  # type: ignore[attr-defined]
+        parameter.register_post_accumulate_grad_hook(_into_main_grad)
+    eager, module = modules
+    graphs = as_split(module, backend, verify=verify)
+    for lag in (0, 2, 1):
+        inputs = inputs_of(backend.device, 4, requires_grad=requires_grad)
+        torch.manual_seed(lag)
+        expected = run_eagerly(eager, inputs)
+        torch.manual_seed(lag)
+        assert_equal(run_split(graphs, inputs, lag), expected)
+        if main_grad:
+            sums = [[p.main_grad for p in m.parameters()] for m in modules]  # type: ignore[misc]
+            assert_equal(sums[1], sums[0])
+        else:
+            assert_equal(gradients(module), gradients(eager))
+    assert graphs.counters.weight_replays == 8
+
+
+def test_a_delaying_module_that_runs_twice_is_refused() -> None:
+    backend = RecorderBackend()
+    layer = Delaying()
+    graphs = as_split(nn.Sequential(layer, layer), backend)
+    with pytest.raises(CaptureError, match="more than once in a forward"):
+        graphs.capture([inputs_of(backend.device, 1)[0]])
+
+
+def test_numbers_and_ranges_know_the_halves() -> None:
+    backend = RecorderBackend()
+    done: list[tuple[int, int]] = []
+    graphs = ChunkGraphs(
+        [Chunk.from_module(Block(), "rank 0 chunk 0", backward="split")],
+        2,
+        backend=backend,
+        progress=lambda num_done, num_graphs, _: done.append((num_done, num_graphs)),
+    )
+    x = inputs_of(backend.device, 1)[0]
+    report = graphs.capture([x])
+    assert (report.num_graphs, graphs.counters.captures) == (6, 2)
+    assert done == [(n, 6) for n in range(1, 7)]
+    graphs.name_replays(["stage 0"])
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        run_split(graphs, [x, x], 1)
+    events = sorted(profile.events(), key=lambda event: event.time_range.start)
+    assert [event.name for event in events if " microbatch " in event.name] == [
+        "stage 0 forward microbatch 0",
+        "stage 0 backward microbatch 0",
+        "stage 0 forward microbatch 1",
+        "stage 0 backward microbatch 1",
+        "stage 0 weight gradient microbatch 0",
+        "stage 0 weight gradient microbatch 1",
+    ]
+    assert "weight_replays=2" in repr(graphs)
+
+
+def test_no_input_gradient_means_no_input_graph() -> None:
+    backend = RecorderBackend()
+    graphs = as_split(Block(), backend, num_slots=2)
+    report = graphs.capture([inputs_of(backend.device, 1, requires_grad=False)[0]])
+    assert report.num_graphs == 4
+    assert all(slot.backward_graph is None for slot in graphs._captured.slots[0])
+
+
+def test_gradients_may_be_cleared_between_the_halves() -> None:
+    backend = RecorderBackend()
+    eager, module = pair("layers", backend.device)
+    first, second = inputs_of(backend.device, 2)
+    graphs = warmed(as_split(module, backend), first, replays=True)
+    torch.manual_seed(1)
+    run_eagerly(eager, [first])
+    eager.zero_grad()
+    run_eagerly(eager, [second])
+    torch.manual_seed(1)
+    with graphs.step(2):
+        backward(graphs, first)
+        graphs.weights.run(0)
+        backward(graphs, second)
+        module.zero_grad()
+        graphs.weights.run(0)
+    assert_equal(gradients(module), gradients(eager))
