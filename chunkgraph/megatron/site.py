@@ -12,10 +12,10 @@ from torch import nn
 
 from chunkgraph.engine import CaptureOptions
 from chunkgraph.engine.arguments import check_counts
+from chunkgraph.engine.decide.maximum import Maximum
 from chunkgraph.errors import ChunkGraphError, ConfigError
 from chunkgraph.megatron.captured_part import CapturedPart, Scope, new_part
 from chunkgraph.megatron.core.collectives import agree_by_maximum
-from chunkgraph.megatron.core.gloo_agreement import Maximum
 from chunkgraph.megatron.module_hooks import refuse_hooks
 from chunkgraph.megatron.receive import waits_for_sends
 from chunkgraph.megatron.scope_choice import ChosenScope, choose_scope

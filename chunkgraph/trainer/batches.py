@@ -12,9 +12,9 @@ import torch
 from numpy.typing import NDArray
 
 from chunkgraph.data import DocumentRow, Documents, DrawnDocuments, PackedText
+from chunkgraph.engine.decide.maximum import Maximum
 from chunkgraph.megatron.core.access import import_megatron
 from chunkgraph.megatron.core.collectives import agree_by_maximum
-from chunkgraph.megatron.core.gloo_agreement import Maximum
 from chunkgraph.megatron.features.contexts import ContextGroups
 from chunkgraph.megatron.features.packing.attention_limits import shares_keys
 from chunkgraph.megatron.features.packing.bank import PackedBank

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
+from chunkgraph.engine.decide.maximum import Maximum
 from chunkgraph.megatron.core.access import import_megatron
-from chunkgraph.megatron.core.gloo_agreement import Gather, Maximum, Share
+from chunkgraph.megatron.core.gloo_agreement import Gather, Share
 from chunkgraph.megatron.core.store_agreement import StoreGather, StoreMaximum, StoreShare
 
 __all__ = [

@@ -17,8 +17,9 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from chunkgraph.engine.decide.maximum import Maximum
 from chunkgraph.errors import WorkerError
-from chunkgraph.megatron.core.gloo_agreement import Gather, Maximum, Share
+from chunkgraph.megatron.core.gloo_agreement import Gather, Share
 
 __all__ = ["StoreGather", "StoreMaximum", "StoreShare"]
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from chunkgraph.engine.decide.maximum import Maximum
 from chunkgraph.errors import ConfigError, MissingDependencyError
 from chunkgraph.megatron import attach
 from chunkgraph.megatron.core.access import (
@@ -26,7 +27,6 @@ from chunkgraph.megatron.core.data_parallel import (
     call_parameter_gather_hooks,
     gradient_marker,
 )
-from chunkgraph.megatron.core.gloo_agreement import Maximum
 from chunkgraph.megatron.features.prediction import feature as token_prediction
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(60)]

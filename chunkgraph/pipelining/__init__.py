@@ -1,0 +1,7 @@
+"""All schedules of torch.distributed.pipelining on captured stages."""
+
+from chunkgraph.pipelining.loss import GraphedLoss
+from chunkgraph.pipelining.schedule import GraphedSchedule
+from chunkgraph.pipelining.stage import GraphedStage, graphed
+
+__all__ = ["GraphedLoss", "GraphedSchedule", "GraphedStage", "graphed"]

@@ -1,0 +1,245 @@
+"""`GraphedSchedule`: torch's schedules of any number of microbatches, on one capture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import reduce
+from operator import or_
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from chunkgraph._text import shown
+from chunkgraph.engine import CaptureOptions, ChunkGraphs
+from chunkgraph.engine.arguments import as_options
+from chunkgraph.engine.decide.maximum import Maximum
+from chunkgraph.engine.options import is_whole
+from chunkgraph.errors import ChunkGraphError, ConfigError
+from chunkgraph.pipelining.data_parallel import MIN_WARMUP_STEPS
+from chunkgraph.pipelining.loss import GraphedLoss
+from chunkgraph.pipelining.slots import ScheduleSlots, slots_of
+from chunkgraph.pipelining.stage import StageReplays, graphed
+
+__all__ = ["GraphedSchedule"]
+
+
+@dataclass
+class _Kept:
+    """A schedule object, and when it was run last.
+
+    Torch sets up a stage's receive buffers when a schedule object first runs, and again when the
+    object changes between training and evaluation. The buffers are the stage's, so that those of
+    one object can be out of date after another one has changed.
+
+    Attributes:
+        schedule: of torch.
+        trained: whether it trained last; None before it has run.
+        phase: the number of changes between training and evaluation by then.
+    """
+
+    schedule: Any
+    trained: bool | None = None
+    phase: int = 0
+
+
+class GraphedSchedule:
+    """Runs a schedule of torch for any number of microbatches, with the stages' modules captured.
+
+    All ranks of the pipeline make it together, and call `step` and `eval` together. The first
+    ``options.num_warmup_steps`` steps run eagerly; then the stages are captured, with as many slots
+    as a schedule of any declared count needs, and all later steps replay.
+
+    Args:
+        stages: of this rank, `GraphedStage`s or any stages of torch, which become graphed ones.
+        make: makes the schedule for a number of microbatches.
+        counts: the numbers of microbatches that steps will have.
+        loss: a `GraphedLoss`, if the schedules have it as their ``loss_fn``.
+        options: see `CaptureOptions`.
+        **settings: further arguments of `ChunkGraphs`.
+
+    Raises:
+        ConfigError: something cannot be captured, or an argument is not what it has to be.
+
+    Attributes:
+        graphs: of this rank.
+        slots: of the pipeline.
+
+    Example::
+
+        stage = GraphedStage(module, rank, num_ranks, device)
+        schedules = GraphedSchedule(
+            stage, lambda n: Schedule1F1B(stage, n, loss_fn=loss_fn), counts=(4, 8)
+        )
+        schedules.step(x, target=y, num_microbatches=8)
+    """
+
+    def __init__(
+        self,
+        stages: Any,
+        make: Callable[[int], Any],
+        counts: Sequence[int],
+        *,
+        loss: GraphedLoss | None = None,
+        options: CaptureOptions | None = None,
+        **settings: Any,
+    ) -> None:
+        self._stages = [graphed(s) for s in (stages if isinstance(stages, Sequence) else [stages])]
+        self._make = make
+        self._loss = loss
+        self._phase = 0
+        self._is_training: bool | None = None
+        self._kept: dict[int, _Kept] = {}
+        self._counts = _checked(counts)
+        self.slots = reduce(or_, map(self._plan, self._counts))
+        self.graphs = self._new_graphs(as_options(options), settings)
+
+    def step(
+        self, *args: Any, num_microbatches: int | None = None, **kwargs: Any
+    ) -> torch.Tensor | Any:
+        """Run one training step; see ``step`` of torch's schedules.
+
+        Args:
+            *args: of the model, on the first rank.
+            num_microbatches: may be left out where one count is declared.
+            **kwargs: of the schedule's ``step``: ``target``, ``losses``, ``return_outputs``, ...,
+                and of the model.
+
+        Returns:
+            What the schedule returns.
+
+        Raises:
+            ConfigError: the count needs more slots than were planned.
+            ReplayMismatchError: a microbatch does not fit what was captured.
+            CaptureError: a stage could not be captured.
+        """
+        count = self._count(num_microbatches)
+        schedule = self._schedule(count, is_training=True)
+        if self._loss is not None:
+            targets = kwargs.get("target_mbs") or _split(kwargs.get("target"), count)
+            self._loss.begin_step(targets, kwargs.get("loss_kwargs") or {})
+        with self.graphs.step(count), _own_errors():
+            return schedule.step(*args, **kwargs)
+
+    def eval(self, *args: Any, num_microbatches: int | None = None, **kwargs: Any) -> Any:
+        """Run one evaluation step, eagerly; see ``eval`` of torch's schedules."""
+        schedule = self._schedule(self._count(num_microbatches), is_training=False)
+        return schedule.eval(*args, **kwargs)
+
+    def _count(self, num_microbatches: int | None) -> int:
+        """Return the number of microbatches of a step, whose schedule fits the slots."""
+        if num_microbatches is None:
+            if len(self._counts) > 1:
+                raise ConfigError(
+                    f"Steps may have {_listed(self._counts)} microbatches. Say how many this one "
+                    "has: num_microbatches=..."
+                )
+            return self._counts[0]
+        if num_microbatches not in self._kept:
+            needed = self._plan(num_microbatches)
+            if needed | self.slots != self.slots:
+                del self._kept[num_microbatches]
+                stage, most = next(
+                    (s, n) for s, n in needed.of_stage.items() if n > self.slots.of_stage[s]
+                )
+                raise ConfigError(
+                    f"{num_microbatches} microbatches need {most} slots of stage {stage}, but "
+                    f"there are {self.slots.of_stage[stage]}, planned for "
+                    f"{_listed(self._counts)} microbatches. "
+                    f"Declare all counts that steps may have: counts=(..., {num_microbatches})."
+                )
+        return num_microbatches
+
+    def _plan(self, count: int) -> ScheduleSlots:
+        """Make the schedule of a count, and count its slots."""
+        schedule = self._make(count)
+        self._kept[count] = _Kept(schedule)
+        return slots_of(schedule, self._stages[0].num_stages, count)
+
+    def _schedule(self, count: int, *, is_training: bool) -> Any:
+        """Return the schedule of a count, of which torch sets up the stages where it has to."""
+        if is_training is not self._is_training:
+            self._is_training = is_training
+            self._phase += 1
+        kept = self._kept[count]
+        if kept.trained is is_training and kept.phase != self._phase:
+            kept = self._kept[count] = _Kept(self._make(count))
+        kept.trained, kept.phase = is_training, self._phase
+        for stage in self._stages:
+            stage.chunks = max(self._kept)  # which another schedule may have lowered
+        return kept.schedule
+
+    def _new_graphs(self, options: CaptureOptions, settings: dict[str, Any]) -> ChunkGraphs:
+        first = self._stages[0]
+        if self.slots.is_split:
+            raise ConfigError(
+                "The schedule splits backwards into input and weight gradients, which graphs of "
+                "whole backwards cannot do. Use one that does not, such as ScheduleInterleaved1F1B."
+            )
+        replays = [StageReplays(stage, self._loss) for stage in self._stages]
+        for stage, own in zip(self._stages, replays, strict=True):
+            if own.is_wrapped and options.num_warmup_steps < MIN_WARMUP_STEPS:
+                raise ConfigError(
+                    f"stage {stage.stage_index} is in DistributedDataParallel, which arranges its "
+                    f"buckets in the second step. Give options=CaptureOptions(num_warmup_steps="
+                    f"{MIN_WARMUP_STEPS}), or more."
+                )
+        of_stages = [self.slots.of_stage[stage.stage_index] for stage in self._stages]
+        graphs = ChunkGraphs(
+            [own.chunk for own in replays],
+            self.slots.of_rank[first.group_rank] if options.shared_slots else of_stages,
+            options=options,
+            agree=_agree_in(first.group),
+            **settings,
+        )
+        for index, (stage, own) in enumerate(zip(self._stages, replays, strict=True)):
+            own.join(graphs, index)
+            stage.replays = own
+        return graphs
+
+
+def _checked(counts: object) -> tuple[int, ...]:
+    """Return the counts, each once.
+
+    Raises:
+        ConfigError: they are none.
+    """
+    if not isinstance(counts, Sequence) or not counts:
+        raise ConfigError(f"counts is {shown(counts)}; give the numbers of microbatches of steps.")
+    for count in counts:
+        if not is_whole(count) or count < 1:
+            raise ConfigError(f"counts has {shown(count)}; give whole numbers, 1 or greater.")
+    return tuple(dict.fromkeys(counts))
+
+
+def _listed(counts: Sequence[int]) -> str:
+    return ", ".join(map(str, counts[:-1])) + " or " * (len(counts) > 1) + str(counts[-1])
+
+
+def _split(target: torch.Tensor | None, count: int) -> Sequence[torch.Tensor]:
+    """Return the targets of the microbatches, as torch splits them."""
+    return () if target is None else torch.tensor_split(target, count)
+
+
+def _agree_in(group: dist.ProcessGroup | None) -> Maximum | None:
+    """Make what the ranks of a pipeline agree through; all of them call it together."""
+    if dist.get_world_size(group) == 1:
+        return None
+    ranks = dist.get_process_group_ranks(group)
+    return Maximum(dist.new_group(ranks, backend="gloo", use_local_synchronization=True))
+
+
+@contextmanager
+def _own_errors() -> Iterator[None]:
+    """Raise errors of graphs as they are, which torch's stages wrap into others."""
+    try:
+        yield
+    except RuntimeError as error:
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, ChunkGraphError):
+            cause = cause.__cause__
+        if cause is None or isinstance(error, ChunkGraphError):
+            raise
+        raise cause from None

@@ -1,0 +1,144 @@
+"""`GraphedStage`: a stage of torch.distributed.pipelining whose module is replayed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch.distributed.pipelining import PipelineStage
+from torch.nn.parallel import DistributedDataParallel
+
+from chunkgraph.engine import Chunk, ChunkGraphs, StepMode
+from chunkgraph.errors import ConfigError
+from chunkgraph.pipelining.data_parallel import reduce_gradients, unwrapped
+from chunkgraph.pipelining.loss import GraphedLoss
+
+__all__ = ["GraphedStage", "StageReplays", "graphed"]
+
+
+class GraphedStage(PipelineStage):
+    """A `PipelineStage` that a `GraphedSchedule` captures; it takes the same arguments.
+
+    Without one it is a `PipelineStage`. Evaluation, and what torch runs to learn shapes, call the
+    module.
+
+    Attributes:
+        replays: how training steps call the module's graphs, once there is a `GraphedSchedule`.
+    """
+
+    replays: StageReplays | None = None
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward of a microbatch."""
+        if self.replays is not None:
+            self.replays.microbatch = fwd_chunk_id
+        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module, or its graphs in a training step.
+
+        Torch comes here from `forward_one_chunk` alone; where it only looks for shapes, it calls
+        the module.
+        """
+        if self.replays is None or not self.has_backward:
+            return super().forward_maybe_with_nosync(*args, **kwargs)
+        return self.replays.forward(args, kwargs)
+
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> Any:
+        """Run a backward; the last of a step reduces gradients."""
+        run = super().backward_maybe_with_nosync
+        if self.replays is None or not self.replays.reduces_itself:
+            return run(backward_type, bwd_kwargs, last_backward=last_backward)
+        result = run(backward_type, bwd_kwargs, last_backward=False)
+        if last_backward:
+            reduce_gradients(self.submod)
+        return result
+
+
+def graphed(stage: object) -> GraphedStage:
+    """Return a stage as one that can be captured; a `PipelineStage` becomes one.
+
+    Raises:
+        ConfigError: it is none of the two.
+    """
+    if type(stage) is PipelineStage:
+        stage.__class__ = GraphedStage
+    if not isinstance(stage, GraphedStage):
+        raise ConfigError(
+            f"A stage is a {type(stage).__name__}. Give GraphedStage(module, stage_index, ...), or "
+            "a class derived from it; of a traced model GraphedStage(pipe.get_stage_module(i), i, "
+            "...)."
+        )
+    return stage
+
+
+class StageReplays:
+    """How the calls of one stage become those of a chunk.
+
+    Args:
+        stage: of this rank.
+        loss: computed with the last stage's output, if it is part of the graphs.
+
+    Attributes:
+        chunk: what is captured.
+        microbatch: number of the one whose forward runs.
+    """
+
+    def __init__(self, stage: GraphedStage, loss: GraphedLoss | None) -> None:
+        self._stage = stage
+        self._loss = loss if stage.is_last else None
+        self.is_wrapped = isinstance(stage.submod, DistributedDataParallel)
+        self._graphs: ChunkGraphs | None = None
+        self._index = 0
+        self.microbatch = 0
+        label = f"stage {stage.stage_index}"
+        self._module = unwrapped(stage.submod, label)
+        if not any(p.requires_grad for p in self._module.parameters()):
+            raise ConfigError(
+                f"{label} has no parameter that is trained. Give its layers to a stage next to it."
+            )
+        self.chunk = replace(
+            Chunk.from_module(self._module, label),
+            forward=self._module if self._loss is None and not self.is_wrapped else self._run,
+            # The next stage has received an output when its gradient comes back, and the slot is
+            # not used before that. Outputs of the last stage are the caller's.
+            copies_outputs=None if stage.is_last else lambda *_args, **_kwargs: False,
+        )
+
+    def join(self, graphs: ChunkGraphs, index: int) -> None:
+        """Be chunk ``index`` of a rank's graphs from now on."""
+        self._graphs, self._index = graphs, index
+
+    @property
+    def reduces_itself(self) -> bool:
+        """Whether a backward reaches none of the hooks by which DDP hears of gradients."""
+        assert self._graphs is not None
+        return self.is_wrapped and self._graphs.mode is StepMode.REPLAY
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a microbatch's forward of a training step."""
+        assert self._graphs is not None
+        if self._loss is None:
+            return self._graphs.call(self._index, args, kwargs)
+        target, loss_kwargs = self._loss.arguments_of(self.microbatch)
+        output, loss = self._graphs.call(self._index, (target, loss_kwargs, *args), kwargs)
+        self._loss.computed(output, loss)
+        return output
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module, with its wrapper in an eager step, and compute the loss."""
+        if self._loss is None:
+            return self._call(args, kwargs)
+        target, loss_kwargs, *inputs = args
+        output = self._call(tuple(inputs), kwargs)
+        return output, self._loss.loss_fn(output, target, **loss_kwargs)
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        assert self._graphs is not None
+        wrapper = self._stage.submod
+        if isinstance(wrapper, DistributedDataParallel) and self._graphs.mode is StepMode.EAGER:
+            with wrapper.no_sync():
+                return wrapper(*args, **kwargs)
+        return self._module(*args, **kwargs)

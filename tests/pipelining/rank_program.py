@@ -1,0 +1,337 @@
+"""All cases of some numbers of ranks: ``rank_program.py FOLDER SIZE...``.
+
+Every case trains one model of eight blocks, cut into the schedule's stages, without graphs and
+with them, and compares the two. What ranks leave in FOLDER is compared between schedules. The
+ranks are forked, one size after the other, from a process that has imported torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import pipelining
+from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
+
+from chunkgraph import CaptureOptions
+from chunkgraph.jobs.processes import die_with_parent
+from chunkgraph.pipelining import GraphedLoss, GraphedSchedule, GraphedStage
+
+NUM_BLOCKS, WIDTH, ROWS = 8, 8, 2
+COUNTS = (4, 8, 6, 4, 8, 4)
+V_SHAPED = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
+
+
+class Block(nn.Module):
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        torch.manual_seed(index)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH)
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+        y = self.down(nn.functional.gelu(self.up(self.norm(x))))
+        return x + (y if scale is None else y * scale)
+
+
+class Blocks(nn.Module):
+    """A stage of some blocks, called by their numbers in the whole model."""
+
+    def __init__(self, indices: range, *, drops: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleDict({str(i): Block(i) for i in indices})
+        self.drop = nn.Dropout(0.2 if drops else 0.0)
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+        for block in self.blocks.values():
+            x = block(x, scale)
+        return self.drop(x)
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    schedule: str
+    num_local: int = 1
+    counts: tuple[int, ...] = COUNTS
+    options: dict[str, Any] = field(default_factory=dict)
+    stage: type = GraphedStage
+    schedule_options: dict[str, Any] = field(default_factory=dict)
+    has_scale: bool = False
+    drops: bool = False
+    graphs_loss: bool = False
+    data_parallel: int = 1
+    is_static: bool = False
+    csv: bool = False
+
+
+CASES = {
+    2: [
+        Case("1f1b", "Schedule1F1B"),
+        Case(
+            "1f1b kwargs",
+            "Schedule1F1B",
+            has_scale=True,
+            drops=True,
+            schedule_options={"scale_grads": False},
+        ),
+        Case("1f1b loss in the graphs", "Schedule1F1B", graphs_loss=True),
+        Case("1f1b static", "Schedule1F1B", is_static=True, stage=pipelining.PipelineStage),
+        Case("1f1b shadow", "Schedule1F1B", options={"verify": "shadow"}, counts=(4, 2, 4)),
+        Case("gpipe", "ScheduleGPipe"),
+        Case("looped bfs", "ScheduleLoopedBFS", 2),
+        Case("interleaved", "ScheduleInterleaved1F1B", 2),
+        Case("interleaved shared", "ScheduleInterleaved1F1B", 2, options={"shared_slots": True}),
+        Case("interleaved 4", "ScheduleInterleaved1F1B", 4, graphs_loss=True),
+        Case("csv", "ScheduleInterleaved1F1B", 2, counts=(4, 4, 4), csv=True),
+    ],
+    4: [
+        Case("1f1b", "Schedule1F1B"),
+        Case("interleaved", "ScheduleInterleaved1F1B", 2),
+        Case(
+            "data parallel",
+            "Schedule1F1B",
+            data_parallel=2,
+            is_static=True,
+            options={"num_warmup_steps": 2},
+        ),
+        Case(
+            "data parallel interleaved",
+            "ScheduleInterleaved1F1B",
+            2,
+            data_parallel=2,
+            is_static=True,
+            options={"num_warmup_steps": 2},
+        ),
+    ],
+}
+
+
+@dataclass
+class Place:
+    """This rank's place in a case."""
+
+    rank: int
+    size: int
+    replica: int
+    pipeline: dist.ProcessGroup | None
+    replicas: dist.ProcessGroup | None
+
+
+def make_stages(case: Case, place: Place, kind: type) -> list[Any]:
+    num_stages = place.size * case.num_local
+    if case.schedule in V_SHAPED:
+        indices = [place.rank, num_stages - 1 - place.rank]
+    else:
+        indices = [place.rank + v * place.size for v in range(case.num_local)]
+    per_stage = NUM_BLOCKS // num_stages
+    stages = []
+    for i in indices:
+        module: nn.Module = Blocks(
+            range(i * per_stage, (i + 1) * per_stage), drops=case.drops and i == 0
+        )
+        if place.replicas is not None:
+            module = nn.parallel.DistributedDataParallel(
+                module, process_group=place.replicas, bucket_cap_mb=0.001
+            )
+        sample = torch.zeros(ROWS, WIDTH, requires_grad=True)
+        args = {"input_args": sample, "output_args": sample} if case.is_static else {}
+        device = torch.device("cpu")
+        stages.append(kind(module, i, num_stages, device, group=place.pipeline, **args))
+    return stages
+
+
+def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output - target).square().mean()
+
+
+def maker(case: Case, stages: list[Any], loss: Any, folder: Path) -> Callable[[int], Any]:
+    cls = getattr(pipelining, case.schedule)
+    given = stages[0] if issubclass(cls, pipelining.schedules.PipelineScheduleSingle) else stages
+
+    def make(count: int) -> Any:
+        schedule = cls(given, count, loss_fn=loss, **case.schedule_options)
+        if not case.csv:
+            return schedule
+        path = folder / f"order{dist.get_rank()}.csv"
+        schedule._dump_csv(str(path), "compute_only")
+        runtime = _PipelineScheduleRuntime(stages, count, loss_fn=loss)
+        runtime._load_csv(str(path))
+        return runtime
+
+    return make
+
+
+@dataclass
+class Run:
+    """What one run gave on this rank."""
+
+    values: list[Any]
+    parameters: dict[str, torch.Tensor]
+    graphs: GraphedSchedule | None
+
+
+def train(case: Case, place: Place, folder: Path, *, has_graphs: bool) -> Run:
+    torch.manual_seed(1)
+    stages = make_stages(case, place, case.stage if has_graphs else pipelining.PipelineStage)
+    modules = nn.ModuleList(stage.submod for stage in stages)
+    named = {name[name.index("blocks.") :]: p for name, p in modules.named_parameters()}
+    loss = GraphedLoss(loss_fn) if has_graphs and case.graphs_loss else loss_fn
+    make = maker(case, stages, loss, folder)
+    runner: Any = Eager(make)
+    if has_graphs:
+        runner = GraphedSchedule(
+            stages,
+            make,
+            tuple(sorted(set(case.counts))),
+            loss=loss if case.graphs_loss else None,
+            options=CaptureOptions(**case.options),
+        )
+    optimizer = torch.optim.AdamW(named.values(), lr=0.01)
+    is_first = any(stage.is_first for stage in stages)
+    is_last = any(stage.is_last for stage in stages)
+
+    def call(run: Callable[..., Any], seed: int, count: int, **options: Any) -> Any:
+        generator = torch.Generator().manual_seed(10 * seed + place.replica)
+        x, target = torch.randn(2, ROWS * count, WIDTH, generator=generator)
+        if case.has_scale:
+            options["scale"] = torch.rand(ROWS * count, 1, generator=generator)
+        losses: list[torch.Tensor] = []
+        if is_last:
+            options |= {"target": target, "losses": losses}
+        output = run(*([x] if is_first else []), num_microbatches=count, **options)
+        return output, [loss.detach() for loss in losses]
+
+    values: list[Any] = []
+    torch.manual_seed(100 + place.rank)
+    for step, count in enumerate(case.counts):
+        optimizer.zero_grad()
+        results = call(runner.step, step, count, return_outputs=step % 2 == 0)
+        values.append((*results, {name: p.grad.clone() for name, p in named.items()}))
+        optimizer.step()
+        if step in (1, 3):
+            modules.eval()
+            with torch.no_grad():
+                values.append(call(runner.eval, 50 + step, case.counts[0]))
+            modules.train()
+    parameters = {name: p.detach().clone() for name, p in named.items()}
+    return Run(values, parameters, runner if has_graphs else None)
+
+
+class Eager:
+    """Torch alone, with a new schedule for every step."""
+
+    def __init__(self, make: Callable[[int], Any]) -> None:
+        self._make = make
+
+    def step(self, *args: Any, num_microbatches: int, **kwargs: Any) -> Any:
+        return self._make(num_microbatches).step(*args, **kwargs)
+
+    def eval(self, *args: Any, num_microbatches: int, **kwargs: Any) -> Any:
+        return self._make(num_microbatches).eval(*args, **kwargs)
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return a == b
+
+
+def compare(case: Case, place: Place, folder: Path) -> dict[str, Any]:
+    eager = train(case, place, folder, has_graphs=False)
+    run = train(case, place, folder, has_graphs=True)
+    graphs = run.graphs
+    assert graphs is not None
+    slots = graphs.slots
+    indices = [stage.stage_index for stage in graphs._stages]
+    shared = case.options.get("shared_slots")
+    return {
+        "equal": [same(a, b) for a, b in zip(eager.values, run.values, strict=True)],
+        "parameters equal": same(eager.parameters, run.parameters),
+        "parameters": run.parameters,
+        "losses": [v[1] for v in run.values],
+        "counters": graphs.graphs.counters,
+        "pairs": (
+            slots.of_rank[place.rank] * len(indices)
+            if shared
+            else sum(slots.of_stage[i] for i in indices)
+        ),
+        "num warmup": case.options.get("num_warmup_steps", 1),
+        "num replays": len(indices) * sum(case.counts[case.options.get("num_warmup_steps", 1) :]),
+    }
+
+
+@contextlib.contextmanager
+def place_of(case: Case) -> Any:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if case.data_parallel == 1:
+        yield Place(rank, size, 0, None, None)
+        return
+    length = size // case.data_parallel
+    groups = [
+        dist.new_group(list(range(r * length, (r + 1) * length))) for r in range(case.data_parallel)
+    ]
+    across = [dist.new_group(list(range(i, size, length))) for i in range(length)]
+    yield Place(
+        rank % length, length, rank // length, groups[rank // length], across[rank % length]
+    )
+
+
+def run_rank(rank: int, size: int, folder: Path) -> None:
+    die_with_parent()
+    store = dist.FileStore(str(folder / f"store{size}"), size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    results: dict[str, Any] = {}
+    only = os.environ.get("CASES")
+    for case in CASES[size]:
+        if only and case.name not in only.split(","):
+            continue
+        try:
+            with place_of(case) as place:
+                results[case.name] = compare(case, place, folder)
+        except BaseException:
+            (folder / f"error{size}.{rank}.txt").write_text(
+                f"{case.name}\n{traceback.format_exc()}"
+            )
+            raise
+    torch.save(results, folder / f"{size}.{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main(folder: Path, sizes: list[int]) -> int:
+    logging.disable(logging.CRITICAL)
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    for size in sizes:
+        ranks = []
+        for rank in range(size):
+            pid = os.fork()
+            if pid == 0:
+                run_rank(rank, size, folder)
+                return 0
+            ranks.append(pid)
+        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in ranks]
+        if any(codes):
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    sys.exit(main(Path(sys.argv[1]), list(map(int, sys.argv[2:]))))

@@ -1,0 +1,179 @@
+"""What cannot be captured or replayed is one error that says what and why."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.tensor import distribute_tensor
+
+from chunkgraph import CaptureOptions
+from chunkgraph.errors import CaptureError, ConfigError, ReplayMismatchError, SlotError
+from chunkgraph.pipelining import GraphedSchedule, GraphedStage, graphed
+
+CPU = torch.device("cpu")
+Make = Callable[..., Any]
+
+
+def test_more_slots_than_planned_are_refused(one_rank: None) -> None:
+    stage = GraphedStage(nn.Linear(4, 4), 0, 1, CPU)
+    schedules = GraphedSchedule(
+        stage, lambda n: ScheduleGPipe(stage, n, loss_fn=nn.functional.mse_loss), (2, 4)
+    )
+    with pytest.raises(ConfigError, match="6 microbatches need 6 slots of stage 0, but"):
+        schedules.step(torch.ones(12, 4), target=torch.ones(12, 4), num_microbatches=6)
+    x = torch.ones(6, 4)
+    for _ in range(2):  # fewer than declared fit
+        schedules.step(x, target=x, num_microbatches=3)
+    assert schedules.graphs.counters.replays == 3
+
+
+def test_a_count_that_was_not_declared_may_fit(pipeline: Make) -> None:
+    one = pipeline(nn.Linear(4, 4))
+    for count in (2, 7):
+        one.step(count)
+    assert one.schedules.graphs.counters.replays == 7
+
+
+def test_the_count_is_needed_where_there_are_several(pipeline: Make) -> None:
+    with pytest.raises(ConfigError, match="may have 2 or 4 microbatches"):
+        pipeline(nn.Linear(4, 4)).step(num_microbatches=None)
+    pipeline(nn.Linear(4, 4), counts=(2,)).step(num_microbatches=None)
+
+
+@pytest.mark.parametrize(
+    ("counts", "text"),
+    [((), "counts is"), (4, "counts is 4"), ((2, 0), "counts has 0"), ((2, True), "has True")],
+)
+def test_counts_are_whole_numbers(pipeline: Make, counts: Any, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        pipeline(nn.Linear(4, 4), counts=counts)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_microbatches_of_another_shape(pipeline: Make, num_stages: int) -> None:
+    """The graphs' own error, not the one that torch's stage wraps it into."""
+    one = pipeline(*[nn.Linear(4, 4) for _ in range(num_stages)])
+    one.step()
+    with pytest.raises(ReplayMismatchError, match="stage 0") as caught:
+        one.step(rows=3)
+    assert "(3, 4)" in str(caught.value)
+    one.step()
+
+
+def test_a_stage_that_cannot_be_captured_is_named(pipeline: Make) -> None:
+    class Reads(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * x.sum().item()
+
+    one = pipeline(nn.Linear(4, 4), Reads(4, 4))
+    one.step()
+    with pytest.raises(CaptureError, match="stage 1"):
+        one.step()
+
+
+def test_steps_outside_of_the_graphed_schedule_are_refused(pipeline: Make) -> None:
+    one = pipeline(nn.Linear(4, 4))
+    with pytest.raises(RuntimeError) as caught:
+        one.make(2).step(torch.ones(4, 4), target=torch.ones(4, 4))
+    assert isinstance(caught.value.__cause__, SlotError)
+
+
+def test_a_stage_of_another_kind_is_refused(one_rank: None) -> None:
+    class Other(PipelineStage):
+        pass
+
+    with pytest.raises(ConfigError, match=r"is a Other\. Give GraphedStage"):
+        graphed(Other(nn.Linear(4, 4), 0, 1, CPU))
+
+
+def test_a_stage_without_parameters_is_refused(pipeline: Make) -> None:
+    with pytest.raises(ConfigError, match="stage 1 has no parameter"):
+        pipeline(nn.Linear(4, 4), nn.Tanh())
+
+
+def test_a_schedule_without_an_order_is_refused(one_rank: None) -> None:
+    stage = GraphedStage(nn.Linear(4, 4), 0, 1, CPU)
+    with pytest.raises(ConfigError, match="does not tell the order"):
+        GraphedSchedule(stage, lambda n: SimpleNamespace(pipeline_order=None), (2,))
+
+
+@pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph"])
+def test_ddp_that_follows_the_graph_is_refused(pipeline: Make, option: str) -> None:
+    module = nn.parallel.DistributedDataParallel(nn.Linear(4, 4), **{option: True})
+    with pytest.raises(ConfigError, match=option):
+        pipeline(module)
+
+
+def test_ddp_needs_two_eager_steps(pipeline: Make) -> None:
+    module = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
+    with pytest.raises(ConfigError, match="num_warmup_steps=2"):
+        pipeline(module)
+    pipeline(module, options=CaptureOptions(num_warmup_steps=2))
+
+
+def test_fsdp_is_refused_by_name(pipeline: Make) -> None:
+    module = nn.Sequential(nn.Linear(4, 4))
+    fully_shard(module[0], mesh=init_device_mesh("cpu", (1,)))
+    can_keep = hasattr(FSDPModule, "set_keep_unsharded_storage")
+    with pytest.raises(ConfigError, match="not supported" if can_keep else "only torch 2.15"):
+        pipeline(module)
+    with (
+        mock.patch.object(FSDPModule, "set_keep_unsharded_storage", create=True),
+        pytest.raises(ConfigError, match=r"stage 0: 0 is sharded by fully_shard .* not supported"),
+    ):
+        pipeline(module)
+
+
+def test_parameters_that_are_dtensors_are_refused(pipeline: Make) -> None:
+    module = nn.Linear(4, 4)
+    mesh = init_device_mesh("cpu", (1,))
+    module.weight = nn.Parameter(distribute_tensor(module.weight.detach(), mesh))
+    with pytest.raises(ConfigError, match="weight is a DTensor"):
+        pipeline(module)
+
+
+def test_a_schedule_without_loss_calls_the_modules(one_rank: None) -> None:
+    """It has no backward: nothing is captured, nothing waits for one."""
+    module = nn.Linear(4, 4)
+    stage = GraphedStage(module, 0, 1, CPU)
+    schedules = GraphedSchedule(stage, lambda n: ScheduleGPipe(stage, n), (2,))
+    x = torch.randn(4, 4)
+    for _ in range(3):
+        assert torch.equal(schedules.step(x), module(x))
+    assert schedules.graphs.counters.captures == 0
+
+
+def test_evaluation_with_another_count_between_steps(one_rank: None) -> None:
+    """Torch's own schedules share the stages' buffers, which each sets up for its own kind."""
+    results = []
+    for has_graphs in (False, True):
+        torch.manual_seed(0)
+        modules = [nn.Linear(4, 4) for _ in range(2)]
+        stage = GraphedStage(nn.Sequential(*copy.deepcopy(modules)), 0, 1, CPU)
+
+        def make(count: int, stage: GraphedStage = stage) -> Schedule1F1B:
+            return Schedule1F1B(stage, count, loss_fn=nn.functional.mse_loss)
+
+        schedules = GraphedSchedule(stage, make, (2, 3)) if has_graphs else None
+        values = []
+        for kind, count in [("step", 2), ("eval", 3), ("step", 2), ("eval", 2), ("step", 3)] * 2:
+            x = torch.randn(2 * count, 4, generator=torch.Generator().manual_seed(count))
+            losses: list[torch.Tensor] = []
+            if schedules is None:
+                output = getattr(make(count), kind)(x, target=x, losses=losses)
+            else:
+                run = getattr(schedules, kind)
+                output = run(x, target=x, losses=losses, num_microbatches=count)
+            values += [output, *losses, *[p.grad.clone() for p in stage.submod.parameters()]]
+        results.append(values)
+    assert all(map(torch.equal, *results))

@@ -1,0 +1,75 @@
+"""Every schedule class on two and four ranks, with graphs and without: equal to the last bit."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+PROGRAM = Path(__file__).with_name("rank_program.py")
+SIZES = (2, 4)
+# Microbatches of these run backward in another order, so that sums of gradients round otherwise.
+OTHER_ORDER = ("looped bfs",)
+# These train another model, or on other inputs.
+OTHER_MODEL = ("1f1b kwargs", "1f1b shadow", "csv")
+
+
+@pytest.mark.timeout(300)
+def test_every_schedule_is_equal_to_eager(tmp_path: Path) -> None:
+    """One start of the processes for all cases: most of their time is the import of torch."""
+    log = tmp_path / "log"
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [sys.executable, PROGRAM, tmp_path, *map(str, SIZES)],
+            env={**os.environ, "PYTHONPATH": str(PROGRAM.parents[2]), "OMP_NUM_THREADS": "1"},
+            stdout=output,
+            stderr=output,
+        )
+        try:
+            code = process.wait(timeout=280)
+        finally:
+            process.kill()
+    errors = "\n".join(path.read_text() for path in sorted(tmp_path.glob("error*")))
+    assert code == 0, errors or log.read_text()
+    for size in SIZES:
+        ranks = [torch.load(tmp_path / f"{size}.{r}.pt", weights_only=False) for r in range(size)]
+        for name in ranks[0]:
+            of_case = [results[name] for results in ranks]
+            check(f"{name} on {size} ranks", of_case)
+            if name not in OTHER_ORDER + OTHER_MODEL and "data parallel" not in name:
+                reference = [results["1f1b"] for results in ranks]
+                assert same_training(of_case, reference), f"{name} on {size} ranks: not as 1f1b"
+
+
+def check(name: str, ranks: list[dict[str, Any]]) -> None:
+    for rank, result in enumerate(ranks):
+        where = f"{name}, rank {rank}"
+        assert all(result["equal"]), f"{where}: {result['equal']}"
+        assert result["parameters equal"], where
+        counters = result["counters"]
+        assert counters.capture_sessions == 1, where
+        assert counters.captures == result["pairs"], where
+        assert dict(counters.fallbacks) == {"capture warmup": result["num warmup"]}, where
+        assert counters.replays == counters.backward_replays == result["num replays"], where
+
+
+def same_training(case: list[dict[str, Any]], reference: list[dict[str, Any]]) -> bool:
+    """Whether all parameters and losses of a pipeline are those of another one."""
+    a, b = (
+        {name: p for result in ranks for name, p in result["parameters"].items()}
+        for ranks in (case, reference)
+    )
+    losses_a, losses_b = (
+        [loss for result in ranks for losses in result["losses"] for loss in losses]
+        for ranks in (case, reference)
+    )
+    return (
+        a.keys() == b.keys()
+        and all(torch.equal(a[name], b[name]) for name in a)
+        and all(map(torch.equal, losses_a, losses_b))
+    )
