@@ -10,12 +10,31 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from chunkgraph.engine import CaptureOptions
 from chunkgraph.errors import ConfigError
 
-__all__ = ["MIN_WARMUP_STEPS", "reduce_gradients", "unwrapped"]
+__all__ = ["reduce_gradients", "refuse_with_ddp", "unwrapped"]
 
-MIN_WARMUP_STEPS = 2
-"""Eager steps that DDP needs: its second forward puts gradients into other buckets."""
+_MIN_WARMUP_STEPS = 2  # DDP's second forward puts gradients into other buckets
+
+
+def refuse_with_ddp(options: CaptureOptions, *, is_split: bool) -> None:
+    """Refuse what stages in torch's DistributedDataParallel cannot go with.
+
+    Raises:
+        ConfigError: naming it.
+    """
+    if is_split:
+        raise ConfigError(
+            "The schedule splits backwards, and a stage is in DistributedDataParallel, which "
+            "reduces gradients at the end of a whole backward; torch never reduces those of a "
+            "split one. Use a schedule of whole backwards, or reduce the gradients after the step."
+        )
+    if options.num_warmup_steps < _MIN_WARMUP_STEPS:
+        raise ConfigError(
+            "A stage is in DistributedDataParallel, which arranges its buckets in the second step. "
+            f"Give options=CaptureOptions(num_warmup_steps={_MIN_WARMUP_STEPS}), or more."
+        )
 
 
 def unwrapped(module: nn.Module, label: str) -> nn.Module:

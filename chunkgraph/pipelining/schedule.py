@@ -18,7 +18,7 @@ from chunkgraph.engine.arguments import as_options
 from chunkgraph.engine.decide.maximum import Maximum
 from chunkgraph.engine.options import is_whole
 from chunkgraph.errors import ChunkGraphError, ConfigError
-from chunkgraph.pipelining.data_parallel import MIN_WARMUP_STEPS
+from chunkgraph.pipelining.data_parallel import refuse_with_ddp
 from chunkgraph.pipelining.loss import GraphedLoss
 from chunkgraph.pipelining.slots import ScheduleSlots, slots_of
 from chunkgraph.pipelining.stage import StageReplays, graphed
@@ -173,19 +173,11 @@ class GraphedSchedule:
 
     def _new_graphs(self, options: CaptureOptions, settings: dict[str, Any]) -> ChunkGraphs:
         first = self._stages[0]
-        if self.slots.is_split:
-            raise ConfigError(
-                "The schedule splits backwards into input and weight gradients, which graphs of "
-                "whole backwards cannot do. Use one that does not, such as ScheduleInterleaved1F1B."
-            )
-        replays = [StageReplays(stage, self._loss) for stage in self._stages]
-        for stage, own in zip(self._stages, replays, strict=True):
-            if own.is_wrapped and options.num_warmup_steps < MIN_WARMUP_STEPS:
-                raise ConfigError(
-                    f"stage {stage.stage_index} is in DistributedDataParallel, which arranges its "
-                    f"buckets in the second step. Give options=CaptureOptions(num_warmup_steps="
-                    f"{MIN_WARMUP_STEPS}), or more."
-                )
+        replays = [
+            StageReplays(stage, self._loss, is_split=self.slots.is_split) for stage in self._stages
+        ]
+        if any(own.is_wrapped for own in replays):
+            refuse_with_ddp(options, is_split=self.slots.is_split)
         of_stages = [self.slots.of_stage[stage.stage_index] for stage in self._stages]
         graphs = ChunkGraphs(
             [own.chunk for own in replays],

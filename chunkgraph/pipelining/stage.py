@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch.distributed.pipelining import PipelineStage
 from torch.nn.parallel import DistributedDataParallel
 
@@ -14,6 +15,8 @@ from chunkgraph.pipelining.data_parallel import reduce_gradients, unwrapped
 from chunkgraph.pipelining.loss import GraphedLoss
 
 __all__ = ["GraphedStage", "StageReplays", "graphed"]
+
+_OVERRIDDEN = ("forward_one_chunk", "forward_maybe_with_nosync", "backward_maybe_with_nosync")
 
 
 class GraphedStage(PipelineStage):
@@ -61,8 +64,14 @@ def graphed(stage: object) -> GraphedStage:
     """Return a stage as one that can be captured; a `PipelineStage` becomes one.
 
     Raises:
-        ConfigError: it is none of the two.
+        ConfigError: it is none of the two, or this release of torch has other stages.
     """
+    missing = [name for name in _OVERRIDDEN if not hasattr(PipelineStage, name)]
+    if missing:
+        raise ConfigError(
+            f"torch {torch.__version__} runs its stages another way: PipelineStage has no "
+            f"{missing[0]}, which graphs replace. Use a release from 2.11 to 2.15."
+        )
     if type(stage) is PipelineStage:
         stage.__class__ = GraphedStage
     if not isinstance(stage, GraphedStage):
@@ -80,13 +89,14 @@ class StageReplays:
     Args:
         stage: of this rank.
         loss: computed with the last stage's output, if it is part of the graphs.
+        is_split: whether the schedule splits backwards.
 
     Attributes:
         chunk: what is captured.
         microbatch: number of the one whose forward runs.
     """
 
-    def __init__(self, stage: GraphedStage, loss: GraphedLoss | None) -> None:
+    def __init__(self, stage: GraphedStage, loss: GraphedLoss | None, *, is_split: bool) -> None:
         self._stage = stage
         self._loss = loss if stage.is_last else None
         self.is_wrapped = isinstance(stage.submod, DistributedDataParallel)
@@ -100,7 +110,7 @@ class StageReplays:
                 f"{label} has no parameter that is trained. Give its layers to a stage next to it."
             )
         self.chunk = replace(
-            Chunk.from_module(self._module, label),
+            Chunk.from_module(self._module, label, backward="split" if is_split else "whole"),
             forward=self._module if self._loss is None and not self.is_wrapped else self._run,
             # The next stage has received an output when its gradient comes back, and the slot is
             # not used before that. Outputs of the last stage are the caller's.
@@ -110,6 +120,14 @@ class StageReplays:
     def join(self, graphs: ChunkGraphs, index: int) -> None:
         """Be chunk ``index`` of a rank's graphs from now on."""
         self._graphs, self._index = graphs, index
+        if self.chunk.is_split:
+            if self._stage.dw_builder is not None:
+                raise ConfigError(
+                    f"{self.chunk.label} has a dw_builder. Leave it out: the weight gradients of a "
+                    "captured stage are a graph of their own. A module that delays them by itself "
+                    "(with a method backward_dw) needs none."
+                )
+            self._stage.dw_builder = lambda: graphs.weights.runner(index)
 
     @property
     def reduces_itself(self) -> bool:

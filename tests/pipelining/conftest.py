@@ -25,18 +25,24 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 class Pipeline:
     """Two stages on one rank, or one, with a graphed schedule."""
 
-    def __init__(self, *modules: nn.Module, counts: Any = (2, 4), **options: Any) -> None:
-        self.modules = nn.ModuleList(modules)
+    def __init__(
+        self,
+        *modules: nn.Module,
+        counts: Any = (2, 4),
+        cls: type = ScheduleInterleaved1F1B,
+        dw_builder: Any = None,
+        **options: Any,
+    ) -> None:
         self.stages = [
-            GraphedStage(module, i, len(modules), torch.device("cpu"))
+            GraphedStage(module, i, len(modules), torch.device("cpu"), dw_builder=dw_builder)
             for i, module in enumerate(modules)
         ]
+        self._cls = Schedule1F1B if len(modules) == 1 else cls
         self.schedules = GraphedSchedule(self.stages, self.make, counts, **options)
 
     def make(self, count: int) -> Any:
-        if len(self.stages) == 1:
-            return Schedule1F1B(self.stages[0], count, loss_fn=nn.functional.mse_loss)
-        return ScheduleInterleaved1F1B(self.stages, count, loss_fn=nn.functional.mse_loss)
+        stages = self.stages[0] if self._cls is Schedule1F1B else self.stages
+        return self._cls(stages, count, loss_fn=nn.functional.mse_loss)
 
     def step(self, count: int = 2, *, rows: int = 2, **kwargs: Any) -> Any:
         x = torch.ones(rows * count, 4)

@@ -29,7 +29,8 @@ from chunkgraph.jobs.processes import die_with_parent
 from chunkgraph.pipelining import GraphedLoss, GraphedSchedule, GraphedStage
 
 NUM_BLOCKS, WIDTH, ROWS = 8, 8, 2
-COUNTS = (4, 8, 6, 4, 8, 4)
+COUNTS = (4, 8, 6, 4)
+# Torch cannot evaluate with these: their backwards hand gradients over all the same.
 V_SHAPED = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
 
 
@@ -88,17 +89,28 @@ CASES = {
         ),
         Case("1f1b loss in the graphs", "Schedule1F1B", graphs_loss=True),
         Case("1f1b static", "Schedule1F1B", is_static=True, stage=pipelining.PipelineStage),
-        Case("1f1b shadow", "Schedule1F1B", options={"verify": "shadow"}, counts=(4, 2, 4)),
+        Case("1f1b shadow", "Schedule1F1B", options={"verify": "shadow"}, counts=(4, 2)),
         Case("gpipe", "ScheduleGPipe"),
         Case("looped bfs", "ScheduleLoopedBFS", 2),
         Case("interleaved", "ScheduleInterleaved1F1B", 2),
         Case("interleaved shared", "ScheduleInterleaved1F1B", 2, options={"shared_slots": True}),
-        Case("interleaved 4", "ScheduleInterleaved1F1B", 4, graphs_loss=True),
-        Case("csv", "ScheduleInterleaved1F1B", 2, counts=(4, 4, 4), csv=True),
+        Case("zero bubble", "ScheduleInterleavedZeroBubble"),
+        Case("interleaved zero bubble", "ScheduleInterleavedZeroBubble", 2, graphs_loss=True),
+        Case("zero bubble v", "ScheduleZBVZeroBubble", 2),
+        Case("dual pipe v", "ScheduleDualPipeV", 2),
+        Case(
+            "zero bubble shadow",
+            "ScheduleZBVZeroBubble",
+            2,
+            options={"verify": "shadow"},
+            counts=(4, 6),
+        ),
+        Case("csv", "ScheduleInterleaved1F1B", 2, counts=(4, 4), csv=True),
     ],
     4: [
         Case("1f1b", "Schedule1F1B"),
         Case("interleaved", "ScheduleInterleaved1F1B", 2),
+        Case("zero bubble v", "ScheduleZBVZeroBubble", 2),
         Case(
             "data parallel",
             "Schedule1F1B",
@@ -220,7 +232,7 @@ def train(case: Case, place: Place, folder: Path, *, has_graphs: bool) -> Run:
         results = call(runner.step, step, count, return_outputs=step % 2 == 0)
         values.append((*results, {name: p.grad.clone() for name, p in named.items()}))
         optimizer.step()
-        if step in (1, 3):
+        if step in (1, 3) and case.schedule not in V_SHAPED:
             modules.eval()
             with torch.no_grad():
                 values.append(call(runner.eval, 50 + step, case.counts[0]))
@@ -264,7 +276,7 @@ def compare(case: Case, place: Place, folder: Path) -> dict[str, Any]:
         "equal": [same(a, b) for a, b in zip(eager.values, run.values, strict=True)],
         "parameters equal": same(eager.parameters, run.parameters),
         "parameters": run.parameters,
-        "losses": [v[1] for v in run.values],
+        "losses": [value[1] for value in run.values if len(value) == 3],  # of training
         "counters": graphs.graphs.counters,
         "pairs": (
             slots.of_rank[place.rank] * len(indices)

@@ -13,7 +13,12 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleavedZeroBubble,
+)
 from torch.distributed.tensor import distribute_tensor
 
 from chunkgraph import CaptureOptions
@@ -79,6 +84,24 @@ def test_a_stage_that_cannot_be_captured_is_named(pipeline: Make) -> None:
     one.step()
     with pytest.raises(CaptureError, match="stage 1"):
         one.step()
+
+
+def test_modules_whose_backward_cannot_be_split(pipeline: Make) -> None:
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    second.weight = first.weight
+    one = pipeline(first, second, cls=ScheduleInterleavedZeroBubble)
+    one.step()
+    with pytest.raises(CaptureError, match="stage 1 and stage 0 share a parameter"):
+        one.step()
+
+
+def test_a_split_backward_goes_with_no_other_hook(pipeline: Make) -> None:
+    modules = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    with pytest.raises(ConfigError, match="stage 0 has a dw_builder"):
+        pipeline(*modules, cls=ScheduleInterleavedZeroBubble, dw_builder=lambda: lambda: None)
+    modules[1] = nn.parallel.DistributedDataParallel(modules[1])
+    with pytest.raises(ConfigError, match="torch never reduces those of a split one"):
+        pipeline(*modules, cls=ScheduleInterleavedZeroBubble)
 
 
 def test_steps_outside_of_the_graphed_schedule_are_refused(pipeline: Make) -> None:
@@ -177,3 +200,13 @@ def test_evaluation_with_another_count_between_steps(one_rank: None) -> None:
             values += [output, *losses, *[p.grad.clone() for p in stage.submod.parameters()]]
         results.append(values)
     assert all(map(torch.equal, *results))
+
+
+def test_another_way_of_running_stages_is_refused(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = PipelineStage(nn.Linear(4, 4), 0, 1, CPU)
+    assert isinstance(graphed(stage), GraphedStage)
+    monkeypatch.delattr("torch.distributed.pipelining.stage._PipelineStageBase.forward_one_chunk")
+    with pytest.raises(ConfigError, match="PipelineStage has no forward_one_chunk"):
+        graphed(stage)

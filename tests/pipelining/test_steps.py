@@ -16,7 +16,7 @@ SIZES = (2, 4)
 # Microbatches of these run backward in another order, so that sums of gradients round otherwise.
 OTHER_ORDER = ("looped bfs",)
 # These train another model, or on other inputs.
-OTHER_MODEL = ("1f1b kwargs", "1f1b shadow", "csv")
+OTHER_MODEL = ("1f1b kwargs", "1f1b shadow", "zero bubble shadow", "csv")
 
 
 @pytest.mark.timeout(300)
@@ -56,6 +56,8 @@ def check(name: str, ranks: list[dict[str, Any]]) -> None:
         assert counters.captures == result["pairs"], where
         assert dict(counters.fallbacks) == {"capture warmup": result["num warmup"]}, where
         assert counters.replays == counters.backward_replays == result["num replays"], where
+        splits = any(word in name for word in ("zero bubble", "dual pipe"))
+        assert counters.weight_replays == splits * result["num replays"], where
 
 
 def same_training(case: list[dict[str, Any]], reference: list[dict[str, Any]]) -> bool:
