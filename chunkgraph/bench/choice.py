@@ -70,9 +70,8 @@ def _why_not(name: str, config: Config) -> str | None:
             return "eager_stash is compared with chunkgraph's stash, but stash.enabled is false."
     if num_seqs and name == "eager_dropless":
         return (
-            "eager_dropless has no fixed capacity, which is needed to keep padding of packed "
-            f"documents from the experts; packing.max_packed_seqs is {num_seqs}. Leave "
-            "eager_dropless out, or set max_packed_seqs to 0."
+            "eager_dropless is Megatron's own dispatch, which sends experts rows without a token "
+            f"too; packing.max_packed_seqs is {num_seqs}. Leave it out, or set that to 0."
         )
     if num_seqs and name in FROZEN:
         return (

@@ -175,8 +175,8 @@ def _deep_ep() -> Finding:
     version, has_hybrid_ep = deep_ep_state()
     if version is None:
         advice = (
-            "mixture of experts then takes all-to-all with a capacity factor; DeepEP's branch "
-            "hybrid-ep has HybridEP and the dispatch within a node"
+            "mixture of experts then takes all-to-all or all-gather; DeepEP's branch hybrid-ep has "
+            "HybridEP and the dispatch within a node"
         )
         return Finding(name, "absent", "not installed", advice)
     if not has_hybrid_ep:
@@ -210,6 +210,21 @@ def _grouped_mlp() -> Finding:
         "Hopper too"
     )
     return Finding(name, "absent", "not asked for", advice)
+
+
+def _grouped_gemm() -> Finding:
+    name = "grouped GEMM"
+    if _version("torch") is None:
+        return Finding(name, "absent", "unknown without torch")
+    import torch
+
+    from chunkgraph.megatron.features.experts.grouped_gemm import choose_gemm
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    gemm, text = choose_gemm(device, torch.bfloat16)
+    if gemm is None:
+        return Finding(name, "absent", text, "experts then need moe_expert_capacity_factor")
+    return Finding(name, "ok", f"{text}, for experts that take all tokens (dropless)")
 
 
 def _determinism() -> Finding:
@@ -251,6 +266,7 @@ _LOOKS: tuple[Callable[[], Finding], ...] = (
     _training,
     _transformer_engine,
     _triton,
+    _grouped_gemm,
     _deep_ep,
     _cublaslt,
     _grouped_mlp,

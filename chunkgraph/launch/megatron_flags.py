@@ -29,7 +29,7 @@ _WITHOUT_EFFECT: dict[str, Callable[[Config], bool]] = {
     _VIRTUAL: lambda c: c.pipeline.num_model_chunks == 1,
     "pipeline.microbatch_group_size_per_vp_stage": lambda c: c.pipeline.num_model_chunks == 1,
     "pipeline.context_parallel_size": lambda c: c.pipeline.context_parallel_size == 1,
-    "moe.moe_pad_expert_input_to_capacity": lambda c: c.moe.moe_token_dispatcher_type == "flex",
+    "moe.moe_pad_expert_input_to_capacity": lambda c: c.moe.moe_expert_capacity_factor is None,
     # Without graphs nobody would count what it cuts.
     "moe.moe_expert_rank_capacity_factor": lambda c: not c.capture.enabled,
 }

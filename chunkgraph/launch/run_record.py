@@ -104,11 +104,12 @@ def start_line(graphs: MegatronChunkGraphs, flags: GraphFlags, record: Path | No
         scope += f" (no whole chunk with {graphs.scope.why_block})"
     num_steps = flags.capture.num_warmup_steps
     steps = f"{num_steps} eager step{'s' if num_steps > 1 else ''}"
+    experts = f"experts: {graphs.expert_dispatch}; " if graphs.expert_dispatch else ""
     return (
         f"chunk graphs: scope {scope}, {_slots(slots, flags.capture.shared_slots)} on rank 0 "
         f"({_num_graphs(graphs)} graphs), "
         f"memory plan {flags.capture.memory_plan}, verify {flags.capture.verify}; "
-        f"capture after {steps}; {saved}"
+        f"capture after {steps}; {experts}{saved}"
     )
 
 

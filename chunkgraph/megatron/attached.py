@@ -89,6 +89,12 @@ class MegatronChunkGraphs:
         experts = self.features.find(Experts)
         return {} if experts is None else experts.dropped_tokens(wait=wait)
 
+    @property
+    def expert_dispatch(self) -> str:
+        """How experts of this rank that take all tokens are captured; "" without any."""
+        experts = self.features.find(Experts)
+        return "" if experts is None else experts.dispatch
+
     def wrap_forward_backward(self, forward_backward: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap the function that ``get_forward_backward_func()`` returned.
 

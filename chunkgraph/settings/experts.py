@@ -43,14 +43,16 @@ class ExpertConfig:
     moe_expert_capacity_factor: float | None = setting(
         None,
         help="Capacity of an expert, as a multiple of its tokens under even load. num_moe_experts "
-        "/ moe_router_topk has room for all tokens. Must be null with the flex dispatcher.",
+        "/ moe_router_topk has room for all tokens. Null: no token is dropped (dropless). Must be "
+        "null with the flex dispatcher.",
         bounds=POSITIVE,
         megatron="--moe-expert-capacity-factor",
         needs="moe.num_moe_experts",
     )
     moe_pad_expert_input_to_capacity: bool = setting(
         True,
-        help="Pad an expert's input to its capacity, so that its shape is fixed. Not used by flex.",
+        help="Pad an expert's input to its capacity, so that its shape is fixed. Used with a "
+        "capacity only.",
         megatron="--moe-pad-expert-input-to-capacity",
         needs="moe.num_moe_experts",
     )
@@ -220,15 +222,8 @@ def check_experts(config: Config) -> None:
             f"{num_layers} layers of the model, 1 (experts) or 0 (feed-forward)."
         )
     check_flex(config)
-    has_room_for_what_comes = (
-        not config.capture.enabled
-        and moe.moe_expert_capacity_factor is None
-        and not moe.moe_pad_expert_input_to_capacity
-    )
-    if moe.moe_token_dispatcher_type != "flex" and not has_room_for_what_comes:
-        _check_capacity(moe, moe.num_moe_experts)
-    if has_room_for_what_comes and pipeline.expert_model_parallel_size > 1:
-        _check_sizes_on_host(config)
+    if moe.moe_token_dispatcher_type != "flex" and moe.moe_expert_capacity_factor is not None:
+        _check_capacity(moe, moe.num_moe_experts, moe.moe_expert_capacity_factor)
     if moe.token_drops == "rerun" and config.model.fp8 is not None:
         raise ConfigError(
             f"moe.token_drops is rerun with model.fp8={config.model.fp8}: a step that is run anew "
@@ -237,26 +232,13 @@ def check_experts(config: Config) -> None:
     _check_router(moe, moe.num_moe_experts)
 
 
-def _check_sizes_on_host(config: Config) -> None:
-    """Megatron sends rows by numbers that it fetches from GPUs alone."""
-    if config.device == "cpu" and config.moe.moe_token_dispatcher_type == "alltoall":
-        raise ConfigError(
-            "moe.moe_expert_capacity_factor is null with device cpu, alltoall and "
-            f"pipeline.expert_model_parallel_size={config.pipeline.expert_model_parallel_size}: "
-            "Megatron's dispatcher wants a GPU for that. Set the size to 1, or give a capacity."
-        )
-
-
-def _check_capacity(moe: ExpertConfig, num_experts: int) -> None:
-    factor = moe.moe_expert_capacity_factor
+def _check_capacity(moe: ExpertConfig, num_experts: int, factor: float) -> None:
     enough = num_experts / moe.moe_router_topk
-    if factor is None or not moe.moe_pad_expert_input_to_capacity:
+    if not moe.moe_pad_expert_input_to_capacity:
         raise ConfigError(
-            "moe.moe_expert_capacity_factor and moe.moe_pad_expert_input_to_capacity=true are "
-            "needed with experts: without them the shapes in a layer depend on the tokens, and a "
-            f"graph has fixed ones. A factor of {enough:g} (num_moe_experts / moe_router_topk) "
-            "has room for all tokens; a smaller one drops some when the loads are uneven. Without "
-            "graphs (capture.enabled=false) set the one to null and the other to false."
+            "moe.moe_pad_expert_input_to_capacity is false with moe.moe_expert_capacity_factor="
+            f"{factor:g}: experts would drop tokens and still get inputs of any size, and a graph "
+            "has fixed shapes. Set it to true, or the capacity to null (no token is dropped)."
         )
     if factor < 1 and moe.token_drops != "count":
         raise ConfigError(

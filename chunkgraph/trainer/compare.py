@@ -140,6 +140,8 @@ def _with_room_for_all(config: Config) -> Config:
         ranks = config.pipeline.expert_model_parallel_size
         factor = rank_factor_for_all(moe.num_moe_experts, moe.moe_router_topk, ranks)
         return replace(config, moe=replace(moe, moe_expert_rank_capacity_factor=factor))
+    if moe.moe_expert_capacity_factor is None:  # all tokens have room
+        return config
     factor = factor_for_all(moe.num_moe_experts, moe.moe_router_topk)
     return replace(config, moe=replace(moe, moe_expert_capacity_factor=factor))
 

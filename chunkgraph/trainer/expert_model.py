@@ -35,7 +35,10 @@ def expert_settings(config: Config) -> dict[str, Any]:
         settings[_FACTOR] = rank_capacity_factor(config)
         if moe.moe_flex_dispatcher_backend == "deepep":
             del settings[_FACTOR]  # set after Megatron's config is created
-    else:  # fields that some releases do not have
+    else:
+        if moe.moe_expert_capacity_factor is None:
+            settings["moe_pad_expert_input_to_capacity"] = False
+        # fields that some releases do not have
         for name in _WITH_FLEX:
             del settings[name]
     return {

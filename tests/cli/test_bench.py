@@ -160,7 +160,7 @@ def test_experts_are_also_measured_without_a_capacity() -> None:
     with pytest.raises(ConfigError, match="Megatron's dispatcher wants a GPU for that"):
         chosen_variants("eager_dropless", load_config(EXPERTS_ON_CPU))
     packed = ["packing.max_packed_seqs=8", "train.micro_batch_size=1"]
-    with pytest.raises(ConfigError, match="eager_dropless has no fixed capacity"):
+    with pytest.raises(ConfigError, match="eager_dropless is Megatron's own dispatch"):
         chosen_variants("eager,eager_dropless", load_config(EXPERTS_IN_PIPELINE, packed))
     found = config_of("eager_dropless", experts)
     assert (experts.moe.moe_token_dispatcher_type, experts.capture.enabled) == ("flex", True)

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.megatron
 
 def _graphs(**changes: Any) -> Any:
     values = {"num_slots": (4, 2), "num_banks": 1, "packed_shapes": (), "context_banks": ()}
-    values["scope"] = ChosenScope("chunk")
+    values |= {"scope": ChosenScope("chunk"), "expert_dispatch": ""}
     return SimpleNamespace(**{**values, **changes})
 
 
@@ -85,6 +85,9 @@ def test_settings_that_are_not_saved_are_said(tmp_path: Path) -> None:
     assert "settings not saved (neither --save nor --run-dir is given)" in line
     assert "\n" not in line
     assert f"settings in {tmp_path}" in start_line(graphs, GraphFlags(), tmp_path)
+    assert "experts" not in line
+    graphs.expert_dispatch = "dispatch all-to-all, GEMM some, rows as many as come"
+    assert "; experts: dispatch all-to-all, GEMM some" in start_line(graphs, GraphFlags(), None)
     graphs.num_banks = 2  # context-parallel sizes, or buckets
     assert "rank 0 (24 graphs)" in start_line(graphs, GraphFlags(), None)
 

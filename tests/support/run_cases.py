@@ -20,6 +20,7 @@ from unittest import mock
 
 import bench_probe
 import context_probe
+import dropless_probe
 import fault_probe
 import groups_end_probe
 import isolation_probe
@@ -77,6 +78,8 @@ def run_case(case: dict[str, Any], eager_runs: EagerRuns) -> Any:
             return isolation_probe.run(config, device, case)
         if case.get("probe") == "bench":
             return bench_probe.run(config, device, case)
+        if case.get("probe") == "dropless":
+            return dropless_probe.run(config, device, case)
         if case.get("probe") == "context":
             return context_probe.run(case)
         if case.get("probe") == "groups_end":

@@ -77,7 +77,7 @@ def _gathered_rows(module: Any) -> Callable[..., Any]:
 
 
 def patch_router() -> Callable[[], None]:
-    """Let Megatron's router run on a CPU host; return a function that undoes it.
+    """Let Megatron's router and dispatchers run on a CPU host; return a function that undoes it.
 
     Releases before 0.17 look for Transformer Engine's matrix product under a name that is only
     there with it, and one function of the router is compiled, which needs a compiler on the host.
@@ -91,4 +91,11 @@ def patch_router() -> Callable[[], None]:
     original = getattr(compiled, "_torchdynamo_orig_callable", None)
     if original is not None:
         undo.callback(patch_attributes(top_k, {"_apply_expert_bias": original}))
+    module = import_megatron(_DISPATCHER)
+    undo.callback(patch_attributes(module, {"maybe_move_tensor_to_cpu": _on_the_host}))
     return undo.close
+
+
+def _on_the_host(tensor: Any, as_numpy: bool = False, **_: object) -> Any:
+    """Return what Megatron sends rows by, which it moves from GPUs alone."""
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor

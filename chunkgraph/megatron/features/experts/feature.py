@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from chunkgraph.engine import Agree, Chunk, StepMode
+from chunkgraph.engine.decide.reasons import agree_alone
 from chunkgraph.errors import ConfigError, TokenDropError
 from chunkgraph.megatron.captured_part import CapturedPart
 from chunkgraph.megatron.core.collectives import agree_by_maximum
@@ -25,6 +26,12 @@ from chunkgraph.megatron.feature import Feature, chained
 from chunkgraph.megatron.features.experts.deep_ep import refuse_for_deep_ep
 from chunkgraph.megatron.features.experts.dispatch import static_dispatch
 from chunkgraph.megatron.features.experts.drop_report import DropReport
+from chunkgraph.megatron.features.experts.dropless import (
+    Dropless,
+    DroplessRoom,
+    is_bounded,
+    uses_dropless,
+)
 from chunkgraph.megatron.features.experts.drops import TokenDrops as DroppedTokens
 from chunkgraph.megatron.features.experts.fused_operations import fused_operations_anew
 from chunkgraph.megatron.features.experts.packed_padding import padded_routing
@@ -72,7 +79,10 @@ class Experts(Feature):
         keeps_padding: bool = False,
         marks_padding: bool = False,
     ) -> None:
-        self.repeats_steps = token_drops == "rerun"
+        self._measures_room = is_bounded(config)
+        self.repeats_steps = self._measures_room or (
+            token_drops == "rerun" and not uses_dropless(config)
+        )
         self._layers = moe_layers_of([m for c in model_chunks for m in c.modules()])
         self._budget: RankBudget | None = None
         self._undo = contextlib.ExitStack()
@@ -81,17 +91,25 @@ class Experts(Feature):
         self._modules = [m for part in parts for m in part.modules]
         captured = routers_of(self._modules)
         self._state = ExpertState(captured) if captured else None
-        self._drops: DroppedTokens | RankBudget | None = None
+        self._drops: DroppedTokens | RankBudget | Dropless | None = None
+        self._dropless: Dropless | None = None
         self.room: ExpertRoom = SharedOut(self._layers)
         # Of the whole model: this rank may have none of its experts.
         self.words = SharedOut.words
         if uses_rank_budget(config):
             self.words = RankRoom.words
+        elif uses_dropless(config):
+            self.words = DroplessRoom.words
         if self._layers and uses_rank_budget(self._layers[0].config):
             self._budget = RankBudget(self._layers)
             self._undo.callback(self._budget.restore_managers)
             self._drops = self._budget
             self.room = RankRoom(self._budget, self._layers[0].config)
+        elif uses_dropless(config):
+            if self._layers:
+                self._dropless = Dropless(self._layers, has_padding=keeps_padding)
+                self._drops = self._dropless
+            self.room = DroplessRoom(self._dropless)
         elif routers:
             self._drops = DroppedTokens(routers)
         self._report: DropReport | None = None
@@ -102,7 +120,8 @@ class Experts(Feature):
         self._seen = 0
         self._has_warned = token_drops != "warn"
         # Every rank makes the group, in the same order; only then does it know the others' drops.
-        self._agree = agree_by_maximum() if token_drops == "raise" else None
+        needs_others = token_drops == "raise" or self._measures_room
+        self._agree = agree_by_maximum() if needs_others else None
         try:
             if self._padding is not None:
                 # First: what no router chose cannot be dropped.
@@ -188,13 +207,25 @@ class Experts(Feature):
     def capturing(self) -> Iterator[None]:
         """Around captures: dispatch reads nothing on the host, and metrics are put back."""
         with contextlib.ExitStack() as stack:
-            stack.enter_context(static_dispatch())
+            if self._dropless is not None:
+                stack.enter_context(self._dropless.capturing())
+            else:
+                stack.enter_context(static_dispatch())
             stack.enter_context(fused_operations_anew(self._modules))
             if self._state is not None:
                 stack.enter_context(self._state.capturing())
             yield
         if self._budget is not None:
             self._budget.remember_buffer()
+
+    def beside(self) -> contextlib.AbstractContextManager[None]:
+        """Stand around eager passes that are compared with replays, bit by bit."""
+        return self._dropless.beside() if self._dropless is not None else contextlib.nullcontext()
+
+    @property
+    def dispatch(self) -> str:
+        """See `MegatronChunkGraphs.expert_dispatch`."""
+        return self._dropless.description if self._dropless is not None else ""
 
     def is_memory_replaced(self) -> bool:
         """Whether graphs write to a buffer that DeepEP has replaced since."""
@@ -249,6 +280,11 @@ class Experts(Feature):
         """
         if not step.is_training:
             return
+        if self._measures_room and not step.is_replayed:
+            load = self._dropless.load.take() if self._dropless is not None else 0
+            (most,) = (self._agree or agree_alone)([load])
+            if self._dropless is not None:
+                self._dropless.want(most)
         self._report_drops()
         if step.plan.is_repeated:
             self.forget_step()
@@ -257,6 +293,8 @@ class Experts(Feature):
         if self._report is not None and not (self._is_told and not self.counts_in_backwards):
             self._report.end_step()
         self._is_told = False
+        if self.repeats_steps:  # whoever looks runs such a step again
+            return
         if self._token_drops == "raise":
             self._raise_if_dropped()
         elif not self._has_warned and any(self.dropped_tokens().values()):

@@ -24,6 +24,7 @@ from chunkgraph.megatron.core.access import (
     versions,
 )
 from chunkgraph.megatron.features.experts.dispatch import gather_fixed_rows
+from chunkgraph.megatron.features.experts.dropless import Dropless, uses_dropless
 from chunkgraph.megatron.features.experts.padded_rows import PaddedRows, RowsOfForward
 
 __all__ = ["PaddedRouting", "kept_of_tokens"]
@@ -130,7 +131,10 @@ class PaddedRouting:
             "get_tokens_per_expert_and_token_count": at_least_one,
         }
         undo.callback(patch_attributes(module, patched))
-        undo.callback(gather_fixed_rows())
+        if self._layers and uses_dropless(self._layers[0].config):
+            undo.enter_context(Dropless(self._layers, has_padding=True).on_device())
+        else:
+            undo.callback(gather_fixed_rows())
         for layer in self._layers:
             for handle in (
                 layer.register_forward_pre_hook(_clear_input, with_kwargs=True),

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from chunkgraph.megatron.features.experts.deep_ep import flex_refusals
+from chunkgraph.megatron.features.experts.dropless import uses_dropless
 
 __all__ = ["idle_settings", "moe_refusals", "packed_moe_refusals", "stash_refusals"]
 
@@ -73,6 +74,8 @@ def moe_refusals(config: Any, token_drops: str = "warn") -> list[str]:
     ]
     if getattr(config, "moe_token_dispatcher_type", None) == "flex":
         found += flex_refusals(config, token_drops)
+    elif uses_dropless(config):
+        found += _dropless_refusals(config)
     else:
         found += _dispatch_refusals(config)
         found += _capacity_refusals(config, num_experts, token_drops)
@@ -173,12 +176,6 @@ def packed_moe_refusals(config: Any) -> list[str]:
         for refusal in _PACKED_REFUSALS
         if refusal.wanted(getattr(config, refusal.field, None))
     ]
-    has_room = getattr(config, "moe_expert_capacity_factor", None) is not None
-    if not has_room and getattr(config, "moe_token_dispatcher_type", None) != "flex":
-        found.append(
-            "moe_expert_capacity_factor=None: Megatron then takes for granted that every row goes "
-            "to moe_router_topk experts; set it"
-        )
     kinds = getattr(config, "moe_router_load_balancing_type", None)
     if "quantile_balancing" in (kinds if isinstance(kinds, (list, tuple)) else [kinds]):
         found.append(
@@ -206,17 +203,31 @@ def _dispatch_refusals(config: Any) -> list[str]:
     return []
 
 
+def _dropless_refusals(config: Any) -> list[str]:
+    """What keeps experts that take all tokens out of a graph."""
+    found = []
+    dispatcher = getattr(config, "moe_token_dispatcher_type", None) or "allgather"
+    if dispatcher not in _STATIC_DISPATCHERS:
+        found.append(f"moe_token_dispatcher_type={dispatcher!r}: not known; {_STATIC}")
+    found += [
+        f"{name}={value!r} without moe_expert_capacity_factor: the grouped products with sizes on "
+        f"the device multiply bfloat16; train without {name.upper()}, or {_STATIC}"
+        for name in ("fp8", "fp4")
+        if (value := getattr(config, name, None))
+    ]
+    if getattr(config, "use_transformer_engine_op_fuser", False):
+        found.append(
+            "use_transformer_engine_op_fuser=True: its grouped MLP belongs to DeepEP's dispatch "
+            "here; turn it off, or set moe_token_dispatcher_type='flex'"
+        )
+    return found
+
+
 def _capacity_refusals(config: Any, num_experts: int, token_drops: str) -> list[str]:
     factor = getattr(config, "moe_expert_capacity_factor", None)
     top_k = getattr(config, "moe_router_topk", None) or 1
     enough = num_experts / top_k
-    if factor is None or factor < 0:
-        why = (
-            f"num_moe_experts={num_experts!r} without moe_expert_capacity_factor: how many tokens "
-            f"an expert gets depends on the tokens, and a graph has fixed shapes; {_STATIC} "
-            f"({enough:g}, num_moe_experts / moe_router_topk, has room for all tokens)"
-        )
-        return [why]
+    assert factor is not None  # else they take all tokens
     found = []
     if not getattr(config, "moe_pad_expert_input_to_capacity", False):
         found.append(

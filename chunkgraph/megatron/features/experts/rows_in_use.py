@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from chunkgraph.megatron.core.access import private_names
+from chunkgraph.megatron.features.experts.dropless import uses_dropless
 from chunkgraph.megatron.features.experts.rank_budget import uses_rank_budget
 from chunkgraph.memory.stash import RowsInUse
 
@@ -57,7 +58,7 @@ def watch_expert_rows(
     for layer in layers:
         name = f"layer {layer.layer_number} experts"
         watched = _Watched(layer.experts, name, is_on, scope)
-        if uses_rank_budget(layer.config):
+        if uses_rank_budget(layer.config) or uses_dropless(layer.config):
             watched.divert(layer.experts, watched.leading_rows, undo)
             continue
         watched.divert(layer.experts, watched.all_experts, undo)
@@ -77,12 +78,14 @@ class _Watched:
     ) -> None:
         self.is_at_once = False  # all in one product, or one after the other
         self._experts = experts
-        self._eager = type(experts).forward
         self._parameters = tuple(experts.parameters())
         self._name = name
         self._is_on = is_on
         self._scope = scope
         self._rows: RowsInUse | None = None
+
+    def _eager(self, *args: Any, **kwargs: Any) -> Any:
+        return type(self._experts).forward(*args, **kwargs)  # another in a capture, perhaps
 
     def all_experts(
         self, hidden: torch.Tensor, tokens_per_expert: Any, probs: torch.Tensor, **kwargs: Any

@@ -123,10 +123,13 @@ def _make(make_config: Callable[..., dict[str, Any]], **experts: Any) -> Any:
         (2, 1.0, "alltoall", 2 * (_NUM_TOKENS - _NUM_TOKENS // 2)),
         (1, 1.0, "allgather", _NUM_TOKENS - _NUM_TOKENS // 4),  # one expert gets all
         (1, 0.5, "alltoall", _NUM_TOKENS - _NUM_TOKENS // 8),
+        (2, None, "alltoall", 0),
+        (1, None, "alltoall", 0),
+        (1, None, "allgather", 0),
     ],
 )
 def test_uneven_loads_are_as_in_eager_training_and_every_drop_is_counted(
-    one_rank: Any, make_config: Any, top_k: int, factor: float, dispatcher: str, dropped: int
+    one_rank: Any, make_config: Any, top_k: int, factor: float | None, dispatcher: str, dropped: int
 ) -> None:
     config = _make(
         make_config,
@@ -141,6 +144,10 @@ def test_uneven_loads_are_as_in_eager_training_and_every_drop_is_counted(
     eager = _Run(one_rank, config, bias, None).all_steps()
     run = _Run(one_rank, config, bias, {"token_drops": "count"})
     assert run.graphs is not None
+    name = {"alltoall": "all-to-all", "allgather": "all-gather"}[dispatcher]
+    said = "" if factor is not None else f"dispatch {name}, GEMM a loop over experts"
+    assert run.graphs.expert_dispatch.startswith(said)
+    assert bool(run.graphs.expert_dispatch) == (factor is None)
     metrics = StepMetrics(run.graphs)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="Experts had no room")
@@ -273,8 +280,12 @@ _HOLDS = {
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"moe_expert_capacity_factor": None}, r"num_moe_experts=8 without .*alltoall.*\(4, "),
-        ({"moe_expert_capacity_factor": -1.0}, "num_moe_experts=8 without"),
+        ({"moe_expert_capacity_factor": None, "fp8": "hybrid"}, "fp8='hybrid' without"),
+        ({"moe_expert_capacity_factor": -1.0, "fp4": "e2m1"}, "fp4='e2m1' without"),
+        (
+            {"moe_expert_capacity_factor": None, "use_transformer_engine_op_fuser": True},
+            "op_fuser=True: its grouped MLP belongs to DeepEP",
+        ),
         ({"moe_pad_expert_input_to_capacity": False}, "moe_pad_expert_input_to_capacity=False"),
         ({"moe_expert_capacity_factor": 0.5}, "moe_expert_capacity_factor=0.5: below 1"),
         ({"moe_expert_capacity_factor": 4.5}, r"moe_expert_capacity_factor=4.5: above .*\(4\)"),

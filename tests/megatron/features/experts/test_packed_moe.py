@@ -37,6 +37,11 @@ _CASES: dict[str, dict[str, Any]] = {
     },
     "everywhere": {"moe_router_load_balancing_type": "global_aux_loss"},
     "allgather": {**_DROPPING, "moe_token_dispatcher_type": "allgather"},
+    "dropless": {"moe_expert_capacity_factor": None, "moe_router_topk": 3},
+    "dropless_gathered": {
+        "moe_expert_capacity_factor": None,
+        "moe_token_dispatcher_type": "allgather",
+    },
 }
 _OPTIONS = {"by_position": {"moe_token_drop_policy": "position"}}
 
@@ -189,6 +194,8 @@ def _differing(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[s
         ("biased", "block"),
         ("everywhere", "chunk"),
         ("allgather", "block"),
+        ("dropless", "chunk"),
+        ("dropless_gathered", "block"),
     ],
 )
 def test_packings_never_seen_at_capture(
@@ -207,10 +214,13 @@ def test_packings_never_seen_at_capture(
     for eager, chunk in zip(*results, strict=True):
         assert all(value.isfinite().all() for value in eager.values())
         assert _differing(eager, chunk) == []
-    assert (dropped > 0) == ("moe_expert_capacity_factor" in _CASES[case])
+    assert (dropped > 0) == (_CASES[case].get("moe_expert_capacity_factor") is not None)
 
 
-@pytest.mark.parametrize("case", ["dropping", "biased", "everywhere", "allgather"])
+@pytest.mark.parametrize(
+    "case",
+    ["dropping", "biased", "everywhere", "allgather", "dropless", "dropless_gathered"],
+)
 def test_padding_does_not_change_the_mathematics(
     one_rank: Any, make_config: Any, case: str
 ) -> None:
@@ -280,7 +290,7 @@ def _poison(model: _Model, poison: float) -> None:
         layer.register_forward_hook(spoil_grad, with_kwargs=True)
 
 
-@pytest.mark.parametrize("case", ["dropping", "biased"])
+@pytest.mark.parametrize("case", ["dropping", "biased", "dropless"])
 def test_a_poisoned_tail_reaches_nothing(one_rank: Any, make_config: Any, case: str) -> None:
     """NaN in every padding row at the experts: the same losses, gradients, metrics and counts."""
     results = []

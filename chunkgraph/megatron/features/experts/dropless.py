@@ -1,0 +1,238 @@
+"""Experts without a capacity in the graphs of one rank: no token is ever dropped.
+
+Megatron reads on the host how many tokens chose each expert. In captures other methods stand in
+for those of its dispatchers and experts that do, with the same results; eager passes are
+Megatron's own. With experts on several ranks there is room for the loads of the eager steps so
+far, and some more; a step that asks for more runs again eagerly, and then there is more room.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from chunkgraph.errors import ConfigError
+from chunkgraph.megatron.core.access import private_names
+from chunkgraph.megatron.features.experts.counts import LOAD_OF, DropCounts, HeaviestLoad
+from chunkgraph.megatron.features.experts.dropless_dispatch import Dispatch, RowRoom, dispatch_of
+from chunkgraph.megatron.features.experts.dropless_experts import (
+    expert_linears,
+    experts_on_device,
+)
+from chunkgraph.megatron.features.experts.grouped_gemm import choose_gemm
+from chunkgraph.megatron.features.experts.grouped_weights import lay_together
+from chunkgraph.megatron.features.experts.room import RoomWords
+
+__all__ = ["Dropless", "DroplessRoom", "is_bounded", "uses_dropless"]
+
+_EXPERTS = "megatron.core.transformer.moe.experts"
+_MARGIN = 0.2
+"""Room for more than the most that was asked for so far, as a share of it."""
+_MOST_DOUBLED = 2
+_MISSING = object()
+
+
+def uses_dropless(config: Any) -> bool:
+    """Whether Megatron's ``config`` asks for experts that take all tokens, by its own dispatch."""
+    factor = getattr(config, "moe_expert_capacity_factor", None)
+    return bool(
+        getattr(config, "num_moe_experts", None)
+        and (factor is None or factor < 0)
+        and getattr(config, "moe_token_dispatcher_type", None) != "flex"
+    )
+
+
+def is_bounded(config: Any) -> bool:
+    """Whether rows of ``config``'s experts have a room that can be too small."""
+    ranks = getattr(config, "expert_model_parallel_size", None) or 1
+    return uses_dropless(config) and ranks > 1
+
+
+class Dropless:
+    """Experts of one rank that compute in graphs whatever comes.
+
+    Args:
+        layers: with experts; at least one.
+        has_padding: tokens may choose no expert. Megatron's own passes are not made for that:
+            `on_device` belongs around eager ones too.
+
+    Attributes:
+        counts: by layer, the dispatches that had no room for some rows.
+        layers: their layer numbers, from 1.
+        load: the most that a microbatch asked for, since it was last taken.
+        room: of rows in graphs.
+
+    Raises:
+        ConfigError: nothing multiplies these experts in a graph.
+    """
+
+    def __init__(self, layers: Sequence[Any], *, has_padding: bool = False) -> None:
+        device = next(layers[0].parameters()).device
+        self.counts = DropCounts(len(layers), device)
+        self.load = HeaviestLoad()
+        self.layers = tuple(int(layer.layer_number or 0) for layer in layers)
+        self.room = RowRoom()
+        self._most_load = 0  # that any rank was asked for
+        self._num_widened = 0
+        self._has_padding = has_padding
+        self._experts = [layer.experts for layer in layers]
+        kinds = private_names(_EXPERTS, "SequentialMLP", "TEGroupedMLP")
+        for layer in layers:
+            if not isinstance(layer.experts, kinds):
+                raise ConfigError(
+                    f"Layer {layer.layer_number} has experts of {type(layer.experts).__name__}; "
+                    "without moe_expert_capacity_factor only SequentialMLP and TEGroupedMLP can be "
+                    "captured. Give its spec one of them, or set a capacity."
+                )
+        self._gemm_name = self._check_gemm(device)
+        self._bounded = is_bounded(layers[0].config)
+        self._dispatches: list[tuple[Any, Dispatch]] = [
+            (dispatcher := layer.token_dispatcher, self._dispatch(index, dispatcher))
+            for index, layer in enumerate(layers)
+        ]
+
+    @property
+    def description(self) -> str:
+        """Say how tokens are dispatched, what multiplies experts, and how many rows have room."""
+        name = self._dispatches[0][1].name
+        if self._bounded:
+            rows = f"by the loads of eager steps times {1 + _MARGIN:g}"
+        else:
+            rows = "as many as come"
+        return f"dispatch {name}, GEMM {self._gemm_name}, rows {rows}"
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """What a captured forward adds to, besides a model's buffers."""
+        return (self.counts.total,)
+
+    def install(self, *, marks_padding: bool = False) -> Callable[[], None]:
+        """Begin to measure loads in eager passes; returns a function that ends it.
+
+        Args:
+            marks_padding: as for `TokenDrops`; here rows in use come first.
+        """
+        del marks_padding
+        undo = ExitStack()
+        if self._bounded:
+            for dispatcher, dispatch in self._dispatches:
+                name = dispatch.names[0]
+                undo.callback(_replace(dispatcher, {name: self._measured(dispatcher, dispatch)}))
+        if next(self._experts[0].parameters()).is_cuda:
+            for experts in self._experts:
+                for weights in expert_linears(experts):
+                    lay_together(weights)
+        return undo.close
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Inside, passes read nothing on the host, and have the room that graphs have."""
+        doubled = 2 ** min(self._num_widened, _MOST_DOUBLED)
+        wanted = self._most_load / LOAD_OF * (1 + _MARGIN * doubled)
+        room, self.room.factor = self.room.factor, wanted or None
+        try:
+            with self.on_device():
+                yield
+        finally:
+            self.room.factor = room
+
+    def beside(self) -> AbstractContextManager[None]:
+        """Around eager passes that are compared with replays: on a GPU the same products."""
+        is_cuda = next(self._experts[0].parameters()).is_cuda
+        return self.on_device() if is_cuda else nullcontext()
+
+    def want(self, load: int) -> None:
+        """Have room at the next capture for ``load``, of `LOAD_OF` tokens, and some more."""
+        self._most_load = max(self._most_load, load)
+
+    def widen(self) -> None:
+        """Leave twice the margin at the next capture: captures are few, and loads drift."""
+        self._num_widened += 1
+
+    @contextmanager
+    def on_device(self) -> Iterator[None]:
+        """Inside, passes read nothing on the host; with room for all, but in a capture."""
+        with ExitStack() as stack:
+            stack.enter_context(experts_on_device())
+            for dispatcher, dispatch in self._dispatches:
+                methods = {name: getattr(dispatch, name) for name in dispatch.names}
+                stack.callback(_replace(dispatcher, methods))
+            yield
+
+    def _dispatch(self, index: int, dispatcher: Any) -> Dispatch:
+        return dispatch_of(
+            dispatcher,
+            self.room,
+            lambda is_over: self.counts.add(index, is_over),
+            has_padding=self._has_padding,
+        )
+
+    def _measured(self, dispatcher: Any, dispatch: Dispatch) -> Callable[..., Any]:
+        replaced = getattr(dispatcher, dispatch.names[0])
+
+        def measured(*args: Any, **kwargs: Any) -> Any:
+            if torch.is_grad_enabled():
+                with torch.no_grad():
+                    self.load.add(*dispatch.load(*args, *kwargs.values()))
+            return replaced(*args, **kwargs)
+
+        return measured
+
+    def _check_gemm(self, device: torch.device) -> str:
+        """Return the name of what multiplies the experts."""
+        dtypes = {w.dtype for e in self._experts for ws in expert_linears(e) for w in ws}
+        text = ""
+        for dtype in dtypes:
+            gemm, text = choose_gemm(device, dtype)
+            if gemm is None:
+                raise ConfigError(
+                    f"Experts without moe_expert_capacity_factor cannot be captured here: {text}. "
+                    "Or set moe_expert_capacity_factor and moe_pad_expert_input_to_capacity=True."
+                )
+        return text
+
+
+class DroplessRoom:
+    """Rows of a rank's experts, and of what ranks send each other.
+
+    Args:
+        dropless: of the layers here; None: this rank has none.
+    """
+
+    words = RoomWords(
+        "Expert-parallel ranks had no room for rows",
+        "dispatches had no room for all rows",
+        "this should have run again; please report it.",
+    )
+
+    def __init__(self, dropless: Dropless | None) -> None:
+        self._dropless = dropless
+
+    def for_all(self) -> AbstractContextManager[None]:
+        """See `ExpertRoom`; eager passes have room for whatever comes."""
+        return nullcontext()
+
+    def give(self, load: int) -> None:
+        """See `ExpertRoom`."""
+        if self._dropless is not None:
+            self._dropless.want(load)
+            self._dropless.widen()
+
+
+def _replace(target: Any, methods: dict[str, Callable[..., Any]]) -> Callable[[], None]:
+    """Set methods on one object, and return what puts back those that it had of its own."""
+    held = vars(target)
+    before = {name: held.get(name, _MISSING) for name in methods}
+    held.update(methods)
+
+    def undo() -> None:
+        for name, value in before.items():
+            if value is _MISSING:
+                held.pop(name, None)
+            else:
+                held[name] = value
+
+    return undo

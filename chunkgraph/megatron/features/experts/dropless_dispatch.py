@@ -1,0 +1,281 @@
+"""Megatron's dispatchers without a capacity, with shapes that do not depend on the tokens.
+
+Each class stands in for the methods of one dispatcher in a capture. What is sent and the order of
+rows are Megatron's, so that results have its bits; sizes and places are computed on the device.
+
+With all experts on one rank there are as many rows as tokens times experts of a token. With
+several ranks, pieces that are sent and rows of local experts have a room; a layer says on the
+device whether that was enough.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from chunkgraph.megatron.core.access import import_megatron
+from chunkgraph.megatron.features.experts.dropless_experts import DeviceSplits
+from chunkgraph.megatron.features.experts.dropless_rows import (
+    ChosenRows,
+    PairedRows,
+    Shuffle,
+    pieces_of,
+)
+
+__all__ = ["AllGatherRows", "AllToAllRows", "Dispatch", "RowRoom", "dispatch_of"]
+
+_DISPATCHER = "megatron.core.transformer.moe.token_dispatcher"
+_ALIGNED_ROWS = 8
+
+Note = Callable[[torch.Tensor], None]
+"""Takes whether rows had no room, a scalar on the device."""
+
+
+@dataclass
+class RowRoom:
+    """Rows that a rank has room for, of a piece or of its experts; the same on all ranks.
+
+    Attributes:
+        factor: for each token; None: as many as could come.
+    """
+
+    factor: float | None = None
+
+    def rows(self, num_tokens: int, most: int) -> int:
+        """Return the rows for a microbatch of ``num_tokens``, of which ``most`` could come."""
+        if self.factor is None:
+            return most
+        wanted = int(num_tokens * self.factor) + 1
+        return min(most, wanted + -wanted % _ALIGNED_ROWS)
+
+
+class Dispatch:
+    """What both dispatchers share.
+
+    Args:
+        dispatcher: Megatron's, of one layer.
+        room: of rows, where experts lie on several ranks.
+        note: is told where rows had no room.
+        has_padding: tokens may choose no expert.
+    """
+
+    name = ""
+    names: tuple[str, ...] = ()
+
+    def __init__(self, dispatcher: Any, room: RowRoom, note: Note, *, has_padding: bool) -> None:
+        config = dispatcher.config
+        self._megatrons = dispatcher
+        self._room = room
+        self._note = note
+        self._has_padding = has_padding
+        self._module: Any = import_megatron(_DISPATCHER)
+        self._num_ranks: int = dispatcher.ep_size
+        self._num_local: int = dispatcher.num_local_experts
+        self._top_k: int = config.moe_router_topk
+        self._is_fused = bool(config.moe_permute_fusion) and not has_padding
+        indices = dispatcher.local_expert_indices
+        self._local = slice(indices[0], indices[-1] + 1)
+        self._chosen: ChosenRows | None = None
+
+    def load(self, *args: Any) -> tuple[int, torch.Tensor]:
+        """Return tokens of a microbatch and the room that it asks for, in an eager pass.
+
+        Args:
+            args: of Megatron's method that has the first of `names`.
+        """
+        raise NotImplementedError
+
+    def _most_rows(self, num_tokens: int) -> int:
+        return num_tokens * min(self._top_k, self._num_local)
+
+    def _bounded(self, num_tokens: int, wanted: torch.Tensor) -> int:
+        """Return the rows that there is room for; count it where more were wanted."""
+        most = self._most_rows(num_tokens)
+        rows = self._room.rows(num_tokens, most)
+        if rows < most and torch.is_grad_enabled():
+            self._note(wanted > rows)
+        return rows
+
+
+class AllToAllRows(Dispatch):
+    """In the place of the all-to-all dispatcher: pieces of equal size for each pair of ranks."""
+
+    name = "all-to-all"
+    names = (
+        "dispatch_preprocess",
+        "token_dispatch",
+        "dispatch_postprocess",
+        "combine_preprocess",
+        "token_combine",
+        "combine_postprocess",
+    )
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._counts: torch.Tensor | None = None
+        self._cut: Shuffle | None = None
+        self._pairs: PairedRows | None = None
+        self._ends: torch.Tensor | None = None
+        self._places: torch.Tensor | None = None
+
+    def load(self, *args: Any) -> tuple[int, torch.Tensor]:
+        """See `Dispatch`."""
+        chosen = args[1]
+        by_rank = chosen.sum(0).view(self._num_ranks, self._num_local).sum(1)
+        return chosen.shape[0], by_rank.max()
+
+    def dispatch_preprocess(
+        self, hidden: torch.Tensor, chosen: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sort tokens by expert."""
+        megatrons = self._megatrons
+        megatrons.hidden_shape, megatrons.probs = hidden.shape, probs
+        hidden = hidden.view(-1, hidden.shape[-1])
+        megatrons.hidden_shape_before_permute = hidden.shape
+        num_rows = hidden.shape[0] * self._top_k
+        if self._is_fused:
+            rows, row_probs, self._places, *_ = self._module.permute(
+                hidden, chosen, probs=probs, num_out_tokens=num_rows, fused=True
+            )
+            self._counts = chosen.sum(0)
+            self._ends = self._counts.cumsum(0).int()
+            return rows, row_probs
+        self._chosen = ChosenRows.of(chosen, num_rows, are_exact=not self._has_padding)
+        self._places, self._ends = self._chosen.tokens, self._chosen.ends
+        self._counts = torch.diff(self._ends, prepend=self._ends.new_zeros(1)).long()
+        rows = self._chosen.clear(hidden.index_select(0, self._places))
+        return rows, self._chosen.take(probs)
+
+    def token_dispatch(
+        self, rows: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Send each rank of the experts its piece."""
+        if self._num_ranks == 1:
+            return rows, probs
+        assert self._counts is not None
+        by_rank = self._counts.view(self._num_ranks, self._num_local).sum(1)
+        piece = self._bounded(rows.shape[0] // self._top_k, by_rank.max())
+        self._cut = pieces_of(by_rank, rows.shape[0], piece)
+        group = self._megatrons.ep_group
+        return (
+            self._module.all_to_all(group, self._cut.move(rows)),
+            self._module.all_to_all(group, self._cut.move(probs)),
+        )
+
+    def dispatch_postprocess(
+        self, rows: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, DeviceSplits, torch.Tensor]:
+        """Sort what came by local expert."""
+        megatrons, ends = self._megatrons, self._ends
+        assert ends is not None
+        num_sources = self._num_ranks * megatrons.tp_size
+        if num_sources == 1:
+            return rows, DeviceSplits(ends), probs
+        gather = self._module.gather_from_sequence_parallel_region
+        piece = rows.shape[0] // self._num_ranks
+        if megatrons.tp_size > 1:
+            rows = gather(rows, group=megatrons.tp_group)
+            probs = gather(probs, group=megatrons.tp_group)
+        counts = gather(self._counts, group=megatrons.tp_ep_group)
+        counts = counts.view(self._num_ranks, megatrons.tp_size, -1).transpose(0, 1)
+        counts = counts[:, :, self._local].reshape(num_sources, self._num_local)
+        self._pairs = PairedRows.of(counts, piece)
+        by_expert = self._pairs.by_expert
+        return by_expert.move(rows), DeviceSplits(self._pairs.ends), by_expert.move(probs)
+
+    def combine_preprocess(self, rows: torch.Tensor) -> torch.Tensor:
+        """Put results back to the pieces in which their inputs came."""
+        megatrons = self._megatrons
+        if self._pairs is None:
+            return rows
+        rows = self._pairs.by_expert.move_back(rows)
+        if megatrons.tp_size > 1:
+            scatter = self._module.reduce_scatter_to_sequence_parallel_region
+            summed = scatter(rows.to(megatrons.probs.dtype), group=megatrons.tp_group)
+            rows = summed.to(rows.dtype)
+        return rows
+
+    def token_combine(self, rows: torch.Tensor, *_args: object, **_kwargs: object) -> torch.Tensor:
+        """Send pieces back."""
+        if self._cut is None:
+            return rows
+        pieces = self._module.all_to_all(self._megatrons.ep_group, rows)
+        return self._cut.move_back(pieces)
+
+    def combine_postprocess(self, rows: torch.Tensor) -> torch.Tensor:
+        """Add up the results of each token."""
+        megatrons = self._megatrons
+        if self._chosen is not None:
+            rows = self._chosen.clear(rows)
+        output: torch.Tensor = self._module.unpermute(
+            rows,
+            self._places,
+            restore_shape=megatrons.hidden_shape_before_permute,
+            fused=self._is_fused,
+        )
+        self._chosen = self._pairs = self._cut = None
+        self._places = self._ends = self._counts = megatrons.probs = None
+        return output.view(megatrons.hidden_shape)
+
+
+class AllGatherRows(Dispatch):
+    """In the place of what the all-gather dispatcher does with the tokens of all ranks."""
+
+    name = "all-gather"
+    names = ("dispatch_postprocess", "combine_preprocess")
+
+    def load(self, *_args: Any) -> tuple[int, torch.Tensor]:
+        """See `Dispatch`."""
+        chosen = self._megatrons.routing_map
+        return chosen.shape[0], chosen[:, self._local].sum()
+
+    def dispatch_postprocess(
+        self, hidden: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, DeviceSplits, torch.Tensor]:
+        """Sort the tokens of local experts."""
+        megatrons = self._megatrons
+        megatrons.hidden_shape_before_permute = hidden.shape
+        chosen = megatrons.routing_map[:, self._local].contiguous()
+        num_tokens = hidden.shape[0]
+        are_exact = self._num_ranks == 1 and not self._has_padding
+        num_rows = num_tokens * self._top_k
+        if self._num_ranks > 1:
+            num_rows = self._bounded(num_tokens, chosen.sum())
+        self._chosen = ChosenRows.of(chosen, num_rows, are_exact=are_exact)
+        places = self._chosen.tokens
+        if self._is_fused and are_exact:
+            rows, _, places, *_ = self._module.permute(
+                hidden, chosen, num_out_tokens=num_rows, fused=True
+            )
+        else:
+            rows = self._chosen.clear(hidden.index_select(0, places))
+        megatrons.local_map = chosen
+        megatrons.reversed_local_input_permutation_mapping = places
+        megatrons.routing_map = None
+        local_probs = self._chosen.take(probs[:, self._local].contiguous())
+        return rows, DeviceSplits(self._chosen.ends), local_probs
+
+    def combine_preprocess(self, rows: torch.Tensor) -> torch.Tensor:
+        """Add up the results of each token here."""
+        megatrons, chosen = self._megatrons, self._chosen
+        assert chosen is not None
+        output: torch.Tensor = self._module.unpermute(
+            chosen.clear(rows),
+            megatrons.reversed_local_input_permutation_mapping,
+            restore_shape=megatrons.hidden_shape_before_permute,
+            routing_map=megatrons.local_map,
+            fused=self._is_fused and chosen.unused is None,
+        )
+        self._chosen = megatrons.local_map = None
+        megatrons.reversed_local_input_permutation_mapping = None
+        return output
+
+
+def dispatch_of(dispatcher: Any, room: RowRoom, note: Note, *, has_padding: bool) -> Dispatch:
+    """Return what stands in for Megatron's ``dispatcher``."""
+    gathers = isinstance(dispatcher, import_megatron(_DISPATCHER).MoEAllGatherTokenDispatcher)
+    kind = AllGatherRows if gathers else AllToAllRows
+    return kind(dispatcher, room, note, has_padding=has_padding)

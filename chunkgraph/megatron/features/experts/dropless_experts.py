@@ -1,0 +1,188 @@
+"""Megatron's experts on rows whose numbers only the device knows.
+
+The forward is Megatron's own, with its activations, probabilities and recomputation; its two
+products run on all rows at once (`grouped_gemm`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from chunkgraph.megatron.core.access import patch_attributes, private_names
+from chunkgraph.megatron.features.experts.grouped_gemm import (
+    GroupedGemm,
+    add_biases,
+    choose_gemm,
+    grouped_linear,
+)
+
+__all__ = ["DeviceSplits", "expert_linears", "experts_on_device"]
+
+_EXPERTS = "megatron.core.transformer.moe.experts"
+_Linear = Callable[..., tuple[torch.Tensor, Any]]
+
+
+@dataclass(frozen=True)
+class DeviceSplits:
+    """Where the rows of each local expert end; in the place of ``tokens_per_expert``.
+
+    Attributes:
+        ends: shape [experts], int32, on the device.
+    """
+
+    ends: torch.Tensor
+
+    def tolist(self) -> DeviceSplits:
+        """Megatron asks for a list, and only hands it on."""
+        return self
+
+    def sum(self) -> torch.Tensor:
+        """Return the number of rows in use, a scalar on the device."""
+        return self.ends[-1]
+
+
+@contextmanager
+def experts_on_device() -> Iterator[None]:
+    """Inside, experts that are given `DeviceSplits` compute on them; others are as always."""
+    sequential, grouped = private_names(_EXPERTS, "SequentialMLP", "TEGroupedMLP")
+    with ExitStack() as stack:
+        stack.callback(patch_attributes(sequential, {"forward": _sequential(sequential.forward)}))
+        replaced = {
+            "forward": _grouped(grouped.forward),
+            "_apply_bias": staticmethod(_apply_bias(grouped._apply_bias)),
+        }
+        stack.callback(patch_attributes(grouped, replaced))
+        yield
+
+
+def expert_linears(experts: Any) -> list[list[torch.nn.Parameter]]:
+    """Return the weights of both products of Megatron's ``experts``, by local expert."""
+    if hasattr(experts, "local_experts"):
+        return [
+            [getattr(expert, name).weight for expert in experts.local_experts]
+            for name in ("linear_fc1", "linear_fc2")
+        ]
+    return [_weights(linear, "weight") for linear in (experts.linear_fc1, experts.linear_fc2)]
+
+
+def _gemm(weight: torch.Tensor) -> GroupedGemm:
+    gemm, _ = choose_gemm(weight.device, weight.dtype)
+    assert gemm is not None  # the feature checked it
+    return gemm
+
+
+def _sequential(eager: Callable[..., Any]) -> Callable[..., Any]:
+    """``forward`` of experts that Megatron runs one after the other: the first runs for all."""
+
+    def forward(
+        self: Any, hidden: torch.Tensor, tokens_per_expert: Any, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, None]:
+        if not isinstance(tokens_per_expert, DeviceSplits):
+            result: tuple[torch.Tensor, None] = eager(self, hidden, tokens_per_expert, probs)
+            return result
+        ends, experts = tokens_per_expert.ends, list(self.local_experts)
+        gemm = _gemm(experts[0].linear_fc1.weight)
+        if self.config.moe_apply_probs_on_input:
+            hidden = (probs.unsqueeze(-1) * hidden).to(hidden.dtype)
+            probs = torch.ones_like(probs)
+
+        def linear(name: str) -> _Linear:
+            layers = [getattr(expert, name) for expert in experts]
+            weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
+            _returns_grads(weights)
+
+            def multiply(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+                out = grouped_linear(gemm, rows, ends, weights)
+                if biases[0] is None:
+                    return out, None
+                bias = add_biases(gemm, rows.shape[0], ends, biases)
+                if name == "linear_fc1":
+                    return out, bias
+                out += bias * probs.unsqueeze(-1)
+                return out, None
+
+            return multiply
+
+        first = experts[0]
+        with (
+            _forward(first.linear_fc1, linear("linear_fc1")),
+            _forward(first.linear_fc2, linear("linear_fc2")),
+        ):
+            output, _ = first(hidden, probs)
+        return output, None
+
+    return forward
+
+
+def _grouped(eager: Callable[..., Any]) -> Callable[..., Any]:
+    """``forward`` of experts that Transformer Engine multiplies at once."""
+
+    def forward(self: Any, hidden: torch.Tensor, tokens_per_expert: Any, *args: Any) -> Any:
+        if not isinstance(tokens_per_expert, DeviceSplits):
+            return eager(self, hidden, tokens_per_expert, *args)
+
+        def linear(layer: Any) -> _Linear:
+            weights = _weights(layer, "weight")
+            biases = _weights(layer, "bias") if layer.use_bias else None
+            gemm = _gemm(weights[0])
+            _returns_grads(layer.parameters(recurse=False))
+
+            def multiply(rows: torch.Tensor, splits: DeviceSplits) -> tuple[torch.Tensor, Any]:
+                out = grouped_linear(gemm, rows, splits.ends, weights)
+                if biases is None:
+                    return out, None
+                bias = add_biases(gemm, rows.shape[0], splits.ends, biases)
+                # The second product leaves its bias to `_apply_bias`.
+                return (out, bias) if layer is self.linear_fc2 else (out + bias, None)
+
+            return multiply
+
+        with (
+            _forward(self.linear_fc1, linear(self.linear_fc1)),
+            _forward(self.linear_fc2, linear(self.linear_fc2)),
+        ):
+            return eager(self, hidden, tokens_per_expert, *args)
+
+    return forward
+
+
+def _apply_bias(eager: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def apply(rows: torch.Tensor, bias: Any, splits: Any, probs: torch.Tensor) -> torch.Tensor:
+        if bias is None or not isinstance(splits, DeviceSplits):
+            return eager(rows, bias, splits, probs)
+        return (rows + bias * probs).to(rows.dtype)
+
+    return apply
+
+
+def _returns_grads(parameters: Iterable[Any]) -> None:
+    """Say of parameters that autograd gets their gradients.
+
+    Layers of Megatron's that add them to ``main_grad`` themselves leave a mark for others to see.
+    """
+    for parameter in parameters:
+        if getattr(parameter, "grad_added_to_main_grad", False):
+            parameter.grad_added_to_main_grad = False
+
+
+def _weights(layer: Any, name: str) -> list[Any]:
+    """Return the parameters of a grouped layer by expert, which may be one tensor of all."""
+    whole = getattr(layer, name, None)
+    if isinstance(whole, torch.Tensor):
+        return list(whole.unbind(0))
+    return [getattr(layer, f"{name}{index}") for index in range(layer.num_gemms)]
+
+
+@contextmanager
+def _forward(layer: Any, forward: _Linear) -> Iterator[None]:
+    """Inside, calls of ``layer`` run ``forward``."""
+    layer.forward = forward
+    try:
+        yield
+    finally:
+        del layer.forward

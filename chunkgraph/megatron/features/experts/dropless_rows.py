@@ -1,0 +1,181 @@
+"""Where rows go in a buffer of fixed size, computed on the device: nothing is read on the host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+__all__ = ["ChosenRows", "PairedRows", "Shuffle", "pieces_of"]
+
+
+@dataclass(frozen=True)
+class ChosenRows:
+    """Tokens sorted by the expert that they chose, in a buffer.
+
+    Attributes:
+        pairs: shape [num_rows]: the number of the pair of an expert and a token in the transposed
+            map, experts first; 0 where a row is not in use.
+        tokens: shape [num_rows]: its token.
+        ends: shape [experts], int32: where the rows of each expert end.
+        num_wanted: a scalar, of pairs that were chosen.
+        unused: shape [num_rows], True where no pair is; None: all rows are in use.
+    """
+
+    pairs: torch.Tensor
+    tokens: torch.Tensor
+    ends: torch.Tensor
+    num_wanted: torch.Tensor
+    unused: torch.Tensor | None
+
+    @classmethod
+    def of(cls, chosen: torch.Tensor, num_rows: int, *, are_exact: bool) -> ChosenRows:
+        """Sort the pairs of a map.
+
+        Args:
+            chosen: shape [tokens, experts], bool: who chose whom.
+            num_rows: of the buffer; pairs for which there is no room are left out.
+            are_exact: as many pairs are chosen as there are rows.
+        """
+        num_tokens, num_experts = chosen.shape
+        by_expert = chosen.t().reshape(-1)
+        place = by_expert.cumsum(0)
+        row = torch.where(by_expert & (place <= num_rows), place - 1, num_rows)
+        numbers = torch.arange(row.shape[0], device=row.device)
+        pairs = _scattered(row, numbers, num_rows)
+        wanted = place.view(num_experts, num_tokens)[:, -1]
+        ends = wanted.clamp(max=num_rows).int()
+        return cls(
+            pairs=pairs,
+            tokens=pairs % num_tokens,
+            ends=ends,
+            num_wanted=wanted[-1],
+            unused=None if are_exact else _after(ends, num_rows),
+        )
+
+    def take(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the value of each row's pair, from ``values`` [tokens, experts]."""
+        return self.clear(values.t().contiguous().view(-1).index_select(0, self.pairs))
+
+    def clear(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return ``rows`` with zeros where none is in use, in the backward too."""
+        if self.unused is None:
+            return rows
+        unused = self.unused if rows.dim() == 1 else self.unused[:, None]
+        return rows.masked_fill(unused, 0)
+
+
+class Shuffle:
+    """Moves rows from one buffer to another, each at most once, and gradients back.
+
+    Args:
+        sources: shape [rows of the second buffer]: where each comes from; -1: from nowhere, zeros.
+        targets: shape [rows of the first buffer]: where each goes; -1: nowhere.
+    """
+
+    def __init__(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        self._sources = sources
+        self._targets = targets
+
+    def move(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the second buffer of ``rows``, the first."""
+        moved: torch.Tensor = _Moved.apply(rows, self._sources, self._targets)
+        return moved
+
+    def move_back(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the first buffer of ``rows``, the second."""
+        moved: torch.Tensor = _Moved.apply(rows, self._targets, self._sources)
+        return moved
+
+
+class _Moved(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(targets)
+        return _gathered(rows, sources)
+
+    @staticmethod
+    def backward(ctx: Any, grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (targets,) = ctx.saved_tensors
+        return _gathered(grads, targets), None, None
+
+
+@dataclass(frozen=True)
+class PairedRows:
+    """Equal pieces of a buffer, one from each of several ranks, and their rows by expert.
+
+    Attributes:
+        by_expert: from the pieces to the rows, sorted by expert, then by rank.
+        ends: shape [experts], int32: where the rows of each expert end.
+    """
+
+    by_expert: Shuffle
+    ends: torch.Tensor
+
+    @classmethod
+    def of(cls, counts: torch.Tensor, piece: int) -> PairedRows:
+        """Sort pieces in which rows are sorted by expert.
+
+        Args:
+            counts: shape [ranks, experts]: rows of each expert in each piece.
+            piece: rows of a piece; those for which there is no room in it are not there.
+        """
+        num_ranks, num_experts = counts.shape
+        piece_ends = counts.cumsum(1).clamp(max=piece)
+        begins = torch.nn.functional.pad(piece_ends[:, :-1], (1, 0))
+        counts = piece_ends - begins
+        # Where the rows of each rank begin among all rows: those of an expert lie together.
+        by_expert = counts.t().reshape(-1)
+        starts = (by_expert.cumsum(0) - by_expert).view(num_experts, num_ranks).t()
+        places = torch.arange(piece, device=counts.device).expand(num_ranks, piece).contiguous()
+        expert = torch.searchsorted(piece_ends, places, right=True)
+        is_used = expert < num_experts
+        expert = expert.clamp(max=num_experts - 1)
+        target = starts.gather(1, expert) + places - begins.gather(1, expert)
+        target = torch.where(is_used, target, -1).view(-1)
+        num_rows = num_ranks * piece
+        row = torch.where(target >= 0, target, num_rows)
+        numbers = torch.arange(num_rows, device=counts.device)
+        source = _scattered(row, numbers, num_rows, filler=-1)
+        return cls(Shuffle(source, target), counts.sum(0).cumsum(0).int())
+
+
+def pieces_of(counts: torch.Tensor, num_rows: int, piece: int) -> Shuffle:
+    """Cut rows that are sorted by rank into one piece of equal size for each rank.
+
+    Args:
+        counts: shape [ranks]: rows for each rank.
+        num_rows: of the buffer that is cut.
+        piece: rows of a piece; those for which there is no room in it are left out.
+    """
+    ends = counts.cumsum(0)
+    places = torch.arange(num_rows, device=counts.device)
+    rank = torch.searchsorted(ends, places, right=True)
+    is_used = rank < counts.shape[0]
+    rank = rank.clamp(max=counts.shape[0] - 1)
+    within = places - (ends - counts).index_select(0, rank)
+    target = torch.where(is_used & (within < piece), rank * piece + within, -1)
+    total = counts.shape[0] * piece
+    source = _scattered(torch.where(target >= 0, target, total), places, total, filler=-1)
+    return Shuffle(source, target)
+
+
+def _scattered(
+    row: torch.Tensor, numbers: torch.Tensor, num_rows: int, *, filler: int = 0
+) -> torch.Tensor:
+    """Write each of ``numbers`` to its row; those of row ``num_rows`` are dropped."""
+    made = torch.full((num_rows + 1,), filler, dtype=numbers.dtype, device=numbers.device)
+    return made.scatter_(0, row, numbers)[:num_rows]
+
+
+def _after(ends: torch.Tensor, num_rows: int) -> torch.Tensor:
+    return torch.arange(num_rows, device=ends.device) >= ends[-1]
+
+
+def _gathered(rows: torch.Tensor, sources: torch.Tensor) -> torch.Tensor:
+    unused = sources < 0
+    gathered = rows.index_select(0, sources.clamp(min=0))
+    return gathered.masked_fill_(unused.view(-1, *[1] * (rows.dim() - 1)), 0)

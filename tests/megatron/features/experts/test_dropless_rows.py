@@ -1,0 +1,156 @@
+"""Where rows go without a capacity, against plain loops; products of experts against theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from chunkgraph.graphs import RecorderBackend
+from chunkgraph.megatron.features.experts.dropless_dispatch import RowRoom
+from chunkgraph.megatron.features.experts.dropless_rows import ChosenRows, PairedRows, pieces_of
+from chunkgraph.megatron.features.experts.grouped_gemm import (
+    add_biases,
+    choose_gemm,
+    grouped_linear,
+)
+from chunkgraph.megatron.features.experts.grouped_weights import as_one, lay_together, zero_empty
+
+_SIZES = (3, 5, 4)  # experts, in, out
+
+
+@given(st.integers(1, 6), st.integers(1, 5), st.data())
+@settings(deadline=None)
+def test_tokens_are_sorted_by_expert(num_tokens: int, num_experts: int, data: Any) -> None:
+    flags = st.lists(st.booleans(), min_size=num_experts, max_size=num_experts)
+    chosen = torch.tensor(data.draw(st.lists(flags, min_size=num_tokens, max_size=num_tokens)))
+    pairs = [(e, t) for e in range(num_experts) for t in range(num_tokens) if chosen[t, e]]
+    num_rows = data.draw(st.integers(1, num_tokens * num_experts + 2))
+    kept = pairs[:num_rows]
+    rows = ChosenRows.of(chosen, num_rows, are_exact=False)
+    assert rows.tokens.tolist()[: len(kept)] == [t for _, t in kept]
+    assert rows.ends.tolist() == [sum(e <= i for e, _ in kept) for i in range(num_experts)]
+    assert int(rows.num_wanted) == len(pairs)
+    values = torch.rand(num_tokens, num_experts)
+    expected = [float(values[t, e]) for e, t in kept] + [0.0] * (num_rows - len(kept))
+    assert rows.take(values).tolist() == expected
+
+
+@given(
+    st.integers(1, 3).flatmap(
+        lambda n: st.lists(
+            st.lists(st.integers(0, 3), min_size=n, max_size=n), min_size=1, max_size=4
+        )
+    ),
+    st.integers(1, 12),
+)
+@settings(deadline=None)
+def test_pieces_of_ranks_meet_by_expert_and_come_back(counts: list[list[int]], piece: int) -> None:
+    """Rows without room in a piece are left out, and come back as zeros."""
+    num_experts = len(counts[0])
+    sent, arrived = [], []
+    for rank, of_rank in enumerate(counts):
+        names = [1 + 100 * rank + 10 * e + i for e in range(num_experts) for i in range(of_rank[e])]
+        rows = torch.tensor([float(n) for n in [*names, -7.0]])  # one is not in use
+        cut = pieces_of(torch.tensor([len(names)]), len(rows), piece)
+        sent.append((names, cut))
+        arrived.append(cut.move(rows))
+    paired = PairedRows.of(torch.tensor(counts), piece)
+    moved = paired.by_expert.move(torch.cat(arrived))
+    expected: list[float] = []
+    ends = []
+    for expert in range(num_experts):
+        for rank, (names, _) in enumerate(sent):
+            expected += [float(n) for n in names[:piece] if (n - 1 - 100 * rank) // 10 == expert]
+        ends.append(len(expected))
+    assert paired.ends.tolist() == ends
+    assert moved.tolist() == expected + [0.0] * (len(moved) - len(expected))
+    back = paired.by_expert.move_back(moved).view(len(counts), piece)
+    for (names, cut), of_rank in zip(sent, back, strict=True):
+        kept = [float(n) for n in names[:piece]]
+        assert cut.move_back(of_rank).tolist() == kept + [0.0] * (len(names) + 1 - len(kept))
+
+
+def test_rows_have_room_for_the_load_and_for_no_more_than_all() -> None:
+    assert RowRoom().rows(10, 20) == 20
+    assert RowRoom(0.5).rows(32, 64) == 24  # 17, aligned
+    assert RowRoom(9.0).rows(32, 64) == 64
+
+
+def _weights(dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:
+    experts, width, out = _SIZES
+    return [torch.nn.Parameter(torch.randn(out, width, dtype=dtype)) for _ in range(experts)]
+
+
+def _loop(
+    rows: torch.Tensor, ends: Sequence[int], weights: Sequence[Any], biases: Sequence[Any]
+) -> torch.Tensor:
+    begins = [0, *ends[:-1]]
+    pieces = zip(begins, ends, weights, biases, strict=True)
+    return torch.cat([rows[a:z] @ w.t() + b for a, z, w, b in pieces])
+
+
+@pytest.mark.parametrize("ends", [(2, 2, 6), (0, 0, 0), (0, 8, 8), (3, 5, 7)])
+def test_products_replay_with_other_ends(ends: tuple[int, ...]) -> None:
+    """Recorded with some ends, replayed with others; rows after them are never read."""
+    torch.manual_seed(1)
+    weights = _weights()
+    biases = [torch.nn.Parameter(torch.randn(_SIZES[2])) for _ in weights]
+    rows = torch.randn(8, _SIZES[1], requires_grad=True)
+    places = torch.tensor([1, 4, 8], dtype=torch.int32)
+    grads = torch.randn(8, _SIZES[2])
+    gemm, _ = choose_gemm(rows.device, rows.dtype)
+    assert gemm is not None
+    backend = RecorderBackend()
+    leaves = [rows, *weights, *biases]
+    with backend.capture("products", backend.new_pool("all")) as graph:
+        out = grouped_linear(gemm, rows, places, weights)
+        out = out + add_biases(gemm, rows.shape[0], places, biases)
+        found = torch.autograd.grad(out, leaves, grads)
+    places.copy_(torch.tensor(ends))
+    rows.data[ends[-1] :] = float("nan")
+    grads[ends[-1] :] = float("nan")
+    graph.replay()
+    expected = _loop(rows, ends, weights, biases)
+    assert torch.equal(out[: ends[-1]], expected)
+    of_loop = torch.autograd.grad(expected, leaves, grads[: ends[-1]])
+    assert torch.equal(found[0][: ends[-1]], of_loop[0][: ends[-1]])
+    assert all(map(torch.equal, found[1:], of_loop[1:]))
+
+
+def test_weights_that_lie_together_are_seen_as_one() -> None:
+    weights = _weights(torch.bfloat16)
+    expected = torch.stack([w.detach() for w in weights])
+    copied = as_one(weights)
+    assert torch.equal(copied, expected)
+    weights[1].data.zero_()
+    assert torch.equal(copied, expected)
+    weights[1].data.copy_(expected[1])
+    # An odd number of bytes apart: no product takes that.
+    assert lay_together(weights)
+    assert torch.equal(as_one(weights), expected)
+    assert as_one(weights).data_ptr() != weights[0].data_ptr()
+    wide = [torch.nn.Parameter(torch.randn(4, 8)) for _ in range(3)]
+    expected = torch.stack([w.detach() for w in wide])
+    assert lay_together(wide)
+    seen = as_one(wide)
+    assert seen.data_ptr() == wide[0].data_ptr()
+    wide[2].data.mul_(2)
+    assert torch.equal(seen, torch.stack([w.detach() for w in wide]))
+    assert lay_together(wide)
+    assert as_one(wide).data_ptr() == seen.data_ptr()
+    # Pieces of one buffer stay there.
+    buffer = torch.zeros(3 * 32)
+    pieces = [torch.nn.Parameter(buffer[i * 32 : (i + 1) * 32].view(4, 8)) for i in (2, 1, 0)]
+    assert not lay_together(pieces)
+    assert torch.equal(as_one(pieces), torch.zeros(3, 4, 8))
+
+
+def test_experts_without_rows_get_no_gradient() -> None:
+    grads = torch.full((4, 2, 2), 3.0)
+    zero_empty(grads, torch.tensor([0, 2, 2, 5], dtype=torch.int32))
+    assert [bool(g.any()) for g in grads] == [False, True, False, True]

@@ -1,0 +1,95 @@
+"""Experts on several ranks, whose room is too small in many of a hundred random steps."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from chunkgraph.data import PackedText
+from chunkgraph.megatron import attach
+from chunkgraph.megatron.core.access import import_megatron
+from chunkgraph.megatron.features.experts import dropless
+from chunkgraph.megatron.features.experts.state import forget_expert_metrics, take_expert_metrics
+from chunkgraph.trainer.batches import sequence_batches
+from chunkgraph.trainer.forward_step import forward_step
+from chunkgraph.trainer.model import build_model
+from chunkgraph.trainer.setup import seed_everything
+
+
+def run(config: Any, device: torch.device, case: dict[str, Any]) -> list[dict[str, Any]]:
+    """Train twice, eagerly and with graphs whose room is less than was ever needed.
+
+    Args:
+        config: the run.
+        device: of the model.
+        case: ``num_steps``.
+
+    Returns:
+        By rank: ``differing``: steps and names of what is not equal to the last bit; ``reruns``,
+        ``recaptures``, ``replays`` and ``dropped`` tokens.
+    """
+    eager = _Model(config, device, None)
+    graphs = _Model(config, device, {"num_slots": [1]})
+    differing = []
+    with mock.patch.object(dropless, "_MARGIN", -0.4):
+        for step in range(case["num_steps"]):
+            results = [model.step(step) for model in (eager, graphs)]
+            names = [n for n, value in results[0].items() if not torch.equal(value, results[1][n])]
+            differing += [f"step {step}: {name}" for name in names]
+    counters = graphs.graphs.counters
+    mine = {
+        "differing": differing,
+        "reruns": counters.overflow_reruns["expert capacity"],
+        "recaptures": len(counters.recaptures),
+        "replays": counters.replays,
+        "dropped": sum(graphs.graphs.dropped_tokens(wait=True).values()),
+    }
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, mine)
+    return ranks
+
+
+class _Model:
+    """A model whose routers prefer other experts in every step."""
+
+    def __init__(self, config: Any, device: torch.device, graphs: dict[str, Any] | None) -> None:
+        forget_expert_metrics()
+        seed_everything(config.train.seed, device)
+        self._config, self._device = config, device
+        self._chunks: Any = build_model(config, device)
+        self._text = PackedText.from_file(None, seq_length=config.model.seq_length, seed=1)
+        schedule = import_megatron("megatron.core.pipeline_parallel")
+        self._train = schedule.get_forward_backward_func()
+        self._metrics: Any = None
+        self.graphs: Any = None
+        if graphs is not None:
+            self.graphs = attach(self._chunks, **graphs)
+            self._train = self.graphs.wrap_forward_backward(self._train)
+
+    def step(self, step: int) -> dict[str, torch.Tensor]:
+        """Losses, gradients, buffers and metrics of one step, on one rank or another's experts."""
+        random = torch.Generator().manual_seed(step)
+        for module in self._chunks[0].modules():
+            if getattr(module, "expert_bias", None) is not None:
+                bias = torch.randn(module.expert_bias.shape, generator=random)
+                module.expert_bias.copy_(bias * (0.0, 0.3, 10.0)[step % 3])
+        self._chunks[0].zero_grad_buffer()
+        count = 1 + step % 2
+        data = sequence_batches(self._config, self._text, step, count, self._device)
+        losses = self._train(
+            forward_step_func=forward_step,
+            data_iterator=[data],
+            model=self._chunks,
+            num_microbatches=count,
+            seq_length=self._config.model.seq_length,
+            micro_batch_size=self._config.train.micro_batch_size,
+            forward_only=False,
+        )
+        found = {n: p.main_grad.clone() for n, p in self._chunks[0].named_parameters()}
+        found.update({n: b.clone() for n, b in self._chunks[0].named_buffers()})
+        found["losses"] = torch.tensor([float(loss["lm loss"]) for loss in losses])
+        found.update({n: torch.tensor(v) for n, v in take_expert_metrics().items()})
+        return found
