@@ -44,7 +44,7 @@ def make(
     monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "support"))
     monkeypatch.setenv("MAMBA_DETERMINISTIC", "1")
     made = importlib.import_module("packed_cases")
-    # Pieces for four ranks all have a token from 64 tokens on (docs/packed_training.md).
+    # Pieces for four ranks all have a token from 64 tokens on (docs/packed_sequences.md).
     texts = {
         "short": write_documents(range(9, 110), 200),
         "longer": write_documents(range(64, 110), 200, "longer.txt"),

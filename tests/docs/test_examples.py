@@ -1,4 +1,4 @@
-"""The README's code runs as it stands and does what it says."""
+"""The code of the docs runs as it stands and does what it says."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-README = Path(__file__).resolve().parents[2] / "README.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "slots.md"
 
 
 def test_the_example_runs_and_counts_as_it_says(tmp_path: Path) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     script = tmp_path / "example.py"
     script.write_text(code)
     done = subprocess.run(
