@@ -18,6 +18,7 @@ from .registry import ScheduleFamily, get_family, list_schedules, megatron_sched
 from .schedule import Schedule
 from .shape import PipelineShape
 from .simulate import CostModel, Simulation, Span, simulate
+from .transfers import with_transfers
 from .validate import validate
 
 __all__ = [
@@ -49,4 +50,5 @@ __all__ = [
     "stage_of",
     "text_panels",
     "validate",
+    "with_transfers",
 ]
