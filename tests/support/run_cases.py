@@ -26,6 +26,7 @@ import groups_end_probe
 import isolation_probe
 import packed_probe
 import receive_probe
+import schedule_probe
 import unpadded_probe
 from torch import nn
 
@@ -70,6 +71,8 @@ def run_case(case: dict[str, Any], eager_runs: EagerRuns) -> Any:
     ):
         if case.get("probe") == "receive":
             return receive_probe.run(config, device, case, eager_runs.of)
+        if case.get("probe") == "schedule":
+            return schedule_probe.run(config, device, case, eager_runs.of)
         if case.get("probe") == "packed":
             return packed_probe.run(config, device, case)
         if case.get("probe") == "unpadded":

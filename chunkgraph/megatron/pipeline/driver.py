@@ -1,0 +1,212 @@
+"""A forward-backward function of Megatron's signature that walks a schedule's actions."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from chunkgraph.errors import ConfigError
+from chunkgraph.megatron.core.pipeline_steps import (
+    MegatronSteps,
+    megatron_forward_backward,
+    overlapping_communicator,
+)
+from chunkgraph.megatron.pipeline.exchange import Exchange
+from chunkgraph.megatron.pipeline.gradient_sync import GradientSync
+from chunkgraph.schedules import Action, Op, Schedule, with_transfers
+
+__all__ = ["ScheduleDriver", "SplitBackward"]
+
+
+class SplitBackward(Protocol):
+    """Runs the two halves of a backward apart."""
+
+    def input_grads(self, chunk: int, backward: Callable[[], torch.Tensor | None]) -> Any:
+        """Run ``backward`` so that it leaves weight gradients out; return its result."""
+
+    def weight_grads(self, chunk: int) -> None:
+        """Add the weight gradients of the oldest backward of a chunk that left them out."""
+
+
+class ScheduleDriver:
+    """Runs training steps of Megatron by a schedule; call it like Megatron's own functions.
+
+    Forwards, backwards, losses, transfers and the reduction of gradients are Megatron's. Evaluation
+    runs Megatron's own function.
+
+    Args:
+        build: Returns the schedule for a number of microbatches, the same on all ranks.
+        rank: Of this process in the pipeline.
+        split: Runs I and W; needed for schedules that have them.
+
+    Raises:
+        ConfigError: (when called) the model or the call asks for what only Megatron's own
+            functions do.
+    """
+
+    def __init__(
+        self, build: Callable[[int], Schedule], rank: int, split: SplitBackward | None = None
+    ) -> None:
+        self.rank = rank
+        self.split = split
+        self.schedule = functools.cache(lambda count: with_transfers(build(count)))
+
+    def __call__(self, **keywords: Any) -> list[Any]:
+        """Run one step; see ``megatron.core.pipeline_parallel.get_forward_backward_func``."""
+        if keywords.get("forward_only", False):
+            return megatron_forward_backward()(**keywords)
+        steps = MegatronSteps.of(keywords)
+        _refuse(steps.config, keywords)
+        schedule = self.schedule(steps.num_microbatches)
+        if schedule.num_chunks != len(steps.models):
+            raise ConfigError(
+                f"The schedule {schedule.name!r} has {schedule.num_chunks} model chunk(s) a rank, "
+                f"and the model has {len(steps.models)}. Set the virtual pipeline size to match."
+            )
+        return _Step(self, steps, schedule, keywords).run()
+
+
+class _Step:
+    """One training step on one rank."""
+
+    def __init__(
+        self,
+        driver: ScheduleDriver,
+        steps: MegatronSteps,
+        schedule: Schedule,
+        keywords: dict[str, Any],
+    ) -> None:
+        self._driver = driver
+        self._megatron = steps
+        self._schedule = schedule
+        self._force_all_reduce = bool(keywords.get("force_all_reduce", False))
+        communicator = None
+        if schedule.num_ranks > 1:
+            communicator = overlapping_communicator(
+                keywords.get("p2p_communicator"), steps.groups, steps.config
+            )
+        self._exchange = Exchange(communicator, steps.received_shape(keywords), steps.free_output)
+        self._sync = GradientSync(steps.config, steps.models, schedule, driver.rank)
+        self._in_flight: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
+        device = next(steps.models[0].parameters()).device
+        self._num_tokens = torch.zeros([], dtype=torch.int, device=device)
+
+    def run(self) -> list[Any]:
+        """Walk the rank's actions; return what the last stage reports of its losses."""
+        steps, config = self._megatron, self._megatron.config
+        is_last_rank = self._driver.rank == self._schedule.rank_of(self._schedule.num_stages - 1)
+        embedding = steps.begin(is_last_rank=is_last_rank)
+        if config.timers is not None:
+            barrier = config.barrier_with_L1_time
+            config.timers("forward-backward", log_level=1).start(barrier=barrier)
+        self._start_parameter_gathers()
+        with self._sync.step():
+            for action in self._schedule.actions[self._driver.rank]:
+                if action.op.is_communication:
+                    self._exchange.run(action)
+                    continue
+                with self._sync.around(action):
+                    self._compute(action)
+            self._exchange.end()
+        steps.finish(
+            embedding,
+            self._num_tokens,
+            is_last_rank=is_last_rank,
+            force_all_reduce=self._force_all_reduce,
+        )
+        if config.timers is not None:
+            config.timers("forward-backward").stop()
+        return steps.losses
+
+    def _start_parameter_gathers(self) -> None:
+        functions = self._megatron.config.param_sync_func
+        if functions is None or len(self._megatron.models) == 1:
+            return
+        if not isinstance(functions, (list, tuple)):
+            functions = [functions] * len(self._megatron.models)
+        for function, model in zip(functions, self._megatron.models, strict=True):
+            function(model.parameters())
+
+    def _compute(self, action: Action) -> None:
+        match action.op:
+            case Op.F:
+                self._forward(action)
+            case Op.W:
+                self._split.weight_grads(self._schedule.chunk_of(action.stage))
+            case _:
+                self._backward(action)
+
+    def _forward(self, action: Action) -> None:
+        stage, microbatch = action.stage, action.microbatch
+        is_last = stage == self._schedule.num_stages - 1
+        received = None
+        if stage > 0:
+            received = self._exchange.take(Op.RECV_F, stage, microbatch)
+        output, num_tokens = self._megatron.forward(
+            self._schedule.chunk_of(stage), microbatch, received, is_last=is_last
+        )
+        self._num_tokens += num_tokens
+        self._in_flight[stage, microbatch] = (received, output)
+        if is_last:
+            self._megatron.free_output(output)
+        else:
+            self._exchange.keep(Op.SEND_F, stage, microbatch, output)
+
+    def _backward(self, action: Action) -> None:
+        stage, microbatch = action.stage, action.microbatch
+        received, output = self._in_flight.pop((stage, microbatch))
+        output_grad = None
+        if stage < self._schedule.num_stages - 1:
+            output_grad = self._exchange.take(Op.RECV_B, stage, microbatch)
+        backward = functools.partial(self._megatron.backward, received, output, output_grad)
+        if action.op is Op.I:
+            input_grad = self._split.input_grads(self._schedule.chunk_of(stage), backward)
+        else:
+            input_grad = backward()
+        if stage > 0:
+            assert input_grad is not None
+            self._exchange.keep(Op.SEND_B, stage, microbatch, input_grad)
+
+    @property
+    def _split(self) -> SplitBackward:
+        if self._driver.split is None:
+            raise ConfigError(
+                f"The schedule {self._schedule.name!r} splits backwards, which nothing here does."
+            )
+        return self._driver.split
+
+
+_REFUSED = {
+    "overlap_moe_expert_parallel_comm": "it runs a forward and a backward as one",
+    "fine_grained_activation_offloading": "it follows the order of Megatron's own functions",
+    "num_microbatches_with_partial_activation_checkpoints": "it counts by Megatron's 1F1B",
+    "variable_seq_lengths": "shapes would be exchanged before each tensor, for which hosts wait",
+    "use_ring_exchange_p2p": "it has no requests to wait for",
+    "moe_paged_stash": "it is Megatron's own stash",
+}
+
+
+def _refuse(config: Any, keywords: dict[str, Any]) -> None:
+    """Refuse what only Megatron's own functions do.
+
+    Raises:
+        ConfigError: Names all of it.
+    """
+    refusals = [
+        f"{name}={getattr(config, name)!r}: {why}"
+        for name, why in _REFUSED.items()
+        if getattr(config, name, None) not in (None, False)
+    ]
+    if keywords.get("adjust_tensor_shapes_fn") is not None:
+        refusals.append("adjust_tensor_shapes_fn: all stages exchange tensors of one shape")
+    if getattr(config, "cuda_graph_impl", "none") == "local":
+        refusals.append("cuda_graph_impl='local': Megatron's graphs follow its own functions")
+    if refusals:
+        listed = "".join(f"\n  {refusal}" for refusal in refusals)
+        raise ConfigError(
+            f"A pipeline schedule of chunkgraph cannot run with:{listed}\n"
+            "Leave these out, or train with Megatron's own schedule."
+        )
