@@ -17,6 +17,7 @@ from chunkgraph.megatron.features.packing.bank import PackedBank
 from chunkgraph.megatron.features.packing.steps import Packings
 from chunkgraph.megatron.features.rerun.last_forward import notify_after_last_forward
 from chunkgraph.megatron.features.stash.feature import ExpertStash
+from chunkgraph.megatron.pipeline.driver import ScheduleDriver
 from chunkgraph.megatron.receive import SlotReceiver
 from chunkgraph.megatron.site import Site
 from chunkgraph.megatron.step import Step, StepInputs, StepPlan
@@ -57,6 +58,7 @@ class MegatronChunkGraphs:
         self.num_slots = site.num_slots
         self.receiver = receiver
         self.guard: OverflowGuard | None = None
+        self.driver: ScheduleDriver | None = None
         self.before_run: Callable[[], None] = lambda: None
         self._undo = undo
         self._forget_groups = before_groups_end(self.detach)
@@ -114,6 +116,8 @@ class MegatronChunkGraphs:
         If the context-parallel size changes, training steps take ``contexts``, the bank of each
         microbatch (`PackedBanks.of_schedule`), and ``misfit``.
         """
+        if self.driver is not None:
+            forward_backward = self.driver
 
         def chunk_graph_forward_backward(
             *,

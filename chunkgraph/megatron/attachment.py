@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
 import torch
 from torch import nn
@@ -34,6 +34,7 @@ from chunkgraph.megatron.features.experts.feature import TokenDrops
 from chunkgraph.megatron.features.packing.banks import PackedBanks
 from chunkgraph.megatron.features.packing.options import PackingOptions, packed_banks
 from chunkgraph.megatron.features.rerun.guard import OverflowGuard
+from chunkgraph.megatron.pipeline.driver import ScheduleDriver
 from chunkgraph.megatron.receive import SlotReceiver
 from chunkgraph.megatron.refusals import refuse_model
 from chunkgraph.megatron.site import Site, config_of
@@ -73,6 +74,7 @@ def attach(
     token_drops: TokenDrops = "warn",
     stash: StashOptions | None = None,
     zero_copy: bool = True,
+    schedule: str = "auto",
     features: Iterable[type[Feature]] = FEATURES,
     **engine: Unpack[EngineOptions],
 ) -> MegatronChunkGraphs:
@@ -112,6 +114,9 @@ def attach(
             ``forward_step_func`` must not keep state.
         zero_copy: Receive from other stages directly into slots, and send input gradients from
             slots, where that is safe. False copies them; the results are the same.
+        schedule: Schedule of training steps: a name in `chunkgraph.schedules.list_schedules`, or a
+            CSV file of actions. ``auto`` leaves them to the function that
+            `MegatronChunkGraphs.wrap_forward_backward` gets; any other schedule replaces it.
         features: Kinds of `Feature`, in order; those that apply are installed.
         engine: See `EngineOptions`.
 
@@ -133,6 +138,7 @@ def attach(
         stash=stash,
         zero_copy=zero_copy,
         requested_slots=engine.pop("num_slots", None),
+        requested_schedule=schedule,
     )
     site.packing = packed_banks(packing, site.config)
     refuse_model([refusal for kind in kinds for refusal in kind.refusals(site)])
@@ -143,6 +149,11 @@ def attach(
         site.find_parts(undo)
         installed = Features.install_on(site, kinds, undo)
         chunk_graphs = _chunk_graphs(site, installed, **engine)
+        driver = None
+        if site.schedule is not None:
+            driver = ScheduleDriver(
+                site.schedule.build, site.place.pipeline_rank, chunk_graphs.weights.run
+            )
         receiver = SlotReceiver(
             chunk_graphs,
             site.place,
@@ -150,11 +161,13 @@ def attach(
             zero_copy=zero_copy,
             lends_input_grads=site.lends_input_grads,
             device=site.device,
+            driver=driver,
         )
         for part in site.parts:
             undo.callback(part.restore)
             part.divert_to(installed.call(part, partial(receiver.call, part.index)))
         graphs = MegatronChunkGraphs(site, chunk_graphs, installed, receiver, undo)
+        graphs.driver = driver
         failure.callback(graphs.detach)
         installed.bind(graphs)
         if installed.repeats_steps:
@@ -166,9 +179,11 @@ def attach(
 def _chunk_graphs(site: Site, features: Features, **engine: Any) -> ChunkGraphs:
     """Create the engine of the captured parts."""
     planner = features.planner
+    is_split = site.schedule is not None and site.schedule.splits_backward
+    backward: Literal["whole", "split"] = "split" if is_split else "whole"
     return ChunkGraphs(
         [
-            replace(features.wrap(part), keeps_input_grads=not lends)
+            replace(features.wrap(part), keeps_input_grads=not lends, backward=backward)
             for part, lends in zip(site.parts, site.lends_input_grads, strict=True)
         ],
         site.num_slots,

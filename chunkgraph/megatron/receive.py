@@ -24,8 +24,9 @@ from chunkgraph.megatron.core.p2p import (
     is_plain_communicator,
     make_communicator,
 )
+from chunkgraph.megatron.pipeline.driver import ScheduleDriver
 from chunkgraph.megatron.topology import PipelinePlace
-from chunkgraph.schedules import Op, megatron_schedule
+from chunkgraph.schedules import Op, Schedule, megatron_schedule
 
 __all__ = ["ReceiveOrder", "SlotReceiver", "receiving_lengths", "waits_for_sends"]
 
@@ -46,7 +47,19 @@ class ReceiveOrder:
     num_before: tuple[int, ...]
 
     @classmethod
-    def of(cls, place: PipelinePlace, num_microbatches: int) -> ReceiveOrder:
+    def of(cls, schedule: Schedule, rank: int) -> ReceiveOrder:
+        """Return the order of a rank's receives in a schedule that spells them out."""
+        actions = schedule.actions[rank]
+        forwards = [(a.stage, a.microbatch) for a in actions if a.op is Op.F]
+        received = [a for a in actions if a.op is Op.RECV_F]
+        return cls(
+            forward=tuple(schedule.chunk_of(a.stage) for a in received),
+            num_before=tuple(forwards.index((a.stage, a.microbatch)) for a in received),
+            backward=tuple(schedule.chunk_of(a.stage) for a in actions if a.op is Op.RECV_B),
+        )
+
+    @classmethod
+    def of_megatron(cls, place: PipelinePlace, num_microbatches: int) -> ReceiveOrder:
         """Return the order in one step of Megatron's schedule.
 
         Raises:
@@ -55,17 +68,7 @@ class ReceiveOrder:
         schedule = megatron_schedule(
             place.pipeline_size, place.num_chunks, num_microbatches, place.group_size
         )
-        actions = schedule.compute_actions(place.pipeline_rank)
-        forwards = [a for a in actions if a.op is Op.F]
-        return cls(
-            forward=tuple(schedule.chunk_of(a.stage) for a in forwards if a.stage > 0),
-            num_before=tuple(n for n, a in enumerate(forwards) if a.stage > 0),
-            backward=tuple(
-                schedule.chunk_of(a.stage)
-                for a in actions
-                if a.op is Op.B and a.stage < schedule.num_stages - 1
-            ),
-        )
+        return cls.of(schedule.with_communication(), place.pipeline_rank)
 
 
 def _with_rows(chunks: Sequence[int], rows: Sequence[int] | None) -> deque[tuple[int, int | None]]:
@@ -108,6 +111,7 @@ class SlotReceiver:
         lends_input_grads: For each chunk, whether its input gradient is the slot's memory
             (``Chunk.keeps_input_grads`` is False), which the next backward overwrites.
         device: Device of received tensors.
+        driver: Runs the training steps instead of Megatron's schedule; None if nothing does.
 
     Attributes:
         num_received_in_place: Number of receives of replayed steps so far that went into a slot.
@@ -126,7 +130,9 @@ class SlotReceiver:
         zero_copy: bool,
         lends_input_grads: Sequence[bool],
         device: torch.device | None = None,
+        driver: ScheduleDriver | None = None,
     ) -> None:
+        self._driver = driver
         self.num_received_in_place = 0
         self.num_received_copied = 0
         self.off_because = ""
@@ -304,7 +310,7 @@ class SlotReceiver:
         """Return why this step must use Megatron's receives, or ""."""
         if self._place.pipeline_size == 1:
             return "there is no pipeline"
-        if not is_pipelining_schedule(forward_backward):
+        if not self._takes_communicator(forward_backward):
             return "not Megatron's pipeline schedule, or one that takes no communicator"
         communicator, groups = keywords.get("p2p_communicator"), keywords.get("pg_collection")
         if (communicator is None) != (groups is None):
@@ -327,6 +333,10 @@ class SlotReceiver:
             return "Megatron refuses this number of microbatches"
         return ""
 
+    def _takes_communicator(self, forward_backward: Callable[..., Any]) -> bool:
+        is_driver = self._driver is not None and forward_backward is self._driver
+        return is_driver or is_pipelining_schedule(forward_backward)
+
     def _sends_as_megatron(
         self, forward_backward: Callable[..., Any], keywords: Mapping[str, Any]
     ) -> bool:
@@ -338,7 +348,11 @@ class SlotReceiver:
     def _order(self, num_microbatches: int) -> ReceiveOrder | None:
         if num_microbatches not in self._orders:
             try:
-                order = ReceiveOrder.of(self._place, num_microbatches)
+                if self._driver is None:
+                    order = ReceiveOrder.of_megatron(self._place, num_microbatches)
+                else:
+                    schedule = self._driver.schedule(num_microbatches)
+                    order = ReceiveOrder.of(schedule, self._place.pipeline_rank)
             except TopologyError:
                 order = None
             self._orders[num_microbatches] = order

@@ -17,6 +17,7 @@ from chunkgraph.errors import ChunkGraphError, ConfigError
 from chunkgraph.megatron.captured_part import CapturedPart, Scope, new_part
 from chunkgraph.megatron.core.collectives import agree_by_maximum
 from chunkgraph.megatron.module_hooks import refuse_hooks
+from chunkgraph.megatron.pipeline.choice import PipelineSchedule
 from chunkgraph.megatron.receive import waits_for_sends
 from chunkgraph.megatron.scope_choice import ChosenScope, choose_scope
 from chunkgraph.megatron.topology import PipelinePlace
@@ -40,6 +41,7 @@ class Site:
         requested_slots: Requested number of slots of each chunk; None for the default.
         parts: The captured part of each chunk; set by `find_parts`, like the following ones.
         scope: The captured scope, the same on all ranks.
+        schedule: The schedule that drives training steps; None for Megatron's own.
         num_slots: Number of slots of each chunk.
         agree: Element-wise maximum over all ranks; None in a job of one rank.
         config: Megatron's TransformerConfig.
@@ -55,9 +57,11 @@ class Site:
     stash: StashOptions | None = None
     zero_copy: bool = True
     requested_slots: Sequence[int] | None = None
+    requested_schedule: str = "auto"
     parts: tuple[CapturedPart, ...] = ()
     scope: ChosenScope = field(init=False)
     num_slots: tuple[int, ...] = ()
+    schedule: PipelineSchedule | None = None
     agree: Maximum | None = None
 
     config: Any = field(init=False)
@@ -70,6 +74,8 @@ class Site:
         self.config = config_of(self.chunks[0])
         self.place = PipelinePlace.current(len(self.chunks), self.config)
         self.device = _device_of(self.chunks[0])
+        if self.requested_schedule != "auto":
+            self.schedule = PipelineSchedule.of(self.requested_schedule, self.place)
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -114,7 +120,8 @@ class Site:
             refuse_hooks(part.inner_modules, part.label)
         slots = self.requested_slots
         if slots is None:
-            slots = self.place.num_slots(are_shared=self.options.shared_slots)
+            source = self.place if self.schedule is None else self.schedule
+            slots = source.num_slots(are_shared=self.options.shared_slots)
         self.num_slots = check_counts(len(self.parts), slots)
         if self.packing is not None:
             self.num_slots = self.packing.limit_slots(self.num_slots)
@@ -123,7 +130,7 @@ class Site:
     def lends_input_grads(self) -> list[bool]:
         """Return, for each chunk, whether its input gradients are sent from its slots' memory."""
         # Stage 0 sends none, so its input gradient may be used anywhere.
-        lends = self.zero_copy and waits_for_sends(self.config)
+        lends = self.zero_copy and self.schedule is None and waits_for_sends(self.config)
         return [lends and self.place.stage(c) > 0 for c in range(len(self.chunks))]
 
 

@@ -32,6 +32,12 @@ class PipelineConfig:
         bounds=POSITIVE,
         megatron="--microbatch-group-size-per-virtual-pipeline-stage",
     )
+    schedule: str = setting(
+        "auto",
+        help="Schedule of training steps: a name that chunkgraph plan --help lists, or a CSV file "
+        "of actions. auto: Megatron's own, 1F1B or interleaved.",
+        flag="--pipeline-schedule",
+    )
     tensor_model_parallel_size: int = setting(
         1,
         help="Number of tensor-parallel ranks, which split each layer.",

@@ -128,7 +128,6 @@ def run_training(
         steps, num_late_captures = _train_steps(model, on_step)
         totals = RankTotals(
             captures_after_first_session=num_late_captures,
-            num_graphs=2 * sum(record.captures for record in steps),
         )
         if device.type == "cuda":
             totals.reserved_bytes = torch.cuda.max_memory_reserved(device)
@@ -173,6 +172,7 @@ def _add_graphs(totals: RankTotals, graphs: MegatronChunkGraphs) -> None:
     totals.missing_banks = dict(counters.missing_banks)
     totals.replays_of_bank = graphs.replays_of_bank
     if graphs.engine.report is not None:
+        totals.num_graphs = graphs.engine.report.num_graphs
         totals.memsets_kept = graphs.engine.report.memsets_kept
     if graphs.stash is not None and graphs.stash.size is not None:
         totals.stash_bytes = graphs.stash.size.device_bytes

@@ -119,6 +119,7 @@ class TrainedModel:
             scope=config.capture.scope,
             options=capture_options(config),
             packing=self.batches.banks,
+            schedule=config.pipeline.schedule,
             progress=on_capture,
             token_drops=config.moe.token_drops,
             stash=stash_options(config.stash),

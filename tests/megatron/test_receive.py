@@ -168,7 +168,7 @@ def test_groups_larger_than_the_pipeline(
 def test_order_of_receives() -> None:
     def order(rank: int, num_microbatches: int, num_chunks: int = 2) -> ReceiveOrder:
         place = PipelinePlace(rank, rank, 2, num_chunks, 2)
-        return ReceiveOrder.of(place, num_microbatches)
+        return ReceiveOrder.of_megatron(place, num_microbatches)
 
     assert order(0, 3, 1) == ReceiveOrder(forward=(), backward=(0, 0, 0), num_before=())
     assert order(1, 3, 1) == ReceiveOrder(forward=(0, 0, 0), backward=(), num_before=(0, 1, 2))

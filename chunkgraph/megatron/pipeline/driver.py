@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -18,17 +18,7 @@ from chunkgraph.megatron.pipeline.exchange import Exchange
 from chunkgraph.megatron.pipeline.gradient_sync import GradientSync
 from chunkgraph.schedules import Action, Op, Schedule, with_transfers
 
-__all__ = ["ScheduleDriver", "SplitBackward"]
-
-
-class SplitBackward(Protocol):
-    """Runs the two halves of a backward apart."""
-
-    def input_grads(self, chunk: int, backward: Callable[[], torch.Tensor | None]) -> Any:
-        """Run ``backward`` so that it leaves weight gradients out; return its result."""
-
-    def weight_grads(self, chunk: int) -> None:
-        """Add the weight gradients of the oldest backward of a chunk that left them out."""
+__all__ = ["ScheduleDriver"]
 
 
 class ScheduleDriver:
@@ -40,7 +30,8 @@ class ScheduleDriver:
     Args:
         build: Returns the schedule for a number of microbatches, the same on all ranks.
         rank: Of this process in the pipeline.
-        split: Runs I and W; needed for schedules that have them.
+        run_weights: Adds the weight gradients that the oldest backward of a chunk has left out; the
+            argument is the chunk. None: backwards compute all gradients, and W does nothing.
 
     Raises:
         ConfigError: (when called) the model or the call asks for what only Megatron's own
@@ -48,10 +39,13 @@ class ScheduleDriver:
     """
 
     def __init__(
-        self, build: Callable[[int], Schedule], rank: int, split: SplitBackward | None = None
+        self,
+        build: Callable[[int], Schedule],
+        rank: int,
+        run_weights: Callable[[int], None] | None = None,
     ) -> None:
         self.rank = rank
-        self.split = split
+        self.run_weights = run_weights
         self.schedule = functools.cache(lambda count: with_transfers(build(count)))
 
     def __call__(self, **keywords: Any) -> list[Any]:
@@ -82,6 +76,7 @@ class _Step:
         self._driver = driver
         self._megatron = steps
         self._schedule = schedule
+        self._is_split = any(action.op is Op.W for _, action in schedule)
         self._force_all_reduce = bool(keywords.get("force_all_reduce", False))
         communicator = None
         if schedule.num_ranks > 1:
@@ -135,7 +130,8 @@ class _Step:
             case Op.F:
                 self._forward(action)
             case Op.W:
-                self._split.weight_grads(self._schedule.chunk_of(action.stage))
+                if self._driver.run_weights is not None:
+                    self._driver.run_weights(self._schedule.chunk_of(action.stage))
             case _:
                 self._backward(action)
 
@@ -161,22 +157,12 @@ class _Step:
         output_grad = None
         if stage < self._schedule.num_stages - 1:
             output_grad = self._exchange.take(Op.RECV_B, stage, microbatch)
-        backward = functools.partial(self._megatron.backward, received, output, output_grad)
-        if action.op is Op.I:
-            input_grad = self._split.input_grads(self._schedule.chunk_of(stage), backward)
-        else:
-            input_grad = backward()
+        input_grad = self._megatron.backward(received, output, output_grad)
+        if action.op is Op.B and self._is_split and self._driver.run_weights is not None:
+            self._driver.run_weights(self._schedule.chunk_of(stage))
         if stage > 0:
             assert input_grad is not None
             self._exchange.keep(Op.SEND_B, stage, microbatch, input_grad)
-
-    @property
-    def _split(self) -> SplitBackward:
-        if self._driver.split is None:
-            raise ConfigError(
-                f"The schedule {self._schedule.name!r} splits backwards, which nothing here does."
-            )
-        return self._driver.split
 
 
 _REFUSED = {

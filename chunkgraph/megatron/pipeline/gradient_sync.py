@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
-from chunkgraph.schedules import Action, Schedule
+from chunkgraph.schedules import Action, Op, Schedule
 
 __all__ = ["GradientSync"]
 
@@ -34,12 +35,19 @@ class GradientSync:
         is_list = isinstance(starts, (list, tuple))
         self._starts = list(starts) if is_list else [starts] * len(models)
         self._models = models
+        # The last actions of each chunk that add to its gradients. An eager backward adds them in
+        # I already, so that I and W of the last microbatch both let reductions begin.
         self._last: dict[Action, int] = {}
-        last_of: dict[int, Action] = {}
+        self._final: set[Action] = set()
+        last: dict[int, Action] = {}
         for action in schedule.compute_actions(rank):
             if action.op.ends_lifetime:
-                last_of[schedule.chunk_of(action.stage)] = action
-        self._last = {action: chunk for chunk, action in last_of.items()}
+                last[schedule.chunk_of(action.stage)] = action
+        for chunk, action in last.items():
+            self._final.add(action)
+            self._last[action] = chunk
+            if action.op is Op.W:
+                self._last[replace(action, op=Op.I)] = chunk
         self._held: contextlib.ExitStack | None = None
 
     @contextlib.contextmanager
@@ -62,11 +70,13 @@ class GradientSync:
         if start is None:
             self._let_go()
             yield
-        else:
-            yield
+            self._hold()
+            return
+        yield
+        if action in self._final:
             self._let_go()
             start(self._models[chunk].parameters())
-        self._hold()
+            self._hold()
 
     def _hold(self) -> None:
         self._held = contextlib.ExitStack()

@@ -64,6 +64,35 @@ def test_eager_steps_equal_megatrons_functions(
     )
 
 
+def test_zero_bubble_on_graphs_equals_megatrons_1f1b(
+    run_equal: Callable[..., Any], make_config: Callable[..., Any]
+) -> None:
+    dropout = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+    pp2 = {"pipeline_model_parallel_size": 2}
+    vpp2 = {**pp2, "virtual_pipeline_model_parallel_size": 2}
+
+    def case(schedule: str, pipeline: dict[str, Any], counts: list[int], **more: Any) -> Any:
+        case = _case(make_config, schedule, {**pipeline, "schedule": schedule}, counts, **more)
+        return {"config": case["config"]}
+
+    results = run_equal(
+        {
+            "1f1b": case("1f1b", pp2, [2, 5, 1, 3]),
+            "zb-h1": case("zb-h1", pp2, [1, 2, 5, 1, 3], model=dropout),
+            "tied": case(
+                "zb-h1", pp2, [2, 3, 4], model={"untie_embeddings_and_output_weights": False}
+            ),
+            "overlap": case("zb-h1", pp2, [3, 4, 2], train={"overlap_grad_reduce": True}),
+            "interleaved": case("interleaved", vpp2, [2, 4, 2]),
+            "interleaved-zb": case("interleaved-zb", vpp2, [2, 4, 6, 2], model=dropout),
+        },
+        2,
+    )
+    # Both ranks have two slots, and the first stage has no input gradient to compute.
+    assert results["1f1b"]["num_graphs"] == 2 * (2 + 1)
+    assert results["zb-h1"]["num_graphs"] == 2 * 2 + 3 * 2
+
+
 def test_four_ranks(run_cases: Callable[..., Any], make_config: Callable[..., Any]) -> None:
     pp4 = {"pipeline_model_parallel_size": 4}
     pp2 = {"pipeline_model_parallel_size": 2}

@@ -1,0 +1,144 @@
+"""The schedule of a pipeline, by name or from a file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from chunkgraph.errors import ConfigError
+from chunkgraph.megatron.topology import PipelinePlace
+from chunkgraph.schedules import (
+    Op,
+    Placement,
+    Schedule,
+    build_schedule,
+    get_family,
+    legal_counts,
+    validate,
+)
+from chunkgraph.slots import plan_slots
+
+__all__ = ["PipelineSchedule"]
+
+_FILE_SUFFIX = ".csv"
+
+
+@dataclass(frozen=True)
+class PipelineSchedule:
+    """A schedule for one rank of Megatron's pipeline.
+
+    Attributes:
+        name: A name in `chunkgraph.schedules.list_schedules`, or a CSV file of actions.
+        place: The rank's place.
+        file: The schedule of the file; it has one number of microbatches. None for a name.
+    """
+
+    name: str
+    place: PipelinePlace
+    file: Schedule | None = None
+
+    @classmethod
+    def of(cls, name: str, place: PipelinePlace) -> PipelineSchedule:
+        """Look a schedule up, or read it.
+
+        Raises:
+            ConfigError: There is no such schedule, or it does not go with Megatron's stages.
+            ScheduleError: The file holds no valid schedule.
+        """
+        if name.endswith(_FILE_SUFFIX):
+            return cls(name, place, _read(name, place))
+        if get_family(name).placement is not Placement.LOOP:
+            raise ConfigError(
+                f"The schedule {name!r} places stages in a V, and Megatron's pipelines are loops: "
+                "rank r holds the stages r, r + size, ... Use 'zb-h1' or 'interleaved-zb'."
+            )
+        return cls(name, place)
+
+    def build(self, num_microbatches: int) -> Schedule:
+        """Build the schedule of a step.
+
+        Raises:
+            ConfigError: The file is for another number of microbatches.
+            TopologyError: The schedule does not take this number.
+        """
+        if self.file is None:
+            place = self.place
+            return build_schedule(
+                self.name,
+                num_ranks=place.pipeline_size,
+                num_chunks=place.num_chunks,
+                num_microbatches=num_microbatches,
+                group_size=place.group_size,
+            )
+        if self.file.num_microbatches != num_microbatches:
+            raise ConfigError(
+                f"{self.name} is a schedule of {self.file.num_microbatches} microbatches, and the "
+                f"step has {num_microbatches}. Change the batch size, or use a schedule by name."
+            )
+        return self.file
+
+    @property
+    def splits_backward(self) -> bool:
+        """Return whether backwards are split into input and weight gradients."""
+        schedule = self.file
+        if schedule is None:
+            place = self.place
+            counts = legal_counts(
+                2 * max(place.group_size, place.pipeline_size),
+                num_ranks=place.pipeline_size,
+                num_chunks=place.num_chunks,
+                group_size=place.group_size if place.num_chunks > 1 else None,
+                schedule=self.name,
+            )
+            schedule = self.build(counts[-1])
+        return any(action.op is Op.W for _, action in schedule)
+
+    def num_slots(self, *, are_shared: bool) -> tuple[int, ...]:
+        """Return the slots that each chunk needs.
+
+        Args:
+            are_shared: Whether all chunks share their slots.
+        """
+        place = self.place
+        if self.file is None:
+            plan = plan_slots(
+                place.pipeline_size,
+                place.num_chunks,
+                place.group_size,
+                rank=place.pipeline_rank,
+                schedule=self.name,
+            )
+            peak, per_chunk = plan.peak_in_flight, plan.slots_per_chunk
+        else:
+            peak, per_chunk = _in_flight(self.file, place.pipeline_rank)
+        return (peak,) * place.num_chunks if are_shared else per_chunk
+
+
+def _read(name: str, place: PipelinePlace) -> Schedule:
+    try:
+        text = Path(name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{name}: cannot read the schedule: {error}.") from None
+    schedule = Schedule.from_csv(text, name=name)
+    sizes = (schedule.num_ranks, schedule.num_chunks)
+    if sizes != (place.pipeline_size, place.num_chunks):
+        raise ConfigError(
+            f"{name} has {sizes[0]} ranks of {sizes[1]} chunk(s), and the pipeline has "
+            f"{place.pipeline_size} of {place.num_chunks}."
+        )
+    validate(schedule)
+    return schedule
+
+
+def _in_flight(schedule: Schedule, rank: int) -> tuple[int, tuple[int, ...]]:
+    """Return the most microbatches in flight on a rank, together and by chunk."""
+    now = [0] * schedule.num_chunks
+    most, peak = list(now), 0
+    for action in schedule.compute_actions(rank):
+        chunk = schedule.chunk_of(action.stage)
+        if action.op is Op.F:
+            now[chunk] += 1
+            most[chunk], peak = max(most[chunk], now[chunk]), max(peak, sum(now))
+        elif action.op.ends_lifetime:
+            now[chunk] -= 1
+    return peak, tuple(most)
