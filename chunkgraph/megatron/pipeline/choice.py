@@ -13,7 +13,6 @@ from chunkgraph.schedules import (
     Schedule,
     build_schedule,
     get_family,
-    legal_counts,
     validate,
 )
 from chunkgraph.slots import plan_slots
@@ -80,18 +79,9 @@ class PipelineSchedule:
     @property
     def splits_backward(self) -> bool:
         """Return whether backwards are split into input and weight gradients."""
-        schedule = self.file
-        if schedule is None:
-            place = self.place
-            counts = legal_counts(
-                2 * max(place.group_size, place.pipeline_size),
-                num_ranks=place.pipeline_size,
-                num_chunks=place.num_chunks,
-                group_size=place.group_size if place.num_chunks > 1 else None,
-                schedule=self.name,
-            )
-            schedule = self.build(counts[-1])
-        return any(action.op is Op.W for _, action in schedule)
+        if self.file is None:
+            return get_family(self.name).splits_backward
+        return any(action.op is Op.W for _, action in self.file)
 
     def num_slots(self, *, are_shared: bool) -> tuple[int, ...]:
         """Return the slots that each chunk needs.
