@@ -55,7 +55,7 @@ def document(**changes_of_chunk: Any) -> BenchDocument:
     ("arguments", "message"),
     [
         ([CONFIG, "--variants", "eager,fast"], "there is no 'fast'"),
-        ([CONFIG, "--variants", "eager,eager"], "each once"),
+        ([CONFIG, "--variants", "eager,eager"], "each only once"),
         ([CONFIG, "--variants", ","], "name at least one"),
         ([CONFIG, "bench.num_warmup_steps=1"], "Set bench.num_warmup_steps to 2 or more"),
         ([CONFIG, "bench.num_steps=0"], "bench.num_steps is 0"),

@@ -471,7 +471,7 @@ def test_banks_that_cannot_be_planned(run, config):
     for arguments, message in (
         (("--pp", 2, "--cuda-graph-cp-sizes", 2), "banks need a CONFIG"),
         ((config, "--cuda-graph-max-packed-tokens", 8), "goes with --cuda-graph-cp-sizes"),
-        ((config, "--cuda-graph-cp-sizes", 3), "3 is no power of two"),
+        ((config, "--cuda-graph-cp-sizes", 3), "3 is not a power of two"),
         (
             (config, "--cuda-graph-cp-sizes", 1, 2, "--cuda-graph-max-packed-tokens", 0),
             "0 tokens per rank",
