@@ -121,7 +121,7 @@ class StageReplays:
         """Be chunk ``index`` of a rank's graphs from now on."""
         self._graphs, self._index = graphs, index
         if self.chunk.is_split:
-            if self._stage.dw_builder is not None:
+            if self._stage.dw_builder is not None and self._stage.replays is None:
                 raise ConfigError(
                     f"{self.chunk.label} has a dw_builder. Leave it out: the weight gradients of a "
                     "captured stage are a graph of their own. A module that delays them by itself "

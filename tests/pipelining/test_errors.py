@@ -17,6 +17,7 @@ from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
     ScheduleGPipe,
+    ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
 )
 from torch.distributed.tensor import distribute_tensor
@@ -163,6 +164,17 @@ def test_parameters_that_are_dtensors_are_refused(pipeline: Make) -> None:
     module.weight = nn.Parameter(distribute_tensor(module.weight.detach(), mesh))
     with pytest.raises(ConfigError, match="weight is a DTensor"):
         pipeline(module)
+
+
+@pytest.mark.parametrize("cls", [ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble])
+def test_stages_may_be_captured_again_for_another_shape(pipeline: Make, cls: type) -> None:
+    one = pipeline(nn.Linear(4, 4), nn.Linear(4, 4), cls=cls)
+    for rows in (2, 3):
+        for _ in range(2):
+            one.step(rows=rows)
+        assert one.schedules.graphs.counters.replayed_steps == 1
+        one.schedules.graphs.release()
+        one.schedules = GraphedSchedule(one.stages, one.make, (2,))
 
 
 def test_a_schedule_without_loss_calls_the_modules(one_rank: None) -> None:
