@@ -257,6 +257,11 @@ def packed_experts_split() -> Any:
     return _split_layer(packed_experts())
 
 
+def experts_split() -> Any:
+    """The local spec with experts and `SplitNorm`."""
+    return _split_layer(get_gpt_layer_local_spec(num_experts=4))
+
+
 def _split_layer(spec: Any) -> Any:
     spec.submodules.input_layernorm = SplitNorm
     spec.submodules.pre_mlp_layernorm = SplitNorm
