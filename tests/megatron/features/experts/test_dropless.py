@@ -122,6 +122,24 @@ def test_one_rank(
     _check(run_equal(cases, 1, timeout_s=180.0))
 
 
+def test_experts_that_are_multiplied_at_once(
+    run_equal: Callable[..., Any], make_config: Callable[..., Any]
+) -> None:
+    """Megatron's experts of Transformer Engine, with a stand-in for its layer: see `user_specs`."""
+    grouped = {"layer_spec": "user_specs:grouped_experts"}
+    many = {**_BIASED, "moe_grouped_gemm": True}
+    cases = {
+        "gated": _case(make_config, many, model=grouped),
+        "plain": _case(
+            make_config,
+            {**many, **_GATHERED, "moe_shared_expert_intermediate_size": None},
+            model={**grouped, "swiglu": False},
+            capture={"verify": "poison"},
+        ),
+    }
+    _check(run_equal(cases, 1))
+
+
 def test_two_ranks(
     run_equal: Callable[..., Any], make_config: Callable[..., Any], once: Callable[..., Any]
 ) -> None:
