@@ -32,7 +32,7 @@ PIP_INSTALL := $(PIP_QUIET) install --no-compile
 # Who has no more tests takes some of the other's, so that all processes end together.
 PYTEST := -m pytest -q -n $(JOBS) --dist worksteal
 
-.PHONY: help train test test-first test-gpu lint clean
+.PHONY: help train test test-first test-gpu lint docs pictures dist clean
 .DEFAULT_GOAL := help
 
 help: ## Show this
@@ -58,6 +58,22 @@ test-gpu: $(VENV)/.installed ## The tests that need GPUs; fails where there is n
 	@# In order, those first that need most GPUs.
 	@CHUNKGRAPH_REQUIRE_GPU=1 $(VENV)/bin/python -m pytest -q -n $(GPU_JOBS) --dist load \
 	  --maxschedchunk 1 --durations 0 -m "gpu or multigpu"
+
+docs: $(VENV)/.docs ## The documentation as a site in site/; fails for a broken link
+	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
+
+$(VENV)/.docs: $(VENV)/.installed pyproject.toml
+	@$(VENV)/bin/python $(PIP_QUIET) install -e '.[docs]'
+	@touch $@
+
+pictures: $(VENV)/.installed ## Draw the pictures of the documentation again
+	@$(VENV)/bin/python scripts/pictures.py
+
+dist: $(VENV)/.installed ## Build and check what would be published, in dist/
+	@rm -rf dist
+	@$(VENV)/bin/python $(PIP_QUIET) install build twine
+	@$(VENV)/bin/python -m build --outdir dist . > /dev/null
+	@$(VENV)/bin/twine check --strict dist/*
 
 lint: $(VENV)/.installed ## ruff, mypy and import-linter
 	@echo "== ruff"

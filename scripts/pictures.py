@@ -1,0 +1,58 @@
+"""Draw the pictures of the documentation: ``make pictures``."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+_RUNS = {"256": "dense_pp2_s256", "1024": "dense_pp2", "4096": "dense_pp2_s4096"}
+"""Bench documents by sequence length."""
+_VARIANTS = {
+    "eager": ("eager", "#9a9a9a"),
+    "transformer_engine": ("per-layer graphs (Transformer Engine)", "#6c8ebf"),
+    "chunk": ("chunk graphs", "#d1495b"),
+}
+
+
+def draw_speed(path: Path) -> None:
+    """Draw step times relative to eager training, by sequence length."""
+    import matplotlib as mpl
+
+    mpl.use("agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 3.2), dpi=120, layout="constrained")
+    height = 0.26
+    for place, name in enumerate(_RUNS.values()):
+        document = json.loads((ROOT / "benchmarks" / f"{name}.json").read_text(encoding="utf-8"))
+        times_ms = {v["name"]: v["step_ms"] for v in document["variants"]}
+        for offset, (variant, (label, colour)) in enumerate(_VARIANTS.items()):
+            share = times_ms[variant] / times_ms["eager"]
+            y = place + (offset - 1) * height
+            axes.barh(y, share, height * 0.9, color=colour, label=label if not place else None)
+            text = f"{share:.2f}   {times_ms[variant]:.0f} ms"
+            axes.text(share + 0.01, y, text, va="center", fontsize=9)
+    axes.set_yticks(range(len(_RUNS)), [f"sequence {length}" for length in _RUNS])
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.18)
+    axes.set_xlabel("step time, eager training = 1")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(loc="lower center", bbox_to_anchor=(0.45, 1.0), ncols=3, frameon=False, fontsize=9)
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def draw_schedule(path: Path) -> None:
+    """Draw an interleaved schedule with its slots."""
+    sizes = ["--pp", "2", "--vpp", "2", "--num-microbatches", "6"]
+    command = [sys.executable, "-m", "chunkgraph.cli", "plan", *sizes, "--svg", str(path)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+
+
+if __name__ == "__main__":
+    draw_speed(DOCS / "speed.png")
+    draw_schedule(DOCS / "schedule.svg")
