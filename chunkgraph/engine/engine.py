@@ -245,7 +245,9 @@ class ChunkGraphs:
         if self.mode is not StepMode.OUTSIDE:
             raise SlotError("A step was begun inside a step; end the first one before.")
         arguments.check_shape_key(shape_key)
-        misfit, plan_digest = self._decider.told(misfit, plan_digest, forward_only=forward_only)
+        misfit, plan_digest = self._decider.resolve_misfit(
+            misfit, plan_digest, forward_only=forward_only
+        )
         if not (misfit or forward_only or eager):
             self._banks.check(banks, num_microbatches)
         self._banks.begin_step(banks)

@@ -66,7 +66,7 @@ class Agreement:
         Args:
             kind: of step.
             values: what this rank asks.
-            is_settled: whether the answer can be used, told alike on all ranks by the answer; if
+            is_settled: whether the answer can be used, the same on all ranks for one answer; if
                 not, all ranks ask once more and take what they then get.
         """
         posted, self._posted = self._posted, None
@@ -79,9 +79,9 @@ class Agreement:
         return agreed if is_same and is_settled(agreed) else self._agree(values)
 
     def expire(self) -> None:
-        """What a posted question asked may not hold any more: all ranks ask anew.
+        """Ask again on all ranks: a posted question may not hold any more.
 
-        All ranks come here together. Each for itself would ask anew only if its own values change.
+        All ranks come here together. Each for itself would ask again only if its own values change.
         """
         if self._posted is not None:
             _, values, wait = self._posted

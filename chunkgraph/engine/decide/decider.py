@@ -102,13 +102,15 @@ class StepDecider:
         self._announcement.clear()
         self._num_withdrawn += 1
 
-    def told(self, misfit: str | None, plan_digest: int, *, forward_only: bool) -> tuple[str, int]:
-        """Why this rank's inputs of the step that begins do not fit, or ""; and its plan's digest.
+    def resolve_misfit(
+        self, misfit: str | None, plan_digest: int, *, forward_only: bool
+    ) -> tuple[str, int]:
+        """Return why this rank's inputs of the step that begins do not fit, or "", and the digest.
 
-        Both as they were announced, if they were. It stays announced until the step is decided on.
+        Both are as announced, if they were announced. They stay so until the step is decided on.
 
         Raises:
-            SlotError: nobody said whether they fit, or the step was announced otherwise.
+            SlotError: whether they fit is unknown, or the step was announced otherwise.
         """
         if self._announcement is None:
             if misfit is not None or plan_digest:

@@ -12,7 +12,7 @@ from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.signature import Call
 from chunkgraph.engine.slot import Slot
 from chunkgraph.engine.verify.bits import has_nan, tensors_in
-from chunkgraph.engine.verify.eager_pass import EagerTwin, Surroundings
+from chunkgraph.engine.verify.eager_pass import EagerPasses, Surroundings
 from chunkgraph.engine.verify.records import SavedRecords
 from chunkgraph.engine.verify.report import Replayed, warn_of_nan
 
@@ -67,7 +67,7 @@ class Verifier:
         self._forget()
 
     def before_forward(self, slot: Slot, tensors: Sequence[torch.Tensor]) -> None:
-        """``slot`` is about to be given ``tensors`` and replayed."""
+        """``slot`` is about to get ``tensors`` and be replayed."""
 
     def after_forward(self, slot: Slot) -> None:
         """Its forward has been replayed.
@@ -77,10 +77,10 @@ class Verifier:
         """
 
     def before_backward(self, slot: Slot, grads: Sequence[torch.Tensor | None]) -> None:
-        """``slot`` is about to be given output gradients and replayed."""
+        """``slot`` is about to get output gradients and be replayed."""
 
     def after_backward(self, slot: Slot) -> None:
-        """Its backward, or the input half of it, has been replayed; nobody has been told yet.
+        """Its backward, or the input half of it, has been replayed; no caller has seen it yet.
 
         Raises:
             VerifyError: the replay is not what it must be.
@@ -90,7 +90,7 @@ class Verifier:
         """The weight half of its split backward is about to be replayed."""
 
     def after_weight(self, slot: Slot) -> None:
-        """That has been replayed; nobody has been told yet.
+        """The weight half has been replayed; no caller has seen its results yet.
 
         Raises:
             VerifyError: the replay is not what it must be.
@@ -104,19 +104,19 @@ class Verifier:
     def _forget(self) -> None:
         self._num_forwards = [0] * len(self._chunks)
         self._microbatches: dict[Slot, int] = {}
-        self._twins: dict[tuple[int, Hashable], EagerTwin] = {}
+        self._passes: dict[tuple[int, Hashable], EagerPasses] = {}
 
-    def _twin(self, slot: Slot) -> EagerTwin:
+    def _passes_of(self, slot: Slot) -> EagerPasses:
         c, key = slot.chunk, slot.bank
-        if (c, key) not in self._twins:
-            self._twins[c, key] = EagerTwin(
+        if (c, key) not in self._passes:
+            self._passes[c, key] = EagerPasses(
                 self._chunks[c],
                 self._calls[key][c],
                 self._gradients[c],
                 self._around,
                 self._records.written(self._chunks[c]),
             )
-        return self._twins[c, key]
+        return self._passes[c, key]
 
     def _replayed(self, slot: Slot, direction: str) -> Replayed:
         return Replayed(slot, direction, self._microbatches[slot], self._step)
@@ -139,7 +139,7 @@ class Verifier:
             if not found and has_nan(tensors_in(result)):
                 found.append(layer)
 
-        forward = self._twin(slot).forward(tensors, wants_grad, look)
+        forward = self._passes_of(slot).forward(tensors, wants_grad, look)
         if not has_nan(forward.tensors):
             return ""
         return f"the first layer with a NaN is {found[0]}" if found else "it arose in the chunk"

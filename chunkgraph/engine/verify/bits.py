@@ -1,4 +1,4 @@
-"""Tensors compared to the last bit, and the difference told in words."""
+"""Tensors compared to the last bit, and the difference in words."""
 
 from __future__ import annotations
 

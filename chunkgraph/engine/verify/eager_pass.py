@@ -1,4 +1,4 @@
-"""A captured chunk run eagerly beside its replays, without a trace in training.
+"""A captured chunk run eagerly next to its replays, without a trace in training.
 
 Random state, buffers, gradients and what `Host.preserving` restores are as if the pass had
 not been; stand-in leaves take the parameters' places, so that nobody hears of their gradients.
@@ -26,7 +26,7 @@ from chunkgraph.engine.verify.saved import SavedTensor, saved_tensors
 from chunkgraph.engine.verify.state import ChunkState, restored, versions
 from chunkgraph.graphs import GraphBackend
 
-__all__ = ["EagerBackward", "EagerForward", "EagerTwin", "Surroundings"]
+__all__ = ["EagerBackward", "EagerForward", "EagerPasses", "Surroundings"]
 
 OnOutput = Callable[[str, Any], None]
 
@@ -62,7 +62,7 @@ class EagerForward:
     """An eager forward whose autograd graph is alive.
 
     Attributes:
-        inputs: copies of what the replay was given.
+        inputs: copies of the inputs of the replay.
         leaves: of the result.
         after: random state and buffers right after it.
         saved: what it keeps for the backward.
@@ -88,7 +88,7 @@ class EagerBackward:
     Attributes:
         input_grads: one for each input; None where there is none.
         sums: for each parameter, what its gradient buffer must hold afterwards; valid until the
-            next backward of the twin.
+            next backward of the chunk.
         order: parameters in the order in which their gradients were ready.
     """
 
@@ -110,7 +110,7 @@ class _Order:
         raise AssertionError("an eager pass is not replayed")
 
 
-class EagerTwin:
+class EagerPasses:
     """Eager passes of one chunk. Make one for a step and drop it: it holds gradient buffers.
 
     Args:
@@ -147,8 +147,8 @@ class EagerTwin:
     ) -> EagerForward:
         """Run the forward on copies of ``tensors``, from the present state."""
         inputs = [t.detach().clone() for t in tensors]
-        for given, wanted in zip(inputs, wants_grad, strict=True):
-            given.requires_grad_(wanted)
+        for tensor, wanted in zip(inputs, wants_grad, strict=True):
+            tensor.requires_grad_(wanted)
         watch = LayerWatch()
         with (
             self._around.untouched(self._written),
@@ -173,7 +173,7 @@ class EagerTwin:
         """Run the backward of ``forward``, once.
 
         Args:
-            forward: of this twin.
+            forward: of these passes, not run backward yet.
             differentiable: which tensors of its result take a gradient.
             grads: one for each of those.
             accumulates: on top of the gradients so far, or on zeros.
@@ -202,7 +202,7 @@ class EagerTwin:
 
     @contextmanager
     def _own_sums(self) -> Iterator[None]:
-        """Inside, the leaves have the twin's buffers as their ``main_grad``."""
+        """Inside, the leaves have the buffers of these passes as their ``main_grad``."""
         leaves: Sequence[nn.Parameter] = self._aliases.leaves
         before = [dict(leaf.__dict__) for leaf in leaves]
         try:

@@ -101,9 +101,9 @@ class PoisonVerifier(Verifier):
         return torch.stack(found).tolist() if found else []
 
     def _explain(self, slot: Slot, is_new: Sequence[bool]) -> None:
-        twin = self._twin(slot)
-        forward = twin.forward(slot.inputs, self._wants_grad(slot))
-        eager = twin.backward(forward, slot.receiving, slot.output_grads, accumulates=False)
+        passes = self._passes_of(slot)
+        forward = passes.forward(slot.inputs, self._wants_grad(slot))
+        eager = passes.backward(forward, slot.receiving, slot.output_grads, accumulates=False)
         if has_nan([*eager.input_grads, *eager.sums]):
             name = self._first_nan_gradient(slot.chunk, eager.sums, eager.order)
             where = f"the first gradient with a NaN is that of {name or 'an input'}"

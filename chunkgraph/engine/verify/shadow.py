@@ -37,7 +37,7 @@ class ShadowVerifier(Verifier):
         """Run the eager forward."""
         self._count(slot)
         wanted = wants_grad(slot, tensors)
-        forward = self._twin(slot).forward(tensors, wanted)
+        forward = self._passes_of(slot).forward(tensors, wanted)
         self._forwards[slot] = forward
         if not self._has_told_nan and has_nan(forward.tensors):
             self._tell_nan(slot, "forward", self._first_layer_with_nan(slot, tensors, wanted))
@@ -63,7 +63,7 @@ class ShadowVerifier(Verifier):
             self._run_backward(slot, eager, given)
 
     def _run_backward(self, slot: Slot, eager: EagerForward, given: Sequence[torch.Tensor]) -> None:
-        backward = self._twin(slot).backward(eager, slot.receiving, given)
+        backward = self._passes_of(slot).backward(eager, slot.receiving, given)
         self._backwards[slot] = backward
         if self._has_told_nan:
             return
