@@ -101,6 +101,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
         x, weight = ctx.saved_tensors
+        grad = grad.to(weight.dtype)  # autocast has cast the product
         for_input = grad @ weight if ctx.needs_input_grad[0] else None
         return for_input, grad.flatten(0, 1).t() @ x.flatten(0, 1)
 
