@@ -1,6 +1,6 @@
 """All cases of some numbers of ranks: ``rank_program.py FOLDER SIZE...``.
 
-Every case trains one model of eight blocks, cut into the schedule's stages, without graphs and
+Every case trains one model of two blocks a rank, cut into the schedule's stages, without graphs and
 with them, and compares the two. What ranks leave in FOLDER is compared between schedules. The
 ranks are forked, one size after the other, from a process that has imported torch.
 """
@@ -28,7 +28,7 @@ from chunkgraph import CaptureOptions
 from chunkgraph.jobs.processes import die_with_parent
 from chunkgraph.pipelining import GraphedLoss, GraphedSchedule, GraphedStage
 
-NUM_BLOCKS, WIDTH, ROWS = 8, 8, 2
+WIDTH, ROWS = 8, 2
 COUNTS = (4, 8, 6, 4)
 # Torch cannot evaluate with these: their backwards hand gradients over all the same.
 V_SHAPED = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
@@ -109,8 +109,12 @@ CASES = {
     ],
     4: [
         Case("1f1b", "Schedule1F1B"),
+        Case("gpipe", "ScheduleGPipe", counts=(4, 6)),
+        Case("looped bfs", "ScheduleLoopedBFS", 2, counts=(4, 6)),
         Case("interleaved", "ScheduleInterleaved1F1B", 2),
+        Case("interleaved zero bubble", "ScheduleInterleavedZeroBubble", 2, counts=(4, 6)),
         Case("zero bubble v", "ScheduleZBVZeroBubble", 2),
+        Case("dual pipe v", "ScheduleDualPipeV", 2, counts=(8, 10)),
         Case(
             "data parallel",
             "Schedule1F1B",
@@ -147,7 +151,7 @@ def make_stages(case: Case, place: Place, kind: type) -> list[Any]:
         indices = [place.rank, num_stages - 1 - place.rank]
     else:
         indices = [place.rank + v * place.size for v in range(case.num_local)]
-    per_stage = NUM_BLOCKS // num_stages
+    per_stage = 2 * place.size // num_stages
     stages = []
     for i in indices:
         module: nn.Module = Blocks(
@@ -277,6 +281,7 @@ def compare(case: Case, place: Place, folder: Path) -> dict[str, Any]:
         "parameters equal": same(eager.parameters, run.parameters),
         "parameters": run.parameters,
         "losses": [value[1] for value in run.values if len(value) == 3],  # of training
+        "counts": case.counts,
         "counters": graphs.graphs.counters,
         "pairs": (
             slots.of_rank[place.rank] * len(indices)
