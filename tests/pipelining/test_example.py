@@ -14,11 +14,13 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "torch_pipelining.py"
 
 
 @pytest.mark.timeout(200)
-def test_the_example_is_equal_to_eager(free_port: Callable[[], int]) -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.multigpu)])
+def test_the_example_is_equal_to_eager(device: str, free_port: Callable[[], int]) -> None:
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     done = subprocess.run(
         [*torchrun, "--master-port", str(free_port()), EXAMPLE],
-        env={**os.environ, "PYTHONPATH": str(EXAMPLE.parents[1]), "CUDA_VISIBLE_DEVICES": ""},
+        env={**os.environ, "PYTHONPATH": str(EXAMPLE.parents[1]), **hidden},
         capture_output=True,
         text=True,
         timeout=180,
