@@ -86,6 +86,7 @@ CASES = {
             has_scale=True,
             drops=True,
             schedule_options={"scale_grads": False},
+            counts=(4, 8, 8, 6, 4),  # the same one before and after an evaluation with another
         ),
         Case("1f1b loss in the graphs", "Schedule1F1B", graphs_loss=True),
         Case("1f1b static", "Schedule1F1B", is_static=True, stage=pipelining.PipelineStage),
