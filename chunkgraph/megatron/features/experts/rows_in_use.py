@@ -5,7 +5,7 @@ anywhere among those that did. Here they carry probability -1 from the router to
 that no collective is needed to tell the other ranks, and a token that chose an expert at
 probability 0 is still one. Experts themselves get probability 0 for them, as always.
 
-With DeepEP and a budget nothing is filled up: the rows in use come first.
+With DeepEP and a budget, and without a capacity, nothing is filled up: the rows in use come first.
 """
 
 from __future__ import annotations
@@ -18,6 +18,10 @@ import torch
 
 from chunkgraph.megatron.core.access import private_names
 from chunkgraph.megatron.features.experts.dropless import uses_dropless
+from chunkgraph.megatron.features.experts.dropless_experts import (
+    DeviceSplits,
+    experts_on_device,
+)
 from chunkgraph.megatron.features.experts.rank_budget import uses_rank_budget
 from chunkgraph.memory.stash import RowsInUse
 
@@ -58,7 +62,10 @@ def watch_expert_rows(
     for layer in layers:
         name = f"layer {layer.layer_number} experts"
         watched = _Watched(layer.experts, name, is_on, scope)
-        if uses_rank_budget(layer.config) or uses_dropless(layer.config):
+        if uses_dropless(layer.config):
+            watched.divert(layer.experts, watched.rows_that_came, undo)
+            continue
+        if uses_rank_budget(layer.config):
             watched.divert(layer.experts, watched.leading_rows, undo)
             continue
         watched.divert(layer.experts, watched.all_experts, undo)
@@ -103,7 +110,7 @@ class _Watched:
             self._rows = None
 
     def leading_rows(
-        self, hidden: torch.Tensor, tokens_per_expert: torch.Tensor, *args: Any, **kwargs: Any
+        self, hidden: torch.Tensor, tokens_per_expert: Any, *args: Any, **kwargs: Any
     ) -> Any:
         if not (self._is_on() and torch.is_grad_enabled()):
             return self._eager(self._experts, hidden, tokens_per_expert, *args, **kwargs)
@@ -112,6 +119,17 @@ class _Watched:
         rows = RowsInUse.first(count, hidden.shape[0])
         with self._scope(rows, self._parameters, self._name):
             return self._eager(self._experts, hidden, tokens_per_expert, *args, **kwargs)
+
+    def rows_that_came(
+        self, hidden: torch.Tensor, tokens_per_expert: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        is_measured = self._is_on() and torch.is_grad_enabled()
+        if not is_measured or isinstance(tokens_per_expert, DeviceSplits):
+            return self.leading_rows(hidden, tokens_per_expert, *args, **kwargs)
+        # What graphs save is what is measured: of all experts at once.
+        ends = tokens_per_expert.to(hidden.device).cumsum(0).int()
+        with experts_on_device():
+            return self.leading_rows(hidden, DeviceSplits(ends), *args, **kwargs)
 
     def one_expert(self, index: int, expert: Any) -> Callable[..., Any]:
         eager, parameters = type(expert).forward, tuple(expert.parameters())

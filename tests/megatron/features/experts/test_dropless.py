@@ -154,6 +154,7 @@ def test_two_ranks(
     cases = {
         "ep2": _case(make, _BIASED, pipeline=shared, train=overlap),
         "ep2_gathered": _case(make, {**_BIASED, **_GATHERED}, pipeline=shared),
+        "ep2_stash": _case(make, _BIASED, pipeline=shared, stash={"enabled": True}),
         "ep2_plain": _case(make, _EXPERTS, model={"swiglu": False}, pipeline=shared),
         "tp2": _split(make, _BIASED),
         "tp2_gathered": _split(make, {**_EXPERTS, **_GATHERED}),
@@ -177,7 +178,9 @@ def test_two_ranks(
             }
         ),
     }
-    _check(run_equal(cases, 2, timeout_s=180.0))
+    results = run_equal(cases, 2, timeout_s=180.0)
+    _check(results)
+    assert results["ep2_stash"]["stash_bytes"][0] > 0
 
 
 @pytest.mark.newest
