@@ -53,6 +53,7 @@ _QWEN = (
 )
 _ALL_TO_ALL = "--moe-token-dispatcher-type alltoall"
 _ALL_GATHER = "--moe-token-dispatcher-type allgather"
+_ROOM = "--moe-expert-capacity-factor 2 --moe-pad-expert-input-to-capacity"
 _EP2 = "--expert-model-parallel-size 2"
 _TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 _PP2 = "--pipeline-model-parallel-size 2"
@@ -69,7 +70,8 @@ _TAKEN = (
     (_MIXTRAL, f"{_ALL_TO_ALL} --recompute-granularity selective --recompute-modules moe"),
     (_MIXTRAL, f"{_ALL_TO_ALL} --moe-router-pre-softmax --moe-z-loss-coeff 1e-3"),
     (_MIXTRAL, f"{_ALL_TO_ALL} --moe-router-force-load-balancing"),
-    (_MIXTRAL, f"{_ALL_TO_ALL} --moe-expert-capacity-factor 2 --moe-pad-expert-input-to-capacity"),
+    (_MIXTRAL, f"{_ALL_TO_ALL} {_ROOM}"),
+    (_MIXTRAL, f"{_ALL_GATHER} {_EP2} --moe-router-load-balancing-type sinkhorn"),
     (_DEEPSEEK, f"{_ALL_TO_ALL} {_EP2}"),
     (_DEEPSEEK, f"{_ALL_TO_ALL} {_EP2} {_PP2} --moe-permute-fusion"),
     (_DEEPSEEK, f"{_ALL_TO_ALL} --mtp-num-layers 1"),
@@ -81,7 +83,11 @@ _TAKEN = (
     (_QWEN, f"{_ALL_TO_ALL} --recompute-granularity selective --recompute-modules moe"),
 )
 _REFUSED = (
-    (_MIXTRAL, f"{_ALL_TO_ALL} --moe-router-load-balancing-type sinkhorn", "sinkhorn: "),
+    (
+        _MIXTRAL,
+        f"{_ALL_TO_ALL} {_ROOM} --moe-router-load-balancing-type sinkhorn",
+        "sinkhorn with a capacity",
+    ),
     (_MIXTRAL, f"{_ALL_TO_ALL} --fp8-format hybrid", "--fp8-format hybrid without --moe-expert-"),
     (_MIXTRAL, f"{_ALL_TO_ALL} --moe-expert-capacity-factor 1", "--moe-pad-expert-input-to-"),
     (_DEEPSEEK, f"{_ALL_TO_ALL} --moe-shared-expert-overlap", "--moe-shared-expert-overlap: "),

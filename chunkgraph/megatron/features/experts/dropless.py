@@ -25,8 +25,9 @@ from chunkgraph.megatron.features.experts.dropless_experts import (
 from chunkgraph.megatron.features.experts.grouped_gemm import choose_gemm
 from chunkgraph.megatron.features.experts.grouped_weights import lay_together
 from chunkgraph.megatron.features.experts.room import RoomWords
+from chunkgraph.megatron.features.experts.sinkhorn import BoundedSinkhorn, uses_sinkhorn
 
-__all__ = ["Dropless", "DroplessRoom", "is_bounded", "uses_dropless"]
+__all__ = ["Dropless", "DroplessRoom", "is_bounded", "may_lack_room", "uses_dropless"]
 
 _EXPERTS = "megatron.core.transformer.moe.experts"
 _MARGIN = 0.2
@@ -49,6 +50,11 @@ def is_bounded(config: Any) -> bool:
     """Whether rows of ``config``'s experts have a room that can be too small."""
     ranks = getattr(config, "expert_model_parallel_size", None) or 1
     return uses_dropless(config) and ranks > 1
+
+
+def may_lack_room(config: Any) -> bool:
+    """Whether steps of ``config``'s experts may have to run again."""
+    return is_bounded(config) or (uses_dropless(config) and uses_sinkhorn(config))
 
 
 class Dropless:
@@ -77,6 +83,9 @@ class Dropless:
         self.room = RowRoom()
         self._most_load = 0  # that any rank was asked for
         self._num_widened = 0
+        self._sinkhorn: BoundedSinkhorn | None = None
+        if uses_sinkhorn(layers[0].config):
+            self._sinkhorn = BoundedSinkhorn(lambda is_short: self.counts.add(0, is_short))
         self._has_padding = has_padding
         self._experts = [layer.experts for layer in layers]
         kinds = private_names(_EXPERTS, "SequentialMLP", "TEGroupedMLP")
@@ -151,12 +160,16 @@ class Dropless:
     def widen(self) -> None:
         """Leave twice the margin at the next capture: captures are few, and loads drift."""
         self._num_widened += 1
+        if self._sinkhorn is not None:
+            self._sinkhorn.num_rounds *= 2
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
         """Inside, passes read nothing on the host; with room for all, but in a capture."""
         with ExitStack() as stack:
             stack.enter_context(experts_on_device())
+            if self._sinkhorn is not None:
+                stack.enter_context(self._sinkhorn.installed())
             for dispatcher, dispatch in self._dispatches:
                 methods = {name: getattr(dispatch, name) for name in dispatch.names}
                 stack.callback(_replace(dispatcher, methods))
@@ -203,8 +216,8 @@ class DroplessRoom:
     """
 
     words = RoomWords(
-        "Expert-parallel ranks had no room for rows",
-        "dispatches had no room for all rows",
+        "Expert-parallel ranks had no room for rows, or Sinkhorn routing for rounds",
+        "dispatches had no room for all rows, or routers for all rounds",
         "this should have run again; please report it.",
     )
 

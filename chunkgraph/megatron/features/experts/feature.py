@@ -30,6 +30,7 @@ from chunkgraph.megatron.features.experts.dropless import (
     Dropless,
     DroplessRoom,
     is_bounded,
+    may_lack_room,
     uses_dropless,
 )
 from chunkgraph.megatron.features.experts.drops import TokenDrops as DroppedTokens
@@ -80,7 +81,7 @@ class Experts(Feature):
         marks_padding: bool = False,
     ) -> None:
         self._measures_room = is_bounded(config)
-        self.repeats_steps = self._measures_room or (
+        self.repeats_steps = may_lack_room(config) or (
             token_drops == "rerun" and not uses_dropless(config)
         )
         self._layers = moe_layers_of([m for c in model_chunks for m in c.modules()])

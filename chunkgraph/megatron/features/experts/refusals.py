@@ -13,6 +13,7 @@ from typing import Any
 
 from chunkgraph.megatron.features.experts.deep_ep import flex_refusals
 from chunkgraph.megatron.features.experts.dropless import uses_dropless
+from chunkgraph.megatron.features.experts.sinkhorn import uses_sinkhorn
 
 __all__ = ["idle_settings", "moe_refusals", "packed_moe_refusals", "stash_refusals"]
 
@@ -85,13 +86,12 @@ def moe_refusals(config: Any, token_drops: str = "warn") -> list[str]:
             f"token_drops='rerun' with fp8={config.fp8!r}: a step that is run anew would update "
             "the scales a second time; use token_drops='raise', or train without FP8"
         )
-    kinds = getattr(config, "moe_router_load_balancing_type", None)
-    for kind in kinds if isinstance(kinds, (list, tuple)) else [kinds]:
-        if kind == "sinkhorn":
-            found.append(
-                "moe_router_load_balancing_type='sinkhorn': it iterates until a value that it "
-                "reads on the host is small"
-            )
+    if uses_sinkhorn(config) and not uses_dropless(config):
+        found.append(
+            "moe_router_load_balancing_type='sinkhorn' with a capacity or the flexible dispatcher: "
+            "it iterates until a value that it reads on the host is small, and a step whose rounds "
+            "were too few runs again only with experts that take all tokens"
+        )
     return found
 
 
@@ -176,6 +176,8 @@ def packed_moe_refusals(config: Any) -> list[str]:
         for refusal in _PACKED_REFUSALS
         if refusal.wanted(getattr(config, refusal.field, None))
     ]
+    if uses_sinkhorn(config):
+        found.append("moe_router_load_balancing_type='sinkhorn': it knows nothing of padding")
     kinds = getattr(config, "moe_router_load_balancing_type", None)
     if "quantile_balancing" in (kinds if isinstance(kinds, (list, tuple)) else [kinds]):
         found.append(

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(200)]
 
@@ -97,6 +98,11 @@ def test_one_rank(
             model={"recompute_granularity": "selective", "recompute_modules": ["moe"]},
         ),
         "plain": _case(make, _EXPERTS, model={"swiglu": False}, options=_UNBIASED),
+        "sinkhorn": _case(
+            make,
+            {**_EXPERTS, "moe_aux_loss_coeff": 0.0},
+            options={"moe_router_load_balancing_type": "sinkhorn"},
+        ),
         **once(
             {
                 "half_precision": _case(make, _BIASED, model={"params_dtype": "bfloat16"}),
@@ -215,3 +221,26 @@ def test_a_hundred_steps_with_too_little_room_are_equal_to_eager_training(
         assert rank["recaptures"] == 2
         assert rank["replays"] > 50
         assert rank["dropped"] == 0
+
+
+def test_sinkhorn_ends_where_megatrons_does() -> None:
+    """With few rounds and with many; rounds that were too few are told."""
+    from megatron.core.transformer.moe.moe_utils import sinkhorn
+
+    from chunkgraph.megatron.features.experts.sinkhorn import BoundedSinkhorn
+
+    torch.manual_seed(1)
+    for spread, is_short in ((0.1, False), (1.0, False), (4.0, True)):
+        told: list[bool] = []
+        bounded = BoundedSinkhorn(lambda flag, told=told: told.append(bool(flag)))  # type: ignore[misc]
+        cost = torch.randn(32, 4) * spread
+        found = bounded(cost)
+        assert told == [is_short]
+        assert torch.equal(found, sinkhorn(cost)) is not is_short
+        bounded.num_rounds *= 8
+        assert torch.equal(bounded(cost), sinkhorn(cost))
+        assert told[1:] == [False]
+    bounded.num_rounds = 2
+    nan = bounded(torch.full((3, 2), float("nan")))
+    assert nan.isnan().all()
+    assert told[-1] is False

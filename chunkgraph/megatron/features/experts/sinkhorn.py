@@ -1,0 +1,75 @@
+"""Megatron's Sinkhorn routing with a bounded number of rounds: nothing is read on the host.
+
+Megatron's own function goes on until an error that it reads on the host is small. Here as many
+rounds run as there may be; those after the last that Megatron would have run change nothing, so
+that results have its bits. Where there were too few, the layer says so on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from chunkgraph.megatron.core.access import import_megatron, patch_attributes, private_names
+
+__all__ = ["BoundedSinkhorn", "uses_sinkhorn"]
+
+_ROUTER = "megatron.core.transformer.moe.router"
+_FEWEST_ROUNDS = 16
+_TINY = 0.00000001
+
+
+def uses_sinkhorn(config: Any) -> bool:
+    """Whether Megatron's ``config`` balances the loads of experts by Sinkhorn's algorithm."""
+    kinds = getattr(config, "moe_router_load_balancing_type", None)
+    return "sinkhorn" in (kinds if isinstance(kinds, (list, tuple)) else [kinds])
+
+
+class BoundedSinkhorn:
+    """In the place of Megatron's function.
+
+    Args:
+        note: is told whether more rounds were needed, a scalar on the device.
+
+    Attributes:
+        num_rounds: that run.
+    """
+
+    def __init__(self, note: Callable[[torch.Tensor], None]) -> None:
+        self.num_rounds = _FEWEST_ROUNDS
+        self._note = note
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Inside, routers call this function."""
+        private_names(_ROUTER, "sinkhorn")
+        undo = patch_attributes(import_megatron(_ROUTER), {"sinkhorn": self})
+        try:
+            yield
+        finally:
+            undo()
+
+    def __call__(self, cost: torch.Tensor, tol: float = 0.0001) -> torch.Tensor:
+        """Return the probabilities of routing, shape [tokens, experts].
+
+        Args:
+            cost: of the same shape.
+            tol: the error at which Megatron's loop ends.
+        """
+        cost = torch.exp(cost)
+        rows = torch.ones(cost.size(0), device=cost.device, dtype=cost.dtype)
+        columns = torch.ones(cost.size(1), device=cost.device, dtype=cost.dtype)
+        is_done = torch.zeros((), dtype=torch.bool, device=cost.device)
+        for _ in range(self.num_rounds):
+            of_rows = (1 / rows.size(0)) * 1 / (torch.sum(columns * cost, 1) + _TINY)
+            of_columns = torch.sum(of_rows.unsqueeze(1) * cost, 0) + _TINY
+            of_columns = (1 / columns.size(0)) * 1 / of_columns
+            error = torch.mean(torch.abs(columns - of_columns))
+            rows = torch.where(is_done, rows, of_rows)
+            columns = torch.where(is_done, columns, of_columns)
+            is_done = is_done | ~(error > tol)  # an error of NaN ends Megatron's loop too
+        self._note(~is_done)
+        return columns * cost * rows.unsqueeze(1)
