@@ -148,7 +148,7 @@ class Dropless:
         finally:
             self.room.factor = room
 
-    def beside(self) -> AbstractContextManager[None]:
+    def verifying(self) -> AbstractContextManager[None]:
         """Around eager passes that are compared with replays: on a GPU the same products."""
         is_cuda = next(self._experts[0].parameters()).is_cuda
         return self.on_device() if is_cuda else nullcontext()

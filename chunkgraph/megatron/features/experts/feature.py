@@ -219,9 +219,9 @@ class Experts(Feature):
         if self._budget is not None:
             self._budget.remember_buffer()
 
-    def beside(self) -> contextlib.AbstractContextManager[None]:
+    def verifying(self) -> contextlib.AbstractContextManager[None]:
         """Stand around eager passes that are compared with replays, bit by bit."""
-        return self._dropless.beside() if self._dropless is not None else contextlib.nullcontext()
+        return self._dropless.verifying() if self._dropless is not None else contextlib.nullcontext()
 
     @property
     def dispatch(self) -> str:
