@@ -24,12 +24,11 @@ from typing import Any
 import torch.distributed as dist
 
 from chunkgraph.launch.arguments import refuse_changed_arguments, settle_arguments
-from chunkgraph.launch.context_rules import changing_limits
 from chunkgraph.launch.context_steps import ContextSteps
 from chunkgraph.launch.flags import GraphFlags, add_flags, flags_from
 from chunkgraph.launch.look_ahead import num_microbatches_at
 from chunkgraph.launch.packed_steps import PackedSteps
-from chunkgraph.launch.packing_rules import packing_options, resolved_flags
+from chunkgraph.launch.packing_rules import changing_limits, packing_options, resolved_flags
 from chunkgraph.launch.patches import (
     count_documents_on_cpu,
     patch_pretrain,

@@ -39,6 +39,7 @@ from chunkgraph.megatron.refusals import refuse_model
 from chunkgraph.megatron.site import Site, config_of
 from chunkgraph.memory.stash import StashOptions
 from chunkgraph.packing import PackedShape
+from chunkgraph.settings.rule import refusals
 
 if TYPE_CHECKING:
     from chunkgraph.engine.options import OnCapture
@@ -132,7 +133,8 @@ def attach(
         zero_copy=zero_copy,
         asked_slots=engine.pop("num_slots", None),
     )
-    refuse_model([refusal for kind in kinds for refusal in kind.refusals(site)])
+    facts = site.facts(fact for kind in kinds for fact in kind.facts(site).items())
+    refuse_model([text for kind in kinds for text in refusals(kind.rules, facts)])
     for kind in kinds:
         kind.check(site)
     with ExitStack() as failure:

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
-from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.captured_part import CapturedScope, Scope, find_block, innermost, lacks
-from chunkgraph.megatron.core.fp8_recipe import fp8_recipe
+from chunkgraph.settings.rule import Facts, Rule
+from chunkgraph.settings.words import FLAGS
 
 __all__ = [
+    "SCOPE_RULES",
     "ChosenScope",
-    "ScopeObstacle",
     "choose_scope",
-    "refuse_for_scope",
-    "scope_obstacles",
 ]
 
 
@@ -35,29 +33,11 @@ class ChosenScope:
     why_block: str = ""
 
 
-@dataclass(frozen=True)
-class ScopeObstacle:
-    """A setting with which only the block can be captured.
-
-    Attributes:
-        setting: as it stands in Megatron's config.
-        flag: as it stands on the command line of a pretrain script.
-        why: what would go wrong.
-        is_met: whether a config, of packed microbatches or not, has it.
-    """
-
-    setting: str
-    flag: str
-    why: str
-    is_met: Callable[[Any, bool], bool]
-
-
 def choose_scope(
     scope: Scope,
-    config: Any,
+    facts: Facts,
     model_chunks: Sequence[nn.Module],
     *,
-    is_packed: bool,
     agree: Callable[[Sequence[int]], list[int]] | None,
 ) -> ChosenScope:
     """Settle ``auto``: the whole chunk where nothing stands against it on any rank.
@@ -66,14 +46,14 @@ def choose_scope(
 
     Args:
         scope: the requested scope.
-        config: Megatron's TransformerConfig.
+        facts: of the model.
         model_chunks: of this rank.
-        is_packed: whether microbatches hold packed sequences.
         agree: element-wise maximum over all ranks, which call this together; None: there is one.
     """
     if scope != "auto":
         return ChosenScope(scope)
-    found = [obstacle.flag for obstacle in _OBSTACLES if obstacle.is_met(config, is_packed)]
+    flags = facts.within(FLAGS)
+    found = [rule.subject(flags) for rule in _OBSTACLES if rule.broken(facts)]
     if not found:
         found = [why for chunk in model_chunks if (why := _obstacle_in_model(chunk))][:1]
     is_block = bool(found)
@@ -85,74 +65,37 @@ def choose_scope(
     return ChosenScope("block", ", ".join(found) or "the model on another rank")
 
 
-def scope_obstacles(config: Any, scope: Scope, *, is_packed: bool) -> list[ScopeObstacle]:
-    """Return the settings with which scope ``chunk`` is refused; none for other scopes.
-
-    Args:
-        config: anything that has TransformerConfig's fields as attributes, or some of them.
-        scope: the requested scope.
-        is_packed: whether microbatches hold packed sequences.
-    """
-    if scope != "chunk":
-        return []
-    return [obstacle for obstacle in _OBSTACLES if obstacle.is_met(config, is_packed)]
-
-
-def refuse_for_scope(config: Any, scope: Scope, *, is_packed: bool) -> None:
-    """Check the settings that matter only where the output layer and the loss are captured.
-
-    Args:
-        config: Megatron's TransformerConfig.
-        scope: the requested scope.
-        is_packed: whether microbatches hold packed sequences.
-
-    Raises:
-        ConfigError: naming every setting that cannot be captured.
-    """
-    obstacles = scope_obstacles(config, scope, is_packed=is_packed)
-    if found := [f"{obstacle.setting}: {obstacle.why}" for obstacle in obstacles]:
-        raise ConfigError(
-            "Chunk graphs with scope 'chunk' cannot hold this model:\n  - "
-            + "\n  - ".join(found)
-            + "\nTurn these off, or use scope='auto' or 'block'."
-        )
-
-
-def _predicts(config: Any) -> bool:
-    return bool(getattr(config, "mtp_num_layers", None))
-
-
 _OBSTACLES = (
-    ScopeObstacle(
-        "cross_entropy_fusion_impl='te'",
-        "--cross-entropy-fusion-impl te",
+    Rule(
+        "cross_entropy_fusion_impl",
         "its backward reads the loss gradient on the host",
-        lambda config, _: (
-            getattr(config, "cross_entropy_loss_fusion", False)
-            and getattr(config, "cross_entropy_fusion_impl", "native") == "te"
-        ),
+        when=lambda f: f.cross_entropy_loss_fusion and f.cross_entropy_fusion_impl == "te",
     ),
-    ScopeObstacle(
-        "fp8_recipe='delayed' with mtp_num_layers",
-        "--fp8-recipe delayed with --mtp-num-layers",
+    Rule(
+        "fp8_recipe mtp_num_layers=",
         "every predicting layer updates the scales once more in the middle of the backward, but a "
         "graph does it once, at the end",
-        lambda config, _: fp8_recipe(config) == "delayed" and _predicts(config),
+        when=lambda f: f.fp8_recipe == "delayed" and f.mtp_num_layers,
     ),
-    ScopeObstacle(
-        "defer_embedding_wgrad_compute=True",
-        "--defer-embedding-wgrad-compute",
-        "its queue is Python state that a replay does not advance",
-        lambda config, _: bool(getattr(config, "defer_embedding_wgrad_compute", False)),
+    Rule(
+        "defer_embedding_wgrad_compute", "its queue is Python state that a replay does not advance"
     ),
-    ScopeObstacle(
-        "mtp_num_layers with packed sequences",
-        "--mtp-num-layers with packed sequences",
-        "Megatron then reads the offsets on the host",
-        lambda config, is_packed: is_packed and _predicts(config),
-    ),
+    Rule("mtp_num_layers= packed", "Megatron then reads the offsets on the host"),
 )
+"""Settings with which only the block can be captured."""
 
+
+def _for_chunks(rule: Rule) -> Rule:
+    return replace(
+        rule,
+        settings=f"scope {rule.settings}",
+        remedy="leave it out, or use {scope=block}",
+        when=lambda f: f.scope == "chunk" and rule.broken(f),
+    )
+
+
+SCOPE_RULES = tuple(map(_for_chunks, _OBSTACLES))
+"""Those obstacles where a user asks for the whole chunk."""
 
 _METHODS = (
     "forward",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -18,8 +18,10 @@ from chunkgraph.megatron.core.collectives import agree_by_maximum
 from chunkgraph.megatron.core.gloo_agreement import Maximum
 from chunkgraph.megatron.module_hooks import refuse_hooks
 from chunkgraph.megatron.receive import waits_for_sends
+from chunkgraph.megatron.refusals import facts_of_model
 from chunkgraph.megatron.scope_choice import ChosenScope, choose_scope
 from chunkgraph.megatron.topology import PipelinePlace
+from chunkgraph.settings.rule import Facts
 
 if TYPE_CHECKING:
     from chunkgraph.megatron.features.contexts import ContextBanks
@@ -94,6 +96,26 @@ class Site:
         """Whether several ranks share the experts of a layer."""
         return (getattr(self.config, "expert_model_parallel_size", 1) or 1) > 1
 
+    def facts(self, others: Iterable[tuple[str, object]] = ()) -> Facts:
+        """Return what rules ask of the model.
+
+        Args:
+            others: further facts, by name.
+        """
+        own = {
+            "is_attached": True,
+            "num_model_chunks": len(self.chunks),
+            "num_warmup_steps": self.options.num_warmup_steps,
+            "on_gpu": self.device.type == "cuda",
+            "packed": self.largest_shape is not None,
+            "pads_rows": self.packing is not None and self.has_padding,
+            "page_bytes": None if self.stash is None else self.stash.page_bytes,
+            "scope": self.asked_scope,
+            "stash": self.stash is not None,
+            "token_drops": self.token_drops,
+        }
+        return facts_of_model(self.config, {**own, **dict(others)})
+
     def find_parts(self, undo: ExitStack) -> None:
         """Settle the scope and the slots with the other ranks, and find what is captured.
 
@@ -103,9 +125,8 @@ class Site:
         self.agree = new_agreement(undo)
         self.scope = choose_scope(
             self.asked_scope,
-            self.config,
+            self.facts(),
             self.chunks,
-            is_packed=self.largest_shape is not None,
             agree=self.agree,
         )
         self.parts = tuple(

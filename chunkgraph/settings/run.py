@@ -72,7 +72,8 @@ class DataConfig:
         (),
         help="Draw the number of documents per microbatch from a distribution, given by its 50%, "
         "90%, 99% and 100% quantiles; documents are then stretches of the text of random lengths. "
-        "Empty: whole documents of the text, as many as fit. Only with packing.",
+        "Empty: whole documents of the text, as many as fit.",
+        needs="packing.max_packed_seqs",
     )
 
 

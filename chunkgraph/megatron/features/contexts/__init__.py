@@ -11,11 +11,7 @@ from chunkgraph.megatron.features.contexts.banks import ContextBanks
 from chunkgraph.megatron.features.contexts.graphs import ContextGraphs
 from chunkgraph.megatron.features.contexts.groups import ContextGroups, HeldGroups, groups_put_back
 from chunkgraph.megatron.features.contexts.key import ContextBank, ScheduledBanks, digest_of_plan
-from chunkgraph.megatron.features.contexts.steps import (
-    StepContexts,
-    refuse_beside_contexts,
-    refused_with_contexts,
-)
+from chunkgraph.megatron.features.contexts.steps import StepContexts
 
 __all__ = [
     "ContextBank",
@@ -28,6 +24,4 @@ __all__ = [
     "digest_of_plan",
     "follow_groups",
     "groups_put_back",
-    "refuse_beside_contexts",
-    "refused_with_contexts",
 ]

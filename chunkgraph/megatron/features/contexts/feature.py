@@ -7,16 +7,11 @@ from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Self
 
-from chunkgraph.megatron.core.fp8_recipe import fp8_recipe
 from chunkgraph.megatron.features.contexts.attention import refuse_without_groups
 from chunkgraph.megatron.features.contexts.banks import ContextBanks
 from chunkgraph.megatron.features.contexts.groups import HeldGroups, capturing_banks
 from chunkgraph.megatron.features.contexts.key import digest_of_plan
-from chunkgraph.megatron.features.contexts.steps import (
-    StepContexts,
-    refuse_beside_contexts,
-    refused_with_contexts,
-)
+from chunkgraph.megatron.features.contexts.steps import StepContexts
 from chunkgraph.megatron.features.packing.attention_limits import (
     needs_tokens_in_pieces,
     refuse_for_layers,
@@ -25,6 +20,8 @@ from chunkgraph.megatron.features.packing.offset_cutter import OffsetCutter
 from chunkgraph.megatron.features.packing.params import refuse_other_length
 from chunkgraph.megatron.site import Site
 from chunkgraph.megatron.step import Step, StepInputs, StepPlan, StepPlanner
+from chunkgraph.settings.contexts import CONTEXT_RULES
+from chunkgraph.settings.rule import Rule
 
 if TYPE_CHECKING:
     from chunkgraph.megatron.attached import MegatronChunkGraphs
@@ -40,6 +37,19 @@ class Contexts(OffsetCutter, StepPlanner):
         banks: of this rank.
     """
 
+    rules = (
+        *CONTEXT_RULES,
+        Rule(
+            "context_parallel_sizes lengths_in_pipeline",
+            "Megatron's schedule receives microbatches of one length",
+            "leave the lengths out",
+        ),
+        Rule(
+            "context_parallel_sizes lengths_of_experts",
+            "ranks that share experts send each other the same room",
+            "leave the lengths out",
+        ),
+    )
     inputs = ("contexts",)
     drops_failed = True
 
@@ -54,25 +64,25 @@ class Contexts(OffsetCutter, StepPlanner):
         self._steps = StepContexts(banks, self._misfit_of, site.place.rank, site.agree)
 
     @classmethod
+    def facts(cls, site: Site) -> Mapping[str, object]:
+        """Return the sizes, and who would meet microbatches of several lengths."""
+        banks = site.packing
+        if not isinstance(banks, ContextBanks):
+            return {}
+        has_lengths = len({key.num_tokens for key in banks.keys}) > 1
+        return {
+            "context_parallel_sizes": tuple(banks.limits.group_sizes),
+            "lengths_in_pipeline": has_lengths and site.place.pipeline_size > 1,
+            "lengths_of_experts": has_lengths and site.shares_experts,
+        }
+
+    @classmethod
     def check(cls, site: Site) -> None:
         """Refuse a model that attention cannot be given the group of each microbatch in."""
         contexts, config, place = site.packing, site.config, site.place
         if not isinstance(contexts, ContextBanks):
             return
         refuse_for_layers(site.chunks, config, contexts.largest_shape, site.device)
-        has_lengths = len({key.num_tokens for key in contexts.keys}) > 1
-        refuse_beside_contexts(
-            fp8=fp8_recipe(config),
-            context_parallel_size=getattr(config, "context_parallel_size", 1) > 1,
-            **refused_with_contexts(config),
-            # Megatron's schedule receives microbatches of one length, and ranks that share experts
-            # send each other the same room.
-            **{
-                "ContextBanks(buckets=...) in a pipeline": has_lengths and place.pipeline_size > 1,
-                "ContextBanks(buckets=...) and experts on several ranks": has_lengths
-                and site.shares_experts,
-            },
-        )
         refuse_without_groups(site.chunks, contexts.groups)
         if needs_tokens_in_pieces(site.chunks, config, contexts.limits):
             warnings.warn(

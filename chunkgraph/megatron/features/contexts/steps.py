@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from chunkgraph.engine import Agree
 from chunkgraph.errors import ConfigError, SlotError
 from chunkgraph.megatron.features.contexts.banks import ContextBanks
 from chunkgraph.megatron.features.contexts.key import ContextBank, digest_of_plan
 
-__all__ = ["StepContexts", "refuse_beside_contexts", "refused_with_contexts"]
+__all__ = ["StepContexts"]
 
 
 class StepContexts:
@@ -110,43 +109,4 @@ class StepContexts:
             f"rank {self._rank}: a training step was given no contexts. Attached with `contexts`, "
             "every step takes contexts=..., the bank of each microbatch "
             "(ContextBanks.of_schedule), or is announced."
-        )
-
-
-def refused_with_contexts(config: Any) -> dict[str, bool]:
-    """What of a model was not joined to banks: by what a user knows it by, whether it is wanted.
-
-    Args:
-        config: Megatron's TransformerConfig, or anything with its fields.
-    """
-    recomputed = set()
-    if getattr(config, "recompute_granularity", None) == "selective":
-        recomputed = set(getattr(config, "recompute_modules", None) or ())
-    return {
-        "mtp_num_layers (several tokens are predicted over the rows of one rank alone)": bool(
-            getattr(config, "mtp_num_layers", None)
-        ),
-        **{
-            (f"recompute_modules={name} (computed anew with the group of another microbatch)"): name
-            in recomputed
-            for name in ("moe", "mla_up_proj")
-        },
-    }
-
-
-def refuse_beside_contexts(**others: Any) -> None:
-    """Stop if something is wanted that was not joined to banks of context-parallel sizes.
-
-    Args:
-        others: by the name that a user knows, whether it is wanted.
-
-    Raises:
-        ConfigError: naming all of them.
-    """
-    wanted = [name for name, is_wanted in others.items() if is_wanted]
-    if wanted:
-        raise ConfigError(
-            f"attach(packing=ContextBanks(...)) with {', '.join(wanted)}: "
-            "graphs whose context-parallel size "
-            "changes were not joined to them. Leave one of them out."
         )

@@ -17,7 +17,6 @@ from chunkgraph.errors import CaptureError, ConfigError, StashError
 from chunkgraph.megatron.captured_part import CapturedPart
 from chunkgraph.megatron.core.backward_pass import is_in_backward
 from chunkgraph.megatron.feature import Feature
-from chunkgraph.megatron.features.experts.refusals import stash_refusals
 from chunkgraph.megatron.features.experts.rows_in_use import moe_layers_of, watch_expert_rows
 from chunkgraph.megatron.site import Site
 from chunkgraph.megatron.step import Shortage, Step
@@ -33,6 +32,7 @@ from chunkgraph.memory.stash import (
     most_at_once,
 )
 from chunkgraph.settings import StashConfig
+from chunkgraph.settings.stash import STASH_RULES
 
 if TYPE_CHECKING:
     from chunkgraph.engine import ChunkGraphs
@@ -62,6 +62,7 @@ class ExpertStash(Feature):
     """
 
     repeats_steps = True
+    rules = STASH_RULES
 
     def __init__(
         self,
@@ -105,12 +106,10 @@ class ExpertStash(Feature):
 
     @classmethod
     def check(cls, site: Site) -> None:
-        """Refuse a model whose experts cannot stash, and options that exclude each other."""
+        """Refuse options that exclude each other."""
         stash = site.stash
         if stash is None:
             return
-        if refusals := stash_refusals(site.config, stash.page_bytes):
-            raise ConfigError("Experts cannot stash in this model:\n  " + "\n  ".join(refusals))
         if stash.skips_single_slots and site.options.shared_slots:
             raise ConfigError(
                 "StashOptions(skips_single_slots=True) with shared slots: no chunk has a slot of "

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from refused import refused
 from torch import nn
 
 from chunkgraph.engine import CaptureOptions
@@ -25,9 +26,8 @@ from chunkgraph.megatron.features.contexts import (
     digest_of_plan,
     follow_groups,
     groups_put_back,
-    refuse_beside_contexts,
-    refused_with_contexts,
 )
+from chunkgraph.megatron.features.contexts.feature import Contexts
 from chunkgraph.packing import ContextLimits, pack, schedule_contexts
 
 # Not marked `megatron`: of Megatron only its process groups are used, alike in all versions.
@@ -447,15 +447,24 @@ def test_what_a_step_is_told(groups: ContextGroups) -> None:
         steps.begin([four], "", 3)
     with pytest.raises(ReplayMismatchError, match="another process group"):
         steps.begin([ContextBank(4, object(), 8)], "", 1)
-    refuse_beside_contexts(packing=None)
-    with pytest.raises(ConfigError, match=r"with packing, fp8: graphs whose"):
-        refuse_beside_contexts(packing=object(), context_parallel_size=False, fp8=4)
-    config = SimpleNamespace(mtp_num_layers=1)
-    with pytest.raises(ConfigError, match=r"with mtp_num_layers \(several tokens"):
-        refuse_beside_contexts(**refused_with_contexts(config))
-    config = SimpleNamespace(recompute_granularity="selective", recompute_modules=["mla_up_proj"])
-    with pytest.raises(ConfigError, match=r"with recompute_modules=mla_up_proj \(computed anew"):
-        refuse_beside_contexts(**refused_with_contexts(config))
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"fp8": "hybrid"}, "fp8='hybrid': scales of ranks"),
+        ({"context_parallel_size": 2}, "context_parallel_size=2: the groups are cut"),
+        ({"mtp_num_layers": 1}, "mtp_num_layers=1: several tokens"),
+        (
+            {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]},
+            "recompute_modules=['mla_up_proj']: mla_up_proj would be recomputed",
+        ),
+    ],
+)
+def test_what_sizes_that_change_cannot_go_with(settings: dict[str, Any], said: str) -> None:
+    (found,) = refused(Contexts.rules, settings, context_parallel_sizes=(1, 2))
+    assert found.startswith(f"packing=ContextBanks(...) with {said}")
+    assert refused(Contexts.rules, settings) == []
 
 
 @pytest.mark.parametrize("num_passes", [None, 0, 1, 2])

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from refused import refused
 
 from chunkgraph.errors import (
     CaptureError,
@@ -273,8 +273,11 @@ _HOLDS = {
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"moe_expert_capacity_factor": None}, r"num_moe_experts=8 without .*alltoall.*\(4, "),
-        ({"moe_expert_capacity_factor": -1.0}, "num_moe_experts=8 without"),
+        ({"moe_expert_capacity_factor": None}, r"num_moe_experts=8 with .*alltoall.*\(4, "),
+        (
+            {"moe_expert_capacity_factor": -1.0},
+            "with moe_expert_capacity_factor=-1.0",
+        ),
         ({"moe_pad_expert_input_to_capacity": False}, "moe_pad_expert_input_to_capacity=False"),
         ({"moe_expert_capacity_factor": 0.5}, "moe_expert_capacity_factor=0.5: below 1"),
         ({"moe_expert_capacity_factor": 4.5}, r"moe_expert_capacity_factor=4.5: above .*\(4\)"),
@@ -295,13 +298,12 @@ _HOLDS = {
 def test_what_a_graph_cannot_hold_of_experts_is_refused_by_name(
     changes: dict[str, Any], said: str
 ) -> None:
-    from chunkgraph.megatron.features.experts.refusals import moe_refusals
+    from chunkgraph.megatron.features.experts.refusals import MOE_RULES
 
-    assert moe_refusals(SimpleNamespace(**_HOLDS)) == []
-    assert (
-        moe_refusals(SimpleNamespace(num_moe_experts=None, moe_token_dispatcher_type="flex")) == []
-    )
-    (found,) = moe_refusals(SimpleNamespace(**{**_HOLDS, **changes}))
+    assert refused(MOE_RULES, _HOLDS) == []
+    dense = {"num_moe_experts": None, "moe_token_dispatcher_type": "flex"}
+    assert refused(MOE_RULES, dense) == []
+    (found,) = refused(MOE_RULES, {**_HOLDS, **changes})
 
     assert re.search(said, found), found
 
