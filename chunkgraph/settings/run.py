@@ -51,9 +51,6 @@ class TrainConfig:
     overlap_param_gather: bool = setting(
         False, help="Gather parameters of a sharded optimizer while the next forward runs."
     )
-    tensorboard_dir: str | None = setting(
-        None, help="Directory for TensorBoard scalars. Null: write none."
-    )
     deterministic: bool = setting(
         True, help="Use only kernels whose results repeat to the last bit."
     )

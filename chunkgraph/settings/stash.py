@@ -6,22 +6,30 @@ from dataclasses import dataclass
 from typing import Literal
 
 from chunkgraph.settings.rule import Facts, Rule, recomputes
-from chunkgraph.settings.setting import NOT_NEGATIVE, POSITIVE, Bounds, setting
+from chunkgraph.settings.setting import NOT_NEGATIVE, POSITIVE, Bounds, check_bounds, setting
 
-__all__ = ["STASH_RULES", "StashConfig"]
+__all__ = ["STASH_RULES", "StashConfig", "StashSettings"]
 
 _PAGE = Bounds(minimum=16, multiple_of=16)
 
 
 @dataclass(frozen=True, kw_only=True)
-class StashConfig:
-    """Pages for the activations that experts save, only for rows that hold a token."""
-
+class _Switch:
     enabled: bool = setting(
         False,
         help="Store what experts save for the backward in pages, only rows that hold a token.",
         flag="--cuda-graph-stash",
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StashSettings:
+    """The size of a stash, and what follows when it runs out.
+
+    Raises:
+        ConfigError: A value is out of its range.
+    """
+
     page_bytes: int = setting(
         65536,
         help="Bytes per page, a multiple of 16 and no smaller than a row. About 16 rows per page "
@@ -80,6 +88,14 @@ class StashConfig:
         flag="--cuda-graph-stash-prefetches",
         needs="stash.enabled",
     )
+
+    def __post_init__(self) -> None:
+        check_bounds(self, "stash.", StashSettings)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StashConfig(StashSettings, _Switch):
+    """Pages for the activations that experts save, only for rows that hold a token."""
 
 
 def _row_bytes(f: Facts) -> int:

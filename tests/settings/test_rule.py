@@ -93,7 +93,7 @@ def _asked(rules: Iterable[Rule]) -> set[str]:
         for rule in rules:
             try:
                 rule.refusal(Facts(value_of, FILE))
-            except (TypeError, AttributeError):  # a word where a number is
+            except (TypeError, ValueError, AttributeError):  # a word where a number is
                 continue
     return names
 

@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -32,7 +32,7 @@ from chunkgraph.memory.stash import (
     most_at_once,
 )
 from chunkgraph.settings import StashConfig
-from chunkgraph.settings.stash import STASH_RULES
+from chunkgraph.settings.stash import STASH_RULES, StashSettings
 
 if TYPE_CHECKING:
     from chunkgraph.engine import ChunkGraphs
@@ -387,13 +387,5 @@ def stash_options(stash: StashConfig | None) -> StashOptions | None:
     """What a configuration or flags ask for; None: no stash."""
     if stash is None or not stash.enabled:
         return None
-    return StashOptions(
-        page_bytes=stash.page_bytes,
-        headroom=stash.headroom,
-        initial_bytes=stash.initial_bytes,
-        max_bytes=stash.max_bytes,
-        spill_bytes=stash.spill_bytes,
-        on_overflow=stash.on_overflow,
-        max_recaptures=stash.max_recaptures,
-        prefetches=stash.prefetches,
-    )
+    values = {item.name: getattr(stash, item.name) for item in fields(StashSettings)}
+    return StashOptions(**values)
