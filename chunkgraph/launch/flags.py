@@ -33,7 +33,6 @@ __all__ = [
     "add_flags",
     "check_flag_values",
     "flag_of",
-    "flags_from",
     "forget_defaults",
     "read_flags",
     "write_defaults",
@@ -240,28 +239,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         warmup.default = _MegatronDefault(warmup.default)
 
 
-def flags_from(args: argparse.Namespace) -> GraphFlags | None:
-    """Read the flags; None with granularity ``layer``, which changes nothing.
+def read_flags(args: argparse.Namespace) -> tuple[GraphFlags | None, list[str]]:
+    """Read the flags, and list what is wrong in sentences.
+
+    There are none with granularity ``layer``, which changes nothing. Wrong values are left out.
 
     Args:
         args: what Megatron's parser made, with the flags of `add_flags`.
-
-    Raises:
-        ConfigError: a flag that only ``chunk`` has a use for, or an impossible number of steps.
-    """
-    flags, wrong = read_flags(args)
-    if wrong:
-        raise ConfigError("\n".join(wrong))
-    return flags
-
-
-def read_flags(args: argparse.Namespace) -> tuple[GraphFlags | None, list[str]]:
-    """Read the flags as `flags_from`, and list what is wrong in sentences.
-
-    Wrong values are left out of the flags.
-
-    Args:
-        args: as for `flags_from`.
     """
     given = {
         flag: parsed

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from chunkgraph.launch.arguments import refuse_changed_arguments, settle_arguments
 from chunkgraph.launch.context_steps import ContextSteps
-from chunkgraph.launch.flags import GraphFlags, add_flags, flags_from
+from chunkgraph.launch.flags import GraphFlags, add_flags
 from chunkgraph.launch.look_ahead import num_microbatches_at
 from chunkgraph.launch.packed_steps import PackedSteps
 from chunkgraph.launch.packing_rules import changing_limits, packing_options, resolved_flags
@@ -132,7 +132,7 @@ class ChunkGraphsInPretrain:
         args = pretrain_arguments()
         # The script may have changed them since they were parsed.
         refuse_changed_arguments(args)
-        self.flags = flags = resolved_flags(flags_from(args) or self.flags, args)
+        self.flags = flags = resolved_flags(self.flags, args)
         chunks = list(model) if isinstance(model, (list, tuple)) else [model]
         # Graphs hold memory of communicators: they go before the process groups do.
         with contextlib.ExitStack() as undo:

@@ -8,10 +8,11 @@ import re
 from typing import Any
 
 import pytest
+from flags_given import flags_from
 
 from chunkgraph.errors import ConfigError
 from chunkgraph.launch.arguments import settle_arguments
-from chunkgraph.launch.flags import FLAGS, ContextSizes, add_flags, flags_from
+from chunkgraph.launch.flags import FLAGS, ContextSizes, add_flags
 from chunkgraph.launch.packing_rules import changing_limits, packed_shape, resolved_flags
 from chunkgraph.megatron.cpu.pretrain import cpu_flags
 from chunkgraph.packing import PackedShape
