@@ -29,25 +29,23 @@ _LOGITS = "it reads the largest attention logits of each microbatch in Python"
 _ADDRESSES = "parameters move, and a graph remembers their addresses"
 _REFUSED = "--cuda-graph-granularity chunk cannot go together with"
 _GRAPH_RULES = (
-    Rule("rl_training_cuda_graphs", "Megatron would capture the same layers again", _LEAVE_OUT),
-    Rule("cuda_graph_modules=", _ALL_OF_A_LAYER, _LEAVE_OUT),
-    Rule("cuda_graph_scope=", _ALL_OF_A_LAYER, _LEAVE_OUT),
-    Rule("cuda_graph_scope_deprecated=", _ALL_OF_A_LAYER, _LEAVE_OUT),
-    Rule("optimizer_cuda_graph", "it shares its capture stream with Megatron's other graphs"),
-    Rule("inference_cuda_graph_scope=", "there is no inference in a chunk graph"),
+    Rule(f"rl_training_cuda_graphs: Megatron would capture the same layers again; {_LEAVE_OUT}"),
+    Rule(f"cuda_graph_modules=: {_ALL_OF_A_LAYER}; {_LEAVE_OUT}"),
+    Rule(f"cuda_graph_scope=: {_ALL_OF_A_LAYER}; {_LEAVE_OUT}"),
+    Rule(f"cuda_graph_scope_deprecated=: {_ALL_OF_A_LAYER}; {_LEAVE_OUT}"),
+    Rule("optimizer_cuda_graph: it shares its capture stream with Megatron's other graphs"),
+    Rule("inference_cuda_graph_scope=: there is no inference in a chunk graph"),
     Rule(
-        "transformer_impl",
-        "it is not installed",
-        "install transformer_engine, or use {transformer_impl=local}",
-        when=lambda f: (
+        "transformer_impl: it is not installed; install transformer_engine, or use "
+        "{transformer_impl=local}",
+        lambda f: (
             f.on_gpu and not f.has_transformer_engine and f.transformer_impl == "transformer_engine"
         ),
     ),
     Rule(
-        "hidden_dropout attention_dropout",
-        "without Transformer Engine no random numbers of Megatron's change from replay to replay",
-        "install transformer_engine, or set both to 0",
-        when=lambda f: (
+        "hidden_dropout attention_dropout: without Transformer Engine no random numbers of "
+        "Megatron's change from replay to replay; install transformer_engine, or set both to 0",
+        lambda f: (
             f.on_gpu
             and not f.has_transformer_engine
             and f.transformer_impl != "transformer_engine"
@@ -56,23 +54,23 @@ _GRAPH_RULES = (
     ),
 )
 _PROGRAM_RULES = (
-    Rule("perform_rl_step", "it changes the model between generation and training"),
-    Rule("inprocess_restart", "a restart inside the process would leave graphs of dead groups"),
-    Rule("yaml_cfg=", "Megatron reads all its settings from that file, without these flags"),
-    Rule("use_megatron_fsdp", _ADDRESSES),
-    Rule("use_torch_fsdp2", _ADDRESSES),
-    Rule("logits_save_dir=", _NO_HOOKS),
-    Rule("logits_load_dir=", _NO_HOOKS),
-    Rule("save_activations_interval=", _NO_HOOKS),
-    Rule("save_dgrads_interval=", _NO_HOOKS),
-    Rule("save_tokens_per_expert_interval=", _NO_HOOKS),
-    Rule("modelopt_enabled", "its distillation schedules call the model in another way"),
-    Rule("export_kd_teacher_load=", "distillation keeps outputs of layers by hooks in Python"),
-    Rule("te_precision_config_file=", _QUANTIZED),
-    Rule("kitchen_config_file=", _QUANTIZED),
-    Rule("kitchen_recipe_number=", _QUANTIZED, when=lambda f: f.kitchen_recipe_number is not None),
-    Rule("qk_clip", _LOGITS),
-    Rule("log_max_attention_logit", _LOGITS),
+    Rule("perform_rl_step: it changes the model between generation and training"),
+    Rule("inprocess_restart: a restart inside the process would leave graphs of dead groups"),
+    Rule("yaml_cfg=: Megatron reads all its settings from that file, without these flags"),
+    Rule(f"use_megatron_fsdp: {_ADDRESSES}"),
+    Rule(f"use_torch_fsdp2: {_ADDRESSES}"),
+    Rule(f"logits_save_dir=: {_NO_HOOKS}"),
+    Rule(f"logits_load_dir=: {_NO_HOOKS}"),
+    Rule(f"save_activations_interval=: {_NO_HOOKS}"),
+    Rule(f"save_dgrads_interval=: {_NO_HOOKS}"),
+    Rule(f"save_tokens_per_expert_interval=: {_NO_HOOKS}"),
+    Rule("modelopt_enabled: its distillation schedules call the model in another way"),
+    Rule("export_kd_teacher_load=: distillation keeps outputs of layers by hooks in Python"),
+    Rule(f"te_precision_config_file=: {_QUANTIZED}"),
+    Rule(f"kitchen_config_file=: {_QUANTIZED}"),
+    Rule(f"kitchen_recipe_number=: {_QUANTIZED}", lambda f: f.kitchen_recipe_number is not None),
+    Rule(f"qk_clip: {_LOGITS}"),
+    Rule(f"log_max_attention_logit: {_LOGITS}"),
 )
 """Those of arguments that a script may still change after they were parsed."""
 

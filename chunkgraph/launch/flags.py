@@ -273,7 +273,7 @@ def read_flags(args: argparse.Namespace) -> tuple[GraphFlags | None, list[str]]:
     for rule in (NUM_SEQS_RULE, *SIZE_RULES):
         if text := rule.refusal(Facts(facts.get, FLAG_WORDS)):
             wrong.append(f"{text}.")
-            del values[f"packing.{rule.settings.split()[0]}"]
+            del values[f"packing.{rule.settings[0]}"]
     capture = _section(CaptureConfig, "capture", values)
     return GraphFlags(
         capture=replace(capture, num_warmup_steps=max(num_warmup_steps, 1)),

@@ -37,20 +37,19 @@ def _has_documents(f: Facts) -> bool:
     return bool(f.max_packed_seqs and any(getattr(f, name) for name in _SOURCES))
 
 
-def _rule(settings: str, when: Callable[[Facts], object], why: str, remedy: str) -> Rule:
+def _rule(text: str, when: Callable[[Facts], object]) -> Rule:
     """A rule of microbatches of documents."""
-    return Rule(settings, why, remedy, when=lambda f: _has_documents(f) and when(f))
+    return Rule(text, lambda f: _has_documents(f) and when(f))
 
 
-def _fixed(settings: str, when: Callable[[Facts], object], why: str, remedy: str) -> Rule:
+def _fixed(text: str, when: Callable[[Facts], object]) -> Rule:
     """A rule of documents on a context-parallel size that does not change."""
-    return _rule(settings, lambda f: not f.context_parallel_sizes and when(f), why, remedy)
+    return _rule(text, lambda f: not f.context_parallel_sizes and when(f))
 
 
-def _changing(settings: str, when: Callable[[Facts], object], why: str, remedy: str) -> Rule:
+def _changing(text: str, when: Callable[[Facts], object]) -> Rule:
     """A rule of documents on a context-parallel size that changes."""
-    settings = f"context_parallel_sizes {settings}"
-    return _rule(settings, lambda f: f.context_parallel_sizes and when(f), why, remedy)
+    return _rule(f"context_parallel_sizes {text}", lambda f: f.context_parallel_sizes and when(f))
 
 
 def _script_rows(f: Facts) -> int:
@@ -58,7 +57,7 @@ def _script_rows(f: Facts) -> int:
     return int((f.seq_length or 1) * (f.micro_batch_size or 1))
 
 
-def _cut(setting: str, when: Callable[[Facts], object], why: str, *remedies: str) -> list[Rule]:
+def _cut(text: str, when: Callable[[Facts], object]) -> list[Rule]:
     """Rules of microbatches that are shorter than their data set made them."""
 
     def cuts(f: Facts) -> bool:
@@ -68,10 +67,8 @@ def _cut(setting: str, when: Callable[[Facts], object], why: str, *remedies: str
 
     def rule(name: str, *, has_buckets: bool) -> Rule:
         return _fixed(
-            f"{name}= {setting}",
+            f"{name}= {text}leave {{{name}=}} out",
             lambda f: bool(f.buckets) is has_buckets and cuts(f) and when(f),
-            why,
-            ", or ".join((*remedies, f"leave {{{name}=}} out")),
         )
 
     return [rule("buckets", has_buckets=True), rule("max_packed_tokens", has_buckets=False)]
@@ -94,96 +91,80 @@ def _is_unpacked(source: str) -> Callable[[Facts], object]:
 SCRIPT_PACKING_RULES = (
     *(
         Rule(
-            source,
-            "packed sequences change their offsets with every microbatch, and a graph has fixed "
-            "shapes",
-            "add {max_packed_seqs=} N, the most documents of a microbatch and 1",
-            when=_is_unpacked(source),
+            f"{source}: packed sequences change their offsets with every microbatch, and a graph "
+            "has fixed shapes; add {max_packed_seqs=} N, the most documents of a microbatch and 1",
+            _is_unpacked(source),
         )
         for source in _SOURCES
     ),
     Rule(
-        "max_packed_seqs",
-        "without {sft=true} (or {dataloader_inter_document_masking=true}) a microbatch does not "
-        "say where its documents begin",
-        "leave it out",
-        when=lambda f: f.max_packed_seqs and not _has_documents(f),
+        "max_packed_seqs: without {sft=true} (or {dataloader_inter_document_masking=true}) a "
+        "microbatch does not say where its documents begin; leave it out",
+        lambda f: f.max_packed_seqs and not _has_documents(f),
     ),
     _rule(
-        "max_packed_seqs context_parallel_size dataloader_inter_document_masking",
+        "max_packed_seqs context_parallel_size dataloader_inter_document_masking: its documents "
+        "are not padded to what the ranks can share, so that Megatron cuts the whole sample over "
+        "them; use {sft=true}, or {context_parallel_size=1}",
         lambda f: (f.context_parallel_size or 1) > 1 and not f.sft,
-        "its documents are not padded to what the ranks can share, so that Megatron cuts the whole "
-        "sample over them",
-        "use {sft=true}, or {context_parallel_size=1}",
     ),
     *PACKING_RULES,
     _fixed(
-        "max_packed_seqs micro_batch_size pipeline_model_parallel_size",
+        "max_packed_seqs micro_batch_size pipeline_model_parallel_size: Megatron lays the samples "
+        "end to end, but its stages receive them side by side; use {micro_batch_size=1}",
         lambda f: (f.micro_batch_size or 1) > 1 and (f.pipeline_model_parallel_size or 1) > 1,
-        "Megatron lays the samples end to end, but its stages receive them side by side",
-        "use {micro_batch_size=1}",
     ),
     _fixed(
-        "max_packed_tokens",
+        "max_packed_tokens: a microbatch has {rows} rows ({seq_length=} x {micro_batch_size=}), "
+        "all of them in documents; give at most that, or leave it out",
         lambda f: (f.max_packed_tokens or 0) > _script_rows(f) and {"rows": _script_rows(f)},
-        "a microbatch has {rows} rows ({seq_length=} x {micro_batch_size=}), all of them in "
-        "documents",
-        "give at most that, or leave it out",
     ),
     *_cut(
-        "micro_batch_size",
+        "micro_batch_size: rows that no loss needs lie between its samples; use "
+        "{micro_batch_size=1}, or ",
         lambda f: (f.micro_batch_size or 1) > 1,
-        "rows that no loss needs lie between its samples",
-        "use {micro_batch_size=1}",
     ),
     *_cut(
-        "tensor_model_parallel_size",
+        f"tensor_model_parallel_size: {_OTHER_RANKS}; ",
         lambda f: (f.tensor_model_parallel_size or 1) > 1,
-        _OTHER_RANKS,
     ),
     *_cut(
-        "num_moe_experts",
+        "num_moe_experts: routers count every row, and their losses would be others where rows "
+        "are left out; ",
         lambda f: f.num_moe_experts,
-        "routers count every row, and their losses would be others where rows are left out",
     ),
     *_cut(
-        "context_parallel_size",
+        "context_parallel_size: each rank divides by the labels of its own rows, which are others "
+        "where rows are left out; add {calculate_per_token_loss=true}, or ",
         lambda f: (f.context_parallel_size or 1) > 1 and not f.calculate_per_token_loss,
-        "each rank divides by the labels of its own rows, which are others where rows are left out",
-        "add {calculate_per_token_loss=true}",
     ),
-    _changing("sft", lambda f: not f.sft, "other data sets do not give whole documents", "use it"),
+    _changing("sft: other data sets do not give whole documents; use it", lambda f: not f.sft),
     _changing(
-        "calculate_per_token_loss",
+        "calculate_per_token_loss: a mean over each rank's microbatch would weigh a document by "
+        "how many share it; add it",
         lambda f: not f.calculate_per_token_loss,
-        "a mean over each rank's microbatch would weigh a document by how many share it",
-        "add it",
     ),
     _changing(
-        "micro_batch_size",
+        "micro_batch_size: a microbatch is one row of documents; use {micro_batch_size=1}, and "
+        "{max_packed_tokens=} for its length",
         lambda f: (f.micro_batch_size or 1) > 1,
-        "a microbatch is one row of documents",
-        "use {micro_batch_size=1}, and {max_packed_tokens=} for its length",
     ),
     _changing(
-        "max_document_tokens",
+        "max_document_tokens: a document may have as many tokens as the most ranks hold; leave "
+        "one of them out",
         lambda f: f.max_document_tokens,
-        "a document may have as many tokens as the most ranks hold",
-        "leave one of them out",
     ),
     _changing(
-        "max_packed_tokens",
+        "max_packed_tokens: {largest} ranks hold {rows} rows, and documents may have "
+        "{seq_length}; allow more ranks or rows",
         _held_rows,
-        "{largest} ranks hold {rows} rows, and documents may have {seq_length}",
-        "allow more ranks or rows",
     ),
     _changing(
-        "max_packed_tokens tensor_model_parallel_size",
+        f"max_packed_tokens tensor_model_parallel_size: {_OTHER_RANKS}; leave "
+        "{max_packed_tokens=} out",
         lambda f: (
             (f.tensor_model_parallel_size or 1) > 1 and _changing_rows(f) != (f.seq_length or 1)
         ),
-        _OTHER_RANKS,
-        "leave {max_packed_tokens=} out",
     ),
     *RANK_RULES,
 )

@@ -29,12 +29,11 @@ def _cannot_repeat(setting: str, *parts: str) -> Rule:
         return bool(f.on_gpu and f.is_rng_graph_safe and recomputed and getattr(f, setting))
 
     return Rule(
-        f"recompute_granularity {setting}",
-        "the recomputation must draw the mask of the forward again, but the states of graph-safe "
-        "generators cannot be set back inside a graph (nor does Megatron's own eager "
-        "recomputation set them back: its masks differ)",
-        "set it to 0 or recompute what has no dropout ({recompute_modules=})",
-        when=is_broken,
+        f"recompute_granularity {setting}: the recomputation must draw the mask of the forward "
+        "again, but the states of graph-safe generators cannot be set back inside a graph (nor "
+        "does Megatron's own eager recomputation set them back: its masks differ); set it to 0 or "
+        "recompute what has no dropout ({recompute_modules=})",
+        is_broken,
     )
 
 
@@ -54,98 +53,81 @@ _OUTSIDE = "weight gradients would be computed outside the graph"
 _OTHER_GRAPHS = "Megatron would capture the same layers again"
 _SAFE_RNG = "use {te_rng_tracker=true}"
 MODEL_RULES = (
-    Rule("fp4", _QUANTIZED_WEIGHTS),
-    Rule("use_kitchen", _QUANTIZED_WEIGHTS),
-    Rule("quant_recipe", _QUANTIZED_WEIGHTS),
-    Rule("fp8_param", _PRIMARY_WEIGHTS),
-    Rule("fp8_param_gather", _PRIMARY_WEIGHTS),
-    Rule("fp8_dot_product_attention", _FP8_ATTENTION),
-    Rule("fp8_multi_head_attention", _FP8_ATTENTION),
+    Rule(f"fp4: {_QUANTIZED_WEIGHTS}"),
+    Rule(f"use_kitchen: {_QUANTIZED_WEIGHTS}"),
+    Rule(f"quant_recipe: {_QUANTIZED_WEIGHTS}"),
+    Rule(f"fp8_param: {_PRIMARY_WEIGHTS}"),
+    Rule(f"fp8_param_gather: {_PRIMARY_WEIGHTS}"),
+    Rule(f"fp8_dot_product_attention: {_FP8_ATTENTION}"),
+    Rule(f"fp8_multi_head_attention: {_FP8_ATTENTION}"),
     Rule(
-        "distribute_saved_activations",
-        "recomputation would replace the slot's own input with its share of one",
+        "distribute_saved_activations: recomputation would replace the slot's own input with its "
+        "share of one"
     ),
-    Rule("cpu_offloading", _QUEUES),
-    Rule("fine_grained_activation_offloading", _QUEUES),
-    Rule("overlap_moe_expert_parallel_comm", "its schedule does not call the block's forward"),
-    Rule("delay_wgrad_compute", _OUTSIDE),
+    Rule(f"cpu_offloading: {_QUEUES}"),
+    Rule(f"fine_grained_activation_offloading: {_QUEUES}"),
+    Rule("overlap_moe_expert_parallel_comm: its schedule does not call the block's forward"),
+    Rule(f"delay_wgrad_compute: {_OUTSIDE}"),
+    Rule("hybrid_context_parallel: its schedule changes the process group between forwards"),
+    Rule("variable_seq_lengths: a graph has fixed shapes"),
+    Rule("enable_autocast: captures run outside of it and would hold operators of full width"),
     Rule(
-        "hybrid_context_parallel",
-        "its schedule changes the process group between forwards",
-    ),
-    Rule("variable_seq_lengths", "a graph has fixed shapes"),
-    Rule("enable_autocast", "captures run outside of it and would hold operators of full width"),
-    Rule(
-        "num_microbatches_with_partial_activation_checkpoints",
-        "some microbatches of a chunk would recompute and others not, and a slot has one graph",
-        when=lambda f: f.num_microbatches_with_partial_activation_checkpoints is not None,
+        "num_microbatches_with_partial_activation_checkpoints: some microbatches of a chunk would "
+        "recompute and others not, and a slot has one graph",
+        lambda f: f.num_microbatches_with_partial_activation_checkpoints is not None,
     ),
     Rule(
-        "gtp_weight_remat_size",
-        _GATHERED_WEIGHTS,
-        when=lambda f: (f.gtp_weight_remat_size or 1) > 1,
+        f"gtp_weight_remat_size: {_GATHERED_WEIGHTS}", lambda f: (f.gtp_weight_remat_size or 1) > 1
     ),
     Rule(
-        "expert_gtp_weight_remat_size",
-        _GATHERED_WEIGHTS,
-        when=lambda f: (f.expert_gtp_weight_remat_size or 1) > 1,
+        f"expert_gtp_weight_remat_size: {_GATHERED_WEIGHTS}",
+        lambda f: (f.expert_gtp_weight_remat_size or 1) > 1,
     ),
     Rule(
-        "experimental_attention_variant",
-        "the scale of its indexer's loss is set for every microbatch, as another tensor",
-        when=lambda f: f.experimental_attention_variant == "dsa",
+        "experimental_attention_variant: the scale of its indexer's loss is set for every "
+        "microbatch, as another tensor",
+        lambda f: f.experimental_attention_variant == "dsa",
     ),
-    Rule("overlap_dispatch_backward_with_experts_wgrad", _OUTSIDE),
-    Rule("moe_hybridep_pad_uneven_dispatch_inputs", "it reads token counts on the host"),
+    Rule(f"overlap_dispatch_backward_with_experts_wgrad: {_OUTSIDE}"),
+    Rule("moe_hybridep_pad_uneven_dispatch_inputs: it reads token counts on the host"),
     Rule(
-        "cuda_graph_impl",
-        _OTHER_GRAPHS,
-        "leave it out",
-        when=lambda f: f.cuda_graph_impl not in (None, "none"),
+        f"cuda_graph_impl: {_OTHER_GRAPHS}; leave it out",
+        lambda f: f.cuda_graph_impl not in (None, "none"),
     ),
-    Rule("enable_cuda_graph", _OTHER_GRAPHS, "leave it out"),
-    Rule("external_cuda_graph", _OTHER_GRAPHS, "leave it out"),
+    Rule(f"enable_cuda_graph: {_OTHER_GRAPHS}; leave it out"),
+    Rule(f"external_cuda_graph: {_OTHER_GRAPHS}; leave it out"),
     Rule(
-        "use_transformer_engine_op_fuser",
-        "without experts fused operations hold parameters of their own, which was tried with "
-        "experts alone",
-        "leave it out",
-        when=lambda f: (
-            f.use_transformer_engine_op_fuser and not f.num_moe_experts and not f.fp8_recipe
-        ),
+        "use_transformer_engine_op_fuser: without experts fused operations hold parameters of "
+        "their own, which was tried with experts alone; leave it out",
+        lambda f: f.use_transformer_engine_op_fuser and not f.num_moe_experts and not f.fp8_recipe,
     ),
     Rule(
-        "test_mode qk_layernorm",
-        "every forward compares the norms of all data-parallel ranks on the host",
-        "leave {test_mode=} out",
+        "test_mode qk_layernorm: every forward compares the norms of all data-parallel ranks on "
+        "the host; leave {test_mode=} out"
     ),
     Rule(
-        "batch_p2p_comm overlap_p2p_comm",
-        "in an interleaved pipeline of 2 ranks each batch has two sends between the same ranks, "
-        "and activations and gradients get swapped (with or without chunk graphs)",
-        "use {overlap_p2p_comm=true}",
-        when=lambda f: (
+        "batch_p2p_comm overlap_p2p_comm: in an interleaved pipeline of 2 ranks each batch has "
+        "two sends between the same ranks, and activations and gradients get swapped (with or "
+        "without chunk graphs); use {overlap_p2p_comm=true}",
+        lambda f: (
             (f.num_model_chunks or 1) > 1
             and f.pipeline_model_parallel_size == 2
             and f.batch_p2p_comm
             and not f.overlap_p2p_comm
         ),
     ),
-    Rule("is_fully_sharded", "parameters move, and a graph remembers their addresses"),
+    Rule("is_fully_sharded: parameters move, and a graph remembers their addresses"),
     Rule(
-        "recompute_granularity",
-        "the RNG tracker is not graph-safe, and recomputation would read the random state in a "
-        "capture",
-        _SAFE_RNG,
-        when=lambda f: f.recompute_granularity and f.on_gpu and not f.is_rng_graph_safe,
+        "recompute_granularity: the RNG tracker is not graph-safe, and recomputation would read "
+        f"the random state in a capture; {_SAFE_RNG}",
+        lambda f: f.recompute_granularity and f.on_gpu and not f.is_rng_graph_safe,
     ),
     _cannot_repeat("attention_dropout", "core_attn"),
     _cannot_repeat("hidden_dropout"),
     Rule(
-        "hidden_dropout attention_dropout",
-        "the RNG tracker is not graph-safe, and every replay would draw the same mask",
-        _SAFE_RNG,
-        when=lambda f: _dropout(f) > 0 and not f.is_rng_graph_safe,
+        "hidden_dropout attention_dropout: the RNG tracker is not graph-safe, and every replay "
+        f"would draw the same mask; {_SAFE_RNG}",
+        lambda f: _dropout(f) > 0 and not f.is_rng_graph_safe,
     ),
 )
 

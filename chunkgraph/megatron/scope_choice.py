@@ -67,20 +67,16 @@ def choose_scope(
 
 _OBSTACLES = (
     Rule(
-        "cross_entropy_fusion_impl",
-        "its backward reads the loss gradient on the host",
-        when=lambda f: f.cross_entropy_loss_fusion and f.cross_entropy_fusion_impl == "te",
+        "cross_entropy_fusion_impl: its backward reads the loss gradient on the host",
+        lambda f: f.cross_entropy_loss_fusion and f.cross_entropy_fusion_impl == "te",
     ),
     Rule(
-        "fp8_recipe mtp_num_layers=",
-        "every predicting layer updates the scales once more in the middle of the backward, but a "
-        "graph does it once, at the end",
-        when=lambda f: f.fp8_recipe == "delayed" and f.mtp_num_layers,
+        "fp8_recipe mtp_num_layers=: every predicting layer updates the scales once more in the "
+        "middle of the backward, but a graph does it once, at the end",
+        lambda f: f.fp8_recipe == "delayed" and f.mtp_num_layers,
     ),
-    Rule(
-        "defer_embedding_wgrad_compute", "its queue is Python state that a replay does not advance"
-    ),
-    Rule("mtp_num_layers= packed", "Megatron then reads the offsets on the host"),
+    Rule("defer_embedding_wgrad_compute: its queue is Python state that a replay does not advance"),
+    Rule("mtp_num_layers= packed: Megatron then reads the offsets on the host"),
 )
 """Settings with which only the block can be captured."""
 
@@ -88,8 +84,7 @@ _OBSTACLES = (
 def _for_chunks(rule: Rule) -> Rule:
     return replace(
         rule,
-        settings=f"scope {rule.settings}",
-        remedy="leave it out, or use {scope=block}",
+        text=f"scope {rule.text}; leave it out, or use {{scope=block}}",
         when=lambda f: f.scope == "chunk" and rule.broken(f),
     )
 

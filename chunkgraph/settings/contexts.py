@@ -9,23 +9,13 @@ from chunkgraph.settings.rule import Facts, Rule
 
 __all__ = ["CONTEXT_FILE_RULES", "CONTEXT_RULES", "RANK_RULES", "SIZE_RULES"]
 
-_ONE_OF_THEM = "leave one of them out"
-
 
 def _rule(
-    others: str,
-    when: Callable[[Facts], object],
-    why: str,
-    remedy: str = _ONE_OF_THEM,
-    error: type[ConfigError] = ConfigError,
+    text: str, when: Callable[[Facts], object], error: type[ConfigError] = ConfigError
 ) -> Rule:
     """A rule of sizes that change, together with other settings."""
     return Rule(
-        f"context_parallel_sizes {others}".strip(),
-        why,
-        remedy,
-        when=lambda f: f.context_parallel_sizes and when(f),
-        error=error,
+        f"context_parallel_sizes {text}", lambda f: f.context_parallel_sizes and when(f), error
     )
 
 
@@ -35,32 +25,30 @@ def _recomputes(part: str) -> Callable[[Facts], bool]:
 
 CONTEXT_RULES = (
     _rule(
-        "context_parallel_size",
+        "context_parallel_size: the groups are cut from the data-parallel ranks; use "
+        "{context_parallel_size=1}",
         lambda f: (f.context_parallel_size or 1) > 1,
-        "the groups are cut from the data-parallel ranks",
-        "use {context_parallel_size=1}",
     ),
     _rule(
-        "fp8",
+        "fp8: scales of ranks whose microbatches have several sizes were not tried; leave one of "
+        "them out",
         lambda f: f.fp8,
-        "scales of ranks whose microbatches have several sizes were not tried",
     ),
     _rule(
-        "mtp_num_layers",
+        "mtp_num_layers: several tokens are predicted over the rows of one rank alone; leave one "
+        "of them out",
         lambda f: f.mtp_num_layers,
-        "several tokens are predicted over the rows of one rank alone",
     ),
     _rule(
-        "hybrid_layer_pattern",
+        "hybrid_layer_pattern: the heads of a mixer are shared by the ranks that it was built "
+        "for; leave one of them out",
         lambda f: f.hybrid_layer_pattern,
-        "the heads of a mixer are shared by the ranks that it was built for",
     ),
     *(
         _rule(
-            "recompute_modules",
+            f"recompute_modules: {part} would be recomputed with the context-parallel group of "
+            f"another microbatch; leave {part} out",
             _recomputes(part),
-            f"{part} would be recomputed with the context-parallel group of another microbatch",
-            f"leave {part} out",
         )
         for part in ("moe", "mla_up_proj")
     ),
@@ -91,50 +79,45 @@ def _missing_sizes(f: Facts) -> object:
 
 SIZE_RULES = (
     _rule(
-        "",
-        _uneven_sizes,
-        "{size} is no power of two, and groups of 1, 2, 4, ... neighbours share microbatches",
+        ": {size} is no power of two, and groups of 1, 2, 4, ... neighbours share microbatches; "
         "leave it out",
+        _uneven_sizes,
         TopologyError,
     ),
     Rule(
-        "captured_context_parallel_sizes context_parallel_sizes",
-        "{missing} is not in the latter",
+        "captured_context_parallel_sizes context_parallel_sizes: {missing} is not in the latter; "
         "add it there, or leave it out",
-        when=lambda f: f.context_parallel_sizes and _missing_sizes(f),
+        lambda f: f.context_parallel_sizes and _missing_sizes(f),
     ),
 )
 """Those of the sizes themselves."""
 RANK_RULES = (
     _rule(
-        "data_parallel_size",
-        lambda f: (f.data_parallel_size or 1).bit_count() > 1,
-        "groups of 1, 2, 4, ... neighbours divide a power of two alone",
+        "data_parallel_size: groups of 1, 2, 4, ... neighbours divide a power of two alone; "
         "change the number of data-parallel ranks",
+        lambda f: (f.data_parallel_size or 1).bit_count() > 1,
         TopologyError,
     ),
     _rule(
-        "data_parallel_size",
+        "data_parallel_size: the data-parallel ranks share microbatches, and are too few for one "
+        "of {largest}; leave that size out, or use more ranks",
         lambda f: (
             f.data_parallel_size
             and max(f.context_parallel_sizes) > f.data_parallel_size
             and {"largest": max(f.context_parallel_sizes)}
         ),
-        "the data-parallel ranks share microbatches, and are too few for one of {largest}",
-        "leave that size out, or use more ranks",
         TopologyError,
     ),
     _rule(
-        "max_packed_tokens",
+        "max_packed_tokens: the {rows} rows of a rank do not divide in {parts} parts; use a "
+        "multiple of {parts}",
         _uneven_parts,
-        "the {rows} rows of a rank do not divide in {parts} parts",
-        "use a multiple of {parts}",
         TopologyError,
     ),
     _rule(
-        "buckets",
+        "buckets: banks of several lengths were not joined to the training loop; leave one of "
+        "them out",
         lambda f: f.buckets,
-        "banks of several lengths were not joined to the training loop",
     ),
 )
 """Those of a job, from a configuration file or a command line."""
@@ -151,21 +134,18 @@ CONTEXT_FILE_RULES = (
     *SIZE_RULES,
     *RANK_RULES,
     _rule(
-        "document_counts",
+        "document_counts: the training command does not join them; leave one of them out",
         lambda f: f.document_counts,
-        "the training command does not join them",
     ),
     _rule(
-        "seq_length",
+        "seq_length: documents may have {longest} tokens, and learned positions end at "
+        "{seq_length}; raise it, or use {position_embedding_type=rope}",
         _longest,
-        "documents may have {longest} tokens, and learned positions end at {seq_length}",
-        "raise it, or use {position_embedding_type=rope}",
     ),
     _rule(
-        "pad_seq_to_mult",
+        "pad_seq_to_mult: documents are padded for the ranks that share them; use "
+        "{pad_seq_to_mult=1}",
         lambda f: f.pad_seq_to_mult > 1,
-        "documents are padded for the ranks that share them",
-        "use {pad_seq_to_mult=1}",
     ),
 )
 """Those of a configuration file."""

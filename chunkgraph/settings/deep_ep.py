@@ -26,16 +26,13 @@ def _uses_flex(f: Facts) -> bool:
     return bool(f.num_moe_experts) and f.moe_token_dispatcher_type == "flex"
 
 
-def _with_flex(
-    settings: str, when: Callable[[Facts], object], why: str, remedy: str, *backends: str
-) -> Rule:
+def _with_flex(text: str, when: Callable[[Facts], object], *backends: str) -> Rule:
     """A rule of one of some backends, or of both."""
+    settings, _, why = text.partition(": ")
     allowed = backends or _BACKENDS
     return Rule(
-        f"{settings} moe_flex_dispatcher_backend",
-        why,
-        remedy,
-        when=lambda f: _uses_flex(f) and f.moe_flex_dispatcher_backend in allowed and when(f),
+        f"{settings} moe_flex_dispatcher_backend: {why}",
+        lambda f: _uses_flex(f) and f.moe_flex_dispatcher_backend in allowed and when(f),
     )
 
 
@@ -85,25 +82,23 @@ def _has_capacity(f: Facts) -> bool:
 
 def _untried(setting: str, when: Callable[[Facts], object]) -> Rule:
     return _with_flex(
-        setting, when, "the two were not tried together", f"leave one out, or {STATIC}"
+        f"{setting}: the two were not tried together; leave one out, or {STATIC}", when
     )
 
 
 DEEPEP_RULES = (
     Rule(
-        "moe_token_dispatcher_type moe_flex_dispatcher_backend",
-        "{what}; only DeepEP can dispatch in a graph",
-        f"{_HYBRIDEP}, or {{moe_flex_dispatcher_backend=deepep}} within a node, each with "
-        f"{{moe_expert_rank_capacity_factor=}}; or {STATIC}",
-        when=_unknown_backend,
+        "moe_token_dispatcher_type moe_flex_dispatcher_backend: {what}; only DeepEP can dispatch "
+        f"in a graph; {_HYBRIDEP}, or {{moe_flex_dispatcher_backend=deepep}} within a node, each "
+        f"with {{moe_expert_rank_capacity_factor=}}; or {STATIC}",
+        _unknown_backend,
     ),
     *(
         Rule(
-            f"{setting} moe_token_dispatcher_type",
-            "it belongs to {moe_token_dispatcher_type=flex} and was not tried with a fixed "
-            "capacity of each expert",
-            "change one of them",
-            when=_is_idle(setting),
+            f"{setting} moe_token_dispatcher_type: it belongs to "
+            "{moe_token_dispatcher_type=flex} and was not tried with a fixed capacity of each "
+            "expert; change one of them",
+            _is_idle(setting),
         )
         for setting in (
             "moe_flex_dispatcher_backend",
@@ -112,80 +107,62 @@ DEEPEP_RULES = (
         )
     ),
     _with_flex(
-        "expert_model_parallel_size",
+        "expert_model_parallel_size: it dispatches in a graph between "
+        f"{', '.join(map(str, DEEPEP_RANKS))} ranks of a node; choose one of these, or {_HYBRIDEP}",
         lambda f: (f.expert_model_parallel_size or 1) not in DEEPEP_RANKS,
-        f"it dispatches in a graph between {', '.join(map(str, DEEPEP_RANKS))} ranks of a node",
-        f"choose one of these, or {_HYBRIDEP}",
         "deepep",
     ),
     # Read in its source (release 1.2.1, ``intranode.cu``: asserts on the device).
     _with_flex(
-        "hidden_size",
+        f"hidden_size: its kernels take up to {_MOST_HIDDEN}, a multiple of {_HIDDEN_MULTIPLE}; "
+        f"{_HYBRIDEP}",
         lambda f: (f.hidden_size or 0) > _MOST_HIDDEN or (f.hidden_size or 0) % _HIDDEN_MULTIPLE,
-        f"its kernels take up to {_MOST_HIDDEN}, a multiple of {_HIDDEN_MULTIPLE}",
-        _HYBRIDEP,
         "deepep",
     ),
     _with_flex(
-        "moe_router_topk",
+        f"moe_router_topk: its kernels take up to {_MOST_TOPK}; {_HYBRIDEP}",
         lambda f: (f.moe_router_topk or 0) > _MOST_TOPK,
-        f"its kernels take up to {_MOST_TOPK}",
-        _HYBRIDEP,
         "deepep",
     ),
-    _with_flex("fp16", lambda f: f.fp16, "it adds up bfloat16 alone", "use {bf16=true}", "deepep"),
+    _with_flex("fp16: it adds up bfloat16 alone; use {bf16=true}", lambda f: f.fp16, "deepep"),
     _with_flex(
-        "moe_expert_rank_capacity_factor",
+        "moe_expert_rank_capacity_factor: how many rows come depends on the tokens, and a graph "
+        "has fixed shapes; make it 1 or more{how}; the highest load decides how much more; or "
+        f"{STATIC}",
         _has_no_budget,
-        "how many rows come depends on the tokens, and a graph has fixed shapes",
-        f"make it 1 or more{{how}}; the highest load decides how much more; or {STATIC}",
     ),
     _with_flex(
-        "moe_expert_rank_capacity_factor",
+        "moe_expert_rank_capacity_factor: below 1 ranks drop tokens in every step; make it 1 or "
+        "more",
         _is_below_1,
-        "below 1 ranks drop tokens in every step",
-        "make it 1 or more",
     ),
     _with_flex(
-        "moe_expert_capacity_factor",
+        "moe_expert_capacity_factor: the room is that of a rank; leave it and "
+        "{moe_pad_expert_input_to_capacity=} out; {moe_expert_rank_capacity_factor=} says how much",
         _has_capacity,
-        "the room is that of a rank",
-        "leave it and {moe_pad_expert_input_to_capacity=} out; "
-        "{moe_expert_rank_capacity_factor=} says how much",
     ),
     _with_flex(
-        "token_drops",
+        "token_drops: it tells no more than that a rank had no room; use {token_drops=rerun}, "
+        "which runs such a step again, or {token_drops=raise}",
         lambda f: f.token_drops not in ("raise", "rerun"),
-        "it tells no more than that a rank had no room",
-        "use {token_drops=rerun}, which runs such a step again, or {token_drops=raise}",
     ),
     *(
-        _with_flex(name, _is_off(name), _GROUPED, f"turn it on, or {STATIC}")
+        _with_flex(f"{name}: {_GROUPED}; turn it on, or {STATIC}", _is_off(name))
         for name in ("use_transformer_engine_op_fuser", "moe_grouped_gemm", "swiglu")
     ),
     _with_flex(
-        "moe_router_dtype",
+        "moe_router_dtype: it sends probabilities in float32; use {moe_router_dtype=fp32}",
         lambda f: f.moe_router_dtype != "fp32",
-        "it sends probabilities in float32",
-        "use {moe_router_dtype=fp32}",
     ),
+    _with_flex("bf16: it sends rows of 2 bytes; use {bf16=true}", lambda f: not (f.bf16 or f.fp16)),
     _with_flex(
-        "bf16",
-        lambda f: not (f.bf16 or f.fp16),
-        "it sends rows of 2 bytes",
-        "use {bf16=true}",
-    ),
-    _with_flex(
-        "num_warmup_steps",
-        lambda f: f.captures and f.num_warmup_steps is not None and f.num_warmup_steps < 1,
-        "its buffer is made, and kernels are compiled, in the first eager step",
+        "num_warmup_steps: its buffer is made, and kernels are compiled, in the first eager step; "
         "make it 1 or more",
+        lambda f: f.captures and f.num_warmup_steps is not None and f.num_warmup_steps < 1,
     ),
     _with_flex(
-        "expert_tensor_parallel_size",
+        "expert_tensor_parallel_size: the grouped product cannot be split; make it 1",
         lambda f: (f.expert_tensor_parallel_size or 1) > 1,
-        "the grouped product cannot be split",
-        "make it 1",
     ),
     _untried("fp8", lambda f: f.fp8),
     _untried("fp4", lambda f: f.fp4),

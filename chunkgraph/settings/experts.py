@@ -208,47 +208,38 @@ def _has_uneven_groups(f: Facts) -> bool:
 
 EXPERT_RULES = (
     Rule(
-        "expert_model_parallel_size",
-        "it does not divide {num_moe_experts}; every rank holds as many experts",
-        "change one of them",
-        when=lambda f: (
-            f.num_moe_experts and f.num_moe_experts % (f.expert_model_parallel_size or 1)
-        ),
-        error=TopologyError,
+        "expert_model_parallel_size: it does not divide {num_moe_experts}; every rank holds as "
+        "many experts; change one of them",
+        lambda f: f.num_moe_experts and f.num_moe_experts % (f.expert_model_parallel_size or 1),
+        TopologyError,
     ),
     Rule(
-        "num_moe_experts moe_expert_capacity_factor",
-        "how many tokens an expert gets depends on the tokens, and a graph has fixed shapes",
-        f"{STATIC} ({{enough}}, {{num_moe_experts=}} / {{moe_router_topk=}}, has room for all "
-        "tokens; a smaller one drops some when loads are uneven){eager}",
-        when=_with_capacity(_has_no_capacity),
+        "num_moe_experts moe_expert_capacity_factor: how many tokens an expert gets depends on "
+        f"the tokens, and a graph has fixed shapes; {STATIC} ({{enough}}, {{num_moe_experts=}} / "
+        "{moe_router_topk=}, has room for all tokens; a smaller one drops some when loads are "
+        "uneven){eager}",
+        _with_capacity(_has_no_capacity),
     ),
     Rule(
-        "moe_pad_expert_input_to_capacity",
-        "experts would get as many rows as tokens chose them, and a graph has fixed shapes",
-        "use {moe_pad_expert_input_to_capacity=true}",
-        when=_with_capacity(lambda f: _factor(f) is not None and not _pads(f)),
+        "moe_pad_expert_input_to_capacity: experts would get as many rows as tokens chose them, "
+        "and a graph has fixed shapes; use {moe_pad_expert_input_to_capacity=true}",
+        _with_capacity(lambda f: _factor(f) is not None and not _pads(f)),
     ),
     Rule(
-        "moe_expert_capacity_factor",
-        "below 1 tokens are dropped in every step",
-        "raise it, or use {token_drops=count} if that is meant",
-        when=_with_capacity(lambda f: (_factor(f) or 1) < 1 and f.token_drops != "count"),
+        "moe_expert_capacity_factor: below 1 tokens are dropped in every step; raise it, or use "
+        "{token_drops=count} if that is meant",
+        _with_capacity(lambda f: (_factor(f) or 1) < 1 and f.token_drops != "count"),
     ),
     Rule(
-        "moe_expert_capacity_factor",
-        "above {num_moe_experts=} / {moe_router_topk=} ({enough}) an expert would have room for "
-        "more tokens than there are, which Megatron's permutation cannot do",
-        "that number has room for all",
-        when=_with_capacity(
-            lambda f: (_factor(f) or 0) > _enough(f) and {"enough": f"{_enough(f):g}"}
-        ),
+        "moe_expert_capacity_factor: above {num_moe_experts=} / {moe_router_topk=} ({enough}) an "
+        "expert would have room for more tokens than there are, which Megatron's permutation "
+        "cannot do; that number has room for all",
+        _with_capacity(lambda f: (_factor(f) or 0) > _enough(f) and {"enough": f"{_enough(f):g}"}),
     ),
     Rule(
-        "token_drops fp8",
-        "a step that runs again would update the scales a second time",
-        "use {token_drops=raise}, or train without FP8",
-        when=lambda f: f.num_moe_experts and f.token_drops == "rerun" and f.fp8,
+        "token_drops fp8: a step that runs again would update the scales a second time; use "
+        "{token_drops=raise}, or train without FP8",
+        lambda f: f.num_moe_experts and f.token_drops == "rerun" and f.fp8,
     ),
     *DEEPEP_RULES,
 )
@@ -261,36 +252,32 @@ def _has_experts(when: Callable[[Facts], object]) -> Callable[[Facts], object]:
 
 EXPERT_FILE_RULES = (
     Rule(
-        "expert_model_parallel_size num_moe_experts",
-        "there are no experts to share",
-        "change one of them",
-        when=lambda f: f.num_moe_experts is None and f.expert_model_parallel_size > 1,
-        error=TopologyError,
+        "expert_model_parallel_size num_moe_experts: there are no experts to share; change one of "
+        "them",
+        lambda f: f.num_moe_experts is None and f.expert_model_parallel_size > 1,
+        TopologyError,
     ),
     Rule(
-        "moe_router_topk num_moe_experts",
-        "a token cannot go to more experts than there are",
-        when=_has_experts(lambda f: f.moe_router_topk > f.num_moe_experts),
+        "moe_router_topk num_moe_experts: a token cannot go to more experts than there are",
+        _has_experts(lambda f: f.moe_router_topk > f.num_moe_experts),
     ),
     Rule(
-        "expert_model_parallel_size data_parallel_size",
-        "the ranks that share the experts are copies of the rest of the model, so that the former "
-        "divides the latter",
-        "change one of them",
-        when=_has_experts(lambda f: f.data_parallel_size % f.expert_model_parallel_size),
-        error=TopologyError,
+        "expert_model_parallel_size data_parallel_size: the ranks that share the experts are "
+        "copies of the rest of the model, so that the former divides the latter; change one of "
+        "them",
+        _has_experts(lambda f: f.data_parallel_size % f.expert_model_parallel_size),
+        TopologyError,
     ),
     Rule(
-        "num_moe_experts tensor_model_parallel_size",
-        "Megatron trains experts on several tensor-parallel ranks only with sequence parallelism",
-        "use {sequence_parallel=true}",
-        when=_has_experts(lambda f: f.tensor_model_parallel_size > 1 and not f.sequence_parallel),
-        error=TopologyError,
+        "num_moe_experts tensor_model_parallel_size: Megatron trains experts on several "
+        "tensor-parallel ranks only with sequence parallelism; use {sequence_parallel=true}",
+        _has_experts(lambda f: f.tensor_model_parallel_size > 1 and not f.sequence_parallel),
+        TopologyError,
     ),
     Rule(
-        "moe_layer_freq num_layers",
-        "it has one number for each layer of the model, 1 (experts) or 0 (feed-forward)",
-        when=_has_experts(
+        "moe_layer_freq num_layers: it has one number for each layer of the model, 1 (experts) or "
+        "0 (feed-forward)",
+        _has_experts(
             lambda f: (
                 f.moe_layer_freq is not None
                 and (len(f.moe_layer_freq) != f.num_layers or set(f.moe_layer_freq) - {0, 1})
@@ -298,10 +285,10 @@ EXPERT_FILE_RULES = (
         ),
     ),
     Rule(
-        "moe_expert_capacity_factor device moe_token_dispatcher_type expert_model_parallel_size",
-        "Megatron's dispatcher wants a GPU to send rows whose numbers it has to fetch",
-        "use {expert_model_parallel_size=1}, or give a capacity",
-        when=_has_experts(
+        "moe_expert_capacity_factor device moe_token_dispatcher_type expert_model_parallel_size: "
+        "Megatron's dispatcher wants a GPU to send rows whose numbers it has to fetch; use "
+        "{expert_model_parallel_size=1}, or give a capacity",
+        _has_experts(
             lambda f: (
                 f.expert_model_parallel_size > 1
                 and (f.device, f.moe_token_dispatcher_type) == ("cpu", "alltoall")
@@ -310,18 +297,16 @@ EXPERT_FILE_RULES = (
         ),
     ),
     Rule(
-        "moe_router_enable_expert_bias moe_router_score_function",
-        "the bias is added to sigmoid scores alone",
-        "use {moe_router_score_function=sigmoid}",
-        when=_has_experts(
+        "moe_router_enable_expert_bias moe_router_score_function: the bias is added to sigmoid "
+        "scores alone; use {moe_router_score_function=sigmoid}",
+        _has_experts(
             lambda f: f.moe_router_enable_expert_bias and f.moe_router_score_function != "sigmoid"
         ),
     ),
     Rule(
-        "moe_router_topk",
-        "the softmax over one expert is always 1, and the router would not train",
-        "use {moe_router_pre_softmax=true}",
-        when=_has_experts(
+        "moe_router_topk: the softmax over one expert is always 1, and the router would not "
+        "train; use {moe_router_pre_softmax=true}",
+        _has_experts(
             lambda f: (
                 f.moe_router_topk == 1
                 and f.moe_router_score_function == "softmax"
@@ -330,18 +315,15 @@ EXPERT_FILE_RULES = (
         ),
     ),
     Rule(
-        "moe_router_num_groups moe_router_group_topk",
-        "the two go together",
-        "give both, or neither",
-        when=_has_experts(
+        "moe_router_num_groups moe_router_group_topk: the two go together; give both, or neither",
+        _has_experts(
             lambda f: (f.moe_router_num_groups is None) != (f.moe_router_group_topk is None)
         ),
     ),
     Rule(
-        "moe_router_num_groups moe_router_group_topk",
-        "{num_moe_experts} must form groups of equal size, and no more of them be used than there "
-        "are",
-        when=_has_experts(_has_uneven_groups),
+        "moe_router_num_groups moe_router_group_topk: {num_moe_experts} must form groups of equal "
+        "size, and no more of them be used than there are",
+        _has_experts(_has_uneven_groups),
     ),
 )
 """Those of a configuration file alone."""

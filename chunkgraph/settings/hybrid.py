@@ -176,6 +176,6 @@ def _check_experts(config: Config, pattern: str) -> None:
 
 
 HYBRID_RULES = (
-    Rule("fp8 hybrid_layer_pattern", "the two were not tried together", "leave one of them out"),
+    Rule("fp8 hybrid_layer_pattern: the two were not tried together; leave one of them out"),
 )
 """Those of a hybrid model, wherever its settings come from."""

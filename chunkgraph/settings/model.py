@@ -166,11 +166,10 @@ class ModelConfig:
 
 FP8_RULES = (
     Rule(
-        "recompute_granularity fp8",
-        "Transformer Engine's own recomputation keeps the scales of the first pass in a queue in "
-        "Python, which a replay does not advance",
-        "recompute core_attn alone ({recompute_granularity=selective}), or nothing",
-        when=lambda f: (
+        "recompute_granularity fp8: Transformer Engine's own recomputation keeps the scales of "
+        "the first pass in a queue in Python, which a replay does not advance; recompute "
+        "core_attn alone ({recompute_granularity=selective}), or nothing",
+        lambda f: (
             f.fp8_recipe
             and (
                 f.recompute_granularity == "full"

@@ -99,14 +99,10 @@ def _rows(f: Facts) -> int:
 
 
 def _rule(
-    settings: str,
-    when: Callable[[Facts], object],
-    why: str,
-    remedy: str,
-    error: type[ConfigError] = ConfigError,
+    text: str, when: Callable[[Facts], object], error: type[ConfigError] = ConfigError
 ) -> Rule:
     """A rule of packed documents."""
-    return Rule(settings, why, remedy, when=lambda f: f.max_packed_seqs and when(f), error=error)
+    return Rule(text, lambda f: f.max_packed_seqs and when(f), error)
 
 
 def _wrong_counts(f: Facts) -> object:
@@ -115,17 +111,14 @@ def _wrong_counts(f: Facts) -> object:
 
 
 NUM_SEQS_RULE = Rule(
-    "max_packed_seqs",
-    "one sequence is for the rest of the tokens",
-    "use 2 or more, or 0 for no packed sequences",
-    when=lambda f: f.max_packed_seqs not in (None, 0) and f.max_packed_seqs < 2,
+    "max_packed_seqs: one sequence is for the rest of the tokens; use 2 or more, or 0 for no "
+    "packed sequences",
+    lambda f: f.max_packed_seqs not in (None, 0) and f.max_packed_seqs < 2,
 )
 PACKING_RULES = (
     _rule(
-        "seq_buckets max_packed_seqs",
+        "seq_buckets max_packed_seqs: {count} is not 2 or more and below the latter; leave it out",
         _wrong_counts,
-        "{count} is not 2 or more and below the latter",
-        "leave it out",
     ),
 )
 """Those of packed documents, wherever settings come from."""
@@ -161,65 +154,53 @@ def _uneven_rows(f: Facts) -> object:
 PACKING_FILE_RULES = (
     NUM_SEQS_RULE,
     _rule(
-        "max_packed_seqs max_packed_tokens seq_length",
+        "max_packed_seqs max_packed_tokens seq_length: offsets of packed documents count up to "
+        f"{MAX_TOKENS}; lower what is larger",
         lambda f: max(f.max_packed_seqs, _rows(f)) > MAX_TOKENS,
-        f"offsets of packed documents count up to {MAX_TOKENS}",
-        "lower what is larger",
     ),
     _rule(
-        "max_packed_tokens context_parallel_size pad_seq_to_mult",
+        "max_packed_tokens context_parallel_size pad_seq_to_mult: the {rows} rows (default: those "
+        "of {seq_length}) are not divisible by {parts}: context-parallel ranks hold two pieces of "
+        "every document each, tensor-parallel ranks share them for sequence parallelism "
+        "({tensor_model_parallel_size}, {sequence_parallel}), and documents are padded to "
+        "multiples; make them {nearest}",
         _uneven_rows,
-        "the {rows} rows (default: those of {seq_length}) are not divisible by {parts}: "
-        "context-parallel ranks hold two pieces of every document each, tensor-parallel ranks "
-        "share them for sequence parallelism ({tensor_model_parallel_size}, {sequence_parallel}), "
-        "and documents are padded to multiples",
-        "make them {nearest}",
         TopologyError,
     ),
     _rule(
-        "max_document_tokens context_parallel_sizes",
+        "max_document_tokens context_parallel_sizes: a document may have as many tokens as the "
+        "most ranks hold; leave the former out",
         lambda f: f.max_document_tokens is not None and f.context_parallel_sizes,
-        "a document may have as many tokens as the most ranks hold",
-        "leave the former out",
     ),
     _rule(
-        "max_document_tokens",
+        "max_document_tokens: a microbatch has {rows} tokens; leave it out, or lower it",
         lambda f: (f.max_document_tokens or 0) > _rows(f) and {"rows": _rows(f)},
-        "a microbatch has {rows} tokens",
-        "leave it out, or lower it",
     ),
     _rule(
-        "document_counts",
+        "document_counts: {most} documents do not fit in the {rows} tokens of a microbatch, in "
+        "which each takes {least} or more; lower the last number",
         _crowded,
-        "{most} documents do not fit in the {rows} tokens of a microbatch, in which each takes "
-        "{least} or more",
-        "lower the last number",
     ),
     _rule(
-        "buckets",
+        "buckets: {size} is no part of the tokens above 0 and up to 1, and no whole number of "
+        "tokens up to {rows}; change it",
         _wrong_buckets,
-        "{size} is no part of the tokens above 0 and up to 1, and no whole number of tokens up to "
-        "{rows}",
-        "change it",
     ),
     _rule(
-        "micro_batch_size max_packed_seqs",
+        "micro_batch_size max_packed_seqs: a packed microbatch is one row of documents; use "
+        "{micro_batch_size=1}, and {max_packed_tokens=} for what all of them had",
         lambda f: f.micro_batch_size != 1,
-        "a packed microbatch is one row of documents",
-        "use {micro_batch_size=1}, and {max_packed_tokens=} for what all of them had",
     ),
     _rule(
-        "layer_spec device max_packed_seqs",
-        lambda f: f.layer_spec == "local" or (f.layer_spec, f.device) == ("auto", "cpu"),
-        "Megatron's local attention takes no packed sequences",
+        "layer_spec device max_packed_seqs: Megatron's local attention takes no packed sequences; "
         "use {layer_spec=transformer_engine} on a GPU, or a layer spec of your own "
         "(package.module:function) whose attention takes them",
+        lambda f: f.layer_spec == "local" or (f.layer_spec, f.device) == ("auto", "cpu"),
     ),
     _rule(
-        "max_packed_tokens seq_length",
+        "max_packed_tokens seq_length: learned positions end at the latter; lower the former or "
+        "raise the latter",
         lambda f: f.position_embedding_type == "learned_absolute" and _rows(f) > f.seq_length,
-        "learned positions end at the latter",
-        "lower the former or raise the latter",
     ),
 )
 """Those of a configuration file."""

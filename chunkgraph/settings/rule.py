@@ -100,29 +100,31 @@ class Rule:
     """Settings that cannot go together, why, and what to do.
 
     Attributes:
-        settings: Names of the settings, as `Facts.spell` takes them; a refusal begins with them.
-        why: What would go wrong, a text as for `Facts.text`.
-        remedy: What to do; another.
+        text: ``settings: why; what to do``. The settings are names as `Facts.spell` takes them, a
+            space between two; the rest is a text as for `Facts.text`.
         when: True where the rule is broken; a mapping is true, and its values fill further fields
-            of the texts. Default: where all of the settings are on.
+            of the text. Default: where all of the settings are on.
         error: Raised for a broken rule.
     """
 
-    settings: str
-    why: str
-    remedy: str = ""
+    text: str
     when: Callable[[Facts], object] | None = None
     error: type[ConfigError] = ConfigError
+
+    @property
+    def settings(self) -> list[str]:
+        """Names of the settings."""
+        return self.text.partition(": ")[0].split()
 
     def broken(self, facts: Facts) -> object:
         """Return something true where the rule is broken."""
         if self.when is not None:
             return self.when(facts)
-        return all(getattr(facts, name.removesuffix("=")) for name in self.settings.split())
+        return all(getattr(facts, name.removesuffix("=")) for name in self.settings)
 
     def subject(self, facts: Facts) -> str:
         """Write the settings that the rule is about."""
-        first, *others = map(facts.spell, self.settings.split())
+        first, *others = map(facts.spell, self.settings)
         first = first.replace("=", facts.verb, 1)
         written = " with ".join([first, " and ".join(others)] if others else [first])
         return written.replace(" with without", " without")
@@ -132,10 +134,10 @@ class Rule:
         broken = self.broken(facts)
         if not broken:
             return ""
-        text = f"{self.why}; {self.remedy}" if self.remedy else self.why
+        why = self.text.partition(": ")[2]
         for name, value in broken.items() if isinstance(broken, Mapping) else ():
-            text = text.replace(f"{{{name}}}", str(value))
-        return f"{self.subject(facts)}: {facts.text(text)}"
+            why = why.replace(f"{{{name}}}", str(value))
+        return f"{self.subject(facts)}: {facts.text(why)}"
 
 
 def refusals(rules: Iterable[Rule], facts: Facts) -> list[str]:

@@ -79,10 +79,9 @@ def _idle_rules(settings: Iterable[Setting]) -> tuple[Rule, ...]:
 
     return tuple(
         Rule(
-            f"{fact_of(item.path)} {fact_of(item.needs)}",
-            _SWITCHES[item.needs],
-            "leave the former out, or set the latter",
-            when=is_idle(item),
+            f"{fact_of(item.path)} {fact_of(item.needs)}: {_SWITCHES[item.needs]}; leave the "
+            "former out, or set the latter",
+            is_idle(item),
         )
         for item in settings
         if item.needs in _SWITCHES
@@ -176,143 +175,124 @@ def _uneven_groups(f: Facts) -> object:
 
 _RULES = (
     Rule(
-        "hidden_size num_attention_heads",
-        "every head has the same width",
-        "make the former a multiple of the latter",
-        when=lambda f: f.hidden_size % f.num_attention_heads,
+        "hidden_size num_attention_heads: every head has the same width; make the former a "
+        "multiple of the latter",
+        lambda f: f.hidden_size % f.num_attention_heads,
     ),
     Rule(
-        "position_embedding_type hidden_size num_attention_heads",
-        "it turns pairs of elements, but a head has {width}",
-        "make that even, or use {position_embedding_type=learned_absolute}",
-        when=lambda f: (
+        "position_embedding_type hidden_size num_attention_heads: it turns pairs of elements, but "
+        "a head has {width}; make that even, or use {position_embedding_type=learned_absolute}",
+        lambda f: (
             f.position_embedding_type == "rope" and _head_size(f) % 2 and {"width": _head_size(f)}
         ),
     ),
     Rule(
-        "vocab_size",
-        f"the text has {NUM_TOKENS} tokens (256 bytes and the end of a document)",
+        f"vocab_size: the text has {NUM_TOKENS} tokens (256 bytes and the end of a document); "
         f"make it {NUM_TOKENS} or more",
-        when=lambda f: f.vocab_size < NUM_TOKENS,
+        lambda f: f.vocab_size < NUM_TOKENS,
     ),
     Rule(
-        "virtual_pipeline_model_parallel_size pipeline_model_parallel_size",
-        "there is no pipeline to interleave",
-        "leave the former out, or make the latter 2 or more",
-        when=lambda f: (
+        "virtual_pipeline_model_parallel_size pipeline_model_parallel_size: there is no pipeline "
+        "to interleave; leave the former out, or make the latter 2 or more",
+        lambda f: (
             (f.virtual_pipeline_model_parallel_size or 1) > 1
             and f.pipeline_model_parallel_size == 1
         ),
-        error=TopologyError,
+        TopologyError,
     ),
     Rule(
-        "num_layers",
-        "they do not divide into {stages} stages ({pipeline_model_parallel_size}, "
-        "{virtual_pipeline_model_parallel_size})",
-        "make it {nearest}, or change the pipeline",
-        when=_uneven_stages,
-        error=TopologyError,
+        "num_layers: they do not divide into {stages} stages ({pipeline_model_parallel_size}, "
+        "{virtual_pipeline_model_parallel_size}); make it {nearest}, or change the pipeline",
+        _uneven_stages,
+        TopologyError,
     ),
     *(
         Rule(
-            f"{setting} tensor_model_parallel_size",
-            "every rank holds an equal share, and the former is not divisible by the latter",
-            "change one of them",
-            when=_is_uneven(setting),
-            error=TopologyError,
+            f"{setting} tensor_model_parallel_size: every rank holds an equal share, and the "
+            "former is not divisible by the latter; change one of them",
+            _is_uneven(setting),
+            TopologyError,
         )
         for setting in ("num_attention_heads", "ffn_hidden_size", "vocab_size")
     ),
     Rule(
-        "sequence_parallel tensor_model_parallel_size",
-        "tensor-parallel ranks share the sequence",
+        "sequence_parallel tensor_model_parallel_size: tensor-parallel ranks share the sequence; "
         "make the latter 2 or more, or leave the former out",
-        when=lambda f: f.sequence_parallel and f.tensor_model_parallel_size == 1,
-        error=TopologyError,
+        lambda f: f.sequence_parallel and f.tensor_model_parallel_size == 1,
+        TopologyError,
     ),
     *(
         Rule(
-            setting,
-            "Megatron-core's local layers refuse it",
-            "use {device=cuda} and {layer_spec=transformer_engine}",
-            when=_is_local_with(setting),
+            f"{setting}: Megatron-core's local layers refuse it; use {{device=cuda}} and "
+            "{layer_spec=transformer_engine}",
+            _is_local_with(setting),
         )
         for setting in ("context_parallel_size", "sequence_parallel")
     ),
     Rule(
-        "seq_length",
-        "it is not divisible by {parts}, the parts of a sequence: two for each context-parallel "
-        "rank, for each tensor-parallel rank ({context_parallel_size}, "
-        "{tensor_model_parallel_size}, {sequence_parallel})",
-        "make it {nearest}",
-        when=_sequence_parts,
-        error=TopologyError,
+        "seq_length: it is not divisible by {parts}, the parts of a sequence: two for each "
+        "context-parallel rank, for each tensor-parallel rank ({context_parallel_size}, "
+        "{tensor_model_parallel_size}, {sequence_parallel}); make it {nearest}",
+        _sequence_parts,
+        TopologyError,
     ),
     Rule(
-        "microbatch_group_size_per_vp_stage pipeline_model_parallel_size",
-        "an interleaved pipeline would wait for itself",
-        "leave the former out, or make it no smaller than the latter",
-        when=lambda f: (
+        "microbatch_group_size_per_vp_stage pipeline_model_parallel_size: an interleaved pipeline "
+        "would wait for itself; leave the former out, or make it no smaller than the latter",
+        lambda f: (
             (f.virtual_pipeline_model_parallel_size or 1) > 1
             and _group_size(f) < f.pipeline_model_parallel_size
         ),
-        error=TopologyError,
+        TopologyError,
     ),
     *(
         Rule(
-            f"{setting} recompute_granularity",
-            "the former belongs to full recomputation",
-            "give both, or neither",
-            when=_is_alone(setting),
+            f"{setting} recompute_granularity: the former belongs to full recomputation; give "
+            "both, or neither",
+            _is_alone(setting),
         )
         for setting in ("recompute_method", "recompute_num_layers")
     ),
     Rule(
-        "recompute_granularity recompute_modules",
-        "selective recomputation would recompute nothing",
-        "name parts of a layer, such as core_attn",
-        when=lambda f: f.recompute_granularity == "selective" and not f.recompute_modules,
+        "recompute_granularity recompute_modules: selective recomputation would recompute "
+        "nothing; name parts of a layer, such as core_attn",
+        lambda f: f.recompute_granularity == "selective" and not f.recompute_modules,
     ),
     Rule(
-        "recompute_modules swiglu",
-        "the feed-forward layer then has a bias, which Megatron-core hands out of the recomputed "
-        "part: its own backward calls itself without end",
-        "use {swiglu=true}, or leave mlp out",
-        when=lambda f: (
+        "recompute_modules swiglu: the feed-forward layer then has a bias, which Megatron-core "
+        "hands out of the recomputed part: its own backward calls itself without end; use "
+        "{swiglu=true}, or leave mlp out",
+        lambda f: (
             f.recompute_granularity == "selective" and "mlp" in f.recompute_modules and not f.swiglu
         ),
     ),
     Rule(
-        "recompute_num_layers recompute_method",
-        "the {layers} layers of a chunk do not divide into groups of that size",
-        "choose a divisor, or use {recompute_method=block}",
-        when=_uneven_groups,
+        "recompute_num_layers recompute_method: the {layers} layers of a chunk do not divide into "
+        "groups of that size; choose a divisor, or use {recompute_method=block}",
+        _uneven_groups,
     ),
     Rule(
-        "fp8",
-        "only Transformer Engine's layers, on a GPU, have FP8",
-        "use {device=cuda} and {layer_spec=transformer_engine}, or leave it out",
-        when=lambda f: f.fp8 and _is_local(f),
+        "fp8: only Transformer Engine's layers, on a GPU, have FP8; use {device=cuda} and "
+        "{layer_spec=transformer_engine}, or leave it out",
+        lambda f: f.fp8 and _is_local(f),
     ),
     *(
         Rule(
-            f"{setting} fp8 tensor_model_parallel_size",
-            "each tensor-parallel rank needs a multiple of 16 of it",
-            "change it, or train without FP8",
-            when=_is_uneven(setting, in_fp8=True),
+            f"{setting} fp8 tensor_model_parallel_size: each tensor-parallel rank needs a "
+            "multiple of 16 of it; change it, or train without FP8",
+            _is_uneven(setting, in_fp8=True),
         )
         for setting in ("hidden_size", "ffn_hidden_size")
     ),
     Rule(
-        "overlap_param_gather",
-        "it gathers what a sharded optimizer updated, bucket by bucket",
-        "use {use_distributed_optimizer=true} and {overlap_grad_reduce=true}",
-        when=lambda f: (
+        "overlap_param_gather: it gathers what a sharded optimizer updated, bucket by bucket; use "
+        "{use_distributed_optimizer=true} and {overlap_grad_reduce=true}",
+        lambda f: (
             f.overlap_param_gather and not (f.use_distributed_optimizer and f.overlap_grad_reduce)
         ),
     ),
     *(
-        Rule(f"{setting} use_ddp", "the former is a part of DDP", "change one", _needs_ddp(setting))
+        Rule(f"{setting} use_ddp: the former is a part of DDP; change one", _needs_ddp(setting))
         for setting in (
             "overlap_grad_reduce",
             "gradient_accumulation_fusion",

@@ -115,24 +115,20 @@ def _has_small_pages(f: Facts) -> object:
 _UNTRIED = "fused kernels were not tried with marked padding"
 STASH_RULES = (
     Rule(
-        "stash num_moe_experts",
-        "only experts stash",
-        "leave it out",
-        when=lambda f: f.stash and not f.num_moe_experts,
+        "stash num_moe_experts: only experts stash; leave it out",
+        lambda f: f.stash and not f.num_moe_experts,
     ),
     Rule(
-        "stash page_bytes",
-        "experts save rows of {size} bytes, which a page must hold",
-        "make it {enough} or more (64 rows waste little)",
-        when=_has_small_pages,
+        "stash page_bytes: experts save rows of {size} bytes, which a page must hold; make it "
+        "{enough} or more (64 rows waste little)",
+        _has_small_pages,
     ),
     Rule(
-        "stash recompute_granularity recompute_modules",
-        "what experts save is recomputed already",
+        "stash recompute_granularity recompute_modules: what experts save is recomputed already; "
         "use one of them",
-        when=lambda f: f.stash and recomputes(f, "moe", "moe_act"),
+        lambda f: f.stash and recomputes(f, "moe", "moe_act"),
     ),
-    Rule("stash fp8", "quantized tensors are not stashed", "use one of them"),
-    Rule("stash moe_permute_fusion", _UNTRIED, "use one of them"),
-    Rule("stash moe_router_fusion", _UNTRIED, "use one of them"),
+    Rule("stash fp8: quantized tensors are not stashed; use one of them"),
+    Rule(f"stash moe_permute_fusion: {_UNTRIED}; use one of them"),
+    Rule(f"stash moe_router_fusion: {_UNTRIED}; use one of them"),
 )

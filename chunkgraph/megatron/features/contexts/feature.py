@@ -40,14 +40,12 @@ class Contexts(OffsetCutter, StepPlanner):
     rules = (
         *CONTEXT_RULES,
         Rule(
-            "context_parallel_sizes lengths_in_pipeline",
-            "Megatron's schedule receives microbatches of one length",
-            "leave the lengths out",
+            "context_parallel_sizes lengths_in_pipeline: Megatron's schedule receives "
+            "microbatches of one length; leave the lengths out"
         ),
         Rule(
-            "context_parallel_sizes lengths_of_experts",
-            "ranks that share experts send each other the same room",
-            "leave the lengths out",
+            "context_parallel_sizes lengths_of_experts: ranks that share experts send each other "
+            "the same room; leave the lengths out"
         ),
     )
     inputs = ("contexts",)

@@ -19,13 +19,11 @@ _STATIC_DISPATCHERS = ("alltoall", "allgather")
 _ROWS = "it changes how many rows an expert gets"
 
 
-def _rule(
-    settings: str, why: str, remedy: str = "", when: Callable[[Facts], object] | None = None
-) -> Rule:
+def _rule(text: str, when: Callable[[Facts], object] | None = None) -> Rule:
     """A rule of models with experts; ``when`` defaults to the first setting being on."""
-    name = settings.split(maxsplit=1)[0]
+    name = text.split(maxsplit=1)[0].removesuffix(":")
     is_on = when or (lambda f: getattr(f, name))
-    return Rule(settings, why, remedy, when=lambda f: f.num_moe_experts and is_on(f))
+    return Rule(text, lambda f: f.num_moe_experts and is_on(f))
 
 
 def _balances_by(kind: str) -> Callable[[Facts], bool]:
@@ -37,64 +35,56 @@ def _balances_by(kind: str) -> Callable[[Facts], bool]:
 
 
 MOE_RULES = (
-    _rule("moe_shared_expert_overlap", "it keeps activations in Python between its parts"),
-    _rule("moe_use_legacy_grouped_gemm", "its kernels read the token counts on the host"),
-    _rule("moe_router_padding_for_quantization", _ROWS),
-    _rule("moe_router_padding_for_fp8", _ROWS),
-    _rule("moe_enable_routing_replay", "what it replays is Python state"),
+    _rule("moe_shared_expert_overlap: it keeps activations in Python between its parts"),
+    _rule("moe_use_legacy_grouped_gemm: its kernels read the token counts on the host"),
+    _rule(f"moe_router_padding_for_quantization: {_ROWS}"),
+    _rule(f"moe_router_padding_for_fp8: {_ROWS}"),
+    _rule("moe_enable_routing_replay: what it replays is Python state"),
     _rule(
-        "moe_router_force_biased",
-        "it keeps random numbers drawn in the first forward",
-        when=lambda f: f.moe_router_force_biased is not None,
+        "moe_router_force_biased: it keeps random numbers drawn in the first forward",
+        lambda f: f.moe_router_force_biased is not None,
     ),
-    _rule("moe_paged_stash", "it stashes for dispatch without a fixed capacity only"),
-    _rule("moe_enable_deepep", "the number of rows depends on the tokens", STATIC),
+    _rule("moe_paged_stash: it stashes for dispatch without a fixed capacity only"),
+    _rule(f"moe_enable_deepep: the number of rows depends on the tokens; {STATIC}"),
     _rule(
-        "moe_token_dispatcher_type",
-        "not known",
-        STATIC,
-        when=lambda f: f.moe_token_dispatcher_type not in (*_STATIC_DISPATCHERS, "flex"),
+        f"moe_token_dispatcher_type: not known; {STATIC}",
+        lambda f: f.moe_token_dispatcher_type not in (*_STATIC_DISPATCHERS, "flex"),
     ),
     _rule(
-        "moe_permute_fusion moe_token_dispatcher_type",
-        "it reads the token counts on the host",
+        "moe_permute_fusion moe_token_dispatcher_type: it reads the token counts on the host; "
         "turn the fusion off, or use {moe_token_dispatcher_type=alltoall}",
-        when=lambda f: f.moe_permute_fusion and f.moe_token_dispatcher_type == "allgather",
+        lambda f: f.moe_permute_fusion and f.moe_token_dispatcher_type == "allgather",
     ),
     _rule(
-        "moe_router_load_balancing_type",
-        "sinkhorn iterates until a value that it reads on the host is small",
-        when=_balances_by("sinkhorn"),
+        "moe_router_load_balancing_type: sinkhorn iterates until a value that it reads on the "
+        "host is small",
+        _balances_by("sinkhorn"),
     ),
     *EXPERT_RULES,
 )
 
 
-def _padded(
-    setting: str, why: str, remedy: str = "", when: Callable[[Facts], object] | None = None
-) -> Rule:
+def _padded(text: str, when: Callable[[Facts], object] | None = None) -> Rule:
+    """A rule of models with experts whose rows may hold no token."""
+    setting, _, why = text.partition(": ")
     is_on = when or (lambda f: getattr(f, setting))
-    return _rule(f"{setting} packed", why, remedy, lambda f: f.pads_rows and is_on(f))
+    return _rule(f"{setting} packed: {why}", lambda f: f.pads_rows and is_on(f))
 
 
 PADDED_ROWS_RULES = (
-    _padded("moe_router_fusion", "its kernel of the losses wants the number of tokens on the host"),
+    _padded("moe_router_fusion: its kernel of the losses wants the number of tokens on the host"),
     _padded(
-        "moe_permute_fusion",
-        "its kernel fills every expert's room from the map of tokens alone, which leaves out "
-        "padding",
-        "turn the fusion off",
+        "moe_permute_fusion: its kernel fills every expert's room from the map of tokens alone, "
+        "which leaves out padding; turn the fusion off"
     ),
     _padded(
-        "moe_expert_capacity_factor",
-        "Megatron then takes for granted that every row goes to {moe_router_topk=} experts",
-        "set it",
+        "moe_expert_capacity_factor: Megatron then takes for granted that every row goes to "
+        "{moe_router_topk=} experts; set it",
         lambda f: f.moe_expert_capacity_factor is None and f.moe_token_dispatcher_type != "flex",
     ),
     _padded(
-        "moe_router_load_balancing_type",
-        "quantile_balancing knows nothing of padding",
-        when=_balances_by("quantile_balancing"),
+        "moe_router_load_balancing_type: quantile_balancing knows nothing of padding",
+        _balances_by("quantile_balancing"),
     ),
 )
 """Those of packed sequences in rows that may hold no token."""
@@ -102,11 +92,10 @@ PADDED_ROWS_RULES = (
 
 IDLE_RULES = (
     Rule(
-        "moe_router_enable_expert_bias moe_pad_expert_input_to_capacity",
-        "Megatron counts the rows of each expert after they were filled up, when all have as many, "
-        "so that the bias stays what it is and balances nothing",
-        "balance with {moe_aux_loss_coeff=}",
-        when=lambda f: (
+        "moe_router_enable_expert_bias moe_pad_expert_input_to_capacity: Megatron counts the rows "
+        "of each expert after they were filled up, when all have as many, so that the bias stays "
+        "what it is and balances nothing; balance with {moe_aux_loss_coeff=}",
+        lambda f: (
             f.num_moe_experts
             and f.moe_router_enable_expert_bias
             and f.moe_pad_expert_input_to_capacity

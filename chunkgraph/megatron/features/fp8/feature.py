@@ -66,23 +66,19 @@ def reset_fp8() -> None:
 _RULES = (
     *FP8_RULES,
     Rule(
-        "fp8",
-        "it is Transformer Engine's, which is not installed or cannot be imported",
-        "install chunkgraph[te]",
-        when=lambda f: f.fp8_recipe and not f.has_transformer_engine,
+        "fp8: it is Transformer Engine's, which is not installed or cannot be imported; install "
+        "chunkgraph[te]",
+        lambda f: f.fp8_recipe and not f.has_transformer_engine,
     ),
     Rule(
-        "fp8_recipe",
-        "its quantizers were not tried in chunk graphs",
-        "use {fp8_recipe=tensorwise}, {fp8_recipe=blockwise} or {fp8_recipe=delayed}",
-        when=lambda f: f.fp8_recipe not in (None, "delayed", "tensorwise", "blockwise"),
+        "fp8_recipe: its quantizers were not tried in chunk graphs; use {fp8_recipe=tensorwise}, "
+        "{fp8_recipe=blockwise} or {fp8_recipe=delayed}",
+        lambda f: f.fp8_recipe not in (None, "delayed", "tensorwise", "blockwise"),
     ),
     Rule(
-        "use_transformer_engine_op_fuser fp8",
-        "fused operations keep the state of their quantizers elsewhere than layers do, where "
-        "graphs do not follow it",
-        "leave one of them out",
-        when=lambda f: f.fp8_recipe and f.use_transformer_engine_op_fuser,
+        "use_transformer_engine_op_fuser fp8: fused operations keep the state of their quantizers "
+        "elsewhere than layers do, where graphs do not follow it; leave one of them out",
+        lambda f: f.fp8_recipe and f.use_transformer_engine_op_fuser,
     ),
 )
 

@@ -29,25 +29,22 @@ def _has(f: Facts, symbol: str) -> bool:
 _RULES = (
     *HYBRID_RULES,
     Rule(
-        "hybrid_layer_pattern",
-        "the scale of sparse attention's (D) indexer loss is set for every microbatch, as another "
-        "tensor",
-        when=lambda f: _has(f, "D"),
+        "hybrid_layer_pattern: the scale of sparse attention's (D) indexer loss is set for every "
+        "microbatch, as another tensor",
+        lambda f: _has(f, "D"),
     ),
     Rule(
-        "hybrid_layer_pattern",
-        "with multi-token prediction its stage has a second stack, which was not tried",
-        when=lambda f: f.hybrid_layer_pattern and (_has(f, "/") or f.mtp_num_layers),
+        "hybrid_layer_pattern: with multi-token prediction its stage has a second stack, which "
+        "was not tried",
+        lambda f: f.hybrid_layer_pattern and (_has(f, "/") or f.mtp_num_layers),
     ),
     Rule(
-        "hybrid_layer_pattern packed",
-        "gated delta nets (G) were not tried",
-        when=lambda f: f.packed and _has(f, "G"),
+        "hybrid_layer_pattern packed: gated delta nets (G) were not tried",
+        lambda f: f.packed and _has(f, "G"),
     ),
     Rule(
-        "use_mamba_mem_eff_path packed",
-        "only the other path of Megatron's mixer knows documents",
-        when=lambda f: f.packed and _has(f, "M") and f.use_mamba_mem_eff_path is False,
+        "use_mamba_mem_eff_path packed: only the other path of Megatron's mixer knows documents",
+        lambda f: f.packed and _has(f, "M") and f.use_mamba_mem_eff_path is False,
     ),
 )
 
