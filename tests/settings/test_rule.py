@@ -46,22 +46,21 @@ def test_a_rule_speaks_in_the_words_of_who_asks(words: Words, said: str) -> None
     ],
 )
 def test_a_text_names_settings_and_values(words: Words, said: str) -> None:
-    rule = Rule(
-        "fp8 recompute_modules", "use {swiglu=true}, {tokens} tokens", when=lambda _: {"tokens": 7}
-    )
+    text = "fp8 recompute_modules: use {swiglu=true}, {tokens} tokens"
+    rule = Rule(text, lambda _: {"tokens": 7})
     facts = _facts(words, recompute_modules=("mlp", "moe"))
     assert rule.refusal(facts) == f"{said}7 tokens"
 
 
 def test_a_rule_without_a_condition_is_of_settings_that_are_all_on() -> None:
-    rule = Rule("fp8 num_moe_experts=", "why")
+    rule = Rule("fp8 num_moe_experts=: why")
     assert rule.refusal(_facts(FLAGS, fp8="hybrid")) == ""
     said = rule.refusal(_facts(FLAGS, fp8="hybrid", num_moe_experts=4))
     assert said == "--fp8-format hybrid with --num-experts: why"
 
 
 def test_all_broken_rules_stand_in_one_message_of_the_special_kind() -> None:
-    rules = (Rule("fp8", "first"), Rule("swiglu", "second", error=TopologyError))
+    rules = (Rule("fp8: first"), Rule("swiglu: second", error=TopologyError))
     facts = _facts(FILE, fp8="hybrid", swiglu=True)
     with pytest.raises(TopologyError) as caught:
         check(rules, facts, "no:")
