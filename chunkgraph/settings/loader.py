@@ -82,10 +82,6 @@ def load_with_origins(path: str | Path, overrides: Sequence[str] = ()) -> Loaded
 def _read_files(path: Path, extending: tuple[Path, ...] = ()) -> list[tuple[str, dict[str, Any]]]:
     """Read a file and its bases, the deepest base first."""
     source = shorten(str(path))
-    if path.resolve() in [known.resolve() for known in extending]:
-        chain = " -> ".join(shorten(str(item)) for item in (*extending, path))
-        msg = f"{source} extends itself: {chain}. Remove one '{_BASE}'."
-        raise ConfigError(msg)
     try:
         raw = read_yaml(path)
     except ConfigError as error:
@@ -93,6 +89,11 @@ def _read_files(path: Path, extending: tuple[Path, ...] = ()) -> list[tuple[str,
             raise
         msg = f"{shorten(str(extending[-1]))}: cannot extend its base. {error}"
         raise ConfigError(msg) from None
+    # Only now: what can be read is no loop of links, which cannot be resolved.
+    if path.resolve() in [known.resolve() for known in extending]:
+        chain = " -> ".join(shorten(str(item)) for item in (*extending, path))
+        msg = f"{source} extends itself: {chain}. Remove one '{_BASE}'."
+        raise ConfigError(msg)
     if not isinstance(raw, dict):
         msg = (
             f"{source}: expected sections such as 'model:' and 'train:', "

@@ -1,8 +1,8 @@
 """Track the slots of one rank while a step runs.
 
 A slot goes FREE -> FORWARD_DONE -> BACKWARD -> FREE. A split backward goes from BACKWARD to
-WEIGHT_PENDING, and its weight half back to BACKWARD. Any other transition is refused, because a
-graph that is replayed into a slot in use silently computes wrong results.
+WEIGHT_PENDING -> WEIGHT -> FREE. Any other transition is refused, because a graph that is replayed
+into a slot in use silently computes wrong results.
 """
 
 from __future__ import annotations
@@ -27,29 +27,22 @@ class SlotState(Enum):
     FORWARD_DONE = "forward done, waits for its backward"
     BACKWARD = "in backward"
     WEIGHT_PENDING = "input gradient done, waits for its weight gradient"
+    WEIGHT = "in weight gradient"
+
+
+_FORWARD_DONE = SlotState.FORWARD_DONE
+_RUNNING = (SlotState.BACKWARD, SlotState.WEIGHT)
 
 
 class _Use:
     """The microbatch that holds a slot."""
 
-    __slots__ = ("is_in_backward", "microbatch", "turn", "waits_for_weight")
+    __slots__ = ("microbatch", "state", "turn")
 
     def __init__(self, microbatch: int, turn: int) -> None:
         self.microbatch = microbatch
         self.turn = turn
-        self.is_in_backward = False
-        self.waits_for_weight = False
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether its backward has begun."""
-        return self.is_in_backward or self.waits_for_weight
-
-    @property
-    def state(self) -> SlotState:
-        if self.waits_for_weight:
-            return SlotState.WEIGHT_PENDING
-        return SlotState.BACKWARD if self.is_in_backward else SlotState.FORWARD_DONE
+        self.state = SlotState.FORWARD_DONE
 
 
 class SlotMachine:
@@ -210,9 +203,9 @@ class SlotMachine:
                 or that of another microbatch.
         """
         use = self._uses.get((chunk, slot))
-        if use is None or use.has_begun or (turn is not None and turn != use.turn):
+        if use is None or use.state is not _FORWARD_DONE or (turn is not None and turn != use.turn):
             self._refuse_backward(chunk, slot, use)
-        use.is_in_backward = True
+        use.state = SlotState.BACKWARD
         self._events.append(("backward", chunk, use.microbatch, slot))
 
     def _refuse_backward(self, chunk: int, slot: int, use: _Use | None) -> NoReturn:
@@ -223,10 +216,10 @@ class SlotMachine:
                 "run the forward first, and each backward only once (retain_graph does not work "
                 "with slots)"
             )
-        elif use.waits_for_weight:
-            problem = f"slot {slot} has its input gradient and waits for its weight gradient"
+        elif use.state in (SlotState.WEIGHT_PENDING, SlotState.WEIGHT):
+            problem = f"slot {slot} has its input gradient already"
             advice = "run each backward only once"
-        elif use.is_in_backward:
+        elif use.state is SlotState.BACKWARD:
             problem, advice = f"slot {slot} is in backward already", "run each backward only once"
         else:
             problem = f"slot {slot} now holds another microbatch; this one's forward is gone"
@@ -242,8 +235,10 @@ class SlotMachine:
         Raises:
             SlotError: Outside a step, unknown chunk or slot, or the slot is not in backward.
         """
-        use = self._in_backward("defer weight", chunk, slot)
-        use.is_in_backward, use.waits_for_weight = False, True
+        use = self._uses.get((chunk, slot))
+        if use is None or use.state is not SlotState.BACKWARD:
+            self._refuse_end("defer weight", chunk, slot, use)
+        use.state = SlotState.WEIGHT_PENDING
         self._pending[chunk].append(slot)
         self._events.append(("input gradient", chunk, use.microbatch, slot))
 
@@ -272,7 +267,7 @@ class SlotMachine:
         if use is None or (turn is not None and turn != use.turn):
             self._refuse_weight(chunk, turn)
         slot = waiting.popleft()
-        use.is_in_backward, use.waits_for_weight = True, False
+        use.state = SlotState.WEIGHT
         self._events.append(("weight", chunk, use.microbatch, slot))
         return slot
 
@@ -301,24 +296,24 @@ class SlotMachine:
         Raises:
             SlotError: Outside a step, unknown chunk or slot, or the slot is not in backward.
         """
-        use = self._in_backward("release", chunk, slot)
+        use = self._uses.get((chunk, slot))
+        if use is None or use.state not in _RUNNING:
+            self._refuse_end("release", chunk, slot, use)
         del self._uses[chunk, slot]
         self._free[self._set_of[chunk]] |= 1 << slot
         self._events.append(("release", chunk, use.microbatch, slot))
 
-    def _in_backward(self, call: str, chunk: int, slot: int) -> _Use:
-        """Return the microbatch in a slot, which is to be in backward."""
-        use = self._uses.get((chunk, slot))
-        if use is not None and use.is_in_backward:
-            return use
+    def _refuse_end(self, call: str, chunk: int, slot: int, use: _Use | None) -> NoReturn:
         self._check_holds(call, chunk, slot)
         if use is None:
             problem, advice = "is free already", "release each slot once"
-        elif use.waits_for_weight:
-            problem, advice = "still waits for its weight gradient", "call begin_weight() first"
-        else:
+        elif use.state is SlotState.FORWARD_DONE:
             problem, advice = "still waits for its backward", "call begin_backward() first"
-        return self._refuse(call, chunk, None, slot, f"slot {slot} {problem}", advice)
+        elif use.state is SlotState.WEIGHT:
+            problem, advice = "is in its weight gradient already", "run each weight gradient once"
+        else:
+            problem, advice = "still waits for its weight gradient", "call begin_weight() first"
+        self._refuse(call, chunk, None, slot, f"slot {slot} {problem}", advice)
 
     def end_step(self) -> None:
         """End a step.

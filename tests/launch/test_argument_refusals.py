@@ -113,7 +113,8 @@ def test_recomputation_that_a_gpu_cannot_capture_is_refused_before_the_model_is_
 def test_wrong_values_stand_in_the_same_message() -> None:
     """One run shows all that is to be changed."""
     said = refusal(
-        "--cuda-graph-warmup-steps 0 --cuda-graph-num-verify-steps 2 --num-experts 8 "
+        "--cuda-graph-warmup-steps 0 --cuda-graph-num-verify-steps 2 "
+        "--num-experts 8 --moe-shared-expert-overlap "
         "--cuda-graph-max-packed-tokens 9 --cuda-graph-cp-schedule random "
         "--cuda-graph-stash-max-bytes 9 --cuda-graph-modules attn"
     )
@@ -125,7 +126,7 @@ def test_wrong_values_stand_in_the_same_message() -> None:
         "--cuda-graph-cp-schedule random has no effect",
         "--cuda-graph-stash-max-bytes 9 has no effect",
         "--cuda-graph-modules: ",
-        "--num-experts 8 without --moe-expert-capacity-factor: ",
+        "--moe-shared-expert-overlap: ",
     ):
         assert f"\n  - {start}" in said
 

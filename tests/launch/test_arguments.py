@@ -78,7 +78,10 @@ def test_layer_leaves_all_arguments_alone() -> None:
         ({"inference_cuda_graph_scope": "block"}, "--inference-cuda-graph-scope: "),
         ({"enable_cuda_graph": True}, "--enable-cuda-graph: "),
         ({"optimizer_cuda_graph": True}, "--optimizer-cuda-graph: "),
-        ({"num_experts": 8}, "--num-experts 8 without --moe-expert-capacity-factor: "),
+        (
+            {"num_experts": 8, "fp8": "hybrid"},
+            "--fp8-format hybrid without --moe-expert-capacity-factor: ",
+        ),
         ({"fp4": "e2m1"}, "--fp4-format e2m1: "),
         ({"sft": True}, "--sft: packed sequences change their offsets"),
         (

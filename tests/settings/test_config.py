@@ -136,6 +136,12 @@ def test_a_base_that_cannot_be_used(tmp_path: Path, base: object, parts: list[st
         assert part in str(caught.value)
 
 
+def test_a_loop_of_links_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with pytest.raises(ConfigError, match="cannot read"):
+        load_config(tmp_path / "loop")
+
+
 def test_overrides_replace_values_and_are_read_as_yaml(small: Path) -> None:
     overrides = ["train.num_microbatches=[2,8]", "train.lr=1e-4", "data.path=a=b.txt", "name=n"]
     config = load_config(small, [*overrides, "run.debug=true", "train.lr=2e-4"])

@@ -102,6 +102,42 @@ def test_release_before_backward(running):
     refused(lambda: running.release(0, 0), "still waits for its backward")
 
 
+def test_a_weight_gradient_comes_after_its_input_gradient(running):
+    running.acquire_forward(0)
+    refused(lambda: running.begin_weight(0), "no microbatch waits for its weight gradient")
+    refused(lambda: running.defer_weight(0, 0), "still waits for its backward")
+    running.begin_backward(0, 0)
+    running.defer_weight(0, 0)
+    assert running.state(0, 0) is SlotState.WEIGHT_PENDING
+    refused(lambda: running.release(0, 0), "still waits for its weight gradient")
+    refused(lambda: running.defer_weight(0, 0), "still waits for its weight gradient")
+    refused(lambda: running.begin_backward(0, 0), "has its input gradient already")
+    assert running.begin_weight(0) == 0
+    assert running.state(0, 0) is SlotState.WEIGHT
+    refused(lambda: running.defer_weight(0, 0), "in its weight gradient already")
+    running.release(0, 0)
+    running.end_step()
+
+
+def test_weight_gradients_come_in_the_order_of_input_gradients(running):
+    turns = []
+    for _ in range(2):
+        running.acquire_forward(0)
+        turns.append(running.latest_turn)
+    for slot in (1, 0):
+        running.begin_backward(0, slot)
+        running.defer_weight(0, slot)
+    assert running.pending(0) == (turns[1], turns[0])
+    refused(lambda: running.begin_weight(0, turns[0]), "microbatch 1 comes first", "other bits")
+    refused(running.end_step, "2 weight gradients were not run (microbatch 1 of chunk 0, micro")
+    assert running.begin_weight(0, turns[1]) == 1
+    running.release(0, 1)
+    refused(lambda: running.begin_weight(0, turns[1]), "has been run already")
+    assert running.begin_weight(0) == 0
+    running.release(0, 0)
+    running.end_step()
+
+
 def test_step_ended_with_slots_in_use(running):
     running.acquire_forward(0, 7)
     refused(running.end_step, "1 slots are still in use", "microbatch 7", "-> end step")
@@ -263,10 +299,11 @@ def test_random_calls_agree_with_a_simple_model(seed):
     machine = SlotMachine(counts, "rank 3")
     machine.begin_step()
     model: dict[tuple[int, int], str] = {}
-    for _ in range(60):
+    waiting: list[list[int]] = [[] for _ in counts]
+    for _ in range(90):
         chunk = rng.randrange(len(counts))
         slot = rng.randrange(counts[chunk])
-        what = rng.choice(["forward", "backward", "release"])
+        what = rng.choice(["forward", "backward", "defer", "weight", "release"])
         free = [s for s in range(counts[chunk]) if (chunk, s) not in model]
         if what == "forward" and free:
             assert machine.acquire_forward(chunk) == free[0]
@@ -278,7 +315,19 @@ def test_random_calls_agree_with_a_simple_model(seed):
             model[chunk, slot] = "backward"
         elif what == "backward":
             refused(lambda c=chunk, s=slot: machine.begin_backward(c, s))
-        elif model.get((chunk, slot)) == "backward":
+        elif what == "defer" and model.get((chunk, slot)) == "backward":
+            machine.defer_weight(chunk, slot)
+            model[chunk, slot] = "pending"
+            waiting[chunk].append(slot)
+        elif what == "defer":
+            refused(lambda c=chunk, s=slot: machine.defer_weight(c, s))
+        elif what == "weight" and waiting[chunk]:
+            slot = waiting[chunk].pop(0)
+            assert machine.begin_weight(chunk) == slot
+            model[chunk, slot] = "weight"
+        elif what == "weight":
+            refused(lambda c=chunk: machine.begin_weight(c))
+        elif model.get((chunk, slot)) in ("backward", "weight"):
             machine.release(chunk, slot)
             del model[chunk, slot]
         else:

@@ -34,7 +34,7 @@ def run(config: Any, device: torch.device, case: dict[str, Any]) -> list[dict[st
     eager = _Model(config, device, None)
     graphs = _Model(config, device, {"num_slots": [1]})
     differing = []
-    with mock.patch.object(dropless, "_MARGIN", -0.4):
+    with mock.patch.multiple(dropless, _MARGIN=-0.4, _MOST_DOUBLED=0):
         for step in range(case["num_steps"]):
             results = [model.step(step) for model in (eager, graphs)]
             names = [n for n, value in results[0].items() if not torch.equal(value, results[1][n])]

@@ -52,7 +52,10 @@ class EagerRuns:
         """That of ``case``; made by ``run`` if it is the first of its kind."""
         of_graphs = ("capture", "stash", "run")
         model = {name: s for name, s in case["config"].items() if name not in of_graphs}
-        apart = ("ddp_options", "transformer_options", "frozen", "groups", "offsets")
+        apart = (
+            *("ddp_options", "transformer_options", "frozen", "groups", "offsets"),
+            "expert_tensor_parallel_size",
+        )
         options = [case.get(name) for name in apart]
         kind = json.dumps([model, *options], sort_keys=True)
         if kind not in self._done:
@@ -66,6 +69,7 @@ def run_case(case: dict[str, Any], eager_runs: EagerRuns) -> Any:
     config = config_from_mapping(case["config"])
     with (
         groups_of_megatron(case.get("groups")),
+        experts_split_over(case.get("expert_tensor_parallel_size")),
         offsets_for(case.get("offsets")),
         training_process(config) as device,
     ):
@@ -93,7 +97,10 @@ def run_case(case: dict[str, Any], eager_runs: EagerRuns) -> Any:
         options: dict[str, Any] = {
             "ddp_options": case.get("ddp_options"),
             "model_options": {
-                "transformer_options": case.get("transformer_options"),
+                "transformer_options": {
+                    **(case.get("transformer_options") or {}),
+                    **_among(case, "expert_tensor_parallel_size"),
+                },
                 "prepare": lambda chunk: _freeze(chunk, frozen),
             },
         }
@@ -121,6 +128,23 @@ def groups_of_megatron(wanted: str | None) -> Iterator[None]:
 
 
 @contextmanager
+def experts_split_over(num_ranks: int | None) -> Iterator[None]:
+    """Split each expert over so many ranks, as Megatron does by default with tensor parallelism."""
+    if num_ranks is None:
+        yield
+        return
+    from megatron.core import parallel_state
+
+    initialize = parallel_state.initialize_model_parallel
+
+    def split(**options: Any) -> None:
+        initialize(**{**options, "expert_tensor_parallel_size": num_ranks})
+
+    with mock.patch.object(parallel_state, "initialize_model_parallel", split):
+        yield
+
+
+@contextmanager
 def offsets_for(wanted: str | None) -> Iterator[None]:
     """Where ``wanted`` is "most", offsets are made for the most sequences, as by `attach`'s users.
 
@@ -141,6 +165,10 @@ def offsets_for(wanted: str | None) -> Iterator[None]:
     with mock.patch.object(PackedBatches, "_shape_for", most):
         yield
     assert num_wider, "no offsets were for more sequences than they would have been"
+
+
+def _among(case: dict[str, Any], name: str) -> dict[str, Any]:
+    return {name: case[name]} if name in case else {}
 
 
 def _freeze(chunk: nn.Module, patterns: list[str]) -> None:

@@ -90,6 +90,36 @@ class Convolved(nn.Module):
         return x + torch.einsum("bct,bcs->bts", h, h) @ x
 
 
+class _Product(torch.autograd.Function):
+    """A linear layer of somebody's own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
+        x, weight = ctx.saved_tensors
+        for_input = grad @ weight if ctx.needs_input_grad[0] else None
+        return for_input, grad.flatten(0, 1).t() @ x.flatten(0, 1)
+
+
+class Own(nn.Module):
+    """Functions of its own, rows of a table, and a weight that is computed from two others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4)
+        self.left, self.right = nn.Linear(4, WIDTH), nn.Linear(4, WIDTH, bias=False)
+        self.table = nn.Embedding(7, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = self.table((x.detach()[..., 0] * 10).long() % 7)
+        low_rank = self.left.weight @ self.right.weight.t() + self.left.bias
+        return x + (_Product.apply(x, self.weight) + rows).tanh() @ low_rank
+
+
 def as_split(module: nn.Module, backend: GraphBackend, num_slots: int = 3, **options: Any) -> Any:
     chunk = Chunk.from_module(module, "rank 0 chunk 0", backward="split")
     return ChunkGraphs([chunk], num_slots, backend=backend, options=CaptureOptions(**options))
@@ -102,6 +132,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "reentrant checkpoint": lambda: Recomputed(use_reentrant=True),
     "frozen": Frozen,
     "convolved": Convolved,
+    "own": Own,
 }
 
 

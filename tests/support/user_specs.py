@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
 from typing import Any
+from unittest import mock
 
 import torch
 from gathering import Gather
+from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.tensor_parallel.random import (
+    get_cuda_rng_tracker,
+    get_expert_parallel_rng_tracker_name,
+)
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe import experts
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
@@ -255,6 +263,64 @@ def packed_experts() -> Any:
 def packed_experts_split() -> Any:
     """Such layers with `SplitNorm`, for sequence parallelism."""
     return _split_layer(packed_experts())
+
+
+def experts_split() -> Any:
+    """The local spec with experts and `SplitNorm`."""
+    return _split_layer(get_gpt_layer_local_spec(num_experts=4))
+
+
+class GroupedLinear(nn.Module):
+    """In the place of Transformer Engine's layer for experts at once, on a CPU."""
+
+    def __init__(
+        self,
+        num_gemms: int,
+        input_size: int,
+        output_size: int,
+        *,
+        config: Any,
+        init_method: Any,
+        bias: bool,
+        skip_bias_add: bool,
+        **_: Any,
+    ) -> None:
+        super().__init__()
+        self.num_gemms, self.use_bias, self.returns_bias = num_gemms, bias, skip_bias_add
+        for index in range(num_gemms):
+            weight = nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))
+            with get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name()):
+                init_method(weight)
+            self.register_parameter(f"weight{index}", weight)
+            weight.allreduce = config.expert_model_parallel_size == 1
+            if bias:
+                values = nn.Parameter(torch.full((output_size,), 0.1, dtype=config.params_dtype))
+                self.register_parameter(f"bias{index}", values)
+                values.allreduce = weight.allreduce
+
+    def forward(self, rows: torch.Tensor, splits: list[int]) -> tuple[torch.Tensor, Any]:
+        """Rows, sorted by expert, times the weight of their expert."""
+        weights = [getattr(self, f"weight{i}") for i in range(self.num_gemms)]
+        pieces = [r @ w.t() for r, w in zip(rows.split(splits), weights, strict=True)]
+        if not self.use_bias:
+            return torch.cat(pieces), None
+        biases = [getattr(self, f"bias{i}") for i in range(self.num_gemms)]
+        if self.returns_bias:
+            return torch.cat(pieces), biases
+        return torch.cat([p + b for p, b in zip(pieces, biases, strict=True)]), None
+
+
+def grouped_experts() -> Any:
+    """The local spec with experts that are multiplied at once, by `GroupedLinear`."""
+    with mock.patch.object(LocalSpecProvider, "grouped_mlp_modules", _grouped_modules):
+        return get_gpt_layer_local_spec(num_experts=4, moe_grouped_gemm=True)
+
+
+def _grouped_modules(*_: Any, **__: Any) -> Any:
+    if hasattr(experts, "GroupedMLPSubmodules"):  # later releases build them by a function
+        linears = experts.GroupedMLPSubmodules(linear_fc1=GroupedLinear, linear_fc2=GroupedLinear)
+        return functools.partial(experts.TEGroupedMLP, submodules=linears)
+    return experts.TEGroupedMLP, MLPSubmodules(linear_fc1=GroupedLinear, linear_fc2=GroupedLinear)
 
 
 def _split_layer(spec: Any) -> Any:

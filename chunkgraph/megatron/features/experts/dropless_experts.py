@@ -52,11 +52,11 @@ def experts_on_device() -> Iterator[None]:
     sequential, grouped = private_names(_EXPERTS, "SequentialMLP", "TEGroupedMLP")
     with ExitStack() as stack:
         stack.callback(patch_attributes(sequential, {"forward": _sequential(sequential.forward)}))
-        replaced = {
-            "forward": _grouped(grouped.forward),
-            "_apply_bias": staticmethod(_apply_bias(grouped._apply_bias)),
-        }
-        stack.callback(patch_attributes(grouped, replaced))
+        stack.callback(patch_attributes(grouped, {"forward": _grouped(grouped.forward)}))
+        # As it lies in the class: a static method is not what an attribute gives.
+        original = vars(grouped)["_apply_bias"]
+        grouped._apply_bias = staticmethod(_apply_bias(grouped._apply_bias))
+        stack.callback(setattr, grouped, "_apply_bias", original)
         yield
 
 

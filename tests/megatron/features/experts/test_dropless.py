@@ -57,6 +57,19 @@ def _case(
     return {"config": config, "transformer_options": options or {}}
 
 
+def _split(
+    make_config: Callable[..., dict[str, Any]], experts: dict[str, Any], **pipeline: int
+) -> dict[str, Any]:
+    """Each expert split over two ranks, with sequence parallelism."""
+    case = _case(
+        make_config,
+        experts,
+        model={"num_layers": 1, "layer_spec": "user_specs:experts_split"},
+        pipeline={"tensor_model_parallel_size": 2, "sequence_parallel": True, **pipeline},
+    )
+    return {**case, "expert_tensor_parallel_size": 2}
+
+
 def _check(results: dict[str, dict[str, Any]]) -> None:
     for name, result in results.items():
         steps = result["steps"]
@@ -109,6 +122,24 @@ def test_one_rank(
     _check(run_equal(cases, 1, timeout_s=180.0))
 
 
+def test_experts_that_are_multiplied_at_once(
+    run_equal: Callable[..., Any], make_config: Callable[..., Any]
+) -> None:
+    """Megatron's experts of Transformer Engine, with a stand-in for its layer: see `user_specs`."""
+    grouped = {"layer_spec": "user_specs:grouped_experts"}
+    many = {**_BIASED, "moe_grouped_gemm": True}
+    cases = {
+        "gated": _case(make_config, many, model=grouped),
+        "plain": _case(
+            make_config,
+            {**many, **_GATHERED, "moe_shared_expert_intermediate_size": None},
+            model={**grouped, "swiglu": False},
+            capture={"verify": "poison"},
+        ),
+    }
+    _check(run_equal(cases, 1))
+
+
 def test_two_ranks(
     run_equal: Callable[..., Any], make_config: Callable[..., Any], once: Callable[..., Any]
 ) -> None:
@@ -124,6 +155,8 @@ def test_two_ranks(
         "ep2": _case(make, _BIASED, pipeline=shared, train=overlap),
         "ep2_gathered": _case(make, {**_BIASED, **_GATHERED}, pipeline=shared),
         "ep2_plain": _case(make, _EXPERTS, model={"swiglu": False}, pipeline=shared),
+        "tp2": _split(make, _BIASED),
+        "tp2_gathered": _split(make, {**_EXPERTS, **_GATHERED}),
         **once(
             {
                 "pp2_vpp2": _case(
@@ -145,6 +178,19 @@ def test_two_ranks(
         ),
     }
     _check(run_equal(cases, 2, timeout_s=180.0))
+
+
+@pytest.mark.newest
+def test_four_ranks(run_equal: Callable[..., Any], make_config: Callable[..., Any]) -> None:
+    """PP 2 x EP 2; experts on two pairs of ranks, each expert split over a pair."""
+    shared = {"data_parallel_size": 2, "expert_model_parallel_size": 2}
+    pipeline = {**shared, "pipeline_model_parallel_size": 2}
+    cases = {
+        "pp2_ep2": _case(make_config, _BIASED, pipeline=pipeline, capture={"scope": "chunk"}),
+        # Gloo cannot gather what Megatron's all-to-all dispatcher would here in eager steps.
+        "tp2_ep2_gathered": _split(make_config, {**_EXPERTS, **_GATHERED}, **shared),
+    }
+    _check(run_equal(cases, 4, timeout_s=180.0))
 
 
 @pytest.mark.newest
