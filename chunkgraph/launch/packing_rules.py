@@ -21,7 +21,6 @@ from chunkgraph.settings.rule import Facts, Rule
 __all__ = [
     "SCRIPT_PACKING_RULES",
     "changing_limits",
-    "packed_shape",
     "packing_options",
     "resolved_flags",
     "shape_refusals",
@@ -182,14 +181,14 @@ def shape_refusals(flags: GraphFlags, args: argparse.Namespace, facts: Facts) ->
     if not _has_documents(facts) or facts.context_parallel_sizes:
         return []
     try:
-        shape = packed_shape(flags, args)
-        assert shape is not None
-        shapes = PackedBanks.of_model(shape, flags.packing.buckets, (), args).shapes
+        options = packing_options(flags, args)
+        assert options is not None
+        shapes = PackedBanks.of_model(options.shape, options.buckets, (), args).shapes
     except PackingError as error:
         text = _SIZES.sub(lambda match: facts.name(match[1]), str(error))
         text = text.replace("context_parallel_size", facts.name("context_parallel_size"))
         return [f"{facts.spell('max_packed_seqs')}: {text}"]
-    table = shape.longest_rows + 1  # what models are told; see `packed.fixed_params`
+    table = options.shape.longest_rows + 1  # what models are told; see `packed.fixed_params`
     if table not in {one.max_packed_tokens for one in shapes}:
         return []
     why = (
@@ -199,36 +198,27 @@ def shape_refusals(flags: GraphFlags, args: argparse.Namespace, facts: Facts) ->
     return [facts.text(why)]
 
 
-def packed_shape(flags: GraphFlags, args: argparse.Namespace) -> PackedShape | None:
-    """The largest shape that is captured; None without packed sequences.
+def packing_options(flags: GraphFlags, args: argparse.Namespace) -> PackingOptions | None:
+    """Return all shapes that are captured, which a script's documents fill; None without any.
 
-    Nor is there one where each microbatch has a context-parallel size of its own.
+    Nor are there any where each microbatch has a context-parallel size of its own.
 
     Raises:
         PackingError: there is no such shape.
     """
-    if not flags.packing.max_packed_seqs or flags.contexts is not None:
+    packing = flags.packing
+    if not packing.max_packed_seqs or flags.contexts is not None:
         return None
     size = _of(args, "context_parallel_size", 1)
-    rows = flags.packing.max_packed_tokens or _rows(args)
     # Such data counts padding as tokens itself: the offsets are the same.
-    return PackedShape(
-        flags.packing.max_packed_seqs,
-        rows,
+    shape = PackedShape(
+        packing.max_packed_seqs,
+        packing.max_packed_tokens or _rows(args),
         size,
-        flags.packing.max_document_tokens,
+        packing.max_document_tokens,
         counts_padding=size > 1,
     )
-
-
-def packing_options(flags: GraphFlags, args: argparse.Namespace) -> PackingOptions | None:
-    """Return all shapes that are captured, which a script's documents fill; None without any."""
-    shape = packed_shape(flags, args)
-    if shape is None:
-        return None
-    return PackingOptions(
-        shape, flags.packing.buckets, flags.packing.seq_buckets or (), fills_rows=True
-    )
+    return PackingOptions(shape, packing.buckets, packing.seq_buckets or (), fills_rows=True)
 
 
 def resolved_flags(flags: GraphFlags, args: argparse.Namespace) -> GraphFlags:

@@ -126,8 +126,10 @@ class Rule:
         """Write the settings that the rule is about."""
         first, *others = map(facts.spell, self.settings)
         first = first.replace("=", facts.verb, 1)
-        written = " with ".join([first, " and ".join(others)] if others else [first])
-        return written.replace(" with without", " without")
+        if others:
+            *most, last = others
+            first += f" with {', '.join(most)} and {last}" if most else f" with {last}"
+        return first.replace(" with without", " without")
 
     def refusal(self, facts: Facts) -> str:
         """Say what breaks the rule, why, and what to do; ``""`` where it is kept."""

@@ -205,7 +205,7 @@ _RULES = (
         TopologyError,
     ),
     Rule(
-        "num_layers: they do not divide into {stages} stages ({pipeline_model_parallel_size}, "
+        "num_layers: not divisible by {stages} stages ({pipeline_model_parallel_size}, "
         "{virtual_pipeline_model_parallel_size}); make it {nearest}, or change the pipeline",
         _uneven_stages,
         TopologyError,

@@ -12,8 +12,8 @@ from flags_given import flags_from
 
 from chunkgraph.errors import ConfigError
 from chunkgraph.launch.arguments import settle_arguments
-from chunkgraph.launch.flags import FLAGS, ContextSizes, add_flags
-from chunkgraph.launch.packing_rules import changing_limits, packed_shape, resolved_flags
+from chunkgraph.launch.flags import FLAGS, ContextSizes, GraphFlags, add_flags
+from chunkgraph.launch.packing_rules import changing_limits, packing_options, resolved_flags
 from chunkgraph.megatron.cpu.pretrain import cpu_flags
 from chunkgraph.packing import PackedShape
 
@@ -80,7 +80,7 @@ def test_layer_leaves_all_arguments_alone() -> None:
         ({"optimizer_cuda_graph": True}, "--optimizer-cuda-graph: "),
         (
             {"num_experts": 8, "fp8": "hybrid"},
-            "--fp8-format hybrid without --moe-expert-capacity-factor: ",
+            "--fp8-format hybrid without --moe-expert-capacity-factor: the grouped products",
         ),
         ({"fp4": "e2m1"}, "--fp4-format e2m1: "),
         ({"sft": True}, "--sft: packed sequences change their offsets"),
@@ -183,6 +183,11 @@ def test_fewer_sequences_in_short_rows(
 
 
 PACKED = {"sft": True, "seq_length": 16, "micro_batch_size": 1, "cuda_graph_max_packed_seqs": 4}
+
+
+def packed_shape(flags: GraphFlags, args: argparse.Namespace) -> PackedShape | None:
+    options = packing_options(flags, args)
+    return None if options is None else options.shape
 
 
 def test_the_shape_of_packed_sequences() -> None:

@@ -131,7 +131,7 @@ def test_any_text_is_read_or_refused(text: str) -> None:
         ("model.hybrid_layer_pattern=" + "M" * 4000, "MMM..."),
         ("name=" + "x" * 5000, "text ends at 4096 characters"),
         ("moe.moe_router_topk=-1", "moe.moe_router_topk is -1; it must be greater than 0"),
-        ("pipeline.pipeline_model_parallel_size=9223372036854775807", "do not divide into"),
+        ("pipeline.pipeline_model_parallel_size=9223372036854775807", "not divisible"),
         ("=", "expected section.key=value"),
         (".=1", "unknown key ''"),
         ("train..lr=1", "unknown key ''"),
