@@ -1,4 +1,4 @@
-"""The closing table of a training run, in 80 columns, as JSON and as TensorBoard scalars."""
+"""The closing table of a training run, in 80 columns and as JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from chunkgraph._text import REPORT_WIDTH
 from chunkgraph.settings import Config, resolved, to_mapping
 from chunkgraph.trainer.results import RunResults, StepResult, find_failures
 
-__all__ = ["print_report", "write_json", "write_tensorboard"]
+__all__ = ["print_report", "write_json"]
 
 
 def print_report(config: Config, results: RunResults, console: Console | None = None) -> list[str]:
@@ -53,29 +53,6 @@ def write_json(path: Path, config: Config, results: RunResults, failures: list[s
         **results.to_mapping(),
     }
     write_output("--json", path, json.dumps(content, indent=2) + "\n")
-
-
-def write_tensorboard(folder: Path, results: RunResults) -> None:
-    """Write a scalar for each step: losses, gradient norms, times, captures and replays."""
-    from torch.utils.tensorboard import SummaryWriter
-
-    with SummaryWriter(log_dir=str(folder)) as writer:
-        for step in results.steps:
-            scalars = {
-                "loss/chunk": step.loss_chunk,
-                "loss/eager": step.loss_eager,
-                "grad_norm/chunk": step.grad_norm_chunk,
-                "grad_norm/eager": step.grad_norm_eager,
-                "step_ms/chunk": step.step_ms_chunk,
-                "step_ms/eager": step.step_ms_eager,
-                "graphs/num_captures": step.captures,
-                "graphs/num_replays": step.replays,
-                "graphs/num_fallbacks": sum(step.fallbacks.values()),
-                "num_microbatches": step.num_microbatches,
-            }
-            for name, value in scalars.items():
-                if value is not None:
-                    writer.add_scalar(name, value, step.step)
 
 
 def _table(results: RunResults) -> Table:

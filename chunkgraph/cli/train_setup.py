@@ -58,8 +58,6 @@ def checked_config(args: argparse.Namespace, num_local_ranks: int | None = None)
     else:
         PackedText.from_file(path, seq_length=config.model.seq_length, seed=seed)
     check_output("--json", args.json)
-    if config.train.tensorboard_dir is not None:
-        _make_folder("train.tensorboard_dir", Path(config.train.tensorboard_dir))
     return config
 
 
@@ -68,16 +66,12 @@ def report(args: argparse.Namespace, config: Config, results: RunResults) -> int
     from rich.console import Console
 
     from chunkgraph._text import REPORT_WIDTH
-    from chunkgraph.cli.report import print_report, write_json, write_tensorboard
+    from chunkgraph.cli.report import print_report, write_json
 
     console = Console(file=stream_next_to(args.json), width=REPORT_WIDTH, highlight=False)
     failures = print_report(config, results, console)
-    try:
-        if args.json is not None:
-            write_json(args.json, config, results, failures)
-    finally:
-        if config.train.tensorboard_dir is not None:
-            write_tensorboard(Path(config.train.tensorboard_dir), results)
+    if args.json is not None:
+        write_json(args.json, config, results, failures)
     return 1 if failures else 0
 
 
@@ -132,8 +126,6 @@ def check_packages(config: Config) -> None:
         packages.append(
             ("transformer_engine", "Transformer Engine", "te", "for the layers of a GPU run")
         )
-    if config.train.tensorboard_dir is not None:
-        packages.append(("tensorboard", "tensorboard", "tensorboard", "for train.tensorboard_dir"))
     for module, package, extra, purpose in packages:
         if not _is_installed(module):
             msg = (

@@ -13,8 +13,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from chunkgraph.errors import ConfigError
 from chunkgraph.settings import CaptureConfig, Config, PackingConfig, StashConfig, settings_of
+from chunkgraph.settings.contexts import SIZE_RULES
+from chunkgraph.settings.packing import NUM_SEQS_RULE
 from chunkgraph.settings.renamed import successor
+from chunkgraph.settings.rule import Facts
 from chunkgraph.settings.setting import ANY, Setting
+from chunkgraph.settings.words import FLAGS as FLAG_WORDS
+from chunkgraph.settings.words import fact_of
 
 if TYPE_CHECKING:
     from chunkgraph.engine import CaptureOptions
@@ -28,7 +33,6 @@ __all__ = [
     "add_flags",
     "check_flag_values",
     "flag_of",
-    "flags_from",
     "forget_defaults",
     "read_flags",
     "write_defaults",
@@ -235,28 +239,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         warmup.default = _MegatronDefault(warmup.default)
 
 
-def flags_from(args: argparse.Namespace) -> GraphFlags | None:
-    """Read the flags; None with granularity ``layer``, which changes nothing.
+def read_flags(args: argparse.Namespace) -> tuple[GraphFlags | None, list[str]]:
+    """Read the flags, and list what is wrong in sentences.
+
+    There are none with granularity ``layer``, which changes nothing. Wrong values are left out.
 
     Args:
         args: what Megatron's parser made, with the flags of `add_flags`.
-
-    Raises:
-        ConfigError: a flag that only ``chunk`` has a use for, or an impossible number of steps.
-    """
-    flags, wrong = read_flags(args)
-    if wrong:
-        raise ConfigError("\n".join(wrong))
-    return flags
-
-
-def read_flags(args: argparse.Namespace) -> tuple[GraphFlags | None, list[str]]:
-    """Read the flags as `flags_from`, and list what is wrong in sentences.
-
-    Wrong values are left out of the flags.
-
-    Args:
-        args: as for `flags_from`.
     """
     given = {
         flag: parsed
@@ -280,10 +269,11 @@ def read_flags(args: argparse.Namespace) -> tuple[GraphFlags | None, list[str]]:
             "an eager step, so that at least one must come before. Give 1 or more."
         )
     values = _values(given, wrong)
-    problem = _problem_of_sizes(values)
-    if problem:
-        wrong.append(problem)
-        del values["packing.context_parallel_sizes"]
+    facts = {fact_of(path): value for path, value in values.items()}
+    for rule in (NUM_SEQS_RULE, *SIZE_RULES):
+        if text := rule.refusal(Facts(facts.get, FLAG_WORDS)):
+            wrong.append(f"{text}.")
+            del values[f"packing.{rule.settings[0]}"]
     capture = _section(CaptureConfig, "capture", values)
     return GraphFlags(
         capture=replace(capture, num_warmup_steps=max(num_warmup_steps, 1)),
@@ -299,12 +289,7 @@ def _values(given: dict[Flag, Any], wrong: list[str]) -> dict[str, Any]:
     idle: dict[str, list[str]] = {}
     for flag, parsed in given.items():
         value, bounds = flag.value_of(parsed), flag.setting.bounds
-        if flag.path == _SEQS and value != 0 and value < 2:
-            wrong.append(
-                f"{flag.shown(parsed)}: one sequence is for the rest of the tokens, so give 2 or "
-                "more, or 0 for no packed sequences."
-            )
-        elif flag.setting.needs in _OPTIONS and not _is_on(flag.setting.needs, given):
+        if flag.setting.needs in _OPTIONS and not _is_on(flag.setting.needs, given):
             idle.setdefault(flag.setting.needs, []).append(flag.shown(parsed))
         elif bounds is not ANY and any(n not in bounds for _, n in flag.setting.numbers(value)):
             each = "each number" if flag.setting.is_list else "it"
@@ -331,25 +316,6 @@ def _is_on(path: str, given: dict[Flag, Any]) -> bool:
 def _section(kind: type[Any], name: str, values: dict[str, Any]) -> Any:
     prefix = f"{name}."
     return kind(**{p.removeprefix(prefix): v for p, v in values.items() if p.startswith(prefix)})
-
-
-def _problem_of_sizes(values: dict[str, Any]) -> str:
-    """Say what is wrong with context-parallel sizes, or nothing."""
-    key, captured_key = "packing.context_parallel_sizes", "packing.captured_context_parallel_sizes"
-    sizes, captured = values.get(key, ()), values.get(captured_key, ())
-    for size in sizes:
-        if size < 1 or size.bit_count() > 1:
-            return (
-                f"{_OPTIONS[key].shown(sizes)}: {size} is no power of two, and groups of 1, 2, 4, "
-                "... neighbours are to share microbatches. Leave it out."
-            )
-    for size in captured:
-        if size not in sizes:
-            return (
-                f"{_OPTIONS[captured_key].shown(captured)}: {size} is not in "
-                f"{_OPTIONS[key].shown(sizes)}. Add it there, or leave it out."
-            )
-    return ""
 
 
 def write_defaults(args: argparse.Namespace, flags: GraphFlags) -> None:

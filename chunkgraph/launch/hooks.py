@@ -24,13 +24,12 @@ from typing import Any
 import torch.distributed as dist
 
 from chunkgraph.launch.arguments import refuse_changed_arguments, settle_arguments
-from chunkgraph.launch.context_rules import changing_limits
 from chunkgraph.launch.document_source import DocumentSource
-from chunkgraph.launch.flags import GraphFlags, add_flags, flags_from
+from chunkgraph.launch.flags import GraphFlags, add_flags
 from chunkgraph.launch.look_ahead import num_microbatches_at
 from chunkgraph.launch.own_documents import OwnDocuments
 from chunkgraph.launch.packed_steps import PackedSteps
-from chunkgraph.launch.packing_rules import packing_options, resolved_flags
+from chunkgraph.launch.packing_rules import changing_limits, packing_options, resolved_flags
 from chunkgraph.launch.patches import (
     count_documents_on_cpu,
     patch_pretrain,
@@ -135,7 +134,7 @@ class ChunkGraphsInPretrain:
         args = pretrain_arguments()
         # The script may have changed them since they were parsed.
         refuse_changed_arguments(args)
-        self.flags = flags = resolved_flags(flags_from(args) or self.flags, args)
+        self.flags = flags = resolved_flags(self.flags, args)
         chunks = list(model) if isinstance(model, (list, tuple)) else [model]
         # Graphs hold memory of communicators: they go before the process groups do.
         with contextlib.ExitStack() as undo:

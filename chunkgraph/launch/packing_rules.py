@@ -3,109 +3,222 @@
 from __future__ import annotations
 
 import argparse
+import re
+from collections.abc import Callable
 from dataclasses import replace
 
 from chunkgraph.errors import PackingError
-from chunkgraph.launch.context_rules import changing_refusals
-from chunkgraph.launch.flags import GraphFlags, flag_of
+from chunkgraph.launch.flags import GraphFlags
+from chunkgraph.megatron.features.packing.attention_limits import shares_keys
 from chunkgraph.megatron.features.packing.banks import PackedBanks
 from chunkgraph.megatron.features.packing.options import PackingOptions
-from chunkgraph.packing import PackedShape
+from chunkgraph.packing import ContextLimits, PackedShape
 from chunkgraph.packing.seq_counts import default_seq_buckets
+from chunkgraph.settings.contexts import RANK_RULES
+from chunkgraph.settings.packing import PACKING_RULES
+from chunkgraph.settings.rule import Facts, Rule
 
-__all__ = ["packed_shape", "packing_options", "packing_refusals", "resolved_flags"]
+__all__ = [
+    "SCRIPT_PACKING_RULES",
+    "changing_limits",
+    "packing_options",
+    "resolved_flags",
+    "shape_refusals",
+]
 
-_SEQS, _TOKENS, _DOCUMENT, _BUCKETS, _SEQ_BUCKETS = (
-    flag_of(f"packing.{name}")
-    for name in (
-        *("max_packed_seqs", "max_packed_tokens", "max_document_tokens"),
-        *("buckets", "seq_buckets"),
-    )
-)
 _SOURCES = ("sft", "dataloader_inter_document_masking")
 """Megatron's flags with which its data sets say where documents begin."""
+_SIZES = re.compile(r"\b(max_packed_seqs|max_packed_tokens|max_document_tokens)\b")
+_OTHER_RANKS = "the script's other tensor-parallel ranks receive rows of {seq_length}"
 
 
-def packing_refusals(flags: GraphFlags, args: argparse.Namespace) -> list[str]:
-    """What of ``args`` keeps packed sequences out of chunk graphs, each with its flag.
+def _has_documents(f: Facts) -> bool:
+    return bool(f.max_packed_seqs and any(getattr(f, name) for name in _SOURCES))
+
+
+def _rule(text: str, when: Callable[[Facts], object]) -> Rule:
+    """A rule of microbatches of documents."""
+    return Rule(text, lambda f: _has_documents(f) and when(f))
+
+
+def _fixed(text: str, when: Callable[[Facts], object]) -> Rule:
+    """A rule of documents on a context-parallel size that does not change."""
+    return _rule(text, lambda f: not f.context_parallel_sizes and when(f))
+
+
+def _changing(text: str, when: Callable[[Facts], object]) -> Rule:
+    """A rule of documents on a context-parallel size that changes."""
+    return _rule(f"context_parallel_sizes {text}", lambda f: f.context_parallel_sizes and when(f))
+
+
+def _script_rows(f: Facts) -> int:
+    """Rows of a microbatch as the script's data set makes it."""
+    return int((f.seq_length or 1) * (f.micro_batch_size or 1))
+
+
+def _cut(text: str, when: Callable[[Facts], object]) -> list[Rule]:
+    """Rules of microbatches that are shorter than their data set made them."""
+
+    def cuts(f: Facts) -> bool:
+        rows = _script_rows(f)
+        most = f.max_packed_tokens or rows
+        return most <= rows and (most < rows or any(size not in (1, most) for size in f.buckets))
+
+    def rule(name: str, *, has_buckets: bool) -> Rule:
+        return _fixed(
+            f"{name}= {text}leave {{{name}=}} out",
+            lambda f: bool(f.buckets) is has_buckets and cuts(f) and when(f),
+        )
+
+    return [rule("buckets", has_buckets=True), rule("max_packed_tokens", has_buckets=False)]
+
+
+def _changing_rows(f: Facts) -> int:
+    return int(f.max_packed_tokens or f.seq_length or 1)
+
+
+def _held_rows(f: Facts) -> object:
+    largest, rows = max(f.context_parallel_sizes), _changing_rows(f)
+    is_less = largest * rows < (f.seq_length or 1)
+    return is_less and {"largest": largest, "rows": largest * rows}
+
+
+def _is_unpacked(source: str) -> Callable[[Facts], object]:
+    return lambda f: getattr(f, source) and not f.max_packed_seqs
+
+
+SCRIPT_PACKING_RULES = (
+    *(
+        Rule(
+            f"{source}: packed sequences change their offsets with every microbatch, and a graph "
+            "has fixed shapes; add {max_packed_seqs=} N, the most documents of a microbatch and 1",
+            _is_unpacked(source),
+        )
+        for source in _SOURCES
+    ),
+    Rule(
+        "max_packed_seqs: without {sft=true} (or {dataloader_inter_document_masking=true}) a "
+        "microbatch does not say where its documents begin; leave it out",
+        lambda f: f.max_packed_seqs and not _has_documents(f),
+    ),
+    _rule(
+        "max_packed_seqs context_parallel_size dataloader_inter_document_masking: its documents "
+        "are not padded to what the ranks can share, so that Megatron cuts the whole sample over "
+        "them; use {sft=true}, or {context_parallel_size=1}",
+        lambda f: (f.context_parallel_size or 1) > 1 and not f.sft,
+    ),
+    *PACKING_RULES,
+    _fixed(
+        "max_packed_seqs micro_batch_size pipeline_model_parallel_size: Megatron lays the samples "
+        "end to end, but its stages receive them side by side; use {micro_batch_size=1}",
+        lambda f: (f.micro_batch_size or 1) > 1 and (f.pipeline_model_parallel_size or 1) > 1,
+    ),
+    _fixed(
+        "max_packed_tokens: a microbatch has {rows} rows ({seq_length=} x {micro_batch_size=}), "
+        "all of them in documents; give at most that, or leave it out",
+        lambda f: (f.max_packed_tokens or 0) > _script_rows(f) and {"rows": _script_rows(f)},
+    ),
+    *_cut(
+        "micro_batch_size: rows that no loss needs lie between its samples; use "
+        "{micro_batch_size=1}, or ",
+        lambda f: (f.micro_batch_size or 1) > 1,
+    ),
+    *_cut(
+        f"tensor_model_parallel_size: {_OTHER_RANKS}; ",
+        lambda f: (f.tensor_model_parallel_size or 1) > 1,
+    ),
+    *_cut(
+        "num_moe_experts: routers count every row, and their losses would be others where rows "
+        "are left out; ",
+        lambda f: f.num_moe_experts,
+    ),
+    *_cut(
+        "context_parallel_size: each rank divides by the labels of its own rows, which are others "
+        "where rows are left out; add {calculate_per_token_loss=true}, or ",
+        lambda f: (f.context_parallel_size or 1) > 1 and not f.calculate_per_token_loss,
+    ),
+    _changing("sft: other data sets do not give whole documents; use it", lambda f: not f.sft),
+    _changing(
+        "calculate_per_token_loss: a mean over each rank's microbatch would weigh a document by "
+        "how many share it; add it",
+        lambda f: not f.calculate_per_token_loss,
+    ),
+    _changing(
+        "micro_batch_size: a microbatch is one row of documents; use {micro_batch_size=1}, and "
+        "{max_packed_tokens=} for its length",
+        lambda f: (f.micro_batch_size or 1) > 1,
+    ),
+    _changing(
+        "max_document_tokens: a document may have as many tokens as the most ranks hold; leave "
+        "one of them out",
+        lambda f: f.max_document_tokens,
+    ),
+    _changing(
+        "max_packed_tokens: {largest} ranks hold {rows} rows, and documents may have "
+        "{seq_length}; allow more ranks or rows",
+        _held_rows,
+    ),
+    _changing(
+        f"max_packed_tokens tensor_model_parallel_size: {_OTHER_RANKS}; leave "
+        "{max_packed_tokens=} out",
+        lambda f: (
+            (f.tensor_model_parallel_size or 1) > 1 and _changing_rows(f) != (f.seq_length or 1)
+        ),
+    ),
+    *RANK_RULES,
+)
+"""Those of packed sequences whose documents a script's data set gives."""
+
+
+def shape_refusals(flags: GraphFlags, args: argparse.Namespace, facts: Facts) -> list[str]:
+    """List what is wrong with the shapes that flags ask for.
 
     Args:
         flags: those of chunk graphs.
         args: Megatron's, parsed but not yet checked or filled in by it.
+        facts: what both say.
     """
-    sources = [f"--{name.replace('_', '-')}" for name in _SOURCES if getattr(args, name, False)]
-    if not flags.packing.max_packed_seqs:
-        return [
-            f"{source}: packed sequences change their offsets with every microbatch, and a graph "
-            f"has fixed shapes; add {_SEQS} N, the most documents of a microbatch and 1"
-            for source in sources
-        ]
-    asked = f"{_SEQS} {flags.packing.max_packed_seqs}"
-    if not sources:
-        alone = "without --sft (or --dataloader-inter-document-masking) a microbatch does not say"
-        return [f"{asked}: {alone} where its documents begin; leave it out"]
-    found = [*_refusals_of_contexts(asked, args), *_refusals_of_counts(flags)]
-    if flags.contexts is not None:
-        return [*found, *changing_refusals(flags, args)]
-    if _of(args, "micro_batch_size", 1) > 1 and _of(args, "pipeline_model_parallel_size", 1) > 1:
-        found.append(
-            f"{asked} with --micro-batch-size {args.micro_batch_size} in a pipeline: Megatron lays "
-            "the samples end to end, but its stages receive them side by side; use 1"
-        )
+    if not _has_documents(facts) or facts.context_parallel_sizes:
+        return []
     try:
-        shape = packed_shape(flags, args)
-        assert shape is not None
-        shapes = PackedBanks.of_model(shape, flags.packing.buckets, (), args).shapes
+        options = packing_options(flags, args)
+        assert options is not None
+        shapes = PackedBanks.of_model(options.shape, options.buckets, (), args).shapes
     except PackingError as error:
-        return [*found, f"{asked}: {error}"]
-    rows = _rows(args)
-    if shape.max_packed_tokens > rows:
-        found.append(
-            f"{_TOKENS} {shape.max_packed_tokens}: a microbatch has {rows} rows (--seq-length x "
-            "--micro-batch-size), all of them in documents; give at most that, or leave it out"
-        )
-    elif len(shapes) > 1 or shape.max_packed_tokens < rows:
-        found += _refusals_of_cuts(flags, args)
-    table = shape.longest_rows + 1  # what models are told; see `packed.fixed_params`
-    if table in {one.max_packed_tokens for one in shapes}:
-        found.append(
-            f"{_DOCUMENT} {flags.packing.max_document_tokens}: Megatron's unfused RoPE would take "
-            f"a table of one row more ({table}) for that of a whole microbatch of so many rows; "
-            "give one less"
-        )
-    return found
+        text = _SIZES.sub(lambda match: facts.name(match[1]), str(error))
+        text = text.replace("context_parallel_size", facts.name("context_parallel_size"))
+        return [f"{facts.spell('max_packed_seqs')}: {text}"]
+    table = options.shape.longest_rows + 1  # what models are told; see `packed.fixed_params`
+    if table not in {one.max_packed_tokens for one in shapes}:
+        return []
+    why = (
+        f"{{max_document_tokens}}: Megatron's unfused RoPE would take a table of one row more "
+        f"({table}) for that of a whole microbatch of so many rows; give one less"
+    )
+    return [facts.text(why)]
 
 
-def packed_shape(flags: GraphFlags, args: argparse.Namespace) -> PackedShape | None:
-    """The largest shape that is captured; None without packed sequences.
+def packing_options(flags: GraphFlags, args: argparse.Namespace) -> PackingOptions | None:
+    """Return all shapes that are captured, which a script's documents fill; None without any.
 
-    Nor is there one where each microbatch has a context-parallel size of its own.
+    Nor are there any where each microbatch has a context-parallel size of its own.
 
     Raises:
         PackingError: there is no such shape.
     """
-    if not flags.packing.max_packed_seqs or flags.contexts is not None:
+    packing = flags.packing
+    if not packing.max_packed_seqs or flags.contexts is not None:
         return None
     size = _of(args, "context_parallel_size", 1)
-    rows = flags.packing.max_packed_tokens or _rows(args)
     # Such data counts padding as tokens itself: the offsets are the same.
-    return PackedShape(
-        flags.packing.max_packed_seqs,
-        rows,
+    shape = PackedShape(
+        packing.max_packed_seqs,
+        packing.max_packed_tokens or _rows(args),
         size,
-        flags.packing.max_document_tokens,
+        packing.max_document_tokens,
         counts_padding=size > 1,
     )
-
-
-def packing_options(flags: GraphFlags, args: argparse.Namespace) -> PackingOptions | None:
-    """Return all shapes that are captured, which a script's documents fill; None without any."""
-    shape = packed_shape(flags, args)
-    if shape is None:
-        return None
-    return PackingOptions(
-        shape, flags.packing.buckets, flags.packing.seq_buckets or (), fills_rows=True
-    )
+    return PackingOptions(shape, packing.buckets, packing.seq_buckets or (), fills_rows=True)
 
 
 def resolved_flags(flags: GraphFlags, args: argparse.Namespace) -> GraphFlags:
@@ -128,63 +241,29 @@ def resolved_flags(flags: GraphFlags, args: argparse.Namespace) -> GraphFlags:
     return replace(flags, packing=packing)
 
 
-def _refusals_of_contexts(asked: str, args: argparse.Namespace) -> list[str]:
-    """What keeps documents from being shared by context-parallel ranks."""
-    size = _of(args, "context_parallel_size", 1)
-    if getattr(args, "hybrid_context_parallel", False):
-        why = (
-            "with --hybrid-context-parallel: Megatron chooses the ranks of a document in a "
-            "schedule of its own, without pipelines; leave that out"
-        )
-    elif size > 1 and not getattr(args, "sft", False):
-        why = (
-            f"with --context-parallel-size {size} and --dataloader-inter-document-masking: its "
-            "documents are not padded to what the ranks can share, so that Megatron cuts the whole "
-            "sample over them; use --sft, or --context-parallel-size 1"
-        )
-    else:
-        return []
-    return [f"{asked} {why}"]
+def changing_limits(
+    flags: GraphFlags, args: argparse.Namespace, world_size: int, group_size: int
+) -> ContextLimits:
+    """What the schedules of all steps keep to.
 
+    Args:
+        flags: those of chunk graphs, with sizes.
+        args: Megatron's.
+        world_size: data-parallel ranks.
+        group_size: what the number of microbatches is a multiple of.
 
-def _refusals_of_counts(flags: GraphFlags) -> list[str]:
-    """What is wrong with graphs for fewer sequences."""
-    counts, most = flags.packing.seq_buckets or (), flags.packing.max_packed_seqs
-    return [
-        f"{_SEQ_BUCKETS} {count}: give 2 or more, and less than {_SEQS} ({most})"
-        for count in counts
-        if not 2 <= count < most
-    ]
-
-
-def _refusals_of_cuts(flags: GraphFlags, args: argparse.Namespace) -> list[str]:
-    """What keeps microbatches from being shorter than their data set made them."""
-    name = _BUCKETS if flags.packing.buckets else _TOKENS
-    whole = f"leave {name} out"
-    found = []
-    if _of(args, "micro_batch_size", 1) > 1:
-        found.append(
-            f"{name} with --micro-batch-size {args.micro_batch_size}: rows that no loss needs lie "
-            f"between its samples; use 1, or {whole}"
-        )
-    if _of(args, "tensor_model_parallel_size", 1) > 1:
-        found.append(
-            f"{name} with --tensor-model-parallel-size {args.tensor_model_parallel_size}: the "
-            f"script's other ranks receive rows of --seq-length; {whole}"
-        )
-    if getattr(args, "num_experts", None):
-        found.append(
-            f"{name} with --num-experts: routers count every row, and their losses would be others "
-            f"where rows are left out; {whole}"
-        )
-    size = _of(args, "context_parallel_size", 1)
-    if size > 1 and not getattr(args, "calculate_per_token_loss", False):
-        found.append(
-            f"{name} with --context-parallel-size {size}: each rank divides by the labels of its "
-            "own rows, which are others where rows are left out; add --calculate-per-token-loss, "
-            f"or {whole}"
-        )
-    return found
+    Raises:
+        PackingError: there are no such groups.
+    """
+    assert flags.contexts is not None
+    return ContextLimits(
+        world_size=world_size,
+        max_tokens_per_rank=flags.packing.max_packed_tokens or args.seq_length,
+        max_packed_seqs=flags.packing.max_packed_seqs,
+        sizes=flags.contexts.every,
+        multiple_of=group_size,
+        counts_padding=shares_keys(args),
+    )
 
 
 def _rows(args: argparse.Namespace) -> int:

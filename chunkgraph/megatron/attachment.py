@@ -40,6 +40,7 @@ from chunkgraph.megatron.refusals import refuse_model
 from chunkgraph.megatron.site import Site, config_of
 from chunkgraph.memory.stash import StashOptions
 from chunkgraph.packing import PackedShape
+from chunkgraph.settings.rule import refusals
 
 if TYPE_CHECKING:
     from chunkgraph.engine.options import OnCapture
@@ -141,7 +142,8 @@ def attach(
         requested_schedule=schedule,
     )
     site.packing = packed_banks(packing, site.config)
-    refuse_model([refusal for kind in kinds for refusal in kind.refusals(site)])
+    facts = site.facts(fact for kind in kinds for fact in kind.facts(site).items())
+    refuse_model([text for kind in kinds for text in refusals(kind.rules, facts)])
     for kind in kinds:
         kind.check(site)
     with ExitStack() as failure:

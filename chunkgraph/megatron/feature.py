@@ -8,15 +8,16 @@ overrides costs nothing in a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Self, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Self, TypeVar
 
 import torch
 
 from chunkgraph.engine import Agree, Chunk, StepMode
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.step import Shortage, Step, StepPlanner
+from chunkgraph.settings.rule import Rule
 
 if TYPE_CHECKING:
     from chunkgraph.megatron.attached import MegatronChunkGraphs
@@ -42,6 +43,8 @@ class Feature:
     """
 
     repeats_steps = False
+    rules: ClassVar[Sequence[Rule]] = ()
+    """Settings that a graph cannot hold, of the model or with this capability."""
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -49,9 +52,9 @@ class Feature:
         return ()
 
     @classmethod
-    def refusals(cls, site: Site) -> list[str]:
-        """List the settings of a model that a graph cannot hold, each with its reason."""
-        return []
+    def facts(cls, site: Site) -> Mapping[str, object]:
+        """Return what rules ask of a model that its config does not say."""
+        return {}
 
     @classmethod
     def check(cls, site: Site) -> None:

@@ -1,51 +1,40 @@
-"""Refuse, in `attach`, the settings of Megatron that a chunk graph cannot hold."""
+"""Rules about the settings of Megatron that a chunk graph cannot hold, and the facts of a model.
+
+A rule that a configuration file shares is declared with the section of its settings.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-from torch import nn
-
 from chunkgraph.errors import ConfigError
-from chunkgraph.megatron.core.data_parallel import is_fully_sharded
 from chunkgraph.megatron.core.fp8_recipe import fp8_recipe
-from chunkgraph.megatron.core.random_state import rng_is_graph_safe
+from chunkgraph.settings.rule import Facts, Rule, Words
+from chunkgraph.settings.words import PROGRAM
 
-__all__ = [
-    "GRAPH_SAFE_RNG",
-    "model_refusals",
-    "recompute_refusals",
-    "refuse_model",
-    "refused_settings",
-]
-
-GRAPH_SAFE_RNG = (
-    "seed with model_parallel_cuda_manual_seed(seed, te_rng_tracker=True) or "
-    "use_cudagraphable_rng=True"
-)
-"""Advice on random states that a graph can switch."""
+__all__ = ["MODEL_RULES", "facts_of_model", "refuse_model"]
 
 
-@dataclass(frozen=True)
-class _Refusal:
-    """A setting of Megatron's config that a chunk graph cannot honour.
-
-    Attributes:
-        field: Name of the field in TransformerConfig; a release may lack it.
-        is_on: Whether a value of the field turns the refused feature on.
-        why: The consequence in a graph.
-    """
-
-    field: str
-    is_on: Callable[[Any], bool]
-    why: str
+def _dropout(f: Facts) -> float:
+    return max(f.hidden_dropout or 0.0, f.attention_dropout or 0.0)
 
 
-def _is_above_1(value: Any) -> bool:
-    return (value or 1) > 1
+def _cannot_repeat(setting: str, *parts: str) -> Rule:
+    """Return the rule of dropout in what a layer recomputes."""
+
+    def is_broken(f: Facts) -> bool:
+        how, modules = f.recompute_granularity, f.recompute_modules or ()
+        recomputed = how == "full" or (how == "selective" and not set(parts).isdisjoint(modules))
+        return bool(f.on_gpu and f.is_rng_graph_safe and recomputed and getattr(f, setting))
+
+    return Rule(
+        f"recompute_granularity {setting}: the recomputation must draw the mask of the forward "
+        "again, but a graph cannot reset the states of graph-safe generators (Megatron's eager "
+        "recomputation does not reset them either: its masks differ); set it to 0 or recompute "
+        "modules without dropout ({recompute_modules=})",
+        is_broken,
+    )
 
 
 _GATHERED_WEIGHTS = "Python hooks gather the weights for every use, and a replay does not run hooks"
@@ -57,130 +46,119 @@ _PRIMARY_WEIGHTS = (
     "replay does not do"
 )
 _FP8_ATTENTION = "Python code copies and sets the scales of its FP8 tensors in every call"
-_REFUSALS = (
-    _Refusal("fp4", bool, _QUANTIZED_WEIGHTS),
-    _Refusal("use_kitchen", bool, _QUANTIZED_WEIGHTS),
-    _Refusal("quant_recipe", bool, _QUANTIZED_WEIGHTS),
-    _Refusal("fp8_param", bool, _PRIMARY_WEIGHTS),
-    _Refusal("fp8_param_gather", bool, _PRIMARY_WEIGHTS),
-    _Refusal("fp8_dot_product_attention", bool, _FP8_ATTENTION),
-    _Refusal("fp8_multi_head_attention", bool, _FP8_ATTENTION),
-    _Refusal(
-        "distribute_saved_activations",
-        bool,
-        "recomputation would replace the slot's input by this rank's part of it",
+_QUEUES = "its queues are Python state that a replay does not advance"
+_OUTSIDE = "weight gradients would be computed outside the graph"
+_OTHER_GRAPHS = "Megatron would capture the same layers again"
+_SAFE_RNG = "use {te_rng_tracker=true}"
+MODEL_RULES = (
+    Rule(f"fp4: {_QUANTIZED_WEIGHTS}"),
+    Rule(f"use_kitchen: {_QUANTIZED_WEIGHTS}"),
+    Rule(f"quant_recipe: {_QUANTIZED_WEIGHTS}"),
+    Rule(f"fp8_param: {_PRIMARY_WEIGHTS}"),
+    Rule(f"fp8_param_gather: {_PRIMARY_WEIGHTS}"),
+    Rule(f"fp8_dot_product_attention: {_FP8_ATTENTION}"),
+    Rule(f"fp8_multi_head_attention: {_FP8_ATTENTION}"),
+    Rule(
+        "distribute_saved_activations: recomputation would replace the slot's input by this "
+        "rank's part of it"
     ),
-    _Refusal("cpu_offloading", bool, "its queues are Python state that a replay does not advance"),
-    _Refusal(
-        "fine_grained_activation_offloading",
-        bool,
-        "its queues are Python state that a replay does not advance",
+    Rule(f"cpu_offloading: {_QUEUES}"),
+    Rule(f"fine_grained_activation_offloading: {_QUEUES}"),
+    Rule("overlap_moe_expert_parallel_comm: its schedule does not call the block's forward"),
+    Rule(f"delay_wgrad_compute: {_OUTSIDE}"),
+    Rule("hybrid_context_parallel: its schedule changes the process group between forwards"),
+    Rule("variable_seq_lengths: a graph has fixed shapes"),
+    Rule(
+        "enable_autocast: captures run outside of it and would contain operators of full precision"
     ),
-    _Refusal(
-        "overlap_moe_expert_parallel_comm", bool, "its schedule does not call the block's forward"
+    Rule(
+        "num_microbatches_with_partial_activation_checkpoints: only some microbatches of a chunk "
+        "would recompute, but a slot has one graph",
+        lambda f: f.num_microbatches_with_partial_activation_checkpoints is not None,
     ),
-    _Refusal("delay_wgrad_compute", bool, "weight gradients would be computed outside the graph"),
-    _Refusal(
-        "hybrid_context_parallel", bool, "its schedule changes the process group between forwards"
+    Rule(
+        f"gtp_weight_remat_size: {_GATHERED_WEIGHTS}", lambda f: (f.gtp_weight_remat_size or 1) > 1
     ),
-    _Refusal("variable_seq_lengths", bool, "a graph has fixed shapes"),
-    _Refusal(
-        "enable_autocast",
-        bool,
-        "captures run outside of it and would contain operators of full precision",
+    Rule(
+        f"expert_gtp_weight_remat_size: {_GATHERED_WEIGHTS}",
+        lambda f: (f.expert_gtp_weight_remat_size or 1) > 1,
     ),
-    _Refusal(
-        "num_microbatches_with_partial_activation_checkpoints",
-        lambda v: v is not None,
-        "only some microbatches of a chunk would recompute, but a slot has one graph",
+    Rule(
+        "experimental_attention_variant: every microbatch sets the scale of its indexer's loss to "
+        "another tensor",
+        lambda f: f.experimental_attention_variant == "dsa",
     ),
-    _Refusal("gtp_weight_remat_size", _is_above_1, _GATHERED_WEIGHTS),
-    _Refusal("expert_gtp_weight_remat_size", _is_above_1, _GATHERED_WEIGHTS),
-    _Refusal(
-        "experimental_attention_variant",
-        lambda v: v == "dsa",
-        "every microbatch sets the scale of its indexer's loss to another tensor",
+    Rule(f"overlap_dispatch_backward_with_experts_wgrad: {_OUTSIDE}"),
+    Rule("moe_hybridep_pad_uneven_dispatch_inputs: it reads token counts on the host"),
+    Rule(
+        f"cuda_graph_impl: {_OTHER_GRAPHS}; leave it out",
+        lambda f: f.cuda_graph_impl not in (None, "none"),
     ),
-    _Refusal(
-        "overlap_dispatch_backward_with_experts_wgrad",
-        bool,
-        "weight gradients would be computed outside the graph",
+    Rule(f"enable_cuda_graph: {_OTHER_GRAPHS}; leave it out"),
+    Rule(f"external_cuda_graph: {_OTHER_GRAPHS}; leave it out"),
+    Rule(
+        "use_transformer_engine_op_fuser: without experts fused operations hold their own "
+        "parameters, which is supported for experts only; leave it out",
+        lambda f: f.use_transformer_engine_op_fuser and not f.num_moe_experts and not f.fp8_recipe,
     ),
-    _Refusal("moe_hybridep_pad_uneven_dispatch_inputs", bool, "it reads token counts on the host"),
-    _Refusal(
-        "cuda_graph_impl",
-        lambda v: v not in (None, "none"),
-        "Megatron would capture the same layers again",
+    Rule(
+        "test_mode qk_layernorm: every forward compares the norms of all data-parallel ranks on "
+        "the host; leave {test_mode=} out"
     ),
-    _Refusal("enable_cuda_graph", bool, "Megatron would capture the same layers again"),
-    _Refusal("external_cuda_graph", bool, "another graph owner would capture the same layers"),
+    Rule(
+        "batch_p2p_comm overlap_p2p_comm: in an interleaved pipeline of 2 ranks each batch has "
+        "two sends between the same ranks, and activations and gradients are swapped (with or "
+        "without chunk graphs); use {overlap_p2p_comm=true}",
+        lambda f: (
+            (f.num_model_chunks or 1) > 1
+            and f.pipeline_model_parallel_size == 2
+            and f.batch_p2p_comm
+            and not f.overlap_p2p_comm
+        ),
+    ),
+    Rule("is_fully_sharded: parameters move, and a graph remembers their addresses"),
+    Rule(
+        "recompute_granularity: the RNG tracker is not graph-safe, and recomputation would read "
+        f"the random state in a capture; {_SAFE_RNG}",
+        lambda f: f.recompute_granularity and f.on_gpu and not f.is_rng_graph_safe,
+    ),
+    _cannot_repeat("attention_dropout", "core_attn"),
+    _cannot_repeat("hidden_dropout"),
+    Rule(
+        "hidden_dropout attention_dropout: the RNG tracker is not graph-safe, and every replay "
+        f"would draw the same mask; {_SAFE_RNG}",
+        lambda f: _dropout(f) > 0 and not f.is_rng_graph_safe,
+    ),
 )
 
 
-def refused_settings(config: Any) -> list[str]:
-    """List the settings in ``config`` that a chunk graph cannot honour, each with its reason.
+def facts_of_model(
+    config: Any, others: Mapping[str, object] | None = None, words: Words = PROGRAM
+) -> Facts:
+    """Return the facts of a model.
 
     Args:
         config: An object that has all or some fields of TransformerConfig as attributes.
+        others: Facts that the config does not have, or has otherwise.
+        words: How the user writes settings.
     """
-    refusals = [
-        f"{refusal.field}={getattr(config, refusal.field)!r}: {refusal.why}"
-        for refusal in _REFUSALS
-        if refusal.is_on(getattr(config, refusal.field, None))
-    ]
-    fuses, experts = (
-        getattr(config, name, None)
-        for name in ("use_transformer_engine_op_fuser", "num_moe_experts")
+    dtype = getattr(config, "params_dtype", None)
+    dispatcher = getattr(config, "moe_token_dispatcher_type", None) or "allgather"
+    is_flex = dispatcher == "flex"
+    # Without that dispatcher it has Megatron's default, which nobody asked for.
+    backend = (
+        (getattr(config, "moe_flex_dispatcher_backend", None) or "deepep") if is_flex else None
     )
-    if fuses and not experts and fp8_recipe(config) is None:
-        refusals.append(
-            "use_transformer_engine_op_fuser=True without experts: fused operations hold their own "
-            "parameters, which is supported for experts only; leave it out"
-        )
-    if getattr(config, "test_mode", False) and getattr(config, "qk_layernorm", False):
-        refusals.append(
-            "test_mode=True with qk_layernorm=True: every forward compares the norms of all "
-            "data-parallel ranks on the host; leave test_mode out"
-        )
-    return refusals
-
-
-def model_refusals(
-    config: Any, model_chunks: Sequence[nn.Module], device: torch.device
-) -> list[str]:
-    """List the reasons, other than those of features, that a graph cannot hold the model.
-
-    Args:
-        config: Megatron's TransformerConfig.
-        model_chunks: The chunks as the schedule receives them, with their wrappers.
-        device: Device of the parameters.
-    """
-    refusals = refused_settings(config)
-    if (
-        len(model_chunks) > 1
-        and getattr(config, "pipeline_model_parallel_size", 1) == 2
-        and getattr(config, "batch_p2p_comm", False)
-        and not getattr(config, "overlap_p2p_comm", False)
-    ):
-        refusals.append(
-            "batch_p2p_comm without overlap_p2p_comm in an interleaved pipeline of 2 ranks: each "
-            "batch has two sends between the same ranks, and activations and gradients are swapped "
-            "(with or without chunk graphs); set overlap_p2p_comm=True"
-        )
-    if any(is_fully_sharded(chunk) for chunk in model_chunks):
-        refusals.append("FSDP: parameters move, and a graph remembers their addresses")
-    if device.type == "cuda":
-        refusals += recompute_refusals(config, is_rng_graph_safe=rng_is_graph_safe())
-    dropout = max(
-        getattr(config, "hidden_dropout", 0.0) or 0.0,
-        getattr(config, "attention_dropout", 0.0) or 0.0,
-    )
-    if dropout > 0 and not rng_is_graph_safe():
-        refusals.append(
-            f"dropout {dropout} with an RNG tracker that is not graph-safe: every replay would "
-            f"draw the same mask; {GRAPH_SAFE_RNG} (parameters are on {device})"
-        )
-    return refusals
+    facts = {
+        "captures": True,
+        "element_bytes": None if dtype is None else dtype.itemsize,
+        "fp8_recipe": fp8_recipe(config),
+        "moe_flex_dispatcher_backend": backend,
+        "moe_token_dispatcher_type": dispatcher,
+        "swiglu": getattr(config, "gated_linear_unit", None),
+        **(others or {}),
+    }
+    return Facts(lambda name: facts[name] if name in facts else getattr(config, name, None), words)
 
 
 def refuse_model(refusals: Sequence[str]) -> None:
@@ -195,35 +173,3 @@ def refuse_model(refusals: Sequence[str]) -> None:
             + "\n  - ".join(refusals)
             + "\nTurn these off, or train without chunk graphs."
         )
-
-
-def recompute_refusals(config: Any, *, is_rng_graph_safe: bool) -> list[str]:
-    """List the reasons that a CUDA graph cannot hold the configured recomputation.
-
-    Args:
-        config: An object that has all or some fields of TransformerConfig as attributes.
-        is_rng_graph_safe: Whether a graph can switch the states of the RNG tracker.
-    """
-    granularity = getattr(config, "recompute_granularity", None)
-    if granularity is None:
-        return []
-    if not is_rng_graph_safe:
-        refusal = (
-            f"recompute_granularity={granularity!r} with an RNG tracker that is not graph-safe: "
-            f"recomputation would read the random state in a capture; {GRAPH_SAFE_RNG}"
-        )
-        return [refusal]
-    recomputed = {
-        "attention_dropout": granularity == "full"
-        or "core_attn" in (getattr(config, "recompute_modules", None) or ()),
-        "hidden_dropout": granularity == "full",
-    }
-    return [
-        f"recompute_granularity={granularity!r} with {name}={getattr(config, name)}: the "
-        "recomputation must draw the mask of the forward again, but a graph cannot reset the "
-        "states of graph-safe generators (Megatron's eager recomputation does not reset them "
-        "either: its masks differ); set it to 0 or recompute modules without dropout "
-        "(recompute_modules)"
-        for name, is_recomputed in recomputed.items()
-        if is_recomputed and (getattr(config, name, 0.0) or 0.0) > 0
-    ]

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
-from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.captured_part import CapturedScope, Scope, find_block, innermost, lacks
-from chunkgraph.megatron.core.fp8_recipe import fp8_recipe
+from chunkgraph.settings.rule import Facts, Rule
+from chunkgraph.settings.words import FLAGS
 
-__all__ = [
-    "ChosenScope",
-    "ScopeObstacle",
-    "choose_scope",
-    "refuse_for_scope",
-    "scope_obstacles",
-]
+__all__ = ["SCOPE_RULES", "ChosenScope", "choose_scope"]
 
 
 @dataclass(frozen=True)
@@ -34,29 +28,11 @@ class ChosenScope:
     why_block: str = ""
 
 
-@dataclass(frozen=True)
-class ScopeObstacle:
-    """A setting with which only the block can be captured.
-
-    Attributes:
-        setting: The setting in Megatron's config.
-        flag: The flag on the command line of a pretrain script.
-        why: The consequence in a graph.
-        is_met: Whether a config has the setting, with packed microbatches (True) or without.
-    """
-
-    setting: str
-    flag: str
-    why: str
-    is_met: Callable[[Any, bool], bool]
-
-
 def choose_scope(
     scope: Scope,
-    config: Any,
+    facts: Facts,
     model_chunks: Sequence[nn.Module],
     *,
-    is_packed: bool,
     agree: Callable[[Sequence[int]], list[int]] | None,
 ) -> ChosenScope:
     """Resolve ``auto``: the whole chunk if there is no obstacle on any rank, else the block.
@@ -65,14 +41,14 @@ def choose_scope(
 
     Args:
         scope: The requested scope.
-        config: Megatron's TransformerConfig.
+        facts: Facts of the model.
         model_chunks: The model chunks of this rank.
-        is_packed: Whether microbatches hold packed sequences.
         agree: Element-wise maximum over all ranks, which call this together; None for one rank.
     """
     if scope != "auto":
         return ChosenScope(scope)
-    obstacles = [obstacle.flag for obstacle in _OBSTACLES if obstacle.is_met(config, is_packed)]
+    flags = facts.within(FLAGS)
+    obstacles = [rule.subject(flags) for rule in _OBSTACLES if rule.broken(facts)]
     if not obstacles:
         obstacles = [why for chunk in model_chunks if (why := _obstacle_in_model(chunk))][:1]
     is_block = bool(obstacles)
@@ -84,74 +60,32 @@ def choose_scope(
     return ChosenScope("block", ", ".join(obstacles) or "the model on another rank")
 
 
-def scope_obstacles(config: Any, scope: Scope, *, is_packed: bool) -> list[ScopeObstacle]:
-    """Return the settings with which scope ``chunk`` is refused; none for other scopes.
-
-    Args:
-        config: An object that has all or some fields of TransformerConfig as attributes.
-        scope: The requested scope.
-        is_packed: Whether microbatches hold packed sequences.
-    """
-    if scope != "chunk":
-        return []
-    return [obstacle for obstacle in _OBSTACLES if obstacle.is_met(config, is_packed)]
-
-
-def refuse_for_scope(config: Any, scope: Scope, *, is_packed: bool) -> None:
-    """Refuse settings with which the output layer and the loss cannot be captured.
-
-    Args:
-        config: Megatron's TransformerConfig.
-        scope: The requested scope.
-        is_packed: Whether microbatches hold packed sequences.
-
-    Raises:
-        ConfigError: There are such settings; the message lists all of them.
-    """
-    obstacles = scope_obstacles(config, scope, is_packed=is_packed)
-    if obstacles:
-        raise ConfigError(
-            "Chunk graphs with scope 'chunk' cannot hold this model:\n  - "
-            + "\n  - ".join(f"{obstacle.setting}: {obstacle.why}" for obstacle in obstacles)
-            + "\nTurn these off, or use scope='auto' or 'block'."
-        )
-
-
-def _predicts(config: Any) -> bool:
-    return bool(getattr(config, "mtp_num_layers", None))
-
-
 _OBSTACLES = (
-    ScopeObstacle(
-        "cross_entropy_fusion_impl='te'",
-        "--cross-entropy-fusion-impl te",
-        "its backward reads the loss gradient on the host",
-        lambda config, _: (
-            getattr(config, "cross_entropy_loss_fusion", False)
-            and getattr(config, "cross_entropy_fusion_impl", "native") == "te"
-        ),
+    Rule(
+        "cross_entropy_fusion_impl: its backward reads the loss gradient on the host",
+        lambda f: f.cross_entropy_loss_fusion and f.cross_entropy_fusion_impl == "te",
     ),
-    ScopeObstacle(
-        "fp8_recipe='delayed' with mtp_num_layers",
-        "--fp8-recipe delayed with --mtp-num-layers",
-        "every prediction layer updates the scales in the middle of the backward, but a graph "
-        "updates them once, at its end",
-        lambda config, _: fp8_recipe(config) == "delayed" and _predicts(config),
+    Rule(
+        "fp8_recipe mtp_num_layers=: every prediction layer updates the scales in the middle of "
+        "the backward, but a graph updates them once, at its end",
+        lambda f: f.fp8_recipe == "delayed" and f.mtp_num_layers,
     ),
-    ScopeObstacle(
-        "defer_embedding_wgrad_compute=True",
-        "--defer-embedding-wgrad-compute",
-        "its queue is Python state that a replay does not advance",
-        lambda config, _: bool(getattr(config, "defer_embedding_wgrad_compute", False)),
-    ),
-    ScopeObstacle(
-        "mtp_num_layers with packed sequences",
-        "--mtp-num-layers with packed sequences",
-        "Megatron then reads the offsets on the host",
-        lambda config, is_packed: is_packed and _predicts(config),
-    ),
+    Rule("defer_embedding_wgrad_compute: its queue is Python state that a replay does not advance"),
+    Rule("mtp_num_layers= packed: Megatron then reads the offsets on the host"),
 )
+"""Settings with which only the block can be captured."""
 
+
+def _for_chunks(rule: Rule) -> Rule:
+    return replace(
+        rule,
+        text=f"scope {rule.text}; leave it out, or use {{scope=block}}",
+        when=lambda f: f.scope == "chunk" and rule.broken(f),
+    )
+
+
+SCOPE_RULES = tuple(map(_for_chunks, _OBSTACLES))
+"""The same obstacles, where a user requests the whole chunk."""
 
 _METHODS = (
     "forward",

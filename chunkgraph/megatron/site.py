@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -19,8 +19,10 @@ from chunkgraph.megatron.core.collectives import agree_by_maximum
 from chunkgraph.megatron.module_hooks import refuse_hooks
 from chunkgraph.megatron.pipeline.choice import PipelineSchedule
 from chunkgraph.megatron.receive import waits_for_sends
+from chunkgraph.megatron.refusals import facts_of_model
 from chunkgraph.megatron.scope_choice import ChosenScope, choose_scope
 from chunkgraph.megatron.topology import PipelinePlace
+from chunkgraph.settings.rule import Facts
 
 if TYPE_CHECKING:
     from chunkgraph.megatron.features.experts.feature import TokenDrops
@@ -97,6 +99,26 @@ class Site:
         """Return whether several ranks share the experts of a layer."""
         return (getattr(self.config, "expert_model_parallel_size", 1) or 1) > 1
 
+    def facts(self, others: Iterable[tuple[str, object]] = ()) -> Facts:
+        """Return what rules ask of the model.
+
+        Args:
+            others: further facts, by name.
+        """
+        own = {
+            "is_attached": True,
+            "num_model_chunks": len(self.chunks),
+            "num_warmup_steps": self.options.num_warmup_steps,
+            "on_gpu": self.device.type == "cuda",
+            "packed": self.largest_shape is not None,
+            "pads_rows": self.packing is not None and self.has_padding,
+            "page_bytes": None if self.stash is None else self.stash.page_bytes,
+            "scope": self.requested_scope,
+            "stash": self.stash is not None,
+            "token_drops": self.token_drops,
+        }
+        return facts_of_model(self.config, {**own, **dict(others)})
+
     def find_parts(self, undo: ExitStack) -> None:
         """Agree on the scope with the other ranks, find the captured parts, and count slots.
 
@@ -106,9 +128,8 @@ class Site:
         self.agree = new_agreement(undo)
         self.scope = choose_scope(
             self.requested_scope,
-            self.config,
+            self.facts(),
             self.chunks,
-            is_packed=self.largest_shape is not None,
             agree=self.agree,
         )
         self.parts = tuple(

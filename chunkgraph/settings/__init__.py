@@ -19,7 +19,7 @@ from chunkgraph.settings.config import (
     StashConfig,
     TrainConfig,
 )
-from chunkgraph.settings.deep_ep import DEEPEP_RANKS, deep_ep_limits
+from chunkgraph.settings.deep_ep import DEEPEP_RANKS
 from chunkgraph.settings.loader import (
     Loaded,
     config_from_mapping,
@@ -47,7 +47,6 @@ __all__ = [
     "StashConfig",
     "TrainConfig",
     "config_from_mapping",
-    "deep_ep_limits",
     "load_config",
     "load_with_origins",
     "resolved",

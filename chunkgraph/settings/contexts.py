@@ -1,106 +1,151 @@
-"""What the settings of a context-parallel size for each microbatch demand of each other."""
+"""The rules of a context-parallel size for each microbatch."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
-from chunkgraph._text import shown
 from chunkgraph.errors import ConfigError, TopologyError
+from chunkgraph.settings.rule import Facts, Rule
 
-if TYPE_CHECKING:
-    from chunkgraph.settings.config import Config
-
-__all__ = ["check_contexts"]
-
-_KEY = "packing.context_parallel_sizes"
+__all__ = ["CONTEXT_FILE_RULES", "CONTEXT_RULES", "RANK_RULES", "SIZE_RULES"]
 
 
-def check_contexts(config: Config) -> None:
-    """Check ``packing.context_parallel_sizes`` and what depends on it.
+def _rule(
+    text: str, when: Callable[[Facts], object], error: type[ConfigError] = ConfigError
+) -> Rule:
+    """A rule of sizes that change, together with other settings."""
+    return Rule(
+        f"context_parallel_sizes {text}", lambda f: f.context_parallel_sizes and when(f), error
+    )
 
-    Raises:
-        ConfigError: Two settings cannot go together.
-        TopologyError: The ranks cannot form groups of these sizes.
-    """
-    packing = config.packing
-    sizes = packing.context_parallel_sizes
-    if not sizes:
-        for name, value, default in (
-            ("captured_context_parallel_sizes", list(packing.captured_context_parallel_sizes), []),
-            ("context_parallel_schedule", packing.context_parallel_schedule, "smallest"),
-        ):
-            if value != default:
-                raise ConfigError(
-                    f"packing.{name} is {value}, but {_KEY} is []: no microbatch has a "
-                    "context-parallel size of its own. Give the sizes."
-                )
-        return
-    if not packing.max_packed_seqs:
-        raise ConfigError(
-            f"{_KEY} is {shown(list(sizes))}, but packing is off: packing.max_packed_seqs is 0. "
-            "Set it to the most documents of a microbatch and 1."
+
+def _recomputes(part: str) -> Callable[[Facts], bool]:
+    return lambda f: f.recompute_granularity == "selective" and part in (f.recompute_modules or ())
+
+
+CONTEXT_RULES = (
+    _rule(
+        "context_parallel_size: the groups are cut from the data-parallel ranks; use "
+        "{context_parallel_size=1}",
+        lambda f: (f.context_parallel_size or 1) > 1,
+    ),
+    _rule(
+        "fp8: scales of ranks whose microbatches have several sizes were not tried; leave one of "
+        "them out",
+        lambda f: f.fp8,
+    ),
+    _rule(
+        "mtp_num_layers: several tokens are predicted over the rows of one rank alone; leave one "
+        "of them out",
+        lambda f: f.mtp_num_layers,
+    ),
+    _rule(
+        "hybrid_layer_pattern: the heads of a mixer are shared by the ranks that it was built "
+        "for; leave one of them out",
+        lambda f: f.hybrid_layer_pattern,
+    ),
+    *(
+        _rule(
+            f"recompute_modules: {part} would be recomputed with the context-parallel group of "
+            f"another microbatch; leave {part} out",
+            _recomputes(part),
         )
-    _check_ranks(config)
-    _check_others(config)
-    unknown = sorted(set(packing.captured_context_parallel_sizes) - set(sizes))
-    if unknown:
-        raise ConfigError(
-            f"packing.captured_context_parallel_sizes has {shown(unknown)}, which {_KEY} "
-            f"{shown(list(sizes))} has not."
-        )
+        for part in ("moe", "mla_up_proj")
+    ),
+)
+"""Those of a model, wherever its settings come from."""
 
 
-def _check_ranks(config: Config) -> None:
-    sizes, pipeline = config.packing.context_parallel_sizes, config.pipeline
-    num_ranks, largest = pipeline.data_parallel_size, max(sizes)
-    for name, value in (
-        ("pipeline.data_parallel_size", num_ranks),
-        *((_KEY, size) for size in sizes),
-    ):
-        if value < 1 or value.bit_count() > 1:
-            raise TopologyError(
-                f"{name}: {value} is no power of two, and groups of 1, 2, 4, ... neighbours are to "
-                "share microbatches."
-            )
-    if largest > num_ranks:
-        raise TopologyError(
-            f"{_KEY} has {largest}, but only the {num_ranks} data-parallel ranks share "
-            "microbatches. Raise pipeline.data_parallel_size, or leave it out."
-        )
-    rows = config.tokens_per_sequence
-    parts = pipeline.tensor_model_parallel_size if pipeline.sequence_parallel else 1
-    parts *= 2 if largest > 1 and parts % 2 else 1
-    if rows % parts:
-        raise TopologyError(
-            f"A rank has {rows} rows of a microbatch (packing.max_packed_tokens), which do not "
-            f"divide in {parts} parts. Change them."
-        )
+def _uneven_sizes(f: Facts) -> object:
+    sizes = [size for size in f.context_parallel_sizes if size < 1 or size.bit_count() > 1]
+    return sizes and {"size": sizes[0]}
 
 
-def _check_others(config: Config) -> None:
-    packing, model = config.packing, config.model
-    for name, is_used in {
-        f"packing.buckets={shown(list(packing.buckets))}": bool(packing.buckets),
-        f"model.recompute_modules={shown(list(model.recompute_modules))}": (
-            model.recompute_granularity == "selective"
-            and bool({"moe", "mla_up_proj"} & set(model.recompute_modules))
+def _uneven_parts(f: Facts) -> object:
+    parts = f.tensor_model_parallel_size or 1 if f.sequence_parallel else 1
+    parts *= 2 if max(f.context_parallel_sizes) > 1 and parts % 2 else 1
+    return _rows(f) % parts and {"rows": _rows(f), "parts": parts}
+
+
+def _rows(f: Facts) -> int:
+    """Rows of a microbatch on one rank."""
+    return f.max_packed_tokens or f.seq_length or 1
+
+
+def _missing_sizes(f: Facts) -> object:
+    missing = sorted(set(f.captured_context_parallel_sizes or ()) - set(f.context_parallel_sizes))
+    return missing and {"missing": missing}
+
+
+SIZE_RULES = (
+    _rule(
+        ": {size} is no power of two, and groups of 1, 2, 4, ... neighbours share microbatches; "
+        "leave it out",
+        _uneven_sizes,
+        TopologyError,
+    ),
+    Rule(
+        "captured_context_parallel_sizes context_parallel_sizes: {missing} is not in the latter; "
+        "add it there, or leave it out",
+        lambda f: f.context_parallel_sizes and _missing_sizes(f),
+    ),
+)
+"""Those of the sizes themselves."""
+RANK_RULES = (
+    _rule(
+        "data_parallel_size: groups of 1, 2, 4, ... neighbours divide a power of two alone; "
+        "change the number of data-parallel ranks",
+        lambda f: (f.data_parallel_size or 1).bit_count() > 1,
+        TopologyError,
+    ),
+    _rule(
+        "data_parallel_size: the data-parallel ranks share microbatches, and are too few for one "
+        "of {largest}; leave that size out, or use more ranks",
+        lambda f: (
+            f.data_parallel_size
+            and max(f.context_parallel_sizes) > f.data_parallel_size
+            and {"largest": max(f.context_parallel_sizes)}
         ),
-        f"model.fp8={model.fp8}": model.fp8 is not None,
-        (
-            f"pipeline.context_parallel_size={config.pipeline.context_parallel_size}"
-        ): config.pipeline.context_parallel_size > 1,
-        f"data.document_counts={shown(list(config.data.document_counts))}": bool(
-            config.data.document_counts
-        ),
-    }.items():
-        if is_used:
-            raise ConfigError(
-                f"{_KEY} is {shown(list(packing.context_parallel_sizes))} with {name}: the "
-                "training command does not join them. Leave one of them out."
-            )
-    longest = max(packing.context_parallel_sizes) * config.tokens_per_sequence
-    if model.position_embedding_type == "learned_absolute" and longest > model.seq_length:
-        raise ConfigError(
-            f"{_KEY} lets documents have {longest} tokens, and learned positions end at "
-            f"model.seq_length ({model.seq_length}). Raise it, or use rope."
-        )
+        TopologyError,
+    ),
+    _rule(
+        "max_packed_tokens: the {rows} rows of a rank do not divide in {parts} parts; use a "
+        "multiple of {parts}",
+        _uneven_parts,
+        TopologyError,
+    ),
+    _rule(
+        "buckets: banks of several lengths were not joined to the training loop; leave one of "
+        "them out",
+        lambda f: f.buckets,
+    ),
+)
+"""Those of a job, from a configuration file or a command line."""
+
+
+def _longest(f: Facts) -> object:
+    longest = max(f.context_parallel_sizes) * _rows(f)
+    is_cut = f.position_embedding_type == "learned_absolute" and longest > f.seq_length
+    return is_cut and {"longest": longest}
+
+
+CONTEXT_FILE_RULES = (
+    *CONTEXT_RULES,
+    *SIZE_RULES,
+    *RANK_RULES,
+    _rule(
+        "document_counts: the training command does not join them; leave one of them out",
+        lambda f: f.document_counts,
+    ),
+    _rule(
+        "seq_length: documents may have {longest} tokens, and learned positions end at "
+        "{seq_length}; raise it, or use {position_embedding_type=rope}",
+        _longest,
+    ),
+    _rule(
+        "pad_seq_to_mult: documents are padded for the ranks that share them; use "
+        "{pad_seq_to_mult=1}",
+        lambda f: f.pad_seq_to_mult > 1,
+    ),
+)
+"""Those of a configuration file."""

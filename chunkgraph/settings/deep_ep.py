@@ -1,133 +1,171 @@
-"""What dispatch through DeepEP (``moe.moe_token_dispatcher_type: flex``) must satisfy."""
+"""The rules of dispatch through DeepEP (``moe.moe_token_dispatcher_type: flex``)."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
-from chunkgraph.errors import ConfigError
+from chunkgraph.settings.rule import Facts, Rule, recomputes
 
-if TYPE_CHECKING:
-    from chunkgraph.settings.config import Config, ExpertConfig
-
-__all__ = ["DEEPEP_RANKS", "check_flex", "deep_ep_limits"]
+__all__ = ["DEEPEP_RANKS", "DEEPEP_RULES", "STATIC"]
 
 DEEPEP_RANKS = (2, 4, 8)
 """Ranks of a node between which DeepEP itself can dispatch in a graph; it has kernels for these."""
+STATIC = (
+    "use {moe_token_dispatcher_type=alltoall}, {moe_expert_capacity_factor=} and "
+    "{moe_pad_expert_input_to_capacity=true}"
+)
+"""The dispatch that needs no package."""
+_BACKENDS = ("hybridep", "deepep")
 _MOST_HIDDEN, _HIDDEN_MULTIPLE, _MOST_TOPK = 8176, 16, 32
-_OTHERWISE = "moe.moe_token_dispatcher_type=alltoall with moe.moe_expert_capacity_factor needs none"
+_HYBRIDEP = "use {moe_flex_dispatcher_backend=hybridep}"
+_GROUPED = "only that grouped product takes the number of tokens of each expert from the device"
 
 
-def deep_ep_limits(hidden_size: int, moe_router_topk: int) -> list[str]:
-    """What of a model DeepEP's kernels of one node cannot take; they stop the GPU where it is.
+def _uses_flex(f: Facts) -> bool:
+    return bool(f.num_moe_experts) and f.moe_token_dispatcher_type == "flex"
 
-    Read in its source (release 1.2.1, ``intranode.cu``: asserts on the device).
-    """
-    found = []
-    if hidden_size > _MOST_HIDDEN or hidden_size % _HIDDEN_MULTIPLE:
-        found.append(
-            f"hidden_size={hidden_size} with DeepEP: its kernels take up to {_MOST_HIDDEN}, a "
-            f"multiple of {_HIDDEN_MULTIPLE}"
+
+def _with_flex(text: str, when: Callable[[Facts], object], *backends: str) -> Rule:
+    """A rule of one of some backends, or of both."""
+    settings, _, why = text.partition(": ")
+    allowed = backends or _BACKENDS
+    return Rule(
+        f"{settings} moe_flex_dispatcher_backend: {why}",
+        lambda f: _uses_flex(f) and f.moe_flex_dispatcher_backend in allowed and when(f),
+    )
+
+
+def _is_off(name: str) -> Callable[[Facts], object]:
+    return lambda f: not getattr(f, name)
+
+
+def _is_idle(name: str) -> Callable[[Facts], object]:
+    return lambda f: (
+        f.num_moe_experts and not _uses_flex(f) and getattr(f, name) not in (None, False)
+    )
+
+
+def _unknown_backend(f: Facts) -> object:
+    backend = f.moe_flex_dispatcher_backend
+    if not _uses_flex(f) or backend in _BACKENDS:
+        return False
+    if backend == "ncclep":
+        what = "a rank that is over its budget ends the process, so that no step can run again"
+    else:
+        what = "no backend" if backend is None else "not known"
+    return {"what": what}
+
+
+def _has_no_budget(f: Facts) -> object:
+    factor = f.moe_expert_rank_capacity_factor
+    if factor is not None and math.isfinite(factor):
+        return False
+    # The only one who meets Megatron's own check.
+    is_late = f.is_attached and f.moe_flex_dispatcher_backend == "deepep"
+    how = (
+        " (before attach() set it on Megatron's config once that is made, whose own check refuses "
+        "it for this backend)"
+    )
+    return {"how": how if is_late else ""}
+
+
+def _is_below_1(f: Facts) -> bool:
+    factor = f.moe_expert_rank_capacity_factor
+    return bool(factor is not None and factor < 1)
+
+
+def _has_capacity(f: Facts) -> bool:
+    capacity = f.moe_expert_capacity_factor
+    return (capacity is not None and capacity >= 0) or bool(f.moe_pad_expert_input_to_capacity)
+
+
+def _untried(setting: str, when: Callable[[Facts], object]) -> Rule:
+    return _with_flex(
+        f"{setting}: the two were not tried together; leave one out, or {STATIC}", when
+    )
+
+
+DEEPEP_RULES = (
+    Rule(
+        "moe_token_dispatcher_type moe_flex_dispatcher_backend: {what}; only DeepEP can dispatch "
+        f"in a graph; {_HYBRIDEP}, or {{moe_flex_dispatcher_backend=deepep}} within a node, each "
+        f"with {{moe_expert_rank_capacity_factor=}}; or {STATIC}",
+        _unknown_backend,
+    ),
+    *(
+        Rule(
+            f"{setting} moe_token_dispatcher_type: it belongs to "
+            "{moe_token_dispatcher_type=flex}; change one of them",
+            _is_idle(setting),
         )
-    if moe_router_topk > _MOST_TOPK:
-        found.append(
-            f"moe_router_topk={moe_router_topk} with DeepEP: its kernels take up to {_MOST_TOPK}"
+        for setting in (
+            "moe_flex_dispatcher_backend",
+            "moe_expert_rank_capacity_factor",
+            "use_transformer_engine_op_fuser",
         )
-    return found
-
-
-def check_flex(config: Config) -> None:
-    """Check what belongs to ``flex``, or to nothing without it.
-
-    Raises:
-        ConfigError: A value is out of range, or two settings cannot go together.
-    """
-    moe = config.moe
-    if moe.moe_token_dispatcher_type != "flex":
-        _refuse_without_flex(moe)
-        return
-    backend = moe.moe_flex_dispatcher_backend
-    if backend is None:
-        raise ConfigError(
-            "moe.moe_flex_dispatcher_backend is null with moe.moe_token_dispatcher_type=flex. Set "
-            f"it to hybridep, or to deepep for DeepEP's dispatch within a node; {_OTHERWISE}."
-        )
-    ranks = config.pipeline.expert_model_parallel_size
-    if backend == "deepep" and ranks not in DEEPEP_RANKS:
-        raise ConfigError(
-            f"pipeline.expert_model_parallel_size is {ranks} with deepep, which dispatches in a "
-            f"graph between {', '.join(map(str, DEEPEP_RANKS))} ranks of a node. Set it to one "
-            "of these, or moe.moe_flex_dispatcher_backend to hybridep."
-        )
-    limits = deep_ep_limits(config.model.hidden_size, moe.moe_router_topk)
-    if backend == "deepep" and limits:
-        raise ConfigError(f"{'; '.join(limits)}. Set moe.moe_flex_dispatcher_backend to hybridep.")
-    factor = moe.moe_expert_rank_capacity_factor
-    if factor is None or not (factor >= 1 and math.isfinite(factor)):
-        raise ConfigError(
-            f"moe.moe_expert_rank_capacity_factor is {'null' if factor is None else factor}: "
-            f"{backend} needs a fixed number of rows for a graph, and below 1 ranks drop tokens in "
-            "every step. Set it to 1 or more; the highest load decides how much more."
-        )
-    if moe.moe_expert_capacity_factor is not None:
-        raise ConfigError(
-            f"moe.moe_expert_capacity_factor is {moe.moe_expert_capacity_factor} with {backend}, "
-            "whose room is that of a rank. Set it to null; moe.moe_expert_rank_capacity_factor "
-            "says how much."
-        )
-    if moe.token_drops not in ("raise", "rerun"):
-        raise ConfigError(
-            f"moe.token_drops is {moe.token_drops} with {backend}, which only tells that a rank "
-            "had no room. Set it to rerun, which runs such a step anew, or raise."
-        )
-    needs = {
-        "moe.use_transformer_engine_op_fuser=true": moe.use_transformer_engine_op_fuser,
-        "moe.moe_grouped_gemm=true": moe.moe_grouped_gemm,
-        "moe.moe_router_dtype=fp32": moe.moe_router_dtype == "fp32",
-        "model.swiglu=true": config.model.swiglu,
-        "model.params_dtype=bfloat16": config.model.params_dtype == "bfloat16",
-    }
-    missing = [need for need, is_met in needs.items() if not is_met]
-    if missing:
-        raise ConfigError(
-            f"moe.moe_flex_dispatcher_backend={backend} needs {', '.join(missing)}: only that "
-            "grouped product takes the number of tokens of each expert from the device."
-        )
-    _check_untried(config, backend)
-
-
-def _refuse_without_flex(moe: ExpertConfig) -> None:
-    given = {
-        "moe.moe_flex_dispatcher_backend": moe.moe_flex_dispatcher_backend,
-        "moe.moe_expert_rank_capacity_factor": moe.moe_expert_rank_capacity_factor,
-        "moe.use_transformer_engine_op_fuser": moe.use_transformer_engine_op_fuser or None,
-    }
-    for path, value in given.items():
-        if value is not None:
-            raise ConfigError(
-                f"{path} is {str(value).lower()}, but moe.moe_token_dispatcher_type is "
-                f"{moe.moe_token_dispatcher_type}; it belongs to flex. Set one of them."
-            )
-
-
-def _check_untried(config: Config, backend: str) -> None:
-    model = config.model
-    untried = {
-        f"model.fp8={model.fp8}": model.fp8 is not None,
-        f"model.recompute_granularity={model.recompute_granularity}": (
-            model.recompute_granularity == "full"
-            or (
-                model.recompute_granularity == "selective"
-                and bool({"moe", "moe_act"} & set(model.recompute_modules))
-            )
-        ),
-        "capture.num_warmup_steps=0 (DeepEP's buffer is made in an eager step)": (
-            config.capture.enabled and config.capture.num_warmup_steps < 1
-        ),
-    }
-    for what, is_asked in untried.items():
-        if is_asked:
-            raise ConfigError(
-                f"moe.moe_flex_dispatcher_backend is {backend} together with {what}, which was not "
-                f"tried. Leave one of them out; {_OTHERWISE}."
-            )
+    ),
+    _with_flex(
+        "expert_model_parallel_size: it dispatches in a graph between "
+        f"{', '.join(map(str, DEEPEP_RANKS))} ranks of a node; choose one of these, or {_HYBRIDEP}",
+        lambda f: (f.expert_model_parallel_size or 1) not in DEEPEP_RANKS,
+        "deepep",
+    ),
+    # Read in its source (release 1.2.1, ``intranode.cu``: asserts on the device).
+    _with_flex(
+        f"hidden_size: its kernels take up to {_MOST_HIDDEN}, a multiple of {_HIDDEN_MULTIPLE}; "
+        f"{_HYBRIDEP}",
+        lambda f: (f.hidden_size or 0) > _MOST_HIDDEN or (f.hidden_size or 0) % _HIDDEN_MULTIPLE,
+        "deepep",
+    ),
+    _with_flex(
+        f"moe_router_topk: its kernels take up to {_MOST_TOPK}; {_HYBRIDEP}",
+        lambda f: (f.moe_router_topk or 0) > _MOST_TOPK,
+        "deepep",
+    ),
+    _with_flex("fp16: it adds up bfloat16 alone; use {bf16=true}", lambda f: f.fp16, "deepep"),
+    _with_flex(
+        "moe_expert_rank_capacity_factor: how many rows come depends on the tokens, and a graph "
+        "has fixed shapes; make it 1 or more{how}; the highest load decides how much more; or "
+        f"{STATIC}",
+        _has_no_budget,
+    ),
+    _with_flex(
+        "moe_expert_rank_capacity_factor: below 1 ranks drop tokens in every step; make it 1 or "
+        "more",
+        _is_below_1,
+    ),
+    _with_flex(
+        "moe_expert_capacity_factor: the room is that of a rank; leave it and "
+        "{moe_pad_expert_input_to_capacity=} out; {moe_expert_rank_capacity_factor=} says how much",
+        _has_capacity,
+    ),
+    _with_flex(
+        "token_drops: it tells no more than that a rank had no room; use {token_drops=rerun}, "
+        "which runs such a step again, or {token_drops=raise}",
+        lambda f: f.token_drops not in ("raise", "rerun"),
+    ),
+    *(
+        _with_flex(f"{name}: {_GROUPED}; turn it on, or {STATIC}", _is_off(name))
+        for name in ("use_transformer_engine_op_fuser", "moe_grouped_gemm", "swiglu")
+    ),
+    _with_flex(
+        "moe_router_dtype: it sends probabilities in float32; use {moe_router_dtype=fp32}",
+        lambda f: f.moe_router_dtype != "fp32",
+    ),
+    _with_flex("bf16: it sends rows of 2 bytes; use {bf16=true}", lambda f: not (f.bf16 or f.fp16)),
+    _with_flex(
+        "num_warmup_steps: its buffer is made, and kernels are compiled, in the first eager step; "
+        "make it 1 or more",
+        lambda f: f.captures and f.num_warmup_steps is not None and f.num_warmup_steps < 1,
+    ),
+    _with_flex(
+        "expert_tensor_parallel_size: the grouped product cannot be split; make it 1",
+        lambda f: (f.expert_tensor_parallel_size or 1) > 1,
+    ),
+    _untried("fp8", lambda f: f.fp8),
+    _untried("fp4", lambda f: f.fp4),
+    _untried("recompute_granularity", lambda f: recomputes(f, "moe", "moe_act")),
+    _untried("moe_permute_fusion_into_hybridep", lambda f: f.moe_permute_fusion_into_hybridep),
+    _untried("moe_latent_size", lambda f: f.moe_latent_size),
+)

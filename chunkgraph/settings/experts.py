@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal
 
-from chunkgraph._text import shown
-from chunkgraph.errors import ConfigError, TopologyError
-from chunkgraph.settings.deep_ep import check_flex
+from chunkgraph.errors import TopologyError
+from chunkgraph.settings.deep_ep import DEEPEP_RULES, STATIC
+from chunkgraph.settings.rule import Facts, Rule
 from chunkgraph.settings.setting import NOT_NEGATIVE, POSITIVE, setting
 
-if TYPE_CHECKING:
-    from chunkgraph.settings.config import Config
-
-__all__ = ["ExpertConfig", "check_experts"]
+__all__ = ["EXPERT_FILE_RULES", "EXPERT_RULES", "ExpertConfig", "uses_dropless"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,106 +173,154 @@ class ExpertConfig:
     )
 
 
-def check_experts(config: Config) -> None:
-    """Check the section ``moe`` and ``pipeline.expert_model_parallel_size``.
+def _enough(f: Facts) -> float:
+    """The capacity factor that has room for all tokens."""
+    return float(f.num_moe_experts / (f.moe_router_topk or 1))
 
-    Raises:
-        ConfigError: A value is out of range, or two settings cannot go together.
-        TopologyError: The experts cannot be shared out.
+
+def uses_dropless(model: Any) -> bool:
+    """Return whether experts take all tokens, by a dispatcher of Megatron's own.
+
+    Args:
+        model: `Facts`, or a TransformerConfig.
     """
-    moe, pipeline = config.moe, config.pipeline
-    ranks = pipeline.expert_model_parallel_size
-    if moe.num_moe_experts is None:
-        if ranks > 1:
-            raise TopologyError(
-                f"pipeline.expert_model_parallel_size is {ranks}, but moe.num_moe_experts is null: "
-                "there are no experts to share. Set one of them."
+    factor = getattr(model, "moe_expert_capacity_factor", None)
+    return bool(
+        getattr(model, "num_moe_experts", None)
+        and (factor is None or factor < 0)
+        and getattr(model, "moe_token_dispatcher_type", None) != "flex"
+    )
+
+
+def _without_capacity(name: str) -> Rule:
+    """Return the rule of a setting that experts which take all tokens cannot have in a graph."""
+    return Rule(
+        f"{name} moe_expert_capacity_factor: the grouped products with sizes on the device "
+        f"multiply bfloat16; train without {name.upper()}, or {STATIC}",
+        lambda f: f.captures and uses_dropless(f) and getattr(f, name),
+    )
+
+
+def _with_capacity(when: Callable[[Facts], object]) -> Callable[[Facts], object]:
+    """Return a condition on experts with a fixed capacity each."""
+    return lambda f: (
+        f.num_moe_experts
+        and f.moe_token_dispatcher_type != "flex"
+        and not uses_dropless(f)
+        and when(f)
+    )
+
+
+def _has_uneven_groups(f: Facts) -> bool:
+    groups, chosen = f.moe_router_num_groups, f.moe_router_group_topk
+    return bool(groups and chosen) and (f.num_moe_experts % groups > 0 or chosen > groups)
+
+
+EXPERT_RULES = (
+    Rule(
+        "expert_model_parallel_size: it does not divide {num_moe_experts}; every rank holds as "
+        "many experts; change one of them",
+        lambda f: f.num_moe_experts and f.num_moe_experts % (f.expert_model_parallel_size or 1),
+        TopologyError,
+    ),
+    _without_capacity("fp8"),
+    _without_capacity("fp4"),
+    Rule(
+        "moe_pad_expert_input_to_capacity moe_expert_capacity_factor: experts would drop tokens "
+        "and still get inputs of any size, and a graph has fixed shapes; use "
+        "{moe_pad_expert_input_to_capacity=true}, or leave {moe_expert_capacity_factor=} out (no "
+        "token is dropped)",
+        _with_capacity(lambda f: not f.moe_pad_expert_input_to_capacity),
+    ),
+    Rule(
+        "moe_expert_capacity_factor: below 1 tokens are dropped in every step; raise it, or use "
+        "{token_drops=count} if that is meant",
+        _with_capacity(lambda f: f.moe_expert_capacity_factor < 1 and f.token_drops != "count"),
+    ),
+    Rule(
+        "moe_expert_capacity_factor: above {num_moe_experts=} / {moe_router_topk=} ({enough}) an "
+        "expert would have room for more tokens than there are, which Megatron's permutation "
+        "cannot do; that number has room for all",
+        _with_capacity(
+            lambda f: f.moe_expert_capacity_factor > _enough(f) and {"enough": f"{_enough(f):g}"}
+        ),
+    ),
+    Rule(
+        "token_drops fp8: a step that runs again would update the scales a second time; use "
+        "{token_drops=raise}, or train without FP8",
+        lambda f: f.num_moe_experts and f.token_drops == "rerun" and f.fp8,
+    ),
+    *DEEPEP_RULES,
+)
+"""Those of a model with experts, wherever its settings come from."""
+
+
+def _has_experts(when: Callable[[Facts], object]) -> Callable[[Facts], object]:
+    return lambda f: f.num_moe_experts is not None and when(f)
+
+
+EXPERT_FILE_RULES = (
+    Rule(
+        "expert_model_parallel_size num_moe_experts: there are no experts to share; change one of "
+        "them",
+        lambda f: f.num_moe_experts is None and f.expert_model_parallel_size > 1,
+        TopologyError,
+    ),
+    Rule(
+        "moe_router_topk num_moe_experts: a token cannot go to more experts than there are",
+        _has_experts(lambda f: f.moe_router_topk > f.num_moe_experts),
+    ),
+    Rule(
+        "expert_model_parallel_size data_parallel_size: the ranks that share the experts are "
+        "copies of the rest of the model, so that the former divides the latter; change one of "
+        "them",
+        _has_experts(lambda f: f.data_parallel_size % f.expert_model_parallel_size),
+        TopologyError,
+    ),
+    Rule(
+        "num_moe_experts tensor_model_parallel_size: Megatron trains experts on several "
+        "tensor-parallel ranks only with sequence parallelism; use {sequence_parallel=true}",
+        _has_experts(lambda f: f.tensor_model_parallel_size > 1 and not f.sequence_parallel),
+        TopologyError,
+    ),
+    Rule(
+        "moe_layer_freq num_layers: it has one number for each layer of the model, 1 (experts) or "
+        "0 (feed-forward)",
+        _has_experts(
+            lambda f: (
+                f.moe_layer_freq is not None
+                and (len(f.moe_layer_freq) != f.num_layers or set(f.moe_layer_freq) - {0, 1})
             )
-        return
-    if moe.moe_router_topk > moe.num_moe_experts:
-        raise ConfigError(
-            f"moe.moe_router_topk ({moe.moe_router_topk}) is larger than moe.num_moe_experts "
-            f"({moe.num_moe_experts})."
-        )
-    if moe.num_moe_experts % ranks:
-        raise TopologyError(
-            f"moe.num_moe_experts ({moe.num_moe_experts}) is not divisible by "
-            f"pipeline.expert_model_parallel_size ({ranks}); every rank holds as many experts. "
-            "Change one of them."
-        )
-    if pipeline.data_parallel_size % ranks:
-        raise TopologyError(
-            f"pipeline.expert_model_parallel_size ({ranks}) does not divide "
-            f"pipeline.data_parallel_size ({pipeline.data_parallel_size}); the ranks that share "
-            "the experts are copies of the rest of the model. Change one of them."
-        )
-    if pipeline.tensor_model_parallel_size > 1 and not pipeline.sequence_parallel:
-        raise TopologyError(
-            "pipeline.tensor_model_parallel_size is "
-            f"{pipeline.tensor_model_parallel_size}: Megatron trains experts on several "
-            "tensor-parallel ranks only with sequence parallelism. Set "
-            "pipeline.sequence_parallel=true."
-        )
-    frequency, num_layers = moe.moe_layer_freq, config.model.num_layers
-    if frequency is not None and (len(frequency) != num_layers or set(frequency) - {0, 1}):
-        raise ConfigError(
-            f"moe.moe_layer_freq is {shown(list(frequency))}; it has one number for each of the "
-            f"{num_layers} layers of the model, 1 (experts) or 0 (feed-forward)."
-        )
-    check_flex(config)
-    if moe.moe_token_dispatcher_type != "flex" and moe.moe_expert_capacity_factor is not None:
-        _check_capacity(moe, moe.num_moe_experts, moe.moe_expert_capacity_factor)
-    if moe.token_drops == "rerun" and config.model.fp8 is not None:
-        raise ConfigError(
-            f"moe.token_drops is rerun with model.fp8={config.model.fp8}: a step that is run anew "
-            "would update the scales a second time. Set token_drops to raise, or fp8 to null."
-        )
-    _check_router(moe, moe.num_moe_experts)
-
-
-def _check_capacity(moe: ExpertConfig, num_experts: int, factor: float) -> None:
-    enough = num_experts / moe.moe_router_topk
-    if not moe.moe_pad_expert_input_to_capacity:
-        raise ConfigError(
-            "moe.moe_pad_expert_input_to_capacity is false with moe.moe_expert_capacity_factor="
-            f"{factor:g}: experts would drop tokens and still get inputs of any size, and a graph "
-            "has fixed shapes. Set it to true, or the capacity to null (no token is dropped)."
-        )
-    if factor < 1 and moe.token_drops != "count":
-        raise ConfigError(
-            f"moe.moe_expert_capacity_factor is {factor}: below 1 tokens are dropped in every "
-            "step. Raise it, or set moe.token_drops=count if that is meant."
-        )
-    if factor > enough:
-        raise ConfigError(
-            f"moe.moe_expert_capacity_factor is {factor}, but {enough:g} (num_moe_experts / "
-            "moe_router_topk) has room for all tokens already; Megatron-core cannot do more."
-        )
-
-
-def _check_router(moe: ExpertConfig, num_experts: int) -> None:
-    if moe.moe_router_enable_expert_bias and moe.moe_router_score_function != "sigmoid":
-        raise ConfigError(
-            "moe.moe_router_enable_expert_bias needs moe.moe_router_score_function=sigmoid."
-        )
-    if (
-        moe.moe_router_topk == 1
-        and moe.moe_router_score_function == "softmax"
-        and not moe.moe_router_pre_softmax
-    ):
-        raise ConfigError(
-            "moe.moe_router_topk is 1: the softmax over one expert is always 1, and the router "
-            "would not train. Set moe.moe_router_pre_softmax=true."
-        )
-    groups, chosen = moe.moe_router_num_groups, moe.moe_router_group_topk
-    if (groups is None) != (chosen is None):
-        raise ConfigError(
-            "moe.moe_router_num_groups and moe.moe_router_group_topk go together: give both, or "
-            "neither."
-        )
-    if groups is not None and chosen is not None and (num_experts % groups or chosen > groups):
-        raise ConfigError(
-            f"moe.moe_router_num_groups is {groups} and moe.moe_router_group_topk {chosen}: the "
-            f"{num_experts} experts must form groups of equal size, and no more of them be used "
-            "than there are."
-        )
+        ),
+    ),
+    Rule(
+        "moe_router_enable_expert_bias moe_router_score_function: the bias is added to sigmoid "
+        "scores alone; use {moe_router_score_function=sigmoid}",
+        _has_experts(
+            lambda f: f.moe_router_enable_expert_bias and f.moe_router_score_function != "sigmoid"
+        ),
+    ),
+    Rule(
+        "moe_router_topk: the softmax over one expert is always 1, and the router would not "
+        "train; use {moe_router_pre_softmax=true}",
+        _has_experts(
+            lambda f: (
+                f.moe_router_topk == 1
+                and f.moe_router_score_function == "softmax"
+                and not f.moe_router_pre_softmax
+            )
+        ),
+    ),
+    Rule(
+        "moe_router_num_groups moe_router_group_topk: the two go together; give both, or neither",
+        _has_experts(
+            lambda f: (f.moe_router_num_groups is None) != (f.moe_router_group_topk is None)
+        ),
+    ),
+    Rule(
+        "moe_router_num_groups moe_router_group_topk: {num_moe_experts} must form groups of equal "
+        "size, and no more of them be used than there are",
+        _has_experts(_has_uneven_groups),
+    ),
+)
+"""Those of a configuration file alone."""

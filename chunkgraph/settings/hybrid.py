@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from chunkgraph._text import shorten, shown
 from chunkgraph.errors import ConfigError, TopologyError
+from chunkgraph.settings.rule import Rule
 
 if TYPE_CHECKING:
-    from chunkgraph.settings.config import Config, ModelConfig
+    from chunkgraph.settings.config import Config
 
-__all__ = ["STAGE_END", "check_hybrid"]
+__all__ = ["HYBRID_RULES", "STAGE_END", "check_hybrid"]
 
 STAGE_END = "|"
 """Stands between the stages of a pattern."""
@@ -35,7 +35,6 @@ def check_hybrid(config: Config) -> None:
     model = config.model
     pattern = model.hybrid_layer_pattern
     if pattern is None:
-        _check_idle(model)
         return
     _check_symbols(pattern)
     layers = pattern.replace(STAGE_END, "")
@@ -49,18 +48,6 @@ def check_hybrid(config: Config) -> None:
     _check_stages(config, pattern)
     _check_sizes(config)
     _check_experts(config, pattern)
-    _check_company(config)
-
-
-def _check_idle(model: ModelConfig) -> None:
-    for item in fields(model):
-        if item.name.startswith("mamba_") and getattr(model, item.name) != item.default:
-            msg = (
-                f"model.{item.name} is {getattr(model, item.name)}, but there are no Mamba layers: "
-                "model.hybrid_layer_pattern is null. Give a pattern such as M-M*-, or leave the "
-                "former at its default."
-            )
-            raise ConfigError(msg)
 
 
 def _check_symbols(pattern: str) -> None:
@@ -188,16 +175,7 @@ def _check_experts(config: Config, pattern: str) -> None:
         raise ConfigError(msg)
 
 
-def _check_company(config: Config) -> None:
-    """What was not tried, or is not there, together with a hybrid model."""
-    others = {
-        "model.fp8": config.model.fp8,
-        "packing.context_parallel_sizes": list(config.packing.context_parallel_sizes) or None,
-    }
-    for path, value in others.items():
-        if value is not None:
-            msg = (
-                f"{path} is {value} with model.hybrid_layer_pattern: the two were not tried "
-                "together in chunk graphs. Leave one of them out."
-            )
-            raise ConfigError(msg)
+HYBRID_RULES = (
+    Rule("fp8 hybrid_layer_pattern: the two were not tried together; leave one of them out"),
+)
+"""Those of a hybrid model, wherever its settings come from."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from chunkgraph.settings.rule import Rule
 from chunkgraph.settings.setting import POSITIVE, Bounds, setting
 
-__all__ = ["ModelConfig"]
+__all__ = ["FP8_RULES", "ModelConfig"]
 
 _PROBABILITY = Bounds(minimum=0, below=1)
 
@@ -134,21 +135,25 @@ class ModelConfig:
         128,
         help="State elements per channel of a Mamba head.",
         bounds=POSITIVE,
+        needs="model.hybrid_layer_pattern",
     )
     mamba_head_dim: int = setting(
         64,
         help="Width of a Mamba head, in elements.",
         bounds=POSITIVE,
+        needs="model.hybrid_layer_pattern",
     )
     mamba_num_groups: int = setting(
         8,
         help="Groups of Mamba heads that share their state's input and output projections.",
         bounds=POSITIVE,
+        needs="model.hybrid_layer_pattern",
     )
     mamba_num_heads: int | None = setting(
         None,
         help="Mamba heads per layer. Null: enough for twice hidden_size.",
         bounds=POSITIVE,
+        needs="model.hybrid_layer_pattern",
     )
     layer_spec: str = setting(
         "auto",
@@ -157,3 +162,23 @@ class ModelConfig:
         "spec. The spec describes a GPT layer, whose attention and feed-forward a hybrid model "
         "reuses, or a whole hybrid stack.",
     )
+
+
+FP8_RULES = (
+    Rule(
+        "recompute_granularity fp8: Transformer Engine's own recomputation keeps the scales of "
+        "the first pass in a queue in Python, which a replay does not advance; recompute "
+        "core_attn alone ({recompute_granularity=selective}), or nothing",
+        lambda f: (
+            f.fp8_recipe
+            and (
+                f.recompute_granularity == "full"
+                or (
+                    f.recompute_granularity == "selective"
+                    and set(f.recompute_modules or ()) - {"core_attn"}
+                )
+            )
+        ),
+    ),
+)
+"""Those of a model in FP8, wherever its settings come from."""

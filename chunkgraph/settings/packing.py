@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from chunkgraph._text import shorten, shown
-from chunkgraph.data.counts import check_counts
 from chunkgraph.errors import ConfigError, TopologyError
 from chunkgraph.packing.offsets import MAX_TOKENS
+from chunkgraph.settings.rule import Facts, Rule
 from chunkgraph.settings.setting import NOT_NEGATIVE, POSITIVE, setting
 
-if TYPE_CHECKING:
-    from chunkgraph.settings.config import Config
-
-__all__ = ["PackingConfig", "check_packing"]
+__all__ = ["NUM_SEQS_RULE", "PACKING_FILE_RULES", "PACKING_RULES", "PackingConfig"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +49,7 @@ class PackingConfig:
         "kernels (Megatron: 128), documents do not affect each other's last bits, at the cost of "
         "half a block of padding per document on average.",
         bounds=POSITIVE,
+        needs="packing.max_packed_seqs",
     )
     buckets: tuple[float, ...] = setting(
         (),
@@ -95,159 +93,114 @@ class PackingConfig:
     )
 
 
-def check_packing(config: Config) -> None:
-    """Check the packing of documents, and what it cannot go together with.
-
-    Raises:
-        ConfigError: A value is out of range, or two settings cannot go together.
-        TopologyError: The ranks cannot share the rows.
-    """
-    packing, model, train = config.packing, config.model, config.train
-    if not packing.max_packed_seqs:
-        _refuse_without_packing(config)
-        return
-    if packing.max_packed_seqs < 2:
-        msg = (
-            f"packing.max_packed_seqs is {packing.max_packed_seqs}; one sequence is for the rest "
-            "of the tokens, so that at least 2 are needed. 0 turns packing off."
-        )
-        raise ConfigError(msg)
-    for name, value in (
-        ("packing.max_packed_seqs", packing.max_packed_seqs),
-        ("packing.max_packed_tokens (else model.seq_length)", config.tokens_per_sequence),
-    ):
-        if value > MAX_TOKENS:
-            msg = (
-                f"{name} is {value}; offsets of packed documents count up to {MAX_TOKENS}. "
-                "Lower it."
-            )
-            raise ConfigError(msg)
-    _check_padding(config)
-    _check_context(config)
-    _check_longest(config)
-    if counts := config.data.document_counts:
-        check_counts(counts, "data.document_counts")
-        num_ranks = config.pipeline.context_parallel_size
-        least = math.lcm(1 if num_ranks == 1 else 2 * num_ranks, packing.pad_seq_to_mult)
-        if counts[-1] * least > config.tokens_per_sequence:
-            msg = (
-                f"data.document_counts: {shown(list(counts))}; {counts[-1]} documents do not fit "
-                f"in the {config.tokens_per_sequence} tokens of a microbatch, in which each takes "
-                f"{least} or more. Lower the last number."
-            )
-            raise ConfigError(msg)
-    for size in packing.buckets:
-        if not 0 < size <= config.tokens_per_sequence or (size > 1 and size != int(size)):
-            msg = (
-                f"packing.buckets has {size:g}; a bucket is a part of the tokens above 0 and up to "
-                f"1, or a whole number of tokens up to {config.tokens_per_sequence}."
-            )
-            raise ConfigError(msg)
-    for count in packing.seq_buckets or ():
-        if not 2 <= count < packing.max_packed_seqs:
-            msg = (
-                f"packing.seq_buckets has {count}; fewer sequences that are captured too are at "
-                f"least 2 and below packing.max_packed_seqs ({packing.max_packed_seqs})."
-            )
-            raise ConfigError(msg)
-    if train.micro_batch_size != 1:
-        msg = (
-            f"train.micro_batch_size is {train.micro_batch_size}, but a packed microbatch is one "
-            "row of documents. Set it to 1, and packing.max_packed_tokens to what all of them had."
-        )
-        raise ConfigError(msg)
-    if model.layer_spec == "local" or (model.layer_spec == "auto" and config.device == "cpu"):
-        msg = (
-            f"model.layer_spec is {shorten(model.layer_spec)} (device {config.device}): "
-            "Megatron's local attention takes no packed sequences. Use transformer_engine on a "
-            "GPU, or a layer spec of your own (package.module:function) whose attention takes them."
-        )
-        raise ConfigError(msg)
-    if (
-        model.position_embedding_type == "learned_absolute"
-        and config.tokens_per_sequence > model.seq_length
-    ):
-        msg = (
-            f"packing.max_packed_tokens is {config.tokens_per_sequence}, and learned positions end "
-            f"at model.seq_length ({model.seq_length}). Lower the former or raise the latter."
-        )
-        raise ConfigError(msg)
+def _rows(f: Facts) -> int:
+    """Rows of a microbatch, over all its context-parallel ranks."""
+    return int(f.max_packed_tokens or f.seq_length)
 
 
-def _refuse_without_packing(config: Config) -> None:
-    """Refuse settings of packed documents while packing is off."""
-    packing = config.packing
-    values = {
-        "data.document_counts": list(config.data.document_counts),
-        "packing.buckets": list(packing.buckets),
-        "packing.seq_buckets": list(packing.seq_buckets or ()),
-        "packing.max_packed_tokens": packing.max_packed_tokens,
-        "packing.max_document_tokens": packing.max_document_tokens,
-        "packing.pad_seq_to_mult": packing.pad_seq_to_mult if packing.pad_seq_to_mult > 1 else None,
-    }
-    for name, value in values.items():
-        if value is not None and value != []:
-            raise ConfigError(
-                f"{name} is {shown(value)}, but packing is off: packing.max_packed_seqs is 0. Set "
-                "it to the most documents of a microbatch and 1."
-            )
+def _rule(
+    text: str, when: Callable[[Facts], object], error: type[ConfigError] = ConfigError
+) -> Rule:
+    """A rule of packed documents."""
+    return Rule(text, lambda f: f.max_packed_seqs and when(f), error)
 
 
-def _check_longest(config: Config) -> None:
-    """The limit on documents."""
-    packing, limit = config.packing, config.packing.max_document_tokens
-    if limit is None:
-        return
-    if packing.context_parallel_sizes:
-        msg = (
-            f"packing.max_document_tokens is {limit} with packing.context_parallel_sizes "
-            f"{shown(list(packing.context_parallel_sizes))}: a document may there have as many "
-            "tokens as the most ranks hold. Set the former to null."
-        )
-        raise ConfigError(msg)
-    if limit > config.tokens_per_sequence:
-        msg = (
-            f"packing.max_document_tokens is {limit}, more than the {config.tokens_per_sequence} "
-            "tokens of a microbatch (packing.max_packed_tokens, else model.seq_length). Set it to "
-            "null, or lower it."
-        )
-        raise ConfigError(msg)
+def _wrong_counts(f: Facts) -> object:
+    wrong = [n for n in f.seq_buckets or () if not 2 <= n < f.max_packed_seqs]
+    return wrong and {"count": wrong[0]}
 
 
-def _check_padding(config: Config) -> None:
-    """Padding of documents where their ranks change."""
-    packing, multiple = config.packing, config.packing.pad_seq_to_mult
-    if multiple > 1 and packing.context_parallel_sizes:
-        msg = (
-            f"packing.pad_seq_to_mult is {multiple} with packing.context_parallel_sizes "
-            f"{shown(list(packing.context_parallel_sizes))}: documents are there padded for the "
-            "ranks that share them. Set the former to 1."
-        )
-        raise ConfigError(msg)
+NUM_SEQS_RULE = Rule(
+    "max_packed_seqs: one sequence is for the rest of the tokens; use 2 or more, or 0 for no "
+    "packed sequences",
+    lambda f: f.max_packed_seqs not in (None, 0) and f.max_packed_seqs < 2,
+)
+PACKING_RULES = (
+    _rule(
+        "seq_buckets max_packed_seqs: {count} is not 2 or more and below the latter; leave it out",
+        _wrong_counts,
+    ),
+)
+"""Those of packed documents, wherever settings come from."""
 
 
-def _check_context(config: Config) -> None:
-    """Rows that ranks share, and what documents are padded to."""
-    pipeline, size = config.pipeline, config.pipeline.context_parallel_size
-    pieces = 1 if size == 1 else 2 * size
-    parts = pieces
-    if pipeline.sequence_parallel:
-        parts = math.lcm(parts, size * pipeline.tensor_model_parallel_size)
-    shared, multiple = parts, config.packing.pad_seq_to_mult
-    parts = math.lcm(parts, multiple)
-    rows = config.tokens_per_sequence
-    if rows % parts:
-        below = rows // parts * parts
-        why = f"{size} context-parallel ranks hold two pieces of every document each"
-        if shared > pieces:
-            why += ", split once more for sequence parallelism"
-        if size == 1:
-            why = f"{shared} tensor-parallel ranks share them for sequence parallelism"
-        if multiple > 1:
-            padded = f"documents are padded to multiples of {multiple} (packing.pad_seq_to_mult)"
-            why = padded if shared == 1 else f"{padded}, and {why}"
-        msg = (
-            f"packing.max_packed_tokens (else model.seq_length) is {rows}, which is not divisible "
-            f"by {parts}: {why}. Set it to {f'{below} or ' if below else ''}{below + parts}."
-        )
-        raise TopologyError(msg)
+def _least_rows(f: Facts) -> int:
+    """Rows that a document takes at least."""
+    size = f.context_parallel_size
+    return math.lcm(1 if size == 1 else 2 * size, f.pad_seq_to_mult)
+
+
+def _crowded(f: Facts) -> object:
+    most, least, rows = (f.document_counts or (0,))[-1], _least_rows(f), _rows(f)
+    return most * least > rows and {"most": most, "least": least, "rows": rows}
+
+
+def _wrong_buckets(f: Facts) -> object:
+    rows = _rows(f)
+    wrong = [n for n in f.buckets if not 0 < n <= rows or (n > 1 and n != int(n))]
+    return wrong and {"size": f"{wrong[0]:g}", "rows": rows}
+
+
+def _uneven_rows(f: Facts) -> object:
+    size, rows = f.context_parallel_size, _rows(f)
+    parts = _least_rows(f)
+    if f.sequence_parallel:
+        parts = math.lcm(parts, size * f.tensor_model_parallel_size)
+    below = rows // parts * parts
+    nearest = f"{below} or {below + parts}" if below else f"{parts}"
+    return rows % parts and {"rows": rows, "parts": parts, "nearest": nearest}
+
+
+PACKING_FILE_RULES = (
+    NUM_SEQS_RULE,
+    _rule(
+        "max_packed_seqs max_packed_tokens seq_length: offsets of packed documents count up to "
+        f"{MAX_TOKENS}; lower what is larger",
+        lambda f: max(f.max_packed_seqs, _rows(f)) > MAX_TOKENS,
+    ),
+    _rule(
+        "max_packed_tokens context_parallel_size pad_seq_to_mult: the {rows} rows (default: those "
+        "of {seq_length}) are not divisible by {parts}: context-parallel ranks hold two pieces of "
+        "every document each, tensor-parallel ranks share them for sequence parallelism "
+        "({tensor_model_parallel_size}, {sequence_parallel}), and documents are padded to "
+        "multiples; make them {nearest}",
+        _uneven_rows,
+        TopologyError,
+    ),
+    _rule(
+        "max_document_tokens context_parallel_sizes: a document may have as many tokens as the "
+        "most ranks hold; leave the former out",
+        lambda f: f.max_document_tokens is not None and f.context_parallel_sizes,
+    ),
+    _rule(
+        "max_document_tokens: a microbatch has {rows} tokens; leave it out, or lower it",
+        lambda f: (f.max_document_tokens or 0) > _rows(f) and {"rows": _rows(f)},
+    ),
+    _rule(
+        "document_counts: {most} documents do not fit in the {rows} tokens of a microbatch, in "
+        "which each takes {least} or more; lower the last number",
+        _crowded,
+    ),
+    _rule(
+        "buckets: {size} is no part of the tokens above 0 and up to 1, and no whole number of "
+        "tokens up to {rows}; change it",
+        _wrong_buckets,
+    ),
+    _rule(
+        "micro_batch_size max_packed_seqs: a packed microbatch is one row of documents; use "
+        "{micro_batch_size=1}, and {max_packed_tokens=} for what all of them had",
+        lambda f: f.micro_batch_size != 1,
+    ),
+    _rule(
+        "layer_spec device max_packed_seqs: Megatron's local attention takes no packed sequences; "
+        "use {layer_spec=transformer_engine} on a GPU, or a layer spec of your own "
+        "(package.module:function) whose attention takes them",
+        lambda f: f.layer_spec == "local" or (f.layer_spec, f.device) == ("auto", "cpu"),
+    ),
+    _rule(
+        "max_packed_tokens seq_length: learned positions end at the latter; lower the former or "
+        "raise the latter",
+        lambda f: f.position_embedding_type == "learned_absolute" and _rows(f) > f.seq_length,
+    ),
+)
+"""Those of a configuration file."""

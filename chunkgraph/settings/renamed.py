@@ -15,6 +15,7 @@ SUCCESSORS = {
     "--cuda-graph-memset-kernels": "Set the environment variable CHUNKGRAPH_MEMSET_KERNELS=0",
     "capture.verify_every": "Use capture.num_verify_steps to verify fewer steps",
     "--cuda-graph-verify-every": "Use --cuda-graph-num-verify-steps to verify fewer steps",
+    "train.tensorboard_dir": "Give the command --json, which writes the same numbers of every step",
     "stash.skips_single_slots": "Leave it out; chunks with one slot stash as the others do",
     "--cuda-graph-stash-skips-single-slots": (
         "Leave it out; chunks with one slot stash as the others do"

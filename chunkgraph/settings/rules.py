@@ -1,19 +1,25 @@
-"""What a configuration must satisfy beyond the type of each value."""
+"""The rules of a configuration file, of its sections and between them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from dataclasses import MISSING
 from typing import TYPE_CHECKING, Any
 
 from chunkgraph._text import did_you_mean, shown
+from chunkgraph.data.counts import check_counts
 from chunkgraph.data.vocabulary import NUM_TOKENS
 from chunkgraph.errors import ConfigError, TopologyError
 from chunkgraph.schedules import is_legal_count, nearest_legal_counts
-from chunkgraph.settings.contexts import check_contexts
-from chunkgraph.settings.experts import check_experts
-from chunkgraph.settings.hybrid import check_hybrid
-from chunkgraph.settings.packing import check_packing
-from chunkgraph.settings.setting import check_bounds
-from chunkgraph.settings.stash import check_stash
+from chunkgraph.settings.contexts import CONTEXT_FILE_RULES
+from chunkgraph.settings.experts import EXPERT_FILE_RULES, EXPERT_RULES
+from chunkgraph.settings.hybrid import HYBRID_RULES, check_hybrid
+from chunkgraph.settings.model import FP8_RULES
+from chunkgraph.settings.packing import PACKING_FILE_RULES, PACKING_RULES
+from chunkgraph.settings.rule import Facts, Rule, check
+from chunkgraph.settings.setting import Setting, check_bounds
+from chunkgraph.settings.stash import STASH_RULES
+from chunkgraph.settings.words import all_settings, fact_of, facts_of
 
 if TYPE_CHECKING:
     from chunkgraph.settings.config import Config
@@ -21,149 +27,72 @@ if TYPE_CHECKING:
 __all__ = ["check_config"]
 
 _LAYER_SPECS = ("auto", "local", "transformer_engine")
+_SWITCHES = {
+    "packing.max_packed_seqs": "packing is off",
+    "packing.context_parallel_sizes": "no microbatch has a context-parallel size of its own",
+    "model.hybrid_layer_pattern": "there are no Mamba layers",
+}
+"""Settings without which others must keep their defaults, and why."""
 
 
 def check_config(config: Config) -> None:
-    """Check ranges, then what sections demand of each other.
+    """Check ranges, then what settings demand of each other.
 
     Raises:
-        ConfigError: A value is out of range, or two settings cannot go together.
+        ConfigError: A value is out of range, or settings cannot go together.
         TopologyError: The sizes cannot form a pipeline.
     """
     check_bounds(config)
     if not config.train.num_microbatches:
         msg = "train.num_microbatches is empty; give one number for each step, such as [4, 6, 8]."
         raise ConfigError(msg)
-    _check_model(config)
-    _check_pipeline(config)
-    _check_sequence(config)
-    _check_microbatches(config)
-    _check_recompute(config)
-    _check_fp8(config)
-    _check_train(config)
-    check_packing(config)
-    check_contexts(config)
-    check_experts(config)
+    if config.data.document_counts:
+        check_counts(config.data.document_counts, "data.document_counts")
+    _check_layer_spec(config.model.layer_spec)
+    rules = (*_RULES, *_idle_rules(all_settings()))
+    check(rules, facts_of(config), "these settings cannot go together:")
     check_hybrid(config)
-    check_stash(config)
+    _check_microbatches(config)
 
 
-def _check_model(config: Config) -> None:
-    model = config.model
-    if model.hidden_size % model.num_attention_heads:
-        msg = (
-            f"model.hidden_size ({model.hidden_size}) is not divisible by "
-            f"model.num_attention_heads ({model.num_attention_heads}); every head has the same "
-            "width. Change one of them."
-        )
-        raise ConfigError(msg)
-    head_size = model.hidden_size // model.num_attention_heads
-    if model.position_embedding_type == "rope" and head_size % 2:
-        msg = (
-            f"model.position_embedding_type rope turns pairs of elements, but a head has "
-            f"{head_size} (model.hidden_size / model.num_attention_heads). Make that even, or use "
-            "learned_absolute."
-        )
-        raise ConfigError(msg)
-    if model.vocab_size < NUM_TOKENS:
-        msg = (
-            f"model.vocab_size is {model.vocab_size}, but the text has {NUM_TOKENS} tokens "
-            f"(256 bytes and the end of a document). Set it to {NUM_TOKENS} or more."
-        )
-        raise ConfigError(msg)
-    spec = model.layer_spec
-    if spec not in _LAYER_SPECS:
-        module, colon, function = spec.partition(":")
-        parts = [*module.split("."), function]
-        if not colon or not all(part.isidentifier() for part in parts):
-            msg = (
-                f"model.layer_spec is {shown(spec)}; expected auto, local, transformer_engine or "
-                f"package.module:function.{did_you_mean(spec, _LAYER_SPECS)}"
-            )
-            raise ConfigError(msg)
+def _check_layer_spec(spec: str) -> None:
+    module, colon, function = spec.partition(":")
+    parts = [*module.split("."), function]
+    if spec in _LAYER_SPECS or (colon and all(part.isidentifier() for part in parts)):
+        return
+    msg = (
+        f"model.layer_spec is {shown(spec)}; expected auto, local, transformer_engine or "
+        f"package.module:function.{did_you_mean(spec, _LAYER_SPECS)}"
+    )
+    raise ConfigError(msg)
 
 
-def _check_pipeline(config: Config) -> None:
-    model, pipeline = config.model, config.pipeline
-    pp, tp = pipeline.pipeline_model_parallel_size, pipeline.tensor_model_parallel_size
-    vpp = pipeline.num_model_chunks
-    if vpp > 1 and pp == 1:
-        msg = (
-            f"pipeline.virtual_pipeline_model_parallel_size is {vpp}, but "
-            "pipeline.pipeline_model_parallel_size is 1: there is no pipeline to interleave. "
-            "Set the former to null, or the latter to 2 or more."
-        )
-        raise TopologyError(msg)
-    num_stages = pp * vpp
-    if model.hybrid_layer_pattern is None and model.num_layers % num_stages:
-        below = model.num_layers // num_stages * num_stages
-        nearest = f"{below} or {below + num_stages}" if below else str(num_stages)
-        msg = (
-            f"model.num_layers ({model.num_layers}) is not divisible by {num_stages} stages "
-            f"(pipeline_model_parallel_size {pp} x {vpp} model chunks each). "
-            f"Set model.num_layers to {nearest}, or change the pipeline."
-        )
-        raise TopologyError(msg)
-    for path, size in {
-        "model.num_attention_heads": model.num_attention_heads,
-        "model.ffn_hidden_size": model.ffn_hidden_size,
-        "model.vocab_size": model.vocab_size,
-    }.items():
-        if size % tp:
-            msg = (
-                f"{path} ({size}) is not divisible by pipeline.tensor_model_parallel_size ({tp}); "
-                "every rank holds an equal share. Change one of them."
-            )
-            raise TopologyError(msg)
+def _idle_rules(settings: Iterable[Setting]) -> tuple[Rule, ...]:
+    """Make a rule for each setting that has no effect without another one."""
 
+    def is_idle(item: Setting) -> Callable[[Facts], bool]:
+        name, switch = fact_of(item.path), fact_of(item.needs or "")
+        default = None if item.default is MISSING else item.default
+        return lambda f: (
+            getattr(f, switch) in (None, 0, ()) and getattr(f, name) not in (default, ())
+        )
 
-def _check_sequence(config: Config) -> None:
-    model, pipeline = config.model, config.pipeline
-    tp, cp = pipeline.tensor_model_parallel_size, pipeline.context_parallel_size
-    if pipeline.sequence_parallel and tp == 1:
-        msg = (
-            "pipeline.sequence_parallel is true, but pipeline.tensor_model_parallel_size is 1: "
-            "tensor-parallel ranks share the sequence. Set it to 2 or more, or the former to false."
+    return tuple(
+        Rule(
+            f"{fact_of(item.path)} {fact_of(item.needs)}: {_SWITCHES[item.needs]}; leave the "
+            "former out, or set the latter",
+            is_idle(item),
         )
-        raise TopologyError(msg)
-    split = {
-        "pipeline.context_parallel_size": cp if cp > 1 else None,
-        "pipeline.sequence_parallel": True if pipeline.sequence_parallel else None,
-    }
-    for path, value in split.items():
-        if value is None or ":" in model.layer_spec:
-            continue
-        if model.layer_spec == "local" or config.device == "cpu":
-            msg = (
-                f"{path} is {str(value).lower()}, which Megatron-core's local layers refuse. Set "
-                "device=cuda and model.layer_spec=transformer_engine."
-            )
-            raise ConfigError(msg)
-    # Each context-parallel rank holds one of the first parts and one of the last, for balance.
-    parts = (2 * cp if cp > 1 else 1) * (tp if pipeline.sequence_parallel else 1)
-    if model.seq_length % parts:
-        below = model.seq_length // parts * parts
-        msg = (
-            f"model.seq_length ({model.seq_length}) is not divisible by {parts}, the parts of a "
-            f"sequence (context_parallel_size {cp}, two for each rank if above 1"
-            f"{f', for each of {tp} tensor-parallel ranks' if pipeline.sequence_parallel else ''})."
-            f" Set it to {f'{below} or ' if below else ''}{below + parts}."
-        )
-        raise TopologyError(msg)
+        for item in settings
+        if item.needs in _SWITCHES
+    )
 
 
 def _check_microbatches(config: Config) -> None:
     pipeline = config.pipeline
     if pipeline.num_model_chunks == 1:
         return
-    pp, group = pipeline.pipeline_model_parallel_size, pipeline.microbatch_group_size
-    if group < pp:
-        msg = (
-            f"pipeline.microbatch_group_size_per_vp_stage ({group}) is smaller than "
-            f"pipeline.pipeline_model_parallel_size ({pp}); an interleaved pipeline would wait for "
-            f"itself. Set it to {pp} or more, or to null."
-        )
-        raise TopologyError(msg)
+    group, pp = pipeline.microbatch_group_size, pipeline.pipeline_model_parallel_size
     sizes: dict[str, Any] = {
         "num_ranks": pp,
         "num_chunks": pipeline.num_model_chunks,
@@ -185,94 +114,201 @@ def _check_microbatches(config: Config) -> None:
             raise TopologyError(msg)
 
 
-def _check_recompute(config: Config) -> None:
-    model, pipeline = config.model, config.pipeline
-    granularity, modules = model.recompute_granularity, model.recompute_modules
-    for path, value in {
-        "model.recompute_method": model.recompute_method,
-        "model.recompute_num_layers": model.recompute_num_layers,
-    }.items():
-        if (value is not None) != (granularity == "full"):
-            msg = (
-                f"{path} is {_yaml(value)}, but model.recompute_granularity is "
-                f"{_yaml(granularity)}: give it with full recomputation, and only then."
-            )
-            raise ConfigError(msg)
-    if granularity == "selective" and not modules:
-        msg = (
-            "model.recompute_modules is empty, so that selective recomputation would recompute "
-            "nothing; name parts of a layer, such as [core_attn], or set "
-            "model.recompute_granularity=null."
-        )
-        raise ConfigError(msg)
-    if granularity == "selective" and "mlp" in modules and not model.swiglu:
-        msg = (
-            "model.recompute_modules has mlp, but without model.swiglu the feed-forward layer has "
-            "a bias, which Megatron-core hands out of the recomputed part: its own backward then "
-            "calls itself without end. Set model.swiglu=true, or leave mlp out."
-        )
-        raise ConfigError(msg)
-    layers = model.num_layers // (pipeline.pipeline_model_parallel_size * pipeline.num_model_chunks)
-    group = model.recompute_num_layers
-    if group is not None and model.recompute_method == "uniform" and layers % group:
-        msg = (
-            f"model.recompute_num_layers is {group}, but the {layers} layers of a chunk do not "
-            "divide into groups of that size. Choose a divisor, or recompute_method=block."
-        )
-        raise ConfigError(msg)
+def _head_size(f: Facts) -> int:
+    return int(f.hidden_size // f.num_attention_heads)
 
 
-def _check_fp8(config: Config) -> None:
-    model, tensor_size = config.model, config.pipeline.tensor_model_parallel_size
-    if model.fp8 is None:
-        return
-    if model.layer_spec == "local" or config.device == "cpu":
-        msg = (
-            f"model.fp8 is {model.fp8}, but only Transformer Engine's layers, on a GPU, have FP8. "
-            "Set device=cuda and model.layer_spec=transformer_engine, or model.fp8=null."
+def _num_stages(f: Facts) -> int:
+    return int(f.pipeline_model_parallel_size * (f.virtual_pipeline_model_parallel_size or 1))
+
+
+def _uneven_stages(f: Facts) -> object:
+    stages = _num_stages(f)
+    if f.hybrid_layer_pattern is not None or f.num_layers % stages == 0:
+        return False
+    below = f.num_layers // stages * stages
+    return {"stages": stages, "nearest": f"{below} or {below + stages}" if below else stages}
+
+
+def _sequence_parts(f: Facts) -> object:
+    # Each context-parallel rank holds one of the first parts and one of the last, for balance.
+    cp, tp = f.context_parallel_size, f.tensor_model_parallel_size
+    parts = (2 * cp if cp > 1 else 1) * (tp if f.sequence_parallel else 1)
+    below = f.seq_length // parts * parts
+    nearest = f"{below} or {below + parts}" if below else f"{parts}"
+    return f.seq_length % parts and {"parts": parts, "nearest": nearest}
+
+
+def _is_local(f: Facts) -> bool:
+    return bool(f.layer_spec == "local" or f.device == "cpu")
+
+
+def _is_uneven(name: str, *, in_fp8: bool = False) -> Callable[[Facts], object]:
+    def is_uneven(f: Facts) -> object:
+        parts = f.tensor_model_parallel_size * (16 if in_fp8 else 1)
+        return (f.fp8 or not in_fp8) and getattr(f, name) % parts
+
+    return is_uneven
+
+
+def _is_local_with(name: str) -> Callable[[Facts], bool]:
+    def is_local(f: Facts) -> bool:
+        value = getattr(f, name)
+        return (value is True or value > 1) and ":" not in f.layer_spec and _is_local(f)
+
+    return is_local
+
+
+def _is_alone(name: str) -> Callable[[Facts], bool]:
+    return lambda f: (getattr(f, name) is not None) != (f.recompute_granularity == "full")
+
+
+def _needs_ddp(name: str) -> Callable[[Facts], bool]:
+    return lambda f: getattr(f, name) and not f.use_ddp
+
+
+def _group_size(f: Facts) -> int:
+    return int(f.microbatch_group_size_per_vp_stage or f.pipeline_model_parallel_size)
+
+
+def _uneven_groups(f: Facts) -> object:
+    layers, group = f.num_layers // _num_stages(f), f.recompute_num_layers
+    is_uneven = group is not None and f.recompute_method == "uniform" and layers % group
+    return is_uneven and {"layers": layers}
+
+
+_RULES = (
+    Rule(
+        "hidden_size num_attention_heads: every head has the same width; make the former a "
+        "multiple of the latter",
+        lambda f: f.hidden_size % f.num_attention_heads,
+    ),
+    Rule(
+        "position_embedding_type hidden_size num_attention_heads: it turns pairs of elements, but "
+        "a head has {width}; make that even, or use {position_embedding_type=learned_absolute}",
+        lambda f: (
+            f.position_embedding_type == "rope" and _head_size(f) % 2 and {"width": _head_size(f)}
+        ),
+    ),
+    Rule(
+        f"vocab_size: the text has {NUM_TOKENS} tokens (256 bytes and the end of a document); "
+        f"make it {NUM_TOKENS} or more",
+        lambda f: f.vocab_size < NUM_TOKENS,
+    ),
+    Rule(
+        "virtual_pipeline_model_parallel_size pipeline_model_parallel_size: there is no pipeline "
+        "to interleave; leave the former out, or make the latter 2 or more",
+        lambda f: (
+            (f.virtual_pipeline_model_parallel_size or 1) > 1
+            and f.pipeline_model_parallel_size == 1
+        ),
+        TopologyError,
+    ),
+    Rule(
+        "num_layers: not divisible by {stages} stages ({pipeline_model_parallel_size}, "
+        "{virtual_pipeline_model_parallel_size}); make it {nearest}, or change the pipeline",
+        _uneven_stages,
+        TopologyError,
+    ),
+    *(
+        Rule(
+            f"{setting} tensor_model_parallel_size: every rank holds an equal share, and the "
+            "former is not divisible by the latter; change one of them",
+            _is_uneven(setting),
+            TopologyError,
         )
-        raise ConfigError(msg)
-    for path, size in {
-        "model.hidden_size": model.hidden_size,
-        "model.ffn_hidden_size": model.ffn_hidden_size,
-    }.items():
-        if size % (16 * tensor_size):
-            msg = (
-                f"{path} is {size}, but with model.fp8 each of the {tensor_size} tensor-parallel "
-                "ranks needs a multiple of 16 of it. Change it, or set model.fp8=null."
-            )
-            raise ConfigError(msg)
-    if model.recompute_granularity == "full" or (
-        model.recompute_granularity == "selective" and set(model.recompute_modules) - {"core_attn"}
-    ):
-        msg = (
-            "model.fp8 with recomputation of more than core_attn: Transformer Engine's own "
-            "recomputation keeps scales in Python, which chunk graphs do not follow. Set "
-            "model.recompute_modules=[core_attn] with selective, or model.fp8=null."
+        for setting in ("num_attention_heads", "ffn_hidden_size", "vocab_size")
+    ),
+    Rule(
+        "sequence_parallel tensor_model_parallel_size: tensor-parallel ranks share the sequence; "
+        "make the latter 2 or more, or leave the former out",
+        lambda f: f.sequence_parallel and f.tensor_model_parallel_size == 1,
+        TopologyError,
+    ),
+    *(
+        Rule(
+            f"{setting}: Megatron-core's local layers refuse it; use {{device=cuda}} and "
+            "{layer_spec=transformer_engine}",
+            _is_local_with(setting),
         )
-        raise ConfigError(msg)
-
-
-def _yaml(value: object) -> str:
-    return "null" if value is None else str(value)
-
-
-def _check_train(config: Config) -> None:
-    train = config.train
-    if train.overlap_param_gather and not (
-        train.use_distributed_optimizer and train.overlap_grad_reduce
-    ):
-        msg = (
-            "train.overlap_param_gather gathers what a sharded optimizer updated, bucket by "
-            "bucket; it needs train.use_distributed_optimizer=true and "
-            "train.overlap_grad_reduce=true."
+        for setting in ("context_parallel_size", "sequence_parallel")
+    ),
+    Rule(
+        "seq_length: it is not divisible by {parts}, the parts of a sequence: two for each "
+        "context-parallel rank, for each tensor-parallel rank ({context_parallel_size}, "
+        "{tensor_model_parallel_size}, {sequence_parallel}); make it {nearest}",
+        _sequence_parts,
+        TopologyError,
+    ),
+    Rule(
+        "microbatch_group_size_per_vp_stage pipeline_model_parallel_size: an interleaved pipeline "
+        "would wait for itself; leave the former out, or make it no smaller than the latter",
+        lambda f: (
+            (f.virtual_pipeline_model_parallel_size or 1) > 1
+            and _group_size(f) < f.pipeline_model_parallel_size
+        ),
+        TopologyError,
+    ),
+    *(
+        Rule(
+            f"{setting} recompute_granularity: the former belongs to full recomputation; give "
+            "both, or neither",
+            _is_alone(setting),
         )
-        raise ConfigError(msg)
-    for path, wanted in {
-        "train.overlap_grad_reduce": train.overlap_grad_reduce,
-        "train.gradient_accumulation_fusion": train.gradient_accumulation_fusion,
-        "train.use_distributed_optimizer": train.use_distributed_optimizer,
-    }.items():
-        if wanted and not train.use_ddp:
-            msg = f"{path} is true, but it is a part of DDP and train.use_ddp is false."
-            raise ConfigError(msg)
+        for setting in ("recompute_method", "recompute_num_layers")
+    ),
+    Rule(
+        "recompute_granularity recompute_modules: selective recomputation would recompute "
+        "nothing; name parts of a layer, such as core_attn",
+        lambda f: f.recompute_granularity == "selective" and not f.recompute_modules,
+    ),
+    Rule(
+        "recompute_modules swiglu: the feed-forward layer then has a bias, which Megatron-core "
+        "hands out of the recomputed part: its own backward calls itself without end; use "
+        "{swiglu=true}, or leave mlp out",
+        lambda f: (
+            f.recompute_granularity == "selective" and "mlp" in f.recompute_modules and not f.swiglu
+        ),
+    ),
+    Rule(
+        "recompute_num_layers recompute_method: the {layers} layers of a chunk do not divide into "
+        "groups of that size; choose a divisor, or use {recompute_method=block}",
+        _uneven_groups,
+    ),
+    Rule(
+        "fp8: only Transformer Engine's layers, on a GPU, have FP8; use {device=cuda} and "
+        "{layer_spec=transformer_engine}, or leave it out",
+        lambda f: f.fp8 and _is_local(f),
+    ),
+    *(
+        Rule(
+            f"{setting} fp8 tensor_model_parallel_size: each tensor-parallel rank needs a "
+            "multiple of 16 of it; change it, or train without FP8",
+            _is_uneven(setting, in_fp8=True),
+        )
+        for setting in ("hidden_size", "ffn_hidden_size")
+    ),
+    Rule(
+        "overlap_param_gather: it gathers what a sharded optimizer updated, bucket by bucket; use "
+        "{use_distributed_optimizer=true} and {overlap_grad_reduce=true}",
+        lambda f: (
+            f.overlap_param_gather and not (f.use_distributed_optimizer and f.overlap_grad_reduce)
+        ),
+    ),
+    *(
+        Rule(f"{setting} use_ddp: the former is a part of DDP; change one", _needs_ddp(setting))
+        for setting in (
+            "overlap_grad_reduce",
+            "gradient_accumulation_fusion",
+            "use_distributed_optimizer",
+        )
+    ),
+    *FP8_RULES,
+    *PACKING_RULES,
+    *PACKING_FILE_RULES,
+    *CONTEXT_FILE_RULES,
+    *EXPERT_FILE_RULES,
+    *EXPERT_RULES,
+    *HYBRID_RULES,
+    *STASH_RULES,
+)

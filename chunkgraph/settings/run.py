@@ -51,9 +51,6 @@ class TrainConfig:
     overlap_param_gather: bool = setting(
         False, help="Gather parameters of a sharded optimizer while the next forward runs."
     )
-    tensorboard_dir: str | None = setting(
-        None, help="Directory for TensorBoard scalars. Null: write none."
-    )
     deterministic: bool = setting(
         True, help="Use only kernels whose results repeat to the last bit."
     )
@@ -72,7 +69,8 @@ class DataConfig:
         (),
         help="Draw the number of documents per microbatch from a distribution, given by its 50%, "
         "90%, 99% and 100% quantiles; documents are then stretches of the text of random lengths. "
-        "Empty: whole documents of the text, as many as fit. Only with packing.",
+        "Empty: whole documents of the text, as many as fit.",
+        needs="packing.max_packed_seqs",
     )
 
 

@@ -200,16 +200,24 @@ def settings_of(section: type[Any], prefix: str = "") -> Iterator[Setting]:
         )
 
 
-def check_bounds(section: Any, prefix: str = "") -> None:
+def check_bounds(section: Any, prefix: str = "", kind: type[Any] | None = None) -> None:
     """Check every number of a section, or of a whole configuration, against its bounds.
 
+    Args:
+        section: The section.
+        prefix: Of its settings' paths.
+        kind: The class that declares its settings; default its own.
+
     Raises:
-        ConfigError: A number is out of range.
+        ConfigError: A number is out of range, or a word is not one of the choices.
     """
-    for declared in settings_of(type(section), prefix):
+    for declared in settings_of(kind or type(section), prefix):
         value = section
         for name in declared.path.removeprefix(prefix).split("."):
             value = getattr(value, name)
+        if declared.choices and value is not None and value not in declared.choices:
+            choices = ", ".join(map(repr, declared.choices))
+            raise ConfigError(f"{declared.path} is {value!r}; it must be one of {choices}.")
         for path, number in declared.numbers(value):
             if declared.bounds is not ANY and number not in declared.bounds:
                 raise ConfigError(f"{path} is {number}; it must be {declared.bounds}.")

@@ -3,29 +3,33 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from chunkgraph.errors import ConfigError
-from chunkgraph.settings.setting import NOT_NEGATIVE, POSITIVE, Bounds, setting
+from chunkgraph.settings.rule import Facts, Rule, recomputes
+from chunkgraph.settings.setting import NOT_NEGATIVE, POSITIVE, Bounds, check_bounds, setting
 
-if TYPE_CHECKING:
-    from chunkgraph.settings.config import Config
-
-__all__ = ["StashConfig", "check_stash"]
-
+__all__ = ["STASH_RULES", "StashConfig", "StashSettings"]
 
 _PAGE = Bounds(minimum=16, multiple_of=16)
 
 
 @dataclass(frozen=True, kw_only=True)
-class StashConfig:
-    """Pages for the activations that experts save, only for rows that hold a token."""
-
+class _Switch:
     enabled: bool = setting(
         False,
         help="Store what experts save for the backward in pages, only rows that hold a token.",
         flag="--cuda-graph-stash",
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StashSettings:
+    """The size of a stash, and what follows when it runs out.
+
+    Raises:
+        ConfigError: A value is out of its range.
+    """
+
     page_bytes: int = setting(
         65536,
         help="Bytes per page, a multiple of 16 and no smaller than a row. About 16 rows per page "
@@ -85,33 +89,46 @@ class StashConfig:
         needs="stash.enabled",
     )
 
+    def __post_init__(self) -> None:
+        check_bounds(self, "stash.", StashSettings)
 
-def check_stash(config: Config) -> None:
-    """Check the section ``stash``.
 
-    Raises:
-        ConfigError: A value is out of range, or two settings cannot go together.
-    """
-    stash = config.stash
-    if not stash.enabled:
-        return
-    if config.moe.num_moe_experts is None:
-        raise ConfigError(
-            "stash.enabled is true, but moe.num_moe_experts is null: only experts stash. "
-            "Set one of them."
-        )
-    model = config.model
-    recomputes_experts = model.recompute_granularity == "full" or (
-        model.recompute_granularity == "selective"
-        and bool({"moe", "moe_act"} & set(model.recompute_modules))
-    )
-    if recomputes_experts:
-        raise ConfigError(
-            "stash.enabled is true, but what experts save is recomputed already "
-            f"(model.recompute_granularity={model.recompute_granularity}). Use one of them."
-        )
-    if model.fp8 is not None:
-        raise ConfigError(
-            f"stash.enabled is true with model.fp8={model.fp8}: quantized tensors are not stashed. "
-            "Use one of them."
-        )
+@dataclass(frozen=True, kw_only=True)
+class StashConfig(StashSettings, _Switch):
+    """Pages for the activations that experts save, only for rows that hold a token."""
+
+
+def _row_bytes(f: Facts) -> int:
+    """The widest row that experts save: their input, or what is between their two products."""
+    inside = f.moe_ffn_hidden_size or f.ffn_hidden_size or 0
+    inside //= f.expert_tensor_parallel_size or 1
+    widest = max(inside * (2 if f.swiglu else 1), f.moe_latent_size or f.hidden_size or 0)
+    return int(widest * (f.element_bytes or 1))
+
+
+def _has_small_pages(f: Facts) -> object:
+    size = _row_bytes(f)
+    is_small = f.stash and f.num_moe_experts and f.page_bytes and size > f.page_bytes
+    return is_small and {"size": size, "enough": 16 * -(-size // 16)}
+
+
+_UNTRIED = "fused kernels were not tried with marked padding"
+STASH_RULES = (
+    Rule(
+        "stash num_moe_experts: only experts stash; leave it out",
+        lambda f: f.stash and not f.num_moe_experts,
+    ),
+    Rule(
+        "stash page_bytes: experts save rows of {size} bytes, which a page must hold; make it "
+        "{enough} or more (64 rows waste little)",
+        _has_small_pages,
+    ),
+    Rule(
+        "stash recompute_granularity recompute_modules: what experts save is recomputed already; "
+        "use one of them",
+        lambda f: f.stash and recomputes(f, "moe", "moe_act"),
+    ),
+    Rule("stash fp8: quantized tensors are not stashed; use one of them"),
+    Rule(f"stash moe_permute_fusion: {_UNTRIED}; use one of them"),
+    Rule(f"stash moe_router_fusion: {_UNTRIED}; use one of them"),
+)

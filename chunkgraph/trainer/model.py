@@ -25,6 +25,7 @@ from chunkgraph.megatron.features.packing.attention_limits import (
 )
 from chunkgraph.packing import PackedShape
 from chunkgraph.settings import Config
+from chunkgraph.settings.words import facts_of
 from chunkgraph.trainer.expert_model import expert_block_spec, expert_settings, rank_capacity_factor
 from chunkgraph.trainer.fusion import fuse_weight_gradients
 from chunkgraph.trainer.hybrid_model import HybridChunks, hybrid_settings
@@ -119,8 +120,7 @@ def _refuse_missing_dispatcher(config: Config, device: torch.device) -> None:
             "moe.moe_expert_rank_capacity_factor. Use 0.18 or later, or set "
             "moe.moe_token_dispatcher_type=alltoall and moe.moe_expert_capacity_factor."
         )
-    assert moe.moe_flex_dispatcher_backend is not None  # the configuration was checked
-    if (missing := deep_ep_is_missing(moe.moe_flex_dispatcher_backend)) is not None:
+    if (missing := deep_ep_is_missing(facts_of(config))) is not None:
         raise MissingDependencyError(missing)
 
 

@@ -211,15 +211,6 @@ class TestTrain:
         assert result.returncode == 1
         assert "rank0.json" in result.stderr
 
-    def test_tensorboard_scalars_are_written(self, tmp_path: Path) -> None:
-        pytest.importorskip("tensorboard")
-        result = train("succeed", f"train.tensorboard_dir={tmp_path / 'tb'}", alone=True)
-        assert result.returncode == 0, result.stderr
-        [events] = (tmp_path / "tb").iterdir()
-        content = events.read_bytes()
-        assert b"loss/chunk" in content
-        assert b"graphs/num_replays" in content
-
     @pytest.mark.parametrize(
         ("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)]
     )

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 import yaml
+from flags_given import flags_from
 
 from chunkgraph.cli.__main__ import main
 from chunkgraph.errors import ConfigError
 from chunkgraph.launch.config_flags import merge_flags
-from chunkgraph.launch.flags import FLAGS, GraphFlags, add_flags, flags_from
+from chunkgraph.launch.flags import FLAGS, GraphFlags, add_flags
 from chunkgraph.launch.options import parse_options
 from chunkgraph.settings import CaptureConfig, StashConfig, load_config
 

@@ -15,6 +15,7 @@ from chunkgraph.errors import ConfigError
 from chunkgraph.launch.arguments import refuse_changed_arguments, settle_arguments
 from chunkgraph.launch.flags import add_flags
 from chunkgraph.megatron.cpu.pretrain import cpu_flags, cpu_pretrain_host
+from chunkgraph.settings import Config, settings_of
 
 HAS_TE = importlib.util.find_spec("transformer_engine") is not None
 
@@ -61,7 +62,7 @@ def refusal(given: str, *, on_cpu: bool = True) -> str:
         (f"{WHOLE}--defer-embedding-wgrad-compute", "chunk with --defer-embedding-wgrad-compute: "),
         (
             f"{WHOLE}--fp8-format hybrid --mtp-num-layers 1",
-            "chunk with --fp8-recipe delayed with --mtp-num-layers: ",
+            "chunk with --fp8-recipe delayed and --mtp-num-layers: ",
         ),
         (
             f"{WHOLE}--cross-entropy-loss-fusion --cross-entropy-fusion-impl te",
@@ -69,13 +70,13 @@ def refusal(given: str, *, on_cpu: bool = True) -> str:
         ),
         (
             f"{WHOLE}--mtp-num-layers 1 --sft --cuda-graph-max-packed-seqs 4 --seq-length 64",
-            "chunk with --mtp-num-layers with packed sequences: ",
+            "chunk with --mtp-num-layers and packed sequences: ",
         ),
         (
             "--hybrid-layer-pattern MD --fp8-format hybrid",
-            "hybrid model with --fp8-format hybrid: ",
+            "--fp8-format hybrid with --hybrid-layer-pattern MD: ",
         ),
-        ("--hybrid-layer-pattern M*/M", "hybrid model with multi-token prediction: "),
+        ("--hybrid-layer-pattern M*/M", "--hybrid-layer-pattern M*/M: with multi-token prediction"),
     ],
 )
 def test_what_the_arguments_can_tell_is_refused_before_the_model_is_built(
@@ -97,7 +98,7 @@ def test_what_the_arguments_can_tell_is_refused_before_the_model_is_built(
         ),
         (
             f"{NO_DROPOUT}--recompute-granularity full",
-            "would read the random state in a capture; add --te-rng-tracker",
+            "would read the random state in a capture; use --te-rng-tracker",
         ),
     ],
 )
@@ -196,7 +197,8 @@ def test_refusals_speak_in_flags_that_can_be_typed(given: str) -> None:
     assert re.findall(r"=(?:True|False|None|')|with without", said) == []
     assert not [line for line in said.splitlines()[1:] if not line.startswith("  ")]
     dests = {action.dest for action in parser()._actions if "_" in action.dest}
-    settings = {"num_moe_experts", "token_drops", "gated_linear_unit", "page_bytes", "fp8_param"}
+    settings = {item.name for item in settings_of(Config) if "_" in item.name}
+    settings |= {"gated_linear_unit", "fp8_param", "params_dtype"}
     assert (dests | settings) & set(re.findall(r"(?<![\w-])\w+", said)) == set()
 
 

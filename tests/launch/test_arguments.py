@@ -8,12 +8,12 @@ import re
 from typing import Any
 
 import pytest
+from flags_given import flags_from
 
 from chunkgraph.errors import ConfigError
 from chunkgraph.launch.arguments import settle_arguments
-from chunkgraph.launch.context_rules import changing_limits
-from chunkgraph.launch.flags import FLAGS, ContextSizes, add_flags, flags_from
-from chunkgraph.launch.packing_rules import packed_shape, resolved_flags
+from chunkgraph.launch.flags import FLAGS, ContextSizes, GraphFlags, add_flags
+from chunkgraph.launch.packing_rules import changing_limits, packing_options, resolved_flags
 from chunkgraph.megatron.cpu.pretrain import cpu_flags
 from chunkgraph.packing import PackedShape
 
@@ -80,7 +80,7 @@ def test_layer_leaves_all_arguments_alone() -> None:
         ({"optimizer_cuda_graph": True}, "--optimizer-cuda-graph: "),
         (
             {"num_experts": 8, "fp8": "hybrid"},
-            "--fp8-format hybrid without --moe-expert-capacity-factor: ",
+            "--fp8-format hybrid without --moe-expert-capacity-factor: the grouped products",
         ),
         ({"fp4": "e2m1"}, "--fp4-format e2m1: "),
         ({"sft": True}, "--sft: packed sequences change their offsets"),
@@ -185,6 +185,11 @@ def test_fewer_sequences_in_short_rows(
 PACKED = {"sft": True, "seq_length": 16, "micro_batch_size": 1, "cuda_graph_max_packed_seqs": 4}
 
 
+def packed_shape(flags: GraphFlags, args: argparse.Namespace) -> PackedShape | None:
+    options = packing_options(flags, args)
+    return None if options is None else options.shape
+
+
 def test_the_shape_of_packed_sequences() -> None:
     args = arguments(**PACKED)
     flags = settle_arguments(args, on_cpu=True)
@@ -223,14 +228,14 @@ def test_the_shape_of_packed_sequences() -> None:
             {"context_parallel_size": 2, "seq_length": 18},
             "max-packed-tokens is 18, which --context-parallel-size 2 cannot split",
         ),
-        ({"hybrid_context_parallel": True}, "seqs 4 with --hybrid-context-parallel: "),
+        ({"hybrid_context_parallel": True}, "--hybrid-context-parallel: "),
         (
             {"num_experts": 4, "cuda_graph_max_packed_tokens": 8},
-            "tokens with --num-experts: routers count every row",
+            "tokens with --num-experts 4: routers count every row",
         ),
         (
             {"micro_batch_size": 2, "pipeline_model_parallel_size": 2},
-            "with --micro-batch-size 2 in a pipeline: ",
+            "with --micro-batch-size 2 and --pipeline-model-parallel-size 2: ",
         ),
         ({"cuda_graph_max_packed_tokens": 17}, "tokens 17: a microbatch has 16 rows"),
         (
@@ -260,7 +265,7 @@ def test_the_shape_of_packed_sequences() -> None:
         ),
         (
             {"cuda_graph_packed_seq_buckets": [4]},
-            "--cuda-graph-packed-seq-buckets 4: give 2 or more, and less than ",
+            "--cuda-graph-packed-seq-buckets 4 with --cuda-graph-max-packed-seqs 4: 4 is not 2 or ",
         ),
     ],
 )
@@ -273,8 +278,8 @@ def test_what_packed_sequences_cannot_go_with_is_named(changes: dict[str, Any], 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["--cuda-graph-max-packed-seqs", "1"], "give 2 or more"),
-        (["--cuda-graph-max-packed-seqs", "-3"], "give 2 or more"),
+        (["--cuda-graph-max-packed-seqs", "1"], "use 2 or more"),
+        (["--cuda-graph-max-packed-seqs", "-3"], "it must be 0 or greater"),
         (["--cuda-graph-max-packed-tokens", "9"], "no effect without --cuda-graph-max-packed-seqs"),
         (
             ["--cuda-graph-max-packed-seqs", "--cuda-graph-max-packed-tokens", "0"],
@@ -334,25 +339,34 @@ def test_context_sizes_that_change(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"calculate_per_token_loss": False}, "1 2 without --calculate-per-token-loss: "),
         ({"context_parallel_size": 2}, "1 2 with --context-parallel-size 2: "),
         ({"micro_batch_size": 2}, "1 2 with --micro-batch-size 2: "),
-        ({"cuda_graph_packed_buckets": [0.5]}, "1 2 with --cuda-graph-packed-buckets: "),
-        ({"cuda_graph_packed_seq_buckets": [99]}, "--cuda-graph-packed-seq-buckets 99: give 2"),
-        ({"fp8": "hybrid"}, "1 2 with --fp8-format: "),
+        ({"cuda_graph_packed_buckets": [0.5]}, "1 2 with --cuda-graph-packed-buckets 0.5: "),
+        (
+            {"cuda_graph_packed_seq_buckets": [99]},
+            "--cuda-graph-packed-seq-buckets 99 with --cuda-graph-max-packed-seqs 4: 99 is",
+        ),
+        ({"fp8": "hybrid"}, "1 2 with --fp8-format hybrid: "),
         (
             {**SELECTIVE, "recompute_modules": ["mla_up_proj"]},
             "1 2 with --recompute-modules mla_up_proj: ",
         ),
-        ({"mtp_num_layers": 1}, " with --mtp-num-layers: several tokens are predicted"),
+        ({"mtp_num_layers": 1}, " with --mtp-num-layers 1: several tokens are predicted"),
         ({"pipeline_model_parallel_size": 4}, "1 2 with 1 data-parallel ranks: "),
         ({"tensor_model_parallel_size": 4}, "1 2 with 1 data-parallel ranks: "),
-        ({"cuda_graph_max_packed_tokens": 7}, "tokens 7: the rows of a rank do not divide in 2"),
+        ({"cuda_graph_max_packed_tokens": 7}, "tokens 7: the 7 rows of a rank do not divide in 2"),
         ({"cuda_graph_max_packed_tokens": 6}, "tokens 6: 2 ranks hold 12 rows, and documents"),
         (
             {"cuda_graph_max_packed_tokens": 8, "tensor_model_parallel_size": 2},
-            "tokens 8 and --tensor-model-parallel-size 2: the script's other ranks",
+            "tokens 8 and --tensor-model-parallel-size 2: the script's other",
         ),
-        ({"hybrid_layer_pattern": "M*"}, "1 2 with --hybrid-layer-pattern: the heads of a mixer"),
+        (
+            {"hybrid_layer_pattern": "M*"},
+            "1 2 with --hybrid-layer-pattern M*: the heads of a mixer",
+        ),
         ({**SELECTIVE, "recompute_modules": ["moe"]}, "1 2 with --recompute-modules moe: "),
-        ({"num_experts": 4, "moe_router_fusion": True}, "1 2 with --moe-router-fusion: "),
+        (
+            {"num_experts": 4, "moe_router_fusion": True},
+            "--moe-router-fusion with packed sequences: ",
+        ),
     ],
 )
 def test_what_changing_context_sizes_cannot_go_with_is_named(
@@ -384,7 +398,7 @@ def test_data_parallel_ranks_that_are_no_power_of_two(monkeypatch: pytest.Monkey
                 *("--cuda-graph-cp-sizes", "1", "--cuda-graph-max-packed-seqs", "4"),
                 *("--cuda-graph-cp-captured-sizes", "2", "1"),
             ],
-            "captured-sizes 2 1: 2 is not in --cuda-graph-cp-sizes 1",
+            r"captured-sizes 2 1 with --cuda-graph-cp-sizes 1: \[2\] is not in the latter",
         ),
         (
             ["--cuda-graph-granularity", "layer", "--cuda-graph-cp-sizes", "1", "2"],

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from flags_given import flags_from
 
 from chunkgraph.cli.__main__ import main
 from chunkgraph.errors import ConfigError
 from chunkgraph.launch.config_flags import merge_flags
-from chunkgraph.launch.flags import ContextSizes, add_flags, flags_from
+from chunkgraph.launch.flags import ContextSizes, add_flags
 from chunkgraph.launch.options import parse_options
 from chunkgraph.settings import CaptureConfig, Config, ModelConfig, PipelineConfig, load_config
 

@@ -17,6 +17,7 @@ from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.feature import Feature, Features
 from chunkgraph.megatron.features import FEATURES
 from chunkgraph.megatron.step import Shortage, Step, StepPlanner
+from chunkgraph.settings.rule import Rule
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(150)]
 
@@ -25,6 +26,7 @@ class Counting(Feature):
     """Counts what it is asked, and doubles the output of every chunk."""
 
     repeats_steps = True
+    rules = (Rule("init_method_std: too much", lambda f: f.init_method_std > f.most_std),)
     num_short: ClassVar[int] = 0
     calls: ClassVar[Counter[str]] = Counter()
     now_around: ClassVar[list[str]] = []
@@ -37,9 +39,9 @@ class Counting(Feature):
         assert self.now_around.pop() == name
 
     @classmethod
-    def refusals(cls, site: Any) -> list[str]:
-        cls.calls["refusals"] += 1
-        return ["init_method_std=0.5: too much"] if site.config.init_method_std == 0.5 else []
+    def facts(cls, site: Any) -> dict[str, object]:
+        cls.calls["facts"] += 1
+        return {"most_std": 0.25}
 
     @classmethod
     def check(cls, site: Any) -> None:
@@ -177,7 +179,7 @@ def test_every_method_of_a_feature_is_called(chunks: list[nn.Module]) -> None:
     doubled = _outputs(chunks, (*FEATURES, Counting), num_forwards=2)
     names = {name for name in vars(Feature) if not name.startswith("_")}
     calls = Counting.calls
-    names -= {"repeats_steps", "tensors", "step"}
+    names -= {"repeats_steps", "rules", "tensors", "step"}
     assert names - set(calls) == set()
     assert calls["capturing"] == 1
     assert calls["step REPLAY"] == 4
@@ -202,7 +204,7 @@ def test_a_feature_refuses_a_model_with_the_others(chunks: list[nn.Module]) -> N
     config.init_method_std, config.cpu_offloading = 0.5, True
     with pytest.raises(ConfigError, match=r"(?s)cpu_offloading=True.*init_method_std=0.5: too"):
         attach(chunks, features=(*FEATURES, Counting))
-    assert Counting.calls == {"refusals": 1}
+    assert Counting.calls == {"facts": 1}
 
 
 def test_features_are_entered_in_order_and_left_in_reverse() -> None:

@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from refused import refused
 from torch import nn
 
 from chunkgraph.errors import ConfigError, SlotError
+from chunkgraph.megatron.refusals import MODEL_RULES
 from chunkgraph.settings import Config, config_from_mapping
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(60)]
@@ -125,34 +127,37 @@ def test_a_failure_half_way_leaves_the_model_as_it_was(
         ("fp8_param", True, "fp8_param=True: the optimizer writes FP8 weights"),
         ("fp8_dot_product_attention", True, "fp8_dot_product_attention=True"),
         ("fp8_recipe", "mxfp8", "fp8_recipe='mxfp8': its quantizers are untested"),
-        ("use_transformer_engine_op_fuser", True, "use_transformer_engine_op_fuser=True with FP8"),
-        ("recompute_granularity", "full", "recompute_granularity='full' with FP8"),
+        (
+            "use_transformer_engine_op_fuser",
+            True,
+            "use_transformer_engine_op_fuser=True with fp8=",
+        ),
+        ("recompute_granularity", "full", "recompute_granularity='full' with fp8='e4m3'"),
     ],
 )
 def test_what_does_not_go_with_fp8_is_refused(
     chunks: list[nn.Module], name: str, value: object, message: str
 ) -> None:
-    from chunkgraph.megatron.features.fp8.feature import fp8_refusals
-    from chunkgraph.megatron.refusals import refused_settings
+    from chunkgraph.megatron.features.fp8.feature import Fp8State
 
     config = chunks[0].config
+    rules = (*MODEL_RULES, *Fp8State.rules)
+    facts = {"is_rng_graph_safe": True, "has_transformer_engine": True}
     config.fp8, config.fp8_recipe = "e4m3", "tensorwise"
-    assert [*refused_settings(config), *fp8_refusals(config)] == []
+    assert refused(rules, vars(config), **facts) == []
     setattr(config, name, value)
-    (found,) = [*refused_settings(config), *fp8_refusals(config)]
+    (found,) = refused(rules, vars(config), **facts)
     assert found.startswith(message)
 
 
-def test_only_one_update_of_delayed_scales_fits_in_a_backward(chunks: list[nn.Module]) -> None:
-    from chunkgraph.megatron.scope_choice import refuse_for_scope
+def test_only_one_update_of_delayed_scales_fits_in_a_backward() -> None:
+    from chunkgraph.megatron.scope_choice import SCOPE_RULES
 
-    config = chunks[0].config
-    config.fp8, config.fp8_recipe, config.mtp_num_layers = "e4m3", "delayed", 1
-    with pytest.raises(ConfigError, match="fp8_recipe='delayed' with mtp_num_layers"):
-        refuse_for_scope(config, "chunk", is_packed=False)
-    refuse_for_scope(config, "block", is_packed=False)
-    config.fp8_recipe = "tensorwise"
-    refuse_for_scope(config, "chunk", is_packed=False)
+    settings = {"fp8": "e4m3", "fp8_recipe": "delayed", "mtp_num_layers": 1}
+    (found,) = refused(SCOPE_RULES, settings, scope="chunk")
+    assert found.startswith("scope='chunk' with fp8_recipe='delayed' and mtp_num_layers: ")
+    assert refused(SCOPE_RULES, settings, scope="block") == []
+    assert refused(SCOPE_RULES, {**settings, "fp8_recipe": "tensorwise"}, scope="chunk") == []
 
 
 @pytest.mark.skipif(
@@ -296,14 +301,13 @@ def test_fully_sharded_parameters_are_refused(chunks: list[nn.Module]) -> None:
 
 
 def test_swapped_messages_between_two_ranks_are_refused(chunks: list[nn.Module]) -> None:
-    from chunkgraph.megatron.refusals import model_refusals
-
     config = chunks[0].config
     config.pipeline_model_parallel_size, config.batch_p2p_comm = 2, True
-    (refusal,) = model_refusals(config, [chunks[0], chunks[0]], torch.device("cpu"))
+    facts = {"is_rng_graph_safe": True, "num_model_chunks": 2}
+    (refusal,) = refused(MODEL_RULES, vars(config), **facts)
     assert "overlap_p2p_comm=True" in refusal
     config.overlap_p2p_comm = True
-    assert model_refusals(config, [chunks[0], chunks[0]], torch.device("cpu")) == []
+    assert refused(MODEL_RULES, vars(config), **facts) == []
 
 
 def test_dropout_needs_a_graph_safe_tracker(

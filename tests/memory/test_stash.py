@@ -140,8 +140,8 @@ def test_sizes_that_cannot_be_are_refused_by_name() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"page_bytes": 100}, "page of 100 bytes"),
-        ({"page_bytes": 0}, "page of 0 bytes"),
+        ({"page_bytes": 100}, "page_bytes is 100; it must be a multiple of 16"),
+        ({"page_bytes": 0}, "page_bytes is 0"),
         ({"headroom": 0.0}, "headroom is 0.0"),
         ({"headroom": float("nan")}, "headroom is nan"),
         ({"spill_bytes": -1}, "spill_bytes is -1"),

@@ -96,7 +96,7 @@ def test_patterns(pattern: str, pp: int, vpp: int | None) -> None:
             TopologyError,
             "mamba_num_groups is 3 on a tensor-parallel rank: neither",
         ),
-        (None, {"model": {"mamba_num_heads": 4}}, ConfigError, "but there are no Mamba layers"),
+        (None, {"model": {"mamba_num_heads": 4}}, ConfigError, "there are no Mamba layers"),
     ],
 )
 def test_what_cannot_be(

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Self
 
-from chunkgraph.megatron.core.fp8_recipe import fp8_recipe
 from chunkgraph.megatron.feature import Feature
 from chunkgraph.megatron.features.contexts.attention import refuse_without_groups
 from chunkgraph.megatron.features.contexts.groups import (
@@ -15,13 +14,11 @@ from chunkgraph.megatron.features.contexts.groups import (
     HeldGroups,
     capturing_banks,
 )
-from chunkgraph.megatron.features.contexts.refusals import (
-    refuse_beside_contexts,
-    refused_with_contexts,
-)
 from chunkgraph.megatron.features.packing.attention_limits import needs_tokens_in_pieces
 from chunkgraph.megatron.site import Site
 from chunkgraph.megatron.step import Step
+from chunkgraph.settings.contexts import CONTEXT_RULES
+from chunkgraph.settings.rule import Rule
 
 if TYPE_CHECKING:
     from chunkgraph.engine import ChunkGraphs
@@ -38,6 +35,18 @@ class Contexts(Feature):
         groups: of this rank.
     """
 
+    rules = (
+        *CONTEXT_RULES,
+        Rule(
+            "context_parallel_sizes lengths_in_pipeline: Megatron's schedule receives "
+            "microbatches of one length; leave the lengths out"
+        ),
+        Rule(
+            "context_parallel_sizes lengths_of_experts: ranks that share experts send each other "
+            "the same room; leave the lengths out"
+        ),
+    )
+
     def __init__(self, site: Site, groups: ContextGroups) -> None:
         self._groups = groups
         self._held = HeldGroups([part.module for part in site.parts])
@@ -45,24 +54,24 @@ class Contexts(Feature):
         self._engine: ChunkGraphs | None = None
 
     @classmethod
+    def facts(cls, site: Site) -> Mapping[str, object]:
+        """Return the sizes, and who would meet microbatches of several lengths."""
+        banks = site.packing
+        if banks is None or banks.limits is None:
+            return {}
+        has_lengths = len({bank.num_tokens for bank in banks.keys}) > 1
+        return {
+            "context_parallel_sizes": tuple(banks.limits.group_sizes),
+            "lengths_in_pipeline": has_lengths and site.place.pipeline_size > 1,
+            "lengths_of_experts": has_lengths and site.shares_experts,
+        }
+
+    @classmethod
     def check(cls, site: Site) -> None:
         """Refuse a model whose attention cannot be given the group of each microbatch."""
         banks, config, place = site.packing, site.config, site.place
         if banks is None or banks.groups is None:
             return
-        has_lengths = len({bank.num_tokens for bank in banks.keys}) > 1
-        refuse_beside_contexts(
-            fp8=fp8_recipe(config),
-            context_parallel_size=getattr(config, "context_parallel_size", 1) > 1,
-            **refused_with_contexts(config),
-            # Megatron's schedule receives microbatches of one length, and ranks that share experts
-            # send each other the same room.
-            **{
-                "of_limits(buckets=...) in a pipeline": has_lengths and place.pipeline_size > 1,
-                "of_limits(buckets=...) and experts on several ranks": has_lengths
-                and site.shares_experts,
-            },
-        )
         refuse_without_groups(site.chunks, banks.groups)
         if needs_tokens_in_pieces(site.chunks, config, banks.limits):
             warnings.warn(

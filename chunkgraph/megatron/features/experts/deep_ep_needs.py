@@ -9,6 +9,9 @@ import importlib.util
 import os
 from pathlib import Path
 
+from chunkgraph.settings.deep_ep import STATIC
+from chunkgraph.settings.rule import Facts
+
 __all__ = [
     "BACKEND_NAMES",
     "CUBLASLT_NEEDED",
@@ -34,24 +37,22 @@ _OLD = (
     "deep_ep ({}) cannot be told the most rows that could come (num_worst_tokens); build 1.2 or "
     "newer"
 )
-_WAY_1 = (
-    "Or dispatch with moe_token_dispatcher_type=alltoall, moe_expert_capacity_factor and "
-    "moe_pad_expert_input_to_capacity=True, which needs none of it."
-)
 
 
-def deep_ep_is_missing(backend: str) -> str | None:
+def deep_ep_is_missing(facts: Facts) -> str | None:
     """What is to be installed or set before a dispatcher can be captured, or None.
 
     Args:
-        backend: one of `BACKEND_NAMES`.
+        facts: of a model whose dispatcher is one of `BACKEND_NAMES`.
     """
+    backend = facts.moe_flex_dispatcher_backend
     found = [text for text in (_deep_ep(backend), _cublaslt(), _environment()) if text]
     if not found:
         return None
     listed = "\n  - ".join(found)
     name = BACKEND_NAMES[backend]
-    return f"Dispatch with {name} cannot be captured here:\n  - {listed}\n{_WAY_1}"
+    text = f"Dispatch with {name} cannot be captured here:\n  - {listed}\nOr {STATIC}; it needs "
+    return f"{facts.text(text)}none of these."
 
 
 def deep_ep_state() -> tuple[str | None, bool]:
@@ -135,6 +136,6 @@ def _environment() -> str | None:
     if wants_fused_grouped_mlp():
         return None
     return (
-        f"{FUSED_GROUPED_MLP} is not set to 1; Megatron takes use_transformer_engine_op_fuser for "
-        "experts only with it, on Hopper too"
+        f"{FUSED_GROUPED_MLP} is not set to 1; Megatron takes {{use_transformer_engine_op_fuser=}} "
+        "for experts only with it, on Hopper too"
     )

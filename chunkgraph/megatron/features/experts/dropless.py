@@ -26,24 +26,15 @@ from chunkgraph.megatron.features.experts.grouped_gemm import choose_gemm
 from chunkgraph.megatron.features.experts.grouped_weights import lay_together
 from chunkgraph.megatron.features.experts.room import RoomWords
 from chunkgraph.megatron.features.experts.sinkhorn import BoundedSinkhorn, uses_sinkhorn
+from chunkgraph.settings.experts import uses_dropless
 
-__all__ = ["Dropless", "DroplessRoom", "is_bounded", "may_lack_room", "uses_dropless"]
+__all__ = ["Dropless", "DroplessRoom", "is_bounded", "may_lack_room"]
 
 _EXPERTS = "megatron.core.transformer.moe.experts"
 _MARGIN = 0.2
 """Room for more than the most that was asked for so far, as a share of it."""
 _MOST_DOUBLED = 2
 _MISSING = object()
-
-
-def uses_dropless(config: Any) -> bool:
-    """Whether Megatron's ``config`` asks for experts that take all tokens, by its own dispatch."""
-    factor = getattr(config, "moe_expert_capacity_factor", None)
-    return bool(
-        getattr(config, "num_moe_experts", None)
-        and (factor is None or factor < 0)
-        and getattr(config, "moe_token_dispatcher_type", None) != "flex"
-    )
 
 
 def is_bounded(config: Any) -> bool:

@@ -31,18 +31,23 @@ from chunkgraph.megatron.features.experts.dropless import (
     DroplessRoom,
     is_bounded,
     may_lack_room,
-    uses_dropless,
 )
 from chunkgraph.megatron.features.experts.drops import TokenDrops as DroppedTokens
 from chunkgraph.megatron.features.experts.fused_operations import fused_operations_anew
 from chunkgraph.megatron.features.experts.packed_padding import padded_routing
 from chunkgraph.megatron.features.experts.rank_budget import RankBudget, uses_rank_budget
-from chunkgraph.megatron.features.experts.refusals import idle_settings, moe_refusals
+from chunkgraph.megatron.features.experts.refusals import (
+    IDLE_RULES,
+    MOE_RULES,
+    PADDED_ROWS_RULES,
+)
 from chunkgraph.megatron.features.experts.room import ExpertRoom, RankRoom, SharedOut
 from chunkgraph.megatron.features.experts.rows_in_use import moe_layers_of
 from chunkgraph.megatron.features.experts.state import ExpertState, routers_of
 from chunkgraph.megatron.site import Site
 from chunkgraph.megatron.step import Shortage, Step
+from chunkgraph.settings.experts import uses_dropless
+from chunkgraph.settings.rule import refusals
 
 if TYPE_CHECKING:
     from chunkgraph.megatron.attached import MegatronChunkGraphs
@@ -69,6 +74,8 @@ class Experts(Feature):
     Raises:
         ConfigError: experts cannot be trained on packed sequences.
     """
+
+    rules = (*MOE_RULES, *PADDED_ROWS_RULES)
 
     def __init__(
         self,
@@ -134,11 +141,6 @@ class Experts(Feature):
             raise
 
     @classmethod
-    def refusals(cls, site: Site) -> list[str]:
-        """List the settings of experts that a graph cannot hold."""
-        return moe_refusals(site.config, site.token_drops)
-
-    @classmethod
     def check(cls, site: Site) -> None:
         """Refuse what DeepEP cannot do here, and name settings that have no effect.
 
@@ -149,8 +151,8 @@ class Experts(Feature):
         if site.token_drops not in get_args(TokenDrops):
             choices = ", ".join(map(repr, get_args(TokenDrops)))
             raise ConfigError(f"token_drops is {site.token_drops!r}; it is one of {choices}.")
-        refuse_for_deep_ep(site.config, site.options)
-        for idle in idle_settings(site.config) if site.place.rank == 0 else ():
+        refuse_for_deep_ep(site.facts())
+        for idle in refusals(IDLE_RULES, site.facts()) if site.place.rank == 0 else ():
             _log.warning("%s.", idle)
 
     @classmethod
@@ -221,7 +223,9 @@ class Experts(Feature):
 
     def verifying(self) -> contextlib.AbstractContextManager[None]:
         """Stand around eager passes that are compared with replays, bit by bit."""
-        return self._dropless.verifying() if self._dropless is not None else contextlib.nullcontext()
+        return (
+            self._dropless.verifying() if self._dropless is not None else contextlib.nullcontext()
+        )
 
     @property
     def dispatch(self) -> str:

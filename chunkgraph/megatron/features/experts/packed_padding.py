@@ -7,9 +7,10 @@ from typing import Any
 
 from torch import nn
 
-from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.features.experts.padding import PaddedRouting
-from chunkgraph.megatron.features.experts.refusals import packed_moe_refusals
+from chunkgraph.megatron.features.experts.refusals import PADDED_ROWS_RULES
+from chunkgraph.megatron.refusals import facts_of_model
+from chunkgraph.settings.rule import check
 
 __all__ = ["keep_padding_from_experts", "padded_routing"]
 
@@ -40,12 +41,10 @@ def keep_padding_from_experts(
 
 def padded_routing(model_chunks: nn.Module | Sequence[nn.Module], config: Any) -> PaddedRouting:
     """What `keep_padding_from_experts` installs."""
-    found = packed_moe_refusals(config)
-    if found:
-        raise ConfigError(
-            "Experts with these settings cannot be trained on packed sequences:\n  - "
-            + "\n  - ".join(found)
-            + "\nChange them, or leave packing out."
-        )
+    check(
+        PADDED_ROWS_RULES,
+        facts_of_model(config, {"pads_rows": True}),
+        "Experts with these settings cannot be trained on packed sequences:",
+    )
     chunks = [model_chunks] if isinstance(model_chunks, nn.Module) else model_chunks
     return PaddedRouting([m for chunk in chunks for m in chunk.modules()])

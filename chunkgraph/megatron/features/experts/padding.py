@@ -24,8 +24,9 @@ from chunkgraph.megatron.core.access import (
     versions,
 )
 from chunkgraph.megatron.features.experts.dispatch import gather_fixed_rows
-from chunkgraph.megatron.features.experts.dropless import Dropless, uses_dropless
+from chunkgraph.megatron.features.experts.dropless import Dropless
 from chunkgraph.megatron.features.experts.padded_rows import PaddedRows, RowsOfForward
+from chunkgraph.settings.experts import uses_dropless
 
 __all__ = ["PaddedRouting", "kept_of_tokens"]
 

@@ -20,7 +20,7 @@ Current and blockwise scaling keep no state between microbatches.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Self
@@ -34,8 +34,10 @@ from chunkgraph.megatron.captured_part import CapturedPart
 from chunkgraph.megatron.core.fp8_recipe import fp8_recipe
 from chunkgraph.megatron.feature import Feature
 from chunkgraph.megatron.site import Site
+from chunkgraph.settings.model import FP8_RULES
+from chunkgraph.settings.rule import Rule
 
-__all__ = ["Fp8State", "fp8_is_installed", "fp8_refusals", "reset_fp8"]
+__all__ = ["Fp8State", "fp8_is_installed", "reset_fp8"]
 
 _MODULE = "transformer_engine.pytorch.fp8"
 _FIRST = "is_first_microbatch"
@@ -61,6 +63,25 @@ def reset_fp8() -> None:
         _manager().reset()
 
 
+_RULES = (
+    *FP8_RULES,
+    Rule(
+        "fp8: it needs Transformer Engine, which cannot be imported; install chunkgraph[te]",
+        lambda f: f.fp8_recipe and not f.has_transformer_engine,
+    ),
+    Rule(
+        "fp8_recipe: its quantizers are untested in chunk graphs; use {fp8_recipe=tensorwise}, "
+        "{fp8_recipe=blockwise} or {fp8_recipe=delayed}",
+        lambda f: f.fp8_recipe not in (None, "delayed", "tensorwise", "blockwise"),
+    ),
+    Rule(
+        "use_transformer_engine_op_fuser fp8: fused operations keep the state of their quantizers "
+        "in other places than layers, which chunk graphs do not handle; leave one of them out",
+        lambda f: f.fp8_recipe and f.use_transformer_engine_op_fuser,
+    ),
+)
+
+
 class Fp8State(Feature):
     """Support the FP8 state of one rank's captured modules.
 
@@ -74,6 +95,8 @@ class Fp8State(Feature):
         MissingDependencyError: Transformer Engine is not installed.
         ConfigError: The installed release lacks a required attribute.
     """
+
+    rules = _RULES
 
     def __init__(
         self,
@@ -105,15 +128,9 @@ class Fp8State(Feature):
         self._references: list[torch.Tensor] = []
 
     @classmethod
-    def refusals(cls, site: Site) -> list[str]:
-        """List what a graph cannot hold with FP8, and a missing Transformer Engine."""
-        refusals = fp8_refusals(site.config)
-        if fp8_recipe(site.config) is not None and not fp8_is_installed():
-            refusals.append(
-                f"fp8={site.config.fp8!r}: it needs Transformer Engine, which cannot be imported; "
-                "install chunkgraph[te]"
-            )
-        return refusals
+    def facts(cls, site: Site) -> Mapping[str, object]:
+        """Return whether a model that needs Transformer Engine has it."""
+        return {"has_transformer_engine": not fp8_recipe(site.config) or fp8_is_installed()}
 
     @classmethod
     def of(cls, site: Site) -> Self | None:
@@ -266,38 +283,6 @@ class Fp8State(Feature):
 
     def _scales(self) -> list[torch.Tensor]:
         return _flattened(self._fields().global_scale_buffer)
-
-
-def fp8_refusals(config: Any) -> list[str]:
-    """List the settings that a graph cannot combine with FP8, each with its reason.
-
-    Args:
-        config: An object that has all or some fields of TransformerConfig as attributes.
-    """
-    recipe = fp8_recipe(config)
-    if recipe is None:
-        return []
-    refusals: list[str] = []
-    if recipe not in ("delayed", "tensorwise", "blockwise"):
-        refusals.append(
-            f"fp8_recipe={recipe!r}: its quantizers are untested in chunk graphs; use tensorwise, "
-            "blockwise or delayed"
-        )
-    if getattr(config, "use_transformer_engine_op_fuser", False):
-        refusals.append(
-            "use_transformer_engine_op_fuser=True with FP8: fused operations keep the state of "
-            "their quantizers in other places than layers, which chunk graphs do not handle"
-        )
-    granularity = getattr(config, "recompute_granularity", None)
-    recomputed = set(getattr(config, "recompute_modules", None) or ())
-    if granularity == "full" or (granularity == "selective" and recomputed - {"core_attn"}):
-        modules = "" if granularity == "full" else f" of {', '.join(sorted(recomputed))}"
-        refusals.append(
-            f"recompute_granularity={granularity!r}{modules} with FP8: Transformer Engine's "
-            "recomputation keeps scales of the first pass in a Python queue, which a replay does "
-            "not advance; recompute only core_attn, or nothing"
-        )
-    return refusals
 
 
 def _set_first(layers: Sequence[nn.Module], is_first: bool) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Self
 
@@ -10,23 +10,44 @@ from torch import nn
 
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.captured_part import Call, CapturedPart
-from chunkgraph.megatron.core.fp8_recipe import fp8_recipe
 from chunkgraph.megatron.core.model_kinds import is_stack
 from chunkgraph.megatron.feature import Feature
 from chunkgraph.megatron.features.hybrid.layers import mamba_mixers_of, packed_mamba_rows
 from chunkgraph.megatron.features.hybrid.padding import clear_mamba_padding
 from chunkgraph.megatron.features.packing.params import ARGUMENT
 from chunkgraph.megatron.site import Site
-from chunkgraph.packing import PackedShape
+from chunkgraph.settings.hybrid import HYBRID_RULES
+from chunkgraph.settings.rule import Facts, Rule
 
-__all__ = ["Hybrid", "check_seq_idx", "hybrid_refusals", "layer_refusals"]
+__all__ = ["Hybrid", "check_seq_idx"]
 
-_REFUSED_LAYERS = {
-    "D": (
-        "sparse attention (D): every microbatch sets the scale of its indexer's loss to another "
-        "tensor"
-    )
-}
+
+def _has(f: Facts, symbol: str) -> bool:
+    return symbol in (f.hybrid_layer_pattern or "")
+
+
+_RULES = (
+    *HYBRID_RULES,
+    Rule(
+        "hybrid_layer_pattern: with sparse attention (D) every microbatch sets the scale of its "
+        "indexer's loss to another tensor",
+        lambda f: _has(f, "D"),
+    ),
+    Rule(
+        "hybrid_layer_pattern: with multi-token prediction its stage has a second stack, which "
+        "is untested",
+        lambda f: f.hybrid_layer_pattern and (_has(f, "/") or f.mtp_num_layers),
+    ),
+    Rule(
+        "hybrid_layer_pattern packed: gated delta nets (G) are untested",
+        lambda f: f.packed and _has(f, "G"),
+    ),
+    Rule(
+        "use_mamba_mem_eff_path packed: only the memory-efficient path of Megatron's mixer "
+        "separates documents",
+        lambda f: f.packed and _has(f, "M") and f.use_mamba_mem_eff_path is False,
+    ),
+)
 
 
 class Hybrid(Feature):
@@ -37,14 +58,16 @@ class Hybrid(Feature):
         has_padding: Whether microbatches may contain rows without a token.
     """
 
+    rules = _RULES
+
     def __init__(self, modules: Sequence[nn.Module], *, has_padding: bool) -> None:
         self._modules = tuple(modules)
         self._has_padding = has_padding
 
     @classmethod
-    def refusals(cls, site: Site) -> list[str]:
-        """List the settings of a hybrid model that a graph cannot hold."""
-        return hybrid_refusals(site.config, site.chunks, site.largest_shape)
+    def facts(cls, site: Site) -> Mapping[str, object]:
+        """Return the kinds of layers in the model."""
+        return {"hybrid_layer_pattern": _pattern_of(site.chunks)}
 
     @classmethod
     def of(cls, site: Site) -> Self | None:
@@ -82,81 +105,19 @@ class Hybrid(Feature):
         return self.capturing()
 
 
-def hybrid_refusals(
-    config: Any, chunks: Iterable[nn.Module], packing: PackedShape | None
-) -> list[str]:
-    """List the settings of a hybrid model that a graph cannot hold, each with its reason.
-
-    Args:
-        config: Megatron's TransformerConfig.
-        chunks: Model chunks with their wrappers.
-        packing: The largest packed shape; None without packed sequences.
-    """
-    modules = [module for chunk in chunks for module in chunk.modules()]
-    stacks: list[Any] = [module for module in modules if is_stack(module)]
+def _pattern_of(chunks: Iterable[nn.Module]) -> str | None:
+    """Return the symbols of all layers of a hybrid model; None of another model."""
+    modules: list[Any] = [module for chunk in chunks for module in chunk.modules()]
+    stacks = [module for module in modules if is_stack(module)]
     if not stacks:
-        return []
+        return None
     # The model's pattern covers all stages, so that either all ranks refuse or none.
-    patterns = [
-        getattr(module, name, None) or ""
-        for module in modules
-        for name in ("hybrid_layer_pattern", "hybrid_override_pattern")
-    ]
-    layers = {symbol for pattern in patterns for symbol in pattern}
-    layers.update(symbol for stack in stacks for symbol in getattr(stack, "layer_type_list", ()))
-    predicts = any(getattr(module, "mtp_num_depths", 0) for module in modules)
-    return layer_refusals(config, layers, packing, predicts_several_tokens=predicts)
-
-
-def layer_refusals(
-    config: Any,
-    layers: set[str],
-    packing: PackedShape | None,
-    *,
-    predicts_several_tokens: bool,
-) -> list[str]:
-    """List the settings that a graph cannot hold in a hybrid model with these kinds of layers.
-
-    Args:
-        config: An object that has all or some fields of TransformerConfig as attributes.
-        layers: Symbols in the model's layer pattern.
-        packing: See `hybrid_refusals`.
-        predicts_several_tokens: Whether the model has multi-token prediction.
-    """
-    refusals = [f"hybrid model with {why}" for s, why in _REFUSED_LAYERS.items() if s in layers]
-    if predicts_several_tokens:
-        refusals.append(
-            "hybrid model with multi-token prediction: its stage has a second stack, which is "
-            "untested"
-        )
-    if fp8_recipe(config) is not None:
-        refusals.append(
-            f"hybrid model with fp8={config.fp8!r}: the quantized weights of its Mamba layers are "
-            "untested in chunk graphs"
-        )
-    size = getattr(config, "context_parallel_size", 1) or 1
-    if size == 1 and packing is not None and packing.context_parallel_size > 1:
-        refusals.append(
-            "hybrid model with context-parallel sizes that change: a mixer divides its heads among "
-            "the ranks that it was built for; use one context_parallel_size"
-        )
-    if packing is not None:
-        refusals += _packed_refusals(config, layers)
-    return refusals
-
-
-def _packed_refusals(config: Any, layers: set[str]) -> list[str]:
-    refusals = []
-    if "G" in layers:
-        refusals.append("packed sequences with gated delta nets (G): they are untested")
-    if "M" not in layers:
-        return refusals
-    if not getattr(config, "use_mamba_mem_eff_path", True):
-        refusals.append(
-            "packed sequences with use_mamba_mem_eff_path=False: only the memory-efficient path of "
-            "Megatron's mixer separates documents"
-        )
-    return refusals
+    names = ("hybrid_layer_pattern", "hybrid_override_pattern")
+    symbols = {s for module in modules for name in names for s in getattr(module, name, None) or ""}
+    symbols.update(s for stack in stacks for s in getattr(stack, "layer_type_list", ()))
+    if any(getattr(module, "mtp_num_depths", 0) for module in modules):
+        symbols.add("/")
+    return "".join(sorted(symbols))
 
 
 def check_seq_idx(params: Any, label: str) -> None:

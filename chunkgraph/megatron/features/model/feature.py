@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Self
 
 from chunkgraph.megatron.core.attention_choice import same_attention
 from chunkgraph.megatron.core.cached_tables import CachedTables
 from chunkgraph.megatron.core.capture_flag import capture_flag
-from chunkgraph.megatron.core.random_state import preserve_rng
+from chunkgraph.megatron.core.data_parallel import is_fully_sharded
+from chunkgraph.megatron.core.random_state import preserve_rng, rng_is_graph_safe
 from chunkgraph.megatron.core.recompute import recomputing
 from chunkgraph.megatron.feature import Feature
-from chunkgraph.megatron.refusals import model_refusals
-from chunkgraph.megatron.scope_choice import refuse_for_scope
+from chunkgraph.megatron.refusals import MODEL_RULES
+from chunkgraph.megatron.scope_choice import SCOPE_RULES
 from chunkgraph.megatron.site import Site
 
 __all__ = ["ModelState"]
@@ -26,19 +27,18 @@ class ModelState(Feature):
         tables: The cached tables of the captured modules.
     """
 
+    rules = (*MODEL_RULES, *SCOPE_RULES)
+
     def __init__(self, tables: CachedTables) -> None:
         self._tables = tables
 
     @classmethod
-    def refusals(cls, site: Site) -> list[str]:
-        """List the reasons, other than those of features, that a graph cannot hold the model."""
-        return model_refusals(site.config, site.chunks, site.device)
-
-    @classmethod
-    def check(cls, site: Site) -> None:
-        """Refuse settings that scope ``chunk`` cannot capture, if it is the requested scope."""
-        is_packed = site.largest_shape is not None
-        refuse_for_scope(site.config, site.requested_scope, is_packed=is_packed)
+    def facts(cls, site: Site) -> Mapping[str, object]:
+        """Return what the wrappers of the model and Megatron's random state say."""
+        return {
+            "is_fully_sharded": any(map(is_fully_sharded, site.chunks)),
+            "is_rng_graph_safe": rng_is_graph_safe(),
+        }
 
     @classmethod
     def of(cls, site: Site) -> Self:

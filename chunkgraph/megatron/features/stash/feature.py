@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -17,7 +17,6 @@ from chunkgraph.errors import CaptureError, ConfigError, StashError
 from chunkgraph.megatron.captured_part import CapturedPart
 from chunkgraph.megatron.core.backward_pass import is_in_backward
 from chunkgraph.megatron.feature import Feature
-from chunkgraph.megatron.features.experts.refusals import stash_refusals
 from chunkgraph.megatron.features.experts.rows_in_use import moe_layers_of, watch_expert_rows
 from chunkgraph.megatron.site import Site
 from chunkgraph.megatron.step import Shortage, Step
@@ -33,6 +32,7 @@ from chunkgraph.memory.stash import (
     most_at_once,
 )
 from chunkgraph.settings import StashConfig
+from chunkgraph.settings.stash import STASH_RULES, StashSettings
 
 if TYPE_CHECKING:
     from chunkgraph.engine import ChunkGraphs
@@ -63,6 +63,7 @@ class ExpertStash(Feature):
     """
 
     repeats_steps = True
+    rules = STASH_RULES
 
     def __init__(
         self,
@@ -106,12 +107,10 @@ class ExpertStash(Feature):
 
     @classmethod
     def check(cls, site: Site) -> None:
-        """Refuse a model whose experts cannot stash, and options that exclude each other."""
+        """Refuse options that exclude each other."""
         stash = site.stash
         if stash is None:
             return
-        if refusals := stash_refusals(site.config, stash.page_bytes):
-            raise ConfigError("Experts cannot stash in this model:\n  " + "\n  ".join(refusals))
         if stash.skips_single_slots and site.options.shared_slots:
             raise ConfigError(
                 "StashOptions(skips_single_slots=True) with shared slots: no slot belongs to one "
@@ -398,13 +397,5 @@ def stash_options(stash: StashConfig | None) -> StashOptions | None:
     """Return the options of a configuration's or command line's stash; None without a stash."""
     if stash is None or not stash.enabled:
         return None
-    return StashOptions(
-        page_bytes=stash.page_bytes,
-        headroom=stash.headroom,
-        initial_bytes=stash.initial_bytes,
-        max_bytes=stash.max_bytes,
-        spill_bytes=stash.spill_bytes,
-        on_overflow=stash.on_overflow,
-        max_recaptures=stash.max_recaptures,
-        prefetches=stash.prefetches,
-    )
+    values = {item.name: getattr(stash, item.name) for item in fields(StashSettings)}
+    return StashOptions(**values)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from context_probe import BankedGraphs
+from refused import refused
 from torch import nn
 
 from chunkgraph.engine import CaptureOptions
@@ -21,10 +22,7 @@ from chunkgraph.megatron.features.contexts import (
     follow_groups,
     groups_put_back,
 )
-from chunkgraph.megatron.features.contexts.refusals import (
-    refuse_beside_contexts,
-    refused_with_contexts,
-)
+from chunkgraph.megatron.features.contexts.feature import Contexts
 from chunkgraph.megatron.features.packing.bank import PackedBank, ScheduledBanks, digest_of_plan
 from chunkgraph.megatron.features.packing.banks import PackedBanks
 from chunkgraph.megatron.features.packing.derived_calls import derived_call
@@ -458,15 +456,24 @@ def test_what_a_step_is_told(groups: ContextGroups) -> None:
         begin([four], "", 3)
     with pytest.raises(ReplayMismatchError, match="another process group"):
         begin([replace(four, group=object())], "", 1)
-    refuse_beside_contexts(packing=None)
-    with pytest.raises(ConfigError, match=r"with packing, fp8: graphs whose"):
-        refuse_beside_contexts(packing=object(), context_parallel_size=False, fp8=4)
-    config = SimpleNamespace(mtp_num_layers=1)
-    with pytest.raises(ConfigError, match=r"with mtp_num_layers \(several tokens"):
-        refuse_beside_contexts(**refused_with_contexts(config))
-    config = SimpleNamespace(recompute_granularity="selective", recompute_modules=["mla_up_proj"])
-    with pytest.raises(ConfigError, match=r"with recompute_modules=mla_up_proj \(computed anew"):
-        refuse_beside_contexts(**refused_with_contexts(config))
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"fp8": "hybrid"}, "fp8='hybrid': scales of ranks"),
+        ({"context_parallel_size": 2}, "context_parallel_size=2: the groups are cut"),
+        ({"mtp_num_layers": 1}, "mtp_num_layers=1: several tokens"),
+        (
+            {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]},
+            "recompute_modules=['mla_up_proj']: mla_up_proj would be recomputed",
+        ),
+    ],
+)
+def test_what_sizes_that_change_cannot_go_with(settings: dict[str, Any], said: str) -> None:
+    (found,) = refused(Contexts.rules, settings, context_parallel_sizes=(1, 2))
+    assert found.startswith(f"packing=PackedBanks.of_limits(...) with {said}")
+    assert refused(Contexts.rules, settings) == []
 
 
 @pytest.mark.parametrize("num_passes", [None, 0, 1, 2])

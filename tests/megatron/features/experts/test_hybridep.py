@@ -15,13 +15,15 @@ from typing import Any
 
 import pytest
 import torch
+from refused import refused
 
 from chunkgraph.errors import ConfigError, MissingDependencyError, ReplayMismatchError
 from chunkgraph.graphs import RecorderBackend
 from chunkgraph.megatron.features.experts import deep_ep_needs
 from chunkgraph.megatron.features.experts.deep_ep import refuse_for_deep_ep
-from chunkgraph.megatron.features.experts.refusals import moe_refusals, packed_moe_refusals
+from chunkgraph.megatron.features.experts.refusals import MOE_RULES, PADDED_ROWS_RULES
 from chunkgraph.megatron.features.rerun.rewind import StepState
+from chunkgraph.megatron.refusals import facts_of_model
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(60)]
 
@@ -47,75 +49,83 @@ BACKENDS = ("hybridep", "deepep")
     [
         ({"moe_flex_dispatcher_backend": "ncclep"}, "ends the process"),
         ({"moe_flex_dispatcher_backend": "other"}, "'other': not known"),
-        ({RANK_FACTOR: None}, "without moe_expert_rank_capacity_factor"),
-        ({RANK_FACTOR: 0.5}, f"{RANK_FACTOR}=0.5: below 1"),
-        ({"moe_expert_capacity_factor": 2.0}, "moe_expert_capacity_factor=2.0 with {name}"),
+        ({RANK_FACTOR: None}, "moe_expert_rank_capacity_factor=None with .*fixed shapes"),
+        ({RANK_FACTOR: 0.5}, f"{RANK_FACTOR}=0.5 with .*: below 1"),
+        ({"moe_expert_capacity_factor": 2.0}, "moe_expert_capacity_factor=2.0 with .*{name}"),
         ({"moe_pad_expert_input_to_capacity": True}, "leave it and moe_pad_expert"),
         ({"use_transformer_engine_op_fuser": False}, "use_transformer_engine_op_fuser=False"),
         ({"moe_grouped_gemm": False}, "moe_grouped_gemm=False"),
         ({"gated_linear_unit": False}, "gated_linear_unit=False"),
         ({"moe_router_dtype": None}, "moe_router_dtype=None.*'fp32'"),
-        ({"bf16": False}, "neither bf16 nor fp16"),
-        ({"fp8": "hybrid"}, "fp8='hybrid' with {name}: not tried"),
-        ({"recompute_granularity": "full"}, "recompute_granularity='full' of experts"),
+        ({"bf16": False}, "bf16=False with .*rows of 2 bytes"),
+        ({"fp8": "hybrid"}, "fp8='hybrid' with .*{name}.*not tried"),
+        ({"recompute_granularity": "full"}, "recompute_granularity='full' with .*not tried"),
         ({"moe_permute_fusion_into_hybridep": True}, "moe_permute_fusion_into_hybridep=True"),
         ({"expert_tensor_parallel_size": 2}, "expert_tensor_parallel_size=2"),
         ({"expert_model_parallel_size": 3}, "expert_model_parallel_size=3: it does not divide"),
-        ({"moe_token_dispatcher_type": "alltoall"}, "use_transformer_engine_op_fuser=True: its"),
+        (
+            {"moe_token_dispatcher_type": "alltoall"},
+            "op_fuser=True with .*'alltoall'",
+        ),
     ],
 )
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_what_cannot_go_with_it_is_named(backend: str, changes: dict[str, Any], said: str) -> None:
     holds = {**HOLDS, "moe_flex_dispatcher_backend": backend}
-    assert moe_refusals(SimpleNamespace(**holds), "raise") == []
-    found = moe_refusals(SimpleNamespace(**{**holds, **changes}), "raise")
-    said = said.replace("{name}", deep_ep_needs.BACKEND_NAMES[backend])
+    assert refused(MOE_RULES, holds, token_drops="raise") == []
+    found = refused(MOE_RULES, {**holds, **changes}, token_drops="raise")
+    said = said.replace("{name}", backend)
     assert any(re.search(said, why) for why in found), found
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"hidden_size": 8192}, "hidden_size=8192 with DeepEP: its kernels take up to 8176"),
+        (
+            {"hidden_size": 8192},
+            "hidden_size=8192 with moe_flex_dispatcher_backend='deepep'",
+        ),
         ({"hidden_size": 72}, "a multiple of 16"),
-        ({"moe_router_topk": 33}, "moe_router_topk=33 with DeepEP"),
-        ({"fp16": True}, "fp16 with DeepEP"),
+        ({"moe_router_topk": 33}, "moe_router_topk=33 with moe_flex"),
+        ({"fp16": True}, "fp16=True with moe_flex"),
     ],
 )
 def test_what_deep_eps_own_kernels_cannot_take_is_named(changes: dict[str, Any], said: str) -> None:
-    assert moe_refusals(SimpleNamespace(**{**HOLDS, "hidden_size": 64, **changes}), "raise") == []
-    of_node = {**HOLDS, "moe_flex_dispatcher_backend": "deepep", "hidden_size": 64, **changes}
-    (found,) = moe_refusals(SimpleNamespace(**of_node), "raise")
+    small = {**HOLDS, "hidden_size": 64, **changes}
+    assert refused(MOE_RULES, small, token_drops="raise") == []
+    of_node = {**small, "moe_flex_dispatcher_backend": "deepep"}
+    (found,) = refused(MOE_RULES, of_node, token_drops="raise")
     assert said in found
 
 
 @pytest.mark.parametrize("ranks", [1, 6, 16])
 def test_deep_ep_itself_serves_some_numbers_of_ranks(ranks: int) -> None:
     changes = {"expert_model_parallel_size": ranks, "num_moe_experts": 48}
-    assert moe_refusals(SimpleNamespace(**{**HOLDS, **changes}), "raise") == []
+    assert refused(MOE_RULES, {**HOLDS, **changes}, token_drops="raise") == []
     # Megatron's own default.
-    (found,) = moe_refusals(
-        SimpleNamespace(**{**HOLDS, **changes, "moe_flex_dispatcher_backend": None}), "raise"
-    )
-    assert f"expert_model_parallel_size={ranks} with DeepEP" in found
+    default = {**HOLDS, **changes, "moe_flex_dispatcher_backend": None}
+    (found,) = refused(MOE_RULES, default, token_drops="raise")
+    assert f"size={ranks} with moe_flex_dispatcher_backend='deepep'" in found
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("token_drops", ["warn", "count"])
 def test_tokens_are_never_dropped_silently(token_drops: str, backend: str) -> None:
     holds = {**HOLDS, "moe_flex_dispatcher_backend": backend}
-    (found,) = moe_refusals(SimpleNamespace(**holds), token_drops)
-    assert f"token_drops='{token_drops}' with {deep_ep_needs.BACKEND_NAMES[backend]}" in found
-    assert moe_refusals(SimpleNamespace(**holds), "rerun") == []
+    (found,) = refused(MOE_RULES, holds, token_drops=token_drops)
+    assert f"token_drops='{token_drops}' with moe_flex_dispatcher_backend='{backend}'" in found
+    assert refused(MOE_RULES, holds, token_drops="rerun") == []
 
 
 def test_packed_sequences_go_with_it() -> None:
-    assert packed_moe_refusals(SimpleNamespace(**HOLDS)) == []
-    (found,) = packed_moe_refusals(SimpleNamespace(**HOLDS, moe_router_fusion=True))
+    assert refused(PADDED_ROWS_RULES, HOLDS, pads_rows=True) == []
+    fused = {**HOLDS, "moe_router_fusion": True}
+    assert refused(PADDED_ROWS_RULES, fused) == []
+    (found,) = refused(PADDED_ROWS_RULES, fused, pads_rows=True)
     assert "moe_router_fusion=True" in found
     others = {**HOLDS, "moe_token_dispatcher_type": "alltoall"}
-    (found,) = packed_moe_refusals(SimpleNamespace(**others))
-    assert "moe_expert_capacity_factor=None: Megatron then takes for granted" in found
+    (found,) = refused(PADDED_ROWS_RULES, others, pads_rows=True)
+    assert "moe_expert_capacity_factor=None with packed sequences: Megatron then takes" in found
 
 
 def machine(
@@ -151,15 +161,15 @@ def test_what_the_machine_lacks_is_told_with_another_way(
     monkeypatch: pytest.MonkeyPatch, lacks: dict[str, Any], said: str
 ) -> None:
     machine(monkeypatch)
-    assert deep_ep_needs.deep_ep_is_missing("hybridep") is None
     config = SimpleNamespace(**HOLDS)
-    refuse_for_deep_ep(config, None)
+    assert deep_ep_needs.deep_ep_is_missing(facts_of_model(config)) is None
+    refuse_for_deep_ep(facts_of_model(config))
     machine(monkeypatch, **lacks)
     with pytest.raises(MissingDependencyError, match=said) as caught:
-        refuse_for_deep_ep(config, None)
-    assert "moe_token_dispatcher_type=alltoall" in str(caught.value)
+        refuse_for_deep_ep(facts_of_model(config))
+    assert "moe_token_dispatcher_type='alltoall'" in str(caught.value)
     config.moe_token_dispatcher_type = "alltoall"
-    refuse_for_deep_ep(config, None)  # not asked for
+    refuse_for_deep_ep(facts_of_model(config))  # not asked for
 
 
 @pytest.mark.parametrize(
@@ -176,10 +186,10 @@ def test_what_deep_ep_itself_lacks_is_told(
 ) -> None:
     config = SimpleNamespace(**{**HOLDS, "moe_flex_dispatcher_backend": "deepep"})
     machine(monkeypatch)
-    refuse_for_deep_ep(config, None)
+    refuse_for_deep_ep(facts_of_model(config))
     machine(monkeypatch, **lacks)
     with pytest.raises(MissingDependencyError, match=rf"Dispatch with DeepEP (.|\n)*{said}"):
-        refuse_for_deep_ep(config, None)
+        refuse_for_deep_ep(facts_of_model(config))
 
 
 @pytest.mark.parametrize(
@@ -210,13 +220,13 @@ def test_experts_of_several_nodes_are_refused_where_deep_ep_stays_within_one(
         if value is not None:
             monkeypatch.setenv(name, value)
     config = SimpleNamespace(**HOLDS)
-    refuse_for_deep_ep(config, None)  # HybridEP finds out itself
+    refuse_for_deep_ep(facts_of_model(config))  # HybridEP finds out itself
     config.moe_flex_dispatcher_backend = "deepep"
     if not others:
-        refuse_for_deep_ep(config, None)
+        refuse_for_deep_ep(facts_of_model(config))
         return
     with pytest.raises(ConfigError, match=rf"rank {rank}: (.|\n)*of which \{others} are on other"):
-        refuse_for_deep_ep(config, None)
+        refuse_for_deep_ep(facts_of_model(config))
 
 
 def test_the_worst_case_is_looked_for_without_an_import(
@@ -233,12 +243,9 @@ def test_the_worst_case_is_looked_for_without_an_import(
     assert deep_ep_needs.knows_the_worst_case()
 
 
-def test_a_capture_without_eager_steps_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from chunkgraph.engine import CaptureOptions
-
-    machine(monkeypatch)
-    with pytest.raises(ConfigError, match="num_warmup_steps=0 with HybridEP"):
-        refuse_for_deep_ep(SimpleNamespace(**HOLDS), CaptureOptions(num_warmup_steps=0))
+def test_a_capture_without_eager_steps_is_refused() -> None:
+    (found,) = refused(MOE_RULES, HOLDS, token_drops="raise", num_warmup_steps=0)
+    assert "num_warmup_steps=0 with moe_flex_dispatcher_backend='hybridep'" in found
 
 
 def test_flags_of_megatron_are_put_back_with_a_step_that_is_run_anew() -> None:

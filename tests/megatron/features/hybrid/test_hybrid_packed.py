@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from refused import refused
 
 from chunkgraph.errors import ConfigError
 from chunkgraph.packing import PackedShape, pack
@@ -403,11 +405,12 @@ def test_clearing_rows_without_a_token_changes_no_bit_of_the_others(flight: Flig
 
 
 def test_sizes_that_change_are_refused(chunks: list[Any]) -> None:
-    from chunkgraph.megatron.features.hybrid.feature import hybrid_refusals
+    from chunkgraph.megatron.features.contexts.feature import Contexts
+    from chunkgraph.megatron.features.hybrid.feature import Hybrid
 
-    config = chunks[0].module.config
-    shape = PackedShape(6, 16, context_parallel_size=2)
-    (said,) = hybrid_refusals(config, chunks, shape)
-    assert "context-parallel sizes that change" in said
-    config.context_parallel_size = 2
-    assert hybrid_refusals(config, chunks, shape) == []
+    facts = Hybrid.facts(SimpleNamespace(chunks=chunks))  # type: ignore[arg-type]
+    config = vars(chunks[0].module.config)
+    rules = (*Hybrid.rules, *Contexts.rules)
+    (said,) = refused(rules, config, **facts, context_parallel_sizes=(1, 2))
+    assert "packing=ContextBanks(...) with hybrid model: the heads of a mixer" in said
+    assert refused(rules, {**config, "context_parallel_size": 2}, **facts) == []

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from refused import refused
 
 from chunkgraph.errors import ConfigError, SlotError
 
@@ -388,14 +388,14 @@ def test_a_row_that_no_page_holds_is_refused_before_training(
 
 
 def test_what_is_done_about_drops_is_checked(one_rank: Any, make_config: Any) -> None:
-    from chunkgraph.megatron.features.experts.refusals import moe_refusals
+    from chunkgraph.megatron.features.experts.refusals import MOE_RULES
 
     with pytest.raises(ConfigError, match=r"token_drops is 'rasie'.*'raise'"):
         _Run(one_rank, make_config, {}, {"token_drops": "rasie"})
     holds = {**_EXPERTS, "moe_pad_expert_input_to_capacity": True, "fp8": "hybrid"}
     holds["moe_token_dispatcher_type"] = "alltoall"
-    assert moe_refusals(SimpleNamespace(**holds), "raise") == []
-    (found,) = moe_refusals(SimpleNamespace(**holds), "rerun")
+    assert refused(MOE_RULES, holds, token_drops="raise") == []
+    (found,) = refused(MOE_RULES, holds, token_drops="rerun")
     assert "token_drops='rerun' with fp8='hybrid'" in found
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from refused import refused
 
 from chunkgraph.errors import CaptureError, ConfigError, StashError
+from chunkgraph.settings.stash import STASH_RULES
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(200)]
 
@@ -309,11 +310,9 @@ def test_without_a_measured_step_the_capture_says_what_is_missing(
     ],
 )
 def test_what_cannot_stash_is_refused_by_name(changes: dict[str, Any], said: str) -> None:
-    from chunkgraph.megatron.features.experts.refusals import stash_refusals
-
     holds = {"num_moe_experts": 4, "recompute_granularity": "selective", "recompute_modules": []}
-    assert stash_refusals(SimpleNamespace(**holds)) == []
-    (found,) = stash_refusals(SimpleNamespace(**{**holds, **changes}))
+    assert refused(STASH_RULES, holds, stash=True) == []
+    (found,) = refused(STASH_RULES, {**holds, **changes}, stash=True)
     with pytest.raises(ConfigError, match=said):
         raise ConfigError(found)
 

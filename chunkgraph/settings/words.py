@@ -1,0 +1,127 @@
+"""How a configuration file, a program and a command line write settings."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from chunkgraph._text import shorten
+from chunkgraph.settings.config import Config
+from chunkgraph.settings.rule import Facts, Words
+from chunkgraph.settings.setting import Setting, settings_of
+
+__all__ = ["FILE", "FLAGS", "PROGRAM", "all_settings", "fact_of", "facts_of"]
+
+_NAMES = {"capture.enabled": "captures", "stash.enabled": "stash"}
+"""Facts that are not called like the last part of a setting's path."""
+_OTHERS_FLAGS = {
+    "bf16": "--bf16",
+    "fp4": "--fp4-format",
+    "fp8_param": "--fp8-param-gather",
+    "cuda_graph_scope_deprecated": "--cuda-graph-scope",
+}
+_WITHOUT_VALUES = {
+    "hybrid_layer_pattern": "hybrid model",
+    "context_parallel_sizes": "packing=PackedBanks.of_limits(...)",
+    "stash": "stash=StashOptions(...)",
+    "te_rng_tracker": "model_parallel_cuda_manual_seed(seed, te_rng_tracker=True)",
+}
+"""Settings of a program that are no single value there."""
+
+
+def fact_of(path: str) -> str:
+    """Return the name of the fact that a setting is."""
+    return _NAMES.get(path) or path.rpartition(".")[2]
+
+
+@functools.cache
+def all_settings() -> tuple[Setting, ...]:
+    """List every setting of a configuration file."""
+    return tuple(settings_of(Config))
+
+
+@functools.cache
+def _settings() -> dict[str, Setting]:
+    """List the settings by the names of their facts."""
+    # Sections that rules are about come before `bench`, which has some of their names.
+    return {fact_of(item.path): item for item in reversed(all_settings())}
+
+
+def _path(name: str) -> str:
+    if name == "bf16":
+        return "model.params_dtype"
+    known = _settings().get(name)
+    return known.path if known else name
+
+
+def _in_file(name: str, value: Any) -> str:
+    if name == "bf16":
+        value = "bfloat16" if value else "float32"
+    return f"{_path(name)}={_yaml(value)}"
+
+
+def _yaml(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return shorten(f"[{', '.join(map(_yaml, value))}]")
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return shorten(str(value))
+
+
+def _attribute(name: str) -> str:
+    return "gated_linear_unit" if name == "swiglu" else name
+
+
+def _in_program(name: str, value: Any) -> str:
+    if name in _WITHOUT_VALUES:
+        return _WITHOUT_VALUES[name]
+    return f"{_attribute(name)}={list(value) if isinstance(value, tuple) else value!r}"
+
+
+def _flag(name: str) -> str:
+    known = _settings().get(name)
+    flag = (known.flag or known.megatron) if known else None
+    return flag or _OTHERS_FLAGS.get(name) or f"--{name.replace('_', '-')}"
+
+
+def _on_command_line(name: str, value: Any) -> str:
+    if name == "data_parallel_size":  # Megatron divides the processes
+        return f"{value} data-parallel ranks"
+    flag = _flag(name)
+    if value is None or value is False:
+        return f"without {flag}"
+    values = value if isinstance(value, (list, tuple)) else [value]
+    return " ".join([flag, *(str(one) for one in values if one is not True)])
+
+
+FILE = Words(_path, _in_file, verb=" is ")
+"""``model.fp8=e4m3``"""
+PROGRAM = Words(_attribute, _in_program)
+"""``fp8='e4m3'``"""
+FLAGS = Words(_flag, _on_command_line)
+"""``--fp8-format e4m3``"""
+
+
+def facts_of(config: Config) -> Facts:
+    """Return the facts of a configuration file."""
+    flex = config.moe.moe_token_dispatcher_type == "flex"
+    derived = {
+        "packed": config.packing.max_packed_seqs > 0,
+        "bf16": config.model.params_dtype == "bfloat16",
+        "element_bytes": 2 if config.model.params_dtype == "bfloat16" else 4,
+        "fp8_recipe": config.model.fp8_recipe if config.model.fp8 else None,
+        # As the model is built: with a budget of a rank nothing is padded.
+        "moe_pad_expert_input_to_capacity": config.moe.moe_pad_expert_input_to_capacity
+        and not flex,
+    }
+
+    def value(name: str) -> Any:
+        if name in derived:
+            return derived[name]
+        known = _settings().get(name)
+        found: Any = config if known else None
+        for part in known.path.split(".") if known else ():
+            found = getattr(found, part)
+        return found
+
+    return Facts(value, FILE)

@@ -1,0 +1,140 @@
+"""A rule, and how a file, a program and a command line hear of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+from chunkgraph.errors import ConfigError, TopologyError
+from chunkgraph.settings import rules as file_rules
+from chunkgraph.settings.rule import Facts, Rule, Words, check, recomputes, refusals
+from chunkgraph.settings.stash import STASH_RULES
+from chunkgraph.settings.words import FILE, FLAGS, PROGRAM, all_settings, fact_of
+
+_STASHED = {"stash": True, "num_moe_experts": 4, "fp8": "e4m3"}
+
+
+def _facts(words: Words, **values: Any) -> Facts:
+    return Facts(values.get, words)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (FILE, "stash.enabled is true with model.fp8=e4m3: "),
+        (PROGRAM, "stash=StashOptions(...) with fp8='e4m3': "),
+        (FLAGS, "--cuda-graph-stash with --fp8-format e4m3: "),
+    ],
+)
+def test_a_rule_speaks_in_the_words_of_who_asks(words: Words, said: str) -> None:
+    (found,) = refusals(STASH_RULES, _facts(words, **_STASHED))
+    assert found == f"{said}quantized tensors are not stashed; use one of them"
+    assert refusals(STASH_RULES, _facts(words, **{**_STASHED, "fp8": None})) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            FILE,
+            "model.fp8 is null with model.recompute_modules=[mlp, moe]: use model.swiglu=true, ",
+        ),
+        (PROGRAM, "fp8=None with recompute_modules=['mlp', 'moe']: use gated_linear_unit=True, "),
+        (FLAGS, "without --fp8-format with --recompute-modules mlp moe: use --swiglu, "),
+    ],
+)
+def test_a_text_names_settings_and_values(words: Words, said: str) -> None:
+    text = "fp8 recompute_modules: use {swiglu=true}, {tokens} tokens"
+    rule = Rule(text, lambda _: {"tokens": 7})
+    facts = _facts(words, recompute_modules=("mlp", "moe"))
+    assert rule.refusal(facts) == f"{said}7 tokens"
+
+
+def test_a_rule_without_a_condition_is_of_settings_that_are_all_on() -> None:
+    rule = Rule("fp8 num_moe_experts=: why")
+    assert rule.refusal(_facts(FLAGS, fp8="hybrid")) == ""
+    said = rule.refusal(_facts(FLAGS, fp8="hybrid", num_moe_experts=4))
+    assert said == "--fp8-format hybrid with --num-experts: why"
+
+
+def test_all_broken_rules_stand_in_one_message_of_the_special_kind() -> None:
+    rules = (Rule("fp8: first"), Rule("swiglu: second", error=TopologyError))
+    facts = _facts(FILE, fp8="hybrid", swiglu=True)
+    with pytest.raises(TopologyError) as caught:
+        check(rules, facts, "no:")
+    assert (
+        str(caught.value) == "no:\n  - model.fp8 is hybrid: first\n  - model.swiglu is true: second"
+    )
+    with pytest.raises(ConfigError, match=r"^model.fp8 is hybrid: first\.$"):
+        check(rules[:1], facts, "no:")
+    check(rules, _facts(FILE), "no:")
+
+
+def test_recomputation_of_a_part() -> None:
+    assert recomputes(_facts(FILE, recompute_granularity="full"), "moe")
+    some = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+    assert recomputes(_facts(FILE, **some), "mlp", "moe")
+    assert not recomputes(_facts(FILE, **some), "mlp")
+    assert not recomputes(_facts(FILE, recompute_modules=["moe"]), "moe")
+
+
+def _asked(rules: Iterable[Rule]) -> set[str]:
+    """All names that rules ask for, where every setting has the same value."""
+    names: set[str] = set()
+    for value in (None, 1, 1.0, "flex", "selective", ("moe",)):
+
+        def value_of(name: str, value: Any = value) -> Any:
+            names.add(name)
+            return value
+
+        for rule in rules:
+            try:
+                rule.refusal(Facts(value_of, FILE))
+            except (TypeError, ValueError, AttributeError):  # a word where a number is
+                continue
+    return names
+
+
+def test_the_rules_of_a_file_ask_for_settings_that_there_are() -> None:
+    known = {fact_of(item.path) for item in all_settings()}
+    others = {"bf16", "element_bytes", "is_attached", "packed"}
+    megatrons = {
+        *("expert_tensor_parallel_size", "fp16", "fp4", "moe_latent_size", "moe_permute_fusion"),
+        *("moe_permute_fusion_into_hybridep", "moe_router_fusion", "mtp_num_layers"),
+    }
+    asked = _asked(file_rules._RULES)
+    assert asked - known - others - megatrons == set()
+    assert len(asked & known) > 40
+
+
+@pytest.mark.megatron
+def test_the_rules_of_a_model_ask_for_fields_that_megatron_has() -> None:
+    from dataclasses import fields
+
+    from megatron.core.transformer import TransformerConfig
+
+    from chunkgraph.megatron.features import FEATURES
+
+    known = {fact_of(item.path) for item in all_settings()}
+    known |= {field.name for field in fields(TransformerConfig)}
+    rules = [rule for kind in FEATURES for rule in kind.rules]
+    facts = {
+        *("bf16", "element_bytes", "has_transformer_engine", "is_attached", "is_fully_sharded"),
+        *("is_rng_graph_safe", "lengths_in_pipeline", "lengths_of_experts", "num_model_chunks"),
+        *("on_gpu", "packed", "pads_rows"),
+    }
+    # Of some releases of Megatron, or of some classes of its configs.
+    some = {
+        *("enable_cuda_graph", "external_cuda_graph", "fp8_param_gather", "fp4", "qk_layernorm"),
+        *("expert_gtp_weight_remat_size", "gtp_weight_remat_size", "moe_paged_stash"),
+        *("experimental_attention_variant", "moe_permute_fusion_into_hybridep", "moe_latent_size"),
+        *("fine_grained_activation_offloading", "moe_enable_routing_replay"),
+        *("moe_hybridep_pad_uneven_dispatch_inputs", "moe_router_force_biased"),
+        *("moe_router_padding_for_quantization", "moe_router_padding_for_fp8"),
+        *("moe_use_legacy_grouped_gemm", "overlap_dispatch_backward_with_experts_wgrad"),
+        *("cross_entropy_fusion_impl", "te_rng_tracker", "use_mamba_mem_eff_path"),
+        *("num_microbatches_with_partial_activation_checkpoints", "quant_recipe", "use_kitchen"),
+    }
+    assert _asked(rules) - known - facts - some == set()
