@@ -3,15 +3,35 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from chunkgraph._text import shorten
-from chunkgraph.settings.config import Config
+from chunkgraph.settings.capture import CaptureConfig
+from chunkgraph.settings.experts import ExpertConfig
+from chunkgraph.settings.model import ModelConfig
+from chunkgraph.settings.packing import PackingConfig
+from chunkgraph.settings.pipeline import PipelineConfig
 from chunkgraph.settings.rule import Facts, Words
+from chunkgraph.settings.run import DataConfig, TrainConfig
 from chunkgraph.settings.setting import Setting, settings_of
+from chunkgraph.settings.stash import StashConfig
+
+if TYPE_CHECKING:
+    from chunkgraph.settings.config import Config
 
 __all__ = ["FILE", "FLAGS", "PROGRAM", "all_settings", "fact_of", "facts_of"]
 
+_SECTIONS: dict[str, type[Any]] = {
+    "model": ModelConfig,
+    "pipeline": PipelineConfig,
+    "moe": ExpertConfig,
+    "train": TrainConfig,
+    "data": DataConfig,
+    "packing": PackingConfig,
+    "capture": CaptureConfig,
+    "stash": StashConfig,
+}
+"""Sections that rules are about."""
 _NAMES = {"capture.enabled": "captures", "stash.enabled": "stash"}
 """Facts that are not called like the last part of a setting's path."""
 _OTHERS_FLAGS = {
@@ -36,15 +56,14 @@ def fact_of(path: str) -> str:
 
 @functools.cache
 def all_settings() -> tuple[Setting, ...]:
-    """List every setting of a configuration file."""
-    return tuple(settings_of(Config))
+    """List the settings of these sections."""
+    return tuple(s for name, kind in _SECTIONS.items() for s in settings_of(kind, f"{name}."))
 
 
 @functools.cache
 def _settings() -> dict[str, Setting]:
     """List the settings by the names of their facts."""
-    # Sections that rules are about come before `bench`, which has some of their names.
-    return {fact_of(item.path): item for item in reversed(all_settings())}
+    return {fact_of(item.path): item for item in all_settings()}
 
 
 def _path(name: str) -> str:
@@ -118,10 +137,12 @@ def facts_of(config: Config) -> Facts:
     def value(name: str) -> Any:
         if name in derived:
             return derived[name]
+        if name == "device":
+            return config.device
         known = _settings().get(name)
-        found: Any = config if known else None
-        for part in known.path.split(".") if known else ():
-            found = getattr(found, part)
-        return found
+        if known is None:
+            return None
+        section, _, key = known.path.partition(".")
+        return getattr(getattr(config, section), key)
 
     return Facts(value, FILE)

@@ -204,7 +204,7 @@ def test_rows_of_several_lengths_of_contexts_are_refused(
     chunks[0].config.expert_model_parallel_size = 1
     place = PipelinePlace(rank=0, pipeline_rank=0, pipeline_size=2, num_chunks=1, group_size=2)
     monkeypatch.setattr(PipelinePlace, "current", lambda *_: place)
-    with pytest.raises(ConfigError, match=r"with of_limits\(buckets=...\) in a pipeline"):
+    with pytest.raises(ConfigError, match=r"lengths \(buckets=...\) in a pipeline"):
         attach(chunks, packing=banks)
     undo()
     with pytest.raises(ConfigError, match="follow_groups"):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from chunkgraph.errors import ConfigError, TopologyError
+from chunkgraph.settings import Config, settings_of
 from chunkgraph.settings import rules as file_rules
 from chunkgraph.settings.rule import Facts, Rule, Words, check, recomputes, refusals
 from chunkgraph.settings.stash import STASH_RULES
@@ -97,9 +98,19 @@ def _asked(rules: Iterable[Rule]) -> set[str]:
     return names
 
 
+def test_each_fact_is_one_setting() -> None:
+    """Of the sections that rules are about, every setting has a name of its own."""
+    sections = {item.path.partition(".")[0] for item in all_settings()}
+    every = [s.path for s in settings_of(Config) if s.path.partition(".")[0] in sections]
+    assert sorted(item.path for item in all_settings()) == sorted(every)
+    assert len({fact_of(path) for path in every}) == len(every)
+    others = {s.path.partition(".")[0] for s in settings_of(Config)} - sections
+    assert others == {"name", "device", "bench", "run"}
+
+
 def test_the_rules_of_a_file_ask_for_settings_that_there_are() -> None:
     known = {fact_of(item.path) for item in all_settings()}
-    others = {"bf16", "element_bytes", "is_attached", "packed"}
+    others = {"bf16", "device", "element_bytes", "is_attached", "packed"}
     megatrons = {
         *("expert_tensor_parallel_size", "fp16", "fp4", "moe_latent_size", "moe_permute_fusion"),
         *("moe_permute_fusion_into_hybridep", "moe_router_fusion", "mtp_num_layers"),

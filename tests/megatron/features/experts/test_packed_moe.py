@@ -349,8 +349,8 @@ def test_a_forward_step_without_the_mask_is_told(one_rank: Any, make_config: Any
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"moe_permute_fusion": True}, "moe_permute_fusion=True: its kernel"),
-        ({"moe_router_fusion": True}, "moe_router_fusion=True: its kernel"),
+        ({"moe_permute_fusion": True}, "moe_permute_fusion=True with packed sequences: its kernel"),
+        ({"moe_router_fusion": True}, "moe_router_fusion=True with packed sequences: its kernel"),
         ({"moe_router_load_balancing_type": "quantile_balancing"}, "nothing of padding"),
         ({"moe_router_load_balancing_type": "sinkhorn"}, "nothing of padding"),
     ],
@@ -361,7 +361,7 @@ def test_what_cannot_be_packed_is_refused_by_name(options: dict[str, Any], said:
     from chunkgraph.megatron import keep_padding_from_experts
 
     with pytest.raises(ConfigError, match=said):
-        keep_padding_from_experts([], SimpleNamespace(**options))
+        keep_padding_from_experts([], SimpleNamespace(num_moe_experts=4, **options))
 
 
 def test_a_release_whose_routers_know_no_padding_is_refused_by_name(
