@@ -16,6 +16,7 @@ from chunkgraph.launch.packing_rules import SCRIPT_PACKING_RULES, shape_refusals
 from chunkgraph.megatron.features import FEATURES
 from chunkgraph.megatron.features.experts.deep_ep_needs import BACKEND_NAMES, deep_ep_is_missing
 from chunkgraph.megatron.refusals import facts_of_model
+from chunkgraph.settings.pipeline import SCHEDULE_RULES
 from chunkgraph.settings.rule import Facts, Rule, refusals
 from chunkgraph.settings.words import FLAGS
 
@@ -173,6 +174,7 @@ def _facts(args: argparse.Namespace, flags: GraphFlags, *, on_cpu: bool) -> Fact
         "packed": flags.packing.max_packed_seqs > 0,
         "pads_rows": bool(sizes),
         "page_bytes": None if flags.stash is None else flags.stash.page_bytes,
+        "schedule": flags.schedule,
         "scope": flags.capture.scope,
         "stash": flags.stash is not None,
         "token_drops": flags.token_drops,
@@ -183,8 +185,9 @@ def _facts(args: argparse.Namespace, flags: GraphFlags, *, on_cpu: bool) -> Fact
 def _refusals(args: argparse.Namespace, flags: GraphFlags, facts: Facts) -> list[str]:
     """List what a chunk graph cannot hold of the arguments, in flags."""
     of_features = [rule for kind in FEATURES for rule in kind.rules]
+    of_flags = (*_GRAPH_RULES, *_PROGRAM_RULES, *SCRIPT_PACKING_RULES, *SCHEDULE_RULES)
     broken = [
-        *refusals((*_GRAPH_RULES, *_PROGRAM_RULES, *SCRIPT_PACKING_RULES, *of_features), facts),
+        *refusals((*of_flags, *of_features), facts),
         *shape_refusals(flags, args, facts),
     ]
     if facts.num_moe_experts and facts.moe_flex_dispatcher_backend in BACKEND_NAMES:

@@ -102,6 +102,8 @@ class Flag:
             more["nargs"] = "+"
         elif self.path == _SEQS:
             more |= {"nargs": "?", "const": _BARE_SEQS}
+        elif self.setting.kind is str:
+            more["metavar"] = "NAME"
         # argparse formats help with %.
         text = f"{self.setting.help} (default: {self._default()})".replace("%", "%%")
         group.add_argument(self.name, default=None, help=text, **more)
@@ -179,12 +181,14 @@ class GraphFlags:
         packing: packed sequences.
         token_drops: what is done about tokens that an expert has no room for.
         stash: of what experts save; None: no stash.
+        schedule: of training steps.
     """
 
     capture: CaptureConfig = field(default_factory=CaptureConfig)
     packing: PackingConfig = field(default_factory=PackingConfig)
     token_drops: Literal["warn", "count", "raise", "rerun"] = "warn"
     stash: StashConfig | None = None
+    schedule: str = "auto"
 
     @property
     def contexts(self) -> ContextSizes | None:
@@ -210,6 +214,7 @@ class GraphFlags:
     def as_dict(self) -> dict[str, Any]:
         """Plain values in the sections of a configuration file."""
         return {
+            "pipeline": {"schedule": self.schedule},
             "capture": asdict(self.capture),
             "packing": asdict(self.packing),
             "moe": {"token_drops": self.token_drops},
@@ -280,6 +285,7 @@ def read_flags(args: argparse.Namespace) -> tuple[GraphFlags | None, list[str]]:
         packing=_section(PackingConfig, "packing", values),
         token_drops=values.get("moe.token_drops", "warn"),
         stash=_section(StashConfig, "stash", values) if values.get("stash.enabled") else None,
+        schedule=values.get("pipeline.schedule", "auto"),
     ), wrong
 
 

@@ -148,6 +148,7 @@ class ChunkGraphsInPretrain:
                 token_drops=flags.token_drops,
                 packing=contexts or packing_options(flags, args),
                 stash=stash_options(flags.stash),
+                schedule=flags.schedule,
             )
             undo.callback(graphs.detach)
             if _is_profiled(args):

@@ -150,6 +150,7 @@ def save_run_record(
     folder = run_dir or (Path(save) if save else None)
     if folder is None:
         return None
+    asked = flags.as_dict()
     model = (*_MODEL, *(_EXPERTS if getattr(args, "num_experts", None) else ()))
     record: dict[str, Any] = {
         "chunkgraph": __version__,
@@ -157,9 +158,12 @@ def save_run_record(
         "command": list(sys.argv),
         "world_size": int(os.environ.get("WORLD_SIZE", "1")),
         "model": {name: _plain(getattr(args, name, None)) for name in model},
-        "pipeline": {name: _plain(getattr(args, name, None)) for name in _PIPELINE},
+        **asked,
+        "pipeline": {
+            **{name: _plain(getattr(args, name, None)) for name in _PIPELINE},
+            **asked["pipeline"],
+        },
         "cuda_graph_granularity": "chunk",
-        **flags.as_dict(),
         "capture": {**asdict(flags.capture), "scope": graphs.scope.scope},
         "graphs_of_rank_0": _graphs(graphs),
     }

@@ -116,6 +116,10 @@ MODEL_RULES = (
             and not f.overlap_p2p_comm
         ),
     ),
+    Rule(
+        "use_ring_exchange_p2p schedule: it has no requests to wait for; leave one of them out",
+        lambda f: f.use_ring_exchange_p2p and f.schedule not in (None, "auto"),
+    ),
     Rule("is_fully_sharded: parameters move, and a graph remembers their addresses"),
     Rule(
         "recompute_granularity: the RNG tracker is not graph-safe, and recomputation would read "

@@ -113,6 +113,7 @@ class Site:
             "packed": self.largest_shape is not None,
             "pads_rows": self.packing is not None and self.has_padding,
             "page_bytes": None if self.stash is None else self.stash.page_bytes,
+            "schedule": self.requested_schedule,
             "scope": self.requested_scope,
             "stash": self.stash is not None,
             "token_drops": self.token_drops,

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from chunkgraph.schedules import Placement, get_family, list_schedules
+from chunkgraph.settings.rule import Facts, Rule
 from chunkgraph.settings.setting import POSITIVE, setting
 
-__all__ = ["PipelineConfig"]
+__all__ = ["SCHEDULE_FILE_SUFFIX", "SCHEDULE_RULES", "PipelineConfig"]
+
+SCHEDULE_FILE_SUFFIX = ".csv"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,3 +93,32 @@ class PipelineConfig:
             * self.context_parallel_size
             * self.data_parallel_size
         )
+
+
+def _is_named(f: Facts) -> bool:
+    name = f.schedule
+    return name not in (None, "auto") and not name.endswith(SCHEDULE_FILE_SUFFIX)
+
+
+def _is_unknown(f: Facts) -> object:
+    known = list_schedules()
+    return _is_named(f) and f.schedule not in known and {"known": ", ".join(known)}
+
+
+def _is_in_v(f: Facts) -> bool:
+    known = _is_named(f) and f.schedule in list_schedules()
+    return known and get_family(f.schedule).placement is not Placement.LOOP
+
+
+SCHEDULE_RULES = (
+    Rule(
+        "schedule: there is no such schedule; use auto, a CSV file of actions, or one of {known}",
+        _is_unknown,
+    ),
+    Rule(
+        "schedule: it places stages in a V, and Megatron's pipelines are loops (rank r holds the "
+        "stages r, r + size, ...); use zb-h1 or interleaved-zb",
+        _is_in_v,
+    ),
+)
+"""Those of a schedule's name, wherever it comes from."""

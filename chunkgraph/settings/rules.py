@@ -16,6 +16,7 @@ from chunkgraph.settings.experts import EXPERT_FILE_RULES, EXPERT_RULES
 from chunkgraph.settings.hybrid import HYBRID_RULES, check_hybrid
 from chunkgraph.settings.model import FP8_RULES
 from chunkgraph.settings.packing import PACKING_FILE_RULES, PACKING_RULES
+from chunkgraph.settings.pipeline import SCHEDULE_RULES
 from chunkgraph.settings.rule import Facts, Rule, check
 from chunkgraph.settings.setting import Setting, check_bounds
 from chunkgraph.settings.stash import STASH_RULES
@@ -303,6 +304,7 @@ _RULES = (
             "use_distributed_optimizer",
         )
     ),
+    *SCHEDULE_RULES,
     *FP8_RULES,
     *PACKING_RULES,
     *PACKING_FILE_RULES,

@@ -11,6 +11,7 @@ import pytest
 from flags_given import flags_from
 
 from chunkgraph.errors import ConfigError
+from chunkgraph.launch import hooks
 from chunkgraph.launch.arguments import settle_arguments
 from chunkgraph.launch.flags import FLAGS, ContextSizes, GraphFlags, add_flags
 from chunkgraph.launch.packing_rules import changing_limits, packing_options, resolved_flags
@@ -409,6 +410,50 @@ def test_data_parallel_ranks_that_are_no_power_of_two(monkeypatch: pytest.Monkey
 def test_impossible_flags_of_context_sizes(given: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         _parsed(*given)
+
+
+class _AttachedError(Exception):
+    """Ends a test where the graphs would be attached."""
+
+
+@pytest.mark.parametrize("name", ["auto", "zb-h1", "mine.csv"])
+def test_the_schedule_reaches_attach(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    args = arguments(pipeline_schedule=None if name == "auto" else name)
+    attached: dict[str, Any] = {}
+
+    def attach(model: Any, **options: Any) -> None:
+        attached.update(options)
+        raise _AttachedError
+
+    monkeypatch.setattr(hooks, "pretrain_arguments", lambda: args)
+    monkeypatch.setattr(hooks, "attach", attach)
+    graphs = hooks.ChunkGraphsInPretrain(on_cpu=True)
+    graphs.parsed(args)
+    assert graphs.flags is not None
+    assert graphs.flags.as_dict()["pipeline"] == {"schedule": name}
+    with pytest.raises(_AttachedError), graphs.training([]):
+        pass
+    assert attached["schedule"] == name
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"pipeline_schedule": "zb-h1", "cuda_graph_granularity": "layer"},
+            "--pipeline-schedule zb-h1 has no effect with --cuda-graph-granularity layer",
+        ),
+        ({"pipeline_schedule": "zb-h2"}, "--pipeline-schedule zb-h2: there is no such schedule"),
+        ({"pipeline_schedule": "zb-v"}, "--pipeline-schedule zb-v: it places stages in a V"),
+        (
+            {"pipeline_schedule": "zb-h1", "use_ring_exchange_p2p": True},
+            "--use-ring-exchange-p2p with --pipeline-schedule zb-h1: it has no requests",
+        ),
+    ],
+)
+def test_schedules_that_cannot_run_are_named(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        settle_arguments(arguments(**changes), on_cpu=True)
 
 
 @pytest.mark.skipif(HAS_TE, reason="Transformer Engine is installed")

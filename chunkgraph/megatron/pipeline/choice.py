@@ -9,17 +9,17 @@ from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.topology import PipelinePlace
 from chunkgraph.schedules import (
     Op,
-    Placement,
     Schedule,
     build_schedule,
     get_family,
     validate,
 )
+from chunkgraph.settings.pipeline import SCHEDULE_FILE_SUFFIX, SCHEDULE_RULES
+from chunkgraph.settings.rule import Facts, check
+from chunkgraph.settings.words import PROGRAM
 from chunkgraph.slots import plan_slots
 
 __all__ = ["PipelineSchedule"]
-
-_FILE_SUFFIX = ".csv"
 
 
 @dataclass(frozen=True)
@@ -44,14 +44,9 @@ class PipelineSchedule:
             ConfigError: There is no such schedule, or it does not go with Megatron's stages.
             ScheduleError: The file holds no valid schedule.
         """
-        if name.endswith(_FILE_SUFFIX):
-            return cls(name, place, _read(name, place))
-        if get_family(name).placement is not Placement.LOOP:
-            raise ConfigError(
-                f"The schedule {name!r} places stages in a V, and Megatron's pipelines are loops: "
-                "rank r holds the stages r, r + size, ... Use 'zb-h1' or 'interleaved-zb'."
-            )
-        return cls(name, place)
+        check(SCHEDULE_RULES, Facts({"schedule": name}.get, PROGRAM), "This schedule cannot run:")
+        file = _read(name, place) if name.endswith(SCHEDULE_FILE_SUFFIX) else None
+        return cls(name, place, file)
 
     def build(self, num_microbatches: int) -> Schedule:
         """Build the schedule of a step.

@@ -53,7 +53,12 @@ class ScheduleDriver:
         if keywords.get("forward_only", False):
             return megatron_forward_backward()(**keywords)
         steps = MegatronSteps.of(keywords)
-        _refuse(steps.config, keywords)
+        if keywords.get("adjust_tensor_shapes_fn") is not None:
+            raise ConfigError(
+                "A pipeline schedule of chunkgraph cannot run with adjust_tensor_shapes_fn: all "
+                "stages exchange tensors of one shape. Leave it out, or train with Megatron's own "
+                "schedule."
+            )
         schedule = self.schedule(steps.num_microbatches)
         if schedule.num_chunks != len(steps.models):
             raise ConfigError(
@@ -163,36 +168,3 @@ class _Step:
         if stage > 0:
             assert input_grad is not None
             self._exchange.keep(Op.SEND_B, stage, microbatch, input_grad)
-
-
-_REFUSED = {
-    "overlap_moe_expert_parallel_comm": "it runs a forward and a backward as one",
-    "fine_grained_activation_offloading": "it follows the order of Megatron's own functions",
-    "num_microbatches_with_partial_activation_checkpoints": "it counts by Megatron's 1F1B",
-    "variable_seq_lengths": "shapes would be exchanged before each tensor, for which hosts wait",
-    "use_ring_exchange_p2p": "it has no requests to wait for",
-    "moe_paged_stash": "it is Megatron's own stash",
-}
-
-
-def _refuse(config: Any, keywords: dict[str, Any]) -> None:
-    """Refuse what only Megatron's own functions do.
-
-    Raises:
-        ConfigError: Names all of it.
-    """
-    refusals = [
-        f"{name}={getattr(config, name)!r}: {why}"
-        for name, why in _REFUSED.items()
-        if getattr(config, name, None) not in (None, False)
-    ]
-    if keywords.get("adjust_tensor_shapes_fn") is not None:
-        refusals.append("adjust_tensor_shapes_fn: all stages exchange tensors of one shape")
-    if getattr(config, "cuda_graph_impl", "none") == "local":
-        refusals.append("cuda_graph_impl='local': Megatron's graphs follow its own functions")
-    if refusals:
-        listed = "".join(f"\n  {refusal}" for refusal in refusals)
-        raise ConfigError(
-            f"A pipeline schedule of chunkgraph cannot run with:{listed}\n"
-            "Leave these out, or train with Megatron's own schedule."
-        )
