@@ -114,6 +114,7 @@ class Site:
             "pads_rows": self.packing is not None and self.has_padding,
             "page_bytes": None if self.stash is None else self.stash.page_bytes,
             "scope": self.requested_scope,
+            "splits_backward": self.schedule is not None and self.schedule.splits_backward,
             "stash": self.stash is not None,
             "token_drops": self.token_drops,
         }
