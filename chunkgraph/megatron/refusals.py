@@ -65,7 +65,10 @@ MODEL_RULES = (
     Rule(f"cpu_offloading: {_QUEUES}"),
     Rule(f"fine_grained_activation_offloading: {_QUEUES}"),
     Rule("overlap_moe_expert_parallel_comm: its schedule does not call the block's forward"),
-    Rule(f"delay_wgrad_compute: {_OUTSIDE}"),
+    Rule(
+        f"delay_wgrad_compute: {_OUTSIDE}, unless a schedule splits backwards",
+        lambda f: f.delay_wgrad_compute and not f.splits_backward,
+    ),
     Rule("hybrid_context_parallel: its schedule changes the process group between forwards"),
     Rule("variable_seq_lengths: a graph has fixed shapes"),
     Rule(

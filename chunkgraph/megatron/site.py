@@ -115,6 +115,7 @@ class Site:
             "page_bytes": None if self.stash is None else self.stash.page_bytes,
             "schedule": self.requested_schedule,
             "scope": self.requested_scope,
+            "splits_backward": self.schedule is not None and self.schedule.splits_backward,
             "stash": self.stash is not None,
             "token_drops": self.token_drops,
         }

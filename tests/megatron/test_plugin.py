@@ -38,7 +38,6 @@ def _inputs(requires_grad: bool = True) -> dict[str, Any]:
     ("name", "value"),
     [
         ("fp4", "e2m1"),
-        ("num_moe_experts", 4),
         ("distribute_saved_activations", True),
         ("cpu_offloading", True),
         ("fine_grained_activation_offloading", True),
@@ -177,7 +176,8 @@ def test_several_refusals_are_told_at_once(chunks: list[nn.Module]) -> None:
 
     chunks[0].config.cpu_offloading = True
     chunks[0].config.num_moe_experts = 2
-    with pytest.raises(ConfigError, match=r"(?s)cpu_offloading.*num_moe_experts"):
+    chunks[0].config.moe_shared_expert_overlap = True
+    with pytest.raises(ConfigError, match=r"(?s)cpu_offloading.*moe_shared_expert_overlap"):
         attach(chunks)
 
 
