@@ -16,7 +16,7 @@ from chunkgraph.launch.packing_rules import SCRIPT_PACKING_RULES, shape_refusals
 from chunkgraph.megatron.features import FEATURES
 from chunkgraph.megatron.features.experts.deep_ep_needs import BACKEND_NAMES, deep_ep_is_missing
 from chunkgraph.megatron.refusals import facts_of_model
-from chunkgraph.settings.pipeline import SCHEDULE_RULES
+from chunkgraph.settings.pipeline import SCHEDULE_RULES, may_split_backward
 from chunkgraph.settings.rule import Facts, Rule, refusals
 from chunkgraph.settings.words import FLAGS
 
@@ -176,6 +176,7 @@ def _facts(args: argparse.Namespace, flags: GraphFlags, *, on_cpu: bool) -> Fact
         "page_bytes": None if flags.stash is None else flags.stash.page_bytes,
         "schedule": flags.schedule,
         "scope": flags.capture.scope,
+        "splits_backward": may_split_backward(flags.schedule),
         "stash": flags.stash is not None,
         "token_drops": flags.token_drops,
     }

@@ -8,7 +8,7 @@ from chunkgraph.schedules import Placement, get_family, list_schedules
 from chunkgraph.settings.rule import Facts, Rule
 from chunkgraph.settings.setting import POSITIVE, setting
 
-__all__ = ["SCHEDULE_FILE_SUFFIX", "SCHEDULE_RULES", "PipelineConfig"]
+__all__ = ["SCHEDULE_FILE_SUFFIX", "SCHEDULE_RULES", "PipelineConfig", "may_split_backward"]
 
 SCHEDULE_FILE_SUFFIX = ".csv"
 
@@ -108,6 +108,13 @@ def _is_unknown(f: Facts) -> object:
 def _is_in_v(f: Facts) -> bool:
     known = _is_named(f) and f.schedule in list_schedules()
     return known and get_family(f.schedule).placement is not Placement.LOOP
+
+
+def may_split_backward(name: str) -> bool:
+    """Return whether a schedule splits backwards; a file, which is not read yet, may."""
+    if name.endswith(SCHEDULE_FILE_SUFFIX):
+        return True
+    return name in list_schedules() and get_family(name).splits_backward
 
 
 SCHEDULE_RULES = (

@@ -436,6 +436,16 @@ def test_the_schedule_reaches_attach(name: str, monkeypatch: pytest.MonkeyPatch)
     assert attached["schedule"] == name
 
 
+@pytest.mark.parametrize("name", ["zb-h1", "mine.csv"])
+def test_weight_gradients_are_delayed_by_schedules_that_split_backwards(name: str) -> None:
+    flags = settle_arguments(
+        arguments(pipeline_schedule=name, delay_wgrad_compute=True), on_cpu=True
+    )
+    assert flags is not None
+    with pytest.raises(ConfigError, match="--delay-wgrad-compute: weight gradients would"):
+        settle_arguments(arguments(pipeline_schedule="1f1b", delay_wgrad_compute=True), on_cpu=True)
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
