@@ -75,6 +75,32 @@ def test_a_change_is_refused_until_the_next_capture(
     graphs.release()
 
 
+def test_changes_in_another_dict_of_a_module_are_refused(backend: GraphBackend) -> None:
+    module = Scaled().to(backend.device)
+    graphs = ChunkGraphs([module], [1], backend=backend)
+    graphs.capture([new_input(backend)])
+    module.linear._parameters = dict(module.linear._parameters)
+    with graphs.counters.expect(replays=1):
+        train(graphs, backend)
+    replace_parameter(module)
+    with pytest.raises(ReplayMismatchError, match=r"linear\.weight was replaced"):
+        train(graphs, backend)
+
+
+def test_a_hook_that_is_added_to_a_layer_inside_a_step_is_refused(backend: GraphBackend) -> None:
+    module = Scaled().to(backend.device)
+    graphs = ChunkGraphs([module], [1], backend=backend)
+    graphs.capture([new_input(backend)])
+
+    def train_hooked() -> None:
+        with graphs.step(1):
+            module.linear.register_forward_hook(lambda *_: None)
+            graphs.callables[0](new_input(backend)).sum().backward()
+
+    with pytest.raises(ReplayMismatchError, match="hook was added to linear"):
+        train_hooked()
+
+
 @pytest.mark.parametrize("part", ["", "linear"])
 def test_another_mode_than_in_the_capture_is_refused(backend: GraphBackend, part: str) -> None:
     module = Scaled().to(backend.device)

@@ -20,8 +20,8 @@ from chunkgraph.megatron.features.experts.grouped_weights import as_one, zero_em
 
 __all__ = ["GroupedGemm", "add_biases", "choose_gemm", "grouped_linear"]
 
-_OLDEST_GPU = (9, 0)
-"""Other GPUs get a loop over experts from torch, which reads the ends on the host."""
+_GPUS = (9, 10)
+"""Compute capabilities; others get a loop over experts from torch that reads ends on the host."""
 _SUMMED = 8
 """Columns of the ones that sum rows: the fewest that are aligned."""
 
@@ -179,11 +179,12 @@ def choose_gemm(device: torch.device, dtype: torch.dtype) -> tuple[GroupedGemm |
     if not hasattr(torch, "_grouped_mm"):
         return None, f"torch {torch.__version__} has no _grouped_mm; install 2.8 or newer"
     capability = torch.cuda.get_device_capability(device)
-    if capability < _OLDEST_GPU:
+    if capability[0] not in _GPUS:
         number = ".".join(map(str, capability))
+        known = " or ".join(f"{major}.x" for major in _GPUS)
         return None, (
-            f"a GPU of compute capability {number}: torch._grouped_mm needs "
-            f"{'.'.join(map(str, _OLDEST_GPU))} or newer"
+            f"a GPU of compute capability {number}: torch._grouped_mm reads sizes on the host "
+            f"there, and on the device with {known}"
         )
     if dtype is not torch.bfloat16:
         return None, f"weights of {dtype}: torch._grouped_mm multiplies bfloat16; set bf16"

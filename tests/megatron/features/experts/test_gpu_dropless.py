@@ -1,0 +1,130 @@
+"""Experts that take all tokens on real GPUs: equal to eager training, run after run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+CONFIG = Path(__file__).resolve().parents[4] / "configs" / "bench" / "moe_ep1_dropless.yaml"
+SMALL = [
+    *("model.num_layers=4", "model.hidden_size=1024", "model.ffn_hidden_size=2048"),
+    *("moe.num_moe_experts=8", "moe.moe_router_topk=2", "moe.moe_ffn_hidden_size=512"),
+    *("model.seq_length=512", "train.num_microbatches=[4,1,2,7]", "train.deterministic=true"),
+]
+BIASED = [
+    *("moe.moe_router_score_function=sigmoid", "moe.moe_router_enable_expert_bias=true"),
+    *("moe.moe_router_load_balancing_type=seq_aux_loss", "moe.moe_layer_freq=[0,1,1,1]"),
+    "moe.moe_shared_expert_intermediate_size=512",
+]
+EP2 = ["pipeline.data_parallel_size=2", "pipeline.expert_model_parallel_size=2"]
+GATHERED = ["moe.moe_token_dispatcher_type=allgather"]
+
+pytestmark = [pytest.mark.megatron, pytest.mark.timeout(300)]
+
+
+def _train(settings: list[str], tmp_path: Path) -> dict[str, Any]:
+    report = tmp_path / "report.json"
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "chunkgraph.cli", "train", str(CONFIG), *SMALL, *settings),
+            *("--json", str(report)),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert report.exists(), f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    found: dict[str, Any] = json.loads(report.read_text(encoding="utf-8"))
+    return found
+
+
+def _check(found: dict[str, Any]) -> None:
+    """Replays are followed to rounding: Megatron's eager experts have kernels of their own."""
+    for step in found["steps"]:
+        assert step["loss_chunk"] == pytest.approx(step["loss_eager"], rel=1e-3)
+        assert step["grad_norm_chunk"] == pytest.approx(step["grad_norm_eager"], rel=2e-2)
+    assert all(step["replays"] for step in found["steps"][1:])
+    assert found["dropped_tokens"] == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param([], id="softmax"),
+        pytest.param(BIASED, id="biased"),
+        pytest.param([*BIASED, *GATHERED], id="gathered"),
+        pytest.param(["train.use_distributed_optimizer=true"], id="distributed"),
+    ],
+)
+def test_one_gpu(settings: list[str], tmp_path: Path) -> None:
+    _check(_train(settings, tmp_path))
+
+
+@pytest.mark.gpu
+def test_replays_have_the_bits_of_eager_passes_with_the_same_products(tmp_path: Path) -> None:
+    """`verify` ends the run where a bit differs."""
+    _check(_train([*BIASED, "capture.verify=shadow"], tmp_path))
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param(BIASED, id="alltoall"),
+        pytest.param([*BIASED, *GATHERED], id="allgather"),
+    ],
+)
+def test_two_gpus(settings: list[str], tmp_path: Path) -> None:
+    _check(_train([*EP2, *settings], tmp_path))
+
+
+@pytest.mark.gpu
+def test_products_equal_a_loop_whatever_the_ends() -> None:
+    """Captured once; experts without rows get gradients of zeros, not what memory held."""
+    from chunkgraph.megatron.features.experts.grouped_gemm import choose_gemm, grouped_linear
+
+    torch.manual_seed(1)
+    device, dtype = torch.device("cuda"), torch.bfloat16
+    gemm, text = choose_gemm(device, dtype)
+    if gemm is None:
+        pytest.skip(text)
+    rows = torch.randn(512, 128, device=device, dtype=dtype, requires_grad=True)
+    grads = torch.randn(512, 64, device=device, dtype=dtype)
+    weights = [
+        torch.randn(64, 128, device=device, dtype=dtype, requires_grad=True) for _ in range(4)
+    ]
+    ends = torch.tensor([100, 200, 300, 512], device=device, dtype=torch.int32)
+
+    def run() -> tuple[torch.Tensor, ...]:
+        out = grouped_linear(gemm, rows, ends, weights)
+        return out.detach(), *torch.autograd.grad(out, [rows, *weights], grads)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = run()
+    for numbers in ([0, 0, 512, 512], [17, 17, 300, 411], [0, 0, 0, 0]):
+        ends.copy_(torch.tensor(numbers))
+        for tensor in found:
+            tensor.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        begin = 0
+        for index, end in enumerate(numbers):
+            of_expert, of_rows = grads[begin:end], rows[begin:end].detach()
+            weight = weights[index].detach()
+            assert torch.allclose(found[0][begin:end], of_rows @ weight.t(), rtol=2e-2, atol=0.1)
+            assert torch.allclose(found[1][begin:end], of_expert @ weight, rtol=2e-2, atol=0.1)
+            assert torch.allclose(found[2 + index], of_expert.t() @ of_rows, rtol=2e-2, atol=0.1)
+            begin = end
