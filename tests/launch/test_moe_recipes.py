@@ -86,13 +86,21 @@ _REFUSED = (
     (
         _MIXTRAL,
         f"{_ALL_TO_ALL} {_ROOM} --moe-router-load-balancing-type sinkhorn",
-        "sinkhorn with a capacity",
+        "sinkhorn: sinkhorn iterates until a value that it reads on the host is small",
     ),
     (_MIXTRAL, f"{_ALL_TO_ALL} --fp8-format hybrid", "--fp8-format hybrid without --moe-expert-"),
     (_MIXTRAL, f"{_ALL_TO_ALL} --moe-expert-capacity-factor 1", "--moe-pad-expert-input-to-"),
     (_DEEPSEEK, f"{_ALL_TO_ALL} --moe-shared-expert-overlap", "--moe-shared-expert-overlap: "),
-    (_QWEN, "--moe-token-dispatcher-type flex", "-parallel-size 1 with DeepEP: it dispatches"),
-    (_QWEN, f"{_ALL_TO_ALL} --use-transformer-engine-op-fuser", "belongs to DeepEP's dispatch"),
+    (
+        _QWEN,
+        "--moe-token-dispatcher-type flex",
+        "-parallel-size 1 with --moe-flex-dispatcher-backend deepep: it dispatches",
+    ),
+    (
+        _QWEN,
+        f"{_ALL_TO_ALL} --use-transformer-engine-op-fuser",
+        "it belongs to --moe-token-dispatcher-type flex",
+    ),
 )
 
 
