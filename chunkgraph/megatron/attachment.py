@@ -50,7 +50,7 @@ __all__ = ["EngineOptions", "MegatronChunkGraphs", "attach", "config_of"]
 
 
 class EngineOptions(TypedDict, total=False):
-    """Keywords that `attach` passes on to `ChunkGraphs`.
+    """Further keywords of `attach`.
 
     Attributes:
         num_slots: Number of slots of each chunk. The default suffices for any number of
@@ -59,11 +59,14 @@ class EngineOptions(TypedDict, total=False):
         progress: Callback after every captured graph. It receives the number of captured graphs,
             the number of all graphs of this rank, and the free bytes of the device (None if
             unknown).
+        zero_copy: Receive from other stages directly into slots, and send input gradients from
+            slots, where that is safe (the default). False copies them; the results are the same.
     """
 
     num_slots: Sequence[int] | None
     backend: GraphBackend | None
     progress: OnCapture | None
+    zero_copy: bool
 
 
 def attach(
@@ -74,7 +77,6 @@ def attach(
     packing: PackedShape | PackingOptions | PackedBanks | None = None,
     token_drops: TokenDrops = "warn",
     stash: StashOptions | None = None,
-    zero_copy: bool = True,
     schedule: str = "auto",
     features: Iterable[type[Feature]] = FEATURES,
     **engine: Unpack[EngineOptions],
@@ -93,14 +95,11 @@ def attach(
             (`MegatronChunkGraphs.scope`).
         options: When and how to capture; default ``CaptureOptions()``.
         packing: Layout of packed sequences, the same on every rank. A `PackedShape` is one fixed
-            shape; `PackingOptions` adds shorter lengths and fewer sequences. Every training step
-            then takes the documents of all its microbatches (see
+            shape; `PackingOptions` adds shorter lengths and fewer sequences;
+            `PackedBanks.of_limits` is for context-parallel sizes that change. Training steps then
+            take the documents or banks of their microbatches (see
             `MegatronChunkGraphs.wrap_forward_backward`), and a step with a microbatch that does
-            not fit runs eagerly on all ranks. `PackedBanks.of_limits` is for context-parallel sizes
-            that change: every training step takes the bank of each microbatch, and its
-            ``packed_seq_params`` set ``cp_group`` and ``local_cp_size``. Such a model is built
-            with a static context-parallel size of 1 and `contexts.follow_groups`. A step with a
-            size that is not captured runs eagerly on all ranks.
+            not fit runs eagerly on all ranks.
         token_drops: Policy for tokens that an expert has no room for, which Megatron drops.
             ``count`` counts them (`MegatronChunkGraphs.dropped_tokens`). ``warn`` also warns at the
             first one, and refuses capacity factors below 1. ``raise`` raises TokenDropError on all
@@ -113,8 +112,6 @@ def attach(
             that hold a token. The eager steps before the capture measure the size. A step that
             runs out of pages runs again eagerly: it must begin without gradients, and its
             ``forward_step_func`` must not keep state.
-        zero_copy: Receive from other stages directly into slots, and send input gradients from
-            slots, where that is safe. False copies them; the results are the same.
         schedule: Schedule of training steps: a name in `chunkgraph.schedules.list_schedules`, or a
             CSV file of actions. ``auto`` leaves them to the function that
             `MegatronChunkGraphs.wrap_forward_backward` gets; any other schedule replaces it.
@@ -137,7 +134,7 @@ def attach(
         options=options if options is not None else CaptureOptions(),
         token_drops=token_drops,
         stash=stash,
-        zero_copy=zero_copy,
+        zero_copy=engine.pop("zero_copy", True),
         requested_slots=engine.pop("num_slots", None),
         requested_schedule=schedule,
     )
@@ -160,7 +157,7 @@ def attach(
             chunk_graphs,
             site.place,
             site.config,
-            zero_copy=zero_copy,
+            zero_copy=site.zero_copy,
             lends_input_grads=site.lends_input_grads,
             device=site.device,
             driver=driver,
