@@ -101,20 +101,17 @@ def attach(
             `MegatronChunkGraphs.wrap_forward_backward`), and a step with a microbatch that does
             not fit runs eagerly on all ranks.
         token_drops: Policy for tokens that an expert has no room for, which Megatron drops.
-            ``count`` counts them (`MegatronChunkGraphs.dropped_tokens`). ``warn`` also warns at the
-            first one, and refuses capacity factors below 1. ``raise`` raises TokenDropError on all
-            ranks at the end of the step's schedule, for which the host waits. ``rerun`` repeats
+            ``count`` counts them (`MegatronChunkGraphs.dropped_tokens`). ``warn`` also warns once,
+            and refuses capacity factors below 1. ``raise`` raises TokenDropError on all ranks at
+            the end of the step's schedule, for which the host waits. ``rerun`` repeats
             the step eagerly on all ranks with room for all tokens, and captures again with more
-            room, at most ``stash.max_recaptures`` times (2 without ``stash``). With DeepEP and a
-            rank budget only ``raise`` and ``rerun`` are possible: DeepEP reports only that a rank
-            was over its budget.
-        stash: Store the activations that experts save for the backward in pages, and only rows
-            that hold a token. The eager steps before the capture measure the size. A step that
-            runs out of pages runs again eagerly: it must begin without gradients, and its
-            ``forward_step_func`` must not keep state.
-        schedule: Schedule of training steps: a name in `chunkgraph.schedules.list_schedules`, or a
-            CSV file of actions. ``auto`` leaves them to the function that
-            `MegatronChunkGraphs.wrap_forward_backward` gets; any other schedule replaces it.
+            room, at most ``stash.max_recaptures`` times (2 without ``stash``). A rank budget of
+            DeepEP allows only ``raise`` and ``rerun``.
+        stash: Pages for what experts save for the backward. A step that runs out of them runs
+            again eagerly: it must begin without gradients, and its ``forward_step_func`` must not
+            keep state.
+        schedule: Name in `chunkgraph.schedules.list_schedules`, or a CSV file of actions, that
+            replaces Megatron's schedule in training steps; ``auto`` does not.
         features: Kinds of `Feature`, in order; those that apply are installed.
         engine: See `EngineOptions`.
 
