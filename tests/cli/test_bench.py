@@ -157,8 +157,7 @@ def test_experts_are_also_measured_without_a_capacity() -> None:
     assert "eager_dropless" not in chosen_variants(None, load_config(CONFIG, ["device=cuda"]))
     with pytest.raises(ConfigError, match="eager_dropless is for experts"):
         chosen_variants("eager,eager_dropless", load_config(CONFIG))
-    with pytest.raises(ConfigError, match="Megatron's dispatcher wants a GPU"):
-        chosen_variants("eager_dropless", load_config(EXPERTS_ON_CPU))
+    assert "eager_dropless" in chosen_variants("eager_dropless", load_config(EXPERTS_ON_CPU))
     packed = ["packing.max_packed_seqs=8", "train.micro_batch_size=1"]
     with pytest.raises(ConfigError, match="eager_dropless is Megatron's own dispatch"):
         chosen_variants("eager,eager_dropless", load_config(EXPERTS_IN_PIPELINE, packed))
