@@ -108,8 +108,7 @@ def attach(
             room, at most ``stash.max_recaptures`` times (2 without ``stash``). A rank budget of
             DeepEP allows only ``raise`` and ``rerun``.
         stash: Pages for what experts save for the backward. A step that runs out of them runs
-            again eagerly: it must begin without gradients, and its ``forward_step_func`` must not
-            keep state.
+            again eagerly: it must begin without gradients, and its forward step keep no state.
         schedule: Name in `chunkgraph.schedules.list_schedules`, or a CSV file of actions, that
             replaces Megatron's schedule in training steps; ``auto`` does not.
         features: Kinds of `Feature`, in order; those that apply are installed.
