@@ -138,7 +138,7 @@ def test_context_parallelism_pads_documents(tmp_path, capsys):
         (["--bytes-per-token", "0"], "--bytes-per-token 0 is not above 0"),
         (["--bytes-per-token", "nan"], "--bytes-per-token nan is not above 0"),
         (["--plot", "none/x.png"], "none does not exist"),
-        (["--plot", "x.txt"], "ends in .png, .svg or .pdf"),
+        (["--plot", "x.txt"], "must end in .png, .svg or .pdf"),
     ],
 )
 def test_wrong_arguments_end_with_2_and_one_line(numbers, capsys, arguments, message):

@@ -61,6 +61,7 @@ CHANGES: dict[str, dict[str, list[str]]] = {
             "virtual_pipeline_model_parallel_size=2",
             "microbatch_group_size_per_vp_stage=3",
         ],
+        "schedule": ["schedule=zb-h1"],
         "tensor_model_parallel_size": ["tensor_model_parallel_size=2"],
         "sequence_parallel": ["tensor_model_parallel_size=2", "sequence_parallel=true"],
         "context_parallel_size": ["context_parallel_size=2"],

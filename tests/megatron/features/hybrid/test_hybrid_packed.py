@@ -367,7 +367,7 @@ def test_the_rows_of_earlier_releases_are_the_same_without_the_host(chunks: list
         (lambda m: setattr(m.config, "use_mamba_mem_eff_path", False), "use_mamba_mem_eff_path"),
         (lambda m: setattr(m.config, "fp8", "hybrid"), "fp8='hybrid' with hybrid model"),
         (lambda m: setattr(m, "mtp_num_depths", 1), "with multi-token prediction its stage"),
-        (lambda m: m.decoder.layer_type_list.append("D"), r"sparse attention's \(D\)"),
+        (lambda m: m.decoder.layer_type_list.append("D"), r"sparse attention \(D\)"),
         (lambda m: m.decoder.layer_type_list.append("G"), r"gated delta nets \(G\)"),
     ],
 )
