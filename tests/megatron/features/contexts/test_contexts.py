@@ -11,18 +11,14 @@ from typing import Any
 import pytest
 import torch
 from context_probe import BankedGraphs
-from refused import refused
 from torch import nn
 
 from chunkgraph.engine import CaptureOptions
 from chunkgraph.errors import ConfigError, ReplayMismatchError, SlotError, TopologyError
 from chunkgraph.megatron.features.contexts import (
     ContextGroups,
-    HeldGroups,
     follow_groups,
-    groups_put_back,
 )
-from chunkgraph.megatron.features.contexts.feature import Contexts
 from chunkgraph.megatron.features.packing.bank import PackedBank, ScheduledBanks, digest_of_plan
 from chunkgraph.megatron.features.packing.banks import PackedBanks
 from chunkgraph.megatron.features.packing.derived_calls import derived_call
@@ -323,35 +319,6 @@ def test_a_call_of_another_bank_is_as_that_bank_would_have_it(groups: ContextGro
         derived_call(0, (torch.ones(8, 1),), {"mask": torch.ones(32, 2)}, every[0], every[2])
 
 
-def test_modules_get_their_groups_back() -> None:
-    outer = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    outer[0].cp_group = outer[0].tp_cp_group = "before"
-    with groups_put_back([outer, outer[0]]):
-        outer[0].cp_group = outer[1].cp_group = outer[1].cp_stream = "of the last bank"
-        outer[0].tp_cp_group = "a router's, of the last bank"
-    assert outer[0].cp_group == outer[0].tp_cp_group == "before"
-    assert not hasattr(outer[1], "cp_group")
-    assert not hasattr(outer[1], "cp_stream")
-
-
-def test_a_replayed_step_walks_over_no_modules() -> None:
-    """Those that hold a group are found before a capture session; eager steps look at all."""
-    outer = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    outer[0].cp_group = "before"
-    held = HeldGroups([outer, outer[0]])
-    with held.put_back(is_replayed=False):  # the warmup: attention gets the attribute
-        outer[0].cp_group = outer[1].cp_group = "of its first call"
-    assert (outer[0].cp_group, hasattr(outer[1], "cp_group")) == ("before", False)
-    outer[1].cp_group = "the user's"
-    held.find()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(nn.Module, "named_modules", None)  # what modules() goes through
-        with held.put_back(is_replayed=True):
-            outer[0].cp_group = outer[1].cp_group = outer[1].cp_stream = "of the last bank"
-    assert (outer[0].cp_group, outer[1].cp_group) == ("before", "the user's")
-    assert not hasattr(outer[1], "cp_stream")
-
-
 class _Attention(nn.Module):
     """As far as Megatron's attention is looked at; remembers the group that it turned with."""
 
@@ -380,31 +347,6 @@ def test_attention_turns_with_the_group_of_the_call() -> None:
     groups = ["of four", "the model's", "of two", "of four", "the model's", "the model's"]
     assert attention.seen == [(group, "as it is") for group in groups]
     assert own.cp == "the model's"
-
-
-@pytest.mark.parametrize("may_run_anew", [False, True])
-def test_a_step_is_announced_behind_one_that_may_run_anew(may_run_anew: bool) -> None:
-    from chunkgraph.engine import StepMode
-    from chunkgraph.megatron.attached import MegatronChunkGraphs
-
-    told: list[str] = []
-    graphs: Any = SimpleNamespace(
-        features=SimpleNamespace(
-            planner=SimpleNamespace(
-                refuse_unknown=lambda _: None, announce=lambda inputs: (inputs.misfit, 0)
-            )
-        ),
-        guard=object() if may_run_anew else None,
-        engine=SimpleNamespace(
-            mode=StepMode.REPLAY, announce=lambda misfit, **_: told.append(misfit)
-        ),
-    )
-    if may_run_anew:
-        with pytest.raises(SlotError, match=r"may run again.*Announce it after that step"):
-            MegatronChunkGraphs.announce(graphs, misfit="inside", contexts=[])
-        graphs.engine.mode = StepMode.OUTSIDE
-    MegatronChunkGraphs.announce(graphs, misfit="outside", contexts=[])
-    assert told == ["outside"]
 
 
 def test_what_a_step_is_told(groups: ContextGroups) -> None:
@@ -456,24 +398,6 @@ def test_what_a_step_is_told(groups: ContextGroups) -> None:
         begin([four], "", 3)
     with pytest.raises(ReplayMismatchError, match="another process group"):
         begin([replace(four, group=object())], "", 1)
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"fp8": "hybrid"}, "fp8='hybrid': scales of ranks"),
-        ({"context_parallel_size": 2}, "context_parallel_size=2: the groups are cut"),
-        ({"mtp_num_layers": 1}, "mtp_num_layers=1: several tokens"),
-        (
-            {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]},
-            "recompute_modules=['mla_up_proj']: mla_up_proj would be recomputed",
-        ),
-    ],
-)
-def test_what_sizes_that_change_cannot_go_with(settings: dict[str, Any], said: str) -> None:
-    (found,) = refused(Contexts.rules, settings, context_parallel_sizes=(1, 2))
-    assert found.startswith(f"packing=PackedBanks.of_limits(...) with {said}")
-    assert refused(Contexts.rules, settings) == []
 
 
 @pytest.mark.parametrize("num_passes", [None, 0, 1, 2])

@@ -1,0 +1,89 @@
+"""Models whose context-parallel size changes: groups, announcements and refusals."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from refused import refused
+from torch import nn
+
+from chunkgraph.errors import SlotError
+from chunkgraph.megatron.features.contexts import (
+    HeldGroups,
+    groups_put_back,
+)
+from chunkgraph.megatron.features.contexts.feature import Contexts
+
+
+def test_modules_get_their_groups_back() -> None:
+    outer = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    outer[0].cp_group = outer[0].tp_cp_group = "before"
+    with groups_put_back([outer, outer[0]]):
+        outer[0].cp_group = outer[1].cp_group = outer[1].cp_stream = "of the last bank"
+        outer[0].tp_cp_group = "a router's, of the last bank"
+    assert outer[0].cp_group == outer[0].tp_cp_group == "before"
+    assert not hasattr(outer[1], "cp_group")
+    assert not hasattr(outer[1], "cp_stream")
+
+
+def test_a_replayed_step_walks_over_no_modules() -> None:
+    """Those that hold a group are found before a capture session; eager steps look at all."""
+    outer = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    outer[0].cp_group = "before"
+    held = HeldGroups([outer, outer[0]])
+    with held.put_back(is_replayed=False):  # the warmup: attention gets the attribute
+        outer[0].cp_group = outer[1].cp_group = "of its first call"
+    assert (outer[0].cp_group, hasattr(outer[1], "cp_group")) == ("before", False)
+    outer[1].cp_group = "the user's"
+    held.find()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nn.Module, "named_modules", None)  # what modules() goes through
+        with held.put_back(is_replayed=True):
+            outer[0].cp_group = outer[1].cp_group = outer[1].cp_stream = "of the last bank"
+    assert (outer[0].cp_group, outer[1].cp_group) == ("before", "the user's")
+    assert not hasattr(outer[1], "cp_stream")
+
+
+@pytest.mark.parametrize("may_run_anew", [False, True])
+def test_a_step_is_announced_behind_one_that_may_run_anew(may_run_anew: bool) -> None:
+    from chunkgraph.engine import StepMode
+    from chunkgraph.megatron.attached import MegatronChunkGraphs
+
+    told: list[str] = []
+    graphs: Any = SimpleNamespace(
+        features=SimpleNamespace(
+            planner=SimpleNamespace(
+                refuse_unknown=lambda _: None, announce=lambda inputs: (inputs.misfit, 0)
+            )
+        ),
+        guard=object() if may_run_anew else None,
+        engine=SimpleNamespace(
+            mode=StepMode.REPLAY, announce=lambda misfit, **_: told.append(misfit)
+        ),
+    )
+    if may_run_anew:
+        with pytest.raises(SlotError, match=r"may run again.*Announce it after that step"):
+            MegatronChunkGraphs.announce(graphs, misfit="inside", contexts=[])
+        graphs.engine.mode = StepMode.OUTSIDE
+    MegatronChunkGraphs.announce(graphs, misfit="outside", contexts=[])
+    assert told == ["outside"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"fp8": "hybrid"}, "fp8='hybrid': scales of ranks"),
+        ({"context_parallel_size": 2}, "context_parallel_size=2: the groups are cut"),
+        ({"mtp_num_layers": 1}, "mtp_num_layers=1: several tokens"),
+        (
+            {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]},
+            "recompute_modules=['mla_up_proj']: mla_up_proj would be recomputed",
+        ),
+    ],
+)
+def test_what_sizes_that_change_cannot_go_with(settings: dict[str, Any], said: str) -> None:
+    (found,) = refused(Contexts.rules, settings, context_parallel_sizes=(1, 2))
+    assert found.startswith(f"packing=PackedBanks.of_limits(...) with {said}")
+    assert refused(Contexts.rules, settings) == []

@@ -1,0 +1,246 @@
+"""What `attach` refuses, by name, before it changes the model."""
+
+from __future__ import annotations
+
+import importlib.util
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from refused import refused
+from torch import nn
+
+from chunkgraph.errors import ConfigError
+from chunkgraph.megatron.refusals import MODEL_RULES
+
+pytestmark = [pytest.mark.megatron, pytest.mark.timeout(60)]
+
+
+def _block(chunks: list[nn.Module]) -> Any:
+    return next(
+        m for m in chunks[0].modules() if hasattr(m, "set_input_tensor") and hasattr(m, "layers")
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("fp4", "e2m1"),
+        ("distribute_saved_activations", True),
+        ("cpu_offloading", True),
+        ("fine_grained_activation_offloading", True),
+        ("overlap_moe_expert_parallel_comm", True),
+        ("delay_wgrad_compute", True),
+        ("hybrid_context_parallel", True),
+        ("variable_seq_lengths", True),
+        ("enable_autocast", True),
+        ("num_microbatches_with_partial_activation_checkpoints", 1),
+        ("gtp_weight_remat_size", 2),
+        ("expert_gtp_weight_remat_size", 2),
+        ("experimental_attention_variant", "dsa"),
+        ("overlap_dispatch_backward_with_experts_wgrad", True),
+        ("use_transformer_engine_op_fuser", True),
+        ("cuda_graph_impl", "local"),
+    ],
+)
+def test_unsupported_settings_are_refused_by_name(
+    chunks: list[nn.Module], name: str, value: object
+) -> None:
+    from chunkgraph.megatron.attachment import attach
+
+    setattr(chunks[0].config, name, value)
+    with pytest.raises(ConfigError, match=rf"{name}={value!r}"):
+        attach(chunks)
+    assert "forward" not in _block(chunks).__dict__
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("fp8_param", True, "fp8_param=True: the optimizer writes FP8 weights"),
+        ("fp8_dot_product_attention", True, "fp8_dot_product_attention=True"),
+        ("fp8_recipe", "mxfp8", "fp8_recipe='mxfp8': its quantizers are untested"),
+        (
+            "use_transformer_engine_op_fuser",
+            True,
+            "use_transformer_engine_op_fuser=True with fp8=",
+        ),
+        ("recompute_granularity", "full", "recompute_granularity='full' with fp8='e4m3'"),
+    ],
+)
+def test_what_does_not_go_with_fp8_is_refused(
+    chunks: list[nn.Module], name: str, value: object, message: str
+) -> None:
+    from chunkgraph.megatron.features.fp8.feature import Fp8State
+
+    config = chunks[0].config
+    rules = (*MODEL_RULES, *Fp8State.rules)
+    facts = {"is_rng_graph_safe": True, "has_transformer_engine": True}
+    config.fp8, config.fp8_recipe = "e4m3", "tensorwise"
+    assert refused(rules, vars(config), **facts) == []
+    setattr(config, name, value)
+    (found,) = refused(rules, vars(config), **facts)
+    assert found.startswith(message)
+
+
+def test_only_one_update_of_delayed_scales_fits_in_a_backward() -> None:
+    from chunkgraph.megatron.scope_choice import SCOPE_RULES
+
+    settings = {"fp8": "e4m3", "fp8_recipe": "delayed", "mtp_num_layers": 1}
+    (found,) = refused(SCOPE_RULES, settings, scope="chunk")
+    assert found.startswith("scope='chunk' with fp8_recipe='delayed' and mtp_num_layers: ")
+    assert refused(SCOPE_RULES, settings, scope="block") == []
+    assert refused(SCOPE_RULES, {**settings, "fp8_recipe": "tensorwise"}, scope="chunk") == []
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("transformer_engine") is not None,
+    reason="Transformer Engine is installed",
+)
+def test_fp8_needs_transformer_engine(chunks: list[nn.Module]) -> None:
+    from chunkgraph.megatron.attachment import attach
+
+    chunks[0].config.fp8, chunks[0].config.fp8_recipe = "e4m3", "delayed"
+    with pytest.raises(ConfigError, match=r"fp8='e4m3': it needs Transformer Engine.*\[te\]"):
+        attach(chunks)
+
+
+def test_several_refusals_are_told_at_once(chunks: list[nn.Module]) -> None:
+    from chunkgraph.megatron.attachment import attach
+
+    chunks[0].config.cpu_offloading = True
+    chunks[0].config.num_moe_experts = 2
+    chunks[0].config.moe_shared_expert_overlap = True
+    with pytest.raises(ConfigError, match=r"(?s)cpu_offloading.*moe_shared_expert_overlap"):
+        attach(chunks)
+
+
+def test_rows_of_several_lengths_of_contexts_are_refused(
+    chunks: list[nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stages would receive all microbatches with the rows of the longest, and so would experts."""
+    from chunkgraph.megatron import attach
+    from chunkgraph.megatron.features.contexts import ContextGroups, follow_groups
+    from chunkgraph.megatron.features.packing.banks import PackedBanks
+    from chunkgraph.megatron.topology import PipelinePlace
+    from chunkgraph.packing import ContextLimits
+
+    limits = ContextLimits(world_size=1, max_tokens_per_rank=8, max_packed_seqs=3)
+    banks = PackedBanks.of_limits(limits, ContextGroups([0], {1: None}), buckets=[4])
+    with pytest.raises(ConfigError, match=r"self_attention of model chunk 0 .*follow_groups"):
+        attach(chunks, packing=banks)
+    undo = follow_groups(chunks)
+    attach(chunks, packing=banks).detach()
+    banks.groups.close()
+    chunks[0].config.expert_model_parallel_size = 2
+    with pytest.raises(ConfigError, match=r"\(buckets=...\) and experts on several ranks"):
+        attach(chunks, packing=banks)
+    chunks[0].config.expert_model_parallel_size = 1
+    place = PipelinePlace(rank=0, pipeline_rank=0, pipeline_size=2, num_chunks=1, group_size=2)
+    monkeypatch.setattr(PipelinePlace, "current", lambda *_: place)
+    with pytest.raises(ConfigError, match=r"lengths \(buckets=...\) in a pipeline"):
+        attach(chunks, packing=banks)
+    undo()
+    with pytest.raises(ConfigError, match="follow_groups"):
+        attach(chunks, packing=PackedBanks.of_limits(limits, banks.groups))
+
+
+def test_padding_that_is_not_counted_is_told_where_sizes_change(
+    chunks: list[nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where heads share keys; `test_attention_limits` says which these are."""
+    from chunkgraph.megatron import attach
+    from chunkgraph.megatron.features.contexts import ContextGroups, feature, follow_groups
+    from chunkgraph.megatron.features.packing.banks import PackedBanks
+    from chunkgraph.packing import ContextLimits
+
+    monkeypatch.setattr(
+        feature,
+        "needs_tokens_in_pieces",
+        lambda _, __, limits=None: not limits.counts_padding,
+    )
+    limits = ContextLimits(world_size=1, max_tokens_per_rank=8, max_packed_seqs=3)
+    undo = follow_groups(chunks)
+    with pytest.warns(UserWarning, match=r"rank 0: heads share keys.*counts_padding=True") as told:
+        attach(
+            chunks, packing=PackedBanks.of_limits(limits, ContextGroups([0], {1: None}))
+        ).detach()
+    assert told[0].filename == __file__
+    banks = PackedBanks.of_limits(
+        replace(limits, counts_padding=True), ContextGroups([0], {1: None})
+    )
+    assert banks.keys[0].shape.counts_padding
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        attach(chunks, packing=banks).detach()
+    undo()
+
+
+@pytest.mark.parametrize(
+    ("name", "successor"),
+    [
+        (
+            "buckets",
+            r"packing=PackingOptions\(shape, buckets=...\), or PackedBanks.of_limits\(..., buckets",
+        ),
+        ("seq_buckets", r"packing=PackingOptions\(shape, seq_buckets=...\), or PackedBanks"),
+        ("fills_rows", r"packing=PackingOptions\(shape, fills_rows=...\)"),
+        ("contexts", r"packing=PackedBanks.of_limits\(...\)"),
+        ("sequences", None),
+    ],
+)
+def test_a_keyword_of_before_names_its_successor(
+    chunks: list[nn.Module], name: str, successor: str | None
+) -> None:
+    from chunkgraph.megatron import attach
+
+    instead = rf"\. Use {successor}.*" if successor else ""
+    with pytest.raises(ConfigError, match=rf"^attach\(\) takes no {name}=\.\.\.{instead}"):
+        attach(chunks, **{name: [4]})  # type: ignore[arg-type]
+
+
+def test_fully_sharded_parameters_are_refused(chunks: list[nn.Module]) -> None:
+    from chunkgraph.megatron.attachment import attach
+
+    class FullyShardedDataParallel(nn.Module):
+        def __init__(self, module: nn.Module) -> None:
+            super().__init__()
+            self.module = module
+
+    with pytest.raises(ConfigError, match="FSDP"):
+        attach([FullyShardedDataParallel(chunks[0])])
+
+
+def test_swapped_messages_between_two_ranks_are_refused(chunks: list[nn.Module]) -> None:
+    config = chunks[0].config
+    config.pipeline_model_parallel_size, config.batch_p2p_comm = 2, True
+    facts = {"is_rng_graph_safe": True, "num_model_chunks": 2}
+    (refusal,) = refused(MODEL_RULES, vars(config), **facts)
+    assert "overlap_p2p_comm=True" in refusal
+    config.overlap_p2p_comm = True
+    assert refused(MODEL_RULES, vars(config), **facts) == []
+
+
+def test_dropout_needs_a_graph_safe_tracker(
+    chunks: list[nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    from chunkgraph.megatron.attachment import attach
+
+    monkeypatch.setattr(get_cuda_rng_tracker(), "use_cudagraphable_rng", False)
+    with pytest.raises(ConfigError, match="graph-safe"):
+        attach(chunks)
+    chunks[0].config.hidden_dropout = 0.0
+    attach(chunks).detach()
+
+
+def test_other_modules_are_refused(one_rank: torch.device) -> None:
+    from chunkgraph.megatron.attachment import attach
+
+    with pytest.raises(ConfigError, match="not a Megatron-core model"):
+        attach([nn.Linear(2, 2)])
+    with pytest.raises(ConfigError, match="no model chunk"):
+        attach([])

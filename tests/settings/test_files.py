@@ -1,0 +1,112 @@
+"""Configuration files: what they extend, and errors with their place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from chunkgraph.errors import ConfigError
+from chunkgraph.settings import (
+    load_config,
+    load_with_origins,
+)
+
+SMALL: dict[str, Any] = {
+    "model": {
+        "num_layers": 8,
+        "hidden_size": 64,
+        "ffn_hidden_size": 128,
+        "num_attention_heads": 4,
+        "seq_length": 32,
+    },
+    "pipeline": {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
+    "train": {"num_microbatches": [4, 6]},
+}
+
+
+def _write(folder: Path, **files: Any) -> None:
+    for name, values in files.items():
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(values))
+
+
+def test_a_file_holds_what_differs_from_its_base(tmp_path: Path) -> None:
+    (tmp_path / "inner").mkdir()
+    _write(
+        tmp_path,
+        base=SMALL,
+        middle={"extends": "base.yaml", "name": "middle", "train": {"lr": 0.5}},
+    )
+    _write(
+        tmp_path / "inner",
+        top={"extends": "../middle.yaml", "model": {"num_layers": 12}, "train": {"seed": 7}},
+    )
+    loaded = load_with_origins(tmp_path / "inner" / "top.yaml", ["train.seed=8"])
+    config = loaded.config
+    assert (config.name, config.train.lr, config.train.seed) == ("middle", 0.5, 8)
+    assert (config.model.num_layers, config.model.hidden_size) == (12, 64)
+    origins = {
+        key: Path(loaded.origins[key]).name
+        for key in ("model.hidden_size", "train.lr", "model.num_layers", "train.seed")
+    }
+    assert list(origins.values()) == ["base.yaml", "middle.yaml", "top.yaml", "override"]
+    assert "bench.num_steps" not in loaded.origins
+
+
+@pytest.mark.parametrize(
+    ("base", "parts"),
+    [
+        ("top.yaml", ["extends itself: ", "top.yaml -> ", "Remove one 'extends'"]),
+        ("round.yaml", ["extends itself: ", "round.yaml -> "]),
+        ("missing.yaml", ["top.yaml: cannot extend its base", "missing.yaml", "cannot read"]),
+        (3, ["extends: expected the path of one file; got 3"]),
+        (["a", "b"], ["extends: expected the path of one file; got ['a', 'b'] (list)"]),
+        ("text.yaml", ["text.yaml: expected sections"]),
+    ],
+)
+def test_a_base_that_cannot_be_used(tmp_path: Path, base: object, parts: list[str]) -> None:
+    _write(tmp_path, top={**SMALL, "extends": base}, round={"extends": "top.yaml"}, text="text")
+    with pytest.raises(ConfigError) as caught:
+        load_config(tmp_path / "top.yaml")
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_a_loop_of_links_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with pytest.raises(ConfigError, match="cannot read"):
+        load_config(tmp_path / "loop")
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("", ["expected sections", "nothing (null)"]),
+        ("[1, 2]", ["expected sections"]),
+        ("model: {num_layers: 1\n", ["line", "not valid YAML"]),
+        ("a: 1\na: 2\n", ["line 2", "'a' is written twice"]),
+        ("train: {num_microbatches: [1]}", ["model is missing and has no default"]),
+        ("model: {num_layers: 1}\ntrain: {num_microbatches: [1]}", ["model.hidden_size is miss"]),
+        ("model: {numlayers: 1}", ["model.numlayers", "Did you mean 'num_layers'?"]),
+        ("name: 3\nmodel: 4\ntrain: 5", ["model: expected a section", "4 (whole number)"]),
+        ("? [a]\n: 1", ["line 1, column 3: a key must be one word"]),
+    ],
+)
+def test_bad_file_is_named_with_the_place(tmp_path: Path, text: str, parts: list[str]) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    for part in [str(path), *parts]:
+        assert part in str(caught.value)
+
+
+def test_unreadable_files(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"missing\.yaml: cannot read.*No such file"):
+        load_config(tmp_path / "missing.yaml")
+    binary = tmp_path / "binary.yaml"
+    binary.write_bytes(b"name: \xff")
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        load_config(binary)
