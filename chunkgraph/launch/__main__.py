@@ -46,7 +46,7 @@ _PROG = "python -m chunkgraph.launch"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line as one rank; returns the exit code."""
+    """Run the command line as one rank; return the exit code."""
     try:
         options = parse_options(sys.argv[1:] if argv is None else argv, _PROG)
     except ChunkGraphError as error:
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_as_rank(options: LaunchOptions) -> int:
-    """Run the script as one rank, and report what goes wrong; returns the exit code."""
+    """Run the script as one rank, and report errors; return the exit code."""
     folder = os.environ.get(REPORT_FOLDER_VARIABLE)
     rank = _rank_variables()
     if folder is not None or "TORCHELASTIC_RUN_ID" in os.environ:
@@ -64,8 +64,8 @@ def run_as_rank(options: LaunchOptions) -> int:
     if folder is not None:
         _join_launcher(Path(folder), rank)
     try:
-        if folder is None:  # the launcher has said it
-            _check_and_say(options, rank)
+        if folder is None:  # otherwise the launcher did this
+            _check_processes(options, rank)
         code = run_script(options)
     except Exception as error:  # noqa: BLE001 - the outermost frame: everything is reported
         return _report(error, rank, Path(folder) if folder is not None else None)
@@ -81,23 +81,23 @@ def run_script(options: LaunchOptions) -> int:
         The script's exit code.
 
     Raises:
-        Exception: whatever the script raised.
-        ConfigError: the flags cannot go together.
+        Exception: Any exception of the script.
+        ConfigError: The flags cannot be combined.
     """
     script_args = list(options.script_args)
     world_size = os.environ.get("WORLD_SIZE", "1")
     if world_size != "1" and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         raise ConfigError(
             f"This is one of {world_size} processes, but MASTER_ADDR and MASTER_PORT "
-            "do not say where rank 0 is. Export both in the job script, or start the processes by "
+            "are not set. Export the address of rank 0 in both, or start the processes with "
             "torchrun or chunkgraph launch."
         )
     if options.device == "cpu":
-        # Read when torch is imported: Megatron compiles small functions, for a GPU.
+        # Megatron compiles small functions for a GPU; torch reads the variable at import.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-        # Megatron looks for it with tensor parallelism; on GPUs it is the user's to set.
+        # Megatron requires it with tensor parallelism; on GPUs the user sets it.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    # As Python does with a script; a checkout's own `megatron` lies beside it.
+    # As Python does for a script; in a checkout, `megatron` is next to the script.
     sys.path.insert(0, str(options.script.resolve().parent))
     with contextlib.ExitStack() as stack:
         with collector_paused():
@@ -119,41 +119,41 @@ def run_script(options: LaunchOptions) -> int:
             runpy.run_path(str(options.script), run_name="__main__")
         except SystemExit as error:
             code = _exit_code(error)
-            is_over = hooks.was_parsed  # else it was asked for help
+            is_over = hooks.was_parsed  # otherwise this was --help
         if code == 0 and is_over and os.environ.get("RANK", "0") == "0":
-            _say_if_unused(options, hooks)
+            _warn_if_unused(options, hooks)
     if options.device == "cpu" and code == 0:
-        # Ranks were seen to end with SIGABRT ("terminate called without an active exception")
-        # behind a training that was over. Likely, not shown: a thread of gloo frees its tensors a
-        # moment after who waits is told of the result, and Python ends meanwhile.
+        # Ranks sometimes ended with SIGABRT ("terminate called without an active exception") after
+        # a complete training. The likely cause, not proven: a gloo thread frees its tensors shortly
+        # after it reports the result, while Python is already exiting.
         time.sleep(0.1)
     return code
 
 
-def _say_if_unused(options: LaunchOptions, hooks: ChunkGraphsInPretrain) -> None:
-    """A script with a training loop of its own would run eagerly without a word."""
+def _warn_if_unused(options: LaunchOptions, hooks: ChunkGraphsInPretrain) -> None:
+    """Warn that the flags had no effect, as in a script with its own training loop."""
     if hooks.was_parsed:
         is_unused = hooks.flags is not None and not hooks.has_trained
-        what = "trained nothing by Megatron's pretrain()"
+        reason = "trained nothing with Megatron's pretrain()"
     else:
         is_unused = any(arg.partition("=")[0] == GRANULARITY for arg in options.script_args)
-        what = "never parsed Megatron's arguments"
+        reason = "never parsed Megatron's arguments"
     if not is_unused:
         return
     sys.stderr.write(
-        f"WARNING: chunk graphs: {options.script.name} {what}, so that {GRANULARITY} had no "
-        "effect. In a training loop of one's own call chunkgraph.megatron.attach().\n"
+        f"WARNING: chunk graphs: {options.script.name} {reason}, so {GRANULARITY} had no "
+        "effect. In your own training loop, call chunkgraph.megatron.attach().\n"
     )
 
 
-def _check_and_say(options: LaunchOptions, rank: int) -> None:
-    """What ``chunkgraph launch`` says before it starts processes, where others started them."""
+def _check_processes(options: LaunchOptions, rank: int) -> None:
+    """Check options and print notes, as ``chunkgraph launch`` does, under another launcher."""
     num_processes = int(os.environ["WORLD_SIZE"])
-    if options.is_nproc_given:
+    if options.has_nproc_option:
         raise ConfigError(
-            f"--nproc-per-node {options.nproc}: this process is one of {num_processes} that were "
-            "started already, and starts no others. Give the number to what starts them (torchrun, "
-            "srun), or run chunkgraph launch by itself."
+            f"--nproc-per-node {options.nproc}: this process is already one of {num_processes} "
+            "processes, and starts no others. Pass the number to their launcher (torchrun, srun), "
+            "or run chunkgraph launch without one."
         )
     if rank == 0:
         for note in (*options.notes, *options.notes_on_processes(num_processes)):
@@ -168,7 +168,7 @@ def _exit_code(error: SystemExit) -> int:
 
 
 def _explain_in_one_line(parser: argparse.ArgumentParser) -> None:
-    """Megatron's usage is several hundred lines, from every rank."""
+    """Replace argparse's error, which prints Megatron's long usage on every rank."""
 
     def error(message: str) -> None:
         hint = ""
@@ -183,9 +183,9 @@ def _explain_in_one_line(parser: argparse.ArgumentParser) -> None:
 
 
 def _rank_variables() -> int:
-    """This process's rank; Slurm's variables are given the names that Megatron reads."""
+    """Return this process's rank; copy Slurm's variables to the names that Megatron reads."""
     slurm = {"RANK": "SLURM_PROCID", "LOCAL_RANK": "SLURM_LOCALID", "WORLD_SIZE": "SLURM_NTASKS"}
-    # A shell of salloc's has the number of tasks, but is none of them.
+    # In a shell of salloc only the number of tasks is set.
     if "RANK" not in os.environ and all(name in os.environ for name in slurm.values()):
         for name, of_slurm in slurm.items():
             os.environ.setdefault(name, os.environ[of_slurm])
@@ -199,13 +199,13 @@ def _rank_variables() -> int:
 
 
 def _join_launcher(folder: Path, rank: int) -> None:
-    # Ctrl-C reaches the whole terminal; the launcher alone decides what it means.
+    # Ctrl-C reaches every process of the terminal; only the launcher handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     write_whole(folder / f"pid_rank{rank}", str(os.getpid()))
 
 
 def _report(error: Exception, rank: int, folder: Path | None) -> int:
-    """Say what went wrong; to the launcher, which says it once for all ranks, if there is one."""
+    """Report an error; through the launcher, if there is one, which prints it once."""
     if not isinstance(error, ChunkGraphError):
         traceback.print_exception(error)
     if folder is not None:

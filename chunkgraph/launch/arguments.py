@@ -1,4 +1,4 @@
-"""Megatron's arguments under `--cuda-graph-granularity chunk`: refused by name, or adjusted."""
+"""Refuse or adjust Megatron's arguments under `--cuda-graph-granularity chunk`."""
 
 from __future__ import annotations
 
@@ -73,11 +73,11 @@ _PROGRAM_RULES = (
     Rule(f"qk_clip: {_LOGITS}"),
     Rule(f"log_max_attention_logit: {_LOGITS}"),
 )
-"""Those of arguments that a script may still change after they were parsed."""
+"""Rules for arguments that a script may still change after parsing."""
 
 
 class _AsConfig:
-    """Arguments by the names of TransformerConfig's fields, where those differ."""
+    """Parsed arguments under the names of TransformerConfig's fields."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
@@ -89,7 +89,7 @@ class _AsConfig:
             return kinds[0] if kinds else torch.float32
         names = {"num_moe_experts": "num_experts", "gated_linear_unit": "swiglu"}
         value = getattr(self._args, names.get(name, name), None)
-        # What Megatron makes of its flags before it builds the model.
+        # As Megatron resolves its flags before it builds the model.
         if name == "recompute_granularity" and getattr(self._args, "recompute_activations", False):
             return "selective"
         if name == "recompute_modules" and value is None:
@@ -98,36 +98,37 @@ class _AsConfig:
 
 
 def settle_arguments(args: argparse.Namespace, *, on_cpu: bool) -> GraphFlags | None:
-    """Check ``args`` as the user gave them, and make Megatron leave the graphs to us.
+    """Check ``args`` as parsed, and turn off Megatron's own graphs.
 
-    With granularity ``layer`` nothing is changed.
+    Granularity ``layer`` changes nothing.
 
     Args:
-        args: parsed, but not yet validated by Megatron; changed in place.
-        on_cpu: whether the CPU host is in force, whose random numbers every graph can repeat.
+        args: Parsed arguments, not yet validated by Megatron; changed in place.
+        on_cpu: Whether the CPU host is active, whose random numbers every graph can repeat.
 
     Returns:
-        What to capture, or None for granularity ``layer``.
+        The flags of chunk graphs, or None for granularity ``layer``.
 
     Raises:
-        ConfigError: naming every flag that cannot go together with ``chunk``, or has a wrong value.
+        ConfigError: Flags cannot be combined with ``chunk``, or have wrong values; the error lists
+            all of them.
     """
-    flags, wrong = read_flags(args)
+    flags, problems = read_flags(args)
     if flags is None:
-        if wrong:
-            raise ConfigError("\n".join(wrong))
+        if problems:
+            raise ConfigError("\n".join(problems))
         forget_defaults(args)
         return None
     facts = _facts(args, flags, on_cpu=on_cpu)
     broken = _refusals(args, flags, facts)
-    if wrong and not broken:
-        raise ConfigError("\n".join(wrong))
-    _refuse([*(text.rstrip(".") for text in wrong), *broken])
+    if problems and not broken:
+        raise ConfigError("\n".join(problems))
+    _refuse([*(text.rstrip(".") for text in problems), *broken])
     if facts.moe_flex_dispatcher_backend == "deepep" and facts.num_moe_experts:
-        # Megatron's own config refuses a budget with this backend; it is put there once it is made.
+        # Megatron's config refuses a budget with this backend; it is set on the built config later.
         args.cuda_graph_expert_rank_capacity_factor = args.moe_expert_rank_capacity_factor
         args.moe_expert_rank_capacity_factor = None
-    # Megatron builds graphs of its own, and other code paths with them, for anything else.
+    # With any other value Megatron builds its own graphs and takes other code paths.
     args.cuda_graph_impl = "none"
     if _wants_te_rng(args, on_cpu):
         args.te_rng_tracker = True
@@ -136,10 +137,10 @@ def settle_arguments(args: argparse.Namespace, *, on_cpu: bool) -> GraphFlags | 
 
 
 def refuse_changed_arguments(args: argparse.Namespace) -> None:
-    """Look again at arguments that the script may have changed since they were parsed.
+    """Check again the arguments that the script may have changed after parsing.
 
     Raises:
-        ConfigError: naming every flag that cannot go together with ``chunk``.
+        ConfigError: Flags cannot be combined with ``chunk``; the error lists all of them.
     """
     _refuse(refusals(_PROGRAM_RULES, Facts(lambda name: getattr(args, name, None), FLAGS)))
 
@@ -151,16 +152,16 @@ def _refuse(texts: list[str]) -> None:
 
 
 def _facts(args: argparse.Namespace, flags: GraphFlags, *, on_cpu: bool) -> Facts:
-    """Return what the flags say, of a model that is not built yet."""
+    """Return the facts that the flags state about a model that is not built yet."""
     implementation = getattr(args, "cuda_graph_impl", None)
     inference_scope = getattr(args, "inference_cuda_graph_scope", None)
     inference_scope = getattr(inference_scope, "name", inference_scope)
     sizes = flags.contexts.every if flags.contexts is not None else ()
     patterns = ("hybrid_layer_pattern", "hybrid_override_pattern")
-    own = {
+    values = {
         **asdict(flags.packing),
         "context_parallel_sizes": sizes,
-        # With `local` Megatron is made to build no graphs.
+        # `local` is accepted: `settle_arguments` replaces it by `none`.
         "cuda_graph_impl": None if implementation == "local" else implementation,
         "data_parallel_size": _num_copies(args),
         "has_transformer_engine": importlib.util.find_spec("transformer_engine") is not None,
@@ -180,11 +181,11 @@ def _facts(args: argparse.Namespace, flags: GraphFlags, *, on_cpu: bool) -> Fact
         "stash": flags.stash is not None,
         "token_drops": flags.token_drops,
     }
-    return facts_of_model(_AsConfig(args), own, FLAGS)
+    return facts_of_model(_AsConfig(args), values, FLAGS)
 
 
 def _refusals(args: argparse.Namespace, flags: GraphFlags, facts: Facts) -> list[str]:
-    """List what a chunk graph cannot hold of the arguments, in flags."""
+    """List the arguments that chunk graphs do not support, in terms of flags."""
     of_features = [rule for kind in FEATURES for rule in kind.rules]
     of_flags = (*_GRAPH_RULES, *_PROGRAM_RULES, *SCRIPT_PACKING_RULES, *SCHEDULE_RULES)
     broken = [
@@ -199,7 +200,7 @@ def _refusals(args: argparse.Namespace, flags: GraphFlags, facts: Facts) -> list
 
 
 def _num_copies(args: argparse.Namespace) -> int | None:
-    """Return the data-parallel ranks, where the number of processes is known and divides."""
+    """Return the number of data-parallel ranks, if the number of processes is known and divides."""
     num_processes = int(os.environ.get("WORLD_SIZE", "0"))
     sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
     tensor_ranks, pipeline_ranks = (getattr(args, name, None) or 1 for name in sizes)
@@ -209,9 +210,10 @@ def _num_copies(args: argparse.Namespace) -> int | None:
 
 
 def _wants_te_rng(args: argparse.Namespace, on_cpu: bool) -> bool:
-    """Whether only Transformer Engine's random states, of Megatron's, can be switched in a graph.
+    """Return whether graphs need the random states of Transformer Engine.
 
-    Its own layers switch them even without dropout.
+    Of Megatron's trackers only this one can switch states in a graph. Transformer Engine's layers
+    switch states even without dropout.
     """
     if on_cpu:
         return False

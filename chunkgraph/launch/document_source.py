@@ -1,4 +1,4 @@
-"""Where a pretrain script's steps have their documents from, and what its model is called with."""
+"""Sources of the documents of a pretrain script's steps and of its model's arguments."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from chunkgraph.megatron.core.gloo_agreement import Share
 __all__ = ["DocumentSource", "Microbatches", "StepData", "Turn"]
 
 Microbatches = Sequence["deque[dict[str, Any]] | None"]
-"""Of each model chunk those of a step; None where another rank reads them."""
+"""The microbatches of a step for each model chunk; None for a chunk that another rank reads."""
 
 _Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True)
 class Turn:
-    """A microbatch of the step that runs, on this rank.
+    """A microbatch of the running step on this rank.
 
     Attributes:
-        num_offsets: offsets that the forward step makes of the data that it is handed.
-        inputs: makes arguments of the model, by name, from the parameters that the forward step
-            made; they take the place of its own.
+        num_offsets: Number of offsets that the forward step computes from its data.
+        inputs: Computes keyword arguments of the model from the packed-sequence parameters of the
+            forward step; they replace the forward step's own.
     """
 
     num_offsets: int
@@ -36,28 +36,28 @@ class Turn:
 
 @dataclass(frozen=True)
 class StepData:
-    """What a step is run with.
+    """The data and arguments that a step runs with.
 
     Attributes:
-        handed: what its forward step is handed.
-        turns: its microbatches.
-        keywords: what the schedule is called with besides.
-        metrics_scales: see `PackedSteps`.
+        batches: Data for the forward step.
+        turns: The microbatches, in order.
+        keywords: Additional keywords for the schedule.
+        metrics_scales: See `PackedSteps`.
     """
 
-    handed: Microbatches
+    batches: Microbatches
     turns: Sequence[Turn]
     keywords: dict[str, Any] = field(default_factory=dict)
     metrics_scales: tuple[float, float] | None = None
 
 
 class DocumentSource(ABC):
-    """Settles which documents each microbatch of a step holds, from the samples that are read.
+    """Determines the documents of each microbatch of a step from the samples that are read.
 
     Args:
-        rank: named in errors.
-        share: gives a value of the first tensor-parallel rank, which reads data, to all of them;
-            None where there is one.
+        rank: The rank, for errors.
+        share: Broadcasts a value of the first tensor-parallel rank, which reads data, to the
+            others; None without tensor parallelism.
     """
 
     def __init__(self, rank: int, share: Share | None = None) -> None:
@@ -69,30 +69,30 @@ class DocumentSource(ABC):
         """Begin a step.
 
         Args:
-            read: what its forward step would read.
-            kwargs: what the schedule is called with.
+            read: The microbatches that the forward step would read.
+            kwargs: Keywords of the schedule.
         """
 
     @abstractmethod
     def announce_next(self, num_microbatches: int, iterators: Sequence[Any]) -> None:
-        """Say what the training step that comes next holds, where that is known before it.
+        """Announce the documents of the next training step, if they are known in advance.
 
-        Called between two of them, on all ranks together.
+        All ranks must call this together, between two training steps.
 
         Args:
-            num_microbatches: of that step.
-            iterators: what the schedule was given last, of each chunk.
+            num_microbatches: Number of microbatches of the next step.
+            iterators: The data iterators of the last schedule call, one for each chunk.
         """
 
     def close(self) -> None:
-        """Give process groups back."""
+        """Release process groups."""
         if self._share is not None:
             self._share.close()
 
     def _documents_of(
         self, read: Microbatches, seq_length: int, *, may_be_cut: bool, multiple_of: int = 1
     ) -> list[list[Documents]]:
-        """Return the documents of each sample that is read, for each chunk that reads."""
+        """Return the documents of each sample, for each chunk that reads."""
         return [
             [
                 documents_of(
@@ -109,29 +109,29 @@ class DocumentSource(ABC):
         ]
 
     def _of_chunks(self, values: Sequence[_Value]) -> _Value | None:
-        """Return what the data of all chunks say; None where another rank reads.
+        """Return the value that all chunks agree on; None if another rank reads.
 
         Raises:
-            ConfigError: they differ.
+            ConfigError: The values differ.
         """
         if any(value != values[0] for value in values):
             raise ConfigError(
-                f"rank {self._rank}: the data iterators of its model chunks give other documents "
-                "for the same microbatch. They have to read the same samples."
+                f"rank {self._rank}: the data iterators of its model chunks give different "
+                "documents for the same microbatch. They must read the same samples."
             )
         return values[0] if values else None
 
-    def _shared(self, own: _Value | None) -> _Value:
-        """Return what the first tensor-parallel rank knows, on all of them.
+    def _shared(self, local: _Value | None) -> _Value:
+        """Return the first tensor-parallel rank's value on all tensor-parallel ranks.
 
         Raises:
-            ConfigError: nobody reads.
+            ConfigError: No rank reads data.
         """
-        shared = self._share(own) if self._share is not None else own
+        shared = self._share(local) if self._share is not None else local
         if shared is None:
             raise ConfigError(
                 f"rank {self._rank}: its stage has no data iterator. With packed sequences every "
-                "stage reads where documents begin; the script's data set provider has to build "
-                "the data set on all of them, as pretrain_gpt.py does with --sft."
+                "stage reads where documents begin; the script's data set provider must build "
+                "the data set on all stages, as pretrain_gpt.py does with --sft."
             )
         return shared

@@ -1,7 +1,7 @@
 """The flags that `--cuda-graph-granularity chunk` adds to Megatron's command line.
 
-Each stands for a setting of a configuration file and is derived from its declaration. No torch
-here: the launcher looks at them before any process is started.
+Each flag stands for a setting of a configuration file and is derived from its declaration. This
+module does not import torch: the launcher checks flags before it starts any process.
 """
 
 from __future__ import annotations
@@ -45,33 +45,33 @@ _SEQS = "packing.max_packed_seqs"
 
 @dataclass(frozen=True)
 class Flag:
-    """One flag, and the setting that it stands for."""
+    """A flag and the setting that it stands for."""
 
     setting: Setting
 
     @property
     def path(self) -> str:
-        """Dotted path of the setting."""
+        """Return the dotted path of the setting."""
         return self.setting.path
 
     @property
     def name(self) -> str:
-        """The flag on the command line."""
+        """Return the flag as written on the command line."""
         assert self.setting.flag is not None
         return self.setting.flag
 
     @property
     def dest(self) -> str:
-        """The name of the parsed argument."""
+        """Return the name of the parsed argument."""
         return self.name.removeprefix("--").replace("-", "_")
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The words that it takes; none where it takes numbers."""
+        """Return the words that the flag accepts; empty if it accepts numbers."""
         return _SWITCHED if self.setting.kind is bool else self.setting.choices
 
     def text_of(self, value: Any) -> tuple[str, ...]:
-        """Write a value of the setting as it stands after the flag."""
+        """Format a value of the setting as the flag's arguments."""
         if isinstance(value, bool):
             return (_SWITCHED[value],)
         if isinstance(value, tuple):
@@ -86,15 +86,15 @@ class Flag:
             return () if self.setting.is_optional and parsed == [0] else tuple(parsed)
         return parsed
 
-    def shown(self, parsed: Any) -> str:
-        """Write the flag with a parsed argument, for messages."""
+    def format(self, parsed: Any) -> str:
+        """Format the flag with a parsed argument, for messages."""
         values = parsed if isinstance(parsed, (list, tuple)) else [parsed]
         return " ".join(
             [self.name, *(f"{v:g}" if isinstance(v, float) else str(v) for v in values)]
         )
 
     def add_to(self, group: Any) -> None:
-        """Add it to a group of Megatron's parser; None is the value where it is not given."""
+        """Add the flag to a group of Megatron's parser, with default None."""
         more: dict[str, Any] = {"type": self.setting.kind, "metavar": "N"}
         if self.choices:
             more = {"choices": self.choices}
@@ -120,7 +120,7 @@ def _text(value: Any) -> str:
 
 
 _BARE_SEQS = 50
-"""Sequences of a packed microbatch where the flag is given without a number."""
+"""Sequences of a packed microbatch if the flag is used without a number."""
 _GRANULARITY = Flag(
     Setting(
         path="capture.enabled",
@@ -140,16 +140,16 @@ GRANULARITY = _GRANULARITY.name
 _WARMUP = "--cuda-graph-warmup-steps"
 _OPTIONS = {item.path: Flag(item) for item in settings_of(Config) if item.flag is not None}
 FLAGS = (_GRANULARITY, *_OPTIONS.values())
-"""All flags. That of the warmup is Megatron's own ``--cuda-graph-warmup-steps``."""
+"""All flags. Warmup steps use Megatron's own ``--cuda-graph-warmup-steps``."""
 
 
 def flag_of(path: str) -> str:
-    """Name the flag of a setting."""
+    """Return the flag of a setting."""
     return _OPTIONS[path].name
 
 
 class _MegatronDefault(int):
-    """Megatron's own default for the warmup steps, as long as nobody gives a number."""
+    """Mark Megatron's default for the warmup steps, to detect that the user set no number."""
 
 
 @dataclass(frozen=True)
@@ -157,9 +157,9 @@ class ContextSizes:
     """Context-parallel sizes of packed microbatches.
 
     Attributes:
-        captured: sizes with graphs.
-        eager: sizes without.
-        schedule: which size a microbatch gets.
+        captured: Sizes with graphs.
+        eager: Sizes without graphs.
+        schedule: How the size of a microbatch is chosen.
     """
 
     captured: tuple[int, ...]
@@ -168,20 +168,20 @@ class ContextSizes:
 
     @property
     def every(self) -> tuple[int, ...]:
-        """All sizes that a microbatch may have, smallest first."""
+        """Return all sizes that a microbatch may have, smallest first."""
         return tuple(sorted({*self.captured, *self.eager}))
 
 
 @dataclass(frozen=True, kw_only=True)
 class GraphFlags:
-    """What the flags ask for when the granularity is ``chunk``.
+    """The settings that the flags select with granularity ``chunk``.
 
     Attributes:
-        capture: how chunks are captured.
-        packing: packed sequences.
-        token_drops: what is done about tokens that an expert has no room for.
-        stash: of what experts save; None: no stash.
-        schedule: of training steps.
+        capture: Settings of the capture.
+        packing: Settings of packed sequences.
+        token_drops: Reaction to tokens that an expert has no room for.
+        stash: Settings of the stash for activations of experts; None without a stash.
+        schedule: Schedule of training steps.
     """
 
     capture: CaptureConfig = field(default_factory=CaptureConfig)
@@ -192,7 +192,7 @@ class GraphFlags:
 
     @property
     def contexts(self) -> ContextSizes | None:
-        """Context-parallel sizes of packed microbatches; None: all have the model's."""
+        """Return the context-parallel sizes of packed microbatches; None if the size is fixed."""
         sizes = self.packing.context_parallel_sizes
         if not sizes:
             return None
@@ -204,7 +204,7 @@ class GraphFlags:
         )
 
     def capture_options(self) -> CaptureOptions:
-        """How the engine is to capture."""
+        """Return the capture options for the engine."""
         from chunkgraph.engine import CaptureOptions
 
         values = asdict(self.capture)
@@ -212,7 +212,7 @@ class GraphFlags:
         return CaptureOptions(**values)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values in the sections of a configuration file."""
+        """Return plain values in the sections of a configuration file."""
         return {
             "pipeline": {"schedule": self.schedule},
             "capture": asdict(self.capture),
@@ -226,12 +226,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags to Megatron's parser.
 
     Raises:
-        ConfigError: the parser has one of them already.
+        ConfigError: The parser already has one of the flags.
     """
     for flag in FLAGS:
         if flag.name in parser._option_string_actions:
             raise ConfigError(
-                f"This Megatron has a flag {flag.name} of its own. chunkgraph adds the same to "
+                f"This Megatron already has a flag {flag.name}. chunkgraph adds the flag only to "
                 "Megatron releases without it; start the script without chunkgraph, or use "
                 "megatron-core 0.16 to 0.19."
             )
@@ -245,39 +245,40 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def read_flags(args: argparse.Namespace) -> tuple[GraphFlags | None, list[str]]:
-    """Read the flags, and list what is wrong in sentences.
+    """Read the flags; return them and a list of errors as sentences.
 
-    There are none with granularity ``layer``, which changes nothing. Wrong values are left out.
+    With granularity ``layer``, which changes nothing, the flags are None. The result omits wrong
+    values.
 
     Args:
-        args: what Megatron's parser made, with the flags of `add_flags`.
+        args: The namespace from Megatron's parser, with the flags of `add_flags`.
     """
-    given = {
+    parsed_flags = {
         flag: parsed
         for flag in _OPTIONS.values()
         if (parsed := getattr(args, flag.dest)) is not None
     }
     if args.cuda_graph_granularity == "layer":
-        if not given:
+        if not parsed_flags:
             return None, []
-        idle = ", ".join(flag.shown(parsed) for flag, parsed in given.items())
-        what = f"{idle} has no effect with {GRANULARITY} layer."
-        return None, [f"{what} Add {GRANULARITY} chunk, or leave it out."]
-    wrong: list[str] = []
+        idle = ", ".join(flag.format(parsed) for flag, parsed in parsed_flags.items())
+        problem = f"{idle} has no effect with {GRANULARITY} layer."
+        return None, [f"{problem} Add {GRANULARITY} chunk, or leave it out."]
+    problems: list[str] = []
     default = CaptureConfig().num_warmup_steps
     num_warmup_steps = getattr(args, "cuda_graph_warmup_steps", default)
     if isinstance(num_warmup_steps, _MegatronDefault):
         num_warmup_steps = default
     if num_warmup_steps < 1:
-        wrong.append(
+        problems.append(
             f"{_WARMUP} {num_warmup_steps}: chunks are captured from the inputs of "
-            "an eager step, so that at least one must come before. Give 1 or more."
+            "an eager step, so at least one eager step must come first. Use 1 or more."
         )
-    values = _values(given, wrong)
+    values = _values(parsed_flags, problems)
     facts = {fact_of(path): value for path, value in values.items()}
     for rule in (NUM_SEQS_RULE, *SIZE_RULES):
         if text := rule.refusal(Facts(facts.get, FLAG_WORDS)):
-            wrong.append(f"{text}.")
+            problems.append(f"{text}.")
             del values[f"packing.{rule.settings[0]}"]
     capture = _section(CaptureConfig, "capture", values)
     return GraphFlags(
@@ -286,36 +287,36 @@ def read_flags(args: argparse.Namespace) -> tuple[GraphFlags | None, list[str]]:
         token_drops=values.get("moe.token_drops", "warn"),
         stash=_section(StashConfig, "stash", values) if values.get("stash.enabled") else None,
         schedule=values.get("pipeline.schedule", "auto"),
-    ), wrong
+    ), problems
 
 
-def _values(given: dict[Flag, Any], wrong: list[str]) -> dict[str, Any]:
-    """Check the flags one by one, and return the values of those that are right by path."""
+def _values(parsed_flags: dict[Flag, Any], problems: list[str]) -> dict[str, Any]:
+    """Check each flag; return the valid values by path and append errors to ``problems``."""
     values: dict[str, Any] = {}
     idle: dict[str, list[str]] = {}
-    for flag, parsed in given.items():
+    for flag, parsed in parsed_flags.items():
         value, bounds = flag.value_of(parsed), flag.setting.bounds
-        if flag.setting.needs in _OPTIONS and not _is_on(flag.setting.needs, given):
-            idle.setdefault(flag.setting.needs, []).append(flag.shown(parsed))
+        if flag.setting.needs in _OPTIONS and not _is_on(flag.setting.needs, parsed_flags):
+            idle.setdefault(flag.setting.needs, []).append(flag.format(parsed))
         elif bounds is not ANY and any(n not in bounds for _, n in flag.setting.numbers(value)):
             each = "each number" if flag.setting.is_list else "it"
-            wrong.append(f"{flag.shown(parsed)}: {each} must be {bounds}.")
+            problems.append(f"{flag.format(parsed)}: {each} must be {bounds}.")
         else:
             values[flag.path] = value
     for path, texts in idle.items():
         switch = _OPTIONS[path]
         on = " or ".join(word for word in switch.choices if word not in ("false", "none"))
-        wrong.append(
+        problems.append(
             f"{', '.join(texts)} has no effect without {f'{switch.name} {on}'.rstrip()}; add it, "
             "or leave this out."
         )
     return values
 
 
-def _is_on(path: str, given: dict[Flag, Any]) -> bool:
-    """True where a switch asks for something, as do the switches that it needs itself."""
+def _is_on(path: str, parsed_flags: dict[Flag, Any]) -> bool:
+    """Return whether a switch turns something on."""
     switch = _OPTIONS[path]
-    parsed = given.get(switch)
+    parsed = parsed_flags.get(switch)
     return parsed is not None and switch.value_of(parsed) not in (switch.setting.default, ())
 
 
@@ -325,7 +326,7 @@ def _section(kind: type[Any], name: str, values: dict[str, Any]) -> Any:
 
 
 def write_defaults(args: argparse.Namespace, flags: GraphFlags) -> None:
-    """Write what flags mean into Megatron's arguments, which are saved: choices and warmup."""
+    """Write resolved choices and warmup steps into Megatron's arguments, which are saved."""
     values = flags.as_dict()
     args.cuda_graph_warmup_steps = flags.capture.num_warmup_steps
     for flag in _OPTIONS.values():
@@ -335,29 +336,29 @@ def write_defaults(args: argparse.Namespace, flags: GraphFlags) -> None:
 
 
 def forget_defaults(args: argparse.Namespace) -> None:
-    """Leave an ordinary number in arguments that chunk graphs have nothing to do with."""
+    """Replace the marked warmup default by a plain number if chunk graphs are off."""
     if hasattr(args, "cuda_graph_warmup_steps"):
         args.cuda_graph_warmup_steps = int(args.cuda_graph_warmup_steps)
 
 
 def check_flag_values(script_args: Sequence[str]) -> None:
-    """Find a wrong value of one of the flags before a process is started.
+    """Check the values of flags with choices before a process is started.
 
     Raises:
-        ConfigError: naming flags, values and choices.
+        ConfigError: A value is not a choice of its flag, or a flag was renamed.
     """
-    every = {flag.name: flag.choices for flag in FLAGS if flag.choices}
-    wrong: list[str] = []
+    choices = {flag.name: flag.choices for flag in FLAGS if flag.choices}
+    problems: list[str] = []
     for i, arg in enumerate(script_args):
         name, equals, value = arg.partition("=")
-        if replaced := successor(name):
-            wrong.append(replaced)
-        if name not in every:
+        if renamed := successor(name):
+            problems.append(renamed)
+        if name not in choices:
             continue
         if not equals:
             value = (list(script_args[i + 1 :]) or [""])[0]
-        if value not in every[name]:
-            expected = f"expected one of {', '.join(every[name])}."
-            wrong.append(f"{f'{name} {value}'.rstrip()}: {expected}")
-    if wrong:
-        raise ConfigError("\n".join(wrong))
+        if value not in choices[name]:
+            expected = f"expected one of {', '.join(choices[name])}."
+            problems.append(f"{f'{name} {value}'.rstrip()}: {expected}")
+    if problems:
+        raise ConfigError("\n".join(problems))

@@ -1,6 +1,6 @@
-"""Chunk graphs inside Megatron's ``pretrain()``, which calls them and stays as it is.
+"""Chunk graphs inside Megatron's unmodified ``pretrain()``.
 
-In a script of one's own::
+In your own script::
 
     import chunkgraph.megatron
 
@@ -55,23 +55,22 @@ __all__ = ["ChunkGraphsInPretrain", "enable"]
 
 
 def enable(*, on_cpu: bool = False, run_dir: Path | None = None) -> ChunkGraphsInPretrain:
-    """Give Megatron's ``pretrain()`` the flags of chunk graphs, and what they ask for.
+    """Add the flags of chunk graphs to Megatron's ``pretrain()``, and the hooks that obey them.
 
     Call it before Megatron's arguments are parsed. Without ``--cuda-graph-granularity chunk`` among
-    them nothing else happens. Where it was called before, as ``chunkgraph launch`` does it, the
-    hooks of that call are returned and go on as they are.
+    them, the hooks do nothing. A second call, for example under ``chunkgraph launch``, returns the
+    hooks of the first one unchanged.
 
     Args:
-        on_cpu: whether a CPU host is in force (see :mod:`chunkgraph.megatron.cpu.pretrain`).
-        run_dir: where the resolved settings are saved; default is Megatron's ``--save`` folder.
+        on_cpu: Whether a CPU host is active (see :mod:`chunkgraph.megatron.cpu.pretrain`).
+        run_dir: Folder for the resolved settings; the default is Megatron's ``--save`` folder.
 
     Returns:
-        The hooks; ``disable()`` takes them out of Megatron again.
+        The hooks; ``disable()`` removes them from Megatron.
 
     Raises:
         MissingDependencyError: ``megatron.training`` cannot be imported.
-        ConfigError: the installed release is outside the range that is known, or has moved a name
-            that is needed.
+        ConfigError: The installed release is outside the supported range, or lacks a required name.
     """
     hooks = pretrain_hooks()
     if isinstance(hooks, ChunkGraphsInPretrain):
@@ -86,16 +85,16 @@ def enable(*, on_cpu: bool = False, run_dir: Path | None = None) -> ChunkGraphsI
 
 
 class ChunkGraphsInPretrain:
-    """What Megatron's pretrain program calls; see `chunkgraph.launch.patches.PretrainHooks`.
+    """The hooks of chunk graphs in Megatron's pretrain program; see `PretrainHooks`.
 
     Attributes:
-        flags: what the command line asked for, while training with every default written out; None
-            before it is parsed and for ``layer``.
-        graphs: attached to the model while it is trained, otherwise None.
-        was_parsed: whether Megatron's arguments were parsed.
-        has_trained: whether graphs were ever attached to a model.
-        disable: takes the hooks out of Megatron.
-        on_parser: called with the parser of Megatron, all flags in it.
+        flags: The parsed flags, with every default resolved during training; None before parsing
+            and for granularity ``layer``.
+        graphs: The graphs that are attached to the model during training, otherwise None.
+        was_parsed: Whether Megatron's arguments were parsed.
+        has_trained: Whether graphs were ever attached to a model.
+        disable: Removes the hooks from Megatron.
+        on_parser: Callback with Megatron's parser after all flags are added.
     """
 
     def __init__(self, *, on_cpu: bool = False, run_dir: Path | None = None) -> None:
@@ -109,38 +108,38 @@ class ChunkGraphsInPretrain:
         self._run_dir = run_dir
         self._metrics: StepMetrics | None = None
         self._steps: PackedSteps | None = None
-        self._has_told_failure = False
+        self._has_reported_failure = False
 
     # -- called by Megatron --------------------------------------------------------------------
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Add the flags."""
+        """Add the flags of chunk graphs."""
         add_flags(parser)
         self.on_parser(parser)
 
     def parsed(self, args: argparse.Namespace) -> None:
-        """Check the flags, and have Megatron leave the graphs to us."""
+        """Check the flags, and turn off Megatron's own graphs."""
         self.flags = settle_arguments(args, on_cpu=self._on_cpu)
         self.was_parsed = True
         if self.flags is not None:
-            self.flags.capture_options()  # raises now for what it cannot do, not after the setup
+            self.flags.capture_options()  # raises for wrong options now, before the long setup
 
     @contextlib.contextmanager
     def training(self, model: Any) -> Iterator[None]:
-        """Attach to the loaded and wrapped model, and let go of it whatever happens."""
+        """Attach graphs to the loaded and wrapped model, and detach them on every exit."""
         if self.flags is None:
             yield
             return
         args = pretrain_arguments()
-        # The script may have changed them since they were parsed.
+        # The script may have changed arguments after parsing.
         refuse_changed_arguments(args)
         self.flags = flags = resolved_flags(self.flags, args)
         chunks = list(model) if isinstance(model, (list, tuple)) else [model]
-        # Graphs hold memory of communicators: they go before the process groups do.
+        # Graphs hold memory of communicators: detach them before the process groups are destroyed.
         with contextlib.ExitStack() as undo:
             undo.callback(self._forget)
             contexts = self._contexts(flags, args, chunks, undo)
-            _give_rank_budget(args, chunks)
+            _set_rank_budget(args, chunks)
             self.graphs = graphs = attach(
                 model,
                 scope=flags.capture.scope,
@@ -155,10 +154,10 @@ class ChunkGraphsInPretrain:
                 graphs.name_replays()
             self.has_trained = True
             self._metrics = StepMetrics(graphs)
-            self._has_told_failure = False
+            self._has_reported_failure = False
             if _rank() == 0:
                 record = save_run_record(graphs, flags, args, self._run_dir)
-                _say_on_rank_0(start_line(graphs, flags, record))
+                _print_on_rank_0(start_line(graphs, flags, record))
             if flags.packing.max_packed_seqs:
                 source = _document_source(flags, args, graphs, contexts)
                 self._steps = PackedSteps(source, chunks, _rank())
@@ -168,7 +167,7 @@ class ChunkGraphsInPretrain:
     def _contexts(
         self, flags: GraphFlags, args: Any, chunks: Sequence[Any], undo: contextlib.ExitStack
     ) -> PackedBanks | None:
-        """The banks of context-parallel sizes that change; None where they do not."""
+        """Return the banks for changing context-parallel sizes; None if the size is fixed."""
         if flags.contexts is None:
             return None
         state = import_megatron("megatron.core.parallel_state")
@@ -180,7 +179,7 @@ class ChunkGraphsInPretrain:
             group_size=place.group_size if len(chunks) > 1 else 1,
         )
         groups = ContextGroups.of_data_parallel(limits.group_sizes, has_experts=_has_experts(args))
-        # Not after an error, which this rank may have alone: others may wait in them for ever.
+        # Not after an error: if only this rank has one, others may wait in these groups forever.
         undo.push(lambda kind, _error, _trace: groups.close() if kind is None else None)
         undo.callback(follow_groups(chunks, groups))
         return PackedBanks.of_limits(
@@ -194,7 +193,7 @@ class ChunkGraphsInPretrain:
         self.graphs = self._metrics = self._steps = None
 
     def wrap_schedule(self, forward_backward: Callable[..., Any]) -> Callable[..., Any]:
-        """A step of training or evaluation with graphs, while they are attached."""
+        """Wrap the schedule of a training or evaluation step while graphs are attached."""
         graphs = self.graphs
         if graphs is None:
             return forward_backward
@@ -204,21 +203,21 @@ class ChunkGraphsInPretrain:
             wrapped = self._steps.wrap(wrapped)
 
         def chunk_graph_step(**kwargs: Any) -> Any:
-            if graphs.engine.report is not None or self._has_told_failure:
+            if graphs.engine.report is not None or self._has_reported_failure:
                 return wrapped(**kwargs)
             with warnings.catch_warnings():
-                # Said below, once for all ranks and not by way of a filter of the script's.
+                # Reported below, once for all ranks and past the script's warning filters.
                 warnings.filterwarnings("ignore", message=r"(?s).*Training goes on eagerly")
                 result = wrapped(**kwargs)
-            self._tell_of_capture(graphs)
+            self._report_capture(graphs)
             return result
 
         return chunk_graph_step
 
     def before_log(self, iteration: int) -> None:
-        """Count the step, and write its numbers where Megatron writes its own."""
+        """Count the step, and write its metrics to the same writers as Megatron's."""
         if self._steps is not None and self._steps.metrics_scales is not None:
-            # Megatron divides them by the microbatches that it asked for.
+            # Megatron divides the metrics by its own number of microbatches.
             scale_expert_metrics(*self._steps.metrics_scales)
         if self._metrics is not None:
             self._metrics.step()
@@ -229,13 +228,13 @@ class ChunkGraphsInPretrain:
             self._announce_after(iteration, self._steps)
 
     def log_text(self) -> str:
-        """The numbers of the steps since the last line, in the style of Megatron's log."""
+        """Return the metrics since the last line, in the format of Megatron's log."""
         return self._metrics.take_line() if self._metrics is not None else ""
 
     def _announce_after(self, iteration: int, steps: PackedSteps) -> None:
-        """Have the step behind this one announced, where Megatron's loop goes on to train it.
+        """Announce the next step if Megatron's loop is going to train it.
 
-        Here the step is over for good: none of its runs again is to come.
+        At this point the step is complete: it cannot run again.
         """
         args = pretrain_arguments()
         exit_interval = getattr(args, "exit_interval", None)
@@ -244,21 +243,21 @@ class ChunkGraphsInPretrain:
             or (exit_interval and iteration % exit_interval == 0)
             or iteration in (getattr(args, "phase_transition_iterations", None) or ())
         )
-        # Loaders of the script's own may save where they stand; rollouts are made for each step.
-        is_other = getattr(args, "dataloader_type", None) == "external"
-        is_other = is_other or getattr(args, "perform_rl_step", False)
-        if ends or is_other or iteration + 1 in (getattr(args, "iterations_to_skip", None) or ()):
+        # External loaders may save their position; rollouts are created for each step.
+        is_unknown = getattr(args, "dataloader_type", None) == "external"
+        is_unknown = is_unknown or getattr(args, "perform_rl_step", False)
+        if ends or is_unknown or iteration + 1 in (getattr(args, "iterations_to_skip", None) or ()):
             return
         num_microbatches = num_microbatches_at(args.consumed_train_samples)
         if num_microbatches is not None:
             steps.announce_next(num_microbatches)
 
-    # -- what is said --------------------------------------------------------------------------
+    # -- reports -------------------------------------------------------------------------------
 
-    def _tell_of_capture(self, graphs: MegatronChunkGraphs) -> None:
+    def _report_capture(self, graphs: MegatronChunkGraphs) -> None:
         engine = graphs.engine
         if engine.failure is not None:
-            self._has_told_failure = True
+            self._has_reported_failure = True
             if engine.failed_here:
                 sys.stderr.write(
                     f"WARNING: chunk graphs: {engine.failure}\nTraining goes on eagerly on all "
@@ -266,27 +265,27 @@ class ChunkGraphsInPretrain:
                 )
                 sys.stderr.flush()
         elif engine.report is not None:
-            _say_on_rank_0(capture_line(engine.report))
+            _print_on_rank_0(capture_line(engine.report))
 
 
-def _give_rank_budget(args: argparse.Namespace, chunks: Sequence[Any]) -> None:
-    """Give models with DeepEP's dispatch of one node the budget that `settle_arguments` put aside.
+def _set_rank_budget(args: argparse.Namespace, chunks: Sequence[Any]) -> None:
+    """Set the rank budget that `settle_arguments` put aside on models with DeepEP's dispatch.
 
-    With it, for the whole of the process, the dispatch that goes by it.
+    Also install, for the whole process, the dispatch that respects the budget.
     """
     factor = getattr(args, "cuda_graph_expert_rank_capacity_factor", None)
     if factor is None:
         return
     for chunk in chunks:
         config_of(chunk).moe_expert_rank_capacity_factor = factor
-        # Evaluation behind the training too: what it computes depends on no graph.
+        # Evaluation after training needs it too: its results must not depend on graphs.
         use_worst_case_dispatch(moe_layers_of(list(chunk.modules())))
 
 
 def _document_source(
     flags: GraphFlags, args: Any, graphs: MegatronChunkGraphs, contexts: PackedBanks | None
 ) -> DocumentSource:
-    """Make what settles the documents of each microbatch; all ranks call it together."""
+    """Create the source of each microbatch's documents; all ranks must call this together."""
     if contexts is None:
         return OwnDocuments(graphs, _rank(), share_in_tensor_group())
     assert flags.contexts is not None
@@ -308,7 +307,7 @@ def _is_profiled(args: argparse.Namespace) -> bool:
 
 
 def _has_experts(args: argparse.Namespace) -> bool:
-    """Whether the model has any, be it on other ranks."""
+    """Return whether the model has experts, on any rank."""
     return bool(getattr(args, "num_experts", None))
 
 
@@ -316,7 +315,7 @@ def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def _say_on_rank_0(line: str) -> None:
+def _print_on_rank_0(line: str) -> None:
     if _rank() == 0:
         sys.stdout.write(f"{line}\n")
         sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""Looking ahead in Megatron's data iterators, below the layer that plays microbatches again."""
+"""Look ahead in Megatron's data iterators, below the layer that replays microbatches."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ __all__ = ["ReadAhead", "look_ahead", "num_microbatches_at"]
 
 
 class ReadAhead:
-    """An iterator whose next items can be seen before they are read.
+    """An iterator whose next items can be inspected before they are read.
 
     Args:
-        iterator: read when something is looked at or read that was not looked at before. An error
-            of its own comes up where the item is read, not where it is looked at.
+        iterator: The underlying iterator, read on demand. An error that it raises surfaces when
+            the item is read, not when it is inspected.
     """
 
     def __init__(self, iterator: Iterator[Any]) -> None:
         self._iterator = iterator
         self._seen: deque[Any] = deque()
-        self._error: Exception | None = None  # behind those
+        self._error: Exception | None = None  # raised after the items in _seen
 
     def __iter__(self) -> ReadAhead:
         return self
@@ -37,13 +37,13 @@ class ReadAhead:
         return next(self._iterator)
 
     def __getattr__(self, name: str) -> Any:
-        # Whoever asks the iterator below for more than items, finds it.
+        # Forward all other public attributes to the underlying iterator.
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._iterator, name)
 
     def first(self, num: int) -> list[Any] | None:
-        """The next items, which stay to be read; None where there are fewer."""
+        """Return the next items without consuming them; None if there are fewer."""
         while len(self._seen) < num and self._error is None:
             try:
                 self._seen.append(next(self._iterator))
@@ -55,35 +55,35 @@ class ReadAhead:
 
 
 def look_ahead(iterator: Any) -> ReadAhead | None:
-    """What can be looked at of one of Megatron's training iterators; None of any other.
+    """Return a look-ahead below one of Megatron's training iterators; None for other iterators.
 
-    What was looked at is read from the iterator as before, by whoever reads it, and is played again
-    as before where Megatron runs a step a second time: its `RerunDataIterator` keeps what it hands
-    out, and the look goes to the iterator below. One that saves where it stands is left alone: what
-    it saves would be behind what was looked at.
+    Readers of the iterator still get the inspected items, and Megatron can still replay them if it
+    runs a step a second time: its `RerunDataIterator` stores the items that it returns, and the
+    look-ahead replaces the iterator below it. An iterator that saves its position is left alone:
+    the saved position would include inspected items.
     """
     kind = import_megatron("megatron.core.rerun_state_machine").RerunDataIterator
     if type(iterator) is not kind or not hasattr(iterator, "iterable"):
         return None
-    below = iterator.iterable
-    if isinstance(below, ReadAhead):
-        return below
-    if any(hasattr(below, name) for name in ("save_state", "state_dict")):
+    wrapped = iterator.iterable
+    if isinstance(wrapped, ReadAhead):
+        return wrapped
+    if any(hasattr(wrapped, name) for name in ("save_state", "state_dict")):
         return None
-    iterator.iterable = made = ReadAhead(below)
-    return made
+    iterator.iterable = ahead = ReadAhead(wrapped)
+    return ahead
 
 
 def num_microbatches_at(consumed_samples: int) -> int | None:
-    """Microbatches of a step that begins after so many samples; None where nobody counts them.
+    """Return the number of microbatches of a step that begins after ``consumed_samples``.
 
-    Megatron's own count stays as it is.
+    Return None if Megatron has no calculator for it. Megatron's own count does not change.
     """
     (calculator,) = private_names(
         "megatron.core.num_microbatches_calculator", "_GLOBAL_NUM_MICROBATCHES_CALCULATOR"
     )
     if calculator is None:
         return None
-    then = copy.copy(calculator)
-    then.update(consumed_samples, consistency_check=False)
-    return int(then.get())
+    future = copy.copy(calculator)
+    future.update(consumed_samples, consistency_check=False)
+    return int(future.get())

@@ -1,4 +1,4 @@
-"""The values of a configuration file, each with its flag in a Megatron pretrain script."""
+"""Map the values of a configuration file to flags of a Megatron pretrain script."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ _RIVALS = {
     ),
     "model.recompute_granularity": ("--recompute-activations",),
 }
-"""Further flags of Megatron that decide the same thing."""
+"""Other Megatron flags that decide the same setting."""
 _GRAPHS = ("capture", "packing", "stash")
-"""Sections that mean something only with graphs."""
+"""Sections that have an effect only with graphs."""
 _WITHOUT_EFFECT: dict[str, Callable[[Config], bool]] = {
     "model.recompute_modules": lambda c: c.model.recompute_granularity != "selective",
     _VIRTUAL: lambda c: c.pipeline.num_model_chunks == 1,
     "pipeline.microbatch_group_size_per_vp_stage": lambda c: c.pipeline.num_model_chunks == 1,
     "pipeline.context_parallel_size": lambda c: c.pipeline.context_parallel_size == 1,
     "moe.moe_pad_expert_input_to_capacity": lambda c: c.moe.moe_expert_capacity_factor is None,
-    # Without graphs nobody would count what it cuts.
+    # Without graphs nothing would count the dropped tokens.
     "moe.moe_expert_rank_capacity_factor": lambda c: not c.capture.enabled,
 }
-"""Values that Megatron does not need, or refuses, although they are not null."""
+"""Settings that Megatron does not need, or refuses, although they are not null."""
 _OFF = {
     "model.params_dtype": (("--bf16", "--fp16"), None),
     "pipeline.context_parallel_size": (("--context-parallel-size",), "1"),
     "capture.enabled": ((GRANULARITY,), "layer"),
 }
-"""Flags that turn on what these settings leave off, and their values that do not."""
+"""Flags that would turn on these settings, and the flags' off value."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,10 @@ class FlagValue:
     """A value of the file as a flag.
 
     Attributes:
-        key: where it stands in the file.
-        flag: Megatron's flag, or ours.
-        values: of the flag, usually one; none where the flag takes none.
-        rivals: flags that decide the same thing.
+        key: Dotted path in the file.
+        flag: The flag, Megatron's or chunkgraph's.
+        values: Arguments of the flag, usually one; empty if the flag takes none.
+        rivals: Other flags that decide the same setting.
     """
 
     key: str
@@ -64,9 +64,9 @@ class Off:
     """A setting that the file leaves off.
 
     Attributes:
-        key: where it stands in the file.
-        flags: those that would turn it on.
-        idle: their value that does not.
+        key: Dotted path in the file.
+        flags: Flags that would turn it on.
+        idle: The flags' off value, if they have one.
     """
 
     key: str
@@ -78,32 +78,32 @@ def flag_values(config: Config, *, without_capture: bool) -> list[FlagValue]:
     """List all values that have a flag.
 
     Args:
-        config: the file's contents.
-        without_capture: leave out the sections of graphs.
+        config: The contents of the file.
+        without_capture: Omit the sections of graphs.
 
     Raises:
-        ConfigError: a value has no flag in Megatron.
+        ConfigError: A value has no flag in Megatron.
     """
     has_graphs = config.capture.enabled and not without_capture
     _refuse(config, has_graphs=has_graphs)
-    found = [*_more(config, has_graphs=has_graphs)]
-    found += [
+    values = [*_special_values(config, has_graphs=has_graphs)]
+    values += [
         FlagValue(item.path, flag, _texts(item, value), _RIVALS.get(item.path, ()))
-        for item, flag, value in _asked(config)
+        for item, flag, value in _active_settings(config)
         if has_graphs or not (item.flag or item.path.startswith(_GRAPHS))
     ]
-    found.sort(key=lambda one: one.key.startswith(("packing", "stash")))
+    values.sort(key=lambda one: one.key.startswith(("packing", "stash")))
     if config.packing.context_parallel_sizes:
-        # As in `chunkgraph train`: the mean over the step's tokens, whoever works on them.
-        found.append(FlagValue("packing.context_parallel_sizes", "--calculate-per-token-loss"))
-    return found
+        # As in `chunkgraph train`: the loss is the mean over all tokens of the step.
+        values.append(FlagValue("packing.context_parallel_sizes", "--calculate-per-token-loss"))
+    return values
 
 
 def settings_that_are_off(config: Config) -> list[Off]:
-    """List what the file leaves out on purpose and a command line may bring in."""
-    found = []
+    """List the settings that the file leaves off and a command line may turn on."""
+    settings = []
     for item in settings_of(config.__class__):
-        if item.path in _OFF or _needs_more(item, config):
+        if item.path in _OFF or _has_no_effect(item, config):
             continue
         value = _value_at(config, item.path)
         flag = item.flag or item.megatron
@@ -115,24 +115,24 @@ def settings_that_are_off(config: Config) -> list[Off]:
             idle = None
             if item.flag and value is not None and value != ():
                 idle = Flag(item).text_of(value)[0]
-            found.append(Off(item.path, (flag, *_RIVALS.get(item.path, ())), idle))
+            settings.append(Off(item.path, (flag, *_RIVALS.get(item.path, ())), idle))
     is_off = {
         "model.params_dtype": config.model.params_dtype == "float32",
         "pipeline.context_parallel_size": config.pipeline.context_parallel_size == 1,
         "capture.enabled": not config.capture.enabled,
     }
-    return [*found, *(Off(path, *_OFF[path]) for path, off in is_off.items() if off)]
+    return [*settings, *(Off(path, *_OFF[path]) for path, off in is_off.items() if off)]
 
 
 _SEQS = "packing.max_packed_seqs"
 
 
-def _asked(config: Config) -> Iterator[tuple[Setting, str, Any]]:
-    """Yield the settings that ask for something, each with its flag and its value."""
+def _active_settings(config: Config) -> Iterator[tuple[Setting, str, Any]]:
+    """Yield the settings that have an effect, each with its flag and its value."""
     pipeline = resolved(config).pipeline
     for item in settings_of(config.__class__):
         flag = item.flag or item.megatron
-        if flag is None or _needs_more(item, config):
+        if flag is None or _has_no_effect(item, config):
             continue
         if item.path in _WITHOUT_EFFECT and _WITHOUT_EFFECT[item.path](config):
             continue
@@ -145,19 +145,19 @@ def _asked(config: Config) -> Iterator[tuple[Setting, str, Any]]:
 
 
 def _is_off_switch(item: Setting, value: Any) -> bool:
-    """True for a section's switch that is off, and for an empty list that means nothing."""
+    """Return whether a value is a section's switch that is off, or an empty list without effect."""
     if item.path in ("stash.enabled", _SEQS):
         return not value
     return value == () and not item.is_optional
 
 
-def _needs_more(item: Setting, config: Config) -> bool:
-    """True where the setting has no effect, as what it needs is off."""
+def _has_no_effect(item: Setting, config: Config) -> bool:
+    """Return whether the setting that ``item`` needs is off."""
     return item.needs is not None and _value_at(config, item.needs) in (None, False, 0, (), "none")
 
 
 def _texts(item: Setting, value: Any) -> tuple[str, ...]:
-    """Write a value as it stands after its flag."""
+    """Format a value as the arguments of its flag."""
     if item.flag:
         return Flag(item).text_of(value)
     if value is True:
@@ -167,19 +167,19 @@ def _texts(item: Setting, value: Any) -> tuple[str, ...]:
     return (str(list(value)) if isinstance(value, tuple) else str(value),)
 
 
-def _more(config: Config, *, has_graphs: bool) -> Iterator[FlagValue]:
-    """Yield what has several flags, or none of its own name."""
+def _special_values(config: Config, *, has_graphs: bool) -> Iterator[FlagValue]:
+    """Yield values that have several flags, or a flag of a different name."""
     model, pipeline = config.model, config.pipeline
     yield FlagValue("model.seq_length", "--max-position-embeddings", (str(model.seq_length),))
     if model.swiglu:
-        # As `chunkgraph train` builds it: gated layers have no biases, nor have those next to them.
+        # As in `chunkgraph train`: neither gated layers nor their neighbors have biases.
         yield FlagValue("model.swiglu", "--disable-bias-linear")
     if model.params_dtype == "bfloat16":
         yield FlagValue("model.params_dtype", "--bf16", rivals=("--fp16",))
     if model.layer_spec != "auto":
         yield FlagValue("model.layer_spec", "--transformer-impl", (model.layer_spec,))
     if config.moe.num_moe_experts is not None and pipeline.tensor_model_parallel_size > 1:
-        # As `chunkgraph train` has it; Megatron would split experts over those ranks.
+        # As in `chunkgraph train`; Megatron's default splits experts over the tensor ranks.
         key = "pipeline.tensor_model_parallel_size"
         yield FlagValue(key, "--expert-tensor-parallel-size", ("1",))
     if has_graphs:
@@ -187,12 +187,12 @@ def _more(config: Config, *, has_graphs: bool) -> Iterator[FlagValue]:
 
 
 def _refuse(config: Config, *, has_graphs: bool) -> None:
-    """Refuse what has no flag in Megatron."""
+    """Refuse values that have no flag in Megatron."""
     model, packing = config.model, config.packing
     if packing.context_parallel_sizes and not has_graphs:
         raise ConfigError(
             f"packing.context_parallel_sizes is {list(packing.context_parallel_sizes)}, but "
-            "without capture nobody spreads the documents of a pretrain script over ranks. Set it "
+            "documents of a pretrain script are spread over ranks only with capture. Set it "
             "to [], capture the chunks, or use chunkgraph train."
         )
     if packing.pad_seq_to_mult > 1:
@@ -202,14 +202,14 @@ def _refuse(config: Config, *, has_graphs: bool) -> None:
         )
     if model.hybrid_layer_pattern is not None:
         raise ConfigError(
-            f"model.hybrid_layer_pattern is {model.hybrid_layer_pattern}, which this file "
-            "cannot give to a pretrain script yet. Set it to null and give the script Megatron's "
-            "own --hybrid-layer-pattern and --spec, or use chunkgraph train."
+            f"model.hybrid_layer_pattern is {model.hybrid_layer_pattern}, which a "
+            "configuration file cannot pass to a pretrain script yet. Set it to null and pass "
+            "Megatron's --hybrid-layer-pattern and --spec to the script, or use chunkgraph train."
         )
     if model.layer_spec not in ("auto", "local", "transformer_engine"):
         raise ConfigError(
-            f"model.layer_spec {model.layer_spec} cannot be given to a pretrain script by this "
-            "name. Set it to auto, and give the script --spec."
+            f"model.layer_spec {model.layer_spec} cannot be passed to a pretrain script by "
+            "name. Set it to auto, and pass --spec to the script."
         )
 
 

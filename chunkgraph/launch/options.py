@@ -1,6 +1,7 @@
-"""The command line of the launcher, up to the script; what follows is the script's own.
+"""The launcher's command line, up to the script; the rest belongs to the script.
 
-No torch here, as ``chunkgraph launch`` checks everything it can before it starts a process.
+This module does not import torch: ``chunkgraph launch`` checks all it can before it starts a
+process.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ The script and its flags stand last:
   chunkgraph launch --nproc-per-node 2 pretrain_gpt.py <Megatron's flags> \\
       --cuda-graph-impl local --cuda-graph-granularity chunk
 
-Flags that chunk graphs bring to the script (chunkgraph config says more):
+Flags that chunk graphs add to the script (see chunkgraph config for more):
 {flags}
 Eager steps before the capture are Megatron's --cuda-graph-warmup-steps.
 
-Where RANK and WORLD_SIZE are set, as by torchrun, the script runs in this
-process; otherwise its processes are started on this machine.
+If RANK and WORLD_SIZE are set, as under torchrun, the script runs in this
+process; otherwise chunkgraph starts its processes on this machine.
 """
 
 
@@ -60,75 +61,75 @@ DESCRIPTION = _DESCRIPTION.replace("{flags}", _describe_flags())
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchOptions:
-    """What to launch.
+    """Options of a launch.
 
     Attributes:
-        script: the pretrain script.
-        script_args: its flags, those from the configuration file included.
-        given_args: its flags on the command line.
-        config: the configuration file's contents, or None.
-        config_path: the configuration file, or None.
+        script: The pretrain script.
+        script_args: Flags of the script, including those from the configuration file.
+        line_args: Flags of the script on the command line.
+        config: Contents of the configuration file, or None.
+        config_path: The configuration file, or None.
         device: ``cpu`` runs the script on a machine without a GPU.
-        run_dir: where settings are saved, or None for Megatron's ``--save`` folder.
-        nproc: processes to start.
-        is_nproc_given: whether the command line says how many.
-        debug: whether errors show tracebacks.
-        notes: what the command line replaced of the configuration file.
+        run_dir: Folder for the resolved settings, or None for Megatron's ``--save`` folder.
+        nproc: Number of processes to start.
+        has_nproc_option: Whether the command line sets the number of processes.
+        debug: Whether errors show tracebacks.
+        notes: Notes on values of the configuration file that the command line overrides.
     """
 
     script: Path
     script_args: tuple[str, ...]
-    given_args: tuple[str, ...]
+    line_args: tuple[str, ...]
     config: Config | None
     config_path: Path | None
     device: str
     run_dir: Path | None
     nproc: int
-    is_nproc_given: bool
+    has_nproc_option: bool
     debug: bool
     notes: tuple[str, ...]
 
     def notes_on_processes(self, num_processes: int) -> list[str]:
-        """What to say where ``num_processes`` run, but the configuration file is for others."""
+        """Return notes if the configuration file expects another number of processes."""
         if self.config is None or num_processes == self.config.pipeline.world_size:
             return []
         note = (
-            f"{num_processes} processes run, where the pipeline section of {self.config_path} is "
-            f"for {self.config.pipeline.world_size}: Megatron makes the number of data-parallel "
-            "copies from them"
+            f"{num_processes} processes run, but the pipeline section of {self.config_path} is "
+            f"for {self.config.pipeline.world_size}: Megatron derives the number of data-parallel "
+            "copies from the processes"
         )
         return [note]
 
     def rank_command(self) -> list[str]:
-        """What Python runs for one rank."""
+        """Return the arguments of Python for one rank."""
         options = ["--device", self.device]
         if self.config_path is not None:
             options += ["--config", str(self.config_path)]
         if self.run_dir is not None:
             options += ["--run-dir", str(self.run_dir)]
-        return ["-m", "chunkgraph.launch", *options, str(self.script), *self.given_args]
+        return ["-m", "chunkgraph.launch", *options, str(self.script), *self.line_args]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the launcher's options, the script and the rest of the line."""
+    """Add the launcher's options, the script and the script's flags."""
     parser.add_argument(
         "--config",
         metavar="FILE",
         type=Path,
         help="YAML file as in configs/; its sections model, pipeline, moe, capture, packing "
-        "and stash become flags, where the command line does not give them",
+        "and stash become flags, unless the command line sets them",
     )
     parser.add_argument(
         "--nproc-per-node",
         metavar="N",
         type=int,
-        help="processes to start (default: what the pipeline section of --config needs, or 1)",
+        help="processes to start (default: as the pipeline section of --config needs, or 1)",
     )
     parser.add_argument(
         "--device",
         choices=("cuda", "cpu"),
-        help="cpu: run on a machine without a GPU, with gloo, for tests (default: what --config "
-        "says, or cuda)",
+        help="cpu: run on a machine without a GPU, with gloo, for tests (default: the device "
+        "of --config, or cuda)",
     )
     parser.add_argument(
         "--run-dir",
@@ -147,13 +148,13 @@ def options_from(args: argparse.Namespace) -> LaunchOptions:
     """Check everything that can be checked without Megatron.
 
     Raises:
-        ConfigError: the script or a file is missing, a flag has a wrong value.
+        ConfigError: The script or a file is missing, or a flag has a wrong value.
     """
     script: Path = args.script
     if not script.is_file():
-        what = "is a folder" if script.is_dir() else "does not exist"
+        problem = "is a folder" if script.is_dir() else "does not exist"
         raise ConfigError(
-            f"script {script}: {what}. Options of chunkgraph launch stand before the script, flags "
+            f"script {script}: {problem}. Options of chunkgraph launch go before the script, flags "
             "of the script after it."
         )
     script_args: list[str] = list(args.script_args)
@@ -176,13 +177,13 @@ def options_from(args: argparse.Namespace) -> LaunchOptions:
     return LaunchOptions(
         script=script,
         script_args=tuple(script_args),
-        given_args=tuple(args.script_args),
+        line_args=tuple(args.script_args),
         config=config,
         config_path=args.config,
         device=args.device or device,
         run_dir=args.run_dir,
         nproc=nproc,
-        is_nproc_given=args.nproc_per_node is not None,
+        has_nproc_option=args.nproc_per_node is not None,
         debug=args.debug,
         notes=tuple(notes),
     )
@@ -192,8 +193,8 @@ def parse_options(argv: Sequence[str], prog: str) -> LaunchOptions:
     """Parse a whole command line.
 
     Raises:
-        ConfigError: see `options_from`.
-        SystemExit: an option of the launcher itself is wrong, or help was asked for.
+        ConfigError: See `options_from`.
+        SystemExit: An option of the launcher itself is wrong, or the line asks for help.
     """
     parser = argparse.ArgumentParser(
         prog=prog, description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -1,4 +1,4 @@
-"""The documents of a pretrain script whose ranks keep the samples that they read."""
+"""Documents of a pretrain script whose ranks keep the samples that they read."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ __all__ = ["OwnDocuments"]
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """What a step reads, by what a schedule is called with; the same on all ranks."""
+class _StepShape:
+    """The amount of data that a step reads, from the schedule's keywords; alike on all ranks."""
 
     num_microbatches: int
     seq_length: int
@@ -32,142 +32,142 @@ class _Asked:
 
 @dataclass(frozen=True)
 class _Ahead:
-    """What the next step was taken for, when it was looked at.
+    """The expected next step.
 
     Attributes:
-        asked: what it reads.
-        documents: of each microbatch, uncut, which were announced; None: nothing was.
+        shape: The amount of data that the step is expected to read.
+        documents: The announced documents of each microbatch, uncut; None without announcement.
     """
 
-    asked: _Asked
+    shape: _StepShape
     documents: list[Documents] | None
 
 
 class OwnDocuments(DocumentSource):
-    """The documents of a rank's own samples, whose context-parallel size is fixed.
+    """Supplies the documents of a rank's own samples, with a fixed context-parallel size.
 
     Args:
-        graphs: attached with ``packing``; they are told the documents of each step.
-        rank: named in errors.
-        share: see `DocumentSource`.
+        graphs: Graphs attached with ``packing``, which receive the documents of each step.
+        rank: The rank, for errors.
+        share: See `DocumentSource`.
     """
 
     def __init__(self, graphs: MegatronChunkGraphs, rank: int, share: Share | None = None) -> None:
         super().__init__(rank, share)
         self._graphs = graphs
-        self._asked: _Asked | None = None  # of the step that was begun last
+        self._last_shape: _StepShape | None = None
         self._ahead: _Ahead | None = None
 
     def announce_next(self, num_microbatches: int, iterators: Sequence[Any]) -> None:
-        """Say what the training step that comes next holds; see `DocumentSource`.
+        """Announce the documents of the next training step; see `DocumentSource`.
 
-        Nothing is said where its data cannot be looked at, end before it, or are wrong, of which
-        the step complains when it begins.
+        Announce nothing if the step's data cannot be inspected, end early, or are wrong; the step
+        reports wrong data when it begins.
         """
-        if self._asked is None:
+        if self._last_shape is None:
             return
-        asked = replace(self._asked, num_microbatches=num_microbatches)
+        shape = replace(self._last_shape, num_microbatches=num_microbatches)
         read = _look(num_microbatches, iterators)
-        own: list[Documents] | None = None
+        local: list[Documents] | None = None
         if read is not None:
             with contextlib.suppress(ConfigError, PackingError):
-                own = self._documents(read, asked)
-        documents: list[Documents] | None = own if self._share is None else self._share(own)
+                local = self._documents(read, shape)
+        documents: list[Documents] | None = local if self._share is None else self._share(local)
         if documents is not None:
             try:
-                self._graphs.announce([d.lengths for d in self._fitted(documents, asked)])
+                self._graphs.announce([d.lengths for d in self._fit(documents, shape)])
             except (ConfigError, PackingError):
                 documents = None
-        self._ahead = _Ahead(asked, documents)
+        self._ahead = _Ahead(shape, documents)
 
     def begin(self, read: Microbatches, kwargs: dict[str, Any]) -> StepData:
-        """Begin a step, which holds what was looked at ahead of it."""
-        self._asked = asked = _Asked(
+        """Begin a step; check its documents against the announced ones."""
+        self._last_shape = shape = _StepShape(
             kwargs["num_microbatches"], kwargs["seq_length"], kwargs["micro_batch_size"]
         )
         ahead, self._ahead = self._ahead, None
-        if ahead is not None and ahead.asked != asked:
-            # Another step than the loop's settings said: so on all ranks, which run one loop.
+        if ahead is not None and ahead.shape != shape:
+            # The loop runs a different step than expected; all ranks run the same loop.
             self._graphs.withdraw()
             ahead = None
-        own = self._documents(read, asked)
+        local = self._documents(read, shape)
         announced = None if ahead is None else ahead.documents
         if announced is None:
-            documents = self._shared(own)
-        elif own is None or own == announced:
+            documents = self._shared(local)
+        elif local is None or local == announced:
             documents = announced
         else:
             raise ConfigError(
-                f"rank {self._rank}: the step has other documents than were looked at ahead of it "
-                "and told to the other ranks. Between two steps nobody but the step may read from "
-                "its data iterators, and they stay the same ones."
+                f"rank {self._rank}: the documents of the step differ from those that were "
+                "announced to the other ranks. Between two steps, do not read from the data "
+                "iterators and do not replace them."
             )
         changes: dict[str, Any] = {}
-        fitted = self._fitted(documents, asked)
-        if self._is_cut(documents, asked):
+        fitted = self._fit(documents, shape)
+        if self._is_cut(documents, shape):
             self._cut(read, documents, fitted)
-            # What stages exchange is as long as the longest of the shapes.
+            # Activations between stages have the length of the longest shape.
             changes["seq_length"] = next(iter(self._graphs.buckets))
         shapes = self._graphs.packed_shapes
         turns = [Turn(len(d.offsets), partial(_inputs, _packed(d.lengths, shapes))) for d in fitted]
         return StepData(read, turns, {**changes, "packings": [d.lengths for d in fitted]})
 
-    def _documents(self, read: Microbatches, asked: _Asked) -> list[Documents] | None:
-        """Return the documents of each microbatch, alike for all chunks; None: not read here."""
+    def _documents(self, read: Microbatches, shape: _StepShape) -> list[Documents] | None:
+        """Return the documents of each microbatch, alike for all chunks; None if not read here."""
         multiple = next(iter(self._graphs.buckets.values())).document_multiple
-        may_be_cut = self._may_be_cut(asked)
+        may_be_cut = self._may_be_cut(shape)
         return self._of_chunks(
-            self._documents_of(read, asked.seq_length, may_be_cut=may_be_cut, multiple_of=multiple)
+            self._documents_of(read, shape.seq_length, may_be_cut=may_be_cut, multiple_of=multiple)
         )
 
-    def _may_be_cut(self, asked: _Asked) -> bool:
-        """Whether there is a shape with fewer rows than a microbatch."""
+    def _may_be_cut(self, shape: _StepShape) -> bool:
+        """Return whether any captured shape has fewer rows than a microbatch."""
         shapes = self._graphs.buckets
-        return len(shapes) > 1 or next(iter(shapes)) < asked.seq_length * asked.micro_batch_size
+        return len(shapes) > 1 or next(iter(shapes)) < shape.seq_length * shape.micro_batch_size
 
-    def _is_cut(self, documents: Sequence[Documents], asked: _Asked) -> bool:
-        """Whether the rows that losses need fit the shapes, in every microbatch."""
+    def _is_cut(self, documents: Sequence[Documents], shape: _StepShape) -> bool:
+        """Return whether the rows that losses need fit the shapes in every microbatch."""
         most = next(iter(self._graphs.buckets))
-        return self._may_be_cut(asked) and all(d.num_needed <= most for d in documents)
+        return self._may_be_cut(shape) and all(d.num_needed <= most for d in documents)
 
-    def _fitted(self, documents: Sequence[Documents], asked: _Asked) -> list[Documents]:
-        """With the rows of the smallest shape that holds those that each microbatch needs."""
-        if not self._is_cut(documents, asked):
+    def _fit(self, documents: Sequence[Documents], shape: _StepShape) -> list[Documents]:
+        """Cut each microbatch to the rows of the smallest shape that holds its needed rows."""
+        if not self._is_cut(documents, shape):
             return list(documents)
-        made = list(documents)
+        fitted = list(documents)
         shapes = self._graphs.buckets
         most = max(shapes)
-        for i, own in enumerate(documents):
-            rows = min(length for length in shapes if length >= own.num_needed)
-            if smallest_that_fits(own.up_to(rows).lengths, shapes.values()) is None:
-                rows = most  # too many documents: as the stages expect of what does not fit
-            if rows != own.num_rows:
-                made[i] = own.up_to(rows)
-        return made
+        for i, uncut in enumerate(documents):
+            rows = min(length for length in shapes if length >= uncut.num_needed)
+            if smallest_that_fits(uncut.up_to(rows).lengths, shapes.values()) is None:
+                rows = most  # too many documents: stages expect the longest shape if none fits
+            if rows != uncut.num_rows:
+                fitted[i] = uncut.up_to(rows)
+        return fitted
 
     def _cut(
         self, read: Microbatches, documents: Sequence[Documents], fitted: Sequence[Documents]
     ) -> None:
-        """Take the rows from each microbatch that `_fitted` took from its documents."""
-        for i, (own, made) in enumerate(zip(documents, fitted, strict=True)):
-            if made.num_rows == own.num_rows:
+        """Remove the rows from each microbatch that `_fit` removed from its documents."""
+        for i, (uncut, short) in enumerate(zip(documents, fitted, strict=True)):
+            if short.num_rows == uncut.num_rows:
                 continue
             for batches in read:
                 if batches is not None:
                     batches[i] = cut(
-                        batches[i], made.num_rows, f"rank {self._rank}, microbatch {i}"
+                        batches[i], short.num_rows, f"rank {self._rank}, microbatch {i}"
                     )
 
 
 def _look(num_microbatches: int, iterators: Sequence[Any]) -> Microbatches | None:
-    """Return the next microbatches of each chunk; None if they cannot be looked at."""
+    """Return the next microbatches of each chunk; None if they cannot be inspected."""
     read: list[deque[dict[str, Any]] | None] = []
     for iterator in iterators:
         if iterator is None:
             read.append(None)
             continue
-        below = look_ahead(iterator)
-        batches = None if below is None else below.first(num_microbatches)
+        ahead = look_ahead(iterator)
+        batches = None if ahead is None else ahead.first(num_microbatches)
         if batches is None:
             return None
         read.append(deque(batches))
@@ -175,7 +175,7 @@ def _look(num_microbatches: int, iterators: Sequence[Any]) -> Microbatches | Non
 
 
 def _packed(lengths: Sequence[int], shapes: Collection[PackedShape]) -> PackedSequences | None:
-    """Return documents in the smallest shape that holds them; None: the step is eager."""
+    """Pack documents into the smallest shape that holds them; None if the step is eager."""
     shape = smallest_that_fits(lengths, shapes)
     return None if shape is None else pack(lengths, shape)
 

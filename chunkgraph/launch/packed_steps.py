@@ -1,10 +1,10 @@
-"""Steps of a pretrain script on packed sequences: what its forward step reads is read before.
+"""Steps of a pretrain script on packed sequences: read the data before the forward step does.
 
-The ranks decide before a step whether it replays, for which they need its documents. So a step's
-microbatches are taken from the script's data iterators when the step begins, as many and in the
-order in which the forward step reads them, and handed to it one by one. Those of the next step are
-looked at, once a step is over, below what Megatron reads from (`look_ahead`): a rerun, a
-skipped step or a save finds the iterators as they are without chunk graphs.
+The ranks decide before a step whether it replays, and need its documents for that. So a step's
+microbatches are read from the script's data iterators when the step begins, in the number and the
+order in which the forward step reads them, and are passed to it one by one. After a step, the
+microbatches of the next one are inspected below Megatron's iterators (`look_ahead`): a rerun, a
+skipped step or a save finds the iterators in the same state as without chunk graphs.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ __all__ = ["PackedSteps"]
 
 
 class PackedSteps:
-    """Reads the microbatches of each step ahead, and tells every call of the model its documents.
+    """Reads the microbatches of each step ahead, and passes their documents to the model's calls.
 
     Args:
-        source: settles the documents of each microbatch.
-        model_chunks: what the schedule is given as ``model``.
-        rank: named in errors.
+        source: Determines the documents of each microbatch.
+        model_chunks: The schedule's argument ``model``.
+        rank: The rank, for errors.
 
     Attributes:
-        source: see above.
-        metrics_scales: factors that make what routers added up over the last training step's
-            microbatches that of as many as the script asked for; see `scale_expert_metrics`. None:
-            these are what ran.
+        source: See above.
+        metrics_scales: Factors that scale the routers' sums over the last training step from the
+            number of microbatches that ran to the number that the script requested; see
+            `scale_expert_metrics`. None if the numbers are equal.
     """
 
     def __init__(
@@ -44,9 +44,9 @@ class PackedSteps:
         self.source = source
         self.metrics_scales: tuple[float, float] | None = None
         self._rank = rank
-        self._turns: Sequence[Turn] = ()  # of the step that runs; none between steps
+        self._turns: Sequence[Turn] = ()  # of the running step; empty between steps
         self._num_calls = [0] * len(model_chunks)
-        # What the schedule was given last: those of the next step, most likely.
+        # From the last schedule call; the next step most likely uses the same ones.
         self._iterators: list[Any] = []
         self._hooks = [
             chunk.register_forward_pre_hook(self._hook_of(c), with_kwargs=True)
@@ -54,41 +54,41 @@ class PackedSteps:
         ]
 
     def wrap(self, forward_backward: Callable[..., Any]) -> Callable[..., Any]:
-        """A step of training or evaluation; ``forward_backward`` is that of the graphs."""
+        """Wrap the schedule of a training or evaluation step, already wrapped by the graphs."""
 
         def read_ahead(**kwargs: Any) -> Any:
             if kwargs.get("forward_only", False):
                 return forward_backward(**kwargs)
             iterators = kwargs["data_iterator"]
-            several = list(iterators) if isinstance(iterators, (list, tuple)) else [iterators]
-            self._iterators = several
-            read = self._read(several, kwargs["num_microbatches"])
+            by_chunk = list(iterators) if isinstance(iterators, (list, tuple)) else [iterators]
+            self._iterators = by_chunk
+            read = self._read(by_chunk, kwargs["num_microbatches"])
             data = self.source.begin(read, kwargs)
             self.metrics_scales = data.metrics_scales
-            handed = [
-                None if batches is None else _Handed(batches, self._rank) for batches in data.handed
+            feeds = [
+                None if batches is None else _Feed(batches, self._rank) for batches in data.batches
             ]
             kwargs.update(data.keywords)
-            kwargs["data_iterator"] = handed if isinstance(iterators, (list, tuple)) else handed[0]
+            kwargs["data_iterator"] = feeds if isinstance(iterators, (list, tuple)) else feeds[0]
             with self._running(data.turns):
                 result = forward_backward(**kwargs)
-            for left in handed:
-                if left is not None:
-                    left.refuse_rest()
+            for feed in feeds:
+                if feed is not None:
+                    feed.refuse_rest()
             return result
 
         return read_ahead
 
     def begin_run(self) -> None:
-        """Count microbatches from 0: the schedule is about to run a step, or to run it anew."""
+        """Count microbatches from 0: the schedule is about to run a step, or to run it again."""
         self._num_calls = [0] * len(self._num_calls)
 
     def announce_next(self, num_microbatches: int) -> None:
-        """Announce the training step that comes next; see `DocumentSource.announce_next`."""
+        """Announce the next training step; see `DocumentSource.announce_next`."""
         self.source.announce_next(num_microbatches, self._iterators)
 
     def close(self) -> None:
-        """Leave the model as it was."""
+        """Remove the hooks from the model, and close the source."""
         for hook in self._hooks:
             hook.remove()
         self.source.close()
@@ -96,13 +96,13 @@ class PackedSteps:
     # -- reading -------------------------------------------------------------------------------
 
     def _read(self, iterators: Sequence[Any], num_microbatches: int) -> Microbatches:
-        """The step's microbatches of each chunk."""
-        given = [iterator for iterator in iterators if iterator is not None]
-        if len({id(iterator) for iterator in given}) < len(given):
+        """Read the step's microbatches of each chunk."""
+        sources = [iterator for iterator in iterators if iterator is not None]
+        if len({id(iterator) for iterator in sources}) < len(sources):
             raise ConfigError(
-                f"rank {self._rank}: several model chunks read from one data iterator, so that the "
-                "documents of a microbatch are not known before the step. Give each chunk an "
-                "iterator of its own, as Megatron does, or leave out --cuda-graph-max-packed-seqs."
+                f"rank {self._rank}: several model chunks read from one data iterator, so the "
+                "documents of a microbatch are not known before the step. Use one iterator per "
+                "chunk, as Megatron does, or leave out --cuda-graph-max-packed-seqs."
             )
 
         def take(iterator: Any) -> deque[dict[str, Any]]:
@@ -125,7 +125,7 @@ class PackedSteps:
             self._turns = ()
 
     def _hook_of(self, c: int) -> Callable[..., Any]:
-        """Run before a model chunk; replaces offsets of the script."""
+        """Return a pre-forward hook of a model chunk that replaces the script's offsets."""
 
         def hook(_module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
             if not self._turns:
@@ -139,28 +139,28 @@ class PackedSteps:
             if params is None:
                 raise ConfigError(
                     f"{where}: the forward step calls its model without {ARGUMENT}=. With "
-                    "--cuda-graph-max-packed-seqs it gives them by name on every stage, as "
+                    "--cuda-graph-max-packed-seqs it must pass it by name on every stage, as "
                     "pretrain_gpt.py does with --sft."
                 )
             if params.cu_seqlens_q.numel() != turn.num_offsets:
                 raise ConfigError(
                     f"{where}: the forward step made {params.cu_seqlens_q.numel()} offsets of a "
-                    f"microbatch whose data have {turn.num_offsets}. It has to read one "
-                    "microbatch for each call, in their order, and to leave their documents alone."
+                    f"microbatch whose data have {turn.num_offsets}. It must read one "
+                    "microbatch for each call, in order, and must not change their documents."
                 )
             return args, {**kwargs, **turn.inputs(params)}
 
         return hook
 
 
-class _Handed:
-    """Hands out the microbatches of a step, and keeps none that it handed out."""
+class _Feed:
+    """Iterates over the microbatches of a step, and drops each one when it returns it."""
 
     def __init__(self, batches: deque[dict[str, Any]], rank: int) -> None:
         self._batches = batches
         self._rank = rank
 
-    def __iter__(self) -> _Handed:
+    def __iter__(self) -> _Feed:
         return self
 
     def __next__(self) -> dict[str, Any]:
@@ -172,7 +172,7 @@ class _Handed:
         return self._batches.popleft()
 
     def refuse_rest(self) -> None:
-        """Complain of what was not read: without chunk graphs it would be of the next step."""
+        """Refuse unread microbatches: without chunk graphs, the next step would read them."""
         if self._batches:
             raise ConfigError(
                 f"rank {self._rank}: the forward step left {len(self._batches)} microbatches of "

@@ -1,4 +1,4 @@
-"""Packed sequences of a pretrain script: what its flags ask for, and what they cannot go with."""
+"""Packed sequences of a pretrain script: the rules of its flags, and the resolved shapes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 _SOURCES = ("sft", "dataloader_inter_document_masking")
-"""Megatron's flags with which its data sets say where documents begin."""
+"""Megatron's flags with which data sets report where documents begin."""
 _SIZES = re.compile(r"\b(max_packed_seqs|max_packed_tokens|max_document_tokens)\b")
 _OTHER_RANKS = "the script's other tensor-parallel ranks receive rows of {seq_length}"
 
@@ -37,27 +37,27 @@ def _has_documents(f: Facts) -> bool:
 
 
 def _rule(text: str, when: Callable[[Facts], object]) -> Rule:
-    """A rule of microbatches of documents."""
+    """Return a rule for microbatches of documents."""
     return Rule(text, lambda f: _has_documents(f) and when(f))
 
 
 def _fixed(text: str, when: Callable[[Facts], object]) -> Rule:
-    """A rule of documents on a context-parallel size that does not change."""
+    """Return a rule for documents with a fixed context-parallel size."""
     return _rule(text, lambda f: not f.context_parallel_sizes and when(f))
 
 
 def _changing(text: str, when: Callable[[Facts], object]) -> Rule:
-    """A rule of documents on a context-parallel size that changes."""
+    """Return a rule for documents with changing context-parallel sizes."""
     return _rule(f"context_parallel_sizes {text}", lambda f: f.context_parallel_sizes and when(f))
 
 
 def _script_rows(f: Facts) -> int:
-    """Rows of a microbatch as the script's data set makes it."""
+    """Return the rows of a microbatch of the script's data set."""
     return int((f.seq_length or 1) * (f.micro_batch_size or 1))
 
 
 def _cut(text: str, when: Callable[[Facts], object]) -> list[Rule]:
-    """Rules of microbatches that are shorter than their data set made them."""
+    """Return rules for microbatches that are cut shorter than the data set's."""
 
     def cuts(f: Facts) -> bool:
         rows = _script_rows(f)
@@ -167,16 +167,16 @@ SCRIPT_PACKING_RULES = (
     ),
     *RANK_RULES,
 )
-"""Those of packed sequences whose documents a script's data set gives."""
+"""Rules for packed sequences whose documents come from a script's data set."""
 
 
 def shape_refusals(flags: GraphFlags, args: argparse.Namespace, facts: Facts) -> list[str]:
-    """List what is wrong with the shapes that flags ask for.
+    """List errors in the shapes that the flags select.
 
     Args:
-        flags: those of chunk graphs.
-        args: Megatron's, parsed but not yet checked or filled in by it.
-        facts: what both say.
+        flags: Flags of chunk graphs.
+        args: Megatron's arguments, parsed but not yet validated or completed by it.
+        facts: The facts that both state.
     """
     if not _has_documents(facts) or facts.context_parallel_sizes:
         return []
@@ -188,29 +188,29 @@ def shape_refusals(flags: GraphFlags, args: argparse.Namespace, facts: Facts) ->
         text = _SIZES.sub(lambda match: facts.name(match[1]), str(error))
         text = text.replace("context_parallel_size", facts.name("context_parallel_size"))
         return [f"{facts.spell('max_packed_seqs')}: {text}"]
-    table = options.shape.longest_rows + 1  # what models are told; see `packed.fixed_params`
+    table = options.shape.longest_rows + 1  # as in `params.fixed_params`
     if table not in {one.max_packed_tokens for one in shapes}:
         return []
     why = (
-        f"{{max_document_tokens}}: Megatron's unfused RoPE would take a table of one row more "
-        f"({table}) for that of a whole microbatch of so many rows; give one less"
+        f"{{max_document_tokens}}: Megatron's unfused RoPE would mistake a table of one row more "
+        f"({table}) for the table of a whole microbatch of that many rows; use one less"
     )
     return [facts.text(why)]
 
 
 def packing_options(flags: GraphFlags, args: argparse.Namespace) -> PackingOptions | None:
-    """Return all shapes that are captured, which a script's documents fill; None without any.
+    """Return the options for the captured shapes, which a script's documents fill.
 
-    Nor are there any where each microbatch has a context-parallel size of its own.
+    Return None without packed sequences, or if context-parallel sizes change.
 
     Raises:
-        PackingError: there is no such shape.
+        PackingError: There is no such shape.
     """
     packing = flags.packing
     if not packing.max_packed_seqs or flags.contexts is not None:
         return None
-    size = _of(args, "context_parallel_size", 1)
-    # Such data counts padding as tokens itself: the offsets are the same.
+    size = _number(args, "context_parallel_size", 1)
+    # The data set already counts padding as tokens: the offsets are the same.
     shape = PackedShape(
         packing.max_packed_seqs,
         packing.max_packed_tokens or _rows(args),
@@ -222,19 +222,19 @@ def packing_options(flags: GraphFlags, args: argparse.Namespace) -> PackingOptio
 
 
 def resolved_flags(flags: GraphFlags, args: argparse.Namespace) -> GraphFlags:
-    """The same with every value written out that packed sequences take from elsewhere.
+    """Return the flags with every default of packed sequences resolved.
 
     Args:
-        flags: those of chunk graphs, as given.
-        args: Megatron's.
+        flags: Flags of chunk graphs, as parsed.
+        args: Megatron's arguments.
     """
     if not flags.packing.max_packed_seqs:
         return flags
     rows = flags.packing.max_packed_tokens or _rows(args)
     counts = flags.packing.seq_buckets
     if counts is None:
-        # With sizes that change, rows are those of a rank, and this size is 1.
-        size = _of(args, "context_parallel_size", 1)
+        # With changing sizes, rows are per rank, and this size is 1.
+        size = _number(args, "context_parallel_size", 1)
         packing = flags.packing
         counts = default_seq_buckets(packing.max_packed_seqs, rows, size, packing.buckets)
     packing = replace(flags.packing, max_packed_tokens=rows, seq_buckets=counts)
@@ -244,16 +244,16 @@ def resolved_flags(flags: GraphFlags, args: argparse.Namespace) -> GraphFlags:
 def changing_limits(
     flags: GraphFlags, args: argparse.Namespace, world_size: int, group_size: int
 ) -> ContextLimits:
-    """What the schedules of all steps keep to.
+    """Return the limits of every step's schedule.
 
     Args:
-        flags: those of chunk graphs, with sizes.
-        args: Megatron's.
-        world_size: data-parallel ranks.
-        group_size: what the number of microbatches is a multiple of.
+        flags: Flags of chunk graphs, with context-parallel sizes.
+        args: Megatron's arguments.
+        world_size: Number of data-parallel ranks.
+        group_size: Divisor of the number of microbatches.
 
     Raises:
-        PackingError: there are no such groups.
+        PackingError: There are no such groups.
     """
     assert flags.contexts is not None
     return ContextLimits(
@@ -267,9 +267,9 @@ def changing_limits(
 
 
 def _rows(args: argparse.Namespace) -> int:
-    return _of(args, "seq_length", 1) * _of(args, "micro_batch_size", 1)
+    return _number(args, "seq_length", 1) * _number(args, "micro_batch_size", 1)
 
 
-def _of(args: argparse.Namespace, name: str, default: int) -> int:
-    """A number that may not be given; Megatron itself refuses that later, where it must be."""
+def _number(args: argparse.Namespace, name: str, default: int) -> int:
+    """Return an optional number; Megatron later refuses a missing one that it requires."""
     return getattr(args, name, None) or default

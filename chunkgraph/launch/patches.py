@@ -1,8 +1,9 @@
-"""The patches of ``megatron.training``: where a pretrain script is joined from outside.
+"""Patch ``megatron.training`` so that an unmodified pretrain script calls hooks.
 
-Megatron's ``pretrain()`` offers no hook for the schedule, and stock scripts none for flags. So four
-module globals of it are replaced, all of which it looks up at each call: what adds the flags,
-``train``, ``get_forward_backward_func`` and, for the log, ``training_log`` and ``print_rank_last``.
+Megatron's ``pretrain()`` has no hook for the schedule, and stock scripts have none for flags. These
+module globals are replaced instead, all of which Megatron looks up at each call: the function that
+adds the flags, ``train``, ``get_forward_backward_func`` and, for the log, ``training_log`` and
+``print_rank_last``.
 """
 
 from __future__ import annotations
@@ -43,36 +44,35 @@ _HOOKS = "chunkgraph_hooks"
 
 
 class PretrainHooks(Protocol):
-    """What is called from inside Megatron's pretrain program."""
+    """Callbacks from inside Megatron's pretrain program."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Add flags to the whole of Megatron's own."""
+        """Add flags to Megatron's complete parser."""
 
     def parsed(self, args: argparse.Namespace) -> None:
-        """Look at, and change, what was parsed, before Megatron checks it."""
+        """Check and change the parsed arguments before Megatron validates them."""
 
     def training(self, model: Any) -> AbstractContextManager[object]:
-        """Entered around all of the training, with the model loaded and wrapped."""
+        """Return a context that surrounds the whole training of the loaded and wrapped model."""
 
     def wrap_schedule(self, forward_backward: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap what training or evaluation calls for one step."""
+        """Wrap the schedule function that training or evaluation calls for one step."""
 
     def before_log(self, iteration: int) -> None:
-        """Called after each training step, on every rank."""
+        """Run after each training step, on every rank."""
 
     def log_text(self) -> str:
-        """Put at the end of Megatron's line of an iteration; `` name: value |`` or ""."""
+        """Return text to append to Megatron's line of an iteration: `` name: value |`` or ""."""
 
 
 def patch_pretrain(hooks: PretrainHooks) -> Callable[[], None]:
-    """Put ``hooks`` into Megatron's pretrain program; returns a function that takes them out.
+    """Install ``hooks`` in Megatron's pretrain program; return a function that removes them.
 
-    Also skips the build of the dataset helpers where a wheel has them built and no Makefile.
+    Also skip the build of the dataset helpers if the wheel ships them built and has no Makefile.
 
     Raises:
         MissingDependencyError: ``megatron.training`` cannot be imported.
-        ConfigError: the installed release is outside the range that is known, or has moved one of
-            the names.
+        ConfigError: The installed release is outside the supported range, or lacks a required name.
     """
     refuse_other_releases()
     arguments, training = _import_training()
@@ -83,7 +83,7 @@ def patch_pretrain(hooks: PretrainHooks) -> Callable[[], None]:
     log_signature = inspect.signature(log)
     if "iteration" not in log_signature.parameters:
         raise ConfigError(
-            f"training_log of {_TRAINING} no longer says which iteration it logs. Use "
+            f"training_log of {_TRAINING} has no parameter iteration. Use "
             f"megatron-core {RANGE}, or report the release."
         )
     is_logging = False
@@ -140,9 +140,9 @@ def patch_pretrain(hooks: PretrainHooks) -> Callable[[], None]:
 
 
 def count_documents_on_cpu() -> Callable[[], None]:
-    """Have Megatron add up lengths of packed documents, for its FLOPS, on a host without a GPU.
+    """Make Megatron sum lengths of packed documents, for its FLOPS, on the CPU.
 
-    It would make the tensor for them on a device of the name ``cuda:N``. Returns the way back.
+    By default it creates the tensor for the sums on a device ``cuda:N``. Return the undo function.
     """
     _, training = _import_training()
     if not hasattr(training, "_seqlen_stats_in_iteration"):  # before 0.19
@@ -152,31 +152,31 @@ def count_documents_on_cpu() -> Callable[[], None]:
 
 
 def pretrain_hooks() -> object:
-    """The hooks that are in Megatron's pretrain program, or None."""
+    """Return the installed hooks of Megatron's pretrain program, or None."""
     arguments, _ = _import_training()
     return getattr(getattr(arguments, "add_megatron_arguments", None), _HOOKS, None)
 
 
 def pretrain_arguments() -> argparse.Namespace:
-    """Megatron's arguments, parsed, checked and filled in."""
+    """Return Megatron's arguments, parsed, validated and completed by Megatron."""
     (get_args,) = private_names(_TRAINING, "get_args")
     return get_args()
 
 
 def tensorboard_writers(iteration: int) -> list[Callable[[str, float], None]]:
-    """What writes a scalar of this iteration to TensorBoard and to W&B, as far as they are on."""
+    """Return functions that write a scalar of this iteration to TensorBoard and W&B, if enabled."""
     get_tensorboard, get_wandb = private_names(
         _TRAINING, "get_tensorboard_writer", "get_wandb_writer"
     )
     if iteration % max(getattr(pretrain_arguments(), "tensorboard_log_interval", 1), 1):
         return []
-    found: list[Callable[[str, float], None]] = []
+    writers: list[Callable[[str, float], None]] = []
     tensorboard, wandb = get_tensorboard(), get_wandb()
     if tensorboard:
-        found.append(lambda name, value: tensorboard.add_scalar(name, value, iteration))
+        writers.append(lambda name, value: tensorboard.add_scalar(name, value, iteration))
     if wandb:
-        found.append(lambda name, value: wandb.log({name: value}, iteration))
-    return found
+        writers.append(lambda name, value: wandb.log({name: value}, iteration))
+    return writers
 
 
 def _import_training() -> tuple[Any, Any]:
@@ -185,11 +185,11 @@ def _import_training() -> tuple[Any, Any]:
     except MissingDependencyError as error:
         raise MissingDependencyError(
             f"{error} Megatron's training program is in the wheels of megatron-core 0.17 and newer "
-            "(0.18 and newer need Python 3.12), and in every checkout of Megatron-LM, whose folder "
-            "must be that of the script or on PYTHONPATH."
+            "(0.18 and newer need Python 3.12), and in every checkout of Megatron-LM; the "
+            "checkout must contain the script or be on PYTHONPATH."
         ) from error
     except ImportError as error:
-        advice = "Install what is missing; megatron-core itself asks for little of it."
+        advice = "Install the missing package; megatron-core declares few of its dependencies."
         if not isinstance(error, ModuleNotFoundError):  # `from typing import override`
             advice = "From megatron-core 0.18 on it needs Python 3.12 or newer."
         raise MissingDependencyError(
@@ -198,7 +198,7 @@ def _import_training() -> tuple[Any, Any]:
 
 
 def _helpers_are_built() -> None:
-    """In the place of ``compile_helpers``, which runs ``make`` and exits where that fails."""
+    """Replace ``compile_helpers``, which runs ``make`` and exits if that fails."""
     if importlib.util.find_spec(_HELPERS) is None:
         raise MissingDependencyError(
             f"This installation of megatron-core has neither {_HELPERS} nor the Makefile to build "

@@ -1,4 +1,4 @@
-"""What a run with chunk graphs says of itself: at its start, after the capture, and in a file."""
+"""Report a run with chunk graphs: a line at its start and after the capture, and a file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from chunkgraph.megatron.core.access import versions
 __all__ = ["RECORD_NAME", "capture_line", "save_run_record", "start_line"]
 
 RECORD_NAME = "chunkgraph.yaml"
-"""The file in the folder of the run."""
+"""Name of the record in the run's folder."""
 
 _MODEL = (
     "num_layers",
@@ -71,7 +71,7 @@ _EXPERTS = (
     "moe_aux_loss_coeff",
     "moe_z_loss_coeff",
 )
-"""Those of a model that has any."""
+"""Arguments of models with experts."""
 
 _PIPELINE = (
     "pipeline_model_parallel_size",
@@ -86,18 +86,18 @@ _PIPELINE = (
 
 
 def start_line(graphs: MegatronChunkGraphs, flags: GraphFlags, record: Path | None) -> str:
-    """One line about what is going to be captured on this rank.
+    """Return a line about the upcoming capture on this rank.
 
     Args:
-        graphs: attached to the model.
-        flags: what was asked for.
-        record: where `save_run_record` wrote, if it did.
+        graphs: The attached graphs.
+        flags: Flags of chunk graphs.
+        record: The file that `save_run_record` wrote, or None.
     """
     slots = graphs.num_slots
     saved = (
         f"settings in {record}"
         if record is not None
-        else "settings not saved (neither --save nor --run-dir is given)"
+        else "settings not saved (neither --save nor --run-dir is set)"
     )
     scope: str = graphs.scope.scope
     if graphs.scope.why_block:
@@ -114,7 +114,7 @@ def start_line(graphs: MegatronChunkGraphs, flags: GraphFlags, record: Path | No
 
 
 def capture_line(report: CaptureReport) -> str:
-    """One line about what was captured on this rank."""
+    """Return a line about the finished capture on this rank."""
     total = report.slot_bytes + report.scratch_bytes + report.static_bytes
     slots = _slots(report.num_slots, report.shared_slots)
     return (
@@ -122,7 +122,7 @@ def capture_line(report: CaptureReport) -> str:
         f"in {report.duration_ms / 1e3:.2f} s; {format_bytes(total)}: slots "
         f"{format_bytes(report.slot_bytes)}, scratch {format_bytes(report.scratch_bytes)}, static "
         f"{format_bytes(report.static_bytes)}"
-        + (f"; memsets are no kernels: {report.memsets_kept}" if report.memsets_kept else "")
+        + (f"; memset nodes were kept: {report.memsets_kept}" if report.memsets_kept else "")
     )
 
 
@@ -135,16 +135,16 @@ def save_run_record(
     """Write the resolved settings into ``run_dir``, or Megatron's ``--save`` folder.
 
     Args:
-        graphs: attached to the model.
-        flags: with every default written out.
-        args: Megatron's, checked and filled in by it.
-        run_dir: the folder; None: that of Megatron.
+        graphs: The attached graphs.
+        flags: Flags of chunk graphs, with every default resolved.
+        args: Megatron's arguments, validated and completed by it.
+        run_dir: The folder; None for Megatron's ``--save`` folder.
 
     Returns:
-        The file, or None where the run has neither folder.
+        The file, or None if the run has neither folder.
 
     Raises:
-        ConfigError: the folder cannot be written.
+        ConfigError: The folder cannot be written.
     """
     save = getattr(args, "save", None)
     folder = run_dir or (Path(save) if save else None)
@@ -179,18 +179,18 @@ def save_run_record(
 
 
 def _graphs(graphs: MegatronChunkGraphs) -> dict[str, Any]:
-    """What this rank captures; packed shapes and context-parallel sizes where there are any."""
-    found: dict[str, Any] = {
+    """Return the graphs of this rank, with packed shapes and context-parallel sizes if any."""
+    record: dict[str, Any] = {
         "slots_per_chunk": list(graphs.num_slots),
         "num_graphs": _num_graphs(graphs),
     }
     if graphs.packed_shapes:
-        found["packed_shapes"] = [
+        record["packed_shapes"] = [
             {"max_packed_seqs": one.max_packed_seqs, "max_packed_tokens": one.max_packed_tokens}
             for one in graphs.packed_shapes
         ]
     if graphs.context_banks:
-        found["context_banks"] = [
+        record["context_banks"] = [
             {
                 "context_parallel_size": key.size,
                 "tokens_per_rank": key.num_tokens,
@@ -198,7 +198,7 @@ def _graphs(graphs: MegatronChunkGraphs) -> dict[str, Any]:
             }
             for key in graphs.context_banks
         ]
-    return found
+    return record
 
 
 def _num_graphs(graphs: MegatronChunkGraphs) -> int:
@@ -206,7 +206,7 @@ def _num_graphs(graphs: MegatronChunkGraphs) -> int:
 
 
 def _plain(value: Any) -> Any:
-    """As YAML can hold it."""
+    """Convert a value to types that YAML supports."""
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
     return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)

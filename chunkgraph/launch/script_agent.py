@@ -1,7 +1,8 @@
-"""Between ``chunkgraph launch`` and its ranks: ``python -m ... FOLDER NUM LOGS COMMAND...``.
+"""The process between ``chunkgraph launch`` and its ranks.
 
-It runs torchrun's elastic agent in a thread of its own, where that installs no signal handlers:
-SIGTERM goes to the ranks, which may save a checkpoint and end well; SIGINT means end them.
+Usage: ``python -m ... FOLDER NUM LOGS COMMAND...``. torchrun's elastic agent runs in a separate
+thread, where it installs no signal handlers. SIGTERM is forwarded to the ranks, which may save a
+checkpoint and exit cleanly; SIGINT ends them.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ _GRACE_S = 3.0
 
 
 class _Signals:
-    """Passes signals on to the ranks; each leaves its pid in the folder once it has begun."""
+    """Forwards signals to the ranks, each of which writes its pid into the folder at its start."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._was_terminated = False
-        self._told: set[Path] = set()
+        self._notified: set[Path] = set()
         self.ends_at: float | None = None
         signal.signal(signal.SIGTERM, self._terminate)
         signal.signal(signal.SIGINT, self._end)
@@ -39,11 +40,11 @@ class _Signals:
         for path in self._folder.glob("pid_rank*"):
             self._send_to(path, signum)
 
-    def tell_late_ranks(self) -> None:
-        """A rank that began after SIGTERM was passed on gets it too."""
+    def notify_late_ranks(self) -> None:
+        """Forward SIGTERM to ranks that started after it arrived."""
         if self._was_terminated:
-            for path in set(self._folder.glob("pid_rank*")) - self._told:
-                self._told.add(path)
+            for path in set(self._folder.glob("pid_rank*")) - self._notified:
+                self._notified.add(path)
                 self._send_to(path, signal.SIGTERM)
 
     def _send_to(self, path: Path, signum: int) -> None:
@@ -52,7 +53,7 @@ class _Signals:
 
     def _terminate(self, signum: int, _frame: FrameType | None) -> None:
         self._was_terminated = True
-        self._told.update(self._folder.glob("pid_rank*"))
+        self._notified.update(self._folder.glob("pid_rank*"))
         self.send(signum)
 
     def _end(self, _signum: int, _frame: FrameType | None) -> None:
@@ -61,7 +62,7 @@ class _Signals:
 
 
 def main(folder: str, num_workers: str, logs: str, *command: str) -> int:
-    """Start the ranks and wait for them; 0 when all of them succeeded."""
+    """Start the ranks and wait for them; return 0 if all succeeded."""
     prepare_agent(logs)
     signals = _Signals(Path(folder))
     codes: list[int] = []
@@ -73,7 +74,7 @@ def main(folder: str, num_workers: str, logs: str, *command: str) -> int:
     thread.start()
     while thread.is_alive():
         thread.join(_POLL_S)
-        signals.tell_late_ranks()
+        signals.notify_late_ranks()
         if signals.ends_at is not None and time.monotonic() > signals.ends_at:
             signals.send(signal.SIGKILL)
             return EXIT_INTERRUPTED

@@ -1,8 +1,8 @@
-"""Start the processes of a script, pass signals on, and explain in one line why they failed.
+"""Start the processes of a script, forward signals, and explain in one line why they failed.
 
-No torch here, as in `chunkgraph.jobs.launcher`: the elastic agent runs in a child. Unlike there the
-script's output is the terminal's own, nobody waits for progress, and SIGTERM is for the script,
-which may save a checkpoint and end in its own time.
+Like `chunkgraph.jobs.launcher`, this module does not import torch: the elastic agent runs in a
+child. Unlike there, the script writes to the terminal directly, there is no progress to follow, and
+SIGTERM goes to the script, which may save a checkpoint before it ends.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class ScriptLauncher:
     """One run of a script on this machine.
 
     Args:
-        options: what to run, checked.
+        options: The checked launch options.
     """
 
     def __init__(self, options: LaunchOptions) -> None:
@@ -38,19 +38,19 @@ class ScriptLauncher:
         self._was_terminated = False
 
     def run(self) -> int:
-        """Run the script to its end; on the way out, none of its processes is left.
+        """Run the script to its end; no process of it outlives this call.
 
         Returns:
             0, or the exit code of the process that failed first.
 
         Raises:
-            ConfigError: flags of the script cannot go together.
+            ConfigError: Flags of the script cannot be combined.
             KeyboardInterrupt: Ctrl-C; the processes were ended.
         """
         with tempfile.TemporaryDirectory(
             prefix="chunkgraph-", ignore_cleanup_errors=True
         ) as folder:
-            old = signal.signal(signal.SIGTERM, self._pass_on)
+            old = signal.signal(signal.SIGTERM, self._forward_signal)
             try:
                 return self._run(Path(folder))
             finally:
@@ -79,13 +79,13 @@ class ScriptLauncher:
             return 0
         return self._explain(folder, code)
 
-    def _pass_on(self, signum: int, _frame: FrameType | None) -> None:
+    def _forward_signal(self, signum: int, _frame: FrameType | None) -> None:
         self._was_terminated = True
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(signum)
 
     def _end(self) -> None:
-        """End the agent and, by it, the script's processes; they die with it in any case."""
+        """End the agent and, through it, the script's processes, which also die with it."""
         process = self._process
         if process is None or process.poll() is not None:
             return
@@ -97,7 +97,7 @@ class ScriptLauncher:
             process.wait()
 
     def _explain(self, folder: Path, agent_exit_code: int) -> int:
-        """Explain which rank failed first and why; returns the exit code."""
+        """Explain which rank failed first and why; return the exit code."""
         exit_codes = read_exit_codes(folder)
         if self._was_terminated and all(code == -signal.SIGTERM for code in exit_codes.values()):
             print("terminated: the script's processes ended.", file=sys.stderr)

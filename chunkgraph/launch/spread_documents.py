@@ -1,8 +1,8 @@
-"""The documents of a pretrain script that are spread over the data-parallel ranks again.
+"""Redistribute the documents of a pretrain script over the data-parallel ranks.
 
-Every rank reads its own samples, as without chunk graphs; then the ranks tell each other the
-documents in them, on the host, and all find the same schedule. What the forward step is handed is
-the rank's share of it, one row for each of the schedule's microbatches.
+Every rank reads its own samples, as without chunk graphs. Then the ranks exchange the documents on
+the host, and all compute the same schedule. The forward step receives the rank's share, one row for
+each microbatch of the schedule.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from chunkgraph.packing import (
 __all__ = ["SpreadDocuments"]
 
 _Document = dict[str, NDArray[Any]]
-"""Rows of a document by the name that the data set gives them."""
+"""Rows of a document by the data set's name of the field."""
 
 
 class SpreadDocuments(DocumentSource):
-    """Schedules the documents of all ranks; each microbatch names the group that shares it.
+    """Schedules the documents of all ranks; a group of ranks shares each microbatch.
 
     Args:
-        banks: of this rank.
-        rank: named in errors.
-        device: of this rank.
-        gather: tells the data-parallel ranks each other's documents.
-        share: see `DocumentSource`.
-        schedule: which size a microbatch gets.
-        seed: of random sizes: a word that differs between steps, the same on all ranks and where a
-            step is run again.
-        has_experts: whether the model has any, on whatever rank; it is then told which rows are
-            padding, which go to none of them.
+        banks: Banks of this rank.
+        rank: The rank, for errors.
+        device: Device of this rank.
+        gather: Exchanges documents between the data-parallel ranks.
+        share: See `DocumentSource`.
+        schedule: How the context-parallel size of a microbatch is chosen.
+        seed: Returns the seed of random sizes, which differs between steps and is the same on all
+            ranks and in a step's second run.
+        has_experts: Whether the model has experts, on any rank; the model then receives a mask of
+            the padding rows, which are not routed to experts.
     """
 
     def __init__(
@@ -74,56 +74,56 @@ class SpreadDocuments(DocumentSource):
         self._has_experts = has_experts
 
     def close(self) -> None:
-        """Give process groups back."""
+        """Release process groups."""
         super().close()
         self._gather.close()
 
     def announce_next(self, num_microbatches: int, iterators: Sequence[Any]) -> None:
-        """Say nothing: who works on what needs the other ranks' documents, for which they wait."""
+        """Announce nothing: the schedule needs the documents of the other ranks."""
 
     def begin(self, read: Microbatches, kwargs: dict[str, Any]) -> StepData:
-        """Begin a step, and find the schedule that all ranks find."""
+        """Begin a step with the schedule that all ranks compute."""
         of_ranks = self._documents(read, kwargs["seq_length"])
-        own = None if of_ranks is None else [len(d["tokens"]) for d in of_ranks]
-        lengths: list[int] = self._shared(own)
+        local_lengths = None if of_ranks is None else [len(d["tokens"]) for d in of_ranks]
+        lengths: list[int] = self._shared(local_lengths)
         schedule = schedule_contexts(
             lengths, self._limits, scheduler_of(self._schedule, self._limits, self._seed())
         )
         banks = self._banks.of_schedule(schedule, lengths)
         scales = None
         if self._has_experts:
-            num_asked = kwargs["num_microbatches"]
-            # Fillers add nothing to them.
+            num_requested = kwargs["num_microbatches"]
+            # Fillers add nothing to the metrics.
             num_filled = schedule.mean_filled_microbatches, schedule.num_filled_rounds
-            scales = num_asked / num_filled[0], num_asked / num_filled[1]
-        handed: list[deque[dict[str, Any]] | None] = [
+            scales = num_requested / num_filled[0], num_requested / num_filled[1]
+        share: list[deque[dict[str, Any]] | None] = [
             None if batches is None else deque() for batches in read
         ]
         turns = []
-        for mine, bank in zip(schedule.of_rank(self._groups.rank), banks, strict=True):
+        for microbatch, bank in zip(schedule.of_rank(self._groups.rank), banks, strict=True):
             # A filler forwards one token, whose loss does not count.
-            packed = pack([lengths[d] for d in mine.documents] or [1], bank.shape)
+            packed = pack([lengths[d] for d in microbatch.documents] or [1], bank.shape)
             rows = packed.rows_of_rank(self._groups.rank % bank.size)
-            is_filler = not mine.documents
+            is_filler = not microbatch.documents
             padding_mask = (packed.padding_mask | is_filler)[rows][None]
             turns.append(Turn(2, partial(self._inputs, packed, bank, padding_mask)))
             if of_ranks is not None:
                 filler = {name: np.zeros_like(values[:1]) for name, values in of_ranks[0].items()}
-                documents = [of_ranks[d] for d in mine.documents] or [filler]
+                documents = [of_ranks[d] for d in microbatch.documents] or [filler]
                 batch = self._batch(documents, packed, rows, kwargs["seq_length"] + 1)
-                for batches in handed:
+                for batches in share:
                     if batches is not None:
                         batches.append(dict(batch))
         keywords = {
             "contexts": banks,
             "num_microbatches": schedule.num_microbatches,
-            # What stages exchange is as long as the rows of a rank.
+            # Activations between stages have as many rows as a rank.
             "seq_length": self._limits.max_tokens_per_rank,
         }
-        return StepData(handed, turns, keywords, scales)
+        return StepData(share, turns, keywords, scales)
 
     def _inputs(
-        self, packed: PackedSequences, bank: PackedBank, padding_mask: NDArray[Any], _given: Any
+        self, packed: PackedSequences, bank: PackedBank, padding_mask: NDArray[Any], _params: Any
     ) -> dict[str, Any]:
         params = make_params(packed, self._device)
         params.cp_group, params.local_cp_size = bank.group, bank.size
@@ -134,17 +134,17 @@ class SpreadDocuments(DocumentSource):
     # -- documents -----------------------------------------------------------------------------
 
     def _documents(self, read: Microbatches, seq_length: int) -> list[_Document] | None:
-        """Those of all data-parallel ranks; None where another rank reads them."""
-        several = [batches for batches in read if batches is not None]
-        own = self._of_chunks(self._documents_of(read, seq_length, may_be_cut=True))
-        if own is None:
+        """Return the documents of all data-parallel ranks; None if another rank reads them."""
+        by_chunk = [batches for batches in read if batches is not None]
+        by_batch = self._of_chunks(self._documents_of(read, seq_length, may_be_cut=True))
+        if by_batch is None:
             return None
-        mine = [
+        local = [
             document
-            for batch, documents in zip(several[0], own, strict=True)
-            for document in _cut_apart(batch, documents)
+            for batch, documents in zip(by_chunk[0], by_batch, strict=True)
+            for document in _split(batch, documents)
         ]
-        return [document for of_rank in self._gather(mine) for document in of_rank]
+        return [document for of_rank in self._gather(local) for document in of_rank]
 
     def _batch(
         self,
@@ -167,17 +167,17 @@ class SpreadDocuments(DocumentSource):
         return batch
 
     def _ready(self, values: NDArray[Any]) -> torch.Tensor:
-        """On the host, as a data loader gives it."""
+        """Return a host tensor as from a data loader: pinned if the device is a GPU."""
         host = torch.from_numpy(values)
         return host.pin_memory() if self._device.type == "cuda" else host
 
 
-def _cut_apart(batch: dict[str, Any], documents: Documents) -> list[_Document]:
-    """The documents of a sample, but for rows at its end that no loss needs."""
+def _split(batch: dict[str, Any], documents: Documents) -> list[_Document]:
+    """Return the documents of a sample, without rows at its end that no loss needs."""
     rows = {name: batch[name][0].numpy() for name in ROWS if batch.get(name) is not None}
-    kept = documents.up_to(documents.num_needed)
-    ends = np.cumsum(kept.lengths)
+    needed = documents.up_to(documents.num_needed)
+    ends = np.cumsum(needed.lengths)
     return [
         {name: values[end - length : end] for name, values in rows.items()}
-        for length, end in zip(kept.lengths, ends, strict=True)
+        for length, end in zip(needed.lengths, ends, strict=True)
     ]

@@ -242,7 +242,7 @@ def test_experts_that_stash_and_run_steps_anew_equal_eager(jobs: Jobs) -> None:
     balance = [re.findall(r"load_balancing_loss: (\S+)", output) for output in outputs]
     assert balance[0] == balance[1]
     assert float(balance[0][0]) > 0
-    assert jobs.output.count("steps run anew (stash pages): 1 |") == 1
+    assert jobs.output.count("steps run again (stash pages): 1 |") == 1
     assert "captured again with more room (stash pages), 1 of at most 1 times" in jobs.output
     assert _replays(jobs.output)[-1] == 4
 

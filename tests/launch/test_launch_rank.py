@@ -106,7 +106,7 @@ def test_a_script_that_has_no_use_for_the_flags_is_told(
         ("pass\n", [], ""),
         ("pass\n", chunk, "own.py never parsed Megatron's arguments"),
         (parses, FLAGS, ""),
-        (parses, [*FLAGS, *chunk], "own.py trained nothing by Megatron's pretrain()"),
+        (parses, [*FLAGS, *chunk], "own.py trained nothing with Megatron's pretrain()"),
     ):
         monkeypatch.setattr(sys, "argv", sys.argv)
         script = tmp_path / "own.py"

@@ -100,7 +100,7 @@ def _flags(config: Config) -> list[str]:
 
 def test_a_hybrid_model_is_refused() -> None:
     layers = ["model.num_layers=4", "model.hybrid_layer_pattern=M-M-"]
-    with pytest.raises(ConfigError, match=r"is M-M-, which this file.*--hybrid-layer-pattern"):
+    with pytest.raises(ConfigError, match=r"is M-M-, which a conf.*--hybrid-layer-pattern"):
         _flags(_load(*layers))
 
 
@@ -272,7 +272,7 @@ def test_sizes_of_microbatches_are_flags() -> None:
     assert "--calculate-per-token-loss" not in flags
     assert len(notes) == 1
     for off in ("capture.enabled=false", None):
-        with pytest.raises(ConfigError, match=r"sizes is \[1, 2, 4\], but without capture"):
+        with pytest.raises(ConfigError, match=r"sizes is \[1, 2, 4\], but documents of a"):
             merge_flags(
                 _load(*packing, *([off] if off else [])),
                 [] if off else ["--cuda-graph-granularity", "layer"],
@@ -306,7 +306,7 @@ def test_a_number_of_processes_is_for_what_starts_them(
     for name, value in {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     assert main(["launch", "--nproc-per-node", "2", str(script)]) == 2
-    assert "--nproc-per-node 2: this process is one of 4" in capsys.readouterr().err
+    assert "--nproc-per-node 2: this process is already one of 4" in capsys.readouterr().err
 
 
 def test_other_processes_than_the_file_is_for_are_said(script: Path) -> None:
@@ -314,4 +314,4 @@ def test_other_processes_than_the_file_is_for_are_said(script: Path) -> None:
     options = parse_options(["--config", config, "--nproc-per-node", "4", str(script)], "launch")
     assert options.notes_on_processes(2) == []
     (note,) = options.notes_on_processes(options.nproc)
-    assert note.startswith(f"4 processes run, where the pipeline section of {config} is for 2")
+    assert note.startswith(f"4 processes run, but the pipeline section of {config} is for 2")

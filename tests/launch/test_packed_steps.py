@@ -261,7 +261,7 @@ def test_other_data_than_those_announced_are_an_error(
     if other == "read":
         next(iterator)
     then = of_megatron(batches[3:]) if other == "replaced" else iterator
-    with pytest.raises(ConfigError, match="rank 3: the step has other documents than were looked"):
+    with pytest.raises(ConfigError, match="rank 3: the documents of the step differ from"):
         step(None, iterators=then)
 
 
@@ -281,7 +281,7 @@ def test_tensor_parallel_ranks_hear_of_the_next_step_once(
     source._share = lambda own: shared.append(own) or documents
     source.announce_next(2, [None])
     data = source.begin([None], {"num_microbatches": 2, "seq_length": ROWS, "micro_batch_size": 1})
-    assert data.handed == [None]
+    assert data.batches == [None]
     assert data.keywords["packings"] == words[1] == words[0]
     assert shared[1:] == [None]
     source._share = None
@@ -296,7 +296,7 @@ def test_no_chunk_has_other_documents(
     next(iterators[1])
     steps[0].announce_next(1)
     assert words == []
-    with pytest.raises(ConfigError, match="give other documents"):
+    with pytest.raises(ConfigError, match="give different documents"):
         step(None, iterators=iterators, num_microbatches=1)
 
 
@@ -477,7 +477,7 @@ def test_iterators_of_several_chunks(step: Step, models: list[Model], kind: str)
     iterators, said = {
         "none": ([None, None], "no data iterator"),
         "shared": ([one, one], "read from one data iterator"),
-        "other": ([one, iter([batch(4, 12), batch(12)])], "give other documents"),
+        "other": ([one, iter([batch(4, 12), batch(12)])], "give different documents"),
     }[kind]
     with pytest.raises(ConfigError, match=f"rank 3: .*{said}"):
         step(None, iterators=iterators)

@@ -64,7 +64,7 @@ def test_memsets_that_stay_are_said() -> None:
     replaced = CaptureReport(num_slots=(4,), **more)  # type: ignore[arg-type]
     assert "memsets" not in capture_line(replaced)
     kept = replace(replaced, memsets_kept="no bindings")
-    assert capture_line(kept).endswith("; memsets are no kernels: no bindings")
+    assert capture_line(kept).endswith("; memset nodes were kept: no bindings")
 
 
 @pytest.mark.parametrize("value", ["1", "0"])
@@ -82,7 +82,7 @@ def test_settings_that_are_not_saved_are_said(tmp_path: Path) -> None:
     assert save_run_record(graphs, GraphFlags(), _arguments(), None) is None
     line = start_line(graphs, GraphFlags(), None)
     assert "scope chunk, 4 + 2 slots on rank 0 (12 graphs), memory plan shared_backward" in line
-    assert "settings not saved (neither --save nor --run-dir is given)" in line
+    assert "settings not saved (neither --save nor --run-dir is set)" in line
     assert "\n" not in line
     assert f"settings in {tmp_path}" in start_line(graphs, GraphFlags(), tmp_path)
     assert "experts" not in line
@@ -175,7 +175,7 @@ def test_reasons_are_zero_again_after_their_step() -> None:
     counters.fallbacks["capture warmup"] += 1
     counters.overflow_reruns["stash pages"] += 2
     metrics.step()
-    assert metrics.scalars()["chunk-graphs/steps-run-anew/stash pages"] == 2
+    assert metrics.scalars()["chunk-graphs/steps-run-again/stash pages"] == 2
     assert metrics.scalars()["chunk-graphs/eager-steps/capture warmup"] == 1
     counters.replays += 4
     metrics.step()
@@ -184,6 +184,6 @@ def test_reasons_are_zero_again_after_their_step() -> None:
     assert scalars["chunk-graphs/eager-steps/capture warmup"] == 0
     assert "chunk-graphs/dropped-tokens" not in scalars
     line = metrics.take_line()
-    anew = "steps run anew (stash pages): 2 |"
+    anew = "steps run again (stash pages): 2 |"
     assert line == f" graph replays:     4 | {anew} eager steps (capture warmup): 1 |"
     assert metrics.take_line() == " graph replays:     0 |"

@@ -42,7 +42,7 @@ def test_a_rank_that_begins_after_sigterm_gets_it_once(tmp_path: Path) -> None:
         assert rank.stdout.readline() == "ready\n"
         (tmp_path / "pid_rank0").write_text(str(rank.pid), encoding="utf-8")
         for _ in range(3):  # as often as the agent looks
-            signals.tell_late_ranks()
+            signals.notify_late_ranks()
         output, _ = rank.communicate(timeout=20)
         assert output == "told\n"
     finally:

@@ -222,7 +222,7 @@ def test_experts_that_stash_and_run_steps_anew_equal_eager(runs: Runs) -> None:
     assert max(map(float, balance)) > 0
     assert runs.train("experts", *flags, *CHUNK, *SEVEN, *stash) == eager
     assert re.findall(r"load_balancing_loss: (\S+)", runs.output) == balance
-    assert runs.output.count("steps run anew (stash pages): 1 |") == 1
+    assert runs.output.count("steps run again (stash pages): 1 |") == 1
     assert runs.replays() == [0, 4, 4, 0, 4]
     assert "eager steps (packing overflow): 1" in runs.output
 
@@ -321,7 +321,7 @@ def test_ranks_share_microbatches_of_experts(runs: Runs, ranks: str) -> None:
         assert all(0.97 < float(value) < 1.1 for value in balance), balance
         assert [n > 0 for n in runs.replays()] == [False, *[name == "chunk"] * 3]
     assert found["chunk"] == found["eager"]
-    assert runs.output.count("steps run anew (stash pages): 1 |") == (ranks == "pipeline")
+    assert runs.output.count("steps run again (stash pages): 1 |") == (ranks == "pipeline")
 
 
 def test_buckets_leave_out_rows_that_no_loss_needs(runs: Runs) -> None:

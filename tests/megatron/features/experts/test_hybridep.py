@@ -301,14 +301,14 @@ def test_launch_names_what_the_machine_lacks(monkeypatch: pytest.MonkeyPatch, ba
 
 
 def test_launch_puts_the_budget_where_megatron_refuses_it(one_rank: Any) -> None:
-    from chunkgraph.launch.hooks import _give_rank_budget
+    from chunkgraph.launch.hooks import _set_rank_budget
 
     chunk = torch.nn.Linear(2, 2)
     chunk.config = SimpleNamespace(moe_expert_rank_capacity_factor=None)  # type: ignore[assignment]
-    _give_rank_budget(argparse.Namespace(), [chunk])
+    _set_rank_budget(argparse.Namespace(), [chunk])
     assert chunk.config.moe_expert_rank_capacity_factor is None
     args = argparse.Namespace(cuda_graph_expert_rank_capacity_factor=1.5)
-    _give_rank_budget(args, [chunk])
+    _set_rank_budget(args, [chunk])
     assert chunk.config.moe_expert_rank_capacity_factor == 1.5
 
 
