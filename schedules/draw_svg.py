@@ -93,7 +93,8 @@ def draw_svg(
     heading = _default_title(simulation) if title is None else title
     how_to_read = _how_to_read(schedule.num_chunks, has_slots=slots is not None)
     # Boxes of the shortest action hold the longest label.
-    unit_ms = min((costs.duration_ms(op) for op in present), default=1.0)
+    durations = (costs[a.stage].duration_ms(a.op) for _, a in schedule if a.op in present)
+    unit_ms = min(durations, default=1.0)
     widest = max((_box_text_width(simulation, slots, rank) for rank in shown), default=0.0)
     px_per_ms = (widest + 5.0) / unit_ms
     room_px = max(max_width_px - 2 * _MARGIN - _RANK_LABEL_WIDTH, widest + 5.0)

@@ -92,10 +92,9 @@ def text_panels(
     }
     if not labels:
         return ()
-    ops = {action.op for action in labels}
     # The last character of every action is a gap, so that neighbours stay apart without colour.
     unit_chars = 1 + max(map(len, labels.values()))
-    unit_ms = min(costs.duration_ms(op) for op in ops)
+    unit_ms = min(costs[action.stage].duration_ms(action.op) for action in labels)
     num_columns = max(width, _MIN_WIDTH) - len(_row_label(max(shown)))
     num_columns = max(unit_chars, num_columns - num_columns % unit_chars)
     lines = {rank: _line(simulation, rank, labels, unit_ms, unit_chars) for rank in shown}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from chunkgraph.errors import ScheduleError
@@ -55,6 +56,16 @@ class CostModel:
             case _:
                 return 0.0
 
+    def scaled(self, factor: float) -> CostModel:
+        """Costs of a chunk so many times as large; messages are as large as before."""
+        return CostModel(
+            forward_ms=self.forward_ms * factor,
+            backward_ms=self.backward_ms * factor,
+            input_grad_ms=self.input_grad_ms * factor,
+            weight_grad_ms=self.weight_grad_ms * factor,
+            send_ms=self.send_ms,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Span:
@@ -71,12 +82,12 @@ class Simulation:
 
     Attributes:
         schedule: What was run.
-        costs: With which costs.
+        costs: With which costs, by stage.
         spans: Per rank, its compute actions in order.
     """
 
     schedule: Schedule
-    costs: CostModel
+    costs: Mapping[int, CostModel]
     spans: tuple[tuple[Span, ...], ...]
 
     @property
@@ -107,25 +118,28 @@ class Simulation:
         return peak
 
 
-def simulate(schedule: Schedule, costs: CostModel | None = None) -> Simulation:
+def simulate(
+    schedule: Schedule, costs: CostModel | Mapping[int, CostModel] | None = None
+) -> Simulation:
     """Give every compute action a start and an end.
 
     Each rank runs its actions in order, each as soon as the rank is free and its inputs are there.
     A tensor reaches another rank ``send_ms`` after the action that made it.
 
     Not modelled: bandwidth and contention, the time a send or receive takes of either rank, sends
-    that wait for their receives (sends and receives written in the schedule are left out), chunks
-    of different cost, embedding, loss and optimizer, data-parallel communication, and the host.
+    that wait for their receives (sends and receives written in the schedule are left out),
+    embedding, loss and optimizer, data-parallel communication, and the host.
 
     Args:
         schedule: A valid schedule.
-        costs: Time of each operation, default ``CostModel()``.
+        costs: Time of each operation, for all stages or by stage; default ``CostModel()``.
 
     Raises:
         ScheduleError: The schedule is not valid.
     """
     validate(schedule)
-    costs = CostModel() if costs is None else costs
+    if costs is None or isinstance(costs, CostModel):
+        costs = dict.fromkeys(range(schedule.num_stages), costs or CostModel())
     rows = [schedule.compute_actions(rank) for rank in range(schedule.num_ranks)]
     spans: list[list[Span]] = [[] for _ in rows]
     end_ms: dict[Event, float] = {}
@@ -139,9 +153,10 @@ def simulate(schedule: Schedule, costs: CostModel | None = None) -> Simulation:
                     break
                 start = spans[rank][-1].end_ms if spans[rank] else 0.0
                 for event in needed:
+                    send_ms = costs[event[1]].send_ms
                     is_local = schedule.rank_of(event[1]) == rank
-                    start = max(start, end_ms[event] + (0.0 if is_local else costs.send_ms))
-                span = Span(action, start, start + costs.duration_ms(action.op))
+                    start = max(start, end_ms[event] + (0.0 if is_local else send_ms))
+                span = Span(action, start, start + costs[action.stage].duration_ms(action.op))
                 spans[rank].append(span)
                 end_ms[event_of(action)] = span.end_ms
     return Simulation(schedule, costs, tuple(tuple(done) for done in spans))

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from chunkgraph._text import format_bytes
-from chunkgraph.cli.plan_costs import scaled
 from chunkgraph.cli.plan_grid import too_large
 from chunkgraph.cli.plan_request import Request
 from chunkgraph.cli.plan_tables import table
@@ -211,5 +210,5 @@ def _timed(request: Request, name: str, shape: PipelineShape) -> tuple[float, fl
         num_chunks=shape.num_chunks,
         group_size=shape.group_size,
     )
-    run = simulate(built, scaled(request.costs, request.num_chunks / shape.num_chunks))
+    run = simulate(built, request.costs.scaled(request.num_chunks / shape.num_chunks))
     return run.bubble_ratio(0), run.makespan_ms

@@ -13,7 +13,7 @@ from chunkgraph._text import did_you_mean, shorten, shown
 from chunkgraph.errors import ConfigError
 from chunkgraph.schedules import CostModel
 
-__all__ = ["COSTS_HELP", "add_costs_argument", "costs_of", "scaled"]
+__all__ = ["COSTS_HELP", "add_costs_argument", "costs_of"]
 
 COSTS_HELP = """\
 --costs has the ms of one microbatch on one chunk: F (forward), B (whole backward), I and W (its
@@ -48,17 +48,6 @@ def costs_of(argument: str | None) -> CostModel | None:
     where = f"plan: --costs {shown(argument)}"
     is_file = "=" not in argument or path.exists()
     return _model(where, _from_file(where, path) if is_file else _from_pairs(where, argument))
-
-
-def scaled(costs: CostModel, factor: float) -> CostModel:
-    """Costs of a chunk so many times as large; messages are as large as before."""
-    return CostModel(
-        forward_ms=costs.forward_ms * factor,
-        backward_ms=costs.backward_ms * factor,
-        input_grad_ms=costs.input_grad_ms * factor,
-        weight_grad_ms=costs.weight_grad_ms * factor,
-        send_ms=costs.send_ms,
-    )
 
 
 def _from_pairs(where: str, text: str) -> dict[str, Any]:

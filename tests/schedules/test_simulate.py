@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from chunkgraph.errors import ScheduleError
-from chunkgraph.schedules import CostModel, build_schedule, simulate
+from chunkgraph.schedules import CostModel, build_schedule, megatron_schedule, simulate
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, 7])
@@ -82,3 +82,15 @@ def test_peak_in_flight_of_known_schedules():
 def test_costs_must_make_sense(costs):
     with pytest.raises(ScheduleError):
         CostModel(**costs)
+
+
+def test_costs_by_stage():
+    built = megatron_schedule(2, 1, 3)
+    costs = {
+        0: CostModel(forward_ms=1.0, backward_ms=2.0),
+        1: CostModel(forward_ms=3.0, backward_ms=4.0),
+    }
+    # The last rank is never idle between its first forward and last backward: 1 + 3 * 7 + 2.
+    assert simulate(built, costs).makespan_ms == 24.0
+    equal = CostModel(forward_ms=1.5, backward_ms=2.5, send_ms=0.5)
+    assert simulate(built, {0: equal, 1: equal}).spans == simulate(built, equal).spans
