@@ -4,16 +4,32 @@ from __future__ import annotations
 
 import dataclasses
 
-from chunkgraph.errors import ConfigError
+from chunkgraph.errors import ConfigError, TopologyError
+from chunkgraph.schedules import Placement, check_step, get_family, list_schedules
 from chunkgraph.settings import Config
 
-__all__ = ["FROZEN", "PROMISED", "UNCOMPARED", "VARIANTS", "chosen_variants", "config_of", "run_as"]
+__all__ = [
+    "FROZEN",
+    "PROMISED",
+    "UNCOMPARED",
+    "VARIANTS",
+    "chosen_variants",
+    "config_of",
+    "run_as",
+    "schedule_of",
+]
 
 VARIANTS = (
     *("eager", "eager_dropless", "eager_stash", "chunk", "transformer_engine", "local"),
     "full_iteration",
 )
-"""All variants, in the order in which they run."""
+"""All variants but those of schedules, in the order in which they run."""
+
+_SCHEDULES = {
+    f"chunk_{name}": name
+    for name in list_schedules()
+    if get_family(name).placement is Placement.LOOP
+}
 
 PROMISED = ("eager", "chunk")
 """Variants that must run and be equal."""
@@ -39,25 +55,44 @@ def chosen_variants(text: str | None, config: Config) -> tuple[str, ...]:
         raise ConfigError(msg)
     if text is None:
         candidates: tuple[str, ...] = VARIANTS if config.device == "cuda" else PROMISED
-        return tuple(name for name in candidates if _why_not(name, config) is None)
+        names = tuple(name for name in candidates if _why_not(name, config) is None)
+        return names + _checked("bench.schedules", _named_schedules(config), config)
     names = tuple(name.strip() for name in text.split(",") if name.strip())
-    for name in names:
-        if name not in VARIANTS:
-            msg = f"--variants: there is no {name!r}; choose from {', '.join(VARIANTS)}."
-            raise ConfigError(msg)
-        why = _why_not(name, config)
-        if why is not None:
-            raise ConfigError(f"--variants: {why}")
-        config_of(name, config)
+    _checked("--variants", names, config)
     if not names or len(set(names)) < len(names):
         msg = f"--variants {text!r}: name at least one, and each only once."
         raise ConfigError(msg)
     return names
 
 
+def schedule_of(name: str) -> str | None:
+    """Return the schedule that a variant is named after; None for the other variants."""
+    return _SCHEDULES.get(name)
+
+
+def _named_schedules(config: Config) -> tuple[str, ...]:
+    return tuple(f"chunk_{name}" for name in dict.fromkeys(config.bench.schedules))
+
+
+def _checked(where: str, names: tuple[str, ...], config: Config) -> tuple[str, ...]:
+    """Return variants that exist and that the configuration supports."""
+    known = (*VARIANTS, *_SCHEDULES)
+    for name in names:
+        if name not in known:
+            msg = f"{where}: there is no {name!r}; choose from {', '.join(known)}."
+            raise ConfigError(msg)
+        why = _why_not(name, config)
+        if why is not None:
+            raise ConfigError(f"{where}: {why}")
+        config_of(name, config)
+    return names
+
+
 def _why_not(name: str, config: Config) -> str | None:
     """Return why a configuration does not support a variant; None if it does."""
     moe, num_seqs = config.moe, config.packing.max_packed_seqs
+    if (schedule := schedule_of(name)) is not None:
+        return _why_not_schedule(schedule, config)
     if name == "eager_dropless" and moe.num_moe_experts is None:
         return "eager_dropless is for experts, and moe.num_moe_experts is null."
     if name == "eager_stash":
@@ -81,8 +116,26 @@ def _why_not(name: str, config: Config) -> str | None:
     return None
 
 
+def _why_not_schedule(schedule: str, config: Config) -> str | None:
+    pipeline = config.pipeline
+    try:
+        for count in set(config.train.num_microbatches):
+            check_step(
+                schedule,
+                num_ranks=pipeline.pipeline_model_parallel_size,
+                num_chunks=pipeline.num_model_chunks,
+                num_microbatches=count,
+                group_size=pipeline.microbatch_group_size_per_vp_stage,
+            )
+    except TopologyError as error:
+        return str(error)
+    return None
+
+
 def run_as(name: str) -> str:
     """Return the variant that the workers run."""
+    if name in _SCHEDULES:
+        return "chunk"
     return "eager" if name in UNCOMPARED else name
 
 
@@ -93,6 +146,10 @@ def config_of(name: str, config: Config) -> Config:
     routed tokens, whose counts the host reads, without a capacity.
     """
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, compare="none"))
+    if name != "chunk":  # the others run Megatron's own schedule
+        schedule = schedule_of(name) or "auto"
+        pipeline = dataclasses.replace(config.pipeline, schedule=schedule)
+        config = dataclasses.replace(config, pipeline=pipeline)
     if name != "eager_dropless":
         return config
     return dataclasses.replace(

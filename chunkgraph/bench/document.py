@@ -11,6 +11,7 @@ from typing import Any
 
 from chunkgraph._outputs import write_output
 from chunkgraph.bench.choice import UNCOMPARED
+from chunkgraph.bench.simulated import merged_costs, simulated_steps
 from chunkgraph.settings import Config, to_mapping
 
 __all__ = ["BenchDocument", "VariantResult"]
@@ -90,6 +91,7 @@ class BenchDocument:
 
     head: dict[str, Any]
     results: list[VariantResult] = field(default_factory=list)
+    config: Config | None = None
 
     @classmethod
     def start(cls, config: Config, *, command: str, commit: str | None) -> BenchDocument:
@@ -104,7 +106,8 @@ class BenchDocument:
                 "command": command,
                 "commit": commit or _commit(),
                 "settings": to_mapping(config),
-            }
+            },
+            config=config,
         )
 
     def add(self, result: VariantResult) -> None:
@@ -137,7 +140,22 @@ class BenchDocument:
 
     def to_mapping(self) -> dict[str, Any]:
         """Return plain values for JSON."""
-        return {**self.head, "variants": [self._variant(result) for result in self.results]}
+        return {
+            **self.head,
+            "costs_ms": self.costs_ms or None,
+            "simulated_step_ms": self.simulated_step_ms,
+            "variants": [self._variant(result) for result in self.results],
+        }
+
+    @property
+    def costs_ms(self) -> dict[str, float]:
+        """The ms of a chunk's F, B, I and W, as far as variants measured them."""
+        return merged_costs(result.get("costs_ms") for result in self.results)
+
+    @property
+    def simulated_step_ms(self) -> dict[str, dict[str, float]]:
+        """The simulated ms of a step by schedule and pipeline size; empty without costs."""
+        return {} if self.config is None else simulated_steps(self.costs_ms, self.config)
 
     def write(self, path: Path) -> None:
         """Write the file.

@@ -184,7 +184,8 @@ def _time_replays(engine: Any, times: HostTimes) -> Callable[[], None]:
 
     for slot, forward, backward in graphs:
         slot.forward_graph = _TimedGraph(forward, times.forward_launch)
-        slot.backward_graph = _TimedGraph(backward, times.backward_launch)
+        if backward is not None:
+            slot.backward_graph = _TimedGraph(backward, times.backward_launch)
     replayer.replay_backward = timed
 
     def undo() -> None:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from chunkgraph.bench.chunk_costs import chunk_costs
 from chunkgraph.bench.gpu_speed import matmul_tflops
 from chunkgraph.bench.host_times import HostTimes, host_times
 from chunkgraph.bench.packed_work import Work, work_of
@@ -50,6 +51,7 @@ class Measurement:
         captures: measurements of the captures.
         matmul_tflops: speed of the rank's GPU after the measured steps; None if not measured.
         host: host times; None until they are measured.
+        chunk_costs: times of each chunk's graphs in ms; empty until they are measured.
         kernels: kernel times of all profiled steps; None until they are measured.
         num_profiled_steps: number of profiled steps.
         num_profiled_fallbacks: number of profiled steps that ran eagerly instead of replaying.
@@ -63,6 +65,7 @@ class Measurement:
     captures: Captures = field(default_factory=Captures)
     matmul_tflops: float | None = None
     host: HostTimes | None = None
+    chunk_costs: list[dict[str, float]] = field(default_factory=list)
     kernels: KernelTimes | None = None
     num_profiled_steps: int = 0
     num_profiled_fallbacks: int = 0
@@ -150,6 +153,15 @@ class VariantRun:
         self.measurement.num_profiled_fallbacks = sum(
             bool(one.fallbacks) for one in profiled[-num_steps:]
         )
+
+    def measure_costs(self) -> None:
+        """Time the graphs of each chunk, outside of steps; gradients and random state change.
+
+        Not with a stash, whose pages only a whole step returns.
+        """
+        graphs = self._model.graphs
+        if graphs is not None and not self._config.stash.enabled:
+            self.measurement.chunk_costs = chunk_costs(graphs.engine, self._device)
 
     def close(self) -> None:
         """Free the graphs, before process groups are destroyed."""

@@ -10,8 +10,10 @@ from rich.console import Console
 from rich.table import Table
 
 from chunkgraph._text import REPORT_WIDTH
-from chunkgraph.bench.choice import PROMISED, run_as
+from chunkgraph.bench.choice import PROMISED, run_as, schedule_of
 from chunkgraph.bench.document import BenchDocument, VariantResult
+from chunkgraph.bench.simulated import PIPELINE_SIZES
+from chunkgraph.schedules import megatron_schedule_name
 
 __all__ = ["find_failures", "print_bench_report"]
 
@@ -20,6 +22,7 @@ _SHORT = {
     "eager_stash": "stash",
     "transformer_engine": "te layers",
     "full_iteration": "full iter.",
+    "chunk_interleaved-zb": "interl.-zb",
 }
 
 
@@ -42,6 +45,11 @@ def print_bench_report(
     for table in (_experts_table(document), _idle_table(document)):
         if table.row_count:
             console.print(table)
+    simulated = _simulated_table(document)
+    if simulated.row_count:
+        costs = ", ".join(f"{name} {ms:.2f}" for name, ms in document.costs_ms.items())
+        console.print(f"simulated with a chunk's times in ms: {costs}")
+        console.print(simulated)
     for line in _uneven_gpus(document):
         console.print(line, markup=False)
     for result in document.results:
@@ -75,8 +83,8 @@ def _uneven_gpus(document: BenchDocument) -> list[str]:
 def find_failures(document: BenchDocument, names: Sequence[str]) -> list[str]:
     """List the failures: eager and chunk must run and be equal."""
     failures = []
-    for name in PROMISED:
-        if name not in names:
+    for name in names:
+        if name not in PROMISED and schedule_of(name) is None:
             continue
         result = document.result(name)
         if result is None:
@@ -219,8 +227,44 @@ def _idle_table(document: BenchDocument) -> Table:
     return table
 
 
+def _simulated_table(document: BenchDocument) -> Table:
+    """Show simulated steps by pipeline size, and the measured step of the run's size."""
+    table = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)
+    table.add_column("schedule", no_wrap=True, min_width=10)
+    for size in PIPELINE_SIZES:
+        for heading in (f"P = {size}\nms", "of\n1f1b"):
+            table.add_column(heading, justify="right", no_wrap=True, min_width=6)
+    table.add_column("measured", justify="right", no_wrap=True, min_width=10)
+    steps = document.simulated_step_ms
+    for name, of_size in steps.items():
+        cells = []
+        for size in PIPELINE_SIZES:
+            ms, base = of_size.get(str(size)), steps["1f1b"].get(str(size))
+            cells += [_number(ms, 1), _number(ms / base if ms and base else None, 3)]
+        table.add_row(name, *cells, _number(_measured_ms(document, name), 1))
+    return table
+
+
+def _measured_ms(document: BenchDocument, schedule: str) -> float | None:
+    """Return the step of chunk graphs under a schedule, if all steps are of one size."""
+    config = document.config
+    if config is None or len(set(config.train.num_microbatches)) > 1:
+        return None
+    pipeline = config.pipeline
+    own = pipeline.schedule
+    if own == "auto":
+        own = megatron_schedule_name(
+            pipeline.pipeline_model_parallel_size, pipeline.num_model_chunks
+        )
+    name = f"chunk_{schedule}"
+    result = document.result(name) or (document.result("chunk") if own == schedule else None)
+    return None if result is None else result.step_ms
+
+
 def _name(result: VariantResult) -> str:
-    return _SHORT.get(result.name, result.name)
+    if (short := _SHORT.get(result.name)) is not None:
+        return short
+    return schedule_of(result.name) or result.name
 
 
 def _equality(document: BenchDocument, result: VariantResult) -> str:

@@ -11,11 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from chunkgraph.bench.ideal import pipeline_ms
 from chunkgraph.bench.measure import Measurement
 from chunkgraph.bench.packed_work import packed_summary
 from chunkgraph.megatron.core.access import import_megatron, versions
-from chunkgraph.schedules import megatron_schedule
+from chunkgraph.schedules import CostModel, megatron_schedule, simulate
 from chunkgraph.settings import Config
 
 __all__ = ["gathered_summary"]
@@ -56,6 +55,7 @@ def gathered_summary(
         **_captures(config, ranks),
         **_host(ranks),
         **_kernels(config, ranks),
+        "costs_ms": _costs(ranks),
         "matmul_tflops_by_rank": [rank.measurement.matmul_tflops for rank in ranks],
         "parameters_sha256": [rank.measurement.parameters_sha256 for rank in ranks],
     }
@@ -138,6 +138,12 @@ def _host(ranks: Sequence[_Rank]) -> dict[str, Any]:
     return largest
 
 
+def _costs(ranks: Sequence[_Rank]) -> dict[str, float] | None:
+    """Return the times of the slowest chunk's graphs, of those with most graphs."""
+    chunks = [costs for rank in ranks for costs in rank.measurement.chunk_costs]
+    return max(chunks, key=lambda costs: (len(costs), sum(costs.values())), default=None)
+
+
 def _kernels(config: Config, ranks: Sequence[_Rank]) -> dict[str, Any]:
     """Summarize kernel times per step; ``trace`` defines them."""
     empty = dict.fromkeys(_KERNEL_KEYS)
@@ -207,10 +213,17 @@ def _profiled_microbatches(config: Config, measurement: Measurement) -> int:
 def _pipeline_ms(
     config: Config, forward: dict[int, float], backward: dict[int, float]
 ) -> float | None:
-    """Simulate the pipeline; None if a stage has no times, or microbatch counts change."""
+    """Simulate the pipeline, in which only kernels take time.
+
+    Returns:
+        The time of a step; None if a stage has no times, microbatch counts change, or the run
+        names a schedule, which may split backwards: profiles do not separate the halves.
+    """
     pipeline, counts = config.pipeline, config.train.num_microbatches
     stages = range(pipeline.pipeline_model_parallel_size * pipeline.num_model_chunks)
-    if len(set(counts)) != 1 or not all(stage in forward and stage in backward for stage in stages):
+    if len(set(counts)) != 1 or not all(forward.get(s) and backward.get(s) for s in stages):
+        return None
+    if pipeline.schedule != "auto":
         return None
     schedule = megatron_schedule(
         pipeline.pipeline_model_parallel_size,
@@ -218,7 +231,8 @@ def _pipeline_ms(
         counts[0],
         pipeline.microbatch_group_size_per_vp_stage,
     )
-    return pipeline_ms(schedule, forward, backward)
+    costs = {s: CostModel(forward_ms=forward[s], backward_ms=backward[s]) for s in stages}
+    return simulate(schedule, costs).makespan_ms
 
 
 def _device_name(device: torch.device) -> str:

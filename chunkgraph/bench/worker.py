@@ -103,6 +103,7 @@ def _measure(config: Config, request: Request, device: Any, variant: Any, folder
         write("host")
     if request.num_profiled_steps and device.type == "cuda":
         run.measure_kernels(request.num_profiled_steps, folder / f"trace_rank{_rank()}.json")
+    run.measure_costs()
     write("done")
     if not variant.has_fragile_end:
         run.close()

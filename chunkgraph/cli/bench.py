@@ -69,7 +69,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         help=f"which to run, in order; default {', '.join(VARIANTS)} (on a CPU, and "
         "of packed documents, eager,chunk; eager_dropless, an all-to-all without a capacity, with "
         "experts alone; eager_stash, Megatron's own paged stash, with stash.enabled and HybridEP "
-        "alone)",
+        "alone), and a chunk_NAME for each of bench.schedules",
     )
     add_json(parser)
     parser.add_argument(

@@ -82,6 +82,11 @@ class BenchConfig:
         3, help="Steps before the measured ones, including captures.", bounds=NOT_NEGATIVE
     )
     num_steps: int = setting(20, help="Measured steps.", bounds=POSITIVE)
+    schedules: tuple[str, ...] = setting(
+        (),
+        help="Schedules to compare with Megatron's: each is a variant of chunk graphs, such as "
+        "chunk_zb-h1 for zb-h1.",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

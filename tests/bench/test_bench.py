@@ -10,13 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from chunkgraph.bench.host_times import HostTimes
-from chunkgraph.bench.ideal import pipeline_ms
 from chunkgraph.bench.trace import PREFIX, kernel_times
-from chunkgraph.schedules import CostModel, megatron_schedule, simulate
 
 ROOT = Path(__file__).parents[2]
 CONFIG = str(ROOT / "configs" / "cpu" / "gpt_pp2_cpu.yaml")
@@ -234,27 +230,6 @@ def test_kernels_of_dispatch_and_stash_are_told_apart() -> None:
 
 def test_without_graphs_there_is_no_share() -> None:
     assert kernel_times([mark("step", 0, 10)]).kernel_share is None
-
-
-# -- the ideal -------------------------------------------------------------------------------------
-
-
-@given(p=st.integers(1, 5), chunks=st.integers(1, 3), groups=st.integers(1, 4))
-def test_ideal_of_equal_stages_is_the_simulation(p: int, chunks: int, groups: int) -> None:
-    chunks = chunks if p > 1 else 1
-    schedule = megatron_schedule(p, chunks, p * groups)
-    stages = range(p * chunks)
-    ideal = pipeline_ms(schedule, dict.fromkeys(stages, 1.5), dict.fromkeys(stages, 2.5))
-    costs = CostModel(forward_ms=1.5, backward_ms=2.5)
-    assert ideal == pytest.approx(simulate(schedule, costs).makespan_ms)
-    if chunks == 1:
-        assert ideal == pytest.approx((p * groups + p - 1) * 4.0)
-
-
-def test_ideal_waits_for_the_slower_stage() -> None:
-    schedule = megatron_schedule(2, 1, 3)
-    # The last rank is never idle between its first forward and last backward: 1 + 3 * 7 + 2.
-    assert pipeline_ms(schedule, {0: 1.0, 1: 3.0}, {0: 2.0, 1: 4.0}) == pytest.approx(24.0)
 
 
 def test_host_times_without_launch_are_taken_call_by_call() -> None:

@@ -18,6 +18,7 @@ def run(config: Any, device: torch.device, case: dict[str, Any]) -> dict[str, An
         bench = VariantRun(config, device, make_variant(name, config))
         bench.measure_steps()
         bench.measure_host(1)
+        bench.measure_costs()
         summaries[name] = gathered_summary(config, device, bench.measurement)
         bench.close()
     return summaries

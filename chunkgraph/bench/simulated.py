@@ -1,0 +1,60 @@
+"""Simulate steps of several schedules and pipeline sizes with the measured times of graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from chunkgraph.errors import TopologyError
+from chunkgraph.schedules import CostModel, build_schedule, get_family, simulate
+from chunkgraph.settings import Config
+
+__all__ = ["PIPELINE_SIZES", "merged_costs", "simulated_steps"]
+
+PIPELINE_SIZES = (2, 4, 8)
+_SCHEDULES = ("1f1b", "interleaved", "zb-h1", "interleaved-zb")
+
+
+def merged_costs(variants: Iterable[Mapping[str, float] | None]) -> dict[str, float]:
+    """Merge the times of variants; the first that has one counts."""
+    merged: dict[str, float] = {}
+    for costs in variants:
+        merged = {**(costs or {}), **merged}
+    return {name: merged[name] for name in "FBIW" if name in merged}
+
+
+def simulated_steps(costs: Mapping[str, float], config: Config) -> dict[str, dict[str, float]]:
+    """Return the ms of a step by schedule and pipeline size.
+
+    Each rank has as many layers as a rank of the run. Embedding, loss, optimizer and messages are
+    not simulated. Schedules that split backwards need I and W; sizes that a schedule cannot run
+    with the run's number of microbatches, the largest, are left out.
+    """
+    if "F" not in costs or not ("B" in costs or {"I", "W"} <= costs.keys()):
+        return {}
+    halves = {"input_grad_ms": costs.get("I"), "weight_grad_ms": costs.get("W")}
+    has_halves = None not in halves.values()
+    model = CostModel(
+        forward_ms=costs["F"],
+        backward_ms=costs.get("B") or costs["I"] + costs["W"],
+        **{name: ms for name, ms in halves.items() if ms is not None},
+    )
+    steps: dict[str, dict[str, float]] = {}
+    for name in _SCHEDULES:
+        family = get_family(name)
+        if family.splits_backward and not has_halves:
+            continue
+        steps[name] = {}
+        num_chunks = family.num_chunks or max(2, config.pipeline.num_model_chunks)
+        for size in PIPELINE_SIZES:
+            try:
+                schedule = build_schedule(
+                    name,
+                    num_ranks=size,
+                    num_chunks=num_chunks,
+                    num_microbatches=max(config.train.num_microbatches),
+                )
+            except TopologyError:
+                continue
+            scaled = model.scaled(config.pipeline.num_model_chunks / num_chunks)
+            steps[name][str(size)] = simulate(schedule, scaled).makespan_ms
+    return steps
