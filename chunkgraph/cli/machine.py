@@ -18,7 +18,7 @@ from chunkgraph.megatron.features.experts.deep_ep_needs import (
     FUSED_GROUPED_MLP,
     cublaslt_version,
     deep_ep_state,
-    knows_the_worst_case,
+    supports_worst_case,
     version_text,
     wants_fused_grouped_mlp,
 )
@@ -181,7 +181,7 @@ def _deep_ep() -> Finding:
         return Finding(name, "absent", "not installed", advice)
     if not has_hybrid_ep:
         advice = "this build has no HybridEP; build the hybrid-ep branch"
-        if knows_the_worst_case():
+        if supports_worst_case():
             return Finding(name, "ok", f"{version}, deepep alone", advice)
         return Finding(name, "absent", version, advice)
     return Finding(name, "ok", version)

@@ -9,23 +9,23 @@ __all__ = ["factor_for_all", "set_capacity_factor"]
 
 _FACTOR = "moe_expert_capacity_factor"
 _SHY = 1 - 1e-9
-"""Megatron rounds an expert's rows up: a product that errs upwards in its last bit would give it
-one row more than there are tokens, which its router cannot fill."""
+"""Megatron rounds an expert's rows up: a product with an upward rounding error would give one row
+more than there are tokens, which the router cannot fill."""
 
 
 def factor_for_all(num_experts: int, top_k: int) -> float:
-    """The capacity factor with which an expert has room for all tokens, and for no row more.
+    """Return the capacity factor with which an expert has room for exactly all tokens.
 
-    Up to a billion tokens; ``num_experts / top_k`` itself is too much for some numbers, such as 6
-    of 160 experts and 448 tokens.
+    It holds up to a billion tokens. ``num_experts / top_k`` itself gives a row too many for some
+    numbers, such as 6 of 160 experts and 448 tokens.
     """
     return num_experts / top_k * _SHY
 
 
 def set_capacity_factor(layers: Sequence[Any], factor: float) -> None:
-    """Let the experts of ``layers`` have room for ``factor`` times their share of the tokens.
+    """Give the experts of ``layers`` room for ``factor`` times their share of the tokens.
 
-    Graphs that hold these layers keep the room that they were captured with.
+    Existing graphs of these layers keep their captured room.
     """
     for layer in layers:
         parts = (layer, layer.router, layer.token_dispatcher, layer.experts)

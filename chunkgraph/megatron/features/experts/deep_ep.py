@@ -1,4 +1,4 @@
-"""Where a graph of DeepEP's dispatch can run: ranks of one node, and what the machine needs."""
+"""Check where a captured DeepEP dispatch can run: ranks of one node, and the requirements."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ __all__ = ["expert_ranks", "ranks_of_other_nodes", "refuse_for_deep_ep"]
 
 
 def refuse_for_deep_ep(facts: Facts) -> None:
-    """Check what DeepEP needs besides settings, if a model uses it.
+    """Check the requirements of DeepEP beyond settings, if a model uses it.
 
     Args:
-        facts: of the model.
+        facts: Facts of the model.
 
     Raises:
-        ConfigError: experts are on several nodes where DeepEP dispatches within one.
-        MissingDependencyError: what it needs of the machine is not there.
+        ConfigError: Experts are on several nodes, but DeepEP dispatches within one.
+        MissingDependencyError: The machine does not meet a requirement.
     """
     backend = facts.moe_flex_dispatcher_backend if facts.num_moe_experts else None
     if backend not in BACKEND_NAMES:
@@ -34,15 +34,15 @@ def refuse_for_deep_ep(facts: Facts) -> None:
             raise ConfigError(
                 f"rank {here}: experts are on the ranks {ranks}, of which {others} are on other "
                 "nodes, and DeepEP dispatches within a node in a graph. Make "
-                "expert_model_parallel_size smaller, number the ranks so that those who share "
-                "experts are of one node, or set moe_flex_dispatcher_backend to 'hybridep'."
+                "expert_model_parallel_size smaller, number the ranks so that those that share "
+                "experts are on one node, or set moe_flex_dispatcher_backend to 'hybridep'."
             )
     if (missing := deep_ep_is_missing(facts)) is not None:
         raise MissingDependencyError(missing)
 
 
 def expert_ranks() -> list[int]:
-    """The ranks that share this rank's experts; none where no groups are set up."""
+    """Return the ranks that share this rank's experts; empty without process groups."""
     state = import_megatron("megatron.core.parallel_state")
     if not (dist.is_initialized() and state.model_parallel_is_initialized()):
         return []
@@ -52,13 +52,13 @@ def expert_ranks() -> list[int]:
 def ranks_of_other_nodes(
     ranks: Sequence[int], rank: int, environment: Mapping[str, str]
 ) -> list[int]:
-    """Those of some ranks that were not started on the node of ``rank``.
+    """Return the ``ranks`` that were not started on the node of ``rank``.
 
     Args:
-        ranks: global ones.
-        rank: of this process.
-        environment: LOCAL_RANK and LOCAL_WORLD_SIZE, as torchrun sets them, which numbers the ranks
-            of a node one after the other; where they are missing, no rank is found.
+        ranks: Global ranks.
+        rank: Global rank of this process.
+        environment: LOCAL_RANK and LOCAL_WORLD_SIZE as set by torchrun, which numbers the ranks of
+            a node consecutively; without them the result is empty.
     """
     local = [environment.get(name, "") for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")]
     if not all(number.isdecimal() for number in local):

@@ -1,4 +1,4 @@
-"""What DeepEP with a fixed budget needs of a machine, looked at without changing anything."""
+"""Requirements of DeepEP with a fixed budget, checked without side effects."""
 
 from __future__ import annotations
 
@@ -19,44 +19,43 @@ __all__ = [
     "cublaslt_version",
     "deep_ep_is_missing",
     "deep_ep_state",
-    "knows_the_worst_case",
+    "supports_worst_case",
     "version_text",
     "wants_fused_grouped_mlp",
 ]
 
 BACKEND_NAMES = {"hybridep": "HybridEP", "deepep": "DeepEP"}
-"""Dispatchers that a graph can hold, by Megatron's name of the backend; one package has both."""
+"""Dispatchers that a graph can contain, by Megatron's backend name; one package has both."""
 
 FUSED_GROUPED_MLP = "NVTE_CUTEDSL_FUSED_GROUPED_MLP"
-"""Megatron takes the grouped MLP as one operation only with this, on any GPU."""
+"""Environment variable without which Megatron does not fuse the grouped MLP, on any GPU."""
 
 CUBLASLT_NEEDED = 130801
-"""13.8.1: the first that takes the token counts of a grouped product from the device rightly."""
+"""13.8.1: the first version that correctly reads a grouped product's counts on the device."""
 
 _OLD = (
-    "deep_ep ({}) cannot be told the most rows that could come (num_worst_tokens); build 1.2 or "
-    "newer"
+    "deep_ep ({}) cannot size its output for the worst case (num_worst_tokens); build 1.2 or newer"
 )
 
 
 def deep_ep_is_missing(facts: Facts) -> str | None:
-    """What is to be installed or set before a dispatcher can be captured, or None.
+    """Describe what to install or set before a dispatcher can be captured; None if nothing.
 
     Args:
-        facts: of a model whose dispatcher is one of `BACKEND_NAMES`.
+        facts: Facts of a model whose dispatcher is one of `BACKEND_NAMES`.
     """
     backend = facts.moe_flex_dispatcher_backend
-    found = [text for text in (_deep_ep(backend), _cublaslt(), _environment()) if text]
-    if not found:
+    problems = [text for text in (_deep_ep(backend), _cublaslt(), _environment()) if text]
+    if not problems:
         return None
-    listed = "\n  - ".join(found)
+    listed = "\n  - ".join(problems)
     name = BACKEND_NAMES[backend]
     text = f"Dispatch with {name} cannot be captured here:\n  - {listed}\nOr {STATIC}; it needs "
     return f"{facts.text(text)}none of these."
 
 
 def deep_ep_state() -> tuple[str | None, bool]:
-    """The version of DeepEP (None: not installed), and whether it has HybridEP."""
+    """Return the version of DeepEP (None if not installed), and whether it has HybridEP."""
     if importlib.util.find_spec("deep_ep") is None:
         return None, False
     version = "unknown version"
@@ -65,10 +64,10 @@ def deep_ep_state() -> tuple[str | None, bool]:
     return version, importlib.util.find_spec("hybrid_ep_cpp") is not None
 
 
-def knows_the_worst_case() -> bool:
-    """Whether the DeepEP that is installed can be told the most rows that could come.
+def supports_worst_case() -> bool:
+    """Return whether the installed DeepEP can size its output for the worst case.
 
-    That is looked for in the text, since its import wants a GPU.
+    The check reads the source text, since the import needs a GPU.
     """
     spec = importlib.util.find_spec("deep_ep")
     for folder in spec.submodule_search_locations or () if spec is not None else ():
@@ -79,7 +78,7 @@ def knows_the_worst_case() -> bool:
 
 
 def cublaslt_version() -> int | None:
-    """Of the cuBLASLt that this process has or would load, as 130801 for 13.8.1; None: none."""
+    """Return the version of this process's cuBLASLt, as 130801 for 13.8.1; None without one."""
     for library in ("libcublasLt.so.13", "libcublasLt.so.12", "libcublasLt.so"):
         with contextlib.suppress(OSError, AttributeError):
             get_version = ctypes.CDLL(library).cublasLtGetVersion
@@ -89,12 +88,12 @@ def cublaslt_version() -> int | None:
 
 
 def version_text(number: int) -> str:
-    """``130801`` as 13.8.1."""
+    """Format ``130801`` as 13.8.1."""
     return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
 
 
 def wants_fused_grouped_mlp() -> bool:
-    """Whether the variable that Megatron asks for is set."""
+    """Return whether the environment variable `FUSED_GROUPED_MLP` is set."""
     try:
         return int(os.environ.get(FUSED_GROUPED_MLP, "0")) > 0
     except ValueError:
@@ -104,10 +103,10 @@ def wants_fused_grouped_mlp() -> bool:
 def _deep_ep(backend: str) -> str | None:
     version, has_hybrid_ep = deep_ep_state()
     if backend == "deepep" and version is not None:
-        if not knows_the_worst_case():
+        if not supports_worst_case():
             return _OLD.format(version)
         if importlib.util.find_spec("pynvml") is None:
-            return "pynvml is not installed, by which deep_ep looks for NVLink"
+            return "pynvml is not installed, with which deep_ep looks for NVLink"
         return None
     if has_hybrid_ep:
         return None
@@ -126,7 +125,7 @@ def _cublaslt() -> str | None:
         return f"cuBLASLt {needed} or newer was not found"
     if number < CUBLASLT_NEEDED:
         return (
-            f"cuBLASLt {version_text(number)} lets token counts go through the host; load "
+            f"cuBLASLt {version_text(number)} moves token counts through the host; load "
             f"{needed} or newer (a newer nvidia-cublas, or LD_PRELOAD of its two libraries)"
         )
     return None
@@ -136,6 +135,6 @@ def _environment() -> str | None:
     if wants_fused_grouped_mlp():
         return None
     return (
-        f"{FUSED_GROUPED_MLP} is not set to 1; Megatron takes {{use_transformer_engine_op_fuser=}} "
-        "for experts only with it, on Hopper too"
+        f"{FUSED_GROUPED_MLP} is not set to 1; without it, Megatron does not apply "
+        "{{use_transformer_engine_op_fuser=}} to experts, on Hopper either"
     )

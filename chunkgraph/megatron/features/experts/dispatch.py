@@ -1,9 +1,9 @@
-"""Token dispatch with a fixed capacity: what of it reads token counts on the host, and must not.
+"""Remove host reads of token counts from dispatch with a fixed capacity.
 
 With ``moe_expert_capacity_factor`` and ``moe_pad_expert_input_to_capacity`` every expert gets the
 same number of rows from every rank, known before the tokens are. Megatron's all-to-all dispatcher
-then uses the host's own numbers only. Its all-gather dispatcher counts the rows on the device all
-the same and waits for the result; here it takes the number that the count must give.
+then uses host numbers only. Its all-gather dispatcher counts the rows on the device anyway and
+waits for the result; the patched one uses the known number instead.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _UTILS = "megatron.core.transformer.moe.moe_utils"
 
 @contextlib.contextmanager
 def static_dispatch() -> Iterator[None]:
-    """Inside, dispatch with a fixed capacity reads nothing back from the device."""
+    """Make dispatch with a fixed capacity read nothing from the device."""
     module = import_megatron(_DISPATCHER)
     with contextlib.ExitStack() as stack:
         stack.callback(gather_fixed_rows())
@@ -36,7 +36,7 @@ def static_dispatch() -> Iterator[None]:
 
 
 def gather_fixed_rows() -> Callable[[], None]:
-    """Let the all-gather dispatcher take a fixed number of rows; returns what undoes it."""
+    """Make the all-gather dispatcher use a fixed number of rows; return the undo function."""
     module = import_megatron(_DISPATCHER)
     (gathering,) = private_names(_DISPATCHER, "MoEAllGatherTokenDispatcher")
     private_names(_DISPATCHER, "permute", "get_capacity")
@@ -44,10 +44,10 @@ def gather_fixed_rows() -> Callable[[], None]:
 
 
 def _gathered_rows(module: Any) -> Callable[..., Any]:
-    """``dispatch_postprocess`` of the all-gather dispatcher, for a fixed number of rows.
+    """Return the all-gather dispatcher's ``dispatch_postprocess`` for a fixed number of rows.
 
-    The same rows in the same order as Megatron's, which selects them by a mask: for each expert
-    those of its column, in the order of the tokens.
+    It returns the same rows in the same order as Megatron's, which selects them by a mask: for each
+    expert the rows of its column, in the order of the tokens.
     """
 
     def dispatch_postprocess(
@@ -77,10 +77,10 @@ def _gathered_rows(module: Any) -> Callable[..., Any]:
 
 
 def patch_router() -> Callable[[], None]:
-    """Let Megatron's router and dispatchers run on a CPU host; return a function that undoes it.
+    """Let Megatron's router and dispatchers run on a CPU host; return the undo function.
 
-    Releases before 0.17 look for Transformer Engine's matrix product under a name that is only
-    there with it, and one function of the router is compiled, which needs a compiler on the host.
+    Releases before 0.17 look up Transformer Engine's matrix product under a name that exists only
+    with Transformer Engine, and one compiled function of the router needs a compiler on the host.
     """
     utils = import_megatron(_UTILS)
     (top_k,) = private_names(_ROUTER, "TopKRouter")
@@ -97,5 +97,5 @@ def patch_router() -> Callable[[], None]:
 
 
 def _on_the_host(tensor: Any, as_numpy: bool = False, **_: object) -> Any:
-    """Return what Megatron sends rows by, which it moves from GPUs alone."""
+    """Return the splits in the requested form; Megatron moves them to the host only from GPUs."""
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor

@@ -1,4 +1,4 @@
-"""What the plug-in tells of dropped tokens: a count that comes after the step, without waiting."""
+"""Copy the counts of dropped tokens to the host after each step, without waiting."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ __all__ = ["DropReport"]
 
 
 class DropReport:
-    """Follows a count on the device from the host.
+    """Host copy of counts on the device.
 
-    In every step the count is copied to the host, behind the last forward (behind all kernels where
-    experts are computed anew). Nobody waits for it: `by_layer` is as of the last copy that has
-    arrived.
-    The count only grows, so that nothing is lost when a copy is left out because the one before it
-    is still under way.
+    Every step copies the counts to the host after the last forward (after all kernels if experts
+    are recomputed). Nothing waits for the copy: `by_layer` returns the last one that has arrived.
+    The counts only grow, so nothing is lost if a step skips its copy because the previous one is
+    still in flight.
 
     Args:
-        counts: on the device, by router, int64.
-        layers: layer numbers of the routers.
+        counts: Counts by router, on the device, int64.
+        layers: Layer numbers of the routers.
     """
 
     def __init__(self, counts: torch.Tensor, layers: Sequence[int]) -> None:
@@ -35,7 +34,7 @@ class DropReport:
             self._event = torch.cuda.Event()
 
     def end_step(self) -> None:
-        """Send the count on its way, on the current stream."""
+        """Start a copy of the counts on the current stream."""
         if self._event is None or self._host is None:
             self._latest = self._counts.tolist()
         elif self._arrived():
@@ -44,21 +43,21 @@ class DropReport:
             self._is_behind = True
 
     def by_layer(self, *, wait: bool = False) -> dict[int, int]:
-        """Layer number -> how often a token found no room there, so far, on this rank.
+        """Return, by layer number, how often a token had no room so far on this rank.
 
         Args:
-            wait: for the device, so that the last step is in it.
+            wait: Wait for the device, so that the last step is included.
         """
         if wait and self._event is not None:
-            if self._is_behind:  # the last step sent nothing
+            if self._is_behind:  # the last step skipped its copy
                 self._event.synchronize()
                 self._send()
             self._event.synchronize()
         self._arrived()
-        found: dict[int, int] = {}
+        totals: dict[int, int] = {}
         for layer, count in zip(self._layers, self._latest, strict=True):
-            found[layer] = found.get(layer, 0) + count
-        return found
+            totals[layer] = totals.get(layer, 0) + count
+        return totals
 
     def _send(self) -> None:
         assert self._host is not None

@@ -1,9 +1,9 @@
 """Experts without a capacity in the graphs of one rank: no token is ever dropped.
 
-Megatron reads on the host how many tokens chose each expert. In captures other methods stand in
-for those of its dispatchers and experts that do, with the same results; eager passes are
-Megatron's own. With experts on several ranks there is room for the loads of the eager steps so
-far, and some more; a step that asks for more runs again eagerly, and then there is more room.
+Megatron's dispatchers and experts read on the host how many tokens chose each expert. Captures
+replace these methods by others with the same results; eager passes run Megatron's. With experts on
+several ranks, graphs have room for the heaviest load of the eager steps so far plus a margin. A
+step with a heavier load runs again eagerly, and the next capture has more room.
 """
 
 from __future__ import annotations
@@ -32,38 +32,38 @@ __all__ = ["Dropless", "DroplessRoom", "is_bounded", "may_lack_room"]
 
 _EXPERTS = "megatron.core.transformer.moe.experts"
 _MARGIN = 0.2
-"""Room for more than the most that was asked for so far, as a share of it."""
+"""Additional room, as a share of the heaviest load so far."""
 _MOST_DOUBLED = 2
 _MISSING = object()
 
 
 def is_bounded(config: Any) -> bool:
-    """Whether rows of ``config``'s experts have a room that can be too small."""
+    """Return whether the experts of ``config`` have limited room for rows."""
     ranks = getattr(config, "expert_model_parallel_size", None) or 1
     return uses_dropless(config) and ranks > 1
 
 
 def may_lack_room(config: Any) -> bool:
-    """Whether steps of ``config``'s experts may have to run again."""
+    """Return whether steps with the experts of ``config`` may have to run again."""
     return is_bounded(config) or (uses_dropless(config) and uses_sinkhorn(config))
 
 
 class Dropless:
-    """Experts of one rank that compute in graphs whatever comes.
+    """Experts of one rank that compute any number of rows in graphs.
 
     Args:
-        layers: with experts; at least one.
-        has_padding: tokens may choose no expert. Megatron's own passes are not made for that:
-            `on_device` belongs around eager ones too.
+        layers: Expert layers; at least one.
+        has_padding: Whether tokens may choose no expert. Megatron's passes do not support that:
+            eager ones need `on_device` too.
 
     Attributes:
-        counts: by layer, the dispatches that had no room for some rows.
-        layers: their layer numbers, from 1.
-        load: the most that a microbatch asked for, since it was last taken.
-        room: of rows in graphs.
+        counts: Dispatches without room for some rows, by layer.
+        layers: Layer numbers, from 1.
+        load: Heaviest load of a microbatch since it was last taken.
+        room: Room for rows in graphs.
 
     Raises:
-        ConfigError: nothing multiplies these experts in a graph.
+        ConfigError: No grouped product supports these experts in a graph.
     """
 
     def __init__(self, layers: Sequence[Any], *, has_padding: bool = False) -> None:
@@ -72,7 +72,7 @@ class Dropless:
         self.load = HeaviestLoad()
         self.layers = tuple(int(layer.layer_number or 0) for layer in layers)
         self.room = RowRoom()
-        self._most_load = 0  # that any rank was asked for
+        self._most_load = 0  # of any rank
         self._num_widened = 0
         self._sinkhorn: BoundedSinkhorn | None = None
         if uses_sinkhorn(layers[0].config):
@@ -96,7 +96,7 @@ class Dropless:
 
     @property
     def description(self) -> str:
-        """Say how tokens are dispatched, what multiplies experts, and how many rows have room."""
+        """Describe the dispatch of tokens, the grouped product and the room for rows."""
         name = self._dispatches[0][1].name
         if self._bounded:
             rows = f"by the loads of eager steps times {1 + _MARGIN:g}"
@@ -106,14 +106,14 @@ class Dropless:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """What a captured forward adds to, besides a model's buffers."""
+        """Return the tensors that a captured forward changes, besides a model's buffers."""
         return (self.counts.total,)
 
     def install(self, *, marks_padding: bool = False) -> Callable[[], None]:
-        """Begin to measure loads in eager passes; returns a function that ends it.
+        """Start to measure loads in eager passes; return the undo function.
 
         Args:
-            marks_padding: as for `TokenDrops`; here rows in use come first.
+            marks_padding: As for `TokenDrops`; ignored, as used rows come first here.
         """
         del marks_padding
         undo = ExitStack()
@@ -129,10 +129,10 @@ class Dropless:
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
-        """Inside, passes read nothing on the host, and have the room that graphs have."""
+        """Make passes read nothing on the host and use the room of graphs."""
         doubled = 2 ** min(self._num_widened, _MOST_DOUBLED)
-        wanted = self._most_load / LOAD_OF * (1 + _MARGIN * doubled)
-        room, self.room.factor = self.room.factor, wanted or None
+        factor = self._most_load / LOAD_OF * (1 + _MARGIN * doubled)
+        room, self.room.factor = self.room.factor, factor or None
         try:
             with self.on_device():
                 yield
@@ -140,23 +140,23 @@ class Dropless:
             self.room.factor = room
 
     def verifying(self) -> AbstractContextManager[None]:
-        """Around eager passes that are compared with replays: on a GPU the same products."""
+        """Use the products of graphs in eager passes that are compared with replays on a GPU."""
         is_cuda = next(self._experts[0].parameters()).is_cuda
         return self.on_device() if is_cuda else nullcontext()
 
-    def want(self, load: int) -> None:
-        """Have room at the next capture for ``load``, of `LOAD_OF` tokens, and some more."""
+    def request_room(self, load: int) -> None:
+        """Give the next capture room for ``load``, per `LOAD_OF` tokens, plus the margin."""
         self._most_load = max(self._most_load, load)
 
     def widen(self) -> None:
-        """Leave twice the margin at the next capture: captures are few, and loads drift."""
+        """Double the margin of the next capture: captures are rare, and loads drift."""
         self._num_widened += 1
         if self._sinkhorn is not None:
             self._sinkhorn.num_rounds *= 2
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """Inside, passes read nothing on the host; with room for all, but in a capture."""
+        """Make passes read nothing on the host, with room for all rows outside of captures."""
         with ExitStack() as stack:
             stack.enter_context(experts_on_device())
             if self._sinkhorn is not None:
@@ -186,7 +186,11 @@ class Dropless:
         return measured
 
     def _check_gemm(self, device: torch.device) -> str:
-        """Return the name of what multiplies the experts."""
+        """Return the name of the grouped product.
+
+        Raises:
+            ConfigError: There is none for these experts.
+        """
         dtypes = {w.dtype for e in self._experts for ws in expert_linears(e) for w in ws}
         text = ""
         for dtype in dtypes:
@@ -200,10 +204,10 @@ class Dropless:
 
 
 class DroplessRoom:
-    """Rows of a rank's experts, and of what ranks send each other.
+    """Room for rows of a rank's experts, and for rows that ranks send each other.
 
     Args:
-        dropless: of the layers here; None: this rank has none.
+        dropless: The experts of this rank; None without any.
     """
 
     words = RoomWords(
@@ -216,27 +220,27 @@ class DroplessRoom:
         self._dropless = dropless
 
     def for_all(self) -> AbstractContextManager[None]:
-        """See `ExpertRoom`; eager passes have room for whatever comes."""
+        """See `ExpertRoom`; eager passes have room for all rows."""
         return nullcontext()
 
     def give(self, load: int) -> None:
         """See `ExpertRoom`."""
         if self._dropless is not None:
-            self._dropless.want(load)
+            self._dropless.request_room(load)
             self._dropless.widen()
 
 
 def _replace(target: Any, methods: dict[str, Callable[..., Any]]) -> Callable[[], None]:
-    """Set methods on one object, and return what puts back those that it had of its own."""
-    held = vars(target)
-    before = {name: held.get(name, _MISSING) for name in methods}
-    held.update(methods)
+    """Set methods on one object; return a function that restores its instance attributes."""
+    attributes = vars(target)
+    before = {name: attributes.get(name, _MISSING) for name in methods}
+    attributes.update(methods)
 
     def undo() -> None:
         for name, value in before.items():
             if value is _MISSING:
-                held.pop(name, None)
+                attributes.pop(name, None)
             else:
-                held[name] = value
+                attributes[name] = value
 
     return undo

@@ -1,11 +1,11 @@
 """Megatron's dispatchers without a capacity, with shapes that do not depend on the tokens.
 
-Each class stands in for the methods of one dispatcher in a capture. What is sent and the order of
-rows are Megatron's, so that results have its bits; sizes and places are computed on the device.
+Each class replaces methods of one dispatcher in a capture. The sent data and the order of rows are
+Megatron's, so results have the same bits; sizes and places are computed on the device.
 
-With all experts on one rank there are as many rows as tokens times experts of a token. With
-several ranks, pieces that are sent and rows of local experts have a room; a layer says on the
-device whether that was enough.
+With all experts on one rank, the number of rows is tokens times experts per token. With several
+ranks, the sent pieces and the rows of local experts have limited room; a flag on the device reports
+whether it was enough.
 """
 
 from __future__ import annotations
@@ -31,35 +31,35 @@ _DISPATCHER = "megatron.core.transformer.moe.token_dispatcher"
 _ALIGNED_ROWS = 8
 
 Note = Callable[[torch.Tensor], None]
-"""Takes whether rows had no room, a scalar on the device."""
+"""Records whether rows had no room, a scalar on the device."""
 
 
 @dataclass
 class RowRoom:
-    """Rows that a rank has room for, of a piece or of its experts; the same on all ranks.
+    """Room for rows in a piece or in a rank's experts; the same on all ranks.
 
     Attributes:
-        factor: for each token; None: as many as could come.
+        factor: Rows per token; None for the maximum.
     """
 
     factor: float | None = None
 
     def rows(self, num_tokens: int, most: int) -> int:
-        """Return the rows for a microbatch of ``num_tokens``, of which ``most`` could come."""
+        """Return the room for a microbatch of ``num_tokens``, at most ``most`` rows."""
         if self.factor is None:
             return most
-        wanted = int(num_tokens * self.factor) + 1
-        return min(most, wanted + -wanted % _ALIGNED_ROWS)
+        rows = int(num_tokens * self.factor) + 1
+        return min(most, rows + -rows % _ALIGNED_ROWS)
 
 
 class Dispatch:
-    """What both dispatchers share.
+    """Common base of the replacements of both dispatchers.
 
     Args:
-        dispatcher: Megatron's, of one layer.
-        room: of rows, where experts lie on several ranks.
-        note: is told where rows had no room.
-        has_padding: tokens may choose no expert.
+        dispatcher: Megatron's dispatcher of one layer.
+        room: Room for rows, if experts are on several ranks.
+        note: Callback with the flag of rows without room.
+        has_padding: Whether tokens may choose no expert.
     """
 
     name = ""
@@ -81,27 +81,27 @@ class Dispatch:
         self._chosen: ChosenRows | None = None
 
     def load(self, *args: Any) -> tuple[int, torch.Tensor]:
-        """Return tokens of a microbatch and the room that it asks for, in an eager pass.
+        """Return the tokens of a microbatch and the rows that need room, in an eager pass.
 
         Args:
-            args: of Megatron's method that has the first of `names`.
+            args: Arguments of Megatron's method with the first name of `names`.
         """
         raise NotImplementedError
 
     def _most_rows(self, num_tokens: int) -> int:
         return num_tokens * min(self._top_k, self._num_local)
 
-    def _bounded(self, num_tokens: int, wanted: torch.Tensor) -> int:
-        """Return the rows that there is room for; count it where more were wanted."""
+    def _bounded(self, num_tokens: int, demand: torch.Tensor) -> int:
+        """Return the room in rows; record whether ``demand`` exceeds it."""
         most = self._most_rows(num_tokens)
         rows = self._room.rows(num_tokens, most)
         if rows < most and torch.is_grad_enabled():
-            self._note(wanted > rows)
+            self._note(demand > rows)
         return rows
 
 
 class AllToAllRows(Dispatch):
-    """In the place of the all-to-all dispatcher: pieces of equal size for each pair of ranks."""
+    """Replacement of the all-to-all dispatcher: pieces of equal size for each pair of ranks."""
 
     name = "all-to-all"
     names = (
@@ -168,7 +168,7 @@ class AllToAllRows(Dispatch):
     def dispatch_postprocess(
         self, rows: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, DeviceSplits, torch.Tensor]:
-        """Sort what came by local expert."""
+        """Sort the received rows by local expert."""
         megatrons, ends = self._megatrons, self._ends
         assert ends is not None
         num_sources = self._num_ranks * megatrons.tp_size
@@ -187,7 +187,7 @@ class AllToAllRows(Dispatch):
         return by_expert.move(rows), DeviceSplits(self._pairs.ends), by_expert.move(probs)
 
     def combine_preprocess(self, rows: torch.Tensor) -> torch.Tensor:
-        """Put results back to the pieces in which their inputs came."""
+        """Move results back to the pieces of their inputs."""
         megatrons = self._megatrons
         if self._pairs is None:
             return rows
@@ -222,7 +222,7 @@ class AllToAllRows(Dispatch):
 
 
 class AllGatherRows(Dispatch):
-    """In the place of what the all-gather dispatcher does with the tokens of all ranks."""
+    """Replacement of the all-gather dispatcher's methods on the tokens of all ranks."""
 
     name = "all-gather"
     names = ("dispatch_postprocess", "combine_preprocess")
@@ -259,7 +259,7 @@ class AllGatherRows(Dispatch):
         return rows, DeviceSplits(self._chosen.ends), local_probs
 
     def combine_preprocess(self, rows: torch.Tensor) -> torch.Tensor:
-        """Add up the results of each token here."""
+        """Add up the local results of each token."""
         megatrons, chosen = self._megatrons, self._chosen
         assert chosen is not None
         output: torch.Tensor = self._module.unpermute(
@@ -275,7 +275,7 @@ class AllGatherRows(Dispatch):
 
 
 def dispatch_of(dispatcher: Any, room: RowRoom, note: Note, *, has_padding: bool) -> Dispatch:
-    """Return what stands in for Megatron's ``dispatcher``."""
+    """Return the replacement for Megatron's ``dispatcher``."""
     gathers = isinstance(dispatcher, import_megatron(_DISPATCHER).MoEAllGatherTokenDispatcher)
     kind = AllGatherRows if gathers else AllToAllRows
     return kind(dispatcher, room, note, has_padding=has_padding)

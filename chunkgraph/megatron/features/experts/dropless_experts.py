@@ -1,7 +1,7 @@
-"""Megatron's experts on rows whose numbers only the device knows.
+"""Run Megatron's experts on rows whose numbers only the device knows.
 
-The forward is Megatron's own, with its activations, probabilities and recomputation; its two
-products run on all rows at once (`grouped_gemm`).
+The forward is Megatron's, with its activations, probabilities and recomputation; its two products
+run on all rows at once (`grouped_gemm`).
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ _Linear = Callable[..., tuple[torch.Tensor, Any]]
 
 @dataclass(frozen=True)
 class DeviceSplits:
-    """Where the rows of each local expert end; in the place of ``tokens_per_expert``.
+    """Replacement for ``tokens_per_expert`` on the device.
 
     Attributes:
-        ends: shape [experts], int32, on the device.
+        ends: End of each local expert's rows, shape [experts], int32, on the device.
     """
 
     ends: torch.Tensor
 
     def tolist(self) -> DeviceSplits:
-        """Megatron asks for a list, and only hands it on."""
+        """Return this object: Megatron asks for a list, but only passes it on."""
         return self
 
     def sum(self) -> torch.Tensor:
@@ -48,12 +48,12 @@ class DeviceSplits:
 
 @contextmanager
 def experts_on_device() -> Iterator[None]:
-    """Inside, experts that are given `DeviceSplits` compute on them; others are as always."""
+    """Let experts accept `DeviceSplits`; calls with other splits are unchanged."""
     sequential, grouped = private_names(_EXPERTS, "SequentialMLP", "TEGroupedMLP")
     with ExitStack() as stack:
         stack.callback(patch_attributes(sequential, {"forward": _sequential(sequential.forward)}))
         stack.callback(patch_attributes(grouped, {"forward": _grouped(grouped.forward)}))
-        # As it lies in the class: a static method is not what an attribute gives.
+        # From the class's dict: attribute access would unwrap the static method.
         original = vars(grouped)["_apply_bias"]
         grouped._apply_bias = staticmethod(_apply_bias(grouped._apply_bias))
         stack.callback(setattr, grouped, "_apply_bias", original)
@@ -77,7 +77,7 @@ def _gemm(weight: torch.Tensor) -> GroupedGemm:
 
 
 def _sequential(eager: Callable[..., Any]) -> Callable[..., Any]:
-    """``forward`` of experts that Megatron runs one after the other: the first runs for all."""
+    """Return ``forward`` for experts that Megatron runs one by one: the first runs for all."""
 
     def forward(
         self: Any, hidden: torch.Tensor, tokens_per_expert: Any, probs: torch.Tensor
@@ -120,7 +120,7 @@ def _sequential(eager: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _grouped(eager: Callable[..., Any]) -> Callable[..., Any]:
-    """``forward`` of experts that Transformer Engine multiplies at once."""
+    """Return ``forward`` for experts that Transformer Engine multiplies together."""
 
     def forward(self: Any, hidden: torch.Tensor, tokens_per_expert: Any, *args: Any) -> Any:
         if not isinstance(tokens_per_expert, DeviceSplits):
@@ -161,9 +161,9 @@ def _apply_bias(eager: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
 
 
 def _returns_grads(parameters: Iterable[Any]) -> None:
-    """Say of parameters that autograd gets their gradients.
+    """Mark parameters as having gradients from autograd.
 
-    Layers of Megatron's that add them to ``main_grad`` themselves leave a mark for others to see.
+    Megatron's layers set a mark on a parameter if they add its gradient to ``main_grad`` directly.
     """
     for parameter in parameters:
         if getattr(parameter, "grad_added_to_main_grad", False):
@@ -171,7 +171,7 @@ def _returns_grads(parameters: Iterable[Any]) -> None:
 
 
 def _weights(layer: Any, name: str) -> list[Any]:
-    """Return the parameters of a grouped layer by expert, which may be one tensor of all."""
+    """Return the parameters of a grouped layer by expert, split from one tensor if necessary."""
     whole = getattr(layer, name, None)
     if isinstance(whole, torch.Tensor):
         return list(whole.unbind(0))
@@ -180,7 +180,7 @@ def _weights(layer: Any, name: str) -> list[Any]:
 
 @contextmanager
 def _forward(layer: Any, forward: _Linear) -> Iterator[None]:
-    """Inside, calls of ``layer`` run ``forward``."""
+    """Make calls of ``layer`` run ``forward``."""
     layer.forward = forward
     try:
         yield

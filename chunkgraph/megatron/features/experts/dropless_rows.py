@@ -1,4 +1,4 @@
-"""Where rows go in a buffer of fixed size, computed on the device: nothing is read on the host."""
+"""Place rows in buffers of fixed size; all positions are computed on the device."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ __all__ = ["ChosenRows", "PairedRows", "Shuffle", "pieces_of"]
 
 @dataclass(frozen=True)
 class ChosenRows:
-    """Tokens sorted by the expert that they chose, in a buffer.
+    """Tokens sorted by their chosen expert, in a buffer of ``num_rows`` rows.
 
     Attributes:
-        pairs: shape [num_rows]: the number of the pair of an expert and a token in the transposed
-            map, experts first; 0 where a row is not in use.
-        tokens: shape [num_rows]: its token.
-        ends: shape [experts], int32: where the rows of each expert end.
-        num_wanted: a scalar, of pairs that were chosen.
-        unused: shape [num_rows], True where no pair is; None: all rows are in use.
+        pairs: Index of the row's (expert, token) pair in the transposed map, experts first, shape
+            [num_rows]; 0 for unused rows.
+        tokens: Index of the row's token, shape [num_rows].
+        ends: End of each expert's rows, shape [experts], int32.
+        num_chosen: Number of chosen pairs, a scalar tensor.
+        unused: True for rows without a pair, shape [num_rows]; None if all rows are in use.
     """
 
     pairs: torch.Tensor
     tokens: torch.Tensor
     ends: torch.Tensor
-    num_wanted: torch.Tensor
+    num_chosen: torch.Tensor
     unused: torch.Tensor | None
 
     @classmethod
@@ -34,9 +34,9 @@ class ChosenRows:
         """Sort the pairs of a map.
 
         Args:
-            chosen: shape [tokens, experts], bool: who chose whom.
-            num_rows: of the buffer; pairs for which there is no room are left out.
-            are_exact: as many pairs are chosen as there are rows.
+            chosen: Whether a token chose an expert, shape [tokens, experts], bool.
+            num_rows: Rows of the buffer; pairs that exceed it are omitted.
+            are_exact: Whether the number of chosen pairs is always ``num_rows``.
         """
         num_tokens, num_experts = chosen.shape
         by_expert = chosen.t().reshape(-1)
@@ -44,13 +44,13 @@ class ChosenRows:
         row = torch.where(by_expert & (place <= num_rows), place - 1, num_rows)
         numbers = torch.arange(row.shape[0], device=row.device)
         pairs = _scattered(row, numbers, num_rows)
-        wanted = place.view(num_experts, num_tokens)[:, -1]
-        ends = wanted.clamp(max=num_rows).int()
+        all_ends = place.view(num_experts, num_tokens)[:, -1]
+        ends = all_ends.clamp(max=num_rows).int()
         return cls(
             pairs=pairs,
             tokens=pairs % num_tokens,
             ends=ends,
-            num_wanted=wanted[-1],
+            num_chosen=all_ends[-1],
             unused=None if are_exact else _after(ends, num_rows),
         )
 
@@ -59,7 +59,7 @@ class ChosenRows:
         return self.clear(values.t().contiguous().view(-1).index_select(0, self.pairs))
 
     def clear(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return ``rows`` with zeros where none is in use, in the backward too."""
+        """Return ``rows`` with zeros in unused rows, also for gradients in the backward."""
         if self.unused is None:
             return rows
         unused = self.unused if rows.dim() == 1 else self.unused[:, None]
@@ -67,11 +67,11 @@ class ChosenRows:
 
 
 class Shuffle:
-    """Moves rows from one buffer to another, each at most once, and gradients back.
+    """Moves rows between two buffers, each row at most once, with gradients.
 
     Args:
-        sources: shape [rows of the second buffer]: where each comes from; -1: from nowhere, zeros.
-        targets: shape [rows of the first buffer]: where each goes; -1: nowhere.
+        sources: Row of the first buffer for each row of the second one; -1 for zeros.
+        targets: Row of the second buffer for each row of the first one; -1 to drop the row.
     """
 
     def __init__(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
@@ -79,12 +79,12 @@ class Shuffle:
         self._targets = targets
 
     def move(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the second buffer of ``rows``, the first."""
+        """Return the second buffer, from the first one."""
         moved: torch.Tensor = _Moved.apply(rows, self._sources, self._targets)
         return moved
 
     def move_back(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the first buffer of ``rows``, the second."""
+        """Return the first buffer, from the second one."""
         moved: torch.Tensor = _Moved.apply(rows, self._targets, self._sources)
         return moved
 
@@ -108,8 +108,8 @@ class PairedRows:
     """Equal pieces of a buffer, one from each of several ranks, and their rows by expert.
 
     Attributes:
-        by_expert: from the pieces to the rows, sorted by expert, then by rank.
-        ends: shape [experts], int32: where the rows of each expert end.
+        by_expert: Moves rows from the pieces to rows sorted by expert, then by rank.
+        ends: End of each expert's rows, shape [experts], int32.
     """
 
     by_expert: Shuffle
@@ -120,14 +120,14 @@ class PairedRows:
         """Sort pieces in which rows are sorted by expert.
 
         Args:
-            counts: shape [ranks, experts]: rows of each expert in each piece.
-            piece: rows of a piece; those for which there is no room in it are not there.
+            counts: Rows of each expert in each piece, shape [ranks, experts].
+            piece: Rows of a piece; rows that exceed it are missing from the piece.
         """
         num_ranks, num_experts = counts.shape
         piece_ends = counts.cumsum(1).clamp(max=piece)
         begins = torch.nn.functional.pad(piece_ends[:, :-1], (1, 0))
         counts = piece_ends - begins
-        # Where the rows of each rank begin among all rows: those of an expert lie together.
+        # Begin of each rank's rows among all rows; the rows of an expert are adjacent.
         by_expert = counts.t().reshape(-1)
         starts = (by_expert.cumsum(0) - by_expert).view(num_experts, num_ranks).t()
         places = torch.arange(piece, device=counts.device).expand(num_ranks, piece).contiguous()
@@ -147,9 +147,9 @@ def pieces_of(counts: torch.Tensor, num_rows: int, piece: int) -> Shuffle:
     """Cut rows that are sorted by rank into one piece of equal size for each rank.
 
     Args:
-        counts: shape [ranks]: rows for each rank.
-        num_rows: of the buffer that is cut.
-        piece: rows of a piece; those for which there is no room in it are left out.
+        counts: Rows for each rank, shape [ranks].
+        num_rows: Rows of the buffer that is cut.
+        piece: Rows of a piece; rows that exceed it are omitted.
     """
     ends = counts.cumsum(0)
     places = torch.arange(num_rows, device=counts.device)
@@ -166,9 +166,9 @@ def pieces_of(counts: torch.Tensor, num_rows: int, piece: int) -> Shuffle:
 def _scattered(
     row: torch.Tensor, numbers: torch.Tensor, num_rows: int, *, filler: int = 0
 ) -> torch.Tensor:
-    """Write each of ``numbers`` to its row; those of row ``num_rows`` are dropped."""
-    made = torch.full((num_rows + 1,), filler, dtype=numbers.dtype, device=numbers.device)
-    return made.scatter_(0, row, numbers)[:num_rows]
+    """Write each of ``numbers`` to its row; drop numbers with row ``num_rows``."""
+    by_row = torch.full((num_rows + 1,), filler, dtype=numbers.dtype, device=numbers.device)
+    return by_row.scatter_(0, row, numbers)[:num_rows]
 
 
 def _after(ends: torch.Tensor, num_rows: int) -> torch.Tensor:

@@ -1,8 +1,8 @@
-"""Mixture of experts in the graphs of one rank: its state, and the tokens that found no room.
+"""Mixture of experts in the graphs of one rank: the state of routers, and dropped tokens.
 
-Dispatch with a fixed capacity has fixed shapes; what it costs is that an expert, or with DeepEP
-a rank, can be chosen by more tokens than it has room for, and Megatron drops those without a word.
-Here every case is counted, on the device and inside the graphs.
+Dispatch with a fixed capacity has fixed shapes. The cost: more tokens may choose an expert, or with
+DeepEP a rank, than it has room for, and Megatron drops the excess silently. This feature counts
+every dropped token, on the device and inside the graphs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from chunkgraph.megatron.features.experts.dropless import (
     may_lack_room,
 )
 from chunkgraph.megatron.features.experts.drops import TokenDrops as DroppedTokens
-from chunkgraph.megatron.features.experts.fused_operations import fused_operations_anew
+from chunkgraph.megatron.features.experts.fused_operations import rebuilt_fused_operations
 from chunkgraph.megatron.features.experts.packed_padding import padded_routing
 from chunkgraph.megatron.features.experts.rank_budget import RankBudget, uses_rank_budget
 from chunkgraph.megatron.features.experts.refusals import (
@@ -57,22 +57,22 @@ __all__ = ["Experts", "TokenDrops"]
 _log = logging.getLogger(__name__)
 
 TokenDrops = Literal["warn", "count", "raise", "rerun"]
-"""What is done about a token that an expert has no room for; see `attach`."""
+"""Reaction to a token that an expert has no room for; see `attach`."""
 
 
 class Experts(Feature):
-    """What the plug-in does for a model with experts, on every rank, those without any included.
+    """Support for models with experts, installed on every rank, including ranks without experts.
 
     Args:
-        model_chunks: all of this rank's model; its routers' drops are counted.
-        parts: what is captured of it.
-        token_drops: see `attach`.
-        config: Megatron's.
-        keeps_padding: whether rows behind packed documents are kept from the experts.
-        marks_padding: whether rows that only fill an expert's room are marked for the stash.
+        model_chunks: All model chunks of this rank; the drops of their routers are counted.
+        parts: The captured parts of the chunks.
+        token_drops: See `attach`.
+        config: Megatron's config.
+        keeps_padding: Whether padding rows after packed documents are kept from the experts.
+        marks_padding: Whether rows that only fill an expert's room are marked for the stash.
 
     Raises:
-        ConfigError: experts cannot be trained on packed sequences.
+        ConfigError: Experts cannot be trained on packed sequences.
     """
 
     rules = (*MOE_RULES, *PADDED_ROWS_RULES)
@@ -102,7 +102,7 @@ class Experts(Feature):
         self._drops: DroppedTokens | RankBudget | Dropless | None = None
         self._dropless: Dropless | None = None
         self.room: ExpertRoom = SharedOut(self._layers)
-        # Of the whole model: this rank may have none of its experts.
+        # For the whole model: this rank may have no experts.
         self.words = SharedOut.words
         if uses_rank_budget(config):
             self.words = RankRoom.words
@@ -124,15 +124,15 @@ class Experts(Feature):
         if self._drops is not None:
             self._report = DropReport(self._drops.counts.total, self._drops.layers)
         self._token_drops = token_drops
-        self._is_told = self._was_abandoned = False
+        self._is_reported = self._was_abandoned = False
         self._seen = 0
         self._has_warned = token_drops != "warn"
-        # Every rank makes the group, in the same order; only then does it know the others' drops.
+        # All ranks create the group in the same order; it exchanges their counts of drops.
         needs_others = token_drops == "raise" or self._measures_room
         self._agree = agree_by_maximum() if needs_others else None
         try:
             if self._padding is not None:
-                # First: what no router chose cannot be dropped.
+                # First: tokens that no router chose cannot be dropped.
                 self._undo.callback(self._padding.install())
             if self._drops is not None:
                 self._undo.callback(self._drops.install(marks_padding=marks_padding))
@@ -142,22 +142,22 @@ class Experts(Feature):
 
     @classmethod
     def check(cls, site: Site) -> None:
-        """Refuse what DeepEP cannot do here, and name settings that have no effect.
+        """Refuse unsupported uses of DeepEP, and log settings that have no effect.
 
         Raises:
-            ConfigError: a choice for dropped tokens is unknown, or DeepEP cannot be captured.
-            MissingDependencyError: something that a graph of DeepEP needs is not there.
+            ConfigError: The choice for dropped tokens is unknown, or DeepEP cannot be captured.
+            MissingDependencyError: A requirement of captured DeepEP is missing.
         """
         if site.token_drops not in get_args(TokenDrops):
             choices = ", ".join(map(repr, get_args(TokenDrops)))
-            raise ConfigError(f"token_drops is {site.token_drops!r}; it is one of {choices}.")
+            raise ConfigError(f"token_drops is {site.token_drops!r}; it must be one of {choices}.")
         refuse_for_deep_ep(site.facts())
         for idle in refusals(IDLE_RULES, site.facts()) if site.place.rank == 0 else ():
             _log.warning("%s.", idle)
 
     @classmethod
     def of(cls, site: Site) -> Self | None:
-        """Apply to models with experts, also on ranks that have none."""
+        """Return the feature for models with experts, also on ranks without experts."""
         if not getattr(site.config, "num_moe_experts", None):
             return None
         return cls(
@@ -170,17 +170,16 @@ class Experts(Feature):
         )
 
     def install(self, undo: contextlib.ExitStack) -> None:
-        """Leave the model changed as it is until ``undo``."""
+        """Schedule the removal of the changes that the constructor made."""
         undo.callback(self.detach)
 
     def bind(self, graphs: MegatronChunkGraphs) -> None:
-        """Drop the graphs where DeepEP replaces the buffer that they write to."""
+        """Release the graphs when DeepEP replaces the buffer that they write to."""
 
         def release() -> None:
             _log.warning(
-                "rank %d: memory that graphs work in was replaced on some rank (DeepEP's buffer, "
-                "by a pass with more tokens); this step runs eagerly, and graphs are captured "
-                "again.",
+                "rank %d: a pass with more tokens replaced DeepEP's buffer, which graphs use, on "
+                "some rank; this step runs eagerly, and graphs are captured again.",
                 graphs.site.place.rank,
             )
             graphs.release()
@@ -188,15 +187,15 @@ class Experts(Feature):
         graphs.engine.watch_memory(self.is_memory_replaced, release)
 
     def wrap(self, part: CapturedPart, chunk: Chunk) -> Chunk:
-        """Follow Megatron's state of routers, in a part that has any."""
+        """Make the graphs of a part with routers keep the routers' state and count drops."""
         if self._state is None or not routers_of(part.modules):
             return chunk
         drops, padding, eager = self._drops, self._padding, chunk.forward
         assert drops is not None
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            of_padding = padding.forward() if padding is not None else contextlib.nullcontext()
-            with drops.counts.forward(), of_padding:
+            padding_scope = padding.forward() if padding is not None else contextlib.nullcontext()
+            with drops.counts.forward(), padding_scope:
                 return eager(*args, **kwargs)
 
         return replace(
@@ -208,13 +207,13 @@ class Experts(Feature):
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
-        """Around captures: dispatch reads nothing on the host, and metrics are put back."""
+        """Capture without host reads in the dispatch; restore the metrics afterwards."""
         with contextlib.ExitStack() as stack:
             if self._dropless is not None:
                 stack.enter_context(self._dropless.capturing())
             else:
                 stack.enter_context(static_dispatch())
-            stack.enter_context(fused_operations_anew(self._modules))
+            stack.enter_context(rebuilt_fused_operations(self._modules))
             if self._state is not None:
                 stack.enter_context(self._state.capturing())
             yield
@@ -222,27 +221,27 @@ class Experts(Feature):
             self._budget.remember_buffer()
 
     def verifying(self) -> contextlib.AbstractContextManager[None]:
-        """Stand around eager passes that are compared with replays, bit by bit."""
+        """Make eager passes compute the same bits as replays, for comparisons."""
         return (
             self._dropless.verifying() if self._dropless is not None else contextlib.nullcontext()
         )
 
     @property
     def dispatch(self) -> str:
-        """See `MegatronChunkGraphs.expert_dispatch`."""
+        """Describe the dispatch; see `MegatronChunkGraphs.expert_dispatch`."""
         return self._dropless.description if self._dropless is not None else ""
 
     def is_memory_replaced(self) -> bool:
-        """Whether graphs write to a buffer that DeepEP has replaced since."""
+        """Return whether DeepEP has replaced a buffer that graphs write to."""
         return self._budget is not None and self._budget.is_buffer_replaced()
 
     @contextlib.contextmanager
     def step(self, step: Step) -> Iterator[None]:
-        """Begin with the counts of a step that failed forgotten.
+        """Discard the counts of a failed step, and check the buffers of a replayed one.
 
         Raises:
-            ReplayMismatchError: Megatron's metrics, or DeepEP's buffer outside of all steps, were
-                replaced since the capture.
+            ReplayMismatchError: Since the capture, Megatron's metrics were replaced, or DeepEP's
+                buffer was replaced outside of a step.
         """
         if step.is_training and self._was_abandoned:
             self._was_abandoned = False
@@ -255,33 +254,33 @@ class Experts(Feature):
         yield
 
     def forwards_done(self, _step: Step) -> None:
-        """Send what was counted in forwards to the host while backwards run.
+        """Send the counts of the forwards to the host while backwards run.
 
-        With experts that are computed anew in the backward, their tokens are counted there.
+        Experts that are recomputed in the backward count their tokens there.
         """
         if self._report is not None and not self.counts_in_backwards:
             self._report.end_step()
-            self._is_told = True
+            self._is_reported = True
 
     def forwards_resumed(self) -> None:
-        """Count again when the step ends."""
-        self._is_told = False
+        """Report again at the end of the step."""
+        self._is_reported = False
 
     @property
     def counts_in_backwards(self) -> bool:
-        """Whether experts were seen to be computed anew there; the first pass has no gradients."""
+        """Return whether experts are recomputed, so that they count only in the backward."""
         return self._drops is not None and self._drops.counts.is_recomputed
 
     def abandon_step(self, *, is_training: bool) -> None:
-        """Discard what a failed training step counted, before the next one."""
+        """Make the next step discard the counts of a failed training step."""
         if is_training:
-            self._is_told, self._was_abandoned = False, True
+            self._is_reported, self._was_abandoned = False, True
 
     def end_step(self, step: Step) -> None:
         """Report dropped tokens of a training step, before its gradients are used.
 
         Raises:
-            TokenDropError: tokens were dropped on any rank, and that was to be an error.
+            TokenDropError: Tokens were dropped on some rank, and ``token_drops`` is ``raise``.
         """
         if not step.is_training:
             return
@@ -289,42 +288,42 @@ class Experts(Feature):
             load = self._dropless.load.take() if self._dropless is not None else 0
             (most,) = (self._agree or agree_alone)([load])
             if self._dropless is not None:
-                self._dropless.want(most)
+                self._dropless.request_room(most)
         self._report_drops()
         if step.plan.is_repeated:
             self.forget_step()
 
     def _report_drops(self) -> None:
-        if self._report is not None and not (self._is_told and not self.counts_in_backwards):
+        if self._report is not None and not (self._is_reported and not self.counts_in_backwards):
             self._report.end_step()
-        self._is_told = False
-        if self.repeats_steps:  # whoever looks runs such a step again
+        self._is_reported = False
+        if self.repeats_steps:  # the guard looks, and runs such a step again
             return
         if self._token_drops == "raise":
             self._raise_if_dropped()
         elif not self._has_warned and any(self.dropped_tokens().values()):
             self._has_warned = True
             warnings.warn(
-                f"Experts had no room for tokens, which were dropped ({self._told()}). From now on "
-                "they are only counted. token_drops='count' says that this is meant, 'raise' makes "
-                "it an error; a moe_expert_capacity_factor of num_moe_experts / moe_router_topk "
-                "has room for all.",
+                f"Experts had no room for tokens, which were dropped ({self._drops_by_layer()}). "
+                "From now on they are only counted. token_drops='count' silences this warning, "
+                "'raise' makes it an error; a moe_expert_capacity_factor of num_moe_experts / "
+                "moe_router_topk has room for all.",
                 stacklevel=5,
             )
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """What a step writes here besides the model's buffers and Megatron's metrics.
+        """Return tensors that a step writes besides the model's buffers and Megatron's metrics.
 
-        Flags of Megatron's own are among them: its training loop would run a step that was run
-        anew here once more.
+        They include Megatron's own flags: its training loop would otherwise repeat a step that
+        was already repeated here.
         """
         return self._drops.tensors if self._drops is not None else ()
 
     def look(self) -> int:
-        """Tokens that were dropped in the last step, on this rank; waits for its forwards.
+        """Return the tokens dropped in the last step on this rank; wait for its forwards.
 
-        For the whole step where experts are computed anew in the backward.
+        Wait for the whole step if experts are recomputed in the backward.
         """
         if self._drops is None:
             return 0
@@ -333,7 +332,7 @@ class Experts(Feature):
         return dropped
 
     def shortage(self, _mode: StepMode) -> Shortage | None:
-        """Count the tokens of the step that were dropped, if it is to run again for them."""
+        """Return the step's dropped tokens as a shortage, if drops make steps run again."""
         if not self.repeats_steps:
             return None
         dropped = self.look()
@@ -341,41 +340,41 @@ class Experts(Feature):
 
     @contextlib.contextmanager
     def having_room(self) -> Iterator[None]:
-        """Inside, an eager step drops no token, and `make_room` sees its load."""
-        followed = self._drops.load.following() if self._drops else contextlib.nullcontext()
-        with self.room.for_all(), followed:
+        """Let an eager step drop no token, and measure its load for `make_room`."""
+        measurement = self._drops.load.measure() if self._drops else contextlib.nullcontext()
+        with self.room.for_all(), measurement:
             yield
 
     def make_room(self, agree: Agree) -> None:
-        """Give room for the heaviest load of a microbatch on any rank; waits for the device."""
+        """Make room for the heaviest load of a microbatch on any rank; wait for the device."""
         load = self._drops.load.take() if self._drops is not None else 0
         self.room.give(*agree([load]))
 
     def forget_step(self) -> None:
-        """The step that was looked at was run anew, with the counts of before."""
+        """Resynchronize with the counts, which were restored because the step ran again."""
         if self._report is not None:
             self._report.end_step()
             self._seen = sum(self.dropped_tokens(wait=True).values())
 
     def dropped_tokens(self, *, wait: bool = False) -> dict[int, int]:
-        """See `MegatronChunkGraphs.dropped_tokens`."""
+        """Return the dropped tokens by layer; see `MegatronChunkGraphs.dropped_tokens`."""
         return self._report.by_layer(wait=wait) if self._report is not None else {}
 
     def detach(self) -> None:
-        """Stop counting, and leave padding to Megatron."""
+        """Stop counting, and restore Megatron's handling of padding."""
         self._undo.close()
         if self._agree is not None:
             self._agree.close()
 
     def _raise_if_dropped(self) -> None:
         now = sum(self.dropped_tokens(wait=True).values())
-        mine, self._seen = now - self._seen, now
-        most = mine if self._agree is None else self._agree([mine])[0]
+        local, self._seen = now - self._seen, now
+        most = local if self._agree is None else self._agree([local])[0]
         if not most:
             return
         here = (
-            f"{mine} on this rank ({self._told()} since the start)"
-            if mine
+            f"{local} on this rank ({self._drops_by_layer()} since the start)"
+            if local
             else f"none on this rank, up to {most} on another"
         )
         raise TokenDropError(
@@ -384,6 +383,6 @@ class Experts(Feature):
             f"  To do: {self.words.advice}"
         )
 
-    def _told(self) -> str:
-        found = self.dropped_tokens().items()
-        return ", ".join(f"layer {layer}: {count}" for layer, count in found if count)
+    def _drops_by_layer(self) -> str:
+        counts = self.dropped_tokens().items()
+        return ", ".join(f"layer {layer}: {count}" for layer, count in counts if count)

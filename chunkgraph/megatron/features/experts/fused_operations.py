@@ -1,7 +1,8 @@
-"""Transformer Engine's fused operations, which Megatron's layers build in their first forward.
+"""Rebuild Transformer Engine's fused operations for a capture.
 
-They keep lists of parameters of their own, outside of the layer's modules, so that a capture, which
-has stand-ins for parameters, would still reach the parameters themselves.
+Megatron's layers build them in their first forward. The operations keep separate lists of
+parameters, outside of the layer's modules. A capture, which replaces parameters by stand-ins, would
+otherwise still reach the parameters themselves.
 """
 
 from __future__ import annotations
@@ -10,28 +11,28 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["fused_operations_anew"]
+__all__ = ["rebuilt_fused_operations"]
 
-_HELD_AS = ("_fused_ops", "_fused_impl")
+_NAMES = ("_fused_ops", "_fused_impl")
 
 
 @contextmanager
-def fused_operations_anew(modules: Iterable[Any]) -> Iterator[None]:
-    """Inside, layers build their fused operations anew, from the parameters they then have.
+def rebuilt_fused_operations(modules: Iterable[Any]) -> Iterator[None]:
+    """Make layers rebuild their fused operations from their current parameters; restore them later.
 
     Args:
-        modules: layers among others.
+        modules: Modules, including the layers.
     """
-    held = [
+    originals = [
         (module, name, vars(module)[name])
         for module in dict.fromkeys(modules)
-        for name in _HELD_AS
+        for name in _NAMES
         if isinstance(vars(module).get(name), (tuple, type(None))) and name in vars(module)
     ]
-    for module, name, _ in held:
+    for module, name, _ in originals:
         setattr(module, name, None)
     try:
         yield
     finally:
-        for module, name, operations in held:
+        for module, name, operations in originals:
             setattr(module, name, operations)

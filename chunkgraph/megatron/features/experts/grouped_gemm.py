@@ -1,11 +1,11 @@
-"""Products of experts on rows sorted by expert, of which only the device knows how many each has.
+"""Matrix products of experts on sorted rows whose number per expert only the device knows.
 
-Rows come in a buffer of fixed size: first those of the first expert, then those of the second, and
-so on; rows after the last expert's are not computed, and their results hold anything. ``ends``
-says where each expert's rows end. Nothing is read on the host of a GPU, so that a graph holds it.
+Rows come in a buffer of fixed size: first the first expert's, then the second expert's, and so on.
+Rows after the last expert's are not computed, and their results are undefined. ``ends`` contains
+the end of each expert's rows. The host of a GPU reads nothing, so graphs can contain the products.
 
-On a GPU `torch._grouped_mm` computes them. On a CPU operators of the same contract run a loop over
-experts, with the bits of Megatron's own experts; the recorder replays them like torch's own.
+On a GPU `torch._grouped_mm` computes them. On a CPU, operators with the same contract loop over the
+experts, with the same bits as Megatron's experts; the recorder replays them like torch's operators.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from chunkgraph.megatron.features.experts.grouped_weights import as_one, zero_em
 __all__ = ["GroupedGemm", "add_biases", "choose_gemm", "grouped_linear"]
 
 _GPUS = (9, 10)
-"""Compute capabilities; others get a loop over experts from torch that reads ends on the host."""
+"""Major compute capabilities. On other GPUs torch loops over experts and reads ends on the host."""
 _SUMMED = 8
-"""Columns of the ones that sum rows: the fewest that are aligned."""
+"""Columns of the matrix of ones that sums rows: the fewest that are aligned."""
 
 
 class GroupedGemm(Protocol):
@@ -49,7 +49,7 @@ class GroupedGemm(Protocol):
 
 
 def _loop(ends: torch.Tensor, run: Callable[[int, int, int], None]) -> None:
-    """Call ``run`` with the index, begin and end of every expert; for tensors of a CPU alone."""
+    """Call ``run`` with the index, begin and end of every expert; only for CPU tensors."""
     begin = 0
     for index, end in enumerate(ends.tolist()):
         run(index, begin, end)
@@ -57,7 +57,7 @@ def _loop(ends: torch.Tensor, run: Callable[[int, int, int], None]) -> None:
 
 
 def _unknown(shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
-    """Return memory that holds nothing of use, as a GPU's does in rows that nobody computes."""
+    """Return memory filled with NaN, like a GPU's undefined rows."""
     return torch.full(shape, float("nan"), dtype=like.dtype)
 
 
@@ -79,21 +79,21 @@ def _cpu_weight_grads(
     grads: torch.Tensor, rows: torch.Tensor, ends: torch.Tensor
 ) -> list[torch.Tensor]:
     with torch._C.DisableTorchFunction():
-        found: list[torch.Tensor] = []
+        products: list[torch.Tensor] = []
         _loop(
             ends,
-            lambda _, begin, end: found.append(
+            lambda _, begin, end: products.append(
                 torch.matmul(grads[begin:end].t(), rows[begin:end]),
             ),
         )
-        return found
+        return products
 
 
 def _cpu_sums(grads: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     with torch._C.DisableTorchFunction():
-        found: list[torch.Tensor] = []
-        _loop(ends, lambda _, begin, end: found.append(grads[begin:end].sum(0)))
-        return torch.stack(found)
+        sums: list[torch.Tensor] = []
+        _loop(ends, lambda _, begin, end: sums.append(grads[begin:end].sum(0)))
+        return torch.stack(sums)
 
 
 _LIBRARY = torch.library.Library("chunkgraph", "FRAGMENT")
@@ -155,24 +155,24 @@ class TorchGemm:
         self, grads: torch.Tensor, rows: torch.Tensor, ends: torch.Tensor
     ) -> Sequence[torch.Tensor]:
         """See `GroupedGemm`."""
-        found = torch._grouped_mm(grads.t(), rows, offs=ends)
-        return zero_empty(found, ends).unbind(0)
+        by_expert = torch._grouped_mm(grads.t(), rows, offs=ends)
+        return zero_empty(by_expert, ends).unbind(0)
 
     def sums(self, grads: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """See `GroupedGemm`."""
         ones = torch.ones(grads.shape[0], _SUMMED, dtype=grads.dtype, device=grads.device)
-        found = torch._grouped_mm(grads.t(), ones, offs=ends)
-        return zero_empty(found, ends)[:, :, 0]
+        by_expert = torch._grouped_mm(grads.t(), ones, offs=ends)
+        return zero_empty(by_expert, ends)[:, :, 0]
 
 
 def choose_gemm(device: torch.device, dtype: torch.dtype) -> tuple[GroupedGemm | None, str]:
-    """Return what multiplies the experts of a graph on ``device``, and its name.
+    """Return the grouped product for captured experts on ``device``, and its name.
 
-    Without any, the name says why there is none.
+    If there is none, return None and the reason.
 
     Args:
-        device: of the experts.
-        dtype: of their weights.
+        device: Device of the experts.
+        dtype: Type of their weights.
     """
     if device.type == "cpu":
         return LoopGemm(), "a loop over experts in one operator (CPU)"
@@ -193,13 +193,13 @@ def choose_gemm(device: torch.device, dtype: torch.dtype) -> tuple[GroupedGemm |
 
 @dataclass(frozen=True)
 class _Product:
-    """What the backward of a product needs besides tensors."""
+    """State that the backward of a product needs besides tensors."""
 
     gemm: GroupedGemm
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """Rows times the weight of their expert."""
+    """Multiplies rows by the weight of their expert."""
 
     @staticmethod
     def forward(
@@ -218,18 +218,18 @@ class _GroupedLinear(torch.autograd.Function):
         rows, ends, *weights = ctx.saved_tensors
         gemm, grads = ctx.product.gemm, grads.contiguous()
         of_rows = gemm.row_grads(grads, weights, ends) if ctx.needs_input_grad[1] else None
-        wanted = ctx.needs_input_grad[3:]
+        needs_grad = ctx.needs_input_grad[3:]
         of_weights: list[torch.Tensor | None] = [None] * len(weights)
-        if any(wanted):
-            found = gemm.weight_grads(grads, rows, ends)
+        if any(needs_grad):
+            by_expert = gemm.weight_grads(grads, rows, ends)
             of_weights = [
-                g if is_wanted else None for g, is_wanted in zip(found, wanted, strict=True)
+                g if is_needed else None for g, is_needed in zip(by_expert, needs_grad, strict=True)
             ]
         return None, of_rows, None, *of_weights
 
 
 class _BiasRows(torch.autograd.Function):
-    """The bias of each row's expert, a row for each."""
+    """Selects the bias of each row's expert."""
 
     @staticmethod
     def forward(
@@ -255,13 +255,13 @@ def grouped_linear(
     """Multiply rows by the weight of their expert, with gradients.
 
     Args:
-        gemm: see `choose_gemm`.
-        rows: shape [num_rows, in], sorted by expert.
-        ends: shape [experts], int32: where the rows of each expert end.
-        weights: shape [out, in] each.
+        gemm: See `choose_gemm`.
+        rows: Rows sorted by expert, shape [num_rows, in].
+        ends: End of each expert's rows, shape [experts], int32.
+        weights: Weights, each of shape [out, in].
 
     Returns:
-        Shape [num_rows, out]; rows after the last end hold anything.
+        Tensor of shape [num_rows, out]; rows after the last end are undefined.
     """
     result: torch.Tensor = _GroupedLinear.apply(_Product(gemm), rows, ends, *weights)
     return result
@@ -273,10 +273,10 @@ def add_biases(
     """Return the bias of each row's expert, shape [num_rows, out], with gradients.
 
     Args:
-        gemm: see `choose_gemm`.
-        num_rows: of the buffer.
-        ends: as of `grouped_linear`.
-        biases: shape [out] each.
+        gemm: See `choose_gemm`.
+        num_rows: Rows of the buffer.
+        ends: As for `grouped_linear`.
+        biases: Biases, each of shape [out].
     """
     places = torch.arange(num_rows, device=ends.device, dtype=ends.dtype)
     experts = torch.searchsorted(ends, places, right=True).clamp(max=len(biases) - 1)

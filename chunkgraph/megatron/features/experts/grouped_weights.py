@@ -16,8 +16,8 @@ _ALIGNMENT_BYTES = 16
 def as_one(weights: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return weights [out, in] as one tensor [experts, out, in].
 
-    A view where they lie in one piece of memory at even distances, as `lay_together` puts them;
-    else a copy.
+    The result is a view if the weights have even distances in one storage, as after `lay_together`,
+    otherwise a copy.
     """
     first = weights[0].detach()
     step_bytes = _even_step_bytes(weights)
@@ -28,13 +28,13 @@ def as_one(weights: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def lay_together(weights: Sequence[torch.nn.Parameter]) -> bool:
-    """Move weights that lie apart into one piece of memory, so that `as_one` copies nothing.
+    """Move weights into one storage, so that `as_one` copies nothing.
 
-    The parameters stay the same objects. Those that share memory with others, such as a buffer of
-    Megatron's optimizer, stay where they are.
+    The parameters stay the same objects. Weights that share memory with other tensors, such as a
+    buffer of Megatron's optimizer, are not moved.
 
     Returns:
-        Whether they lie together by now.
+        Whether the weights are in one storage now.
     """
     if _even_step_bytes(weights) is not None:
         return True
@@ -50,7 +50,7 @@ def lay_together(weights: Sequence[torch.nn.Parameter]) -> bool:
 def zero_empty(grads: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """Write zeros to ``grads`` [experts, out, in] of experts without rows, and return them.
 
-    A grouped product leaves there whatever the memory held.
+    A grouped product does not write the gradients of these experts.
     """
     if grads.is_cuda and importlib.util.find_spec("triton") is not None:
         kernel = importlib.import_module("chunkgraph.megatron.features.experts.empty_kernel")
@@ -61,7 +61,7 @@ def zero_empty(grads: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
 
 
 def _even_step_bytes(weights: Sequence[torch.Tensor]) -> int | None:
-    """Return how far each weight lies after the one before it; None: not evenly."""
+    """Return the distance between consecutive weights; None if it is uneven."""
     first = weights[0]
     num_bytes = first.numel() * first.element_size()
     if not all(w.is_contiguous() and w.shape == first.shape for w in weights):

@@ -1,4 +1,4 @@
-"""Packed sequences in a model with experts: the rows behind the documents go to none of them."""
+"""Packed sequences in a model with experts: padding rows go to no expert."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ __all__ = ["keep_padding_from_experts", "padded_routing"]
 def keep_padding_from_experts(
     model_chunks: nn.Module | Sequence[nn.Module], config: Any
 ) -> Callable[[], None]:
-    """Let routers choose among the rows that hold a token, as if there were no other row.
+    """Make routers ignore padding rows, as if there were only rows with tokens.
 
-    ``attach(packing=...)`` does it by itself, for its eager steps too. Call it where a model is to
-    be trained on the same padded rows without chunk graphs; before `attach`, if both are wanted.
-    From then on the model takes ``padding_mask``, bool [1, rows], True where a row holds no token,
-    on every pipeline stage. A padding row goes to no expert, is in no loss or count of a router,
-    and experts drop tokens by the capacity that the tokens alone would give them.
+    ``attach(packing=...)`` does this itself, for its eager steps too. Call this function to train a
+    model on the same padded rows without chunk graphs; to use both, call it before `attach`. The
+    model then takes ``padding_mask``, bool, shape [1, rows], True for rows without a token, on
+    every pipeline stage. A padding row goes to no expert and counts in no loss or count of a
+    router, and the capacity of experts depends on the tokens alone.
 
     Args:
-        model_chunks: what is given to the schedule as ``model``.
+        model_chunks: The schedule's argument ``model``.
         config: Megatron's TransformerConfig.
 
     Returns:
-        A function that ends it.
+        A function that undoes the change.
 
     Raises:
-        ConfigError: a setting, or this release of Megatron, cannot do it.
+        ConfigError: A setting or this release of Megatron does not support it.
     """
     return padded_routing(model_chunks, config).install()
 
 
 def padded_routing(model_chunks: nn.Module | Sequence[nn.Module], config: Any) -> PaddedRouting:
-    """What `keep_padding_from_experts` installs."""
+    """Return the object that `keep_padding_from_experts` installs."""
     check(
         PADDED_ROWS_RULES,
         facts_of_model(config, {"pads_rows": True}),

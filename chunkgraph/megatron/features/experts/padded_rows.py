@@ -1,4 +1,4 @@
-"""What follows from a microbatch's padding alone: the same in every layer, so computed once."""
+"""Values that depend only on a microbatch's padding, computed once for all layers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class PaddedRows:
     """The rows of a microbatch, some of which hold no token.
 
     Args:
-        padding: bool [rows], True where a row holds no token.
+        padding: True for rows without a token, bool, shape [rows].
     """
 
     def __init__(self, padding: torch.Tensor) -> None:
@@ -29,14 +29,14 @@ class PaddedRows:
 
     @cached_property
     def tokens(self) -> torch.Tensor:
-        """True where a row holds a token."""
+        """Return True for rows with a token, bool, shape [rows]."""
         return ~self.padding
 
     def room(self, num_experts: int, top_k: int, capacity_factor: float) -> torch.Tensor:
-        """Which of an expert's places there are for these tokens: bool [most places], the first.
+        """Return the usable places of an expert, bool, shape [places for all rows].
 
-        As many as Megatron gives an expert for an input of the tokens alone; in all, those that it
-        has for all rows.
+        The first places are usable, as many as Megatron gives an expert for an input of only these
+        tokens.
         """
         key = (num_experts, top_k, capacity_factor)
         if key not in self._room:
@@ -51,27 +51,30 @@ class PaddedRows:
 
 
 class RowsOfForward:
-    """Gives the layers of one forward the same rows for the same padding."""
+    """Shares `PaddedRows` of the same padding between the layers of one forward."""
 
     def __init__(self) -> None:
-        self._found: dict[tuple[object, ...], PaddedRows] | None = None
+        self._cache: dict[tuple[object, ...], PaddedRows] | None = None
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Around the forward of a chunk: a graph reads its own, and nothing of another's."""
-        before, self._found = self._found, {}
+        """Surround the forward of a chunk, so that a graph never reads another graph's tensors."""
+        outer, self._cache = self._cache, {}
         try:
             yield
         finally:
-            self._found = before
+            self._cache = outer
 
     def of(self, padding: torch.Tensor) -> PaddedRows:
-        """The rows of a microbatch, bool [rows]; in a backward, and outside of a forward, anew.
+        """Return the rows of a microbatch; a new object in a backward and outside of a forward.
 
-        Also in inference mode, where a tensor does not tell whether it was written to.
+        Inference mode returns a new object too, as its tensors have no version counter.
+
+        Args:
+            padding: True for rows without a token, bool, shape [rows].
         """
-        if self._found is None or is_in_backward() or padding.is_inference():
+        if self._cache is None or is_in_backward() or padding.is_inference():
             return PaddedRows(padding)
-        # What is found is held, so that no other tensor takes its place in memory.
+        # The cache keeps the tensor alive, so no other tensor can take its address.
         key = (padding.data_ptr(), padding.shape, padding.stride(), padding._version)
-        return self._found.setdefault(key, PaddedRows(padding))
+        return self._cache.setdefault(key, PaddedRows(padding))

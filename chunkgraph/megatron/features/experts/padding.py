@@ -1,9 +1,9 @@
-"""Experts on padded rows: rows without a token are routed nowhere and change nothing.
+"""Experts on padded rows: rows without a token are not routed and have no effect.
 
-Megatron's routers take a ``padding_mask``, and leave such rows out of their losses; but they route
-them like tokens, so that they take the room of tokens, and a NaN in one reaches every loss by way
-of a factor 0. Here these rows go in as zeros, choose no expert, and the capacity is that of the
-tokens there are.
+Megatron's routers take a ``padding_mask`` and exclude such rows from their losses. But they route
+them like tokens, so padding takes the room of tokens, and a NaN in it reaches every loss through a
+factor 0. Here padding rows enter as zeros and choose no expert, and the capacity depends on the
+actual tokens.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from chunkgraph.megatron.features.experts.dropless import Dropless
 from chunkgraph.megatron.features.experts.padded_rows import PaddedRows, RowsOfForward
 from chunkgraph.settings.experts import uses_dropless
 
-__all__ = ["PaddedRouting", "kept_of_tokens"]
+__all__ = ["PaddedRouting", "rows_within_capacity"]
 
 _MASK = "padding_mask"
 _LAYER = "megatron.core.transformer.moe.moe_layer"
@@ -39,30 +39,30 @@ _UTILS = "megatron.core.transformer.moe.moe_utils"
 class PaddedRouting:
     """Keeps the padding rows of a model out of its experts.
 
-    Works on what Megatron hands down as ``padding_mask`` [b, s], True where a row holds no token,
-    in eager passes and captured ones alike. Counts on the device only.
+    It uses the ``padding_mask`` [b, s] that Megatron passes down, True for rows without a token, in
+    eager and captured passes alike. It counts on the device only.
 
     Args:
-        modules: of the model; its layers with experts are found among them.
+        modules: Modules of the model, among them its expert layers.
 
     Raises:
-        ConfigError: the routers of this release know nothing of padding.
+        ConfigError: The routers of this release do not support padding.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         (layer,) = private_names(_LAYER, "MoELayer")
         (router,) = private_names(_ROUTER, "TopKRouter")
         block = import_megatron("megatron.core.transformer.transformer_block").TransformerBlock
-        ignorant = [
+        unsupported = [
             kind.__name__
             for kind in (block, layer, router)
             if _MASK not in inspect.signature(kind.forward).parameters
         ]
-        if ignorant:
+        if unsupported:
             raise ConfigError(
                 f"megatron-core {versions()['megatron_core']} cannot train experts on packed "
-                f"sequences: {', '.join(ignorant)} take no {_MASK}, so that the rows behind "
-                "packed documents would be counted in the losses of the routers. Use a release "
+                f"sequences: {', '.join(unsupported)} take no {_MASK}, so the rows after "
+                "packed documents would count in the losses of the routers. Use a release "
                 "that has it, such as 0.16 or 0.19, or leave packing out."
             )
         self._layers = [m for m in dict.fromkeys(modules) if isinstance(m, layer)]
@@ -70,16 +70,16 @@ class PaddedRouting:
         self._rows_of_forward = RowsOfForward()
 
     def forward(self) -> AbstractContextManager[None]:
-        """Around the forward of a chunk: its layers share what only depends on the padding."""
+        """Surround the forward of a chunk; its layers share values that depend only on padding."""
         return self._rows_of_forward.forward()
 
     def install(self) -> Callable[[], None]:
-        """Begin; returns a function that ends it."""
+        """Install the patches; return the undo function."""
         module = import_megatron(_ROUTER)
         top_k, drop = private_names(
             _ROUTER, "topk_routing_with_score_function", "apply_router_token_dropping"
         )
-        # Not of the router's own name for it, which others may have patched.
+        # Not through the router module's name, which others may have patched.
         (original,) = private_names(_UTILS, "apply_router_token_dropping")
         signature = inspect.signature(original)
 
@@ -95,22 +95,22 @@ class PaddedRouting:
         ) -> tuple[torch.Tensor, torch.Tensor]:
             if self._rows is None:
                 return drop(routing_probs, routing_map, *args, **kwargs)
-            given = signature.bind(routing_probs, routing_map, *args, **kwargs)
-            given.apply_defaults()
-            kept = kept_of_tokens(
+            call = signature.bind(routing_probs, routing_map, *args, **kwargs)
+            call.apply_defaults()
+            selected = rows_within_capacity(
                 routing_probs,
                 routing_map,
                 self._rows,
-                top_k=given.arguments["router_topk"],
-                capacity_factor=given.arguments["capacity_factor"],
-                by_position=given.arguments["drop_policy"] == "position",
+                top_k=call.arguments["router_topk"],
+                capacity_factor=call.arguments["capacity_factor"],
+                by_position=call.arguments["drop_policy"] == "position",
             )
-            return routing_probs * kept, kept
+            return routing_probs * selected, selected
 
         (count_tokens,) = private_names(_ROUTER, "get_tokens_per_expert_and_token_count")
 
         def at_least_one(*args: Any, **kwargs: Any) -> Any:
-            # Losses divide by them: all rows of a microbatch may be padding.
+            # Losses divide by the count, and all rows of a microbatch may be padding.
             of_experts, local, total = count_tokens(*args, **kwargs)
             is_counted = isinstance(total, torch.Tensor)
             return of_experts, local, total.clamp(min=1) if is_counted else total
@@ -121,7 +121,7 @@ class PaddedRouting:
         def count_chosen(
             router: Any, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None
         ) -> Any:
-            # The map holds no padding, and Megatron's masking here takes shapes that do not match.
+            # The map contains no padding, and the shapes in Megatron's masking do not match.
             return count(router, routing_map, None if self._rows is not None else padding_mask)
 
         undo = ExitStack()
@@ -140,21 +140,21 @@ class PaddedRouting:
             for handle in (
                 layer.register_forward_pre_hook(_clear_input, with_kwargs=True),
                 layer.register_forward_hook(_clear_output, with_kwargs=True),
-                layer.router.register_forward_pre_hook(self._entered, with_kwargs=True),
-                layer.router.register_forward_hook(self._left, always_call=True),
+                layer.router.register_forward_pre_hook(self._enter, with_kwargs=True),
+                layer.router.register_forward_hook(self._leave, always_call=True),
             ):
                 undo.callback(handle.remove)
         return undo.close
 
-    def _entered(self, _router: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _enter(self, _router: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         padding = kwargs.get(_MASK, args[1] if len(args) > 1 else None)
         self._rows = None if padding is None else self._rows_of_forward.of(padding.reshape(-1))
 
-    def _left(self, *_: Any) -> None:
+    def _leave(self, *_: Any) -> None:
         self._rows = None
 
 
-def kept_of_tokens(
+def rows_within_capacity(
     routing_probs: torch.Tensor,
     routing_map: torch.Tensor,
     rows: PaddedRows,
@@ -163,19 +163,19 @@ def kept_of_tokens(
     capacity_factor: float,
     by_position: bool,
 ) -> torch.Tensor:
-    """Which rows every expert takes, bool [rows, experts]: as many as of the tokens alone.
+    """Select the rows of every expert, bool [rows, experts], with the capacity of the tokens alone.
 
-    As Megatron does with an input of these tokens and no other row, every expert gets as many rows
-    as its capacity is, those that did not choose it with a probability of 0. Padding is never one
-    of them: the rest of the fixed room is filled up by the dispatcher.
+    As in Megatron with an input of only these tokens, every expert gets as many rows as its
+    capacity; rows that did not choose it have probability 0. Padding is never selected: the
+    dispatcher fills the rest of the fixed room.
 
     Args:
-        routing_probs: [rows, experts], 0 where an expert was not chosen.
-        routing_map: bool [rows, experts], the experts that were chosen.
-        rows: of which some hold no token.
-        top_k: experts of a token.
-        capacity_factor: of an expert.
-        by_position: keep the first tokens instead of those with the largest probability.
+        routing_probs: Probabilities, [rows, experts], 0 for experts that were not chosen.
+        routing_map: Chosen experts, bool [rows, experts].
+        rows: The rows, some without a token.
+        top_k: Number of experts of a token.
+        capacity_factor: Capacity factor of an expert.
+        by_position: Select the first tokens instead of those with the largest probability.
     """
     order = routing_probs.detach()
     if by_position:
@@ -184,35 +184,35 @@ def kept_of_tokens(
     order = order.masked_fill(rows.padding[:, None], -1)
     has_room = rows.room(routing_probs.shape[1], top_k, capacity_factor)
     best = order.topk(has_room.shape[0], dim=0).indices
-    kept = torch.zeros_like(routing_map).scatter(0, best, has_room[:, None].expand_as(best))
-    return kept & rows.tokens[:, None]
+    selected = torch.zeros_like(routing_map).scatter(0, best, has_room[:, None].expand_as(best))
+    return selected & rows.tokens[:, None]
 
 
 def _clear_input(
     layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """The layer's arguments with zeros in padding rows, whatever lies there."""
+    """Return the layer's arguments with zeros in padding rows."""
     named = dict(zip(("hidden_states", "intermediate_tensors", _MASK), args, strict=False))
-    given = {**named, **kwargs}
-    padding, hidden = given.get(_MASK), given["hidden_states"]
+    keywords = {**named, **kwargs}
+    padding, hidden = keywords.get(_MASK), keywords["hidden_states"]
     if padding is None:
         if not layer.training:
             return None
         raise ConfigError(
             f"Layer {getattr(layer, 'layer_number', None)} with experts was called without "
-            f"{_MASK}, though its sequences are packed: the rows behind the documents would be "
-            f"routed like tokens. Give the model {_MASK}=..., bool [1, rows], True where a row "
-            "holds no token, on every pipeline stage."
+            f"{_MASK}, though its sequences are packed: the rows after the documents would be "
+            f"routed like tokens. Pass {_MASK}=..., bool [1, rows], True for rows without a "
+            "token, to the model on every pipeline stage."
         )
     padding = _of_this_rank(padding, hidden.size(0))
     rows = padding.transpose(0, 1)[..., None]
-    return (), {**given, "hidden_states": hidden.masked_fill(rows, 0.0), _MASK: padding}
+    return (), {**keywords, "hidden_states": hidden.masked_fill(rows, 0.0), _MASK: padding}
 
 
 def _clear_output(
     _layer: nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
 ) -> Any:
-    """The layer's result, through whose padding rows no gradient comes back."""
+    """Return the layer's result with zeros, and thus no gradients, in padding rows."""
     padding = kwargs.get(_MASK)
     if padding is None:
         return None
@@ -222,7 +222,7 @@ def _clear_output(
 
 
 def _of_this_rank(padding: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """The mask of the rows that are here: Megatron splits it on the first stage only."""
+    """Return the mask of this rank's rows: Megatron splits it on the first stage only."""
     if padding.size(1) == num_rows:
         return padding
     state = import_megatron("megatron.core.parallel_state")
@@ -230,6 +230,6 @@ def _of_this_rank(padding: torch.Tensor, num_rows: int) -> torch.Tensor:
     if padding.size(1) != num_rows * size:
         raise ConfigError(
             f"{_MASK} has {padding.size(1)} rows, and the layer {num_rows} on each of {size} "
-            "tensor-parallel ranks. Give it the rows of the microbatch, [1, rows]."
+            "tensor-parallel ranks. Pass a mask of the microbatch's rows, [1, rows]."
         )
     return padding.chunk(size, dim=1)[state.get_tensor_model_parallel_rank()]

@@ -1,8 +1,8 @@
-"""DeepEP with a fixed number of rows for each expert-parallel rank, by HybridEP or within a node.
+"""DeepEP with a fixed number of rows for each expert-parallel rank: HybridEP, or within a node.
 
-What a rank's experts get is then allocated at that size, and nothing is read on the host. What a
-rank has no room for is left out, with a flag on the device. Here every flag is counted, inside the
-graphs, and the rows that were wanted are kept, so that a step can be held back.
+The input of a rank's experts is allocated at that size, and the host reads nothing. Rows that
+exceed it are omitted, with a flag on the device. This module counts the flags, inside the graphs,
+so that such a step can be refused or run again, and measures the rows that were sent.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ _CONFIG = "megatron.core.transformer.transformer_config"
 _FACTOR = "moe_expert_rank_capacity_factor"
 _BACKENDS = ("hybridep", "deepep")
 _HANDLE_LENGTH = 11
-"""Of what DeepEP hands back of a dispatch; the place below is counted in it."""
+"""Length of the tuple that HybridEP's dispatch returns, in which `_OVERFLOW` is an index."""
 _OVERFLOW = 10
 
 
 def knows_rank_budget() -> bool:
-    """Whether this release of Megatron has a fixed budget of a rank (0.18 and later)."""
+    """Return whether this release of Megatron has a fixed budget of a rank (0.18 and later)."""
     config = import_megatron(_CONFIG).TransformerConfig
     return _FACTOR in getattr(config, "__dataclass_fields__", {})
 
 
 def flex_backend(config: Any) -> str | None:
-    """``hybridep``, ``deepep`` or another, of Megatron's config or arguments; None: not flex."""
+    """Return the flex backend in Megatron's config or arguments; None without flex dispatch."""
     if not getattr(config, "num_moe_experts", None):
         return None
     if getattr(config, "moe_token_dispatcher_type", None) != "flex":
@@ -55,35 +55,36 @@ def flex_backend(config: Any) -> str | None:
 
 
 def uses_rank_budget(config: Any) -> bool:
-    """Whether Megatron's ``config`` asks for DeepEP, in either way, with a budget."""
+    """Return whether Megatron's ``config`` selects one of DeepEP's backends with a budget."""
     return flex_backend(config) in _BACKENDS and getattr(config, _FACTOR, None) is not None
 
 
 def rank_factor_for_all(num_experts: int, top_k: int, num_ranks: int) -> float:
-    """The budget's factor with which a rank has room for every token of all ranks.
+    """Return the budget's factor with which a rank has room for every token of all ranks.
 
-    Each of ``num_ranks`` sends a token at most once to each expert there.
+    Each of the ``num_ranks`` ranks sends a token at most once to each expert of a rank.
     """
     return num_ranks * min(top_k, num_experts // num_ranks) / top_k
 
 
 class RankBudget:
-    """Counts, on the device, the dispatches of which a rank had no room for some rows.
+    """Counts on the device the dispatches that exceeded the budget of this rank.
 
-    In a graph and in eager training passes. Passes without gradients that are not captured are
-    given room for all, for which HybridEP waits for the device: nobody would hear of a flag.
+    It counts in graphs and in eager training passes. Passes without gradients that are not captured
+    get room for all rows, since nothing would report a flag there; HybridEP then waits for the
+    device.
 
     Args:
-        layers: with experts, all with one of DeepEP's two dispatchers; at least one.
+        layers: Expert layers, all with the same one of DeepEP's two dispatchers; at least one.
 
     Attributes:
-        counts: by layer, the dispatches that were over the budget.
-        layers: their layer numbers, from 1.
-        load: rows that a microbatch sent to this rank, where it is followed.
-        restore_managers: gives layers back Megatron's dispatch, where it had to be replaced.
+        counts: Dispatches over the budget, by layer.
+        layers: Layer numbers, from 1.
+        load: Rows that a microbatch sent to this rank, if measured.
+        restore_managers: Restores Megatron's managers, if they were replaced.
 
     Raises:
-        ConfigError: a dispatcher is not the one that was looked at.
+        ConfigError: A layer has an unexpected dispatcher.
     """
 
     def __init__(self, layers: Sequence[Any]) -> None:
@@ -99,10 +100,10 @@ class RankBudget:
         self._managers: list[Any] = [
             getattr(layer.token_dispatcher, "_comm_manager", None) for layer in layers
         ]
-        for layer, found in zip(layers, self._managers, strict=True):
-            if not isinstance(found, manager):
+        for layer, actual in zip(layers, self._managers, strict=True):
+            if not isinstance(actual, manager):
                 raise ConfigError(
-                    f"Layer {layer.layer_number} dispatches its tokens by {type(found).__name__}, "
+                    f"Layer {layer.layer_number} dispatches its tokens by {type(actual).__name__}, "
                     f"not by {manager.__name__} of megatron-core {versions()['megatron_core']}. "
                     "Give all layers one dispatcher."
                 )
@@ -113,16 +114,16 @@ class RankBudget:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """What a captured forward adds to, besides a model's buffers."""
+        """Return the tensors that a captured forward changes, besides a model's buffers."""
         if not self._is_hybrid:
             return (self.counts.total,)
         return (self.counts.total, *(manager.over_budget for manager in self._managers))
 
     def install(self, *, marks_padding: bool = False) -> Callable[[], None]:
-        """Begin to count; returns a function that ends it.
+        """Start counting; return a function that stops it.
 
         Args:
-            marks_padding: as for `TokenDrops`; here rows without a token lie behind the others.
+            marks_padding: As for `TokenDrops`; ignored, as rows without a token come last here.
         """
         del marks_padding
         undo = ExitStack()
@@ -132,13 +133,13 @@ class RankBudget:
             if self._is_hybrid:
                 manager.setup_metadata = self._sized(manager)
                 undo.callback(manager.__dict__.pop, "setup_metadata", None)
-            else:  # which sizes itself
+            else:  # this manager handles passes without gradients itself
                 undo.callback(manager.forget)
         return undo.close
 
     @contextmanager
     def room_for_all(self) -> Iterator[None]:
-        """Inside, eager passes leave nothing out; the host waits for the number of rows."""
+        """Let eager passes omit no row; the host waits for the number of rows."""
         before = [manager.moe_expert_rank_capacity_factor for manager in self._managers]
         self._set([None] * len(before))
         try:
@@ -147,43 +148,43 @@ class RankBudget:
             self._set(before)
 
     def set_factor(self, factor: float) -> None:
-        """From now on a rank has room for so many times its own tokens' rows."""
+        """Set the room of a rank as a multiple of its own tokens' rows, from now on."""
         self._set([factor] * len(self._managers))
         for config in {id(m.config): m.config for m in self._managers}.values():
             setattr(config, _FACTOR, factor)
 
     def remember_buffer(self) -> None:
-        """Graphs were captured with DeepEP's buffer as it is now."""
+        """Remember the current buffer of DeepEP, with which graphs were captured."""
         self._captured = self._buffer()
 
     def is_buffer_replaced(self) -> bool:
-        """Whether DeepEP has another buffer since the last capture."""
+        """Return whether DeepEP has replaced its buffer since the last capture."""
         if self._captured is None:
             return False
-        (held, before), (now, tokens) = self._captured, self._buffer()
-        return now is not held or tokens != before
+        (captured, before), (now, tokens) = self._captured, self._buffer()
+        return now is not captured or tokens != before
 
     def check_buffer(self) -> None:
-        """Before a replay.
+        """Check DeepEP's buffer before a replay.
 
         Raises:
-            ReplayMismatchError: DeepEP has another buffer since the capture.
+            ReplayMismatchError: DeepEP has replaced its buffer since the capture.
         """
         if self.is_buffer_replaced():
             assert self._captured is not None
             (_, before), (_, tokens) = self._captured, self._buffer()
             if not self._is_hybrid:
                 raise ReplayMismatchError(
-                    "DeepEP allocated its buffer anew outside of all steps since the graphs were "
-                    "captured, for other ranks or wider rows, and the graphs write to the one "
-                    "before. Give the other dispatch in this process a buffer of its own, or "
+                    "DeepEP replaced its buffer outside of all steps since the graphs were "
+                    "captured, for other ranks or wider rows, and the graphs write to the old "
+                    "one. Give the other dispatch in this process a separate buffer, or "
                     "release() the graphs before it."
                 )
             raise ReplayMismatchError(
-                "DeepEP allocated its buffer anew outside of all steps since the graphs were "
+                "DeepEP replaced its buffer outside of all steps since the graphs were "
                 f"captured: a pass had {tokens} tokens on this rank, and the graphs write to the "
                 f"buffer of {before}. Run such passes through the wrapped schedule (forward_only), "
-                "after which all ranks capture anew, or release() the graphs before them."
+                "after which all ranks capture again, or release() the graphs before them."
             )
 
     def _buffer(self) -> tuple[Any, int]:
@@ -199,7 +200,7 @@ class RankBudget:
             manager.moe_expert_rank_capacity_factor = factor
 
     def _sized(self, manager: Any) -> Callable[..., None]:
-        """``setup_metadata``: no budget in an eager pass without gradients."""
+        """Return ``setup_metadata`` without a budget in eager passes without gradients."""
         original = type(manager).setup_metadata
 
         def setup_metadata(routing_map: torch.Tensor, probs: torch.Tensor) -> None:
@@ -224,19 +225,19 @@ class RankBudget:
             if not self._is_hybrid:
                 if manager.is_over is not None:
                     self.counts.add(index, manager.is_over)
-                elif self.load.is_followed:
-                    self.load.add(hidden_states.shape[0], manager.num_wanted)
+                elif self.load.is_measured:
+                    self.load.add(hidden_states.shape[0], manager.num_rows_sent)
                 return rows
             if has_budget:
                 handle = manager.handle
                 if len(handle) != _HANDLE_LENGTH:
                     raise ConfigError(
-                        f"DeepEP hands back {len(handle)} values of a dispatch, and "
-                        f"{_HANDLE_LENGTH} were looked at. Use the hybrid-ep branch of 1.2.1."
+                        f"DeepEP returns {len(handle)} values from a dispatch, expected "
+                        f"{_HANDLE_LENGTH}. Use the hybrid-ep branch of 1.2.1."
                     )
                 self.counts.add(index, handle[_OVERFLOW])
-            elif self.load.is_followed:
-                # As many as came: without a budget the host knows.
+            elif self.load.is_measured:
+                # Without a budget the host knows the number of received rows.
                 self.load.add(hidden_states.shape[0], torch.tensor(rows.shape[0]))
             return rows
 

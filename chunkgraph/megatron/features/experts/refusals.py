@@ -1,8 +1,8 @@
-"""Which mixture-of-experts settings of Megatron's a chunk graph cannot hold.
+"""Rules for mixture-of-experts settings of Megatron that chunk graphs do not support.
 
-A graph needs shapes that are known before the tokens are: a fixed capacity of every expert, filled
-up with padding, and a dispatcher that then asks the device for nothing; or DeepEP with a fixed
-budget of every rank. The rules of these two are the section ``moe``'s.
+A graph needs shapes that are known before the tokens: a fixed, padded capacity of every expert with
+a dispatcher that then reads nothing from the device, or DeepEP with a fixed budget for every rank.
+The rules of these two are in the section ``moe``.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ _ROWS = "it changes how many rows an expert gets"
 
 
 def _rule(text: str, when: Callable[[Facts], object] | None = None) -> Rule:
-    """A rule of models with experts; ``when`` defaults to the first setting being on."""
+    """Return a rule for models with experts; by default it applies if the first setting is on."""
     name = text.split(maxsplit=1)[0].removesuffix(":")
     is_on = when or (lambda f: getattr(f, name))
     return Rule(text, lambda f: f.num_moe_experts and is_on(f))
 
 
 def _balances_by(kind: str) -> Callable[[Facts], bool]:
-    def is_asked(f: Facts) -> bool:
+    def is_kind(f: Facts) -> bool:
         kinds = f.moe_router_load_balancing_type
         return kind in (kinds if isinstance(kinds, (list, tuple)) else [kinds])
 
-    return is_asked
+    return is_kind
 
 
 MOE_RULES = (
@@ -70,28 +70,28 @@ MOE_RULES = (
 
 
 def _padded(text: str, when: Callable[[Facts], object] | None = None) -> Rule:
-    """A rule of models with experts whose rows may hold no token."""
+    """Return a rule for models with experts whose rows may contain no token."""
     setting, _, why = text.partition(": ")
     is_on = when or (lambda f: getattr(f, setting))
     return _rule(f"{setting} packed: {why}", lambda f: f.pads_rows and is_on(f))
 
 
 PADDED_ROWS_RULES = (
-    _padded("moe_router_fusion: its kernel of the losses wants the number of tokens on the host"),
+    _padded("moe_router_fusion: its kernel of the losses needs the number of tokens on the host"),
     _padded(
         "moe_permute_fusion: its kernel fills every expert's room from the map of tokens alone, "
         "which leaves out padding; turn the fusion off"
     ),
     _padded(
-        "moe_router_load_balancing_type: sinkhorn knows nothing of padding",
+        "moe_router_load_balancing_type: sinkhorn does not support padding",
         _balances_by("sinkhorn"),
     ),
     _padded(
-        "moe_router_load_balancing_type: quantile_balancing knows nothing of padding",
+        "moe_router_load_balancing_type: quantile_balancing does not support padding",
         _balances_by("quantile_balancing"),
     ),
 )
-"""Those of packed sequences in rows that may hold no token."""
+"""Rules for packed sequences in rows that may contain no token."""
 
 
 IDLE_RULES = (
@@ -106,4 +106,4 @@ IDLE_RULES = (
         ),
     ),
 )
-"""What does nothing in Megatron itself with a fixed capacity, in a graph or not."""
+"""Settings that have no effect in Megatron with a fixed capacity, in a graph or not."""

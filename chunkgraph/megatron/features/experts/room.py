@@ -1,4 +1,4 @@
-"""How much room experts have for tokens, and how they are given more, by the way of dispatch."""
+"""The room of experts for tokens, and ways to increase it, by the kind of dispatch."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from chunkgraph.megatron.features.experts.rank_budget import RankBudget, rank_fa
 __all__ = ["ExpertRoom", "RankRoom", "RoomWords", "SharedOut"]
 
 _HEADROOM = 1.1
-"""Room given after tokens were dropped, as a multiple of what would have done."""
+"""Room after tokens were dropped, as a multiple of the load."""
 
 
 @dataclass(frozen=True)
 class RoomWords:
-    """What users are told about it.
+    """Texts about a lack of room.
 
     Attributes:
-        lacked: that there was no room, as the start of a sentence.
-        counted: what is counted, with its verb.
-        advice: what to do.
+        lacked: The lack of room, as the start of a sentence.
+        counted: The counted events, with a verb.
+        advice: The remedy.
     """
 
     lacked: str
@@ -38,17 +38,17 @@ class ExpertRoom(Protocol):
     words: RoomWords
 
     def for_all(self) -> AbstractContextManager[None]:
-        """Inside, an eager step drops no token."""
+        """Let an eager step drop no token."""
 
     def give(self, load: int) -> None:
-        """From now on there is room for the heaviest load, of `LOAD_OF` tokens on a rank."""
+        """Make room for the heaviest load, per `LOAD_OF` tokens on a rank, from now on."""
 
 
 class SharedOut:
-    """Every expert has the same fixed room (capacity factor and padding).
+    """Room with a capacity factor and padding: the same for every expert.
 
     Args:
-        layers: of experts.
+        layers: Expert layers.
     """
 
     words = RoomWords(
@@ -76,30 +76,30 @@ class SharedOut:
                 set_capacity_factor(self._layers, before)
 
     def give(self, load: int) -> None:
-        """See `ExpertRoom`; the tokens that chose one expert, but for one."""
+        """See `ExpertRoom`; the load is of one expert, minus one token."""
         if not self._layers:
             return
         config = self._layers[0].config
         share = LOAD_OF * config.moe_router_topk / config.num_moe_experts
         enough = factor_for_all(config.num_moe_experts, config.moe_router_topk)
         # Never less than before: shapes may have changed since the tokens were counted.
-        wanted = max(load / share * _HEADROOM, config.moe_expert_capacity_factor)
-        set_capacity_factor(self._layers, min(wanted, enough))
+        factor = max(load / share * _HEADROOM, config.moe_expert_capacity_factor)
+        set_capacity_factor(self._layers, min(factor, enough))
 
 
 class RankRoom:
-    """The experts of a rank share a fixed number of rows (DeepEP with a budget).
+    """Room with DeepEP and a budget: a rank's experts share a fixed number of rows.
 
     Args:
-        budget: of the layers here.
-        config: Megatron's.
+        budget: Budget of the local layers.
+        config: Megatron's config.
     """
 
     words = RoomWords(
         "Expert-parallel ranks had no room for tokens (moe_expert_rank_capacity_factor)",
         "dispatches were over the ranks' budget",
-        "raise moe_expert_rank_capacity_factor, or say token_drops='rerun', which runs such a "
-        "step anew and then gives more room.",
+        "raise moe_expert_rank_capacity_factor, or set token_drops='rerun', which runs such a "
+        "step again and then gives more room.",
     )
 
     def __init__(self, budget: RankBudget, config: Any) -> None:
@@ -111,11 +111,11 @@ class RankRoom:
         return self._budget.room_for_all()
 
     def give(self, load: int) -> None:
-        """See `ExpertRoom`; the rows that were wanted of one rank."""
+        """See `ExpertRoom`; the load is the rows sent to one rank."""
         config = self._config
         now = config.moe_expert_rank_capacity_factor
-        wanted = load / (LOAD_OF * config.moe_router_topk) * _HEADROOM
+        factor = load / (LOAD_OF * config.moe_router_topk) * _HEADROOM
         enough = rank_factor_for_all(
             config.num_moe_experts, config.moe_router_topk, config.expert_model_parallel_size
         )
-        self._budget.set_factor(max(now, min(wanted, enough)))
+        self._budget.set_factor(max(now, min(factor, enough)))

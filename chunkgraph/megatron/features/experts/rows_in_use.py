@@ -1,11 +1,11 @@
-"""Which rows of an expert's input hold a token, where there are more rows than tokens.
+"""Find the rows of an expert's input that contain a token, if there are more rows than tokens.
 
-Megatron's router fills an expert's room up with tokens that did not choose it, at probability 0,
-anywhere among those that did. Here they carry probability -1 from the router to the experts, so
-that no collective is needed to tell the other ranks, and a token that chose an expert at
-probability 0 is still one. Experts themselves get probability 0 for them, as always.
+Megatron's router fills an expert's room with tokens that did not choose it, at probability 0, mixed
+with those that did. Here filler rows carry probability -1 from the router to the experts: no
+collective is needed to mark them on other ranks, and a token that chose an expert at probability 0
+still counts. The experts themselves still receive probability 0 for fillers.
 
-With DeepEP and a budget, and without a capacity, nothing is filled up: the rows in use come first.
+With DeepEP and a budget, and without a capacity, there are no fillers: the used rows come first.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ PADDING = -1.0
 """The probability that marks a row as padding."""
 
 ExpertScope = Callable[[RowsInUse, Collection[torch.Tensor], str], AbstractContextManager[None]]
-"""Entered around experts, with the rows in use, their parameters and a name."""
+"""Context around experts, from the rows in use, their parameters and a name."""
 
 _EXPERTS = "megatron.core.transformer.moe.experts"
 
 
 def moe_layers_of(modules: Sequence[Any]) -> list[Any]:
-    """The layers of experts among ``modules``, each once, in order."""
+    """Return the expert layers among ``modules``, each once, in order."""
     (layer,) = private_names("megatron.core.transformer.moe.moe_layer", "MoELayer")
     return list(dict.fromkeys(m for m in modules if isinstance(m, layer)))
 
@@ -45,17 +45,17 @@ def moe_layers_of(modules: Sequence[Any]) -> list[Any]:
 def watch_expert_rows(
     layers: Sequence[Any], is_on: Callable[[], bool], scope: ExpertScope
 ) -> Callable[[], None]:
-    """Give the experts of ``layers`` forwards of their own that know which rows hold a token.
+    """Replace the forwards of the experts of ``layers``; the new ones know the rows in use.
 
     The routers must mark padding (`TokenDrops.install`), unless there is a rank budget.
 
     Args:
-        layers: of experts.
-        is_on: whether the rows are wanted at the moment.
-        scope: see `ExpertScope`.
+        layers: Expert layers.
+        is_on: Returns whether ``scope`` is currently to be entered.
+        scope: See `ExpertScope`.
 
     Returns:
-        What undoes it.
+        The undo function.
     """
     (sequential,) = private_names(_EXPERTS, "SequentialMLP")
     undo = ExitStack()
@@ -63,7 +63,7 @@ def watch_expert_rows(
         name = f"layer {layer.layer_number} experts"
         watched = _Watched(layer.experts, name, is_on, scope)
         if uses_dropless(layer.config):
-            watched.divert(layer.experts, watched.rows_that_came, undo)
+            watched.divert(layer.experts, watched.dropless_rows, undo)
             continue
         if uses_rank_budget(layer.config):
             watched.divert(layer.experts, watched.leading_rows, undo)
@@ -73,7 +73,7 @@ def watch_expert_rows(
             for index, expert in enumerate(layer.experts.local_experts):
                 watched.divert(expert, watched.one_expert(index, expert), undo)
         else:
-            watched.is_at_once = True
+            watched.is_grouped = True
     return undo.close
 
 
@@ -83,7 +83,7 @@ class _Watched:
     def __init__(
         self, experts: Any, name: str, is_on: Callable[[], bool], scope: ExpertScope
     ) -> None:
-        self.is_at_once = False  # all in one product, or one after the other
+        self.is_grouped = False  # one product for all experts, or one after the other
         self._experts = experts
         self._parameters = tuple(experts.parameters())
         self._name = name
@@ -92,7 +92,7 @@ class _Watched:
         self._rows: RowsInUse | None = None
 
     def _eager(self, *args: Any, **kwargs: Any) -> Any:
-        return type(self._experts).forward(*args, **kwargs)  # another in a capture, perhaps
+        return type(self._experts).forward(*args, **kwargs)  # a capture may patch it
 
     def all_experts(
         self, hidden: torch.Tensor, tokens_per_expert: Any, probs: torch.Tensor, **kwargs: Any
@@ -100,7 +100,7 @@ class _Watched:
         is_on = self._is_on() and torch.is_grad_enabled()
         rows = RowsInUse.of((probs.detach() >= 0).reshape(-1)) if is_on else None
         probs = probs.clamp(min=0)
-        if self.is_at_once and rows is not None:
+        if self.is_grouped and rows is not None:
             with self._scope(rows, self._parameters, self._name):
                 return self._eager(self._experts, hidden, tokens_per_expert, probs, **kwargs)
         self._rows = rows
@@ -120,13 +120,13 @@ class _Watched:
         with self._scope(rows, self._parameters, self._name):
             return self._eager(self._experts, hidden, tokens_per_expert, *args, **kwargs)
 
-    def rows_that_came(
+    def dropless_rows(
         self, hidden: torch.Tensor, tokens_per_expert: Any, *args: Any, **kwargs: Any
     ) -> Any:
         is_measured = self._is_on() and torch.is_grad_enabled()
         if not is_measured or isinstance(tokens_per_expert, DeviceSplits):
             return self.leading_rows(hidden, tokens_per_expert, *args, **kwargs)
-        # What graphs save is what is measured: of all experts at once.
+        # Measure the tensors that graphs save, which belong to all experts together.
         ends = tokens_per_expert.to(hidden.device).cumsum(0).int()
         with experts_on_device():
             return self.leading_rows(hidden, DeviceSplits(ends), *args, **kwargs)

@@ -1,8 +1,8 @@
-"""Megatron's Sinkhorn routing with a bounded number of rounds: nothing is read on the host.
+"""Megatron's Sinkhorn routing with a bounded number of rounds, without host reads.
 
-Megatron's own function goes on until an error that it reads on the host is small. Here as many
-rounds run as there may be; those after the last that Megatron would have run change nothing, so
-that results have its bits. Where there were too few, the layer says so on the device.
+Megatron's function iterates until an error that it reads on the host is small. Here a fixed number
+of rounds runs; rounds after Megatron's last one change nothing, so results have the same bits. A
+flag on the device reports whether more rounds were needed.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ _TINY = 0.00000001
 
 
 def uses_sinkhorn(config: Any) -> bool:
-    """Whether Megatron's ``config`` balances the loads of experts by Sinkhorn's algorithm."""
+    """Return whether ``config`` balances the loads of experts by Sinkhorn's algorithm."""
     kinds = getattr(config, "moe_router_load_balancing_type", None)
     return "sinkhorn" in (kinds if isinstance(kinds, (list, tuple)) else [kinds])
 
 
 class BoundedSinkhorn:
-    """In the place of Megatron's function.
+    """Replacement for Megatron's function.
 
     Args:
-        note: is told whether more rounds were needed, a scalar on the device.
+        note: Callback with the flag of needing more rounds, a scalar on the device.
 
     Attributes:
-        num_rounds: that run.
+        num_rounds: Number of rounds.
     """
 
     def __init__(self, note: Callable[[torch.Tensor], None]) -> None:
@@ -44,7 +44,7 @@ class BoundedSinkhorn:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Inside, routers call this function."""
+        """Make routers call this object."""
         private_names(_ROUTER, "sinkhorn")
         undo = patch_attributes(import_megatron(_ROUTER), {"sinkhorn": self})
         try:
@@ -56,8 +56,8 @@ class BoundedSinkhorn:
         """Return the probabilities of routing, shape [tokens, experts].
 
         Args:
-            cost: of the same shape.
-            tol: the error at which Megatron's loop ends.
+            cost: Costs, of the same shape.
+            tol: Error at which Megatron's loop ends.
         """
         cost = torch.exp(cost)
         rows = torch.ones(cost.size(0), device=cost.device, dtype=cost.dtype)

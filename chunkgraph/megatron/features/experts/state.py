@@ -1,8 +1,8 @@
-"""Mixture of experts: its state in Python and how a graph follows it.
+"""Keep Megatron's Python state of mixture of experts in step with graphs.
 
-Megatron scales the auxiliary losses' gradients by one tensor of the process, written in place by
-the schedule, and adds up its metrics in tensors of the process, cleared in place. Both suit a
-graph as long as the tensors stay the ones that it was captured with.
+Megatron scales the gradients of auxiliary losses by one process-wide tensor, which the schedule
+writes in place, and adds up metrics in process-wide tensors, which it clears in place. Graphs can
+use both as long as the tensors remain the captured ones.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _LOSSES = {
 
 
 def routers_of(modules: Sequence[Any]) -> list[Any]:
-    """The routers among ``modules``, each once, in order."""
+    """Return the routers among ``modules``, each once, in order."""
     (router,) = private_names("megatron.core.transformer.moe.router", "Router")
     return list(dict.fromkeys(m for m in modules if isinstance(m, router)))
 
@@ -45,22 +45,22 @@ def routers_of(modules: Sequence[Any]) -> list[Any]:
 class ExpertState:
     """Loss scale and metrics of the routers in the graphs of one rank.
 
-    Entries for the routers' metrics are made at once, so that no graph makes them.
+    The constructor creates the entries of the routers' metrics, so that no graph creates them.
 
     Args:
-        routers: those that are captured; at least one.
+        routers: The captured routers; at least one.
 
     Attributes:
-        buffers: what the routers add their metrics to.
+        buffers: Tensors to which the routers add their metrics.
     """
 
     def __init__(self, routers: Sequence[Any]) -> None:
         (self._scaler,) = private_names(_UTILS, "MoEAuxLossAutoScaler")
         self._device = routers[0].weight.device
         self._scale: torch.Tensor | None = None
-        self._held: dict[str, torch.Tensor] = {}
+        self._captured: dict[str, torch.Tensor] = {}
         for router in routers:
-            # A half-precision wrapper turned them into its type; the first forward turns them back.
+            # A half-precision wrapper cast the biases; the first forward would cast them back.
             getattr(router, "_maintain_float32_expert_bias", lambda: None)()
             for name in _metric_names(router):
                 _make_metric(name, router.config, self._device)
@@ -68,22 +68,22 @@ class ExpertState:
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
-        """Inside, graphs take up the scale and the metrics; the metrics' values are put back.
+        """Record the scale and metrics that graphs capture; restore the metrics' values.
 
         Raises:
-            CaptureError: a metric was recorded for the first time, in memory of the graph.
+            CaptureError: A metric was recorded for the first time, in memory of the graph.
         """
         if self._scaler.main_loss_backward_scale is None:
             self._scaler.main_loss_backward_scale = torch.ones(1, device=self._device)
         self._scale = self._scaler.main_loss_backward_scale
-        self._held = expert_metrics()
-        kept = {name: value.clone() for name, value in self._held.items()}
+        self._captured = expert_metrics()
+        copies = {name: value.clone() for name, value in self._captured.items()}
         try:
             yield
         finally:
-            for name, value in kept.items():
-                self._held[name].copy_(value)
-        new = [name for name in expert_metrics() if name not in self._held]
+            for name, value in copies.items():
+                self._captured[name].copy_(value)
+        new = [name for name in expert_metrics() if name not in self._captured]
         if new:
             _forget_metrics(new)
             raise CaptureError(
@@ -93,13 +93,13 @@ class ExpertState:
             )
 
     def check(self) -> None:
-        """Make sure that the graphs still add to the metrics that Megatron reads.
+        """Check that the graphs still add to the metrics that Megatron reads.
 
         Raises:
-            ReplayMismatchError: they were replaced since the capture.
+            ReplayMismatchError: The metrics were replaced since the capture.
         """
         now = expert_metrics()
-        lost = [name for name, value in self._held.items() if now.get(name) is not value]
+        lost = [name for name, value in self._captured.items() if now.get(name) is not value]
         if lost:
             raise ReplayMismatchError(
                 f"The metrics {', '.join(lost)} of the experts were replaced since the capture: "
@@ -108,7 +108,7 @@ class ExpertState:
             )
 
     def before_backward(self) -> None:
-        """Give the graphs the scale that Megatron has set, if it is another tensor by now."""
+        """Copy Megatron's scale to the captured tensor, if Megatron has replaced it."""
         scale = self._scaler.main_loss_backward_scale
         if scale is not self._scale and scale is not None:
             assert self._scale is not None
@@ -116,15 +116,15 @@ class ExpertState:
 
 
 def take_expert_metrics() -> dict[str, tuple[float, ...]]:
-    """This rank's sums of every metric by layer, since the last call; then they are cleared."""
-    taken = {name: tuple(value.tolist()) for name, value in expert_metrics().items()}
+    """Return this rank's sums of every metric by layer since the last call, and clear them."""
+    sums = {name: tuple(value.tolist()) for name, value in expert_metrics().items()}
     for value in expert_metrics().values():
         value.zero_()
-    return taken
+    return sums
 
 
 def forget_expert_metrics() -> None:
-    """Drop all metrics: Megatron keeps them for the number of layers that recorded them first."""
+    """Drop all metrics: Megatron sizes them by the number of layers that first recorded them."""
     _tracker().clear()
 
 
@@ -139,7 +139,7 @@ def _metric_names(router: Any) -> list[str]:
 
 
 def _tracker() -> Any:
-    """Entries by name: later releases keep them as objects, earlier ones as dicts."""
+    """Return the entries by name: objects in later releases, dicts in earlier ones."""
     if _has_entries():
         (get_tracker,) = private_names(_LOGGING, "get_moe_metrics_tracker")
         return get_tracker().metrics
@@ -149,27 +149,27 @@ def _tracker() -> Any:
 
 @functools.cache
 def _has_entries() -> bool:
-    """Asked in every step; of a module that is not there Python looks at the disk."""
+    """Return whether metrics have entry objects; cached, as Python searches for modules on disk."""
     return importlib.util.find_spec(_LOGGING) is not None
 
 
 def expert_metrics() -> dict[str, torch.Tensor]:
-    """What routers add their metrics to, by name: the tensors themselves."""
+    """Return the tensors (not copies) to which routers add their metrics, by name."""
     return {
         name: entry["values"] if isinstance(entry, dict) else entry.values
         for name, entry in _tracker().items()
     }
 
 
-def scale_expert_metrics(factor: float, of_global: float) -> None:
-    """Multiply in place what routers have added up since it was last taken.
+def scale_expert_metrics(factor: float, global_factor: float) -> None:
+    """Scale in place the sums of the routers' metrics.
 
     Args:
-        factor: of what a rank adds up for its microbatches.
-        of_global: of the loss that is counted over all ranks' microbatches of a turn together.
+        factor: Factor for metrics that a rank sums over its own microbatches.
+        global_factor: Factor for the loss over all ranks' microbatches of a turn.
     """
     for name, values in expert_metrics().items():
-        values.mul_(of_global if name == _LOSSES["global_aux_loss"] else factor)
+        values.mul_(global_factor if name == _LOSSES["global_aux_loss"] else factor)
 
 
 def _forget_metrics(names: Sequence[str]) -> None:

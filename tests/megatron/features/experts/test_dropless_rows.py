@@ -34,7 +34,7 @@ def test_tokens_are_sorted_by_expert(num_tokens: int, num_experts: int, data: An
     rows = ChosenRows.of(chosen, num_rows, are_exact=False)
     assert rows.tokens.tolist()[: len(kept)] == [t for _, t in kept]
     assert rows.ends.tolist() == [sum(e <= i for e, _ in kept) for i in range(num_experts)]
-    assert int(rows.num_wanted) == len(pairs)
+    assert int(rows.num_chosen) == len(pairs)
     values = torch.rand(num_tokens, num_experts)
     expected = [float(values[t, e]) for e, t in kept] + [0.0] * (num_rows - len(kept))
     assert rows.take(values).tolist() == expected

@@ -60,9 +60,9 @@ def test_the_heaviest_load_is_told_by_the_tokens_there_were() -> None:
     load = HeaviestLoad()
     assert load.take() == 0
     load.add(3, torch.tensor(1))
-    with load.following():  # a rerun that was not asked for its load leaves none to the next
-        assert load.is_followed
-    assert (load.is_followed, load.take()) == (False, 0)
+    with load.measure():  # a rerun whose load was not taken leaves none to the next
+        assert load.is_measured
+    assert (load.is_measured, load.take()) == (False, 0)
     load.add(torch.tensor(0), torch.tensor(0))  # nothing but padding
     load.add(torch.tensor(4), torch.tensor(3))
     assert load.take() == 3 * LOAD_OF // 4

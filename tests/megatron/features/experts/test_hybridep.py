@@ -136,7 +136,7 @@ def machine(
     has_nvml: object = object(),
 ) -> None:
     monkeypatch.setattr(deep_ep_needs, "deep_ep_state", lambda: deep_ep)
-    monkeypatch.setattr(deep_ep_needs, "knows_the_worst_case", lambda: deep_ep[1])
+    monkeypatch.setattr(deep_ep_needs, "supports_worst_case", lambda: deep_ep[1])
     real = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: has_nvml if name == "pynvml" else real(name)
@@ -150,7 +150,7 @@ def machine(
     [
         ({"deep_ep": (None, False)}, "deep_ep is not installed; build the branch hybrid-ep"),
         ({"deep_ep": ("1.1.0", False)}, r"deep_ep \(1.1.0\) has no HybridEP"),
-        ({"cublaslt": 130100}, "cuBLASLt 13.1.0 lets token counts go through the host; .*13.8.1"),
+        ({"cublaslt": 130100}, "cuBLASLt 13.1.0 moves token counts through the host; .*13.8.1"),
         ({"cublaslt": None}, "cuBLASLt 13.8.1 or newer was not found"),
         ({"fused": "0"}, "NVTE_CUTEDSL_FUSED_GROUPED_MLP is not set to 1"),
         ({"fused": "yes"}, "NVTE_CUTEDSL_FUSED_GROUPED_MLP is not set to 1"),
@@ -175,8 +175,8 @@ def test_what_the_machine_lacks_is_told_with_another_way(
     ("lacks", "said"),
     [
         ({"deep_ep": (None, False)}, "deep_ep is not installed; build DeepEP for this machine"),
-        ({"deep_ep": ("1.1.0", False)}, r"deep_ep \(1.1.0\) cannot be told the most rows"),
-        ({"cublaslt": 130100}, "cuBLASLt 13.1.0 lets token counts"),
+        ({"deep_ep": ("1.1.0", False)}, r"deep_ep \(1.1.0\) cannot size its output"),
+        ({"cublaslt": 130100}, "cuBLASLt 13.1.0 moves token counts"),
         ({"has_nvml": None}, "pynvml is not installed"),
     ],
 )
@@ -237,9 +237,9 @@ def test_the_worst_case_is_looked_for_without_an_import(
     folder.mkdir()
     (folder / "__init__.py").write_text("raise RuntimeError('it wants a GPU')")
     importlib.invalidate_caches()
-    assert not deep_ep_needs.knows_the_worst_case()
+    assert not deep_ep_needs.supports_worst_case()
     (folder / "buffer.py").write_text("def dispatch(num_worst_tokens: int = 0) -> None: ...")
-    assert deep_ep_needs.knows_the_worst_case()
+    assert deep_ep_needs.supports_worst_case()
 
 
 def test_a_capture_without_eager_steps_is_refused() -> None:
@@ -460,7 +460,7 @@ def test_room_is_for_all_where_nobody_would_hear_of_a_flag(one_rank: Any) -> Non
     with torch.no_grad():
         assert (rows(), int(counts)) == (None, 1)
     room = RankRoom(budget, layer.config)
-    with room.for_all(), budget.load.following():
+    with room.for_all(), budget.load.measure():
         assert (rows(), int(counts)) == (None, 1)
     assert (rows(), int(counts)) == (4, 2)
     # 9 rows of 4 tokens; what had a budget is not looked at.
@@ -513,7 +513,7 @@ def test_another_dispatcher_is_named(one_rank: Any, backend: str) -> None:
 def test_fused_operations_are_built_anew_for_a_capture(one_rank: Any) -> None:
     """They hold parameters, and a capture has others in their place."""
     from chunkgraph.engine import Chunk, ChunkGraphs, Host
-    from chunkgraph.megatron.features.experts.fused_operations import fused_operations_anew
+    from chunkgraph.megatron.features.experts.fused_operations import rebuilt_fused_operations
 
     class Layer(torch.nn.Linear):
         _fused_ops: Any
@@ -536,7 +536,7 @@ def test_fused_operations_are_built_anew_for_a_capture(one_rank: Any) -> None:
 
     class NewOperations(Host):
         def capturing(self) -> AbstractContextManager[object]:
-            return fused_operations_anew(layer.modules())
+            return rebuilt_fused_operations(layer.modules())
 
     graphs = ChunkGraphs([chunk], [1], host=NewOperations())
     graphs.capture([(x,)])

@@ -310,7 +310,7 @@ def test_no_expert_takes_padding() -> None:
     from megatron.core.transformer.moe.moe_utils import apply_router_token_dropping, get_capacity
 
     from chunkgraph.megatron.features.experts.padded_rows import PaddedRows
-    from chunkgraph.megatron.features.experts.padding import kept_of_tokens
+    from chunkgraph.megatron.features.experts.padding import rows_within_capacity
 
     torch.manual_seed(1)
     for num_tokens, factor in [(24, 1.0), (7, 1.5), (32, 2.0), (1, 2.0), (13, 0.5)]:
@@ -320,7 +320,7 @@ def test_no_expert_takes_padding() -> None:
         padding[torch.randperm(32)[:num_tokens]] = False
         chosen &= ~padding[:, None]
         probs, rows = scores * chosen, PaddedRows(padding)
-        kept = kept_of_tokens(
+        kept = rows_within_capacity(
             probs, chosen, rows, top_k=2, capacity_factor=factor, by_position=False
         )
         capacity = get_capacity(num_tokens * 2, 4, factor)
@@ -330,7 +330,7 @@ def test_no_expert_takes_padding() -> None:
             probs[~padding], chosen[~padding], 2, factor, pad_to_capacity=True
         )
         assert torch.equal((probs * kept)[~padding], alone)
-        first = kept_of_tokens(
+        first = rows_within_capacity(
             probs, chosen, rows, top_k=2, capacity_factor=factor, by_position=True
         )
         for expert in range(4):

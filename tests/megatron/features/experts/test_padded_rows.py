@@ -28,11 +28,11 @@ class _Operators(TorchDispatchMode):
 
 def _kept(padding: torch.Tensor, rows_of: Any, factor: float = 1.0) -> torch.Tensor:
     """What a layer asks: its experts' rows, where all rows chose the first two experts."""
-    from chunkgraph.megatron.features.experts.padding import kept_of_tokens
+    from chunkgraph.megatron.features.experts.padding import rows_within_capacity
 
     probs = torch.zeros(_NUM_ROWS, _NUM_EXPERTS)
     probs[:, :2] = 0.5
-    kept: torch.Tensor = kept_of_tokens(
+    kept: torch.Tensor = rows_within_capacity(
         *(probs, probs > 0, rows_of.of(padding.reshape(-1))),
         top_k=2,
         capacity_factor=factor,

@@ -217,21 +217,21 @@ def test_rows_without_room_are_left_out_and_told_in_replays(manager: WorstCaseMa
         before = int(total)
         graph.replay()
         assert int(total) - before == (0 if seed == 3 else 1)
-        assert manager.num_wanted is not None
-        assert int(manager.num_wanted) == int(again.sum())
+        assert manager.num_rows_sent is not None
+        assert int(manager.num_rows_sent) == int(again.sum())
         kept, _, _ = rows_within(again, 10)
         factors = torch.arange(1, EXPERTS + 1) * torch.where(kept, others, 0.0)
         torch.testing.assert_close(found, x * factors.sum(1, keepdim=True))
     factors = torch.arange(1, EXPERTS + 1) * torch.where(chosen, probs, 0.0)
     before = int(total)
-    with budget.room_for_all(), budget.load.following():
+    with budget.room_for_all(), budget.load.measure():
         whole = _through(manager, x, chosen, probs)
     torch.testing.assert_close(whole, x * factors.sum(1, keepdim=True))
     assert budget.load.take() == -(-int(chosen.sum()) * LOAD_OF // TOKENS)
-    assert manager.num_wanted is not None
-    assert manager.num_wanted.untyped_storage().nbytes() == 4  # and nothing else
+    assert manager.num_rows_sent is not None
+    assert manager.num_rows_sent.untyped_storage().nbytes() == 4  # and nothing else
     undo()
-    assert manager.num_wanted is None
+    assert manager.num_rows_sent is None
     with torch.no_grad():  # nobody counts; behind the training too
         whole = _through(manager, x, chosen, probs)
     torch.testing.assert_close(whole, x * factors.sum(1, keepdim=True))
