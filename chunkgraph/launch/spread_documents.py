@@ -21,7 +21,12 @@ from chunkgraph.launch.sft_data import ROWS, Documents
 from chunkgraph.megatron.core.gloo_agreement import Gather, Share
 from chunkgraph.megatron.features.packing.bank import PackedBank
 from chunkgraph.megatron.features.packing.banks import PackedBanks
-from chunkgraph.megatron.features.packing.params import ARGUMENT, PADDING_MASK, make_params, sent
+from chunkgraph.megatron.features.packing.params import (
+    ARGUMENT,
+    PADDING_MASK,
+    make_params,
+    to_device,
+)
 from chunkgraph.packing import (
     PackedSequences,
     pack,
@@ -129,7 +134,7 @@ class SpreadDocuments(DocumentSource):
         params.cp_group, params.local_cp_size = bank.group, bank.size
         if not self._has_experts:
             return {ARGUMENT: params}
-        return {ARGUMENT: params, PADDING_MASK: sent(padding_mask, self._device)}
+        return {ARGUMENT: params, PADDING_MASK: to_device(padding_mask, self._device)}
 
     # -- documents -----------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from chunkgraph.megatron.features.contexts import ContextGroups
 from chunkgraph.megatron.features.packing.attention_limits import shares_keys
 from chunkgraph.megatron.features.packing.bank import PackedBank
 from chunkgraph.megatron.features.packing.banks import PackedBanks
-from chunkgraph.megatron.features.packing.params import make_params, sent
+from chunkgraph.megatron.features.packing.params import make_params, to_device
 from chunkgraph.packing import (
     ContextLimits,
     PackedShape,
@@ -356,7 +356,9 @@ class PackedBatches:
             rank = _context_parallel_rank() if groups is None else groups.rank % bank.size
             rows = packed.rows_of_rank(rank)
             values = {name: value[rows] for name, value in values.items()}
-        batch: Batch = {name: sent(value[None], self._device) for name, value in values.items()}
+        batch: Batch = {
+            name: to_device(value[None], self._device) for name, value in values.items()
+        }
         if bank.size > 1:
             batch["num_counted"] = packed.num_valid_tokens
         has_states = self._config.model.hybrid_layer_pattern is not None
@@ -411,7 +413,7 @@ def sequence_batches(
             arrays["num_labels"] = np.array(whole.num_labels, dtype=np.float32)
         if masked:
             arrays["attention_mask"] = batch.attention_mask()
-        yield {name: sent(array, device) for name, array in arrays.items()}
+        yield {name: to_device(array, device) for name, array in arrays.items()}
 
 
 def _data_parallel_rank() -> int:

@@ -424,7 +424,7 @@ def chunks(one_rank: Any, config: Any) -> list[Any]:
 def without_sequences() -> Callable[[dict[str, Any]], set[str]]:
     """Puts replays of banks that differ in nothing but the number of sequences together."""
 
-    def put_together(result: dict[str, Any]) -> set[str]:
+    def join_params(result: dict[str, Any]) -> set[str]:
         names: set[str] = set()
         for rank, replays in enumerate(result["replays_of_bank"]):
             found: Counter[str] = Counter()
@@ -434,7 +434,7 @@ def without_sequences() -> Callable[[dict[str, Any]], set[str]]:
             names |= replays.keys()
         return names
 
-    return put_together
+    return join_params
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from chunkgraph.megatron.attachment import attach, config_of
 from chunkgraph.megatron.core.access import import_megatron
 from chunkgraph.megatron.features.packing.params import make_params
 from chunkgraph.packing import PackedShape, pack
-from chunkgraph.trainer.batches import PackedBatches, packed_shape, sent
+from chunkgraph.trainer.batches import PackedBatches, packed_shape, to_device
 from chunkgraph.trainer.forward_step import forward_step
 from chunkgraph.trainer.model import build_model
 from chunkgraph.trainer.optimizer import build_optimizer, zero_gradients
@@ -168,7 +168,7 @@ def _without_padding(
             "position_ids": packed.position_ids,
             "is_counted": ~packed.padding_mask,
         }
-        batch: dict[str, Any] = {n: sent(v[None], device) for n, v in values.items()}
+        batch: dict[str, Any] = {n: to_device(v[None], device) for n, v in values.items()}
         yield {**batch, "packed_seq_params": params}
 
 

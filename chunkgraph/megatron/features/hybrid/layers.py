@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from chunkgraph.megatron.core.access import patch_attributes, private_names
-from chunkgraph.megatron.features.packing.params import with_room
+from chunkgraph.megatron.features.packing.params import with_extra_rows
 
 __all__ = [
     "can_recompute_hybrid_layers",
@@ -79,7 +79,7 @@ def packed_mamba_rows() -> Iterator[None]:
         offsets = params.cu_seqlens_q if padded is None else padded
         rows = torch.arange(total_tokens, device=offsets.device)
         documents = torch.searchsorted(offsets[1:].long(), rows, right=True)
-        return with_room(documents.to(torch.int32).unsqueeze(0))
+        return with_extra_rows(documents.to(torch.int32).unsqueeze(0))
 
     undo = patch_attributes(mixer, {"_create_packed_seq_idx": create})
     try:

@@ -1,6 +1,6 @@
-"""Whether Transformer Engine has an attention for packed sequences of a size, asked beforehand.
+"""Predict whether Transformer Engine has an attention kernel for packed sequences of a size.
 
-It chooses its kernels in the first forward, and says then only that none is available.
+Transformer Engine chooses kernels in the first forward, and reports only that none is available.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _LAST_KNOWN = (2, 20)
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSite:
-    """What the choice of a kernel depends on.
+    """The environment on which the choice of a kernel depends.
 
     Attributes:
-        capability: compute capability of the device; None without a GPU.
-        is_deterministic: whether only kernels that repeat to the last bit may be used.
-        has_flash: whether a FlashAttention is installed that takes these sequences.
-        version: first two numbers of Transformer Engine's version; None: not installed.
+        capability: Compute capability of the device; None without a GPU.
+        is_deterministic: Whether only bitwise reproducible kernels are allowed.
+        has_flash: Whether a FlashAttention that supports these sequences is installed.
+        version: First two numbers of Transformer Engine's version; None if not installed.
     """
 
     capability: tuple[int, int] | None
@@ -49,12 +49,12 @@ class AttentionSite:
 
     @classmethod
     def here(cls, device: torch.device, *, with_padding: bool) -> AttentionSite:
-        """As it is in this process.
+        """Return the site of this process.
 
         Args:
-            device: where the attention runs.
-            with_padding: whether sequences may have padding behind them (``pad_between_seqs``),
-                which FlashAttention 2 does not take.
+            device: Device of the attention.
+            with_padding: Whether sequences may have padding after them (``pad_between_seqs``),
+                which FlashAttention 2 does not support.
         """
         capability = None
         if device.type == "cuda":
@@ -70,19 +70,19 @@ class AttentionSite:
 
 
 def why_refused(site: AttentionSite, *, num_seqs: int, num_heads: int, max_seqlen: int) -> str:
-    """Why no kernel trains these sequences, or "".
+    """Return why no kernel trains these sequences, or "".
 
     The rule is Transformer Engine's (2.20, ``get_attention_backend`` of
     ``pytorch/attention/dot_product_attention/utils.py``): on sm_90 the deterministic backward of
-    cuDNN for packed sequences wants about 128 bytes of workspace for each query, key, head and
-    sequence, so that from 2^30 of them on it is left out. Its unfused attention takes no padding
-    between sequences, or would keep all scores.
+    cuDNN for packed sequences needs about 128 bytes of workspace for each query, key, head and
+    sequence, so it is excluded from 2^30 of them on. The unfused attention does not support padding
+    between sequences, or would store all scores.
 
     Args:
-        site: where it is to run.
-        num_seqs: sequences of a microbatch, empty ones included.
-        num_heads: query heads on this rank.
-        max_seqlen: the longest sequence that the kernel is told, in tokens.
+        site: The site of the attention.
+        num_seqs: Sequences of a microbatch, including empty ones.
+        num_heads: Query heads on this rank.
+        max_seqlen: The kernel's maximum sequence length, in tokens.
     """
     size = num_seqs * num_heads * max_seqlen**2
     if (
@@ -90,14 +90,14 @@ def why_refused(site: AttentionSite, *, num_seqs: int, num_heads: int, max_seqle
         or not site.is_deterministic
         or site.has_flash
         or site.version is None
-        or site.version > _LAST_KNOWN  # which may have another limit, and says so itself
+        or site.version > _LAST_KNOWN  # later versions may have another limit and report it
         or size < _LIMIT
     ):
         return ""
     return (
         f"{num_seqs} packed sequences of up to {max_seqlen} tokens and {num_heads} heads: on this "
         "GPU (sm_90) Transformer Engine has no deterministic attention for them, because the "
-        f"backward would want {128 * size / 2**30:.0f} GiB of workspace (sequences x heads x "
+        f"backward would need {128 * size / 2**30:.0f} GiB of workspace (sequences x heads x "
         f"tokens^2 is {size / _LIMIT:.3g} times the limit)"
     )
 
@@ -106,26 +106,26 @@ def refuse_large_deterministic(site: AttentionSite, shape: PackedShape, num_head
     """Refuse packed sequences that no kernel would train.
 
     Raises:
-        ConfigError: naming what may be changed.
+        ConfigError: No kernel would train them; the error lists possible changes.
     """
-    found = why_refused(
+    reason = why_refused(
         site,
         num_seqs=shape.num_sequences,
         num_heads=num_heads,
         max_seqlen=shape.max_packed_tokens,
     )
-    if found:
+    if reason:
         raise ConfigError(
             f"packing.max_packed_seqs ({shape.max_packed_seqs}) and the sequence length "
             f"(packing.max_packed_tokens, else model.seq_length: {shape.max_packed_tokens}): "
-            f"{found}"
+            f"{reason}"
             + (
                 ""
                 if shape.max_document_tokens is None
                 else ", those of the tail included, none of which is longer than "
                 f"max_document_tokens ({shape.max_document_tokens})"
             )
-            + ". Lower one of them, allow kernels that do not repeat to the last bit "
+            + ". Lower one of them, allow kernels that are not bitwise reproducible "
             "(train.deterministic=false, NVTE_ALLOW_NONDETERMINISTIC_ALGO=1 or unset), or install "
             "FlashAttention 3 (flash-attn-3), which has such a kernel."
         )
@@ -134,20 +134,20 @@ def refuse_large_deterministic(site: AttentionSite, shape: PackedShape, num_head
 def refuse_for_layers(
     chunks: Sequence[nn.Module], config: Any, shape: PackedShape, device: torch.device
 ) -> None:
-    """The same for a model that was built, if its attention is Transformer Engine's.
+    """Refuse such sequences for a built model with Transformer Engine's attention.
 
     Args:
-        chunks: the model chunks.
+        chunks: The model chunks.
         config: Megatron's TransformerConfig.
-        shape: of the packed sequences.
-        device: where the parameters are.
+        shape: Shape of the packed sequences.
+        device: Device of the parameters.
 
     Raises:
-        ConfigError: no kernel would train them.
+        ConfigError: No kernel would train them.
     """
     if _is_transformer_engines(chunks):
         tensor_size = getattr(config, "tensor_model_parallel_size", 1) or 1
-        # Whether a script's sequences have padding between them is not known here.
+        # It is not known here whether a script's sequences have padding between them.
         site = AttentionSite.here(device, with_padding=False)
         refuse_large_deterministic(site, shape, config.num_attention_heads // tensor_size)
 
@@ -155,18 +155,18 @@ def refuse_for_layers(
 def needs_tokens_in_pieces(
     chunks: Sequence[nn.Module], config: Any, limits: ContextLimits | None = None
 ) -> bool:
-    """Whether documents with context-parallel pieces that hold no token are to be warned of.
+    """Return whether to warn about documents with context-parallel pieces without tokens.
 
-    With four ranks on H200s (Transformer Engine 2.20.2) and documents of 10 tokens and more,
-    gradient norms of graphs were not eager's where heads share keys, nor always those of an eager
-    step beside other memory; with keys of their own, or no empty piece, they were. Most likely it
-    is Transformer Engine's issue 2448: cuDNN's backward adds up what each head left in its
-    workspace, and a sequence without queries leaves nothing there.
+    With four ranks on H200s (Transformer Engine 2.20.2), documents of 10 tokens and more, and heads
+    that share keys, gradient norms of graphs differed from eager ones, and those of eager steps
+    differed between memory layouts. Without shared keys or without empty pieces they were equal.
+    The likely cause is Transformer Engine's issue 2448: cuDNN's backward sums the workspaces of
+    heads, and a sequence without queries leaves its workspace uninitialized.
 
     Args:
-        chunks: the model chunks.
+        chunks: The model chunks.
         config: Megatron's TransformerConfig.
-        limits: of context-parallel sizes that change; None: the size is the config's.
+        limits: Limits of changing context-parallel sizes; None for the config's size.
     """
     size = getattr(config, "context_parallel_size", 1) or 1
     if limits is not None:
@@ -175,7 +175,7 @@ def needs_tokens_in_pieces(
 
 
 def shares_keys(config: Any) -> bool:
-    """Whether several heads of attention have one head of keys and values.
+    """Return whether several attention heads share one head of keys and values.
 
     Args:
         config: Megatron's TransformerConfig, or its arguments.
@@ -184,14 +184,14 @@ def shares_keys(config: Any) -> bool:
     return (
         groups is not None
         and groups < config.num_attention_heads
-        # Of arguments alone: the number counts only with it.
+        # Only in arguments: the number has an effect only with this flag.
         and getattr(config, "group_query_attention", True)
         and not getattr(config, "multi_latent_attention", False)
     )
 
 
 def _is_transformer_engines(chunks: Sequence[nn.Module]) -> bool:
-    """Whether attention is."""
+    """Return whether the attention is Transformer Engine's."""
     return any(
         kind.__module__.startswith("transformer_engine.") and "Attention" in kind.__name__
         for chunk in chunks
@@ -201,7 +201,7 @@ def _is_transformer_engines(chunks: Sequence[nn.Module]) -> bool:
 
 
 def _version(distribution: str) -> tuple[int, int] | None:
-    """The first two numbers of a distribution's version."""
+    """Return the first two numbers of a distribution's version."""
     try:
         major, minor, *_ = importlib.metadata.version(distribution).split(".")
         return int(major), int(minor)

@@ -1,4 +1,4 @@
-"""What a bank of packed microbatches is called by."""
+"""Keys of banks of packed microbatches."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ __all__ = ["PackedBank", "ScheduledBanks", "digest_of_plan"]
 class PackedBank:
     """A bank key: the context-parallel size, rows and sequences of a microbatch.
 
-    A graph holds the communicator that it was captured with. So two keys are one bank only if they
-    hold the very same process group; another group of the same ranks is another group.
+    A graph contains the communicator of its capture. So two keys are equal only if they have the
+    same process group object; another group of the same ranks differs.
 
     Attributes:
-        shape: what microbatches are packed into.
-        group: the process group that shares a microbatch, where its size changes; None: this rank
-            alone, or the model's own group.
-        name: for reports.
+        shape: Shape into which microbatches are packed.
+        group: Process group that shares a microbatch, if sizes change; None for this rank alone or
+            the model's group.
+        name: Name for reports.
     """
 
     shape: PackedShape
@@ -35,12 +35,12 @@ class PackedBank:
 
     @property
     def size(self) -> int:
-        """Ranks of the group."""
+        """Return the number of ranks in the group."""
         return self.shape.context_parallel_size
 
     @property
     def num_tokens(self) -> int:
-        """Rows of a microbatch on one rank."""
+        """Return the rows of a microbatch on one rank."""
         return self.shape.tokens_per_rank
 
     def __eq__(self, other: object) -> bool:
@@ -57,11 +57,11 @@ class PackedBank:
 
 
 class ScheduledBanks(list[PackedBank]):
-    """The banks of one rank's microbatches, and what tells apart the schedule that they are of.
+    """The banks of one rank's microbatches, with a digest that identifies their schedule.
 
     Args:
-        banks: in the order of the microbatches.
-        digest: of the schedule, the same on all ranks.
+        banks: Banks in the order of the microbatches.
+        digest: Digest of the schedule, the same on all ranks.
     """
 
     def __init__(self, banks: Iterable[PackedBank], digest: int) -> None:
@@ -70,5 +70,5 @@ class ScheduledBanks(list[PackedBank]):
 
 
 def digest_of_plan(banks: Sequence[object] | None) -> int:
-    """Return the digest of the schedule that banks are of; 0 if they are of none."""
+    """Return the digest of the banks' schedule; 0 without a schedule."""
     return banks.digest if isinstance(banks, ScheduledBanks) else 0

@@ -1,8 +1,8 @@
 """The banks of packed microbatches: context-parallel sizes, lengths and numbers of sequences.
 
-A fixed context-parallel size is one that changes, with a single size. Attention's kernels are
-started for every sequence that a microbatch may have, empty or not. So room for many documents
-costs time also where there are few, and graphs for fewer are worth having.
+A fixed context-parallel size is the special case of a single size. Attention launches work for
+every sequence that a microbatch may have, empty or not. So room for many documents costs time even
+if there are few, and graphs for fewer sequences are worthwhile.
 """
 
 from __future__ import annotations
@@ -36,27 +36,26 @@ class PackedBanks:
     """The banks of one rank: one for each context-parallel size, length and number of sequences.
 
     Every size has the same lengths and numbers of sequences. A microbatch gets the shortest length
-    that holds its documents, and of that the fewest sequences. Ranks have to agree on lengths,
-    which they exchange, not on sequences.
+    that holds its documents, and for that length the fewest sequences. Ranks must agree on lengths,
+    because they exchange tensors of these lengths, but not on numbers of sequences.
 
     Args:
-        shapes: at least one, of different lengths or sizes and of the most sequences.
-        seq_counts: fewer sequences that there are graphs for too.
-        fills_rows: whether documents are to fill all rows of every microbatch.
-        limits: of the scheduler, where the context-parallel size changes.
-        groups: of this rank for all of these sizes; None: there is one size, and the group is the
-            model's.
-        captured_sizes: the sizes that are captured; empty: all.
+        shapes: Shapes of different lengths or sizes, with the most sequences; at least one.
+        seq_counts: Smaller numbers of sequences that have graphs too.
+        fills_rows: Whether documents fill all rows of every microbatch.
+        limits: Limits of the scheduler, if the context-parallel size changes.
+        groups: This rank's groups of all sizes; None if there is one size with the model's group.
+        captured_sizes: The captured sizes; empty for all.
 
     Attributes:
-        keys: of what is captured, largest first.
-        shapes: the packed shapes with the most sequences, largest first.
-        fills_rows: False: rows after the documents are kept from experts.
-        limits: see above.
-        groups: see above.
+        keys: The captured banks, largest first.
+        shapes: The packed shapes with the most sequences, largest first.
+        fills_rows: See above; if False, rows after the documents are kept from experts.
+        limits: See above.
+        groups: See above.
 
     Raises:
-        ConfigError: a number of sequences is not between 2 and that of the shapes.
+        ConfigError: A number of sequences is not at least 2 and below that of the shapes.
     """
 
     def __init__(
@@ -73,20 +72,20 @@ class PackedBanks:
             sorted(shapes, key=lambda s: (-s.context_parallel_size, -s.max_packed_tokens))
         )
         if len(set(self.shapes)) != len(shapes) or not shapes:
-            raise ValueError(f"banks are to be of different shapes, got {list(shapes)}")
+            raise ValueError(f"banks must have different shapes, got {list(shapes)}")
         most = self.largest_shape.max_packed_seqs
         _check_seq_counts(seq_counts, most)
         self.seq_counts = tuple(sorted({*seq_counts, most}, reverse=True))
         self.fills_rows = fills_rows
         self.limits = limits
         self.groups = groups
-        # By shape: a bank for each number of sequences, the most first.
+        # For each shape a bank for each number of sequences, the largest number first.
         self._banks = {shape: self._banks_of(shape) for shape in self.shapes}
         self._every = [bank for banks in self._banks.values() for bank in banks]
         self.keys = tuple(
             bank for bank in self._every if not captured_sizes or bank.size in captured_sizes
         )
-        # By bank: how many sequences offsets of the most tell of, and offsets of its own.
+        # For each bank the number of sequences in uncut offsets, and in its own offsets.
         self._num_sequences: dict[Hashable, tuple[int, int]] = {
             bank: (shape.num_sequences, bank.shape.num_sequences)
             for shape, banks in self._banks.items()
@@ -115,20 +114,20 @@ class PackedBanks:
         *,
         fills_rows: bool = False,
     ) -> PackedBanks:
-        """Make those of one context-parallel size, of lengths that a model's ranks can share.
+        """Create the banks of one context-parallel size, with lengths that the ranks can share.
 
-        With FP8, shorter lengths come in sixteens.
+        With FP8, lengths are multiples of 16 rows on each rank.
 
         Args:
-            shape: the largest.
-            sizes: of the shorter ones; see `bucket_shapes`.
-            seq_counts: fewer sequences that there are graphs for too.
+            shape: The largest shape.
+            sizes: Sizes of the shorter lengths; see `bucket_shapes`.
+            seq_counts: Smaller numbers of sequences that have graphs too.
             config: Megatron's TransformerConfig, or its arguments.
-            fills_rows: see `PackedBanks`.
+            fills_rows: See `PackedBanks`.
 
         Raises:
-            PackingError: the largest has another length, or there are no such shorter ones.
-            ConfigError: a number of sequences is not between 2 and that of the shape.
+            PackingError: The ranks cannot share the largest or a shorter length.
+            ConfigError: A number of sequences is not at least 2 and below that of the shape.
         """
         in_fp8 = bool(sizes and getattr(config, "fp8", None))
         is_shared = getattr(config, "sequence_parallel", False)
@@ -141,7 +140,7 @@ class PackedBanks:
         if in_fp8 and shape.max_packed_tokens % multiple:
             raise PackingError(
                 f"max_packed_tokens is {shape.max_packed_tokens}, with shorter ones. In FP8 "
-                "Transformer Engine takes rows in sixteens, on each rank: give a multiple of "
+                "Transformer Engine needs multiples of 16 rows on each rank: use a multiple of "
                 f"{multiple}, or no shorter ones."
             )
         shapes = bucket_shapes(shape, sizes, multiple_of=multiple)
@@ -157,19 +156,19 @@ class PackedBanks:
         buckets: Sequence[int] = (),
         seq_buckets: Sequence[int] | None = None,
     ) -> PackedBanks:
-        """Make those of a context-parallel size that changes from microbatch to microbatch.
+        """Create the banks for context-parallel sizes that change between microbatches.
 
         Args:
-            limits: of the scheduler.
-            groups: of this rank, for all sizes of the limits.
-            cuda_graph_cp_sizes: the sizes that are captured; empty: all. Steps with another one
-                run eagerly as a whole.
-            buckets: shorter lengths that are captured too, in rows of a rank.
-            seq_buckets: fewer sequences than the limits allow that are captured too, for every
-                size and length. None: `default_seq_buckets`.
+            limits: Limits of the scheduler.
+            groups: This rank's groups of all sizes of the limits.
+            cuda_graph_cp_sizes: The captured sizes; empty for all. A step with another size runs
+                eagerly as a whole.
+            buckets: Shorter lengths that are captured too, in rows of a rank.
+            seq_buckets: Smaller numbers of sequences that are captured too, for every size and
+                length; None for `default_seq_buckets`.
 
         Raises:
-            ConfigError: a size that no microbatch has, or a bucket that is none.
+            ConfigError: No microbatch can have one of the sizes, or a bucket is invalid.
         """
         unknown = sorted(set(cuda_graph_cp_sizes) - set(limits.group_sizes))
         if unknown:
@@ -200,17 +199,17 @@ class PackedBanks:
 
     @property
     def largest_shape(self) -> PackedShape:
-        """The shape that no microbatch exceeds."""
+        """Return the shape that no microbatch exceeds."""
         return self.shapes[0]
 
     @property
     def by_rows(self) -> Mapping[int, PackedShape]:
-        """The shapes of one context-parallel size by their rows, largest first."""
+        """Return the shapes of one context-parallel size by their rows, largest first."""
         return {shape.max_packed_tokens: shape for shape in self.shapes}
 
     @property
     def has_fewer_sequences(self) -> bool:
-        """Whether there are graphs for fewer sequences than the most."""
+        """Return whether there are graphs for fewer sequences than the most."""
         return len(self.seq_counts) > 1
 
     def limit_slots(self, num_slots: tuple[int, ...]) -> tuple[int, ...]:
@@ -221,26 +220,26 @@ class PackedBanks:
         """Return the bank of a shape with the fewest sequences for these documents.
 
         Args:
-            lengths: tokens of each document; the shape may have too few rows for them.
-            shape: of those with the most sequences.
+            lengths: Tokens of each document; the shape may have too few rows for them.
+            shape: One of `shapes`.
         """
         banks = self._banks[shape]
-        holding = [bank for bank in banks if len(lengths) <= bank.shape.max_documents]
-        return holding[-1] if holding else banks[0]
+        sufficient = [bank for bank in banks if len(lengths) <= bank.shape.max_documents]
+        return sufficient[-1] if sufficient else banks[0]
 
     def most_sequences(self, shape: PackedShape) -> PackedBank:
-        """Return the bank of a shape for a microbatch whose documents are not known."""
+        """Return the bank of a shape for a microbatch with unknown documents."""
         return self._banks[shape][0]
 
     def choose(self, packings: Sequence[Sequence[int]], agree: Agree | None = None) -> list[int]:
         """Choose the rows of the smallest shape that each microbatch fits.
 
-        Where none fits, these are the rows of the largest.
+        If none fits, the result has the rows of the largest.
 
         Args:
-            packings: of each microbatch the tokens of each of its documents.
-            agree: for ranks that share experts, whose microbatches go through a chunk together:
-                element-wise maximum over them. They must have as many microbatches.
+            packings: For each microbatch, the tokens of each document.
+            agree: Element-wise maximum over ranks that share experts, whose microbatches go
+                through a chunk together. These ranks must have the same number of microbatches.
         """
         rows = [
             (smallest_that_fits(lengths, self.shapes) or self.largest_shape).max_packed_tokens
@@ -251,14 +250,14 @@ class PackedBanks:
     def of_schedule(self, schedule: ContextSchedule, lengths: Sequence[int]) -> ScheduledBanks:
         """Return the bank of each microbatch of this rank, alike on all ranks of its group.
 
-        Steps that are given these, as they are, make sure that all ranks have them of one schedule.
+        If a step receives this list unmodified, it checks that all ranks use the same schedule.
 
         Args:
-            schedule: of the step.
-            lengths: tokens of each document of the global batch.
+            schedule: Schedule of the step.
+            lengths: Tokens of each document of the global batch.
 
         Raises:
-            ConfigError: no bank holds a microbatch.
+            ConfigError: A microbatch fits no bank.
         """
         assert self.groups is not None
         banks = []
@@ -276,14 +275,14 @@ class PackedBanks:
         return ScheduledBanks(banks, zlib.crc32(plan.encode()))
 
     def refuse_others(self, rank: int, agree: Agree | None) -> None:
-        """Make sure that all ranks have these banks and limits; all of them call it.
+        """Check that all ranks have the same banks and limits; all ranks must call this.
 
         Args:
-            rank: named in errors.
-            agree: maximum over all ranks; None in a job of one.
+            rank: The rank, for errors.
+            agree: Maximum over all ranks; None in a job of one rank.
 
         Raises:
-            ConfigError: on all ranks: another one has others.
+            ConfigError: Some rank has different banks; raised on all ranks.
         """
         shapes = [[bank.shape for bank in banks] for banks in (self._every, self.keys)]
         digest = zlib.crc32(repr((self.limits, shapes)).encode())
@@ -291,31 +290,31 @@ class PackedBanks:
             within = "" if self.limits is None else f" within {self.limits}"
             raise ConfigError(
                 f"rank {rank}: the packed shape is {self.largest_shape}, with banks of "
-                f"{list(self.keys)}{within}, and others on another rank. Give attach() the same "
-                "`packing` on every rank, pipeline stages included."
+                f"{list(self.keys)}{within}, and different ones on another rank. Pass the same "
+                "`packing` to attach() on every rank, pipeline stages included."
             )
 
     def check(self, banks: Sequence[PackedBank]) -> None:
-        """Make sure that microbatches use the process groups that graphs were captured with.
+        """Check that microbatches use the process groups that graphs were captured with.
 
         Raises:
-            ReplayMismatchError: one uses another group, even if it has the same ranks.
+            ReplayMismatchError: A microbatch uses another group, even if of the same ranks.
         """
         groups = {bank.shape: bank.group for bank in self._every}
         for number, bank in enumerate(banks):
             if groups.get(bank.shape, bank.group) is not bank.group:
                 raise ReplayMismatchError(
                     f"Microbatch {number} ({bank}) has another process group than the graphs of "
-                    "that size, which hold the communicator that they were captured with. Use the "
-                    "groups of these banks, or release the graphs and make others."
+                    "that size, which contain the communicator of their capture. Use the "
+                    "groups of these banks, or release the graphs and create new ones."
                 )
 
     def with_offsets_of(self, bank: Hashable, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return a chunk's arguments with the sequences of ``bank``, if offsets are of the most.
+        """Return a chunk's arguments with uncut offsets cut to the sequences of ``bank``.
 
-        Others are left as they are, such as those of `packed_shapes`, or of a step that does not
-        fit. Of the right ones nothing is lost: a microbatch of the bank has fewer documents, and
-        its last sequence ends at the last row.
+        Other offsets are unchanged, such as those of `packed_shapes`, or of a step that does not
+        fit. The cut loses no document: a microbatch of the bank has fewer documents, and its last
+        sequence ends at the last row.
         """
         return with_cut_offsets(kwargs, *self._num_sequences.get(bank, (0, 0)))
 
@@ -325,14 +324,14 @@ def _name_of_size(shape: PackedShape) -> str:
 
 
 def _check_seq_counts(seq_counts: Sequence[int], most: int) -> None:
-    """Refuse numbers of sequences that are not fewer than ``most``.
+    """Refuse numbers of sequences that are not at least 2 and below ``most``.
 
     Raises:
-        ConfigError: one is not between 2 and that.
+        ConfigError: A number is out of this range.
     """
     for count in seq_counts:
         if isinstance(count, bool) or not isinstance(count, int) or not 2 <= count < most:
             raise ConfigError(
-                f"seq_buckets has {count!r}: fewer sequences that are captured too are whole "
-                f"numbers from 2 and below max_packed_seqs ({most})."
+                f"seq_buckets contains {count!r}; entries must be whole numbers from 2 and below "
+                f"max_packed_seqs ({most})."
             )

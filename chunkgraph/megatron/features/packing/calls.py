@@ -1,4 +1,4 @@
-"""Packed sequences at the boundary of a chunk: their parameters as tensors and constants."""
+"""Pass parameters of packed sequences to the engine as tensors and constants."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from chunkgraph.megatron.feature import Feature
 from chunkgraph.megatron.features.packing.params import (
     ARGUMENT,
     is_packed,
-    put_together,
-    refuse_rows_behind_offsets,
-    take_apart,
+    join_params,
+    refuse_rows_after_offsets,
+    split_params,
 )
 from chunkgraph.megatron.features.packing.rope import forget_rope_rows, packed_rope
 
@@ -27,16 +27,16 @@ __all__ = ["PackedCalls"]
 
 
 class PackedCalls(Feature):
-    """Calls with ``packed_seq_params``, which any model may get.
+    """Support for calls with ``packed_seq_params``, in any model.
 
-    The engine sees their tensors and constants one by one; inside a chunk they are put together.
+    The engine receives the tensors and constants separately; the chunk reassembles them.
     """
 
     def call(self, part: CapturedPart, call: Call) -> Call:
-        """Take the parameters of packed sequences apart."""
+        """Split the parameters of packed sequences."""
         label, predicts_tokens = part.label, part.predicts_tokens
 
-        def taken_apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def with_split_params(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             packed = kwargs.pop(ARGUMENT, None)
             if packed is not None:
                 if predicts_tokens:
@@ -45,17 +45,17 @@ class PackedCalls(Feature):
                         "reads the offsets on the host. Train without multi-token prediction, or "
                         "with scope='block'."
                     )
-                kwargs |= take_apart(packed, label)
+                kwargs |= split_params(packed, label)
             return call(args, kwargs)
 
-        return taken_apart
+        return with_split_params
 
     def wrap(self, part: CapturedPart, chunk: Chunk) -> Chunk:
-        """Put the parameters together again, and check offsets before a capture."""
+        """Reassemble the parameters, and check offsets before a capture."""
         run = chunk.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            put_together(kwargs)
+            join_params(kwargs)
             result = run(*args, **kwargs)
             if (packed := kwargs.get(ARGUMENT)) is not None:
                 forget_rope_rows(packed)
@@ -66,7 +66,7 @@ class PackedCalls(Feature):
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
-        """Embed positions of packed rows on the device alone."""
+        """Compute rotary embeddings of packed rows on the device only."""
         with packed_rope():
             yield
 
@@ -88,4 +88,4 @@ def _check_sample(
         if getattr(config, "sequence_parallel", False):
             rows *= config.tensor_model_parallel_size
     size = getattr(config, "context_parallel_size", 1) or 1
-    refuse_rows_behind_offsets(kwargs, rows, size, part.label)
+    refuse_rows_after_offsets(kwargs, rows, size, part.label)

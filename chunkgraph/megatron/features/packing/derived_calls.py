@@ -1,4 +1,4 @@
-"""A chunk's arguments as a microbatch of another bank would have them."""
+"""Derive a chunk's arguments in one bank from those in another."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ROWS_AT = {
     "rotary_pos_sin": 0,
     "rotary_pos_cos_sin": 0,
 }
-"""Which dimension of an argument of Megatron's counts rows."""
+"""Dimension of rows in arguments of Megatron's models."""
 _PARAMS = f"{packed.ARGUMENT}."
 _OFFSET_ARGUMENTS = tuple(f"{_PARAMS}{name}" for name in OFFSETS)
 _LONGEST = (f"{_PARAMS}max_seqlen_q", f"{_PARAMS}max_seqlen_kv")
@@ -38,36 +38,36 @@ _SIZES = ("cp_size", f"{_PARAMS}local_cp_size")
 def derived_call(
     c: int, args: tuple[Any, ...], kwargs: dict[str, Any], of: Hashable, wanted: Hashable
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Make the arguments of chunk ``c`` in the bank ``wanted`` from those in the bank ``of``.
+    """Derive the arguments of chunk ``c`` in the bank ``wanted`` from those in the bank ``of``.
 
-    For captures of banks that no eager step has had. The group and what counts rows or ranks is
-    replaced. Rows are left out or filled with 0; documents that are too many become one with the
-    last. Where ranks could not share these documents, or one of them might become longer than
-    kernels are told, documents fill the rows: passes before a capture really run with them.
+    This serves captures of banks that no eager step has used. The group and the numbers of rows and
+    ranks are replaced. Rows are removed or filled with 0; excess documents are merged into the last
+    one. If ranks could not share these documents, or one might exceed the kernels' maximum length,
+    new documents fill the rows: passes before a capture really run with them.
 
     Raises:
-        ConfigError: an argument that is not known counts rows.
+        ConfigError: An unknown argument depends on the number of rows.
     """
     assert isinstance(of, PackedBank)
     assert isinstance(wanted, PackedBank)
     first, *others = args
-    made = {name: _derived(c, name, value, of, wanted) for name, value in kwargs.items()}
+    derived = {name: _derived(c, name, value, of, wanted) for name, value in kwargs.items()}
     shape = wanted.shape
     if of.size == wanted.size and shape.max_document_tokens is None:
         for name in _OFFSET_ARGUMENTS:
-            if isinstance(offsets := made.get(name), torch.Tensor):
-                made[name] = _with_sequences(offsets, shape.max_packed_seqs)
-        _cut_to_rows(made)
+            if isinstance(offsets := derived.get(name), torch.Tensor):
+                derived[name] = _with_sequences(offsets, shape.max_packed_seqs)
+        _cut_to_rows(derived)
     elif of.shape != shape:
-        made |= _filled_offsets(made, shape)
+        derived |= _filled_offsets(derived, shape)
     rest = [_derived(c, f"argument {i}", v, of, wanted) for i, v in enumerate(others, 1)]
-    return (_resized(first, 0, of.num_tokens, wanted.num_tokens), *rest), made
+    return (_resized(first, 0, of.num_tokens, wanted.num_tokens), *rest), derived
 
 
 def with_cut_offsets(kwargs: dict[str, Any], most: int, wanted: int) -> dict[str, Any]:
     """Return a chunk's arguments with offsets of ``wanted`` sequences instead of ``most``.
 
-    Those of any other number are left as they are.
+    Offsets of any other number are unchanged.
     """
     if most == wanted:
         return kwargs
@@ -105,40 +105,40 @@ def _derived(c: int, name: str, value: Any, of: PackedBank, wanted: PackedBank) 
             ends = torch.where(value == whole, other_whole, value)
             return ends.clamp(max=other_whole).to(value.dtype)
     changed = {
-        mine
-        for mine, other in ((whole, other_whole), (of.num_tokens, wanted.num_tokens))
-        if mine != other
+        size
+        for size, other in ((whole, other_whole), (of.num_tokens, wanted.num_tokens))
+        if size != other
     }
     if isinstance(value, torch.Tensor) and changed & set(value.shape):
         raise ConfigError(
-            f"Chunk {c} takes {name} of shape {tuple(value.shape)}, and it is not known how it "
-            f"looks in the bank of {wanted}, which no step before the capture had. Use no "
+            f"Chunk {c} takes {name} of shape {tuple(value.shape)}, and its shape in "
+            f"the bank of {wanted}, which no step before the capture used, is not known. Use no "
             "buckets with it, or warm up with microbatches of every bank."
         )
     return value
 
 
 def _filled_offsets(kwargs: Mapping[str, Any], shape: PackedShape) -> dict[str, torch.Tensor]:
-    """Return offsets of a shape that documents fill as far as they can, instead of given ones."""
+    """Return new offsets for a shape that documents fill as far as possible."""
     longest = shape.document_limit // shape.document_multiple * shape.document_multiple
     longest = longest or shape.document_limit
     count = shape.max_packed_tokens // shape.padded_length(longest)
     filled = pack([longest] * min(count, shape.max_documents), shape)
-    made = {}
+    by_name = {}
     for name in _OFFSET_ARGUMENTS:
         offsets = kwargs.get(name)
         if isinstance(offsets, torch.Tensor):
-            # Where nobody is told of padding there is none.
+            # Without padded offsets, the plain ones include padding.
             is_padded = "padded" in name or not isinstance(
                 kwargs.get(f"{name}_padded"), torch.Tensor
             )
             values = filled.cu_seqlens_padded if is_padded else filled.cu_seqlens
-            made[name] = torch.from_numpy(values).to(offsets.device, offsets.dtype)
-    return made
+            by_name[name] = torch.from_numpy(values).to(offsets.device, offsets.dtype)
+    return by_name
 
 
 def _cut_to_rows(kwargs: dict[str, Any]) -> None:
-    """Cut tokens off documents whose rows were: offsets in rows say how many each may have."""
+    """Cut documents to their rows: padded offsets limit the tokens of each document."""
     for kind in ("q", "kv"):
         name = f"{_PARAMS}cu_seqlens_{kind}"
         real, padded = kwargs.get(name), kwargs.get(f"{name}_padded")
@@ -149,7 +149,7 @@ def _cut_to_rows(kwargs: dict[str, Any]) -> None:
 
 
 def _with_sequences(offsets: torch.Tensor, num_seqs: int) -> torch.Tensor:
-    """Return offsets of so many sequences that end where they did."""
+    """Return offsets of ``num_seqs`` sequences with the same end."""
     more = num_seqs + 1 - offsets.numel()
     if more > 0:
         return torch.cat([offsets, offsets[-1:].expand(more)])
@@ -163,7 +163,7 @@ def _rows_of(value: Any) -> int | None:
 
 
 def _resized(value: Any, dim: int, rows: int, wanted: int) -> Any:
-    """Return ``value`` with ``wanted`` instead of ``rows``, of which it may have only a part."""
+    """Return ``value`` resized from ``rows`` to ``wanted`` rows, or by the same ratio."""
     if not isinstance(value, torch.Tensor):
         return value
     num_rows = value.size(dim) * wanted // rows

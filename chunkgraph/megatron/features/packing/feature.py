@@ -26,11 +26,11 @@ __all__ = ["Packing"]
 
 
 class Packing(OffsetCutter):
-    """Microbatches of documents, whose lengths or banks every training step is given.
+    """Microbatches of documents; every training step receives their lengths or banks.
 
     Args:
-        site: of the model.
-        banks: of this rank.
+        site: The site of the model.
+        banks: The banks of this rank.
     """
 
     def __init__(self, site: Site, banks: PackedBanks) -> None:
@@ -47,7 +47,7 @@ class Packing(OffsetCutter):
 
     @classmethod
     def check(cls, site: Site) -> None:
-        """Refuse shapes that the model's ranks or layers cannot take."""
+        """Refuse shapes that the model's ranks or layers do not support."""
         banks = site.packing
         if banks is None:
             return
@@ -59,13 +59,13 @@ class Packing(OffsetCutter):
 
     @classmethod
     def of(cls, site: Site) -> Self | None:
-        """Apply to models that are attached with packed shapes; ranks compare them."""
+        """Return the feature for attachments with packed shapes, which ranks compare."""
         return None if site.packing is None else cls(site, site.packing)
 
     def install(self, undo: ExitStack) -> None:
-        """Make what ranks agree on lengths through."""
+        """Create the communication with which ranks agree on lengths."""
         if self._plans.has_lengths:
-            # Not the engine's: it asks ahead of steps, on some ranks earlier than on others.
+            # Not the engine's: it communicates ahead of steps, and not on all ranks at once.
             self._plans.agree_on_rows = new_agreement(undo)
 
     def planner(self) -> StepPlanner:

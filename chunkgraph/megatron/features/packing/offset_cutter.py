@@ -1,9 +1,9 @@
-"""Offsets of the most sequences, cut to as many as a microbatch's graphs are for.
+"""Cut offsets from the largest number of sequences to the number of a microbatch's graphs.
 
-A caller may make all offsets for the most sequences: those behind a microbatch's documents say
-nothing, and it replays graphs for fewer. Eager steps get the same offsets, so that kernels, which
-may choose by the number of sequences, choose alike. That documents were told as the offsets have
-them is looked at on the device in the steps before a capture.
+A caller may create all offsets for the most sequences: entries after a microbatch's documents are
+empty sequences, and the microbatch replays graphs for fewer. Eager steps get the same cut offsets,
+because kernels may be chosen by the number of sequences. Steps before a capture check on the device
+that the cut loses no document.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ __all__ = ["OffsetCutter"]
 
 
 class OffsetCutter(Feature):
-    """Stands before the calls of one rank's chunks; the n-th call of a chunk is microbatch n.
+    """Intercepts the calls of one rank's chunks; the n-th call of a chunk is microbatch n.
 
     Args:
-        banks: of this rank.
-        num_chunks: model chunks of this rank.
+        banks: The banks of this rank.
+        num_chunks: Number of model chunks of this rank.
     """
 
     def __init__(self, banks: PackedBanks, num_chunks: int) -> None:
@@ -42,12 +42,12 @@ class OffsetCutter(Feature):
         self._num_calls = [0] * num_chunks
 
     def bind(self, graphs: MegatronChunkGraphs) -> None:
-        """Look at offsets in steps before a capture: in neither replays nor other training."""
+        """Use the engine to check offsets only in steps before a capture."""
         self._engine = graphs.engine
 
     @contextmanager
     def step(self, step: Step) -> Iterator[None]:
-        """Begin with the first microbatch."""
+        """Start counting calls at the first microbatch."""
         self._banks_of_run = step.plan.cut_for
         self._num_calls = [0] * len(self._num_calls)
         yield
@@ -62,29 +62,29 @@ class OffsetCutter(Feature):
             number = self._num_calls[index]
             self._num_calls[index] += 1
             if number < len(self._banks_of_run):
-                given = kwargs
-                kwargs = cut(self._banks_of_run[number], given)
-                if kwargs is not given and self._may_wait():
-                    self._refuse_lost(given, kwargs, f"{label}, microbatch {number}")
+                uncut = kwargs
+                kwargs = cut(self._banks_of_run[number], uncut)
+                if kwargs is not uncut and self._may_wait():
+                    self._refuse_lost(uncut, kwargs, f"{label}, microbatch {number}")
             return call(args, kwargs)
 
         return with_cut_offsets
 
     def _may_wait(self) -> bool:
-        """Whether the host may wait for the device in the step that runs."""
+        """Return whether the host may wait for the device in the running step."""
         engine = self._engine
         return engine is not None and engine.report is None and engine.failure is None
 
-    def _refuse_lost(self, given: dict[str, Any], cut: dict[str, Any], where: str) -> None:
-        """Refuse offsets that hold more documents than the step was told; reads the device."""
+    def _refuse_lost(self, uncut: dict[str, Any], cut: dict[str, Any], where: str) -> None:
+        """Refuse offsets with more documents than the step's inputs; read the device."""
         for name, offsets in cut.items():
-            if not isinstance(offsets, torch.Tensor) or offsets is given[name]:
+            if not isinstance(offsets, torch.Tensor) or offsets is uncut[name]:
                 continue
             num_seqs = offsets.numel() - 1
-            joined = given[name][num_seqs - 1 :].diff()  # the last sequence is all of these
+            joined = uncut[name][num_seqs - 1 :].diff()  # merged into the last sequence
             if int(joined.count_nonzero()) > 1:
                 raise ConfigError(
-                    f"{where}: {name} holds more than the {num_seqs - 1} documents that graphs of "
-                    f"{num_seqs} sequences take, and by what the step was told they were enough. "
-                    "Tell it every document (packings=...), or attach with seq_buckets=()."
+                    f"{where}: {name} has more than the {num_seqs - 1} documents that graphs of "
+                    f"{num_seqs} sequences support, but the inputs of the step had no more. "
+                    "Pass every document (packings=...), or attach with seq_buckets=()."
                 )

@@ -1,4 +1,4 @@
-"""How microbatches of packed sequences look, as `attach` is given it."""
+"""Options of packed sequences for `attach`."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ class PackingOptions:
     """Packed sequences of fixed shapes, the same on every rank.
 
     Attributes:
-        shape: the fixed shape of every microbatch.
-        buckets: shorter lengths than that of ``shape`` that are captured too, as parts of it or in
-            tokens. A microbatch is then given the rows of the smallest that holds it
+        shape: The fixed shape of every microbatch.
+        buckets: Shorter lengths that are captured too, as fractions of ``shape``'s length or in
+            tokens. A microbatch must then have the rows of the smallest length that holds it
             (`MegatronChunkGraphs.buckets`), in eager steps too.
-        seq_buckets: fewer sequences than those of ``shape`` that are captured too, for every
-            length. A microbatch replays the graphs of the fewest that hold its documents: its
-            offsets may be made for these (`MegatronChunkGraphs.packed_shapes`), or for all, and are
-            then cut, in eager training steps too. None: by `default_seq_buckets`.
-        fills_rows: whether documents fill all rows of every microbatch, as Megatron's data sets
-            make them. Experts then take every row, as they do without chunk graphs; a step that
-            fits and has rows left over is an error (of one that does not fit, and runs eagerly, the
-            rows are the caller's). Otherwise rows after the documents are kept from experts
+        seq_buckets: Smaller numbers of sequences that are captured too, for every length. A
+            microbatch replays the graphs with the fewest sequences that hold its documents. Its
+            offsets may have that number (`MegatronChunkGraphs.packed_shapes`), or the largest; the
+            latter are cut, in eager training steps too. None for `default_seq_buckets`.
+        fills_rows: Whether documents fill all rows of every microbatch, as in Megatron's data
+            sets. Experts then take every row, as without chunk graphs, and a step that fits but
+            has free rows is an error; a step that does not fit runs eagerly with any rows.
+            Otherwise rows after the documents are kept from experts
             (`keep_padding_from_experts`), and the model takes ``padding_mask``.
     """
 
@@ -40,7 +40,7 @@ class PackingOptions:
 
     @property
     def seq_counts(self) -> Sequence[int]:
-        """The numbers of sequences in ``seq_buckets``, or the default ones."""
+        """Return the numbers of sequences in ``seq_buckets``, or the default ones."""
         if self.seq_buckets is not None:
             return self.seq_buckets
         shape = self.shape
@@ -55,15 +55,15 @@ class PackingOptions:
 def packed_banks(
     packing: PackedShape | PackingOptions | PackedBanks | None, config: Any
 ) -> PackedBanks | None:
-    """Make the banks of what `attach` is given as ``packing``; None without packed sequences.
+    """Create the banks for the argument ``packing`` of `attach`; None without packed sequences.
 
     Args:
-        packing: see `attach`.
+        packing: See `attach`.
         config: Megatron's TransformerConfig.
 
     Raises:
-        ConfigError: a number of sequences is out of its range.
-        PackingError: there are no such lengths.
+        ConfigError: A number of sequences is out of range.
+        PackingError: A length is not possible.
     """
     if packing is None or isinstance(packing, PackedBanks):
         return packing

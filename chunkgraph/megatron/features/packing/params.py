@@ -1,9 +1,9 @@
-"""Packed sequences at the boundary of a chunk: Megatron's ``PackedSeqParams``, in pieces.
+"""Split Megatron's ``PackedSeqParams`` at the boundary of a chunk, and reassemble it inside.
 
-A captured chunk takes tensors and plain values. So the parameters are taken apart at the call and
-put together again inside the captured forward: offsets become static inputs of the slot, so that
-each microbatch in flight has its own, and what is constant (``max_seqlen_q``, ``qkv_format``, ...)
-is compared with the captured value like any other argument.
+A captured chunk takes tensors and plain values. So the call splits the parameters, and the captured
+forward reassembles them: offsets become static inputs of the slot, so that each microbatch in
+flight has its own, and constants (``max_seqlen_q``, ``qkv_format``, ...) are compared with the
+captured values like any other argument.
 """
 
 from __future__ import annotations
@@ -27,109 +27,110 @@ __all__ = [
     "PADDING_MASK",
     "fixed_params",
     "is_packed",
+    "join_params",
     "make_params",
-    "put_together",
+    "num_extra_rows",
     "refuse_other_context",
     "refuse_other_length",
     "refuse_predictions_over_padding",
-    "refuse_rows_behind_offsets",
-    "room_behind",
-    "sent",
-    "take_apart",
-    "with_room",
+    "refuse_rows_after_offsets",
+    "split_params",
+    "to_device",
+    "with_extra_rows",
 ]
 
 ARGUMENT = "packed_seq_params"
 """The argument of Megatron's models and blocks."""
 
 PADDING_MASK = "padding_mask"
-"""Another, which models with experts need: bool [1, rows], True where a row holds no token."""
+"""An argument for models with experts: bool [1, rows], True for rows without a token."""
 
 _ROWS_AT_ONCE = 64
-"""Of which causal-conv1d's forward reads the documents; behind the last row too, up to 1.6.1."""
+"""Rows that causal-conv1d's forward reads together, past the last row too, up to 1.6.1."""
 _PREFIX = f"{ARGUMENT}."
 _CLASS = f"{_PREFIX}class"
 _SAME = "the same tensor as "
 _SEQ_IDX = "seq_idx"
 OFFSETS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
-"""Fields that say where documents begin and end."""
+"""Fields with the begins and ends of documents."""
 _MUST_BE_CONSTANT = ("max_seqlen_q", "max_seqlen_kv", "total_tokens", "local_cp_size")
 
 
 def refuse_other_context(shape: PackedShape, config: Any) -> None:
-    """Refuse a shape that is for another context-parallel size than the model.
+    """Refuse a shape whose context-parallel size differs from the model's.
 
     Args:
-        shape: of the packed sequences.
+        shape: Shape of the packed sequences.
         config: Megatron's TransformerConfig.
 
     Raises:
-        ConfigError: the sizes differ.
+        ConfigError: The sizes differ.
     """
     size = getattr(config, "context_parallel_size", 1) or 1
     if shape.context_parallel_size != size:
         raise ConfigError(
             f"The packed shape is for context_parallel_size {shape.context_parallel_size}, and the "
-            f"model has {size}. Its documents are padded to a multiple of twice that size: give "
-            f"attach() packing=PackedShape(..., context_parallel_size={size})."
+            f"model has {size}. Its documents are padded to a multiple of twice that size: pass "
+            f"packing=PackedShape(..., context_parallel_size={size}) to attach()."
         )
 
 
 def refuse_other_length(schedule: Mapping[str, Any]) -> None:
-    """Refuse a length of the decoder that is not what stages send each other.
+    """Refuse a decoder length that differs from the length of packed microbatches.
 
     Raises:
-        ConfigError: it is another.
+        ConfigError: The lengths differ.
     """
     length, decoder = schedule.get("seq_length"), schedule.get("decoder_seq_length")
     if decoder is None or decoder == length:
         return
     raise ConfigError(
-        f"The schedule was given decoder_seq_length {decoder}, by which Megatron's pipeline "
-        f"stages receive, and packed microbatches have {length} rows. Leave it out (a script's "
+        f"The schedule has decoder_seq_length {decoder}, the length that Megatron's pipeline "
+        f"stages receive, but packed microbatches have {length} rows. Leave it out (a script's "
         "--decoder-seq-length): it is for models with an encoder."
     )
 
 
 def refuse_predictions_over_padding(shape: PackedShape, config: Any) -> None:
-    """Refuse multi-token prediction where padding between documents is not counted as theirs.
+    """Refuse multi-token prediction if padding between documents does not count as tokens.
 
-    Megatron rolls labels within documents by the offsets of tokens, which are those of rows only
-    where nothing lies between documents; eager training has the same wrong labels.
+    Megatron rolls labels within documents by token offsets. These equal row offsets only without
+    padding between documents; eager training has the same wrong labels.
 
     Args:
-        shape: of the packed sequences.
+        shape: Shape of the packed sequences.
         config: Megatron's TransformerConfig.
 
     Raises:
-        ConfigError: the model would learn from labels of other documents.
+        ConfigError: The model would learn from labels of other documents.
     """
     predicts = getattr(config, "mtp_num_layers", None)
     if predicts and shape.context_parallel_size > 1 and not shape.counts_padding:
         raise ConfigError(
             f"mtp_num_layers={predicts} with packed documents that {shape.context_parallel_size} "
             "context-parallel ranks share: Megatron then takes labels of several documents for "
-            "one's, as padding lies between them. Give attach() PackedShape(..., "
-            "counts_padding=True) and pack into that shape, or leave multi-token prediction out."
+            "one's, as there is padding between them. Pass PackedShape(..., "
+            "counts_padding=True) to attach() and pack into that shape, or leave multi-token "
+            "prediction out."
         )
 
 
-def take_apart(params: Any, label: str) -> dict[str, Any]:
-    """Tensors and constants of the parameters, as keyword arguments of their own.
+def split_params(params: Any, label: str) -> dict[str, Any]:
+    """Split the parameters into tensors and constants, as separate keyword arguments.
 
-    A tensor that stands in several fields is given once: kernels treat one object otherwise than
-    two that are equal.
+    A tensor in several fields becomes one argument: kernels distinguish one object from two equal
+    ones.
 
     Args:
-        params: a ``PackedSeqParams`` of any release.
-        label: names the chunk in errors.
+        params: A ``PackedSeqParams`` of any release.
+        label: Name of the chunk, for errors.
 
     Raises:
-        ConfigError: it holds something that a graph cannot.
+        ConfigError: The parameters contain a value that graphs do not support.
     """
     if not dataclasses.is_dataclass(params):
         raise ConfigError(
-            f"{label} was called with {ARGUMENT} of type {type(params).__name__}. Give Megatron's "
+            f"{label} was called with {ARGUMENT} of type {type(params).__name__}. Pass Megatron's "
             "PackedSeqParams."
         )
     names = dict.fromkeys([field.name for field in dataclasses.fields(params)])
@@ -142,8 +143,8 @@ def take_apart(params: Any, label: str) -> dict[str, Any]:
             if name in _MUST_BE_CONSTANT:
                 raise ConfigError(
                     f"{label}: {ARGUMENT}.{name} is a tensor, which Megatron reads on the host. "
-                    "Give a Python int, the same for every microbatch: the most that any packing "
-                    "may need."
+                    "Pass a Python int, the same for every microbatch: the maximum over all "
+                    "packings."
                 )
             if id(value) in seen:
                 value = f"{_SAME}{seen[id(value)]}"
@@ -153,98 +154,98 @@ def take_apart(params: Any, label: str) -> dict[str, Any]:
     return parts
 
 
-def is_packed(given: Mapping[str, Any]) -> bool:
-    """Whether `take_apart` added to these arguments."""
-    return _CLASS in given
+def is_packed(kwargs: Mapping[str, Any]) -> bool:
+    """Return whether these arguments contain parts from `split_params`."""
+    return _CLASS in kwargs
 
 
-def put_together(given: dict[str, Any]) -> None:
-    """Put what `take_apart` made back in the place of ``packed_seq_params``, where there is any.
+def join_params(kwargs: dict[str, Any]) -> None:
+    """Replace the parts from `split_params`, if any, by ``packed_seq_params``.
 
-    Without calling its constructor, which in later releases computes indices with a read on the
-    host. Its tensors are new objects for every call, so that what is remembered with one of them
-    (see `packed_rope`) is that call's alone; on the same memory, but for ``seq_idx``, which
-    gets room behind its last row where it needs it (`room_behind`).
+    The constructor is not called: in later releases it computes indices with a host read. The
+    tensors are new objects in every call, so values that are cached on one of them (see
+    `packed_rope`) belong to that call only. They share memory with the parts, except for
+    ``seq_idx``, which gets extra memory after its last row if necessary (`num_extra_rows`).
     """
-    kind = given.pop(_CLASS, None)
+    kind = kwargs.pop(_CLASS, None)
     if kind is None:
         return
     params = kind.__new__(kind)
-    fields = {n.removeprefix(_PREFIX): given.pop(n) for n in list(given) if n.startswith(_PREFIX)}
+    fields = {n.removeprefix(_PREFIX): kwargs.pop(n) for n in list(kwargs) if n.startswith(_PREFIX)}
     for name, value in fields.items():
         if isinstance(value, torch.Tensor):
             fields[name] = value.detach()
             if name == _SEQ_IDX:
-                fields[name] = with_room(fields[name])
+                fields[name] = with_extra_rows(fields[name])
     for name, value in fields.items():
         is_same = isinstance(value, str) and value.startswith(_SAME)
-        own = fields[value.removeprefix(_SAME)] if is_same else value
-        object.__setattr__(params, name, own)
-    given[ARGUMENT] = params
+        object.__setattr__(params, name, fields[value.removeprefix(_SAME)] if is_same else value)
+    kwargs[ARGUMENT] = params
 
 
-def refuse_rows_behind_offsets(
-    given: Mapping[str, Any], num_rows: int, context_parallel_size: int, label: str
+def refuse_rows_after_offsets(
+    kwargs: Mapping[str, Any], num_rows: int, context_parallel_size: int, label: str
 ) -> None:
-    """Refuse offsets that end before the last row does; reads the device.
+    """Refuse offsets that end before the last row; read the device.
 
-    Kernels of packed sequences write the rows up to the last offset. What they leave as it was is
-    another microbatch's in a replay.
+    Kernels of packed sequences write the rows up to the last offset. In a replay, the other rows
+    still contain another microbatch's values.
 
     Args:
-        given: arguments of a call, with what `take_apart` made of the parameters.
-        num_rows: of this rank's input.
-        context_parallel_size: ranks that share the rows, where the parameters do not say.
-        label: names the chunk in errors.
+        kwargs: Arguments of a call, with the parts from `split_params`.
+        num_rows: Rows of this rank's input.
+        context_parallel_size: Number of ranks that share the rows, if the parameters do not set it.
+        label: Name of the chunk, for errors.
 
     Raises:
-        ConfigError: they do.
+        ConfigError: Offsets end before the last row.
     """
-    group = given.get(f"{_PREFIX}cp_group")
-    size = given.get(f"{_PREFIX}local_cp_size")
+    group = kwargs.get(f"{_PREFIX}cp_group")
+    size = kwargs.get(f"{_PREFIX}local_cp_size")
     if size is None:
         size = context_parallel_size if group is None else group.size()
     for plain, padded in zip(OFFSETS[:2], OFFSETS[2:], strict=True):
-        name = padded if given.get(f"{_PREFIX}{padded}") is not None else plain
-        offsets = given.get(f"{_PREFIX}{name}")
+        name = padded if kwargs.get(f"{_PREFIX}{padded}") is not None else plain
+        offsets = kwargs.get(f"{_PREFIX}{name}")
         if isinstance(offsets, str) and offsets.startswith(_SAME):
-            offsets = given[f"{_PREFIX}{offsets.removeprefix(_SAME)}"]
+            offsets = kwargs[f"{_PREFIX}{offsets.removeprefix(_SAME)}"]
         if not isinstance(offsets, torch.Tensor):
             continue
         end = int(offsets[-1])
         if end != num_rows * size:
             raise ConfigError(
                 f"{label}: {ARGUMENT}.{name} ends at {end}, and there are {num_rows * size} rows "
-                f"({num_rows} on each of {size} context-parallel ranks). Rows behind it would hold "
-                "what an earlier microbatch left there. Pack with chunkgraph.packing.pack(), whose "
-                "last sequence has no token and reaches the last row, or give offsets that do."
+                f"({num_rows} on each of {size} context-parallel ranks). Rows after it "
+                "would contain values of an earlier microbatch. Pack with "
+                "chunkgraph.packing.pack(), whose "
+                "last sequence has no token and reaches the last row, or pass such offsets."
             )
 
 
 def make_params(
     packed: PackedSequences, device: torch.device, *, with_seq_idx: bool = False
 ) -> Any:
-    """Megatron's ``PackedSeqParams`` of one packed microbatch.
+    """Return Megatron's ``PackedSeqParams`` of one packed microbatch.
 
-    One asynchronous copy to the device, from pinned memory, and no read from there.
+    This makes one asynchronous copy to the device, from pinned memory, and reads nothing back.
 
     Args:
-        packed: the microbatch, computed on the host.
-        device: where the offsets go.
-        with_seq_idx: also give state-space layers the document of each row, in releases whose
-            parameters have it.
+        packed: The microbatch, computed on the host.
+        device: Device of the offsets.
+        with_seq_idx: Also set the document of each row, for state-space layers, in releases whose
+            parameters have this field.
     """
     module = import_megatron("megatron.core.packed_seq_params")
     kind = module.PackedSeqParams
-    known = {field.name for field in dataclasses.fields(kind)}
+    names = {field.name for field in dataclasses.fields(kind)}
     rows = [torch.from_numpy(packed.cu_seqlens), torch.from_numpy(packed.cu_seqlens_padded)]
     sizes = [len(row) for row in rows]
-    if with_seq_idx and _SEQ_IDX in known:
+    if with_seq_idx and _SEQ_IDX in names:
         rows.append(torch.from_numpy(packed.seq_idx))
-        room = room_behind(len(packed.seq_idx))
-        rows.append(torch.zeros(room, dtype=torch.int32))
-        sizes += [len(packed.seq_idx), room]
-    offsets, padded, *others = _to_device(torch.cat(rows), device).split(sizes)
+        num_extra = num_extra_rows(len(packed.seq_idx))
+        rows.append(torch.zeros(num_extra, dtype=torch.int32))
+        sizes += [len(packed.seq_idx), num_extra]
+    offsets, padded, *others = _copy_to_device(torch.cat(rows), device).split(sizes)
     params = kind(
         qkv_format="thd",
         cu_seqlens_q=offsets,
@@ -254,7 +255,7 @@ def make_params(
         max_seqlen_q=packed.max_seqlen,
         max_seqlen_kv=packed.max_seqlen,
     )
-    if "pad_between_seqs" in known:
+    if "pad_between_seqs" in names:
         params.pad_between_seqs = True
     if others:
         params.seq_idx = others[0].unsqueeze(0)
@@ -262,67 +263,65 @@ def make_params(
 
 
 def fixed_params(params: Any, packed: PackedSequences) -> Any:
-    """``params`` of a microbatch as they would be with the offsets of a fixed shape.
+    """Return a copy of ``params`` with the offsets of a fixed shape.
 
-    Nothing is read from the device. The longest document is said to be one token longer than the
-    shape: Megatron's unfused RoPE takes a table as long as all documents together for one that
-    does not begin anew with each of them.
+    Nothing is read from the device. ``max_seqlen`` is one token longer than the shape: Megatron's
+    unfused RoPE mistakes a table as long as all documents together for a table that does not
+    restart with each document.
 
     Args:
-        params: Megatron's ``PackedSeqParams``, as a script made them of these documents, which
-            fill all rows.
-        packed: the same microbatch in its shape.
+        params: A script's ``PackedSeqParams`` of these documents, which fill all rows.
+        packed: The same microbatch in its shape.
     """
-    made = copy.copy(params)  # its constructor may read from the device
+    fixed = copy.copy(params)  # the constructor may read from the device
     by_object: dict[int, torch.Tensor] = {}
     for name in OFFSETS:
-        own = getattr(params, name)
-        if own is None:
+        offsets = getattr(params, name)
+        if offsets is None:
             continue
-        if id(own) not in by_object:
-            by_object[id(own)] = _to_device(torch.from_numpy(packed.cu_seqlens), own.device)
-        setattr(made, name, by_object[id(own)])
-    made.max_seqlen_q = made.max_seqlen_kv = packed.max_seqlen + 1
+        if id(offsets) not in by_object:
+            by_object[id(offsets)] = to_device(packed.cu_seqlens, offsets.device)
+        setattr(fixed, name, by_object[id(offsets)])
+    fixed.max_seqlen_q = fixed.max_seqlen_kv = packed.max_seqlen + 1
     rows = packed.shape.max_packed_tokens
     for name in ("tokens_per_sample", "total_tokens"):  # of a row that may have been cut
         number = getattr(params, name, None)
         if number is not None:
-            setattr(made, name, min(number, rows))
+            setattr(fixed, name, min(number, rows))
     seq_idx = getattr(params, "seq_idx", None)
     if seq_idx is not None:
         if seq_idx.numel() != rows:
             raise ConfigError(
                 f"{ARGUMENT}.seq_idx has {seq_idx.numel()} rows, and a Mamba layer sees {rows}: "
-                "those of all context-parallel ranks. Give PackedSeqParams their number as "
-                "total_tokens."
+                "those of all context-parallel ranks. Set PackedSeqParams.total_tokens to that "
+                "number."
             )
-        own = _to_device(torch.from_numpy(packed.seq_idx), seq_idx.device)
-        made.seq_idx = own.to(seq_idx.dtype).view(seq_idx.shape)
-    return made
+        documents = to_device(packed.seq_idx, seq_idx.device)
+        fixed.seq_idx = documents.to(seq_idx.dtype).view(seq_idx.shape)
+    return fixed
 
 
-def sent(values: NDArray[Any], device: torch.device) -> torch.Tensor:
-    """The values on the device, for which the host does not wait."""
-    return _to_device(torch.from_numpy(values), device)
+def to_device(values: NDArray[Any], device: torch.device) -> torch.Tensor:
+    """Copy values to the device asynchronously."""
+    return _copy_to_device(torch.from_numpy(values), device)
 
 
-def _to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy that the host does not wait for."""
+def _copy_to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
     if device.type == "cuda":
         host = host.pin_memory()
     return host.to(device, non_blocking=True)
 
 
-def room_behind(num_rows: int) -> int:
-    """Rows behind the last one whose document may be read too (causal-conv1d's issue 67).
+def num_extra_rows(num_rows: int) -> int:
+    """Return the rows after the last one that a kernel may read (causal-conv1d's issue 67).
 
-    Nothing comes of what is read there, but it has to be memory.
+    The kernel does not use the values, but the memory must exist.
     """
     return -num_rows % _ROWS_AT_ONCE
 
 
-def with_room(seq_idx: torch.Tensor) -> torch.Tensor:
-    """The same documents of rows, [..., rows], with memory behind them; see `room_behind`."""
+def with_extra_rows(seq_idx: torch.Tensor) -> torch.Tensor:
+    """Return the same values [..., rows] with memory after them; see `num_extra_rows`."""
     rows = seq_idx.size(-1)
-    room = room_behind(rows)
-    return functional.pad(seq_idx, (0, room))[..., :rows] if room else seq_idx
+    num_extra = num_extra_rows(rows)
+    return functional.pad(seq_idx, (0, num_extra))[..., :rows] if num_extra else seq_idx

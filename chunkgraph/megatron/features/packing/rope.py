@@ -1,4 +1,4 @@
-"""Rotary embedding of packed sequences by row, without a look at the offsets on the host."""
+"""Rotary embedding of packed sequences by row, without host reads of the offsets."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from chunkgraph.megatron.features.packing.fused_rope import fused_by_row
 __all__ = ["forget_rope_rows", "packed_rope", "rope_rows"]
 
 _MODULE = "megatron.core.models.common.embeddings.rope_utils"
-_REMEMBERED = "_chunkgraph_rope_rows"
+_CACHE = "_chunkgraph_rope_rows"
 
 
 @contextlib.contextmanager
 def packed_rope() -> Iterator[None]:
-    """Make Megatron's packed RoPE take its frequencies by row, on the device alone.
+    """Make Megatron's packed RoPE select its frequencies by row, on the device only.
 
-    Megatron's own unfused one splits the tokens by lengths that it reads on the host, which no
-    graph can hold. The fused one could be captured as it is, but see `fused_rope`. The numbers are
-    the same to the last bit.
+    Megatron's unfused version splits the tokens by lengths that it reads on the host, which cannot
+    be captured. The fused version could be captured as it is, but see `fused_rope`. The results are
+    bitwise the same.
     """
     _, apply = private_names(_MODULE, "_apply_rotary_pos_emb_thd", "_apply_rotary_pos_emb_bshd")
     fused, plain = private_names(
@@ -48,7 +48,7 @@ def packed_rope() -> Iterator[None]:
         return result.squeeze(1)
 
     patches: dict[str, Any] = {"_apply_rotary_pos_emb_thd": apply_packed}
-    by_row = fused_by_row(fused, plain, functools.partial(_rows, begins_anew=True))
+    by_row = fused_by_row(fused, plain, functools.partial(_rows, restarts=True))
     if by_row is not None:
         patches["fused_apply_rotary_pos_emb_thd"] = by_row
     undo = patch_attributes(import_megatron(_MODULE), patches)
@@ -65,37 +65,37 @@ def rope_rows(
     cp_size: int = 1,
     cp_rank: int = 0,
     *,
-    begins_anew: bool = False,
+    restarts: bool = False,
 ) -> torch.Tensor:
-    """Which of the frequencies each row of this context-parallel rank takes, int32 [rows].
+    """Return the index of the frequency of each row on this context-parallel rank, int32 [rows].
 
-    As in Megatron, a table as long as all documents together holds the frequencies of every place
-    in the pack; any other starts anew for each document. Which of the two it is may change with
-    the offsets, so it is decided on the device. Rows behind the last document get an entry that
-    exists, and rows of a document that is longer than the table its last one: lengths are checked
-    on the host, before the step.
+    As in Megatron, a table as long as all documents together contains the frequencies of every
+    place in the pack; any other table restarts with each document. The case may change with the
+    offsets, so it is decided on the device. Rows after the last document get a valid entry, and
+    rows past the end of the table get its last entry: lengths are checked on the host before the
+    step.
 
     Args:
-        num_rows: tokens on this rank.
-        cu_seqlens: offsets over all ranks, int32 [documents + 1], from 0; with context
-            parallelism multiples of twice ``cp_size``.
-        num_freqs: length of the table.
-        cp_size: context-parallel ranks.
-        cp_rank: of them, this one.
-        begins_anew: the table starts anew for each document, however long it is.
+        num_rows: Tokens on this rank.
+        cu_seqlens: Offsets over all ranks, int32 [documents + 1], from 0; with context parallelism
+            multiples of twice ``cp_size``.
+        num_freqs: Length of the table.
+        cp_size: Number of context-parallel ranks.
+        cp_rank: This rank among them.
+        restarts: Whether the table restarts with each document, however long it is.
     """
-    # On this rank. Few kernels, each of which takes longer to begin than it runs.
+    # Offsets on this rank. Use few kernels: each takes longer to launch than to run.
     bounds = cu_seqlens if cp_size == 1 else cu_seqlens // cp_size
     rows = torch.arange(num_rows, dtype=bounds.dtype, device=bounds.device)
     document = torch.searchsorted(bounds[1:], rows, right=True).clamp(max=bounds.size(0) - 2)
     start = bounds.index_select(0, document)
     place = rows - start
-    if cp_size > 1:  # the rank has the piece number cp_rank from the front, and from the back
+    if cp_size > 1:  # the rank has piece number cp_rank from the front, and from the back
         length = bounds.index_select(0, document + 1) - start
         piece = length // 2
         from_back = length * cp_size - (cp_rank + 1) * piece + place - piece
         place = torch.where(place < piece, cp_rank * piece + place, from_back)
-    if not begins_anew:
+    if not restarts:
         is_whole_pack = (cu_seqlens[-1:] == num_freqs).to(place.dtype)
         place = place + is_whole_pack * cu_seqlens.index_select(0, document)
     return place.clamp(0, num_freqs - 1)
@@ -108,36 +108,36 @@ def _rows(
     cp_size: int,
     cp_rank: int,
     *,
-    begins_anew: bool = False,
+    restarts: bool = False,
 ) -> torch.Tensor:
-    """The frequencies of each row; all layers of a call share them, by way of its offsets.
+    """Return the frequencies of each row, cached on the offsets for all layers of a call.
 
-    Layers that are computed anew in a backward have one of their own, which goes at its end, or
-    where a layer has other frequencies.
+    Layers that are recomputed in a backward use a separate cache, which is cleared at its end, or
+    when a layer has other frequencies.
     """
-    remembered: dict[Any, Any] = getattr(cu_seqlens, _REMEMBERED, {})
-    # Recomputation gives every layer a tensor of its own on the table's memory.
+    cache: dict[Any, Any] = getattr(cu_seqlens, _CACHE, {})
+    # Recomputation gives every layer a new tensor object on the table's memory.
     place = freqs.data_ptr(), freqs.dtype, freqs.shape, freqs.stride()
-    key = (place, num_rows, cp_size, cp_rank, begins_anew)
-    if key in remembered:
-        return remembered[key][1]
-    rows = rope_rows(num_rows, cu_seqlens, freqs.size(0), cp_size, cp_rank, begins_anew=begins_anew)
-    found = freqs.index_select(0, rows)
+    key = (place, num_rows, cp_size, cp_rank, restarts)
+    if key in cache:
+        return cache[key][1]
+    rows = rope_rows(num_rows, cu_seqlens, freqs.size(0), cp_size, cp_rank, restarts=restarts)
+    by_row = freqs.index_select(0, rows)
     if is_in_backward():
-        remembered.clear()
+        cache.clear()
         at_end_of_backward(lambda: _forget(cu_seqlens))
-    # With the table itself, so that no other can take its memory.
-    remembered[key] = (freqs, found)
-    setattr(cu_seqlens, _REMEMBERED, remembered)
-    return found
+    # Keep the table too, so that no other tensor can take its address.
+    cache[key] = (freqs, by_row)
+    setattr(cu_seqlens, _CACHE, cache)
+    return by_row
 
 
 def forget_rope_rows(packed_seq_params: Any) -> None:
-    """Forget, at the end of a call, what its layers shared; autograd holds what it needs of it."""
+    """Drop the cache of a call at its end; autograd keeps the tensors that it needs."""
     for value in vars(packed_seq_params).values():
         if isinstance(value, torch.Tensor):
             _forget(value)
 
 
 def _forget(cu_seqlens: torch.Tensor) -> None:
-    cu_seqlens.__dict__.pop(_REMEMBERED, None)
+    cu_seqlens.__dict__.pop(_CACHE, None)

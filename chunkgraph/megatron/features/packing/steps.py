@@ -1,7 +1,7 @@
-"""What a step's microbatches hold, on the host: their banks, whether they fit, what was announced.
+"""Plan steps on the host: the banks of microbatches, misfits, and announcements.
 
-A step is described by the documents of its microbatches (and their rows, where ranks agreed on
-them), or where context-parallel sizes change, by the bank of each.
+A step is described by the documents of its microbatches (and their rows, if ranks agreed on them),
+or, with changing context-parallel sizes, by the bank of each microbatch.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ Packings = Sequence[Sequence[int]]
 
 @dataclass(frozen=True)
 class _Contents:
-    """What a step holds.
+    """The contents of a step.
 
     Attributes:
-        inputs: what the caller said of it.
-        misfit: why it does not fit, or ""; graphs may be missing for what fits.
-        banks: of each microbatch; None: its rows are of no bank.
-        rows: of each microbatch; None: as many as the schedule says.
-        cut_for: banks to whose sequences offsets are cut; None for a microbatch that fits none,
-            whose offsets are its own.
+        inputs: The caller's inputs for the step.
+        misfit: Reason why the contents do not fit, or ""; graphs may be missing even if they fit.
+        banks: The bank of each microbatch; None if no bank has its rows.
+        rows: The rows of each microbatch; None for the schedule's ``seq_length``.
+        cut_for: The banks to whose sequences offsets are cut; None for a microbatch that fits no
+            bank and keeps its offsets.
     """
 
     inputs: StepInputs
@@ -48,24 +48,24 @@ class _Contents:
 
 
 class StepPlans(StepPlanner):
-    """Plans one rank's steps from what they are given.
+    """Plans one rank's steps from their inputs.
 
     Args:
-        banks: of this rank.
-        rank: named in errors.
-        agree: to compare the banks between ranks; None in a job of one.
-        missing_graphs: says why microbatches of some banks have no graphs, or "".
-        needs_buckets: whether other ranks' data bear on a microbatch's length, so that steps are
-            given lengths that were agreed on.
-        needs_tokens: whether to warn, once, of a document with a context-parallel piece that holds
-            no token; see `needs_tokens_in_pieces`.
+        banks: The banks of this rank.
+        rank: The rank, for errors.
+        agree: Compares the banks between ranks; None in a job of one rank.
+        missing_graphs: Returns the reason why some banks have no graphs, or "".
+        needs_buckets: Whether a microbatch's length depends on other ranks' data, so that steps
+            need lengths on which the ranks agreed.
+        needs_tokens: Whether to warn, once, about a document with a context-parallel piece without
+            tokens; see `needs_tokens_in_pieces`.
 
     Attributes:
-        has_lengths: whether microbatches have one of several lengths, by their documents.
-        agree_on_rows: element-wise maximum over all ranks, for `agree_on_buckets`.
+        has_lengths: Whether microbatches have one of several lengths, depending on documents.
+        agree_on_rows: Element-wise maximum over all ranks, for `agree_on_buckets`.
 
     Raises:
-        ConfigError: another rank has other banks.
+        ConfigError: Another rank has different banks.
     """
 
     agree_on_rows: Agree | None = None
@@ -97,25 +97,25 @@ class StepPlans(StepPlanner):
         self._announced: _Contents | None = None
 
     def announce(self, inputs: StepInputs) -> tuple[str, int]:
-        """Remember what the next step holds; return its misfit and the digest of its schedule."""
+        """Store the next step's contents; return their misfit and the digest of their schedule."""
         if self._announced is not None:
-            raise SlotError(f"rank {self._rank}: the next step was announced already.")
+            raise SlotError(f"rank {self._rank}: the next step is already announced.")
         if inputs.contexts is None and inputs.packings is None:
             raise self._missing()
         self._announced = contents = self._contents(inputs)
         return self._misfit_now(contents), digest_of_plan(contents.banks)
 
     def withdraw(self) -> None:
-        """Forget what was announced of the next step."""
+        """Discard the announcement of the next step."""
         self._announced = None
 
     def plan(self, inputs: StepInputs, schedule: Mapping[str, Any]) -> StepPlan:
-        """Plan the step that begins, which holds what was announced.
+        """Plan the step that begins; check it against the announcement, if any.
 
         Raises:
-            ConfigError: nothing is known of the step, or it was announced otherwise.
-            PackingError: a microbatch without documents, or a document without tokens.
-            ReplayMismatchError: a microbatch has another process group than its graphs.
+            ConfigError: The step has no inputs, or they differ from the announced ones.
+            PackingError: A microbatch has no documents, or a document has no tokens.
+            ReplayMismatchError: A microbatch's process group differs from its graphs' group.
         """
         refuse_other_length(schedule)
         announced, num_microbatches = self._announced, schedule["num_microbatches"]
@@ -142,17 +142,17 @@ class StepPlans(StepPlanner):
         return self._banks.choose(packings, self.agree_on_rows)
 
     def name(self, key: Hashable) -> str:
-        """Name a bank, if there are several."""
+        """Return the name of a bank; "" if there is only one."""
         return str(key) if len(self.keys) > 1 or self._changes_size else ""
 
-    # -- what a step holds ---------------------------------------------------------------------
+    # -- contents of a step --------------------------------------------------------------------
 
     def _contents(self, inputs: StepInputs, num_microbatches: int | None = None) -> _Contents:
-        """Settle what a step holds.
+        """Return the contents of a step.
 
         Args:
-            inputs: what the caller says of it.
-            num_microbatches: of the step; None: not known yet.
+            inputs: The caller's inputs.
+            num_microbatches: Number of microbatches of the step; None if not known yet.
         """
         if inputs.contexts is not None:
             return self._contents_of_banks(inputs, num_microbatches)
@@ -179,7 +179,7 @@ class StepPlans(StepPlanner):
     ) -> _Contents:
         largest = self._banks.largest_shape
         misfit = inputs.misfit or misfit_of(packings, largest, num_microbatches, self._rank)
-        rows = self._chosen_rows(packings, inputs.buckets, misfit)
+        rows = self._microbatch_rows(packings, inputs.buckets, misfit)
         banks = [
             self._banks.fewest_sequences(lengths, self.shapes[n]) if n in self.shapes else None
             for lengths, n in zip(packings, rows, strict=True)
@@ -192,13 +192,13 @@ class StepPlans(StepPlanner):
         return _Contents(plain, misfit, banks, rows, cut_for)
 
     def _contents_of_rows(self, inputs: StepInputs, num_microbatches: int) -> _Contents:
-        """Settle a step that is not replayed, of whose documents nothing is known."""
+        """Return the contents of a step that is not replayed and has unknown documents."""
         rows = None if inputs.buckets is None else list(inputs.buckets)
         if rows is None and self.has_lengths:
             raise ConfigError(
-                f"rank {self._rank}: a step was told a misfit ({inputs.misfit}), but neither its "
-                "packings nor its buckets, so that stages do not know how long the "
-                "microbatches are that they receive. Give packings=... or buckets=..."
+                f"rank {self._rank}: a step has a misfit ({inputs.misfit}), but neither "
+                "packings nor buckets, so stages do not know the length of the "
+                "microbatches that they receive. Pass packings=... or buckets=..."
             )
         if rows is not None and len(rows) != num_microbatches:
             raise ConfigError(
@@ -213,46 +213,50 @@ class StepPlans(StepPlanner):
         return _Contents(inputs, inputs.misfit, banks, rows, [None] * num_microbatches)
 
     def _misfit_now(self, contents: _Contents) -> str:
-        """Say why a step cannot be replayed, or ""; graphs of a bank may be gone by now."""
+        """Return why a step cannot be replayed, or ""; graphs of a bank may be gone by now."""
         return contents.misfit or self._missing_graphs(contents.banks)
 
     def _rows(self, contents: _Contents, seq_length: int | None) -> list[int] | None:
-        """Return the rows of each microbatch; None: all are as long as the schedule says.
+        """Return the rows of each microbatch; None if all have the schedule's ``seq_length``.
 
-        What fits no bank has a length of its own, announced or not, unless its rows were given.
+        A step that fits no bank uses the schedule's length, announced or not, unless the caller
+        passed rows.
         """
         if not self.has_lengths:
             return None
-        has_given_rows = contents.inputs.buckets is not None
-        is_own = contents.misfit and not has_given_rows and seq_length not in self.shapes
-        return None if is_own else contents.rows
+        has_buckets = contents.inputs.buckets is not None
+        is_unbanked = contents.misfit and not has_buckets and seq_length not in self.shapes
+        return None if is_unbanked else contents.rows
 
     def _refuse_another(
         self, inputs: StepInputs, announced: _Contents, num_microbatches: int
     ) -> None:
-        """Refuse a step that holds something else than what was announced."""
-        said, was = announced.inputs, announced.banks
+        """Refuse a step whose contents differ from the announced ones."""
+        expected, banks = announced.inputs, announced.banks
         contexts, packings = inputs.contexts, inputs.packings
-        is_other = (
-            (packings is not None and _plain(packings) != said.packings)
+        is_different = (
+            (packings is not None and _plain(packings) != expected.packings)
             or (inputs.buckets is not None and list(inputs.buckets) != announced.rows)
-            or (inputs.misfit and inputs.misfit != said.misfit)
-            or len(was) != num_microbatches
+            or (inputs.misfit and inputs.misfit != expected.misfit)
+            or len(banks) != num_microbatches
         )
         if contexts is not None:
-            # The same sizes may be those of other documents.
-            is_other = is_other or list(contexts) != list(was)
-            is_other = is_other or digest_of_plan(contexts) not in (0, digest_of_plan(was))
-        if not is_other:
+            # Different documents may have the same sizes.
+            is_different = is_different or list(contexts) != list(banks)
+            is_different = is_different or digest_of_plan(contexts) not in (
+                0,
+                digest_of_plan(banks),
+            )
+        if not is_different:
             return
         name = self.inputs[0]
         raise ConfigError(
             f"rank {self._rank}: the step has {num_microbatches} microbatches with {name} "
-            f"{getattr(inputs, name)}, misfit {inputs.misfit!r}; announced were {len(was)} with "
-            f"{getattr(said, name)}, misfit {said.misfit!r}; the schedules they are of have to be "
-            "the same. The other ranks follow what was announced, so this one cannot do otherwise. "
-            "Announce what each step holds, in the order of the steps; withdraw() on all ranks "
-            "takes back what was announced, which still holds."
+            f"{getattr(inputs, name)}, misfit {inputs.misfit!r}; announced were {len(banks)} with "
+            f"{getattr(expected, name)}, misfit {expected.misfit!r}; their schedules must be "
+            "the same. The other ranks follow the announcement, so this rank must follow it too. "
+            "Announce the contents of each step, in the order of the steps; withdraw() on all "
+            "ranks takes back the announcement, which is still in effect."
         )
 
     def _missing(self) -> ConfigError:
@@ -264,16 +268,16 @@ class StepPlans(StepPlanner):
             "not read tokens)"
         )
         return ConfigError(
-            f"rank {self._rank}: a training step was given no {name}. Attached with this "
-            f"`packing`, every step takes {name}=..., {hint}, or is announced with them."
+            f"rank {self._rank}: a training step has no {name}. With this `packing`, pass "
+            f"{name}=..., {hint}, to every step, or announce the step with them."
         )
 
     # -- rows ----------------------------------------------------------------------------------
 
-    def _chosen_rows(
+    def _microbatch_rows(
         self, packings: Packings, rows: Sequence[int] | None, misfit: str
     ) -> list[int]:
-        """Return the rows of a step's microbatches: those that were given, or the fewest."""
+        """Return the rows of a step's microbatches: the caller's, or the fewest."""
         if self._needs_tokens and not misfit:
             self._warn_of_empty_pieces(packings)
         chosen = self._checked_rows(packings, rows, misfit)
@@ -282,9 +286,9 @@ class StepPlans(StepPlanner):
                 if sum(lengths) != num_rows:
                     raise ConfigError(
                         f"rank {self._rank}, microbatch {microbatch}: its documents have "
-                        f"{sum(lengths)} of {num_rows} rows. Attached with fills_rows, which lets "
-                        "experts take every row, documents have to fill them; count what is left "
-                        "into the last one, or leave fills_rows out."
+                        f"{sum(lengths)} of {num_rows} rows. With fills_rows, which lets "
+                        "experts take every row, documents must fill them; count the remaining "
+                        "rows in the last document, or leave fills_rows out."
                     )
         return chosen
 
@@ -293,10 +297,10 @@ class StepPlans(StepPlanner):
     ) -> list[int]:
         if rows is None and self._needs_buckets:
             raise ConfigError(
-                f"rank {self._rank}: ranks share experts, so that microbatches of several of "
-                "them go through a chunk together, and the step was not told the buckets that "
-                "they agreed on. Give buckets=graphs.agree_on_buckets(packings), and make the "
-                "microbatches of these lengths."
+                f"rank {self._rank}: ranks share experts, so microbatches of several ranks "
+                "go through a chunk together, but the step has no buckets on which they "
+                "agreed. Pass buckets=graphs.agree_on_buckets(packings), and create the "
+                "microbatches with these lengths."
             )
         smallest = self._banks.choose(packings)
         if rows is None:
@@ -336,17 +340,17 @@ class StepPlans(StepPlanner):
 def misfit_of(
     packings: Packings, shape: PackedShape, num_microbatches: int | None, rank: int
 ) -> str:
-    """Say why the packings of a step do not fit, or "".
+    """Return why the packings of a step do not fit, or "".
 
     Args:
-        packings: of all microbatches of the step, of this rank's data.
-        shape: what graphs are captured for.
-        num_microbatches: of the step; None where it is not known yet.
-        rank: named in errors.
+        packings: The packings of all microbatches of the step, from this rank's data.
+        shape: The shape for which graphs are captured.
+        num_microbatches: Number of microbatches of the step; None if not known yet.
+        rank: The rank, for errors.
 
     Raises:
-        ConfigError: there are not as many packings as microbatches.
-        PackingError: a microbatch without documents, or a document without tokens.
+        ConfigError: The number of packings differs from the number of microbatches.
+        PackingError: A microbatch has no documents, or a document has no tokens.
     """
     if num_microbatches is not None and len(packings) != num_microbatches:
         raise ConfigError(

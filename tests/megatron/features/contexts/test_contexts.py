@@ -245,7 +245,9 @@ def test_banks_are_of_numbers_of_sequences(groups: ContextGroups) -> None:
         for shape in (limits.shape(key.size), key.shape):
             offsets = torch.from_numpy(pack([3], shape).cu_seqlens_padded)
             assert banks.with_offsets_of(key, {name: offsets})[name].tolist() == own
-    with pytest.raises(ConfigError, match=r"seq_buckets has 5: .* below max_packed_seqs \(5\)"):
+    with pytest.raises(
+        ConfigError, match=r"seq_buckets contains 5; .* below max_packed_seqs \(5\)"
+    ):
         PackedBanks.of_limits(limits, groups, seq_buckets=[5])
     for rows, shorter, fewer in ((1024, (), {32, 64}), (1026, (), {64}), (1026, (8,), {32, 64})):
         many = replace(LIMITS, max_packed_seqs=128, max_tokens_per_rank=rows)
@@ -372,7 +374,7 @@ def test_what_a_step_is_told(groups: ContextGroups) -> None:
     assert begin([two, one], "", 2) == ("not captured", [two, one])
     assert begin([two], "mine", 1) == ("mine", [two])
     assert announce([two]) == "not captured"
-    with pytest.raises(SlotError, match="rank 3: the next step was announced already"):
+    with pytest.raises(SlotError, match="rank 3: the next step is already announced"):
         announce([four])
     assert begin(None, "", 1) == (None, [two])
     # What is known of a schedule stays with its banks, whatever becomes of them.
@@ -388,11 +390,11 @@ def test_what_a_step_is_told(groups: ContextGroups) -> None:
     assert begin([four, one], "", 2) == (None, [four, one])  # what was announced still holds
     # Banks of the same sizes for other documents.
     announce(ScheduledBanks([one], 7))
-    with pytest.raises(ConfigError, match="schedules they are of have to be the same"):
+    with pytest.raises(ConfigError, match="their schedules must be the same"):
         begin(ScheduledBanks([one], 8), "", 1)
     begin(ScheduledBanks([one], 7), "", 1)
     for call in (lambda: begin(None, "", 1), lambda: announce(None)):
-        with pytest.raises(ConfigError, match="given no contexts"):
+        with pytest.raises(ConfigError, match="step has no contexts"):
             call()
     with pytest.raises(ConfigError, match="3 microbatches, but contexts of 1"):
         begin([four], "", 3)

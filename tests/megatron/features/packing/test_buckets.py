@@ -82,7 +82,7 @@ def test_lengths_are_those_that_ranks_can_share() -> None:
         banks = PackedBanks.of_model(shape, [0.28], [3], SimpleNamespace(**settings))
         assert (tuple(banks.by_rows), banks.seq_counts) == (found, (5, 3))
     other, fp8 = replace(shape, max_packed_tokens=48), SimpleNamespace(fp8="e4m3")
-    with pytest.raises(PackingError, match=r"tokens is 48.* give a multiple of 32"):
+    with pytest.raises(PackingError, match=r"tokens is 48.* use a multiple of 32"):
         PackedBanks.of_model(other, [0.5], [], fp8)
     assert list(PackedBanks.of_model(other, [], [], fp8).by_rows) == [48]
 
@@ -204,7 +204,7 @@ def test_steps_know_the_buckets_of_their_microbatches() -> None:
         with pytest.raises(ConfigError, match=r"rank 0: the buckets .* do not hold"):
             begin([[8], [9]], "", 2, wrong)
     assert begin([[40]], "", 1, [40]) == ("a document is longer than allowed", [40])
-    with pytest.raises(ConfigError, match="neither its packings nor its buckets"):
+    with pytest.raises(ConfigError, match="neither packings nor buckets"):
         begin(None, "a bad day", 1)
     assert begin(None, "a bad day", 1, [32]) == ("a bad day", [32])
     assert _announce(plans, [[3]], "", [16]) == ""
@@ -269,7 +269,9 @@ def test_each_takes_the_fewest_sequences_that_hold_it() -> None:
     assert _sizes(found) == list(zip(tokens, seqs, strict=True))
     assert [repr(bank) for bank in _counted().keys] == ["32 tokens", "16 tokens"]
     for wrong in (1, 9, 10, 2.5, True):
-        with pytest.raises(ConfigError, match=r"seq_buckets has .* below max_packed_seqs \(9\)"):
+        with pytest.raises(
+            ConfigError, match=r"seq_buckets contains .* below max_packed_seqs \(9\)"
+        ):
             _counted(3, wrong)
 
 

@@ -321,13 +321,13 @@ def test_what_differs_from_the_capture_is_named(chunks: list[Any], graphs: Any) 
     for message, change in changes.items():
         with pytest.raises(ReplayMismatchError, match=message):
             call(change)
-    with pytest.raises(ConfigError, match=r"max_seqlen_kv is a tensor.*Give a Python int"):
+    with pytest.raises(ConfigError, match=r"max_seqlen_kv is a tensor.*Pass a Python int"):
         call(lambda p: setattr(p, "max_seqlen_kv", torch.tensor(32)))
 
 
 def test_steps_must_be_told_their_packings(chunks: list[Any], graphs: Any) -> None:
     run = graphs.wrap_forward_backward(lambda **_: None)
-    with pytest.raises(ConfigError, match="given no packings"):
+    with pytest.raises(ConfigError, match="step has no packings"):
         run(num_microbatches=1)
     with pytest.raises(ConfigError, match="has 2 microbatches, but 1 packings"):
         run(num_microbatches=2, packings=[[3]])
@@ -374,14 +374,14 @@ def test_rows_behind_the_last_offset_are_refused(
     chunks: list[Any], graphs: Any, names: tuple[str, ...]
 ) -> None:
     """Megatron's unfused RoPE cannot take them; its kernel leaves such rows as they were."""
-    from chunkgraph.megatron.features.packing.params import take_apart
+    from chunkgraph.megatron.features.packing.params import split_params
 
     batch = _batch([7, 5])
     params = batch["packed_seq_params"]
     check = graphs.features.wrap(graphs.site.parts[0]).check_sample
     is_whole = graphs.site.parts[0].module is not graphs.site.parts[0]._block
     first = None if is_whole else torch.zeros(32, 1, 8)
-    check(first, input_ids=batch["input_ids"], **take_apart(params, "chunk"))
+    check(first, input_ids=batch["input_ids"], **split_params(params, "chunk"))
     check(first, input_ids=batch["input_ids"])  # not packed
     if not names:  # as for sequences without padding between them
         params.cu_seqlens_q_padded = params.cu_seqlens_kv_padded = None
@@ -391,7 +391,7 @@ def test_rows_behind_the_last_offset_are_refused(
         for name in names:  # one tensor in all of them
             setattr(params, name, short)
     ends_at = f"{names[0]} ends at 29" if names else "cu_seqlens_q ends at 12"
-    given = take_apart(params, "chunk")
+    given = split_params(params, "chunk")
     with pytest.raises(ConfigError, match=rf"chunk 0.*{ends_at}, and there are 32 rows"):
         check(first, input_ids=batch["input_ids"], **given)
     check(first, input_ids=None)  # not packed, and no token numbers
@@ -402,7 +402,7 @@ def test_rows_behind_the_last_offset_are_refused(
     # A quarter of the rows on each of four ranks that share the microbatch.
     rows = {"input_ids": torch.zeros(1, 8)} if is_whole else {}
     part = torch.zeros(8, 1, 8) if first is not None else None
-    whole = take_apart(_batch([7, 5])["packed_seq_params"], "chunk")
+    whole = split_params(_batch([7, 5])["packed_seq_params"], "chunk")
     check(part, **rows, **{**whole, "packed_seq_params.local_cp_size": 4})
     with pytest.raises(ConfigError, match=r"there are 8 rows \(8 on each of 1 context"):
         check(part, **rows, **whole)
@@ -503,7 +503,7 @@ def test_documents_that_a_step_was_not_told_are_not_lost(
     attached = attach(chunks, num_slots=[2], packing=PackingOptions(_SHAPE, seq_buckets=(2,)))
     batch = _batch(lengths)
     run = attached.wrap_forward_backward(lambda **_: _flight(chunks[0], [batch]))
-    said = r"chunk 0.*, microbatch 0: packed_seq_params.cu_seqlens_q.* holds more than the 1 docum"
+    said = r"chunk 0.*, microbatch 0: packed_seq_params.cu_seqlens_q.* has more than the 1 docum"
     with pytest.raises(ConfigError, match=said):
         run(num_microbatches=1, packings=[[32]])
     run(num_microbatches=1, packings=[lengths])

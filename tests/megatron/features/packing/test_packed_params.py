@@ -19,15 +19,15 @@ def test_pieces_come_together_as_they_were(one_rank: Any) -> None:
     """Also one tensor in two fields, and attributes that a user added."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    from chunkgraph.megatron.features.packing.params import put_together, take_apart
+    from chunkgraph.megatron.features.packing.params import join_params, split_params
 
     offsets = torch.tensor([0, 3, 8], dtype=torch.int32)
     params = PackedSeqParams("thd", offsets, offsets, None, offsets.clone(), 8, 8)
     params.more = "more"
-    given = take_apart(params, "rank 0")
+    given = split_params(params, "rank 0")
     assert sum(isinstance(value, torch.Tensor) for value in given.values()) == 2
     given["other"] = 1
-    put_together(given)
+    join_params(given)
     again = given.pop("packed_seq_params")
     assert given == {"other": 1}
     assert type(again) is PackedSeqParams
@@ -37,8 +37,8 @@ def test_pieces_come_together_as_they_were(one_rank: Any) -> None:
     assert again.cu_seqlens_kv_padded is not again.cu_seqlens_q
     assert (again.max_seqlen_q, again.more) == (8, "more")
     assert copy.copy(again).qkv_format == "thd"
-    with pytest.raises(ConfigError, match="Give Megatron's PackedSeqParams"):
-        take_apart(SimpleNamespace(), "rank 0")
+    with pytest.raises(ConfigError, match="Pass Megatron's PackedSeqParams"):
+        split_params(SimpleNamespace(), "rank 0")
 
 
 def test_a_shape_for_another_context_parallel_size_is_refused() -> None:
