@@ -55,10 +55,14 @@ class _Watch(torch.autograd.Function):
 
 
 def watched(result: Any, sample: BackwardSample) -> Any:
-    """Return ``result`` with its differentiable tensors behind a node that fills ``sample``."""
+    """Return ``result`` with its differentiable tensors behind a node that fills ``sample``.
+
+    A result that holds a parameter is returned as it is: a node would change the order in which the
+    parameter's gradients are summed, and a capture refuses such a result.
+    """
     leaves, spec = flatten(result)
     outputs = differentiable(leaves)
-    if not outputs:
+    if not outputs or any(isinstance(tensor, torch.nn.Parameter) for tensor in outputs):
         return result
     sample.nested = nested_among(outputs)
     passed = dict(zip(map(id, outputs), _Watch.apply(sample, *outputs), strict=True))

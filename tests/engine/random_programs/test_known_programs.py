@@ -37,6 +37,29 @@ PROGRAMS = {
     "lstm": _of("lstm"),
     "a_constant_of_the_host": _of("host_constant"),
     "shadow_and_running_statistics": _of("batch_norm", verify="shadow"),
+    "a_parameter_that_is_returned": Program(
+        chunks=(
+            ChunkSpec(("linear",), form="list", extras=("parameter!",)),
+            ChunkSpec(("glu", "linear")),
+        ),
+        steps=(Step(2, order="random", seed=81), ONCE),
+        num_slots=(2, 1),
+        tied=True,
+        links="joined",
+        loss="tied",
+    ),
+    "a_returned_parameter_that_is_kept_and_frozen": Program(
+        chunks=(
+            ChunkSpec(("linear",)),
+            ChunkSpec(("linear",), form="tuple", extras=("parameter!",)),
+        ),
+        steps=(
+            Step(inside=(Action(18, "keep_view", 1),)),
+            Step(kind="eager", after=("freeze",)),
+        ),
+        num_slots=(4, 4),
+        tied=True,
+    ),
     "outputs_that_are_kept": _inside("keep_output", SEVERAL),
     "views_that_are_kept": _inside("keep_view", SEVERAL),
     "losses_that_are_kept": _of("linear", loss="inside", steps=(ONCE, Step(4), ONCE)),
