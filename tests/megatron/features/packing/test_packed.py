@@ -8,10 +8,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from torch import nn
+from packed_flights import (
+    PACKINGS,
+    SHAPE,
+    differing,
+    packed_batch,
+    run_eager,
+    run_flight,
+    run_step,
+)
 
 from chunkgraph.errors import (
     ChunkGraphError,
@@ -20,18 +27,9 @@ from chunkgraph.errors import (
     ReplayMismatchError,
 )
 from chunkgraph.megatron.features.packing.options import PackingOptions
-from chunkgraph.packing import PackedShape, pack
+from chunkgraph.packing import PackedShape
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(100)]
-
-_SHAPE = PackedShape(6, 32)
-# Of two microbatches each; only the first pair is there when graphs are captured.
-_PACKINGS = [
-    [[10, 8, 6], [32]],
-    [[5, 5, 5, 5, 5], [1, 30]],
-    [[1], [16, 16]],
-    [[3, 1, 1, 1, 26], [31]],
-]
 
 
 @pytest.fixture
@@ -55,7 +53,7 @@ def chunks(one_rank: Any, make_config: Any, spec: str, monkeypatch: Any) -> list
                 "recompute_granularity": "selective",
             },
             train={"micro_batch_size": 1},
-            packing={"max_packed_seqs": _SHAPE.max_packed_seqs, "max_packed_tokens": 32},
+            packing={"max_packed_seqs": SHAPE.max_packed_seqs, "max_packed_tokens": 32},
         )
     )
     seed_everything(1, one_rank)
@@ -67,84 +65,18 @@ def graphs(chunks: list[Any], request: Any) -> Iterator[Any]:
     """Graphs of two slots."""
     from chunkgraph.megatron.attachment import attach
 
-    attached = attach(chunks, scope=request.param, num_slots=[2], packing=_SHAPE)
+    attached = attach(chunks, scope=request.param, num_slots=[2], packing=SHAPE)
     try:
         yield attached
     finally:
         attached.detach()
 
 
-def _batch(lengths: list[int], seed: int = 1, shape: PackedShape = _SHAPE) -> dict[str, Any]:
-    from chunkgraph.megatron.features.packing.params import make_params
-
-    packed = pack(lengths, shape)
-    tokens = np.random.default_rng(seed).integers(1, 256, packed.num_valid_tokens)
-    labels = np.random.default_rng(seed + 100).integers(1, 256, packed.num_valid_tokens)
-
-    def row(values: Any) -> torch.Tensor:
-        return torch.from_numpy(values)[None]
-
-    return {
-        "input_ids": row(packed.place(tokens)),
-        "labels": row(packed.place(labels)),
-        "position_ids": row(packed.position_ids),
-        "attention_mask": None,
-        "packed_seq_params": make_params(packed, torch.device("cpu")),
-        "is_counted": row(~packed.padding_mask),
-    }
-
-
-def _flight(chunk: nn.Module, batches: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """Forward of all microbatches, then their backwards; losses of rows, and all gradients."""
-    for parameter in chunk.parameters():
-        parameter.main_grad.zero_()
-    results = {}
-    outputs = []
-    for number, batch in enumerate(batches):
-        given = {name: value for name, value in batch.items() if name != "is_counted"}
-        output = chunk(**given)
-        results[f"losses {number}"] = output.detach().clone()
-        outputs.append(torch.where(batch["is_counted"], output, 0.0).sum())
-    for output in outputs:
-        output.backward()
-    results.update({n: p.main_grad.clone() for n, p in chunk.named_parameters()})
-    return results
-
-
-def _step(
-    graphs: Any,
-    chunk: nn.Module,
-    packings: list[list[int]],
-    shape: PackedShape = _SHAPE,
-    **keywords: Any,
-) -> Any:
-    batches = [_batch(lengths, seed, shape) for seed, lengths in enumerate(packings)]
-    wrapped = graphs.wrap_forward_backward(lambda **_: _flight(chunk, batches))
-    return wrapped(num_microbatches=len(packings), packings=packings, **keywords)
-
-
-def _differing(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
-    return [name for name in a if not torch.equal(a[name], b[name])]
-
-
-def _eager(
-    chunk: nn.Module, graphs: Any, packings: list[list[int]], shape: PackedShape = _SHAPE
-) -> dict[str, torch.Tensor]:
-    """The same without graphs."""
-    batches = [_batch(lengths, seed, shape) for seed, lengths in enumerate(packings)]
-    saved = [part.module.__dict__.pop("forward") for part in graphs.site.parts]
-    try:
-        return _flight(chunk, batches)
-    finally:
-        for part, forward in zip(graphs.site.parts, saved, strict=True):
-            part.module.forward = forward
-
-
 def test_packings_never_seen_at_capture(chunks: list[Any], graphs: Any) -> None:
-    for packings in [*_PACKINGS, _PACKINGS[1]]:
-        expected = _eager(chunks[0], graphs, packings)
+    for packings in [*PACKINGS, PACKINGS[1]]:
+        expected = run_eager(chunks[0], graphs, packings)
         assert all(value.any() for value in expected.values())
-        assert _differing(_step(graphs, chunks[0], packings), expected) == []
+        assert differing(run_step(graphs, chunks[0], packings), expected) == []
     assert graphs.counters.capture_sessions == 1
     assert graphs.counters.replays == 8
 
@@ -164,8 +96,8 @@ def test_no_table_of_rope_outlives_its_forward(
         return table
 
     monkeypatch.setattr(module, "_rows", watched)
-    for packings in _PACKINGS[:2]:
-        _step(graphs, chunks[0], packings)
+    for packings in PACKINGS[:2]:
+        run_step(graphs, chunks[0], packings)
     assert graphs.counters.captures == 2
     assert len(num_others) >= 2 * 2 * 2  # slots, layers, queries and keys
     assert max(num_others) == 0
@@ -176,12 +108,12 @@ def test_offsets_that_slots_share_give_wrong_gradients(chunks: list[Any], graphs
     """Broken on purpose: what the tests above would look like with one buffer for all slots."""
     from user_specs import SharedOffsetsCore
 
-    _step(graphs, chunks[0], _PACKINGS[0])
-    for packings in (_PACKINGS[1], _PACKINGS[3]):
+    run_step(graphs, chunks[0], PACKINGS[0])
+    for packings in (PACKINGS[1], PACKINGS[3]):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(SharedOffsetsCore, "is_broken", False)
-            expected = _eager(chunks[0], graphs, packings)
-        wrong = _differing(_step(graphs, chunks[0], packings), expected)
+            expected = run_eager(chunks[0], graphs, packings)
+        wrong = differing(run_step(graphs, chunks[0], packings), expected)
         assert any("linear_qkv" in name for name in wrong), wrong
         assert not any("losses" in name for name in wrong)
 
@@ -192,7 +124,7 @@ def test_documents_know_nothing_of_each_other(chunks: list[Any], graphs: Any) ->
     first = slice(7, 16)
 
     def run(change: bool, counted: slice | None = None) -> dict[str, torch.Tensor]:
-        batches = [_batch(lengths), _batch([20, 3])]
+        batches = [packed_batch(lengths), packed_batch([20, 3])]
         if change:
             batches[0]["input_ids"][0, first] += 1
             batches[0]["labels"][0, first] += 1
@@ -200,7 +132,7 @@ def test_documents_know_nothing_of_each_other(chunks: list[Any], graphs: Any) ->
             is_counted = torch.zeros_like(batches[0]["is_counted"])
             is_counted[0, counted] = True
             batches[0]["is_counted"] = is_counted
-        wrapped = graphs.wrap_forward_backward(lambda **_: _flight(chunks[0], batches))
+        wrapped = graphs.wrap_forward_backward(lambda **_: run_flight(chunks[0], batches))
         return wrapped(num_microbatches=2, packings=[lengths, [20, 3]])
 
     run(False)
@@ -210,8 +142,8 @@ def test_documents_know_nothing_of_each_other(chunks: list[Any], graphs: Any) ->
     assert torch.equal(before[0, others], after[0, others])
     assert not torch.equal(before[0, first], after[0, first])
     for document in (slice(0, 7), slice(16, 20), slice(20, 28)):
-        assert _differing(run(False, document), run(True, document)) == ["losses 0"]
-    assert len(_differing(run(False, first), run(True, first))) > 5
+        assert differing(run(False, document), run(True, document)) == ["losses 0"]
+    assert len(differing(run(False, first), run(True, first))) > 5
     assert graphs.counters.replays > 0
 
 
@@ -220,11 +152,11 @@ def test_what_the_tail_holds_does_not_matter(chunks: list[Any], graphs: Any) -> 
     lengths = [7, 9]
 
     def run(change: bool) -> dict[str, torch.Tensor]:
-        batch = _batch(lengths)
+        batch = packed_batch(lengths)
         if change:
             batch["input_ids"][0, 16:] = torch.arange(100, 116)
             batch["labels"][0, 16:] = torch.arange(16)
-        wrapped = graphs.wrap_forward_backward(lambda **_: _flight(chunks[0], [batch]))
+        wrapped = graphs.wrap_forward_backward(lambda **_: run_flight(chunks[0], [batch]))
         return wrapped(num_microbatches=1, packings=[lengths])
 
     run(False)
@@ -232,7 +164,7 @@ def test_what_the_tail_holds_does_not_matter(chunks: list[Any], graphs: Any) -> 
     assert graphs.counters.replays == 2
     assert not torch.equal(before["losses 0"], after["losses 0"])
     assert torch.equal(before.pop("losses 0")[0, :16], after.pop("losses 0")[0, :16])
-    assert _differing(before, after) == []
+    assert differing(before, after) == []
 
 
 @pytest.mark.parametrize("spec", ["packed_poisoned"])
@@ -241,32 +173,32 @@ def test_a_poisoned_tail_reaches_nothing(chunks: list[Any], graphs: Any) -> None
     from user_specs import PoisonedCore
 
     for packings in ([[10, 8], [5]], [[3, 1, 1], [20, 2]]):
-        found = _step(graphs, chunks[0], packings)
+        found = run_step(graphs, chunks[0], packings)
         assert all(value.isfinite().all() for value in found.values())
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(PoisonedCore, "poison", 0.0)
-            expected = _eager(chunks[0], graphs, packings)
-        assert _differing(found, expected) == []
+            expected = run_eager(chunks[0], graphs, packings)
+        assert differing(found, expected) == []
     assert graphs.counters.replays == 2
 
 
 def test_a_step_that_does_not_fit_runs_eagerly(chunks: list[Any], graphs: Any) -> None:
-    _step(graphs, chunks[0], _PACKINGS[0])
+    run_step(graphs, chunks[0], PACKINGS[0])
     too_many = [[1] * 7, [32]]
     larger = PackedShape(9, 32)
-    batches = [_batch(lengths, seed, larger) for seed, lengths in enumerate(too_many)]
-    wrapped = graphs.wrap_forward_backward(lambda **_: _flight(chunks[0], batches))
+    batches = [packed_batch(lengths, seed, larger) for seed, lengths in enumerate(too_many)]
+    wrapped = graphs.wrap_forward_backward(lambda **_: run_flight(chunks[0], batches))
     graphs.announce(too_many)
     found = wrapped(num_microbatches=2)
     assert graphs.counters.captures == 0
-    _step(graphs, chunks[0], _PACKINGS[1])
+    run_step(graphs, chunks[0], PACKINGS[1])
     assert graphs.counters.capture_sessions == 1
     again = wrapped(num_microbatches=2, packings=too_many)
-    assert _differing(found, again) == []
-    _step(graphs, chunks[0], _PACKINGS[2], misfit="a bad day")
+    assert differing(found, again) == []
+    run_step(graphs, chunks[0], PACKINGS[2], misfit="a bad day")
     assert dict(graphs.counters.packing_overflows) == {"too many documents": 2, "a bad day": 1}
-    expected = _eager(chunks[0], graphs, _PACKINGS[3])
-    assert _differing(_step(graphs, chunks[0], _PACKINGS[3]), expected) == []
+    expected = run_eager(chunks[0], graphs, PACKINGS[3])
+    assert differing(run_step(graphs, chunks[0], PACKINGS[3]), expected) == []
     assert graphs.counters.replays == 4
     assert graphs.counters.fallbacks == {"capture warmup": 1, "packing overflow": 3}
 
@@ -279,19 +211,19 @@ def test_sequences_no_longer_than_a_document_may_be(chunks: list[Any]) -> None:
     packings = [[[9, 8, 6], [3]], [[1], [9, 9, 9, 5]], [[2, 2, 2, 2, 2], [9]]]
 
     def batches(pair: list[list[int]], of: PackedShape) -> list[dict[str, Any]]:
-        return [_batch(lengths, seed, of) for seed, lengths in enumerate(pair)]
+        return [packed_batch(lengths, seed, of) for seed, lengths in enumerate(pair)]
 
-    plain = [_flight(chunks[0], batches(pair, _SHAPE)) for pair in packings]
-    limited = [_flight(chunks[0], batches(pair, shape)) for pair in packings]
+    plain = [run_flight(chunks[0], batches(pair, SHAPE)) for pair in packings]
+    limited = [run_flight(chunks[0], batches(pair, shape)) for pair in packings]
     graphs = attach(chunks, scope="block", num_slots=[2], packing=shape)
     try:
         for pair, one, other in zip(packings, plain, limited, strict=True):
             made = batches(pair, shape)
             assert made[0]["packed_seq_params"].max_seqlen_q == 9
             assert made[0]["packed_seq_params"].cu_seqlens_q.numel() == 10
-            run = graphs.wrap_forward_backward(lambda made=made, **_: _flight(chunks[0], made))
+            run = graphs.wrap_forward_backward(lambda made=made, **_: run_flight(chunks[0], made))
             found = run(num_microbatches=2, packings=pair)
-            assert _differing(found, other) == []
+            assert differing(found, other) == []
             for number, lengths in enumerate(pair):
                 name, end = f"losses {number}", sum(lengths)
                 torch.testing.assert_close(found[name][0, :end], one[name][0, :end])
@@ -305,9 +237,9 @@ def test_sequences_no_longer_than_a_document_may_be(chunks: list[Any]) -> None:
 
 def test_what_differs_from_the_capture_is_named(chunks: list[Any], graphs: Any) -> None:
     def call(change: Any) -> None:
-        batch = _batch([4, 5])
+        batch = packed_batch([4, 5])
         change(batch["packed_seq_params"])
-        wrapped = graphs.wrap_forward_backward(lambda **_: _flight(chunks[0], [batch]))
+        wrapped = graphs.wrap_forward_backward(lambda **_: run_flight(chunks[0], [batch]))
         wrapped(num_microbatches=1, packings=[[4, 5]])
 
     call(lambda _: None)
@@ -357,7 +289,7 @@ def test_ranks_of_different_shapes_are_told() -> None:
     StepPlans(PackedBanks([PackedShape(7, 32)]), 0, first)
     StepPlans(PackedBanks([PackedShape(7, 32)]), 1, second)
     with pytest.raises(ConfigError, match=r"rank 1: the packed shape is .*another rank"):
-        StepPlans(PackedBanks([_SHAPE]), 1, second)
+        StepPlans(PackedBanks([SHAPE]), 1, second)
 
 
 @pytest.mark.parametrize("graphs", ["block", "chunk"], indirect=True)
@@ -376,7 +308,7 @@ def test_rows_behind_the_last_offset_are_refused(
     """Megatron's unfused RoPE cannot take them; its kernel leaves such rows as they were."""
     from chunkgraph.megatron.features.packing.params import split_params
 
-    batch = _batch([7, 5])
+    batch = packed_batch([7, 5])
     params = batch["packed_seq_params"]
     check = graphs.features.wrap(graphs.site.parts[0]).check_sample
     is_whole = graphs.site.parts[0].module is not graphs.site.parts[0]._block
@@ -402,7 +334,7 @@ def test_rows_behind_the_last_offset_are_refused(
     # A quarter of the rows on each of four ranks that share the microbatch.
     rows = {"input_ids": torch.zeros(1, 8)} if is_whole else {}
     part = torch.zeros(8, 1, 8) if first is not None else None
-    whole = split_params(_batch([7, 5])["packed_seq_params"], "chunk")
+    whole = split_params(packed_batch([7, 5])["packed_seq_params"], "chunk")
     check(part, **rows, **{**whole, "packed_seq_params.local_cp_size": 4})
     with pytest.raises(ConfigError, match=r"there are 8 rows \(8 on each of 1 context"):
         check(part, **rows, **whole)
@@ -458,11 +390,11 @@ def test_offsets_of_the_most_sequences_are_cut(
     )
     packings = [[[10, 8, 6], [20]], [[5, 5, 5, 5, 5], [1, 20]], [[1], [16, 16]], [[3, 9], [20]]]
     few = PackedShape(2, 32, max_document_tokens=longest)
-    _step(attached, chunks[0], packings[0], shape)  # warmup
+    run_step(attached, chunks[0], packings[0], shape)  # warmup
     assert set(seen) == {4 + extra, 2 + extra}
     for own in packings:
-        expected = _eager(chunks[0], attached, own, shape)
-        assert _differing(_step(attached, chunks[0], own, shape), expected) == []
+        expected = run_eager(chunks[0], attached, own, shape)
+        assert differing(run_step(attached, chunks[0], own, shape), expected) == []
     assert attached.replays_of_bank == {
         "32 tokens, 6 sequences": 1,
         "32 tokens, 4 sequences": 4,
@@ -470,11 +402,11 @@ def test_offsets_of_the_most_sequences_are_cut(
     }
     of_graphs = attached.counters.replays
     seen.clear()
-    _step(attached, chunks[0], [[5, 5, 5, 5, 5], [7]], shape, misfit="told")
+    run_step(attached, chunks[0], [[5, 5, 5, 5, 5], [7]], shape, misfit="told")
     # Of two layers, and again where a backward computes them anew.
     assert seen == ([6 + extra] * 2 + [2 + extra] * 2) * 2
-    expected = _eager(chunks[0], attached, [[7], [20]], few)
-    assert _differing(_step(attached, chunks[0], [[7], [20]], few), expected) == []
+    expected = run_eager(chunks[0], attached, [[7], [20]], few)
+    assert differing(run_step(attached, chunks[0], [[7], [20]], few), expected) == []
     assert attached.counters.replays == of_graphs + 2
     attached.detach()
 
@@ -483,8 +415,8 @@ def test_another_length_of_the_decoder_is_refused(chunks: list[Any]) -> None:
     """By it Megatron's stages receive, and others send as many rows as are packed."""
     from chunkgraph.megatron.attachment import attach
 
-    attached = attach(chunks, num_slots=[1], packing=_SHAPE)
-    run = attached.wrap_forward_backward(lambda **_: _flight(chunks[0], [_batch([5])]))
+    attached = attach(chunks, num_slots=[1], packing=SHAPE)
+    run = attached.wrap_forward_backward(lambda **_: run_flight(chunks[0], [packed_batch([5])]))
     step: dict[str, Any] = {"num_microbatches": 1, "packings": [[5]], "seq_length": 32}
     with pytest.raises(ConfigError, match=r"decoder_seq_length 64.*packed microbatches have 32"):
         run(**step, decoder_seq_length=64)
@@ -500,15 +432,15 @@ def test_documents_that_a_step_was_not_told_are_not_lost(
     from chunkgraph.megatron.attachment import attach
     from chunkgraph.megatron.features.packing.offset_cutter import OffsetCutter
 
-    attached = attach(chunks, num_slots=[2], packing=PackingOptions(_SHAPE, seq_buckets=(2,)))
-    batch = _batch(lengths)
-    run = attached.wrap_forward_backward(lambda **_: _flight(chunks[0], [batch]))
+    attached = attach(chunks, num_slots=[2], packing=PackingOptions(SHAPE, seq_buckets=(2,)))
+    batch = packed_batch(lengths)
+    run = attached.wrap_forward_backward(lambda **_: run_flight(chunks[0], [batch]))
     said = r"chunk 0.*, microbatch 0: packed_seq_params.cu_seqlens_q.* has more than the 1 docum"
     with pytest.raises(ConfigError, match=said):
         run(num_microbatches=1, packings=[[32]])
     run(num_microbatches=1, packings=[lengths])
     monkeypatch.setattr(OffsetCutter, "_refuse_lost", lambda *_: pytest.fail("the host waits"))
-    batch = _batch([5])
+    batch = packed_batch([5])
     run(num_microbatches=1, packings=[[5]])
     assert attached.counters.replays == 1
     attached.detach()
@@ -533,14 +465,16 @@ def test_offsets_are_cut_for_banks_of_context_parallel_sizes(
         ([[5, 5, 5, 5, 5], [1, 30]], [many, few]),
         ([[32], [3, 4, 5]], [few, many]),
     ):
-        batches = [_batch(lengths, seed, limits.shape(1)) for seed, lengths in enumerate(packings)]
+        batches = [
+            packed_batch(lengths, seed, limits.shape(1)) for seed, lengths in enumerate(packings)
+        ]
         for batch in batches:
             batch["packed_seq_params"].cp_group = None
             batch["packed_seq_params"].local_cp_size = 1
-        run = attached.wrap_forward_backward(lambda **_: _flight(chunks[0], batches))  # noqa: B023
-        expected = _eager(chunks[0], attached, packings)
+        run = attached.wrap_forward_backward(lambda **_: run_flight(chunks[0], batches))  # noqa: B023
+        expected = run_eager(chunks[0], attached, packings)
         seen.clear()
-        assert _differing(run(num_microbatches=2, contexts=keys), expected) == []
+        assert differing(run(num_microbatches=2, contexts=keys), expected) == []
         if keys == [few, few]:  # warmup
             assert seen == [3] * 8
     assert attached.counters.replays == 4
