@@ -33,7 +33,7 @@ import numpy as np
 import torch
 
 from chunkgraph.megatron.core.access import versions
-from chunkgraph.megatron.features.packing.params import make_params, put_together, take_apart
+from chunkgraph.megatron.features.packing.params import join_params, make_params, split_params
 from chunkgraph.megatron.features.packing.rope import packed_rope
 from chunkgraph.packing import PackedShape, pack
 from chunkgraph.packing.seq_counts import default_seq_buckets
@@ -313,11 +313,11 @@ def _layer_work(
             parameter.grad = torch.zeros_like(parameter)
 
     # New objects for every call, as in a replay's capture: nothing is remembered with them.
-    packing = take_apart(kwargs.pop("packed_seq_params"), "the layers")
+    packing = split_params(kwargs.pop("packed_seq_params"), "the layers")
 
     def forward() -> torch.Tensor:
         given = dict(packing)
-        put_together(given)
+        join_params(given)
         result = hidden
         for layer in layers:
             found = layer(result, *args, **kwargs, **given)

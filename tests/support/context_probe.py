@@ -208,7 +208,7 @@ def run(case: dict[str, Any]) -> list[dict[str, Any]]:
         limits = replace(limits, max_packed_seqs=5)
         banks = PackedBanks.of_limits(limits, groups)
     if "other_limits_on" in case:
-        with pytest.raises(ConfigError, match="others on another rank") as told:
+        with pytest.raises(ConfigError, match="different ones on another rank") as told:
             BankedGraphs(mine, [num_slots] * NUM_CHUNKS, banks, agree=agree)
         return gathered({"refused": str(told.value)}, groups, agree)
     graphs = BankedGraphs(

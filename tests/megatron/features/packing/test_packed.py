@@ -267,7 +267,7 @@ def test_steps_must_be_told_their_packings(chunks: list[Any], graphs: Any) -> No
         with pytest.raises(PackingError, match="rank 0, microbatch 1: "):
             run(num_microbatches=2, packings=[[3], bad])
     graphs.announce([[3]])
-    with pytest.raises(ChunkGraphError, match="announced already"):
+    with pytest.raises(ChunkGraphError, match="already announced"):
         graphs.announce([[3]])
     with pytest.raises(ConfigError, match="announced were 1 with"):
         run(num_microbatches=1, packings=[[4]])
