@@ -407,9 +407,8 @@ class ChunkGraphs:
     def release(self) -> None:
         """Drop graphs, pools and static buffers; steps run eagerly until the next capture.
 
-        All ranks call it at the same place between their steps. The next steps count as warmup
-        again, so that a new session follows by itself. Call it before process groups end whose
-        collectives are in the graphs: NCCL waits for such graphs to go, without a time limit.
+        All ranks call it between the same steps; the next steps count as warmup again. Call it
+        before process groups end whose collectives are in the graphs, for which NCCL would wait.
         """
         if self.mode is not StepMode.OUTSIDE:
             raise SlotError("release() was called inside a step; release between steps.")
