@@ -104,8 +104,8 @@ class CapturedForward:
         casting: casts operators as in the backward.
         strides: strides of the gradients of ``receiving``.
         results_grads: see `call_with`.
-        num_terms: how many gradients autograd adds up for each parameter of the chunk; 0 where
-            recomputation hides that.
+        num_terms: Number of gradients that autograd sums for each parameter of the chunk; 0 if
+            recomputation hides it, or if other calls share the parameter's cast and its sum.
     """
 
     place: SlotPlace
@@ -223,7 +223,10 @@ def _describe_outputs(
     outputs = [forward.tensors[i] for i in forward.receiving]
     _check_outputs(chunk, outputs, [*forward.inputs, *leaves])
     forward.nested = tuple(forward.receiving[n] for n in nested_among(outputs))
-    edges = edges_to_leaves(outputs)
+    # Calls of one autocast block share a cast, whose gradients eager training sums before it
+    # casts them back.
+    shares_casts = sample.autocast is not None and sample.autocast.keeps_casts
+    edges = {} if shares_casts else edges_to_leaves(outputs)
     forward.num_terms = {i: edges.get(leaf, 0) for i, leaf in enumerate(leaves)}
     module_tensors = (
         [*chunk.module.parameters(), *chunk.module.buffers()] if chunk.module is not None else []
