@@ -92,7 +92,7 @@ class StageReplays:
         is_split: whether the schedule splits backwards.
 
     Attributes:
-        chunk: what is captured.
+        chunk: The captured chunk.
         microbatch: number of the one whose forward runs.
     """
 

@@ -184,6 +184,6 @@ def test_reasons_are_zero_again_after_their_step() -> None:
     assert scalars["chunk-graphs/eager-steps/capture warmup"] == 0
     assert "chunk-graphs/dropped-tokens" not in scalars
     line = metrics.take_line()
-    anew = "steps run again (stash pages): 2 |"
-    assert line == f" graph replays:     4 | {anew} eager steps (capture warmup): 1 |"
+    rerun_text = "steps run again (stash pages): 2 |"
+    assert line == f" graph replays:     4 | {rerun_text} eager steps (capture warmup): 1 |"
     assert metrics.take_line() == " graph replays:     0 |"

@@ -271,7 +271,7 @@ def experts_split() -> Any:
 
 
 class GroupedLinear(nn.Module):
-    """In the place of Transformer Engine's layer for experts at once, on a CPU."""
+    """Replace Transformer Engine's grouped linear layer on a CPU."""
 
     def __init__(
         self,

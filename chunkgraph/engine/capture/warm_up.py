@@ -56,7 +56,7 @@ def warm_up(
         chunk: to run forward and backward.
         sample: its arguments; their values are copied.
         sinks: of its gradients, which are discarded.
-        leaves: what stands in the place of its parameters.
+        leaves: Aliases of its parameters.
         backend: whose stream.
         num_passes: how many.
         traces: whether the last forward's operators are wanted, for which one pass is run at least.

@@ -44,7 +44,7 @@ class SplitPlan:
         trace: its operators; None where no input takes a gradient, so that all of it is the weight
             half.
         temporaries: which operators of the input half make what is dead at its end.
-        held_bytes: what is held from the input half to the weight half; 0 where nobody counts.
+        held_bytes: Bytes that stay allocated between the two halves; 0 if unknown.
     """
 
     trace: BackwardTrace | None = None
@@ -67,7 +67,7 @@ def plan_split(
         chunk: a split one.
         sample: a call of it; its values are copied.
         sinks: of its gradients, which are discarded.
-        leaves: what stands in the place of its parameters.
+        leaves: Aliases of its parameters.
         backend: whose stream.
 
     Raises:

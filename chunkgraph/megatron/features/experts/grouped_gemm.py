@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch import library
 
 from chunkgraph.megatron.features.experts.grouped_weights import as_one, zero_empty
 
@@ -96,7 +97,7 @@ def _cpu_sums(grads: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         return torch.stack(sums)
 
 
-_LIBRARY = torch.library.Library("chunkgraph", "FRAGMENT")
+_LIBRARY = library.Library("chunkgraph", "FRAGMENT")
 _LIBRARY.define("grouped_rows(Tensor rows, Tensor[] weights, Tensor ends, bool is_grad) -> Tensor")
 _LIBRARY.define("grouped_weight_grads(Tensor grads, Tensor rows, Tensor ends) -> Tensor[]")
 _LIBRARY.define("grouped_sums(Tensor grads, Tensor ends) -> Tensor")

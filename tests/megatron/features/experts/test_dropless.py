@@ -224,7 +224,7 @@ def test_a_hundred_steps_with_too_little_room_are_equal_to_eager_training(
 
 
 def test_sinkhorn_ends_where_megatrons_does() -> None:
-    """With few rounds and with many; rounds that were too few are told."""
+    """Few and many rounds; a lack of rounds is reported."""
     from megatron.core.transformer.moe.moe_utils import sinkhorn
 
     from chunkgraph.megatron.features.experts.sinkhorn import BoundedSinkhorn
