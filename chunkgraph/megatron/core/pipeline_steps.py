@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -43,6 +44,25 @@ def overlapping_communicator(communicator: Any, groups: Any, config: Any) -> Any
     return communicator
 
 
+class _Functions(NamedTuple):
+    forward_step: Callable[..., Any]
+    backward_step: Callable[..., Any]
+    get_model_type: Callable[..., Any]
+    deallocate_output_tensor: Callable[..., Any]
+
+
+def _functions() -> _Functions:
+    return _Functions(
+        *private_names(
+            _SCHEDULES,
+            "forward_step",
+            "backward_step",
+            "get_model_type",
+            "deallocate_output_tensor",
+        )
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class MegatronSteps:
     """What one training step of a schedule calls of Megatron.
@@ -56,6 +76,7 @@ class MegatronSteps:
         num_microbatches: Microbatches in the step.
         collect_non_loss_data: As Megatron's schedules take it.
         losses: What the last stage's loss function reports, by microbatch.
+        functions: Megatron's functions, looked up once per step.
     """
 
     models: Sequence[nn.Module]
@@ -66,6 +87,7 @@ class MegatronSteps:
     num_microbatches: int
     collect_non_loss_data: bool
     losses: list[Any]
+    functions: _Functions
 
     @classmethod
     def of(cls, keywords: dict[str, Any]) -> MegatronSteps:
@@ -81,14 +103,14 @@ class MegatronSteps:
             num_microbatches=keywords["num_microbatches"],
             collect_non_loss_data=keywords.get("collect_non_loss_data", False),
             losses=[],
+            functions=_functions(),
         )
 
     def forward(
         self, chunk: int, microbatch: int, received: torch.Tensor | None, *, is_last: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run one forward; return the output, or the loss, and the number of tokens."""
-        (forward_step,) = private_names(_SCHEDULES, "forward_step")
-        output, num_tokens = forward_step(
+        output, num_tokens = self.functions.forward_step(
             self.forward_step_func,
             self.data[chunk],
             self.models[chunk],
@@ -112,18 +134,21 @@ class MegatronSteps:
         output_grad: torch.Tensor | None,
     ) -> torch.Tensor | None:
         """Run one backward; return the input's gradient, None on the first stage."""
-        backward_step, model_type_of = private_names(_SCHEDULES, "backward_step", "get_model_type")
-        needs_type = "model_type" in inspect.signature(backward_step).parameters
-        model_type = (model_type_of(self.models[0]),) if needs_type else ()
-        grad: torch.Tensor | None = backward_step(
-            received, output, output_grad, *model_type, self.config
+        grad: torch.Tensor | None = self.functions.backward_step(
+            received, output, output_grad, *self.model_type, self.config
         )
         return grad
 
+    @functools.cached_property
+    def model_type(self) -> tuple[Any, ...]:
+        """Return the argument that only older releases take."""
+        parameters = inspect.signature(self.functions.backward_step).parameters
+        is_taken = "model_type" in parameters
+        return (self.functions.get_model_type(self.models[0]),) if is_taken else ()
+
     def free_output(self, output: torch.Tensor) -> None:
         """Free an output that was sent, where Megatron is configured to."""
-        (free,) = private_names(_SCHEDULES, "deallocate_output_tensor")
-        free(output, self.config.deallocate_pipeline_outputs)
+        self.functions.deallocate_output_tensor(output, self.config.deallocate_pipeline_outputs)
 
     def received_shape(self, keywords: dict[str, Any]) -> tuple[int, ...]:
         """Return the shape of what stages exchange."""

@@ -18,8 +18,9 @@ _Microbatch = tuple[int, int]
 class Exchange:
     """The transfers of one rank in one step, through Megatron's communicator.
 
-    A receive is posted by `receive` and waited for by the stream that takes the tensor. A send is
-    waited for when the next one of its direction is posted: a sender keeps at most two tensors.
+    `run` posts transfers; the stream that takes a received tensor waits for it. A send is waited
+    for when the next one of its direction is posted, so a rank keeps at most two sent tensors.
+    Neighbouring stages are on different ranks.
 
     Args:
         communicator: Megatron's P2PCommunicator, or None with one rank.
@@ -42,22 +43,13 @@ class Exchange:
         self._made[op, (stage, microbatch)] = tensor
 
     def take(self, op: Op, stage: int, microbatch: int) -> torch.Tensor:
-        """Return a tensor of this rank or of another one (``op`` is its receive).
-
-        The current stream waits for it. A tensor from another stage of this rank is detached.
-        """
+        """Return a received tensor (``op`` is its receive); the current stream waits for it."""
         pending = self._sends.get(Op.SEND_F)
         if op is Op.RECV_B and pending is not None and pending[0] == (stage, microbatch):
             self._end_send(Op.SEND_F)  # its receiver has used it
-        received = self._receives.pop((op, (stage, microbatch)), None)
-        if received is not None:
-            tensor, requests = received
-            _wait(requests)
-            return tensor
-        is_forward = op is Op.RECV_F
-        made = (Op.SEND_F, stage - 1) if is_forward else (Op.SEND_B, stage + 1)
-        tensor = self._made.pop((made[0], (made[1], microbatch)))
-        return tensor.detach().requires_grad_() if is_forward else tensor
+        tensor, requests = self._receives.pop((op, (stage, microbatch)))
+        _wait(requests)
+        return tensor
 
     def run(self, action: Action) -> None:
         """Post a send or a receive."""
