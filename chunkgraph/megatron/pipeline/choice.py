@@ -9,6 +9,7 @@ from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.topology import PipelinePlace
 from chunkgraph.schedules import (
     Op,
+    Placement,
     Schedule,
     build_schedule,
     get_family,
@@ -17,7 +18,7 @@ from chunkgraph.schedules import (
 from chunkgraph.settings.pipeline import SCHEDULE_FILE_SUFFIX, SCHEDULE_RULES
 from chunkgraph.settings.rule import Facts, check
 from chunkgraph.settings.words import PROGRAM
-from chunkgraph.slots import plan_slots
+from chunkgraph.slots import in_flight, plan_slots
 
 __all__ = ["PipelineSchedule"]
 
@@ -95,7 +96,12 @@ class PipelineSchedule:
             )
             peak, per_chunk = plan.peak_in_flight, plan.slots_per_chunk
         else:
-            peak, per_chunk = _in_flight(self.file, place.pipeline_rank)
+            counts = in_flight(
+                self.file.compute_actions(place.pipeline_rank),
+                num_ranks=place.pipeline_size,
+                num_chunks=place.num_chunks,
+            )
+            peak, per_chunk = counts.together, counts.per_chunk
         return (peak,) * place.num_chunks if are_shared else per_chunk
 
 
@@ -111,19 +117,10 @@ def _read(name: str, place: PipelinePlace) -> Schedule:
             f"{name} has {sizes[0]} ranks of {sizes[1]} chunk(s), and the pipeline has "
             f"{place.pipeline_size} of {place.num_chunks}."
         )
+    if schedule.placement is not Placement.LOOP:
+        raise ConfigError(
+            f"{name} places stages in a V, but Megatron's pipelines are loops: rank r holds the "
+            "stages r, r + size, ... Number the stages in this order."
+        )
     validate(schedule)
     return schedule
-
-
-def _in_flight(schedule: Schedule, rank: int) -> tuple[int, tuple[int, ...]]:
-    """Return the most microbatches in flight on a rank, together and by chunk."""
-    now = [0] * schedule.num_chunks
-    most, peak = list(now), 0
-    for action in schedule.compute_actions(rank):
-        chunk = schedule.chunk_of(action.stage)
-        if action.op is Op.F:
-            now[chunk] += 1
-            most[chunk], peak = max(most[chunk], now[chunk]), max(peak, sum(now))
-        elif action.op.ends_lifetime:
-            now[chunk] -= 1
-    return peak, tuple(most)
