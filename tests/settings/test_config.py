@@ -8,6 +8,7 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from small_settings import SMALL
 
 from chunkgraph._text import shown
 from chunkgraph.errors import ConfigError, TopologyError
@@ -25,17 +26,6 @@ ROOT = Path(__file__).parents[2]
 SHIPPED = sorted((ROOT / "configs").glob("*/*.yaml"))
 REFERENCE = ROOT / "configs" / "reference.yaml"
 
-SMALL: dict[str, Any] = {
-    "model": {
-        "num_layers": 8,
-        "hidden_size": 64,
-        "ffn_hidden_size": 128,
-        "num_attention_heads": 4,
-        "seq_length": 32,
-    },
-    "pipeline": {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
-    "train": {"num_microbatches": [4, 6]},
-}
 FULL_RECOMPUTE = "model.recompute_granularity=full; model.recompute_method=uniform"
 
 

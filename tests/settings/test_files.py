@@ -7,24 +7,13 @@ from typing import Any
 
 import pytest
 import yaml
+from small_settings import SMALL
 
 from chunkgraph.errors import ConfigError
 from chunkgraph.settings import (
     load_config,
     load_with_origins,
 )
-
-SMALL: dict[str, Any] = {
-    "model": {
-        "num_layers": 8,
-        "hidden_size": 64,
-        "ffn_hidden_size": 128,
-        "num_attention_heads": 4,
-        "seq_length": 32,
-    },
-    "pipeline": {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
-    "train": {"num_microbatches": [4, 6]},
-}
 
 
 def _write(folder: Path, **files: Any) -> None:
