@@ -160,7 +160,7 @@ def gpus_held(
     seats = max(1, seats)
     held: list[str] = []
     with contextlib.ExitStack() as locks:
-        # One waits at a time: who needs all would wait for ever beside those who need one.
+        # One waits at a time: who needs all would wait for ever next to those who need one.
         with contextlib.ExitStack() as queue:
             _lock(queue, folder / lock("queue"), fcntl.LOCK_EX)
             if num == 0 and gpus:

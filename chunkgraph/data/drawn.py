@@ -23,7 +23,7 @@ __all__ = ["DrawnDocuments"]
 class DrawnDocuments:
     """Deterministic microbatches of documents whose number follows a distribution.
 
-    A microbatch of n documents cuts its row at n places, drawn anew for each; what lies behind the
+    A microbatch of n documents cuts its row at n places, drawn again for each; what lies behind the
     last one stays empty, about as long as a document. So the rows are as full as a data path
     leaves them that ends a microbatch before the document that has no room. A document's tokens
     are a stretch of the text from a place of its own. All is a pure function of seed, step,

@@ -15,7 +15,7 @@ _SHIPPED = "persuasion.txt"
 
 
 def shipped_text() -> bytes:
-    """The text in the package; SOURCES.md beside it says what it is and why it may be there."""
+    """The text in the package; SOURCES.md next to it says what it is and why it may be there."""
     return resources.files("chunkgraph.data").joinpath(_SHIPPED).read_bytes()
 
 

@@ -178,7 +178,7 @@ class BankSamples:
         self._is_new: set[tuple[int, Hashable]] = set()
 
     def begin_step(self) -> None:
-        """Take the first call of each kind of this step in the place of earlier ones."""
+        """Take the first call of each kind of this step instead of earlier ones."""
         self._is_new = set()
 
     def record(

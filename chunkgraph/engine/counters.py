@@ -27,8 +27,8 @@ class Counters:
             fit on this rank, or ``on another rank``.
         missing_banks: of the eager steps, those with a microbatch of a bank without graphs, by
             which and why, or ``on another rank``.
-        overflow_reruns: steps that were run anew because something had no room, by what it was.
-        recaptures: why graphs were captured anew with more room, each time.
+        overflow_reruns: steps that were run again because something had no room, by what it was.
+        recaptures: why graphs were captured again with more room, each time.
     """
 
     captures: int = 0

@@ -434,7 +434,7 @@ class ChunkGraphs:
         self._captured = None
 
     def watch_memory(self, is_replaced: Callable[[], bool], release: Callable[[], None]) -> None:
-        """Capture anew when a library has replaced, on any rank, memory that graphs work in.
+        """Capture again when a library has replaced, on any rank, memory that graphs work in.
 
         Args:
             is_replaced: asked at the end of every step, evaluation too. After a step in which it

@@ -157,7 +157,7 @@ class Slot:
             torch._foreach_copy_(statics, copied)
 
     def forget_sources(self) -> None:
-        """Load every input anew next time: a step ended between a receive and its forward."""
+        """Load every input again next time: a step ended between a receive and its forward."""
         self._sources = [None] * len(self.inputs)
 
     def load_output_grads(self, grads: Sequence[torch.Tensor | None]) -> None:

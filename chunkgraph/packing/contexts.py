@@ -1,6 +1,6 @@
 """Which ranks work on which documents: microbatches that each have a context-parallel size.
 
-The ranks that share a global batch (data parallel times context parallel: the world) are cut anew
+The ranks that share a global batch (data parallel times context parallel: the world) are cut again
 in every round into groups of 1, 2, 4, ... neighbours. Each group works on one microbatch, so that
 every rank has one microbatch in each round, and as many in a step as every other rank: pipelines
 need no more than that. Long documents go to large groups and short ones to small ones.
@@ -134,7 +134,7 @@ class ContextSchedule:
 
     Attributes:
         limits: that it keeps to.
-        rounds: each has the microbatches that run beside each other, by rank.
+        rounds: each has the microbatches that run next to each other, by rank.
     """
 
     limits: ContextLimits

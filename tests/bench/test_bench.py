@@ -163,7 +163,7 @@ def test_what_a_graph_waits_for_at_its_copies() -> None:
             kernel("Memset", 112, 1, 1, "gpu_memset"),  # 2 before, 4 behind
             kernel("gemm", 117, 10, 1),
             kernel("norm", 130, 10, 1),  # 3 between kernels
-            kernel("Memcpy", 135, 10, 1, "gpu_memcpy"),  # begins beside a kernel; 5 behind
+            kernel("Memcpy", 135, 10, 1, "gpu_memcpy"),  # begins next to a kernel; 5 behind
             kernel("Memset", 136, 1, 1, "gpu_memset"),  # within another
             kernel("add", 150, 1, 1),
             kernel("Memcpy", 300, 10, 2, "gpu_memcpy"),  # of no graph
@@ -187,7 +187,7 @@ def test_where_a_step_is_idle() -> None:
             kernel("gemm", at + 100, 50, first + 1),
             kernel("norm", at + 160, 40, first + 1),  # 10 inside
             kernel("ncclDevKernel_SendRecv", at + 150, 100, first + 3),
-            kernel("copy", at + 195, 15, first + 4),  # 5 beside the graph, then 10
+            kernel("copy", at + 195, 15, first + 4),  # 5 next to the graph, then 10
             kernel("gemm", at + 300, 100, first + 2),  # 90 of 100 between
             kernel("adam", at + 450, 50, first + 4),  # 550 of 600 behind
         ]

@@ -56,7 +56,7 @@ def test_another_question_is_asked_anew_and_the_old_one_ends(kind: str, values: 
 
 
 def test_an_expired_question_is_asked_anew_though_it_is_the_same_here() -> None:
-    """On another rank it may be another one by now, and that rank asks anew."""
+    """On another rank it may be another one by now, and that rank asks again."""
     ranks = Ranks()
     agreement = Agreement(ranks)
     agreement.post("kind", [1, 1])

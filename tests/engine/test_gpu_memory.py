@@ -94,7 +94,7 @@ def test_running_out_in_a_capture_gives_all_of_it_back() -> None:
 
 
 def test_graphs_that_are_gone_leave_no_memory_reserved() -> None:
-    """Eager steps that follow, as those that are run anew, have what eager training has."""
+    """Eager steps that follow, as those that are run again, have what eager training has."""
     module = Tower()
     gradient_of(module, module)
     torch.cuda.empty_cache()

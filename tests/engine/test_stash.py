@@ -86,7 +86,7 @@ class SavingHost(Host):
 
 
 class Captured:
-    """Chunks with a stash in graphs, beside the same chunks without either."""
+    """Chunks with a stash in graphs, next to the same chunks without either."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Documents that are spread over ranks anew, without processes: what a script is handed."""
+"""Documents that are spread over ranks again, without processes: what a script is handed."""
 
 from __future__ import annotations
 

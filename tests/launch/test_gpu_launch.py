@@ -65,7 +65,7 @@ CASES = {
         *("--fp8-amax-history-len", "4", "--fp8-amax-compute-algo", "max"),
     ],
     "pp2-fp8-tensorwise": [*FP8, *COUNTS, "--fp8-recipe", "tensorwise"],
-    # Room for all tokens from the start, so that Megatron's own loop runs no step anew.
+    # Room for all tokens from the start, so that Megatron's own loop runs no step again.
     "ep2-hybridep": [
         *("--expert-model-parallel-size", "2", "--num-experts", "8", "--moe-router-topk", "2"),
         *("--moe-ffn-hidden-size", "384", "--moe-grouped-gemm", "--moe-router-dtype", "fp32"),

@@ -207,7 +207,7 @@ def test_steps_are_announced_before_they_begin(runs: Runs, monkeypatch: pytest.M
 def test_experts_that_stash_and_run_steps_anew_equal_eager(runs: Runs) -> None:
     """Routers count every row, as without the flag: documents fill all of them.
 
-    Pages run out in the first replayed step, which is run anew from the same samples.
+    Pages run out in the first replayed step, which is run again from the same samples.
     """
     flags = ["--train-iters", "5", "--eval-interval", "9", "--hidden-dropout", "0.1"]
     flags += ["--num-layers", "2", "--spec", "packed_spec", "experts_layer", "--num-experts", "4"]
@@ -291,7 +291,7 @@ def test_ranks_share_microbatches_of_experts(runs: Runs, ranks: str) -> None:
     """Bit for bit equal to the same groups without graphs; experts are on two ranks.
 
     With tensor parallelism routers count over the groups of `RouterGroups`; in the pipeline pages
-    of the stash run out in the first replayed step, which is run anew with the same groups.
+    of the stash run out in the first replayed step, which is run again with the same groups.
     """
     flags = ["--train-iters", "4", "--eval-interval", "3", "--hidden-dropout", "0.1"]
     flags += ["--global-batch-size", "8", "--calculate-per-token-loss"]

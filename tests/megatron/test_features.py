@@ -228,5 +228,5 @@ def test_metrics_of_token_prediction_go_on(one_rank: Any, config: Any) -> None:
     assert all(any(isinstance(v, list) and v[0] > 0 for v in step.values()) for step in eager)
     assert _prediction_metrics(one_rank, config, "chunk") == eager
     assert _prediction_metrics(one_rank, config, "block") == eager
-    # The eager passes beside replays are not counted.
+    # The eager passes next to replays are not counted.
     assert _prediction_metrics(one_rank, config, "chunk", "shadow") == eager

@@ -148,7 +148,7 @@ def test_the_exit_code_is_sruns(site: Site) -> None:
     [
         ("exit 0", 0),
         ("exit 5", 5),
-        # srun reports the highest code. Where it ends the tasks beside one that failed, a rank may
+        # srun reports the highest code. Where it ends the tasks next to one that failed, a rank may
         # have ended by the signal before its task heard of it.
         ("kill -TERM $$", 1),
         ("exit 143", 1),

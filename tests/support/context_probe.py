@@ -1,4 +1,4 @@
-"""Steps in which every microbatch has a context-parallel size, beside eager; see `run_cases`."""
+"""Steps in which every microbatch has a context-parallel size, next to eager; see `run_cases`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One job with a fault in it, beside the same job without graphs; run by ``run_cases.py``."""
+"""One job with a fault in it, next to the same job without graphs; run by ``run_cases.py``."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class Poison:
     """Spoils what goes into Mamba layers, what their mixers give, and the gradients that come back.
 
     Attributes:
-        value: in all rows of the tail, a number on the device of the chunk: replays read it anew.
+        value: in all rows of the tail, a number on the device of the chunk: replays read it again.
     """
 
     def __init__(self, chunk: Any) -> None:

@@ -4,7 +4,7 @@ From the published equations of Mamba-2: with a step ``dt = softplus(dt + bias)`
 head, [width, state], is ``h(t) = exp(dt A) h(t-1) + dt x(t) B(t)^T``, read out as
 ``y(t) = h(t) C(t) + D x(t)``; x, B and C come through a causal convolution of each channel, and y
 is gated by silu(z). Where ``seq_idx`` changes, the convolution sees zeros and the state begins at
-zero. As the kernels do, the backward reads its inputs anew, ``seq_idx`` among them.
+zero. As the kernels do, the backward reads its inputs again, ``seq_idx`` among them.
 
 Layer specs are functions of this module, ``mamba_stand_in:local`` and others; each puts the
 recurrence into Megatron's mixer first, once for the process, also where the package is installed.
@@ -227,7 +227,7 @@ def _modules() -> dict[str, ModuleType]:
 def load_mixer() -> None:
     """Import Megatron's mixer with the stand-ins, which are then gone from where it found them.
 
-    Where it was imported without them, as ``megatron.training`` does, it is imported anew.
+    Where it was imported without them, as ``megatron.training`` does, it is imported again.
     """
     imported = sys.modules.get(_MIXER)
     if getattr(imported, "mamba_split_conv1d_scan_combined", None) is split_conv1d_scan:

@@ -1,4 +1,4 @@
-"""In the place of Transformer Engine's kernels that sort rows by expert, on a CPU."""
+"""Stand in for Transformer Engine's kernels that sort rows by expert, on a CPU."""
 
 from __future__ import annotations
 

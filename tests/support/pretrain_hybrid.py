@@ -69,7 +69,7 @@ def packed_seq_params(batch: dict[str, Any]) -> PackedSeqParams:
 
 
 def main() -> None:
-    """As the script, with the two functions above in the place of its own."""
+    """As the script, with the two functions above instead of its own."""
     spec = importlib.util.spec_from_file_location("pretrain_gpt", SCRIPT)
     assert spec is not None
     assert spec.loader is not None

@@ -1,4 +1,4 @@
-"""A case of `run_cases`: graphs on padded rows beside plain eager training on rows without padding.
+"""A case of `run_cases`: padded graphs next to plain eager training on rows without padding.
 
 The same documents from the same parameters in every step. Without padding means: as many rows as
 tokens, as many sequences as documents, and offsets in rows that nobody is told.

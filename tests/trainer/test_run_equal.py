@@ -24,7 +24,7 @@ def result() -> dict[str, Any]:
 
 @pytest.fixture
 def run_cases(result: dict[str, Any]) -> Callable[..., dict[str, dict[str, Any]]]:
-    """In the place of what runs jobs, for `run_equal`."""
+    """Stand in for the runner of jobs that `run_equal` uses."""
     return lambda cases, num_ranks: dict.fromkeys(cases, result)
 
 

@@ -3,7 +3,7 @@
 Autograd runs the node that accumulates a parameter's gradient on the stream where the node was
 made. DDP keeps these nodes alive from its construction, on another stream than the one that
 captures; a capture that reaches one is invalid. So a chunk is captured with fresh leaves on the
-same memory in the place of its parameters.
+same memory instead of its parameters.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ def saved_tensors(outputs: Sequence[Any], watch: LayerWatch) -> list[SavedTensor
         outputs: results of the forward; the autograd graph must be alive.
         watch: watched that forward.
     """
-    # Some are not to be seen by whoever records operators at the moment: numbers in the place of
+    # Some are not to be seen by whoever records operators at the moment: numbers instead of
     # tensors, for example.
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         return _walk(outputs, watch)

@@ -210,7 +210,7 @@ def test_latent_attention_and_experts(run_equal: Callable[..., Any], make_case: 
 def test_experts_that_stash_and_steps_run_anew(
     run_cases: Callable[..., Any], make_case: Case
 ) -> None:
-    """Slots of all sizes have the same pages; a step run anew has the sizes that it had."""
+    """Slots of all sizes have the same pages; a step run again has the sizes that it had."""
     model = {"num_layers": 2, "swiglu": True, "normalization": "LayerNorm"}
     model["layer_spec"] = "user_specs:packed_contexts_experts"
     pages = {"enabled": True, "page_bytes": 512}

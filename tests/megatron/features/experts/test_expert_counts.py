@@ -48,7 +48,7 @@ def test_what_is_computed_anew_in_a_backward_is_counted_there() -> None:
     with counts.forward():
         y = x * 2
         y.register_hook(lambda _: counts.add(1, torch.tensor([1, 1])))
-        y.sum().backward()  # within a forward, as where only a part is computed anew
+        y.sum().backward()  # within a forward, as where only a part is computed again
         assert (counts.total.tolist(), counts.is_recomputed) == ([0, 2], True)
     assert counts.total.tolist() == [0, 2]
 

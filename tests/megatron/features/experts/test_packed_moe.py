@@ -48,7 +48,7 @@ _OPTIONS = {"by_position": {"moe_token_drop_policy": "position"}}
 
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Tensors this small are only slowed down by more threads. Specs are found beside this file."""
+    """More threads only slow down tensors this small. Specs lie next to this file."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "support"))
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)

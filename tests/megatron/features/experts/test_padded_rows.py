@@ -1,4 +1,4 @@
-"""What follows from padding alone is computed once in a forward, and anew in every other one."""
+"""What follows from padding alone is computed once in a forward, and again in every other one."""
 
 from __future__ import annotations
 

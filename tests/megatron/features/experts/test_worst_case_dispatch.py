@@ -254,7 +254,7 @@ def test_room_is_given_expert_by_expert(rows: list[list[bool]], budget: int) -> 
 
 
 class _Megatrons:
-    """In the place of Megatron's manager, which wants the package."""
+    """Stand in for Megatron's manager, which needs the package."""
 
     def __init__(self, num_ranks: int) -> None:
         self.group = SimpleNamespace(size=lambda: num_ranks)

@@ -133,7 +133,7 @@ def test_a_call_of_another_bucket_is_as_that_bucket_would_have_it() -> None:
 
 
 def test_no_sequence_of_another_bucket_is_longer_than_a_document_may_be() -> None:
-    """Offsets are made anew; tables and the longest sequence are those of the wanted bucket."""
+    """Offsets are made again; tables and the longest sequence are those of the wanted bucket."""
     shape = PackedShape(5, 32, max_document_tokens=10)
     banks = PackedBanks(bucket_shapes(shape, [0.25]), [3])
 

@@ -303,7 +303,7 @@ def test_a_call_leaves_no_table_behind(
     tables: list[weakref.ref[torch.Tensor]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Nor do layers computed anew, which share one, though each has a tensor of its own for it."""
+    """Nor do layers computed again, which share one, though each has a tensor of its own for it."""
     from torch.utils.checkpoint import checkpoint
 
     from chunkgraph.megatron.features.packing.rope import forget_rope_rows, packed_rope
@@ -348,7 +348,7 @@ def test_a_call_leaves_no_table_behind(
 def test_layers_with_tables_of_their_own_keep_one_at_a_time(
     rotated: Callable[..., Any], tables: list[weakref.ref[torch.Tensor]]
 ) -> None:
-    """In a backward, which computes them anew one after the other."""
+    """In a backward, which computes them again one after the other."""
     from torch.utils.checkpoint import checkpoint
 
     from chunkgraph.megatron.features.packing.rope import forget_rope_rows, packed_rope

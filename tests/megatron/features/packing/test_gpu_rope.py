@@ -42,7 +42,7 @@ def test_the_plain_one_is_used_by_row_and_has_the_same_bits(
     ends = list(itertools.accumulate(lengths, initial=0))
     offsets = torch.tensor(ends + [ends[-1]] * num_empty, dtype=torch.int32).cuda()
     freqs = drawn(1024, 1, 1, 128) * 100
-    # Queries lie beside keys and values.
+    # Queries lie next to keys and values.
     wide, gradient = drawn(rows, 4, 3 * 128).bfloat16(), drawn(rows, 4, 128).bfloat16()
     for rank in range(cp_size):
         found = []

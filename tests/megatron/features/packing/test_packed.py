@@ -403,7 +403,7 @@ def test_offsets_of_the_most_sequences_are_cut(
     of_graphs = attached.counters.replays
     seen.clear()
     run_step(attached, chunks[0], [[5, 5, 5, 5, 5], [7]], shape, misfit="told")
-    # Of two layers, and again where a backward computes them anew.
+    # Of two layers, and again where a backward computes them again.
     assert seen == ([6 + extra] * 2 + [2 + extra] * 2) * 2
     expected = run_eager(chunks[0], attached, [[7], [20]], few)
     assert differing(run_step(attached, chunks[0], [[7], [20]], few), expected) == []

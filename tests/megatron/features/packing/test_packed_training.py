@@ -300,7 +300,7 @@ _STASH = {"enabled": True, "page_bytes": 512}
 
 
 def _check_run_anew(results: dict[str, dict[str, Any]], reruns: dict[str, list[str]]) -> None:
-    """Everything equal; steps were run anew for these reasons; the last step replays."""
+    """Everything equal; steps were run again for these reasons; the last step replays."""
     for name, result in results.items():
         equal = ("loss_equal", "grad_norm_equal", "expert_metrics_equal")
         wrong = [s for s in result["steps"] if not all(s[key] for key in equal)]
@@ -316,13 +316,13 @@ def _check_run_anew(results: dict[str, dict[str, Any]], reruns: dict[str, list[s
 def test_experts_that_stash_or_run_anew(
     run_cases: Callable[..., Any], make_case: Case, once: Callable[..., Any]
 ) -> None:
-    """A step that is run anew has the packings, buckets and misfit that were announced of it."""
+    """A step that is run again has the packings, buckets and misfit that were announced of it."""
     short = {**_STASH, "initial_bytes": 2048}
     drops = {**_EXPERTS, "token_drops": "rerun"}
     cases = {
         "stash": make_case([2, 1, 3], moe=_ROOMY, model=_SPARSE, stash=_STASH, verify="poison"),
         "rerun": make_case([2, 1, 3], moe=drops, model=_SPARSE, scope="block"),
-        # Which graphs are dropped and captured anew is the engine's.
+        # Which graphs are dropped and captured again is the engine's.
         **once(
             {
                 "buckets": make_case(

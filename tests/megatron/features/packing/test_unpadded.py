@@ -1,4 +1,4 @@
-"""Padding does not change the mathematics: graphs on padded rows beside plain eager training.
+"""Padding does not change the mathematics: graphs on padded rows next to plain eager training.
 
 Plain means Megatron as it is, on rows without padding and offsets of the documents alone. Both
 begin every step from the same parameters. The rows of a matrix product differ, so that kernels may

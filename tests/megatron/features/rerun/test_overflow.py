@@ -1,4 +1,4 @@
-"""Steps that are run anew, or given up: what they must leave as it was, on every rank."""
+"""Steps that are run again, or given up: what they must leave as it was, on every rank."""
 
 from __future__ import annotations
 
@@ -217,7 +217,7 @@ def test_graphs_and_pages_are_made_anew_where_their_memory_was_replaced(
 def test_what_forwards_decide_is_sent_before_the_last_backward(
     one_rank: Any, make_config: Any, is_recomputed: bool
 ) -> None:
-    """Experts that are computed anew are counted in backwards: then behind those."""
+    """Experts that are computed again are counted in backwards: then behind those."""
     from chunkgraph.megatron.features.experts.drop_report import DropReport
     from chunkgraph.memory.stash import StashOptions, StashReadout
 

@@ -83,7 +83,7 @@ def test_what_a_look_comes_late_for_is_an_error_on_all_ranks(
 
 @pytest.mark.parametrize("has_graphs", [False, True])
 def test_an_eager_step_gives_room_where_no_graph_has_less(has_graphs: bool) -> None:
-    """Eager passes beside replays, as `verify` runs them, must drop what the replays drop."""
+    """Eager passes next to replays, as `verify` runs them, must drop what the replays drop."""
     done: list[Any] = []
 
     class Short(Feature):

@@ -19,7 +19,7 @@ SMALL = [
     *("pipeline.data_parallel_size=1", "train.deterministic=true", "run.timeout_s=360"),
 ]
 PP1 = ["pipeline.pipeline_model_parallel_size=1"]
-# What comes to a rank differs from step to step, and a step that runs out of pages is run anew.
+# What comes to a rank differs from step to step, and a step that runs out of pages is run again.
 OF_TWO = [
     *("pipeline.data_parallel_size=2", "pipeline.expert_model_parallel_size=2"),
     "stash.headroom=1.5",

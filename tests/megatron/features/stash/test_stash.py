@@ -1,4 +1,4 @@
-"""The stash of Megatron's experts, and steps that are run anew, against eager to the last bit."""
+"""The stash of Megatron's experts, and steps that are run again, against eager to the last bit."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_one_rank(
         ),
     }
     # Every step runs out of pages but the one before the capture. Once, not for each Megatron: what
-    # runs anew and where pages lie is the engine's; "no_drops" runs anew with either, and so do
+    # runs again and where pages lie is the engine's; "no_drops" runs again with either, and so do
     # jobs of two ranks.
     without = {"initial_bytes": 0, "max_bytes": 4096}
     cases |= once(
@@ -343,7 +343,7 @@ def _capture(stash: Any) -> None:
 
 def test_every_time_more_pages_are_taken_with_twice_the_margin() -> None:
     stash = _stash(90, headroom=1.25)
-    for _ in range(2000):  # of steps that are run anew alone
+    for _ in range(2000):  # of steps that are run again alone
         assert stash.can_grow(_wanted(80))
         stash.grow(_wanted(80))
     _capture(stash)
