@@ -11,13 +11,13 @@ import gc
 import os
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from chunkgraph._collector import collector_paused
 from chunkgraph.errors import CaptureError, ChunkGraphError
@@ -27,7 +27,7 @@ from chunkgraph.graphs.failure import capture_failure
 from chunkgraph.graphs.host_constants import HostConstants, HostMemory
 from chunkgraph.graphs.legality import CapturedGenerator, check_backward
 from chunkgraph.graphs.memset_nodes import DamagedGraphError, MemsetKernels
-from chunkgraph.graphs.random_state import preserve_states, private_generator
+from chunkgraph.graphs.random_state import patched, preserve_states, private_generator
 
 __all__ = ["CUDABackend"]
 
@@ -214,6 +214,7 @@ class _CaptureMode(TorchDispatchMode):
             router.scratch.hold()
             self.scratch = router.scratch
         self.constants = HostConstants(label, memory)
+        self.generator = CapturedGenerator(label)
         self._label = label
         self._router = router
 
@@ -230,10 +231,43 @@ class _CaptureMode(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         check_backward(func, args, self._label)
+        self.generator.draw(func, args, kwargs or {})
         if self.scratch is None or self._router is None or not self._router.goes_to_scratch(func):
             return self.constants.run(func, args, kwargs or {})
         with self.scratch.serving_this_thread():
             return self.constants.run(func, args, kwargs or {})
+
+
+@contextmanager
+def _saving_states(generator: CapturedGenerator) -> Iterator[None]:
+    """Make `torch.cuda.get_rng_state` and ``set_rng_state`` use ``generator`` in a capture.
+
+    Recomputation calls them in the backward, which runs in a thread of autograd.
+    """
+
+    def saving(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def get_rng_state(*args: Any, **kwargs: Any) -> torch.Tensor:
+            if not torch.cuda.is_current_stream_capturing():
+                return original(*args, **kwargs)
+            # Without numbers: outside of the capture nobody can set it.
+            with _disable_current_modes():
+                return generator.marked(torch.empty(0, dtype=torch.uint8))
+
+        return get_rng_state
+
+    def restoring(original: Callable[..., None]) -> Callable[..., None]:
+        def set_rng_state(new_state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+            if not torch.cuda.is_current_stream_capturing():
+                return original(new_state, *args, **kwargs)
+            return generator.accept(new_state)
+
+        return set_rng_state
+
+    with (
+        patched(torch.cuda, "get_rng_state", saving),
+        patched(torch.cuda, "set_rng_state", restoring),
+    ):
+        yield
 
 
 @contextmanager
@@ -245,6 +279,18 @@ def _lifting_from_host() -> Iterator[None]:
         yield
     finally:
         torch._C._set_only_lift_cpu_tensors(before)
+
+
+class _Products(torch.autograd.Function):
+    """Products by cuBLASLt and cuBLAS, in the forward and in the backward."""
+
+    @staticmethod
+    def forward(_ctx: Any, factor: torch.Tensor) -> torch.Tensor:
+        return torch.addmm(factor[0], factor, factor) @ factor
+
+    @staticmethod
+    def backward(_ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return torch.addmm(grad[0], grad, grad) @ grad
 
 
 class CUDABackend:
@@ -301,8 +347,14 @@ class CUDABackend:
         with collector_paused(), torch.cuda.stream(self.stream):
             graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
             try:
-                with private_generator(CapturedGenerator(label)), _lifting_from_host(), mode:
+                with (
+                    private_generator(CapturedGenerator(label)),
+                    _saving_states(mode.generator),
+                    _lifting_from_host(),
+                    mode,
+                ):
                     yield handle
+                mode.generator.finish()
             except BaseException as error:
                 self._abandon(handle, generators)
                 if isinstance(error, ChunkGraphError) or not isinstance(error, Exception):
@@ -385,8 +437,7 @@ class CUDABackend:
         """
         with self.on_capture_stream(), torch.enable_grad():
             factor = torch.zeros(16, 16, device=self.device, requires_grad=True)
-            product = torch.addmm(factor[0], factor, factor) @ factor  # cuBLASLt, then cuBLAS
-            torch.autograd.backward(product, torch.zeros_like(factor))
+            torch.autograd.backward(_Products.apply(factor), factor.detach())
 
     def allocated_bytes(self) -> int:
         """Return the bytes of live tensors on the device."""

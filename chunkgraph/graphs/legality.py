@@ -96,7 +96,15 @@ def is_decided_by_node(node_name: str) -> bool:
     return node_name in _EVENLY_DISTRIBUTED or node_name in _READING_BACKWARDS
 
 
-def illegal_operation(what: str, why: str, label: str) -> IllegalOperationError:
+_KEEP_ON_DEVICE = (
+    "keep the value on the device (torch.where, masks of fixed shape), move the line out of the "
+    "chunk, or compute it on the host before the step."
+)
+
+
+def illegal_operation(
+    what: str, why: str, label: str, remedy: str = _KEEP_ON_DEVICE
+) -> IllegalOperationError:
     """Return the error for an operator that a graph cannot hold, with the user's line."""
     where = current_location()
     node = torch._C._current_autograd_node()
@@ -104,9 +112,7 @@ def illegal_operation(what: str, why: str, label: str) -> IllegalOperationError:
     if node is not None:
         place += f"\n  in the backward of {node.name()}"
     return IllegalOperationError(
-        f"{what} {why}, which a graph cannot hold; capturing {label}.{place}\n"
-        "  To do: keep the value on the device (torch.where, masks of fixed shape), move the line "
-        "out of the chunk, or compute it on the host before the step."
+        f"{what} {why}, which a graph cannot hold; capturing {label}.{place}\n  To do: {remedy}"
     )
 
 
@@ -211,10 +217,11 @@ def _one_hot_of_device(tensor: torch.Tensor, num_classes: int = -1) -> torch.Ten
 
 
 class CapturedGenerator:
-    """Replace the CPU's default generator in a capture.
+    """Replace a device's default generator in a capture.
 
-    A state that the captured work saved can be set again. Other states and seeds are refused,
-    since a replay would not set them.
+    A replay draws from where the generator then is. A saved state can be set again, as activation
+    recomputation does, but nothing may be drawn from it: the numbers would differ from the
+    forward's. Other states and seeds are refused, since a replay would not set them.
 
     Args:
         label: Name of the graph in errors.
@@ -222,15 +229,15 @@ class CapturedGenerator:
 
     def __init__(self, label: str) -> None:
         self._label = label
+        self._num_draws = 0
+        self._is_restored = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(thread_generator(), name)
 
     def get_state(self) -> torch.Tensor:
         """Return the state, which `set_state` accepts in this and other captures."""
-        state = thread_generator().get_state()
-        setattr(state, _SAVED_STATE, True)
-        return state
+        return self.marked(thread_generator().get_state())
 
     def set_state(self, state: torch.Tensor) -> torch.Generator:
         """Continue from a state that `get_state` returned.
@@ -238,9 +245,53 @@ class CapturedGenerator:
         Raises:
             IllegalOperationError: The state comes from elsewhere.
         """
-        if not hasattr(state, _SAVED_STATE):
-            raise self._refused("torch.set_rng_state")
+        self.accept(state)
         return thread_generator().set_state(state)
+
+    def draw(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Count a draw of ``func``, if it is one of the default generator.
+
+        Raises:
+            IllegalOperationError: The state was restored before.
+        """
+        if not draws(func) or explicit_generator(args, kwargs) is not None:
+            return
+        if _draws_nothing(func, args, kwargs):
+            return
+        if self._is_restored:
+            raise illegal_operation(
+                str(func),
+                "draws random numbers after the random state was restored (activation "
+                "recomputation with dropout does this)",
+                self._label,
+                "set the dropout of what is recomputed to 0, or do not recompute it.",
+            )
+        self._num_draws += 1
+
+    def finish(self) -> None:
+        """Check the end of the captured work.
+
+        Raises:
+            IllegalOperationError: A restored state is still set.
+        """
+        if self._is_restored:
+            raise self._refused("torch.set_rng_state")
+
+    def marked(self, state: torch.Tensor) -> torch.Tensor:
+        """Return ``state``, marked as the current one."""
+        setattr(state, _SAVED_STATE, (self, self._num_draws))
+        return state
+
+    def accept(self, state: torch.Tensor) -> None:
+        """Note that ``state`` is set.
+
+        Raises:
+            IllegalOperationError: It is not `marked`.
+        """
+        origin = getattr(state, _SAVED_STATE, None)
+        if origin is None:
+            raise self._refused("torch.set_rng_state")
+        self._is_restored = origin != (self, self._num_draws)
 
     def manual_seed(self, _seed: int) -> torch.Generator:
         """Raise IllegalOperationError."""
@@ -257,6 +308,16 @@ class CapturedGenerator:
             "captured work itself saved can be set)",
             self._label,
         )
+
+
+def _draws_nothing(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Return whether ``func`` is attention or dropout with a probability of 0, or in evaluation."""
+    arguments = func._schema.arguments
+    values = {a.name: a.default_value for a in arguments}
+    values |= {a.name: v for a, v in zip(arguments, args, strict=False)} | kwargs
+    if func is _aten.native_dropout.default:
+        return values["train"] is False
+    return values.get("dropout_p") == 0.0
 
 
 @contextmanager

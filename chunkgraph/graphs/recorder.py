@@ -41,7 +41,6 @@ from chunkgraph.graphs.random_state import (
     draw_privately,
     preserve_states,
     private_generator,
-    thread_generator,
     without_access,
 )
 from chunkgraph.graphs.recorded_graph import RecordedGraph, wait_for_work
@@ -119,13 +118,14 @@ class RecorderBackend:
         try:
             with (
                 preserve_states(generators),
-                private_generator(_RecordedGenerator(mode)),
+                private_generator(mode.generator),
                 as_without_modes(),
                 as_without_guard(),
                 HostReadGuard(label),
                 mode,
             ):
                 yield graph
+            mode.generator.finish()
             graph.finish(mode.log, mode.externals, tuple(self._pools))
         except ChunkGraphError:
             raise
@@ -188,36 +188,6 @@ class RecorderBackend:
         return AddressRanges([(storage.data_ptr(), storage.data_ptr() + storage.nbytes())])
 
 
-class _RecordedGenerator(CapturedGenerator):
-    """Record when the captured work saves and sets the random state.
-
-    A replay saves its current state, and later continues from it, so that recomputation draws the
-    same numbers as its forward.
-    """
-
-    def __init__(self, recording: _RecordingMode) -> None:
-        super().__init__(recording.label)
-        self._recording = recording
-
-    def get_state(self) -> torch.Tensor:
-        saved = super().get_state()
-
-        def save() -> None:
-            saved.copy_(thread_generator().get_state())
-
-        self._recording.host_call(save)
-        return saved
-
-    def set_state(self, state: torch.Tensor) -> torch.Generator:
-        generator = super().set_state(state)
-
-        def set_saved() -> None:
-            thread_generator().set_state(state)
-
-        self._recording.host_call(set_saved)
-        return generator
-
-
 class _RecordingMode(TorchDispatchMode):
     """Record every operator below autograd, of forward and backward (both run in this thread)."""
 
@@ -235,6 +205,7 @@ class _RecordingMode(TorchDispatchMode):
         self.router = router
         self.pools = pools
         self.generators = generators
+        self.generator = CapturedGenerator(label)
         self.log: list[Operation | HostCall] = []
         self.externals: list[External] = []
         # The current external memory at each address; an address can serve several in turn.
@@ -251,6 +222,7 @@ class _RecordingMode(TorchDispatchMode):
         kwargs = kwargs or {}
         check_operator(func, args, kwargs, self.label)
         check_generator(func, args, kwargs, self.generators, self.label)
+        self.generator.draw(func, args, kwargs)
         if func is _aten.lift_fresh.default:
             return self._lift(func, args[0])
         func, args = _as_recorded(func, args)

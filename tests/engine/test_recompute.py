@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -95,4 +95,21 @@ def test_a_gradient_that_would_be_lost_is_refused(backend: GraphBackend) -> None
     )
     graphs = ChunkGraphs([chunk], [1], backend=backend)
     with pytest.raises(CaptureError, match=r"neither arguments nor among its parameters \(\(32,\)"):
+        graphs.capture([torch.randn(ROWS, WIDTH, device=backend.device, requires_grad=True)])
+
+
+@pytest.mark.parametrize("backward", ["whole", "split"])
+def test_dropout_in_what_is_recomputed_is_refused(
+    backend: GraphBackend, backward: Literal["whole", "split"]
+) -> None:
+    layer = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)).to(backend.device)
+    chunk = Chunk(
+        forward=lambda x: checkpoint(layer, x, use_reentrant=False),
+        parameters=tuple(layer.parameters()),
+        label="rank 0 chunk 0",
+        module=layer,
+        backward=backward,
+    )
+    graphs = ChunkGraphs([chunk], [1], backend=backend)
+    with pytest.raises(CaptureError, match="after the random state was restored"):
         graphs.capture([torch.randn(ROWS, WIDTH, device=backend.device, requires_grad=True)])

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from chunkgraph.errors import IllegalOperationError, ReplayMismatchError
-from chunkgraph.graphs import RecorderBackend
+from chunkgraph.graphs import GraphBackend, RecorderBackend
 
 Program = Callable[..., torch.Tensor]
 
@@ -124,14 +124,30 @@ def test_a_replay_ignores_the_callers_autocast() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_recomputation_draws_the_masks_of_its_forward(reentrant: bool) -> None:
-    first, second = (nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)) for _ in range(2))
+def test_recomputation_next_to_dropout_is_equal_to_eager(reentrant: bool) -> None:
+    first, second = (nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(2))
 
     def program(x: torch.Tensor) -> torch.Tensor:
-        x = checkpoint(first, x * 1.5, use_reentrant=reentrant)
+        x = checkpoint(first, F.dropout(x * 1.5, 0.3), use_reentrant=reentrant)
         return checkpoint(second, F.dropout(x, 0.2), use_reentrant=reentrant).sum()
 
     assert_equal_to_eager_backward(program, [*first.parameters(), *second.parameters()])
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_dropout_in_what_is_recomputed_is_refused(backend: GraphBackend, reentrant: bool) -> None:
+    """A graph cannot restore the state of the generator from which its forward drew."""
+    layer = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)).to(backend.device)
+    x = torch.ones(4, 8, device=backend.device, requires_grad=True)
+    with backend.on_capture_stream():
+        checkpoint(layer, x, use_reentrant=reentrant).sum().backward()
+    with backend.capture("forward", backend.new_pool("forward")):
+        loss = checkpoint(layer, x, use_reentrant=reentrant).sum()
+    with (
+        pytest.raises(IllegalOperationError, match="after the random state was restored"),
+        backend.capture("backward", backend.new_pool("backward")),
+    ):
+        loss.backward()
 
 
 def assert_equal_to_eager_backward(
@@ -418,7 +434,7 @@ def _in_place(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 def _checkpointed(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    result = checkpoint(lambda a: F.dropout(torch.tanh(a @ w), 0.3), x, use_reentrant=False)
+    result = checkpoint(lambda a: torch.tanh(a @ w), x, use_reentrant=False)
     assert isinstance(result, torch.Tensor)
     return result
 

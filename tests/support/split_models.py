@@ -20,13 +20,13 @@ WIDTH = 16
 class Block(nn.Module):
     """A transformer layer of torch's own modules."""
 
-    def __init__(self) -> None:
+    def __init__(self, dropout: float = 0.2) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.RMSNorm(WIDTH)
         self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
         self.out = nn.Linear(WIDTH, WIDTH, bias=False)
         self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-        self.dropout = nn.Dropout(0.2)
+        self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows, length, width = x.shape
@@ -51,14 +51,16 @@ class Tied(nn.Module):
 
 
 class Recomputed(nn.Module):
-    """A layer whose forward is computed again in the backward."""
+    """A layer whose forward is computed again in the backward, next to dropout."""
 
     def __init__(self, *, use_reentrant: bool) -> None:
         super().__init__()
-        self.block, self.last = Block(), nn.Linear(WIDTH, WIDTH)
+        self.block, self.last = Block(dropout=0.0), nn.Linear(WIDTH, WIDTH)
+        self.dropout = nn.Dropout(0.2)
         self.use_reentrant = use_reentrant
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.dropout(x)
         y: torch.Tensor = checkpoint(self.block, x, use_reentrant=self.use_reentrant)
         return self.last(y)
 

@@ -99,15 +99,15 @@ class LeafGradients:
                 leaf.grad = None
                 lost.append(leaf)
                 continue
-            known, then = self._before.get(id(leaf), (None, None))
-            was_written = (
-                known is not None
-                and known() is leaf
-                and then is not None
-                and then[0] == id(leaf.grad)
-                and then[1] != _version(leaf.grad)
-            )
-            if was_written and (writes is None or _at(leaf.grad) & writes):
+            known, before = self._before.get(id(leaf), (None, None))
+            if known is None or known() is not leaf:
+                continue
+            if before == (id(leaf.grad), _version(leaf.grad)):
+                continue
+            is_same = before is not None and before[0] == id(leaf.grad)
+            if (is_same or before is None) and (writes is None or _at(leaf.grad) & writes):
+                if before is None:  # a pass of the session made it, and the capture added to it
+                    leaf.grad = None
                 lost.append(leaf)
         return lost
 

@@ -165,7 +165,6 @@ def test_a_program_that_once_differed_is_equal_or_refused(name: str) -> None:
         "an_output_without_gradient",
         "gradients_layout_is_that_of_eager",
         "running_statistics_after_a_session",
-        "masks_of_a_recomputation",
         "lstm",
         "a_constant_of_the_host",
         "shadow_and_running_statistics",
