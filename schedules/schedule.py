@@ -58,6 +58,11 @@ class Schedule:
         """Whether sends and receives are spelled out."""
         return any(action.op.is_communication for _, action in self)
 
+    @property
+    def splits_backward(self) -> bool:
+        """Whether weight gradients are computed apart from input gradients."""
+        return any(action.op is Op.W for _, action in self)
+
     def rank_of(self, stage: int) -> int:
         """The rank that holds ``stage``."""
         return rank_of(stage, self.num_ranks, self.placement)

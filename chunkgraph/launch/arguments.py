@@ -15,12 +15,12 @@ from chunkgraph.launch.flags import GraphFlags, forget_defaults, read_flags, wri
 from chunkgraph.launch.packing_rules import SCRIPT_PACKING_RULES, shape_refusals
 from chunkgraph.megatron.features import FEATURES
 from chunkgraph.megatron.features.experts.deep_ep_needs import BACKEND_NAMES, deep_ep_is_missing
-from chunkgraph.megatron.refusals import facts_of_model
-from chunkgraph.settings.pipeline import SCHEDULE_RULES, may_split_backward
+from chunkgraph.megatron.refusals import DELAY_RULES, DRIVER_RULES, facts_of_model
+from chunkgraph.settings.pipeline import SCHEDULE_RULES, splits_backward
 from chunkgraph.settings.rule import Facts, Rule, refusals
 from chunkgraph.settings.words import FLAGS
 
-__all__ = ["refuse_changed_arguments", "settle_arguments"]
+__all__ = ["refuse_changed_arguments", "schedule_of", "settle_arguments"]
 
 _NO_HOOKS = "its hooks run in Python, which a replay does not"
 _ALL_OF_A_LAYER = "a chunk graph holds all of a layer"
@@ -29,6 +29,7 @@ _QUANTIZED = "whether a layer renews its quantized weights is Python state, froz
 _LOGITS = "it reads the largest attention logits of each microbatch in Python"
 _ADDRESSES = "parameters move, and a graph remembers their addresses"
 _REFUSED = "--cuda-graph-granularity chunk cannot go together with"
+_REFUSED_SCHEDULE = "--pipeline-schedule cannot go together with"
 _GRAPH_RULES = (
     Rule(f"rl_training_cuda_graphs: Megatron would capture the same layers again; {_LEAVE_OUT}"),
     Rule(f"cuda_graph_modules=: {_ALL_OF_A_LAYER}; {_LEAVE_OUT}"),
@@ -100,7 +101,7 @@ class _AsConfig:
 def settle_arguments(args: argparse.Namespace, *, on_cpu: bool) -> GraphFlags | None:
     """Check ``args`` as parsed, and turn off Megatron's own graphs.
 
-    Granularity ``layer`` changes nothing.
+    Granularity ``layer`` changes nothing, but a schedule may drive the eager model.
 
     Args:
         args: Parsed arguments, not yet validated by Megatron; changed in place.
@@ -117,6 +118,9 @@ def settle_arguments(args: argparse.Namespace, *, on_cpu: bool) -> GraphFlags | 
     if flags is None:
         if problems:
             raise ConfigError("\n".join(problems))
+        facts = _facts(args, GraphFlags(schedule=schedule_of(args)), on_cpu=on_cpu)
+        rules = (*SCHEDULE_RULES, *DRIVER_RULES, *DELAY_RULES)
+        _refuse(refusals(rules, facts), _REFUSED_SCHEDULE)
         forget_defaults(args)
         return None
     facts = _facts(args, flags, on_cpu=on_cpu)
@@ -145,15 +149,22 @@ def refuse_changed_arguments(args: argparse.Namespace) -> None:
     _refuse(refusals(_PROGRAM_RULES, Facts(lambda name: getattr(args, name, None), FLAGS)))
 
 
-def _refuse(texts: list[str]) -> None:
+def schedule_of(args: argparse.Namespace) -> str:
+    """Return the schedule of training steps."""
+    return args.pipeline_schedule or "auto"
+
+
+def _refuse(texts: list[str], heading: str = _REFUSED) -> None:
     if texts:
         indented = (text.replace("\n", "\n    ") for text in texts)
-        raise ConfigError("\n  - ".join([_REFUSED, *indented]))
+        raise ConfigError("\n  - ".join([heading, *indented]))
 
 
 def _facts(args: argparse.Namespace, flags: GraphFlags, *, on_cpu: bool) -> Facts:
     """Return the facts that the flags state about a model that is not built yet."""
     implementation = getattr(args, "cuda_graph_impl", None)
+    if implementation == "local" and args.cuda_graph_granularity == "chunk":
+        implementation = None  # `settle_arguments` replaces it by `none`
     inference_scope = getattr(args, "inference_cuda_graph_scope", None)
     inference_scope = getattr(inference_scope, "name", inference_scope)
     sizes = flags.contexts.every if flags.contexts is not None else ()
@@ -161,8 +172,7 @@ def _facts(args: argparse.Namespace, flags: GraphFlags, *, on_cpu: bool) -> Fact
     values = {
         **asdict(flags.packing),
         "context_parallel_sizes": sizes,
-        # `local` is accepted: `settle_arguments` replaces it by `none`.
-        "cuda_graph_impl": None if implementation == "local" else implementation,
+        "cuda_graph_impl": implementation,
         "data_parallel_size": _num_copies(args),
         "has_transformer_engine": importlib.util.find_spec("transformer_engine") is not None,
         "hybrid_layer_pattern": next((p for n in patterns if (p := getattr(args, n, None))), None),
@@ -177,7 +187,7 @@ def _facts(args: argparse.Namespace, flags: GraphFlags, *, on_cpu: bool) -> Fact
         "page_bytes": None if flags.stash is None else flags.stash.page_bytes,
         "schedule": flags.schedule,
         "scope": flags.capture.scope,
-        "splits_backward": may_split_backward(flags.schedule),
+        "splits_backward": splits_backward(flags.schedule),
         "stash": flags.stash is not None,
         "token_drops": flags.token_drops,
     }

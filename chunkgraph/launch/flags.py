@@ -247,7 +247,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def read_flags(args: argparse.Namespace) -> tuple[GraphFlags | None, list[str]]:
     """Read the flags; return them and a list of errors as sentences.
 
-    With granularity ``layer``, which changes nothing, the flags are None. The result omits wrong
+    With granularity ``layer``, which captures nothing, the flags are None. The result omits wrong
     values.
 
     Args:
@@ -259,6 +259,7 @@ def read_flags(args: argparse.Namespace) -> tuple[GraphFlags | None, list[str]]:
         if (parsed := getattr(args, flag.dest)) is not None
     }
     if args.cuda_graph_granularity == "layer":
+        parsed_flags.pop(_OPTIONS["pipeline.schedule"], None)  # it drives eager steps too
         if not parsed_flags:
             return None, []
         idle = ", ".join(flag.format(parsed) for flag, parsed in parsed_flags.items())

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from chunkgraph.launch.arguments import refuse_changed_arguments, settle_arguments
+from chunkgraph.launch.arguments import refuse_changed_arguments, schedule_of, settle_arguments
 from chunkgraph.launch.document_source import DocumentSource
 from chunkgraph.launch.flags import GraphFlags, add_flags
 from chunkgraph.launch.look_ahead import num_microbatches_at
@@ -43,13 +43,17 @@ from chunkgraph.launch.step_metrics import StepMetrics
 from chunkgraph.megatron.attachment import MegatronChunkGraphs, attach, config_of
 from chunkgraph.megatron.core.access import import_megatron
 from chunkgraph.megatron.core.collectives import gather_from_data_ranks, share_in_tensor_group
+from chunkgraph.megatron.core.delayed_weights import delay_in_new_configs
 from chunkgraph.megatron.features.contexts import ContextGroups, follow_groups
 from chunkgraph.megatron.features.experts.rows_in_use import moe_layers_of
 from chunkgraph.megatron.features.experts.state import scale_expert_metrics
 from chunkgraph.megatron.features.experts.worst_case_dispatch import use_worst_case_dispatch
 from chunkgraph.megatron.features.packing.banks import PackedBanks
 from chunkgraph.megatron.features.stash.feature import stash_options
+from chunkgraph.megatron.pipeline import ScheduleDriver
+from chunkgraph.megatron.pipeline.eager import eager_driver
 from chunkgraph.megatron.topology import PipelinePlace
+from chunkgraph.settings.pipeline import splits_backward
 
 __all__ = ["ChunkGraphsInPretrain", "enable"]
 
@@ -78,6 +82,7 @@ def enable(*, on_cpu: bool = False, run_dir: Path | None = None) -> ChunkGraphsI
     hooks = ChunkGraphsInPretrain(on_cpu=on_cpu, run_dir=run_dir)
     undo = contextlib.ExitStack()
     undo.callback(patch_pretrain(hooks))
+    undo.callback(hooks.build_at_once)
     if on_cpu:
         undo.callback(count_documents_on_cpu())
     hooks.disable = undo.close
@@ -106,9 +111,16 @@ class ChunkGraphsInPretrain:
         self.on_parser: Callable[[argparse.ArgumentParser], None] = lambda _: None
         self._on_cpu = on_cpu
         self._run_dir = run_dir
+        self._driver: ScheduleDriver | None = None
+        self._undo_delay: Callable[[], None] = lambda: None
         self._metrics: StepMetrics | None = None
         self._steps: PackedSteps | None = None
         self._has_reported_failure = False
+
+    def build_at_once(self) -> None:
+        """Build layers from now on that compute weight gradients with input gradients."""
+        self._undo_delay()
+        self._undo_delay = lambda: None
 
     # -- called by Megatron --------------------------------------------------------------------
 
@@ -121,16 +133,21 @@ class ChunkGraphsInPretrain:
         """Check the flags, and turn off Megatron's own graphs."""
         self.flags = settle_arguments(args, on_cpu=self._on_cpu)
         self.was_parsed = True
+        self.build_at_once()
+        if splits_backward(schedule_of(args)):
+            self._undo_delay = delay_in_new_configs()
         if self.flags is not None:
             self.flags.capture_options()  # raises for wrong options now, before the long setup
 
     @contextlib.contextmanager
     def training(self, model: Any) -> Iterator[None]:
         """Attach graphs to the loaded and wrapped model, and detach them on every exit."""
-        if self.flags is None:
-            yield
-            return
+        self.build_at_once()
         args = pretrain_arguments()
+        if self.flags is None:
+            with self._driven(model, schedule_of(args)):
+                yield
+            return
         # The script may have changed arguments after parsing.
         refuse_changed_arguments(args)
         self.flags = flags = resolved_flags(self.flags, args)
@@ -164,6 +181,17 @@ class ChunkGraphsInPretrain:
                 undo.callback(self._steps.close)
             yield
 
+    @contextlib.contextmanager
+    def _driven(self, model: Any, schedule: str) -> Iterator[None]:
+        """Drive the eager model by a schedule inside; ``auto``: Megatron's own."""
+        if schedule != "auto":
+            chunks = list(model) if isinstance(model, (list, tuple)) else [model]
+            self._driver = eager_driver(chunks, schedule)
+        try:
+            yield
+        finally:
+            self._driver = None
+
     def _contexts(
         self, flags: GraphFlags, args: Any, chunks: Sequence[Any], undo: contextlib.ExitStack
     ) -> PackedBanks | None:
@@ -196,7 +224,7 @@ class ChunkGraphsInPretrain:
         """Wrap the schedule of a training or evaluation step while graphs are attached."""
         graphs = self.graphs
         if graphs is None:
-            return forward_backward
+            return self._driver or forward_backward
         wrapped = graphs.wrap_forward_backward(forward_backward)
         if self._steps is not None:
             graphs.before_run = self._steps.begin_run

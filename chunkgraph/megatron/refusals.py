@@ -13,7 +13,7 @@ from chunkgraph.megatron.core.fp8_recipe import fp8_recipe
 from chunkgraph.settings.rule import Facts, Rule, Words
 from chunkgraph.settings.words import PROGRAM
 
-__all__ = ["MODEL_RULES", "facts_of_model", "refuse_model"]
+__all__ = ["DELAY_RULES", "DRIVER_RULES", "MODEL_RULES", "facts_of_model", "refuse_model"]
 
 
 def _dropout(f: Facts) -> float:
@@ -50,6 +50,59 @@ _QUEUES = "its queues are Python state that a replay does not advance"
 _OUTSIDE = "weight gradients would be computed outside the graph"
 _OTHER_GRAPHS = "Megatron would capture the same layers again"
 _SAFE_RNG = "use {te_rng_tracker=true}"
+
+
+def _drives(f: Facts) -> bool:
+    return f.schedule not in (None, "auto")
+
+
+def _beside_schedule(text: str, name: str) -> Rule:
+    return Rule(text, lambda f: _drives(f) and getattr(f, name))
+
+
+_OWN_SCHEDULE = "only Megatron's own schedules do it; leave one of them out"
+DELAY_RULES = (
+    Rule(
+        f"delay_wgrad_compute: {_OUTSIDE}, unless a schedule splits backwards",
+        lambda f: f.delay_wgrad_compute and not f.splits_backward,
+    ),
+    Rule(
+        "schedule delay_wgrad_compute: layers of Transformer Engine would compute their weight "
+        "gradients with the input gradients; set it to True on Megatron's config, after the config "
+        "is created and before the model is built, and in DistributedDataParallelConfig",
+        lambda f: f.splits_backward and f.layers_at_once,
+    ),
+    Rule(
+        "schedule ddp_at_once: DDP would take weight gradients before the layers compute them; "
+        "create DistributedDataParallelConfig with delay_wgrad_compute=True",
+        lambda f: f.splits_backward and f.ddp_at_once,
+    ),
+    Rule(
+        "schedule use_transformer_engine_op_fuser: fused operations do not compute their weight "
+        "gradients apart; leave one of them out",
+        lambda f: f.splits_backward and f.use_transformer_engine_op_fuser,
+    ),
+)
+"""Rules of weight gradients that layers delay until the action W."""
+DRIVER_RULES = (
+    *(
+        _beside_schedule(f"{name} schedule: {_OWN_SCHEDULE}", name)
+        for name in (
+            "fine_grained_activation_offloading",
+            "hybrid_context_parallel",
+            "num_microbatches_with_partial_activation_checkpoints",
+            "overlap_moe_expert_parallel_comm",
+            "use_ring_exchange_p2p",
+            "variable_seq_lengths",
+        )
+    ),
+    Rule(
+        "cuda_graph_impl schedule: Megatron's graphs follow its own schedules; leave one of them "
+        "out",
+        lambda f: _drives(f) and f.cuda_graph_impl not in (None, "none"),
+    ),
+)
+"""Rules of a schedule that drives a model without chunk graphs."""
 MODEL_RULES = (
     Rule(f"fp4: {_QUANTIZED_WEIGHTS}"),
     Rule(f"use_kitchen: {_QUANTIZED_WEIGHTS}"),
@@ -65,10 +118,7 @@ MODEL_RULES = (
     Rule(f"cpu_offloading: {_QUEUES}"),
     Rule(f"fine_grained_activation_offloading: {_QUEUES}"),
     Rule("overlap_moe_expert_parallel_comm: its schedule does not call the block's forward"),
-    Rule(
-        f"delay_wgrad_compute: {_OUTSIDE}, unless a schedule splits backwards",
-        lambda f: f.delay_wgrad_compute and not f.splits_backward,
-    ),
+    *DELAY_RULES,
     Rule("hybrid_context_parallel: its schedule changes the process group between forwards"),
     Rule("variable_seq_lengths: a graph has fixed shapes"),
     Rule(
@@ -121,7 +171,7 @@ MODEL_RULES = (
     ),
     Rule(
         "use_ring_exchange_p2p schedule: it has no requests to wait for; leave one of them out",
-        lambda f: f.use_ring_exchange_p2p and f.schedule not in (None, "auto"),
+        lambda f: f.use_ring_exchange_p2p and _drives(f),
     ),
     Rule("is_fully_sharded: parameters move, and a graph remembers their addresses"),
     Rule(

@@ -16,6 +16,7 @@ from chunkgraph.engine.decide.maximum import Maximum
 from chunkgraph.errors import ChunkGraphError, ConfigError
 from chunkgraph.megatron.captured_part import CapturedPart, Scope, new_part
 from chunkgraph.megatron.core.collectives import agree_by_maximum
+from chunkgraph.megatron.core.delayed_weights import delays
 from chunkgraph.megatron.module_hooks import refuse_hooks
 from chunkgraph.megatron.pipeline.choice import PipelineSchedule
 from chunkgraph.megatron.receive import waits_for_sends
@@ -141,6 +142,8 @@ class Site:
         for index, part in enumerate(self.parts):
             part.index = index
             refuse_hooks(part.inner_modules, part.label)
+            if self.schedule is not None and self.schedule.splits_backward:
+                _refuse_delays_outside(self.chunks[index], part)
         slots = self.requested_slots
         if slots is None:
             source = self.place if self.schedule is None else self.schedule
@@ -180,6 +183,16 @@ def config_of(chunk: nn.Module) -> Any:
         f"{type(chunk).__name__} has no config: it is not a Megatron-core model. For other models "
         "use chunkgraph.ChunkGraphs."
     )
+
+
+def _refuse_delays_outside(chunk: nn.Module, part: CapturedPart) -> None:
+    captured = set(part.inner_modules.values())
+    for path, module in chunk.named_modules():
+        if delays(module) and module not in captured:
+            raise ConfigError(
+                f"{part.label}: {path} delays its weight gradients and is outside of the captured "
+                "block, so nothing would compute them. Use scope='chunk'."
+            )
 
 
 def _device_of(chunk: nn.Module) -> torch.device:

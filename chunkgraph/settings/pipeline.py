@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
-from chunkgraph.schedules import Placement, get_family, list_schedules
+from chunkgraph.errors import ConfigError
+from chunkgraph.schedules import (
+    Placement,
+    Schedule,
+    get_family,
+    list_schedules,
+    validate,
+)
 from chunkgraph.settings.rule import Facts, Rule
 from chunkgraph.settings.setting import POSITIVE, setting
 
-__all__ = ["SCHEDULE_FILE_SUFFIX", "SCHEDULE_RULES", "PipelineConfig", "may_split_backward"]
+__all__ = ["SCHEDULE_RULES", "PipelineConfig", "read_schedule", "splits_backward"]
 
-SCHEDULE_FILE_SUFFIX = ".csv"
+_FILE_SUFFIX = ".csv"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +105,7 @@ class PipelineConfig:
 
 def _is_named(f: Facts) -> bool:
     name = f.schedule
-    return name not in (None, "auto") and not name.endswith(SCHEDULE_FILE_SUFFIX)
+    return name not in (None, "auto") and not name.endswith(_FILE_SUFFIX)
 
 
 def _is_unknown(f: Facts) -> object:
@@ -110,10 +118,33 @@ def _is_in_v(f: Facts) -> bool:
     return known and get_family(f.schedule).placement is not Placement.LOOP
 
 
-def may_split_backward(name: str) -> bool:
-    """Return whether a schedule splits backwards; a file, which is not read yet, may."""
-    if name.endswith(SCHEDULE_FILE_SUFFIX):
-        return True
+def read_schedule(name: str) -> Schedule | None:
+    """Read the schedule of a CSV file; return None for the name of a schedule.
+
+    Raises:
+        ConfigError: The file cannot be read.
+        ScheduleError: It holds no valid schedule.
+    """
+    if not name.endswith(_FILE_SUFFIX):
+        return None
+    try:
+        text = Path(name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{name}: cannot read the schedule: {error}.") from None
+    schedule = Schedule.from_csv(text, name=name)
+    validate(schedule)
+    return schedule
+
+
+def splits_backward(name: str) -> bool:
+    """Return whether a schedule computes weight gradients apart from input gradients.
+
+    Raises:
+        ConfigError: The schedule's file cannot be read.
+        ScheduleError: It holds no valid schedule.
+    """
+    if (schedule := read_schedule(name)) is not None:
+        return schedule.splits_backward
     return name in list_schedules() and get_family(name).splits_backward
 
 

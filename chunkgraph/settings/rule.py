@@ -19,6 +19,7 @@ __all__ = ["Facts", "Rule", "Words", "check", "recomputes", "refusals"]
 _FIELD = re.compile(r"\{(\w+)(=?)(\w*)\}")
 _LITERALS = {"true": True, "false": False}
 _PHRASES = {
+    "ddp_at_once": "DistributedDataParallelConfig(delay_wgrad_compute=False)",
     "is_fully_sharded": "FSDP",
     "lengths_in_pipeline": "several lengths (buckets=...) in a pipeline",
     "lengths_of_experts": "several lengths (buckets=...) and experts on several ranks",

@@ -115,8 +115,9 @@ def run_eager(
         model_options: see `train`.
         on_step: callback after every step.
     """
+    pipeline = replace(config.pipeline, schedule="auto")  # the oracle is Megatron's own
     run = run_training(
-        _with_room_for_all(config),
+        replace(_with_room_for_all(config), pipeline=pipeline),
         device,
         use_graphs=False,
         ddp_options=ddp_options,

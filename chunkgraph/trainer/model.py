@@ -25,6 +25,7 @@ from chunkgraph.megatron.features.packing.attention_limits import (
 )
 from chunkgraph.packing import PackedShape
 from chunkgraph.settings import Config
+from chunkgraph.settings.pipeline import splits_backward
 from chunkgraph.settings.words import facts_of
 from chunkgraph.trainer.expert_model import expert_block_spec, expert_settings, rank_capacity_factor
 from chunkgraph.trainer.fusion import fuse_weight_gradients
@@ -61,6 +62,10 @@ def build_model(
     _refuse_packed_attention(config, device)
     _refuse_missing_dispatcher(config, device)
     transformer_config = _transformer_config(config, device, transformer_options or {})
+    delays = splits_backward(config.pipeline.schedule)
+    # Megatron's check of the field asks for expert-parallel overlap.
+    transformer_config.delay_wgrad_compute = delays
+    ddp_options = {"delay_wgrad_compute": delays, **(ddp_options or {})}
     build = (
         _gpt_chunks(config, transformer_config, device)
         if config.model.hybrid_layer_pattern is None
@@ -84,7 +89,7 @@ def build_model(
         half = import_megatron("megatron.core.transformer.module").Float16Module
         chunks = [half(transformer_config, chunk) for chunk in chunks]
     with ddp_scope():
-        chunks = _wrap_for_data_parallel(config, transformer_config, chunks, ddp_options or {})
+        chunks = _wrap_for_data_parallel(config, transformer_config, chunks, ddp_options)
     if config.train.gradient_accumulation_fusion:
         fuse_weight_gradients(chunks)
     for chunk in chunks:

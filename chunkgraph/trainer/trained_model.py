@@ -20,6 +20,7 @@ from chunkgraph.megatron.features.contexts import follow_groups
 from chunkgraph.megatron.features.experts.packed_padding import keep_padding_from_experts
 from chunkgraph.megatron.features.experts.state import forget_expert_metrics
 from chunkgraph.megatron.features.stash.feature import stash_options
+from chunkgraph.megatron.pipeline.eager import eager_driver
 from chunkgraph.megatron.receive import receiving_lengths
 from chunkgraph.settings import Config
 from chunkgraph.trainer.batches import (
@@ -129,8 +130,10 @@ class TrainedModel:
         return self.graphs
 
     def train_eagerly(self) -> None:
-        """Handle packed documents as chunk graphs do in eager steps."""
+        """Run the configured schedule, and handle packed documents as chunk graphs do."""
         config = self.config
+        if config.pipeline.schedule != "auto":
+            self.schedule = eager_driver(self.chunks, config.pipeline.schedule)
         if not config.packing.max_packed_seqs:
             return
         if config.moe.num_moe_experts is not None:

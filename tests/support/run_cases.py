@@ -52,6 +52,7 @@ class EagerRuns:
         """That of ``case``; made by ``run`` if it is the first of its kind."""
         of_graphs = ("capture", "stash", "run")
         model = {name: s for name, s in case["config"].items() if name not in of_graphs}
+        model["pipeline"] = {**model.get("pipeline", {}), "schedule": "auto"}
         apart = (
             *("ddp_options", "transformer_options", "frozen", "groups", "offsets"),
             "expert_tensor_parallel_size",

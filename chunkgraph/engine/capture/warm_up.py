@@ -78,7 +78,8 @@ def warm_up(
             outputs = [t for t in results if isinstance(t, torch.Tensor) and t.requires_grad]
             torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
             if chunk.is_split:
-                DelayedModules(chunk).run(leaves, lambda _index, _gradient: None)
+                delayed = DelayedModules(chunk.module, chunk.label)
+                delayed.run(leaves, lambda _index, _gradient: None)
             if chunk.end_of_backward is not None:
                 chunk.end_of_backward()
             del results, outputs

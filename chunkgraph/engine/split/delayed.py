@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.split.deferral import Receive
 from chunkgraph.errors import CaptureError
 
@@ -23,15 +22,19 @@ class DelayedModules:
     """Those of a chunk.
 
     Args:
-        chunk: a split one.
+        module: the chunk's module; None: it has none.
+        label: names the chunk in errors.
     """
 
-    def __init__(self, chunk: Chunk) -> None:
-        self._label = chunk.label
-        every = list(chunk.module.modules()) if chunk.module is not None else []
-        delaying = [m for m in every if _delays(m)]
+    def __init__(self, module: nn.Module | None, label: str) -> None:
+        self._label = label
+        delaying = {m for m in module.modules() if _delays(m)} if module is not None else set()
         # The method of a module that has such parts calls theirs.
-        self.modules = [m for m in delaying if not any(part in delaying for part in _parts(m))]
+        self.modules = [
+            m
+            for m in (module.modules() if delaying and module is not None else ())
+            if m in delaying and delaying.isdisjoint(_parts(m))
+        ]
 
     def run(self, leaves: Sequence[nn.Parameter], receive: Receive | None = None) -> None:
         """Have them compute the weight gradients of their oldest backward, in backward order.

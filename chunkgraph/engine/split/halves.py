@@ -75,7 +75,7 @@ def plan_split(
     """
     if not any(t.requires_grad for t in sample.tensors):
         return SplitPlan()
-    delayed = DelayedModules(chunk)
+    delayed = DelayedModules(chunk.module, chunk.label)
     tracer = BackwardTracer(chunk.label, chunk.buffers)
     take: Receive = tracer.take
     with (
@@ -268,7 +268,7 @@ class _Weights:
     ) -> None:
         self.trained: set[int] = set()
         self._forward, self._chunk, self._sinks, self._leaves = forward, chunk, sinks, leaves
-        self._delayed = DelayedModules(chunk)
+        self._delayed = DelayedModules(chunk.module, chunk.label)
         held = {id(p) for module in self._delayed.modules for p in module.parameters()}
         self._of_delayed = {i for i, leaf in enumerate(leaves) if id(leaf) in held}
         self._announced: list[int] = []

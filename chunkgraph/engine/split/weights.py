@@ -46,6 +46,7 @@ class WeightBackwards:
 
     def __init__(self, chunks: Sequence[Chunk], replayer: Replayer) -> None:
         self._chunks = tuple(chunks)
+        self._delayed = [DelayedModules(c.module, c.label) if c.is_split else None for c in chunks]
         self._replayer = replayer
         self._eager: _EagerStep | None = None
 
@@ -88,7 +89,7 @@ class WeightBackwards:
         if not any(chunk.is_split for chunk in self._chunks):
             yield
             return
-        self._eager = step = _EagerStep(self._chunks)
+        self._eager = step = _EagerStep(self._chunks, self._delayed)
         try:
             yield
         finally:
@@ -145,7 +146,8 @@ class _EagerStep:
         waiting: by chunk, microbatches whose backward has begun, oldest first.
     """
 
-    def __init__(self, chunks: Sequence[Chunk]) -> None:
+    def __init__(self, chunks: Sequence[Chunk], delayed: Sequence[DelayedModules | None]) -> None:
+        self._delayed = delayed
         self.waiting = tuple(deque[int]() for _ in chunks)
         self._chunks = chunks
         self._num_forwards = [0] * len(chunks)
@@ -163,7 +165,9 @@ class _EagerStep:
 
     def run(self, c: int) -> None:
         self.waiting[c].popleft()
-        DelayedModules(self._chunks[c]).run(())
+        delayed = self._delayed[c]
+        assert delayed is not None
+        delayed.run(())
 
     def end(self) -> None:
         left = [

@@ -196,7 +196,8 @@ class EagerPasses:
             # As in a capture: not autograd.grad, which forbids recomputation.
             torch.autograd.backward(outputs, list(grads))
             if self._chunk.is_split:
-                DelayedModules(self._chunk).run(self._aliases.leaves, self._sinks.add)
+                delayed = DelayedModules(self._chunk.module, self._chunk.label)
+                delayed.run(self._aliases.leaves, self._sinks.add)
         input_grads = tuple(t.grad for t in forward.inputs)
         return EagerBackward(input_grads, tuple(self._sums), tuple(order.seen))
 

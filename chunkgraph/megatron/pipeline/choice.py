@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.topology import PipelinePlace
-from chunkgraph.schedules import (
-    Op,
-    Placement,
-    Schedule,
-    build_schedule,
-    get_family,
-    validate,
-)
-from chunkgraph.settings.pipeline import SCHEDULE_FILE_SUFFIX, SCHEDULE_RULES
+from chunkgraph.schedules import Placement, Schedule, build_schedule, get_family
+from chunkgraph.settings.pipeline import SCHEDULE_RULES, read_schedule
 from chunkgraph.settings.rule import Facts, check
 from chunkgraph.settings.words import PROGRAM
 from chunkgraph.slots import in_flight, plan_slots
@@ -46,7 +38,9 @@ class PipelineSchedule:
             ScheduleError: The file holds no valid schedule.
         """
         check(SCHEDULE_RULES, Facts({"schedule": name}.get, PROGRAM), "This schedule cannot run:")
-        file = _read(name, place) if name.endswith(SCHEDULE_FILE_SUFFIX) else None
+        file = read_schedule(name)
+        if file is not None:
+            _check_stages(file, place)
         return cls(name, place, file)
 
     def build(self, num_microbatches: int) -> Schedule:
@@ -75,9 +69,9 @@ class PipelineSchedule:
     @property
     def splits_backward(self) -> bool:
         """Return whether backwards are split into input and weight gradients."""
-        if self.file is None:
-            return get_family(self.name).splits_backward
-        return any(action.op is Op.W for _, action in self.file)
+        if self.file is not None:
+            return self.file.splits_backward
+        return get_family(self.name).splits_backward
 
     def num_slots(self, *, are_shared: bool) -> tuple[int, ...]:
         """Return the slots that each chunk needs.
@@ -105,12 +99,8 @@ class PipelineSchedule:
         return (peak,) * place.num_chunks if are_shared else per_chunk
 
 
-def _read(name: str, place: PipelinePlace) -> Schedule:
-    try:
-        text = Path(name).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{name}: cannot read the schedule: {error}.") from None
-    schedule = Schedule.from_csv(text, name=name)
+def _check_stages(schedule: Schedule, place: PipelinePlace) -> None:
+    name = schedule.name
     sizes = (schedule.num_ranks, schedule.num_chunks)
     if sizes != (place.pipeline_size, place.num_chunks):
         raise ConfigError(
@@ -122,5 +112,3 @@ def _read(name: str, place: PipelinePlace) -> Schedule:
             f"{name} places stages in a V, but Megatron's pipelines are loops: rank r holds the "
             "stages r, r + size, ... Number the stages in this order."
         )
-    validate(schedule)
-    return schedule

@@ -10,6 +10,7 @@ from chunkgraph.megatron.core.attention_choice import same_attention
 from chunkgraph.megatron.core.cached_tables import CachedTables
 from chunkgraph.megatron.core.capture_flag import capture_flag
 from chunkgraph.megatron.core.data_parallel import is_fully_sharded
+from chunkgraph.megatron.core.delayed_weights import facts_of_delays
 from chunkgraph.megatron.core.random_state import preserve_rng, rng_is_graph_safe
 from chunkgraph.megatron.core.recompute import recomputing
 from chunkgraph.megatron.feature import Feature
@@ -38,6 +39,7 @@ class ModelState(Feature):
         return {
             "is_fully_sharded": any(map(is_fully_sharded, site.chunks)),
             "is_rng_graph_safe": rng_is_graph_safe(),
+            **facts_of_delays(site.chunks),
         }
 
     @classmethod

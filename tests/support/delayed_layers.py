@@ -1,0 +1,86 @@
+"""Linear layers that delay their weight gradients, as Transformer Engine's do, on a CPU."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+
+class _Store:
+    """Stands for Transformer Engine's WeightGradStore."""
+
+    def __init__(self, is_enabled: bool) -> None:
+        self.context: queue.Queue[tuple[torch.Tensor, torch.Tensor]] = queue.Queue()
+        self._is_enabled = is_enabled
+
+    def delay_wgrad_compute(self) -> bool:
+        return self._is_enabled
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, layer: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.layer = layer
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor, torch.Tensor | None]:
+        x, weight = ctx.saved_tensors
+        rows = grad.flatten(0, -2), x.flatten(0, -2)
+        if not ctx.layer.wgrad_store.delay_wgrad_compute():
+            return None, grad @ weight, rows[0].t() @ rows[1]
+        ctx.layer.wgrad_store.context.put(rows)
+        return None, grad @ weight, None
+
+
+class _Delaying:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.wgrad_store = _Store(self.config.delay_wgrad_compute)
+        self.hooks_after_wgrad: list[Callable[[], None]] = []
+        if self.config.delay_wgrad_compute:
+            self.weight.skip_backward_post_hook = True
+
+    def forward(self, x: torch.Tensor, *_: Any, **__: Any) -> Any:
+        """Return the product, and the bias unless it is added here."""
+        out = _Product.apply(self, x, self.weight)
+        if self.skip_bias_add or self.bias is None:
+            return out, self.bias
+        return out + self.bias, None
+
+    def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], None]) -> None:
+        """Take a hook of DDP."""
+        self.hooks_after_wgrad.append(hook)
+
+    def backward_dw(self) -> None:
+        """Compute the weight gradient of the oldest backward."""
+        if not self.config.delay_wgrad_compute:
+            return
+        grad, x = self.wgrad_store.context.get_nowait()
+        self.weight.grad = grad.t() @ x
+        for hook in self.hooks_after_wgrad:
+            hook()
+
+
+class DelayingColumn(_Delaying, ColumnParallelLinear):
+    """A column-parallel layer of one tensor-parallel rank."""
+
+
+class DelayingRow(_Delaying, RowParallelLinear):
+    """A row-parallel layer of one tensor-parallel rank."""
+
+
+def delaying() -> Any:
+    """The local spec with layers that delay where the config asks for it."""
+    spec = get_gpt_layer_local_spec()
+    attention = spec.submodules.self_attention.submodules
+    mlp = spec.submodules.mlp.submodules
+    attention.linear_qkv, attention.linear_proj = DelayingColumn, DelayingRow
+    mlp.linear_fc1, mlp.linear_fc2 = DelayingColumn, DelayingRow
+    return spec
