@@ -68,6 +68,7 @@ _PROGRAM_RULES = (
     Rule(f"save_tokens_per_expert_interval=: {_NO_HOOKS}"),
     Rule("modelopt_enabled: its distillation schedules call the model in another way"),
     Rule("export_kd_teacher_load=: distillation keeps outputs of layers by hooks in Python"),
+    Rule("flextron: hooks of layers read the budget that Python draws for each microbatch"),
     Rule(f"te_precision_config_file=: {_QUANTIZED}"),
     Rule(f"kitchen_config_file=: {_QUANTIZED}"),
     Rule(f"kitchen_recipe_number=: {_QUANTIZED}", lambda f: f.kitchen_recipe_number is not None),

@@ -155,10 +155,6 @@ MODEL_RULES = (
         lambda f: f.use_transformer_engine_op_fuser and not f.num_moe_experts and not f.fp8_recipe,
     ),
     Rule(
-        "test_mode qk_layernorm: every forward compares the norms of all data-parallel ranks on "
-        "the host; leave {test_mode=} out"
-    ),
-    Rule(
         "batch_p2p_comm overlap_p2p_comm: in an interleaved pipeline of 2 ranks each batch has "
         "two sends between the same ranks, and activations and gradients are swapped (with or "
         "without chunk graphs); use {overlap_p2p_comm=true}",

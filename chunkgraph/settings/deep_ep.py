@@ -99,11 +99,17 @@ DEEPEP_RULES = (
             "{moe_token_dispatcher_type=flex}; change one of them",
             _is_idle(setting),
         )
-        for setting in (
-            "moe_flex_dispatcher_backend",
-            "moe_expert_rank_capacity_factor",
-            "use_transformer_engine_op_fuser",
-        )
+        for setting in ("moe_flex_dispatcher_backend", "moe_expert_rank_capacity_factor")
+    ),
+    Rule(
+        "use_transformer_engine_op_fuser moe_expert_capacity_factor: fused operations hold their "
+        "own parameters, which is supported for experts that take all tokens and with "
+        "{moe_token_dispatcher_type=flex}; leave one of them out",
+        lambda f: (
+            _is_idle("use_transformer_engine_op_fuser")(f)
+            and f.moe_expert_capacity_factor is not None
+            and f.moe_expert_capacity_factor >= 0
+        ),
     ),
     _with_flex(
         "expert_model_parallel_size: it dispatches in a graph between "
@@ -166,6 +172,7 @@ DEEPEP_RULES = (
     _untried("fp8", lambda f: f.fp8),
     _untried("fp4", lambda f: f.fp4),
     _untried("recompute_granularity", lambda f: recomputes(f, "moe", "moe_act")),
+    _untried("moe_shared_expert_overlap", lambda f: f.moe_shared_expert_overlap),
     _untried("moe_permute_fusion_into_hybridep", lambda f: f.moe_permute_fusion_into_hybridep),
     _untried("moe_latent_size", lambda f: f.moe_latent_size),
 )

@@ -42,6 +42,7 @@ def parser() -> argparse.ArgumentParser:
         made = argparse.ArgumentParser(allow_abbrev=False)
         arguments.add_megatron_arguments(made)
     made.add_argument("--export-kd-teacher-load")  # of ModelOpt, which brings it where it is
+    made.add_argument("--flextron", action="store_true")  # of a script in Megatron's repository
     add_flags(made)
     return made
 
@@ -57,7 +58,7 @@ def refusal(given: str, *, on_cpu: bool = True) -> str:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ("--test-mode --qk-layernorm", "--test-mode with --qk-layernorm: every forward compares"),
+        ("--flextron", "--flextron: hooks of layers read the budget"),
         ("--export-kd-teacher-load DIR", "--export-kd-teacher-load: distillation keeps outputs"),
         (f"{WHOLE}--defer-embedding-wgrad-compute", "chunk with --defer-embedding-wgrad-compute: "),
         (
@@ -114,7 +115,7 @@ def test_wrong_values_stand_in_the_same_message() -> None:
     """One run shows all that is to be changed."""
     said = refusal(
         "--cuda-graph-warmup-steps 0 --cuda-graph-num-verify-steps 2 "
-        "--num-experts 8 --moe-shared-expert-overlap "
+        "--num-experts 8 --moe-enable-routing-replay "
         "--cuda-graph-max-packed-tokens 9 --cuda-graph-cp-schedule random "
         "--cuda-graph-stash-max-bytes 9 --cuda-graph-modules attn"
     )
@@ -126,7 +127,7 @@ def test_wrong_values_stand_in_the_same_message() -> None:
         "--cuda-graph-cp-schedule random has no effect",
         "--cuda-graph-stash-max-bytes 9 has no effect",
         "--cuda-graph-modules: ",
-        "--moe-shared-expert-overlap: ",
+        "--moe-enable-routing-replay: ",
     ):
         assert f"\n  - {start}" in said
 

@@ -76,8 +76,10 @@ _TAKEN = (
     (_DEEPSEEK, f"{_ALL_TO_ALL} {_EP2} {_PP2} --moe-permute-fusion"),
     (_DEEPSEEK, f"{_ALL_TO_ALL} --mtp-num-layers 1"),
     (_DEEPSEEK, f"{_ALL_GATHER} {_TP2}"),
+    (_DEEPSEEK, f"{_ALL_TO_ALL} {_EP2} --moe-shared-expert-overlap"),
     (_QWEN, f"{_ALL_TO_ALL} {_EP2}"),
     (_QWEN, f"{_ALL_GATHER} {_EP2}"),
+    (_QWEN, f"{_ALL_GATHER} --use-transformer-engine-op-fuser"),
     (_QWEN, f"{_ALL_TO_ALL} --moe-router-load-balancing-type global_aux_loss"),
     (_QWEN, f"{_ALL_TO_ALL} --moe-router-load-balancing-type none --moe-permute-fusion"),
     (_QWEN, f"{_ALL_TO_ALL} --recompute-granularity selective --recompute-modules moe"),
@@ -90,7 +92,6 @@ _REFUSED = (
     ),
     (_MIXTRAL, f"{_ALL_TO_ALL} --fp8-format hybrid", "--fp8-format hybrid without --moe-expert-"),
     (_MIXTRAL, f"{_ALL_TO_ALL} --moe-expert-capacity-factor 1", "--moe-pad-expert-input-to-"),
-    (_DEEPSEEK, f"{_ALL_TO_ALL} --moe-shared-expert-overlap", "--moe-shared-expert-overlap: "),
     (
         _QWEN,
         "--moe-token-dispatcher-type flex",
@@ -98,8 +99,8 @@ _REFUSED = (
     ),
     (
         _QWEN,
-        f"{_ALL_TO_ALL} --use-transformer-engine-op-fuser",
-        "it belongs to --moe-token-dispatcher-type flex",
+        f"{_ALL_TO_ALL} {_ROOM} --use-transformer-engine-op-fuser",
+        "fused operations hold their own parameters",
     ),
 )
 

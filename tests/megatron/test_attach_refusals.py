@@ -112,8 +112,8 @@ def test_several_refusals_are_told_at_once(chunks: list[nn.Module]) -> None:
 
     chunks[0].config.cpu_offloading = True
     chunks[0].config.num_moe_experts = 2
-    chunks[0].config.moe_shared_expert_overlap = True
-    with pytest.raises(ConfigError, match=r"(?s)cpu_offloading.*moe_shared_expert_overlap"):
+    chunks[0].config.moe_enable_routing_replay = True
+    with pytest.raises(ConfigError, match=r"(?s)cpu_offloading.*moe_enable_routing_replay"):
         attach(chunks)
 
 

@@ -323,6 +323,31 @@ def _grouped_modules(*_: Any, **__: Any) -> Any:
     return experts.TEGroupedMLP, MLPSubmodules(linear_fc1=GroupedLinear, linear_fc2=GroupedLinear)
 
 
+class FusedExperts(experts.TEGroupedMLP):
+    """Run in Megatron's eager passes where Transformer Engine's fused operations would."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._with_fused_impl = True
+
+    def _fused_forward(
+        self, rows: torch.Tensor, splits: torch.Tensor, probs: torch.Tensor, *_: Any
+    ) -> torch.Tensor:
+        assert isinstance(splits, torch.Tensor), "fused operations cannot use the graphs' splits"
+        self._with_fused_impl = False
+        try:
+            output, _ = self.forward(rows, splits, probs)
+        finally:
+            self._with_fused_impl = True
+        return output
+
+
+def fused_experts() -> Any:
+    """Return `grouped_experts` with `FusedExperts`; earlier releases do not fuse them."""
+    with mock.patch.object(experts, "TEGroupedMLP", FusedExperts):
+        return grouped_experts()
+
+
 def _split_layer(spec: Any) -> Any:
     spec.submodules.input_layernorm = SplitNorm
     spec.submodules.pre_mlp_layernorm = SplitNorm

@@ -133,6 +133,8 @@ class AllToAllRows(Dispatch):
         """Sort tokens by expert."""
         megatrons = self._megatrons
         megatrons.hidden_shape, megatrons.probs = hidden.shape, probs
+        if megatrons.shared_experts is not None:
+            megatrons.shared_experts.pre_forward_comm(hidden)
         hidden = hidden.view(-1, hidden.shape[-1])
         megatrons.hidden_shape_before_permute = hidden.shape
         num_rows = hidden.shape[0] * self._top_k
@@ -153,17 +155,19 @@ class AllToAllRows(Dispatch):
         self, rows: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Send each rank of the experts its piece."""
-        if self._num_ranks == 1:
-            return rows, probs
-        assert self._counts is not None
-        by_rank = self._counts.view(self._num_ranks, self._num_local).sum(1)
-        piece = self._bounded(rows.shape[0] // self._top_k, by_rank.max())
-        self._cut = pieces_of(by_rank, rows.shape[0], piece)
-        group = self._megatrons.ep_group
-        return (
-            self._module.all_to_all(group, self._cut.move(rows)),
-            self._module.all_to_all(group, self._cut.move(probs)),
-        )
+        megatrons, shared = self._megatrons, self._megatrons.shared_experts
+        if self._num_ranks > 1:
+            assert self._counts is not None
+            by_rank = self._counts.view(self._num_ranks, self._num_local).sum(1)
+            piece = self._bounded(rows.shape[0] // self._top_k, by_rank.max())
+            self._cut = pieces_of(by_rank, rows.shape[0], piece)
+            rows, probs = self._cut.move(rows), self._cut.move(probs)
+        # Megatron's order: the shared experts overlap with the transfer of the rows.
+        _wait(shared)
+        rows = self._module.all_to_all(megatrons.ep_group, rows)
+        if shared is not None:
+            shared.linear_fc1_forward_and_act(rows)
+        return rows, self._module.all_to_all(megatrons.ep_group, probs)
 
     def dispatch_postprocess(
         self, rows: torch.Tensor, probs: torch.Tensor
@@ -200,10 +204,13 @@ class AllToAllRows(Dispatch):
 
     def token_combine(self, rows: torch.Tensor, *_args: object, **_kwargs: object) -> torch.Tensor:
         """Send pieces back."""
-        if self._cut is None:
-            return rows
-        pieces = self._module.all_to_all(self._megatrons.ep_group, rows)
-        return self._cut.move_back(pieces)
+        megatrons, shared = self._megatrons, self._megatrons.shared_experts
+        _wait(shared)
+        rows = self._module.all_to_all(megatrons.ep_group, rows)
+        if shared is not None:
+            shared.linear_fc2_forward(rows)
+            shared.post_forward_comm()
+        return rows if self._cut is None else self._cut.move_back(rows)
 
     def combine_postprocess(self, rows: torch.Tensor) -> torch.Tensor:
         """Add up the results of each token."""
@@ -218,7 +225,10 @@ class AllToAllRows(Dispatch):
         )
         self._chosen = self._pairs = self._cut = None
         self._places = self._ends = self._counts = megatrons.probs = None
-        return output.view(megatrons.hidden_shape)
+        output = output.view(megatrons.hidden_shape)
+        if megatrons.shared_experts is not None:
+            output += megatrons.shared_experts.get_output()
+        return output
 
 
 class AllGatherRows(Dispatch):
@@ -272,6 +282,12 @@ class AllGatherRows(Dispatch):
         self._chosen = megatrons.local_map = None
         megatrons.reversed_local_input_permutation_mapping = None
         return output
+
+
+def _wait(shared_experts: Any) -> None:
+    """Make the stream of overlapped shared experts wait, in releases whose dispatcher does."""
+    if hasattr(shared_experts, "wait_current_stream"):
+        shared_experts.wait_current_stream()
 
 
 def dispatch_of(dispatcher: Any, room: RowRoom, note: Note, *, has_padding: bool) -> Dispatch:

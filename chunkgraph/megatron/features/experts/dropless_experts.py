@@ -24,6 +24,7 @@ from chunkgraph.megatron.features.experts.grouped_gemm import (
 __all__ = ["DeviceSplits", "expert_linears", "experts_on_device"]
 
 _EXPERTS = "megatron.core.transformer.moe.experts"
+_FUSED = "_with_fused_impl"
 _Linear = Callable[..., tuple[torch.Tensor, Any]]
 
 
@@ -145,10 +146,22 @@ def _grouped(eager: Callable[..., Any]) -> Callable[..., Any]:
         with (
             _forward(self.linear_fc1, linear(self.linear_fc1)),
             _forward(self.linear_fc2, linear(self.linear_fc2)),
+            _unfused(self),
         ):
             return eager(self, hidden, tokens_per_expert, *args)
 
     return forward
+
+
+@contextmanager
+def _unfused(experts: Any) -> Iterator[None]:
+    """Make experts call their linear layers, where Transformer Engine would fuse them."""
+    undo = patch_attributes(experts, {_FUSED: False}) if hasattr(experts, _FUSED) else None
+    try:
+        yield
+    finally:
+        if undo is not None:
+            undo()
 
 
 def _apply_bias(eager: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -35,7 +35,6 @@ def _balances_by(kind: str) -> Callable[[Facts], bool]:
 
 
 MOE_RULES = (
-    _rule("moe_shared_expert_overlap: it keeps activations in Python between its parts"),
     _rule("moe_use_legacy_grouped_gemm: its kernels read the token counts on the host"),
     _rule(f"moe_router_padding_for_quantization: {_ROWS}"),
     _rule(f"moe_router_padding_for_fp8: {_ROWS}"),

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Self
+
+from torch import nn
 
 from chunkgraph.megatron.core.attention_choice import same_attention
 from chunkgraph.megatron.core.cached_tables import CachedTables
 from chunkgraph.megatron.core.capture_flag import capture_flag
 from chunkgraph.megatron.core.data_parallel import is_fully_sharded
 from chunkgraph.megatron.core.delayed_weights import facts_of_delays
+from chunkgraph.megatron.core.gated_delta import states_on_device
 from chunkgraph.megatron.core.random_state import preserve_rng, rng_is_graph_safe
 from chunkgraph.megatron.core.recompute import recomputing
+from chunkgraph.megatron.core.test_mode import without_realtime_tests
 from chunkgraph.megatron.feature import Feature
 from chunkgraph.megatron.refusals import MODEL_RULES
 from chunkgraph.megatron.scope_choice import SCOPE_RULES
@@ -25,13 +29,14 @@ class ModelState(Feature):
     """Handle random state, recomputation, cached tables, and Megatron's flag of a capture.
 
     Args:
-        tables: The cached tables of the captured modules.
+        modules: The captured modules.
     """
 
     rules = (*MODEL_RULES, *SCOPE_RULES)
 
-    def __init__(self, tables: CachedTables) -> None:
-        self._tables = tables
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules = modules
+        self._tables = CachedTables(modules)
 
     @classmethod
     def facts(cls, site: Site) -> Mapping[str, object]:
@@ -45,7 +50,7 @@ class ModelState(Feature):
     @classmethod
     def of(cls, site: Site) -> Self:
         """Apply to every model."""
-        return cls(CachedTables(module for part in site.parts for module in part.modules))
+        return cls([module for part in site.parts for module in part.modules])
 
     @contextmanager
     def preserving(self) -> Iterator[None]:
@@ -56,7 +61,13 @@ class ModelState(Feature):
     @contextmanager
     def capturing(self) -> Iterator[None]:
         """Set Megatron's flag of a capture, and hold the tables that captures read."""
-        with capture_flag(), recomputing(), self._tables.hold():
+        with (
+            capture_flag(),
+            recomputing(),
+            self._tables.hold(),
+            states_on_device(self._modules),
+            without_realtime_tests(),
+        ):
             yield
 
     @contextmanager

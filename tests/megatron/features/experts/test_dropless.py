@@ -37,6 +37,7 @@ _GATED = {"num_layers": 2, "swiglu": True, "normalization": "RMSNorm", "hidden_d
 # Megatron's own experts with biases fail on one rank.
 _UNBIASED = {"add_bias_linear": False}
 _GATHERED = {"moe_token_dispatcher_type": "allgather"}
+_OVERLAP = {"moe_shared_expert_overlap": True, "add_bias_linear": False}
 
 
 def _case(
@@ -98,6 +99,7 @@ def test_one_rank(
             model={"recompute_granularity": "selective", "recompute_modules": ["moe"]},
         ),
         "plain": _case(make, _EXPERTS, model={"swiglu": False}, options=_UNBIASED),
+        "overlapped": _case(make, _BIASED, options=_OVERLAP, capture={"verify": "poison"}),
         "sinkhorn": _case(
             make,
             {**_EXPERTS, "moe_aux_loss_coeff": 0.0},
@@ -142,6 +144,7 @@ def test_experts_that_are_multiplied_at_once(
             model={**grouped, "swiglu": False},
             capture={"verify": "poison"},
         ),
+        "fused": _case(make_config, many, model={"layer_spec": "user_specs:fused_experts"}),
     }
     _check(run_equal(cases, 1))
 
@@ -161,6 +164,7 @@ def test_two_ranks(
         "ep2": _case(make, _BIASED, pipeline=shared, train=overlap),
         "ep2_gathered": _case(make, {**_BIASED, **_GATHERED}, pipeline=shared),
         "ep2_stash": _case(make, _BIASED, pipeline=shared, stash={"enabled": True}),
+        "ep2_overlapped": _case(make, _BIASED, options=_OVERLAP, pipeline=shared),
         "ep2_plain": _case(make, _EXPERTS, model={"swiglu": False}, pipeline=shared),
         "tp2": _split(make, _BIASED),
         "tp2_gathered": _split(make, {**_EXPERTS, **_GATHERED}),

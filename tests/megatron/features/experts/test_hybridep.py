@@ -45,7 +45,7 @@ RANK_FACTOR = "moe_expert_rank_capacity_factor"
         ({"expert_model_parallel_size": 3}, "expert_model_parallel_size=3: it does not divide"),
         (
             {"moe_token_dispatcher_type": "alltoall"},
-            "op_fuser=True with .*'alltoall'",
+            "rank_capacity_factor=.* with .*'alltoall': it belongs",
         ),
     ],
 )
