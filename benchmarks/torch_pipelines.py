@@ -1,17 +1,25 @@
 """Eager schedules of torch.distributed.pipelining against the same ones on captured stages.
 
-    torchrun --nproc-per-node 4 benchmarks/torch_pipelines.py --json torch_pipelines.json
+    torchrun --nproc-per-node 2 benchmarks/torch_pipelines.py --json torch_pipelines.json
+    python benchmarks/torch_pipelines.py --simulate --json split_backward.json
 
 A transformer, with as many layers on every rank, trains by each schedule class: first as torch
 alone runs it, then with graphs, from the same weights on the same data. Losses, gradients of the
-last step and parameters are compared to the last bit, also with eager 1F1B. Runs on GPUs (NCCL), or
-without them on CPUs (gloo), where only the comparison means something. Exits with 1 if a schedule
-differs from eager.
+last step and parameters are compared to the last bit, also with eager 1F1B. Each class prints a
+line and is added to the JSON file when it is done; one that takes longer than the time limit ends
+the command with the places where its threads are. Runs on GPUs (NCCL), or without them on CPUs
+(gloo), where only the comparison means something. Exits with 1 if a schedule differs from eager.
+
+With ``--simulate`` one process times the graphs of one stage: F, B and its halves I and W. It
+counts their GEMMs in a profile, and simulates steps of several schedules and pipeline sizes with
+the times, for torch's layers and, if installed, Transformer Engine's with delayed weight gradients.
+Exits with 1 if the halves have other GEMMs than the whole backward.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import gc
 import hashlib
 import json
@@ -20,7 +28,8 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +38,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import pipelining
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+from torch_layers import torch_layer
 
 from chunkgraph.pipelining import GraphedSchedule, GraphedStage
 
@@ -42,24 +52,6 @@ SCHEDULES = {
     "ScheduleDualPipeV": 2,
 }
 _V_SHAPED = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
-
-
-class Layer(nn.Module):
-    """A transformer layer with causal attention, normalized first."""
-
-    def __init__(self, number: int, width: int, num_heads: int) -> None:
-        super().__init__()
-        self.number, self.num_heads = number, num_heads
-        self.norm, self.mlp_norm = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Attend, then apply the MLP."""
-        heads = self.qkv(self.norm(x)).unflatten(-1, (3, self.num_heads, -1)).transpose(1, 3)
-        attended = nn.functional.scaled_dot_product_attention(*heads.unbind(2), is_causal=True)
-        x = x + self.out(attended.transpose(1, 2).flatten(2))
-        return x + self.down(nn.functional.gelu(self.up(self.mlp_norm(x))))
 
 
 @dataclass(frozen=True)
@@ -107,7 +99,8 @@ def _layers(size: Size, stage: int, num_stages: int, device: torch.device) -> nn
     layers = []
     for number in range(stage * per_stage, (stage + 1) * per_stage):
         torch.manual_seed(number)
-        layers.append(Layer(number, size.width, size.num_heads).to(device, dtype))
+        with device:
+            layers.append(torch_layer(size.width, size.num_heads).to(dtype))
     return nn.Sequential(*layers)
 
 
@@ -155,9 +148,10 @@ def _run(schedule: str, size: Size, device: torch.device, *, has_graphs: bool) -
         run.counters = {name: getattr(counters, name) for name in names}
     if device.type == "cuda":
         run.reserved_bytes = torch.cuda.max_memory_reserved(device)
-    for layer in (layer for module in modules for layer in module if isinstance(layer, Layer)):
-        tensors = [t for p in layer.parameters() for t in (p.grad, p.detach())]
-        run.digests[layer.number] = _digest(tensors)
+    for index, module in zip(indices, modules, strict=True):
+        for number, layer in enumerate(module, index * len(module)):
+            tensors = [t for p in layer.parameters() for t in (p.grad, p.detach())]
+            run.digests[number] = _digest(tensors)
     if graphed is not None:
         graphed.graphs.release()
     return run
@@ -176,8 +170,8 @@ def _train(
     optimizer = torch.optim.SGD([p for m in modules for p in m.parameters()], lr=0.01)
     for number, (x, target) in enumerate(_batches(size, modules[0], device)):
         losses: list[torch.Tensor] = []
-        if number == size.num_warmup_steps and device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
+        if number == size.num_warmup_steps - 1:
+            _begin_memory_measurement(device)
         dist.barrier()
         _synchronize(device)
         started = time.perf_counter()
@@ -195,10 +189,17 @@ def _batches(
     size: Size, module: nn.Module, device: torch.device
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     dtype = next(module.parameters()).dtype
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator(device).manual_seed(1)
     for _ in range(size.num_warmup_steps + size.num_steps):
         shape = (2, size.num_microbatches, size.sequence, size.width)
-        yield torch.randn(shape, generator=generator).to(device, dtype).unbind()
+        yield torch.randn(shape, generator=generator, device=device, dtype=dtype).unbind()
+
+
+def _begin_memory_measurement(device: torch.device) -> None:
+    """Give back what earlier steps and the capture left cached, and begin to measure the peak."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
 
 
 def _digest(tensors: Sequence[torch.Tensor | None]) -> str:
@@ -233,35 +234,102 @@ def _summary(runs: Sequence[Run]) -> dict[str, Any]:
     }
 
 
-def _compare(size: Size, names: Sequence[str], device: torch.device) -> list[dict[str, Any]]:
-    base: dict[str, Any] | None = None
-    compared = []
+def _compare(
+    name: str, size: Size, device: torch.device, base: dict[str, Any] | None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Run a schedule class both ways; return the comparison, and the results without graphs."""
+    started = time.perf_counter()
+    eager, graphs = (
+        _gathered_run(name, size, device, has_graphs=has_graphs) for has_graphs in (False, True)
+    )
+    expected, results = _results(eager), _results(graphs)
+    row = {
+        "schedule": name,
+        "eager": _summary(eager),
+        "graphs": _summary(graphs),
+        "equal_to_eager": results == expected,
+        "equal_to_eager_1f1b": None if base is None else results == base,
+        "duration_s": time.perf_counter() - started,
+    }
+    bytes_of = [row[kind]["reserved_bytes_by_rank"] for kind in ("graphs", "eager")]
+    if all(map(all, bytes_of)):
+        row["reserved_of_eager"] = max(a / b for a, b in zip(*bytes_of, strict=True))
+    return row, expected
+
+
+def _line(row: dict[str, Any]) -> str:
+    eager, graphs = row["eager"]["step_ms"], row["graphs"]["step_ms"]
+    memory = f"{row['reserved_of_eager']:9.3f}" if "reserved_of_eager" in row else f"{'-':>9}"
+    equal = "yes" if row["equal_to_eager"] else "NO"
+    times = f"{eager:10.2f} {graphs:10.2f} {graphs / eager:9.3f} {memory}"
+    return f"{row['schedule']:30} {times} {equal:>5} {row['duration_s']:8.1f}"
+
+
+def _write(text: str) -> None:
+    """Print on the first rank, at once."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+
+def _compare_all(
+    names: Sequence[str], size: Size, device: torch.device, limit_s: float, path: Path | None
+) -> bool:
+    """Run all schedule classes; return whether all were equal."""
+    base = None
+    document = {
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+        "num_ranks": dist.get_world_size(),
+        "torch": torch.__version__,
+        "settings": asdict(size),
+        "schedules": [],
+    }
+    header = f"{'schedule':30} {'eager ms':>10} {'graphs ms':>10} {'of eager':>9} {'reserved':>9}"
+    _write(f"{header} equal  seconds\n")
     for name in names:
-        eager, graphs = (
-            _gathered_run(name, size, device, has_graphs=has_graphs) for has_graphs in (False, True)
-        )
+        faulthandler.dump_traceback_later(limit_s, exit=True)
+        row, expected = _compare(name, size, device, base)
+        faulthandler.cancel_dump_traceback_later()
         if name == "Schedule1F1B":
-            base = _results(eager)
-        compared.append(
-            {
-                "schedule": name,
-                "eager": _summary(eager),
-                "graphs": _summary(graphs),
-                "equal_to_eager": _results(graphs) == _results(eager),
-                "equal_to_eager_1f1b": None if base is None else _results(graphs) == base,
-            }
-        )
-    return compared
+            base = expected
+            row["equal_to_eager_1f1b"] = row["equal_to_eager"]
+        document["schedules"].append(row)
+        _write(_line(row) + "\n")
+        if path is not None and dist.get_rank() == 0:
+            path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    return all(row["equal_to_eager"] for row in document["schedules"])
 
 
-def _print(compared: Sequence[dict[str, Any]]) -> None:
-    lines = [f"{'schedule':30} {'eager ms':>10} {'graphs ms':>10} {'of eager':>9} equal"]
-    for row in compared:
-        eager, graphs = row["eager"]["step_ms"], row["graphs"]["step_ms"]
-        shown = "yes" if row["equal_to_eager"] else "NO"
-        times = f"{eager:10.2f} {graphs:10.2f} {graphs / eager:9.3f}"
-        lines.append(f"{row['schedule']:30} {times} {shown}")
-    sys.stdout.write("\n".join(lines) + "\n")
+def _simulate(size: Size, device: torch.device, path: Path | None) -> bool:
+    """Time one stage, and simulate; return whether halves of backwards have the same GEMMs."""
+    from split_backward import as_text, simulate_stage
+
+    rows = simulate_stage(size.layers_per_rank, size.width, size.num_heads, size.sequence, device)
+    document = {
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+        "torch": torch.__version__,
+        "settings": asdict(size),
+        "stages": rows,
+    }
+    if path is not None:
+        path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    _write(as_text(rows))
+    gemms = [row["num_gemms"] for row in rows if "num_gemms" in row]
+    return all(n["I"] + n["W"] == n["B"] for n in gemms)
+
+
+def _device() -> torch.device:
+    """Return the device of this rank, with deterministic kernels on GPUs."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    # With NCCL_MULTI_RANK_GPU_ENABLE=1 ranks may share a GPU.
+    index = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
+    device = torch.device("cuda", index)
+    torch.cuda.set_device(device)
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # kernels that train nothing
+    return device
 
 
 def main() -> int:
@@ -275,34 +343,26 @@ def main() -> int:
     parser.add_argument("--num-microbatches", type=int, default=8)
     parser.add_argument("--num-warmup-steps", type=int, default=3)
     parser.add_argument("--num-steps", type=int, default=10)
+    parser.add_argument("--time-limit", type=float, default=60, help="seconds for each schedule")
+    parser.add_argument("--simulate", action="store_true", help="time and simulate one stage")
     parser.add_argument("--json", type=Path, help="write the result to this file")
     options = vars(parser.parse_args())
     names, path = options.pop("schedules"), options.pop("json")
+    limit_s, simulates = options.pop("time_limit"), options.pop("simulate")
     size = Size(**options)
-    if size.num_warmup_steps < 2:
-        parser.error("--num-warmup-steps must be 2 or more: the second step captures")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
-    else:
-        device = torch.device("cpu")
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    compared = _compare(size, names, device)
-    if dist.get_rank() == 0:
-        _print(compared)
-        document = {
-            "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
-            "num_ranks": dist.get_world_size(),
-            "torch": torch.__version__,
-            "settings": options,
-            "schedules": compared,
-        }
-        if path is not None:
-            path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    if size.num_warmup_steps < 3:
+        parser.error("--num-warmup-steps must be 3 or more: the second step captures")
+    device = _device()
+    if simulates:
+        return int(not _simulate(size, device, path))
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        timeout=timedelta(seconds=max(60, 2 * limit_s)),
+        device_id=device if device.type == "cuda" else None,
+    )
+    are_equal = _compare_all(names, size, device, limit_s, path)
     dist.destroy_process_group()
-    return int(not all(row["equal_to_eager"] for row in compared))
+    return int(not are_equal)
 
 
 if __name__ == "__main__":

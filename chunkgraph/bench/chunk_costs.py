@@ -11,7 +11,7 @@ import torch
 
 from chunkgraph.engine import ChunkGraphs
 
-__all__ = ["chunk_costs"]
+__all__ = ["chunk_costs", "chunk_graphs"]
 
 
 def chunk_costs(
@@ -31,25 +31,29 @@ def chunk_costs(
         For each chunk the ms of F and B, or of F, I and W; without I where a chunk's inputs take
         no gradient. Empty without graphs.
     """
+    measure = _on_gpu if device.type == "cuda" else _on_host
+    costs = []
+    for graphs in chunk_graphs(engine):
+        with torch.no_grad():
+            times = measure([graph.replay for graph in graphs.values()], num_repeats)
+        costs.append(dict(zip(graphs, map(statistics.median, times), strict=True)))
+    return costs
+
+
+def chunk_graphs(engine: ChunkGraphs) -> list[dict[str, Any]]:
+    """Return the graphs of the first slot of each chunk, by F, B, I and W; empty without graphs."""
     captured = getattr(engine, "_captured", None)
-    if captured is None:
-        return []
-    return [_costs_of(slots[0], device, num_repeats) for slots in captured.slots]
+    return [] if captured is None else [_graphs_of(slots[0]) for slots in captured.slots]
 
 
-def _costs_of(slot: Any, device: torch.device, num_repeats: int) -> dict[str, float]:
+def _graphs_of(slot: Any) -> dict[str, Any]:
     is_split = slot.weight_graph is not None
     graphs = {
         "F": slot.forward_graph,
         "I" if is_split else "B": slot.backward_graph,
         "W": slot.weight_graph,
     }
-    graphs = {name: graph for name, graph in graphs.items() if graph is not None}
-    replays = [graph.replay for graph in graphs.values()]
-    measure = _on_gpu if device.type == "cuda" else _on_host
-    with torch.no_grad():
-        times = measure(replays, num_repeats)
-    return dict(zip(graphs, map(statistics.median, times), strict=True))
+    return {name: graph for name, graph in graphs.items() if graph is not None}
 
 
 def _on_gpu(replays: Sequence[Callable[[], None]], num_repeats: int) -> list[list[float]]:

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 
 from chunkgraph.errors import TopologyError
 from chunkgraph.schedules import CostModel, build_schedule, get_family, simulate
 from chunkgraph.settings import Config
 
-__all__ = ["PIPELINE_SIZES", "merged_costs", "simulated_steps"]
+__all__ = [
+    "PIPELINE_SIZES",
+    "cost_model",
+    "merged_costs",
+    "simulated_step_ms",
+    "simulated_steps",
+]
 
 PIPELINE_SIZES = (2, 4, 8)
 _SCHEDULES = ("1f1b", "interleaved", "zb-h1", "interleaved-zb")
@@ -31,13 +38,8 @@ def simulated_steps(costs: Mapping[str, float], config: Config) -> dict[str, dic
     """
     if "F" not in costs or not ("B" in costs or {"I", "W"} <= costs.keys()):
         return {}
-    halves = {"input_grad_ms": costs.get("I"), "weight_grad_ms": costs.get("W")}
-    has_halves = None not in halves.values()
-    model = CostModel(
-        forward_ms=costs["F"],
-        backward_ms=costs.get("B") or costs["I"] + costs["W"],
-        **{name: ms for name, ms in halves.items() if ms is not None},
-    )
+    has_halves = {"I", "W"} <= costs.keys()
+    model = cost_model(costs)
     steps: dict[str, dict[str, float]] = {}
     for name in _SCHEDULES:
         family = get_family(name)
@@ -45,16 +47,34 @@ def simulated_steps(costs: Mapping[str, float], config: Config) -> dict[str, dic
             continue
         steps[name] = {}
         num_chunks = family.num_chunks or max(2, config.pipeline.num_model_chunks)
+        scaled = model.scaled(config.pipeline.num_model_chunks / num_chunks)
         for size in PIPELINE_SIZES:
-            try:
-                schedule = build_schedule(
-                    name,
-                    num_ranks=size,
-                    num_chunks=num_chunks,
-                    num_microbatches=max(config.train.num_microbatches),
+            with suppress(TopologyError):
+                steps[name][str(size)] = simulated_step_ms(
+                    name, scaled, size, num_chunks, max(config.train.num_microbatches)
                 )
-            except TopologyError:
-                continue
-            scaled = model.scaled(config.pipeline.num_model_chunks / num_chunks)
-            steps[name][str(size)] = simulate(schedule, scaled).makespan_ms
     return steps
+
+
+def cost_model(costs: Mapping[str, float]) -> CostModel:
+    """Return the costs of a chunk from the ms of F, and of B or of both I and W."""
+    halves = {"input_grad_ms": costs.get("I"), "weight_grad_ms": costs.get("W")}
+    return CostModel(
+        forward_ms=costs["F"],
+        backward_ms=costs.get("B") or costs["I"] + costs["W"],
+        **{name: ms for name, ms in halves.items() if ms is not None},
+    )
+
+
+def simulated_step_ms(
+    name: str, costs: CostModel, num_ranks: int, num_chunks: int, num_microbatches: int
+) -> float:
+    """Return the ms of a step of a schedule family.
+
+    Raises:
+        TopologyError: the schedule cannot run these sizes.
+    """
+    schedule = build_schedule(
+        name, num_ranks=num_ranks, num_chunks=num_chunks, num_microbatches=num_microbatches
+    )
+    return simulate(schedule, costs).makespan_ms

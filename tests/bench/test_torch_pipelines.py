@@ -57,3 +57,53 @@ def test_schedules_with_graphs_are_measured_and_equal(
             assert counters["weight_replays"] == (32 if num_stages == 2 else 0)
         assert row["eager"]["counters_by_rank"] == [{}, {}]
         assert row["schedule"] in done.stdout
+        assert ("reserved_of_eager" in row) is (device == "cuda")
+
+
+def _run_alone(*arguments: str) -> subprocess.CompletedProcess[str]:
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(
+        [sys.executable, "benchmarks/torch_pipelines.py", *_SIZES["cpu"], *arguments],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **alone},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+@pytest.mark.timeout(120)
+def test_a_schedule_beyond_its_time_limit_leaves_the_earlier_ones(
+    tmp_path: Path, free_port: Callable[[], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    path = tmp_path / "result.json"
+    names = ("Schedule1F1B", "ScheduleGPipe")
+    done = _run_alone("--schedules", *names, "--num-steps", "2", "--json", str(path))
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(path.read_text())["schedules"]
+    limit = "0.01"  # of this, not even the first one is done
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    ended = _run_alone("--schedules", *names, "--time-limit", limit)
+    assert ended.returncode == 1
+    assert "Timeout" in ended.stderr
+    assert "in _compare" in ended.stderr  # where it was
+    assert [row["schedule"] for row in rows] == list(names)
+
+
+@pytest.mark.timeout(120)
+def test_a_stage_is_timed_and_simulated(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    done = _run_alone("--simulate", "--json", str(path))
+    assert done.returncode == 0, done.stderr
+    row = json.loads(path.read_text())["stages"][0]
+    assert row["layers"] == "torch"
+    # Four linear layers in each of two: none is computed twice, or left out.
+    assert row["num_gemms"] == {"F": 8, "B": 16, "I": 8, "W": 8}
+    costs = row["costs_ms"]
+    assert row["halves_of_backward"] == (costs["I"] + costs["W"]) / costs["B"]
+    assert list(row["share_of_1f1b"]) == ["2,8", "4,8", "4,16", "8,16"]
+    for shares in row["share_of_1f1b"].values():
+        assert shares["1f1b"] == 1
+        assert 0.5 < shares["interleaved"] < 1

@@ -1,4 +1,4 @@
-"""The example runs as it says."""
+"""The examples run as they say."""
 
 from __future__ import annotations
 
@@ -10,24 +10,48 @@ from pathlib import Path
 
 import pytest
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "torch_pipelining.py"
+EXAMPLES = Path(__file__).parents[2] / "examples"
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.multigpu)]
 
 
-@pytest.mark.timeout(200)
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.multigpu)])
-def test_the_example_is_equal_to_eager(device: str, free_port: Callable[[], int]) -> None:
+def _output(name: str, device: str, port: int) -> str:
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     done = subprocess.run(
-        [*torchrun, "--master-port", str(free_port()), EXAMPLE],
-        env={**os.environ, "PYTHONPATH": str(EXAMPLE.parents[1]), **hidden},
+        [*torchrun, "--master-port", str(port), EXAMPLES / name],
+        env={**os.environ, "PYTHONPATH": str(EXAMPLES.parent), **hidden},
         capture_output=True,
         text=True,
         timeout=180,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("losses equal to eager: True") == 2
-    assert "captures=2," in done.stdout
-    assert "captures=1," in done.stdout
-    assert len([line for line in EXAMPLE.read_text().splitlines() if line.strip()]) <= 60
+    return done.stdout
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_example_is_equal_to_eager(device: str, free_port: Callable[[], int]) -> None:
+    output = _output("torch_pipelining.py", device, free_port())
+    assert output.count("losses equal to eager: True") == 2
+    assert "captures=2," in output
+    assert "captures=1," in output
+    lines = (EXAMPLES / "torch_pipelining.py").read_text().splitlines()
+    assert len([line for line in lines if line.strip()]) <= 60
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("device", DEVICES)
+def test_stages_of_torchtitan_are_equal_to_eager(device: str, free_port: Callable[[], int]) -> None:
+    output = _output("torchtitan_stages.py", device, free_port())
+    assert output.count("losses equal to eager: True") == 4
+    # By rank, 1F1B has 2 and 1 slots, and ZBV 4 + 1 and 3 + 2; three of four steps replay.
+    for line, captures, replays in [
+        ("rank 0: 1F1B", 2, 12),
+        ("rank 1: 1F1B", 1, 12),
+        ("rank 0: ZBVZeroBubble", 5, 24),
+        ("rank 1: ZBVZeroBubble", 5, 24),
+    ]:
+        (found,) = [text for text in output.splitlines() if text.startswith(line)]
+        assert f"captures={captures}, " in found
+        assert f" replays={replays}, " in found

@@ -1,0 +1,122 @@
+"""Train stages that are cut by module names, as torchtitan's are, under 1F1B and ZBV.
+
+    torchrun --nproc-per-node 2 examples/torchtitan_stages.py
+
+Each stage is a copy of a whole debug model without the modules of other stages, in a PipelineStage;
+the schedule's class comes from its name; the loss is a sum over tokens, scaled by their number.
+Compares losses with those of the same steps without graphs.
+"""
+
+import copy
+import os
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+
+from chunkgraph.pipelining import GraphedSchedule
+
+VOCABULARY, WIDTH, SEQUENCE, NUM_LAYERS, NUM_STEPS = 64, 32, 16, 6, 4
+NUM_MICROBATCHES = 4
+
+uses_gpus = torch.cuda.is_available()
+device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if uses_gpus else torch.device("cpu")
+if uses_gpus:
+    torch.cuda.set_device(device)
+dist.init_process_group("nccl" if uses_gpus else "gloo")
+rank, num_ranks = dist.get_rank(), dist.get_world_size()
+
+
+class Model(nn.Module):
+    """A debug model, whose forward runs what is left of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.tok_embeddings = nn.Embedding(VOCABULARY, WIDTH)
+        layers = {
+            str(i): nn.TransformerEncoderLayer(
+                WIDTH, 4, 4 * WIDTH, dropout=0.0, batch_first=True, norm_first=True
+            )
+            for i in range(NUM_LAYERS)
+        }
+        self.layers = nn.ModuleDict(layers)
+        self.norm, self.lm_head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, x):
+        """Run a stage: tokens or hidden states in, hidden states or logits out."""
+        x = x if self.tok_embeddings is None else self.tok_embeddings(x)
+        for layer in self.layers.values():
+            x = layer(x)
+        return x if self.lm_head is None else self.lm_head(self.norm(x))
+
+
+def module_names(num_stages):
+    """Return the modules of each stage."""
+    parts = [f"layers.{i}" for i in range(NUM_LAYERS)]
+    cuts = [NUM_LAYERS * i // num_stages for i in range(num_stages + 1)]
+    names = [parts[a:b] for a, b in pairwise(cuts)]
+    return [["tok_embeddings", *names[0]], *names[1:-1], [*names[-1], "norm", "lm_head"]]
+
+
+def stages_of(schedule):
+    """Return this rank's stages of a new model."""
+    is_single = issubclass(get_schedule_class(schedule), PipelineScheduleSingle)
+    num_stages = num_ranks if is_single else 2 * num_ranks
+    torch.manual_seed(0)
+    whole = Model().to(device)
+    stages = []
+    for i in [rank] if is_single else [rank, num_stages - 1 - rank]:
+        part, names = copy.deepcopy(whole), module_names(num_stages)[i]
+        for name in ("tok_embeddings", "norm", "lm_head"):
+            if name not in names:
+                setattr(part, name, None)
+        for number in [n for n in part.layers if f"layers.{n}" not in names]:
+            del part.layers[number]
+        stages.append(PipelineStage(part, i, num_stages, device))
+    return stages
+
+
+def loss_fn(logits, labels):
+    """Sum over tokens, as a share of all tokens of a step."""
+    total = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    return total / (NUM_MICROBATCHES * SEQUENCE)
+
+
+def train(schedule, *, has_graphs):
+    """Train a few steps; return the losses, which only the rank of the last stage has."""
+    stages = stages_of(schedule)
+    cls = get_schedule_class(schedule)
+    local = stages[0] if issubclass(cls, PipelineScheduleSingle) else stages
+
+    def make(count):
+        return cls(local, count, loss_fn=loss_fn, scale_grads=False)
+
+    graphed = GraphedSchedule(stages, make, (NUM_MICROBATCHES,)) if has_graphs else None
+    step = (graphed or make(NUM_MICROBATCHES)).step
+    optimizer = torch.optim.AdamW([p for s in stages for p in s.submod.parameters()], lr=0.01)
+    generator = torch.Generator().manual_seed(1)
+    every_loss = []
+    for _ in range(NUM_STEPS):
+        tokens = torch.randint(VOCABULARY, (NUM_MICROBATCHES, SEQUENCE + 1), generator=generator)
+        tokens, losses = tokens.to(device), []
+        args = [tokens[:, :-1]] if any(s.is_first for s in stages) else []
+        is_last = any(s.is_last for s in stages)
+        options = {"target": tokens[:, 1:], "losses": losses} if is_last else {}
+        optimizer.zero_grad()
+        step(*args, return_outputs=False, **options)
+        optimizer.step()
+        every_loss += [loss.detach() for loss in losses]
+    return every_loss, graphed and graphed.graphs.counters
+
+
+same = True
+for name in ("1F1B", "ZBVZeroBubble"):
+    expected, _ = train(name, has_graphs=False)
+    losses, counters = train(name, has_graphs=True)
+    same = same and len(expected) == len(losses) and all(map(torch.equal, expected, losses))
+    print(f"rank {rank}: {name}: {counters}; losses equal to eager: {same}")
+dist.destroy_process_group()
+raise SystemExit(not same)
