@@ -1,8 +1,12 @@
-"""Draw a simulated schedule as an SVG picture, without any plotting library."""
+"""Draw a simulated schedule as an SVG picture, without any plotting library.
+
+A box is an action. Its colour is its slot, lighter for later chunks; a bar below the boxes joins
+the forward of a microbatch with the backward that frees the slot.
+"""
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+import colorsys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from xml.sax.saxutils import escape
@@ -10,124 +14,147 @@ from xml.sax.saxutils import escape
 from .action import Op
 from .simulate import Simulation, Span
 
-__all__ = ["COLOURS", "draw_svg"]
+__all__ = ["colour_of", "draw_svg"]
 
-COLOURS: Mapping[Op, str] = {
-    Op.F: "#a9cbf5",
-    Op.B: "#a8ddb0",
-    Op.I: "#8fdcd6",
-    Op.W: "#fbcf92",
-}
-"""Fill of every operation, the same in all pictures. Bubbles are white."""
-
+_HUES = (0.58, 0.08, 0.36, 0.92, 0.14, 0.74, 0.48, 0.02)
+"""Of slots, in their order; neighbours differ for colour-blind readers too."""
+_GREY = "#d5d9df"
 _NAMES = {
-    Op.F: "F: forward",
-    Op.B: "B: backward",
-    Op.I: "I: input gradient",
-    Op.W: "W: weight gradient",
+    Op.F: "F forward",
+    Op.B: "B backward",
+    Op.I: "I input gradient",
+    Op.W: "W weight gradient",
 }
 _FONT = "font-family='DejaVu Sans, Verdana, Arial, sans-serif'"
 _MARGIN = 16.0
 _RANK_LABEL_WIDTH = 58.0
-_ROW_HEIGHT = 40.0
-_PANEL_GAP = 34.0
-_HEADER_HEIGHT = 78.0
-_TITLE_SIZE, _TEXT_SIZE, _MICROBATCH_SIZE, _DETAIL_SIZE = 15.0, 11.0, 12.0, 8.5
+_BOX_HEIGHT = 34.0
+_LANE_HEIGHT = 5.0
+_ROW_GAP = 10.0
+_HEADER_HEIGHT = 104.0
+_FOOTER_HEIGHT = 30.0
+_TITLE_SIZE, _TEXT_SIZE, _ACTION_SIZE, _DETAIL_SIZE = 15.0, 11.0, 12.0, 8.5
 # Width of one character over the font size, a little more than the fonts above need.
 _EM = 0.66
+_Slots = Mapping[tuple[int, int], int]
 
 
 @dataclass(frozen=True, slots=True)
-class _Layout:
-    px_per_ms: float
-    panel_ms: float
-    num_panels: int
+class _Picture:
+    """What is drawn and where.
+
+    Attributes:
+        simulation: The timeline.
+        slots: Slot of every (stage, microbatch), None to leave them out.
+        ranks: The rows, from the top.
+        px_per_ms: Horizontal scale.
+        lanes: For every rank, the number of the bar of each (chunk, slot).
+    """
+
+    simulation: Simulation
+    slots: _Slots | None
     ranks: tuple[int, ...]
-    makespan_ms: float
-    min_width: float
+    px_per_ms: float
+    lanes: Mapping[int, Mapping[tuple[int, int], int]]
 
     @property
     def left(self) -> float:
         return _MARGIN + _RANK_LABEL_WIDTH
 
-    @property
-    def width(self) -> float:
-        longest = min(self.panel_ms, self.makespan_ms)
-        return max(self.left + longest * self.px_per_ms + _MARGIN, self.min_width)
+    def x(self, ms: float) -> float:
+        return self.left + ms * self.px_per_ms
 
-    @property
-    def panel_height(self) -> float:
-        return _ROW_HEIGHT * len(self.ranks) + _PANEL_GAP
+    def row_height(self, rank: int) -> float:
+        return _BOX_HEIGHT + _LANE_HEIGHT * len(self.lanes[rank]) + _ROW_GAP
 
     @property
     def height(self) -> float:
-        return _HEADER_HEIGHT + self.panel_height * self.num_panels + 4.0
+        return _HEADER_HEIGHT + sum(map(self.row_height, self.ranks)) + _FOOTER_HEIGHT
 
-    def top(self, panel: int) -> float:
-        return _HEADER_HEIGHT + self.panel_height * panel
+    def key_of(self, span: Span) -> tuple[int, int]:
+        """Return the chunk and the slot of an action; slot 0 without slots."""
+        action = span.action
+        chunk = self.simulation.schedule.chunk_of(action.stage)
+        return chunk, 0 if self.slots is None else self.slots[action.stage, action.microbatch]
+
+    def fill_of(self, span: Span) -> str:
+        if self.slots is None:
+            return _GREY
+        return colour_of(*self.key_of(span), self.simulation.schedule.num_chunks)
+
+    def texts_of(self, span: Span) -> tuple[str, str]:
+        """Return the large and the small text of a box."""
+        chunk, slot = self.key_of(span)
+        has_chunks = self.simulation.schedule.num_chunks > 1
+        parts = [f"c{chunk}"] * has_chunks + [f"s{slot}"] * (self.slots is not None)
+        return f"{span.action.op.value}{span.action.microbatch}", " ".join(parts)
+
+
+def colour_of(chunk: int, slot: int, num_chunks: int) -> str:
+    """Return the colour of a slot: the hue is the slot's, the shade the chunk's."""
+    hue = _HUES[slot % len(_HUES)]
+    lightness = 0.62 + 0.24 * chunk / max(1, num_chunks - 1) if num_chunks > 1 else 0.72
+    saturation = 0.62 if slot < len(_HUES) else 0.34
+    channels = colorsys.hls_to_rgb(hue, lightness, saturation)
+    return "#" + "".join(f"{round(255 * channel):02x}" for channel in channels)
 
 
 def draw_svg(
     simulation: Simulation,
     *,
-    slots: Mapping[tuple[int, int], int] | None = None,
+    slots: _Slots | None = None,
     title: str | None = None,
-    max_width_px: float = 1240.0,
     ranks: Sequence[int] | None = None,
 ) -> str:
     """Draw a timeline: a row per rank, a box per action with microbatch, chunk and slot.
 
     Args:
         simulation: The timeline.
-        slots: Slot of every (stage, microbatch), left out of the boxes if None.
+        slots: Slot of every (stage, microbatch), left out of the picture if None.
         title: Heading, default made from the sizes.
-        max_width_px: Time wraps into further panels beyond this width.
         ranks: Ranks to draw, default all.
 
     Returns:
-        A complete SVG document.
+        A complete SVG document, as wide as the step is long.
     """
-    schedule, costs = simulation.schedule, simulation.costs
-    shown = tuple(range(schedule.num_ranks) if ranks is None else ranks)
-    present = [op for op in COLOURS if any(action.op is op for _, action in schedule)]
+    picture = _picture(simulation, slots, ranks)
     heading = _default_title(simulation) if title is None else title
-    how_to_read = _how_to_read(schedule.num_chunks, has_slots=slots is not None)
-    # Boxes of the shortest action hold the longest label.
-    durations = (costs[a.stage].duration_ms(a.op) for _, a in schedule if a.op in present)
-    unit_ms = min(durations, default=1.0)
-    widest = max((_box_text_width(simulation, slots, rank) for rank in shown), default=0.0)
-    px_per_ms = (widest + 5.0) / unit_ms
-    room_px = max(max_width_px - 2 * _MARGIN - _RANK_LABEL_WIDTH, widest + 5.0)
-    num_units = max(1, int(room_px / px_per_ms / unit_ms))
-    makespan = simulation.makespan_ms
-    layout = _Layout(
-        px_per_ms=px_per_ms,
-        panel_ms=num_units * unit_ms,
-        num_panels=max(1, -int(-makespan // (num_units * unit_ms))),
-        ranks=shown,
-        makespan_ms=makespan,
-        min_width=2 * _MARGIN
-        + max(
-            len(heading) * _TITLE_SIZE * _EM,
-            len(how_to_read) * _TEXT_SIZE * _EM,
-            sum(_legend_width(op) for op in present),
-        ),
+    legend, legend_width = _legend(picture)
+    width = max(
+        picture.x(simulation.makespan_ms) + _MARGIN,
+        2 * _MARGIN + len(heading) * _TITLE_SIZE * _EM,
+        legend_width + _MARGIN,
     )
-    width, height = layout.width, layout.height
-    size = f"width='{width:.0f}' height='{height:.0f}'"
-    view = f"viewBox='0 0 {width:.0f} {height:.0f}'"
+    size = f"width='{width:.0f}' height='{picture.height:.0f}'"
+    view = f"viewBox='0 0 {width:.0f} {picture.height:.0f}'"
     parts = [
         f"<svg xmlns='http://www.w3.org/2000/svg' {size} {view} {_FONT}>",
         f"<title>{escape(heading)}</title>",
         f"<rect {size} fill='white'/>",
         _text(_MARGIN, 25.0, heading, _TITLE_SIZE, weight="bold"),
-        _text(_MARGIN, 44.0, how_to_read, _TEXT_SIZE, colour="#555"),
-        *_legend(present),
+        *legend,
     ]
-    for panel in range(layout.num_panels):
-        parts.extend(_panel(simulation, layout, panel, slots))
-    parts.append("</svg>\n")
+    y = _HEADER_HEIGHT
+    for rank in picture.ranks:
+        parts.extend(_row(picture, rank, y))
+        y += picture.row_height(rank)
+    parts += [*_axis(picture, y), "</svg>\n"]
     return "\n".join(parts)
+
+
+def _picture(simulation: Simulation, slots: _Slots | None, ranks: Sequence[int] | None) -> _Picture:
+    schedule, costs = simulation.schedule, simulation.costs
+    rows = tuple(range(schedule.num_ranks) if ranks is None else ranks)
+    flat = _Picture(simulation, slots, rows, 1.0, {})
+    spans = [span for rank in rows for span in simulation.spans[rank]]
+    # Boxes of the shortest action hold the longest label.
+    unit_ms = min((costs[s.action.stage].duration_ms(s.action.op) for s in spans), default=1.0)
+    widest = max((_width_of(flat.texts_of(span)) for span in spans), default=0.0)
+    lanes = {}
+    for rank in rows:
+        keys = sorted({flat.key_of(span) for span in simulation.spans[rank]})
+        lanes[rank] = {key: lane for lane, key in enumerate(keys) if slots is not None}
+    return _Picture(simulation, slots, rows, (widest + 5.0) / unit_ms, lanes)
 
 
 def _default_title(simulation: Simulation) -> str:
@@ -138,106 +165,80 @@ def _default_title(simulation: Simulation) -> str:
     return f"{schedule.name}: {ranks}{chunks}, {count} microbatch{'es' if count != 1 else ''}"
 
 
-def _how_to_read(num_chunks: int, *, has_slots: bool) -> str:
-    small = [
-        word for word, is_there in (("c chunk", num_chunks > 1), ("s slot", has_slots)) if is_there
-    ]
-    below = f"; small: {', '.join(small)}" if small else ""
-    return f"In a box: microbatch{below}. White: idle."
+def _width_of(texts: tuple[str, str]) -> float:
+    large, small = texts
+    return max(len(large) * _ACTION_SIZE * _EM, len(small) * _DETAIL_SIZE * _EM)
 
 
-def _box_texts(
-    simulation: Simulation, slots: Mapping[tuple[int, int], int] | None, span: Span
-) -> tuple[str, str]:
-    """The large and the small text of a box."""
-    schedule, action = simulation.schedule, span.action
-    chunk = f"c{schedule.chunk_of(action.stage)}" if schedule.num_chunks > 1 else ""
-    slot = "" if slots is None else f"s{slots[action.stage, action.microbatch]}"
-    return str(action.microbatch), f"{chunk} {slot}".strip()
+def _row(picture: _Picture, rank: int, y: float) -> Iterator[str]:
+    label_y = y + _BOX_HEIGHT / 2 + _TEXT_SIZE * 0.36
+    yield _text(picture.left - 8.0, label_y, f"rank {rank}", _TEXT_SIZE, anchor="end")
+    spans = picture.simulation.spans[rank]
+    for span in spans:
+        x, end = picture.x(span.start_ms), picture.x(span.end_ms)
+        yield from _box(x, y, end - x, picture.fill_of(span), picture.texts_of(span))
+    begins: dict[tuple[int, int], float] = {}
+    for span in spans if picture.slots is not None else ():
+        key = picture.key_of(span)
+        if span.action.op is Op.F:
+            begins[key] = picture.x(span.start_ms)
+        elif span.action.op.ends_lifetime:
+            bar_y = y + _BOX_HEIGHT + 1.5 + _LANE_HEIGHT * picture.lanes[rank][key]
+            end = picture.x(span.end_ms)
+            yield _bar(begins[key] + 1.0, bar_y, end - begins[key] - 2.0, picture.fill_of(span))
 
 
-def _box_text_width(
-    simulation: Simulation, slots: Mapping[tuple[int, int], int] | None, rank: int
-) -> float:
-    widths = [0.0]
-    for span in simulation.spans[rank]:
-        large, small = _box_texts(simulation, slots, span)
-        widths.append(len(large) * _MICROBATCH_SIZE * _EM)
-        widths.append(len(small) * _DETAIL_SIZE * _EM)
-    return max(widths)
-
-
-def _panel(
-    simulation: Simulation,
-    layout: _Layout,
-    panel: int,
-    slots: Mapping[tuple[int, int], int] | None,
-) -> Iterator[str]:
-    start_ms = panel * layout.panel_ms
-    end_ms = min(start_ms + layout.panel_ms, layout.makespan_ms)
-    top = layout.top(panel)
-    right = layout.left + (end_ms - start_ms) * layout.px_per_ms
-    for row, rank in enumerate(layout.ranks):
-        y = top + row * _ROW_HEIGHT
-        middle = y + _ROW_HEIGHT / 2 + _TEXT_SIZE * 0.36
-        yield _text(layout.left - 8.0, middle, f"rank {rank}", _TEXT_SIZE, anchor="end")
-        spans = simulation.spans[rank]
-        first = bisect_right(spans, start_ms, key=lambda span: span.end_ms)
-        behind = bisect_left(spans, end_ms, key=lambda span: span.start_ms)
-        for span in spans[first:behind]:
-            yield from _box(simulation, layout, span, (start_ms, end_ms), y, slots)
-    bottom = top + len(layout.ranks) * _ROW_HEIGHT
+def _box(x: float, y: float, width: float, fill: str, texts: tuple[str, str]) -> Iterator[str]:
     yield (
-        f"<path d='M{layout.left:.1f} {top:.1f}V{bottom:.1f}H{right:.1f}' fill='none' "
+        f"<rect class='action' x='{x:.1f}' y='{y:.1f}' width='{width:.1f}' "
+        f"height='{_BOX_HEIGHT:.1f}' fill='{fill}' stroke='#444' stroke-width='0.7'/>"
+    )
+    large, small = texts
+    centre, large_y = x + width / 2, y + _BOX_HEIGHT / 2 + (-1.0 if small else 4.5)
+    yield _text(centre, large_y, large, _ACTION_SIZE, anchor="middle")
+    if small:
+        small_y = y + _BOX_HEIGHT - 6.5
+        yield _text(centre, small_y, small, _DETAIL_SIZE, anchor="middle", colour="#222")
+
+
+def _bar(x: float, y: float, width: float, fill: str) -> str:
+    return (
+        f"<rect class='slot' x='{x:.1f}' y='{y:.1f}' width='{width:.1f}' "
+        f"height='{_LANE_HEIGHT - 2:.1f}' rx='1.5' fill='{fill}'/>"
+    )
+
+
+def _axis(picture: _Picture, y: float) -> Iterator[str]:
+    makespan, bottom = picture.simulation.makespan_ms, y - _ROW_GAP / 2
+    right = picture.x(makespan)
+    yield (
+        f"<path d='M{picture.left:.1f} {_HEADER_HEIGHT:.1f}V{bottom:.1f}H{right:.1f}' fill='none' "
         "stroke='#999' stroke-width='1'/>"
     )
-    yield _text(layout.left, bottom + 14.0, f"time {start_ms:g}", 9.5, colour="#777")
-    yield _text(right, bottom + 14.0, f"{end_ms:g}", 9.5, colour="#777", anchor="end")
+    yield _text(picture.left, bottom + 15.0, "time 0", 9.5, colour="#666")
+    yield _text(right, bottom + 15.0, f"{makespan:g}", 9.5, colour="#666", anchor="end")
 
 
-def _box(
-    simulation: Simulation,
-    layout: _Layout,
-    span: Span,
-    window_ms: tuple[float, float],
-    y: float,
-    slots: Mapping[tuple[int, int], int] | None,
-) -> Iterator[str]:
-    """The part of one action inside a panel, with its text in the larger part only."""
-    start, end = max(span.start_ms, window_ms[0]), min(span.end_ms, window_ms[1])
-    x = layout.left + (start - window_ms[0]) * layout.px_per_ms
-    width = (end - start) * layout.px_per_ms
-    yield (
-        f"<rect x='{x:.1f}' y='{y + 2:.1f}' width='{width:.1f}' height='{_ROW_HEIGHT - 4:.1f}' "
-        f"fill='{COLOURS[span.action.op]}' stroke='#666' stroke-width='0.7'/>"
-    )
-    part, whole = end - start, span.end_ms - span.start_ms
-    is_first_half = start == span.start_ms and part >= whole / 2
-    if not is_first_half and part <= whole / 2:
-        return
-    centre = x + width / 2
-    large, small = _box_texts(simulation, slots, span)
-    large_y = y + _ROW_HEIGHT / 2 + (-1.0 if small else 4.5)
-    yield _text(centre, large_y, large, _MICROBATCH_SIZE, anchor="middle")
-    if small:
-        yield _text(
-            centre, y + _ROW_HEIGHT - 9.0, small, _DETAIL_SIZE, anchor="middle", colour="#333"
-        )
-
-
-def _legend_width(op: Op) -> float:
-    return 18.0 + len(_NAMES[op]) * _TEXT_SIZE * _EM + 14.0
-
-
-def _legend(present: Sequence[Op]) -> Iterator[str]:
-    x = _MARGIN
-    for op in present:
-        yield (
-            f"<rect x='{x:.1f}' y='54' width='12' height='12' fill='{COLOURS[op]}' "
-            "stroke='#666' stroke-width='0.7'/>"
-        )
-        yield _text(x + 18.0, 64.0, _NAMES[op], _TEXT_SIZE)
-        x += _legend_width(op)
+def _legend(picture: _Picture) -> tuple[list[str], float]:
+    """Draw a labelled box, the meaning of the colours and the operations; return its right end."""
+    schedule, y = picture.simulation.schedule, 40.0
+    has_slots, has_chunks = picture.slots is not None, schedule.num_chunks > 1
+    small = " ".join(["c1"] * has_chunks + ["s0"] * has_slots)
+    fill = colour_of(1 if has_chunks else 0, 0, schedule.num_chunks) if has_slots else _GREY
+    parts = list(_box(_MARGIN, y, 44.0, fill, ("F2", small)))
+    words = ["forward of microbatch 2"]
+    words += ["chunk 1"] * has_chunks + ["slot 0"] * has_slots
+    x = _MARGIN + 52.0
+    lines = [", ".join(words)]
+    if has_slots:
+        parts.append(_bar(_MARGIN, y + _BOX_HEIGHT + 3.0, 44.0, fill))
+        shade = ", a shade is a chunk" if has_chunks else ""
+        lines += [f"A colour is a slot{shade}. The bar below: from its forward to its release."]
+    present = [op for op in _NAMES if any(action.op is op for _, action in schedule)]
+    lines.append(f"{', '.join(_NAMES[op] for op in present)}. White: idle.")
+    for number, line in enumerate(lines):
+        parts.append(_text(x, y + 10.0 + 15.0 * number, line, _TEXT_SIZE, colour="#333"))
+    return parts, x + max(map(len, lines)) * _TEXT_SIZE * _EM
 
 
 def _text(

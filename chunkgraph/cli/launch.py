@@ -7,6 +7,8 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
+from chunkgraph.cli.plan_memory import add_gpu_memory
+from chunkgraph.errors import ConfigError
 from chunkgraph.launch.options import DESCRIPTION, add_options, options_from
 
 if TYPE_CHECKING:
@@ -23,12 +25,25 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument(
+        "--plan",
+        action="store_true",
+        help="train nothing and need no GPU: print slots, graphs and memory for this command line, "
+        "and what is refused; --nproc-per-node is then the number of all processes",
+    )
+    add_gpu_memory(parser)
     add_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the subcommand; returns the exit code, the script's own where it failed."""
     options = options_from(args)
+    if args.gpu_memory is not None and not args.plan:
+        raise ConfigError("--gpu-memory compares the memory of a plan; add --plan.")
+    if args.plan:
+        from chunkgraph.cli.launch_plan import print_plan
+
+        return print_plan(options, args.gpu_memory)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         # torchrun or srun started this process as one rank.
         from chunkgraph.launch.__main__ import run_as_rank

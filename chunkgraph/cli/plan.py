@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from chunkgraph._outputs import check_output, is_stdout, output_file, stream_next_to, write_output
-from chunkgraph._text import shorten
 from chunkgraph.cli.arguments import add_json, prints_json, whole_number
 from chunkgraph.cli.plan_banks import add_bank_arguments
 from chunkgraph.cli.plan_compare import COMPARE_HELP, compare
 from chunkgraph.cli.plan_costs import COSTS_HELP, add_costs_argument
 from chunkgraph.cli.plan_grid import MAX_PANELS, Grid, too_large
+from chunkgraph.cli.plan_memory import add_gpu_memory
 from chunkgraph.cli.plan_request import EXAMPLE, Request, request_of
-from chunkgraph.cli.plan_tables import RankRow, as_json, print_tables
+from chunkgraph.cli.plan_rows import exit_code, print_rows, rows_of, shape_of
+from chunkgraph.cli.plan_tables import RankRow, as_json
 from chunkgraph.errors import ConfigError
-from chunkgraph.schedules import PipelineShape, check_step, get_family, list_schedules
-from chunkgraph.slots import estimate_banks, estimate_memory, plan_slots
+from chunkgraph.schedules import PipelineShape, list_schedules
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -39,9 +39,10 @@ _EPILOG = f"""\
 --json prints a list with one object per rank, also with --rank:
   rank, slots_per_chunk (list), num_graphs, peak_in_flight (all chunks together), bubble_ratio
   (idle share of the step); with --costs also step_ms; with a config also slot_bytes_per_chunk
-  (list), slot_bytes, scratch_bytes, parameter_bytes, gradient_bytes (estimates); with length
-  buckets or --cuda-graph-cp-sizes also banks (list of objects), which share the memory of their
-  slots.
+  (list), slot_bytes, scratch_bytes, parameter_bytes, gradient_bytes, optimizer_bytes,
+  logit_bytes (estimates); with length buckets or --cuda-graph-cp-sizes also banks (list of
+  objects), which share the memory of their slots. With --gpu-memory the exit code is 1 if a rank
+  does not fit.
 
 {COSTS_HELP}
 {COMPARE_HELP}"""
@@ -91,6 +92,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         "--compare", action="store_true", help="print a table of all schedules, and recommend one"
     )
     add_bank_arguments(parser)
+    add_gpu_memory(parser)
     parser.add_argument("--rank", type=whole_number, metavar="R", help="show this rank only")
     add_json(parser)
     parser.add_argument(
@@ -115,26 +117,20 @@ def run(args: argparse.Namespace) -> int:
     request = request_of(args)
     if args.compare:
         return _compare(args, request)
-    shape = check_step(
-        request.schedule,
-        num_ranks=request.num_ranks,
-        num_microbatches=request.num_microbatches,
-        num_chunks=request.num_chunks,
-        group_size=request.group_size,
-    )
+    shape = shape_of(request)
     ranks = _ranks(request, args.rank)
     _check_outputs(args, request, shape)
     is_drawn = args.svg is not None or not prints_json(args)
     has_grid = too_large(shape) is None and (is_drawn or request.costs is not None)
     grid = Grid.of(request.schedule, shape, ranks, request.costs) if has_grid else None
-    rows = [_row(request, shape, rank, grid) for rank in ranks]
+    rows = rows_of(request, shape, ranks, grid)
     if args.svg is not None and grid is not None:
         write_output("plan: --svg", args.svg, grid.as_svg())
     if args.json is not None:
         _write_json(args.json, [as_json(row) for row in rows])
     if not prints_json(args):
         _print_all(args, request, shape, rows, grid)
-    return 0
+    return exit_code(request, rows)
 
 
 def _compare(args: argparse.Namespace, request: Request) -> int:
@@ -187,32 +183,6 @@ def _check_outputs(args: argparse.Namespace, request: Request, shape: PipelineSh
         raise ConfigError(f"plan: --svg: {problem}")
 
 
-def _row(request: Request, shape: PipelineShape, rank: int, grid: Grid | None) -> RankRow:
-    family, model = get_family(request.schedule), request.model
-    plan = plan_slots(
-        request.num_ranks,
-        request.num_chunks,
-        request.group_size,
-        rank=rank,
-        schedule=request.schedule,
-        max_num_microbatches=None if family.is_bounded else request.num_microbatches,
-    )
-    return RankRow(
-        plan=plan,
-        # Without costs the grid has the same, where there is one.
-        bubble_ratio=family.bubble_ratio(shape)
-        if grid is None
-        else grid.simulation.bubble_ratio(rank),
-        step_ms=None if grid is None or request.costs is None else grid.simulation.makespan_ms,
-        memory=None
-        if model is None
-        else estimate_memory(plan, model, shared_slots=request.shared_slots),
-        banks=estimate_banks(plan, model, request.banks)
-        if model is not None and request.banks
-        else (),
-    )
-
-
 def _print_all(
     args: argparse.Namespace,
     request: Request,
@@ -224,18 +194,7 @@ def _print_all(
     from rich.console import Console
 
     console = Console(file=stream_next_to(args.svg), highlight=False)
-    if get_family(request.schedule).is_bounded:
-        holds = "any legal number of microbatches"
-    else:
-        holds = f"up to {request.num_microbatches} microbatches"
-    console.print(f"{request.schedule}: slots for {holds}", style="bold", soft_wrap=True)
-    print_tables(console, rows)
-    if request.seq_counts:
-        numbers = ", ".join(map(str, request.seq_counts))
-        times = f"{len(request.seq_counts)} times as many graphs, in the same memory"
-        console.print(f"For {shorten(numbers)} packed sequences: {times}", soft_wrap=True)
-    if request.is_hybrid:
-        console.print("Memory is not estimated for hybrid models.", soft_wrap=True)
+    print_rows(console, request, rows)
     largest = " (the largest of the config)" if request.is_largest_of_many else ""
     count = f"{request.num_microbatches} microbatches{largest}"
     step_ms = rows[0].step_ms

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from chunkgraph._text import shown
 from chunkgraph.cli.plan_banks import banks_of, rows_of_a_rank, seq_counts_of
 from chunkgraph.cli.plan_costs import costs_of
+from chunkgraph.cli.plan_model import sizes_of, value_of_config
 from chunkgraph.errors import ConfigError
 from chunkgraph.schedules import CostModel, get_family, megatron_schedule_name
 from chunkgraph.slots import BankSizes, ModelSizes
@@ -35,10 +36,11 @@ class Request:
         costs: Of one action on one chunk, None where nothing is measured.
         model: Sizes to estimate memory with, None without a config.
         is_largest_of_many: The config has steps of fewer microbatches too.
-        is_hybrid: The config is of a hybrid model, whose memory is not estimated.
         shared_slots: The chunks of a rank share slots.
         banks: Banks to estimate memory of.
         seq_counts: Numbers of packed sequences that are captured.
+        gpu_bytes: Memory of a GPU to compare with, None without one.
+        notes: What the plan leaves out or assumes.
     """
 
     schedule: str
@@ -49,10 +51,11 @@ class Request:
     costs: CostModel | None
     model: ModelSizes | None = None
     is_largest_of_many: bool = False
-    is_hybrid: bool = False
     shared_slots: bool = False
     banks: tuple[BankSizes, ...] = ()
     seq_counts: tuple[int, ...] = ()
+    gpu_bytes: int | None = None
+    notes: tuple[str, ...] = ()
 
 
 def request_of(args: argparse.Namespace) -> Request:
@@ -71,6 +74,8 @@ def request_of(args: argparse.Namespace) -> Request:
     if args.config is None:
         if args.cuda_graph_cp_sizes or args.cuda_graph_max_packed_tokens is not None:
             raise ConfigError("plan: banks need a CONFIG, whose model they are estimated for")
+        if args.gpu_memory is not None:
+            raise ConfigError("plan: --gpu-memory needs a CONFIG, whose model is compared with it")
         return _from_flags(args)
     for flag, value in (("--pp", args.pp), ("--vpp", args.vpp), ("--group-size", args.group_size)):
         if value is not None:
@@ -107,11 +112,11 @@ def _from_config(args: argparse.Namespace, config: Config) -> Request:
             "plan: --cuda-graph-cp-sizes is about memory, which is not estimated for a hybrid "
             "model; leave it out, or set model.hybrid_layer_pattern=null"
         )
+    if model.hybrid_layer_pattern is not None and args.gpu_memory is not None:
+        raise ConfigError("plan: --gpu-memory: memory is not estimated for hybrid models")
     is_local = model.layer_spec == "local" or (
         model.layer_spec == "auto" and config.device == "cpu"
     )
-    parts = model.recompute_modules if model.recompute_granularity == "selective" else ()
-    by_layer = model.recompute_method == "block"
     banks = banks_of(args, config)
     return Request(
         schedule=_schedule_name(args.schedule, num_ranks, num_chunks),
@@ -123,28 +128,21 @@ def _from_config(args: argparse.Namespace, config: Config) -> Request:
         # What Mamba layers keep is not estimated; without them nothing would be right.
         model=None
         if model.hybrid_layer_pattern is not None
-        else ModelSizes(
-            num_layers=model.num_layers,
-            hidden_size=model.hidden_size,
-            ffn_hidden_size=model.ffn_hidden_size,
-            num_attention_heads=model.num_attention_heads,
+        else sizes_of(
+            value_of_config(config),
             seq_length=rows_of_a_rank(config, banks),
             micro_batch_size=config.train.micro_batch_size,
-            vocab_size=model.vocab_size,
-            bytes_per_element=4 if model.params_dtype == "float32" else 2,
-            tensor_parallel_size=pipeline.tensor_model_parallel_size,
-            # Megatron's local layers keep the attention scores, unless they are recomputed.
-            has_flash_attention=not is_local or "core_attn" in parts,
-            has_gated_mlp=model.swiglu,
-            has_tied_embeddings=not model.untie_embeddings_and_output_weights,
-            recompute_group_size=1 if by_layer else model.recompute_num_layers,
-            num_recomputed_layers=model.recompute_num_layers if by_layer else None,
+            num_copies=pipeline.data_parallel_size * pipeline.context_parallel_size,
+            is_local=is_local,
         ),
         is_largest_of_many=args.num_microbatches is None and len(set(counts)) > 1,
-        is_hybrid=model.hybrid_layer_pattern is not None,
         shared_slots=config.capture.shared_slots,
         banks=banks,
         seq_counts=seq_counts_of(args, config, banks),
+        gpu_bytes=args.gpu_memory,
+        notes=()
+        if model.hybrid_layer_pattern is None
+        else ("Memory is not estimated for hybrid models.",),
     )
 
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from chunkgraph._text import format_bytes
 from chunkgraph.cli.plan_banks import BANK_HEADINGS, bank_rows
+from chunkgraph.cli.plan_memory import MEMORY_HEADINGS, kept_line, memory_cells
 from chunkgraph.slots import BankEstimate, MemoryEstimate, SlotPlan
 
 if TYPE_CHECKING:
@@ -61,25 +61,11 @@ def print_tables(console: Console, rows: Sequence[RankRow]) -> None:
     ]
     headings = ("Rank", "Slots per chunk", "Graphs", "Peak in flight", "Bubble ratio")
     console.print(table(headings, planned))
-    estimated = [
-        [str(row.plan.rank)]
-        + [
-            format_bytes(size)
-            for size in (
-                row.memory.slot_bytes_per_chunk[0],
-                row.memory.slot_bytes,
-                row.memory.scratch_bytes,
-                row.memory.parameter_bytes,
-                row.memory.gradient_bytes,
-            )
-        ]
-        for row in rows
-        if row.memory is not None
-    ]
-    if estimated:
+    estimates = [(row.plan, row.memory) for row in rows if row.memory is not None]
+    if estimates:
         console.print("Memory, estimated from the model's sizes", style="bold")
-        sizes = ("Rank", "One slot", "All slots", "Scratch", "Weights", "Gradients")
-        console.print(table(sizes, estimated))
+        console.print(table(MEMORY_HEADINGS, [memory_cells(*one) for one in estimates]))
+        console.print(kept_line(estimates))
     banks = [cells for row in rows for cells in bank_rows(row.plan.rank, row.banks)]
     if banks:
         console.print("Banks, largest first; their variants of a slot share memory", style="bold")

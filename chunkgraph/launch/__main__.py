@@ -8,7 +8,6 @@ For torchrun and srun, for a single process, and for the processes of ``chunkgra
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import runpy
@@ -22,7 +21,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from chunkgraph._collector import collector_paused
-from chunkgraph._text import did_you_mean
 from chunkgraph.errors import ChunkGraphError, ConfigError
 from chunkgraph.jobs.exit_codes import EXIT_FAILED, exit_code_of, is_usage_error
 from chunkgraph.jobs.processes import (
@@ -34,8 +32,7 @@ from chunkgraph.jobs.processes import (
 )
 from chunkgraph.jobs.reports import write_error, write_whole
 from chunkgraph.launch.flags import GRANULARITY
-from chunkgraph.launch.options import LaunchOptions, parse_options
-from chunkgraph.settings.renamed import successor
+from chunkgraph.launch.options import LaunchOptions, explain_in_one_line, parse_options
 
 if TYPE_CHECKING:
     from chunkgraph.launch.hooks import ChunkGraphsInPretrain
@@ -112,7 +109,7 @@ def run_script(options: LaunchOptions) -> int:
             from chunkgraph.launch.hooks import enable
 
             hooks = enable(on_cpu=options.device == "cpu", run_dir=options.run_dir)
-        hooks.on_parser = _explain_in_one_line
+        hooks.on_parser = explain_in_one_line
         stack.callback(hooks.disable)
         code, is_over = 0, True
         try:
@@ -165,21 +162,6 @@ def _exit_code(error: SystemExit) -> int:
         return error.code or 0
     sys.stderr.write(f"{error.code}\n")
     return EXIT_FAILED
-
-
-def _explain_in_one_line(parser: argparse.ArgumentParser) -> None:
-    """Replace argparse's error, which prints Megatron's long usage on every rank."""
-
-    def error(message: str) -> None:
-        hint = ""
-        unknown = message.removeprefix("unrecognized arguments: ")
-        if unknown != message:
-            name = unknown.split()[0].partition("=")[0]
-            hint = f" {successor(name)}" if successor(name) else ""
-            hint = hint or did_you_mean(name, parser._option_string_actions)
-        raise ConfigError(f"{Path(sys.argv[0]).name}: {message}.{hint}")
-
-    parser.error = error  # type: ignore[assignment, method-assign]
 
 
 def _rank_variables() -> int:

@@ -99,7 +99,9 @@ class _AsConfig:
         return value
 
 
-def settle_arguments(args: argparse.Namespace, *, on_cpu: bool) -> GraphFlags | None:
+def settle_arguments(
+    args: argparse.Namespace, *, on_cpu: bool, is_plan: bool = False
+) -> GraphFlags | None:
     """Check ``args`` as parsed, and turn off Megatron's own graphs.
 
     Granularity ``layer`` changes nothing, but a schedule may drive the eager model.
@@ -107,6 +109,7 @@ def settle_arguments(args: argparse.Namespace, *, on_cpu: bool) -> GraphFlags | 
     Args:
         args: Parsed arguments, not yet validated by Megatron; changed in place.
         on_cpu: Whether the CPU host is active, whose random numbers every graph can repeat.
+        is_plan: Whether the run is on another machine; what is installed here does not matter.
 
     Returns:
         The flags of chunk graphs, or None for granularity ``layer``.
@@ -124,8 +127,8 @@ def settle_arguments(args: argparse.Namespace, *, on_cpu: bool) -> GraphFlags | 
         _refuse(refusals(rules, facts), _REFUSED_SCHEDULE)
         forget_defaults(args)
         return None
-    facts = _facts(args, flags, on_cpu=on_cpu)
-    broken = _refusals(args, flags, facts)
+    facts = _facts(args, flags, on_cpu=on_cpu, is_plan=is_plan)
+    broken = _refusals(args, flags, facts, is_plan=is_plan)
     if problems and not broken:
         raise ConfigError("\n".join(problems))
     _refuse([*(text.rstrip(".") for text in problems), *broken])
@@ -161,7 +164,7 @@ def _refuse(texts: list[str], heading: str = _REFUSED) -> None:
         raise ConfigError("\n  - ".join([heading, *indented]))
 
 
-def _facts(args: argparse.Namespace, flags: GraphFlags, *, on_cpu: bool) -> Facts:
+def _facts(args: argparse.Namespace, flags: GraphFlags, *, on_cpu: bool, is_plan: bool) -> Facts:
     """Return the facts that the flags state about a model that is not built yet."""
     implementation = getattr(args, "cuda_graph_impl", None)
     if implementation == "local" and args.cuda_graph_granularity == "chunk":
@@ -175,7 +178,8 @@ def _facts(args: argparse.Namespace, flags: GraphFlags, *, on_cpu: bool) -> Fact
         "context_parallel_sizes": sizes,
         "cuda_graph_impl": implementation,
         "data_parallel_size": _num_copies(args),
-        "has_transformer_engine": importlib.util.find_spec("transformer_engine") is not None,
+        "has_transformer_engine": is_plan
+        or importlib.util.find_spec("transformer_engine") is not None,
         "hybrid_layer_pattern": next((p for n in patterns if (p := getattr(args, n, None))), None),
         "inference_cuda_graph_scope": None if inference_scope == "none" else inference_scope,
         "is_rng_graph_safe": on_cpu
@@ -195,7 +199,9 @@ def _facts(args: argparse.Namespace, flags: GraphFlags, *, on_cpu: bool) -> Fact
     return facts_of_model(_AsConfig(args), values, FLAGS)
 
 
-def _refusals(args: argparse.Namespace, flags: GraphFlags, facts: Facts) -> list[str]:
+def _refusals(
+    args: argparse.Namespace, flags: GraphFlags, facts: Facts, *, is_plan: bool
+) -> list[str]:
     """List the arguments that chunk graphs do not support, in terms of flags."""
     of_features = [rule for kind in FEATURES for rule in kind.rules]
     of_flags = (*_GRAPH_RULES, *_PROGRAM_RULES, *SCRIPT_PACKING_RULES, *SCHEDULE_RULES)
@@ -203,7 +209,8 @@ def _refusals(args: argparse.Namespace, flags: GraphFlags, facts: Facts) -> list
         *refusals((*of_flags, *of_features), facts),
         *shape_refusals(flags, args, facts),
     ]
-    if facts.num_moe_experts and facts.moe_flex_dispatcher_backend in BACKEND_NAMES:
+    has_dispatcher = facts.num_moe_experts and facts.moe_flex_dispatcher_backend in BACKEND_NAMES
+    if has_dispatcher and not is_plan:
         missing = deep_ep_is_missing(facts) if facts.on_gpu else "it needs GPUs"
         if missing:
             broken.append(f"{facts.spell('moe_flex_dispatcher_backend')}: {missing}")

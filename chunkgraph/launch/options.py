@@ -8,18 +8,27 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from chunkgraph._text import REPORT_WIDTH
+from chunkgraph._text import REPORT_WIDTH, did_you_mean
 from chunkgraph.errors import ConfigError
 from chunkgraph.launch.config_flags import merge_flags
 from chunkgraph.launch.flags import FLAGS, check_flag_values
 from chunkgraph.settings import Config, load_config
+from chunkgraph.settings.renamed import successor
 
-__all__ = ["DESCRIPTION", "LaunchOptions", "add_options", "options_from", "parse_options"]
+__all__ = [
+    "DESCRIPTION",
+    "LaunchOptions",
+    "add_options",
+    "explain_in_one_line",
+    "options_from",
+    "parse_options",
+]
 
 _DESCRIPTION = """\
 Run a pretrain script of Megatron-LM, unmodified, with chunk graphs.
@@ -201,3 +210,18 @@ def parse_options(argv: Sequence[str], prog: str) -> LaunchOptions:
     )
     add_options(parser)
     return options_from(parser.parse_args(list(argv)))
+
+
+def explain_in_one_line(parser: argparse.ArgumentParser) -> None:
+    """Replace argparse's error, which prints Megatron's long usage on every rank."""
+
+    def error(message: str) -> None:
+        hint = ""
+        unknown = message.removeprefix("unrecognized arguments: ")
+        if unknown != message:
+            name = unknown.split()[0].partition("=")[0]
+            hint = f" {successor(name)}" if successor(name) else ""
+            hint = hint or did_you_mean(name, parser._option_string_actions)
+        raise ConfigError(f"{Path(sys.argv[0]).name}: {message}.{hint}")
+
+    parser.error = error  # type: ignore[assignment, method-assign]

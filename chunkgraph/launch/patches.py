@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import inspect
+import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
@@ -34,6 +35,7 @@ __all__ = [
     "pretrain_arguments",
     "pretrain_hooks",
     "tensorboard_writers",
+    "validate_arguments",
 ]
 
 _ARGUMENTS = "megatron.training.arguments"
@@ -161,6 +163,28 @@ def pretrain_arguments() -> argparse.Namespace:
     """Return Megatron's arguments, parsed, validated and completed by Megatron."""
     (get_args,) = private_names(_TRAINING, "get_args")
     return get_args()
+
+
+def validate_arguments(args: argparse.Namespace) -> None:
+    """Let Megatron check and complete parsed arguments, as it does before a run.
+
+    Raises:
+        ConfigError: Megatron refuses them.
+    """
+    (validate,) = private_names(_ARGUMENTS, "validate_args")
+    try:
+        validate(args)
+    except ConfigError:
+        raise
+    except (AssertionError, RuntimeError, ValueError, TypeError) as error:
+        reason = str(error) or f"{type(error).__name__}{_line_of(error)}"
+        raise ConfigError(f"Megatron refuses these arguments: {reason}") from error
+
+
+def _line_of(error: BaseException) -> str:
+    """Return the source line that failed; Megatron's assertions often have no text."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f" in {Path(frames[-1].filename).name}: {frames[-1].line}" if frames else ""
 
 
 def tensorboard_writers(iteration: int) -> list[Callable[[str, float], None]]:

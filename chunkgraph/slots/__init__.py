@@ -6,15 +6,18 @@ Needs no torch.
 from __future__ import annotations
 
 from .bank_memory import BankEstimate, BankSizes, estimate_banks
-from .estimate import MemoryEstimate, ModelSizes, estimate_memory
+from .estimate import MemoryEstimate, estimate_memory
 from .lifetime import InFlight, Lifetime, assign_slots, in_flight, lifetimes
 from .machine import SlotMachine, SlotState
+from .model_sizes import ExpertSizes, LatentSizes, ModelSizes
 from .plan import SlotPlan, plan_all_ranks, plan_slots
 
 __all__ = [
     "BankEstimate",
     "BankSizes",
+    "ExpertSizes",
     "InFlight",
+    "LatentSizes",
     "Lifetime",
     "MemoryEstimate",
     "ModelSizes",

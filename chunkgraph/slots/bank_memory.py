@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 
 from chunkgraph.errors import ConfigError
 
-from .estimate import ModelSizes, estimate_memory
+from .estimate import estimate_memory
+from .model_sizes import ModelSizes
 from .plan import SlotPlan
 
 __all__ = ["BankEstimate", "BankSizes", "estimate_banks"]

@@ -90,6 +90,27 @@ def test_memory_is_of_the_rows_of_a_rank(run, tmp_path):
     assert of_flag["slot_bytes"] == of_flag["banks"][0]["slot_bytes"] == whole["slot_bytes"]
 
 
+def test_memory_is_compared_with_a_gpu(config, capsys):
+    assert main(["plan", config, "--gpu-memory", "80GiB"]) == 0
+    out = capsys.readouterr().out
+    assert "Fits in 80.0 GiB: rank 0 needs " in out
+    assert "Optimizer" in out
+    assert main(["plan", config, "--gpu-memory", "1.5MB"]) == 1
+    out = capsys.readouterr().out
+    assert "Does not fit in 1.4 MiB: rank 0 needs " in out
+    assert "  shared_slots=true: " in out
+    assert "  recompute_granularity=full: " in out
+
+
+def test_memory_of_experts_is_theirs(run, config):
+    dense = json.loads(run(config, "--json", "-"))[0]
+    overrides = ("moe.num_moe_experts=8", "moe.moe_expert_capacity_factor=1.0")
+    experts = json.loads(run(config, *overrides, "--json", "-"))[0]
+    mlp, num_layers = 2 * 64 * 256, 4
+    added = experts["parameter_bytes"] - dense["parameter_bytes"]
+    assert added == 4 * num_layers * (7 * mlp + 64 * 8)
+
+
 def test_overrides_apply(run, config):
     wider = json.loads(run(config, "model.hidden_size=128", "--json", "-"))
     assert wider[0]["slot_bytes"] > json.loads(run(config, "--json", "-"))[0]["slot_bytes"]
@@ -274,6 +295,7 @@ def test_comparison_with_a_config_has_memory(run, config):
     rows = {row["schedule"]: row for row in json.loads(run(config, "--compare", "--json"))}
     expected = json.loads(run(config, "--json"))
     parts = ("slot_bytes", "scratch_bytes", "parameter_bytes", "gradient_bytes")
+    parts += ("optimizer_bytes", "logit_bytes")
     assert rows["interleaved"]["memory_bytes"] == max(
         sum(row[part] for part in parts) for row in expected
     )

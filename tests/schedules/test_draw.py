@@ -6,7 +6,7 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from chunkgraph.schedules import CostModel, build_schedule, draw_svg, draw_text, simulate
-from chunkgraph.schedules.draw_svg import COLOURS
+from chunkgraph.schedules.draw_svg import colour_of
 from chunkgraph.slots import assign_slots
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -66,28 +66,42 @@ def test_text_with_uneven_costs_is_to_scale():
     assert row == "rank 0 |F0 B0" + "-" * 6
 
 
+def rects(root, kind):
+    return [rect for rect in root.iter(f"{SVG}rect") if rect.get("class") == kind]
+
+
 def test_svg_holds_every_action_inside_the_picture_without_overlap(built):
     root = ET.fromstring(draw_svg(simulate(built), slots=assign_slots(built)))
     width, height = float(root.get("width")), float(root.get("height"))
-    fills = set(COLOURS.values())
     boxes = []
-    for rect in root.iter(f"{SVG}rect"):
-        if rect.get("fill") in fills and rect.get("height") != "12":
-            x, y = float(rect.get("x")), float(rect.get("y"))
-            boxes.append((y, x, x + float(rect.get("width")), rect.get("fill")))
-            assert x >= 0
-            assert x + float(rect.get("width")) <= width
-            assert y + float(rect.get("height")) <= height
+    for rect in (*rects(root, "action"), *rects(root, "slot")):
+        x, y = float(rect.get("x")), float(rect.get("y"))
+        boxes.append((y, x, x + float(rect.get("width"))))
+        assert x >= 0
+        assert x + float(rect.get("width")) <= width
+        assert y + float(rect.get("height")) <= height
     boxes.sort()
-    for (row, _, end, _), (next_row, start, _, _) in itertools.pairwise(boxes):
+    for (row, _, end), (next_row, start, _) in itertools.pairwise(boxes):
         assert row != next_row or start >= end - 0.11
-    # A box that is cut between panels is drawn in two parts, its number once.
+    # And one of each in the legend.
     num_actions = sum(map(len, built.actions))
-    assert len(boxes) >= num_actions
-    numbers = [text.text for text in root.iter(f"{SVG}text") if text.get("font-size") == "12"]
-    assert len(numbers) == num_actions
-    used = {COLOURS[action.op] for _, action in built}
-    assert {box[3] for box in boxes} == used
+    assert len(rects(root, "action")) == num_actions + 1
+    large = [text.text for text in root.iter(f"{SVG}text") if text.get("font-size") == "12"]
+    assert sorted(large[1:]) == sorted(f"{a.op.value}{a.microbatch}" for _, a in built)
+
+
+def test_a_bar_joins_the_uses_of_every_slot(built):
+    slots, run = assign_slots(built), simulate(built)
+    root = ET.fromstring(draw_svg(run, slots=slots))
+    assert len(rects(root, "slot")) == len(slots) + 1
+    lanes = {rect.get("y") for rect in rects(root, "slot")[1:]}
+    keys = {
+        (rank, built.chunk_of(span.action.stage), slots[span.action.stage, span.action.microbatch])
+        for rank, spans in enumerate(run.spans)
+        for span in spans
+    }
+    assert len(lanes) == len(keys)
+    assert not rects(ET.fromstring(draw_svg(run)), "slot")
 
 
 def test_svg_names_ranks_title_slots_and_chunks():
@@ -99,18 +113,14 @@ def test_svg_names_ranks_title_slots_and_chunks():
         )
     ]
     assert "interleaved: 4 ranks, 2 chunks each, 12 microbatches" in texts
-    assert {"rank 0", "rank 3", "c1 s0", "F: forward", "B: backward"} <= set(texts)
+    assert {"rank 0", "rank 3", "c1 s0", "F forward, B backward. White: idle."} <= set(texts)
     titled = draw_svg(simulate(built), title="a < b & c")
     assert ET.fromstring(titled).find(f"{SVG}title").text == "a < b & c"
 
 
-def test_svg_stays_within_the_asked_width(built):
-    root = ET.fromstring(draw_svg(simulate(built), slots=assign_slots(built), max_width_px=700))
-    assert float(root.get("width")) <= 700
-
-
-def test_colours_differ():
-    assert len(set(COLOURS.values())) == len(COLOURS)
+def test_slots_and_chunks_have_colours_of_their_own():
+    assert len({colour_of(c, s, 3) for c in range(3) for s in range(16)}) == 48
+    assert colour_of(0, 1, 1) == colour_of(0, 1, 1) != colour_of(0, 2, 1)
 
 
 def test_text_of_measured_costs_keeps_every_label(built):

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from chunkgraph.errors import ConfigError, TopologyError
-from chunkgraph.slots import ModelSizes, estimate_memory, plan_slots
+from chunkgraph.slots import ExpertSizes, LatentSizes, ModelSizes, estimate_memory, plan_slots
 
 # GPT-3's layer, as in the paper: s 2048, b 1, h 12288, a 96, ffn 4 h, 16-bit.
 GPT3 = ModelSizes(
@@ -60,7 +60,11 @@ def test_bytes_of_a_rank():
         + estimate.scratch_bytes
         + estimate.parameter_bytes
         + estimate.gradient_bytes
+        + estimate.optimizer_bytes
     )
+    assert estimate.optimizer_bytes == 12 * (24 * layer + 51200 * 12288)
+    assert estimate.logit_bytes == 0
+    assert estimate_memory(plan_slots(4, rank=3), GPT3).logit_bytes == 2048 * 51200 * (2 + 4)
 
 
 def test_embeddings_are_on_the_first_and_last_rank():
@@ -79,6 +83,51 @@ def test_a_gate_adds_a_matrix():
     gated = dataclasses.replace(GPT3, has_gated_mlp=True)
     assert gated.num_layer_parameters - GPT3.num_layer_parameters == 4 * 12288**2
     assert gated.layer_activation_bytes - GPT3.layer_activation_bytes == 2 * 4 * SBH
+
+
+LLAMA_3_8B = ModelSizes(
+    num_layers=32,
+    hidden_size=4096,
+    ffn_hidden_size=14336,
+    num_attention_heads=32,
+    num_query_groups=8,
+    seq_length=8192,
+    micro_batch_size=1,
+    vocab_size=128256,
+    has_gated_mlp=True,
+)
+
+
+def test_parameters_of_known_models():
+    """Without norms: 8.03 billion, and 46.7 of Mixtral 8x7B."""
+    alone = estimate_memory(plan_slots(1, rank=0), LLAMA_3_8B)
+    assert alone.parameter_bytes / 2 == pytest.approx(8.03e9, rel=0.001)
+    experts = ExpertSizes(num_experts=8, num_local_experts=8, top_k=2, ffn_hidden_size=14336)
+    mixtral = dataclasses.replace(LLAMA_3_8B, vocab_size=32000, experts=experts)
+    weights = estimate_memory(plan_slots(1, rank=0), mixtral).parameter_bytes / 2
+    assert weights == pytest.approx(46.7e9, rel=0.001)
+
+
+def test_latent_attention_has_the_parameters_of_deepseek_v3():
+    latent = LatentSizes(q_lora_rank=1536, kv_lora_rank=512)
+    assert latent.num_parameters(7168, 128) == 187_105_280
+
+
+def test_optimizer_state_is_shared():
+    experts = ExpertSizes(
+        num_experts=8, num_local_experts=2, top_k=2, ffn_hidden_size=64, num_optimizer_shards=4
+    )
+    model = dataclasses.replace(LLAMA_3_8B, experts=experts, num_optimizer_shards=16)
+    estimate = estimate_memory(plan_slots(4, rank=1), model)
+    num_shared, num_of_experts = 8 * model.num_shared_parameters, 8 * model.num_expert_parameters
+    assert estimate.optimizer_bytes == 12 * (num_shared // 16 + num_of_experts // 4)
+    assert estimate.parameter_bytes == 2 * (num_shared + num_of_experts)
+
+
+def test_sequence_parallelism_splits_all_of_a_layer():
+    split = dataclasses.replace(GPT3, tensor_parallel_size=8, has_sequence_parallel=True)
+    assert split.layer_activation_bytes == GPT3.layer_activation_bytes // 8
+    assert split.hidden_bytes == GPT3.hidden_bytes // 8
 
 
 def test_layers_must_divide():

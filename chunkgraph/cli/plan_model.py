@@ -1,0 +1,98 @@
+"""The sizes of a model for ``chunkgraph plan``, from a configuration or from Megatron's flags."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from chunkgraph.slots import ExpertSizes, LatentSizes, ModelSizes
+
+if TYPE_CHECKING:
+    from chunkgraph.settings import Config
+
+__all__ = ["sizes_of", "value_of_config"]
+
+_ADAM_BYTES = 8
+_MASTER_BYTES = 4
+_LATENT = ("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+
+
+def value_of_config(config: Config) -> Callable[[str], Any]:
+    """Return a function that finds settings of a configuration by Megatron's names."""
+    sections = (config.model, config.moe, config.pipeline, config.train)
+
+    def value(name: str) -> Any:
+        return next((getattr(s, name) for s in sections if hasattr(s, name)), None)
+
+    return value
+
+
+def sizes_of(
+    value: Callable[[str], Any],
+    *,
+    seq_length: int,
+    micro_batch_size: int,
+    num_copies: int,
+    is_local: bool,
+) -> ModelSizes:
+    """Return the sizes that the settings describe.
+
+    Args:
+        value: Gets a setting by Megatron's name; None for one that does not exist.
+        seq_length: Number of tokens of one sequence on one rank.
+        micro_batch_size: Number of sequences in one microbatch.
+        num_copies: Number of ranks that hold the same weights, those of context parallelism
+            included.
+        is_local: Whether the layers are Megatron's own, which save attention scores.
+    """
+    is_float = value("params_dtype") == "float32"
+    shards = num_copies if value("use_distributed_optimizer") else 1
+    granularity, parts = value("recompute_granularity"), value("recompute_modules") or ()
+    by_layer = value("recompute_method") == "block"
+    num_recomputed = value("recompute_num_layers") if granularity == "full" else None
+    return ModelSizes(
+        num_layers=value("num_layers"),
+        hidden_size=value("hidden_size"),
+        ffn_hidden_size=value("ffn_hidden_size"),
+        num_attention_heads=value("num_attention_heads"),
+        seq_length=seq_length,
+        micro_batch_size=micro_batch_size,
+        vocab_size=value("vocab_size"),
+        num_query_groups=value("num_query_groups"),
+        head_size=value("kv_channels"),
+        latent=_latent(value),
+        experts=_experts(value, shards),
+        bytes_per_element=4 if is_float else 2,
+        optimizer_bytes_per_parameter=_ADAM_BYTES + (0 if is_float else _MASTER_BYTES),
+        num_optimizer_shards=shards,
+        tensor_parallel_size=value("tensor_model_parallel_size"),
+        has_sequence_parallel=bool(value("sequence_parallel")),
+        has_flash_attention=not is_local or (granularity == "selective" and "core_attn" in parts),
+        has_gated_mlp=bool(value("swiglu")),
+        has_tied_embeddings=not value("untie_embeddings_and_output_weights"),
+        recompute_group_size=1 if by_layer and num_recomputed else num_recomputed,
+        num_recomputed_layers=num_recomputed if by_layer else None,
+    )
+
+
+def _latent(value: Callable[[str], Any]) -> LatentSizes | None:
+    if not value("multi_latent_attention"):
+        return None
+    sizes = {name: size for name in _LATENT if (size := value(name)) is not None}
+    return LatentSizes(q_lora_rank=value("q_lora_rank"), **sizes)
+
+
+def _experts(value: Callable[[str], Any], num_shards: int) -> ExpertSizes | None:
+    num_experts = value("num_moe_experts")
+    if not num_experts:
+        return None
+    num_ranks = value("expert_model_parallel_size") or 1
+    num_copies = num_shards * value("tensor_model_parallel_size") // num_ranks
+    return ExpertSizes(
+        num_experts=num_experts,
+        num_local_experts=-(-num_experts // num_ranks),
+        top_k=value("moe_router_topk") or 1,
+        ffn_hidden_size=value("moe_ffn_hidden_size") or value("ffn_hidden_size"),
+        shared_ffn_hidden_size=value("moe_shared_expert_intermediate_size") or 0,
+        num_optimizer_shards=max(1, num_copies) if num_shards > 1 else 1,
+    )

@@ -1,0 +1,97 @@
+"""The plan of each rank, from a request, and what is printed of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from chunkgraph._text import shorten
+from chunkgraph.cli.plan_grid import Grid
+from chunkgraph.cli.plan_memory import fit_lines, fits
+from chunkgraph.cli.plan_request import Request
+from chunkgraph.cli.plan_tables import RankRow, print_tables
+from chunkgraph.schedules import PipelineShape, check_step, get_family
+from chunkgraph.slots import estimate_banks, estimate_memory, plan_slots
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["exit_code", "print_rows", "rows_of", "shape_of"]
+
+
+def shape_of(request: Request) -> PipelineShape:
+    """Return the shape of the step.
+
+    Raises:
+        TopologyError: The sizes do not form a pipeline.
+    """
+    return check_step(
+        request.schedule,
+        num_ranks=request.num_ranks,
+        num_microbatches=request.num_microbatches,
+        num_chunks=request.num_chunks,
+        group_size=request.group_size,
+    )
+
+
+def rows_of(
+    request: Request, shape: PipelineShape, ranks: Sequence[int], grid: Grid | None = None
+) -> list[RankRow]:
+    """Plan the ranks; the bubble is the grid's, if there is one."""
+    return [_row(request, shape, rank, grid) for rank in ranks]
+
+
+def print_rows(console: Console, request: Request, rows: Sequence[RankRow]) -> None:
+    """Print slots and memory, and whether they fit on the GPU."""
+    if get_family(request.schedule).is_bounded:
+        holds = "any legal number of microbatches"
+    else:
+        holds = f"up to {request.num_microbatches} microbatches"
+    console.print(f"{request.schedule}: slots for {holds}", style="bold", soft_wrap=True)
+    print_tables(console, rows)
+    if request.seq_counts:
+        numbers = ", ".join(map(str, request.seq_counts))
+        times = f"{len(request.seq_counts)} times as many graphs, in the same memory"
+        console.print(f"For {shorten(numbers)} packed sequences: {times}", soft_wrap=True)
+    for note in request.notes:
+        console.print(note, soft_wrap=True, markup=False)
+    estimates = [(row.plan, row.memory) for row in rows if row.memory is not None]
+    if request.gpu_bytes is not None and request.model is not None and estimates:
+        style = "bold green" if fits(estimates, request.gpu_bytes) else "bold red"
+        shared = request.shared_slots
+        first, *others = fit_lines(estimates, request.model, request.gpu_bytes, shared_slots=shared)
+        console.print(first, style=style, soft_wrap=True)
+        for line in others:
+            console.print(line, soft_wrap=True)
+
+
+def exit_code(request: Request, rows: Sequence[RankRow]) -> int:
+    """Return 1 if a rank does not fit on the GPU, otherwise 0."""
+    estimates = [(row.plan, row.memory) for row in rows if row.memory is not None]
+    return int(request.gpu_bytes is not None and not fits(estimates, request.gpu_bytes))
+
+
+def _row(request: Request, shape: PipelineShape, rank: int, grid: Grid | None) -> RankRow:
+    family, model = get_family(request.schedule), request.model
+    plan = plan_slots(
+        request.num_ranks,
+        request.num_chunks,
+        request.group_size,
+        rank=rank,
+        schedule=request.schedule,
+        max_num_microbatches=None if family.is_bounded else request.num_microbatches,
+    )
+    return RankRow(
+        plan=plan,
+        # Without costs the grid has the same, where there is one.
+        bubble_ratio=family.bubble_ratio(shape)
+        if grid is None
+        else grid.simulation.bubble_ratio(rank),
+        step_ms=None if grid is None or request.costs is None else grid.simulation.makespan_ms,
+        memory=None
+        if model is None
+        else estimate_memory(plan, model, shared_slots=request.shared_slots),
+        banks=estimate_banks(plan, model, request.banks)
+        if model is not None and request.banks
+        else (),
+    )

@@ -1,0 +1,145 @@
+"""``chunkgraph launch --plan``: the plan of a pretrain script's own command line."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from chunkgraph.cli.__main__ import main
+from chunkgraph.cli.launch_plan import request_of_arguments
+from chunkgraph.launch.flags import GraphFlags
+from chunkgraph.settings import CaptureConfig, PackingConfig
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "pretrain_gpt.py"
+HAS_TRAINING = (
+    importlib.util.find_spec("megatron") is not None
+    and importlib.util.find_spec("megatron.training") is not None
+    and sys.version_info >= (3, 12)
+)
+MIXTRAL = shlex.split("""
+    --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32
+    --group-query-attention --num-query-groups 8 --seq-length 4096 --max-position-embeddings 4096
+    --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear
+    --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 --bf16
+    --num-experts 8 --moe-router-topk 2 --moe-token-dispatcher-type alltoall
+    --moe-expert-capacity-factor 1.25 --moe-pad-expert-input-to-capacity --moe-grouped-gemm
+    --expert-model-parallel-size 8 --pipeline-model-parallel-size 4
+    --num-layers-per-virtual-pipeline-stage 4 --use-distributed-optimizer
+    --micro-batch-size 1 --global-batch-size 256 --train-iters 10 --lr 1e-4
+    --mock-data --tokenizer-type NullTokenizer --vocab-size 32000
+""")
+
+
+def arguments(**changes: Any) -> argparse.Namespace:
+    values = {
+        "num_layers": 32,
+        "hidden_size": 4096,
+        "ffn_hidden_size": 14336,
+        "num_attention_heads": 32,
+        "num_query_groups": 8,
+        "group_query_attention": True,
+        "kv_channels": 128,
+        "swiglu": True,
+        "untie_embeddings_and_output_weights": True,
+        "seq_length": 8192,
+        "micro_batch_size": 1,
+        "global_batch_size": 128,
+        "data_parallel_size": 2,
+        "tensor_model_parallel_size": 2,
+        "sequence_parallel": True,
+        "context_parallel_size": 1,
+        "pipeline_model_parallel_size": 2,
+        "virtual_pipeline_model_parallel_size": None,
+        "use_distributed_optimizer": True,
+        "bf16": True,
+        "transformer_impl": "transformer_engine",
+        "padded_vocab_size": None,
+        "vocab_size": 128256,
+    }
+    return argparse.Namespace(**{**values, **changes})
+
+
+def test_arguments_become_sizes() -> None:
+    request = request_of_arguments(arguments(), GraphFlags(), gpu_bytes=80)
+    assert (request.schedule, request.num_ranks, request.num_chunks) == ("1f1b", 2, 1)
+    assert request.num_microbatches == 64
+    assert (request.gpu_bytes, request.notes) == (80, ())
+    model = request.model
+    assert model is not None
+    assert model.num_query_groups == 8
+    assert model.has_sequence_parallel
+    assert model.has_flash_attention
+    assert (model.num_optimizer_shards, model.optimizer_bytes_per_parameter) == (2, 12)
+    float_model = request_of_arguments(arguments(bf16=False), GraphFlags()).model
+    assert float_model is not None
+    assert (float_model.bytes_per_element, float_model.optimizer_bytes_per_parameter) == (4, 8)
+
+
+def test_flags_of_graphs_count() -> None:
+    packing = PackingConfig(max_packed_seqs=8, max_packed_tokens=4096)
+    flags = GraphFlags(packing=packing, capture=CaptureConfig(shared_slots=True), schedule="zb-h1")
+    request = request_of_arguments(arguments(context_parallel_size=2), flags)
+    assert (request.schedule, request.shared_slots) == ("zb-h1", True)
+    assert request.model is not None
+    assert request.model.seq_length == 2048
+
+
+def test_what_memory_leaves_out_is_a_note() -> None:
+    changes = {"num_layers": 61, "vocab_size": None, "mtp_num_layers": 1}
+    request = request_of_arguments(arguments(**changes), GraphFlags())
+    assert request.model is not None
+    assert request.model.num_layers == 62
+    assert [text.split(",")[0].split(";")[0] for text in request.notes] == [
+        "Memory counts 31 layers in every chunk",
+        "Memory leaves out embedding and output layer",
+        "Memory leaves out the layers of multi-token prediction.",
+    ]
+    hybrid = request_of_arguments(arguments(hybrid_layer_pattern="M*"), GraphFlags(), gpu_bytes=1)
+    assert (hybrid.model, hybrid.gpu_bytes) == (None, None)
+
+
+def test_gpu_memory_needs_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", "--gpu-memory", "80GiB", str(SCRIPT)]) == 2
+    assert "add --plan" in capsys.readouterr().err
+
+
+def plan(*args: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "chunkgraph.cli", "launch", "--plan", *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+
+
+@pytest.mark.megatron
+@pytest.mark.skipif(not HAS_TRAINING, reason="needs megatron.training and Python 3.12")
+def test_a_command_line_is_planned_without_a_gpu(tmp_path: Path) -> None:
+    done = plan("--nproc-per-node", "64", "--gpu-memory", "80GiB", str(SCRIPT), *MIXTRAL)
+    assert done.returncode == 0, done.stderr
+    out = done.stdout
+    assert "on 64 process(es) (data 16, pipeline 4, expert 8)" in out
+    assert "interleaved: slots for any legal number of microbatches" in out
+    assert " 8 4 " in out  # rank 0
+    assert "Fits in 80.0 GiB" in out
+
+
+@pytest.mark.megatron
+@pytest.mark.skipif(not HAS_TRAINING, reason="needs megatron.training and Python 3.12")
+def test_refusals_are_those_of_the_run() -> None:
+    done = plan(str(SCRIPT), *MIXTRAL, "--use-torch-fsdp2", "--rl-training-cuda-graphs")
+    assert done.returncode == 2
+    assert "--use-torch-fsdp2: parameters move" in done.stderr
+    assert "--rl-training-cuda-graphs: " in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.megatron
+@pytest.mark.skipif(not HAS_TRAINING, reason="needs megatron.training and Python 3.12")
+def test_megatrons_own_refusal_is_one_line() -> None:
+    done = plan(str(SCRIPT), *MIXTRAL, "--num-experts", "7")
+    assert done.returncode == 2
+    assert "error: Megatron refuses these arguments: " in done.stderr
