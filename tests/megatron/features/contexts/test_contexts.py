@@ -267,7 +267,7 @@ def test_sizes_and_buckets_that_cannot_be(groups: ContextGroups) -> None:
         groups.of(8)
     with pytest.raises(TopologyError, match=r"of size 2 has the ranks \[\], not"):
         ContextGroups([0], {2: None})
-    with pytest.raises(TopologyError, match="do not divide in groups of 2"):
+    with pytest.raises(TopologyError, match="cannot be divided into groups of 2"):
         ContextGroups.create([[0]], [2])
 
 
