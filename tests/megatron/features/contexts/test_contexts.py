@@ -64,7 +64,6 @@ def test_jobs_of_four_ranks(
                 "worlds": [[0, 1], [2, 3]],
                 "num_steps": 6,
                 "sizes": [1],
-                "max_microbatches": 2,
                 "num_documents": 4,
                 "fails_at": [2],
                 "fails_on": 3,
