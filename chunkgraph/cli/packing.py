@@ -246,13 +246,13 @@ def _study(args: argparse.Namespace) -> PackingStudy:
         is_default_capacity=wanted_tokens is None,
         microbatches_per_step=per_step,
         target=target,
-        wanted_seqs=tuple(args.max_packed_seqs),
+        extra_seqs=tuple(args.max_packed_seqs),
         result=recommend(
             sizes,
             capacity,
             microbatches_per_step=per_step,
             target=target,
-            wanted_seqs=args.max_packed_seqs,
+            extra_seqs=args.max_packed_seqs,
         ),
     )
 

@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from chunkgraph._outputs import stream_next_to
 from chunkgraph.packing import LongDocuments, ShapeOutcome, evaluate, quantile
 from chunkgraph.packing.seq_counts import (
-    MANY,
-    default_of,
-    most_for_the_same,
-    seq_buckets_to_ask_for,
+    MOST_MICROBATCHES,
+    default_buckets_of_shape,
+    largest_count_with_same_launch,
+    recommended_seq_buckets,
 )
 
 if TYPE_CHECKING:
@@ -64,8 +64,8 @@ def as_json(study: PackingStudy) -> dict[str, Any]:
         "candidates": [_outcome_json(outcome) for outcome in study.result.outcomes],
         "recommended": None if best is None else _outcome_json(best),
         "flags": None if best is None else flags(best),
-        "seq_buckets": None if best is None else seq_buckets_to_ask_for(sizes, best.shape),
-        "default_seq_buckets": None if best is None else list(default_of(best.shape)),
+        "seq_buckets": None if best is None else recommended_seq_buckets(sizes, best.shape),
+        "default_seq_buckets": None if best is None else list(default_buckets_of_shape(best.shape)),
     }
 
 
@@ -172,7 +172,7 @@ def _shown(study: PackingStudy) -> Sequence[ShapeOutcome]:
             and before.num_misfits == outcome.num_misfits
         )
         is_telling = outcome.fallback_share <= _HOPELESS and not is_more_of_the_same
-        is_asked_for = outcome.shape.max_packed_seqs in study.wanted_seqs
+        is_asked_for = outcome.shape.max_packed_seqs in study.extra_seqs
         if (not usable or tokens in usable) and (is_telling or is_asked_for):
             shown.append(outcome)
     # One row of the least bad informs more than an empty table.
@@ -221,7 +221,10 @@ def _say_recommendation(study: PackingStudy, say: Any) -> None:
     if plain is not None and bucketed is not None and bucketed <= plain - _WORTH:
         asked = _asked(best, "--cuda-graph-packed-buckets 0.25 0.5", "packing.buckets=[0.25,0.5]")
         say(f"{_percent(best.bucketed_waste)} with {' '.join(asked)}")
-        more = sorted({*default_of(best.shape, (0.25, 0.5))} - {*default_of(best.shape)})
+        more = sorted(
+            {*default_buckets_of_shape(best.shape, (0.25, 0.5))}
+            - {*default_buckets_of_shape(best.shape)}
+        )
         if more:
             say(f"By default there are then graphs for {_and(more)} sequences too")
     _say_seq_buckets(study, best, say)
@@ -245,7 +248,7 @@ def _lines(head: str, parts: Sequence[str]) -> str:
 
 def _say_same_cost(study: PackingStudy, best: ShapeOutcome, say: Any) -> None:
     """Print what the next number costs that attention's kernels are started for, if it helps."""
-    same = most_for_the_same(best.shape)
+    same = largest_count_with_same_launch(best.shape)
     shape = replace(best.shape, max_packed_seqs=same)
     # Looked at for this alone: it may be none of the candidates.
     other = evaluate(study.sizes, shape, study.microbatches_per_step)
@@ -257,7 +260,10 @@ def _say_same_cost(study: PackingStudy, best: ShapeOutcome, say: Any) -> None:
 
 
 def _say_seq_buckets(study: PackingStudy, best: ShapeOutcome, say: Any) -> None:
-    default, fewer = default_of(best.shape), seq_buckets_to_ask_for(study.sizes, best.shape)
+    default, fewer = (
+        default_buckets_of_shape(best.shape),
+        recommended_seq_buckets(study.sizes, best.shape),
+    )
     if default:
         say(
             f"By default there are graphs for {_and(default)} sequences too, so that few\n"
@@ -272,10 +278,11 @@ def _say_seq_buckets(study: PackingStudy, best: ShapeOutcome, say: Any) -> None:
             "bold",
         )
     elif fewer:
-        needed = quantile(study.sizes.num_documents, MANY)
+        needed = quantile(study.sizes.num_documents, MOST_MICROBATCHES)
         flag = f"--cuda-graph-packed-seq-buckets {' '.join(map(str, fewer))}"
         say(
-            f"{MANY:.0%} of the microbatches have at most {needed} documents. Cheaper for them:\n"
+            f"{MOST_MICROBATCHES:.0%} of the microbatches have at most {needed} documents. "
+            "Cheaper for them:\n"
             + "\n".join(_asked(best, flag, f"packing.seq_buckets={str(fewer).replace(' ', '')}")),
             "bold",
         )

@@ -149,8 +149,6 @@ class Site:
             source = self.place if self.schedule is None else self.schedule
             slots = source.num_slots(are_shared=self.options.shared_slots)
         self.num_slots = check_counts(len(self.parts), slots)
-        if self.packing is not None:
-            self.num_slots = self.packing.limit_slots(self.num_slots)
 
     @property
     def lends_input_grads(self) -> list[bool]:

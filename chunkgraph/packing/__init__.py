@@ -1,9 +1,9 @@
-"""Documents of any lengths in arrays of fixed shapes, so that one graph serves every packing.
+"""Pack documents of any lengths into arrays of fixed shapes, so that one graph serves all of them.
 
-NumPy only: everything is computed on the host, from lists of lengths. `pack` lays out one
-microbatch, `reason_not_to_fit` says beforehand whether it can, `schedule_microbatches` gathers
-documents into microbatches that fit, `schedule_contexts` into ones with a context-parallel size
-each, and `recommend` finds a shape for a dataset.
+NumPy only: everything is computed on the host from lists of lengths. `pack` lays out one
+microbatch, `reason_not_to_fit` checks beforehand whether it fits, `schedule_contexts` distributes
+documents over microbatches that each have a context-parallel size, and `recommend` chooses a shape
+for a dataset.
 """
 
 from __future__ import annotations
@@ -35,10 +35,9 @@ from chunkgraph.packing.microbatches import (
     pack_in_order,
     sizes_of,
 )
-from chunkgraph.packing.offsets import check_offsets, document_lengths
+from chunkgraph.packing.offsets import check_offsets
 from chunkgraph.packing.pack import PackedSequences, pack
 from chunkgraph.packing.recommend import Recommendation, quantile, recommend
-from chunkgraph.packing.schedule import schedule_microbatches
 from chunkgraph.packing.shape import (
     OverflowReason,
     PackedShape,
@@ -70,7 +69,6 @@ __all__ = [
     "bucket_multiple",
     "bucket_shapes",
     "check_offsets",
-    "document_lengths",
     "evaluate",
     "fallback_share",
     "fit_long_documents",
@@ -84,7 +82,6 @@ __all__ = [
     "reason_not_to_fit",
     "recommend",
     "schedule_contexts",
-    "schedule_microbatches",
     "scheduler_of",
     "sizes_of",
     "smallest_that_fits",

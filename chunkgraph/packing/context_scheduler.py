@@ -1,7 +1,7 @@
-"""From the documents of a global batch to microbatches with a context-parallel size each.
+"""Distribute a global batch over microbatches that each have a context-parallel size.
 
-Everything here is a function of lengths and limits alone, so that ranks which read the same lengths
-find the same schedule without a word between them.
+Everything here depends on lengths and limits alone, so ranks that read the same lengths compute the
+same schedule without communication.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Literal, Protocol
 
 from chunkgraph.errors import PackingError
 from chunkgraph.packing.contexts import ContextLimits, ContextMicrobatch, ContextSchedule
+from chunkgraph.packing.first_fit import first_fit
 from chunkgraph.packing.offsets import check_lengths
-from chunkgraph.packing.schedule import first_fit
 
 __all__ = [
     "ContextScheduler",
@@ -28,10 +28,10 @@ __all__ = [
 
 
 class ContextScheduler(Protocol):
-    """Makes the schedule of one step."""
+    """A function that computes the schedule of one step."""
 
     def __call__(self, lengths: Sequence[int], limits: ContextLimits) -> ContextSchedule:
-        """Schedule documents that each fit the largest group; the result is checked."""
+        """Schedule documents that each fit the largest group; the caller checks the result."""
 
 
 def schedule_contexts(
@@ -40,22 +40,22 @@ def schedule_contexts(
     """Schedule a global batch.
 
     Args:
-        lengths: Tokens of each document.
-        limits: That the result keeps to.
-        scheduler: Default `SmallestSizes`.
+        lengths: tokens of each document.
+        limits: the limits that the schedule keeps.
+        scheduler: the scheduler; None: `SmallestSizes`.
 
     Raises:
-        PackingError: There is no document, one fits no group, or the scheduler's result breaks a
-            rule, such as having more microbatches than allowed.
+        PackingError: there is no document, one fits no group, or the scheduler's result breaks a
+            rule (`ContextSchedule.check`).
     """
     tokens = [int(length) for length in check_lengths(lengths, "the global batch")]
     for place, length in enumerate(tokens):
         if limits.smallest_size(length) is None:
             largest = limits.shape(limits.group_sizes[0])
             raise PackingError(
-                f"document {place} has {length} tokens, and the largest group (of "
-                f"{largest.context_parallel_size}) holds {largest.document_limit}. Truncate or "
-                "split it, or allow more tokens on a rank."
+                f"document {place} has {length} tokens, but the largest group (of "
+                f"{largest.context_parallel_size}) holds only {largest.document_limit}. Truncate "
+                "or split it, or raise max_tokens_per_rank."
             )
     schedule = (scheduler or SmallestSizes())(tokens, limits)
     schedule.check(tokens)
@@ -64,24 +64,24 @@ def schedule_contexts(
 
 @dataclass(frozen=True)
 class _Load:
-    """A microbatch that has no place yet."""
+    """A microbatch that is not assigned to a round yet."""
 
     size: int
     documents: tuple[tuple[int, int], ...]
-    """(place, tokens), longest first."""
+    """(index in the global batch, tokens), longest first."""
 
     @property
     def cost(self) -> float:
-        """Of one rank's attention, to compare."""
+        """Return the relative cost of attention on one rank."""
         return sum(length * length for _, length in self.documents) / self.size
 
     @property
     def order(self) -> tuple[int, float, tuple[tuple[int, int], ...]]:
-        """Largest groups first, and in a round what takes about as long."""
+        """Return a sort key: largest groups first, then similar costs next to each other."""
         return (-self.size, -self.cost, self.documents)
 
-    def parts(self) -> tuple[_Load, _Load]:
-        """Two of about half the cost."""
+    def halves(self) -> tuple[_Load, _Load]:
+        """Split the documents into two loads of about half the cost each."""
         one = two = replace(self, documents=())
         for document in self.documents:
             if one.cost <= two.cost:
@@ -93,43 +93,43 @@ class _Load:
 
 @dataclass(frozen=True)
 class SmallestSizes:
-    """Every document in the smallest group that holds it, packed first fit, longest first.
+    """Put every document in the smallest group that holds it, packed first fit, longest first.
 
-    Ranks that this leaves without work in the last rounds get some: the costliest microbatch is
-    split in two, or, if it has one document, given to a larger group; what is then left over are
-    fillers. So no round is begun for ranks that would have nothing to do.
+    Ranks that would have no work in the last rounds get some: the costliest microbatch is split in
+    two or, if it has one document, moved to a larger group. Fillers take what is left over. So no
+    round starts with ranks that could have worked on another's documents.
     """
 
     def __call__(self, lengths: Sequence[int], limits: ContextLimits) -> ContextSchedule:
-        """See `ContextScheduler`."""
-        loads = _packed(lengths, limits)
+        """Schedule a global batch; see `ContextScheduler`."""
+        loads = _pack_loads(lengths, limits)
         world = limits.world_size
-        num_taken = sum(load.size for load in loads)
-        num_rounds = -(-num_taken // (world * limits.multiple_of)) * limits.multiple_of
-        free = num_rounds * world - num_taken
-        while free:
-            loads, used = _with_more_ranks(loads, free, limits)
-            free -= used
-        return _placed(sorted(loads, key=lambda load: load.order), limits)
+        num_busy = sum(load.size for load in loads)
+        num_rounds = -(-num_busy // (world * limits.multiple_of)) * limits.multiple_of
+        num_free = num_rounds * world - num_busy
+        while num_free:
+            loads, num_used = _use_free_ranks(loads, num_free, limits)
+            num_free -= num_used
+        return _fill_rounds(sorted(loads, key=lambda load: load.order), limits)
 
 
 @dataclass(frozen=True)
 class ForcedSizes:
-    """Groups of given sizes, one size a round, over and over: to try and to measure banks.
+    """Use one group size per round, cycling through a list: to exercise and measure banks.
 
     Attributes:
-        sizes: of the groups of each round.
-        documents_each: that a microbatch takes at most.
+        sizes: the group size of each round; repeated as needed.
+        documents_each: most documents of a microbatch.
 
     Raises:
-        PackingError: when called: A document fits none of the groups.
+        PackingError: when called, if a document fits none of the groups.
     """
 
     sizes: tuple[int, ...]
     documents_each: int = 1
 
     def __call__(self, lengths: Sequence[int], limits: ContextLimits) -> ContextSchedule:
-        """See `ContextScheduler`."""
+        """Schedule a global batch; see `ContextScheduler`."""
         waiting = list(enumerate(lengths))
         too_long = [p for p, n in waiting if (limits.smallest_size(n) or 0) > max(self.sizes)]
         if too_long:
@@ -140,29 +140,29 @@ class ForcedSizes:
             size = next(sizes)
             microbatches = []
             for first in range(0, limits.world_size, size):
-                taken = _taken(waiting, limits, size, self.documents_each)
-                waiting = [document for document in waiting if document not in taken]
-                microbatches.append(ContextMicrobatch(size, first, tuple(p for p, _ in taken)))
+                batch = _first_documents(waiting, limits, size, self.documents_each)
+                waiting = [document for document in waiting if document not in batch]
+                microbatches.append(ContextMicrobatch(size, first, tuple(p for p, _ in batch)))
             rounds.append(tuple(microbatches))
         return ContextSchedule(limits, tuple(rounds))
 
 
 @dataclass(frozen=True)
 class RandomSizes:
-    """Groups of one size in each round, in random order: each size once before one comes again.
+    """Use one group size per round in random order, each size once before one repeats.
 
     Attributes:
-        seed: of the order; give each step its own, the same on all ranks.
-        documents_each: that a microbatch takes at most.
+        seed: the seed of the order. Use another one for each step, the same on all ranks.
+        documents_each: most documents of a microbatch.
     """
 
     seed: str
     documents_each: int = 1
 
     def __call__(self, lengths: Sequence[int], limits: ContextLimits) -> ContextSchedule:
-        """See `ContextScheduler`."""
+        """Schedule a global batch; see `ContextScheduler`."""
         rng = random.Random(self.seed)
-        # As many turns of all sizes as there are documents: in each the longest is placed.
+        # Every turn of all sizes places at least one document.
         turns = [rng.sample(limits.group_sizes, len(limits.group_sizes)) for _ in lengths]
         sizes = tuple(size for turn in turns for size in turn)
         return ForcedSizes(sizes, self.documents_each)(lengths, limits)
@@ -171,55 +171,56 @@ class RandomSizes:
 def scheduler_of(
     name: Literal["smallest", "random"], limits: ContextLimits, seed: str
 ) -> ContextScheduler:
-    """Return the scheduler that settings name.
+    """Return the scheduler of a setting's name.
 
     Args:
-        name: which size a microbatch gets.
-        limits: that the schedules keep to.
-        seed: of random sizes; see `RandomSizes`.
+        name: the scheduler's name.
+        limits: the limits that schedules keep.
+        seed: the seed of random sizes; see `RandomSizes`.
     """
     return SmallestSizes() if name == "smallest" else RandomSizes(seed, limits.max_packed_seqs - 1)
 
 
-def _taken(
+def _first_documents(
     waiting: Sequence[tuple[int, int]], limits: ContextLimits, size: int, most: int
 ) -> list[tuple[int, int]]:
-    """The first documents that one microbatch holds together."""
+    """Return the first documents that fit together in one microbatch, at most ``most``."""
     shape = limits.shape(size)
-    taken: list[tuple[int, int]] = []
+    documents: list[tuple[int, int]] = []
     rows = 0
     for place, length in waiting:
         has_room = rows + shape.padded_length(length) <= shape.max_packed_tokens
-        if len(taken) < min(most, shape.max_documents) and (
+        if len(documents) < min(most, shape.max_documents) and (
             has_room and length <= shape.document_limit
         ):
-            taken.append((place, length))
+            documents.append((place, length))
             rows += shape.padded_length(length)
-    return taken
+    return documents
 
 
-def _packed(lengths: Sequence[int], limits: ContextLimits) -> list[_Load]:
-    of_size: dict[int, list[tuple[int, int]]] = {}
+def _pack_loads(lengths: Sequence[int], limits: ContextLimits) -> list[_Load]:
+    """Pack each document first fit among those with the same smallest group."""
+    by_size: dict[int, list[tuple[int, int]]] = {}
     for place, length in enumerate(lengths):
         size = limits.smallest_size(length)
         assert size is not None
-        of_size.setdefault(size, []).append((place, length))
+        by_size.setdefault(size, []).append((place, length))
     return [
         _Load(size, tuple(documents))
-        for size, waiting in sorted(of_size.items())
+        for size, waiting in sorted(by_size.items())
         for documents in first_fit(waiting, limits.shape(size))
     ]
 
 
-def _with_more_ranks(
+def _use_free_ranks(
     loads: list[_Load], free: int, limits: ContextLimits
 ) -> tuple[list[_Load], int]:
-    """The loads with some of the ``free`` ranks put to use, and how many of them."""
+    """Give work to some of the ``free`` ranks; return the new loads and how many ranks it took."""
     by_cost = sorted(loads, key=lambda load: (-load.cost, load.order))
     for load in by_cost:
         rest = [other for other in loads if other is not load]
         if len(load.documents) > 1 and load.size <= free:
-            return [*rest, *load.parts()], load.size
+            return [*rest, *load.halves()], load.size
         larger = [size for size in limits.group_sizes if size > load.size]
         if len(load.documents) == 1 and larger and larger[-1] - load.size <= free:
             return [*rest, replace(load, size=larger[-1])], larger[-1] - load.size
@@ -227,8 +228,8 @@ def _with_more_ranks(
     return [*loads, _Load(size, ())], size
 
 
-def _placed(loads: Sequence[_Load], limits: ContextLimits) -> ContextSchedule:
-    """Side by side, largest first: so every group begins at a multiple of its size."""
+def _fill_rounds(loads: Sequence[_Load], limits: ContextLimits) -> ContextSchedule:
+    """Fill rounds with loads, largest first, so that each begins at a multiple of its size."""
     rounds: list[tuple[ContextMicrobatch, ...]] = []
     current: list[ContextMicrobatch] = []
     first = 0

@@ -1,11 +1,11 @@
-"""Which ranks work on which documents: microbatches that each have a context-parallel size.
+"""Values of a schedule whose microbatches each have a context-parallel size.
 
-The ranks that share a global batch (data parallel times context parallel: the world) are cut again
-in every round into groups of 1, 2, 4, ... neighbours. Each group works on one microbatch, so that
-every rank has one microbatch in each round, and as many in a step as every other rank: pipelines
-need no more than that. Long documents go to large groups and short ones to small ones.
+The ranks that share a global batch (data parallel times context parallel: the world) are divided
+again in every round into groups of 1, 2, 4, ... neighbours. Each group works on one microbatch, so
+every rank has one microbatch per round and the same number per step, which is all that pipelines
+need. Long documents go to large groups and short ones to small groups.
 
-Values only; who makes them is in `context_scheduler`.
+`context_scheduler` computes schedules.
 """
 
 from __future__ import annotations
@@ -24,24 +24,23 @@ __all__ = ["ContextLimits", "ContextMicrobatch", "ContextSchedule"]
 
 @dataclass(frozen=True, kw_only=True)
 class ContextLimits:
-    """What every schedule keeps to.
+    """The limits of every schedule.
 
     Args:
-        world_size: W, the ranks that share a global batch, a power of two; pipeline stages and
-            tensor-parallel ranks are not counted.
-        max_tokens_per_rank: rows of a microbatch on one rank, whatever its group; even where groups
-            have more than one rank, as each rank holds two pieces of every document.
-        max_packed_seqs: N, the sequences of a microbatch, the zero-valid dummy that fills its tail
-            among them.
-        sizes: of the groups, powers of two up to W; empty: all of them.
-        max_document_tokens: tokens of one document; None allows what the largest group holds.
-        multiple_of: what the number of microbatches of a step is a multiple of (interleaved
-            schedules need that of their group size).
-        max_microbatches: of a rank in a step; None: no bound.
+        world_size: W, the number of ranks that share a global batch, a power of two. Pipeline
+            stages and tensor-parallel ranks do not count.
+        max_tokens_per_rank: rows of a microbatch on one rank, whatever its group. Even if there are
+            groups of several ranks, because each rank holds two pieces of every document.
+        max_packed_seqs: N, the sequences of a microbatch, including the empty dummy sequence that
+            fills its tail.
+        sizes: the group sizes, powers of two up to W; empty: all of them.
+        max_document_tokens: most tokens of a document; None: as many as the largest group holds.
+        multiple_of: the number of microbatches of a step is a multiple of this. Interleaved
+            schedules need their microbatch group size.
         counts_padding: see `PackedShape`.
 
     Raises:
-        PackingError: A size is out of its range.
+        PackingError: a size is out of range.
     """
 
     world_size: int
@@ -50,36 +49,30 @@ class ContextLimits:
     sizes: tuple[int, ...] = ()
     max_document_tokens: int | None = None
     multiple_of: int = 1
-    max_microbatches: int | None = None
     counts_padding: bool = False
 
     def __post_init__(self) -> None:
         for name, value in (("world_size", self.world_size), *(("sizes", s) for s in self.sizes)):
             if not _is_power_of_two(value):
-                raise PackingError(f"{name}: {value!r} is no power of two.")
+                raise PackingError(f"{name}: {value!r} is not a power of two.")
         if self.sizes and max(self.sizes) > self.world_size:
             raise PackingError(
-                f"sizes: a group of {max(self.sizes)} is larger than the {self.world_size} ranks "
-                "there are."
+                f"sizes: a group of {max(self.sizes)} is larger than the world of "
+                f"{self.world_size} ranks."
             )
         if self.multiple_of < 1:
-            raise PackingError(f"multiple_of is {self.multiple_of}; it is at least 1.")
-        most = self.max_microbatches
-        if most is not None and most < self.multiple_of:
-            raise PackingError(
-                f"max_microbatches is {most}, below multiple_of, which is {self.multiple_of}."
-            )
+            raise PackingError(f"multiple_of is {self.multiple_of}; it must be at least 1.")
         for size in self.group_sizes:
             self.shape(size)
 
     @property
     def group_sizes(self) -> tuple[int, ...]:
-        """Sizes that groups may have, largest first."""
-        every = [1 << k for k in range(self.world_size.bit_length())]
-        return tuple(sorted(set(self.sizes or every), reverse=True))
+        """Return the sizes that groups may have, largest first."""
+        powers = [1 << k for k in range(self.world_size.bit_length())]
+        return tuple(sorted(set(self.sizes or powers), reverse=True))
 
     def shape(self, size: int) -> PackedShape:
-        """The shape of all microbatches of groups of ``size``; its N counts the dummy."""
+        """Return the shape of every microbatch of a group of ``size`` ranks."""
         tokens = self.max_tokens_per_rank * size
         limit = self.max_document_tokens
         return PackedShape(
@@ -91,30 +84,21 @@ class ContextLimits:
         )
 
     def smallest_size(self, length: int) -> int | None:
-        """The smallest group that holds a document, or None when none does."""
+        """Return the size of the smallest group that holds a document; None if none does."""
         for size in reversed(self.group_sizes):
             if reason_not_to_fit([length], self.shape(size)) is None:
                 return size
         return None
 
-    def num_slots(self, num_slots: Sequence[int]) -> tuple[int, ...]:
-        """Slots of each chunk that microbatches of any one bank can ever take at once.
-
-        Args:
-            num_slots: of each chunk, for any number of microbatches.
-        """
-        most = self.max_microbatches
-        return tuple(count if most is None else min(count, most) for count in num_slots)
-
 
 @dataclass(frozen=True)
 class ContextMicrobatch:
-    """Documents that a group of neighbouring ranks works on together.
+    """The documents that a group of neighbouring ranks works on together.
 
     Attributes:
-        size: of the group.
-        first_rank: in the world; the group is this rank and the next ``size - 1``.
-        documents: rising places in the global batch. Empty: a filler, which only keeps the ranks
+        size: the number of ranks in the group.
+        first_rank: the group's first rank in the world; the next ``size - 1`` follow.
+        documents: indices in the global batch, ascending. Empty for a filler, which keeps the ranks
             in step: they forward one token without a loss.
     """
 
@@ -124,7 +108,7 @@ class ContextMicrobatch:
 
     @property
     def ranks(self) -> range:
-        """The group, in the world."""
+        """Return the group's ranks in the world."""
         return range(self.first_rank, self.first_rank + self.size)
 
 
@@ -133,8 +117,8 @@ class ContextSchedule:
     """The microbatches of one step.
 
     Attributes:
-        limits: that it keeps to.
-        rounds: each has the microbatches that run next to each other, by rank.
+        limits: the limits that it keeps.
+        rounds: for each round the microbatches that run at the same time, by first rank.
     """
 
     limits: ContextLimits
@@ -142,39 +126,39 @@ class ContextSchedule:
 
     @property
     def num_microbatches(self) -> int:
-        """Of every rank."""
+        """Return the number of microbatches of each rank."""
         return len(self.rounds)
 
     @property
     def mean_filled_microbatches(self) -> float:
-        """Those that are no fillers, in the mean over the ranks."""
+        """Return the number of microbatches that are not fillers, averaged over ranks."""
         filled = [m.size for microbatches in self.rounds for m in microbatches if m.documents]
         return sum(filled) / self.limits.world_size
 
     @property
     def num_filled_rounds(self) -> int:
-        """Those in which some rank has a document."""
+        """Return the number of rounds in which at least one rank has a document."""
         return sum(any(m.documents for m in microbatches) for microbatches in self.rounds)
 
     def of_rank(self, rank: int) -> tuple[ContextMicrobatch, ...]:
-        """The microbatches of one rank of the world, in their order."""
+        """Return the microbatches of one rank of the world, in order."""
         return tuple(
             next(m for m in microbatches if rank in m.ranks) for microbatches in self.rounds
         )
 
     @property
     def digest(self) -> int:
-        """A number that tells apart schedules, for ranks to compare."""
+        """Return a checksum of the schedule, for ranks to compare."""
         return zlib.crc32(repr(self).encode())
 
     def check(self, lengths: Sequence[int]) -> None:
-        """Make sure that the schedule is one of these documents and keeps to its limits.
+        """Check that the schedule places each document once and keeps its limits.
 
         Args:
-            lengths: Tokens of each document of the global batch.
+            lengths: tokens of each document of the global batch.
 
         Raises:
-            PackingError: naming the round and the rank.
+            PackingError: it does not; the message names the round and the rank.
         """
         limits = self.limits
         for number, microbatches in enumerate(self.rounds):
@@ -182,30 +166,28 @@ class ContextSchedule:
             if covered != list(range(limits.world_size)):
                 raise PackingError(
                     f"round {number}: the groups have the ranks {covered}, not each of the "
-                    f"{limits.world_size} once and in order."
+                    f"{limits.world_size} ranks once and in order."
                 )
             for m in microbatches:
                 self._check_microbatch(f"round {number}, rank {m.first_rank}: ", m, lengths)
-        placed = Counter(
+        counts = Counter(
             d for microbatches in self.rounds for m in microbatches for d in m.documents
         )
-        wrong = [d for d in range(len(lengths)) if placed[d] != 1]
-        if wrong or len(placed) != len(lengths):
-            named = wrong or sorted(placed.keys() - set(range(len(lengths))))
-            raise PackingError(f"documents {named[:5]} are not in exactly one microbatch.")
-        count, most = self.num_microbatches, limits.max_microbatches
-        if count % limits.multiple_of or (most is not None and count > most):
+        misplaced = [d for d in range(len(lengths)) if counts[d] != 1]
+        if misplaced or len(counts) != len(lengths):
+            misplaced = misplaced or sorted(counts.keys() - set(range(len(lengths))))
+            raise PackingError(f"documents {misplaced[:5]} are not in exactly one microbatch.")
+        if self.num_microbatches % limits.multiple_of:
             raise PackingError(
-                f"{count} microbatches a rank: it is to be a multiple of {limits.multiple_of} and "
-                f"at most {'any' if most is None else most}. Take fewer documents in a step, or "
-                "allow more tokens on a rank."
+                f"{self.num_microbatches} microbatches per rank are not a multiple of "
+                f"{limits.multiple_of}. The scheduler must add rounds of fillers."
             )
 
     def _check_microbatch(self, where: str, m: ContextMicrobatch, lengths: Sequence[int]) -> None:
         if m.size not in self.limits.group_sizes or m.first_rank % m.size:
             raise PackingError(
                 f"{where}a group of {m.size}; groups have one of the sizes "
-                f"{list(self.limits.group_sizes)} and begin at a multiple of it."
+                f"{list(self.limits.group_sizes)} and begin at a multiple of their size."
             )
         if list(m.documents) != sorted(m.documents):
             raise PackingError(f"{where}documents {list(m.documents)} are not in order.")
@@ -214,8 +196,8 @@ class ContextSchedule:
         unknown = [d for d in m.documents if not 0 <= d < len(lengths)]
         if unknown:
             raise PackingError(f"{where}there are no documents {unknown}.")
-        own = check_lengths([lengths[d] for d in m.documents], where)
-        reason = reason_not_to_fit(own, self.limits.shape(m.size))
+        tokens = check_lengths([lengths[d] for d in m.documents], where)
+        reason = reason_not_to_fit(tokens, self.limits.shape(m.size))
         if reason is not None:
             raise PackingError(f"{where}{reason.value} for a group of {m.size}.")
 

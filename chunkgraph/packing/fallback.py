@@ -1,4 +1,4 @@
-"""How often steps would run eagerly, and what padding costs, for a shape and a dataset."""
+"""Estimate, for a shape and a dataset, how many steps run eagerly and how many rows are padding."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ __all__ = ["ShapeOutcome", "allowed_misfits", "evaluate", "fallback_share", "fit
 
 @dataclass(frozen=True, kw_only=True)
 class ShapeOutcome:
-    """What training with one shape would be like."""
+    """Estimates for training with one shape."""
 
     shape: PackedShape
     num_misfits: int
-    """Microbatches of the dataset that do not fit."""
+    """Number of the dataset's microbatches that do not fit."""
     fallback_share: float
-    """Share of steps with such a microbatch, 0 to 1; those run eagerly."""
+    """Share of steps with such a microbatch, 0 to 1; they run eagerly."""
     padding_waste: float | None
-    """Share of a replayed microbatch's rows that hold no token; None when none fits."""
+    """Share of rows without a token among replayed microbatches; None when no microbatch fits."""
     bucketed_waste: float | None
-    """The same when the shape's default buckets are captured too."""
+    """The same if the shape's default length buckets are captured too."""
 
 
 def fallback_share(num_misfits: int, num_microbatches: int, microbatches_per_step: int) -> float:
-    """Expected share of steps with a misfit when steps draw microbatches without replacement.
+    """Return the expected share of steps with a misfit, drawing microbatches without replacement.
 
     Args:
-        num_misfits: Microbatches that do not fit, among all.
-        num_microbatches: All microbatches of the dataset.
-        microbatches_per_step: Of all data-parallel ranks together; one misfit among them makes
-            the whole step eager. A step that takes more than there are has every one.
+        num_misfits: microbatches of the dataset that do not fit.
+        num_microbatches: all microbatches of the dataset.
+        microbatches_per_step: microbatches of a step on all data-parallel ranks together; one
+            misfit among them makes the step eager. Limited to ``num_microbatches``.
 
     Raises:
-        PackingError: A count is below 0.
+        PackingError: a count is negative.
     """
     if min(num_misfits, num_microbatches, microbatches_per_step) < 0:
         msg = (
             f"{num_misfits} misfits among {num_microbatches} microbatches, "
-            f"{microbatches_per_step} in a step: counts are at least 0."
+            f"{microbatches_per_step} per step: counts must be at least 0."
         )
         raise PackingError(msg)
     drawn = min(microbatches_per_step, num_microbatches)
@@ -53,13 +53,13 @@ def fallback_share(num_misfits: int, num_microbatches: int, microbatches_per_ste
         return 0.0
     if num_misfits > num_microbatches - drawn:
         return 1.0
-    # No misfit among the drawn: each draw in turn takes a fitting one from what is left.
+    # The probability that every draw, one after the other, takes a microbatch that fits.
     left = num_microbatches - np.arange(drawn, dtype=np.float64)
     return float(-np.expm1(np.log1p(-num_misfits / left).sum()))
 
 
 def allowed_misfits(target: float, num_microbatches: int, microbatches_per_step: int) -> int:
-    """The most misfits with which the fallback share stays at or below ``target``."""
+    """Return the most misfits for which the fallback share is at most ``target``."""
     low, high = 0, num_microbatches
     while low < high:
         middle = (low + high + 1) // 2
@@ -71,7 +71,7 @@ def allowed_misfits(target: float, num_microbatches: int, microbatches_per_step:
 
 
 def fits(sizes: MicrobatchSizes, shape: PackedShape) -> NDArray[np.bool_]:
-    """Which microbatches fit a shape, [microbatches]; the rule of `reason_not_to_fit`."""
+    """Return which microbatches fit a shape, bool [microbatches]; as `reason_not_to_fit`."""
     fitting: NDArray[np.bool_] = (
         (sizes.longest <= shape.document_limit)
         & (sizes.num_documents <= shape.max_documents)
@@ -81,9 +81,9 @@ def fits(sizes: MicrobatchSizes, shape: PackedShape) -> NDArray[np.bool_]:
 
 
 def padding_waste(sizes: MicrobatchSizes, shapes: Sequence[PackedShape]) -> float | None:
-    """Share of rows without a token, each microbatch in the smallest shape that it fits.
+    """Return the share of rows without a token, each microbatch in the smallest shape it fits.
 
-    Microbatches that fit none run eagerly and are left out; None when that is all of them.
+    Microbatches that fit no shape run eagerly and do not count. None if no microbatch fits.
     """
     capacity = np.zeros(len(sizes), dtype=np.int64)
     for shape in sorted(shapes, key=lambda s: s.max_packed_tokens, reverse=True):
@@ -97,7 +97,7 @@ def padding_waste(sizes: MicrobatchSizes, shapes: Sequence[PackedShape]) -> floa
 def evaluate(
     sizes: MicrobatchSizes, shape: PackedShape, microbatches_per_step: int
 ) -> ShapeOutcome:
-    """What training on these microbatches with this shape would be like."""
+    """Estimate training on these microbatches with this shape."""
     num_misfits = int((~fits(sizes, shape)).sum())
     return ShapeOutcome(
         shape=shape,

@@ -1,4 +1,4 @@
-"""How many tokens a value of a JSON line stands for."""
+"""Count the tokens of a value in a JSON line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from chunkgraph.packing.offsets import MAX_TOKENS
 
 __all__ = ["TokenCounts", "ValueKind", "find_key", "token_counts"]
 
-# In this order: an exact count is better than tokens, and those than text.
+# In order of preference: exact counts, then tokens, then text.
 _USUAL_KEYS = (
     *("length", "num_tokens", "lengths", "seqlens", "input_ids", "tokens"),
     *("text", "messages", "conversation", "content"),
@@ -22,7 +22,7 @@ _KEYS_OF_LENGTHS = ("lengths", "seqlens")
 
 
 class ValueKind(enum.Enum):
-    """What the value under the key is."""
+    """The kind of value under the key."""
 
     AUTO = "auto"
     LENGTH = "length"
@@ -33,19 +33,19 @@ class ValueKind(enum.Enum):
 
 @dataclass(frozen=True)
 class TokenCounts:
-    """Documents of one line."""
+    """The documents of one line: their tokens, and how these were counted."""
 
     tokens: list[int]
     is_estimated: bool = False
     is_microbatch: bool = False
-    """The documents were packed together already."""
+    """Whether the line is a packed microbatch."""
 
 
 def find_key(value: Any, key: str | None, where: str) -> str:
-    """The key that holds the document in a parsed line.
+    """Return the key that holds the document of a parsed line.
 
     Raises:
-        ConfigError: The line is no object, or has no such key.
+        ConfigError: the line is not an object, or does not have the key.
     """
     if not isinstance(value, dict):
         msg = f"{where}: a JSON {type(value).__name__}, not an object with keys."
@@ -54,7 +54,7 @@ def find_key(value: Any, key: str | None, where: str) -> str:
         key = next((usual for usual in _USUAL_KEYS if usual in value), None)
         if key is None:
             keys = shorten(name_list(value))
-            msg = f"{where}: none of the keys is a usual one ({keys}). Name it: --key."
+            msg = f"{where}: none of the keys is a usual one ({keys}). Name the key: --key."
             raise ConfigError(msg)
     elif key not in value:
         keys, hint = shorten(name_list(value)), did_you_mean(key, value)
@@ -66,13 +66,13 @@ def find_key(value: Any, key: str | None, where: str) -> str:
 def token_counts(
     value: Any, kind: ValueKind, *, where: str, key: str, bytes_per_token: float
 ) -> TokenCounts:
-    """Tokens of each document that a value stands for.
+    """Return the tokens of each document in a value.
 
-    A number is a length, a list of numbers a document's tokens (``LENGTHS``: a microbatch's
-    lengths), a string text, and a list of objects a conversation, whose ``content`` is text.
+    A number is a length; a list of numbers is a document's tokens (``LENGTHS``: the lengths of a
+    microbatch); a string is text; a list of objects is a conversation with text in ``content``.
 
     Raises:
-        ConfigError: The value is not of the kind.
+        ConfigError: the value is not of this kind.
     """
     if kind is ValueKind.AUTO and isinstance(value, list) and key in _KEYS_OF_LENGTHS:
         kind = ValueKind.LENGTHS
@@ -91,8 +91,8 @@ def token_counts(
             return TokenCounts([len(value)])
     if (any_kind or kind is ValueKind.TEXT) and isinstance(value, str):
         return _estimate(value, bytes_per_token, where)
-    wanted = "a length, tokens or text" if any_kind else f"what --value {kind.value} takes"
-    msg = f"{where} is not {wanted}: {shown(value)}."
+    expected = "a length, tokens or text" if any_kind else f"what --value {kind.value} takes"
+    msg = f"{where} is not {expected}: {shown(value)}."
     raise ConfigError(msg)
 
 
@@ -101,15 +101,14 @@ def _is_int(value: Any) -> bool:
 
 
 def _estimate(text: str, bytes_per_token: float, where: str) -> TokenCounts:
-    # Lone surrogates are legal in JSON strings; as an estimate goes, any bytes will do.
+    # Lone surrogates are legal in JSON strings; any bytes will do for an estimate.
     num_bytes = len(text.encode("utf-8", "surrogatepass"))
     tokens = num_bytes / bytes_per_token
-    # Refused here, where it may be infinite still, and the estimate can be blamed.
+    # Checked here, where it may still be infinite, so that the message can name the estimate.
     if tokens > MAX_TOKENS:
         msg = (
-            f"{where}: {num_bytes} bytes at {bytes_per_token:g} bytes a token: a length of "
-            f"{tokens:g} tokens is no document's; offsets end at {MAX_TOKENS}. Estimate with more "
-            "bytes a token."
+            f"{where}: {num_bytes} bytes at {bytes_per_token:g} bytes per token are {tokens:g} "
+            f"tokens; a document has at most {MAX_TOKENS}. Raise the bytes per token."
         )
         raise ConfigError(msg)
     return TokenCounts([math.ceil(tokens)], is_estimated=True)

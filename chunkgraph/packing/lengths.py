@@ -1,4 +1,4 @@
-"""Document lengths from a file: a Megatron index, JSON lines, or plain numbers."""
+"""Read document lengths from a file: a Megatron index, JSON lines, or plain numbers."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ _JSON_SUFFIXES = (".json", ".jsonl", ".ndjson")
 _LINES_PER_REPORT = 4096
 
 Progress = Callable[[int, int], None]
-"""Called with the bytes read and the bytes in all."""
+"""A function called with the number of bytes read and the total."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReadOptions:
-    """How JSON lines are read; other formats have no options."""
+    """Options for reading JSON lines; other formats have none."""
 
     key: str | None = None
-    """The key that holds the document; None looks for a usual one."""
+    """The key that holds the document; None: look for a usual one."""
     kind: ValueKind = ValueKind.AUTO
     bytes_per_token: float = 4.0
-    """UTF-8 bytes of a token, by which the tokens of text are estimated."""
+    """UTF-8 bytes per token, to estimate the tokens of text."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class DocumentLengths:
-    """What a file said."""
+    """The document lengths of a file."""
 
     tokens: NDArray[np.int64]
-    """Tokens of each document that has any, [documents]."""
+    """Tokens of each document that is not empty, [documents]."""
     microbatch_ends: NDArray[np.int64] | None
-    """Where each microbatch ends in ``tokens``, when the file has whole microbatches; else None."""
+    """End of each microbatch in ``tokens``, [microbatches]; None for a file of documents."""
     num_empty: int
-    """Documents without a token, which were left out."""
+    """Number of documents without a token; ``tokens`` leaves them out."""
     source: str
-    """What the file is, for people."""
+    """A description of the file, for reports."""
 
 
 def read_lengths(
@@ -56,14 +56,15 @@ def read_lengths(
     """Read the document lengths of a dataset.
 
     Args:
-        path: A Megatron dataset (its ``.idx`` or ``.bin`` file, or the path before them), JSON
-            lines, or a text of whole numbers. A line of several numbers is one packed microbatch.
-        options: How JSON lines are read.
-        progress: Called now and then while lines are read.
+        path: a Megatron dataset (its ``.idx`` or ``.bin`` file, or their path without the suffix),
+            JSON lines, or a text file of whole numbers. A line of several numbers is one packed
+            microbatch.
+        options: how to read JSON lines.
+        progress: called from time to time while lines are read.
 
     Raises:
-        ConfigError: The file cannot be read, holds no document, or a line is wrong, such as by a
-            length that no offsets could count.
+        ConfigError: the file cannot be read or has no document, or a line is invalid, for example
+            a length beyond `MAX_TOKENS`.
     """
     options = options or ReadOptions()
     report = progress or _no_progress
@@ -72,8 +73,8 @@ def read_lengths(
         if index is not None:
             return _read_index(index, path)
         if path.exists() and not (path.is_file() or path.is_dir()):
-            # It is opened twice, and what was read the first time would be missing.
-            msg = f"{path}: a pipe or device, and lengths are read twice. Write them to a file."
+            # The file is opened twice; the second read would miss the beginning.
+            msg = f"{path}: a pipe or device, but lengths are read twice. Write them to a file."
             raise ConfigError(msg)
         with path.open("rb") as stream:
             head = stream.read(4096)
@@ -92,13 +93,13 @@ def _no_progress(_done: int, _total: int) -> None:
 
 
 def _index_path(path: Path) -> Path | None:
-    """The index file that a path stands for, or None when it is another kind of file."""
+    """Return the index file of a path; None if the path is another kind of file."""
     if path.suffix == ".idx":
         return path
     if path.suffix == ".bin":
         return path.with_suffix(".idx")
     if not path.name:
-        # The current folder, or the root: nothing is named so with an ending.
+        # The current folder or the root, which can have no suffix.
         return None
     prefixed = path.with_name(f"{path.name}.idx")
     return prefixed if prefixed.is_file() and not path.is_file() else None
@@ -109,22 +110,21 @@ def _read_index(index: Path, path: Path) -> DocumentLengths:
     if tokens.size and tokens.max() > MAX_TOKENS:
         document = int(np.argmax(tokens > MAX_TOKENS))
         raise ConfigError(_too_long(f"{index}: document {document}", int(tokens[document])))
-    return _found(tokens, None, f"Megatron index {index}", path)
+    return _without_empty(tokens, None, f"Megatron index {index}", path)
 
 
 def _too_long(where: str, length: int) -> str:
     return (
-        f"{where}: a length of {shown(length)} tokens is no document's; offsets end at "
-        f"{MAX_TOKENS}. "
+        f"{where}: a document of {shown(length)} tokens; a document has at most {MAX_TOKENS}. "
         "Split it, or leave it out."
     )
 
 
 class _NumberLine:
-    """Parses a line of whole numbers, separated by blanks or commas."""
+    """Parse a line of whole numbers, separated by blanks or commas."""
 
     source = "numbers"
-    # One number on a line is a document; that some lines have more is seen at the end.
+    # A line with one number is a document. Whether any line has more is known at the end.
     has_microbatches = False
 
     def __init__(self, path: Path) -> None:
@@ -136,17 +136,17 @@ class _NumberLine:
         except ValueError:
             beginning = line.decode("utf-8", "replace").strip()[:40]
             msg = (
-                f"{self._path}:{number}: {beginning!r} is no whole number. Give a Megatron "
-                "dataset, JSON lines, or document lengths, one on each line."
+                f"{self._path}:{number}: {beginning!r} is not a whole number. Pass a Megatron "
+                "dataset, JSON lines, or document lengths, one per line."
             )
             raise ConfigError(msg) from None
 
 
 class _JsonLine:
-    """Parses a line with a JSON object.
+    """Parse a line with a JSON object.
 
-    The first line settles the key, and whether there are documents or whole microbatches under it:
-    were they mixed, the same lines could be read as either.
+    The first line decides the key and whether lines are documents or whole microbatches. Mixed
+    lines would be ambiguous.
     """
 
     def __init__(self, path: Path, options: ReadOptions) -> None:
@@ -163,10 +163,10 @@ class _JsonLine:
         try:
             value = json.loads(line)
         except ValueError as error:
-            msg = f"{where}: not JSON: {error}. JSON lines have one object on each line."
+            msg = f"{where}: not JSON: {error}. JSON lines have one object per line."
             raise ConfigError(msg) from None
         except RecursionError:
-            msg = f"{where}: nested too deep to be read. JSON lines have one object on each line."
+            msg = f"{where}: nested too deeply. JSON lines have one object per line."
             raise ConfigError(msg) from None
         self._key = find_key(value, self._key, where)
         counts = token_counts(
@@ -190,8 +190,8 @@ class _JsonLine:
             first_number, first = self._first
             msg = (
                 f"{where}: {shown(self._key)} has {_kind(value[self._key])} where line "
-                f"{first_number} has {first}. Lists are packed microbatches, others single "
-                "documents: give the same on each line."
+                f"{first_number} has {first}. A list is a packed microbatch, anything else one "
+                "document: use one kind on all lines."
             )
             raise ConfigError(msg)
         return counts.tokens
@@ -209,7 +209,7 @@ def _read_lines(path: Path, parse: _NumberLine | _JsonLine, report: Progress) ->
     for number, line in _lines(path, report):
         parsed = parse(line, number)
         if any(length < 0 for length in parsed):
-            msg = f"{path}:{number}: a length of {shown(min(parsed))} is below 0."
+            msg = f"{path}:{number}: the length {shown(min(parsed))} is negative."
             raise ConfigError(msg)
         total = sum(parsed)
         if total > MAX_TOKENS:
@@ -217,8 +217,8 @@ def _read_lines(path: Path, parse: _NumberLine | _JsonLine, report: Progress) ->
             if longest > MAX_TOKENS:
                 raise ConfigError(_too_long(where, longest))
             msg = (
-                f"{where}: lengths of {total} tokens in all are no microbatch's; offsets end at "
-                f"{MAX_TOKENS}. Give each microbatch a line of its own, or each document."
+                f"{where}: lengths of {total} tokens in all; a microbatch has at most "
+                f"{MAX_TOKENS}. Write each microbatch, or each document, on its own line."
             )
             raise ConfigError(msg)
         tokens += parsed
@@ -227,7 +227,7 @@ def _read_lines(path: Path, parse: _NumberLine | _JsonLine, report: Progress) ->
     has_microbatches = parse.has_microbatches or len(ends) != len(tokens)
     groups = np.array(ends, dtype=np.int64) if has_microbatches else None
     source = f"{parse.source}, a microbatch on each line" if has_microbatches else parse.source
-    return _found(np.array(tokens, dtype=np.int64), groups, source, path)
+    return _without_empty(np.array(tokens, dtype=np.int64), groups, source, path)
 
 
 def _lines(path: Path, report: Progress) -> Iterator[tuple[int, bytes]]:
@@ -243,25 +243,26 @@ def _lines(path: Path, report: Progress) -> Iterator[tuple[int, bytes]]:
     report(total, total)
 
 
-def _found(
+def _without_empty(
     tokens: NDArray[np.int64], ends: NDArray[np.int64] | None, source: str, path: Path
 ) -> DocumentLengths:
+    """Drop empty documents and the microbatches that have no others."""
     is_empty = tokens == 0
     num_empty = int(is_empty.sum())
     if not len(tokens):
         msg = (
-            f"{path}: no document with a token in it: there is nothing in it at all. Give a "
-            "Megatron dataset, JSON lines, or document lengths, one on each line."
+            f"{path}: no document with a token: the file is empty. Pass a Megatron dataset, JSON "
+            "lines, or document lengths, one per line."
         )
         raise ConfigError(msg)
     if num_empty == len(tokens):
-        msg = f"{path}: no document with a token in it ({source}, {num_empty} empty documents)."
+        msg = f"{path}: no document with a token ({source}, {num_empty} empty documents)."
         raise ConfigError(msg)
     if num_empty:
         if ends is not None:
-            before = np.concatenate([[0], np.cumsum(is_empty)])
-            # A microbatch that loses all its documents is none.
-            ends = np.unique(ends - before[ends])
+            num_dropped = np.concatenate([[0], np.cumsum(is_empty)])
+            # A microbatch that loses all its documents disappears.
+            ends = np.unique(ends - num_dropped[ends])
             ends = ends[ends > 0]
         tokens = tokens[~is_empty]
     return DocumentLengths(tokens=tokens, microbatch_ends=ends, num_empty=num_empty, source=source)

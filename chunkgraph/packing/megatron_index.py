@@ -1,10 +1,9 @@
-"""Document lengths from the index file (``.idx``) of a Megatron dataset.
+"""Read document lengths from the index file (``.idx``) of a Megatron dataset.
 
-The file, little-endian throughout: nine bytes ``MMIDIDX``, 0, 0; the version (uint64, 1); a code
-for the tokens' type (uint8); the counts S of sequences and D of document boundaries (uint64 each);
-then S lengths in tokens (int32), S byte offsets into the ``.bin`` file (int64), and D boundaries
-(int64): the first sequence of each document, and S at the end. Multimodal datasets append S modes
-(int8).
+The file is little-endian: nine bytes ``MMIDIDX``, 0, 0; the version (uint64, 1); a code for the
+token type (uint8); the number S of sequences and D of document boundaries (uint64 each); then S
+lengths in tokens (int32), S byte offsets into the ``.bin`` file (int64), and D boundaries (int64):
+the first sequence of each document, and S at the end. Multimodal datasets append S modes (int8).
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ _BYTES_PER_BOUNDARY = 8
 
 
 def read_megatron_index(path: Path) -> NDArray[np.int64]:
-    """Tokens of each document, int64 [documents]; the ``.bin`` file is not needed.
+    """Return the tokens of each document, int64 [documents], without reading the ``.bin`` file.
 
     Raises:
-        ConfigError: The file cannot be read or is no such index.
+        ConfigError: the file cannot be read, is damaged, or is not such an index.
     """
     try:
         size = path.stat().st_size
@@ -42,7 +41,7 @@ def read_megatron_index(path: Path) -> NDArray[np.int64]:
             num_sequences, num_boundaries = _read_counts(stream.read(_HEADER_BYTES), path)
         expected = _HEADER_BYTES + num_sequences * _BYTES_PER_SEQUENCE
         expected += num_boundaries * _BYTES_PER_BOUNDARY
-        # Sizes first: what a broken header asks for may be more than there is memory.
+        # Check the size first: a broken header could ask for more than the host's memory.
         if size not in (expected, expected + num_sequences):
             msg = (
                 f"{path}: {size} bytes, but {num_sequences} sequences and {num_boundaries} "
@@ -74,8 +73,8 @@ def _read_counts(header: bytes, path: Path) -> tuple[int, int]:
     version, type_code, num_sequences, num_boundaries = _COUNTS.unpack_from(header, len(MAGIC))
     if version != _VERSION or type_code not in _TYPE_CODES:
         msg = (
-            f"{path}: index version {version} with token type {type_code}; known are version "
-            f"{_VERSION} with types 1 to 8."
+            f"{path}: index version {version} with token type {type_code}; only version "
+            f"{_VERSION} with types 1 to 8 is supported."
         )
         raise ConfigError(msg)
     return int(num_sequences), int(num_boundaries)
@@ -86,11 +85,11 @@ def _documents(
 ) -> NDArray[np.int64]:
     num_sequences = len(lengths)
     is_rising = bool((boundaries[1:] >= boundaries[:-1]).all())
-    # An index of nothing may have no boundary at all.
+    # The index of an empty dataset may have no boundary.
     ends = (boundaries[0], boundaries[-1]) if len(boundaries) else (0, 0)
     if not is_rising or ends != (0, num_sequences):
         msg = (
-            f"{path}: the document boundaries do not rise from 0 to the {num_sequences} sequences. "
+            f"{path}: the document boundaries do not rise from 0 to {num_sequences} sequences. "
             "The file is damaged."
         )
         raise ConfigError(msg)

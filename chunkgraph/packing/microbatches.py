@@ -1,4 +1,4 @@
-"""Sizes of the microbatches that a data path which knows no limits would make of documents."""
+"""Sizes of the microbatches that a data path without the limits of graphs makes of documents."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BLOCK = 1 << 16
 
 
 class LongDocuments(enum.Enum):
-    """What a data path does with a document that is longer than a microbatch."""
+    """The treatment of documents that are longer than a microbatch."""
 
     TRUNCATE = "truncate"
     SPLIT = "split"
@@ -28,12 +28,12 @@ class LongDocuments(enum.Enum):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class MicrobatchSizes:
-    """What decides whether microbatches fit a shape; int64, [microbatches] each."""
+    """The sizes that decide whether microbatches fit a shape; each int64 [microbatches]."""
 
     num_documents: NDArray[np.int64]
     num_tokens: NDArray[np.int64]
     num_rows: NDArray[np.int64]
-    """Tokens with the padding that context parallelism puts after documents."""
+    """Tokens, with the padding of each document that context parallelism adds."""
     longest: NDArray[np.int64]
     """Tokens of the longest document."""
 
@@ -44,10 +44,10 @@ class MicrobatchSizes:
 def fit_long_documents(
     lengths: NDArray[np.int64], limit: int, policy: LongDocuments
 ) -> NDArray[np.int64]:
-    """The lengths after documents above ``limit`` tokens were cut to it, split, or kept.
+    """Return the lengths after truncating, splitting or keeping documents above ``limit`` tokens.
 
     Raises:
-        PackingError: There is no memory for so many parts.
+        PackingError: there is no memory for so many parts.
     """
     if policy is LongDocuments.KEEP:
         return lengths
@@ -59,8 +59,8 @@ def fit_long_documents(
         parts = np.full(total, limit, dtype=np.int64)
     except MemoryError:
         msg = (
-            f"Documents split into parts of at most {limit} tokens are {total} parts, for which "
-            "there is no memory. Allow longer ones, or truncate or keep long documents."
+            f"Splitting documents into parts of at most {limit} tokens makes {total} parts, for "
+            "which there is no memory. Allow longer parts, or truncate or keep long documents."
         )
         raise PackingError(msg) from None
     parts[np.cumsum(num_parts) - 1] = lengths - (num_parts - 1) * limit
@@ -72,28 +72,28 @@ def pack_in_order(
     shape: PackedShape,
     progress: Callable[[int, int], None] | None = None,
 ) -> NDArray[np.int64]:
-    """Fill microbatches with documents in their order; each ends before what has no room.
+    """Fill microbatches with documents in order; each ends before the first that has no room.
 
-    Only the shape's tokens count, not its sequences: this is a data path that knows nothing of
-    graphs. A document with more rows than the capacity is a microbatch of its own.
+    Only the shape's tokens limit a microbatch, not its sequences, as in a data path that knows
+    nothing of graphs. A document with more rows than the capacity gets its own microbatch.
 
     Args:
-        lengths: Tokens of each document.
-        shape: Its tokens are the capacity; its context parallelism pads documents.
-        progress: Called with the documents done and all documents.
+        lengths: tokens of each document, int64 [documents].
+        shape: the capacity in tokens, and the context parallelism that pads documents.
+        progress: called with the number of documents done and the total.
 
     Returns:
-        Where each microbatch ends, int64 [microbatches]: the documents before it.
+        The end of each microbatch, int64 [microbatches], as the number of documents up to there.
 
     Raises:
-        PackingError: There is no document, or one has less than one token.
+        PackingError: there is no document, or one has less than one token.
     """
     rows = shape.padded_lengths(check_lengths(lengths))
     row_ends = np.zeros(len(rows) + 1, dtype=np.int64)
     np.cumsum(rows, out=row_ends[1:])
     ends: list[int] = []
     place = 0
-    # One search for a block of possible beginnings is far faster than one for each microbatch.
+    # One search for a block of possible beginnings is much faster than one per microbatch.
     for begin in range(0, len(rows), _BLOCK):
         block = row_ends[begin : min(begin + _BLOCK, len(rows))]
         reach = np.searchsorted(row_ends, block + shape.max_packed_tokens, side="right") - 1
@@ -109,7 +109,13 @@ def pack_in_order(
 def sizes_of(
     lengths: NDArray[np.int64], ends: NDArray[np.int64], shape: PackedShape
 ) -> MicrobatchSizes:
-    """The sizes of microbatches, given where each ends among the documents."""
+    """Return the sizes of microbatches.
+
+    Args:
+        lengths: tokens of each document, int64 [documents].
+        ends: end of each microbatch, as `pack_in_order` returns them.
+        shape: the context parallelism that pads documents.
+    """
     starts = np.concatenate([np.zeros(1, dtype=np.int64), ends[:-1]])
     return MicrobatchSizes(
         num_documents=ends - starts,

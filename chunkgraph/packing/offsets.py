@@ -1,4 +1,4 @@
-"""Lengths and cumulative offsets that come from outside, checked before anything uses them."""
+"""Check document lengths and cumulative offsets that come from outside."""
 
 from __future__ import annotations
 
@@ -14,67 +14,66 @@ __all__ = [
     "MAX_TOKENS",
     "check_lengths",
     "check_offsets",
-    "document_lengths",
     "located",
     "whole_number",
 ]
 
 MAX_TOKENS = 2**31 - 1
-"""What offsets can count: they are int32, as attention kernels read them."""
+"""The largest offset: attention kernels read int32."""
 _INT64_MAX = 2**63 - 1
 
 Lengths = Sequence[int] | NDArray[np.integer]
 
 
 def located(where: str) -> str:
-    """What an error message begins with: the place, such as ``rank 3, microbatch 7: ``."""
+    """Return the beginning of an error message, such as ``rank 3, microbatch 7: ``."""
     return f"{where}: " if where else ""
 
 
 def whole_number(value: object) -> int | None:
-    """The value as a Python integer, NumPy's integers too; None when it is no whole number."""
+    """Return an integer, NumPy's included, as a Python integer; None for anything else."""
     if isinstance(value, int | np.integer) and not isinstance(value, bool):
         return int(value)
     return None
 
 
 def check_lengths(lengths: Lengths, where: str = "") -> NDArray[np.int64]:
-    """The lengths as an array, int64 [documents].
+    """Return the lengths as an array, int64 [documents]; int64 arrays are not copied.
 
     Args:
-        lengths: Tokens of each document.
-        where: The place that a message names, such as ``"rank 3, microbatch 7"``.
+        lengths: tokens of each document.
+        where: the place that a message names, such as ``"rank 3, microbatch 7"``.
 
     Raises:
-        PackingError: There is no document, one has less than one token or more than int64 holds,
-            or the lengths are no list of integers.
+        PackingError: there is no document, one has less than one token or more than int64 holds,
+            or the lengths are not a list of integers.
     """
-    array = _as_array(lengths, f"{located(where)}document lengths are a list of integers")
+    array = _as_array(lengths, f"{located(where)}document lengths must be a list of integers")
     if array.size == 0:
         msg = (
-            f"{located(where)}a microbatch without documents cannot be packed. Give it at least "
-            "one document, or leave it out."
+            f"{located(where)}a microbatch without documents cannot be packed. Add at least one "
+            "document, or leave it out."
         )
         raise PackingError(msg)
     if array.ndim != 1 or array.dtype.kind not in "iu":
         msg = (
-            f"{located(where)}document lengths are a list of integers, not {array.dtype} of shape "
-            f"{list(array.shape)}."
+            f"{located(where)}document lengths must be a list of integers, not {array.dtype} of "
+            f"shape {list(array.shape)}."
         )
         raise PackingError(msg)
     if array.min() < 1:
         index = int(np.argmax(array < 1))
         msg = (
             f"{located(where)}document {index} of {array.size} has a length of {array[index]}. "
-            "Every document needs at least 1 token: drop empty ones before they are packed."
+            "Every document needs at least 1 token: drop empty documents before packing."
         )
         raise PackingError(msg)
-    # Unsigned ones would turn negative.
+    # Unsigned values beyond int64 would become negative.
     if int(array.max()) > _INT64_MAX:
         index = int(np.argmax(array))
         msg = (
-            f"{located(where)}document {index} of {array.size}: a length of {array[index]} tokens "
-            f"is no document's; offsets end at {MAX_TOKENS}."
+            f"{located(where)}document {index} of {array.size} has {array[index]} tokens; a "
+            f"document has at most {MAX_TOKENS}."
         )
         raise PackingError(msg)
     return array.astype(np.int64, copy=False)
@@ -83,52 +82,41 @@ def check_lengths(lengths: Lengths, where: str = "") -> NDArray[np.int64]:
 def check_offsets(
     cu_seqlens: ArrayLike, num_tokens: int, where: str = "", *, may_repeat: bool = False
 ) -> None:
-    """Refuse cumulative offsets that attention kernels would read out of bounds with.
+    """Refuse cumulative offsets with which attention kernels would read out of bounds.
 
     Args:
-        cu_seqlens: int32 [documents + 1]: where each document begins, and where the last one ends.
-        num_tokens: Rows of the tensors that the offsets point into.
-        where: The place that a message names, such as ``"rank 3, microbatch 7"``.
-        may_repeat: Accept equal neighbours, which arrays padded to a fixed shape have.
+        cu_seqlens: the beginning of each document and the end of the last, int32 [documents + 1].
+        num_tokens: rows of the tensors that the offsets point into.
+        where: the place that a message names, such as ``"rank 3, microbatch 7"``.
+        may_repeat: accept equal neighbours, as in arrays padded to a fixed shape.
 
     Raises:
-        PackingError: The offsets are no array, not int32 or not one-dimensional, name no document,
-            do not start at 0, decrease, repeat, or go beyond the tokens.
+        PackingError: the offsets are not an int32 array of one dimension, have no document, do not
+            start at 0, decrease, repeat, or exceed ``num_tokens``.
     """
-    offsets = _as_array(cu_seqlens, f"{located(where)}cu_seqlens is a list of integers")
+    offsets = _as_array(cu_seqlens, f"{located(where)}cu_seqlens must be a list of integers")
     problem = _problem(offsets, num_tokens, may_repeat=may_repeat)
     if problem is not None:
         msg = (
-            f"{located(where)}{problem} cu_seqlens starts at 0, rises by each document's length "
-            f"and ends at or below the microbatch's {num_tokens} tokens, as int32."
+            f"{located(where)}{problem} cu_seqlens must be int32, start at 0, rise by each "
+            f"document's length and end at or below the microbatch's {num_tokens} tokens."
         )
         raise PackingError(msg)
 
 
-def document_lengths(cu_seqlens: ArrayLike, num_tokens: int, where: str = "") -> NDArray[np.int64]:
-    """The lengths that offsets stand for, int64 [documents], after `check_offsets`.
-
-    Raises:
-        PackingError: See `check_offsets`.
-    """
-    check_offsets(cu_seqlens, num_tokens, where)
-    offsets = np.asarray(cu_seqlens).astype(np.int64)
-    return offsets[1:] - offsets[:-1]
-
-
-def _as_array(values: ArrayLike, wanted: str) -> NDArray[Any]:
+def _as_array(values: ArrayLike, requirement: str) -> NDArray[Any]:
     try:
         return np.asarray(values)
     except ValueError as error:
-        # Such as lists of different lengths.
-        msg = f"{wanted}, and these make no array: {error}"
+        # For example nested lists of different lengths.
+        msg = f"{requirement}; these values form no array: {error}"
         raise PackingError(msg) from None
 
 
 def _problem(offsets: NDArray[np.generic], num_tokens: int, *, may_repeat: bool) -> str | None:
     if offsets.ndim != 1:
         return f"cu_seqlens has the shape {list(offsets.shape)}, not one dimension."
-    # Shape before type: an empty list has no type to speak of.
+    # Check the size before the dtype: an empty list has a meaningless one.
     if offsets.size < 2:
         return f"cu_seqlens has {offsets.size} entries, so there is no document."
     if offsets.dtype != np.int32:

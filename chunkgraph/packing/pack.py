@@ -1,27 +1,27 @@
-"""One microbatch's documents as arrays of fixed shapes.
+"""Pack one microbatch's documents into arrays of fixed shapes.
 
-What the two offset arrays mean. ``cu_seqlens`` counts tokens: its differences are the documents'
-true lengths, or those with padding where the shape counts it. ``cu_seqlens_padded`` counts rows: it
-says where each sequence lies in memory. Transformer Engine reads lengths from the one and places
-from the other, but only with ``pad_between_seqs=True``; with False it takes the first for both.
+There are two offset arrays. ``cu_seqlens`` counts tokens: its differences are the documents' true
+lengths, or the padded lengths where the shape counts padding. ``cu_seqlens_padded`` counts rows: it
+is where each sequence lies in memory. With ``pad_between_seqs=True`` Transformer Engine reads
+lengths from the first and places from the second; with False it reads both from the first.
 
-*A tail alone* (C = 1, or padding that counts): the arrays agree up to the last document, and only
-the dummy after it differs: no token, all remaining rows. With False attention would still be right
-for every document, but the tail's rows would belong to no sequence: fused RoPE leaves such rows
-unwritten, and what lies there reaches weight gradients. The dummy makes kernels that work on rows
-cover every row, and those that work on tokens do nothing there.
+*Only a tail* (C = 1, or padding that counts): the arrays agree up to the last document. The dummy
+sequence after it has no token and all remaining rows. With False, attention would still be correct
+for every document, but the tail's rows would belong to no sequence: fused RoPE does not write such
+rows, and their stale contents reach weight gradients. Because of the dummy, kernels that work on
+rows cover every row, and kernels that work on tokens do nothing there.
 
 *Padding between documents* (C > 1) that does not count: the arrays differ from the first padded
-document on. With False every later document would be read from the wrong place, and padding
-attended to as if it were text.
+document on. With False, every later document would be read from the wrong place, and attention
+would treat padding as text.
 
-A graph holds the flag as a constant, and any microbatch may have a tail. So it is True for every
+A graph holds the flag as a constant, and any microbatch may have a tail, so it is True in every
 capture.
 
-``max_seqlen`` is T for the same reason. It bounds the rows of a sequence, the dummy's too: fused
-RoPE visits that many rows of each and has a table of as many, and the dummy of a short microbatch
-takes nearly all. Where documents are known to be shorter, it is the longest that one may be, and
-no dummy has more rows either: the tail has as many as it needs.
+``max_seqlen`` is T for the same reason. It bounds the rows of a sequence, the dummy's included:
+fused RoPE visits that many rows of each sequence and has a table of that many rows, and the dummy
+of a short microbatch takes nearly all of them. With a limit on documents, ``max_seqlen`` is the
+longest document; then no dummy has more rows either, and the tail is divided into several.
 """
 
 from __future__ import annotations
@@ -43,39 +43,40 @@ _Value = TypeVar("_Value", bound=np.generic)
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PackedSequences:
-    """A packed microbatch; N, T and C are its shape's (see `PackedShape`)."""
+    """A packed microbatch; for N, T and C see `PackedShape`."""
 
     shape: PackedShape
     cu_seqlens: NDArray[np.int32]
-    """Offsets in tokens, with the shape's ``counts_padding`` in rows, [S + 1]; entries after the
-    last document repeat its end. S is N, or more with a limit on documents
-    (`PackedShape.num_sequences`)."""
+    """Offsets in tokens (in rows if the shape has ``counts_padding``), [S + 1]; entries after the
+    last document repeat its end. S is `PackedShape.num_sequences`: N, or more with a limit on
+    documents."""
     cu_seqlens_padded: NDArray[np.int32]
     """Offsets in rows, [S + 1]; the last dummy, and every empty sequence after it, ends at T."""
     position_ids: NDArray[np.int64]
-    """Place of each row in its document, [T]; 0 in padding."""
+    """Position of each row in its document, [T]; 0 in padding."""
     padding_mask: NDArray[np.bool_]
-    """True where a row holds no token, [T]: after documents that are padded and in the tail."""
+    """True where a row holds no token, [T]: after padded documents and in the tail."""
     seq_idx: NDArray[np.int32]
-    """Document of each row, from 0, [T]; padding rows have the dummy's, `num_documents`."""
+    """Index of each row's document, [T]; padding rows have `num_documents`, the dummy's index."""
     num_valid_tokens: int
     """Tokens of all documents."""
     max_seqlen: int
-    """The most rows that any sequence of this shape can take, a constant: T without a limit."""
+    """The most rows of any sequence of this shape, a constant: T without a limit on documents."""
     num_documents: int
 
     def place(self, values: NDArray[_Value], fill: object = 0) -> NDArray[_Value]:
-        """Values of the tokens, end to end without padding, put in their rows.
+        """Return the values of tokens in the tokens' rows.
 
         Args:
-            values: [num_valid_tokens, ...], such as tokens, labels or a loss mask.
-            fill: What padding rows get.
+            values: a value for each token, without padding, [num_valid_tokens, ...], for example
+                tokens, labels or a loss mask.
+            fill: the value of padding rows.
 
         Returns:
-            [T, ...] of the same dtype.
+            A new array, [T, ...], of the same dtype.
 
         Raises:
-            PackingError: There are not as many values as tokens.
+            PackingError: the number of values differs from the number of tokens.
         """
         if len(values) != self.num_valid_tokens:
             msg = f"{len(values)} values for documents of {self.num_valid_tokens} tokens."
@@ -85,10 +86,13 @@ class PackedSequences:
         return rows
 
     def rows_of_rank(self, context_parallel_rank: int) -> NDArray[np.int64]:
-        """Rows that one context-parallel rank holds, in its order, int64 [T / C].
+        """Return the indices of the rows on one context-parallel rank, in its order, int64 [T / C].
 
-        Every sequence, the dummy too, is cut in 2 C equal pieces; rank r has pieces r and
-        2 C - 1 - r, so that all ranks have the same share of causal attention.
+        Every sequence, including the dummy, has 2 C equal pieces. Rank r holds pieces r and
+        2 C - 1 - r, so all ranks do the same share of causal attention.
+
+        Raises:
+            PackingError: there is no such rank.
         """
         size = self.shape.context_parallel_size
         if not 0 <= context_parallel_rank < size:
@@ -108,15 +112,15 @@ class PackedSequences:
 
 
 def pack(lengths: Lengths, shape: PackedShape, *, where: str = "") -> PackedSequences:
-    """Lay documents out one after the other in a fixed shape.
+    """Lay out documents one after the other in a fixed shape.
 
     Args:
-        lengths: Tokens of each document, in the order in which they are laid out.
-        shape: The shape, which the documents must fit (`reason_not_to_fit`).
-        where: The place that a message names, such as ``"rank 3, microbatch 7"``.
+        lengths: tokens of each document, in the order of the layout.
+        shape: the shape, which the documents must fit (`reason_not_to_fit`).
+        where: the place that a message names, such as ``"rank 3, microbatch 7"``.
 
     Raises:
-        PackingError: There is no document, one has less than one token, or they do not fit.
+        PackingError: there is no document, one has less than one token, or they do not fit.
     """
     tokens = check_lengths(lengths, where)
     reason = overflow_reason(tokens, shape)
@@ -170,13 +174,13 @@ def _overflow_message(
             detail = f"document {index} has {tokens[index]} tokens of {shape.document_limit}"
         case OverflowReason.TOO_MANY_DOCUMENTS:
             detail = (
-                f"{tokens.size} documents, and {shape.max_packed_seqs} sequences hold "
-                f"{shape.max_documents} and the dummy"
+                f"{tokens.size} documents; {shape.max_packed_seqs} sequences are "
+                f"{shape.max_documents} documents and the dummy"
             )
         case OverflowReason.TOO_MANY_TOKENS:
             rows = int(shape.padded_lengths(tokens).sum())
             detail = f"{rows} tokens with padding, of {shape.max_packed_tokens}"
     return (
-        f"{located(where)}the documents do not fit: {reason.value} ({detail}). Ask "
+        f"{located(where)}the documents do not fit: {reason.value} ({detail}). Call "
         "reason_not_to_fit() first and run the step eagerly, or raise the limit."
     )

@@ -1,4 +1,4 @@
-"""Candidate shapes for a dataset, and the one to take."""
+"""Evaluate candidate shapes for a dataset and recommend one."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from chunkgraph.packing.shape import PackedShape
 __all__ = ["Recommendation", "quantile", "recommend"]
 
 _QUANTILES = (0.5, 0.9, 0.99)
-# Token capacities are rounded to this part of the largest: finer ones are no other choice.
+# Token capacities are rounded up to this fraction of the largest; finer ones hardly differ.
 _TOKEN_PARTS = 32
-# A shape this much wasteful than the best is as good, if it needs fewer sequences.
+# A shape with this much more waste than the best is as good if it needs fewer sequences.
 _EQUAL_WASTE = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recommendation:
-    """Every shape that was looked at, and the best that meets the target."""
+    """The candidate shapes, and the best one that meets the target."""
 
     outcomes: tuple[ShapeOutcome, ...]
     """Sorted by tokens, then by sequences."""
     best: ShapeOutcome | None
-    """None when no shape with this capacity meets the target."""
+    """None if no shape with this capacity meets the target."""
     num_allowed_misfits: int
-    """Misfits that the target allows; 0 when there are too few microbatches to tell it from 0."""
+    """Misfits that the target allows; 0 if one misfit among so few microbatches exceeds it."""
 
 
 def quantile(values: NDArray[np.int64], q: float) -> int:
-    """The smallest of the values that at least a share ``q`` of them does not exceed."""
+    """Return the smallest value that at least a share ``q`` of the values does not exceed."""
     return int(np.quantile(values, q, method="inverted_cdf"))
 
 
@@ -44,26 +44,26 @@ def recommend(
     *,
     microbatches_per_step: int,
     target: float,
-    wanted_seqs: Sequence[int] = (),
+    extra_seqs: Sequence[int] = (),
 ) -> Recommendation:
-    """Look at shapes up to a capacity, and choose one.
+    """Evaluate shapes up to a capacity, and choose one.
 
-    For every token capacity the fewest sequences that meet the target are a candidate, besides
-    powers of two. Among these fewest, one for each capacity, the least padding wins; where that is
-    within one percentage point, the fewest sequences; then the fewest tokens.
+    The candidates of a token capacity are powers of two and the fewest sequences that meet the
+    target. The best is chosen among the fewest of each capacity: the least padding wins; within
+    one percentage point the fewest sequences; then the fewest tokens.
 
     Args:
-        sizes: The dataset's microbatches.
-        capacity: Largest tokens to look at, and the context-parallel size; its N is not used.
-        microbatches_per_step: Of all data-parallel ranks together.
-        target: Share of steps that may fall back, 0 to 1.
-        wanted_seqs: Values of N to look at besides.
+        sizes: the dataset's microbatches.
+        capacity: the largest token capacity, and the context-parallel size; its N is not used.
+        microbatches_per_step: microbatches of a step on all data-parallel ranks together.
+        target: the largest acceptable share of eager steps, 0 to 1.
+        extra_seqs: further values of N to evaluate.
     """
     budget = allowed_misfits(target, len(sizes), microbatches_per_step)
     shapes = {
         replace(shape, max_packed_seqs=num_seqs)
         for shape in _token_candidates(sizes, capacity)
-        for num_seqs in _sequence_candidates(sizes, shape, budget, wanted_seqs)
+        for num_seqs in _sequence_candidates(sizes, shape, budget, extra_seqs)
     }
     outcomes = tuple(
         evaluate(sizes, shape, microbatches_per_step)
@@ -74,7 +74,7 @@ def recommend(
 
 
 def _token_candidates(sizes: MicrobatchSizes, capacity: PackedShape) -> list[PackedShape]:
-    """The capacity, and smaller ones that most microbatches fit, with room for any N."""
+    """Return the capacity and smaller ones for most microbatches, each with a large enough N."""
     multiple, largest = capacity.document_multiple, capacity.max_packed_tokens
     unit = multiple * max(1, largest // _TOKEN_PARTS // multiple)
     tokens = {min(largest, -(-quantile(sizes.num_rows, q) // unit) * unit) for q in _QUANTILES}
@@ -91,13 +91,13 @@ def _token_candidates(sizes: MicrobatchSizes, capacity: PackedShape) -> list[Pac
 
 
 def _sequence_candidates(
-    sizes: MicrobatchSizes, roomy: PackedShape, budget: int, wanted: Sequence[int]
+    sizes: MicrobatchSizes, roomy: PackedShape, budget: int, extra_seqs: Sequence[int]
 ) -> set[int]:
-    candidates = set(wanted)
+    candidates = set(extra_seqs)
     median = quantile(sizes.num_documents, 0.5)
     size = 2
     while size < 2 * roomy.max_packed_seqs:
-        # Below the median half of all microbatches would fall back.
+        # Below the median, half of all microbatches would be misfits.
         if size > median:
             candidates.add(size)
         size *= 2
@@ -106,7 +106,7 @@ def _sequence_candidates(
 
 
 def _fewest_sequences(sizes: MicrobatchSizes, roomy: PackedShape, budget: int) -> int | None:
-    """The smallest N with no more misfits than the budget, or None when the tokens use it up."""
+    """Return the smallest N within the budget of misfits; None if the tokens alone exceed it."""
     has_room = fits(sizes, roomy)
     left = budget - int((~has_room).sum())
     if left < 0:
@@ -116,8 +116,8 @@ def _fewest_sequences(sizes: MicrobatchSizes, roomy: PackedShape, budget: int) -
 
 
 def _best(outcomes: Iterable[ShapeOutcome]) -> ShapeOutcome | None:
-    """The best of those that meet the target, sorted by sequences within a token capacity."""
-    # A larger N than the fewest only makes padding look different: other steps are replayed.
+    """Return the best outcome; ``outcomes`` are sorted by sequences within a token capacity."""
+    # With a larger N than the fewest, other steps are replayed: padding cannot be compared.
     fewest: dict[int, ShapeOutcome] = {}
     for outcome in outcomes:
         fewest.setdefault(outcome.shape.max_packed_tokens, outcome)

@@ -1,4 +1,4 @@
-"""For how many sequences graphs of packed microbatches are captured, besides the most."""
+"""Choose the numbers of sequences, besides the most, for which packed graphs are captured."""
 
 from __future__ import annotations
 
@@ -9,95 +9,97 @@ from chunkgraph.packing.recommend import quantile
 from chunkgraph.packing.shape import PackedShape
 
 __all__ = [
-    "MANY",
-    "default_of",
+    "MOST_MICROBATCHES",
+    "default_buckets_of_shape",
     "default_seq_buckets",
-    "most_for_the_same",
-    "seq_buckets_to_ask_for",
+    "largest_count_with_same_launch",
+    "recommended_seq_buckets",
 ]
 
-_LEAST = 64
-# What Transformer Engine rounds fewer sequences up to, and the rows that it makes a difference in.
-_FEWEST_LAUNCHED, _SHORT = 32, 1024
-MANY = 0.9
-"""Of the microbatches: fewer sequences are worth graphs if these need less than one in `_FEW`."""
-_FEW = 2
-# Graphs that fewer than these have documents few enough for are worth nothing.
-_HARDLY_ANY = 0.01
-# Transformer Engine rounds sequences up: to 32, to powers of two, from 512 on to multiples of it.
-_LEAST_LAUNCHED, _LINEAR_FROM = 32, 512
-# So many cost a percent of a layer more than the fewest at most, in rows that are not short.
+_SMALLEST_DEFAULT = 64
+# Below this many rows per rank, 32 sequences are measurably faster than 64.
+_SHORT_ROWS = 1024
+MOST_MICROBATCHES = 0.9
+"""Share of the microbatches that a smaller bucket has to serve to be worth its graphs."""
+# A smaller bucket is worth its graphs if it has at most 1 / 2 of the most sequences.
+_WORTHWHILE_RATIO = 2
+# A bucket that fewer than this share of the microbatches fit is not worth its graphs.
+_NEGLIGIBLE_SHARE = 0.01
+# Transformer Engine rounds sequences up to 32, then to powers of two, and from 512 on to multiples
+# of 512.
+_FEWEST_LAUNCHED, _LINEAR_FROM = 32, 512
+# In rows that are not short, this many sequences cost at most 1% of a layer more than the fewest.
 _CHEAP = 64
 
 
 def default_seq_buckets(
     max_packed_seqs: int, num_tokens: int, num_ranks: int = 1, buckets: Sequence[float] = ()
 ) -> tuple[int, ...]:
-    """Powers of two from 64 on, up to half of the most; in short rows 32 too, if that is fewer.
+    """Return the default: powers of two from 64 to half of the most; for short rows also 32.
 
-    Attention's kernels are started for every sequence, empty or not, by numbers that Transformer
-    Engine rounds up to powers of two between 32 and 512 (``get_max_batch_size``). So a microbatch
-    of few documents costs at most what it does with 64 sequences: in 4096 rows half a percent of a
-    layer more than with 8, in 2048 one; in 1024 and fewer it would be 2% and 3%, and 12% to 14%
-    with deterministic kernels, so that there are graphs for 32 (`benchmarks/README.md`). Every
-    length has the same numbers, so the shortest decides.
+    Attention launches work for every sequence, empty or not, and Transformer Engine rounds their
+    number up to powers of two between 32 and 512 (``get_max_batch_size``). With 64 sequences, a
+    microbatch of few documents costs 0.5% of a layer more than with 8 in 4096 rows and 1% more in
+    2048. In 1024 rows and fewer it would cost 2% to 3% more, with deterministic kernels 12% to 14%,
+    so 32 is a bucket too (`benchmarks/README.md`). All lengths share the buckets, so the shortest
+    decides.
 
     Args:
-        max_packed_seqs: the most sequences of a microbatch; 0: none are packed.
-        num_tokens: of a microbatch of the greatest length, on all context-parallel ranks together.
-        num_ranks: context-parallel ranks that share it.
-        buckets: shorter lengths: parts of ``num_tokens`` up to 1, or tokens above 1.
+        max_packed_seqs: the most sequences of a microbatch; 0: documents are not packed.
+        num_tokens: tokens of the longest microbatch on all context-parallel ranks together.
+        num_ranks: the context-parallel ranks that share it.
+        buckets: shorter lengths, as fractions of ``num_tokens`` up to 1, or as tokens above 1.
     """
     tokens = min(size * num_tokens if size <= 1 else size for size in (1, *buckets))
-    is_short = tokens / num_ranks <= _SHORT and max_packed_seqs > _FEWEST_LAUNCHED
-    found, count = [_FEWEST_LAUNCHED] if is_short else [], _LEAST
+    is_short = tokens / num_ranks <= _SHORT_ROWS and max_packed_seqs > _FEWEST_LAUNCHED
+    counts, count = [_FEWEST_LAUNCHED] if is_short else [], _SMALLEST_DEFAULT
     while 2 * count <= max_packed_seqs:
-        found.append(count)
+        counts.append(count)
         count *= 2
-    return tuple(found)
+    return tuple(counts)
 
 
-def seq_buckets_to_ask_for(sizes: MicrobatchSizes, shape: PackedShape) -> list[int]:
-    """Fewer sequences to ask graphs for; [0]: for none, empty: those of the default will do.
+def recommended_seq_buckets(sizes: MicrobatchSizes, shape: PackedShape) -> list[int]:
+    """Return the setting to recommend: empty for the default, [0] for no smaller counts.
 
     Args:
-        sizes: The dataset's microbatches.
-        shape: The shape that they are replayed in.
+        sizes: the dataset's microbatches.
+        shape: the shape that they are replayed in.
     """
-    most, dummies = shape.max_packed_seqs, _dummies(shape)
-    default = default_of(shape)
-    needed = quantile(sizes.num_documents, MANY) + 1
-    used = [n for n in default if n > quantile(sizes.num_documents, _HARDLY_ANY)]
-    chosen = min(n for n in (*default, most) if n >= needed or n == most)
-    fewer = _as_launched(needed + dummies) - dummies
-    cost = max(_as_launched(fewer + dummies), min((*default, _CHEAP)))
-    if _as_launched(chosen + dummies) > cost and _FEW * fewer <= most:
-        return sorted({fewer, *(n - dummies for n in used if n - dummies >= _LEAST_LAUNCHED)})
-    return [0] if default and not used else []
+    most, dummies = shape.max_packed_seqs, _num_extra_dummies(shape)
+    default = default_buckets_of_shape(shape)
+    sufficient = quantile(sizes.num_documents, MOST_MICROBATCHES) + 1
+    useful = [n for n in default if n > quantile(sizes.num_documents, _NEGLIGIBLE_SHARE)]
+    chosen = min(n for n in (*default, most) if n >= sufficient or n == most)
+    fewer = _num_launched(sufficient + dummies) - dummies
+    cost = max(_num_launched(fewer + dummies), min((*default, _CHEAP)))
+    if _num_launched(chosen + dummies) > cost and _WORTHWHILE_RATIO * fewer <= most:
+        return sorted({fewer, *(n - dummies for n in useful if n - dummies >= _FEWEST_LAUNCHED)})
+    return [0] if default and not useful else []
 
 
-def default_of(shape: PackedShape, buckets: Sequence[float] = ()) -> tuple[int, ...]:
-    """Fewer sequences that there are graphs for without asking, with such length buckets."""
+def default_buckets_of_shape(shape: PackedShape, buckets: Sequence[float] = ()) -> tuple[int, ...]:
+    """Return `default_seq_buckets` of a shape with these length buckets."""
     return default_seq_buckets(
         shape.max_packed_seqs, shape.max_packed_tokens, shape.context_parallel_size, buckets
     )
 
 
-def most_for_the_same(shape: PackedShape) -> int:
-    """The largest N for which attention's kernels are started as for that of a shape."""
-    return _as_launched(shape.num_sequences) - _dummies(shape)
+def largest_count_with_same_launch(shape: PackedShape) -> int:
+    """Return the largest N for which attention launches as much work as for the shape's N."""
+    return _num_launched(shape.num_sequences) - _num_extra_dummies(shape)
 
 
-def _dummies(shape: PackedShape) -> int:
-    """Those that a limit on documents brings on top of N; kernels see them too."""
+def _num_extra_dummies(shape: PackedShape) -> int:
+    """Return how many dummies a limit on documents adds to N; kernels count them too."""
     return shape.num_sequences - shape.max_packed_seqs
 
 
-def _as_launched(num_seqs: int) -> int:
-    """The most sequences for which attention's kernels are started as for ``num_seqs``.
+def _num_launched(num_seqs: int) -> int:
+    """Return the number of sequences for which attention launches work, given ``num_seqs``.
 
     Transformer Engine's rule for cuDNN (``get_max_batch_size``).
     """
     if num_seqs > _LINEAR_FROM:
         return -(-num_seqs // _LINEAR_FROM) * _LINEAR_FROM
-    return max(_LEAST_LAUNCHED, 1 << (num_seqs - 1).bit_length())
+    return max(_FEWEST_LAUNCHED, 1 << (num_seqs - 1).bit_length())

@@ -1,4 +1,4 @@
-"""The fixed shape that microbatches are packed into, and whether documents fit it."""
+"""The fixed shape of packed microbatches, and the rule whether documents fit it."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ __all__ = [
     "smallest_that_fits",
 ]
 
-# What Transformer Engine's products in FP8 take a multiple of: those of weight gradients sum over
-# rows (Megatron's ``get_fp8_align_size``).
+# FP8 GEMMs of Transformer Engine take a multiple of this many rows: those of weight gradients sum
+# over rows (Megatron's ``get_fp8_align_size``).
 _FP8_ROWS = 16
 
 
 class OverflowReason(enum.Enum):
-    """Why documents do not fit a shape; the value is text for logs and counters."""
+    """The reason why documents do not fit a shape; the value is its text in logs and counters."""
 
     DOCUMENT_TOO_LONG = "a document is longer than allowed"
     TOO_MANY_DOCUMENTS = "too many documents"
@@ -39,31 +39,30 @@ class OverflowReason(enum.Enum):
 
 @dataclass(frozen=True, order=False)
 class PackedShape:
-    """Sizes that all arrays of a packed microbatch have, whatever documents are in it.
+    """The sizes that all arrays of a packed microbatch have, whatever its documents.
 
-    NumPy's integers are taken too, and become Python's.
+    NumPy integers are converted to Python's.
 
     Args:
-        max_packed_seqs: N, the sequences of a microbatch. The zero-valid dummy that fills the tail
-            is one of them, so a microbatch holds at most N - 1 documents; at least 2.
-        max_packed_tokens: T, the rows of a microbatch over all its context-parallel ranks
-            together; a multiple of 2 C when C is above 1, and of ``pad_seq_to_mult``.
-        context_parallel_size: C. Above 1 every document is padded to a multiple of 2 C rows,
-            because each rank holds two of the 2 C pieces of every document.
-        max_document_tokens: Tokens that one document may have; None allows T. Kernels are then told
-            of no longer sequence, so that the tail is spread over several dummies, which come on
-            top of N.
-        counts_padding: Whether attention is told that the padding behind a document belongs to it,
-            as Megatron's ``--sft`` data does. Causal attention gives its tokens the same numbers:
-            none looks at a later row; of another kind they would look at padding. Loss, routers and
-            state-space layers leave padding out either way.
-        pad_seq_to_mult: Rows that a document is padded to a multiple of, besides 2 C. With the
-            block of rows that Mamba's kernels work on, no two documents share a block, and nothing
+        max_packed_seqs: N, the sequences of a microbatch, at least 2. The empty dummy sequence that
+            fills the tail is one of them, so a microbatch holds at most N - 1 documents.
+        max_packed_tokens: T, the rows of a microbatch on all its context-parallel ranks together; a
+            multiple of 2 C if C is above 1, and of ``pad_seq_to_mult``.
+        context_parallel_size: C. Above 1, every document is padded to a multiple of 2 C rows,
+            because each rank holds two of its 2 C pieces.
+        max_document_tokens: the most tokens of a document; None: T. With a limit, no sequence that
+            kernels see is longer, so the tail is divided into several dummies, in addition to N.
+        counts_padding: whether attention treats the padding after a document as part of it, as
+            Megatron's ``--sft`` data does. Causal attention computes the same values for tokens,
+            since none attends to a later row; other attention would attend to padding. Loss,
+            routers and state-space layers ignore padding either way.
+        pad_seq_to_mult: documents are padded to a multiple of this many rows as well as of 2 C. If
+            it is the block of rows of Mamba's kernels, no two documents share a block, and nothing
             of one reaches another, not even by rounding. Above 1 only with ``counts_padding``,
-            since attention kernels may leave rows unwritten that they are told to be padding.
+            since attention kernels need not write rows that they see as padding.
 
     Raises:
-        PackingError: A size is out of its range.
+        PackingError: a size is out of range.
     """
 
     max_packed_seqs: int
@@ -86,28 +85,31 @@ class PackedShape:
             number = whole_number(value)
             if number is None or number < least:
                 why = " (one document and the dummy)" if name == "max_packed_seqs" else ""
-                msg = f"{name} is {value!r}; it is a whole number of at least {least}{why}."
+                msg = f"{name} is {value!r}; it must be a whole number of at least {least}{why}."
                 raise PackingError(msg)
-            # NumPy's integers would overflow in sums, and are none to JSON.
+            # NumPy integers would overflow in sums, and JSON cannot serialize them.
             object.__setattr__(self, name, number)
         if self.max_packed_tokens > MAX_TOKENS:
-            msg = f"max_packed_tokens is {self.max_packed_tokens}; offsets end at {MAX_TOKENS}."
+            msg = (
+                f"max_packed_tokens is {self.max_packed_tokens}; offsets are int32 and end at "
+                f"{MAX_TOKENS}."
+            )
             raise PackingError(msg)
         if self.max_packed_tokens % self.document_multiple:
             nearest = self.padded_length(self.max_packed_tokens)
             why = (
-                f"which context_parallel_size {self.context_parallel_size} cannot split in "
-                f"{self.document_multiple} equal parts. The next that it can is {nearest}"
+                f"which context_parallel_size {self.context_parallel_size} cannot split into "
+                f"{self.document_multiple} equal parts. The next possible value is {nearest}"
                 if self.pad_seq_to_mult == 1
-                else f"no multiple of {self.document_multiple}, to which documents are padded "
+                else f"not a multiple of {self.document_multiple}, to which documents are padded "
                 f"(pad_seq_to_mult {self.pad_seq_to_mult}, context_parallel_size "
-                f"{self.context_parallel_size}). The next is {nearest}"
+                f"{self.context_parallel_size}). The next possible value is {nearest}"
             )
             raise PackingError(f"max_packed_tokens is {self.max_packed_tokens}, {why}.")
         if self.pad_seq_to_mult > 1 and not self.counts_padding:
             msg = (
                 f"pad_seq_to_mult is {self.pad_seq_to_mult} without counts_padding: attention may "
-                "leave rows between documents as they were. Give counts_padding=True."
+                "leave rows between documents unwritten. Set counts_padding=True."
             )
             raise PackingError(msg)
         limit = self.max_document_tokens
@@ -120,80 +122,79 @@ class PackedShape:
 
     @property
     def max_documents(self) -> int:
-        """Documents that a microbatch can hold: N less the dummy."""
+        """Return the most documents of a microbatch: N without the dummy."""
         return self.max_packed_seqs - 1
 
     @property
     def document_multiple(self) -> int:
-        """Rows that a document's padded length is a multiple of: 2 C (1 without C), and more."""
+        """Return the rows that padded lengths are a multiple of: 2 C (1 if C is 1), and more."""
         pieces = 1 if self.context_parallel_size == 1 else 2 * self.context_parallel_size
         return math.lcm(pieces, self.pad_seq_to_mult)
 
     @property
     def document_limit(self) -> int:
-        """Tokens that one document may have."""
+        """Return the most tokens of a document."""
         limit = self.max_document_tokens
         return self.max_packed_tokens if limit is None else limit
 
     @property
     def longest_rows(self) -> int:
-        """The most rows that a sequence can take, a document or a dummy."""
+        """Return the most rows of a sequence, document or dummy."""
         return self.padded_length(self.document_limit)
 
     @property
     def num_sequences(self) -> int:
-        """Sequences that offsets tell of: N, and what dummies the longest tail needs besides."""
+        """Return the number of sequences in the offsets: N and the dummies of the longest tail."""
         return self.max_documents + -(-self.max_packed_tokens // self.longest_rows)
 
     @property
     def tokens_per_rank(self) -> int:
-        """Rows of a microbatch on one context-parallel rank: T / C."""
+        """Return the rows of a microbatch on one context-parallel rank: T / C."""
         return self.max_packed_tokens // self.context_parallel_size
 
     def padded_length(self, length: int) -> int:
-        """Rows that a document of ``length`` tokens takes."""
+        """Return the rows of a document of ``length`` tokens."""
         return -(-length // self.document_multiple) * self.document_multiple
 
     def padded_lengths(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Rows that each document takes, int64 [documents]."""
+        """Return the rows of each document, int64 [documents]."""
         return -(-lengths // self.document_multiple) * self.document_multiple
 
     def first_with_empty_piece(self, lengths: Lengths) -> int | None:
-        """The first document that has nothing for attention in the last of its 2 C pieces, or None.
+        """Return the first document whose last of 2 C pieces has no token for attention, or None.
 
-        A rank with two pieces works on each alone at times. Documents of 4 C^2 tokens or more have
-        tokens in all of them, and with ``counts_padding`` no piece is empty.
+        A rank sometimes works on each of its two pieces alone. Documents of 4 C^2 tokens or more
+        have tokens in all pieces, and with ``counts_padding`` no piece is empty.
         """
         if self.context_parallel_size == 1 or self.counts_padding:
             return None
         tokens = np.asarray(lengths, dtype=np.int64)
         rows = self.padded_lengths(tokens)
-        found = np.flatnonzero(rows - tokens >= rows // self.document_multiple)
-        return int(found[0]) if found.size else None
+        indices = np.flatnonzero(rows - tokens >= rows // self.document_multiple)
+        return int(indices[0]) if indices.size else None
 
     def buckets(
         self, fractions: Sequence[float | Fraction] = (1 / 4, 1 / 2, 1), *, multiple_of: int = 1
     ) -> tuple[PackedShape, ...]:
-        """Shapes with parts of the tokens and the same N, smallest first.
+        """Return shapes with fractions of T and the same N, smallest first.
 
-        A microbatch replays the graphs of the smallest that it fits. N stays, so that the choice
-        depends on tokens alone and ranks can agree on the largest of their choices.
+        A microbatch replays the graphs of the smallest shape that it fits. All have the same N, so
+        the choice depends on tokens alone and ranks can agree on the largest of their choices.
 
         Args:
-            fractions: Parts of T, above 0 and at most 1.
-            multiple_of: What each T is rounded up to a multiple of, besides what documents are
-                padded to (`bucket_multiple`).
+            fractions: fractions of T, above 0 and at most 1.
+            multiple_of: each T is rounded up to a multiple of this and of `document_multiple`; see
+                `bucket_multiple`.
 
         Raises:
-            PackingError: A fraction is out of range, or T itself is no multiple of
-                ``multiple_of``.
+            PackingError: a fraction is out of range, or T is not a multiple of ``multiple_of``.
         """
         multiple = math.lcm(self.document_multiple, multiple_of)
         if not fractions or any(not (_is_number(f) and 0 < f <= 1) for f in fractions):
-            msg = f"Bucket fractions are above 0 and at most 1, not {list(fractions)}."
+            msg = f"Bucket fractions must be above 0 and at most 1, not {list(fractions)}."
             raise PackingError(msg)
         if self.max_packed_tokens % multiple:
-            msg = f"max_packed_tokens {self.max_packed_tokens} is no multiple of {multiple}."
+            msg = f"max_packed_tokens {self.max_packed_tokens} is not a multiple of {multiple}."
             raise PackingError(msg)
         units = self.max_packed_tokens // multiple
         sizes = {max(1, math.ceil(units * fraction)) * multiple for fraction in fractions}
@@ -209,19 +210,19 @@ class PackedShape:
 
 
 def _is_number(value: object) -> bool:
-    """Whether it can be compared to sizes; NumPy's numbers can, texts cannot."""
+    """Return whether a value can be compared with sizes, as NumPy numbers can."""
     return isinstance(value, Real)
 
 
 def bucket_multiple(
     context_parallel_size: int, *, sequence_parallel_size: int = 1, in_fp8: bool = False
 ) -> int:
-    """Rows that length buckets are a multiple of, besides what documents are padded to.
+    """Return the multiple of rows for length buckets, besides `PackedShape.document_multiple`.
 
     Args:
-        context_parallel_size: ranks that share the rows.
-        sequence_parallel_size: tensor-parallel ranks that share those of each of them.
-        in_fp8: whether weights are multiplied in FP8, which takes rows in sixteens on each rank.
+        context_parallel_size: context-parallel ranks that share the rows.
+        sequence_parallel_size: tensor-parallel ranks that split each of these shares again.
+        in_fp8: whether GEMMs run in FP8, which needs a multiple of 16 rows on each rank.
     """
     return context_parallel_size * sequence_parallel_size * (_FP8_ROWS if in_fp8 else 1)
 
@@ -229,23 +230,23 @@ def bucket_multiple(
 def bucket_shapes(
     shape: PackedShape, sizes: Sequence[float], *, multiple_of: int = 1
 ) -> tuple[PackedShape, ...]:
-    """The shape itself and those of its length buckets, largest first.
+    """Return a shape and the shapes of its length buckets, largest first.
 
     Args:
-        shape: the largest.
-        sizes: of the buckets: parts of T up to 1, or numbers of tokens above 1.
+        shape: the largest shape.
+        sizes: the bucket sizes, as fractions of T up to 1, or as tokens above 1.
         multiple_of: see `PackedShape.buckets`.
 
     Raises:
-        PackingError: A size is no part of T and no whole number of tokens up to T.
+        PackingError: a size is neither a fraction of T nor a whole number of tokens up to T.
     """
     most = shape.max_packed_tokens
     for size in sizes:
         is_in_range = _is_number(size) and 0 < size <= most
         if not is_in_range or (size > 1 and size != int(size)):
             msg = (
-                f"A bucket of {size}: buckets are parts of the {most} tokens, above 0 and at most "
-                "1, or whole numbers of tokens up to them."
+                f"A bucket of {size}: a bucket is a fraction of the {most} tokens, above 0 and at "
+                f"most 1, or a whole number of tokens up to {most}."
             )
             raise PackingError(msg)
     parts = [size if size <= 1 else Fraction(int(size), most) for size in sizes]
@@ -253,16 +254,16 @@ def bucket_shapes(
 
 
 def reason_not_to_fit(lengths: Lengths, shape: PackedShape) -> OverflowReason | None:
-    """Why the documents do not fit the shape, or None when they do.
+    """Return why documents do not fit a shape; None if they fit.
 
     Raises:
-        PackingError: There is no document, or one has less than one token.
+        PackingError: there is no document, or one has less than one token.
     """
     return overflow_reason(check_lengths(lengths), shape)
 
 
 def overflow_reason(lengths: NDArray[np.int64], shape: PackedShape) -> OverflowReason | None:
-    """`reason_not_to_fit` for lengths that were checked."""
+    """Return `reason_not_to_fit` for lengths from `check_lengths`, int64 [documents]."""
     if lengths.max() > shape.document_limit:
         return OverflowReason.DOCUMENT_TOO_LONG
     if lengths.size > shape.max_documents:
@@ -273,10 +274,10 @@ def overflow_reason(lengths: NDArray[np.int64], shape: PackedShape) -> OverflowR
 
 
 def smallest_that_fits(lengths: Lengths, shapes: Iterable[PackedShape]) -> PackedShape | None:
-    """The shape with the fewest tokens, then the fewest sequences, that the documents fit.
+    """Return the shape with the fewest tokens, then sequences, that the documents fit, or None.
 
     Raises:
-        PackingError: There is no document, or one has less than one token.
+        PackingError: there is no document, or one has less than one token.
     """
     checked = check_lengths(lengths)
     for shape in sorted(shapes, key=lambda s: (s.max_packed_tokens, s.max_packed_seqs)):

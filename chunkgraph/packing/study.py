@@ -1,4 +1,4 @@
-"""What a data set's lengths say about packed shapes, in one value."""
+"""The result of studying a dataset's lengths, for reports and plots."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ __all__ = ["PackingStudy"]
 
 @dataclass(frozen=True, kw_only=True)
 class PackingStudy:
-    """All that is told of a dataset."""
+    """A dataset's lengths, its microbatches, and the recommended shape."""
 
     path: str
     lengths: DocumentLengths
     num_long: int
-    """Documents above the capacity, before anything was done to them."""
+    """Number of documents above the capacity, before truncating or splitting."""
     long_documents: LongDocuments
     sizes: MicrobatchSizes
     capacity: PackedShape
     is_default_capacity: bool
     microbatches_per_step: int
     target: float
-    wanted_seqs: tuple[int, ...]
+    extra_seqs: tuple[int, ...]
     result: Recommendation

@@ -129,7 +129,7 @@ def test_context_parallelism_pads_documents(tmp_path, capsys):
         (["--target-fallback", "few"], "Write a percentage, such as 1%"),
         (["--target-fallback", "nan"], "is no share below 1"),
         (["--max-packed-tokens", "0"], "max_packed_tokens is 0"),
-        (["--max-packed-tokens", "10", "--context-parallel-size", "2"], "The next that it can"),
+        (["--max-packed-tokens", "10", "--context-parallel-size", "2"], "The next possible value"),
         (["--context-parallel-size", "0"], "context_parallel_size is 0"),
         (["--num-microbatches", "0"], "--num-microbatches 0 is below 1"),
         (["--global-batch-size", "0"], "--global-batch-size 0 is below 1"),
@@ -160,7 +160,7 @@ def test_wrong_files_end_with_2_and_one_line(tmp_path, capsys):
         (tmp_path / "none", "No such file"),
         (tmp_path, "Is a directory"),
         (empty, "no document"),
-        (text, "'some words' is no whole number"),
+        (text, "'some words' is not a whole number"),
     ):
         code, out, err = run(capsys, str(path))
         assert (code, out) == (2, "")
@@ -286,7 +286,7 @@ def test_documents_are_padded(numbers, capsys):
     # The default T holds the longest in blocks.
     code, out, _ = run(capsys, numbers, "--json", "-", "--pad-seq-to-mult", "100")
     assert json.loads(out)["capacity_tokens"] == 4100
-    for wrong, said in (("0", "is below 1"), ("100", "no multiple of 100")):
+    for wrong, said in (("0", "is below 1"), ("100", "not a multiple of 100")):
         code, _, err = run(capsys, *given, "--pad-seq-to-mult", wrong)
         assert code == 2
         assert said in err

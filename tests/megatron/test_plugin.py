@@ -99,7 +99,7 @@ def test_groups_are_not_closed_under_their_graphs(
     banks.groups.close()  # there are none yet
     with monkeypatch.context() as patch:
         patch.setattr(ChunkGraphs, "report", "there are graphs")
-        with pytest.raises(ConfigError, match=r"NCCL would wait for ever.*detach\(\)"):
+        with pytest.raises(ConfigError, match=r"NCCL would wait forever.*detach\(\)"):
             banks.groups.close()
     graphs.detach()
     banks.groups.close()

@@ -72,7 +72,7 @@ def test_fallback_share_is_that_of_all_possible_steps(is_misfit, per_step):
 
 def test_counts_below_nothing_are_refused():
     for counts in ((-1, 10, 2), (1, -10, 2), (1, 10, -2)):
-        with pytest.raises(PackingError, match="counts are at least 0"):
+        with pytest.raises(PackingError, match="counts must be at least 0"):
             fallback_share(*counts)
 
 
@@ -113,7 +113,7 @@ def test_no_smaller_n_meets_the_target_at_the_recommended_tokens(lengths, per_st
     tokens = np.array(lengths)
     sizes = sizes_of(tokens, pack_in_order(tokens, capacity), capacity)
     result = recommend(
-        sizes, capacity, microbatches_per_step=per_step, target=target, wanted_seqs=[3]
+        sizes, capacity, microbatches_per_step=per_step, target=target, extra_seqs=[3]
     )
     best = result.best
     assert best is not None
@@ -157,7 +157,7 @@ def test_long_documents(lengths, limit):
 
 def test_more_parts_than_memory_are_refused():
     """More than any machine can address, so that nothing is allocated."""
-    with pytest.raises(PackingError, match="parts of at most 1 tokens are 1125899906842624 parts"):
+    with pytest.raises(PackingError, match="parts of at most 1 tokens makes 1125899906842624"):
         fit_long_documents(np.array([2**50]), 1, LongDocuments.SPLIT)
 
 

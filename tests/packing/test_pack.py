@@ -130,7 +130,7 @@ def test_a_worked_example():
     ("lengths", "reason", "detail"),
     [
         ([9], OverflowReason.DOCUMENT_TOO_LONG, "document 0 has 9 tokens of 8"),
-        ([1] * 4, OverflowReason.TOO_MANY_DOCUMENTS, "4 documents, and 4 sequences hold 3"),
+        ([1] * 4, OverflowReason.TOO_MANY_DOCUMENTS, "4 documents; 4 sequences are 3"),
         ([4, 3, 2], OverflowReason.TOO_MANY_TOKENS, "9 tokens with padding, of 8"),
     ],
 )

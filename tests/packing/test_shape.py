@@ -29,13 +29,13 @@ lengths_of_documents = st.lists(st.integers(1, 40), min_size=1, max_size=8)
         ((4, 8.0), "max_packed_tokens is 8.0"),
         ((True, 8), "max_packed_seqs is True"),
         ((4, 8, 0), "context_parallel_size is 0"),
-        ((4, 10, 2), "cannot split in 4 equal parts. The next that it can is 12"),
+        ((4, 10, 2), "cannot split into 4 equal parts. The next possible value is 12"),
         ((4, 8, 1, 9), "max_document_tokens is 9, more than max_packed_tokens 8"),
-        ((4, 2**31), "offsets end at 2147483647"),
+        ((4, 2**31), "offsets are int32 and end at 2147483647"),
         ((4, 8, 1, None, True, 0), "pad_seq_to_mult is 0"),
         ((4, 8, 1, None, False, 8), "pad_seq_to_mult is 8 without counts_padding"),
-        ((4, 20, 1, None, True, 8), "20, no multiple of 8, .* The next is 24"),
-        ((4, 16, 2, None, True, 6), "16, no multiple of 12, .* The next is 24"),
+        ((4, 20, 1, None, True, 8), "20, not a multiple of 8, .* The next possible value is 24"),
+        ((4, 16, 2, None, True, 6), "16, not a multiple of 12, .* The next possible value is 24"),
     ],
 )
 def test_impossible_sizes(sizes, message):
@@ -58,7 +58,7 @@ def test_sizes_may_be_integers_of_numpy():
 @pytest.mark.parametrize("length", [2**63, 2**64 - 1])
 def test_unsigned_lengths_do_not_turn_negative(length):
     shape, lengths = PackedShape(4, 8), np.array([1, length], np.uint64)
-    message = f"document 1 of 2: a length of {length} tokens is no document's"
+    message = f"document 1 of 2 has {length} tokens"
     for refuse in (reason_not_to_fit, pack):
         with pytest.raises(PackingError, match=message):
             refuse(lengths, shape)
@@ -117,9 +117,9 @@ def test_buckets_are_rounded_up_and_told_once():
     for fractions in ((), (0, 1), (1.5,)):
         with pytest.raises(PackingError, match="above 0 and at most 1"):
             PackedShape(4, 8).buckets(fractions)
-    with pytest.raises(PackingError, match="no multiple of 16"):
+    with pytest.raises(PackingError, match="not a multiple of 16"):
         PackedShape(4, 40).buckets(multiple_of=16)
-    with pytest.raises(PackingError, match="A bucket of a: buckets are parts"):
+    with pytest.raises(PackingError, match="A bucket of a: a bucket is a fraction"):
         bucket_shapes(PackedShape(4, 8), ("a",))
     with pytest.raises(PackingError, match=r"at most 1, not \['a'\]"):
         PackedShape(4, 8).buckets(("a",))

@@ -88,7 +88,7 @@ class BankedGraphs(Host):
                 replace(Chunk.from_module(chunk, f"chunk {i}"), may_leave_values=True)
                 for i, chunk in enumerate(chunks)
             ],
-            banks.limit_slots(tuple(num_slots)),
+            tuple(num_slots),
             options=options,
             agree=agree,
             host=self,
@@ -191,7 +191,6 @@ def run(case: dict[str, Any]) -> list[dict[str, Any]]:
         world_size=len(worlds[0]),
         max_tokens_per_rank=ROWS,
         max_packed_seqs=4,
-        max_microbatches=case.get("max_microbatches"),
     )
     groups = ContextGroups.create(worlds, limits.group_sizes)
     banks = PackedBanks.of_limits(
@@ -245,8 +244,7 @@ def run(case: dict[str, Any]) -> list[dict[str, Any]]:
                     graphs.step(keys).__enter__()
                 graphs.release()
                 return gathered({"refused": str(told.value)}, groups, agree)
-            in_flight = min(num_slots, case.get("max_microbatches", num_slots))
-            order = order_of(random.Random(100 + step), len(keys), in_flight)
+            order = order_of(random.Random(100 + step), len(keys), num_slots)
             torch.manual_seed(step)
             expected = run_step(eager, eager, keys, order, step)
             torch.manual_seed(step)

@@ -1,9 +1,9 @@
 """Context parallelism whose size changes from microbatch to microbatch.
 
-`chunkgraph.packing.schedule_contexts` says which ranks work on which documents; `ContextGroups` are
-the process groups that they do it with, and `PackedBanks.of_limits` the banks of all sizes.
-`follow_groups` tells a Megatron model's attention of each microbatch's group, and
-``attach(packing=banks)`` makes the graphs.
+`chunkgraph.packing.schedule_contexts` decides which ranks work on which documents, `ContextGroups`
+holds their process groups, and `PackedBanks.of_limits` makes the banks of all sizes.
+`follow_groups` makes a Megatron model's attention use each microbatch's group, and
+``attach(packing=banks)`` captures the graphs.
 """
 
 from chunkgraph.megatron.features.contexts.attention import follow_groups

@@ -1,4 +1,4 @@
-"""Context parallelism whose size changes from microbatch to microbatch: groups of each size."""
+"""The feature of models whose context-parallel size changes from microbatch to microbatch."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ __all__ = ["Contexts"]
 
 
 class Contexts(Feature):
-    """The context-parallel groups of microbatches that have a size each.
+    """Context parallelism with a size for each microbatch.
 
     Args:
-        site: of the model.
-        groups: of this rank.
+        site: the model's site.
+        groups: this rank's groups, one of each size.
     """
 
     rules = (
@@ -42,8 +42,8 @@ class Contexts(Feature):
             "microbatches of one length; leave the lengths out"
         ),
         Rule(
-            "context_parallel_sizes lengths_of_experts: ranks that share experts send each other "
-            "the same room; leave the lengths out"
+            "context_parallel_sizes lengths_of_experts: ranks that share experts exchange buffers "
+            "of one size; leave the lengths out"
         ),
     )
 
@@ -55,7 +55,7 @@ class Contexts(Feature):
 
     @classmethod
     def facts(cls, site: Site) -> Mapping[str, object]:
-        """Return the sizes, and who would meet microbatches of several lengths."""
+        """Return the sizes, and whether a pipeline or experts would get several lengths."""
         banks = site.packing
         if banks is None or banks.limits is None:
             return {}
@@ -68,35 +68,39 @@ class Contexts(Feature):
 
     @classmethod
     def check(cls, site: Site) -> None:
-        """Refuse a model whose attention cannot be given the group of each microbatch."""
+        """Refuse a model that `follow_groups` has not prepared; warn of empty pieces.
+
+        Raises:
+            ConfigError: see `refuse_without_groups`.
+        """
         banks, config, place = site.packing, site.config, site.place
         if banks is None or banks.groups is None:
             return
         refuse_without_groups(site.chunks, banks.groups)
         if needs_tokens_in_pieces(site.chunks, config, banks.limits):
             warnings.warn(
-                f"rank {place.rank}: heads share keys (num_query_groups) and documents are shared "
-                "by context-parallel ranks. Of short ones some pieces hold no token, whose keys "
-                "Transformer Engine's attention may give gradients of memory that nobody wrote "
-                "(its issue 2448), in eager training too; then graphs do not equal it. Count "
-                "padding as tokens: ContextLimits(..., counts_padding=True).",
+                f"rank {place.rank}: heads share keys (num_query_groups) and context-parallel "
+                "ranks share documents. Short documents have pieces without a token. For the keys "
+                "of such pieces, Transformer Engine's attention may return uninitialized memory "
+                "as gradients (its issue 2448), in eager training too, so graphs and eager can "
+                "differ. Count padding as tokens: ContextLimits(..., counts_padding=True).",
                 stacklevel=3,
             )
 
     @classmethod
     def of(cls, site: Site) -> Self | None:
-        """Apply to models that are attached with banks of a size that changes."""
+        """Return the feature if the banks have context-parallel groups, else None."""
         groups = None if site.packing is None else site.packing.groups
         return None if groups is None else cls(site, groups)
 
     def bind(self, graphs: MegatronChunkGraphs) -> None:
-        """Keep the groups open while there are graphs of them."""
+        """Keep the groups open as long as graphs hold collectives of them."""
         self._engine = graphs.engine
         self._groups.hold(graphs.engine)
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
-        """Set up communicators before a capture, and put groups back after it."""
+        """Set up communicators before a capture, and restore the modules' groups after it."""
         assert self._engine is not None
         with capturing_banks(
             self._groups,
@@ -108,6 +112,6 @@ class Contexts(Feature):
 
     @contextmanager
     def step(self, step: Step) -> Iterator[None]:
-        """Give modules back, after a run, the group that they had before it."""
+        """Restore, after a step, the groups that modules had before it."""
         with self._held.put_back(is_replayed=step.is_replayed):
             yield

@@ -1,4 +1,4 @@
-"""The context-parallel groups of one rank, one of each size."""
+"""The context-parallel groups of one rank, one group of each size."""
 
 from __future__ import annotations
 
@@ -22,22 +22,26 @@ _ATTRIBUTES = (
     *("cp_group", "cp_global_ranks", "cp_stream", "cp_comm_type", "pg_collection"),
     "tp_cp_group",
 )
-"""Where attention modules and routers keep the group that they were last called with."""
+"""Attributes in which attention modules and routers keep the group of their last call."""
 
 
 class ContextGroups:
-    """Process groups of this rank by size; neighbours in its world, which starts at a multiple.
+    """This rank's process groups by size.
+
+    A group of size C consists of C neighbours in the world, beginning at a multiple of C.
 
     Args:
-        world: global ranks that share a global batch, this one among them.
-        groups: by size; None for the group of this rank alone. Callers close what they made.
+        world: the global ranks that share a global batch, including this one.
+        groups: process group by size; None for this rank alone. The caller keeps ownership.
         for_routers: the groups that routers count over, where tensor-parallel ranks share rows.
 
     Attributes:
-        for_routers: see above.
+        for_routers: as passed.
+        world: as passed.
+        rank: this rank's index in ``world``.
 
     Raises:
-        TopologyError: a group is not of the ranks that it is to be of.
+        TopologyError: a group does not consist of these neighbours.
     """
 
     def __init__(
@@ -50,18 +54,18 @@ class ContextGroups:
         self.world = tuple(world)
         self.rank = self.world.index(dist.get_rank())
         self._groups = {size: groups[size] for size in sorted(groups, reverse=True)}
-        self._made: list[Any] = []
+        self._created: list[Any] = []
         self._holders: weakref.WeakSet[ChunkGraphs] = weakref.WeakSet()
         for size, group in self._groups.items():
             if group is None and size == 1:
                 continue
             first = self.rank // size * size
-            wanted = list(self.world[first : first + size])
-            found = [] if group is None else dist.get_process_group_ranks(group)
-            if found != wanted:
+            neighbours = list(self.world[first : first + size])
+            ranks = [] if group is None else dist.get_process_group_ranks(group)
+            if ranks != neighbours:
                 raise TopologyError(
                     f"rank {dist.get_rank()}: the context-parallel group of size {size} has the "
-                    f"ranks {found}, not {wanted}."
+                    f"ranks {ranks}, not {neighbours}."
                 )
 
     @classmethod
@@ -73,53 +77,56 @@ class ContextGroups:
         *,
         tensor_groups: Sequence[Sequence[int]] = (),
     ) -> ContextGroups:
-        """Make the groups; all processes of the job call it together with the same arguments.
+        """Create the groups; all processes of the job call it together with the same arguments.
 
         Args:
-            worlds: of every pipeline stage and tensor-parallel rank, the ranks that share a global
+            worlds: for every pipeline stage and tensor-parallel rank, the ranks that share a global
                 batch.
-            sizes: of the groups, each dividing the world.
-            backend: of `torch.distributed`; None: the default one.
-            tensor_groups: for a model with experts on several tensor-parallel ranks, those ranks,
-                each in a world of its own; routers count tokens over them too.
+            sizes: the group sizes; each divides the world's size.
+            backend: the backend of `torch.distributed`; None: the default one.
+            tensor_groups: for a model with experts on several tensor-parallel ranks, the ranks of
+                every tensor-parallel group, each in a different world; routers count tokens over
+                them too.
 
         Raises:
-            TopologyError: a size does not divide a world, this rank is in no world, or the
-                tensor-parallel ranks do not stand at one place of their worlds.
+            TopologyError: a size does not divide a world, this rank is in no world, or the ranks
+                of a tensor-parallel group have different places in their worlds.
         """
-        own, mine = {}, None
-        made = []
+        by_size, own_world = {}, None
+        created = []
         for world in worlds:
             if dist.get_rank() in world:
-                mine = world
+                own_world = world
             for size in sorted(set(sizes), reverse=True):
                 if len(world) % size:
-                    raise TopologyError(f"{len(world)} ranks do not divide in groups of {size}.")
+                    raise TopologyError(
+                        f"{len(world)} ranks cannot be divided into groups of {size}."
+                    )
                 if size == 1:
                     continue
                 for first in range(0, len(world), size):
                     ranks = list(world[first : first + size])
                     group = dist.new_group(ranks, backend=backend)
                     if dist.get_rank() in ranks:
-                        own[size] = group
-                        made.append(group)
-        if mine is None:
+                        by_size[size] = group
+                        created.append(group)
+        if own_world is None:
             raise TopologyError(f"rank {dist.get_rank()} is in none of the worlds.")
         for_routers = None
         if tensor_groups:
             for_routers = RouterGroups.create(worlds, tensor_groups, sizes, backend)
-        groups = cls(mine, {**own, **({1: None} if 1 in sizes else {})}, for_routers)
-        groups._made = made
+        groups = cls(own_world, {**by_size, **({1: None} if 1 in sizes else {})}, for_routers)
+        groups._created = created
         return groups
 
     @classmethod
     def of_data_parallel(cls, sizes: Sequence[int], *, has_experts: bool = False) -> ContextGroups:
-        """Make groups among Megatron's data- and context-parallel ranks; all processes call it.
+        """Create groups of Megatron's data- and context-parallel ranks; all processes call it.
 
         Args:
-            sizes: of the groups.
-            has_experts: whether the model has routers; on several tensor-parallel ranks they need
-                further groups.
+            sizes: the group sizes.
+            has_experts: whether the model has routers, which need more groups if there are several
+                tensor-parallel ranks.
 
         Raises:
             TopologyError: a size does not divide the number of these ranks.
@@ -130,15 +137,15 @@ class ContextGroups:
 
     @classmethod
     def of_megatron(cls, sizes: Sequence[int], *, has_experts: bool = False) -> ContextGroups:
-        """Those that Megatron-core makes with ``hybrid_context_parallel`` (no pipeline).
+        """Use the groups that Megatron-core makes with ``hybrid_context_parallel`` (no pipeline).
 
         Args:
-            sizes: of the groups.
-            has_experts: see `of_data_parallel`; Megatron makes no groups for routers, so these are
-                made here, and all processes of the job call it.
+            sizes: the group sizes.
+            has_experts: see `of_data_parallel`. Megatron makes no groups for routers: these are
+                created here, so all processes of the job call it.
 
         Raises:
-            TopologyError: Megatron has no group of a size.
+            TopologyError: Megatron has no group of one of the sizes.
         """
         state = import_megatron("megatron.core.parallel_state")
         get = getattr(state, "get_hybrid_data_context_parallel_groups", None)
@@ -164,97 +171,95 @@ class ContextGroups:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Of all groups, largest first."""
+        """Return the group sizes, largest first."""
         return tuple(self._groups)
 
     def of(self, size: int) -> Any:
-        """The group of a size, None for this rank alone.
+        """Return the group of a size; None for this rank alone.
 
         Raises:
-            TopologyError: there is none.
+            TopologyError: there is no group of this size.
         """
         if size not in self._groups:
             raise TopologyError(f"There is no context-parallel group of {size}: {self.sizes}.")
         return self._groups[size]
 
     def of_routers(self, group: Any) -> Any:
-        """What routers count over in a microbatch of a context-parallel group; see `RouterGroups`.
+        """Return the group over which routers count tokens of a microbatch; see `RouterGroups`.
 
         Args:
-            group: one of these; None: of this rank alone.
+            group: the microbatch's context-parallel group, one of these; None: this rank alone.
 
         Returns:
-            That group; None: the model's own.
+            The group; None: the model's own.
 
         Raises:
-            TopologyError: ``group`` is none of these, or they were made without groups of routers.
+            TopologyError: ``group`` is not one of these, or they have no groups for routers.
         """
         if group is None:
             return None
-        size = next((s for s, own in self._groups.items() if own is group), None)
+        size = next((s for s, member in self._groups.items() if member is group), None)
         if size is None or self.for_routers is None:
             why = "is none of" if size is None else "has no group of routers among"
             raise TopologyError(
                 f"rank {dist.get_rank()}: the context-parallel group of the ranks "
                 f"{dist.get_process_group_ranks(group)} {why} those that follow_groups was called "
-                "with. Make all with ContextGroups.of_data_parallel(sizes, has_experts=True) (or "
-                "of_megatron), and give the microbatches these."
+                "with. Make all groups with ContextGroups.of_data_parallel(sizes, "
+                "has_experts=True) or of_megatron, and use them for the microbatches."
             )
         return self.for_routers.of(size)
 
     def warm_up(self, device: torch.device) -> None:
-        """Use every group once, largest first, in each of the ways that attention may.
+        """Run every collective of attention once in every group, largest group first.
 
-        A communicator that is set up in a capture breaks it. All ranks of the world call it
-        together, and with groups for routers all of their worlds.
+        A communicator that is set up during a capture breaks it. All ranks of the world call it
+        together; with groups for routers, all ranks of all worlds. Synchronizes a CUDA device.
         """
         for group in self._groups.values():
             if group is not None:
-                _use(group, device)
+                _run_collectives(group, device)
         if self.for_routers is not None:
             self.for_routers.warm_up(device)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
     def hold(self, graphs: ChunkGraphs) -> None:
-        """Do not close while there are graphs of these."""
+        """Refuse to close while this engine has graphs."""
         self._holders.add(graphs)
 
     def close(self) -> None:
-        """Destroy the groups that `create` made, those of routers too.
+        """Destroy the groups that `create` made, including those for routers.
 
         Raises:
-            ConfigError: there are still graphs that hold collectives of them, for which NCCL would
-                wait for ever.
+            ConfigError: graphs still hold collectives of them; NCCL would wait for these forever.
         """
         if any(graphs.report is not None for graphs in self._holders):
             raise ConfigError(
-                "Context-parallel groups were closed while there are chunk graphs that hold "
-                "collectives of them, for which NCCL would wait for ever. Call detach() first, or "
-                "release()."
+                "Context-parallel groups were closed while chunk graphs hold collectives of them, "
+                "for which NCCL would wait forever. Call detach() or release() first."
             )
         if self.for_routers is not None:
             self.for_routers.close()
-        while self._made:
-            dist.destroy_process_group(self._made.pop())
+        while self._created:
+            dist.destroy_process_group(self._created.pop())
 
 
 def _ranks_of_megatron() -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-    """Every group of data- and context-parallel ranks, and every one of tensor-parallel ranks.
+    """Return the ranks of every data- and context-parallel group, and of every tensor-parallel one.
 
     All processes of the job call it together.
     """
     state = import_megatron("megatron.core.parallel_state")
     world = state.get_data_parallel_group(with_context_parallel=True)
     tensor = state.get_tensor_model_parallel_group()
-    own = tuple(tuple(dist.get_process_group_ranks(group)) for group in (world, tensor))
-    of_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, own)
-    worlds, tensor_groups = (sorted(set(ranks)) for ranks in zip(*of_ranks, strict=True))
+    own_ranks = tuple(tuple(dist.get_process_group_ranks(group)) for group in (world, tensor))
+    ranks_by_rank: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks_by_rank, own_ranks)
+    worlds, tensor_groups = (sorted(set(ranks)) for ranks in zip(*ranks_by_rank, strict=True))
     return worlds, tensor_groups
 
 
-def _use(group: Any, device: torch.device) -> None:
+def _run_collectives(group: Any, device: torch.device) -> None:
     ranks = dist.get_process_group_ranks(group)
     place = ranks.index(dist.get_rank())
     value = torch.ones(len(ranks), device=device)
@@ -267,13 +272,13 @@ def _use(group: Any, device: torch.device) -> None:
     ]
     for work in dist.batch_isend_irecv(ring):
         work.wait()
-    # One by one they may use another communicator, between each two neighbours.
+    # Single sends and receives may use a further communicator for each pair of neighbours.
     peers = (ranks[(place + 1) % len(ranks)], ranks[place - 1])
     if place % 2 == 0:
-        started = [dist.isend(value, peers[0], group), dist.irecv(received, peers[1], group)]
+        requests = [dist.isend(value, peers[0], group), dist.irecv(received, peers[1], group)]
     else:
-        started = [dist.irecv(received, peers[1], group), dist.isend(value, peers[0], group)]
-    for request in started:
+        requests = [dist.irecv(received, peers[1], group), dist.isend(value, peers[0], group)]
+    for request in requests:
         assert request is not None
         request.wait()
     if dist.get_backend(group) == "nccl":
@@ -281,28 +286,28 @@ def _use(group: Any, device: torch.device) -> None:
 
 
 class HeldGroups:
-    """The context-parallel groups that modules keep, with a list of those that do.
+    """The context-parallel groups that modules keep in attributes.
 
     Eager steps look at all modules, since attention may get the attributes in any call. A replay
-    calls none, so that the list of those that held a group before the capture will do.
+    calls no module, so it looks only at those that held a group before the capture.
 
     Args:
-        modules: with all that are in them.
+        modules: the modules; their submodules are included.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.modules = tuple(modules)
-        self._holding: list[nn.Module] | None = None
+        self._holders: list[nn.Module] | None = None
 
-    def find(self) -> None:
-        """Make the list."""
-        self._holding = [m for m in _every(self.modules) if vars(m).keys() & set(_ATTRIBUTES)]
+    def find_holders(self) -> None:
+        """Record which modules hold a group now."""
+        self._holders = [m for m in _submodules(self.modules) if vars(m).keys() & set(_ATTRIBUTES)]
 
     @contextmanager
     def put_back(self, *, is_replayed: bool) -> Iterator[None]:
-        """Give the modules, at the end of a step, the group that they have now."""
-        known = self._holding if is_replayed else None
-        with _put_back(_every(self.modules) if known is None else known):
+        """Restore, on exit, the groups that the modules have on entry."""
+        holders = self._holders if is_replayed else None
+        with _put_back(_submodules(self.modules) if holders is None else holders):
             yield
 
 
@@ -310,49 +315,49 @@ class HeldGroups:
 def capturing_banks(
     groups: ContextGroups, held: HeldGroups, device: torch.device, *, are_used_before: bool
 ) -> Iterator[None]:
-    """Around a capture session: no communicator is set up in a capture, and groups are put back.
+    """Set up communicators before a capture session, and restore the modules' groups after it.
 
     Args:
-        groups: of the banks.
-        held: what attention holds of them.
-        device: of this rank.
-        are_used_before: whether the session runs every bank eagerly before it captures one. What
-            that uses is used; the other ways to send would only take memory, some 0.5 GiB for each
-            of the ways of each group (NCCL 2.28 on two H200).
+        groups: the groups of the banks.
+        held: the groups that modules hold.
+        device: this rank's device.
+        are_used_before: whether the session runs every bank eagerly before the first capture.
+            That sets up the communicators in use; warming up all of them would only cost memory,
+            about 0.5 GiB for each kind of transfer in each group with NCCL 2.28.
     """
     if not are_used_before:
         groups.warm_up(device)
-    held.find()
+    held.find_holders()
     with groups_put_back(held.modules):
         yield
 
 
 @contextmanager
 def groups_put_back(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Give every module, at the end, the context-parallel group that it has now.
+    """Restore, on exit, the context-parallel group that every module has on entry.
 
-    Attention of Transformer Engine keeps the group of its last call, which in a capture session is
-    that of the last bank.
+    Transformer Engine's attention keeps the group of its last call; in a capture session that is
+    the last bank's.
     """
-    with _put_back(_every(modules)):
+    with _put_back(_submodules(modules)):
         yield
 
 
-def _every(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """The modules and all that are in them, once each."""
+def _submodules(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return the modules and all their submodules, each once."""
     return list({id(m): m for module in modules for m in module.modules()}.values())
 
 
 @contextmanager
 def _put_back(modules: Iterable[nn.Module]) -> Iterator[None]:
-    before = [
+    attributes = [
         (module, {name: vars(module)[name] for name in _ATTRIBUTES if name in vars(module)})
         for module in modules
     ]
     try:
         yield
     finally:
-        for module, values in before:
+        for module, values in attributes:
             for name in _ATTRIBUTES:
                 if name in vars(module) and name not in values:
                     delattr(module, name)

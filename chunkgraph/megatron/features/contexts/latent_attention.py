@@ -1,4 +1,4 @@
-"""What attention of a microbatch's own context-parallel group wants besides the group."""
+"""Adapters of attention for a context-parallel group that changes with the microbatch."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ import torch
 
 from chunkgraph.megatron.core.access import import_megatron
 
-__all__ = ["is_latent_attention", "let_latent_attention_turn", "make_attention_stream"]
+__all__ = ["is_latent_attention", "make_attention_stream", "use_groups_in_latent_attention"]
 
 
 def make_attention_stream() -> None:
-    """Make what Megatron makes for models with a static context-parallel size alone.
+    """Create the stream of context-parallel attention, if there is none.
 
-    Its attention gives the stream to Transformer Engine together with a microbatch's group. Once
-    made it stays, as Megatron's own does.
+    Megatron creates it only for a static context-parallel size above 1, and passes it to
+    Transformer Engine together with a microbatch's group. It stays for the life of the process, as
+    Megatron's does.
     """
     if importlib.util.find_spec("transformer_engine") is None:
         return
@@ -30,39 +31,39 @@ def make_attention_stream() -> None:
 
 
 def is_latent_attention(module: Any) -> bool:
-    """Whether it compresses keys and values, and embeds positions by itself."""
+    """Return whether a module is multi-latent attention, which embeds positions by itself."""
     return hasattr(module, "get_query_key_value_tensors") and hasattr(module, "kv_layernorm")
 
 
-def let_latent_attention_turn(attention: Any) -> Callable[[], None]:
-    """Let multi-latent attention take microbatches with a context-parallel group of their own.
+def use_groups_in_latent_attention(attention: Any) -> Callable[[], None]:
+    """Make multi-latent attention accept microbatches with their own context-parallel group.
 
-    Megatron's refuses them by an assertion, and without a static context-parallel size it takes the
-    first rows of the table of positions for all that its rank may hold. The group is that of
-    ``attention.pg_collection``.
+    Megatron refuses them by an assertion, and without a static context-parallel size it takes the
+    first rows of the table of positions, whichever rows the rank holds. The group is
+    ``attention.pg_collection.cp`` at each call.
 
     Returns:
-        What ends it.
+        A function that undoes it.
     """
     get = attention.get_query_key_value_tensors
     signature = inspect.signature(get)
     config = attention.config
-    with_size: dict[int, Any] = {}
+    configs: dict[int, Any] = {}  # by context-parallel size
 
     def get_tensors(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs)
-        params = given.arguments.get("packed_seq_params")
+        call = signature.bind(*args, **kwargs)
+        params = call.arguments.get("packed_seq_params")
         if params is None or params.local_cp_size is None:
             return get(*args, **kwargs)
-        given.arguments["packed_seq_params"] = made = copy.copy(params)
-        made.local_cp_size = None
+        call.arguments["packed_seq_params"] = params_without_size = copy.copy(params)
+        params_without_size.local_cp_size = None
         size = attention.pg_collection.cp.size()
-        if size not in with_size:
-            with_size[size] = copy.copy(config)
-            with_size[size].context_parallel_size = size
-        attention.config = with_size[size]
+        if size not in configs:
+            configs[size] = copy.copy(config)
+            configs[size].context_parallel_size = size
+        attention.config = configs[size]
         try:
-            return get(*given.args, **given.kwargs)
+            return get(*call.args, **call.kwargs)
         finally:
             attention.config = config
 

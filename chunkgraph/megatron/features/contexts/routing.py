@@ -1,4 +1,4 @@
-"""Routers whose tokens are those of a microbatch that several ranks share."""
+"""Routers that balance the tokens of a microbatch over the ranks that share it."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ __all__ = ["follow_in_router"]
 
 
 def follow_in_router(router: Any) -> tuple[Callable[[Any], None], Callable[[], None]]:
-    """Let a router balance the tokens of a whole microbatch, whoever of its ranks they are on.
+    """Make a router balance the tokens of a microbatch over all ranks that share it.
 
     Megatron's routers count the tokens of an expert over the model's tensor- and context-parallel
-    ranks. Here they do so over those of the microbatch, for the losses of it alone. A microbatch of
-    context-parallel size C weighs C times as much as one of size 1, in gradients and metrics, as it
-    has C times the rows; that is what Megatron makes of a static size. The z-loss stays a mean over
+    ranks. This one counts over the microbatch's ranks, for the microbatch's losses. A microbatch of
+    context-parallel size C weighs C times as much as one of size 1 in gradients and metrics, since
+    it has C times the rows; Megatron does the same with a static size. The z-loss stays a mean over
     the rank's tokens, and the global loss is over all ranks anyway.
 
     Args:
-        router: a ``TopKRouter`` of a model without static context parallelism, whose own group is
-            of its tensor-parallel ranks.
+        router: a ``TopKRouter`` of a model without static context parallelism, so that its own
+            group consists of its tensor-parallel ranks.
 
     Returns:
-        What tells it the group of the next call, tensor-parallel ranks among it (None: its own),
-        and what ends it.
+        A function that sets the group of the next call (tensor-parallel ranks included; None: the
+        router's own), and a function that undoes it all.
     """
     own = router.tp_cp_group
     attach, z_loss = router.attach_and_log_load_balancing_loss, router.apply_z_loss
 
-    def turn(group: Any) -> None:
+    def set_group(group: Any) -> None:
         router.tp_cp_group = own if group is None else group
 
     def attach_share(
@@ -36,7 +36,7 @@ def follow_in_router(router: Any) -> tuple[Callable[[Any], None], Callable[[], N
     ) -> Any:
         current = router.tp_cp_group
         if group is current and current is not own:
-            # Metrics are reduced after the step, when nobody knows this microbatch's group.
+            # Metrics are reduced after the step, when this microbatch's group is unknown.
             loss, group = loss * (current.size() // own.size()), own
         router.tp_cp_group = own
         try:
@@ -58,4 +58,4 @@ def follow_in_router(router: Any) -> tuple[Callable[[Any], None], Callable[[], N
         del router.attach_and_log_load_balancing_loss, router.apply_z_loss
         router.tp_cp_group = own
 
-    return turn, undo
+    return set_group, undo

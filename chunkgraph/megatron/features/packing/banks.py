@@ -212,10 +212,6 @@ class PackedBanks:
         """Return whether there are graphs for fewer sequences than the most."""
         return len(self.seq_counts) > 1
 
-    def limit_slots(self, num_slots: tuple[int, ...]) -> tuple[int, ...]:
-        """Return how many of the slots microbatches of any one bank can ever take at once."""
-        return num_slots if self.limits is None else self.limits.num_slots(num_slots)
-
     def fewest_sequences(self, lengths: Sequence[int], shape: PackedShape) -> PackedBank:
         """Return the bank of a shape with the fewest sequences for these documents.
 

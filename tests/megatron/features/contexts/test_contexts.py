@@ -64,7 +64,6 @@ def test_jobs_of_four_ranks(
                 "worlds": [[0, 1], [2, 3]],
                 "num_steps": 6,
                 "sizes": [1],
-                "max_microbatches": 2,
                 "num_documents": 4,
                 "fails_at": [2],
                 "fails_on": 3,
@@ -267,7 +266,7 @@ def test_sizes_and_buckets_that_cannot_be(groups: ContextGroups) -> None:
         groups.of(8)
     with pytest.raises(TopologyError, match=r"of size 2 has the ranks \[\], not"):
         ContextGroups([0], {2: None})
-    with pytest.raises(TopologyError, match="do not divide in groups of 2"):
+    with pytest.raises(TopologyError, match="cannot be divided into groups of 2"):
         ContextGroups.create([[0]], [2])
 
 
