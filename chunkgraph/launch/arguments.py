@@ -122,7 +122,7 @@ def settle_arguments(
     if flags is None:
         if problems:
             raise ConfigError("\n".join(problems))
-        facts = _facts(args, GraphFlags(schedule=schedule_of(args)), on_cpu=on_cpu)
+        facts = _facts(args, GraphFlags(schedule=schedule_of(args)), on_cpu=on_cpu, is_plan=is_plan)
         rules = (*SCHEDULE_RULES, *DRIVER_RULES, *DELAY_RULES)
         _refuse(refusals(rules, facts), _REFUSED_SCHEDULE)
         forget_defaults(args)
