@@ -41,9 +41,10 @@ class ChosenRows:
         num_tokens, num_experts = chosen.shape
         by_expert = chosen.t().reshape(-1)
         place = by_expert.cumsum(0)
-        row = torch.where(by_expert & (place <= num_rows), place - 1, num_rows)
-        numbers = torch.arange(row.shape[0], device=row.device)
-        pairs = _scattered(row, numbers, num_rows)
+        # The first pair up to which so many are chosen.
+        numbers = torch.arange(1, num_rows + 1, device=place.device)
+        pairs = torch.searchsorted(place, numbers)
+        pairs = pairs.masked_fill(numbers > place[-1], 0)
         all_ends = place.view(num_experts, num_tokens)[:, -1]
         ends = all_ends.clamp(max=num_rows).int()
         return cls(
@@ -136,10 +137,7 @@ class PairedRows:
         expert = expert.clamp(max=num_experts - 1)
         target = starts.gather(1, expert) + places - begins.gather(1, expert)
         target = torch.where(is_used, target, -1).view(-1)
-        num_rows = num_ranks * piece
-        row = torch.where(target >= 0, target, num_rows)
-        numbers = torch.arange(num_rows, device=counts.device)
-        source = _scattered(row, numbers, num_rows, filler=-1)
+        source = _inverse(target, num_ranks * piece)
         return cls(Shuffle(source, target), counts.sum(0).cumsum(0).int())
 
 
@@ -158,16 +156,18 @@ def pieces_of(counts: torch.Tensor, num_rows: int, piece: int) -> Shuffle:
     rank = rank.clamp(max=counts.shape[0] - 1)
     within = places - (ends - counts).index_select(0, rank)
     target = torch.where(is_used & (within < piece), rank * piece + within, -1)
-    total = counts.shape[0] * piece
-    source = _scattered(torch.where(target >= 0, target, total), places, total, filler=-1)
-    return Shuffle(source, target)
+    return Shuffle(_inverse(target, counts.shape[0] * piece), target)
 
 
-def _scattered(
-    row: torch.Tensor, numbers: torch.Tensor, num_rows: int, *, filler: int = 0
-) -> torch.Tensor:
-    """Write each of ``numbers`` to its row; drop numbers with row ``num_rows``."""
-    by_row = torch.full((num_rows + 1,), filler, dtype=numbers.dtype, device=numbers.device)
+def _inverse(targets: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Return for each of ``num_rows`` rows which target names it, or -1; targets of -1 name none.
+
+    Each target writes to its own row: torch's deterministic kernel writes the values of a row
+    one after the other.
+    """
+    numbers = torch.arange(targets.shape[0], device=targets.device)
+    row = torch.where(targets >= 0, targets, num_rows + numbers)
+    by_row = numbers.new_full((num_rows + targets.shape[0],), -1)
     return by_row.scatter_(0, row, numbers)[:num_rows]
 
 
