@@ -76,7 +76,8 @@ def host_call(call: Callable[[], None]) -> None:
         None,
     )
     if recording is None:
-        call()
+        with _disable_current_modes():
+            call()
     else:
         recording.host_call(call)
 

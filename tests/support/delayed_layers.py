@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import queue
 from collections.abc import Callable
 from typing import Any
@@ -80,7 +81,12 @@ def delaying() -> Any:
     """The local spec with layers that delay where the config asks for it."""
     spec = get_gpt_layer_local_spec()
     attention = spec.submodules.self_attention.submodules
-    mlp = spec.submodules.mlp.submodules
+    mlp = spec.submodules.mlp
+    mlp = mlp.keywords["submodules"] if isinstance(mlp, functools.partial) else mlp.submodules
     attention.linear_qkv, attention.linear_proj = DelayingColumn, DelayingRow
     mlp.linear_fc1, mlp.linear_fc2 = DelayingColumn, DelayingRow
     return spec
+
+
+delaying_layer = delaying()
+"""The same, as Megatron's ``--spec`` takes it."""

@@ -7,6 +7,7 @@ import signal
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -52,6 +53,7 @@ class Job:
                 self.chunks,
                 scope=config.capture.scope,
                 options=capture_options(config),
+                schedule=config.pipeline.schedule,
                 backend=backend,
             )
             self.schedule = self.graphs.wrap_forward_backward(self.schedule)
@@ -183,7 +185,7 @@ def run(config: Config, case: dict[str, Any]) -> list[dict[str, Any]]:
                 break
     state = [torch.get_rng_state(), *job.parameters()]
     os.environ["FAULTY"] = ""
-    eager = Job(config, None)
+    eager = Job(replace(config, pipeline=replace(config.pipeline, schedule="auto")), None)
     for number, step in enumerate(steps[:num_done]):
         eager.run(number, step)
     expected = [torch.get_rng_state(), *eager.parameters()]

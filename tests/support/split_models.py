@@ -65,6 +65,18 @@ class Recomputed(nn.Module):
         return self.last(y)
 
 
+class RecomputedFirst(nn.Module):
+    """A scale of the chunk's input, whose forward is computed again in the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = checkpoint(lambda x: x * self.scale, x, use_reentrant=True)
+        return F.gelu(y)
+
+
 class Frozen(nn.Module):
     """Some parameters take no gradient."""
 
@@ -133,6 +145,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "tied": Tied,
     "checkpoint": lambda: Recomputed(use_reentrant=False),
     "reentrant checkpoint": lambda: Recomputed(use_reentrant=True),
+    "reentrant checkpoint of the input": RecomputedFirst,
     "frozen": Frozen,
     "convolved": Convolved,
     "own": Own,

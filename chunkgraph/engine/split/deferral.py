@@ -199,9 +199,9 @@ def _value_of(tensor: torch.Tensor) -> Any:
     """Return what is to be kept of an argument."""
     if isinstance(tensor, DeferredTensor):
         return tensor.value
-    if tensor.grad_fn is None:
+    if not tensor.requires_grad:
         return tensor
-    with _disable_current_modes():  # the node would keep the graph of a forward
+    with _disable_current_modes():  # it would keep the graph of a forward, or its own gradient
         return tensor.detach()
 
 

@@ -1,0 +1,140 @@
+"""Zero-bubble schedules on graphs with every kind of model: equal to Megatron's eager 1F1B."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import packed_cases
+import pytest
+
+pytestmark = [pytest.mark.megatron, pytest.mark.timeout(300)]
+
+ZB = {"pipeline_model_parallel_size": 2, "schedule": "zb-h1"}
+ZB_VPP = {**ZB, "virtual_pipeline_model_parallel_size": 2, "schedule": "interleaved-zb"}
+COUNTS = [2, 3, 1, 4]
+"""Two slots on each of two ranks: below, at and above them."""
+EXPERTS = {
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 32,
+    "moe_aux_loss_coeff": 0.1,
+    "moe_z_loss_coeff": 0.01,
+}
+GATED = {"num_layers": 2, "swiglu": True, "normalization": "RMSNorm", "hidden_dropout": 0.1}
+FIXED = {"moe_expert_capacity_factor": 2.0, "moe_pad_expert_input_to_capacity": True}
+OVERLAP = {"overlap_grad_reduce": True, "use_distributed_optimizer": True}
+
+Run = Callable[..., dict[str, dict[str, Any]]]
+Make = Callable[..., Any]
+
+
+@pytest.fixture
+def make(make_config: Callable[..., Any]) -> Make:
+    """A case of `run_cases`."""
+
+    def case(
+        pipeline: dict[str, Any], counts: list[int] | None = None, **sections: Any
+    ) -> dict[str, Any]:
+        train = {"num_microbatches": counts or COUNTS, **sections.pop("train", {})}
+        return {"config": make_config(pipeline=pipeline, train=train, **sections)}
+
+    return case
+
+
+def test_packed_sequences(
+    run_equal: Run,
+    make_config: Callable[..., Any],
+    write_documents: Callable[..., Path],
+) -> None:
+    text = write_documents((3, 5, 8, 13, 20))
+
+    def case(kind: str, pipeline: dict[str, Any], counts: list[int], **options: Any) -> Any:
+        made = packed_cases.cpu_case(text, make_config, kind, counts, **options, **pipeline)
+        made["config"]["model"]["num_layers"] = 4
+        return made
+
+    run_equal(
+        {
+            "packed": case("attention", ZB, COUNTS, capture={"scope": "chunk"}),
+            "experts": case("roomy_experts", ZB, COUNTS),
+            "interleaved": case("attention", ZB_VPP, [2, 4, 2], capture={"verify": "poison"}),
+        },
+        2,
+        timeout_s=240,
+    )
+
+
+def test_experts(run_equal: Run, make: Make) -> None:
+    results = run_equal(
+        {
+            "dropless": make(ZB, model=GATED, moe=EXPERTS, capture={"scope": "chunk"}),
+            "fixed": make(ZB, model=GATED, moe={**EXPERTS, **FIXED}),
+            "interleaved": make(ZB_VPP, [2, 4, 2], model={**GATED, "num_layers": 4}, moe=EXPERTS),
+        },
+        2,
+        timeout_s=240,
+    )
+    for name, result in results.items():
+        assert all(step["replays"] > 0 for step in result["steps"][1:]), name
+        assert result["dropped_tokens"] == 0, name
+
+
+def test_recomputation(run_equal: Run, make: Make) -> None:
+    full = {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    }
+    some = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]}
+    dropout = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+    run_equal(
+        {
+            "full": make(ZB, model={**full, **dropout}, capture={"scope": "chunk"}),
+            "selective": make(ZB, model={**some, "swiglu": True}),
+            "delayed": make(ZB, model={**full, "layer_spec": "delayed_layers:delaying"}),
+        },
+        2,
+        timeout_s=240,
+    )
+
+
+def test_four_stages(run_equal: Run, make: Make) -> None:
+    pp4 = {**ZB, "pipeline_model_parallel_size": 4}
+    results = run_equal(
+        {
+            "pp4": make(pp4, [4, 2, 4, 7], model={"num_layers": 4, "hidden_dropout": 0.1}),
+            "overlap": make(
+                pp4, [3, 5, 4], model={"num_layers": 4}, train=OVERLAP, capture={"scope": "chunk"}
+            ),
+        },
+        4,
+        timeout_s=240,
+    )
+    # Every rank has four slots.
+    assert results["pp4"]["slots_per_chunk"] == [[4]] * 4
+
+
+def test_tensor_and_data_parallel_ranks(run_equal: Run, make: Make) -> None:
+    vpp = {**ZB_VPP, "data_parallel_size": 2}
+    gathered = {**OVERLAP, "overlap_param_gather": True}
+    run_equal(
+        {
+            "tp2": make({**ZB, "tensor_model_parallel_size": 2}, model={"hidden_dropout": 0.1}),
+            "dp2": make({**ZB, "data_parallel_size": 2}, train=OVERLAP),
+            "dp2_delayed": make(
+                {**ZB, "data_parallel_size": 2},
+                train=OVERLAP,
+                model={"layer_spec": "delayed_layers:delaying"},
+            ),
+            "dp2_vpp2": make(vpp, [2, 4, 2], model={"num_layers": 4}, train=gathered),
+            "ep2": make(
+                {**ZB, "data_parallel_size": 2, "expert_model_parallel_size": 2},
+                model=GATED,
+                moe={**EXPERTS, **FIXED},
+            ),
+        },
+        4,
+        timeout_s=240,
+    )
