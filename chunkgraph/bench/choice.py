@@ -7,6 +7,7 @@ import dataclasses
 from chunkgraph.errors import ConfigError, TopologyError
 from chunkgraph.schedules import Placement, check_step, get_family, list_schedules
 from chunkgraph.settings import Config
+from chunkgraph.settings.experts import uses_dropless
 
 __all__ = [
     "FROZEN",
@@ -20,8 +21,8 @@ __all__ = [
 ]
 
 VARIANTS = (
-    *("eager", "eager_dropless", "eager_stash", "chunk", "transformer_engine", "local"),
-    "full_iteration",
+    *("eager", "eager_dropless", "eager_stash", "chunk", "chunk_capacity"),
+    *("transformer_engine", "local", "full_iteration"),
 )
 """All variants but those of schedules, in the order in which they run."""
 
@@ -37,7 +38,7 @@ PROMISED = ("eager", "chunk")
 FROZEN = ("eager_stash", "transformer_engine", "local", "full_iteration")
 """Megatron's graphs and stash, which cannot change the number of microbatches."""
 
-UNCOMPARED = ("eager_dropless",)
+UNCOMPARED = ("eager_dropless", "chunk_capacity")
 """Variants with other results than eager."""
 
 
@@ -93,8 +94,18 @@ def _why_not(name: str, config: Config) -> str | None:
     moe, num_seqs = config.moe, config.packing.max_packed_seqs
     if (schedule := schedule_of(name)) is not None:
         return _why_not_schedule(schedule, config)
-    if name == "eager_dropless" and moe.num_moe_experts is None:
-        return "eager_dropless is for experts, and moe.num_moe_experts is null."
+    if name in UNCOMPARED and moe.num_moe_experts is None:
+        return f"{name} is for experts, and moe.num_moe_experts is null."
+    if uses_dropless(moe):
+        if name == "eager_dropless":
+            return "eager_dropless is eager, as moe.moe_expert_capacity_factor is null."
+        if name == "full_iteration":
+            return (
+                "full_iteration captures experts whose dispatch reads token counts on the host, as "
+                "moe.moe_expert_capacity_factor is null. Leave it out."
+            )
+    elif name == "chunk_capacity":
+        return "chunk_capacity is compared with experts that take all tokens, without a capacity."
     if name == "eager_stash":
         if moe.num_moe_experts is None or moe.moe_flex_dispatcher_backend != "hybridep":
             return (
@@ -134,22 +145,31 @@ def _why_not_schedule(schedule: str, config: Config) -> str | None:
 
 def run_as(name: str) -> str:
     """Return the variant that the workers run."""
-    if name in _SCHEDULES:
+    if name in _SCHEDULES or name == "chunk_capacity":
         return "chunk"
-    return "eager" if name in UNCOMPARED else name
+    return "eager" if name == "eager_dropless" else name
 
 
 def config_of(name: str, config: Config) -> Config:
     """Return the configuration for the workers of a variant; only the command compares.
 
     ``eager_dropless`` is Megatron's training without dropped tokens: an all-to-all of exactly the
-    routed tokens, whose counts the host reads, without a capacity.
+    routed tokens, whose counts the host reads, without a capacity. ``chunk_capacity`` is chunk
+    graphs whose experts have room for an even load, as many rows as without a capacity.
     """
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, compare="none"))
     if name != "chunk":  # the others run Megatron's own schedule
         schedule = schedule_of(name) or "auto"
         pipeline = dataclasses.replace(config.pipeline, schedule=schedule)
         config = dataclasses.replace(config, pipeline=pipeline)
+    if name == "chunk_capacity":
+        moe = dataclasses.replace(
+            config.moe,
+            moe_expert_capacity_factor=1.0,
+            moe_pad_expert_input_to_capacity=True,
+            token_drops="count",
+        )
+        return dataclasses.replace(config, moe=moe)
     if name != "eager_dropless":
         return config
     return dataclasses.replace(

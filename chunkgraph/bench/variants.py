@@ -19,6 +19,7 @@ import torch.distributed as dist
 from chunkgraph.errors import ConfigError, StashError
 from chunkgraph.megatron.core.access import import_megatron, private_names
 from chunkgraph.settings import Config
+from chunkgraph.settings.experts import uses_dropless
 from chunkgraph.trainer.trained_model import TrainedModel
 
 __all__ = ["Captures", "ChunkVariant", "Variant", "make_variant"]
@@ -178,7 +179,7 @@ class _MegatronVariant(Variant):
             raise ConfigError(msg)
 
     def transformer_options(self) -> dict[str, Any]:
-        """Enable the implementation; it captures whole layers."""
+        """Enable the implementation; it captures whole layers, or what it can of them."""
         module = import_megatron("megatron.core.transformer.transformer_config")
         names = {field.name for field in dataclasses.fields(module.TransformerConfig)}
         if "cuda_graph_impl" not in names:
@@ -188,11 +189,24 @@ class _MegatronVariant(Variant):
             "cuda_graph_impl": self.name,
             "cuda_graph_warmup_steps": self.num_eager_steps,
         }
+        modules = self._modules()
         if "cuda_graph_modules" in names:
-            options["cuda_graph_modules"] = []  # the whole layer
+            options["cuda_graph_modules"] = modules
+        elif modules:
+            options["cuda_graph_scope"] = modules
         elif self.name == "full_iteration":  # a scope of the local implementation before 0.18
             options |= {"cuda_graph_impl": "local", "cuda_graph_scope": "full_iteration"}
         return options
+
+    def _modules(self) -> list[str]:
+        """Return the modules of a layer to capture; empty for the whole layer.
+
+        Without a capacity Megatron captures all of a layer but the dispatch and the experts.
+        """
+        if not uses_dropless(self.config.moe):
+            return []
+        has_dense_layers = 0 in (self.config.moe.moe_layer_freq or ())
+        return ["attn", *(["mlp"] if has_dense_layers else []), "moe_router", "moe_preprocess"]
 
     @property
     def num_eager_steps(self) -> int:

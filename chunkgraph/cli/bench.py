@@ -68,7 +68,8 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         metavar="NAME,...",
         help=f"which to run, in order; default {', '.join(VARIANTS)} (on a CPU, and "
         "of packed documents, eager,chunk; eager_dropless, an all-to-all without a capacity, with "
-        "experts alone; eager_stash, Megatron's own paged stash, with stash.enabled and HybridEP "
+        "experts that have one; chunk_capacity, room for an even load, with experts that have "
+        "none; eager_stash, Megatron's own paged stash, with stash.enabled and HybridEP "
         "alone), and a chunk_NAME for each of bench.schedules",
     )
     add_json(parser)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ CONFIG = str(ROOT / "configs" / "cpu" / "gpt_pp2_cpu.yaml")
 EXPERTS = str(ROOT / "configs" / "gpu" / "moe_ep2_hybridep.yaml")
 EXPERTS_ON_CPU = str(ROOT / "configs" / "cpu" / "moe_pp2_ep2_cpu.yaml")
 EXPERTS_IN_PIPELINE = str(ROOT / "configs" / "gpu" / "moe_pp2_ep2.yaml")
+DROPLESS = str(ROOT / "configs" / "bench" / "moe_ep1_dropless.yaml")
 PACKED = str(ROOT / "configs" / "bench" / "packed_pp2_n64.yaml")
 NAMES = ("eager", "chunk", "transformer_engine")
 
@@ -167,6 +169,28 @@ def test_experts_are_also_measured_without_a_capacity() -> None:
     assert found.moe.moe_expert_capacity_factor is None
     assert (run_as("eager_dropless"), run_as("local")) == ("eager", "local")
     assert config_of("chunk", experts).moe == experts.moe
+
+
+def test_dropless_experts_are_also_measured_with_a_capacity() -> None:
+    from chunkgraph.bench.choice import chosen_variants, config_of, run_as
+    from chunkgraph.bench.variants import LocalVariant
+
+    for changes, mlp in (([], []), (["moe.moe_layer_freq=[0,1,1,1,1,1,1,1]"], ["mlp"])):
+        config = load_config(DROPLESS, changes)
+        names = ("eager", "chunk", "chunk_capacity", "transformer_engine", "local")
+        assert chosen_variants(None, config) == names
+        assert chosen_variants("eager,chunk_capacity", config) == ("eager", "chunk_capacity")
+        # Megatron's own graphs contain what it can capture of such a layer.
+        modules = LocalVariant._modules(SimpleNamespace(config=config))  # type: ignore[arg-type]
+        assert modules == ["attn", *mlp, "moe_router", "moe_preprocess"]
+    found = config_of("chunk_capacity", config)
+    assert (found.moe.moe_expert_capacity_factor, found.moe.token_drops) == (1.0, "count")
+    assert run_as("chunk_capacity") == "chunk"
+    for name in ("eager_dropless", "full_iteration"):
+        with pytest.raises(ConfigError, match=f"{name} .*moe_expert_capacity_factor is null"):
+            chosen_variants(name, config)
+    with pytest.raises(ConfigError, match="chunk_capacity is compared with experts that take all"):
+        chosen_variants("chunk_capacity", load_config(EXPERTS))
 
 
 def test_the_stash_is_also_compared_with_megatrons() -> None:

@@ -32,7 +32,8 @@ def run(config: Any, device: torch.device, case: dict[str, Any]) -> list[dict[st
         ``recaptures``, ``replays`` and ``dropped`` tokens.
     """
     eager = _Model(config, device, None)
-    graphs = _Model(config, device, {"num_slots": [1]})
+    alone = {"num_slots": [1]} if config.pipeline.pipeline_model_parallel_size == 1 else {}
+    graphs = _Model(config, device, alone)
     differing = []
     with mock.patch.multiple(dropless, _MARGIN=-0.4, _MOST_DOUBLED=0):
         for step in range(case["num_steps"]):
@@ -72,24 +73,44 @@ class _Model:
     def step(self, step: int) -> dict[str, torch.Tensor]:
         """Losses, gradients, buffers and metrics of one step, on one rank or another's experts."""
         random = torch.Generator().manual_seed(step)
-        for module in self._chunks[0].modules():
+        for module in (m for chunk in self._chunks for m in chunk.modules()):
             if getattr(module, "expert_bias", None) is not None:
-                bias = torch.randn(module.expert_bias.shape, generator=random)
-                module.expert_bias.copy_(bias * (0.0, 0.3, 10.0)[step % 3])
-        self._chunks[0].zero_grad_buffer()
-        count = 1 + step % 2
-        data = sequence_batches(self._config, self._text, step, count, self._device)
+                module.expert_bias.copy_(self._preferred(step, random))
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
+        pipeline = self._config.pipeline
+        count = (1 + step % 2) * pipeline.pipeline_model_parallel_size
+        data = [
+            sequence_batches(self._config, self._text, step, count, self._device)
+            for _ in self._chunks
+        ]
         losses = self._train(
             forward_step_func=forward_step,
-            data_iterator=[data],
+            data_iterator=data,
             model=self._chunks,
             num_microbatches=count,
             seq_length=self._config.model.seq_length,
             micro_batch_size=self._config.train.micro_batch_size,
             forward_only=False,
         )
-        found = {n: p.main_grad.clone() for n, p in self._chunks[0].named_parameters()}
-        found.update({n: b.clone() for n, b in self._chunks[0].named_buffers()})
+        found = {}
+        for index, chunk in enumerate(self._chunks):
+            grads = {n: p.main_grad for n, p in chunk.named_parameters()}
+            for name, value in {**grads, **dict(chunk.named_buffers())}.items():
+                found[f"chunk {index}: {name}"] = value.clone()
         found["losses"] = torch.tensor([float(loss["lm loss"]) for loss in losses])
         found.update({n: torch.tensor(v) for n, v in take_expert_metrics().items()})
         return found
+
+    def _preferred(self, step: int, random: torch.Generator) -> torch.Tensor:
+        """Return the experts' bias: none, a random one, for one expert, or for one rank's."""
+        num_experts = self._config.moe.num_moe_experts
+        num_local = num_experts // self._config.pipeline.expert_model_parallel_size
+        bias = torch.randn(num_experts, generator=random) * (0.0, 0.3, 0.0, 0.3)[step % 4]
+        one = int(torch.randint(num_experts, (), generator=random))
+        if step % 4 == 2:
+            bias[one] += 10.0
+        elif step % 4 == 3:  # no other rank gets a row if its experts are enough for all
+            first = one // num_local * num_local
+            bias[first : first + num_local] += 10.0
+        return bias

@@ -206,24 +206,51 @@ def test_four_ranks(run_equal: Callable[..., Any], make_config: Callable[..., An
     _check(run_equal(cases, 4, timeout_s=180.0))
 
 
+_SPREAD = {"data_parallel_size": 2, "expert_model_parallel_size": 2}
+_SPREAD_4 = {"data_parallel_size": 4, "expert_model_parallel_size": 4}
+_PIPELINE = {**_SPREAD, "pipeline_model_parallel_size": 2}
+
+
 @pytest.mark.newest
-@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
-def test_a_hundred_steps_with_too_little_room_are_equal_to_eager_training(
-    run_cases: Callable[..., Any], make_config: Callable[..., Any], dispatcher: str
+@pytest.mark.parametrize(
+    ("dispatcher", "pipeline", "num_layers", "num_steps"),
+    [
+        ("alltoall", _SPREAD, 1, 100),
+        ("allgather", _SPREAD, 1, 100),
+        ("alltoall", _SPREAD_4, 1, 100),
+        ("allgather", _SPREAD_4, 1, 60),
+        ("alltoall", _PIPELINE, 2, 40),
+        ("alltoall", {**_PIPELINE, "virtual_pipeline_model_parallel_size": 2}, 4, 20),
+    ],
+    ids=["ep2", "ep2-gathered", "ep4", "ep4-gathered", "pp2-ep2", "pp2-vpp2-ep2"],
+)
+def test_random_steps_with_too_little_room_are_equal_to_eager_training(
+    run_cases: Callable[..., Any],
+    make_config: Callable[..., Any],
+    dispatcher: str,
+    pipeline: dict[str, int],
+    num_layers: int,
+    num_steps: int,
 ) -> None:
-    """Loads go to all experts, some, one of either rank: steps run again, and nothing is lost."""
+    """Loads go to all experts, some, one, those of one rank: steps run again, nothing is lost."""
+    experts = {**_BIASED, "num_moe_experts": 8, "moe_router_topk": 2}
     case = _case(
         make_config,
-        {**_BIASED, "moe_token_dispatcher_type": dispatcher},
-        model={"num_layers": 1, "hidden_dropout": 0.0},  # both models draw from one generator
-        pipeline={"data_parallel_size": 2, "expert_model_parallel_size": 2},
+        {**experts, "moe_token_dispatcher_type": dispatcher},
+        # No dropout: both models draw from one generator.
+        model={"num_layers": num_layers, "hidden_dropout": 0.0},
+        counts=(2,),
+        pipeline=pipeline,
     )
-    results = run_cases({dispatcher: {**case, "probe": "dropless", "num_steps": 100}}, 2)
-    for rank in results[dispatcher]:
+    num_ranks = 2 if pipeline is _SPREAD else 4
+    results = run_cases(
+        {"random": {**case, "probe": "dropless", "num_steps": num_steps}}, num_ranks
+    )
+    for rank in results["random"]:
         assert rank["differing"] == []
-        assert rank["reruns"] > 10
+        assert rank["reruns"] > num_steps // 10
         assert rank["recaptures"] == 2
-        assert rank["replays"] > 50
+        assert rank["replays"] > num_steps // 2
         assert rank["dropped"] == 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,110 @@ def test_one_gpu(settings: list[str], tmp_path: Path) -> None:
 def test_replays_have_the_bits_of_eager_passes_with_the_same_products(tmp_path: Path) -> None:
     """`verify` ends the run where a bit differs."""
     _check(_train([*BIASED, "capture.verify=shadow"], tmp_path))
+
+
+_COUNTS = [2, 1, 3, 1, 2, 2, 4, 1, 3, 2, 1, 2]
+_MANY = {"moe_ffn_hidden_size": 256, "moe_grouped_gemm": True}
+_SIGMOID = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+_SEQ_LOSS = {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 1e-3}
+_SHARED = {"moe_shared_expert_intermediate_size": 256}
+_UNBIASED = {"add_bias_linear": False}
+_TWO_LOSSES = {
+    "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"],
+    "moe_aux_loss_coeff": [1e-3, 1e-3],
+}
+_LATENT = {
+    "multi_latent_attention": True,
+    "q_lora_rank": 128,
+    "kv_lora_rank": 64,
+    "qk_head_dim": 64,
+    "qk_pos_emb_head_dim": 32,
+    "v_head_dim": 64,
+}
+_RECIPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "softmax-8-top2": ({"num_moe_experts": 8, "moe_router_topk": 2}, {}),
+    "sigmoid-16-top4": ({"num_moe_experts": 16, "moe_router_topk": 4, **_SIGMOID, **_SHARED}, {}),
+    "two-losses-16-top4": ({"num_moe_experts": 16, "moe_router_topk": 4}, _TWO_LOSSES),
+    "gathered-32-top8": (
+        {"num_moe_experts": 32, "moe_router_topk": 8, "moe_token_dispatcher_type": "allgather"},
+        {},
+    ),
+    "overlapped-8-top2": (
+        {"num_moe_experts": 8, "moe_router_topk": 2, **_SHARED},
+        {"moe_shared_expert_overlap": True, **_UNBIASED},
+    ),
+    "latent-32-top8": (
+        {"num_moe_experts": 32, "moe_router_topk": 8, **_SIGMOID, **_SEQ_LOSS, **_SHARED},
+        _LATENT,
+    ),
+    "predicting-8-top2": (
+        {"num_moe_experts": 8, "moe_router_topk": 2, **_SEQ_LOSS},
+        {"mtp_num_layers": 1},
+    ),
+    "fused-permutation-8-top2": (
+        {"num_moe_experts": 8, "moe_router_topk": 2},
+        {"moe_permute_fusion": True},
+    ),
+    "recomputed-8-top2": (
+        {"num_moe_experts": 8, "moe_router_topk": 2},
+        {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]},
+    ),
+}
+_MODEL = {"num_layers": 4, "normalization": "RMSNorm", "swiglu": True}
+_ON_A_GPU = {
+    **_MODEL,
+    "layer_spec": "transformer_engine",
+    "params_dtype": "bfloat16",
+    "hidden_size": 1024,
+    "ffn_hidden_size": 2048,
+    "num_attention_heads": 16,
+    "seq_length": 256,
+}
+
+
+def _check_against_both(result: dict[str, Any]) -> None:
+    """Check bits against eager training with the same products, and rounding against Megatron's."""
+    equal = ("loss_equal", "grad_norm_equal", "expert_metrics_equal")
+    assert result["different_parameters"] == {}
+    assert result["dropped_tokens"] == 0
+    for step, (loss, grad_norm) in zip(result["steps"], result["unmodified"], strict=True):
+        assert all(step[key] for key in equal), step
+        assert step["loss_chunk"] == pytest.approx(loss, rel=1e-3)
+        assert step["grad_norm_chunk"] == pytest.approx(grad_norm, rel=2e-2)
+    assert all(step["replays"] for step in result["steps"][1:])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", _RECIPES)
+def test_recipes_equal_eager_training_with_the_same_products(
+    run_cases: Callable[..., Any], make_config: Callable[..., Any], name: str
+) -> None:
+    """Twelve steps of each recipe, also within rounding of unmodified eager training."""
+    experts, options = _RECIPES[name]
+    config = make_config(
+        model=_ON_A_GPU,
+        moe={**_MANY, **experts},
+        train={"num_microbatches": _COUNTS, "deterministic": True, "lr": 2e-5},
+        capture={"scope": "chunk"},
+    )
+    case = {"config": {**config, "device": "cuda"}, "transformer_options": options}
+    results = run_cases({name: {**case, "probe": "kernels"}}, 1, timeout_s=250.0)
+    _check_against_both(results[name])
+
+
+def test_products_of_graphs_train_eagerly_too(
+    run_cases: Callable[..., Any], make_config: Callable[..., Any]
+) -> None:
+    """On a CPU all three have the same bits."""
+    config = make_config(
+        model={**_MODEL, "num_layers": 2},
+        moe={"num_moe_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 32, **_SIGMOID},
+        train={"num_microbatches": [2, 1, 3]},
+    )
+    results = run_cases({"cpu": {"config": config, "probe": "kernels"}}, 1)
+    _check_against_both(results["cpu"])
+    for step, values in zip(results["cpu"]["steps"], results["cpu"]["unmodified"], strict=True):
+        assert [step["loss_chunk"], step["grad_norm_chunk"]] == values
 
 
 @pytest.mark.multigpu

@@ -1,0 +1,41 @@
+"""Experts that take all tokens: eager, eager with the products of graphs, and graphs."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+
+from chunkgraph.megatron.features.experts.dropless import Dropless
+from chunkgraph.megatron.features.experts.rows_in_use import moe_layers_of
+from chunkgraph.trainer.compare import run_eager, train
+
+
+def run(config: Any, device: torch.device, case: dict[str, Any]) -> dict[str, Any]:
+    """Train three times from the same seed.
+
+    Args:
+        config: The run.
+        device: Device of the model.
+        case: ``transformer_options``.
+
+    Returns:
+        The results of graphs against eager training with the same products, and ``unmodified``:
+        loss and gradient norm of each step of unmodified eager training.
+    """
+    options = {"transformer_options": case.get("transformer_options") or {}}
+    unmodified = run_eager(config, device, model_options=options)
+    with ExitStack() as stack:
+
+        def use_products_of_graphs(chunk: nn.Module) -> None:
+            dropless = Dropless(moe_layers_of(list(chunk.modules())))
+            stack.enter_context(dropless.on_device())
+
+        same = run_eager(
+            config, device, model_options={**options, "prepare": use_products_of_graphs}
+        )
+    results = train(config, device, eager=same, model_options=options).to_mapping()
+    steps = [[step.loss, step.grad_norm] for step in unmodified.steps]
+    return {**results, "unmodified": steps}
