@@ -53,6 +53,14 @@ def draw_schedule(path: Path) -> None:
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 
+def draw_dense(path: Path) -> None:
+    """Draw all measurements of the dense model."""
+    documents = sorted(map(str, (ROOT / "benchmarks").glob("dense_*.json")))
+    command = [sys.executable, "-m", "chunkgraph.cli", "bench", "--plot-only", *documents]
+    subprocess.run([*command, "--plot", str(path)], check=True, stdout=subprocess.DEVNULL)
+
+
 if __name__ == "__main__":
     draw_speed(DOCS / "speed.png")
     draw_schedule(DOCS / "schedule.svg")
+    draw_dense(ROOT / "benchmarks" / "dense.png")
