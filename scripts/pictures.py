@@ -48,7 +48,7 @@ def draw_speed(path: Path) -> None:
 
 def draw_schedule(path: Path) -> None:
     """Draw an interleaved schedule with its slots."""
-    sizes = ["--pp", "2", "--vpp", "2", "--num-microbatches", "6"]
+    sizes = ["--pp", "2", "--vpp", "2", "--num-microbatches", "4"]
     command = [sys.executable, "-m", "chunkgraph.cli", "plan", *sizes, "--svg", str(path)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
