@@ -48,11 +48,19 @@ def draw_speed(path: Path) -> None:
 
 def draw_schedule(path: Path) -> None:
     """Draw an interleaved schedule with its slots."""
-    sizes = ["--pp", "2", "--vpp", "2", "--num-microbatches", "6"]
+    sizes = ["--pp", "2", "--vpp", "2", "--num-microbatches", "4"]
     command = [sys.executable, "-m", "chunkgraph.cli", "plan", *sizes, "--svg", str(path)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+
+
+def draw_dense(path: Path) -> None:
+    """Draw all measurements of the dense model."""
+    documents = sorted(map(str, (ROOT / "benchmarks").glob("dense_*.json")))
+    command = [sys.executable, "-m", "chunkgraph.cli", "bench", "--plot-only", *documents]
+    subprocess.run([*command, "--plot", str(path)], check=True, stdout=subprocess.DEVNULL)
 
 
 if __name__ == "__main__":
     draw_speed(DOCS / "speed.png")
     draw_schedule(DOCS / "schedule.svg")
+    draw_dense(ROOT / "benchmarks" / "dense.png")

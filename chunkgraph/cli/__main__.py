@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from types import ModuleType
 
@@ -22,9 +22,9 @@ from chunkgraph.errors import ChunkGraphError
 from chunkgraph.jobs.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, exit_code_of
 from chunkgraph.settings.renamed import successor
 
-__all__ = ["main"]
+__all__ = ["build_parser", "commands_of", "main"]
 
-_COMMANDS = ("plan", "train", "launch", "bench", "packing", "config", "doctor")
+_COMMANDS = ("plan", "train", "launch", "bench", "packing", "config", "doctor", "completion")
 """Modules of this package, in the order of the help text."""
 
 
@@ -83,7 +83,8 @@ def _command(name: str) -> ModuleType:
     return import_module(f"chunkgraph.cli.{name}")
 
 
-def _parse(argv: list[str]) -> argparse.Namespace:
+def build_parser(names: Sequence[str] = _COMMANDS) -> argparse.ArgumentParser:
+    """Return the parser of the command line, with these commands."""
     parser: argparse.ArgumentParser = Parser(
         prog="chunkgraph",
         description="Pipeline model chunks captured once as graphs, replayed for any number of "
@@ -91,9 +92,21 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--version", action="version", version=f"chunkgraph {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    # A command imports nothing that only the others need.
-    for name in argv[:1] if argv and argv[0] in _COMMANDS else _COMMANDS:
+    for name in names:
         _command(name).add_parser(subparsers)
+    return parser
+
+
+def commands_of(parser: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentParser]:
+    """Return the parsers of the commands, by name."""
+    actions = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+    return next(actions).choices
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    # A command imports nothing that only the others need.
+    names = argv[:1] if argv and argv[0] in _COMMANDS else _COMMANDS
+    parser = build_parser(names)
     args, rest = parser.parse_known_args(argv)
     # argparse takes positionals in one run only; overrides may also stand after an option.
     overrides = [item for item in rest if "=" in item and not item.startswith("-")]
@@ -102,7 +115,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     elif rest:
         hints = [hint for item in rest if (hint := successor(item.partition("=")[0]))]
         message = " ".join([f"unrecognized arguments: {' '.join(rest)}", *hints[:1]])
-        subparsers.choices[args.command].error(message)
+        commands_of(parser)[args.command].error(message)
     return args
 
 

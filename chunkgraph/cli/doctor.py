@@ -13,9 +13,12 @@ from rich.text import Text
 
 from chunkgraph._outputs import check_output, write_output
 from chunkgraph.cli.arguments import add_json, prints_json
+from chunkgraph.cli.verdicts import verdicts
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
+
+    from chunkgraph.cli.machine import Finding
 
 __all__ = ["add_parser", "run"]
 
@@ -36,12 +39,11 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the subcommand; returns the exit code."""
-    from chunkgraph.cli.machine import examine
-
     check_output("doctor: --json", args.json)
-    findings = examine()
+    findings = _examine()
+    uses = verdicts(findings)
     if args.json is not None:
-        content = json.dumps([asdict(finding) for finding in findings], indent=1)
+        content = json.dumps([asdict(item) for item in (*findings, *uses)], indent=1)
         write_output("doctor: --json", args.json, f"{content}\n")
     if not prints_json(args):
         table = Table(box=None, pad_edge=False, show_header=False)
@@ -49,5 +51,25 @@ def run(args: argparse.Namespace) -> int:
             text = f"{finding.found}; {finding.advice}" if finding.advice else finding.found
             # Text, not str: brackets in advice are no markup.
             table.add_row(finding.name, Text(finding.state, _STYLES[finding.state]), Text(text))
-        Console(highlight=False).print(table)
+        console = Console(highlight=False)
+        console.print(table)
+        console.print("\nThis machine can be used to", style="bold")
+        verdict = Table(box=None, pad_edge=False, show_header=False)
+        for use in uses:
+            state = Text("yes", "bold green") if use.is_ready else Text("no", "bold red")
+            verdict.add_row(use.name, state, Text(use.reason))
+        console.print(verdict)
     return int(any(finding.state == "wrong" for finding in findings))
+
+
+def _examine() -> list[Finding]:
+    """Look at everything; on a terminal show what is being looked at."""
+    from chunkgraph.cli.machine import LOOKS
+
+    console = Console(stderr=True)
+    findings = []
+    with console.status("looking at this machine") as status:
+        for name, look in LOOKS.items():
+            status.update(f"looking at {name}")
+            findings.append(look())
+    return findings

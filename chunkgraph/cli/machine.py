@@ -7,7 +7,7 @@ import importlib.util
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -23,7 +23,7 @@ from chunkgraph.megatron.features.experts.deep_ep_needs import (
     wants_fused_grouped_mlp,
 )
 
-__all__ = ["Finding", "examine"]
+__all__ = ["LOOKS", "Finding"]
 
 State = Literal["ok", "absent", "wrong"]
 
@@ -47,11 +47,6 @@ class Finding:
     state: State
     found: str
     advice: str = ""
-
-
-def examine() -> list[Finding]:
-    """Look at Python, torch, the GPUs, Megatron-core and what belongs to it."""
-    return [look() for look in _LOOKS]
 
 
 def _python() -> Finding:
@@ -257,19 +252,20 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-_LOOKS: tuple[Callable[[], Finding], ...] = (
-    _python,
-    _torch,
-    _gpus,
-    _capture,
-    _megatron,
-    _training,
-    _transformer_engine,
-    _triton,
-    _grouped_gemm,
-    _deep_ep,
-    _cublaslt,
-    _grouped_mlp,
-    _cudnn,
-    _determinism,
-)
+LOOKS: Mapping[str, Callable[[], Finding]] = {
+    "Python": _python,
+    "torch": _torch,
+    "GPUs": _gpus,
+    "capture and replay": _capture,
+    "Megatron-core": _megatron,
+    "Megatron's training program": _training,
+    "Transformer Engine": _transformer_engine,
+    "triton": _triton,
+    "grouped GEMM": _grouped_gemm,
+    "DeepEP": _deep_ep,
+    "cuBLASLt": _cublaslt,
+    "fused grouped MLP": _grouped_mlp,
+    "cuDNN": _cudnn,
+    "determinism": _determinism,
+}
+"""What is looked at, each with a name for the progress."""

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 __all__ = ["draw"]
 
 _CHOSEN = "#d1495b"
+_RIGHT_PART = 0.8
+"""Share of the logarithmic axis beyond which labels stand left of their point."""
 _GREYS = ("#b0b0b0", "#8a8a8a", "#606060", "#303030")
 _NUM_POINTS = 160
 
@@ -67,10 +69,10 @@ def _draw_steps(axes: Any, study: PackingStudy) -> None:
         axes.annotate(
             f"N = {num_seqs}",
             (num_seqs, share),
-            xytext=(4, 8),
             textcoords="offset points",
             fontsize=9,
             color=_CHOSEN,
+            **_inside(num_seqs, largest, (4, 8)),
         )
     _style_counts(axes, largest)
     axes.set_ylim(-2, 102)
@@ -101,14 +103,20 @@ def _draw_held(axes: Any, study: PackingStudy) -> None:
         axes.annotate(
             f"P{100 * q:g}: {value}",
             (value, 100 * q),
-            xytext=(6, -11),
             textcoords="offset points",
             fontsize=8,
+            **_inside(value, int(counts[-1]) + 1, (6, -11)),
         )
     _style_counts(axes, int(counts[-1]) + 1)
     axes.set_ylim(-2, 102)
     axes.set_title("microbatches with at most so many documents, %", fontsize=10)
     axes.set_xlabel("documents of a microbatch")
+
+
+def _inside(position: float, largest: int, offset: tuple[int, int]) -> dict[str, Any]:
+    """Place a label at a point's right, or at its left where it would leave the axes."""
+    is_left = position > max(largest, 2) ** _RIGHT_PART
+    return {"xytext": (-offset[0], offset[1]), "ha": "right"} if is_left else {"xytext": offset}
 
 
 def _style_counts(axes: Any, largest: int) -> None:

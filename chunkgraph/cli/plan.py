@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 from chunkgraph._outputs import check_output, is_stdout, output_file, stream_next_to, write_output
 from chunkgraph.cli.arguments import add_json, prints_json, whole_number
 from chunkgraph.cli.plan_banks import add_bank_arguments
-from chunkgraph.cli.plan_compare import COMPARE_HELP, compare
+from chunkgraph.cli.plan_compare import COMPARE_HELP, compare, comparison_steps
 from chunkgraph.cli.plan_costs import COSTS_HELP, add_costs_argument
+from chunkgraph.cli.plan_export import as_html, as_trace
 from chunkgraph.cli.plan_grid import MAX_PANELS, Grid, too_large
 from chunkgraph.cli.plan_memory import add_gpu_memory
 from chunkgraph.cli.plan_request import EXAMPLE, Request, request_of
@@ -47,6 +48,9 @@ _EPILOG = f"""\
 {COSTS_HELP}
 {COMPARE_HELP}"""
 _MAX_PLANNED_CHUNKS = 20_000
+_MAX_DRAWN = 10_000
+_MAX_EXPORTED = 200_000
+"""Actions of a picture, and of a page or trace, which zoom."""
 
 
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -102,6 +106,18 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         help="draw the schedule into FILE; - is standard output",
     )
     parser.add_argument(
+        "--html",
+        type=output_file,
+        metavar="FILE",
+        help="draw it into one page that zooms; with --compare all schedules",
+    )
+    parser.add_argument(
+        "--trace",
+        type=output_file,
+        metavar="FILE",
+        help="write the step as a trace for Perfetto or chrome://tracing",
+    )
+    parser.add_argument(
         "--full", action="store_true", help=f"print the whole grid, not {MAX_PANELS} panels of it"
     )
 
@@ -120,35 +136,41 @@ def run(args: argparse.Namespace) -> int:
     shape = shape_of(request)
     ranks = _ranks(request, args.rank)
     _check_outputs(args, request, shape)
-    is_drawn = args.svg is not None or not prints_json(args)
-    has_grid = too_large(shape) is None and (is_drawn or request.costs is not None)
+    wants_grid = bool(_pictures(args)) or request.costs is not None or not prints_json(args)
+    most = _MAX_EXPORTED if args.html or args.trace else _MAX_DRAWN
+    has_grid = wants_grid and too_large(shape, most) is None
     grid = Grid.of(request.schedule, shape, ranks, request.costs) if has_grid else None
     rows = rows_of(request, shape, ranks, grid)
-    if args.svg is not None and grid is not None:
-        write_output("plan: --svg", args.svg, grid.as_svg())
+    if grid is not None:
+        _write_pictures(args, request, grid, rows)
     if args.json is not None:
         _write_json(args.json, [as_json(row) for row in rows])
     if not prints_json(args):
-        _print_all(args, request, shape, rows, grid)
+        is_printed = too_large(shape) is None
+        _print_all(args, request, shape, rows, grid if is_printed else None)
     return exit_code(request, rows)
 
 
 def _compare(args: argparse.Namespace, request: Request) -> int:
     wrong = {"--rank": args.rank is not None, "--svg": args.svg is not None, "--full": args.full}
-    wrong["--schedule"] = args.schedule != "auto"
+    wrong |= {"--trace": args.trace is not None, "--schedule": args.schedule != "auto"}
     for option in (option for option, is_given in wrong.items() if is_given):
         raise ConfigError(f"plan: {option} does not go with --compare, which draws no schedule")
     check_output("plan: --json", args.json)
+    check_output("plan: --html", args.html)
     _ranks(request, None)
     comparison = compare(request)
+    if args.html is not None:
+        steps = comparison_steps(request, comparison)
+        page = as_html(steps, title=_title(request), has_costs=request.costs is not None)
+        write_output("plan: --html", args.html, page)
     if args.json is not None:
         _write_json(args.json, comparison.as_json())
     if not prints_json(args):
         from rich.console import Console
 
-        count = f"{request.num_ranks} ranks, {request.num_microbatches} microbatches"
-        console = Console(highlight=False)
-        console.print(f"Schedules for {count}", style="bold", soft_wrap=True)
+        console = Console(file=stream_next_to(args.html), highlight=False)
+        console.print(f"Schedules for {_title(request)}", style="bold", soft_wrap=True)
         comparison.print(console)
     return 0
 
@@ -170,17 +192,45 @@ def _ranks(request: Request, rank: int | None) -> Sequence[int]:
     return ranks
 
 
+def _title(request: Request) -> str:
+    return f"{request.num_ranks} ranks, {request.num_microbatches} microbatches"
+
+
+def _pictures(args: argparse.Namespace) -> dict[str, Path]:
+    """Return the files that the step is drawn into, by option."""
+    paths = {"--svg": args.svg, "--html": args.html, "--trace": args.trace}
+    return {option: path for option, path in paths.items() if path is not None}
+
+
 def _check_outputs(args: argparse.Namespace, request: Request, shape: PipelineShape) -> None:
     check_output("plan: --json", args.json)
-    check_output("plan: --svg", args.svg)
+    pictures = _pictures(args)
+    for option, path in pictures.items():
+        check_output(f"plan: {option}", path)
     if request.costs is not None and (problem := too_large(shape)) is not None:
         raise ConfigError(f"plan: --costs: {problem}")
-    if args.svg is None:
-        return
-    if prints_json(args) and is_stdout(args.svg):
-        raise ConfigError("plan: --json and --svg cannot both be written to standard output")
-    if (problem := too_large(shape)) is not None:
-        raise ConfigError(f"plan: --svg: {problem}")
+    outputs = pictures | ({"--json": args.json} if args.json is not None else {})
+    printed = sorted(option for option, path in outputs.items() if is_stdout(path))
+    if len(printed) > 1:
+        names = " and ".join(printed)
+        raise ConfigError(f"plan: {names} cannot both be written to standard output")
+    for option in pictures:
+        most = _MAX_DRAWN if option == "--svg" else _MAX_EXPORTED
+        if (problem := too_large(shape, most)) is not None:
+            raise ConfigError(f"plan: {option}: {problem}")
+
+
+def _write_pictures(
+    args: argparse.Namespace, request: Request, grid: Grid, rows: Sequence[RankRow]
+) -> None:
+    if args.svg is not None:
+        write_output("plan: --svg", args.svg, grid.as_svg())
+    if args.html is not None:
+        title = f"{request.schedule}: {_title(request)}"
+        page = as_html([(grid, rows)], title=title, has_costs=request.costs is not None)
+        write_output("plan: --html", args.html, page)
+    if args.trace is not None:
+        write_output("plan: --trace", args.trace, as_trace(grid))
 
 
 def _print_all(
@@ -193,7 +243,8 @@ def _print_all(
     # rich is only needed to print for people.
     from rich.console import Console
 
-    console = Console(file=stream_next_to(args.svg), highlight=False)
+    pictures = _pictures(args)
+    console = Console(file=stream_next_to(*pictures.values()), highlight=False)
     print_rows(console, request, rows)
     largest = " (the largest of the config)" if request.is_largest_of_many else ""
     count = f"{request.num_microbatches} microbatches{largest}"
@@ -204,5 +255,5 @@ def _print_all(
         console.print(f"No grid: {too_large(shape)}.", soft_wrap=True)
     else:
         grid.print(console, is_full=args.full)
-    if args.svg is not None:
-        console.print(f"Drawn in {args.svg}", markup=False, soft_wrap=True)
+    for path in pictures.values():
+        console.print(f"Drawn in {path}", markup=False, soft_wrap=True)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from chunkgraph._text import format_bytes
-from chunkgraph.cli.plan_grid import too_large
+from chunkgraph.cli.plan_grid import Grid, too_large
 from chunkgraph.cli.plan_request import Request
-from chunkgraph.cli.plan_tables import table
+from chunkgraph.cli.plan_rows import rows_of, shape_of
+from chunkgraph.cli.plan_tables import RankRow, table
 from chunkgraph.errors import ConfigError, TopologyError
 from chunkgraph.schedules import (
+    CostModel,
     PipelineShape,
     build_schedule,
     check_step,
@@ -25,7 +27,7 @@ from chunkgraph.slots import estimate_memory, plan_all_ranks
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["COMPARE_HELP", "Comparison", "compare"]
+__all__ = ["COMPARE_HELP", "Comparison", "compare", "comparison_steps"]
 
 COMPARE_HELP = """\
 --compare plans every schedule on the same pipeline. Those with several chunks on a rank have as
@@ -167,6 +169,29 @@ def compare(request: Request) -> Comparison:
                 raise
             refused[name] = str(error)
     return Comparison(tuple(rows), refused, request.costs is not None)
+
+
+def comparison_steps(
+    request: Request, comparison: Comparison
+) -> list[tuple[Grid, Sequence[RankRow]]]:
+    """Simulate a step of every schedule of a comparison, with the work of the request's ranks.
+
+    Raises:
+        ConfigError: A step is too large to simulate.
+    """
+    steps = []
+    for row in comparison.rows:
+        if request.costs is None:
+            costs = CostModel().scaled(1 / row.num_chunks)
+        else:
+            costs = request.costs.scaled(request.num_chunks / row.num_chunks)
+        own = replace(request, schedule=row.schedule, num_chunks=row.num_chunks, costs=costs)
+        shape, ranks = shape_of(own), range(own.num_ranks)
+        if (problem := too_large(shape, _MAX_ACTIONS)) is not None:
+            raise ConfigError(f"plan: --compare with --html: {problem}")
+        grid = Grid.of(own.schedule, shape, ranks, costs)
+        steps.append((grid, rows_of(own, shape, ranks, grid)))
+    return steps
 
 
 def _compared(request: Request, name: str) -> Compared:

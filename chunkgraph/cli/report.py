@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 from rich import box
@@ -11,11 +12,16 @@ from rich.console import Console
 from rich.table import Table
 
 from chunkgraph._outputs import write_output
-from chunkgraph._text import REPORT_WIDTH
+from chunkgraph._text import REPORT_WIDTH, format_bytes
 from chunkgraph.settings import Config, resolved, to_mapping
 from chunkgraph.trainer.results import RunResults, StepResult, find_failures
 
 __all__ = ["print_report", "write_json"]
+
+_VERIFIED = {
+    "poison": "no replay read memory that others had freed",
+    "shadow": "every replay was equal to an eager pass on the same inputs",
+}
 
 
 def print_report(config: Config, results: RunResults, console: Console | None = None) -> list[str]:
@@ -31,7 +37,7 @@ def print_report(config: Config, results: RunResults, console: Console | None = 
     """
     console = console or Console(width=REPORT_WIDTH, highlight=False)
     failures = find_failures(config, results)
-    console.print(_table(results))
+    console.print(_table(config, results))
     console.print()
     for line in _notes(config, results):
         console.print(line, markup=False)
@@ -39,6 +45,8 @@ def print_report(config: Config, results: RunResults, console: Console | None = 
         console.print(f"FAILED: {len(failures)} problem(s)", style="bold red")
         for failure in failures:
             console.print(f"  {failure}", markup=False)
+    elif config.capture.enabled and not results.capture_sessions:
+        console.print("OK, but nothing was captured", style="bold yellow")
     else:
         console.print("OK", style="bold green")
     return failures
@@ -55,27 +63,32 @@ def write_json(path: Path, config: Config, results: RunResults, failures: list[s
     write_output("--json", path, json.dumps(content, indent=2) + "\n")
 
 
-def _table(results: RunResults) -> Table:
+def _table(config: Config, results: RunResults) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)
-    for heading in (
-        *("step", "micro-\nbatches", "loss\nchunk", "loss\neager", "norm\nchunk", "norm\neager"),
-        *("to the\nlast bit", "cap-\ntures", "re-\nplays", "eager\nfall-\nbacks"),
-    ):
+    is_compared = config.train.compare == "eager"
+    columns: dict[str, Callable[[StepResult], str]] = {
+        "step": lambda step: str(step.step + 1),
+        "micro-\nbatches": lambda step: str(step.num_microbatches),
+        "loss": lambda step: _number(step.loss_chunk),
+        "grad\nnorm": lambda step: _number(step.grad_norm_chunk),
+        "equal to\neager": _verdict,
+        "ms\nchunk": lambda step: _time(step.step_ms_chunk),
+        "ms\neager": lambda step: _time(step.step_ms_eager),
+        "cap-\ntures": lambda step: str(step.captures or "-"),
+        "re-\nplays": lambda step: str(step.replays or "-"),
+        "ran\neagerly": lambda step: str(sum(step.fallbacks.values()) or "-"),
+    }
+    if not is_compared:
+        del columns["equal to\neager"], columns["ms\neager"]
+    for heading in columns:
         table.add_column(heading, justify="right", no_wrap=True, min_width=5)
     for step in results.steps:
-        table.add_row(
-            str(step.step + 1),
-            str(step.num_microbatches),
-            _number(step.loss_chunk),
-            _number(step.loss_eager),
-            _number(step.grad_norm_chunk),
-            _number(step.grad_norm_eager),
-            _verdict(step),
-            str(step.captures),
-            str(step.replays),
-            str(sum(step.fallbacks.values()) or "-"),
-        )
+        table.add_row(*(cell(step) for cell in columns.values()))
     return table
+
+
+def _time(ms: float | None) -> str:
+    return "-" if ms is None else f"{ms:.1f}"
 
 
 def _number(value: float | None) -> str:
@@ -130,8 +143,29 @@ def _notes(config: Config, results: RunResults) -> list[str]:
     ]
     lines += [f"captured again with more room: {name}" for name in results.recaptures]
     if config.capture.enabled and not results.capture_sessions:
-        lines.append("note: nothing was captured; see the reasons above")
-    return lines
+        lines.append("nothing was captured: every step ran eagerly, for the reasons above")
+    return [*lines, *_memory(results), *_verified(config, results)]
+
+
+def _memory(results: RunResults) -> list[str]:
+    """Report the most memory of each rank; none is known on a CPU."""
+    if not any(results.reserved_bytes):
+        return []
+    sizes = ", ".join(format_bytes(size) for size in results.reserved_bytes)
+    return [f"peak memory that torch reserved, by rank: {sizes}"]
+
+
+def _verified(config: Config, results: RunResults) -> list[str]:
+    """Report what ``capture.verify`` checked."""
+    if config.capture.verify == "none" or not config.capture.enabled:
+        return []
+    if not results.capture_sessions:
+        return [f"capture.verify={config.capture.verify} verified nothing"]
+    most = config.capture.num_verify_steps
+    replayed = [step for step in results.steps if step.replays][:most]
+    num_replays = sum(step.replays for step in replayed)
+    what = f"{len(replayed)} replayed step(s), {num_replays} forwards and their backwards on rank 0"
+    return [f"capture.verify={config.capture.verify}: {what}; {_VERIFIED[config.capture.verify]}"]
 
 
 def _banks(results: RunResults) -> list[str]:

@@ -321,6 +321,42 @@ def test_results_are_drawn(tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_bars_are_relative_to_eager_and_missing_ones_are_hatched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    from chunkgraph.bench import plot
+
+    figures: list[Any] = []
+    monkeypatch.setattr(plot, "write_picture", lambda figure, _: figures.append(figure))
+
+    def variant(name: str, step_ms: float | None) -> dict[str, Any]:
+        error = None if step_ms else "no"
+        return {"name": name, "error": error, "step_ms": step_ms, "reserved_bytes": 2**30}
+
+    def result(seq_length: int, *variants: dict[str, Any]) -> dict[str, Any]:
+        settings = {
+            "model": {"seq_length": seq_length},
+            "pipeline": {"pipeline_model_parallel_size": 2},
+        }
+        head = {"config": "x", "device": "a GPU", "num_gpus": 2, "settings": settings}
+        return {**head, "variants": list(variants)}
+
+    short = result(256, variant("eager", 100.0), variant("chunk", 25.0), variant("local", None))
+    long = result(4096, variant("eager", 200.0), variant("chunk", 150.0), variant("local", 180.0))
+    plot.plot_documents([short, long], tmp_path / "x.png")
+    times, memory = figures[0].axes
+    assert [label.get_text() for label in times.get_yticklabels()] == [
+        "PP 2, sequence 256",
+        "PP 2, sequence 4096",
+    ]
+    texts = [text.get_text() for text in times.texts]
+    expected = {"1.00   100 ms", "1.00   200 ms", "0.90   180 ms", "0.25   25 ms"}
+    assert set(texts) == {*expected, "0.75   150 ms", "not run"}
+    assert sum(bar.get_hatch() is not None for bar in times.patches) == 1
+    assert memory.get_xlabel() == "peak reserved memory, eager training = 1"
+
+
 def test_a_commit_that_is_named_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     from chunkgraph.bench import document as bench_document
 

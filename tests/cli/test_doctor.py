@@ -141,3 +141,17 @@ def test_what_deep_ep_needs_has_a_line_each(
     monkeypatch.setattr(doctor, "cublaslt_version", lambda: 130802)
     findings = found(capsys, 0)
     assert [findings[name]["state"] for name in names] == ["ok"] * 3
+
+
+def test_the_verdict_goes_by_use(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uses = found(capsys, 0)
+    assert uses["plan"]["is_ready"]
+    assert uses["train on a CPU"]["is_ready"]
+    monkeypatch.setattr(doctor, "_version", lambda _: None)
+    monkeypatch.setattr(doctor, "_checkout_version", lambda: None)
+    uses = found(capsys, 1)
+    assert uses["plan"]["is_ready"]
+    assert not uses["train on a CPU"]["is_ready"]
+    assert uses["train on a CPU"]["reason"].startswith("needs torch, capture, megatron-core")

@@ -199,6 +199,13 @@ def test_the_default_tokens_are_some_that_offsets_count(tmp_path, capsys):
     assert "max_document_tokens is 1000000000000, more than" in err
 
 
+def test_labels_stay_inside_the_axes():
+    from chunkgraph.cli.packing_plot import _inside
+
+    assert _inside(10, 300, (4, 8)) == {"xytext": (4, 8)}
+    assert _inside(298, 300, (4, 8)) == {"xytext": (-4, 8), "ha": "right"}
+
+
 def test_plot(numbers, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     picture = tmp_path / "choice.png"

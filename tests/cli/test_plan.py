@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
@@ -317,7 +318,7 @@ def test_comparison_says_what_cannot_run(run):
 
 @pytest.mark.parametrize(
     "arguments",
-    [("--rank", 0), ("--svg", "x.svg"), ("--full",), ("--schedule", "zb-v")],
+    [("--rank", 0), ("--svg", "x.svg"), ("--full",), ("--schedule", "zb-v"), ("--trace", "x")],
 )
 def test_comparison_draws_nothing(run, arguments):
     with pytest.raises(ConfigError, match=f"{arguments[0]} does not go with --compare"):
@@ -329,6 +330,48 @@ def test_steps_too_large_to_simulate_are_refused(run):
         run("--pp", 64, "--num-microbatches", 100, "--costs", "F=1,B=2")
     with pytest.raises(ConfigError, match="--compare with --costs: the step has 300 ranks"):
         run("--pp", 300, "--costs", "F=1,B=2", "--compare")
+
+
+def page_data(text):
+    (data,) = re.findall(r'type="application/json">(.*?)</script>', text)
+    return json.loads(data)
+
+
+def test_page_holds_the_whole_step(run, config, tmp_path):
+    path = tmp_path / "plan.html"
+    assert "Drawn in" in run(config, "--num-microbatches", 2000, "--html", path)
+    text = path.read_text()
+    assert "{{" not in text
+    assert "http" not in text  # nothing is loaded
+    data = page_data(text)
+    (schedule,) = data["schedules"]
+    assert [len(rank["actions"]) for rank in schedule["ranks"]] == [8000, 8000]
+    assert schedule["ranks"][0]["actions"][0] == ["F", 0, 0, 0, 0.0, 1.0]
+    assert data["has_memory"]
+    assert schedule["memory_bytes"] > schedule["slot_bytes"] > 0
+    with pytest.raises(ConfigError, match="--html: the step has 800000 forwards"):
+        run(config, "--num-microbatches", 100_000, "--html", path)
+
+
+def test_page_compares_schedules(run, tmp_path):
+    path = tmp_path / "plan.html"
+    run("--pp", 4, "--num-microbatches", 8, "--compare", "--html", path)
+    data = page_data(path.read_text())
+    steps = {schedule["name"]: schedule["makespan"] for schedule in data["schedules"]}
+    assert set(steps) == set(list_schedules())
+    assert not data["has_memory"]
+    assert steps["interleaved"] < steps["1f1b"] == 33.0
+
+
+def test_trace_is_chromes(run, tmp_path):
+    path = tmp_path / "trace.json"
+    run("--pp", 2, "--num-microbatches", 2, "--costs", "F=1,B=2", "--trace", path)
+    events = json.loads(path.read_text())["traceEvents"]
+    boxes = [(e["tid"], e["name"], e["ts"], e["dur"]) for e in events if e["ph"] == "X"]
+    assert boxes[:2] == [(0, "F0", 0.0, 1000.0), (0, "F1", 1000.0, 1000.0)]
+    assert len(boxes) == 8
+    in_use = [e["args"]["slots"] for e in events if e["ph"] == "C" and "rank 0" in e["name"]]
+    assert in_use == [1, 2, 1, 0]
 
 
 def test_json_goes_to_a_file_next_to_the_report(run, tmp_path):

@@ -56,3 +56,52 @@ def test_results_are_printed_though_their_file_cannot_be_written(
         report(args, load_config(CONFIG), results_with([]))
     assert "parameters after the run: equal" in capsys.readouterr().out
     assert link.is_symlink()
+
+
+STEP = {
+    "step": 0,
+    "num_microbatches": 4,
+    "loss_chunk": 2.5,
+    "grad_norm_chunk": 1.5,
+    "captures": 0,
+    "replays": 4,
+    "fallbacks": {},
+    "step_ms_chunk": 12.34,
+}
+
+
+def report_of(*overrides: str, **changes: object) -> str:
+    results = results_from({**results_with([]).to_mapping(), "steps": [STEP], **changes})
+    console = Console(width=80, highlight=False)
+    with console.capture() as capture:
+        print_report(
+            load_config(CONFIG, ["train.num_microbatches=[4]", *overrides]), results, console
+        )
+    return capture.get()
+
+
+def test_the_table_has_times_and_no_columns_of_another_run() -> None:
+    text = report_of("train.compare=none")
+    assert "12.3" in text
+    assert "eager\n" not in text.partition("parameters")[0].replace("eagerly", "")
+    assert "ms" in report_of()
+    assert "OK" in text
+
+
+def test_memory_is_reported_where_it_is_known() -> None:
+    assert "peak memory" not in report_of(reserved_bytes=[0, 0])
+    text = report_of(reserved_bytes=[2**30, 3 * 2**30])
+    assert "peak memory that torch reserved, by rank: 1.0 GiB, 3.0 GiB" in text
+
+
+def test_verification_says_what_it_saw() -> None:
+    text = report_of("train.compare=none", "capture.verify=shadow")
+    assert "capture.verify=shadow: 1 replayed step(s), 4 forwards" in text
+    text = report_of("train.compare=none", "capture.verify=shadow", capture_sessions=0)
+    assert "capture.verify=shadow verified nothing" in text
+
+
+def test_a_run_without_captures_is_not_simply_ok() -> None:
+    text = report_of("train.compare=none", capture_sessions=0)
+    assert "nothing was captured: every step ran eagerly" in text
+    assert text.endswith("OK, but nothing was captured\n")

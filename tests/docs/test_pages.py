@@ -78,7 +78,7 @@ def test_there_are_commands() -> None:
 def test_pages_are_in_the_site() -> None:
     nav = (ROOT / "mkdocs.yml").read_text()
     for page in (ROOT / "docs").glob("*.md"):
-        assert f"- {page.name}\n" in nav, page.name
+        assert f" {page.name}\n" in nav, page.name
 
 
 def test_pages_stay_short() -> None:

@@ -98,6 +98,7 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
         "chunkgraph/data/persuasion.txt",
         "chunkgraph/data/SOURCES.md",
         "chunkgraph/cli/__main__.py",
+        "chunkgraph/cli/plan_page.html",
     ):
         assert needed in names
     modules = {
