@@ -1,4 +1,4 @@
-"""Draw a simulated schedule as an SVG picture, without any plotting library."""
+"""Draw a simulated schedule as an SVG picture, without a plotting library."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COLOURS: Mapping[Op, str] = {
     Op.I: "#8fdcd6",
     Op.W: "#fbcf92",
 }
-"""Fill of every operation, the same in all pictures. Bubbles are white."""
+"""Fill colour of every operation. Bubbles are white."""
 
 _NAMES = {
     Op.F: "F: forward",
@@ -33,7 +33,7 @@ _ROW_HEIGHT = 40.0
 _PANEL_GAP = 34.0
 _HEADER_HEIGHT = 78.0
 _TITLE_SIZE, _TEXT_SIZE, _MICROBATCH_SIZE, _DETAIL_SIZE = 15.0, 11.0, 12.0, 8.5
-# Width of one character over the font size, a little more than the fonts above need.
+# Width of a character divided by the font size, slightly more than the fonts above need.
 _EM = 0.66
 
 
@@ -78,11 +78,11 @@ def draw_svg(
     """Draw a timeline: a row per rank, a box per action with microbatch, chunk and slot.
 
     Args:
-        simulation: The timeline.
-        slots: Slot of every (stage, microbatch), left out of the boxes if None.
-        title: Heading, default made from the sizes.
-        max_width_px: Time wraps into further panels beyond this width.
-        ranks: Ranks to draw, default all.
+        simulation: the timeline.
+        slots: slot of every (stage, microbatch) for the boxes; None: no slots.
+        title: heading; None: derived from the sizes.
+        max_width_px: beyond this width, time wraps into further panels.
+        ranks: ranks to draw; None: all.
 
     Returns:
         A complete SVG document.
@@ -92,7 +92,7 @@ def draw_svg(
     present = [op for op in COLOURS if any(action.op is op for _, action in schedule)]
     heading = _default_title(simulation) if title is None else title
     how_to_read = _how_to_read(schedule.num_chunks, has_slots=slots is not None)
-    # Boxes of the shortest action hold the longest label.
+    # The box of the shortest action must hold the longest label.
     durations = (costs[a.stage].duration_ms(a.op) for _, a in schedule if a.op in present)
     unit_ms = min(durations, default=1.0)
     widest = max((_box_text_width(simulation, slots, rank) for rank in shown), default=0.0)
@@ -149,7 +149,7 @@ def _how_to_read(num_chunks: int, *, has_slots: bool) -> str:
 def _box_texts(
     simulation: Simulation, slots: Mapping[tuple[int, int], int] | None, span: Span
 ) -> tuple[str, str]:
-    """The large and the small text of a box."""
+    """Return the large and the small text of a box."""
     schedule, action = simulation.schedule, span.action
     chunk = f"c{schedule.chunk_of(action.stage)}" if schedule.num_chunks > 1 else ""
     slot = "" if slots is None else f"s{slots[action.stage, action.microbatch]}"
@@ -183,8 +183,8 @@ def _panel(
         yield _text(layout.left - 8.0, middle, f"rank {rank}", _TEXT_SIZE, anchor="end")
         spans = simulation.spans[rank]
         first = bisect_right(spans, start_ms, key=lambda span: span.end_ms)
-        behind = bisect_left(spans, end_ms, key=lambda span: span.start_ms)
-        for span in spans[first:behind]:
+        end = bisect_left(spans, end_ms, key=lambda span: span.start_ms)
+        for span in spans[first:end]:
             yield from _box(simulation, layout, span, (start_ms, end_ms), y, slots)
     bottom = top + len(layout.ranks) * _ROW_HEIGHT
     yield (
@@ -203,7 +203,7 @@ def _box(
     y: float,
     slots: Mapping[tuple[int, int], int] | None,
 ) -> Iterator[str]:
-    """The part of one action inside a panel, with its text in the larger part only."""
+    """Yield the part of an action inside a panel; only the larger part has the text."""
     start, end = max(span.start_ms, window_ms[0]), min(span.end_ms, window_ms[1])
     x = layout.left + (start - window_ms[0]) * layout.px_per_ms
     width = (end - start) * layout.px_per_ms
