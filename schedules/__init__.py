@@ -1,8 +1,8 @@
 """Pipeline schedules as plain values: build, validate, simulate, draw, read and write.
 
-Needs no torch. To add a schedule, write one file with ``rank_actions(shape, rank)`` and, in closed
-form, what follows from it: ``in_flight`` and ``idle_forwards`` (see ``one_f_one_b.py``). List it in
-``registry.py``; tests then compare the closed forms with the actions.
+Needs no torch. To add a schedule, write one file with ``rank_actions(shape, rank)`` and the closed
+forms ``in_flight`` and ``idle_forwards`` (see ``one_f_one_b.py``). List it in ``registry.py``;
+tests then compare the closed forms with the actions.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""One thing a rank does for one microbatch of one stage.
+"""Actions: one operation of a rank on one microbatch of one stage.
 
-An action prints as stage, operation, microbatch, the way ``torch.distributed.pipelining`` prints
-it: ``2F0`` is the forward of microbatch 0 on stage 2, ``3SEND_B1`` sends the gradient of
-microbatch 1 away from stage 3.
+An action prints as stage, operation, microbatch, as in ``torch.distributed.pipelining``: ``2F0`` is
+the forward of microbatch 0 on stage 2, ``3SEND_B1`` sends the input gradient of microbatch 1 from
+stage 3.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["Action", "Op"]
 
 
 class Op(Enum):
-    """What is done. The value is the text form."""
+    """The operation of an action. The value is its text form."""
 
     F = "F"
     """Forward."""
@@ -38,22 +38,22 @@ class Op(Enum):
 
     @property
     def is_compute(self) -> bool:
-        """True for F, B, I and W."""
+        """Return whether the operation computes: F, B, I or W."""
         return self in _COMPUTE
 
     @property
     def is_communication(self) -> bool:
-        """True for the sends and receives."""
+        """Return whether the operation is a send or a receive."""
         return self not in _COMPUTE
 
     @property
     def gives_input_grad(self) -> bool:
-        """True for the operations the previous stage waits for: B and I."""
+        """Return whether the previous stage waits for the operation: B or I."""
         return self is Op.B or self is Op.I
 
     @property
     def ends_lifetime(self) -> bool:
-        """True where saved activations are no longer needed: B, and W but not I."""
+        """Return whether the operation releases saved activations: B or W, but not I."""
         return self is Op.B or self is Op.W
 
 
@@ -66,9 +66,9 @@ class Action:
     """One operation on one (stage, microbatch).
 
     Attributes:
-        op: What is done.
-        stage: Global stage number, ``chunk * num_ranks + rank``.
-        microbatch: Microbatch number within the step, from 0.
+        op: the operation.
+        stage: global stage number; see `Placement`.
+        microbatch: microbatch of the step, from 0.
     """
 
     op: Op
@@ -80,21 +80,21 @@ class Action:
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """Read the text form back.
+        """Parse the text form.
 
         Args:
-            text: Such as ``2F0``; blanks around it are ignored.
+            text: an action such as ``2F0``; surrounding blanks are ignored.
 
         Raises:
-            ScheduleError: The text is not an action.
+            ScheduleError: the text is not an action.
         """
         match = _PATTERN.fullmatch(text.strip())
         if match is None:
             operations = ", ".join(op.value for op in Op)
             raise ScheduleError(
                 f"{text.strip()!r} is not an action: expected <stage><operation><microbatch> with "
-                f"an operation out of {operations}, for example '2F0' (forward of microbatch 0 on "
-                "stage 2)"
+                f"one of the operations {operations}, for example '2F0' (forward of microbatch 0 "
+                "on stage 2)"
             )
         stage, op, microbatch = match.groups()
         return cls(Op(op), int(stage), int(microbatch))

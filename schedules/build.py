@@ -1,4 +1,4 @@
-"""Schedules by name and sizes."""
+"""Build schedules by name and sizes."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ def build_schedule(
     num_chunks: int = 1,
     group_size: int | None = None,
 ) -> Schedule:
-    """Build one schedule, compute actions only.
+    """Build a schedule of compute actions, without sends and receives.
 
     Args:
-        name: One of ``list_schedules()``.
-        num_ranks: Pipeline-parallel size.
-        num_microbatches: Microbatches in the step.
-        num_chunks: Model chunks on each rank; above 1 only where the schedule has several.
-        group_size: Microbatch group size of interleaved schedules, default ``num_ranks``; ignored,
-            as Megatron does, where chunks do not interleave.
+        name: one of ``list_schedules()``.
+        num_ranks: pipeline-parallel size.
+        num_microbatches: microbatches of the step.
+        num_chunks: model chunks per rank; above 1 only if the schedule has several.
+        group_size: microbatch group size of interleaved schedules; None: ``num_ranks``. Ignored for
+            other schedules, as in Megatron.
 
     Raises:
-        ConfigError: Unknown name.
-        TopologyError: The sizes do not form a pipeline, or the microbatch count is not legal.
+        ConfigError: the name is unknown.
+        TopologyError: the sizes do not form a pipeline, or the microbatch count is not legal.
     """
     shape = check_step(
         name,
@@ -53,7 +53,7 @@ def build_schedule(
 def megatron_schedule(
     num_ranks: int, num_chunks: int, num_microbatches: int, group_size: int | None = None
 ) -> Schedule:
-    """The schedule Megatron-core runs for these sizes: 1F1B, or interleaved for several chunks.
+    """Build Megatron-core's schedule for these sizes: 1F1B, or interleaved for several chunks.
 
     Raises:
         TopologyError: Megatron would refuse these sizes too.

@@ -16,11 +16,11 @@ _MIN_WIDTH = 40
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A run of characters: an action, a part of one, or a bubble.
+    """The characters of an action, of a part of one, or of a bubble.
 
     Attributes:
-        text: Exactly what to print, padded to its length of time.
-        op: The operation, None for a bubble.
+        text: the text to print, as wide as its time.
+        op: the operation; None for a bubble.
     """
 
     text: str
@@ -29,12 +29,12 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """A stretch of time that fits the width.
+    """The part of the timeline that fits the width.
 
     Attributes:
-        start_ms: Simulated time of the left edge.
-        end_ms: Simulated time of the right edge.
-        rows: Per drawn rank, its number and its cells from left to right.
+        start_ms: simulated time of the left edge.
+        end_ms: simulated time of the right edge.
+        rows: number and cells, from left to right, of each drawn rank.
     """
 
     start_ms: float
@@ -45,14 +45,14 @@ class Panel:
 def label(
     action: Action, num_ranks: int, num_chunks: int, slots: Mapping[tuple[int, int], int] | None
 ) -> str:
-    """Text of one action: ``F3.1/0`` is the forward of microbatch 3 on chunk 1 in slot 0."""
+    """Return an action's text: ``F3.1/0`` is the forward of microbatch 3 on chunk 1 in slot 0."""
     chunk = f".{action.stage // num_ranks}" if num_chunks > 1 else ""
     slot = "" if slots is None else f"/{slots[action.stage, action.microbatch]}"
     return f"{action.op.value}{action.microbatch}{chunk}{slot}"
 
 
 def legend(schedule: Schedule, *, has_slots: bool) -> str:
-    """One line that says how to read a cell."""
+    """Return one line that explains a cell."""
     has_chunks = schedule.num_chunks > 1
     example = "F3" + (".1" if has_chunks else "") + ("/0" if has_slots else "")
     words = "forward of microbatch 3"
@@ -73,15 +73,15 @@ def text_panels(
     width: int = 80,
     ranks: Sequence[int] | None = None,
 ) -> tuple[Panel, ...]:
-    """Cut a timeline into panels of cells.
+    """Divide a timeline into panels of cells.
 
-    The shortest kind of action is just wide enough for its label; all others are to scale.
+    The shortest action is just wide enough for its label; all others are to scale.
 
     Args:
-        simulation: The timeline.
-        slots: Slot of every (stage, microbatch), left out of the labels if None.
-        width: Characters per line, row label included; below 40 counts as 40.
-        ranks: Ranks to draw, default all.
+        simulation: the timeline.
+        slots: slot of every (stage, microbatch) for the labels; None: no slots.
+        width: characters per line, including the row label; at least 40.
+        ranks: ranks to draw; None: all.
     """
     schedule, costs = simulation.schedule, simulation.costs
     shown = range(schedule.num_ranks) if ranks is None else ranks
@@ -92,7 +92,7 @@ def text_panels(
     }
     if not labels:
         return ()
-    # The last character of every action is a gap, so that neighbours stay apart without colour.
+    # Every action ends with a blank, which separates neighbours without colour.
     unit_chars = 1 + max(map(len, labels.values()))
     unit_ms = min(costs[action.stage].duration_ms(action.op) for action in labels)
     num_columns = max(width, _MIN_WIDTH) - len(_row_label(max(shown)))
@@ -121,7 +121,7 @@ def draw_text(
     width: int = 80,
     ranks: Sequence[int] | None = None,
 ) -> str:
-    """Draw a timeline as plain text. Arguments as for ``text_panels``."""
+    """Draw a timeline as plain text; for the arguments see `text_panels`."""
     schedule = simulation.schedule
     shown = range(schedule.num_ranks) if ranks is None else ranks
     blocks = []
@@ -141,7 +141,7 @@ def _row_label(rank: int, largest: int | None = None) -> str:
 
 
 def _column(time_ms: float, unit_ms: float, unit_chars: int) -> int:
-    # Half a column more, so that equal actions are equally wide wherever they start.
+    # Round, so that equal actions are equally wide wherever they start.
     return int(time_ms / unit_ms * unit_chars + 0.5)
 
 
@@ -152,7 +152,7 @@ def _line(
     unit_ms: float,
     unit_chars: int,
 ) -> list[tuple[str, Op | None]]:
-    """One character and its operation per column."""
+    """Return the character and the operation of each column."""
     line: list[tuple[str, Op | None]] = []
     for span in simulation.spans[rank]:
         start = max(_column(span.start_ms, unit_ms, unit_chars), len(line))

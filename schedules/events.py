@@ -1,7 +1,7 @@
-"""What an action waits for and what it makes available.
+"""The events that an action waits for, and the event that it causes.
 
-An event is ``(what, stage, microbatch)``. B and I make the same event, "the gradient of the stage's
-input exists", so that stages may split their backward or not, independently of each other.
+An event is ``(kind, stage, microbatch)``. B and I cause the same event, "input grad", so each stage
+may split its backward independently of the others.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ _EVENT_OF_OP = {
 
 
 def event_of(action: Action) -> Event:
-    """The event an action makes happen."""
+    """Return the event that an action causes."""
     return (_EVENT_OF_OP[action.op], action.stage, action.microbatch)
 
 
 def events_needed(
     action: Action, schedule: Schedule, *, has_communication: bool
 ) -> tuple[Event, ...]:
-    """The events that must have happened before an action can run.
+    """Return the events that must happen before an action can run.
 
     Args:
-        action: An action of the schedule.
-        schedule: Gives the number of stages and where they are.
-        has_communication: Tensors cross ranks by SEND and RECV actions, rather than by themselves.
+        action: an action of the schedule.
+        schedule: the schedule, for the number and ranks of its stages.
+        has_communication: whether tensors cross ranks by SEND and RECV actions, or implicitly.
     """
     stage, microbatch = action.stage, action.microbatch
     is_first, is_last = stage == 0, stage == schedule.num_stages - 1

@@ -14,17 +14,17 @@ __all__ = ["idle_forwards", "in_flight", "rank_actions"]
 
 
 def rank_actions(shape: PipelineShape, rank: int) -> tuple[Action, ...]:
-    """Compute actions of one rank, in order. The shape must have one chunk per rank."""
+    """Return one rank's compute actions, in order; the shape has one chunk per rank."""
     warmup = [Action(Op.F, rank, i) for i in range(shape.num_microbatches)]
     cooldown = [Action(Op.B, rank, i) for i in range(shape.num_microbatches)]
     return tuple(warmup + cooldown)
 
 
 def in_flight(shape: PipelineShape, rank: int) -> InFlight:  # noqa: ARG001
-    """Most microbatches in flight on a rank, in a step of this many or of fewer."""
+    """Return the most microbatches in flight on a rank, in a step of this many or fewer."""
     return InFlight((shape.num_microbatches,), shape.num_microbatches)
 
 
 def idle_forwards(shape: PipelineShape) -> int:
-    """Time every rank idles: a forward and a backward (two forwards) of each of the others."""
+    """Return every rank's idle time in forwards: a forward and a backward of each other rank."""
     return 3 * (shape.num_ranks - 1)

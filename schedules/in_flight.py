@@ -1,4 +1,4 @@
-"""How much a rank holds at once."""
+"""The number of microbatches that a rank holds at once."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class InFlight:
     """Largest numbers of microbatches in flight on one rank.
 
     Attributes:
-        per_chunk: Per chunk, its own peak; the chunks need not peak together.
-        together: Peak of all chunks counted together, at most the sum of ``per_chunk``.
+        per_chunk: the peak of each chunk; chunks may peak at different times.
+        together: the peak of the sum over chunks, at most the sum of ``per_chunk``.
     """
 
     per_chunk: tuple[int, ...]

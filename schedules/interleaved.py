@@ -2,11 +2,10 @@
 
 Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using
 Megatron-LM", in Megatron-core's order: every rank walks one table of (microbatch, chunk) pairs,
-group by group and in a group chunk by chunk; backwards walk the same table with the chunks
+group by group, and chunk by chunk within a group. Backwards walk the same table with the chunks
 reversed. The last group may be smaller (see legality.py).
 
-Megatron's ``overlap_moe_expert_parallel_comm``, which adds one forward to the warmup, is not
-modelled.
+Does not model Megatron's ``overlap_moe_expert_parallel_comm``, which adds one warmup forward.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ __all__ = [
 
 
 def chunk_table(shape: PipelineShape) -> list[tuple[int, int]]:
-    """The (microbatch, chunk) pairs of a step in the order of their forwards."""
+    """Return the (microbatch, chunk) pairs of a step in the order of their forwards."""
     group = shape.turn_size
     return [
         (microbatch, chunk)
@@ -39,7 +38,7 @@ def chunk_table(shape: PipelineShape) -> list[tuple[int, int]]:
 
 
 def walk(shape: PipelineShape, rank: int, op: Op) -> list[Action]:
-    """All actions of one operation on a rank, in order: the chunks reversed but for forwards."""
+    """Return a rank's actions of one operation, in order; all but F reverse the chunks."""
     last_chunk = shape.num_chunks - 1
     return [
         Action(op, stage_of(rank, place if op is Op.F else last_chunk - place, shape.num_ranks), i)
@@ -48,12 +47,12 @@ def walk(shape: PipelineShape, rank: int, op: Op) -> list[Action]:
 
 
 def num_warmup_forwards(shape: PipelineShape, rank: int) -> int:
-    """Forwards a rank runs before its first backward has a forward to pair with."""
+    """Return the number of forwards that a rank runs before its first pair of F and B."""
     return min(_warmup_of_long_steps(shape, rank), shape.num_microbatches * shape.num_chunks)
 
 
 def rank_actions(shape: PipelineShape, rank: int) -> tuple[Action, ...]:
-    """Compute actions of one rank, in order."""
+    """Return one rank's compute actions, in order."""
     forwards, backwards = walk(shape, rank, Op.F), walk(shape, rank, Op.B)
     num_warmup = num_warmup_forwards(shape, rank)
     num_steady = len(forwards) - num_warmup
@@ -69,18 +68,21 @@ def rank_actions(shape: PipelineShape, rank: int) -> tuple[Action, ...]:
 
 
 def in_flight(shape: PipelineShape, rank: int) -> InFlight:
-    """Most microbatches in flight on a rank, in a step of this many or of any fewer it may have."""
+    """Return the most microbatches in flight on a rank, in any legal step of this many or fewer."""
     return most_in_flight(shape, _warmup_of_long_steps(shape, rank))
 
 
 def most_in_flight(shape: PipelineShape, lead: int) -> InFlight:
-    """Most microbatches in flight on a rank whose forwards lead its releases by so many pairs.
+    """Return the most microbatches in flight on a rank.
 
-    A forward of chunk c adds one to what it has in flight, so the most is there right after its
-    last forward of a group. Groups before that one make no difference but for the last of them,
-    whose backwards may still be going on. So all there is to look at are the first group, and a
-    second of any legal size. What is held there is piecewise linear in that size; it turns
-    downwards only where the backwards of a group begin.
+    A chunk's count peaks right after its last forward of a group. Only the group before that one
+    matters too, because its backwards may still be running. So it suffices to look at the first
+    group, and at a second group of any legal size. The count there is piecewise linear in that
+    size, and decreases only from the size at which the backwards of a group begin.
+
+    Args:
+        shape: sizes of the pipeline.
+        lead: (microbatch, chunk) pairs by which the rank's forwards lead its releases.
     """
     group = shape.turn_size
     least, most = shape.num_ranks, min(group, shape.num_microbatches - group)
@@ -90,7 +92,7 @@ def most_in_flight(shape: PipelineShape, lead: int) -> InFlight:
         if least <= most:
             turns = [(lead + 1) // (chunk + 1) - before for before in (0, group)]
             sizes |= {most, *(min(max(least, turn + i), most) for turn in turns for i in (0, 1))}
-        return max(_held(shape, lead, chunk, size) for size in sizes)
+        return max(_num_held(shape, lead, chunk, size) for size in sizes)
 
     largest_step = (group + most if least <= most else group) * shape.num_chunks
     return InFlight(
@@ -100,27 +102,27 @@ def most_in_flight(shape: PipelineShape, lead: int) -> InFlight:
 
 
 def idle_forwards(shape: PipelineShape) -> int:
-    """Time every rank idles: a forward and a backward (two forwards) of each of the others."""
+    """Return every rank's idle time in forwards: a forward and a backward of each other rank."""
     return 3 * (shape.num_ranks - 1)
 
 
-def _held(shape: PipelineShape, lead: int, chunk: int, size: int | None) -> int:
-    """What a chunk has in flight right after its last forward of a group.
+def _num_held(shape: PipelineShape, lead: int, chunk: int, size: int | None) -> int:
+    """Return a chunk's microbatches in flight right after its last forward of a group.
 
     Args:
-        shape: Sizes of the pipeline.
-        lead: Forwards that run before the first pair of a forward and a release.
-        chunk: Index of the chunk on its rank.
-        size: Microbatches of the second group; None is for the first, which is whole.
+        shape: sizes of the pipeline.
+        lead: forwards that run before the first pair of a forward and a release.
+        chunk: index of the chunk on its rank.
+        size: microbatches of the second group; None: look at the first group, which is whole.
     """
     group, last_chunk = shape.turn_size, shape.num_chunks - 1
-    own = group if size is None else size
-    # Releases so far, of all chunks, counted from the start of the group.
-    done = (chunk + 1) * own - 1 - lead
-    held = own - _clamp(done - (last_chunk - chunk) * own, own)
+    current = group if size is None else size
+    # Releases of all chunks so far, counted from the start of the group.
+    num_released = (chunk + 1) * current - 1 - lead
+    num_held = current - _clamp(num_released - (last_chunk - chunk) * current, current)
     if size is not None:
-        held += group - _clamp(done + (chunk + 1) * group, group)
-    return held
+        num_held += group - _clamp(num_released + (chunk + 1) * group, group)
+    return num_held
 
 
 def _clamp(value: int, most: int) -> int:

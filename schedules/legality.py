@@ -1,7 +1,7 @@
-"""Which sizes form a pipeline, and which microbatch counts a schedule accepts.
+"""Check the sizes of a pipeline and the microbatch counts of a schedule.
 
-The interleaved rules are those Megatron-core checks at the start of its interleaved schedule (same
-in 0.16 and 0.19): the group size lies between the pipeline size and the number of microbatches, and
+The interleaved rules are those that Megatron-core checks at the start of its interleaved schedule
+(0.16 and 0.19): the group size lies between the pipeline size and the number of microbatches, and
 the last, partial group is empty or at least as large as the pipeline.
 """
 
@@ -31,14 +31,14 @@ def is_legal_count(
     group_size: int | None = None,
     schedule: str = "auto",
 ) -> bool:
-    """Whether a step may have this many microbatches.
+    """Return whether a step may have this many microbatches.
 
     Args:
-        num_microbatches: The count.
-        num_ranks: Pipeline-parallel size.
-        num_chunks: Model chunks on each rank.
-        group_size: Microbatch group size of an interleaved schedule, None for ``num_ranks``.
-        schedule: A schedule name, or ``auto`` for the one Megatron would run.
+        num_microbatches: the count.
+        num_ranks: pipeline-parallel size.
+        num_chunks: model chunks per rank.
+        group_size: microbatch group size of an interleaved schedule; None: ``num_ranks``.
+        schedule: a schedule name, or ``auto`` for Megatron's schedule.
     """
     return num_microbatches in _counts(schedule, num_ranks, num_chunks, group_size)
 
@@ -51,7 +51,7 @@ def legal_counts(
     group_size: int | None = None,
     schedule: str = "auto",
 ) -> tuple[int, ...]:
-    """Every legal number of microbatches from 1 to ``up_to`` inclusive, ascending."""
+    """Return all legal numbers of microbatches from 1 to ``up_to`` inclusive, ascending."""
     counts = _counts(schedule, num_ranks, num_chunks, group_size)
     return tuple(count for count in range(1, up_to + 1) if count in counts)
 
@@ -64,13 +64,13 @@ def nearest_legal_counts(
     group_size: int | None = None,
     schedule: str = "auto",
 ) -> tuple[int, ...]:
-    """The closest legal count below and the closest above, where they exist."""
+    """Return the closest legal counts below and above, as far as they exist."""
     return _counts(schedule, num_ranks, num_chunks, group_size).nearest(num_microbatches)
 
 
 @dataclass(frozen=True, slots=True)
 class _Counts:
-    """Counts from ``least`` on, in groups of which the last may be a tail of ``least_tail``."""
+    """Counts from ``least`` on that form whole groups and a tail of 0 or ``least_tail`` or more."""
 
     least: int
     group_size: int = 1
@@ -85,7 +85,7 @@ class _Counts:
         if self.group_size < self.least_tail:
             return ()
         below, above = count - 1, max(count + 1, self.least)
-        # A tail that is too small goes away downwards, and grows upwards.
+        # A tail that is too small shrinks to 0 below, and grows to the least tail above.
         if below % self.group_size < self.least_tail:
             below -= below % self.group_size
         if 0 < above % self.group_size < self.least_tail:
@@ -104,17 +104,17 @@ def _counts(schedule: str, num_ranks: int, num_chunks: int, group_size: int | No
 
 
 def check_sizes(name: str, *, num_ranks: int, num_chunks: int, group_size: int | None) -> None:
-    """Check everything about a schedule but the number of microbatches.
+    """Check all sizes of a schedule except the number of microbatches.
 
     Args:
-        name: Schedule name.
-        num_ranks: Pipeline-parallel size.
-        num_chunks: Model chunks on each rank.
-        group_size: Microbatch group size, None for ``num_ranks``.
+        name: schedule name.
+        num_ranks: pipeline-parallel size.
+        num_chunks: model chunks per rank.
+        group_size: microbatch group size; None: ``num_ranks``.
 
     Raises:
-        ConfigError: Unknown name.
-        TopologyError: The sizes cannot form this pipeline.
+        ConfigError: the name is unknown.
+        TopologyError: the sizes cannot form this pipeline.
     """
     family = get_family(name)
     for what, value in (("num_ranks", num_ranks), ("num_chunks", num_chunks)):
@@ -155,14 +155,15 @@ def check_step(
     num_chunks: int = 1,
     group_size: int | None = None,
 ) -> PipelineShape:
-    """Check all the sizes of one schedule; arguments as for ``build_schedule``.
+    """Check all sizes of a schedule; for the arguments see `build_schedule`.
 
     Returns:
-        The shape of the schedule that ``build_schedule`` builds.
+        The shape of the schedule.
 
     Raises:
-        ConfigError: Unknown name.
-        TopologyError: With the numbers, the rule and the nearest legal microbatch counts.
+        ConfigError: the name is unknown.
+        TopologyError: the sizes are not legal; the message has the rule and the nearest legal
+            microbatch counts.
     """
     interleaves = get_family(name).interleaves
     group = None if not interleaves else num_ranks if group_size is None else group_size

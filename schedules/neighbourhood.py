@@ -1,4 +1,4 @@
-"""A small grid of a schedule around one place, with an arrow: the picture in error messages."""
+"""Draw the part of a schedule around one action, for error messages."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ _MAX_RANKS = 5
 
 
 def neighbourhood(schedule: Schedule, rank: int, position: int) -> str:
-    """Draw the actions near one place, a row per list position and a column per rank.
+    """Draw the actions near one position, a row per position and a column per rank.
 
     Args:
-        schedule: Any schedule, valid or not.
-        rank: Rank of the place.
-        position: Index in the rank's actions; one past the last marks the end.
+        schedule: any schedule, valid or not.
+        rank: rank of the action to mark.
+        position: index of the action among the rank's; one past the last marks the end.
 
     Returns:
-        Lines of text without a final newline. Rows are list positions, not times: two actions on
-        one row need not run together.
+        Lines of text without a final newline. Rows are positions, not times: two actions of one
+        row need not run at the same time.
     """
     ranks = _nearest_ranks(rank, len(schedule.actions))
     first = max(0, position - _NUM_ROWS_EITHER_SIDE)
@@ -43,7 +43,7 @@ def neighbourhood(schedule: Schedule, rank: int, position: int) -> str:
 
 
 def _nearest_ranks(rank: int, num_ranks: int) -> range:
-    """At most five neighbouring ranks, the given one among them."""
+    """Return at most five neighbouring ranks, including ``rank``."""
     start = min(max(0, rank - _MAX_RANKS // 2), max(0, num_ranks - _MAX_RANKS))
     return range(start, min(num_ranks, start + _MAX_RANKS))
 

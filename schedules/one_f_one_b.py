@@ -14,7 +14,7 @@ __all__ = ["idle_forwards", "in_flight", "rank_actions"]
 
 
 def rank_actions(shape: PipelineShape, rank: int) -> tuple[Action, ...]:
-    """Compute actions of one rank, in order. The shape must have one chunk per rank."""
+    """Return one rank's compute actions, in order; the shape has one chunk per rank."""
     num_warmup = min(shape.num_ranks - rank - 1, shape.num_microbatches)
     num_steady = shape.num_microbatches - num_warmup
 
@@ -29,11 +29,11 @@ def rank_actions(shape: PipelineShape, rank: int) -> tuple[Action, ...]:
 
 
 def in_flight(shape: PipelineShape, rank: int) -> InFlight:
-    """Most microbatches in flight on a rank, in a step of this many or of fewer."""
+    """Return the most microbatches in flight on a rank, in a step of this many or fewer."""
     most = min(shape.num_ranks - rank, shape.num_microbatches)
     return InFlight((most,), most)
 
 
 def idle_forwards(shape: PipelineShape) -> int:
-    """Time every rank idles: a forward and a backward (two forwards) of each of the others."""
+    """Return every rank's idle time in forwards: a forward and a backward of each other rank."""
     return 3 * (shape.num_ranks - 1)

@@ -1,4 +1,4 @@
-"""Schedules by name."""
+"""The registry of schedules by name."""
 
 from __future__ import annotations
 
@@ -24,23 +24,22 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class ScheduleFamily:
-    """A rule that makes a schedule for any legal shape.
+    """A rule that builds a schedule for any legal shape.
 
     Attributes:
-        name: What users type.
-        summary: One line for help texts.
-        rank_actions: Compute actions of one rank of a legal shape, in order.
-        in_flight: Largest numbers in flight on one rank, over all legal steps of up to the shape's
-            number of microbatches; what counting along the actions of each would give.
-        idle_forwards: Time for which every rank of a legal shape idles, at the costs that are the
-            defaults of ``CostModel``; what simulating would give.
-        num_chunks: Chunks on each rank; None for any number from 2 on, in turns of one group of
-            microbatches each.
-        placement: Where the stages are.
-        splits_backward: Input and weight gradients are actions of their own, at least some.
-        least_microbatches_per_rank: A step has so many microbatches or more for each rank.
-        is_bounded: The number of microbatches in flight has a limit that does not grow with the
-            number in the step.
+        name: the name that users type.
+        summary: one line for help texts.
+        rank_actions: returns one rank's compute actions, in order.
+        in_flight: returns the most microbatches in flight on a rank over all legal steps of up to
+            the shape's number of microbatches; equals counting along the actions.
+        idle_forwards: returns every rank's idle time at the default costs of `CostModel`; equals
+            the simulation.
+        num_chunks: chunks per rank; None: any number from 2 on, which interleave.
+        placement: the placement of the stages.
+        splits_backward: whether some backwards are split into I and W.
+        least_microbatches_per_rank: fewest microbatches of a step, divided by the ranks.
+        is_bounded: whether the microbatches in flight have a limit that does not grow with the
+            step.
     """
 
     name: str
@@ -56,11 +55,11 @@ class ScheduleFamily:
 
     @property
     def interleaves(self) -> bool:
-        """Whether the chunks of a rank take turns, with groups of microbatches."""
+        """Return whether the chunks of a rank take turns with groups of microbatches."""
         return self.num_chunks is None
 
     def bubble_ratio(self, shape: PipelineShape) -> float:
-        """The idle share of every rank, as ``Simulation.bubble_ratio`` with its default costs."""
+        """Return every rank's idle share, as `Simulation.bubble_ratio` with default costs."""
         busy = 3 * shape.num_chunks * shape.num_microbatches
         return 1.0 - busy / (busy + self.idle_forwards(shape))
 
@@ -104,15 +103,15 @@ _FAMILIES = (
 
 
 def list_schedules() -> tuple[str, ...]:
-    """The names ``build_schedule`` accepts."""
+    """Return the names that `build_schedule` accepts."""
     return tuple(family.name for family in _FAMILIES)
 
 
 def get_family(name: str) -> ScheduleFamily:
-    """Look a schedule family up.
+    """Return the schedule family of a name.
 
     Raises:
-        ConfigError: There is none of this name; lists those there are.
+        ConfigError: the name is unknown; the message lists the known names.
     """
     for family in _FAMILIES:
         if family.name == name:
@@ -122,12 +121,12 @@ def get_family(name: str) -> ScheduleFamily:
 
 
 def megatron_schedule_name(num_ranks: int, num_chunks: int = 1) -> str:
-    """The schedule Megatron-core's ``get_forward_backward_func`` runs for these sizes.
+    """Return the schedule that Megatron-core's ``get_forward_backward_func`` runs.
 
     With one rank Megatron runs without a pipeline, which is 1F1B of one rank.
 
     Raises:
-        TopologyError: Several chunks on one rank only, which Megatron does not run.
+        TopologyError: several chunks on a single rank, which Megatron does not support.
     """
     if num_ranks == 1 and num_chunks > 1:
         raise TopologyError(

@@ -20,19 +20,19 @@ _OVERLAP = re.compile(r"\s*\((.*)\)OVERLAP_F_B\s*")
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """What every rank of a pipeline does in one step.
+    """The actions of every rank of a pipeline in one step.
 
-    It is plain data: building one checks nothing, ``validate`` does. Iterating gives
-    ``(rank, action)`` pairs, rank by rank.
+    Plain data: the constructor checks nothing, `validate` does. Iteration yields ``(rank, action)``
+    pairs, rank by rank.
 
     Attributes:
-        name: Schedule family, such as ``interleaved``.
-        num_ranks: Pipeline-parallel size.
-        num_chunks: Model chunks on each rank.
-        num_microbatches: Microbatches in the step.
-        group_size: Microbatch group size, None where chunks do not interleave.
-        actions: One tuple of actions per rank, in the order the rank runs them.
-        placement: Where the stages are.
+        name: schedule family, such as ``interleaved``.
+        num_ranks: pipeline-parallel size.
+        num_chunks: model chunks per rank.
+        num_microbatches: microbatches of the step.
+        group_size: microbatch group size; None if chunks do not interleave.
+        actions: one tuple of actions per rank, in the order in which the rank runs them.
+        placement: the placement of the stages.
     """
 
     name: str
@@ -50,12 +50,12 @@ class Schedule:
 
     @property
     def num_stages(self) -> int:
-        """Stages of the whole pipeline."""
+        """Return the number of stages of the whole pipeline."""
         return self.num_ranks * self.num_chunks
 
     @property
     def has_communication(self) -> bool:
-        """Whether sends and receives are spelled out."""
+        """Return whether the schedule has sends and receives."""
         return any(action.op.is_communication for _, action in self)
 
     @property
@@ -64,32 +64,32 @@ class Schedule:
         return any(action.op is Op.W for _, action in self)
 
     def rank_of(self, stage: int) -> int:
-        """The rank that holds ``stage``."""
+        """Return the rank that holds a stage."""
         return rank_of(stage, self.num_ranks, self.placement)
 
     def chunk_of(self, stage: int) -> int:
-        """The index of ``stage`` among the chunks of its rank."""
+        """Return the index of a stage among its rank's chunks."""
         return chunk_of(stage, self.num_ranks)
 
     def stage_of(self, rank: int, chunk: int) -> int:
-        """The stage that ``rank`` holds as its chunk number ``chunk``."""
+        """Return the stage that is chunk ``chunk`` of ``rank``."""
         return stage_of(rank, chunk, self.num_ranks, self.placement)
 
     def has_messages(self, stage: int, other: int) -> bool:
-        """Whether two neighbouring stages are both there, and on different ranks."""
-        are_there = min(stage, other) >= 0 and max(stage, other) < self.num_stages
-        return are_there and self.rank_of(stage) != self.rank_of(other)
+        """Return whether two neighbouring stages both exist and are on different ranks."""
+        exist = min(stage, other) >= 0 and max(stage, other) < self.num_stages
+        return exist and self.rank_of(stage) != self.rank_of(other)
 
     def compute_actions(self, rank: int) -> tuple[Action, ...]:
-        """The actions of one rank without sends and receives."""
+        """Return one rank's actions without sends and receives."""
         return tuple(action for action in self.actions[rank] if action.op.is_compute)
 
     def with_communication(self) -> Schedule:
-        """The same schedule with sends and receives spelled out.
+        """Return the schedule with sends and receives.
 
-        A receive stands right before the action that needs it, a send right after the action that
-        made its tensor. Sends do not wait for their receives. Existing sends and receives are
-        replaced; stages that share a rank exchange tensors without any.
+        A receive stands right before the action that needs its tensor, a send right after the
+        action that produces it. Sends do not wait for their receives. Existing sends and receives
+        are replaced; stages of the same rank exchange tensors without any.
         """
         return replace(
             self,
@@ -120,7 +120,7 @@ class Schedule:
         )
 
     def to_csv(self) -> str:
-        """One row per rank, one action per cell: the layout torch's pipelining reads."""
+        """Return CSV in the layout of torch's pipelining: one row per rank, one action per cell."""
         out = io.StringIO()
         csv.writer(out, lineterminator="\n").writerows(
             [str(action) for action in actions] for actions in self.actions
@@ -129,19 +129,19 @@ class Schedule:
 
     @classmethod
     def from_csv(cls, text: str, *, name: str = "csv", group_size: int | None = None) -> Schedule:
-        """Read what ``to_csv`` or torch wrote, or a person.
+        """Read CSV that `to_csv`, torch or a person wrote.
 
-        Sizes and placement are taken from the rows: row r holds the actions of rank r. Empty cells
-        (how torch writes a bubble) are skipped; ``(2F3;5B0)OVERLAP_F_B`` is the actions in the
-        brackets. The rules of a schedule are checked by ``validate``, not here.
+        Sizes and placement follow from the rows: row r holds the actions of rank r. Empty cells,
+        torch's bubbles, are skipped; ``(2F3;5B0)OVERLAP_F_B`` stands for the actions in the
+        brackets. Does not check the rules of a schedule; see `validate`.
 
         Args:
-            text: CSV text.
-            name: Name of the schedule, which the text does not hold.
-            group_size: Microbatch group size, which the text does not hold.
+            text: the CSV text.
+            name: name of the schedule, which the text does not hold.
+            group_size: microbatch group size, which the text does not hold.
 
         Raises:
-            ScheduleError: A cell is not an action, or a row has none; names the row and the cell.
+            ScheduleError: a cell is not an action, or a row has none; names the row and the cell.
         """
         rows: list[tuple[Action, ...]] = []
         for row_number, cells in enumerate(csv.reader(io.StringIO(text.rstrip())), start=1):
@@ -172,7 +172,7 @@ class Schedule:
 
 
 def _placement_of(rows: Sequence[Sequence[Action]]) -> Placement:
-    """The placement that fits the rows; LOOP if none does, which ``validate`` then refuses."""
+    """Return the placement that fits the rows; LOOP if none does, which `validate` refuses."""
     places = {(rank, action.stage) for rank, row in enumerate(rows) for action in row}
     for placement in Placement:
         if all(rank_of(stage, len(rows), placement) == rank for rank, stage in places):

@@ -1,4 +1,4 @@
-"""The numbers that select one schedule out of a family."""
+"""The sizes that select one schedule of a family."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ class PipelineShape:
     """Sizes of one step of one pipeline.
 
     Attributes:
-        num_ranks: Pipeline-parallel size.
-        num_microbatches: Microbatches in the step.
-        num_chunks: Model chunks on each rank (the virtual pipeline size).
-        group_size: Consecutive microbatches run on one chunk before the next chunk has its turn
-            (Megatron's ``microbatch_group_size_per_vp_stage``); None where chunks do not
-            interleave.
+        num_ranks: pipeline-parallel size.
+        num_microbatches: microbatches of the step.
+        num_chunks: model chunks per rank (the virtual pipeline size).
+        group_size: consecutive microbatches that one chunk runs before the next chunk has its turn
+            (Megatron's ``microbatch_group_size_per_vp_stage``); None if chunks do not interleave.
     """
 
     num_ranks: int
@@ -27,10 +26,10 @@ class PipelineShape:
 
     @property
     def num_stages(self) -> int:
-        """Stages of the whole pipeline."""
+        """Return the number of stages of the whole pipeline."""
         return self.num_ranks * self.num_chunks
 
     @property
     def turn_size(self) -> int:
-        """The group size, ``num_ranks`` where it is None."""
+        """Return the group size; ``num_ranks`` if it is None."""
         return self.num_ranks if self.group_size is None else self.group_size

@@ -1,4 +1,4 @@
-"""Run a schedule against a clock that costs nothing."""
+"""Simulate the timeline of a schedule from the costs of its actions."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ __all__ = ["CostModel", "Simulation", "Span", "simulate"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CostModel:
-    """How long one action on one model chunk takes, in milliseconds.
+    """Duration of one action on one model chunk, in milliseconds.
 
-    The defaults count in forwards: a backward is two of them, half for each of its gradients.
+    The defaults count in forwards: a backward takes two, one for each of its gradients.
     """
 
     forward_ms: float = 1.0
@@ -31,7 +31,7 @@ class CostModel:
     weight_grad_ms: float = 1.0
     """W."""
     send_ms: float = 0.0
-    """From the end of an action to its tensor being on another rank."""
+    """From the end of an action to the arrival of its tensor on another rank."""
 
     def __post_init__(self) -> None:
         for op in (Op.F, Op.B, Op.I, Op.W):
@@ -43,7 +43,7 @@ class CostModel:
             raise ScheduleError(f"send_ms is {self.send_ms}, but must not be negative")
 
     def duration_ms(self, op: Op) -> float:
-        """Time of a compute operation; communication takes no time of a rank."""
+        """Return the duration of a compute operation; 0 for communication."""
         match op:
             case Op.F:
                 return self.forward_ms
@@ -57,7 +57,7 @@ class CostModel:
                 return 0.0
 
     def scaled(self, factor: float) -> CostModel:
-        """Costs of a chunk so many times as large; messages are as large as before."""
+        """Return the costs of a chunk ``factor`` times as large, with messages of the same size."""
         return CostModel(
             forward_ms=self.forward_ms * factor,
             backward_ms=self.backward_ms * factor,
@@ -81,9 +81,9 @@ class Simulation:
     """The timeline of a schedule.
 
     Attributes:
-        schedule: What was run.
-        costs: With which costs, by stage.
-        spans: Per rank, its compute actions in order.
+        schedule: the schedule.
+        costs: costs by stage.
+        spans: each rank's compute actions, in order.
     """
 
     schedule: Schedule
@@ -92,22 +92,22 @@ class Simulation:
 
     @property
     def makespan_ms(self) -> float:
-        """From the start of the first action to the end of the last, over all ranks."""
+        """Return the time from the first action's start to the last action's end on any rank."""
         return max((spans[-1].end_ms for spans in self.spans if spans), default=0.0)
 
     def busy_ms(self, rank: int) -> float:
-        """Time a rank computes."""
+        """Return the time that a rank computes."""
         return sum(span.end_ms - span.start_ms for span in self.spans[rank])
 
     def bubble_ratio(self, rank: int) -> float:
-        """The idle share of a rank: ``1 - busy / makespan``, from 0 to 1.
+        """Return a rank's idle share: ``1 - busy / makespan``, from 0 to 1.
 
         The Megatron-LM papers divide the idle time by the busy time instead.
         """
         return 1.0 - self.busy_ms(rank) / self.makespan_ms if self.makespan_ms else 0.0
 
     def peak_in_flight(self, rank: int) -> int:
-        """Most microbatches, all chunks together, forwarded and not yet released at once."""
+        """Return the most microbatches that are forwarded and not yet released, over all chunks."""
         peak = current = 0
         for span in self.spans[rank]:
             if span.action.op is Op.F:
@@ -121,21 +121,21 @@ class Simulation:
 def simulate(
     schedule: Schedule, costs: CostModel | Mapping[int, CostModel] | None = None
 ) -> Simulation:
-    """Give every compute action a start and an end.
+    """Compute the start and end of every compute action.
 
-    Each rank runs its actions in order, each as soon as the rank is free and its inputs are there.
-    A tensor reaches another rank ``send_ms`` after the action that made it.
+    Each rank runs its actions in order, each as soon as the rank is free and its inputs exist. A
+    tensor reaches another rank ``send_ms`` after the action that produces it.
 
-    Not modelled: bandwidth and contention, the time a send or receive takes of either rank, sends
-    that wait for their receives (sends and receives written in the schedule are left out),
-    embedding, loss and optimizer, data-parallel communication, and the host.
+    Does not model bandwidth and contention, time that sends and receives take on a rank, sends that
+    wait for their receives (the schedule's own sends and receives are ignored), embedding, loss and
+    optimizer, data-parallel communication, and the host.
 
     Args:
-        schedule: A valid schedule.
-        costs: Time of each operation, for all stages or by stage; default ``CostModel()``.
+        schedule: a valid schedule.
+        costs: duration of each operation, for all stages or by stage; None: ``CostModel()``.
 
     Raises:
-        ScheduleError: The schedule is not valid.
+        ScheduleError: the schedule is not valid.
     """
     validate(schedule)
     if costs is None or isinstance(costs, CostModel):
@@ -143,7 +143,7 @@ def simulate(
     rows = [schedule.compute_actions(rank) for rank in range(schedule.num_ranks)]
     spans: list[list[Span]] = [[] for _ in rows]
     end_ms: dict[Event, float] = {}
-    # Valid schedules always move: some unfinished rank has all the inputs of its next action.
+    # Terminates: in a valid schedule some unfinished rank always has the inputs of its next action.
     while any(len(done) < len(row) for done, row in zip(spans, rows, strict=True)):
         for rank, row in enumerate(rows):
             for position in range(len(spans[rank]), len(row)):

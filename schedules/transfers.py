@@ -1,8 +1,8 @@
-"""Sends and receives in an order that no rank can wait in for ever.
+"""Order sends and receives so that ranks cannot deadlock.
 
-Transports run the transfers between two ranks one after another, in the order in which each of the
-two posts them. So both must post them in the same order, sends and receives alike. The order is
-that of a simulation: a transfer's turn comes when its tensor exists.
+Transports run the transfers between two ranks one after another, in the order in which each rank
+posts them. So both must post sends and receives in the same order. This is the order of a
+simulation: a transfer is posted when its tensor exists.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ __all__ = ["with_transfers"]
 def with_transfers(schedule: Schedule, costs: CostModel | None = None) -> Schedule:
     """Return the schedule with sends and receives in one order for all ranks.
 
-    A send follows the action that makes its tensor. A receive is posted early: before what its
-    rank computes while the tensor is made. Stages of one rank exchange tensors without a transfer.
-    Existing sends and receives are replaced.
+    A send follows the action that produces its tensor. A receive is posted early: before the
+    actions that its rank runs while the tensor is computed. Stages of one rank exchange tensors
+    without a transfer. Existing sends and receives are replaced.
 
     Args:
-        schedule: A valid schedule.
-        costs: Time of each action; decides which of two independent transfers comes first.
+        schedule: a valid schedule.
+        costs: duration of each action; decides which of two independent transfers comes first.
 
     Raises:
-        ScheduleError: The schedule is not valid.
+        ScheduleError: the schedule is not valid.
     """
     spans = simulate(schedule, costs).spans
     rows = [_Row(row) for row in spans]
@@ -69,7 +69,7 @@ class _Transfer(NamedTuple):
 
 
 class _Row:
-    """The actions of one rank, as far as they are placed."""
+    """The actions of one rank, in the process of being placed."""
 
     def __init__(self, spans: tuple[Span, ...]) -> None:
         self.actions: list[Action] = []
@@ -77,18 +77,18 @@ class _Row:
         self._position = 0
 
     def run_through(self, time_ms: float) -> None:
-        """Place the actions that end by then."""
+        """Place the actions that end at or before a time."""
         self.run_until(math.nextafter(time_ms, math.inf))
 
     def run_until(self, time_ms: float) -> None:
-        """Place the actions that end before."""
+        """Place the actions that end before a time."""
         while self._position < len(self._spans) and self._spans[self._position].end_ms < time_ms:
             self.actions.append(self._spans[self._position].action)
             self._position += 1
 
 
 def _transfer_after(schedule: Schedule, rank: int, span: Span) -> _Transfer | None:
-    """Return the transfer of what an action makes, if another rank needs it."""
+    """Return the transfer of an action's tensor; None if no other rank needs it."""
     action = span.action
     if action.op is Op.W:
         return None

@@ -1,9 +1,9 @@
-"""Check that a schedule can run and does all the work, once.
+"""Check that a schedule can run and does all work exactly once.
 
-Rules, in the order they are checked: rows and places make sense; every (stage, microbatch) has one
-F and either one B or one I with one W, and with communication every message has one send and one
-receive; on each rank nothing runs before what it needs; the sends of a channel are received in the
-order they are sent; no rank waits for ever.
+The rules, in the order in which they are checked: every action is on an existing stage of its rank;
+every (stage, microbatch) has one F and either one B or one I with one W, and with communication
+every message has one send and one receive; on each rank no action runs before its inputs; the
+messages of a channel are received in the order in which they are sent; no rank waits forever.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ def validate(schedule: Schedule, *, slots_per_chunk: Sequence[Sequence[int]] | N
     """Check a schedule, with or without communication actions.
 
     Args:
-        schedule: Any schedule, such as one read from a CSV file.
-        slots_per_chunk: For each rank the slots of each of its chunks; None for as many as needed.
+        schedule: any schedule, such as one read from a CSV file.
+        slots_per_chunk: the slots of each chunk of each rank; None: as many as needed.
 
     Raises:
-        ScheduleError: A rule is broken. The message names the rank, its row in a CSV file and the
-            action, and shows the actions around it with an arrow.
+        ScheduleError: a rule is broken. The message names the rank, its row in a CSV file and the
+            action, and shows the surrounding actions.
     """
     _check_places(schedule)
     _check_each_once(schedule)
@@ -89,7 +89,7 @@ def _check_each_once(schedule: Schedule) -> None:
             present = {op for op in Op if Action(op, stage, microbatch) in place}
             lack = _work_problem(schedule, stage, present, has_communication)
             if lack is not None:
-                # The arrow goes to what there is of this microbatch, else to the rank's end.
+                # Mark the last action of this microbatch, or the end of the rank's actions.
                 rank = schedule.rank_of(stage)
                 places = [place[Action(op, stage, microbatch)] for op in present]
                 rank, position = max(places, default=(rank, len(schedule.actions[rank])))
@@ -104,8 +104,8 @@ def _work_problem(
         return "there is no F"
     backward = {op.value for op in present & {Op.B, Op.I, Op.W}}
     if backward not in ({"B"}, {"I", "W"}):
-        found = " and ".join(sorted(backward)) or "none"
-        return f"its backward must be one B, or one I and one W, but is {found}"
+        ops = " and ".join(sorted(backward)) or "none"
+        return f"its backward must be one B, or one I and one W, but is {ops}"
     if not has_communication:
         return None
     expected = set()
@@ -133,7 +133,7 @@ def _check_order_on_ranks(schedule: Schedule, has_communication: bool) -> None:
 
 
 def _check_channels(schedule: Schedule) -> None:
-    """Sends of one direction between two ranks must be received in the order they are sent."""
+    """Check that messages of one direction between two ranks are received in sending order."""
     sent: dict[tuple[int, int, Op], deque[Action]] = {}
     for rank, action in schedule:
         if action.op in _RECEIVED_BY:
@@ -147,8 +147,8 @@ def _check_channels(schedule: Schedule) -> None:
             expected = sent[sender, rank, action.op].popleft()
             if action != expected:
                 problem = (
-                    f"{action} is received out of order: the next message rank {sender} sends "
-                    f"here is for {expected}"
+                    f"{action} is received out of order: the next message from rank {sender} "
+                    f"is for {expected}"
                 )
                 raise _fail(schedule, rank, position, problem)
 
@@ -189,7 +189,7 @@ def _check_slots(schedule: Schedule, slots_per_chunk: Sequence[Sequence[int]]) -
     if sizes != [schedule.num_chunks] * schedule.num_ranks:
         raise ScheduleError(
             f"schedule {schedule.name!r} has {schedule.num_ranks} ranks of {schedule.num_chunks} "
-            f"chunk(s), but slots are given for chunks {sizes}"
+            f"chunk(s), but slots_per_chunk has the chunk counts {sizes}"
         )
     num_held: Counter[int] = Counter()
     for rank, position, action in _placed(schedule):
@@ -197,8 +197,9 @@ def _check_slots(schedule: Schedule, slots_per_chunk: Sequence[Sequence[int]]) -
             chunk = schedule.chunk_of(action.stage)
             num_slots = slots_per_chunk[rank][chunk]
             if num_held[action.stage] == num_slots:
-                holders = f"all {num_slots} of chunk {chunk} are in use"
-                problem = f"{action} finds no free slot: {holders}"
+                problem = (
+                    f"{action} finds no free slot: all {num_slots} of chunk {chunk} are in use"
+                )
                 raise _fail(schedule, rank, position, problem)
             num_held[action.stage] += 1
         elif action.op.ends_lifetime:

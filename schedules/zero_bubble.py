@@ -1,11 +1,11 @@
-"""ZB-H1: 1F1B with the backward split, its weight half put where 1F1B idles.
+"""ZB-H1: 1F1B with split backwards, whose weight gradients run where 1F1B idles.
 
-Qi et al. 2023, "Zero Bubble Pipeline Parallelism", handcrafted schedule H1. The backward is I
-(gradient of the input, which the previous stage waits for) and W (gradient of the weights, which
-nobody waits for). Rank r runs W a further r microbatches after I. A microbatch is in flight until
-its W, so every rank holds at most ``num_ranks``: what 1F1B holds on rank 0, its fullest rank.
+Qi et al. 2023, "Zero Bubble Pipeline Parallelism", handcrafted schedule H1. The backward is I (the
+input gradient, which the previous stage waits for) and W (the weight gradients, which no stage
+waits for). Rank r runs W r microbatches after I. A microbatch is in flight until its W, so every
+rank holds at most ``num_ranks``: as much as 1F1B on rank 0, its fullest rank.
 
-Several chunks take turns as in interleaved 1F1B; one forward of warmup per rank is enough then too.
+Several chunks take turns as in interleaved 1F1B; one warmup forward per rank is enough there too.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ __all__ = ["idle_forwards", "in_flight", "rank_actions"]
 
 
 def rank_actions(shape: PipelineShape, rank: int) -> tuple[Action, ...]:
-    """Compute actions of one rank, in order."""
+    """Return one rank's compute actions, in order."""
     forwards, input_grads, weight_grads = (walk(shape, rank, op) for op in (Op.F, Op.I, Op.W))
     num_warmup = min(_lead(shape) - rank, len(forwards))
 
-    # Each turn is F, I and the W of `rank` turns before, as long as there are any.
+    # Each turn is F, I and the W of `rank` turns earlier, as far as they exist.
     delayed = [None] * rank + weight_grads
     turns = zip_longest(forwards[num_warmup:], input_grads, delayed)
     return (
@@ -35,16 +35,16 @@ def rank_actions(shape: PipelineShape, rank: int) -> tuple[Action, ...]:
 
 
 def in_flight(shape: PipelineShape, rank: int) -> InFlight:  # noqa: ARG001
-    """Most microbatches in flight on a rank, in a step of this many or of fewer."""
+    """Return the most microbatches in flight on a rank, in a step of this many or fewer."""
     if shape.num_chunks == 1:
         most = min(shape.num_ranks, shape.num_microbatches)
         return InFlight((most,), most)
-    # Each rank starts one forward later than the one before it, and runs W one turn later after I.
+    # Rank r has r forwards less of warmup than rank 0, but runs W r turns after I.
     return most_in_flight(shape, _lead(shape))
 
 
 def idle_forwards(shape: PipelineShape) -> int:
-    """Time every rank idles: F and I of each of the others, less what it fills with W.
+    """Return every rank's idle time in forwards: F and I of each other rank, less the Ws in it.
 
     F, I and W take one forward each.
     """
@@ -53,5 +53,5 @@ def idle_forwards(shape: PipelineShape) -> int:
 
 
 def _lead(shape: PipelineShape) -> int:
-    """Forwards that rank 0 runs before its first pair of a forward and a backward."""
+    """Return the forwards that rank 0 runs before its first pair of a forward and a backward."""
     return (shape.num_chunks - 1) * shape.turn_size + shape.num_ranks - 1

@@ -1,4 +1,4 @@
-"""Real text as packed training sequences: numpy only, and the same for every run of a seed."""
+"""Read real text as packed training sequences: NumPy only, and reproducible by seed."""
 
 from __future__ import annotations
 

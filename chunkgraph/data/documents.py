@@ -1,6 +1,6 @@
-"""Whole documents drawn into microbatches, each a row of documents that know nothing of each other.
+"""Draw whole documents into microbatches, each a row of independent documents.
 
-Shape: T tokens of a row.
+Shape: T, the tokens of a row.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class DocumentRow:
     tokens: NDArray[np.int64]
     """Tokens of all documents, [sum of lengths]."""
     labels: NDArray[np.int64]
-    """The token that follows each token in its document; its own last token has the end's."""
+    """The next token of each token's document, [sum of lengths]; the end of document at its end."""
     lengths: tuple[int, ...]
     """Tokens of each document."""
 
@@ -34,19 +34,19 @@ class DocumentRow:
 class Documents:
     """Deterministic microbatches of whole documents.
 
-    A document longer than a row is cut into parts, each a document of its own. A row is filled with
-    documents drawn with replacement, as long as they fit; how many those are is not limited. It is
+    A document longer than a row is split into parts, and each part is a document. A row is filled
+    with documents drawn with replacement as long as they fit; their number is not limited. A row is
     a pure function of seed, step, microbatch and data-parallel rank.
 
     Args:
-        documents: The documents' bytes.
+        documents: the bytes of each document.
         num_tokens: T.
-        seed: Seed of the order in which documents are drawn.
-        multiple: What a document's rows are padded to a multiple of, and T is one of; that padding
-            takes room too.
+        seed: seed of the order in which documents are drawn.
+        multiple: documents are padded to a multiple of this many rows, which take room too; divides
+            T.
 
     Raises:
-        ConfigError: There is no document of at least one byte.
+        ConfigError: there is no document of at least one byte.
     """
 
     def __init__(
@@ -61,33 +61,33 @@ class Documents:
             for start in range(0, len(document), num_tokens)
         ]
         if not self._parts:
-            msg = "The text has no document with a byte in it. Set data.path to another text."
+            msg = "The text has no document that is not empty. Set data.path to another text."
             raise ConfigError(msg)
 
     @classmethod
     def from_file(
         cls, path: str | Path | None, *, num_tokens: int, seed: int, multiple: int = 1
     ) -> Documents:
-        """The documents of a text file; None is the shipped text.
+        """Read the documents of a text file; None: the shipped text.
 
         Raises:
-            ConfigError: The file cannot be read, or holds nothing.
+            ConfigError: the file cannot be read or is empty.
         """
         return cls(read_documents(path), num_tokens=num_tokens, seed=seed, multiple=multiple)
 
     def lengths(self, step: int, microbatch: int, dp_rank: int = 0) -> tuple[int, ...]:
-        """Tokens of each document of a microbatch, without its tokens."""
-        return tuple(len(self._parts[i]) for i in self._drawn(step, microbatch, dp_rank))
+        """Return the length of each document of a microbatch, without reading its tokens."""
+        return tuple(len(self._parts[i]) for i in self._draw(step, microbatch, dp_rank))
 
     def row(self, step: int, microbatch: int, dp_rank: int = 0) -> DocumentRow:
-        """One microbatch.
+        """Return one microbatch.
 
         Args:
-            step: Training step, from 0.
-            microbatch: Microbatch of the step, from 0.
-            dp_rank: Data-parallel rank.
+            step: training step, from 0.
+            microbatch: microbatch of the step, from 0.
+            dp_rank: data-parallel rank.
         """
-        parts = [self._parts[i].astype(np.int64) for i in self._drawn(step, microbatch, dp_rank)]
+        parts = [self._parts[i].astype(np.int64) for i in self._draw(step, microbatch, dp_rank)]
         end = np.array([END_OF_DOCUMENT], dtype=np.int64)
         return DocumentRow(
             tokens=np.concatenate(parts),
@@ -95,13 +95,13 @@ class Documents:
             lengths=tuple(len(part) for part in parts),
         )
 
-    def _drawn(self, step: int, microbatch: int, dp_rank: int) -> list[int]:
+    def _draw(self, step: int, microbatch: int, dp_rank: int) -> list[int]:
         rng = np.random.Generator(np.random.Philox([self.seed, step, microbatch, dp_rank]))
-        drawn: list[int] = []
-        left = self.num_tokens
+        indices: list[int] = []
+        num_free = self.num_tokens
         while True:
             index = int(rng.integers(len(self._parts)))
-            left -= -(-len(self._parts[index]) // self._multiple) * self._multiple
-            if left < 0:
-                return drawn
-            drawn.append(index)
+            num_free -= -(-len(self._parts[index]) // self._multiple) * self._multiple
+            if num_free < 0:
+                return indices
+            indices.append(index)

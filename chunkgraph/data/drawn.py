@@ -1,6 +1,6 @@
-"""Microbatches with as many documents as a given distribution says, for measurements.
+"""Draw microbatches whose number of documents follows a distribution, for measurements.
 
-Shape: T tokens of a row.
+Shape: T, the tokens of a row.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ __all__ = ["DrawnDocuments"]
 class DrawnDocuments:
     """Deterministic microbatches of documents whose number follows a distribution.
 
-    A microbatch of n documents cuts its row at n places, drawn again for each; what lies behind the
-    last one stays empty, about as long as a document. So the rows are as full as a data path
-    leaves them that ends a microbatch before the document that has no room. A document's tokens
-    are a stretch of the text from a place of its own. All is a pure function of seed, step,
-    microbatch and data-parallel rank.
+    A microbatch of n documents ends them at n random positions of its row; the rest of the row
+    stays empty, about as long as a document. So rows are as full as those of a data path that ends
+    a microbatch before the first document without room. A document's tokens are a stretch of the
+    text from a random position. All is a pure function of seed, step, microbatch and data-parallel
+    rank.
 
     Args:
-        text: the bytes.
+        text: the bytes of the text.
         counts: quantiles of the number of documents, see `check_counts`.
         num_tokens: T.
-        seed: of everything drawn.
-        multiple: what a document's rows are padded to a multiple of, and T is one of.
+        seed: the seed of all draws.
+        multiple: documents are padded to a multiple of this many rows; divides T.
 
     Raises:
-        ConfigError: no text, no quantiles, or more documents than have room.
+        ConfigError: the text is empty, the quantiles are invalid, or the documents have no room.
     """
 
     def __init__(
@@ -73,25 +73,25 @@ class DrawnDocuments:
         seed: int,
         multiple: int = 1,
     ) -> DrawnDocuments:
-        """Documents of a text file's words; None is the shipped text.
+        """Draw from a text file; None: the shipped text.
 
         Raises:
-            ConfigError: The file cannot be read, or as for the class.
+            ConfigError: the file cannot be read, or as for the class.
         """
         text = b"\n\n".join(read_documents(path))
         return cls(text, counts, num_tokens=num_tokens, seed=seed, multiple=multiple)
 
     def lengths(self, step: int, microbatch: int, dp_rank: int = 0) -> tuple[int, ...]:
-        """Tokens of each document of a microbatch, without its tokens."""
+        """Return the length of each document of a microbatch, without reading its tokens."""
         return tuple(self._lengths(self._generator(step, microbatch, dp_rank)).tolist())
 
     def row(self, step: int, microbatch: int, dp_rank: int = 0) -> DocumentRow:
-        """One microbatch.
+        """Return one microbatch.
 
         Args:
-            step: Training step, from 0.
-            microbatch: Microbatch of the step, from 0.
-            dp_rank: Data-parallel rank.
+            step: training step, from 0.
+            microbatch: microbatch of the step, from 0.
+            dp_rank: data-parallel rank.
         """
         rng = self._generator(step, microbatch, dp_rank)
         lengths = self._lengths(rng)

@@ -1,4 +1,4 @@
-"""Text files as lists of documents."""
+"""Read text files as lists of documents."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ _SHIPPED = "persuasion.txt"
 
 
 def shipped_text() -> bytes:
-    """The text in the package; SOURCES.md next to it says what it is and why it may be there."""
+    """Return the text in the package; for its origin and licence see SOURCES.md next to it."""
     return resources.files("chunkgraph.data").joinpath(_SHIPPED).read_bytes()
 
 
 def read_documents(path: str | Path | None = None) -> list[bytes]:
-    """The documents of a text: what stands between blank lines, without the blank lines.
+    """Read the documents of a text, which blank lines separate.
 
     Args:
-        path: Text file, read as bytes; None is the shipped text.
+        path: a text file, read as bytes; None: the shipped text.
 
     Raises:
-        ConfigError: The file cannot be read or holds nothing.
+        ConfigError: the file cannot be read or is empty.
     """
     if path is None:
         text = shipped_text()
@@ -34,7 +34,7 @@ def read_documents(path: str | Path | None = None) -> list[bytes]:
         try:
             file = Path(path)
             if file.exists() and not (file.is_file() or file.is_dir()):
-                raise OSError(None, "it is a pipe or a device, which may have no end")
+                raise OSError(None, "it is a pipe or a device, which may not end")
             text = file.read_bytes()
         except OSError as error:
             msg = (
@@ -46,6 +46,6 @@ def read_documents(path: str | Path | None = None) -> list[bytes]:
     documents = [paragraph.strip(b"\n") for paragraph in paragraphs]
     documents = [document for document in documents if document.strip()]
     if not documents:
-        msg = f"data.path: {shown(str(path))} holds no text."
+        msg = f"data.path: {shown(str(path))} is empty."
         raise ConfigError(msg)
     return documents

@@ -8,4 +8,4 @@ END_OF_DOCUMENT = 256
 """Token after the last byte of a document."""
 
 NUM_TOKENS = 257
-"""Tokens that occur: 256 bytes and the end of a document. Models may round their tables up."""
+"""Number of tokens: 256 bytes and the end of a document. Models may round up their tables."""

@@ -1,7 +1,7 @@
 """The settings of a training run: frozen dataclasses, read from YAML and written back.
 
-``load_config`` reads a file and applies ``section.key=value`` overrides; every value is checked
-when it is read, and the sections are checked against each other when the whole is built.
+`load_config` reads a file and applies ``section.key=value`` overrides. Every value is checked when
+it is read, and the sections are checked against each other when the `Config` is built.
 """
 
 from __future__ import annotations

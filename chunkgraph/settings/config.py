@@ -1,4 +1,4 @@
-"""The whole configuration: its sections, with Megatron's names where the meaning is Megatron's."""
+"""The configuration of a run: its sections, with Megatron's names for Megatron's settings."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Everything that decides what a run computes.
+    """All settings of a run.
 
     Raises:
-        ConfigError: A value is out of range, or two values cannot go together.
-        TopologyError: The sizes cannot form a pipeline.
+        ConfigError: a value is out of range, or two values cannot go together.
+        TopologyError: the sizes cannot form a pipeline.
     """
 
     model: ModelConfig
@@ -61,11 +61,11 @@ class Config:
 
     @property
     def seq_buckets(self) -> tuple[int, ...]:
-        """Fewer sequences that are captured too, by ``packing.seq_buckets`` or by default."""
+        """Return ``packing.seq_buckets``, with the default applied."""
         packing = self.packing
         if packing.seq_buckets is not None:
             return packing.seq_buckets
-        # With sizes that change, tokens are those of a rank, and this size is 1.
+        # With context_parallel_sizes, tokens are those of a rank, and this size is 1.
         return default_seq_buckets(
             packing.max_packed_seqs,
             self.tokens_per_sequence,
@@ -75,6 +75,6 @@ class Config:
 
     @property
     def tokens_per_sequence(self) -> int:
-        """Tokens of a sequence in the pipeline; packed ones may have a length of their own."""
-        packed = self.packing.max_packed_tokens if self.packing.max_packed_seqs else None
-        return packed or self.model.seq_length
+        """Return the tokens of a sequence in the pipeline, packed or not."""
+        packed_tokens = self.packing.max_packed_tokens if self.packing.max_packed_seqs else None
+        return packed_tokens or self.model.seq_length

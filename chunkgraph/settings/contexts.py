@@ -1,4 +1,4 @@
-"""The rules of a context-parallel size for each microbatch."""
+"""The rules of ``packing.context_parallel_sizes``: a size for each microbatch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["CONTEXT_FILE_RULES", "CONTEXT_RULES", "RANK_RULES", "SIZE_RULES"]
 def _rule(
     text: str, when: Callable[[Facts], object], error: type[ConfigError] = ConfigError
 ) -> Rule:
-    """A rule of sizes that change, together with other settings."""
+    """Return a rule that applies only with ``context_parallel_sizes``."""
     return Rule(
         f"context_parallel_sizes {text}", lambda f: f.context_parallel_sizes and when(f), error
     )
@@ -25,23 +25,23 @@ def _recomputes(part: str) -> Callable[[Facts], bool]:
 
 CONTEXT_RULES = (
     _rule(
-        "context_parallel_size: the groups are cut from the data-parallel ranks; use "
+        "context_parallel_size: the groups are formed from the data-parallel ranks; use "
         "{context_parallel_size=1}",
         lambda f: (f.context_parallel_size or 1) > 1,
     ),
     _rule(
-        "fp8: scales of ranks whose microbatches have several sizes were not tried; leave one of "
-        "them out",
+        "fp8: scales of ranks whose microbatches have several sizes are not supported; use one of "
+        "them",
         lambda f: f.fp8,
     ),
     _rule(
-        "mtp_num_layers: several tokens are predicted over the rows of one rank alone; leave one "
-        "of them out",
+        "mtp_num_layers: multi-token prediction sees only the rows of its own rank; use one of "
+        "them",
         lambda f: f.mtp_num_layers,
     ),
     _rule(
-        "hybrid_layer_pattern: the heads of a mixer are shared by the ranks that it was built "
-        "for; leave one of them out",
+        "hybrid_layer_pattern: a Mamba mixer splits its heads over the ranks that it was built "
+        "for; use one of them",
         lambda f: f.hybrid_layer_pattern,
     ),
     *(
@@ -53,7 +53,7 @@ CONTEXT_RULES = (
         for part in ("moe", "mla_up_proj")
     ),
 )
-"""Those of a model, wherever its settings come from."""
+"""Rules of a model, from a file, a program or a command line."""
 
 
 def _uneven_sizes(f: Facts) -> object:
@@ -68,7 +68,7 @@ def _uneven_parts(f: Facts) -> object:
 
 
 def _rows(f: Facts) -> int:
-    """Rows of a microbatch on one rank."""
+    """Return the rows of a microbatch on one rank."""
     return f.max_packed_tokens or f.seq_length or 1
 
 
@@ -79,7 +79,7 @@ def _missing_sizes(f: Facts) -> object:
 
 SIZE_RULES = (
     _rule(
-        ": {size} is no power of two, and groups of 1, 2, 4, ... neighbours share microbatches; "
+        ": {size} is not a power of two, and groups of 1, 2, 4, ... neighbours share microbatches; "
         "leave it out",
         _uneven_sizes,
         TopologyError,
@@ -90,16 +90,16 @@ SIZE_RULES = (
         lambda f: f.context_parallel_sizes and _missing_sizes(f),
     ),
 )
-"""Those of the sizes themselves."""
+"""Rules of the sizes themselves."""
 RANK_RULES = (
     _rule(
-        "data_parallel_size: groups of 1, 2, 4, ... neighbours divide a power of two alone; "
-        "change the number of data-parallel ranks",
+        "data_parallel_size: groups of 1, 2, 4, ... neighbours need a power of two; change the "
+        "number of data-parallel ranks",
         lambda f: (f.data_parallel_size or 1).bit_count() > 1,
         TopologyError,
     ),
     _rule(
-        "data_parallel_size: the data-parallel ranks share microbatches, and are too few for one "
+        "data_parallel_size: the data-parallel ranks share microbatches and are too few for a size "
         "of {largest}; leave that size out, or use more ranks",
         lambda f: (
             f.data_parallel_size
@@ -109,24 +109,24 @@ RANK_RULES = (
         TopologyError,
     ),
     _rule(
-        "max_packed_tokens: the {rows} rows of a rank do not divide in {parts} parts; use a "
-        "multiple of {parts}",
+        "max_packed_tokens: the {rows} rows of a rank cannot be divided into {parts} equal parts; "
+        "use a multiple of {parts}",
         _uneven_parts,
         TopologyError,
     ),
     _rule(
-        "buckets: banks of several lengths were not joined to the training loop; leave one of "
-        "them out",
+        "buckets: the training loop does not support several lengths with several sizes; use one "
+        "of them",
         lambda f: f.buckets,
     ),
 )
-"""Those of a job, from a configuration file or a command line."""
+"""Rules of a job, from a configuration file or a command line."""
 
 
 def _longest(f: Facts) -> object:
     longest = max(f.context_parallel_sizes) * _rows(f)
-    is_cut = f.position_embedding_type == "learned_absolute" and longest > f.seq_length
-    return is_cut and {"longest": longest}
+    exceeds = f.position_embedding_type == "learned_absolute" and longest > f.seq_length
+    return exceeds and {"longest": longest}
 
 
 CONTEXT_FILE_RULES = (
@@ -134,7 +134,7 @@ CONTEXT_FILE_RULES = (
     *SIZE_RULES,
     *RANK_RULES,
     _rule(
-        "document_counts: the training command does not join them; leave one of them out",
+        "document_counts: the training command does not support the two together; use one of them",
         lambda f: f.document_counts,
     ),
     _rule(
@@ -148,4 +148,4 @@ CONTEXT_FILE_RULES = (
         lambda f: f.pad_seq_to_mult > 1,
     ),
 )
-"""Those of a configuration file."""
+"""Rules of a configuration file."""

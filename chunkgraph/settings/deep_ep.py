@@ -10,16 +10,16 @@ from chunkgraph.settings.rule import Facts, Rule, recomputes
 __all__ = ["DEEPEP_RANKS", "DEEPEP_RULES", "STATIC"]
 
 DEEPEP_RANKS = (2, 4, 8)
-"""Ranks of a node between which DeepEP itself can dispatch in a graph; it has kernels for these."""
+"""Numbers of ranks of a node for which DeepEP has kernels that can be captured."""
 STATIC = (
     "use {moe_token_dispatcher_type=alltoall}, {moe_expert_capacity_factor=} and "
     "{moe_pad_expert_input_to_capacity=true}"
 )
-"""The dispatch that needs no package."""
+"""The remedy that needs no extra package."""
 _BACKENDS = ("hybridep", "deepep")
 _MOST_HIDDEN, _HIDDEN_MULTIPLE, _MOST_TOPK = 8176, 16, 32
 _HYBRIDEP = "use {moe_flex_dispatcher_backend=hybridep}"
-_GROUPED = "only that grouped product takes the number of tokens of each expert from the device"
+_GROUPED = "only this grouped GEMM reads the token counts of experts on the device"
 
 
 def _uses_flex(f: Facts) -> bool:
@@ -27,7 +27,7 @@ def _uses_flex(f: Facts) -> bool:
 
 
 def _with_flex(text: str, when: Callable[[Facts], object], *backends: str) -> Rule:
-    """A rule of one of some backends, or of both."""
+    """Return a rule of the flex dispatcher with these backends; default: all of them."""
     settings, _, why = text.partition(": ")
     allowed = backends or _BACKENDS
     return Rule(
@@ -51,7 +51,7 @@ def _unknown_backend(f: Facts) -> object:
     if not _uses_flex(f) or backend in _BACKENDS:
         return False
     if backend == "ncclep":
-        what = "a rank that is over its budget ends the process, so that no step can run again"
+        what = "a rank over its budget ends the process, so a step cannot run again"
     else:
         what = "no backend" if backend is None else "not known"
     return {"what": what}
@@ -61,11 +61,11 @@ def _has_no_budget(f: Facts) -> object:
     factor = f.moe_expert_rank_capacity_factor
     if factor is not None and math.isfinite(factor):
         return False
-    # The only one who meets Megatron's own check.
+    # Only a program gets this far: Megatron's config refuses the setting for this backend.
     is_late = f.is_attached and f.moe_flex_dispatcher_backend == "deepep"
     how = (
-        " (before attach() set it on Megatron's config once that is made, whose own check refuses "
-        "it for this backend)"
+        " (set it on Megatron's config after creating it and before attach(), since the config's "
+        "own check refuses it for this backend)"
     )
     return {"how": how if is_late else ""}
 
@@ -82,7 +82,7 @@ def _has_capacity(f: Facts) -> bool:
 
 def _untried(setting: str, when: Callable[[Facts], object]) -> Rule:
     return _with_flex(
-        f"{setting}: the two were not tried together; leave one out, or {STATIC}", when
+        f"{setting}: the two are not supported together; leave one out, or {STATIC}", when
     )
 
 
@@ -117,7 +117,7 @@ DEEPEP_RULES = (
         lambda f: (f.expert_model_parallel_size or 1) not in DEEPEP_RANKS,
         "deepep",
     ),
-    # Read in its source (release 1.2.1, ``intranode.cu``: asserts on the device).
+    # DeepEP 1.2.1 asserts this on the device (``intranode.cu``).
     _with_flex(
         f"hidden_size: its kernels take up to {_MOST_HIDDEN}, a multiple of {_HIDDEN_MULTIPLE}; "
         f"{_HYBRIDEP}",
@@ -129,25 +129,25 @@ DEEPEP_RULES = (
         lambda f: (f.moe_router_topk or 0) > _MOST_TOPK,
         "deepep",
     ),
-    _with_flex("fp16: it adds up bfloat16 alone; use {bf16=true}", lambda f: f.fp16, "deepep"),
+    _with_flex("fp16: it adds only bfloat16; use {bf16=true}", lambda f: f.fp16, "deepep"),
     _with_flex(
-        "moe_expert_rank_capacity_factor: how many rows come depends on the tokens, and a graph "
-        "has fixed shapes; make it 1 or more{how}; the highest load decides how much more; or "
-        f"{STATIC}",
+        "moe_expert_rank_capacity_factor: the number of rows a rank receives depends on the "
+        "tokens, but a graph has fixed shapes; make it 1 or more{how}, enough for the highest "
+        f"load; or {STATIC}",
         _has_no_budget,
     ),
     _with_flex(
-        "moe_expert_rank_capacity_factor: below 1 ranks drop tokens in every step; make it 1 or "
+        "moe_expert_rank_capacity_factor: below 1, ranks drop tokens in every step; make it 1 or "
         "more",
         _is_below_1,
     ),
     _with_flex(
-        "moe_expert_capacity_factor: the room is that of a rank; leave it and "
-        "{moe_pad_expert_input_to_capacity=} out; {moe_expert_rank_capacity_factor=} says how much",
+        "moe_expert_capacity_factor: experts of a rank share its room; leave it and "
+        "{moe_pad_expert_input_to_capacity=} out; {moe_expert_rank_capacity_factor=} sets the room",
         _has_capacity,
     ),
     _with_flex(
-        "token_drops: it tells no more than that a rank had no room; use {token_drops=rerun}, "
+        "token_drops: it reports only that a rank had no room; use {token_drops=rerun}, "
         "which runs such a step again, or {token_drops=raise}",
         lambda f: f.token_drops not in ("raise", "rerun"),
     ),
@@ -161,12 +161,12 @@ DEEPEP_RULES = (
     ),
     _with_flex("bf16: it sends rows of 2 bytes; use {bf16=true}", lambda f: not (f.bf16 or f.fp16)),
     _with_flex(
-        "num_warmup_steps: its buffer is made, and kernels are compiled, in the first eager step; "
-        "make it 1 or more",
+        "num_warmup_steps: its first eager step creates its buffer and compiles kernels; make it 1 "
+        "or more",
         lambda f: f.captures and f.num_warmup_steps is not None and f.num_warmup_steps < 1,
     ),
     _with_flex(
-        "expert_tensor_parallel_size: the grouped product cannot be split; make it 1",
+        "expert_tensor_parallel_size: the grouped GEMM cannot be split; make it 1",
         lambda f: (f.expert_tensor_parallel_size or 1) > 1,
     ),
     _untried("fp8", lambda f: f.fp8),

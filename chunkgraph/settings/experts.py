@@ -174,7 +174,7 @@ class ExpertConfig:
 
 
 def _enough(f: Facts) -> float:
-    """The capacity factor that has room for all tokens."""
+    """Return the capacity factor that has room for all tokens."""
     return float(f.num_moe_experts / (f.moe_router_topk or 1))
 
 
@@ -193,10 +193,10 @@ def uses_dropless(model: Any) -> bool:
 
 
 def _without_capacity(name: str) -> Rule:
-    """Return the rule of a setting that experts which take all tokens cannot have in a graph."""
+    """Return the rule of a setting that captured dropless experts do not support."""
     return Rule(
-        f"{name} moe_expert_capacity_factor: the grouped products with sizes on the device "
-        f"multiply bfloat16; train without {name.upper()}, or {STATIC}",
+        f"{name} moe_expert_capacity_factor: grouped GEMMs with sizes on the device multiply only "
+        f"bfloat16; train without {name.upper()}, or {STATIC}",
         lambda f: f.captures and uses_dropless(f) and getattr(f, name),
     )
 
@@ -218,8 +218,8 @@ def _has_uneven_groups(f: Facts) -> bool:
 
 EXPERT_RULES = (
     Rule(
-        "expert_model_parallel_size: it does not divide {num_moe_experts}; every rank holds as "
-        "many experts; change one of them",
+        "expert_model_parallel_size: it does not divide {num_moe_experts}; every rank holds the "
+        "same number of experts; change one of them",
         lambda f: f.num_moe_experts and f.num_moe_experts % (f.expert_model_parallel_size or 1),
         TopologyError,
     ),
@@ -227,32 +227,32 @@ EXPERT_RULES = (
     _without_capacity("fp4"),
     Rule(
         "moe_pad_expert_input_to_capacity moe_expert_capacity_factor: experts would drop tokens "
-        "and still get inputs of any size, and a graph has fixed shapes; use "
+        "and still get inputs of any size, but a graph has fixed shapes; use "
         "{moe_pad_expert_input_to_capacity=true}, or leave {moe_expert_capacity_factor=} out (no "
         "token is dropped)",
         _with_capacity(lambda f: not f.moe_pad_expert_input_to_capacity),
     ),
     Rule(
-        "moe_expert_capacity_factor: below 1 tokens are dropped in every step; raise it, or use "
-        "{token_drops=count} if that is meant",
+        "moe_expert_capacity_factor: below 1, tokens are dropped in every step; raise it, or use "
+        "{token_drops=count} if that is intended",
         _with_capacity(lambda f: f.moe_expert_capacity_factor < 1 and f.token_drops != "count"),
     ),
     Rule(
         "moe_expert_capacity_factor: above {num_moe_experts=} / {moe_router_topk=} ({enough}) an "
-        "expert would have room for more tokens than there are, which Megatron's permutation "
-        "cannot do; that number has room for all",
+        "expert would have room for more tokens than exist, which Megatron's permutation does not "
+        "support; {enough} has room for all",
         _with_capacity(
             lambda f: f.moe_expert_capacity_factor > _enough(f) and {"enough": f"{_enough(f):g}"}
         ),
     ),
     Rule(
-        "token_drops fp8: a step that runs again would update the scales a second time; use "
+        "token_drops fp8: a step that runs again would update the scales twice; use "
         "{token_drops=raise}, or train without FP8",
         lambda f: f.num_moe_experts and f.token_drops == "rerun" and f.fp8,
     ),
     *DEEPEP_RULES,
 )
-"""Those of a model with experts, wherever its settings come from."""
+"""Rules of a model with experts, from a file, a program or a command line."""
 
 
 def _has_experts(when: Callable[[Facts], object]) -> Callable[[Facts], object]:
@@ -261,7 +261,7 @@ def _has_experts(when: Callable[[Facts], object]) -> Callable[[Facts], object]:
 
 EXPERT_FILE_RULES = (
     Rule(
-        "expert_model_parallel_size num_moe_experts: there are no experts to share; change one of "
+        "expert_model_parallel_size num_moe_experts: there are no experts to split; change one of "
         "them",
         lambda f: f.num_moe_experts is None and f.expert_model_parallel_size > 1,
         TopologyError,
@@ -271,9 +271,8 @@ EXPERT_FILE_RULES = (
         _has_experts(lambda f: f.moe_router_topk > f.num_moe_experts),
     ),
     Rule(
-        "expert_model_parallel_size data_parallel_size: the ranks that share the experts are "
-        "copies of the rest of the model, so that the former divides the latter; change one of "
-        "them",
+        "expert_model_parallel_size data_parallel_size: data-parallel ranks split the experts, so "
+        "the former must divide the latter; change one of them",
         _has_experts(lambda f: f.data_parallel_size % f.expert_model_parallel_size),
         TopologyError,
     ),
@@ -284,8 +283,8 @@ EXPERT_FILE_RULES = (
         TopologyError,
     ),
     Rule(
-        "moe_layer_freq num_layers: it has one number for each layer of the model, 1 (experts) or "
-        "0 (feed-forward)",
+        "moe_layer_freq num_layers: the former needs one number for each layer of the model, 1 "
+        "(experts) or 0 (feed-forward)",
         _has_experts(
             lambda f: (
                 f.moe_layer_freq is not None
@@ -294,14 +293,14 @@ EXPERT_FILE_RULES = (
         ),
     ),
     Rule(
-        "moe_router_enable_expert_bias moe_router_score_function: the bias is added to sigmoid "
-        "scores alone; use {moe_router_score_function=sigmoid}",
+        "moe_router_enable_expert_bias moe_router_score_function: the bias is added only to "
+        "sigmoid scores; use {moe_router_score_function=sigmoid}",
         _has_experts(
             lambda f: f.moe_router_enable_expert_bias and f.moe_router_score_function != "sigmoid"
         ),
     ),
     Rule(
-        "moe_router_topk: the softmax over one expert is always 1, and the router would not "
+        "moe_router_topk: the softmax over one expert is always 1, so the router would not "
         "train; use {moe_router_pre_softmax=true}",
         _has_experts(
             lambda f: (
@@ -312,15 +311,15 @@ EXPERT_FILE_RULES = (
         ),
     ),
     Rule(
-        "moe_router_num_groups moe_router_group_topk: the two go together; give both, or neither",
+        "moe_router_num_groups moe_router_group_topk: the two go together; set both, or neither",
         _has_experts(
             lambda f: (f.moe_router_num_groups is None) != (f.moe_router_group_topk is None)
         ),
     ),
     Rule(
-        "moe_router_num_groups moe_router_group_topk: {num_moe_experts} must form groups of equal "
-        "size, and no more of them be used than there are",
+        "moe_router_num_groups moe_router_group_topk: the former must divide {num_moe_experts}, "
+        "and the latter must not exceed it",
         _has_experts(_has_uneven_groups),
     ),
 )
-"""Those of a configuration file alone."""
+"""Rules of a configuration file only."""

@@ -1,4 +1,4 @@
-"""What the pattern of a hybrid model must satisfy, and the sizes of its Mamba layers."""
+"""The checks of a hybrid model's pattern and of the sizes of its Mamba layers."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 __all__ = ["HYBRID_RULES", "STAGE_END", "check_hybrid"]
 
 STAGE_END = "|"
-"""Stands between the stages of a pattern."""
+"""The separator of pipeline stages in a pattern."""
 
 _LAYERS = "M*-E"
-_NOT_YET = {
+_UNSUPPORTED = {
     "/": "multi-token prediction",
     "G": "gated delta nets",
     "D": "sparse attention",
@@ -26,11 +26,11 @@ _NOT_YET = {
 
 
 def check_hybrid(config: Config) -> None:
-    """Check the pattern, and what Mamba layers demand of the sizes.
+    """Check the pattern, and the sizes that Mamba layers need.
 
     Raises:
-        ConfigError: the pattern or a size cannot be, or goes together with something it cannot.
-        TopologyError: the layers cannot be spread over the pipeline.
+        ConfigError: the pattern or a size is invalid, or contradicts another setting.
+        TopologyError: the layers cannot be distributed over the pipeline.
     """
     model = config.model
     pattern = model.hybrid_layer_pattern
@@ -55,10 +55,10 @@ def _check_symbols(pattern: str) -> None:
         if symbol in _LAYERS or symbol == STAGE_END:
             continue
         known = (
-            f"is {_NOT_YET[symbol]} in Megatron-core, which the training command does not build in "
-            "a hybrid model"
-            if symbol in _NOT_YET
-            else "is no layer"
+            f"is {_UNSUPPORTED[symbol]} in Megatron-core, which the training command does not "
+            "support in a hybrid model"
+            if symbol in _UNSUPPORTED
+            else "is not a layer"
         )
         msg = (
             f"model.hybrid_layer_pattern ({shorten(pattern)}) has {symbol!r}, which {known}. Use "
@@ -67,8 +67,8 @@ def _check_symbols(pattern: str) -> None:
         raise ConfigError(msg)
     if not all(pattern.split(STAGE_END)):
         msg = (
-            f"model.hybrid_layer_pattern ({shown(pattern)}) has a stage without layers. Give every "
-            "stage one."
+            f"model.hybrid_layer_pattern ({shown(pattern)}) has a stage without layers. Every "
+            "stage needs at least one."
         )
         raise ConfigError(msg)
 
@@ -76,28 +76,28 @@ def _check_symbols(pattern: str) -> None:
 def _check_stages(config: Config, pattern: str) -> None:
     pipeline, num_layers = config.pipeline, config.model.num_layers
     num_ranks, num_chunks = pipeline.pipeline_model_parallel_size, pipeline.num_model_chunks
-    num_stages, num_given = num_ranks * num_chunks, pattern.count(STAGE_END) + 1
-    if num_given not in (1, num_stages):
+    num_stages, num_parts = num_ranks * num_chunks, pattern.count(STAGE_END) + 1
+    if num_parts not in (1, num_stages):
         msg = (
-            f"model.hybrid_layer_pattern ({shorten(pattern)}) has {num_given} stages, but the "
+            f"model.hybrid_layer_pattern ({shorten(pattern)}) has {num_parts} stages, but the "
             f"pipeline has {num_stages} (pipeline_model_parallel_size {num_ranks} x {num_chunks} "
-            "model chunks each). Separate as many with |, or none for equal ones."
+            f"model chunks each). Separate {num_stages} stages with |, or use no | for equal ones."
         )
         raise TopologyError(msg)
-    if num_given == num_stages:
+    if num_parts == num_stages:
         return
     if num_chunks > 1:
         msg = (
-            f"model.hybrid_layer_pattern ({shorten(pattern)}) does not say where stages end, which "
-            f"Megatron-core wants for {num_chunks} model chunks a rank. Separate the {num_stages} "
-            "stages with |."
+            f"model.hybrid_layer_pattern ({shorten(pattern)}) does not mark where stages end, "
+            f"which Megatron-core needs for {num_chunks} model chunks per rank. Separate the "
+            f"{num_stages} stages with |."
         )
         raise TopologyError(msg)
     if num_layers % num_ranks:
         msg = (
-            f"model.hybrid_layer_pattern ({shorten(pattern)}) has {num_layers} layers, which do "
-            f"not divide into {num_ranks} stages. Separate the stages with |, or change the "
-            "pipeline."
+            f"model.hybrid_layer_pattern ({shorten(pattern)}) has {num_layers} layers, which "
+            f"cannot be divided into {num_ranks} equal stages. Separate the stages with |, or "
+            "change the pipeline."
         )
         raise TopologyError(msg)
 
@@ -117,7 +117,7 @@ def _check_sizes(config: Config) -> None:
         heads = width // model.mamba_head_dim
     if heads % model.mamba_num_groups:
         msg = (
-            f"{heads} Mamba heads do not divide into model.mamba_num_groups "
+            f"{heads} Mamba heads are not divisible by model.mamba_num_groups "
             f"({model.mamba_num_groups}). Change it, model.mamba_head_dim or model.mamba_num_heads."
         )
         raise ConfigError(msg)
@@ -134,22 +134,21 @@ def _check_sizes(config: Config) -> None:
 
 
 def _check_split_sizes(heads: int, groups: int, cp: int) -> None:
-    """Heads and groups of a tensor-parallel rank, which context-parallel ranks share.
+    """Check that context-parallel ranks can split a tensor-parallel rank's heads and groups.
 
-    As Megatron's ``MambaContextParallel`` asserts: there a rank works on all rows for its heads.
+    Megatron's ``MambaContextParallel`` asserts the same: a rank works on all rows for its heads.
     """
     if heads % cp:
         msg = (
-            f"{heads} Mamba heads of a tensor-parallel rank do not divide into "
-            f"pipeline.context_parallel_size ({cp}) equal shares. Change it, model.mamba_head_dim "
-            "or model.mamba_num_heads."
+            f"{heads} Mamba heads of a tensor-parallel rank are not divisible by "
+            f"pipeline.context_parallel_size ({cp}). Change it, model.mamba_head_dim or "
+            "model.mamba_num_heads."
         )
         raise TopologyError(msg)
     if groups % cp and cp % groups:
         msg = (
-            f"model.mamba_num_groups is {groups} on a tensor-parallel rank: neither that divides "
-            f"into pipeline.context_parallel_size ({cp}) equal shares, nor the ranks into the "
-            "groups. Change one of them."
+            f"model.mamba_num_groups is {groups} on a tensor-parallel rank: neither of it and "
+            f"pipeline.context_parallel_size ({cp}) divides the other. Change one of them."
         )
         raise TopologyError(msg)
 
@@ -158,24 +157,24 @@ def _check_experts(config: Config, pattern: str) -> None:
     moe = config.moe
     if ("E" in pattern) != (moe.num_moe_experts is not None):
         msg = (
-            f"model.hybrid_layer_pattern is {shorten(pattern)} and moe.num_moe_experts "
-            f"{moe.num_moe_experts}: the pattern says which layers have experts. Give it an E, or "
-            "set the latter to null."
+            f"moe.num_moe_experts is {moe.num_moe_experts}, but model.hybrid_layer_pattern "
+            f"({shorten(pattern)}) has no layer with experts. Add an E to the pattern, or set "
+            "moe.num_moe_experts to null."
             if moe.num_moe_experts is not None
             else f"model.hybrid_layer_pattern ({shorten(pattern)}) has layers with experts (E), "
-            "but moe.num_moe_experts is null. Give their number."
+            "but moe.num_moe_experts is null. Set the number of experts."
         )
         raise ConfigError(msg)
     if moe.num_moe_experts is not None and moe.moe_layer_freq is not None:
         msg = (
             f"moe.moe_layer_freq is {shown(list(moe.moe_layer_freq))}, but "
-            f"model.hybrid_layer_pattern ({shorten(pattern)}) says which layers have experts. Set "
-            "the former to null."
+            f"model.hybrid_layer_pattern ({shorten(pattern)}) decides which layers have experts. "
+            "Set the former to null."
         )
         raise ConfigError(msg)
 
 
 HYBRID_RULES = (
-    Rule("fp8 hybrid_layer_pattern: the two were not tried together; leave one of them out"),
+    Rule("fp8 hybrid_layer_pattern: the two are not supported together; use one of them"),
 )
-"""Those of a hybrid model, wherever its settings come from."""
+"""Rules of a hybrid model, from a file, a program or a command line."""

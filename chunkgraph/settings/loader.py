@@ -1,7 +1,7 @@
-"""YAML and overrides into a Config, and back; every error names file and dotted path.
+"""Read a `Config` from YAML and overrides, and write it; errors name the file and dotted path.
 
-A file may name one base, ``extends: base.yaml``, relative to itself. It then holds only what
-differs from the base, which may have a base too.
+A file may name one base, ``extends: base.yaml``, relative to itself. It then holds only the
+differences from the base, which may have a base too.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Loaded:
     """A configuration and where its values come from.
 
     Attributes:
-        config: The configuration.
-        origins: A file or ``override``, by dotted path; what is missing has its default.
+        config: the configuration.
+        origins: file name or ``override`` by dotted path; values without an entry are defaults.
     """
 
     config: Config
@@ -53,19 +53,19 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read a configuration file.
 
     Args:
-        path: YAML file.
-        overrides: ``section.key=value`` strings, applied in order; a value is read as YAML, so
-            that ``train.num_microbatches=[4,6]`` gives a list and ``run.debug=true`` a truth value.
+        path: a YAML file.
+        overrides: ``section.key=value`` strings, applied in order. Values are YAML:
+            ``train.num_microbatches=[4,6]`` is a list and ``run.debug=true`` a boolean.
 
     Raises:
-        ConfigError: The file cannot be read, a key is unknown, a value has the wrong type, or
-            values do not go together (TopologyError where they cannot form a pipeline).
+        ConfigError: the file cannot be read, a key is unknown, a value has the wrong type, or
+            values cannot go together (TopologyError if they cannot form a pipeline).
     """
     return load_with_origins(path, overrides).config
 
 
 def load_with_origins(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
-    """Read a configuration file, as `load_config`, and note where each value comes from."""
+    """Read a configuration file like `load_config`, and record where each value comes from."""
     raw: dict[str, Any] = {}
     origins: dict[str, str] = {}
     for source, values in _read_files(Path(path)):
@@ -79,19 +79,19 @@ def load_with_origins(path: str | Path, overrides: Sequence[str] = ()) -> Loaded
     return Loaded(config_from_mapping(raw, source=shorten(str(path))), origins)
 
 
-def _read_files(path: Path, extending: tuple[Path, ...] = ()) -> list[tuple[str, dict[str, Any]]]:
-    """Read a file and its bases, the deepest base first."""
+def _read_files(path: Path, children: tuple[Path, ...] = ()) -> list[tuple[str, dict[str, Any]]]:
+    """Read a file and its bases, the deepest base first; ``children`` are files that extend it."""
     source = shorten(str(path))
     try:
         raw = read_yaml(path)
     except ConfigError as error:
-        if not extending:
+        if not children:
             raise
-        msg = f"{shorten(str(extending[-1]))}: cannot extend its base. {error}"
+        msg = f"{shorten(str(children[-1]))}: cannot extend its base. {error}"
         raise ConfigError(msg) from None
-    # Only now: what can be read is no loop of links, which cannot be resolved.
-    if path.resolve() in [known.resolve() for known in extending]:
-        chain = " -> ".join(shorten(str(item)) for item in (*extending, path))
+    # Checked after reading: a loop of links cannot be resolved, but cannot be read either.
+    if path.resolve() in [child.resolve() for child in children]:
+        chain = " -> ".join(shorten(str(item)) for item in (*children, path))
         msg = f"{source} extends itself: {chain}. Remove one '{_BASE}'."
         raise ConfigError(msg)
     if not isinstance(raw, dict):
@@ -106,11 +106,11 @@ def _read_files(path: Path, extending: tuple[Path, ...] = ()) -> list[tuple[str,
     if not isinstance(base, str) or not base:
         msg = f"{source}: {_BASE}: expected the path of one file; got {_describe(base)}."
         raise ConfigError(msg)
-    return [*_read_files(path.parent / base, (*extending, path)), (source, raw)]
+    return [*_read_files(path.parent / base, (*children, path)), (source, raw)]
 
 
 def _merge(raw: dict[str, Any], values: Mapping[str, Any]) -> None:
-    """Let values replace those of a base; sections are merged key by key."""
+    """Overwrite the base's values in place; sections are merged key by key."""
     for key, value in values.items():
         if isinstance(value, dict) and isinstance(raw.get(key), dict):
             _merge(raw[key], value)
@@ -139,14 +139,14 @@ def config_from_mapping(raw: Mapping[str, object], *, source: str = "config") ->
 
 
 def to_mapping(config: Config) -> dict[str, Any]:
-    """The configuration as nested plain values (lists, not tuples)."""
+    """Return the configuration as nested plain values (lists, not tuples)."""
     mapping = _plain(config)
     assert isinstance(mapping, dict)
     return mapping
 
 
 def to_yaml(config: Config) -> str:
-    """The configuration as YAML that ``load_config`` reads back to an equal value."""
+    """Return the configuration as YAML that `load_config` reads back to an equal value."""
     return yaml.safe_dump(to_mapping(config), sort_keys=False, default_flow_style=None)
 
 
@@ -174,7 +174,7 @@ def _apply_override(raw: dict[str, Any], override: str, key: str, value: object)
         inner = target.setdefault(section, {})
         if not isinstance(inner, dict):
             msg = (
-                f"override {shown(override)}: {section} is no section in the file, but "
+                f"override {shown(override)}: {section} is not a section in the file, but "
                 f"{_describe(inner)}."
             )
             raise ConfigError(msg)
@@ -183,18 +183,18 @@ def _apply_override(raw: dict[str, Any], override: str, key: str, value: object)
 
 
 def _type_at(dotted: str) -> Any:
-    """The declared type of the field at a dotted path."""
+    """Return the declared type of the field at a dotted path."""
     hint: Any = Config
-    walked: list[str] = []
+    parents: list[str] = []
     for part in dotted.split("."):
         if not is_dataclass(hint):
-            msg = f"{'.'.join(walked)} is a single value and has no key {shown(part)}."
+            msg = f"{'.'.join(parents)} is a single value and has no key {shown(part)}."
             raise ConfigError(msg)
         hints = get_type_hints(hint)
         if part not in hints:
-            raise ConfigError(_unknown_key(part, ".".join(walked), hints))
+            raise ConfigError(_unknown_key(part, ".".join(parents), hints))
         hint = hints[part]
-        walked.append(part)
+        parents.append(part)
     return hint
 
 
@@ -217,12 +217,12 @@ def _build(cls: type[Any], raw: object, path: str) -> object:
         elif item.default is MISSING and item.default_factory is MISSING:
             msg = f"{dotted} is missing and has no default; expected {_expected(hints[item.name])}."
             raise ConfigError(msg)
-    built: object = cls(**values)
-    return built
+    section: object = cls(**values)
+    return section
 
 
 def _convert(hint: Any, value: Any, path: str) -> object:
-    """``value`` as the declared type; YAML's plain numbers are the only ones widened."""
+    """Return ``value`` as the declared type; only numbers are widened, to float."""
     if is_dataclass(hint):
         assert isinstance(hint, type)
         return _build(hint, value, path)
@@ -232,8 +232,8 @@ def _convert(hint: Any, value: Any, path: str) -> object:
     if get_origin(hint) is Literal:
         if isinstance(value, str) and value in get_args(hint):
             return value
-        hinted = did_you_mean(value, get_args(hint)) if isinstance(value, str) else ""
-        msg = f"{path}: expected {_expected(hint)}; got {_describe(value)}.{hinted}"
+        suggestion = did_you_mean(value, get_args(hint)) if isinstance(value, str) else ""
+        msg = f"{path}: expected {_expected(hint)}; got {_describe(value)}.{suggestion}"
         raise ConfigError(msg)
     if get_origin(hint) is tuple and isinstance(value, (list, tuple)):
         element = get_args(hint)[0]
@@ -242,14 +242,14 @@ def _convert(hint: Any, value: Any, path: str) -> object:
         number = _as_float(value)
         if number is not None:
             return _bounded(number, path)
-    elif type(value) is hint:  # exactly: a truth value is no whole number
+    elif type(value) is hint:  # exact type: True is not a whole number
         return _bounded(value, path)
     msg = f"{path}: expected {_expected(hint)}; got {_describe(value)}."
     raise ConfigError(msg)
 
 
 def _as_float(value: object) -> float | None:
-    """A number as float; YAML 1.1 reads ``1e-3``, without a dot, as text."""
+    """Return a number as float, or None; YAML 1.1 reads ``1e-3``, without a dot, as text."""
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         return None
     try:
@@ -261,7 +261,7 @@ def _as_float(value: object) -> float | None:
 
 
 def _bounded(value: object, path: str) -> object:
-    """The value, if it is one that what follows can count, print or open."""
+    """Return a value, or raise for infinite or huge numbers, and for long text or NUL bytes."""
     problem = ""
     if isinstance(value, float) and not math.isfinite(value):
         problem = "it must be a finite number"
@@ -270,7 +270,7 @@ def _bounded(value: object, path: str) -> object:
     elif isinstance(value, str) and len(value) > _MAX_TEXT:
         problem = f"text ends at {_MAX_TEXT} characters"
     elif isinstance(value, str) and "\0" in value:
-        problem = "text has no NUL characters"
+        problem = "text must not have NUL characters"
     if problem:
         msg = f"{path} is {shown(value)}; {problem}."
         raise ConfigError(msg)

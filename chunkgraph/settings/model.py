@@ -166,9 +166,9 @@ class ModelConfig:
 
 FP8_RULES = (
     Rule(
-        "recompute_granularity fp8: Transformer Engine's own recomputation keeps the scales of "
-        "the first pass in a queue in Python, which a replay does not advance; recompute "
-        "core_attn alone ({recompute_granularity=selective}), or nothing",
+        "recompute_granularity fp8: Transformer Engine's recomputation keeps the scales of the "
+        "first pass in a Python queue, which a replay does not advance; recompute only core_attn "
+        "({recompute_granularity=selective}), or nothing",
         lambda f: (
             f.fp8_recipe
             and (
@@ -181,4 +181,4 @@ FP8_RULES = (
         ),
     ),
 )
-"""Those of a model in FP8, wherever its settings come from."""
+"""Rules of a model in FP8, from a file, a program or a command line."""

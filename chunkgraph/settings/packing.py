@@ -94,38 +94,39 @@ class PackingConfig:
 
 
 def _rows(f: Facts) -> int:
-    """Rows of a microbatch, over all its context-parallel ranks."""
+    """Return the rows of a microbatch on all its context-parallel ranks together."""
     return int(f.max_packed_tokens or f.seq_length)
 
 
 def _rule(
     text: str, when: Callable[[Facts], object], error: type[ConfigError] = ConfigError
 ) -> Rule:
-    """A rule of packed documents."""
+    """Return a rule that applies only to packed documents."""
     return Rule(text, lambda f: f.max_packed_seqs and when(f), error)
 
 
 def _wrong_counts(f: Facts) -> object:
-    wrong = [n for n in f.seq_buckets or () if not 2 <= n < f.max_packed_seqs]
-    return wrong and {"count": wrong[0]}
+    counts = [n for n in f.seq_buckets or () if not 2 <= n < f.max_packed_seqs]
+    return counts and {"count": counts[0]}
 
 
 NUM_SEQS_RULE = Rule(
-    "max_packed_seqs: one sequence is for the rest of the tokens; use 2 or more, or 0 for no "
-    "packed sequences",
+    "max_packed_seqs: one sequence takes the remaining rows; use 2 or more, or 0 for no packed "
+    "sequences",
     lambda f: f.max_packed_seqs not in (None, 0) and f.max_packed_seqs < 2,
 )
 PACKING_RULES = (
     _rule(
-        "seq_buckets max_packed_seqs: {count} is not 2 or more and below the latter; leave it out",
+        "seq_buckets max_packed_seqs: {count} is not between 2 and {max_packed_seqs=} - 1; leave "
+        "it out",
         _wrong_counts,
     ),
 )
-"""Those of packed documents, wherever settings come from."""
+"""Rules of packed documents, from a file, a program or a command line."""
 
 
 def _least_rows(f: Facts) -> int:
-    """Rows that a document takes at least."""
+    """Return the fewest rows of a document."""
     size = f.context_parallel_size
     return math.lcm(1 if size == 1 else 2 * size, f.pad_seq_to_mult)
 
@@ -137,8 +138,8 @@ def _crowded(f: Facts) -> object:
 
 def _wrong_buckets(f: Facts) -> object:
     rows = _rows(f)
-    wrong = [n for n in f.buckets if not 0 < n <= rows or (n > 1 and n != int(n))]
-    return wrong and {"size": f"{wrong[0]:g}", "rows": rows}
+    sizes = [n for n in f.buckets if not 0 < n <= rows or (n > 1 and n != int(n))]
+    return sizes and {"size": f"{sizes[0]:g}", "rows": rows}
 
 
 def _uneven_rows(f: Facts) -> object:
@@ -154,22 +155,22 @@ def _uneven_rows(f: Facts) -> object:
 PACKING_FILE_RULES = (
     NUM_SEQS_RULE,
     _rule(
-        "max_packed_seqs max_packed_tokens seq_length: offsets of packed documents count up to "
-        f"{MAX_TOKENS}; lower what is larger",
+        "max_packed_seqs max_packed_tokens seq_length: offsets of packed documents are int32 and "
+        f"end at {MAX_TOKENS}; lower the larger ones",
         lambda f: max(f.max_packed_seqs, _rows(f)) > MAX_TOKENS,
     ),
     _rule(
-        "max_packed_tokens context_parallel_size pad_seq_to_mult: the {rows} rows (default: those "
-        "of {seq_length}) are not divisible by {parts}: context-parallel ranks hold two pieces of "
-        "every document each, tensor-parallel ranks share them for sequence parallelism "
+        "max_packed_tokens context_parallel_size pad_seq_to_mult: the {rows} rows (default: "
+        "{seq_length}) are not divisible by {parts}: each context-parallel rank holds two pieces "
+        "of every document, tensor-parallel ranks split the rows with sequence parallelism "
         "({tensor_model_parallel_size}, {sequence_parallel}), and documents are padded to "
-        "multiples; make them {nearest}",
+        "multiples; use {nearest} rows",
         _uneven_rows,
         TopologyError,
     ),
     _rule(
-        "max_document_tokens context_parallel_sizes: a document may have as many tokens as the "
-        "most ranks hold; leave the former out",
+        "max_document_tokens context_parallel_sizes: the largest size limits the documents; leave "
+        "the former out",
         lambda f: f.max_document_tokens is not None and f.context_parallel_sizes,
     ),
     _rule(
@@ -177,24 +178,24 @@ PACKING_FILE_RULES = (
         lambda f: (f.max_document_tokens or 0) > _rows(f) and {"rows": _rows(f)},
     ),
     _rule(
-        "document_counts: {most} documents do not fit in the {rows} tokens of a microbatch, in "
-        "which each takes {least} or more; lower the last number",
+        "document_counts: {most} documents do not fit in the {rows} rows of a microbatch, since "
+        "each takes at least {least}; lower the last number",
         _crowded,
     ),
     _rule(
-        "buckets: {size} is no part of the tokens above 0 and up to 1, and no whole number of "
-        "tokens up to {rows}; change it",
+        "buckets: {size} is neither a fraction above 0 and up to 1, nor a whole number of rows up "
+        "to {rows}; change it",
         _wrong_buckets,
     ),
     _rule(
         "micro_batch_size max_packed_seqs: a packed microbatch is one row of documents; use "
-        "{micro_batch_size=1}, and {max_packed_tokens=} for what all of them had",
+        "{micro_batch_size=1} and a larger {max_packed_tokens=}",
         lambda f: f.micro_batch_size != 1,
     ),
     _rule(
-        "layer_spec device max_packed_seqs: Megatron's local attention takes no packed sequences; "
-        "use {layer_spec=transformer_engine} on a GPU, or a layer spec of your own "
-        "(package.module:function) whose attention takes them",
+        "layer_spec device max_packed_seqs: Megatron's local attention does not support packed "
+        "sequences; use {layer_spec=transformer_engine} on a GPU, or your own layer spec "
+        "(package.module:function) with an attention that does",
         lambda f: f.layer_spec == "local" or (f.layer_spec, f.device) == ("auto", "cpu"),
     ),
     _rule(
@@ -203,4 +204,4 @@ PACKING_FILE_RULES = (
         lambda f: f.position_embedding_type == "learned_absolute" and _rows(f) > f.seq_length,
     ),
 )
-"""Those of a configuration file."""
+"""Rules of a configuration file."""

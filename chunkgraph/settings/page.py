@@ -1,4 +1,4 @@
-"""The reference page of the documentation: every setting, with default, values and flag."""
+"""Write the settings page of the documentation: every setting, its default, values and flag."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _COLUMNS = "| setting | default | flag | meaning |\n|---|---|---|---|"
 
 
 def settings_page() -> str:
-    """Write the page, in Markdown."""
+    """Return the page in Markdown."""
     blocks = [_HEADER]
     for section, about, settings in grouped():
         title = f"## `{section}`\n\n{about}" if section else "## Top level"

@@ -84,17 +84,17 @@ class PipelineConfig:
 
     @property
     def num_model_chunks(self) -> int:
-        """Model chunks on each rank."""
+        """Return the number of model chunks on each rank."""
         return self.virtual_pipeline_model_parallel_size or 1
 
     @property
     def microbatch_group_size(self) -> int:
-        """Microbatches in a group, with the default applied."""
+        """Return the microbatches of a group, with the default applied."""
         return self.microbatch_group_size_per_vp_stage or self.pipeline_model_parallel_size
 
     @property
     def world_size(self) -> int:
-        """Processes of the run."""
+        """Return the number of processes of the run."""
         return (
             self.pipeline_model_parallel_size
             * self.tensor_model_parallel_size
@@ -154,9 +154,9 @@ SCHEDULE_RULES = (
         _is_unknown,
     ),
     Rule(
-        "schedule: it places stages in a V, and Megatron's pipelines are loops (rank r holds the "
+        "schedule: it places stages in a V, but Megatron's pipelines are loops (rank r holds the "
         "stages r, r + size, ...); use zb-h1 or interleaved-zb",
         _is_in_v,
     ),
 )
-"""Those of a schedule's name, wherever it comes from."""
+"""Rules of a schedule's name, from a file, a program or a command line."""

@@ -1,4 +1,4 @@
-"""Settings as text: the generated reference file, and a configuration with its origins."""
+"""Write settings as text: the generated reference file, and a configuration with its origins."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ _HEADER = """\
 
 
 def grouped() -> list[tuple[str, str, list[Setting]]]:
-    """List the sections: name, what it is, and its settings; those of no section first."""
+    """Return (name, description, settings) of each section; settings of no section come first."""
     hints = get_type_hints(Config)
-    every = list(settings_of(Config))
-    groups = [("", "", [item for item in every if "." not in item.path])]
+    all_items = list(settings_of(Config))
+    groups = [("", "", [item for item in all_items if "." not in item.path])]
     for item in fields(Config):
         section = hints[item.name]
         if is_dataclass(section):
             about = (section.__doc__ or "").splitlines()[0].replace("``", "")
-            own = [one for one in every if one.path.startswith(f"{item.name}.")]
-            groups.append((item.name, about, own))
+            items = [one for one in all_items if one.path.startswith(f"{item.name}.")]
+            groups.append((item.name, about, items))
     return groups
 
 
 def reference_yaml() -> str:
-    """Write every setting with its help and its default, as a configuration that loads."""
+    """Return a valid configuration with every setting, its help and its default."""
 
     def lines_of(item: Setting, indent: str) -> Iterator[str]:
         yield from _comment(_help(item), indent)
@@ -50,7 +50,7 @@ def reference_yaml() -> str:
 
 
 def config_yaml(loaded: Loaded) -> str:
-    """Write the resolved configuration, each setting with its help and its origin."""
+    """Return the resolved configuration, each setting with its help and its origin."""
     config = resolved(loaded.config)
 
     def lines_of(item: Setting, indent: str) -> Iterator[str]:
@@ -65,7 +65,7 @@ def config_yaml(loaded: Loaded) -> str:
 
 
 def differences(loaded: Loaded) -> str:
-    """Write only the settings that differ from their defaults: the shortest equal file."""
+    """Return only the settings that differ from their defaults: the shortest equivalent file."""
 
     def lines_of(item: Setting, indent: str) -> Iterator[str]:
         value = _value_at(loaded.config, item.path)
@@ -108,7 +108,7 @@ def _comment(text: str, indent: str) -> list[str]:
 
 
 def _entry(name: str, value: Any, indent: str, origin: str = "") -> list[str]:
-    """Write a key and its value, with the origin after it, or above where there is no room."""
+    """Return the lines of a key and its value, with the origin after it or, if too long, above."""
     plain = list(value) if isinstance(value, tuple) else value
     text = yaml.safe_dump(
         {name: plain},

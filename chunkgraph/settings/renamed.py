@@ -1,4 +1,4 @@
-"""Settings and flags that no longer exist, each with what replaces it."""
+"""Settings and flags that no longer exist, each with its replacement."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ __all__ = ["SUCCESSORS", "successor"]
 SUCCESSORS = {
     "packing.cuda_graph_cp_sizes": "Use packing.captured_context_parallel_sizes",
     "--cuda-graph-cp-eager-sizes": (
-        "Give all sizes to --cuda-graph-cp-sizes, and those with graphs to "
+        "Pass all sizes to --cuda-graph-cp-sizes, and the sizes to capture to "
         "--cuda-graph-cp-captured-sizes"
     ),
     "--max-tokens-per-rank": "Use --cuda-graph-max-packed-tokens",
@@ -15,16 +15,16 @@ SUCCESSORS = {
     "--cuda-graph-memset-kernels": "Set the environment variable CHUNKGRAPH_MEMSET_KERNELS=0",
     "capture.verify_every": "Use capture.num_verify_steps to verify fewer steps",
     "--cuda-graph-verify-every": "Use --cuda-graph-num-verify-steps to verify fewer steps",
-    "train.tensorboard_dir": "Give the command --json, which writes the same numbers of every step",
-    "stash.skips_single_slots": "Leave it out; chunks with one slot stash as the others do",
+    "train.tensorboard_dir": "Use the option --json, which writes the same numbers of every step",
+    "stash.skips_single_slots": "Leave it out; chunks with one slot stash like the others",
     "--cuda-graph-stash-skips-single-slots": (
-        "Leave it out; chunks with one slot stash as the others do"
+        "Leave it out; chunks with one slot stash like the others"
     ),
 }
-"""What to write instead, by dotted path or flag."""
+"""Replacement by dotted path or flag."""
 
 
 def successor(name: str) -> str:
-    """Say what replaces a setting or flag; ``""`` where the name never existed."""
-    todo = SUCCESSORS.get(name)
-    return "" if todo is None else f"{name} no longer exists. {todo}."
+    """Return a sentence that names the replacement; ``""`` if the name never existed."""
+    remedy = SUCCESSORS.get(name)
+    return "" if remedy is None else f"{name} no longer exists. {remedy}."

@@ -1,4 +1,4 @@
-"""A configuration with the defaults that depend on other settings filled in."""
+"""Fill in the defaults that depend on other settings."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["resolved"]
 
 
 def resolved(config: Config) -> Config:
-    """The same run with every value written out that is otherwise found only when it is needed.
+    """Return an equivalent configuration with derived defaults filled in.
 
-    Null stays where it means that there is none (no limit, no experts), and where only the machine
-    can tell (``device: auto`` and layers that depend on it).
+    Null stays where it means "none" (no limit, no experts), and values that depend on the machine
+    stay automatic (``device: auto``, and the layers that follow from it).
     """
     return replace(
         config,

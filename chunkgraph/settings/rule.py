@@ -1,8 +1,8 @@
-"""A rule about settings: declared once, and spoken in the words of whoever asks.
+"""Rules about settings, declared once and spelled in the words of each user.
 
-A rule names settings. `Facts` say what these are for one user, and how that user writes them:
+A rule names settings. `Facts` has their values for one user and the way that user writes them:
 ``model.fp8=e4m3`` in a configuration file, ``fp8='e4m3'`` in a program, ``--fp8-format e4m3`` on a
-command line. The names are Megatron's, or those of a section where the setting is chunkgraph's.
+command line. Names are Megatron's; chunkgraph's own settings have the name of their field.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ _PHRASES = {
     "lengths_of_experts": "several lengths (buckets=...) and experts on several ranks",
     "packed": "packed sequences",
 }
-"""Facts that are no settings, in any words."""
+"""Texts of facts that are not settings, the same for all users."""
 
 
 @dataclass(frozen=True)
 class Words:
-    """How a user writes settings.
+    """The way a user writes settings.
 
     Attributes:
-        name: Writes the name of a setting.
-        spell: Writes a setting with a value.
-        verb: Replaces the "=" of a setting that begins a sentence.
+        name: returns the text of a setting's name.
+        spell: returns the text of a setting with a value.
+        verb: replaces the "=" of a setting that begins a sentence.
     """
 
     name: Callable[[str], str]
@@ -44,11 +44,11 @@ class Words:
 
 
 class Facts:
-    """Settings as attributes, one name each; None is a setting that the user does not have.
+    """Settings as attributes; None for a setting that the user does not have.
 
     Args:
-        values: Gets the value of a setting by its name.
-        words: How the user writes it.
+        values: returns the value of a setting by its name.
+        words: the way the user writes settings.
     """
 
     def __init__(self, values: Callable[[str], Any], words: Words) -> None:
@@ -62,7 +62,7 @@ class Facts:
 
     @property
     def verb(self) -> str:
-        """Stands between a setting and its value where they begin a sentence."""
+        """Return the text between a setting and its value at the beginning of a sentence."""
         return self._words.verb
 
     def within(self, words: Words) -> Facts:
@@ -70,30 +70,30 @@ class Facts:
         return Facts(self._values, words)
 
     def name(self, name: str) -> str:
-        """Write the name of a setting."""
+        """Return the text of a setting's name."""
         return _PHRASES.get(name) or self._words.name(name)
 
     def spell(self, name: str) -> str:
-        """Write a setting with its value; ``name=`` writes its name alone."""
+        """Return the text of a setting with its value; for ``name=``, of the name alone."""
         if name.endswith("=") or name in _PHRASES:
             return self.name(name.removesuffix("="))
         return self._words.spell(name, self._values(name))
 
     def text(self, template: str) -> str:
-        """Write the settings in a text.
+        """Replace the placeholders of a text by settings.
 
-        ``{fp8}`` stands for a setting with its value, ``{fp8=}`` for its name, and ``{fp8=e4m3}``
-        for the setting with another value.
+        ``{fp8}`` becomes the setting with its value, ``{fp8=}`` its name, and ``{fp8=e4m3}`` the
+        setting with this value.
         """
 
-        def written(match: re.Match[str]) -> str:
+        def replacement(match: re.Match[str]) -> str:
             name, equals, value = match.groups()
             if not value:
                 return self.spell(f"{name}{equals}")
             literal = _LITERALS.get(value, int(value) if value.isdecimal() else value)
             return self._words.spell(name, literal)
 
-        return _FIELD.sub(written, template)
+        return _FIELD.sub(replacement, template)
 
 
 @dataclass(frozen=True)
@@ -101,11 +101,11 @@ class Rule:
     """Settings that cannot go together, why, and what to do.
 
     Attributes:
-        text: ``settings: why; what to do``. The settings are names as `Facts.spell` takes them, a
-            space between two; the rest is a text as for `Facts.text`.
-        when: True where the rule is broken; a mapping is true, and its values fill further fields
-            of the text. Default: where all of the settings are on.
-        error: Raised for a broken rule.
+        text: ``settings: why; what to do``. The settings are names for `Facts.spell`, separated by
+            spaces; the rest is a template for `Facts.text`.
+        when: returns a true value if the rule is broken; the values of a mapping replace further
+            placeholders of the text. None: broken if all settings are on.
+        error: the class of the error for a broken rule.
     """
 
     text: str
@@ -114,17 +114,17 @@ class Rule:
 
     @property
     def settings(self) -> list[str]:
-        """Names of the settings."""
+        """Return the names of the settings."""
         return self.text.partition(": ")[0].split()
 
     def broken(self, facts: Facts) -> object:
-        """Return something true where the rule is broken."""
+        """Return a true value if the rule is broken; see ``when``."""
         if self.when is not None:
             return self.when(facts)
         return all(getattr(facts, name.removesuffix("=")) for name in self.settings)
 
     def subject(self, facts: Facts) -> str:
-        """Write the settings that the rule is about."""
+        """Return the text of the rule's settings."""
         first, *others = map(facts.spell, self.settings)
         first = first.replace("=", facts.verb, 1)
         if others:
@@ -133,7 +133,7 @@ class Rule:
         return first.replace(" with without", " without")
 
     def refusal(self, facts: Facts) -> str:
-        """Say what breaks the rule, why, and what to do; ``""`` where it is kept."""
+        """Return what breaks the rule, why, and what to do; ``""`` if the rule is kept."""
         broken = self.broken(facts)
         if not broken:
             return ""
@@ -144,20 +144,20 @@ class Rule:
 
 
 def refusals(rules: Iterable[Rule], facts: Facts) -> list[str]:
-    """List what breaks any of the rules."""
+    """Return the refusals of all broken rules."""
     return [text for rule in rules if (text := rule.refusal(facts))]
 
 
 def check(rules: Iterable[Rule], facts: Facts, heading: str) -> None:
-    """Check all rules together.
+    """Check all rules, and raise one error with all refusals.
 
     Args:
-        rules: The rules.
-        facts: What they are about.
-        heading: Stands above several refusals.
+        rules: the rules.
+        facts: the settings to check.
+        heading: the first line of a message with several refusals.
 
     Raises:
-        ConfigError: Naming everything that breaks a rule; of a special kind if any rule has one.
+        ConfigError: a rule is broken; a subclass if a broken rule names one.
     """
     broken = {text: rule.error for rule in rules if (text := rule.refusal(facts))}
     if not broken:
@@ -168,6 +168,6 @@ def check(rules: Iterable[Rule], facts: Facts, heading: str) -> None:
 
 
 def recomputes(facts: Facts, *modules: str) -> bool:
-    """Return True where the backward recomputes one of these parts of a layer."""
+    """Return whether the backward recomputes one of these parts of a layer."""
     how, parts = facts.recompute_granularity, facts.recompute_modules or ()
     return how == "full" or (how == "selective" and not set(modules).isdisjoint(parts))

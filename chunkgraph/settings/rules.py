@@ -1,4 +1,4 @@
-"""The rules of a configuration file, of its sections and between them."""
+"""Check a configuration file: the rules of its sections and between them."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ __all__ = ["check_config"]
 _LAYER_SPECS = ("auto", "local", "transformer_engine")
 _SWITCHES = {
     "packing.max_packed_seqs": "packing is off",
-    "packing.context_parallel_sizes": "no microbatch has a context-parallel size of its own",
+    "packing.context_parallel_sizes": "microbatches do not have their own context-parallel size",
     "model.hybrid_layer_pattern": "there are no Mamba layers",
 }
-"""Settings without which others must keep their defaults, and why."""
+"""Settings without which others have no effect, and why."""
 
 
 def check_config(config: Config) -> None:
-    """Check ranges, then what settings demand of each other.
+    """Check the range of each setting, then the settings against each other.
 
     Raises:
-        ConfigError: A value is out of range, or settings cannot go together.
-        TopologyError: The sizes cannot form a pipeline.
+        ConfigError: a value is out of range, or settings cannot go together.
+        TopologyError: the sizes cannot form a pipeline.
     """
     check_bounds(config)
     if not config.train.num_microbatches:
-        msg = "train.num_microbatches is empty; give one number for each step, such as [4, 6, 8]."
+        msg = "train.num_microbatches is empty; set one number for each step, such as [4, 6, 8]."
         raise ConfigError(msg)
     if config.data.document_counts:
         check_counts(config.data.document_counts, "data.document_counts")
@@ -69,7 +69,7 @@ def _check_layer_spec(spec: str) -> None:
 
 
 def _idle_rules(settings: Iterable[Setting]) -> tuple[Rule, ...]:
-    """Make a rule for each setting that has no effect without another one."""
+    """Return a rule for each setting that has no effect without another one."""
 
     def is_idle(item: Setting) -> Callable[[Facts], bool]:
         name, switch = fact_of(item.path), fact_of(item.needs or "")
@@ -132,7 +132,7 @@ def _uneven_stages(f: Facts) -> object:
 
 
 def _sequence_parts(f: Facts) -> object:
-    # Each context-parallel rank holds one of the first parts and one of the last, for balance.
+    # Each context-parallel rank holds a part from the first half and one from the last.
     cp, tp = f.context_parallel_size, f.tensor_model_parallel_size
     parts = (2 * cp if cp > 1 else 1) * (tp if f.sequence_parallel else 1)
     below = f.seq_length // parts * parts
@@ -185,8 +185,9 @@ _RULES = (
         lambda f: f.hidden_size % f.num_attention_heads,
     ),
     Rule(
-        "position_embedding_type hidden_size num_attention_heads: it turns pairs of elements, but "
-        "a head has {width}; make that even, or use {position_embedding_type=learned_absolute}",
+        "position_embedding_type hidden_size num_attention_heads: it rotates pairs of elements, "
+        "but a head has {width} elements; make that even, or use "
+        "{position_embedding_type=learned_absolute}",
         lambda f: (
             f.position_embedding_type == "rope" and _head_size(f) % 2 and {"width": _head_size(f)}
         ),
@@ -213,7 +214,7 @@ _RULES = (
     ),
     *(
         Rule(
-            f"{setting} tensor_model_parallel_size: every rank holds an equal share, and the "
+            f"{setting} tensor_model_parallel_size: every rank holds an equal share, but the "
             "former is not divisible by the latter; change one of them",
             _is_uneven(setting),
             TopologyError,
@@ -221,7 +222,7 @@ _RULES = (
         for setting in ("num_attention_heads", "ffn_hidden_size", "vocab_size")
     ),
     Rule(
-        "sequence_parallel tensor_model_parallel_size: tensor-parallel ranks share the sequence; "
+        "sequence_parallel tensor_model_parallel_size: tensor-parallel ranks split the sequence; "
         "make the latter 2 or more, or leave the former out",
         lambda f: f.sequence_parallel and f.tensor_model_parallel_size == 1,
         TopologyError,
@@ -235,15 +236,15 @@ _RULES = (
         for setting in ("context_parallel_size", "sequence_parallel")
     ),
     Rule(
-        "seq_length: it is not divisible by {parts}, the parts of a sequence: two for each "
-        "context-parallel rank, for each tensor-parallel rank ({context_parallel_size}, "
+        "seq_length: it is not divisible by {parts}, the number of parts of a sequence: two per "
+        "context-parallel rank, times the tensor-parallel ranks ({context_parallel_size}, "
         "{tensor_model_parallel_size}, {sequence_parallel}); make it {nearest}",
         _sequence_parts,
         TopologyError,
     ),
     Rule(
         "microbatch_group_size_per_vp_stage pipeline_model_parallel_size: an interleaved pipeline "
-        "would wait for itself; leave the former out, or make it no smaller than the latter",
+        "would deadlock; leave the former out, or make it no smaller than the latter",
         lambda f: (
             (f.virtual_pipeline_model_parallel_size or 1) > 1
             and _group_size(f) < f.pipeline_model_parallel_size
@@ -252,7 +253,7 @@ _RULES = (
     ),
     *(
         Rule(
-            f"{setting} recompute_granularity: the former belongs to full recomputation; give "
+            f"{setting} recompute_granularity: the former belongs to full recomputation; set "
             "both, or neither",
             _is_alone(setting),
         )
@@ -264,40 +265,40 @@ _RULES = (
         lambda f: f.recompute_granularity == "selective" and not f.recompute_modules,
     ),
     Rule(
-        "recompute_modules swiglu: the feed-forward layer then has a bias, which Megatron-core "
-        "hands out of the recomputed part: its own backward calls itself without end; use "
-        "{swiglu=true}, or leave mlp out",
+        "recompute_modules swiglu: without SwiGLU the feed-forward layer has a bias, which "
+        "Megatron-core returns from the recomputed part, so that its backward recurses forever; "
+        "use {swiglu=true}, or leave mlp out",
         lambda f: (
             f.recompute_granularity == "selective" and "mlp" in f.recompute_modules and not f.swiglu
         ),
     ),
     Rule(
-        "recompute_num_layers recompute_method: the {layers} layers of a chunk do not divide into "
-        "groups of that size; choose a divisor, or use {recompute_method=block}",
+        "recompute_num_layers recompute_method: the {layers} layers of a chunk cannot be divided "
+        "into groups of that size; choose a divisor, or use {recompute_method=block}",
         _uneven_groups,
     ),
     Rule(
-        "fp8: only Transformer Engine's layers, on a GPU, have FP8; use {device=cuda} and "
+        "fp8: only Transformer Engine's layers on a GPU support FP8; use {device=cuda} and "
         "{layer_spec=transformer_engine}, or leave it out",
         lambda f: f.fp8 and _is_local(f),
     ),
     *(
         Rule(
-            f"{setting} fp8 tensor_model_parallel_size: each tensor-parallel rank needs a "
-            "multiple of 16 of it; change it, or train without FP8",
+            f"{setting} fp8 tensor_model_parallel_size: the share of each tensor-parallel rank "
+            "must be a multiple of 16; change it, or train without FP8",
             _is_uneven(setting, in_fp8=True),
         )
         for setting in ("hidden_size", "ffn_hidden_size")
     ),
     Rule(
-        "overlap_param_gather: it gathers what a sharded optimizer updated, bucket by bucket; use "
+        "overlap_param_gather: it gathers the parameters of a sharded optimizer; use "
         "{use_distributed_optimizer=true} and {overlap_grad_reduce=true}",
         lambda f: (
             f.overlap_param_gather and not (f.use_distributed_optimizer and f.overlap_grad_reduce)
         ),
     ),
     *(
-        Rule(f"{setting} use_ddp: the former is a part of DDP; change one", _needs_ddp(setting))
+        Rule(f"{setting} use_ddp: the former is part of DDP; change one", _needs_ddp(setting))
         for setting in (
             "overlap_grad_reduce",
             "gradient_accumulation_fusion",

@@ -76,7 +76,7 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchConfig:
-    """What ``chunkgraph bench`` measures. It cycles through ``train.num_microbatches``."""
+    """The measurements of ``chunkgraph bench``, which cycles through ``train.num_microbatches``."""
 
     num_warmup_steps: int = setting(
         3, help="Steps before the measured ones, including captures.", bounds=NOT_NEGATIVE

@@ -14,9 +14,9 @@ _TYPES = {int: "integer", float: "number", bool: "boolean", str: "string"}
 
 
 def json_schema() -> dict[str, Any]:
-    """Describe every section and setting, with types, choices, bounds and defaults.
+    """Return the schema of every section and setting, with types, choices, bounds and defaults.
 
-    A file that extends another may leave out what is required, so nothing is.
+    No setting is required in it, because a file that extends another may leave out any.
     """
     properties: dict[str, Any] = {
         "extends": {
@@ -25,11 +25,11 @@ def json_schema() -> dict[str, Any]:
         }
     }
     for section, about, settings in grouped():
-        described = {item.name: _describe(item) for item in settings}
+        schemas = {item.name: _describe(item) for item in settings}
         if section:
-            properties[section] = {**_object(described), "description": about}
+            properties[section] = {**_object(schemas), "description": about}
         else:
-            properties |= described
+            properties |= schemas
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "chunkgraph configuration",
@@ -64,8 +64,8 @@ def _single(item: Setting) -> dict[str, Any]:
         "maximum": item.bounds.maximum,
         "exclusiveMaximum": item.bounds.below,
     }
-    described: dict[str, Any] = {"type": _TYPES[item.kind]}
-    described |= {key: bound for key, bound in bounds.items() if math.isfinite(bound)}
+    schema: dict[str, Any] = {"type": _TYPES[item.kind]}
+    schema |= {key: bound for key, bound in bounds.items() if math.isfinite(bound)}
     if item.bounds.multiple_of > 1:
-        described["multipleOf"] = item.bounds.multiple_of
-    return described
+        schema["multipleOf"] = item.bounds.multiple_of
+    return schema

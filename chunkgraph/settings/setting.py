@@ -1,7 +1,7 @@
-"""The declaration of a setting, from which YAML, flags, help, documentation and schema follow.
+"""Declare a setting once; YAML, flags, help, documentation and schema follow from it.
 
 A setting is a field of a section's dataclass, declared with `setting`. `settings_of` lists the
-settings of a section, or of everything below one, with dotted paths.
+settings of a section and of the sections in it, with dotted paths.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Bounds:
         )
 
     def __str__(self) -> str:
-        """Describe the range as it follows "it must be"."""
+        """Return the range as text that continues "it must be"."""
         parts = []
         if self.multiple_of > 1:
             parts.append(f"a multiple of {self.multiple_of}")
@@ -87,16 +87,16 @@ def setting(
     needs: str | None = None,
     example: object = None,
 ) -> Any:
-    """Declare a setting: a dataclass field that knows everything about itself.
+    """Declare a setting as a dataclass field.
 
     Args:
-        default: Its value where none is given; without one the setting is required.
-        help: What it means, in sentences.
-        bounds: The range of its number, or of each number of its list.
-        flag: The flag that chunkgraph adds to a pretrain script for it.
-        megatron: The flag that Megatron's own command line has for it.
-        needs: Dotted path of the setting that must be on for this one to have an effect.
-        example: The value of a required setting in the generated reference.
+        default: the default; without one, the setting is required.
+        help: the meaning, in sentences.
+        bounds: the range of the number, or of each number of the list.
+        flag: the flag that chunkgraph adds to a pretrain script, or None.
+        megatron: the flag of Megatron's own command line, or None.
+        needs: dotted path of the setting that must be on for this one to have an effect, or None.
+        example: the value of a required setting in the generated reference.
     """
     declaration = _Declaration(help, bounds, flag, megatron, needs, example)
     return field(default=default, metadata={_KEY: declaration})
@@ -104,18 +104,18 @@ def setting(
 
 @dataclass(frozen=True)
 class Setting:
-    """A declared setting and its place.
+    """The declaration of a setting with its path.
 
     Attributes:
-        path: Dotted path, such as ``capture.scope``.
-        hint: Declared type.
-        default: Its value where none is given; `dataclasses.MISSING` if it is required.
-        help: What it means.
-        bounds: The range of its number, or of each number of its list.
-        flag: The flag that chunkgraph adds to a pretrain script, or None.
-        megatron: Megatron's own flag, or None.
-        needs: Path of the setting that must be on for this one to have an effect, or None.
-        example: The value of a required setting in the generated reference.
+        path: dotted path, such as ``capture.scope``.
+        hint: declared type.
+        default: the default; `dataclasses.MISSING` for a required setting.
+        help: see `setting`.
+        bounds: see `setting`.
+        flag: see `setting`.
+        megatron: see `setting`.
+        needs: see `setting`.
+        example: see `setting`.
     """
 
     path: str
@@ -130,34 +130,34 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """The last part of the path."""
+        """Return the last part of the path."""
         return self.path.rpartition(".")[2]
 
     @property
     def is_required(self) -> bool:
-        """True where it has no default."""
+        """Return whether the setting has no default."""
         return self.default is MISSING
 
     @property
     def is_optional(self) -> bool:
-        """True where null is a value."""
+        """Return whether null is a value."""
         return get_origin(self.hint) in {Union, types.UnionType}
 
     @property
     def value_hint(self) -> Any:
-        """The type without null."""
+        """Return the type without null."""
         if not self.is_optional:
             return self.hint
         return next(arm for arm in get_args(self.hint) if arm is not type(None))
 
     @property
     def is_list(self) -> bool:
-        """True where a value is a list."""
+        """Return whether values are lists."""
         return get_origin(self.value_hint) is tuple
 
     @property
     def kind(self) -> type:
-        """The type of a value, or of each value of a list."""
+        """Return the type of a value, or of each value of a list."""
         if self.choices:
             return str
         kind: type = get_args(self.value_hint)[0] if self.is_list else self.value_hint
@@ -165,7 +165,7 @@ class Setting:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The words that it takes; none where it is a number, a list or free text."""
+        """Return the possible words; empty for a number, a list or free text."""
         return get_args(self.value_hint) if get_origin(self.value_hint) is Literal else ()
 
     def numbers(self, value: object) -> Iterator[tuple[str, float]]:
@@ -179,45 +179,35 @@ class Setting:
 
 
 def settings_of(section: type[Any], prefix: str = "") -> Iterator[Setting]:
-    """List the settings of a section and of the sections in it, in their order."""
+    """Yield the settings of a section and of the sections in it, in order."""
     hints = get_type_hints(section)
     for item in fields(section):
         path = f"{prefix}{item.name}"
         if is_dataclass(hints[item.name]):
             yield from settings_of(hints[item.name], f"{path}.")
             continue
-        declared: _Declaration = item.metadata[_KEY]
-        yield Setting(
-            path=path,
-            hint=hints[item.name],
-            default=item.default,
-            help=declared.help,
-            bounds=declared.bounds,
-            flag=declared.flag,
-            megatron=declared.megatron,
-            needs=declared.needs,
-            example=declared.example,
-        )
+        declaration: _Declaration = item.metadata[_KEY]
+        yield Setting(path=path, hint=hints[item.name], default=item.default, **vars(declaration))
 
 
 def check_bounds(section: Any, prefix: str = "", kind: type[Any] | None = None) -> None:
-    """Check every number of a section, or of a whole configuration, against its bounds.
+    """Check the numbers and words of a section, or of a whole configuration.
 
     Args:
-        section: The section.
-        prefix: Of its settings' paths.
-        kind: The class that declares its settings; default its own.
+        section: the section.
+        prefix: the beginning of its settings' paths.
+        kind: the class that declares its settings; None: the section's class.
 
     Raises:
-        ConfigError: A number is out of range, or a word is not one of the choices.
+        ConfigError: a number is out of range, or a word is not one of the choices.
     """
-    for declared in settings_of(kind or type(section), prefix):
+    for item in settings_of(kind or type(section), prefix):
         value = section
-        for name in declared.path.removeprefix(prefix).split("."):
+        for name in item.path.removeprefix(prefix).split("."):
             value = getattr(value, name)
-        if declared.choices and value is not None and value not in declared.choices:
-            choices = ", ".join(map(repr, declared.choices))
-            raise ConfigError(f"{declared.path} is {value!r}; it must be one of {choices}.")
-        for path, number in declared.numbers(value):
-            if declared.bounds is not ANY and number not in declared.bounds:
-                raise ConfigError(f"{path} is {number}; it must be {declared.bounds}.")
+        if item.choices and value is not None and value not in item.choices:
+            choices = ", ".join(map(repr, item.choices))
+            raise ConfigError(f"{item.path} is {value!r}; it must be one of {choices}.")
+        for path, number in item.numbers(value):
+            if item.bounds is not ANY and number not in item.bounds:
+                raise ConfigError(f"{path} is {number}; it must be {item.bounds}.")

@@ -24,10 +24,10 @@ class _Switch:
 
 @dataclass(frozen=True, kw_only=True)
 class StashSettings:
-    """The size of a stash, and what follows when it runs out.
+    """The size of a stash, and the reaction when it runs out.
 
     Raises:
-        ConfigError: A value is out of its range.
+        ConfigError: a value is out of range.
     """
 
     page_bytes: int = setting(
@@ -99,10 +99,10 @@ class StashConfig(StashSettings, _Switch):
 
 
 def _row_bytes(f: Facts) -> int:
-    """The widest row that experts save: their input, or what is between their two products."""
-    inside = f.moe_ffn_hidden_size or f.ffn_hidden_size or 0
-    inside //= f.expert_tensor_parallel_size or 1
-    widest = max(inside * (2 if f.swiglu else 1), f.moe_latent_size or f.hidden_size or 0)
+    """Return the bytes of the widest row that experts save: their input, or their hidden row."""
+    hidden = f.moe_ffn_hidden_size or f.ffn_hidden_size or 0
+    hidden //= f.expert_tensor_parallel_size or 1
+    widest = max(hidden * (2 if f.swiglu else 1), f.moe_latent_size or f.hidden_size or 0)
     return int(widest * (f.element_bytes or 1))
 
 
@@ -112,20 +112,20 @@ def _has_small_pages(f: Facts) -> object:
     return is_small and {"size": size, "enough": 16 * -(-size // 16)}
 
 
-_UNTRIED = "fused kernels were not tried with marked padding"
+_UNTRIED = "fused kernels are not supported with marked padding"
 STASH_RULES = (
     Rule(
         "stash num_moe_experts: only experts stash; leave it out",
         lambda f: f.stash and not f.num_moe_experts,
     ),
     Rule(
-        "stash page_bytes: experts save rows of {size} bytes, which a page must hold; make it "
-        "{enough} or more (64 rows waste little)",
+        "stash page_bytes: experts save rows of {size} bytes, and a page must hold one; make it "
+        "{enough} or more (16 rows waste little)",
         _has_small_pages,
     ),
     Rule(
-        "stash recompute_granularity recompute_modules: what experts save is recomputed already; "
-        "use one of them",
+        "stash recompute_granularity recompute_modules: the activations of experts are recomputed "
+        "instead of saved; use one of them",
         lambda f: f.stash and recomputes(f, "moe", "moe_act"),
     ),
     Rule("stash fp8: quantized tensors are not stashed; use one of them"),

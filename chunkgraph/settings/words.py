@@ -1,4 +1,4 @@
-"""How a configuration file, a program and a command line write settings."""
+"""The words of a configuration file, a program and a command line for settings."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _SECTIONS: dict[str, type[Any]] = {
     "capture": CaptureConfig,
     "stash": StashConfig,
 }
-"""Sections that rules are about."""
+"""Sections with rules."""
 _NAMES = {"capture.enabled": "captures", "stash.enabled": "stash"}
-"""Facts that are not called like the last part of a setting's path."""
-_OTHERS_FLAGS = {
+"""Facts with another name than the last part of the setting's path."""
+_MEGATRON_FLAGS = {
     "bf16": "--bf16",
     "fp4": "--fp4-format",
     "fp8_param": "--fp8-param-gather",
@@ -46,31 +46,31 @@ _WITHOUT_VALUES = {
     "stash": "stash=StashOptions(...)",
     "te_rng_tracker": "model_parallel_cuda_manual_seed(seed, te_rng_tracker=True)",
 }
-"""Settings of a program that are no single value there."""
+"""Settings that are not a single value in a program."""
 
 
 def fact_of(path: str) -> str:
-    """Return the name of the fact that a setting is."""
+    """Return the name of a setting's fact."""
     return _NAMES.get(path) or path.rpartition(".")[2]
 
 
 @functools.cache
 def all_settings() -> tuple[Setting, ...]:
-    """List the settings of these sections."""
+    """Return the settings of all sections with rules."""
     return tuple(s for name, kind in _SECTIONS.items() for s in settings_of(kind, f"{name}."))
 
 
 @functools.cache
 def _settings() -> dict[str, Setting]:
-    """List the settings by the names of their facts."""
+    """Return the settings by the names of their facts."""
     return {fact_of(item.path): item for item in all_settings()}
 
 
 def _path(name: str) -> str:
     if name == "bf16":
         return "model.params_dtype"
-    known = _settings().get(name)
-    return known.path if known else name
+    item = _settings().get(name)
+    return item.path if item else name
 
 
 def _in_file(name: str, value: Any) -> str:
@@ -98,9 +98,9 @@ def _in_program(name: str, value: Any) -> str:
 
 
 def _flag(name: str) -> str:
-    known = _settings().get(name)
-    flag = (known.flag or known.megatron) if known else None
-    return flag or _OTHERS_FLAGS.get(name) or f"--{name.replace('_', '-')}"
+    item = _settings().get(name)
+    flag = (item.flag or item.megatron) if item else None
+    return flag or _MEGATRON_FLAGS.get(name) or f"--{name.replace('_', '-')}"
 
 
 def _on_command_line(name: str, value: Any) -> str:
@@ -129,7 +129,7 @@ def facts_of(config: Config) -> Facts:
         "bf16": config.model.params_dtype == "bfloat16",
         "element_bytes": 2 if config.model.params_dtype == "bfloat16" else 4,
         "fp8_recipe": config.model.fp8_recipe if config.model.fp8 else None,
-        # As the model is built: with a budget of a rank nothing is padded.
+        # As the model is built: with flex, experts are not padded to a capacity.
         "moe_pad_expert_input_to_capacity": config.moe.moe_pad_expert_input_to_capacity
         and not flex,
     }
@@ -139,10 +139,10 @@ def facts_of(config: Config) -> Facts:
             return derived[name]
         if name == "device":
             return config.device
-        known = _settings().get(name)
-        if known is None:
+        item = _settings().get(name)
+        if item is None:
             return None
-        section, _, key = known.path.partition(".")
+        section, _, key = item.path.partition(".")
         return getattr(getattr(config, section), key)
 
     return Facts(value, FILE)

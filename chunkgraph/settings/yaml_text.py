@@ -1,4 +1,4 @@
-"""Plain values out of YAML: small files, no tags of Python, and an error with its place."""
+"""Read plain values from YAML: small files, no Python tags, and errors with line and column."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from chunkgraph.errors import ConfigError
 
 __all__ = ["parse_yaml", "read_yaml"]
 
-# The largest of these takes PyYAML about a second to read.
+# PyYAML reads the largest accepted file in about a second.
 _MAX_BYTES = 256 * 1024
 _MAX_VALUES = 20_000
 _MAX_DEPTH = 32
@@ -30,24 +30,22 @@ _TAGS = {
 
 
 def read_yaml(path: str | Path) -> object:
-    """Read the values of a file.
-
-    A pipe, such as ``/dev/stdin``, is read too.
+    """Read the values of a file, or of a pipe such as ``/dev/stdin``.
 
     Raises:
-        ConfigError: The file cannot be read, is too large, or is not valid YAML.
+        ConfigError: the file cannot be read, is too large, or is not valid YAML.
     """
     where = shorten(str(path)) or "''"
     try:
         content = _read_bounded(path)
     except (OSError, ValueError) as error:
         msg = (
-            f"{where}: cannot read the configuration file: {_reason(error)}. Give a YAML file, "
+            f"{where}: cannot read the configuration file: {_reason(error)}. Pass a YAML file, "
             "such as those in configs/."
         )
         raise ConfigError(msg) from None
     if len(content) > _MAX_BYTES:
-        msg = f"{where}: larger than {_MAX_BYTES} bytes; no configuration needs so many."
+        msg = f"{where}: larger than {_MAX_BYTES} bytes, the limit of a configuration."
         raise ConfigError(msg)
     try:
         text = content.decode("utf-8")
@@ -65,16 +63,16 @@ def parse_yaml(text: str, where: str) -> object:
     """Read the values of a text.
 
     Args:
-        text: YAML.
-        where: Its origin, for the error.
+        text: the YAML.
+        where: the text's origin, for errors.
 
     Raises:
-        ConfigError: It is not valid YAML, or nested too deep or too large once aliases are
-            replaced by what they stand for.
+        ConfigError: the text is not valid YAML, or is nested too deeply or too large after
+            expanding aliases.
     """
     try:
         if len(text) > _MAX_BYTES:
-            msg = f"longer than {_MAX_BYTES} characters; no configuration needs so many"
+            msg = f"longer than {_MAX_BYTES} characters, the limit of a configuration"
             raise _Refused(problem=msg)
         return yaml.load(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
@@ -91,7 +89,7 @@ def parse_yaml(text: str, where: str) -> object:
 
 
 def _read_bounded(path: str | Path) -> bytes:
-    """The content, or a little more of it than is allowed; waits for no one's input for long."""
+    """Read at most a little more than the allowed size, and wait for a pipe only briefly."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         content = b""
@@ -113,13 +111,13 @@ def _reason(error: OSError | ValueError) -> str:
 
 
 class _Refused(yaml.MarkedYAMLError):
-    """Valid YAML that no configuration has."""
+    """Valid YAML that a configuration must not have."""
 
 
 class _Loader(yaml.SafeLoader):
-    """A safe loader of plain values whose work is bounded.
+    """A safe loader of plain values with bounded work.
 
-    Keys are text, each written once; dates are text. Aliases count as what they stand for.
+    Keys and dates are text, and duplicate keys are refused. Aliases count as their contents.
     """
 
     def __init__(self, text: str) -> None:
@@ -129,7 +127,7 @@ class _Loader(yaml.SafeLoader):
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         event: Any = self.peek_event()  # type: ignore[no-untyped-call]
-        before = self._num_values
+        num_before = self._num_values
         self._depth += 1
         self._num_values += 1
         self._refuse_if(self._depth > _MAX_DEPTH, f"nested deeper than {_MAX_DEPTH} levels", event)
@@ -137,29 +135,29 @@ class _Loader(yaml.SafeLoader):
         self._depth -= 1
         if isinstance(event, yaml.AliasEvent):
             is_complete = id(node) in self._sizes
-            self._refuse_if(not is_complete, f"*{event.anchor} stands inside itself", event)
+            self._refuse_if(not is_complete, f"*{event.anchor} contains itself", event)
             self._num_values += self._sizes[id(node)] - 1
         self._refuse_if(
             self._num_values > _MAX_VALUES,
-            f"more than {_MAX_VALUES} values, aliases counted as what they stand for",
+            f"more than {_MAX_VALUES} values after expanding aliases",
             event,
         )
         self._check_node(node, event)
-        self._sizes[id(node)] = self._num_values - before
+        self._sizes[id(node)] = self._num_values - num_before
         return node
 
     def _check_node(self, node: yaml.Node, event: Any) -> None:
         tag = node.tag.removeprefix(_TAG)
         self._refuse_if(
             tag not in _TAGS[type(node)],
-            f"the tag {shorten(node.tag.replace(_TAG, '!!'))} does not go with this; leave it out",
+            f"the tag {shorten(node.tag.replace(_TAG, '!!'))} is not allowed here; leave it out",
             event,
         )
         if isinstance(node, yaml.MappingNode):
             self._check_keys(node)
 
     def _check_keys(self, node: yaml.MappingNode) -> None:
-        """Each key is text, whatever it looks like, and there once."""
+        """Refuse keys that are not scalars and duplicate keys; read all keys as text."""
         seen: set[str] = set()
         for key, _ in node.value:
             self._refuse_if(not isinstance(key, yaml.ScalarNode), "a key must be one word", key)
@@ -175,8 +173,8 @@ class _Loader(yaml.SafeLoader):
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
         """Replace ``<<`` by the keys that it merges.
 
-        A key of the mapping hides a merged one, and an earlier merged one hides a later one
-        (https://yaml.org/type/merge.html). Releases of PyYAML differ where merges are nested.
+        A key of the mapping overrides a merged key, and an earlier merged key overrides a later
+        one (https://yaml.org/type/merge.html). PyYAML releases differ for nested merges.
         """
         merged: dict[str, tuple[yaml.Node, yaml.Node]] = {}
         for key, value in node.value:
@@ -188,8 +186,8 @@ class _Loader(yaml.SafeLoader):
                 self.flatten_mapping(source)
                 for pair in source.value:
                     merged.setdefault(pair[0].value, pair)
-        own = {key.value: (key, value) for key, value in node.value if key.tag != f"{_TAG}merge"}
-        node.value = list((merged | own).values())
+        direct = {key.value: (key, value) for key, value in node.value if key.tag != f"{_TAG}merge"}
+        node.value = list((merged | direct).values())
 
     def construct_object(self, node: Any, deep: bool = False) -> Any:
         if isinstance(node, yaml.ScalarNode):
@@ -205,12 +203,12 @@ class _Loader(yaml.SafeLoader):
             value: object = super().construct_object(node)
         except (ValueError, KeyError, IndexError, OverflowError):
             kinds = {"int": "whole number", "float": "number", "bool": "truth value"}
-            what = f"{shown(node.value)} is no {kinds.get(kind, kind)} that can be read"
+            what = f"{shown(node.value)} is not a valid {kinds.get(kind, kind)}"
             raise _Refused(problem=what, problem_mark=node.start_mark) from None
         return value
 
 
-# A date is text: no setting is one, and a name may look like one, or like 2024-99-99.
+# Dates are text: no setting is a date, but a name may look like one, or like 2024-99-99.
 _Loader.yaml_implicit_resolvers = {
     first: [item for item in resolvers if item[0] not in (f"{_TAG}timestamp", f"{_TAG}value")]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()

@@ -113,7 +113,7 @@ def test_missing_and_empty_files_are_refused(tmp_path: Path) -> None:
         read_documents(tmp_path / "none.txt")
     empty = tmp_path / "empty.txt"
     empty.write_bytes(b"\n \n")
-    with pytest.raises(ConfigError, match="holds no text"):
+    with pytest.raises(ConfigError, match="is empty"):
         read_documents(empty)
 
 

@@ -40,18 +40,22 @@ _EXPERTS = ("moe.num_moe_experts=4", "moe.moe_expert_capacity_factor=2")
             ConfigError,
             r"sizes is \[8\] with .* \[8\] is not in the latter",
         ),
-        (["packing.context_parallel_sizes=[1,3]"], TopologyError, "3 is no power of two"),
+        (["packing.context_parallel_sizes=[1,3]"], TopologyError, "3 is not a power of two"),
         (
             ["packing.context_parallel_sizes=[8]"],
             TopologyError,
-            "data_parallel_size=4: .* too few for one of 8",
+            "data_parallel_size=4: .* too few for a size of 8",
         ),
         (
             ["pipeline.data_parallel_size=6"],
             TopologyError,
-            "data_parallel_size=6: .* a power of two alone",
+            "data_parallel_size=6: .* need a power of two",
         ),
-        (["packing.max_packed_tokens=255"], TopologyError, "255 rows .* divide in 2 parts"),
+        (
+            ["packing.max_packed_tokens=255"],
+            TopologyError,
+            "255 rows .* into 2 equal parts",
+        ),
         (
             ["packing.buckets=[0.5]"],
             ConfigError,

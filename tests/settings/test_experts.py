@@ -61,17 +61,20 @@ def test_experts_are_off_until_their_number_is_given() -> None:
     ("changes", "said"),
     [
         ({"moe_pad_expert_input_to_capacity": False}, "experts would drop tokens and still"),
-        ({"moe_expert_capacity_factor": 0.5}, "below 1 tokens are dropped"),
+        ({"moe_expert_capacity_factor": 0.5}, "below 1, tokens are dropped"),
         ({"moe_expert_capacity_factor": 4.5}, r"is 4.5: above .* \(4\) .* has room for all"),
         ({"moe_router_topk": 9}, r"moe_router_topk is 9 with moe.num_moe_experts=8"),
         ({"moe_router_topk": 0}, "moe.moe_router_topk is 0"),
         ({"moe_router_topk": 1}, "moe_router_pre_softmax=true"),
         ({"moe_aux_loss_coeff": -1}, "moe.moe_aux_loss_coeff is -1"),
-        ({"moe_layer_freq": [1]}, "num_layers=2: it has one number for each layer"),
+        ({"moe_layer_freq": [1]}, "num_layers=2: the former needs one number for each layer"),
         ({"moe_layer_freq": [1, 2]}, r"moe_layer_freq is \[1, 2\]"),
         ({"moe_router_enable_expert_bias": True}, "moe_router_score_function=sigmoid"),
         ({"moe_router_num_groups": 2}, "go together"),
-        ({"moe_router_num_groups": 3, "moe_router_group_topk": 1}, "groups of equal size"),
+        (
+            {"moe_router_num_groups": 3, "moe_router_group_topk": 1},
+            "must divide moe.num_moe_exp",
+        ),
         (
             {"moe_token_dispatcher_type": "flex"},
             "backend=null: .*backend=hybridep, or .*backend=deepep",
@@ -86,9 +89,9 @@ def test_settings_that_cannot_be_are_named(changes: dict[str, Any], said: str) -
 @pytest.mark.parametrize(
     ("moe", "pipeline", "said"),
     [
-        ({}, {"expert_model_parallel_size": 2}, "there are no experts to share"),
+        ({}, {"expert_model_parallel_size": 2}, "there are no experts to split"),
         (_EXPERTS, {"expert_model_parallel_size": 3}, r"does not divide moe.num_moe_experts=8"),
-        (_EXPERTS, {"expert_model_parallel_size": 2}, "divides the latter"),
+        (_EXPERTS, {"expert_model_parallel_size": 2}, "must divide the latter"),
         (_EXPERTS, {"tensor_model_parallel_size": 2}, "only with sequence parallelism"),
     ],
 )
@@ -151,7 +154,7 @@ def test_deep_ep_serves_ranks_of_a_node() -> None:
         ),
         ({"moe_flex_dispatcher_backend": "ncclep"}, {}, "hybridep, deepep"),
         ({"moe_expert_rank_capacity_factor": None}, {}, "rank_capacity_factor is null"),
-        ({"moe_expert_rank_capacity_factor": 0.9}, {}, "below 1 ranks drop tokens"),
+        ({"moe_expert_rank_capacity_factor": 0.9}, {}, "below 1, ranks drop tokens"),
         ({"moe_expert_capacity_factor": 2.0}, {}, "moe_expert_capacity_factor is 2.0 with .*=hy"),
         ({"token_drops": "count"}, {}, "token_drops is count with .*=hybridep"),
         (

@@ -61,7 +61,7 @@ def test_patterns(pattern: str, pp: int, vpp: int | None) -> None:
     ("pattern", "options", "error", "message"),
     [
         ("M-M*", {}, ConfigError, r"num_layers is 6, but .* \(M-M\*\) has 4 layers.*Set it to 4"),
-        ("M-MxM-", {}, ConfigError, "has 'x', which is no layer"),
+        ("M-MxM-", {}, ConfigError, "has 'x', which is not a layer"),
         ("M-MGM-", {}, ConfigError, "has 'G', which is gated delta nets in Megatron-core"),
         ("M-MEM-", {}, ConfigError, r"has layers with experts \(E\), but moe.num_moe_experts is"),
         ("M-M*M-/M", {}, ConfigError, "has '/', which is multi-token prediction"),
@@ -69,11 +69,21 @@ def test_patterns(pattern: str, pp: int, vpp: int | None) -> None:
         ("", {}, ConfigError, "a stage without layers"),
         ("M-M|*|M-", {"pp": 2}, TopologyError, r"has 3 stages, but the pipeline has 2"),
         ("M-M|*M-", {}, TopologyError, r"has 2 stages, but the pipeline has 1"),
-        ("M-M*M-", {"pp": 2, "vpp": 2}, TopologyError, "does not say where stages end"),
-        ("M-M*M-", {"pp": 4}, TopologyError, "6 layers, which do not divide into 4 stages"),
+        ("M-M*M-", {"pp": 2, "vpp": 2}, TopologyError, "does not mark where stages end"),
+        (
+            "M-M*M-",
+            {"pp": 4},
+            TopologyError,
+            "cannot be divided into 4 equal stages",
+        ),
         ("M-M*M-", {"model": {"mamba_state_dim": 0}}, ConfigError, "state_dim is 0; it must be"),
         ("M-M*M-", {"model": {"mamba_head_dim": 48}}, ConfigError, r"\(48\) does not divide twice"),
-        ("M-M*M-", {"model": {"mamba_num_heads": 4}}, ConfigError, "4 Mamba heads do not divide"),
+        (
+            "M-M*M-",
+            {"model": {"mamba_num_heads": 4}},
+            ConfigError,
+            "4 Mamba heads are not",
+        ),
         (
             "M-M*M-",
             {"model": {"mamba_num_groups": 1}, "pipeline": {"tensor_model_parallel_size": 2}},
@@ -85,7 +95,7 @@ def test_patterns(pattern: str, pp: int, vpp: int | None) -> None:
             "M-M*M-",
             {"pipeline": {"context_parallel_size": 3}, "model": {"seq_length": 36}},
             TopologyError,
-            r"\d+ Mamba heads .* do not divide into pipeline.context_parallel_size \(3\)",
+            r"\d+ Mamba heads .* are not divisible by pipeline.context_parallel_size \(3\)",
         ),
         (
             "M-M*M-",
@@ -111,7 +121,7 @@ def test_what_cannot_be(
 def test_the_pattern_says_where_experts_are() -> None:
     moe = {"num_moe_experts": 4, "moe_expert_capacity_factor": 2.0}
     assert _config("M-MEM-", moe=moe).moe.num_moe_experts == 4
-    with pytest.raises(ConfigError, match=r"num_moe_experts 4: .* Give it an E"):
+    with pytest.raises(ConfigError, match=r"num_moe_experts is 4, but .* Add an E to the pattern"):
         _config("M-M*M-", moe=moe)
     with pytest.raises(ConfigError, match=r"Set the former to null"):
         _config("M-MEM-", moe={**moe, "moe_layer_freq": [1] * 6})

@@ -43,7 +43,7 @@ def _config(stash: dict[str, Any], moe: Any = None, stages: int = 2, **model: An
             {},
             {},
             {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]},
-            "recomputed already",
+            "recomputed instead of saved",
         ),
     ],
 )

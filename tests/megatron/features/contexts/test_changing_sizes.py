@@ -75,8 +75,8 @@ def test_a_step_is_announced_behind_one_that_may_run_anew(may_run_anew: bool) ->
     ("settings", "said"),
     [
         ({"fp8": "hybrid"}, "fp8='hybrid': scales of ranks"),
-        ({"context_parallel_size": 2}, "context_parallel_size=2: the groups are cut"),
-        ({"mtp_num_layers": 1}, "mtp_num_layers=1: several tokens"),
+        ({"context_parallel_size": 2}, "context_parallel_size=2: the groups are formed"),
+        ({"mtp_num_layers": 1}, "mtp_num_layers=1: multi-token prediction"),
         (
             {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]},
             "recompute_modules=['mla_up_proj']: mla_up_proj would be recomputed",

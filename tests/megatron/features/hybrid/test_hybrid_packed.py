@@ -412,5 +412,5 @@ def test_sizes_that_change_are_refused(chunks: list[Any]) -> None:
     config = vars(chunks[0].module.config)
     rules = (*Hybrid.rules, *Contexts.rules)
     (said,) = refused(rules, config, **facts, context_parallel_sizes=(1, 2))
-    assert "packing=PackedBanks.of_limits(...) with hybrid model: the heads of a mixer" in said
+    assert "packing=PackedBanks.of_limits(...) with hybrid model: a Mamba mixer" in said
     assert refused(rules, {**config, "context_parallel_size": 2}, **facts) == []

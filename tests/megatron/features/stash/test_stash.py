@@ -300,7 +300,7 @@ def test_without_a_measured_step_the_capture_says_what_is_missing(
     ("changes", "said"),
     [
         ({"num_moe_experts": None}, "only experts stash"),
-        ({"recompute_granularity": "full"}, "recomputed already"),
+        ({"recompute_granularity": "full"}, "recomputed instead of saved"),
         (
             {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]},
             r"recompute_modules=\['moe_act'\]",
