@@ -52,7 +52,8 @@ def simulate_stage(
         return transformer_engine_layer(width, num_heads, delays_weights=delays_weights)
 
     rows = []
-    for name, make in (("torch", torch_stage), ("Transformer Engine", engine_stage)):
+    # Transformer Engine first: it loads a cuDNN that must be the first of the process.
+    for name, make in (("Transformer Engine", engine_stage), ("torch", torch_stage)):
         try:
             rows.append(_measured(name, make, num_layers, (1, sequence, width), device))
         except ImportError as error:
