@@ -220,7 +220,7 @@ _PIPELINE = {**_SPREAD, "pipeline_model_parallel_size": 2}
         ("alltoall", _SPREAD_4, 1, 100),
         ("allgather", _SPREAD_4, 1, 60),
         ("alltoall", _PIPELINE, 2, 40),
-        ("alltoall", {**_PIPELINE, "virtual_pipeline_model_parallel_size": 2}, 4, 20),
+        ("alltoall", {**_PIPELINE, "virtual_pipeline_model_parallel_size": 2}, 4, 8),
     ],
     ids=["ep2", "ep2-gathered", "ep4", "ep4-gathered", "pp2-ep2", "pp2-vpp2-ep2"],
 )

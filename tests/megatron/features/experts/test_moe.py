@@ -100,6 +100,10 @@ def test_one_rank(
             [2, 1, 3],
             model={"recompute_granularity": "selective", "recompute_modules": ["moe"]},
         ),
+        "overlapped": {
+            **_config(make, _BIASED, [2, 1, 3], capture={"verify": "poison"}),
+            "transformer_options": {"moe_shared_expert_overlap": True, "add_bias_linear": False},
+        },
         **more,
         "two_losses_predicting": {
             **_config(make, {**_EXPERTS, "moe_aux_loss_coeff": 0.0}, [2, 1, 3]),
@@ -122,6 +126,7 @@ def test_one_rank(
             "allgather": {_BALANCE, _Z},
             "half_precision": {seq, _Z},
             "recomputed": {seq, _Z},
+            "overlapped": {seq, _Z},
             "recomputed_layers": {_BALANCE, _Z},
             "two_losses_predicting": {_BALANCE, seq, _Z},
         },
