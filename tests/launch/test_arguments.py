@@ -9,34 +9,16 @@ from typing import Any
 
 import pytest
 from flags_given import flags_from
+from launch_arguments import arguments
 
 from chunkgraph.errors import ConfigError
-from chunkgraph.launch import hooks
 from chunkgraph.launch.arguments import settle_arguments
-from chunkgraph.launch.flags import FLAGS, ContextSizes, GraphFlags, add_flags
+from chunkgraph.launch.flags import ContextSizes, GraphFlags, add_flags
 from chunkgraph.launch.packing_rules import changing_limits, packing_options, resolved_flags
 from chunkgraph.megatron.cpu.pretrain import cpu_flags
 from chunkgraph.packing import PackedShape
 
 HAS_TE = importlib.util.find_spec("transformer_engine") is not None
-
-
-def arguments(**changes: Any) -> argparse.Namespace:
-    values = {
-        **{flag.dest: None for flag in FLAGS},
-        "cuda_graph_granularity": "chunk",
-        "cuda_graph_impl": "local",
-        "cuda_graph_warmup_steps": 3,
-        "cuda_graph_modules": [],
-        "inference_cuda_graph_scope": None,
-        "transformer_impl": "local",
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-        "te_rng_tracker": False,
-        "num_experts": None,
-        "moe_expert_capacity_factor": None,
-    }
-    return argparse.Namespace(**{**values, **changes})
 
 
 @pytest.mark.parametrize("implementation", ["local", "none"])
@@ -410,60 +392,6 @@ def test_data_parallel_ranks_that_are_no_power_of_two(monkeypatch: pytest.Monkey
 def test_impossible_flags_of_context_sizes(given: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         _parsed(*given)
-
-
-class _AttachedError(Exception):
-    """Ends a test where the graphs would be attached."""
-
-
-@pytest.mark.parametrize("name", ["auto", "zb-h1", "mine.csv"])
-def test_the_schedule_reaches_attach(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    args = arguments(pipeline_schedule=None if name == "auto" else name)
-    attached: dict[str, Any] = {}
-
-    def attach(model: Any, **options: Any) -> None:
-        attached.update(options)
-        raise _AttachedError
-
-    monkeypatch.setattr(hooks, "pretrain_arguments", lambda: args)
-    monkeypatch.setattr(hooks, "attach", attach)
-    graphs = hooks.ChunkGraphsInPretrain(on_cpu=True)
-    graphs.parsed(args)
-    assert graphs.flags is not None
-    assert graphs.flags.as_dict()["pipeline"] == {"schedule": name}
-    with pytest.raises(_AttachedError), graphs.training([]):
-        pass
-    assert attached["schedule"] == name
-
-
-@pytest.mark.parametrize("name", ["zb-h1", "mine.csv"])
-def test_weight_gradients_are_delayed_by_schedules_that_split_backwards(name: str) -> None:
-    flags = settle_arguments(
-        arguments(pipeline_schedule=name, delay_wgrad_compute=True), on_cpu=True
-    )
-    assert flags is not None
-    with pytest.raises(ConfigError, match="--delay-wgrad-compute: weight gradients would"):
-        settle_arguments(arguments(pipeline_schedule="1f1b", delay_wgrad_compute=True), on_cpu=True)
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        (
-            {"pipeline_schedule": "zb-h1", "cuda_graph_granularity": "layer"},
-            "--pipeline-schedule zb-h1 has no effect with --cuda-graph-granularity layer",
-        ),
-        ({"pipeline_schedule": "zb-h2"}, "--pipeline-schedule zb-h2: there is no such schedule"),
-        ({"pipeline_schedule": "zb-v"}, "--pipeline-schedule zb-v: it places stages in a V"),
-        (
-            {"pipeline_schedule": "zb-h1", "use_ring_exchange_p2p": True},
-            "--use-ring-exchange-p2p with --pipeline-schedule zb-h1: it has no requests",
-        ),
-    ],
-)
-def test_schedules_that_cannot_run_are_named(changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(said)):
-        settle_arguments(arguments(**changes), on_cpu=True)
 
 
 @pytest.mark.skipif(HAS_TE, reason="Transformer Engine is installed")

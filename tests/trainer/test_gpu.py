@@ -31,6 +31,11 @@ TP2_SEQUENCE = [
     "pipeline.sequence_parallel=true",
 ]
 CP2 = ["pipeline.context_parallel_size=2"]
+ZB = ["pipeline.schedule=zb-h1"]
+ZB_VPP2 = [
+    "pipeline.virtual_pipeline_model_parallel_size=2",
+    "pipeline.schedule=interleaved-zb",
+]
 OVERLAPPED = [
     "train.overlap_grad_reduce=true",
     "train.use_distributed_optimizer=true",
@@ -254,6 +259,35 @@ OVERLAPPED = [
             [4, 1, 2, 7],
             marks=FOUR,
             id="pp2-dp2-distributed-optimizer-overlap",
+        ),
+        pytest.param([*ZB, "model.hidden_dropout=0.1"], [4, 1, 2, 7], marks=TWO, id="pp2-zb"),
+        pytest.param(
+            [
+                *ZB,
+                "train.gradient_accumulation_fusion=true",
+                "train.overlap_grad_reduce=true",
+                "capture.scope=chunk",
+                "capture.verify=poison",
+            ],
+            [4, 1, 2, 7],
+            marks=TWO,
+            id="pp2-zb-fused-overlap-whole-chunk-poison",
+        ),
+        pytest.param([*ZB, *FULL_RECOMPUTE], [2, 5, 3], marks=TWO, id="pp2-zb-full-recompute"),
+        pytest.param([*ZB, *TENSORWISE], [4, 1, 2, 7], marks=TWO, id="pp2-zb-fp8-tensorwise"),
+        pytest.param([*ZB, *DELAYED], [4, 1, 2, 7], marks=TWO, id="pp2-zb-fp8-delayed"),
+        pytest.param(ZB_VPP2, [4, 2, 12, 6], marks=TWO, id="pp2-vpp2-zb"),
+        pytest.param(
+            [*ZB_VPP2, "train.gradient_accumulation_fusion=true", "capture.scope=chunk"],
+            [4, 2, 12, 6],
+            marks=TWO,
+            id="pp2-vpp2-zb-fused-whole-chunk",
+        ),
+        pytest.param(
+            [*ZB, "pipeline.data_parallel_size=2", *OVERLAPPED],
+            [4, 1, 2, 7],
+            marks=FOUR,
+            id="pp2-dp2-zb-overlap",
         ),
     ],
 )

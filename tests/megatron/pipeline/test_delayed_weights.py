@@ -6,6 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from refused import refused
+from torch import nn
+
+from chunkgraph.megatron.core.delayed_weights import delay_in_new_configs, facts_of_delays
+from chunkgraph.megatron.refusals import DELAY_RULES
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(240)]
 
@@ -34,3 +39,70 @@ def test_weight_gradients_in_w_equal_those_of_whole_backwards(
         },
         2,
     )
+
+
+def test_a_schedule_drives_eager_layers_that_delay(
+    run_cases: Callable[..., Any], make_config: Callable[..., Any]
+) -> None:
+    config = make_config(
+        model={"layer_spec": "delayed_layers:delaying", "hidden_dropout": 0.1},
+        pipeline={"pipeline_model_parallel_size": 2, "schedule": "zb-h1"},
+        train={"num_microbatches": [2, 3, 1, 4], "overlap_grad_reduce": True},
+        capture={"enabled": False},
+    )
+    result = run_cases({"eager": {"config": config}}, 2)["eager"]
+    assert all(step["loss_equal"] and step["grad_norm_equal"] for step in result["steps"])
+    assert result["different_parameters"] == {}
+
+
+def test_every_new_config_delays_once_asked_for() -> None:
+    from dataclasses import replace
+
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.transformer import TransformerConfig
+
+    def configs() -> list[Any]:
+        model = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
+        return [model, replace(model, num_layers=2), DistributedDataParallelConfig()]
+
+    undo = delay_in_new_configs()
+    try:
+        assert all(config.delay_wgrad_compute for config in configs())
+    finally:
+        undo()
+    assert not any(config.delay_wgrad_compute for config in configs())
+
+
+class _Layer(nn.Module):
+    """A layer of Transformer Engine, as far as its store of weight gradients is asked."""
+
+    def __init__(self, *, delays: bool) -> None:
+        super().__init__()
+        self.wgrad_store = self
+        self.delay_wgrad_compute = lambda: delays
+
+
+@pytest.mark.parametrize(
+    ("facts", "said"),
+    [
+        ({"splits_backward": True, "layers_at_once": True}, "layers of Transformer Engine would"),
+        ({"splits_backward": True, "ddp_at_once": True}, "DDP would take weight gradients before"),
+        (
+            {"splits_backward": True, "use_transformer_engine_op_fuser": True},
+            "fused operations do not",
+        ),
+        ({"splits_backward": False, "delay_wgrad_compute": True}, "unless a schedule splits"),
+    ],
+)
+def test_what_would_compute_no_weight_gradients_is_refused(
+    facts: dict[str, Any], said: str
+) -> None:
+    every = {"schedule": "zb-h1", **dict.fromkeys(("layers_at_once", "ddp_at_once"), False)}
+    (text,) = refused(DELAY_RULES, {**every, **facts})
+    assert said in text
+
+
+def test_layers_that_were_built_without_it_are_seen() -> None:
+    found = facts_of_delays([nn.Sequential(_Layer(delays=True), _Layer(delays=False))])
+    assert found == {"layers_at_once": True, "ddp_at_once": False}
+    assert not any(facts_of_delays([_Layer(delays=True), nn.Linear(2, 2)]).values())

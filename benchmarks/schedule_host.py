@@ -1,0 +1,167 @@
+"""What a pipeline schedule costs the host per microbatch: chunkgraph's driver and Megatron's own.
+
+    torchrun --nproc-per-node 2 benchmarks/schedule_host.py --schedule 1f1b --json result.json
+
+Both run the same schedule on the same stages, which do next to nothing, in alternating rounds. The
+time is the processor time of each rank's main thread, without waits for the other rank. Runs on a
+CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from chunkgraph.megatron.core.access import import_megatron
+from chunkgraph.megatron.pipeline.eager import eager_driver
+from chunkgraph.settings import config_from_mapping
+from chunkgraph.trainer.setup import training_process
+
+_ROWS, _WIDTH = 4, 16
+_CHUNKS = {"1f1b": 1, "interleaved": 2}
+
+
+class _Stage(nn.Module):
+    """A stage that scales its input.
+
+    Args:
+        config: Megatron's TransformerConfig.
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+        self.scale = nn.Parameter(torch.ones(_WIDTH))
+        self.received: torch.Tensor | None = None
+
+    def set_input_tensor(self, tensors: Any) -> None:
+        """Take what the previous stage sent."""
+        (self.received,) = tensors if isinstance(tensors, list) else [tensors]
+
+    def forward(self, data: torch.Tensor) -> torch.Tensor:
+        """Scale the received tensor, on the first stage the data."""
+        return (data if self.received is None else self.received) * self.scale
+
+
+def _forward_step(data: Iterator[torch.Tensor], model: nn.Module, *_: Any) -> tuple[Any, Any]:
+    def loss(output: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, dict[str, Any]]:
+        mean = output.mean()
+        return mean, {"loss": mean.detach()}
+
+    return model(next(data)), loss
+
+
+def _stages(num_chunks: int, num_ranks: int) -> list[nn.Module]:
+    transformer = import_megatron("megatron.core.transformer.transformer_config")
+    enums = import_megatron("megatron.core.enums")
+    config = transformer.TransformerConfig(
+        num_layers=num_chunks * num_ranks,
+        hidden_size=_WIDTH,
+        num_attention_heads=1,
+        use_cpu_initialization=True,
+        pipeline_model_parallel_size=num_ranks,
+        virtual_pipeline_model_parallel_size=num_chunks if num_chunks > 1 else None,
+        microbatch_group_size_per_vp_stage=num_ranks,
+        pipeline_dtype=torch.float32,
+        deallocate_pipeline_outputs=True,
+        batch_p2p_comm=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+    )
+    stages: list[nn.Module] = [_Stage(config) for _ in range(num_chunks)]
+    for index, stage in enumerate(stages):
+        stage.model_type = enums.ModelType.encoder_or_decoder
+        stage.vp_stage = index
+    return stages
+
+
+def _step_us(run: Callable[..., Any], stages: list[nn.Module], count: int) -> float:
+    """Run one step; return the processor time per microbatch in microseconds."""
+    data = [iter([torch.ones(_ROWS, 1, _WIDTH)] * count) for _ in stages]
+    dist.barrier()
+    start = time.thread_time()
+    run(
+        forward_step_func=_forward_step,
+        data_iterator=data,
+        model=stages,
+        num_microbatches=count,
+        seq_length=_ROWS,
+        micro_batch_size=1,
+        forward_only=False,
+    )
+    return (time.thread_time() - start) * 1e6 / count
+
+
+def _measure(name: str, num_microbatches: int, num_rounds: int) -> dict[str, Any]:
+    stages = _stages(_CHUNKS[name], dist.get_world_size())
+    runs = {
+        "megatron": import_megatron("megatron.core.pipeline_parallel").get_forward_backward_func(),
+        "chunkgraph": eager_driver(stages, name),
+    }
+    times: dict[str, list[float]] = {kind: [] for kind in runs}
+    for index in range(num_rounds + 3):
+        for kind, run in runs.items():
+            value = _step_us(run, stages, num_microbatches)
+            if index >= 3:
+                times[kind].append(value)
+    medians = {kind: statistics.median(values) for kind, values in times.items()}
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, medians)
+    return {
+        "schedule": name,
+        "us_per_microbatch": everyone,
+        "ratio": [rank["chunkgraph"] / rank["megatron"] for rank in everyone],
+    }
+
+
+def main() -> None:
+    """Measure a schedule, and print a line for each rank."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--schedule", choices=_CHUNKS, default="1f1b")
+    parser.add_argument("--num-microbatches", type=int, default=32)
+    parser.add_argument("--num-rounds", type=int, default=60)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    num_chunks = _CHUNKS[options.schedule]
+    config = config_from_mapping(
+        {
+            "device": "cpu",
+            "model": {
+                "num_layers": 2 * num_chunks,
+                "hidden_size": _WIDTH,
+                "ffn_hidden_size": _WIDTH,
+                "num_attention_heads": 1,
+                "seq_length": _ROWS,
+            },
+            "pipeline": {
+                "pipeline_model_parallel_size": 2,
+                "virtual_pipeline_model_parallel_size": num_chunks if num_chunks > 1 else None,
+            },
+            "train": {"num_microbatches": [options.num_microbatches]},
+        }
+    )
+    with training_process(config):
+        result = _measure(options.schedule, options.num_microbatches, options.num_rounds)
+        if dist.get_rank() > 0:
+            return
+        for rank, times in enumerate(result["us_per_microbatch"]):
+            sys.stdout.write(
+                f"{options.schedule} rank {rank}: Megatron {times['megatron']:.0f} us, chunkgraph "
+                f"{times['chunkgraph']:.0f} us, ratio {result['ratio'][rank]:.3f}\n"
+            )
+        if options.json is not None:
+            options.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
