@@ -40,7 +40,7 @@ def agree(values):
 
 def one_f_one_b(forward, batch):
     """Run warmup forwards, then one forward and one backward at a time; return the losses."""
-    in_flight, losses = deque(), []
+    in_flight, losses, sends = deque(), [], []
 
     def run_forward(microbatch):
         x = batch[microbatch] if rank == 0 else received(rank - 1).requires_grad_()
@@ -49,14 +49,14 @@ def one_f_one_b(forward, batch):
             y = nn.functional.mse_loss(y, batch[microbatch].roll(1, -1))
             losses.append(y.detach())
         else:
-            dist.send(y.detach(), rank + 1)
+            sends.append(dist.isend(y.detach(), rank + 1))
         in_flight.append((x, y))
 
     def run_backward():
         x, y = in_flight.popleft()
         y.backward(None if rank == num_ranks - 1 else received(rank + 1))
         if rank > 0:
-            dist.send(x.grad, rank - 1)
+            sends.append(dist.isend(x.grad, rank - 1))
 
     num_warmup = min(num_ranks - 1 - rank, len(batch))
     for microbatch in range(len(batch)):
@@ -65,6 +65,8 @@ def one_f_one_b(forward, batch):
             run_backward()
     while in_flight:
         run_backward()
+    for send in sends:
+        send.wait()
     return losses
 
 

@@ -64,7 +64,8 @@ def test_commands_parse(page: Path) -> None:
         if words[0] == "launch":
             unknown = {w for w in words if w.startswith("--cuda-graph")} - flags
             assert not unknown, words
-            _parse(words)
+            if any(word.endswith(".py") for word in words):
+                _parse(words)
         elif not any(re.search(r"<|CONFIG|FILE", word) for word in words):
             _parse(words)
         for word in words:
@@ -80,7 +81,7 @@ def test_sentences_are_short() -> None:
         blocks = re.split(r"\n\s*\n|\n(?=[-*] |\d+\. )", text)
         prose = [block for block in blocks if not re.match(r"\s*[|#!\[]", block)]
         for block in prose:
-            sentences = re.split(r"(?<=[.!?:;])\s+", " ".join(block.split()))
+            sentences = re.split(r"(?<=[.!?])\s+", " ".join(block.split()))
             lengths += [len(sentence.split()) for sentence in sentences if sentence]
     assert sum(lengths) / len(lengths) < 18
 
