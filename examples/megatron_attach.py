@@ -18,7 +18,7 @@ SEQUENCE, VOCABULARY, COUNTS = 16, 64, (4, 6, 3)
 def loss_of(losses):
     """Return the mean over the tokens, and what is logged."""
     loss = losses.mean()
-    return loss, {"loss": loss.detach()}
+    return loss, {"loss": loss.detach().clone()}  # Megatron divides the loss in place
 
 
 def forward_step(batches, model):

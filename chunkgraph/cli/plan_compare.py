@@ -179,7 +179,7 @@ def comparison_steps(
     Raises:
         ConfigError: A step is too large to simulate.
     """
-    steps = []
+    steps: list[tuple[Grid, Sequence[RankRow]]] = []
     for row in comparison.rows:
         if request.costs is None:
             costs = CostModel().scaled(1 / row.num_chunks)
