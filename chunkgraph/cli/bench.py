@@ -20,10 +20,12 @@ from chunkgraph._outputs import (
     is_stdout,
     output_file,
     stream_next_to,
+    write_output,
 )
 from chunkgraph._text import REPORT_WIDTH, shorten
 from chunkgraph.bench.choice import FROZEN, VARIANTS, chosen_variants, config_of, run_as
 from chunkgraph.bench.document import BenchDocument, VariantResult
+from chunkgraph.bench.merged_trace import merge_traces, read_traces
 from chunkgraph.bench.plot import check_picture, plot_documents
 from chunkgraph.bench.report import print_bench_report
 from chunkgraph.cli.arguments import add_json
@@ -92,6 +94,13 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         help="also profile kernels (GPU): when they run, and when none",
     )
     parser.add_argument(
+        "--trace",
+        metavar="FILE",
+        type=output_file,
+        help="with --profile: write the profiled steps of the last variant, all ranks, as a trace "
+        "for Perfetto",
+    )
+    parser.add_argument(
         "--timeout",
         metavar="S",
         type=float,
@@ -116,6 +125,9 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(msg)
     overrides = [*args.overrides, "run.debug=true"] if args.debug else args.overrides
     config = resolve_device(load_config(args.config, overrides))
+    if args.trace is not None and not (args.profile and config.device == "cuda"):
+        msg = "--trace needs --profile and a GPU, whose kernels it shows."
+        raise ConfigError(msg)
     names = chosen_variants(args.variants, config)
     _check_steps(config)
     check_packages(config)
@@ -140,6 +152,7 @@ def _check_steps(config: Config) -> None:
 
 def _check_outputs(args: argparse.Namespace) -> None:
     check_output("--json", args.json)
+    check_output("--trace", args.trace)
     check_picture(args.plot)
     if args.json and args.plot and is_stdout(args.json) and is_stdout(args.plot):
         msg = "--json and --plot cannot both be written to standard output."
@@ -199,7 +212,9 @@ class _Bench:
             )
             self._say(f"{name}: {outcome} ({duration_s:.0f} s in all)")
         console = Console(
-            file=stream_next_to(json_path, plot_path), width=REPORT_WIDTH, highlight=False
+            file=stream_next_to(json_path, plot_path, self._args.trace),
+            width=REPORT_WIDTH,
+            highlight=False,
         )
         failures = print_bench_report(self._document, self._names, console)
         try:
@@ -208,7 +223,16 @@ class _Bench:
         finally:
             if plot_path is not None:
                 plot_documents([self._document.to_mapping()], plot_path)
+        if self._args.trace is not None:
+            self._write_trace(self._args.trace)
         return 1 if failures else 0
+
+    def _write_trace(self, path: Path) -> None:
+        traces = read_traces(self._folder / self._names[-1])
+        if not traces:
+            self._say(f"--trace {path}: {self._names[-1]} was not profiled; there is no trace")
+            return
+        write_output("--trace", path, merge_traces(traces))
 
     def _write_early(self, path: Path) -> None:
         """Write the results so far; a failure is an error once everything is measured."""

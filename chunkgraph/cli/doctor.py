@@ -43,7 +43,8 @@ def run(args: argparse.Namespace) -> int:
     findings = _examine()
     uses = verdicts(findings)
     if args.json is not None:
-        content = json.dumps([*map(asdict, findings), *map(asdict, uses)], indent=1)
+        items = [*map(asdict, findings), *map(asdict, uses)]
+        content = json.dumps(items, indent=1)
         write_output("doctor: --json", args.json, f"{content}\n")
     if not prints_json(args):
         table = Table(box=None, pad_edge=False, show_header=False)

@@ -71,7 +71,7 @@ def _table(config: Config, results: RunResults) -> Table:
         "micro-\nbatches": lambda step: str(step.num_microbatches),
         "loss": lambda step: _number(step.loss_chunk),
         "grad\nnorm": lambda step: _number(step.grad_norm_chunk),
-        "equal to\neager": _verdict,
+        "same as\neager": _verdict,
         "ms\nchunk": lambda step: _time(step.step_ms_chunk),
         "ms\neager": lambda step: _time(step.step_ms_eager),
         "cap-\ntures": lambda step: str(step.captures or "-"),
@@ -79,7 +79,7 @@ def _table(config: Config, results: RunResults) -> Table:
         "ran\neagerly": lambda step: str(sum(step.fallbacks.values()) or "-"),
     }
     if not is_compared:
-        del columns["equal to\neager"], columns["ms\neager"]
+        del columns["same as\neager"], columns["ms\neager"]
     for heading in columns:
         table.add_column(heading, justify="right", no_wrap=True, min_width=5)
     for step in results.steps:

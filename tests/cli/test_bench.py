@@ -357,6 +357,33 @@ def test_bars_are_relative_to_eager_and_missing_ones_are_hatched(
     assert memory.get_xlabel() == "peak reserved memory, eager training = 1"
 
 
+def test_traces_of_ranks_become_one(tmp_path: Path) -> None:
+    from chunkgraph.bench.merged_trace import merge_traces, read_traces
+
+    for rank in (0, 1, 10):
+        events = [
+            {"ph": "M", "name": "process_name", "pid": 7, "args": {"name": "python"}},
+            {"ph": "X", "name": "kernel", "pid": 0, "tid": 7, "ts": 5.0, "dur": 1.0},
+            {"ph": "s", "id": 3, "pid": "Spans", "ts": 1.0},
+        ]
+        trace = {"baseTimeNanoseconds": 1000 * rank, "traceEvents": events}
+        (tmp_path / f"trace_rank{rank}.json").write_text(json.dumps(trace))
+    merged = json.loads(merge_traces(read_traces(tmp_path)))["traceEvents"]
+    assert [e["args"]["name"] for e in merged if e["ph"] == "M"] == [
+        "rank 0: python",
+        "rank 1: python",
+        "rank 2: python",
+    ]
+    assert [e["ts"] for e in merged if e["ph"] == "X"] == [5.0, 6.0, 15.0]
+    assert len({e["pid"] for e in merged}) == 9
+    assert len({e["id"] for e in merged if "id" in e}) == 3
+
+
+def test_a_trace_needs_a_gpu_and_the_profiler(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", str(CONFIG), "--trace", "x.json"]) == 2
+    assert "--trace needs --profile and a GPU" in capsys.readouterr().err
+
+
 def test_a_commit_that_is_named_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     from chunkgraph.bench import document as bench_document
 

@@ -64,11 +64,26 @@ def test_commands_parse(page: Path) -> None:
         if words[0] == "launch":
             unknown = {w for w in words if w.startswith("--cuda-graph")} - flags
             assert not unknown, words
+            if any(word.endswith(".py") for word in words):
+                _parse(words)
         elif not any(re.search(r"<|CONFIG|FILE", word) for word in words):
             _parse(words)
         for word in words:
             if word.startswith(("configs/", "scripts/", "benchmarks/")):
                 assert (ROOT / word).exists(), word
+
+
+def test_sentences_are_short() -> None:
+    """On average; code, tables and headings left out."""
+    lengths = []
+    for page in PAGES:
+        text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+        blocks = re.split(r"\n\s*\n|\n(?=[-*] |\d+\. )", text)
+        prose = [block for block in blocks if not re.match(r"\s*[|#!\[]", block)]
+        for block in prose:
+            sentences = re.split(r"(?<=[.!?])\s+", " ".join(block.split()))
+            lengths += [len(sentence.split()) for sentence in sentences if sentence]
+    assert sum(lengths) / len(lengths) < 18
 
 
 def test_there_are_commands() -> None:

@@ -1,0 +1,87 @@
+"""Every file of examples/ runs as it says."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import subprocess
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from chunkgraph.schedules import Schedule, validate
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+
+
+def run(*command: str | Path) -> str:
+    done = subprocess.run(
+        [sys.executable, *command],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def torchrun(script: str, port: int) -> str:
+    options = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(port)]
+    return run(*options, EXAMPLES / script)
+
+
+@pytest.mark.timeout(300)
+def test_own_loop_is_equal_to_eager(free_port: Callable[[], int]) -> None:
+    out = torchrun("own_1f1b.py", free_port())
+    assert out.count("losses equal to eager: True") == 2
+    assert "captures=2," in out
+    assert "replays=16," in out  # 7 + 3 + 6 microbatches after the first step
+
+
+@pytest.mark.megatron
+@pytest.mark.timeout(300)
+def test_attach_trains(free_port: Callable[[], int]) -> None:
+    pytest.importorskip("megatron")
+    out = torchrun("megatron_attach.py", free_port())
+    assert out.count("loss ") == 3
+    assert out.count("replays=9,") == 2
+
+
+def test_schedule_from_csv_is_faster_than_1f1b(tmp_path: Path) -> None:
+    path = tmp_path / "zero_bubble.csv"
+    lines = run(EXAMPLES / "schedule_from_csv.py", path).splitlines()
+    times = {line.partition(":")[0]: float(line.split()[1]) for line in lines}
+    assert times["mine"] < times["1f1b"]
+    validate(Schedule.from_csv(path.read_text()))
+
+
+def test_the_notebook_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    pictures: list[str] = []
+    display = types.ModuleType("IPython.display")
+    display.SVG = pictures.append  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "IPython", types.ModuleType("IPython"))
+    monkeypatch.setitem(sys.modules, "IPython.display", display)
+    cells = json.loads((EXAMPLES / "schedules.ipynb").read_text())["cells"]
+    names: dict[str, object] = {}
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        for cell in cells:
+            if cell["cell_type"] == "code":
+                exec("".join(cell["source"]), names)
+    assert [picture.startswith("<svg") for picture in pictures] == [True] * 3
+    assert "dualpipe-v" in out.getvalue()
+
+
+def test_every_example_is_tested() -> None:
+    tested = Path(__file__).read_text() + (ROOT / "tests/pipelining/test_example.py").read_text()
+    for path in EXAMPLES.iterdir():
+        if path.suffix in (".py", ".ipynb"):
+            assert path.name in tested
