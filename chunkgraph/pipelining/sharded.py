@@ -32,7 +32,7 @@ _REMEDY = "Use DistributedDataParallel, or replicate the stage."
 _METHODS = ("set_keep_unsharded_storage", "set_manual_backward_finalization", "_get_fsdp_state")
 
 
-def refuse_unsupported(module: FSDPModule, label: str) -> None:
+def refuse_unsupported(module: Any, label: str) -> None:
     """Refuse a sharded stage whose parameters cannot be kept in place.
 
     Raises:
@@ -74,14 +74,14 @@ def refuse_inner(module: nn.Module, name: str) -> None:
         )
 
 
-def gather(module: FSDPModule) -> None:
+def gather(module: Any) -> None:
     """Gather all parameters, in the memory that graphs know from then on."""
     module.set_keep_unsharded_storage(True)
     for part in _sharded_parts(module):
         part.unshard()
 
 
-def hold_gathered(module: FSDPModule) -> None:
+def hold_gathered(module: Any) -> None:
     """Have the module hold the parameters that were gathered in this step, without gathering.
 
     Torch reshards a module in a step where it looks for shapes or has reduced gradients.
@@ -90,14 +90,14 @@ def hold_gathered(module: FSDPModule) -> None:
         group._to_unsharded()
 
 
-def reshard(module: FSDPModule) -> None:
+def reshard(module: Any) -> None:
     """Have the module hold its own shards."""
     for part in _sharded_parts(module):
         part.reshard()
 
 
 @contextmanager
-def casting_only(module: FSDPModule, label: str) -> Iterator[None]:
+def casting_only(module: Any, label: str) -> Iterator[None]:
     """Have FSDP's hooks only cast inputs and outputs, as in a recomputed forward.
 
     Raises:
@@ -122,17 +122,16 @@ def casting_only(module: FSDPModule, label: str) -> Iterator[None]:
             state._training_state = mode
 
 
-def finish_backwards(module: FSDPModule) -> None:
+def finish_backwards(module: Any) -> None:
     """Mark all gradients as computed; replays reach none of the hooks by which FSDP learns it."""
     for group in _groups(module):
         group._post_backward_pending = True
 
 
-def _sharded_parts(module: FSDPModule) -> list[FSDPModule]:
-    assert isinstance(module, nn.Module)
+def _sharded_parts(module: Any) -> list[Any]:
     return [part for part in module.modules() if isinstance(part, FSDPModule)]
 
 
-def _groups(module: FSDPModule) -> list[Any]:
+def _groups(module: Any) -> list[Any]:
     parts = _sharded_parts(module)
     return [group for part in parts for group in part._get_fsdp_state()._fsdp_param_groups]

@@ -74,7 +74,7 @@ class GraphedStage(PipelineStage):
         """Start FSDP2's reduction of the gradients of a step."""
         if self.replays is not None and self.replays.is_replayed:
             finish_backwards(self.submod)
-        super().start_gradient_reduction()
+        super().start_gradient_reduction()  # type: ignore[misc]  # of torch 2.15
 
 
 def graphed(stage: object) -> GraphedStage:
@@ -194,7 +194,7 @@ class StageReplays:
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         assert self._graphs is not None
-        wrapper = self._stage.submod
+        wrapper: Any = self._stage.submod
         if self._graphs.mode is StepMode.EAGER:
             with wrapper.no_sync() if self.is_wrapped else nullcontext():
                 return wrapper(*args, **kwargs)
