@@ -40,6 +40,7 @@ from torch.distributed import pipelining
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch_layers import torch_layer
 
+from chunkgraph import CaptureOptions
 from chunkgraph.pipelining import GraphedSchedule, GraphedStage
 
 # By class: stages on each rank.
@@ -65,6 +66,7 @@ class Size:
     num_microbatches: int
     num_warmup_steps: int
     num_steps: int
+    verify: str
 
 
 @dataclass
@@ -136,7 +138,10 @@ def _run(schedule: str, size: Size, device: torch.device, *, has_graphs: bool) -
     def make(count: int) -> Any:
         return cls(local, count, loss_fn=_loss)
 
-    graphed = GraphedSchedule(stages, make, [size.num_microbatches]) if has_graphs else None
+    graphed = None
+    if has_graphs:
+        options = CaptureOptions(verify=size.verify)
+        graphed = GraphedSchedule(stages, make, [size.num_microbatches], options=options)
     step = graphed.step if graphed is not None else make(size.num_microbatches).step
     run = Run([], [], {}, {}, 0)
     _train(
@@ -343,6 +348,7 @@ def main() -> int:
     parser.add_argument("--num-microbatches", type=int, default=8)
     parser.add_argument("--num-warmup-steps", type=int, default=3)
     parser.add_argument("--num-steps", type=int, default=10)
+    parser.add_argument("--verify", choices=("none", "poison", "shadow"), default="none")
     parser.add_argument("--time-limit", type=float, default=60, help="seconds for each schedule")
     parser.add_argument("--simulate", action="store_true", help="time and simulate one stage")
     parser.add_argument("--json", type=Path, help="write the result to this file")

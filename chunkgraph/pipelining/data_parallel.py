@@ -1,4 +1,4 @@
-"""Data parallelism around a stage's module: torch's DDP goes on reducing, the rest is refused."""
+"""Data parallelism around a stage's module: torch's DDP and FSDP2 reduce gradients as ever."""
 
 from __future__ import annotations
 
@@ -6,19 +6,18 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from chunkgraph.engine import CaptureOptions
 from chunkgraph.errors import ConfigError
+from chunkgraph.pipelining.sharded import refuse_inner, refuse_unsupported
 
-__all__ = ["reduce_gradients", "refuse_with_ddp", "unwrapped"]
-
-_MIN_WARMUP_STEPS = 2  # DDP's second forward puts gradients into other buckets
+__all__ = ["reduce_gradients", "refuse_too_few_steps", "refuse_with_ddp", "unwrapped"]
 
 
-def refuse_with_ddp(options: CaptureOptions, *, is_split: bool) -> None:
+def refuse_with_ddp(*, is_split: bool) -> None:
     """Refuse what stages in torch's DistributedDataParallel cannot go with.
 
     Raises:
@@ -30,10 +29,22 @@ def refuse_with_ddp(options: CaptureOptions, *, is_split: bool) -> None:
             "reduces gradients at the end of a whole backward; torch never reduces those of a "
             "split one. Use a schedule of whole backwards, or reduce the gradients after the step."
         )
-    if options.num_warmup_steps < _MIN_WARMUP_STEPS:
+
+
+def refuse_too_few_steps(module: nn.Module, options: CaptureOptions) -> None:
+    """Refuse a capture before a wrapper is set up.
+
+    Raises:
+        ConfigError: it needs more eager steps.
+    """
+    needs, why = 0, ""
+    if isinstance(module, DistributedDataParallel):
+        needs, why = 2, "in DistributedDataParallel, which arranges its buckets in the second step"
+    elif isinstance(module, FSDPModule):
+        needs, why = 1, "sharded by fully_shard (FSDP2), which is set up in the first step"
+    if options.num_warmup_steps < needs:
         raise ConfigError(
-            "A stage is in DistributedDataParallel, which arranges its buckets in the second step. "
-            f"Give options=CaptureOptions(num_warmup_steps={_MIN_WARMUP_STEPS}), or more."
+            f"A stage is {why}. Give options=CaptureOptions(num_warmup_steps={needs}), or more."
         )
 
 
@@ -52,9 +63,11 @@ def unwrapped(module: nn.Module, label: str) -> nn.Module:
                     "stage the module in it and reduce the gradients after the step."
                 )
         module = module.module
+    if isinstance(module, FSDPModule):
+        refuse_unsupported(module, label)
+        return module
     for name, part in module.named_modules():
-        if isinstance(part, (FSDPModule, FullyShardedDataParallel)):
-            raise ConfigError(_refused_fsdp(f"{label}: {name or 'the module'}", part))
+        refuse_inner(part, f"{label}: {name or 'the module'}")
     for name, parameter in module.named_parameters():
         if isinstance(parameter, DTensor):
             raise ConfigError(
@@ -62,25 +75,6 @@ def unwrapped(module: nn.Module, label: str) -> nn.Module:
                 "that no graph can hold its address. Give the stage a module of plain tensors."
             )
     return module
-
-
-def _refused_fsdp(name: str, module: object) -> str:
-    how = "Use DistributedDataParallel, or replicate the stage."
-    if not isinstance(module, FSDPModule):
-        return (
-            f"{name} is in FullyShardedDataParallel, which frees its parameters' memory after "
-            f"every forward; a graph needs it where it was. {how}"
-        )
-    if not hasattr(module, "set_keep_unsharded_storage"):
-        return (
-            f"{name} is sharded by fully_shard (FSDP2). torch {torch.__version__} frees unsharded "
-            "parameters after every forward; only torch 2.15 and newer can keep their storage "
-            f"(FSDPModule.set_keep_unsharded_storage), which graphs need. {how}"
-        )
-    return (
-        f"{name} is sharded by fully_shard (FSDP2), which is not supported: its hooks, which "
-        f"gather parameters and reduce gradients, would be captured with the module. {how}"
-    )
 
 
 def reduce_gradients(wrapper: Any) -> None:

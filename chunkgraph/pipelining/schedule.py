@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
@@ -18,7 +18,7 @@ from chunkgraph.engine.arguments import as_options
 from chunkgraph.engine.decide.maximum import Maximum
 from chunkgraph.engine.options import is_whole
 from chunkgraph.errors import ChunkGraphError, ConfigError
-from chunkgraph.pipelining.data_parallel import refuse_with_ddp
+from chunkgraph.pipelining.data_parallel import refuse_too_few_steps, refuse_with_ddp
 from chunkgraph.pipelining.loss import GraphedLoss
 from chunkgraph.pipelining.slots import ScheduleSlots, slots_of
 from chunkgraph.pipelining.stage import StageReplays, graphed
@@ -30,19 +30,17 @@ __all__ = ["GraphedSchedule"]
 class _Kept:
     """A schedule object, and when it was run last.
 
-    Torch sets up a stage's receive buffers when a schedule object first runs, and again when the
-    object changes between training and evaluation. The buffers are the stage's, so that those of
-    one object can be out of date after another one has changed.
+    Torch sets up a stage's receive buffers when a schedule object first runs, and not in every
+    release again when the object changes between training and evaluation. The buffers are the
+    stage's, so that those of one object can be out of date after another one has changed.
 
     Attributes:
         schedule: of torch.
-        trained: whether it trained last; None before it has run.
-        phase: the number of changes between training and evaluation by then.
+        phase: the number of changes between training and evaluation when it ran last; None before.
     """
 
     schedule: Any
-    trained: bool | None = None
-    phase: int = 0
+    phase: int | None = None
 
 
 class GraphedSchedule:
@@ -94,6 +92,9 @@ class GraphedSchedule:
         self._kept: dict[int, _Kept] = {}
         self._counts = _checked(counts)
         self.slots = reduce(or_, map(self._plan, self._counts))
+        self._replays = [
+            StageReplays(stage, loss, is_split=self.slots.is_split) for stage in self._stages
+        ]
         self.graphs = self._new_graphs(as_options(options), settings)
 
     def step(
@@ -120,8 +121,14 @@ class GraphedSchedule:
         if self._loss is not None:
             targets = kwargs.get("target_mbs") or _split(kwargs.get("target"), count)
             self._loss.begin_step(targets, kwargs.get("loss_kwargs") or {})
-        with self.graphs.step(count), _own_errors():
-            return schedule.step(*args, **kwargs)
+        with ExitStack() as stack:
+            for own in self._replays:
+                stack.enter_context(own.step())
+            with self.graphs.step(count), _own_errors():
+                result = schedule.step(*args, **kwargs)
+                for own in self._replays:
+                    own.hold_parameters()
+        return result
 
     def eval(self, *args: Any, num_microbatches: int | None = None, **kwargs: Any) -> Any:
         """Run one evaluation step, eagerly; see ``eval`` of torch's schedules."""
@@ -164,29 +171,28 @@ class GraphedSchedule:
             self._is_training = is_training
             self._phase += 1
         kept = self._kept[count]
-        if kept.trained is is_training and kept.phase != self._phase:
+        if kept.phase not in (None, self._phase):
             kept = self._kept[count] = _Kept(self._make(count))
-        kept.trained, kept.phase = is_training, self._phase
+        kept.phase = self._phase
         for stage in self._stages:
             stage.chunks = max(self._kept)  # which another schedule may have lowered
         return kept.schedule
 
     def _new_graphs(self, options: CaptureOptions, settings: dict[str, Any]) -> ChunkGraphs:
         first = self._stages[0]
-        replays = [
-            StageReplays(stage, self._loss, is_split=self.slots.is_split) for stage in self._stages
-        ]
-        if any(own.is_wrapped for own in replays):
-            refuse_with_ddp(options, is_split=self.slots.is_split)
+        if any(own.is_wrapped for own in self._replays):
+            refuse_with_ddp(is_split=self.slots.is_split)
+        for stage in self._stages:
+            refuse_too_few_steps(stage.submod, options)
         of_stages = [self.slots.of_stage[stage.stage_index] for stage in self._stages]
         graphs = ChunkGraphs(
-            [own.chunk for own in replays],
+            [own.chunk for own in self._replays],
             self.slots.of_rank[first.group_rank] if options.shared_slots else of_stages,
             options=options,
             agree=_agree_in(first.group),
             **settings,
         )
-        for index, (stage, own) in enumerate(zip(self._stages, replays, strict=True)):
+        for index, (stage, own) in enumerate(zip(self._stages, self._replays, strict=True)):
             own.join(graphs, index)
             stage.replays = own
         return graphs

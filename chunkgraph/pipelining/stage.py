@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.nn.parallel import DistributedDataParallel
 
@@ -13,6 +16,13 @@ from chunkgraph.engine import Chunk, ChunkGraphs, StepMode
 from chunkgraph.errors import ConfigError
 from chunkgraph.pipelining.data_parallel import reduce_gradients, unwrapped
 from chunkgraph.pipelining.loss import GraphedLoss
+from chunkgraph.pipelining.sharded import (
+    casting_only,
+    finish_backwards,
+    gather,
+    hold_gathered,
+    reshard,
+)
 
 __all__ = ["GraphedStage", "StageReplays", "graphed"]
 
@@ -52,12 +62,19 @@ class GraphedStage(PipelineStage):
     ) -> Any:
         """Run a backward; the last of a step reduces gradients."""
         run = super().backward_maybe_with_nosync
-        if self.replays is None or not self.replays.reduces_itself:
+        has_hooks = isinstance(self.submod, DistributedDataParallel)
+        if self.replays is None or not (self.replays.is_replayed and has_hooks):
             return run(backward_type, bwd_kwargs, last_backward=last_backward)
         result = run(backward_type, bwd_kwargs, last_backward=False)
         if last_backward:
             reduce_gradients(self.submod)
         return result
+
+    def start_gradient_reduction(self) -> None:
+        """Start FSDP2's reduction of the gradients of a step."""
+        if self.replays is not None and self.replays.is_replayed:
+            finish_backwards(self.submod)
+        super().start_gradient_reduction()  # type: ignore[misc]  # of torch 2.15
 
 
 def graphed(stage: object) -> GraphedStage:
@@ -99,19 +116,21 @@ class StageReplays:
     def __init__(self, stage: GraphedStage, loss: GraphedLoss | None, *, is_split: bool) -> None:
         self._stage = stage
         self._loss = loss if stage.is_last else None
-        self.is_wrapped = isinstance(stage.submod, DistributedDataParallel)
+        wrapper = stage.submod
+        self.is_wrapped = isinstance(wrapper, DistributedDataParallel)
+        self._sharded = wrapper if isinstance(wrapper, FSDPModule) else None
         self._graphs: ChunkGraphs | None = None
         self._index = 0
         self.microbatch = 0
         label = f"stage {stage.stage_index}"
-        self._module = unwrapped(stage.submod, label)
+        self._module = unwrapped(wrapper, label)
         if not any(p.requires_grad for p in self._module.parameters()):
             raise ConfigError(
                 f"{label} has no parameter that is trained. Give its layers to a stage next to it."
             )
         self.chunk = replace(
             Chunk.from_module(self._module, label, backward="split" if is_split else "whole"),
-            forward=self._module if self._loss is None and not self.is_wrapped else self._run,
+            forward=self._module if self._is_plain else self._run,
             # The next stage has received an output when its gradient comes back, and the slot is
             # not used before that. Outputs of the last stage are the caller's.
             copies_outputs=None if stage.is_last else lambda *_args, **_kwargs: False,
@@ -130,14 +149,34 @@ class StageReplays:
             self._stage.dw_builder = lambda: graphs.weights.runner(index)
 
     @property
-    def reduces_itself(self) -> bool:
-        """Whether a backward reaches none of the hooks by which DDP hears of gradients."""
+    def is_replayed(self) -> bool:
+        """Whether backwards are replays, which reach no hook that waits for gradients."""
         assert self._graphs is not None
-        return self.is_wrapped and self._graphs.mode is StepMode.REPLAY
+        return self._graphs.mode is StepMode.REPLAY
+
+    @property
+    def _is_plain(self) -> bool:
+        return self._loss is None and not self.is_wrapped and self._sharded is None
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """One training step, entered on all ranks together."""
+        if self._sharded is None:
+            yield
+            return
+        gather(self._sharded)
+        yield
+        reshard(self._sharded)
+
+    def hold_parameters(self) -> None:
+        """Have the module hold what was captured, wherever torch has taken it away meanwhile."""
+        if self._sharded is not None and self.is_replayed:
+            hold_gathered(self._sharded)
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a microbatch's forward of a training step."""
         assert self._graphs is not None
+        self.hold_parameters()
         if self._loss is None:
             return self._graphs.call(self._index, args, kwargs)
         target, loss_kwargs = self._loss.arguments_of(self.microbatch)
@@ -155,8 +194,11 @@ class StageReplays:
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         assert self._graphs is not None
-        wrapper = self._stage.submod
-        if isinstance(wrapper, DistributedDataParallel) and self._graphs.mode is StepMode.EAGER:
-            with wrapper.no_sync():
+        wrapper: Any = self._stage.submod
+        if self._graphs.mode is StepMode.EAGER:
+            with wrapper.no_sync() if self.is_wrapped else nullcontext():
                 return wrapper(*args, **kwargs)
+        if self._sharded is not None:
+            with casting_only(self._sharded, self.chunk.label):
+                return self._module(*args, **kwargs)
         return self._module(*args, **kwargs)

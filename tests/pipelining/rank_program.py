@@ -22,7 +22,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import pipelining
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
+from torch.distributed.tensor import DTensor
 
 from chunkgraph import CaptureOptions
 from chunkgraph.jobs.processes import die_with_parent
@@ -73,6 +76,7 @@ class Case:
     drops: bool = False
     graphs_loss: bool = False
     data_parallel: int = 1
+    sharded: MixedPrecisionPolicy | None = None
     is_static: bool = False
     csv: bool = False
 
@@ -133,6 +137,32 @@ CASES = {
         ),
     ],
 }
+if torch.__version__.startswith("2.11."):  # it sends to itself, which gloo cannot do
+    CASES = {n: [case for case in CASES[n] if case.schedule not in V_SHAPED] for n in CASES}
+# Torch releases before 2.15 free unsharded parameters.
+if hasattr(FSDPModule, "set_keep_unsharded_storage"):
+    _MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    CASES[4] += [
+        Case("sharded data", "Schedule1F1B", data_parallel=2, sharded=MixedPrecisionPolicy()),
+        Case("sharded data mixed", "Schedule1F1B", data_parallel=2, sharded=_MIXED),
+        Case(
+            "sharded data interleaved",
+            "ScheduleInterleaved1F1B",
+            2,
+            data_parallel=2,
+            sharded=_MIXED,
+            options={"verify": "shadow"},
+            counts=(4, 6, 4),
+        ),
+        Case(
+            "sharded data zero bubble",
+            "ScheduleZBVZeroBubble",
+            2,
+            data_parallel=2,
+            sharded=_MIXED,
+            graphs_loss=True,
+        ),
+    ]
 
 
 @dataclass
@@ -158,15 +188,32 @@ def make_stages(case: Case, place: Place, kind: type) -> list[Any]:
         module: nn.Module = Blocks(
             range(i * per_stage, (i + 1) * per_stage), drops=case.drops and i == 0
         )
-        if place.replicas is not None:
+        if case.sharded is not None:
+            shard(module, case.sharded, place)
+        elif place.replicas is not None:
             module = nn.parallel.DistributedDataParallel(
                 module, process_group=place.replicas, bucket_cap_mb=0.001
             )
         sample = torch.zeros(ROWS, WIDTH, requires_grad=True)
-        args = {"input_args": sample, "output_args": sample} if case.is_static else {}
+        args: dict[str, Any] = {}
+        if case.is_static:
+            args |= {"input_args": sample, "output_args": sample}
+        if case.sharded is not None and kind is pipelining.PipelineStage:
+            # Torch 2.15 loses gradients of sharded stages where it splits a backward by itself.
+            args["dw_builder"] = lambda: lambda: None
         device = torch.device("cpu")
         stages.append(kind(module, i, num_stages, device, group=place.pipeline, **args))
     return stages
+
+
+def shard(module: nn.Module, policy: MixedPrecisionPolicy, place: Place) -> None:
+    mesh = DeviceMesh.from_group(place.replicas, "cpu")
+    for part in (*module.blocks.values(), module):
+        fully_shard(part, mesh=mesh, mp_policy=policy)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -235,14 +282,14 @@ def train(case: Case, place: Place, folder: Path, *, has_graphs: bool) -> Run:
     for step, count in enumerate(case.counts):
         optimizer.zero_grad()
         results = call(runner.step, step, count, return_outputs=step % 2 == 0)
-        values.append((*results, {name: p.grad.clone() for name, p in named.items()}))
+        values.append((*results, {name: local(p.grad).clone() for name, p in named.items()}))
         optimizer.step()
         if step in (1, 3) and case.schedule not in V_SHAPED:
             modules.eval()
             with torch.no_grad():
                 values.append(call(runner.eval, 50 + step, case.counts[0]))
             modules.train()
-    parameters = {name: p.detach().clone() for name, p in named.items()}
+    parameters = {name: local(p.detach()).clone() for name, p in named.items()}
     return Run(values, parameters, runner if has_graphs else None)
 
 

@@ -6,13 +6,12 @@ import copy
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -20,7 +19,8 @@ from torch.distributed.pipelining import (
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
 )
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from chunkgraph import CaptureOptions
 from chunkgraph.errors import CaptureError, ConfigError, ReplayMismatchError, SlotError
@@ -28,6 +28,9 @@ from chunkgraph.pipelining import GraphedSchedule, GraphedStage, graphed
 
 CPU = torch.device("cpu")
 Make = Callable[..., Any]
+KEEPS_STORAGE = pytest.mark.skipif(
+    not hasattr(FSDPModule, "set_keep_unsharded_storage"), reason="needs torch 2.15"
+)
 
 
 def test_more_slots_than_planned_are_refused(one_rank: None) -> None:
@@ -145,17 +148,47 @@ def test_ddp_needs_two_eager_steps(pipeline: Make) -> None:
     pipeline(module, options=CaptureOptions(num_warmup_steps=2))
 
 
-def test_fsdp_is_refused_by_name(pipeline: Make) -> None:
-    module = nn.Sequential(nn.Linear(4, 4))
-    fully_shard(module[0], mesh=init_device_mesh("cpu", (1,)))
-    can_keep = hasattr(FSDPModule, "set_keep_unsharded_storage")
-    with pytest.raises(ConfigError, match="not supported" if can_keep else "only torch 2.15"):
-        pipeline(module)
-    with (
-        mock.patch.object(FSDPModule, "set_keep_unsharded_storage", create=True),
-        pytest.raises(ConfigError, match=r"stage 0: 0 is sharded by fully_shard .* not supported"),
-    ):
-        pipeline(module)
+def _sharded(module: nn.Module, **options: Any) -> nn.Module:
+    return fully_shard(module, mesh=init_device_mesh("cpu", (1,)), **options)
+
+
+def test_fsdp_needs_a_release_that_keeps_storage(
+    pipeline: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(FSDPModule, "set_keep_unsharded_storage", raising=False)
+    with pytest.raises(ConfigError, match=r"stage 0 is sharded .*Use torch 2\.15"):
+        pipeline(_sharded(nn.Linear(4, 4)))
+    with pytest.raises(ConfigError, match=r"stage 0: 0 is sharded .*Use torch 2\.15"):
+        pipeline(nn.Sequential(_sharded(nn.Linear(4, 4))))
+
+
+@KEEPS_STORAGE
+def test_fsdp_must_be_around_the_whole_stage(pipeline: Make) -> None:
+    with pytest.raises(ConfigError, match=r"stage 0: 0 is sharded .*stage's own module is not"):
+        pipeline(nn.Sequential(_sharded(nn.Linear(4, 4))))
+
+
+@KEEPS_STORAGE
+def test_fsdp_may_not_offload_parameters(pipeline: Make) -> None:
+    with pytest.raises(ConfigError, match="Leave offload_policy"):
+        pipeline(_sharded(nn.Linear(4, 4), offload_policy=CPUOffloadPolicy(pin_memory=False)))
+
+
+@KEEPS_STORAGE
+def test_fsdp_needs_an_eager_step(pipeline: Make) -> None:
+    with pytest.raises(ConfigError, match="num_warmup_steps=1"):
+        pipeline(_sharded(nn.Linear(4, 4)), options=CaptureOptions(num_warmup_steps=0))
+
+
+@KEEPS_STORAGE
+def test_a_parameter_that_fsdp_gathers_as_a_dtensor_is_refused(pipeline: Make) -> None:
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
+    module = nn.Linear(4, 4)
+    parallelize_module(module, mesh["tp"], ColwiseParallel(output_layouts=Replicate()))
+    one = pipeline(fully_shard(module, mesh=mesh["dp"]))
+    one.step()
+    with pytest.raises(ConfigError, match="stage 0: weight is a DTensor after"):
+        one.step()
 
 
 def test_parameters_that_are_dtensors_are_refused(pipeline: Make) -> None:

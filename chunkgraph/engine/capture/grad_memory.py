@@ -110,15 +110,15 @@ class GradMemory:
         offsets, end = [], 0
         for p in self._parameters:
             offsets.append(end)
-            size = span(p.shape, dense_strides(p)) * p.element_size()
+            size = span(p.shape, dense_strides(p)) * _dtype(p).itemsize
             end += -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         device = self._parameters[0].device if self._parameters else None
         self._buffer = torch.zeros(end, dtype=torch.uint8, device=device)
         self._storage = self._buffer.untyped_storage()
         self.address = self._storage._cdata
         self._sinks = [
-            torch.empty(0, dtype=p.dtype, device=p.device).set_(
-                self._storage, offset // p.element_size(), p.shape, dense_strides(p)
+            torch.empty(0, dtype=_dtype(p), device=p.device).set_(
+                self._storage, offset // _dtype(p).itemsize, p.shape, dense_strides(p)
             )
             for p, offset in zip(self._parameters, offsets, strict=True)
         ]
@@ -225,6 +225,11 @@ class GradMemory:
 
     def _num_tensors(self) -> int:
         return use_count(self.address)
+
+
+def _dtype(parameter: nn.Parameter) -> torch.dtype:
+    """Return the dtype in which ``parameter.grad`` accumulates; FSDP2 chooses a wider one."""
+    return getattr(parameter, "grad_dtype", None) or parameter.dtype
 
 
 def _references(parameter: nn.Parameter) -> tuple[int, int]:

@@ -1,0 +1,137 @@
+"""FSDP2 (``fully_shard``) around a stage's module.
+
+Graphs work in the unsharded parameters, whose storage torch 2.15 and newer can keep. They are
+gathered at the start of a step and stay so to its end; torch then reduces the gradients as it does
+without graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+
+from chunkgraph.errors import ConfigError
+
+__all__ = [
+    "casting_only",
+    "finish_backwards",
+    "gather",
+    "hold_gathered",
+    "refuse_inner",
+    "refuse_unsupported",
+    "reshard",
+]
+
+_REMEDY = "Use DistributedDataParallel, or replicate the stage."
+_METHODS = ("set_keep_unsharded_storage", "set_manual_backward_finalization", "_get_fsdp_state")
+
+
+def refuse_unsupported(module: Any, label: str) -> None:
+    """Refuse a sharded stage whose parameters cannot be kept in place.
+
+    Raises:
+        ConfigError: naming the reason.
+    """
+    missing = [name for name in _METHODS if not hasattr(FSDPModule, name)]
+    if missing:
+        raise ConfigError(
+            f"{label} is sharded by fully_shard (FSDP2). torch {torch.__version__} has no "
+            f"FSDPModule.{missing[0]}: it frees unsharded parameters, and graphs need them where "
+            f"they were. Use torch 2.15. {_REMEDY}"
+        )
+    for group in _groups(module):
+        if isinstance(group.offload_policy, CPUOffloadPolicy):
+            raise ConfigError(
+                f"{label} is sharded by fully_shard with {group.offload_policy}, which moves "
+                "parameters to the CPU; graphs need them where they were. Leave offload_policy "
+                "out."
+            )
+
+
+def refuse_inner(module: nn.Module, name: str) -> None:
+    """Refuse a part that is sharded in a stage that is not.
+
+    Raises:
+        ConfigError: it is.
+    """
+    if isinstance(module, FullyShardedDataParallel):
+        raise ConfigError(
+            f"{name} is in FullyShardedDataParallel, which frees its parameters' memory after "
+            f"every forward; a graph needs it where it was. {_REMEDY}"
+        )
+    if isinstance(module, FSDPModule):
+        refuse_unsupported(module, name)
+        raise ConfigError(
+            f"{name} is sharded by fully_shard (FSDP2), but the stage's own module is not, so that "
+            "torch's schedules would reduce its gradients after every backward. Apply fully_shard "
+            "to the stage's module too."
+        )
+
+
+def gather(module: Any) -> None:
+    """Gather all parameters, in the memory that graphs know from then on."""
+    module.set_keep_unsharded_storage(True)
+    for part in _sharded_parts(module):
+        part.unshard()
+
+
+def hold_gathered(module: Any) -> None:
+    """Have the module hold the parameters that were gathered in this step, without gathering.
+
+    Torch reshards a module in a step where it looks for shapes or has reduced gradients.
+    """
+    for group in _groups(module):
+        group._to_unsharded()
+
+
+def reshard(module: Any) -> None:
+    """Have the module hold its own shards."""
+    for part in _sharded_parts(module):
+        part.reshard()
+
+
+@contextmanager
+def casting_only(module: Any, label: str) -> Iterator[None]:
+    """Have FSDP's hooks only cast inputs and outputs, as in a recomputed forward.
+
+    Raises:
+        ConfigError: a parameter is a DTensor even when it is gathered.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, DTensor):
+            raise ConfigError(
+                f"{label}: {name} is a DTensor after fully_shard has gathered it. Leave tensor "
+                "parallelism out of the stage."
+            )
+    states = [part._get_fsdp_state() for part in _sharded_parts(module)]
+    before = [state._training_state for state in states]
+    try:
+        for state in states:
+            state._training_state = TrainingState.PRE_BACKWARD
+        yield
+    finally:
+        for state, mode in zip(states, before, strict=True):
+            state._training_state = mode
+
+
+def finish_backwards(module: Any) -> None:
+    """Mark all gradients as computed; replays reach none of the hooks by which FSDP learns it."""
+    for group in _groups(module):
+        group._post_backward_pending = True
+
+
+def _sharded_parts(module: Any) -> list[Any]:
+    return [part for part in module.modules() if isinstance(part, FSDPModule)]
+
+
+def _groups(module: Any) -> list[Any]:
+    parts = _sharded_parts(module)
+    return [group for part in parts for group in part._get_fsdp_state()._fsdp_param_groups]
