@@ -13,7 +13,6 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter, contains
-from typing import Any
 
 import torch
 from torch import nn

@@ -15,12 +15,13 @@ from torch.utils.hooks import RemovableHandle
 
 __all__ = ["have_node_hooks", "num_registered_hooks"]
 
-_num_probes = 0  # hooks that this module registered for a moment
+_probes: list[int] = [0]
+"""How many hooks this module has registered, each for a moment."""
 
 
 def num_registered_hooks() -> int:
     """Return how many hooks were registered in this process, without those of this module."""
-    return RemovableHandle.next_id - _num_probes
+    return RemovableHandle.next_id - _probes[0]
 
 
 class _Edges(torch.autograd.Function):
@@ -49,9 +50,8 @@ def have_node_hooks(parameters: Sequence[nn.Parameter]) -> list[bool]:
 
 def _has_hooks(node: Any) -> bool:
     """Return whether a node has hooks; torch keeps them in one dict, which a handle refers to."""
-    global _num_probes
     for register in (node.register_hook, node.register_prehook):
-        _num_probes += 1
+        _probes[0] += 1
         handle = register(_nothing)
         hooks = handle.hooks_dict_ref()
         handle.remove()
