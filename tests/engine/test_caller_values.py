@@ -360,3 +360,28 @@ def test_hooks_added_after_the_capture_are_refused(backend: GraphBackend) -> Non
         handle.remove()
     with graphs.step(1):
         graphs.callables[0](rows(module)).sum().backward()
+
+
+def test_hooks_on_any_node_are_seen_after_many_steps(backend: GraphBackend) -> None:
+    """A step looks at a few nodes only; each gets its turn after a hook was registered."""
+    module = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6))).to(backend.device)
+    graphs = ChunkGraphs([module], [1], backend=backend)
+    graphs.capture([rows(module)])
+    for _ in range(5):  # all were looked at once
+        with graphs.step(1):
+            graphs.callables[0](rows(module)).sum().backward()
+    for parameter in (module[0].weight, module[5].bias):
+        node = torch.autograd.graph.get_gradient_edge(parameter).node
+        handle = node.register_prehook(lambda *_: None)
+
+        def train(num_steps: int) -> None:
+            for _ in range(num_steps):
+                with graphs.step(1):
+                    graphs.callables[0](rows(module)).sum().backward()
+
+        with pytest.raises(ReplayMismatchError, match="hook waits"):
+            train(3)
+        with pytest.raises(ReplayMismatchError, match="hook waits"):  # until it is gone
+            train(1)
+        handle.remove()
+        train(4)

@@ -13,7 +13,6 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter, contains
-from typing import Any
 
 import torch
 from torch import nn
@@ -22,6 +21,7 @@ from chunkgraph.engine.capture.accumulate import new_accumulate
 from chunkgraph.engine.capture.grad_memory import Binding, GradMemory, use_count
 from chunkgraph.engine.chunk import GradientMarker
 from chunkgraph.engine.watch.eager_gradients import foreign_hooks
+from chunkgraph.engine.watch.registered_hooks import have_node_hooks, num_registered_hooks
 from chunkgraph.errors import ReplayMismatchError
 
 __all__ = ["GradientSinks"]
@@ -60,12 +60,13 @@ class GradientSinks:
         self._own = [p for p, has in every if not has]
         self._given = [p for p in self.parameters if hasattr(p, "main_grad")]
         self._given_addresses = [p.main_grad.data_ptr() for p in self._given]
+        self._own_attributes = [vars(p) for p in self._own]
         self._owns_any = bool(self._own)
         self._trained: dict[tuple[int, ...], tuple[int, ...]] = {}
         self._bound_for: tuple[int, ...] | None = None
         self._binding = _UNBOUND
-        self._num_steps = 0
-        self._hooks: list[int] = []
+        self._num_hooks = -1  # as counted when parameters were last looked at
+        self._num_unseen = 0  # parameters whose nodes were not looked at since
 
     @property
     def buffers(self) -> tuple[torch.Tensor, ...]:
@@ -174,19 +175,20 @@ class GradientSinks:
     def _refuse_hooks(self) -> None:
         """Refuse hooks that wait for gradients: a replay calls none.
 
-        Of hooks on autograd's own nodes only a few are looked for in each step, since that is
-        slow; which ones, changes from step to step.
+        After a hook was registered anywhere, hooks on parameters are looked for at once, and those
+        on autograd's own nodes, which is slow, at a few in each step.
         """
-        if not self._owns_any:
-            return
         own = self._own
-        start = self._num_steps * _NODES_PER_STEP % len(own)
-        self._num_steps += 1
-        looked_at = (own[start:] + own[:start])[:_NODES_PER_STEP]
-        hooked = [*itertools.compress(looked_at, _have_hooks(looked_at))]
-        if (hooks := self._hooks_now()) != self._hooks:
+        if not own:
+            return
+        hooked: list[nn.Parameter] = []
+        number = num_registered_hooks()
+        if number != self._num_hooks:
             hooked += filter(foreign_hooks, own)
-            self._hooks = self._hooks if hooked else hooks
+            self._num_unseen = len(own)
+        if self._num_unseen:
+            looked_at = own[: self._num_unseen][-_NODES_PER_STEP:]
+            hooked += itertools.compress(looked_at, have_node_hooks(looked_at))
         if hooked:
             index = next(i for i, p in enumerate(self.parameters) if p is hooked[0])
             raise ReplayMismatchError(
@@ -194,15 +196,8 @@ class GradientSinks:
                 f"{tuple(hooked[0].shape)}), and a replay calls none. Remove it, and do its "
                 "work after the step or in Chunk.after_backward."
             )
-
-    def _hooks_now(self) -> list[int]:
-        """Return the numbers that torch gave to the hooks of the parameters themselves."""
-        own = self._own
-        numbers = itertools.chain.from_iterable
-        hooks = [*numbers(filter(None, map(_post_accumulate_hooks, own)))]
-        if any(map(_backward_hooks, own)):
-            hooks += numbers(filter(None, map(_backward_hooks, own)))
-        return hooks
+        self._num_hooks = number
+        self._num_unseen = max(0, self._num_unseen - _NODES_PER_STEP)
 
     def before_backward(self, trained: tuple[int, ...]) -> Binding:
         """Make ``param.grad`` the sinks, before a replay adds to them.
@@ -270,7 +265,7 @@ class GradientSinks:
             now = [*map(torch.Tensor.data_ptr, map(_main_grad, self._given))]
         except (AttributeError, TypeError):  # one was removed
             return False
-        own = map(contains, map(vars, self._own), itertools.repeat("main_grad"))
+        own = map(contains, self._own_attributes, itertools.repeat("main_grad"))
         return now == self._given_addresses and not any(own)
 
     def _first_moved(self) -> int:
@@ -284,48 +279,7 @@ class GradientSinks:
         raise AssertionError("every main_grad is where it was")
 
 
-class _Edges(torch.autograd.Function):
-    """A node of which only the edges are looked at."""
-
-    @staticmethod
-    def forward(_ctx: Any, *parameters: torch.Tensor) -> torch.Tensor:
-        return parameters[0].new_empty(0)
-
-    @staticmethod
-    def backward(_ctx: Any, *_grads: torch.Tensor) -> Any:
-        raise NotImplementedError
-
-
-# Without `apply`'s support of torch.func, which takes longer than all else here.
-_new_edges: Callable[..., Any] = super(torch.autograd.Function, _Edges).apply
-
-
-def _have_hooks(parameters: Sequence[nn.Parameter]) -> list[bool]:
-    """Return whether autograd's node of each parameter has hooks."""
-    with torch.enable_grad():
-        output = _new_edges(*parameters)  # the node lives as long as it does
-    edges = output.grad_fn.next_functions
-    return [node is not None and _has_hooks(node) for node, _ in edges]
-
-
-def _has_hooks(node: Any) -> bool:
-    """Return whether a node has hooks; torch keeps them in one dict, which a handle refers to."""
-    for register in (node.register_hook, node.register_prehook):
-        handle = register(_nothing)
-        hooks = handle.hooks_dict_ref()
-        handle.remove()
-        if hooks:
-            return True
-    return False
-
-
-def _nothing(*_: object) -> None:
-    """Wait for nothing."""
-
-
 _main_grad = attrgetter("main_grad")
-_backward_hooks = attrgetter("_backward_hooks")
-_post_accumulate_hooks = attrgetter("_post_accumulate_grad_hooks")
 
 
 def _has_a_bit(tensor: torch.Tensor) -> bool:

@@ -27,6 +27,7 @@ from chunkgraph.engine.tensor_guard import new_guard
 from chunkgraph.engine.watch.cast_cache import hold_stale_casts
 from chunkgraph.engine.watch.eager_gradients import foreign_hooks
 from chunkgraph.engine.watch.holders import HOOK_DICTS, Holders, are_same
+from chunkgraph.engine.watch.registered_hooks import num_registered_hooks
 from chunkgraph.engine.watch.windows import Windows
 from chunkgraph.errors import CaptureError, ReplayMismatchError
 
@@ -141,6 +142,7 @@ class CapturedModel:
         module = self._module if self._module is not None else nn.Module().train()
         self.is_as_captured = Windows(module, self._caches).next_is_as_captured
         self._take_settings()
+        self._num_hooks = num_registered_hooks()
         self._hooks = self._hooks_now()
         self._holders = Holders(self._attributes)
 
@@ -220,8 +222,6 @@ class CapturedModel:
         Raises:
             ReplayMismatchError: the module is not as it was captured.
         """
-        if not self._holders.are_same_dicts():
-            self._check_holders()
         self.check()
         self._check_settings()
         self.count_writes()
@@ -266,8 +266,8 @@ class CapturedModel:
         return [*chain.from_iterable(chain.from_iterable(every))]
 
     def _check_hooks(self) -> None:
-        now, known = self._hooks_now(), set(self._hooks)
-        for part in self._parts:
+        number, now, known = num_registered_hooks(), self._hooks_now(), set(self._hooks)
+        for part in self._parts if now != self._hooks else ():
             for name in HOOK_DICTS:
                 for number, hook in vars(part.module)[name].items():
                     owner = (getattr(hook, "__module__", None) or "").partition(".")[0]
@@ -277,7 +277,7 @@ class CapturedModel:
                             "capture, and a replay runs no Python. Remove it, or release the "
                             "graphs and capture again."
                         )
-        self._hooks = now
+        self._num_hooks, self._hooks = number, now
 
     def count_writes(self) -> None:
         """What was written by now was written while nothing was in flight."""
@@ -318,6 +318,8 @@ class CapturedModel:
             raise self._other_mode(part.path, part.module)
         if not self._holders.are_unchanged():
             self._check_holders()
+        if num_registered_hooks() != self._num_hooks:
+            self._check_hooks()
         are_alike = self._are_alike()
         if not are_alike and [*map(_requires_grad, self._known)] != self._trains:
             raise self._mismatch(self._other_grad_flags())
@@ -336,14 +338,13 @@ class CapturedModel:
             )
 
     def _check_holders(self) -> None:
-        """Compare parts, tensors and hooks one by one."""
+        """Compare parts and tensors one by one."""
         if not are_same(self._children_now(), self._children):
             raise self._mismatch(self._other_parts())
         if not are_same(self._tensors_now(), self._tensors):
             if other := self._other_tensors():
                 raise self._mismatch(other)
             self._take_caches()
-        self._check_hooks()
         self._holders = Holders(self._attributes)
 
     def _children_now(self) -> list[nn.Module | None]:

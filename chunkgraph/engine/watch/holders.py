@@ -1,4 +1,4 @@
-"""The dicts in which torch's modules hold their parts, tensors and hooks, compared at once."""
+"""The dicts in which torch's modules hold their parts and tensors, compared at once."""
 
 from __future__ import annotations
 
@@ -11,13 +11,11 @@ __all__ = ["HOOK_DICTS", "Holders", "are_same"]
 
 HOOK_DICTS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
-_dicts = itemgetter("_modules", "_parameters", "_buffers", *HOOK_DICTS)
+_dicts = itemgetter("_modules", "_parameters", "_buffers")
 
 
 class Holders:
     """What modules hold now.
-
-    Most of the dicts are empty, so that only the others are gone through.
 
     Args:
         attributes: ``vars()`` of each module.
@@ -25,33 +23,15 @@ class Holders:
 
     def __init__(self, attributes: Sequence[dict[str, Any]]) -> None:
         self._attributes = attributes
-        self._of_modules = self._dicts_now()
-        self._dicts = [*chain.from_iterable(self._of_modules)]
-        self._empty = [held for held in self._dicts if not held]
-        self._filled = [held for held in self._dicts if held]
         self._values = self._values_now()
 
     def are_unchanged(self) -> bool:
-        """Return whether the dicts hold the same objects, and none was replaced by another dict.
-
-        Other dicts are compared by their values; `are_same_dicts` tells them apart.
-        """
-        if any(self._empty) or not are_same(self._values_now(), self._values):
-            return False
-        try:
-            return self._dicts_now() == self._of_modules  # three times faster than by `is`
-        except RuntimeError:  # two tensors are not one bool
-            return False
-
-    def are_same_dicts(self) -> bool:
-        """Return whether the modules hold the same dicts."""
-        return are_same([*chain.from_iterable(self._dicts_now())], self._dicts)
-
-    def _dicts_now(self) -> list[tuple[dict[Any, Any], ...]]:
-        return [*map(_dicts, self._attributes)]
+        """Return whether the modules hold the same objects in the same order."""
+        return are_same(self._values_now(), self._values)
 
     def _values_now(self) -> list[Any]:
-        return [*chain.from_iterable(map(dict.values, self._filled))]
+        dicts = chain.from_iterable(map(_dicts, self._attributes))
+        return [*chain.from_iterable(map(dict.values, dicts))]
 
 
 def are_same(now: Sequence[Any], then: Sequence[Any]) -> bool:
