@@ -263,7 +263,7 @@ def test_bad_override_says_which_and_why(small: Path, override: str, parts: list
                 "pipeline.context_parallel_size=2; data.document_counts=[1,2,3,9]"
             ),
             ConfigError,
-            ["9 documents do not fit in the 32 rows", "each takes 4 or more"],
+            ["9 documents do not fit in the 32 rows", "each takes at least 4"],
         ),
         ("packing.max_packed_seqs=-1", ConfigError, ["packing.max_packed_seqs is -1"]),
         ("packing.buckets=[0.5]", ConfigError, ["buckets is [0.5]", "packing is off"]),
@@ -356,7 +356,7 @@ def test_bad_override_says_which_and_why(small: Path, override: str, parts: list
                 "data.document_counts=[1,2,3,5]"
             ),
             ConfigError,
-            ["5 documents do not fit in the 32 rows", "each takes 8 or more"],
+            ["5 documents do not fit in the 32 rows", "each takes at least 8"],
         ),
         (
             "packing.max_packed_seqs=8; train.micro_batch_size=2",

@@ -1,4 +1,4 @@
-"""The dicts in which torch's modules hold their parts, tensors and hooks, compared at once."""
+"""Compare at once the dicts in which torch's modules hold submodules, tensors and hooks."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _dicts = itemgetter("_modules", "_parameters", "_buffers", *HOOK_DICTS)
 
 
 class Holders:
-    """What modules hold now.
+    """The present contents of modules' dicts.
 
-    Most of the dicts are empty, so that only the others are gone through.
+    Most of the dicts are empty, so only the others are compared one by one.
 
     Args:
         attributes: ``vars()`` of each module.
@@ -32,15 +32,15 @@ class Holders:
         self._values = self._values_now()
 
     def are_unchanged(self) -> bool:
-        """Return whether the dicts hold the same objects, and none was replaced by another dict.
+        """Return whether the dicts hold the same objects.
 
-        Other dicts are compared by their values; `are_same_dicts` tells them apart.
+        A replaced dict with equal contents is not noticed; see `are_same_dicts`.
         """
         if any(self._empty) or not are_same(self._values_now(), self._values):
             return False
         try:
-            return self._dicts_now() == self._of_modules  # three times faster than by `is`
-        except RuntimeError:  # two tensors are not one bool
+            return self._dicts_now() == self._of_modules  # three times as fast as `is`
+        except RuntimeError:  # comparing different tensors gives no single bool
             return False
 
     def are_same_dicts(self) -> bool:
@@ -55,5 +55,5 @@ class Holders:
 
 
 def are_same(now: Sequence[Any], then: Sequence[Any]) -> bool:
-    """Return whether two lists hold the same objects."""
+    """Return whether two sequences hold the same objects."""
     return len(now) == len(then) and all(map(is_, now, then))
