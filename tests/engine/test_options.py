@@ -45,7 +45,7 @@ def test_the_defaults_and_every_choice_are_accepted() -> None:
 
 
 def test_options_that_are_none_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"options is \{'verify': 'shadow'\}; give Cap"):
+    with pytest.raises(ConfigError, match=r"options is \{'verify': 'shadow'\}; pass Cap"):
         ChunkGraphs(nn.Linear(4, 4), 1, options={"verify": "shadow"})  # type: ignore[arg-type]
 
 
